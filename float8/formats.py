@@ -1,0 +1,82 @@
+"""The 8-bit floating point formats, and the numbers that describe each.
+
+A format is a torch dtype plus four facts that every cast needs:
+
+====== ============================ ========= ======================== =============
+name   dtype                        max       smallest subnormal       special codes
+====== ============================ ========= ======================== =============
+E4M3   ``torch.float8_e4m3fn``      448       2^-9                     NaN, no inf
+E5M2   ``torch.float8_e5m2``        57344     2^-16                    NaN and inf
+====== ============================ ========= ======================== =============
+
+(Micikevicius et al., "FP8 formats for deep learning", arXiv 2209.05433, table 1.) AMD's gfx94x
+has the ``fnuz`` twins, one exponent lower and with a single zero: `E4M3FNUZ` (max 240) and
+`E5M2FNUZ` (max 57344). `on_device` maps a format to the twin that a device multiplies.
+
+The numbers come from ``torch.finfo``; nothing else in the package writes 448 or 57344 down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# What may be cast to float8. float64 is left out: no float8 GEMM accumulates or returns it.
+HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Format:
+    """An 8-bit floating point format: its short name and its torch dtype."""
+
+    name: str
+    dtype: torch.dtype
+
+    @property
+    def max(self) -> float:
+        """The largest finite value: what a saturating cast clamps to."""
+        return float(torch.finfo(self.dtype).max)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive value; less than half of it is flushed to zero."""
+        return float(torch.finfo(self.dtype).smallest_subnormal)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+E4M3 = Format("e4m3", torch.float8_e4m3fn)
+E5M2 = Format("e5m2", torch.float8_e5m2)
+E4M3FNUZ = Format("e4m3fnuz", torch.float8_e4m3fnuz)
+E5M2FNUZ = Format("e5m2fnuz", torch.float8_e5m2fnuz)
+
+FORMATS: dict[torch.dtype, Format] = {f.dtype: f for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)}
+_FNUZ_TWIN = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}
+
+
+def format_of(format_or_dtype: Format | torch.dtype) -> Format:
+    """The `Format` of a float8 dtype (a `Format` passes through).
+
+    Raises:
+        TypeError: for a dtype that is not one of the four, naming those that are.
+    """
+    if isinstance(format_or_dtype, Format):
+        return format_or_dtype
+    if format_or_dtype not in FORMATS:
+        known = ", ".join(str(dtype) for dtype in FORMATS)
+        raise TypeError(f"{format_or_dtype} is not a float8 format; use one of {known}")
+    return FORMATS[format_or_dtype]
+
+
+def on_device(fmt: Format, device: torch.device) -> Format:
+    """The twin of ``fmt`` that ``device`` multiplies: ``fnuz`` on AMD gfx94x, else ``fmt``."""
+    if torch.version.hip is None or device.type != "cuda" or not _device_is_fnuz():
+        return fmt
+    return _FNUZ_TWIN.get(fmt, fmt)
+
+
+@torch.compiler.assume_constant_result
+def _device_is_fnuz() -> bool:
+    return torch.cuda.is_available() and "gfx94" in torch.cuda.get_device_properties(0).gcnArchName

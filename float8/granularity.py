@@ -1,0 +1,86 @@
+"""Granularity is one field: ``block``, the extent per dimension that shares one scale.
+
+==================== ================= =================================================
+granularity          block of a matrix used by
+==================== ================= =================================================
+`Tensorwise`         ``(-1, -1)``      one scale per tensor
+`Rowwise`            ``(1, -1)``       one scale per row: per token, per output channel
+`Blockwise(1, 128)`  ``(1, 128)``      DeepSeek-V3 activations (arXiv 2412.19437, sec. 3.3.2)
+`Blockwise(128,128)` ``(128, 128)``    DeepSeek-V3 weights
+`Blockwise(1, 32)`   ``(1, 32)``       MX formats
+==================== ================= =================================================
+
+``-1`` stands for "the whole dimension", whatever its extent: one compiled graph then serves every
+batch size, and slices and empty tensors keep a meaning. Everything else follows from the block:
+
+- ``scale.shape == ceil(shape / block)`` (`scale_shape`); a whole dimension has extent 1;
+- a transpose swaps the block together with the shape;
+- granularity is stated in the orientation of a GEMM operand, the last dimension being the
+  contraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Block = tuple[int, ...]
+WHOLE = -1
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """Abstract: which elements share a scale. Final: `Tensorwise`, `Rowwise`, `Blockwise`."""
+
+    def block_of(self, shape: Sequence[int]) -> Block:
+        """The block of a tensor of this shape, one extent (or -1) per dimension."""
+        raise NotImplementedError(f"{type(self).__name__} is abstract")
+
+
+@dataclass(frozen=True)
+class Tensorwise(Granularity):
+    """One scale for the whole tensor."""
+
+    def block_of(self, shape: Sequence[int]) -> Block:
+        return (WHOLE,) * len(shape)
+
+
+@dataclass(frozen=True)
+class Rowwise(Granularity):
+    """One scale per row, that is per index of all dimensions but the last."""
+
+    def block_of(self, shape: Sequence[int]) -> Block:
+        if len(shape) < 1:
+            raise ValueError("Rowwise needs a tensor of at least one dimension; use Tensorwise")
+        return (1,) * (len(shape) - 1) + (WHOLE,)
+
+
+@dataclass(frozen=True)
+class Blockwise(Granularity):
+    """One scale per ``rows`` x ``cols`` block of the last two dimensions."""
+
+    rows: int
+    cols: int
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.cols < 1:
+            raise ValueError(f"Blockwise needs positive extents, got ({self.rows}, {self.cols})")
+
+    def block_of(self, shape: Sequence[int]) -> Block:
+        if len(shape) < 2:
+            raise ValueError(f"Blockwise needs at least two dimensions, got shape {tuple(shape)}")
+        return (1,) * (len(shape) - 2) + (self.rows, self.cols)
+
+
+def scale_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
+    """``ceil(shape / block)``: the shape of the scales of a tensor."""
+    return tuple(
+        1 if extent == WHOLE else -(-size // extent)
+        for size, extent in zip(shape, block, strict=True)
+    )
+
+
+def transpose_block(block: Block) -> Block:
+    """The block of a matrix's transpose."""
+    rows, cols = block
+    return (cols, rows)

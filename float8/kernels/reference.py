@@ -1,0 +1,206 @@
+"""Every float8 op in plain PyTorch: the definition, and the path that runs without float8 hardware.
+
+Legend: ``data`` float8 codes; ``scale`` float32, ``value = data * scale``; ``block`` the extent per
+dimension that shares a scale (-1: the whole dimension); ``scale.shape == ceil(shape / block)``.
+
+The casts are defined to the bit, and all backends agree on them, because each step is one correctly
+rounded float32 operation that no compiler may rewrite:
+
+1. ``amax = max(|x|)`` over a block, NaN if the block holds a NaN.
+2. ``scale = max(amax * float32(1 / max(format)), 2^-126)``, rounded up to a power of two on request.
+   A multiplication, not a division: compilers turn division by a constant into one anyway.
+   2^-126 is the smallest scale whose reciprocal is finite and neither is subnormal.
+3. ``data = round_to_nearest_even(clamp(float32(x) * float32(1 / scale)))``.
+
+Special values: NaN stays NaN; an infinite x makes a dynamic scale infinite and every product with
+the tensor NaN; under a given scale it becomes NaN itself. Nothing finite becomes inf or NaN.
+
+Products are defined up to the order of accumulation. See `scaled_mm`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from float8.granularity import WHOLE, Block, scale_shape
+
+MIN_SCALE = 2.0**-126
+
+
+def amax(x: Tensor, block: Block) -> Tensor:
+    """The largest magnitude of each block, in float32; 0 for an empty block, NaN if it has one.
+
+    Args:
+        x: float tensor of any shape.
+        block: one extent per dimension.
+
+    Returns:
+        float32 of shape ``ceil(x.shape / block)``.
+    """
+    shape = scale_shape(x.shape, block)
+    if x.numel() == 0:
+        return torch.zeros(shape, dtype=torch.float32, device=x.device)
+    if all(extent == WHOLE for extent in block):
+        # aminmax reads x once and writes two numbers; abs().amax() writes all of |x| in eager mode.
+        smallest, largest = torch.aminmax(x)
+        return torch.maximum(largest, -smallest).to(torch.float32).reshape(shape)
+    tiles, dims = _tiles(x, block)
+    return tiles.abs().amax(dims).to(torch.float32).reshape(shape)
+
+
+def _tiles(x: Tensor, block: Block) -> tuple[Tensor, list[int]]:
+    """x with each blocked dimension split into (blocks, extent), and the dims inside a block."""
+    padding: list[int] = []
+    shape: list[int] = []
+    inside: list[int] = []
+    for size, extent in zip(x.shape, block, strict=True):
+        if extent in (WHOLE, 1):
+            shape.append(size)
+            padding.append(0)
+            if extent == WHOLE:
+                inside.append(len(shape) - 1)
+        else:
+            shape += [-(-size // extent), extent]
+            padding.append(-size % extent)
+            inside.append(len(shape) - 1)
+    if any(padding):
+        x = F.pad(x, [p for pad in reversed(padding) for p in (0, pad)])
+    return x.reshape(shape), inside
+
+
+def scale_from_amax(amax: Tensor, format_max: float, power_of_two: bool = False) -> Tensor:
+    """The dequantisation scale that maps ``amax`` to the format's largest value.
+
+    ``scale = amax / max(format)`` (arXiv 2209.05433, section 3.1, there as its reciprocal), at
+    least 2^-126, so that it is positive for a block of zeros. The one function that computes
+    scales; every other backend is tested against its bits.
+
+    Args:
+        amax: float32, any shape.
+        format_max: the largest finite value of the float8 format.
+        power_of_two: round the scale up to a power of two, so that nothing saturates.
+
+    Returns:
+        float32 of amax's shape; NaN and inf stay what they are.
+    """
+    scale = (amax * (1.0 / format_max)).clamp(min=MIN_SCALE)
+    return _round_up_to_power_of_two(scale) if power_of_two else scale
+
+
+def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
+    # Adding the largest mantissa carries into the exponent unless the mantissa is zero already.
+    bits = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
+    return torch.where(scale.isfinite(), bits.view(torch.float32), scale)
+
+
+def expand(scale: Tensor, shape: torch.Size | tuple[int, ...], block: Block) -> Tensor:
+    """``scale`` as something that broadcasts against a tensor of ``shape``."""
+    for dim, (size, extent) in enumerate(zip(shape, block, strict=True)):
+        if extent not in (WHOLE, 1):
+            scale = scale.repeat_interleave(extent, dim).narrow(dim, 0, size)
+    return scale
+
+
+def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool = False) -> Tensor:
+    """Encode ``x`` in float8: nearest even, saturating.
+
+    Args:
+        x: float32, bfloat16 or float16, any shape and strides.
+        scale: float32 of shape ``ceil(x.shape / block)``.
+        block: one extent per dimension.
+        dtype: the float8 dtype.
+        fits: promise that ``scale`` was computed from this very ``x``: then no finite value
+            exceeds the format and the clamp is not needed.
+
+    Returns:
+        float8 of x's shape.
+    """
+    inverse = expand(_reciprocal(scale), x.shape, block)
+    x32 = x.to(torch.float32)
+    if fits:
+        return (x32 * inverse).to(dtype)
+    largest = torch.finfo(dtype).max
+    # Adding 0 * x turns an infinite x, which the clamp has made finite, into NaN and leaves all
+    # else as it is, the sign of zero included, in one pass.
+    return (x32 * inverse).clamp_(-largest, largest).add_(x32, alpha=0).to(dtype)
+
+
+def _reciprocal(scale: Tensor) -> Tensor:
+    # Compilers may emit an approximate float32 division; a float64 one is exact enough that
+    # rounding it to float32 gives the correctly rounded quotient, which is what eager computes.
+    if torch.compiler.is_compiling():
+        return scale.to(torch.float64).reciprocal().to(torch.float32)
+    return scale.reciprocal()
+
+
+def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+    """``data * scale``, computed in float32 and rounded once to ``dtype``."""
+    return (data.to(torch.float32) * expand(scale, data.shape, block)).to(dtype)
+
+
+def decode(data: Tensor) -> Tensor:
+    """float8 codes as bfloat16, exactly (without any scale).
+
+    Both OCP formats are bit fields of a float16, up to a shift and a power of two; integer
+    operations on whole tensors are several times faster than the elementwise conversion in eager
+    mode on a CPU. Compiled code converts in registers.
+    """
+    if data.device.type != "cpu" or torch.compiler.is_compiling():
+        return data.to(torch.bfloat16)
+    if data.dtype == torch.float8_e5m2:  # the upper byte of a float16
+        codes = data.view(torch.uint8).to(torch.int16).bitwise_left_shift_(8)
+        return codes.view(torch.float16).to(torch.bfloat16)
+    if data.dtype == torch.float8_e4m3fn:  # s eeee mmm -> float16 s 0eeee mmm0000000, times 2^8
+        is_nan = (data.view(torch.uint8) & 0x7F).add_(1).bitwise_and_(0x80)
+        codes = data.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x407F)
+        codes.bitwise_or_(is_nan.to(torch.int16).mul_(0xF8))  # 0x80 * 0xF8 = 0x7C00, all exponent
+        return codes.view(torch.float16).to(torch.bfloat16).mul_(2.0**8)
+    return data.to(torch.bfloat16)
+
+
+def scaled_mm(
+    a_MK: Tensor,
+    a_scale: Tensor,
+    b_NK: Tensor,
+    b_scale: Tensor,
+    a_block: Block,
+    b_block: Block,
+    bias_N: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``(a * a_scale) @ (b * b_scale).T + bias``, accumulated in float32.
+
+    Where each row of an operand has one scale, the codes are multiplied and the scales applied to
+    the product. Codes are exact in bfloat16, so a bfloat16 result comes from a bfloat16 GEMM
+    (float32 accumulation); its product is then rounded once before and once after scaling, which
+    float8 hardware does once: up to one bfloat16 ulp apart, nothing when scales are powers of two.
+    Other results, and scales that vary along the contraction, use a float32 GEMM.
+
+    Args:
+        a_MK, b_NK: float8, the contraction K last.
+        a_scale, b_scale: float32, shapes as a_block and b_block say.
+        bias_N: added in float32 before the result is rounded, or None.
+        out_dtype: float32, bfloat16 or float16.
+    """
+    if a_block[1] != WHOLE or b_block[1] != WHOLE:
+        a = dequantize(a_MK, a_scale, a_block, torch.float32)
+        b = dequantize(b_NK, b_scale, b_block, torch.float32)
+        return _add_bias(a @ b.t(), bias_N).to(out_dtype)
+    if out_dtype == torch.bfloat16:
+        product = decode(a_MK) @ decode(b_NK).t()
+    else:
+        product = a_MK.to(torch.float32) @ b_NK.to(torch.float32).t()
+    if a_block[0] == WHOLE and b_block[0] == WHOLE and bias_N is None:
+        # A 0-dim factor scales in float32 without a float32 copy of the product.
+        return product.mul_((a_scale * b_scale).reshape(())).to(out_dtype)
+    # The factors in turn: the product of two scales alone may leave float32's range.
+    scaled = product.to(torch.float32)
+    scaled = scaled * expand(a_scale, a_MK.shape, a_block)
+    scaled.mul_(expand(b_scale, b_NK.shape, b_block).t())
+    return _add_bias(scaled, bias_N).to(out_dtype)
+
+
+def _add_bias(out_MN: Tensor, bias_N: Tensor | None) -> Tensor:
+    return out_MN if bias_N is None else out_MN + bias_N.to(torch.float32)

@@ -1,0 +1,108 @@
+"""Scales and casts of one operand: pure functions on plain tensors.
+
+`quantize` turns a matrix, in the orientation of the GEMM that reads it, into ``(data, scale)`` as
+its `OperandCast` says. Where the scale comes from is the whole difference between the types:
+
+- dynamic: from the amax of this very tensor;
+- static: a constant;
+- delayed: from the amaxes of past steps. The operand has a `DelayedState`: ``scale`` is used,
+  ``current_amax`` records, and once per step `updated_history` turns records into scales.
+
+The update rule is that of TransformerEngine's ``DelayedScaling`` recipe: the newest amax enters the
+history at index 0, ``amax`` is the maximum over the history (or its newest entry) and
+``scale = 2**margin * amax / max(format)``; an amax that is not finite enters as 0, and where the
+resulting amax is 0 the scale stays as it was. ``history[:, 0]`` is the most recent step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from float8 import kernels
+from float8.config import DelayedScalingConfig, OperandCast, ScalingType
+from float8.formats import on_device
+
+
+class DelayedState(NamedTuple):
+    """The buffers of a delayed cast that a forward or backward touches; float32, 0-dim.
+
+    ``ready`` is False until a first history exists: until then the dynamic scale is used.
+    """
+
+    scale: Tensor
+    current_amax: Tensor
+    ready: bool
+
+
+def quantize(
+    x: Tensor, cast: OperandCast, state: DelayedState | None = None, record: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Cast a matrix to float8.
+
+    Args:
+        x: (rows, contraction), float32, bfloat16 or float16, any strides.
+        cast: the resolved cast, stated for this orientation.
+        state: the buffers of a delayed cast, else None.
+        record: whether a delayed cast records the amax of x (as a maximum, so that a
+            recomputation of the same forward changes nothing).
+
+    Returns:
+        float8 data of x's shape, and its float32 scale of shape ``ceil(shape / block)``.
+    """
+    fmt = on_device(cast.format, x.device)
+    scale, fits = _scale(x, cast, fmt.max, state, record)
+    return kernels.cast(x, scale, cast.block, fmt.dtype, fits), scale
+
+
+def _scale(
+    x: Tensor, cast: OperandCast, format_max: float, state: DelayedState | None, record: bool
+) -> tuple[Tensor, bool]:
+    """The scale, and whether it was computed from x itself."""
+    if cast.static_scale is not None:
+        return torch.full((1, 1), cast.static_scale, dtype=torch.float32, device=x.device), False
+    is_delayed = cast.scaling_type is ScalingType.DELAYED
+    if is_delayed and state is None:
+        raise AssertionError("a delayed cast needs its state")
+    if state is not None and is_delayed and state.ready and not record:
+        return state.scale.reshape(1, 1), False
+    amax = kernels.amax(x, cast.block)
+    if state is not None and is_delayed:
+        if record:
+            state.current_amax.copy_(torch.maximum(state.current_amax, amax.reshape(())))
+        if state.ready:
+            return state.scale.reshape(1, 1), False
+    return kernels.scale_from_amax(amax, format_max, cast.power_of_two_scale), True
+
+
+def updated_history(
+    history_NH: Tensor,
+    current_amax_N: Tensor,
+    scale_N: Tensor,
+    config: DelayedScalingConfig,
+    format_max: float,
+    power_of_two: bool,
+) -> tuple[Tensor, Tensor]:
+    """One step of delayed scaling for N operands that share format and config.
+
+    Args:
+        history_NH: the last H amaxes of each operand, newest first.
+        current_amax_N: the amax of this step over all its microbatches and ranks.
+        scale_N: the scales in use; 0 where there has been none yet.
+        config: history length, algorithm and margin.
+        format_max: the largest finite value of the format.
+        power_of_two: round scales up to powers of two.
+
+    Returns:
+        The new history and the new scales, both finite; an operand that has never had a nonzero
+        amax gets scale 1.
+    """
+    newest_N = torch.where(current_amax_N.isfinite(), current_amax_N, 0.0)
+    history_NH = torch.cat([newest_N.unsqueeze(1), history_NH[:, :-1]], dim=1)
+    amax_N = newest_N if config.amax_compute_algo == "most_recent" else history_NH.amax(1)
+    scaled = kernels.scale_from_amax(amax_N * 2.0**config.margin, format_max, power_of_two)
+    kept = torch.where(scale_N > 0, scale_N, 1.0)
+    # 2**margin may carry a large amax out of float32's range: such a scale is of no use.
+    return history_NH, torch.where((amax_N > 0) & scaled.isfinite(), scaled, kept)

@@ -1,0 +1,288 @@
+"""`Float8Tensor`: float8 data, its scale, and the high-precision dtype that it stands for.
+
+``value = data.float() * scale``, with one scale per ``block`` (see `float8.granularity`). The
+tensor reports the dtype that it was made from, so that autograd, modules and optimizers treat it
+as one of theirs; its bytes are one per element.
+
+A Float8Tensor is for what outlives or crosses a layer: gathered weights, activations between
+tensor-parallel ranks, parameters at rest, inspection. `Float8Linear` itself works on the plain
+``(data, scale)`` pairs inside; both end in the same kernel.
+
+Every operation is registered in ``float8/dispatch/``; one that is not says so and how to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8 import kernels
+from float8.formats import FORMATS, HIGH_PRECISION_DTYPES, Format, format_of
+from float8.granularity import Block, Granularity, Tensorwise, scale_shape
+
+# aten overload -> implementation; filled by float8.dispatch through `implements`.
+OP_TABLE: dict[Any, Callable[..., Any]] = {}
+
+
+class Float8Tensor(Tensor):
+    """A tensor stored in float8.
+
+    Args:
+        data: float8 codes, of the tensor's shape.
+        scale: float32 > 0 of shape ``ceil(shape / block)``; ``value = data * scale``.
+        block: one extent per dimension, -1 for the whole dimension.
+        dtype: the high-precision dtype that the tensor reports and dequantises to.
+
+    Raises:
+        TypeError: data is not float8, scale not float32, or dtype not a high-precision one.
+        ValueError: scale has another shape than ``ceil(shape / block)``.
+    """
+
+    _data: Tensor
+    _scale: Tensor
+    _block: Block
+
+    @staticmethod
+    def __new__(cls, data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Float8Tensor:
+        """See the class."""
+        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            data.size(),
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=dtype,
+            layout=data.layout,
+            device=data.device,
+            requires_grad=False,
+        )
+        return self
+
+    def __init__(self, data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> None:
+        _check_parts(data, scale, block, dtype)
+        self._data = data
+        self._scale = scale
+        self._block = tuple(block)
+
+    @staticmethod
+    def from_high_precision(
+        x: Tensor,
+        format_or_dtype: Format | torch.dtype,
+        granularity: Granularity | None = None,
+        scale: Tensor | float | None = None,
+        power_of_two_scale: bool = False,
+    ) -> Float8Tensor:
+        """Cast ``x`` to float8. Gradients pass straight through, unrounded.
+
+        Args:
+            x: float32, bfloat16 or float16.
+            format_or_dtype: `E4M3`, `E5M2` or a torch float8 dtype.
+            granularity: which elements share a scale; `Tensorwise` by default.
+            scale: the scale to use, a float or a float32 tensor of shape ``ceil(shape / block)``;
+                None computes it from x.
+            power_of_two_scale: round a computed scale up to a power of two.
+
+        Raises:
+            TypeError: x is not of a high-precision dtype, or scale is not float32.
+            ValueError: scale has the wrong shape or is not finite and > 0.
+        """
+        if x.dtype not in HIGH_PRECISION_DTYPES:
+            known = ", ".join(str(d) for d in HIGH_PRECISION_DTYPES)
+            raise TypeError(f"cannot cast {x.dtype} to float8: convert it to one of {known} first")
+        fmt = format_of(format_or_dtype)
+        block = (granularity or Tensorwise()).block_of(x.shape)
+        if scale is None:
+            amax = kernels.amax(x.detach(), block)
+            scale_tensor = kernels.scale_from_amax(amax, fmt.max, power_of_two_scale)
+        else:
+            scale_tensor = _given_scale(scale, x, block)
+        fits = scale is None
+        result: Float8Tensor = _ToFloat8.apply(x, scale_tensor, block, fmt.dtype, fits)
+        return result
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """``data * scale`` in ``dtype`` (the original one by default). Gradients pass through."""
+        result: Tensor = _Dequantize.apply(self, dtype or self.dtype)
+        return result
+
+    @property
+    def data_and_scale(self) -> tuple[Tensor, Tensor]:
+        """The float8 codes and the dequantisation scale."""
+        return self._data, self._scale
+
+    @property
+    def block(self) -> Block:
+        """The extent per dimension that shares a scale; -1 is the whole dimension."""
+        return self._block
+
+    @property
+    def format(self) -> Format:
+        """The float8 format of the codes."""
+        return FORMATS[self._data.dtype]
+
+    def _replace(
+        self,
+        data: Tensor | None = None,
+        scale: Tensor | None = None,
+        block: Block | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Float8Tensor:
+        """A copy with some parts replaced: the one way in which ops make a new Float8Tensor."""
+        return Float8Tensor(
+            self._data if data is None else data,
+            self._scale if scale is None else scale,
+            self._block if block is None else block,
+            self.dtype if dtype is None else dtype,
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Block, torch.dtype]]:
+        return ["_data", "_scale"], (self._block, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: tuple[Block, torch.dtype], size: Any, stride: Any
+    ) -> Float8Tensor:
+        block, dtype = meta
+        return Float8Tensor(inner["_data"], inner["_scale"], block, dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Plain float8 tensors do not pickle outside torch.save; bytes always do.
+        bytes_ = self._data.detach().view(torch.uint8)
+        parts = (bytes_, self._data.dtype, self._scale, self._block, self.dtype)
+        return _rebuild, (*parts, self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:
+        copy = self._replace(self._data.detach().clone(), self._scale.detach().clone())
+        memo[id(self)] = copy.requires_grad_(self.requires_grad)
+        return copy
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Shape, format, granularity and values, as ``torch.Tensor`` shows its own."""
+        scale = (
+            f"scale={self._scale.item():.6g}"
+            if self._scale.numel() == 1 and self._scale.device.type != "meta" and not _fake(self)
+            else f"scale of shape {tuple(self._scale.shape)}"
+        )
+        return (
+            f"Float8Tensor({self.format}, shape={tuple(self.shape)}, block={self._block}, {scale}, "
+            f"dtype={self.dtype}, device='{self.device}'"
+            + (", requires_grad=True" if self.requires_grad else "")
+            + f", data={self._data.detach()!r})"
+        )
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # ops reach __torch_dispatch__
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Look the operation up in the table that ``float8/dispatch/`` fills."""
+        if func not in OP_TABLE:
+            raise NotImplementedError(
+                f"{func} is not defined for Float8Tensor; call .dequantize() on it first"
+            )
+        return OP_TABLE[func](func, *args, **(kwargs or {}))
+
+
+def implements(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as the implementation of aten overloads on Float8Tensor.
+
+    The function is called as ``f(func, *args, **kwargs)``. Registering an overload twice is an
+    error: an op has one implementation.
+    """
+
+    def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
+        for func in funcs:
+            if func in OP_TABLE:
+                raise ValueError(f"{func} is already implemented by {OP_TABLE[func].__name__}")
+            OP_TABLE[func] = implementation
+        return implementation
+
+    return register
+
+
+class _ToFloat8(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool
+    ) -> Float8Tensor:
+        return Float8Tensor(kernels.cast(x, scale, block, dtype, fits), scale, block, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        return grad, None, None, None, None
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Float8Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        return kernels.dequantize(x._data, x._scale, x._block, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad.to(ctx.dtype), None
+
+
+def _check_parts(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> None:
+    format_of(data.dtype)
+    if dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"a Float8Tensor stands for a float32, bfloat16 or float16, not {dtype}")
+    if scale.dtype != torch.float32:
+        raise TypeError(f"scale must be float32, got {scale.dtype}")
+    if len(block) != data.dim():
+        raise ValueError(f"block {tuple(block)} does not fit shape {tuple(data.shape)}")
+    if tuple(scale.shape) != (expected := scale_shape(data.shape, block)):
+        raise ValueError(
+            f"scale must have shape {expected} for data of shape {tuple(data.shape)} and block "
+            f"{tuple(block)}, got {tuple(scale.shape)}"
+        )
+
+
+def _given_scale(scale: Tensor | float, x: Tensor, block: Block) -> Tensor:
+    shape = scale_shape(x.shape, block)
+    if not isinstance(scale, Tensor):
+        scale = torch.full(shape, scale, dtype=torch.float32, device=x.device)
+    if scale.dtype != torch.float32:
+        raise TypeError(f"scale must be float32, got {scale.dtype}")
+    if scale.dim() == 0:
+        scale = scale.expand(shape).contiguous()
+    if tuple(scale.shape) != shape:
+        raise ValueError(
+            f"scale must have shape {shape} for x of shape {tuple(x.shape)} and block {block}, "
+            f"got {tuple(scale.shape)}"
+        )
+    # A CPU tensor is checked at once; on a device the check would stall the stream.
+    if scale.device.type == "cpu" and not torch.compiler.is_compiling() and not _fake(scale):
+        bad = scale[~(scale.isfinite() & (scale > 0))]
+        if bad.numel():
+            raise ValueError(f"scale must be finite and > 0, got {bad[0].item()}")
+    return scale
+
+
+def _fake(x: Tensor) -> bool:
+    from torch._subclasses.fake_tensor import is_fake
+
+    return is_fake(x)
+
+
+def _rebuild(
+    bytes_: Tensor,
+    data_dtype: torch.dtype,
+    scale: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    requires_grad: bool,
+) -> Float8Tensor:
+    """Unpickle a Float8Tensor."""
+    tensor = Float8Tensor(bytes_.view(data_dtype), scale, block, dtype)
+    return tensor.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([Float8Tensor, _rebuild])
