@@ -1,0 +1,50 @@
+"""Train PyTorch models with 8-bit floating point matrix products.
+
+Start with `convert_to_float8_training`; the recipes are in `float8.config.RECIPES`. The map of the
+package is in CONTRIBUTING.md. This file is the composition root: it alone imports
+``float8.dispatch``, which teaches `Float8Tensor` its operations.
+"""
+
+import float8.dispatch as _dispatch  # noqa: F401  registers the operations of Float8Tensor
+from float8 import filters
+from float8.config import (
+    CastConfig,
+    DelayedScalingConfig,
+    Float8LinearConfig,
+    GemmConfig,
+    ScalingType,
+)
+from float8.convert import (
+    convert_from_float8_training,
+    convert_to_float8_training,
+    high_precision,
+)
+from float8.formats import E4M3, E5M2, Format
+from float8.granularity import Blockwise, Rowwise, Tensorwise
+from float8.linear import Float8Linear, float8_linear
+from float8.sync import sync_float8_amax_and_scale_history
+from float8.tensor import Float8Tensor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "E4M3",
+    "E5M2",
+    "Blockwise",
+    "CastConfig",
+    "DelayedScalingConfig",
+    "Float8Linear",
+    "Float8LinearConfig",
+    "Float8Tensor",
+    "Format",
+    "GemmConfig",
+    "Rowwise",
+    "ScalingType",
+    "Tensorwise",
+    "convert_from_float8_training",
+    "convert_to_float8_training",
+    "filters",
+    "float8_linear",
+    "high_precision",
+    "sync_float8_amax_and_scale_history",
+]

@@ -100,6 +100,18 @@ class CastConfig:
         if self.power_of_two_scale and math.frexp(self.static_scale)[0] != 0.5:
             raise ValueError(f"power_of_two_scale is set, static_scale={self.static_scale} is not")
 
+    def resolve(self, default_format: Format) -> OperandCast | None:
+        """This cast of a matrix, in GEMM-operand orientation; None where it is disabled."""
+        if self.scaling_type is ScalingType.DISABLED:
+            return None
+        return OperandCast(
+            scaling_type=self.scaling_type,
+            format=format_of(self.target_dtype or default_format),
+            block=self.granularity.block_of((0, 0)),
+            power_of_two_scale=self.power_of_two_scale,
+            static_scale=self.static_scale,
+        )
+
     @property
     def short_str(self) -> str:
         """A few characters for ``print(model)``, such as ``dynamic rowwise e4m3 pow2``."""
@@ -177,10 +189,6 @@ class Gemm:
     a: OperandCast | None
     b: OperandCast | None
     use_fast_accum: bool = False
-
-    @property
-    def is_float8(self) -> bool:
-        return self.a is not None
 
 
 @dataclass(frozen=True)
@@ -273,14 +281,14 @@ class Float8LinearConfig:
         return LinearPlan(
             output=_gemm(
                 ("output", "cast_config_input", "cast_config_weight"),
-                _resolve(x, E4M3),
-                _resolve(w, E4M3),
+                x.resolve(E4M3),
+                w.resolve(E4M3),
                 self.gemm_config_output,
             ),
             grad_input=_gemm(
                 ("grad_input", "cast_config_grad_output", "cast_config_weight_for_grad_input"),
-                _resolve(g, E5M2),
-                _resolve(self.cast_config_weight_for_grad_input or w, E4M3),
+                g.resolve(E5M2),
+                (self.cast_config_weight_for_grad_input or w).resolve(E4M3),
                 self.gemm_config_grad_input,
             ),
             grad_weight=_gemm(
@@ -289,8 +297,8 @@ class Float8LinearConfig:
                     "cast_config_grad_output_for_grad_weight",
                     "cast_config_input_for_grad_weight",
                 ),
-                _resolve(self.cast_config_grad_output_for_grad_weight or g, E5M2),
-                _resolve(self.cast_config_input_for_grad_weight or x, E4M3),
+                (self.cast_config_grad_output_for_grad_weight or g).resolve(E5M2),
+                (self.cast_config_input_for_grad_weight or x).resolve(E4M3),
                 self.gemm_config_grad_weight,
             ),
         )
@@ -318,18 +326,6 @@ class Float8LinearConfig:
                     f"(cast_config_{operand} is '{first.short_str}'); leave it None, or make it "
                     "dynamic, static or disabled"
                 )
-
-
-def _resolve(config: CastConfig, default: Format) -> OperandCast | None:
-    if config.scaling_type is ScalingType.DISABLED:
-        return None
-    return OperandCast(
-        scaling_type=config.scaling_type,
-        format=format_of(config.target_dtype or default),
-        block=config.granularity.block_of((0, 0)),
-        power_of_two_scale=config.power_of_two_scale,
-        static_scale=config.static_scale,
-    )
 
 
 def _gemm(

@@ -38,7 +38,11 @@ class DelayedState(NamedTuple):
 
 
 def quantize(
-    x: Tensor, cast: OperandCast, state: DelayedState | None = None, record: bool = False
+    x: Tensor,
+    cast: OperandCast,
+    state: DelayedState | None = None,
+    record: bool = False,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cast a matrix to float8.
 
@@ -48,33 +52,33 @@ def quantize(
         state: the buffers of a delayed cast, else None.
         record: whether a delayed cast records the amax of x (as a maximum, so that a
             recomputation of the same forward changes nothing).
+        scale: the scale that an earlier call found for this x (transposed with it), to save the
+            second search.
 
     Returns:
         float8 data of x's shape, and its float32 scale of shape ``ceil(shape / block)``.
     """
     fmt = on_device(cast.format, x.device)
-    scale, fits = _scale(x, cast, fmt.max, state, record)
+    fits = cast.scaling_type is ScalingType.DYNAMIC
+    if scale is None:
+        scale = _scale(x, cast, fmt.max, state, record)
     return kernels.cast(x, scale, cast.block, fmt.dtype, fits), scale
 
 
 def _scale(
     x: Tensor, cast: OperandCast, format_max: float, state: DelayedState | None, record: bool
-) -> tuple[Tensor, bool]:
-    """The scale, and whether it was computed from x itself."""
+) -> Tensor:
     if cast.static_scale is not None:
-        return torch.full((1, 1), cast.static_scale, dtype=torch.float32, device=x.device), False
-    is_delayed = cast.scaling_type is ScalingType.DELAYED
-    if is_delayed and state is None:
-        raise AssertionError("a delayed cast needs its state")
-    if state is not None and is_delayed and state.ready and not record:
-        return state.scale.reshape(1, 1), False
+        return torch.full((1, 1), cast.static_scale, dtype=torch.float32, device=x.device)
+    delayed = state if cast.scaling_type is ScalingType.DELAYED else None
+    if delayed is not None and delayed.ready and not record:
+        return delayed.scale.reshape(1, 1)
     amax = kernels.amax(x, cast.block)
-    if state is not None and is_delayed:
-        if record:
-            state.current_amax.copy_(torch.maximum(state.current_amax, amax.reshape(())))
-        if state.ready:
-            return state.scale.reshape(1, 1), False
-    return kernels.scale_from_amax(amax, format_max, cast.power_of_two_scale), True
+    if delayed is not None and record:
+        delayed.current_amax.copy_(torch.maximum(delayed.current_amax, amax.reshape(())))
+    if delayed is not None and delayed.ready:
+        return delayed.scale.reshape(1, 1)
+    return kernels.scale_from_amax(amax, format_max, cast.power_of_two_scale)
 
 
 def updated_history(

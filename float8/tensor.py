@@ -147,6 +147,11 @@ class Float8Tensor(Tensor):
         block, dtype = meta
         return Float8Tensor(inner["_data"], inner["_scale"], block, dtype)
 
+    def _stable_hash_for_caching(self) -> str:
+        """A key for torch.compile's cache on disk: all that its graphs depend on."""
+        parts = [(t.dtype, t.device, tuple(t.shape), t.stride()) for t in self.data_and_scale]
+        return repr((parts, self._block, self.dtype, self.requires_grad))
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Plain float8 tensors do not pickle outside torch.save; bytes always do.
         bytes_ = self._data.detach().view(torch.uint8)

@@ -1,0 +1,123 @@
+"""Once per step: turn the amaxes that delayed casts recorded into the scales of the next step.
+
+`sync_float8_amax_and_scale_history` works on all delayed casts of a model at once: the recorded
+amaxes are stacked, reduced over ranks in one collective, rolled into the histories, and turned into
+scales, with a number of kernels that does not grow with the number of layers (stack, update,
+``_foreach_copy_``). It may be compiled.
+
+Call it once per optimizer step, before or after ``optimizer.step()``, never between a forward and
+its backward: autograd would then find the scales changed that forward saved. Forgetting it would
+freeze training at first-step scales, so the first optimizer that steps twice without it says so.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from float8.cast import DelayedCast
+from float8.config import DelayedScalingConfig
+from float8.scaling import updated_history
+
+Key = tuple[DelayedScalingConfig, float, bool]
+
+
+def sync_float8_amax_and_scale_history(model: nn.Module) -> None:
+    """Roll this step's amaxes into the histories and compute the next scales.
+
+    All ranks of the default process group, if there is one, take part and end with equal scales.
+    A model without delayed casts is left alone.
+
+    Args:
+        model: any module; every delayed cast below it takes part.
+    """
+    by_device: dict[torch.device, list[DelayedCast]] = {}
+    for module in model.modules():
+        if isinstance(module, DelayedCast):
+            by_device.setdefault(module.scale.device, []).append(module)
+    with torch.no_grad():
+        for casts in by_device.values():
+            _sync_on_one_device(casts)
+
+
+def _sync_on_one_device(casts: list[DelayedCast]) -> None:
+    currents = _reduced_over_ranks(torch.stack([c.current_amax for c in casts]))
+    for key, indices in _groups(casts).items():
+        _update([casts[i] for i in indices], currents[indices], key)
+    torch._foreach_zero_([c.current_amax for c in casts])
+    for cast in casts:
+        cast.history_ready = cast.synced = True
+
+
+def _groups(casts: list[DelayedCast]) -> dict[Key, list[int]]:
+    """Which casts can be updated together: those of equal format and config."""
+    groups: dict[Key, list[int]] = {}
+    for i, cast in enumerate(casts):
+        key = (cast.delayed, cast.format_on_device.max, cast.config.power_of_two_scale)
+        groups.setdefault(key, []).append(i)
+    return groups
+
+
+def _update(casts: list[DelayedCast], currents: Tensor, key: Key) -> None:
+    delayed, format_max, power_of_two = key
+    histories, scales = updated_history(
+        torch.stack([c.amax_history for c in casts]),
+        currents,
+        torch.stack([c.scale for c in casts]),
+        delayed,
+        format_max,
+        power_of_two,
+    )
+    torch._foreach_copy_([c.amax_history for c in casts], list(histories.unbind()))
+    torch._foreach_copy_([c.scale for c in casts], list(scales.unbind()))
+
+
+def _reduced_over_ranks(currents: Tensor) -> Tensor:
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return currents
+    # gloo's MAX loses a NaN that is not on rank 0; inf survives everywhere, and enters as 0.
+    currents = torch.where(currents.isfinite(), currents, torch.inf)
+    dist.all_reduce(currents, dist.ReduceOp.MAX)
+    return currents
+
+
+def remind_to_sync(model: nn.Module) -> None:
+    """Warn once if an optimizer of this model steps twice and nobody has called ``sync``."""
+    model_ref = weakref.ref(model)
+    steps = 0
+
+    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal steps
+        model = model_ref()
+        waiting = [] if model is None else _waiting_layers(model)
+        if not waiting:  # synced, or gone: nothing to remind of any more
+            handle.remove()
+            return
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(p) in ids for layer in waiting for p in layer.parameters()):
+            return
+        steps += 1
+        if steps == 2:
+            handle.remove()
+            warnings.warn(
+                "this model uses delayed scaling, and its optimizer has stepped twice without "
+                "sync_float8_amax_and_scale_history(model): call it once per step, or the amax "
+                "histories stay empty and every cast computes its scale anew",
+                stacklevel=2,
+            )
+
+    handle = register_optimizer_step_post_hook(after_step)
+
+
+def _waiting_layers(model: nn.Module) -> list[nn.Module]:
+    return [
+        layer
+        for layer in model.modules()
+        if any(isinstance(c, DelayedCast) and not c.synced for c in layer.children())
+    ]
