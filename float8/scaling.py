@@ -75,7 +75,8 @@ def _scale(
         return delayed.scale.reshape(1, 1)
     amax = kernels.amax(x, cast.block)
     if delayed is not None and record:
-        delayed.current_amax.copy_(torch.maximum(delayed.current_amax, amax.reshape(())))
+        current = delayed.current_amax
+        torch.maximum(current, amax.reshape(()), out=current)
     if delayed is not None and delayed.ready:
         return delayed.scale.reshape(1, 1)
     return kernels.scale_from_amax(amax, format_max, cast.power_of_two_scale)

@@ -119,12 +119,14 @@ def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool 
     """
     inverse = expand(_reciprocal(scale), x.shape, block)
     x32 = x.to(torch.float32)
-    if fits:
-        return (x32 * inverse).to(dtype)
-    largest = torch.finfo(dtype).max
-    # Adding 0 * x turns an infinite x, which the clamp has made finite, into NaN and leaves all
-    # else as it is, the sign of zero included, in one pass.
-    return (x32 * inverse).clamp_(-largest, largest).add_(x32, alpha=0).to(dtype)
+    # Where x32 is a copy already it is scaled in place: one buffer less in eager mode.
+    y = x32 * inverse if x32 is x or not fits else x32.mul_(inverse)
+    if not fits:
+        largest = torch.finfo(dtype).max
+        # Adding 0 * x turns an infinite x, which the clamp has made finite, into NaN and leaves
+        # all else as it is, the sign of zero included, in one pass.
+        y.clamp_(-largest, largest).add_(x32, alpha=0)
+    return y.to(dtype)
 
 
 def _reciprocal(scale: Tensor) -> Tensor:
@@ -143,21 +145,26 @@ def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) ->
 def decode(data: Tensor) -> Tensor:
     """float8 codes as bfloat16, exactly (without any scale).
 
-    Both OCP formats are bit fields of a float16, up to a shift and a power of two; integer
-    operations on whole tensors are several times faster than the elementwise conversion in eager
-    mode on a CPU. Compiled code converts in registers.
+    Both OCP formats are bit fields of a float16, up to a shift and a power of two, and integer
+    operations on whole tensors are several times faster than torch's elementwise conversion in
+    eager mode on a CPU. Compiled code converts in registers.
     """
-    if data.device.type != "cpu" or torch.compiler.is_compiling():
-        return data.to(torch.bfloat16)
-    if data.dtype == torch.float8_e5m2:  # the upper byte of a float16
+    is_eager_cpu = data.device.type == "cpu" and not torch.compiler.is_compiling()
+    if is_eager_cpu and data.dtype == torch.float8_e5m2:  # the upper byte of a float16
         codes = data.view(torch.uint8).to(torch.int16).bitwise_left_shift_(8)
         return codes.view(torch.float16).to(torch.bfloat16)
-    if data.dtype == torch.float8_e4m3fn:  # s eeee mmm -> float16 s 0eeee mmm0000000, times 2^8
-        is_nan = (data.view(torch.uint8) & 0x7F).add_(1).bitwise_and_(0x80)
+    if is_eager_cpu and data.dtype == torch.float8_e4m3fn and _has_no_nan(data):
+        # s eeee mmm -> the float16 s 0eeee mmm0000000, which is 2^-8 times the value
         codes = data.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x407F)
-        codes.bitwise_or_(is_nan.to(torch.int16).mul_(0xF8))  # 0x80 * 0xF8 = 0x7C00, all exponent
         return codes.view(torch.float16).to(torch.bfloat16).mul_(2.0**8)
     return data.to(torch.bfloat16)
+
+
+def _has_no_nan(data: Tensor) -> bool:
+    # E4M3's NaNs are 0x7F and 0xFF: the largest signed and the largest unsigned byte.
+    if type(data) is not Tensor or data.numel() == 0:  # a FakeTensor has no values to look at
+        return False
+    return int(data.view(torch.int8).max()) != 0x7F and int(data.view(torch.uint8).max()) != 0xFF
 
 
 def scaled_mm(

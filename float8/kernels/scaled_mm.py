@@ -220,15 +220,15 @@ def _torch_scaled_mm(
     if product == TENSORWISE:
         a_scale, b_scale = a_scale.reshape(()), b_scale.reshape(())
     elif product == ROWWISE:
-        a_scale = a_scale.expand(a_MK.shape[0], 1).contiguous()
-        b_scale = b_scale.t().expand(1, b_NK.shape[0]).contiguous()
+        a_scale = _contraction_last(a_scale.expand(a_MK.shape[0], 1))
+        b_scale = _contraction_last(b_scale.t().expand(1, b_NK.shape[0]))
     else:
         a_scale, b_scale = _blockwise_layout(a_scale, a_block), _blockwise_layout(b_scale, b_block)
         b_scale = b_scale.t()
     fused_bias = bias_N if _fuses_bias(product, bias_N, out_dtype) else None
     out = torch._scaled_mm(
-        a_MK.contiguous(),
-        b_NK.contiguous().t(),
+        _contraction_last(a_MK),
+        _contraction_last(b_NK).t(),
         scale_a=a_scale,
         scale_b=b_scale,
         bias=fused_bias,
@@ -240,9 +240,14 @@ def _torch_scaled_mm(
     return out
 
 
+def _contraction_last(data: Tensor) -> Tensor:
+    # Spelt as a clone: Tensor.contiguous() needs a CUDA build even for FakeTensors.
+    return data if data.is_contiguous() else data.clone(memory_format=torch.contiguous_format)
+
+
 def _blockwise_layout(scale: Tensor, block: Block) -> Tensor:
     # cuBLASLt reads 1x128 scales with the rows contiguous, 128x128 ones with the columns.
-    return scale.t().contiguous().t() if block[0] == 1 else scale.contiguous()
+    return _contraction_last(scale.t()).t() if block[0] == 1 else _contraction_last(scale)
 
 
 def _fuses_bias(product: str | None, bias_N: Tensor | None, out_dtype: torch.dtype) -> bool:
