@@ -19,9 +19,8 @@ of what that GEMM reads. ``None`` in place of an `OperandCast` means high precis
 from __future__ import annotations
 
 import enum
-import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -95,8 +94,12 @@ class CastConfig:
             )
         if self.static_scale is None:
             return
-        if not (math.isfinite(self.static_scale) and self.static_scale > 0):
-            raise ValueError(f"static_scale must be finite and > 0, got {self.static_scale}")
+        float32 = torch.finfo(torch.float32)
+        if not float32.tiny <= self.static_scale <= float32.max:  # or its reciprocal is infinite
+            raise ValueError(
+                "static_scale must be a float32 that is finite and > 0 (at least 2^-126), got "
+                f"{self.static_scale}"
+            )
         if self.power_of_two_scale and math.frexp(self.static_scale)[0] != 0.5:
             raise ValueError(f"power_of_two_scale is set, static_scale={self.static_scale} is not")
 
@@ -198,21 +201,9 @@ class LinearPlan:
     output: Gemm  # a = x_MK, b = w_NK
     grad_input: Gemm  # a = g_MN, b = w_KN
     grad_weight: Gemm  # a = g_NM, b = x_KM
-
-    @functools.cached_property
-    def reuses_input(self) -> bool:
-        """x_KM of grad_weight is the transpose of the float8 x_MK of output."""
-        return _same_bytes(self.output.a, self.grad_weight.b)
-
-    @functools.cached_property
-    def reuses_weight(self) -> bool:
-        """w_KN of grad_input is the transpose of the float8 w_NK of output."""
-        return _same_bytes(self.output.b, self.grad_input.b)
-
-    @functools.cached_property
-    def reuses_grad_output(self) -> bool:
-        """g_NM of grad_weight is the transpose of the float8 g_MN of grad_input."""
-        return _same_bytes(self.grad_input.a, self.grad_weight.a)
+    reuses_input: bool  # x_KM of grad_weight is the transpose of the float8 x_MK of output
+    reuses_weight: bool  # w_KN of grad_input is the transpose of the float8 w_NK of output
+    reuses_grad_output: bool  # g_NM of grad_weight is the transpose of grad_input's g_MN
 
 
 def _same_bytes(first: OperandCast | None, second: OperandCast | None) -> bool:
@@ -258,10 +249,11 @@ class Float8LinearConfig:
     emulate: bool = False
     enable_amax_init: bool = True
     enable_pre_and_post_forward: bool = True
+    plan: LinearPlan = field(init=False, repr=False, compare=False)  # what all of this means
 
     def __post_init__(self) -> None:
         self._check_second_uses()
-        _ = self.plan
+        object.__setattr__(self, "plan", self._resolve())
 
     @classmethod
     def from_recipe_name(cls, name: str) -> Float8LinearConfig:
@@ -274,33 +266,37 @@ class Float8LinearConfig:
             raise ValueError(f"unknown recipe {name!r}; known recipes: {', '.join(RECIPES)}")
         return RECIPES[name]
 
-    @functools.cached_property
-    def plan(self) -> LinearPlan:
-        """The three GEMMs that this config means."""
+    def _resolve(self) -> LinearPlan:
         x, w, g = self.cast_config_input, self.cast_config_weight, self.cast_config_grad_output
+        output = _gemm(
+            ("output", "cast_config_input", "cast_config_weight"),
+            x.resolve(E4M3),
+            w.resolve(E4M3),
+            self.gemm_config_output,
+        )
+        grad_input = _gemm(
+            ("grad_input", "cast_config_grad_output", "cast_config_weight_for_grad_input"),
+            g.resolve(E5M2),
+            (self.cast_config_weight_for_grad_input or w).resolve(E4M3),
+            self.gemm_config_grad_input,
+        )
+        grad_weight = _gemm(
+            (
+                "grad_weight",
+                "cast_config_grad_output_for_grad_weight",
+                "cast_config_input_for_grad_weight",
+            ),
+            (self.cast_config_grad_output_for_grad_weight or g).resolve(E5M2),
+            (self.cast_config_input_for_grad_weight or x).resolve(E4M3),
+            self.gemm_config_grad_weight,
+        )
         return LinearPlan(
-            output=_gemm(
-                ("output", "cast_config_input", "cast_config_weight"),
-                x.resolve(E4M3),
-                w.resolve(E4M3),
-                self.gemm_config_output,
-            ),
-            grad_input=_gemm(
-                ("grad_input", "cast_config_grad_output", "cast_config_weight_for_grad_input"),
-                g.resolve(E5M2),
-                (self.cast_config_weight_for_grad_input or w).resolve(E4M3),
-                self.gemm_config_grad_input,
-            ),
-            grad_weight=_gemm(
-                (
-                    "grad_weight",
-                    "cast_config_grad_output_for_grad_weight",
-                    "cast_config_input_for_grad_weight",
-                ),
-                (self.cast_config_grad_output_for_grad_weight or g).resolve(E5M2),
-                (self.cast_config_input_for_grad_weight or x).resolve(E4M3),
-                self.gemm_config_grad_weight,
-            ),
+            output,
+            grad_input,
+            grad_weight,
+            reuses_input=_same_bytes(output.a, grad_weight.b),
+            reuses_weight=_same_bytes(output.b, grad_input.b),
+            reuses_grad_output=_same_bytes(grad_input.a, grad_weight.a),
         )
 
     @property

@@ -23,8 +23,11 @@ def skip_names(*patterns: str) -> ModuleFilter:
 
     A pattern without wildcards also skips everything below that name.
     """
-    return lambda module, fqn: not any(
-        fnmatch.fnmatchcase(fqn, pattern) or fqn.startswith(pattern + ".") for pattern in patterns
+    return lambda module, fqn: (
+        not any(
+            fnmatch.fnmatchcase(fqn, pattern) or fqn.startswith(pattern + ".")
+            for pattern in patterns
+        )
     )
 
 

@@ -31,7 +31,12 @@ from float8 import kernels
 from float8.cast import Cast, make_cast
 from float8.config import Float8LinearConfig, Gemm, LinearPlan
 from float8.formats import E4M3, E5M2, HIGH_PRECISION_DTYPES
-from float8.kernels.scaled_mm import architecture, refuses_device, refuses_granularity, refuses_sizes
+from float8.kernels.scaled_mm import (
+    architecture,
+    refuses_device,
+    refuses_granularity,
+    refuses_sizes,
+)
 from float8.scaling import DelayedState, quantize
 
 Pair = tuple[Tensor, Tensor]
@@ -40,7 +45,12 @@ STATELESS: States = (None, None, None)
 
 
 def _product(
-    gemm: Gemm, a: Pair, b: Pair, bias: Tensor | None, dtype: torch.dtype, config: Float8LinearConfig
+    gemm: Gemm,
+    a: Pair,
+    b: Pair,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    config: Float8LinearConfig,
 ) -> Tensor:
     assert gemm.a is not None
     assert gemm.b is not None
@@ -62,6 +72,11 @@ def _transposed(pair: Pair) -> Pair:
     return data.t(), scale.t()
 
 
+def _as_matrix(x: Tensor) -> Tensor:
+    """(..., K) -> (M, K), also where M or K is 0."""
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+
+
 class _Float8LinearFunction(torch.autograd.Function):
     """Forward and backward of the layer; ``dtype`` is the compute dtype, what the GEMMs return."""
 
@@ -78,15 +93,15 @@ class _Float8LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         plan = config.plan
         # Rounding to the compute dtype first makes autocast, DDP and FSDP cast the same bits.
-        x_MK = x.reshape(-1, x.shape[-1]).to(dtype)
+        x_MK = _as_matrix(x).to(dtype)
+        bias = None if bias_N is None else bias_N.to(dtype)
         x_pair = w_scale = None
         if plan.output.a is not None and plan.output.b is not None:
             x_pair = quantize(x_MK, plan.output.a, states[0], record)
             w_pair = quantize(w_NK.to(dtype), plan.output.b, states[1], record)
             w_scale = w_pair[1].t() if plan.reuses_weight else None
-            out_MN = _product(plan.output, x_pair, w_pair, bias_N, dtype, config)
+            out_MN = _product(plan.output, x_pair, w_pair, bias, dtype, config)
         else:
-            bias = None if bias_N is None else bias_N.to(dtype)
             out_MN = F.linear(x_MK, w_NK.to(dtype), bias)
         needs_x, needs_w = ctx.needs_input_grad[:2]
         saved_x = _saved_input(plan, x_MK, x_pair, states[0]) if needs_w else (None, None)
@@ -103,7 +118,7 @@ class _Float8LinearFunction(torch.autograd.Function):
         plan: LinearPlan = ctx.config.plan
         x_KM, x_scale, w_NK, w_scale = _saved_tensors(ctx)
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-        g_MN = g.reshape(-1, g.shape[-1])
+        g_MN = _as_matrix(g)
         grad_x = grad_w = g_pair = None
         if needs_x and plan.grad_input.a is not None and plan.grad_input.b is not None:
             g_pair = quantize(g_MN, plan.grad_input.a, ctx.states[2], ctx.record)
@@ -221,7 +236,11 @@ class Float8Linear(nn.Linear):
         self.fqn = fqn
         self.high_precision = False  # set by the context manager float8.high_precision
         formats = (E4M3, E4M3, E5M2)
-        casts = (config.cast_config_input, config.cast_config_weight, config.cast_config_grad_output)
+        casts = (
+            config.cast_config_input,
+            config.cast_config_weight,
+            config.cast_config_grad_output,
+        )
         for name, cast, fmt in zip(_CAST_NAMES, casts, formats, strict=True):
             delayed, amax_init = config.delayed_scaling, config.enable_amax_init
             module = make_cast(cast, fmt, delayed, amax_init, self.weight.device)

@@ -12,9 +12,9 @@ freeze training at first-step scales, so the first optimizer that steps twice wi
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,37 +87,41 @@ def _reduced_over_ranks(currents: Tensor) -> Tensor:
     return currents
 
 
+# Converted models that have not been synced yet -> how often their optimizer has stepped.
+_waiting: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
 def remind_to_sync(model: nn.Module) -> None:
     """Warn once if an optimizer of this model steps twice and nobody has called ``sync``."""
-    model_ref = weakref.ref(model)
-    steps = 0
+    _waiting[model] = 0
+    _install_hook()
 
-    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        nonlocal steps
-        model = model_ref()
-        waiting = [] if model is None else _waiting_layers(model)
-        if not waiting:  # synced, or gone: nothing to remind of any more
-            handle.remove()
-            return
-        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not any(id(p) in ids for layer in waiting for p in layer.parameters()):
-            return
-        steps += 1
-        if steps == 2:
-            handle.remove()
+
+@functools.cache
+def _install_hook() -> None:
+    # One hook for the process, never removed: torch iterates over its hooks while they run.
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _after_step(optimizer))
+
+
+def _after_step(optimizer: Optimizer) -> None:
+    for model, steps in list(_waiting.items()):
+        layers = [m for m in model.modules() if _is_unsynced(m)]
+        if not layers:
+            del _waiting[model]
+            continue
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(p) in stepped for layer in layers for p in layer.parameters()):
+            continue
+        _waiting[model] = steps + 1
+        if steps + 1 == 2:
+            del _waiting[model]
             warnings.warn(
                 "this model uses delayed scaling, and its optimizer has stepped twice without "
                 "sync_float8_amax_and_scale_history(model): call it once per step, or the amax "
                 "histories stay empty and every cast computes its scale anew",
-                stacklevel=2,
+                stacklevel=5,
             )
 
-    handle = register_optimizer_step_post_hook(after_step)
 
-
-def _waiting_layers(model: nn.Module) -> list[nn.Module]:
-    return [
-        layer
-        for layer in model.modules()
-        if any(isinstance(c, DelayedCast) and not c.synced for c in layer.children())
-    ]
+def _is_unsynced(layer: nn.Module) -> bool:
+    return any(isinstance(c, DelayedCast) and not c.synced for c in layer.children())

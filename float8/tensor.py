@@ -156,12 +156,13 @@ class Float8Tensor(Tensor):
         # Plain float8 tensors do not pickle outside torch.save; bytes always do.
         bytes_ = self._data.detach().view(torch.uint8)
         parts = (bytes_, self._data.dtype, self._scale, self._block, self.dtype)
-        return _rebuild, (*parts, self.requires_grad)
+        return _rebuild, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:
         copy = self._replace(self._data.detach().clone(), self._scale.detach().clone())
-        memo[id(self)] = copy.requires_grad_(self.requires_grad)
-        return copy
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        memo[id(self)] = result = _with_autograd(copy, self.requires_grad, is_parameter)
+        return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         """Shape, format, granularity and values, as ``torch.Tensor`` shows its own."""
@@ -188,11 +189,16 @@ class Float8Tensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Look the operation up in the table that ``float8/dispatch/`` fills."""
-        if func not in OP_TABLE:
-            raise NotImplementedError(
-                f"{func} is not defined for Float8Tensor; call .dequantize() on it first"
-            )
-        return OP_TABLE[func](func, *args, **(kwargs or {}))
+        if func in OP_TABLE:
+            return OP_TABLE[func](func, *args, **(kwargs or {}))
+        # Under inference_mode composite operations arrive before torch has taken them apart.
+        if isinstance(func, torch._ops.OpOverload):
+            result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        raise NotImplementedError(
+            f"{func} is not defined for Float8Tensor; call .dequantize() on it first"
+        )
 
 
 def implements(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -253,6 +259,7 @@ def _check_parts(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) 
 def _given_scale(scale: Tensor | float, x: Tensor, block: Block) -> Tensor:
     shape = scale_shape(x.shape, block)
     if not isinstance(scale, Tensor):
+        _check_scale_value(scale)
         scale = torch.full(shape, scale, dtype=torch.float32, device=x.device)
     if scale.dtype != torch.float32:
         raise TypeError(f"scale must be float32, got {scale.dtype}")
@@ -265,10 +272,16 @@ def _given_scale(scale: Tensor | float, x: Tensor, block: Block) -> Tensor:
         )
     # A CPU tensor is checked at once; on a device the check would stall the stream.
     if scale.device.type == "cpu" and not torch.compiler.is_compiling() and not _fake(scale):
-        bad = scale[~(scale.isfinite() & (scale > 0))]
+        bad = scale[~(scale.isfinite() & (scale >= kernels.MIN_SCALE))]
         if bad.numel():
-            raise ValueError(f"scale must be finite and > 0, got {bad[0].item()}")
+            _check_scale_value(bad[0].item())
     return scale
+
+
+def _check_scale_value(scale: float) -> None:
+    # Below 2^-126 the reciprocal is infinite, and zeros would become NaN.
+    if not kernels.MIN_SCALE <= scale <= torch.finfo(torch.float32).max:
+        raise ValueError(f"scale must be finite and > 0 (at least 2^-126), got {scale}")
 
 
 def _fake(x: Tensor) -> bool:
@@ -284,10 +297,18 @@ def _rebuild(
     block: Block,
     dtype: torch.dtype,
     requires_grad: bool,
+    is_parameter: bool,
 ) -> Float8Tensor:
     """Unpickle a Float8Tensor."""
     tensor = Float8Tensor(bytes_.view(data_dtype), scale, block, dtype)
-    return tensor.requires_grad_(requires_grad)
+    return _with_autograd(tensor, requires_grad, is_parameter)
+
+
+def _with_autograd(x: Float8Tensor, requires_grad: bool, is_parameter: bool) -> Float8Tensor:
+    # A parameter of a subclass is an instance with a mark; nn.Parameter sets it.
+    if is_parameter:
+        return torch.nn.Parameter(x, requires_grad)  # type: ignore[return-value]
+    return x.requires_grad_(requires_grad)
 
 
 torch.serialization.add_safe_globals([Float8Tensor, _rebuild])

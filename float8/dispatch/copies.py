@@ -27,7 +27,7 @@ def _detach(func: Any, x: Float8Tensor) -> Float8Tensor:
     return x._replace(func(x._data), func(x._scale))
 
 
-@implements(aten.clone.default, aten.contiguous.default)
+@implements(aten.clone.default)
 def _clone(
     func: Any, x: Float8Tensor, *, memory_format: torch.memory_format = torch.preserve_format
 ) -> Float8Tensor:
@@ -46,17 +46,13 @@ def _to_copy(
     **_: Any,
 ) -> Float8Tensor:
     _check_dtype(func, dtype)
-    data = func(
-        x._data, device=device, non_blocking=non_blocking, memory_format=memory_format
-    )
+    data = func(x._data, device=device, non_blocking=non_blocking, memory_format=memory_format)
     scale = func(x._scale, device=device, non_blocking=non_blocking)
     return x._replace(data, scale, dtype=dtype)
 
 
 @implements(aten.copy_.default)
-def _copy_(
-    func: Any, destination: Tensor, source: Tensor, non_blocking: bool = False
-) -> Tensor:
+def _copy_(func: Any, destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(destination, Float8Tensor):
         assert isinstance(source, Float8Tensor)
         return func(destination, source.dequantize(), non_blocking)
@@ -73,6 +69,9 @@ def _copy_(
 
 
 def _cast_like(destination: Float8Tensor, source: Tensor) -> Float8Tensor:
+    if source.dtype not in HIGH_PRECISION_DTYPES:
+        known = ", ".join(str(d) for d in HIGH_PRECISION_DTYPES)
+        raise TypeError(f"cannot copy {source.dtype} into a Float8Tensor: convert it to {known}")
     source = source.to(destination.device).expand(destination.shape)
     fmt, block = destination.format, destination._block
     scale = kernels.scale_from_amax(kernels.amax(source, block), fmt.max)

@@ -19,7 +19,7 @@ from float8.tensor import Float8Tensor, implements
 aten = torch.ops.aten
 
 
-@implements(aten.mm.default, aten.matmul.default)
+@implements(aten.mm.default)
 def _mm(func: Any, a: Tensor, b: Tensor) -> Tensor:
     return _product(func, a, b, None)
 
@@ -33,14 +33,6 @@ def _addmm(
     return _product(func, a, b, bias)
 
 
-@implements(aten.linear.default)
-def _linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(x, Float8Tensor) or not isinstance(weight, Float8Tensor):
-        raise _mixed(func, x, weight)
-    out = _product(func, x.reshape(-1, x.shape[-1]), weight.t(), bias)
-    return out.reshape(*x.shape[:-1], weight.shape[0])
-
-
 def _product(func: Any, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     if not isinstance(a, Float8Tensor) or not isinstance(b, Float8Tensor):
         raise _mixed(func, a, b)
@@ -51,8 +43,14 @@ def _product(func: Any, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
             f"{func}: shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply; expected "
             "(M, K) and (K, N)"
         )
-    if a.dtype != b.dtype:
-        raise TypeError(f"{func}: the operands stand for {a.dtype} and {b.dtype}")
+    if a.dtype != b.dtype:  # a ValueError: of a TypeError, a @ b would show its own text only
+        raise ValueError(
+            f"{func}: the operands stand for {a.dtype} and {b.dtype}; convert one with .to(dtype)"
+        )
+    if bias is not None and bias.shape != b.shape[1:]:
+        raise ValueError(
+            f"{func}: the bias has shape {tuple(bias.shape)}, expected {tuple(b.shape[1:])}"
+        )
     b_NK = b.t()
     return kernels.scaled_mm(
         *a.data_and_scale,

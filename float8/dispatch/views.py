@@ -23,7 +23,7 @@ from float8.tensor import Float8Tensor, implements
 aten = torch.ops.aten
 
 
-@implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+@implements(aten.view.default, aten._unsafe_view.default)
 def _view(func: Any, x: Float8Tensor, shape: Sequence[int]) -> Float8Tensor:
     data = func(x._data, shape)
     block = _reshaped_block(x, data.shape)
@@ -53,9 +53,7 @@ def _t(func: Any, x: Float8Tensor) -> Float8Tensor:
 def _transpose(func: Any, x: Float8Tensor, dim0: int, dim1: int) -> Float8Tensor:
     block = list(x._block)
     block[dim0], block[dim1] = block[dim1], block[dim0]
-    return x._replace(
-        x._data.transpose(dim0, dim1), x._scale.transpose(dim0, dim1), tuple(block)
-    )
+    return x._replace(x._data.transpose(dim0, dim1), x._scale.transpose(dim0, dim1), tuple(block))
 
 
 @implements(aten.permute.default)
@@ -108,14 +106,14 @@ def _select(func: Any, x: Float8Tensor, dim: int, index: int) -> Float8Tensor:
         )
     block = x._block[:dim] + x._block[dim + 1 :]
     scale_index = 0 if x._block[dim] == WHOLE else index
-    return x._replace(
-        func(x._data, dim, index), func(x._scale, dim, scale_index), block
-    )
+    return x._replace(func(x._data, dim, index), func(x._scale, dim, scale_index), block)
 
 
 @implements(aten.split.Tensor)
 def _split(func: Any, x: Float8Tensor, size: int, dim: int = 0) -> list[Float8Tensor]:
     total = x.shape[dim]
+    if size < 1 and total:
+        raise ValueError(f"{func}: split_size must be positive, got {size}")
     return [
         _slice(aten.slice.Tensor, x, dim, start, min(start + size, total))
         for start in range(0, max(total, 1), max(size, 1))
@@ -126,6 +124,8 @@ def _split(func: Any, x: Float8Tensor, size: int, dim: int = 0) -> list[Float8Te
 def _split_with_sizes(
     func: Any, x: Float8Tensor, sizes: Sequence[int], dim: int = 0
 ) -> list[Float8Tensor]:
+    if sum(sizes) != x.shape[dim]:
+        raise ValueError(f"{func}: sizes {list(sizes)} do not sum to {x.shape[dim]}, dim {dim}")
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [
         _slice(aten.slice.Tensor, x, dim, end - size, end)
@@ -164,7 +164,7 @@ def _common_scale(parts: list[Float8Tensor], dim: int) -> Tensor:
     """The scale of tensors that share it along ``dim``: equal in all of them, or there is none."""
     scale = parts[0]._scale
     for t in parts[1:]:
-        if not torch.equal(t._scale, scale):
+        if t._scale is not scale and not torch.equal(t._scale, scale):
             raise ValueError(
                 f"cannot cat along dim {dim}, which shares one scale per tensor: the scales differ "
                 f"({scale.flatten()[:4].tolist()} and {t._scale.flatten()[:4].tolist()}); call "

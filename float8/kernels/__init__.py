@@ -7,7 +7,7 @@ tensor cores, and explains refusals. A faster kernel is one file here and one ca
 May import: ``float8.granularity``, ``float8.formats``, torch.
 """
 
-from float8.kernels.reference import amax, cast, dequantize, scale_from_amax
+from float8.kernels.reference import MIN_SCALE, amax, cast, dequantize, scale_from_amax
 from float8.kernels.scaled_mm import scaled_mm
 
-__all__ = ["amax", "cast", "dequantize", "scale_from_amax", "scaled_mm"]
+__all__ = ["MIN_SCALE", "amax", "cast", "dequantize", "scale_from_amax", "scaled_mm"]

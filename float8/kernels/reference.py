@@ -26,7 +26,7 @@ from torch import Tensor
 
 from float8.granularity import WHOLE, Block, scale_shape
 
-MIN_SCALE = 2.0**-126
+MIN_SCALE = torch.finfo(torch.float32).tiny  # 2^-126
 
 
 def amax(x: Tensor, block: Block) -> Tensor:
@@ -85,7 +85,9 @@ def scale_from_amax(amax: Tensor, format_max: float, power_of_two: bool = False)
     Returns:
         float32 of amax's shape; NaN and inf stay what they are.
     """
-    scale = (amax * (1.0 / format_max)).clamp(min=MIN_SCALE)
+    # Not the global: with dynamic shapes torch.compile would make an input of it.
+    smallest = torch.finfo(torch.float32).tiny
+    scale = (amax * (1.0 / format_max)).clamp(min=smallest)
     return _round_up_to_power_of_two(scale) if power_of_two else scale
 
 

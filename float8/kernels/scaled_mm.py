@@ -252,4 +252,6 @@ def _blockwise_layout(scale: Tensor, block: Block) -> Tensor:
 
 def _fuses_bias(product: str | None, bias_N: Tensor | None, out_dtype: torch.dtype) -> bool:
     # torch fuses a bias of the output's own 16-bit type into tensorwise and rowwise products.
-    return bias_N is not None and product != BLOCKWISE and bias_N.dtype == out_dtype != torch.float32
+    return (
+        bias_N is not None and product != BLOCKWISE and bias_N.dtype == out_dtype != torch.float32
+    )

@@ -1,0 +1,48 @@
+"""Every test starts from the same state, alone or among others, whatever the order.
+
+The random seed of a test follows from its name, hypothesis draws the same examples every time,
+compiled graphs of other tests are forgotten, and sums are taken by one thread. Tests marked
+``cuda`` are skipped where there is no CUDA device with float8 tensor cores.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile(
+    "float8",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("float8")
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("cuda")]
+    if marked and (reason := _why_no_cuda()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_cuda() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 9):
+        return f"{torch.cuda.get_device_name()} has no float8 tensor cores"
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch.manual_seed(zlib.crc32(item.nodeid.encode()))
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()

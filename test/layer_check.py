@@ -1,0 +1,65 @@
+"""One check of a whole layer, used by the tests of recipes and by the planted faults.
+
+`check_layer` trains a layer for two steps on random data with a random ``grad_output`` and compares
+output and every gradient with `linear_oracle.expected`.
+"""
+
+from __future__ import annotations
+
+import linear_oracle
+import torch
+from assertions import assert_error_within_baseline
+from torch import Tensor, nn
+
+from float8 import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
+)
+
+Gradients = dict[str, Tensor]
+
+
+def run(layer: nn.Module, x: Tensor, g: Tensor) -> Gradients:
+    """Forward and backward; the results by the names of `linear_oracle.expected`."""
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    output = layer(x)
+    output.backward(g)
+    results = {"output": output.detach(), "grad_input": x.grad, "grad_weight": layer.weight.grad}
+    if layer.bias is not None:
+        results["grad_bias"] = layer.bias.grad
+    return results
+
+
+def check_layer(
+    recipe: str,
+    shape: tuple[int, int, int] = (48, 160, 96),
+    dtype: torch.dtype = torch.bfloat16,
+    bias: bool = True,
+    seed: int = 0,
+    device: str = "cpu",
+) -> None:
+    """Output and gradients of a recipe are those of its quantised operands, twice in a row.
+
+    Raises:
+        AssertionError: with the words to run the same case again.
+    """
+    torch.manual_seed(seed)
+    m, k, n = shape
+    linear = nn.Linear(k, n, bias=bias, dtype=dtype)
+    x, g = torch.randn(m, k).to(dtype), (torch.randn(m, n) * 1e-3).to(dtype)
+    x *= 5.0 ** -(torch.arange(m) % 4).unsqueeze(1)  # rows differ, which separates granularities
+    want = linear_oracle.expected(recipe, x, linear.weight.detach(), linear.bias, g)
+    layer = convert_to_float8_training(
+        linear.to(device), config=Float8LinearConfig.from_recipe_name(recipe)
+    )
+    for step in range(2):  # delayed: the first step is dynamic, the second uses the history
+        found = run(layer, x.to(device), g.to(device))
+        replay = f"check_layer({recipe!r}, {shape}, {dtype}, {bias}, {seed}), step {step}"
+        for name, result in found.items():
+            product = want[name]
+            assert_error_within_baseline(
+                result.cpu(), product.exact.detach(), product.plain.detach(), 2.0, replay, name
+            )
+        sync_float8_amax_and_scale_history(layer)

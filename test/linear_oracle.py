@@ -1,0 +1,92 @@
+"""What a float8 linear layer computes, in float64, from a table of its own.
+
+`GEMMS` says for each recipe how the two operands of each GEMM are cast, in GEMM-operand orientation
+(last dimension = contraction); it is written out by hand and shares nothing with
+``float8/config.py``. `expected` quantises with the oracle's own casts and multiplies in float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import oracle
+import torch
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TENSOR, ROW, ONE, SQUARE = (-1, -1), (1, -1), (1, 128), (128, 128)
+
+# (dtype, block, power-of-two scale) of operand a and b; None: high precision.
+Operand = tuple[torch.dtype, tuple[int, int], bool]
+_TENSORWISE = {
+    "output": ((E4M3, TENSOR, False), (E4M3, TENSOR, False)),
+    "grad_input": ((E5M2, TENSOR, False), (E4M3, TENSOR, False)),
+    "grad_weight": ((E5M2, TENSOR, False), (E4M3, TENSOR, False)),
+}
+_ROWWISE = ((E4M3, ROW, True), (E4M3, ROW, True))
+GEMMS: dict[str, dict[str, tuple[Operand, Operand] | None]] = {
+    "tensorwise": _TENSORWISE,
+    "delayed": _TENSORWISE,
+    "rowwise": {"output": _ROWWISE, "grad_input": _ROWWISE, "grad_weight": _ROWWISE},
+    "rowwise_with_gw_hp": {
+        "output": _ROWWISE,
+        "grad_input": ((E4M3, ROW, True), (E4M3, TENSOR, True)),
+        "grad_weight": None,
+    },
+    "blockwise": {
+        "output": ((E4M3, ONE, True), (E4M3, SQUARE, True)),
+        "grad_input": ((E4M3, ONE, True), (E4M3, SQUARE, True)),
+        "grad_weight": ((E4M3, ONE, True), (E4M3, ONE, True)),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Product:
+    """One result: exact for the quantised operands, and computed plainly in the result's dtype."""
+
+    exact: Tensor
+    plain: Tensor
+
+
+def expected(
+    recipe: str, x: Tensor, w: Tensor, bias: Tensor | None, g: Tensor
+) -> dict[str, Product]:
+    """The four results of forward and backward, for matrices x (M, K), w (N, K), g (M, N)."""
+    table = GEMMS[recipe]
+    results = {
+        "output": _product(table["output"], x, w, bias),
+        "grad_input": _product(table["grad_input"], g, w.t(), None),
+        "grad_weight": _product(table["grad_weight"], g.t(), x.t(), None),
+    }
+    exact = g.double().sum(0)
+    results["grad_bias"] = Product(exact, g.sum(0))
+    return results
+
+
+def _product(
+    operands: tuple[Operand, Operand] | None, a: Tensor, b: Tensor, bias: Tensor | None
+) -> Product:
+    if operands is None:
+        exact, plain = a.double() @ b.double().t(), a @ b.t()
+    else:
+        (a_codes, a_scale), (b_codes, b_scale) = _cast(a, operands[0]), _cast(b, operands[1])
+        exact = (a_codes * a_scale) @ (b_codes * b_scale).t()
+        if operands[0][1][1] == -1:  # one scale per row: multiply codes, round, scale, round
+            product = a_codes.float() @ b_codes.float().t()
+            if a.dtype == torch.bfloat16:  # float16 would overflow, float32 has nothing to round
+                product = product.bfloat16().float()
+            plain = (product * a_scale[:, :1].float() * b_scale[:, :1].float().t()).to(a.dtype)
+        else:
+            plain = ((a_codes * a_scale).float() @ (b_codes * b_scale).float().t()).to(a.dtype)
+    if bias is not None:
+        exact, plain = exact + bias.double(), plain + bias
+    return Product(exact, plain)
+
+
+def _cast(x: Tensor, operand: Operand) -> tuple[Tensor, Tensor]:
+    """The values of the codes, and the scale of every element, in float64."""
+    dtype, block, power_of_two = operand
+    codes, scale = oracle.quantize(x.contiguous(), block, dtype, power_of_two)
+    values = oracle.table(dtype)[codes.long()]
+    return values, oracle.spread(scale.double(), tuple(x.shape), block)

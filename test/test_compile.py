@@ -1,0 +1,117 @@
+"""``torch.compile``: one graph forward and backward, the bits of eager, and no recompilation.
+
+The bit-for-bit comparison holds for casts and scales by definition; it holds for whole layers here
+because both run the same GEMM on the CPU.
+"""
+
+import copy
+
+import pytest
+import torch
+from assertions import assert_bitwise, assert_sqnr_at_least
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from float8 import (
+    Float8Linear,
+    convert_to_float8_training,
+    high_precision,
+    sync_float8_amax_and_scale_history,
+)
+from float8.config import RECIPES
+
+
+def _mlp(recipe):
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 48))
+    return convert_to_float8_training(model, config=RECIPES[recipe])
+
+
+def _step(model, run, x, g):
+    x = x.detach().requires_grad_()
+    model.zero_grad()
+    out = run(x)
+    out.backward(g)
+    sync_float8_amax_and_scale_history(model)
+    return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_layer_compiles_to_one_graph_with_the_bits_of_eager(recipe, backend):
+    eager = Float8Linear(64, 48, dtype=torch.bfloat16, config=RECIPES[recipe])
+    compiled = copy.deepcopy(eager)
+    run = torch.compile(compiled, backend=backend, fullgraph=True)
+    for step in range(2):
+        x, g = torch.randn(32, 64).bfloat16(), torch.randn(32, 48).bfloat16()
+        for a, b in zip(_step(compiled, run, x, g), _step(eager, eager, x, g), strict=True):
+            assert_bitwise(a, b, f"{recipe}, {backend}, step {step}")
+        for a, b in zip(compiled.buffers(), eager.buffers(), strict=True):
+            assert_bitwise(a, b, "delayed scaling's state")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_model_compiled_by_inductor_stays_close_to_eager(recipe):
+    # Bits may differ: a cast fused with its producer sees values that eager rounds first.
+    eager = _mlp(recipe)
+    compiled = copy.deepcopy(eager)
+    x, g = torch.randn(32, 64), torch.randn(32, 48)
+    run = torch.compile(compiled, fullgraph=True)
+    for a, b in zip(_step(compiled, run, x, g), _step(eager, eager, x, g), strict=True):
+        assert_sqnr_at_least(a, b, 40.0, recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_steps_and_batch_sizes_do_not_recompile(recipe):
+    model = _mlp(recipe)
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    for batch in (32, 32, 48, 80, 7):
+        _step(model, run, torch.randn(batch, 64), torch.randn(batch, 48))
+    # Delayed scaling: the dynamic first step is a graph of its own.
+    assert counter.frame_count == (2 if recipe == "delayed" else 1)
+
+
+def test_the_second_batch_size_is_the_last_to_compile():
+    model = _mlp("tensorwise")
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(model, backend=counter, fullgraph=True)
+    for batch in (32, 48, 80, 112):
+        _step(model, run, torch.randn(batch, 64), torch.randn(batch, 48))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_checkpointing_records_and_computes_as_eager(recipe):
+    eager = _mlp(recipe)
+    compiled = copy.deepcopy(eager)
+
+    def run(x):
+        return checkpoint(compiled, x, use_reentrant=False)
+
+    run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        x, g = torch.randn(32, 64), torch.randn(32, 48)
+        for a, b in zip(_step(compiled, run, x, g), _step(eager, eager, x, g), strict=True):
+            assert_bitwise(a, b, recipe)
+        for a, b in zip(compiled.buffers(), eager.buffers(), strict=True):
+            assert_bitwise(a, b, recipe)
+
+
+def test_autocast_compiles():
+    layer = Float8Linear(64, 48)
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(32, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_bitwise(run(x).detach(), layer(x).detach())
+
+
+def test_high_precision_compiles_its_own_graph_and_back():
+    model = _mlp("tensorwise")
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(32, 64)
+    float8 = run(x)
+    with high_precision(model):
+        assert not torch.equal(run(x), float8)
+    assert_bitwise(run(x).detach(), float8.detach())

@@ -1,0 +1,37 @@
+"""Filters answer "convert this layer?" from its name and its sizes."""
+
+import pytest
+from torch import nn
+
+from float8.filters import all_of, divisible_by, min_features, min_size, skip_names
+
+
+@pytest.mark.parametrize(
+    ("patterns", "fqn", "converts"),
+    [
+        (("lm_head",), "lm_head", False),
+        (("lm_head",), "lm_head2", True),
+        (("layers.0",), "layers.0.ffn.w1", False),
+        (("layers.0",), "layers.01.ffn.w1", True),
+        (("*.gate",), "layers.3.moe.gate", False),
+        (("*.gate", "lm_head"), "layers.3.moe.up", True),
+    ],
+)
+def test_skip_names_matches_names_and_what_lies_below(patterns, fqn, converts):
+    assert skip_names(*patterns)(nn.Linear(1, 1), fqn) is converts
+
+
+def test_size_filters_look_at_both_features():
+    layer = nn.Linear(32, 48)
+    assert min_size(32 * 48)(layer, "") and not min_size(32 * 48 + 1)(layer, "")
+    assert min_features(32, 48)(layer, "")
+    assert not min_features(in_features=33)(layer, "")
+    assert not min_features(out_features=49)(layer, "")
+    assert divisible_by(16)(layer, "") and not divisible_by(32)(layer, "")
+
+
+def test_all_of_needs_every_filter():
+    layer = nn.Linear(32, 24)
+    assert all_of(skip_names("a"), min_size(1))(layer, "b")
+    assert not all_of(skip_names("a"), min_size(1))(layer, "a")
+    assert not all_of(skip_names("a"), divisible_by(16))(layer, "b")
