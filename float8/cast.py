@@ -125,10 +125,9 @@ class DelayedCast(Cast):
         self.history_ready = not amax_init
         self.synced = False  # whether sync has ever been called, for its reminder
         self.in_state_dict = True  # False while float8.high_precision asks for plain keys
-        zeros = {"dtype": torch.float32, "device": device}
-        self.register_buffer("amax_history", torch.zeros(delayed.history_len, **zeros))
-        self.register_buffer("scale", torch.zeros((), **zeros))
-        self.register_buffer("current_amax", torch.zeros((), **zeros))
+        shapes = {"amax_history": (delayed.history_len,), "scale": (), "current_amax": ()}
+        for name, shape in shapes.items():
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -125,8 +125,10 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
     The inverse of `convert_to_float8_training`: parameters, mode and hooks are shared, and the
     state dict has plain keys.
     """
-    plain = {m: m.to_float() for m in module.modules() if isinstance(m, Float8Linear)}
-    module = _replace_children(module, dict(plain))
+    plain: dict[nn.Module, nn.Module] = {
+        m: m.to_float() for m in module.modules() if isinstance(m, Float8Linear)
+    }
+    module = _replace_children(module, plain)
     module.__dict__.pop("float8_conversion", None)
     return module
 

@@ -113,7 +113,7 @@ class _Float8LinearFunction(torch.autograd.Function):
         return out_MN.reshape(*x.shape[:-1], w_NK.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_double_backward()
         plan: LinearPlan = ctx.config.plan
         x_KM, x_scale, w_NK, w_scale = _saved_tensors(ctx)
@@ -317,7 +317,7 @@ _CAST_NAMES = ("cast_input", "cast_weight", "cast_grad_output")
 _OWN_ATTRIBUTES = ("config", "fqn", "high_precision")
 
 
-def _with_state_of(source: nn.Linear, cls: type[Any]) -> Any:
+def _with_state_of(source: nn.Linear, cls: Any) -> Any:
     """A module of class ``cls`` with the parameters, buffers, hooks and attributes of ``source``."""
     new = cls.__new__(cls)
     new.__dict__ = dict(source.__dict__)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
+from float8.granularity import transpose_block
 from float8.tensor import Float8Tensor, implements
 
 aten = torch.ops.aten
@@ -51,12 +52,13 @@ def _product(func: Any, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         raise ValueError(
             f"{func}: the bias has shape {tuple(bias.shape)}, expected {tuple(b.shape[1:])}"
         )
-    b_NK = b.t()
     return kernels.scaled_mm(
-        *a.data_and_scale,
-        *b_NK.data_and_scale,
+        a._data,
+        a._scale,
+        b._data.t(),
+        b._scale.t(),
         a.block,
-        b_NK.block,
+        transpose_block(b.block),
         bias,
         out_dtype=a.dtype,
     )

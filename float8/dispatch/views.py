@@ -59,7 +59,7 @@ def _transpose(func: Any, x: Float8Tensor, dim0: int, dim1: int) -> Float8Tensor
 @implements(aten.permute.default)
 def _permute(func: Any, x: Float8Tensor, dims: Sequence[int]) -> Float8Tensor:
     block = tuple(x._block[dim] for dim in dims)
-    return x._replace(x._data.permute(dims), x._scale.permute(dims), block)
+    return x._replace(func(x._data, dims), func(x._scale, dims), block)
 
 
 @implements(aten.unsqueeze.default)

@@ -181,7 +181,7 @@ def scaled_mm(
             a_padded, a_scale, padded_b, padded_scale, a_block, b_block, padded_bias,
             out_dtype, use_fast_accum,
         )  # fmt: skip
-        return out[:, :rows_N]
+        return out.narrow(1, 0, rows_N)
     return _torch_scaled_mm(
         a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype, use_fast_accum
     )

@@ -1,0 +1,150 @@
+"""The CUDA path without a GPU: FakeTensors go through the layer's forward and backward.
+
+What can be held here: which ops run, with which layouts, dtypes and scale shapes, and what is saved.
+Autograd itself cannot handle CUDA tensors in a CPU build, so the autograd function's two halves are
+called directly.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from float8 import Float8Linear
+from float8.config import RECIPES, Float8LinearConfig
+from float8.linear import STATELESS, _Float8LinearFunction, _refuses_forward
+from float8.scaling import DelayedState
+
+aten = torch.ops.aten
+SAVING = ["tensorwise", "delayed", "rowwise", "blockwise"]
+
+
+class _Context:
+    """What the autograd function needs of its context."""
+
+    needs_input_grad = (True,) * 7
+
+    def save_for_backward(self, *tensors):
+        self.saved_tensors = tensors
+
+
+class _ScaledMms(TorchDispatchMode):
+    """Records the operands of every scaled_mm, and refuses what the hardware would refuse."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is aten._scaled_mm.default:
+            a, b, scale_a, scale_b = args[:4]
+            assert a.stride() == (a.shape[1], 1), "a must be row-major"
+            assert b.stride() == (1, b.shape[0]), "b must be column-major"
+            assert a.shape[1] % 16 == b.shape[1] % 16 == 0
+            assert (a.dtype, b.dtype) != (torch.float8_e5m2,) * 2
+            assert scale_a.dtype == scale_b.dtype == torch.float32
+            self.scales.append((tuple(scale_a.shape), tuple(scale_b.shape)))
+        assert func not in (aten.mm.default, aten.addmm.default) or "hp" in self.allowed
+        return func(*args, **kwargs)
+
+
+def _run(config, m=512, k=1024, n=4096, allowed=()):
+    """Forward and backward on fake CUDA tensors: the mode, the context, results."""
+
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, device="cuda", dtype=dtype)
+
+    with FakeTensorMode(), torch.no_grad(), _ScaledMms() as mode:
+        mode.allowed = allowed
+        x, w, bias, g = empty(m, k), empty(n, k), empty(n), empty(m, n)
+        scalar = {"dtype": torch.float32}
+        states = STATELESS
+        if config.uses_delayed_scaling:
+            states = tuple(DelayedState(empty(**scalar), empty(**scalar), True) for _ in range(3))
+        ctx = _Context()
+        forward = _Float8LinearFunction.forward
+        out = forward(ctx, x, w, bias, config, torch.bfloat16, states, True)
+        grads = _Float8LinearFunction.backward(ctx, g)[:3]
+        return mode, ctx, (out, *grads), w
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_all_products_reach_the_tensor_cores_in_the_right_layout(recipe):
+    allowed = ("hp",) if recipe == "rowwise_with_gw_hp" else ()
+    mode, _, (out, grad_x, grad_w, grad_b), _ = _run(RECIPES[recipe], allowed=allowed)
+    assert len(mode.scales) == (2 if allowed else 3)
+    assert (out.shape, grad_x.shape) == ((512, 4096), (512, 1024))
+    assert (grad_w.shape, grad_b.shape) == ((4096, 1024), (4096,))
+    assert {t.dtype for t in (out, grad_x, grad_w, grad_b)} == {torch.bfloat16}
+
+
+def test_scales_have_the_shapes_that_the_hardware_reads():
+    assert _run(RECIPES["tensorwise"])[0].scales == [((), ())] * 3
+    rows = _run(RECIPES["rowwise"])[0].scales
+    assert rows == [((512, 1), (1, 4096)), ((512, 1), (1, 1024)), ((4096, 1), (1, 1024))]
+    blocks = _run(RECIPES["blockwise"])[0].scales
+    assert blocks == [((512, 8), (8, 32)), ((512, 32), (32, 8)), ((4096, 4), (4, 1024))]
+
+
+@pytest.mark.parametrize("recipe", SAVING)
+@pytest.mark.parametrize("shape", [(512, 1024, 4096), (4096, 512, 512)])
+def test_backward_saves_one_byte_per_input_element(recipe, shape):
+    m, k, _ = shape
+    _, ctx, _, weight = _run(RECIPES[recipe], *shape)
+    saved = {t.untyped_storage(): t for t in ctx.saved_tensors if t is not None and t is not weight}
+    found = sum(t.numel() * t.element_size() for t in saved.values())
+    assert any(t is weight for t in ctx.saved_tensors)
+    assert found <= 0.52 * (2 * m * k)
+
+
+def test_sizes_that_need_padding_are_padded_when_asked():
+    config = Float8LinearConfig(pad_inner_dim=True)
+    mode, _, (out, grad_x, grad_w, _), _ = _run(config, m=24, k=40, n=72)
+    assert len(mode.scales) == 3
+    assert (out.shape, grad_x.shape, grad_w.shape) == ((24, 72), (24, 40), (72, 40))
+
+
+def _reason(recipe, *, tokens=32, k=64, n=48, dtype=torch.bfloat16, arch="sm_90", **layer_args):
+    layer = Float8Linear(k, n, config=RECIPES[recipe])
+    layer.fqn = "layers.3.ffn.w1"
+    for name, value in layer_args.items():
+        setattr(layer, name, value)
+    return _refuses_forward(layer, tokens, dtype, True, arch)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_hopper_takes_every_recipe(recipe):
+    assert _reason(recipe) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"k": 24}, ("in_features=24", "pad_inner_dim=True", "module_filter_fn")),
+        ({"n": 24}, ("out_features=24", "pad_inner_dim=True")),
+        ({"tokens": 24}, ("24 tokens", "grad_weight", "pad_inner_dim=True")),
+        ({"arch": "sm_80"}, ("sm_80 has no float8 tensor cores", "emulate=True")),
+    ],
+)
+def test_what_the_device_does_not_take_is_refused_with_a_way_out(arguments, words):
+    reason = _reason("tensorwise", **arguments)
+    assert reason is not None
+    assert all(word in reason for word in words), reason
+
+
+def test_a_frozen_weight_does_not_restrict_the_number_of_tokens():
+    layer = Float8Linear(64, 48)
+    layer.weight.requires_grad_(False)
+    assert _refuses_forward(layer, 24, torch.bfloat16, True, "sm_90") is None
+    layer.weight.requires_grad_(True)
+    assert _refuses_forward(layer, 24, torch.bfloat16, False, "sm_90") is None
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rowwise_and_blockwise_products_are_written_in_bfloat16_only(recipe, dtype):
+    reason = _reason(recipe, dtype=dtype)
+    assert reason is not None
+    assert "bfloat16 only" in reason
+    assert _reason("tensorwise", dtype=dtype) is None
