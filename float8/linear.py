@@ -99,7 +99,7 @@ class _Float8LinearFunction(torch.autograd.Function):
         if plan.output.a is not None and plan.output.b is not None:
             x_pair = quantize(x_MK, plan.output.a, states[0], record)
             w_pair = quantize(w_NK.to(dtype), plan.output.b, states[1], record)
-            w_scale = w_pair[1].t() if plan.reuses_weight else None
+            w_scale = w_pair[1] if plan.reuses_weight else None
             out_MN = _product(plan.output, x_pair, w_pair, bias, dtype, config)
         else:
             out_MN = F.linear(x_MK, w_NK.to(dtype), bias)
@@ -122,8 +122,9 @@ class _Float8LinearFunction(torch.autograd.Function):
         grad_x = grad_w = g_pair = None
         if needs_x and plan.grad_input.a is not None and plan.grad_input.b is not None:
             g_pair = quantize(g_MN, plan.grad_input.a, ctx.states[2], ctx.record)
-            w_KN = w_NK.to(ctx.dtype).t()
-            w_pair = quantize(w_KN, plan.grad_input.b, ctx.states[1], scale=w_scale)
+            if needs_w and plan.reuses_grad_output:
+                g_pair = (kernels.prepare(g_pair[0], ctx.config.emulate), g_pair[1])
+            w_pair = _weight_for_grad_input(plan, w_NK.to(ctx.dtype), w_scale, ctx.states[1])
             grad_x = _product(plan.grad_input, g_pair, w_pair, None, ctx.dtype, ctx.config)
         elif needs_x:
             grad_x = g_MN @ w_NK.to(ctx.dtype)
@@ -153,6 +154,16 @@ def _saved_input(
     if x_pair is not None and plan.reuses_input:
         return _transposed(x_pair)
     return quantize(x_MK.t(), plan.grad_weight.b, state)
+
+
+def _weight_for_grad_input(
+    plan: LinearPlan, w_NK: Tensor, w_scale: Tensor | None, state: DelayedState | None
+) -> Pair:
+    """w_KN in float8: forward's cast repeated with its scale where that is the same, else its own."""
+    if plan.output.b is not None and w_scale is not None:
+        return _transposed(quantize(w_NK, plan.output.b, scale=w_scale))
+    assert plan.grad_input.b is not None
+    return quantize(w_NK.t(), plan.grad_input.b, state)
 
 
 def _saved_tensors(ctx: Any) -> tuple[Tensor, ...]:

@@ -8,6 +8,6 @@ May import: ``float8.granularity``, ``float8.formats``, torch.
 """
 
 from float8.kernels.reference import MIN_SCALE, amax, cast, dequantize, scale_from_amax
-from float8.kernels.scaled_mm import scaled_mm
+from float8.kernels.scaled_mm import prepare, scaled_mm
 
-__all__ = ["MIN_SCALE", "amax", "cast", "dequantize", "scale_from_amax", "scaled_mm"]
+__all__ = ["MIN_SCALE", "amax", "cast", "dequantize", "prepare", "scale_from_amax", "scaled_mm"]

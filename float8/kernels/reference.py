@@ -100,9 +100,25 @@ def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
 def expand(scale: Tensor, shape: torch.Size | tuple[int, ...], block: Block) -> Tensor:
     """``scale`` as something that broadcasts against a tensor of ``shape``."""
     for dim, (size, extent) in enumerate(zip(shape, block, strict=True)):
-        if extent not in (WHOLE, 1):
+        if extent in (WHOLE, 1):
+            continue
+        if _inductor_would_lose_the_last_block(size, extent, scale):
+            # In float64 the division is exact enough, and inductor does not see that it is one.
+            rows = torch.arange(size, dtype=torch.float64, device=scale.device)
+            scale = scale.index_select(dim, (rows / extent).to(torch.int64))
+        else:
             scale = scale.repeat_interleave(extent, dim).narrow(dim, 0, size)
     return scale
+
+
+def _inductor_would_lose_the_last_block(size: int, extent: int, scale: Tensor) -> bool:
+    # torch 2.13's C++ backend turns a loop over `i // extent` into size // extent whole blocks and
+    # never runs the rest (CppScheduling.try_loop_split): memory that nobody wrote comes out.
+    if scale.device.type != "cpu" or not torch.compiler.is_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return not statically_known_true(size % extent == 0)
 
 
 def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool = False) -> Tensor:
@@ -149,8 +165,10 @@ def decode(data: Tensor) -> Tensor:
 
     Both OCP formats are bit fields of a float16, up to a shift and a power of two, and integer
     operations on whole tensors are several times faster than torch's elementwise conversion in
-    eager mode on a CPU. Compiled code converts in registers.
+    eager mode on a CPU. Compiled code converts in registers. What is bfloat16 already stays so.
     """
+    if data.dim() == 2 and data.stride(0) == 1 and data.stride(1) != 1:
+        return decode(data.t()).t()  # in storage order, or a compiler would transpose for real
     is_eager_cpu = data.device.type == "cpu" and not torch.compiler.is_compiling()
     if is_eager_cpu and data.dtype == torch.float8_e5m2:  # the upper byte of a float16
         codes = data.view(torch.uint8).to(torch.int16).bitwise_left_shift_(8)
@@ -188,7 +206,7 @@ def scaled_mm(
     Other results, and scales that vary along the contraction, use a float32 GEMM.
 
     Args:
-        a_MK, b_NK: float8, the contraction K last.
+        a_MK, b_NK: float8, or the codes in bfloat16 (`decode`); the contraction K last.
         a_scale, b_scale: float32, shapes as a_block and b_block say.
         bias_N: added in float32 before the result is rounded, or None.
         out_dtype: float32, bfloat16 or float16.

@@ -132,6 +132,20 @@ def _cuda_version() -> tuple[int, ...]:
     return tuple(int(part) for part in torch.version.cuda.split(".")[:2])
 
 
+def runs_reference(device: torch.device, emulate: bool) -> bool:
+    """Whether products on this device run in plain PyTorch."""
+    return emulate or device.type != "cuda"
+
+
+def prepare(data: Tensor, emulate: bool = False) -> Tensor:
+    """What several products with the same operand should be handed.
+
+    The reference multiplies in bfloat16: codes that are read twice are decoded once. Hardware reads
+    the codes themselves.
+    """
+    return reference.decode(data) if runs_reference(data.device, emulate) else data
+
+
 def scaled_mm(
     a_MK: Tensor,
     a_scale: Tensor,
@@ -149,7 +163,8 @@ def scaled_mm(
     """``(a * a_scale) @ (b * b_scale).T + bias``, accumulated in float32.
 
     Args:
-        a_MK, b_NK: float8 matrices, the contraction K last; any strides (copied if need be).
+        a_MK, b_NK: float8 matrices, or what `prepare` made of them; the contraction K last; any
+            strides (copied if need be).
         a_scale, b_scale: float32, ``ceil(shape / block)``.
         a_block, b_block: the extents that share a scale; -1 is the whole dimension.
         bias_N: added before rounding where the hardware can, or None.
@@ -164,7 +179,7 @@ def scaled_mm(
     Raises:
         ValueError: the device does not run this product; the message says what would.
     """
-    if emulate or a_MK.device.type != "cuda" or 0 in (*a_MK.shape, *b_NK.shape):
+    if runs_reference(a_MK.device, emulate) or 0 in (*a_MK.shape, *b_NK.shape):
         return reference.scaled_mm(
             a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype
         )
