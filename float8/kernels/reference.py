@@ -46,28 +46,49 @@ def amax(x: Tensor, block: Block) -> Tensor:
         # aminmax reads x once and writes two numbers; abs().amax() writes all of |x| in eager mode.
         smallest, largest = torch.aminmax(x)
         return torch.maximum(largest, -smallest).to(torch.float32).reshape(shape)
-    tiles, dims = _tiles(x, block)
-    return tiles.abs().amax(dims).to(torch.float32).reshape(shape)
+    tiles, inside = _tiles(x, block)
+    return tiles.abs().amax(inside).to(torch.float32).reshape(shape)
 
 
 def _tiles(x: Tensor, block: Block) -> tuple[Tensor, list[int]]:
-    """x with each blocked dimension split into (blocks, extent), and the dims inside a block."""
+    """x, zero-padded, with each blocked dimension split in two, (blocks, extent).
+
+    Returns:
+        the view, and which of its dimensions lie inside a block.
+    """
     padding: list[int] = []
     shape: list[int] = []
     inside: list[int] = []
     for size, extent in zip(x.shape, block, strict=True):
-        if extent in (WHOLE, 1):
-            shape.append(size)
-            padding.append(0)
-            if extent == WHOLE:
-                inside.append(len(shape) - 1)
-        else:
-            shape += [-(-size // extent), extent]
-            padding.append(-size % extent)
+        is_split = extent not in (WHOLE, 1)
+        padding.append(-size % extent if is_split else 0)
+        shape += [-(-size // extent), extent] if is_split else [size]
+        if extent != 1:
             inside.append(len(shape) - 1)
     if any(padding):
         x = F.pad(x, [p for pad in reversed(padding) for p in (0, pad)])
     return x.reshape(shape), inside
+
+
+def _times(x32: Tensor, factor: Tensor, block: Block, in_place: bool = False) -> Tensor:
+    """float32 ``x * factor``, each block by a factor of its own; factor has the shape of a scale.
+
+    ``in_place`` allows x32 to be overwritten: one buffer less in eager mode.
+    """
+    if all(extent in (WHOLE, 1) for extent in block):
+        return x32.mul_(factor) if in_place else x32 * factor
+    if all(size % extent == 0 for size, extent in zip(x32.shape, block, strict=True)):
+        shape: list[int] = []
+        for blocks, extent in zip(factor.shape, block, strict=True):
+            shape += [blocks] if extent in (WHOLE, 1) else [blocks, 1]
+        return (_tiles(x32, block)[0] * factor.reshape(shape)).reshape(x32.shape)
+    # Blocks that do not divide: look up each element's factor. Repeating or padding would be
+    # simpler, but torch.compile on a CPU (2.13) reads such an x32 at wrong places.
+    for dim, (size, extent) in enumerate(zip(x32.shape, block, strict=True)):
+        if extent not in (WHOLE, 1):
+            index = torch.arange(size, device=x32.device) // extent
+            factor = factor.index_select(dim, index)
+    return x32 * factor
 
 
 def scale_from_amax(amax: Tensor, format_max: float, power_of_two: bool = False) -> Tensor:
@@ -97,30 +118,6 @@ def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
     return torch.where(scale.isfinite(), bits.view(torch.float32), scale)
 
 
-def expand(scale: Tensor, shape: torch.Size | tuple[int, ...], block: Block) -> Tensor:
-    """``scale`` as something that broadcasts against a tensor of ``shape``."""
-    for dim, (size, extent) in enumerate(zip(shape, block, strict=True)):
-        if extent in (WHOLE, 1):
-            continue
-        if _inductor_would_lose_the_last_block(size, extent, scale):
-            # In float64 the division is exact enough, and inductor does not see that it is one.
-            rows = torch.arange(size, dtype=torch.float64, device=scale.device)
-            scale = scale.index_select(dim, (rows / extent).to(torch.int64))
-        else:
-            scale = scale.repeat_interleave(extent, dim).narrow(dim, 0, size)
-    return scale
-
-
-def _inductor_would_lose_the_last_block(size: int, extent: int, scale: Tensor) -> bool:
-    # torch 2.13's C++ backend turns a loop over `i // extent` into size // extent whole blocks and
-    # never runs the rest (CppScheduling.try_loop_split): memory that nobody wrote comes out.
-    if scale.device.type != "cpu" or not torch.compiler.is_compiling():
-        return False
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return not statically_known_true(size % extent == 0)
-
-
 def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool = False) -> Tensor:
     """Encode ``x`` in float8: nearest even, saturating.
 
@@ -135,15 +132,13 @@ def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool 
     Returns:
         float8 of x's shape.
     """
-    inverse = expand(_reciprocal(scale), x.shape, block)
     x32 = x.to(torch.float32)
-    # Where x32 is a copy already it is scaled in place: one buffer less in eager mode.
-    y = x32 * inverse if x32 is x or not fits else x32.mul_(inverse)
+    y = _times(x32, _reciprocal(scale), block, in_place=fits and x32 is not x)
     if not fits:
         largest = torch.finfo(dtype).max
         # Adding 0 * x turns an infinite x, which the clamp has made finite, into NaN and leaves
         # all else as it is, the sign of zero included, in one pass.
-        y.clamp_(-largest, largest).add_(x32, alpha=0)
+        y = y.clamp_(-largest, largest).add_(x32, alpha=0)
     return y.to(dtype)
 
 
@@ -157,7 +152,7 @@ def _reciprocal(scale: Tensor) -> Tensor:
 
 def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """``data * scale``, computed in float32 and rounded once to ``dtype``."""
-    return (data.to(torch.float32) * expand(scale, data.shape, block)).to(dtype)
+    return _times(data.to(torch.float32), scale, block).to(dtype)
 
 
 def decode(data: Tensor) -> Tensor:
@@ -211,7 +206,8 @@ def scaled_mm(
         bias_N: added in float32 before the result is rounded, or None.
         out_dtype: float32, bfloat16 or float16.
     """
-    if a_block[1] != WHOLE or b_block[1] != WHOLE:
+    by_row = ((WHOLE, WHOLE), (1, WHOLE))
+    if a_block not in by_row or b_block not in by_row:
         a = dequantize(a_MK, a_scale, a_block, torch.float32)
         b = dequantize(b_NK, b_scale, b_block, torch.float32)
         return _add_bias(a @ b.t(), bias_N).to(out_dtype)
@@ -223,10 +219,8 @@ def scaled_mm(
         # A 0-dim factor scales in float32 without a float32 copy of the product.
         return product.mul_((a_scale * b_scale).reshape(())).to(out_dtype)
     # The factors in turn: the product of two scales alone may leave float32's range.
-    scaled = product.to(torch.float32)
-    scaled = scaled * expand(a_scale, a_MK.shape, a_block)
-    scaled.mul_(expand(b_scale, b_NK.shape, b_block).t())
-    return _add_bias(scaled, bias_N).to(out_dtype)
+    scaled = product.to(torch.float32) * a_scale
+    return _add_bias(scaled.mul_(b_scale.t()), bias_N).to(out_dtype)
 
 
 def _add_bias(out_MN: Tensor, bias_N: Tensor | None) -> Tensor:

@@ -238,6 +238,9 @@ def _torch_scaled_mm(
         a_scale = _contraction_last(a_scale.expand(a_MK.shape[0], 1))
         b_scale = _contraction_last(b_scale.t().expand(1, b_NK.shape[0]))
     else:
+        if (128, 128) in (a_block, b_block):
+            a_MK, a_scale = _whole_rows_of_scales(a_MK, a_scale)
+            b_NK, b_scale = _whole_rows_of_scales(b_NK, b_scale)
         a_scale, b_scale = _blockwise_layout(a_scale, a_block), _blockwise_layout(b_scale, b_block)
         b_scale = b_scale.t()
     fused_bias = bias_N if _fuses_bias(product, bias_N, out_dtype) else None
@@ -258,6 +261,16 @@ def _torch_scaled_mm(
 def _contraction_last(data: Tensor) -> Tensor:
     # Spelt as a clone: Tensor.contiguous() needs a CUDA build even for FakeTensors.
     return data if data.is_contiguous() else data.clone(memory_format=torch.contiguous_format)
+
+
+def _whole_rows_of_scales(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    # cuBLASLt reads 128x128 scales in rows of a multiple of four, whatever torch lets through, and
+    # otherwise returns wrong numbers (pytorch/pytorch#166752): pad the contraction with zeros.
+    missing = -scale.shape[1] % 4
+    if not missing:
+        return data, scale
+    padded = _pad_codes(data, 0, (scale.shape[1] + missing) * 128 - data.shape[1])
+    return padded, F.pad(scale, (0, missing), value=1.0)
 
 
 def _blockwise_layout(scale: Tensor, block: Block) -> Tensor:

@@ -1,0 +1,124 @@
+"""How much faster is a scaled float8 product than a bf16 one, by scaling granularity?
+
+    out_MN = (a_MK * a_scale) @ (b_NK * b_scale).T        float8 operands, bf16 result
+
+Both operands are cast before the clock starts: this is the product alone, the most that float8 can
+gain. What the casts take back shows in `bench_linear.py`. `b` is row-major (N, K), so that `b.T`
+is column-major: the one layout that Hopper's FP8 tensor cores take. On a CPU the product is
+emulated (dequantise, then multiply), and is expected to be slower than bf16.
+
+`ratio` is time(float8) / time(bf16), below 1 where float8 is faster. `SQNR` compares the float8
+product with the bf16 one of the same random operands: about 28 dB where all is well, since each
+E4M3 operand carries 3 mantissa bits.
+
+    python benchmarks/bench_matmul.py -o matmul.json
+    python benchmarks/bench_matmul.py --shapes 2048,1024,4096 --granularities rowwise
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
+
+from benchmarks import harness, report
+from benchmarks.shapes import LLAMA2_70B, Shape, parse_shape
+from float8 import Blockwise, Float8Tensor, Rowwise, Tensorwise
+
+BASELINE = "bf16"
+# How `a` and `b` are scaled. Blockwise is DeepSeek-V3's: activations in rows of 128, weights in
+# squares of 128 (arXiv:2412.19437, section 3.3.2).
+GRANULARITIES = {
+    "tensorwise": (Tensorwise(), Tensorwise()),
+    "rowwise": (Rowwise(), Rowwise()),
+    "blockwise": (Blockwise(1, 128), Blockwise(128, 128)),
+}
+CPU_SHAPES = (Shape(512, 1024, 1024), Shape(512, 1024, 4096))
+COLUMNS = {
+    "shape": ("shape (M,K,N)", ""),
+    "granularity": ("granularity", ""),
+    "baseline_ms": ("bf16 ms", ".3f"),
+    "ms": ("float8 ms", ".3f"),
+    "min_ms": ("min", ".3f"),
+    "max_ms": ("max", ".3f"),
+    "baseline_tflops": ("bf16 TFLOP/s", ".3g"),
+    "tflops": ("float8 TFLOP/s", ".3g"),
+    "ratio": ("ratio", ".2f"),
+    "sqnr_db": ("SQNR dB", ".1f"),
+    "error": ("not run", ".80"),
+}
+
+
+def products(
+    shape: Shape, names: Sequence[str], device: str
+) -> dict[str, Callable[[], Callable[[], torch.Tensor]]]:
+    """Makers of the bf16 product and of one float8 product per granularity, same operands."""
+    a_MK = torch.randn(shape.M, shape.K, device=device, dtype=torch.bfloat16)
+    b_NK = torch.randn(shape.N, shape.K, device=device, dtype=torch.bfloat16)
+
+    def product(name: str) -> Callable[[], torch.Tensor]:
+        a, b = (
+            Float8Tensor.from_high_precision(x, torch.float8_e4m3fn, granularity=granularity)
+            for x, granularity in zip((a_MK, b_NK), GRANULARITIES[name], strict=True)
+        )
+        return lambda: a @ b.t()
+
+    return {BASELINE: lambda: lambda: a_MK @ b_NK.t()} | {n: partial(product, n) for n in names}
+
+
+def measure(shape: Shape, options: argparse.Namespace) -> list[harness.Row]:
+    """One row per granularity, timed in turns with bf16."""
+    torch.manual_seed(options.seed)
+    runs, errors = harness.runnable(products(shape, options.granularities, options.device))
+    samples = harness.time_in_turns(runs, options)
+    rows: list[harness.Row] = []
+    for name in options.granularities:
+        row: harness.Row = {"shape": str(shape), "granularity": name}
+        if name in runs:
+            row |= harness.timing(samples[name], samples[BASELINE]) | rates(shape, name, samples)
+            row["sqnr_db"] = harness.sqnr_db(runs[BASELINE](), runs[name]())
+        else:
+            row |= errors[name]
+        rows.append(row)
+    return rows
+
+
+def rates(shape: Shape, name: str, samples: Mapping[str, list[float]]) -> harness.Row:
+    """bf16's own time beside each float8 row, and both as rates."""
+    tflops = {key: shape.flops / median(s) / 1e12 for key, s in samples.items()}
+    return {
+        "tflops": tflops[name],
+        "baseline_tflops": tflops[BASELINE],
+        "baseline_ms": median(samples[BASELINE]) * 1e3,
+        "baseline_samples_s": samples[BASELINE],
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure every shape; 1 if a product failed (a refusal is no failure)."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("--shapes", nargs="+", type=parse_shape, metavar="M,K,N")
+    parser.add_argument(
+        "--granularities", nargs="+", choices=list(GRANULARITIES), default=list(GRANULARITIES)
+    )
+    options = parser.parse_args(argv)
+    on_cpu = torch.device(options.device).type == "cpu"
+    shapes = options.shapes or (CPU_SHAPES if on_cpu else LLAMA2_70B)
+    rows: list[harness.Row] = []
+    try:
+        for shape in shapes:
+            rows += measure(shape, options)
+    finally:  # an interrupted run keeps what it measured
+        report.publish("bench_matmul", argv, options, rows, COLUMNS)
+    return int(any(not row.get("refused", True) for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

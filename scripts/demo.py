@@ -1,0 +1,113 @@
+"""Train the same GPT on the same text in five recipes, and show what each costs.
+
+    bash scripts/demo.sh                  # sets up .venv, then runs this
+    python scripts/demo.py --steps 50     # every option of train_gpt.py but the recipe
+
+All runs share the initial weights, the order of the data, and bf16 mixed precision around the
+linear layers (see gpt.py, also for why the output head is not in float8). Four of them should lie
+on top of each other. The fifth, "naive", casts to float8 without scales: it shows what the scales
+are for. Nothing about it is rigged; it is an ordinary model with an ordinary mean loss, whose
+gradients E5M2 cannot hold unscaled (the comment in gpt.py has the numbers).
+
+Writes demo.json (numbers) and demo.png (loss curves) into --out-dir. Ctrl-C leaves a checkpoint,
+and --resume goes on from there, with the recipes that were already done.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import corpus
+from matplotlib.figure import Figure  # not pyplot: a file is all we want, and no display is needed
+from tabulate import tabulate
+from train_gpt import CtrlC, Options, Trainer, environment, options_from, parser, write_json
+
+RECIPES = ("bf16", "tensorwise", "delayed", "rowwise", "naive")
+SMOOTHING = 0.9  # of the training losses in the plot; the JSON has them as they are
+
+
+def run(options: Options, text: corpus.Corpus, stop: CtrlC) -> dict[str, Any] | None:
+    """Train one recipe; None if it was interrupted."""
+    resume = options.resume and options.checkpoint.is_file()
+    trainer = Trainer(replace(options, resume=resume), text)
+    return trainer.summary() if trainer.fit(stop) else None
+
+
+def add_gaps(runs: list[dict[str, Any]]) -> None:
+    """How much worse than bf16 each run ended, in percent of bf16's validation loss."""
+    reference = {run["recipe"]: run["final_val_loss"] for run in runs}.get("bf16")
+    for run in runs:
+        gap = None if reference is None else 100 * (run["final_val_loss"] / reference - 1)
+        run["gap_to_bf16_percent"] = gap
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    columns = {
+        "recipe": "recipe",
+        "final_val_loss": "val. loss",
+        "gap_to_bf16_percent": "gap to bf16 [%]",
+        "tokens_per_second": "tokens/s",
+        "saved_for_backward_mib": "saved for backward [MiB]",
+    }
+    rows = [[run[column] for column in columns] for run in runs]
+    return tabulate(
+        rows, headers=list(columns.values()), floatfmt=("", ".4f", "+.2f", ",.0f", ".1f")
+    )
+
+
+def plot(runs: list[dict[str, Any]], path: Path) -> None:
+    figure = Figure(figsize=(8, 5))
+    axes = figure.subplots()
+    for run in runs:
+        (line,) = axes.plot(smooth(run["train_loss"]), label=run["recipe"], linewidth=1)
+        steps, losses = zip(*run["val_loss"], strict=True)
+        axes.plot(steps, losses, "o", color=line.get_color(), markersize=4)
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", yscale="log")
+    axes.set_title("Training loss (lines, smoothed) and validation loss (dots)")
+    axes.legend()
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def smooth(losses: list[float]) -> list[float]:
+    """An exponential average, unbiased at its start as Adam's are."""
+    averages, average = [], 0.0
+    for step, loss in enumerate(losses, start=1):
+        average = SMOOTHING * average + (1 - SMOOTHING) * loss
+        averages.append(average / (1 - SMOOTHING**step))
+    return averages
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = parser((__doc__ or "").partition("\n")[0])
+    p.add_argument("--recipes", nargs="+", default=list(RECIPES), help=" ".join(RECIPES))
+    p.add_argument("--out-dir", type=Path, default=Path("out/demo"))
+    args = p.parse_args(argv)
+    runs: list[dict[str, Any]] = []
+    try:
+        options = options_from(args)
+        text = corpus.load(options.data)
+        with CtrlC() as stop:
+            for recipe in args.recipes:
+                checkpoint = args.out_dir / f"{recipe}.pt"
+                summary = run(replace(options, recipe=recipe, checkpoint=checkpoint), text, stop)
+                if summary is None:
+                    print(f"stopped in {recipe}: continue with the same command and --resume")
+                    return 130
+                runs.append(summary)
+    except (ValueError, OSError) as error:
+        sys.exit(f"demo.py: {error}")
+    report(runs, options, args.out_dir)
+    return 0
+
+
+def report(runs: list[dict[str, Any]], options: Options, folder: Path) -> None:
+    add_gaps(runs)
+    shared = {k: v for k, v in options.identity().items() if k != "recipe"}
+    write_json(folder / "demo.json", {**environment(options.seed), "options": shared, "runs": runs})
+    plot(runs, folder / "demo.png")
+    print(f"\n{table(runs)}\n\nnumbers: {folder / 'demo.json'}, curves: {folder / 'demo.png'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

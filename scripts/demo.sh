@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Train a GPT in bf16 and in four float8 recipes, and compare them, on a machine that has Python
+# >= 3.10 and pip. Options go to scripts/demo.py: bash scripts/demo.sh --steps 50 --seed 1
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup_env.sh demo
+# Threads that spin while they wait slow each other down many times over when cores are shared.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+exec .venv/bin/python scripts/demo.py "$@"  # exec: Ctrl-C is then the trainer's to handle

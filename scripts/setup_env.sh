@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Make or reuse the repository's .venv with the package and one of its extras:
+#
+#     bash scripts/setup_env.sh demo|test|dev
+#
+# Needs a Python >= 3.10 (PYTHON=python3.12 to choose one) and pip. A stamp per extra remembers what
+# was installed, so a second run takes no time until setup.py or constraints.txt change.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+extra=${1:?usage: bash scripts/setup_env.sh demo|test|dev}
+base=${PYTHON:-python3}
+python=.venv/bin/python
+
+"$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
+    echo "setup_env.sh: $base is not a Python >= 3.10: name one, as in PYTHON=python3.12" >&2
+    exit 1
+}
+
+if ! "$python" -c '' 2>/dev/null; then
+    # Debian and Ubuntu split ensurepip off into python3-venv: without it, use the pip outside.
+    "$base" -m venv --clear .venv 2>/dev/null || "$base" -m venv --clear --without-pip .venv
+fi
+pip=("$python" -m pip)
+"${pip[@]}" --version >/dev/null 2>&1 || pip=("$base" -m pip --python "$python")
+
+# Each extra holds the ones before it, so whoever has the larger one needs no second installation.
+case $extra in
+    demo) enough=(demo test dev) ;;
+    test) enough=(test dev) ;;
+    dev) enough=(dev) ;;
+    *) echo "setup_env.sh: no extra '$extra': take demo, test or dev" >&2 && exit 1 ;;
+esac
+wanted=$("$python" -c '
+import hashlib, pathlib, sys
+text = b"".join(pathlib.Path(name).read_bytes() for name in ("setup.py", "constraints.txt"))
+print(sys.version_info[:2], hashlib.sha256(text).hexdigest())')
+for larger in "${enough[@]}"; do
+    if [ "$(cat ".venv/installed-$larger" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
+done
+echo "setup_env.sh: installing float8[$extra] into .venv"
+"${pip[@]}" install --constraint constraints.txt --editable ".[$extra]"
+echo "$wanted" >".venv/installed-$extra"

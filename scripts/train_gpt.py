@@ -1,0 +1,404 @@
+"""Train one byte-level GPT in one recipe, and stop and resume without a trace.
+
+    python scripts/train_gpt.py --recipe tensorwise --steps 300 --out out/tensorwise.json
+
+One step is: batch of the step's number, forward and backward, clip, AdamW, and, for delayed
+scaling, `sync_float8_amax_and_scale_history`: after the optimizer, where the amaxes of the whole
+step are known and the next forward finds its scales ready. A checkpoint is only ever taken between
+two such steps, so it holds no half-finished history.
+
+What determines the numbers is few and named (`Options.identity`): the options below `recipe` and
+the text. Ctrl-C finishes the running step and writes a checkpoint; `--resume` refuses one whose
+identity differs and otherwise continues to the same losses, on a CPU bit for bit.
+"""
+
+import argparse
+import json
+import math
+import os
+import pickle
+import platform
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import corpus
+import gpt
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+# A CPU without matrix units for bf16 multiplies bf16 some fifty times slower than one with them.
+# fmt: off
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu":      {"layers": 4, "width": 256, "heads": 4, "context": 128, "batch": 16,
+                 "steps": 240, "learning_rate": 3e-3},
+    "slow cpu": {"layers": 2, "width": 128, "heads": 2, "context": 64, "batch": 16,
+                 "steps": 200, "learning_rate": 3e-3},
+    "cuda":     {"layers": 12, "width": 1024, "heads": 8, "context": 512, "batch": 32,
+                 "steps": 600, "learning_rate": 1e-3},
+}
+# fmt: on
+BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # Llama's (arXiv:2302.13971)
+FINAL_LEARNING_RATE = 0.1  # of the peak: cosine, as Llama
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    recipe: str = "bf16"
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+    steps: int
+    learning_rate: float
+    seed: int = 0
+    eval_interval: int = 40
+    eval_batches: int = 8
+    device: str = "cpu"
+    compile: bool = False
+    data: Path | None = None
+    checkpoint: Path = Path("out/gpt.pt")
+    resume: bool = False
+
+    def identity(self) -> dict[str, str | int | float]:
+        free = {"eval_interval", "device", "compile", "data", "checkpoint", "resume"}
+        return {name: value for name, value in asdict(self).items() if name not in free}
+
+
+@dataclass
+class History:
+    train_loss: list[float] = field(default_factory=list)  # one per step
+    val_loss: list[tuple[int, float]] = field(default_factory=list)  # (steps taken, loss)
+    seconds: list[float] = field(default_factory=list)  # per step, validation not included
+
+
+class Trainer:
+    def __init__(self, options: Options, text: corpus.Corpus) -> None:
+        text.check(options.context)
+        self.options, self.text, self.history = options, text, History()
+        sizes = gpt.Sizes(options.layers, options.width, options.heads, options.context)
+        torch.manual_seed(options.seed)  # every recipe starts from the same weights
+        model = gpt.GPT(sizes).to(options.device)
+        self.model = gpt.in_recipe(model, options.recipe)
+        self.forward = torch.compile(self.model) if options.compile else self.model
+        names = (name for name, _ in self.model.named_buffers())
+        self.keeps_histories = any(name.endswith("amax_history") for name in names)  # delayed
+        self.optimizer = self._adamw()
+        if options.resume:
+            self._load()
+
+    @property
+    def step(self) -> int:
+        return len(self.history.train_loss)
+
+    def fit(self, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Train to the last step, or until `stop()`; either way leave a checkpoint."""
+        o = self.options
+        with progress_bar(o, self.step) as bar:
+            while self.step < o.steps and not stop():
+                self._timed_step()
+                if self.step % o.eval_interval == 0 or self.step == o.steps:
+                    self.history.val_loss.append((self.step, self.validate()))
+                    self.save()
+                loss, speed = self.history.train_loss[-1], self.tokens_per_second()
+                bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
+                bar.update()
+        if self.step < o.steps:
+            self.save()
+        return self.step == o.steps
+
+    def validate(self) -> float:
+        """The mean loss of the held-out text, in the recipe's own arithmetic."""
+        o = self.options
+        batches = self.text.val_batches(o.eval_batches, batch=o.batch, context=o.context)
+        self.model.eval()
+        with torch.no_grad():
+            losses = [self._loss(*batch).item() for batch in batches]
+        self.model.train()
+        return statistics.fmean(losses)
+
+    def tokens_per_second(self) -> float:
+        """From the median step: the first ones warm up, and others share the machine."""
+        return self.options.batch * self.options.context / statistics.median(self.history.seconds)
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "recipe": self.options.recipe,
+            "final_val_loss": self.history.val_loss[-1][1],
+            "tokens_per_second": self.tokens_per_second(),
+            "saved_for_backward_mib": self.saved_for_backward() / 2**20,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "train_loss": self.history.train_loss,
+            "val_loss": self.history.val_loss,
+        }
+
+    def saved_for_backward(self) -> int:
+        """Bytes that one forward pass keeps for backward: unique storages without parameters.
+
+        Counted eagerly, and with the model as training left it: the checkpoint is written before,
+        because a forward pass also records what delayed scaling wants to know of it.
+        """
+        own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        kept: dict[int, int] = {}
+
+        def pack(saved: Tensor) -> Tensor:
+            storage = saved.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            loss = self._loss(*self._batch(), forward=self.model)
+        del loss  # until here the graph held every storage, so no address was used twice
+        return sum(size for address, size in kept.items() if address not in own)
+
+    def save(self) -> None:
+        """Atomically: a reader, or a crash half-way, finds the old checkpoint or the new one."""
+        path = self.options.checkpoint
+        state = {
+            "identity": self.options.identity(),
+            "text": self.text.digest,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "history": asdict(self.history),
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        torch.save(state, partial)
+        os.replace(partial, path)
+
+    def _load(self) -> None:
+        path, state = self.options.checkpoint, self._read_checkpoint()
+        if state["text"] != self.text.digest:
+            raise ValueError(
+                f"{path} was trained on another text than {self.options.data or 'this Python'}'s: "
+                "resume with its --data (and, without --data, its Python)"
+            )
+        for name, ours in self.options.identity().items():
+            theirs, flag = state["identity"][name], "--" + name.replace("_", "-")
+            if theirs != ours:
+                raise ValueError(
+                    f"{path} was trained with {flag} {theirs}, not {ours}: resume with "
+                    f"{flag} {theirs}, or leave out --resume to start afresh"
+                )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.history = History(**state["history"])
+
+    def _read_checkpoint(self) -> dict[str, Any]:
+        path = self.options.checkpoint
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"no checkpoint at {path}: leave out --resume to start afresh, or name the file "
+                "that training wrote with --checkpoint"
+            )
+        try:
+            state = torch.load(path, map_location=self.options.device, weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(
+                f"{path} is not a checkpoint of train_gpt.py: name another with --checkpoint, "
+                "or leave out --resume to start afresh"
+            ) from error
+        return dict(state)
+
+    def _adamw(self) -> torch.optim.AdamW:
+        """Weight decay is for matrices; gains of norms have no reason to be small."""
+        parameters = list(self.model.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, betas=BETAS, fused=True)
+
+    def _timed_step(self) -> None:
+        start = time.perf_counter()
+        loss = self._train_step()  # .item() in it waits for the device
+        self.history.seconds.append(time.perf_counter() - start)
+        self.history.train_loss.append(loss)
+
+    def _train_step(self) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, self.options)
+        loss = self._loss(*self._batch())
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.keeps_histories:
+            from float8 import sync_float8_amax_and_scale_history
+
+            sync_float8_amax_and_scale_history(self.model)
+        return loss.item()
+
+    def _batch(self) -> tuple[Tensor, Tensor]:
+        o = self.options
+        return self.text.batch(self.step, seed=o.seed, batch=o.batch, context=o.context)
+
+    def _loss(self, tokens: Tensor, targets: Tensor, forward: nn.Module | None = None) -> Tensor:
+        device = torch.device(self.options.device)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss: Tensor = (forward or self.forward)(tokens.to(device), targets.to(device))
+        return loss
+
+
+def learning_rate(step: int, options: Options) -> float:
+    """Linear warm-up over the first tenth, then half a cosine down to a tenth of the peak."""
+    warmup = max(1, options.steps // 10)
+    progress = max(0, step - warmup) / max(1, options.steps - warmup)
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    decay = FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * cosine
+    return options.learning_rate * min(1.0, (step + 1) / warmup) * decay
+
+
+def progress_bar(options: Options, step: int) -> "tqdm[Any]":
+    quiet = 0.5 if sys.stderr.isatty() else 10.0  # seconds between updates: logs keep every one
+    return tqdm(
+        total=options.steps,
+        initial=step,
+        desc=f"{options.recipe:>12}",
+        unit="step",
+        mininterval=quiet,
+    )
+
+
+class CtrlC:
+    """Makes the first Ctrl-C a question, "stop?", asked between steps; the second one kills."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+
+    def __call__(self) -> bool:
+        return self.pressed
+
+    def __enter__(self) -> "CtrlC":
+        self.previous = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self.previous)
+
+    def _press(self, *_: object) -> None:
+        self.pressed = True
+        signal.signal(signal.SIGINT, self.previous)
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options of training, all but those that tell one run from another."""
+    p = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    rows = "\n".join(
+        f"  {device:>8}: {' '.join(f'{name}={value}' for name, value in row.items())}"
+        for device, row in DEFAULTS.items()
+    )
+    sizes = p.add_argument_group(
+        "sizes", f"chosen by device (slow: without AMX), if not given\n{rows}"
+    )
+    sizes.add_argument("--layers", type=positive)
+    sizes.add_argument("--width", type=positive, help="of the residual stream, a multiple of 16")
+    sizes.add_argument("--heads", type=positive, help="of attention; they share the width")
+    sizes.add_argument("--context", type=positive, help="bytes in one training window")
+    sizes.add_argument("--batch", type=positive, help="windows in one step")
+    sizes.add_argument("--steps", type=positive)
+    sizes.add_argument("--learning-rate", type=float, help="at its peak, after the warm-up")
+    p.add_argument("--seed", type=int, default=Options.seed, help="of the weights and the data")
+    p.add_argument("--data", type=Path, help="a folder of text files (the standard library's)")
+    p.add_argument("--device", help="cuda where there is one, else cpu")
+    p.add_argument("--compile", action="store_true", help="torch.compile (needs a C++ compiler)")
+    p.add_argument("--eval-interval", type=positive, default=Options.eval_interval)
+    p.add_argument("--eval-batches", type=positive, default=Options.eval_batches)
+    p.add_argument("--resume", action="store_true", help="continue from the checkpoint")
+    return p
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def options_from(args: argparse.Namespace) -> Options:
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # an assertion where CUDA was not compiled in
+        raise ValueError(f"torch has no device {device!r} here: take --device cpu") from error
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    names = Options.__dataclass_fields__
+    settings = {**DEFAULTS[row_of(device)], **given, "device": device}
+    return Options(**{name: value for name, value in settings.items() if name in names})
+
+
+def row_of(device: str) -> str:
+    if torch.device(device).type == "cuda":
+        return "cuda"
+    # `get_capabilities` is not in every torch this runs on; without it, expect little.
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return "cpu" if known.get("amx_bf16") else "slow cpu"
+
+
+def environment(seed: int) -> dict[str, Any]:
+    """What a reader of the numbers needs to judge and to repeat them."""
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "seed": seed,
+        "git_commit": commit or None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": machine(),
+    }
+
+
+def machine() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = parser((__doc__ or "").partition("\n")[0])
+    p.add_argument("--recipe", default="bf16", help="bf16, naive, or a recipe of float8")
+    p.add_argument("--checkpoint", type=Path, help="default: out/gpt_RECIPE.pt")
+    p.add_argument("--out", type=Path, help="write the losses and speeds here, as JSON")
+    args = p.parse_args(argv)
+    args.checkpoint = args.checkpoint or Path(f"out/gpt_{args.recipe}.pt")
+    try:
+        options = options_from(args)
+        trainer = Trainer(options, corpus.load(options.data))
+    except (ValueError, OSError) as error:
+        sys.exit(f"train_gpt.py: {error}")
+    with CtrlC() as stop:
+        finished = trainer.fit(stop)
+    if not finished:
+        print(f"stopped after step {trainer.step}: continue with the same command and --resume")
+        return 130  # what a shell reports of a program that Ctrl-C ended
+    summary = trainer.summary()
+    print("{recipe}: validation loss {final_val_loss:.4f}".format(**summary))
+    if args.out:
+        write_json(args.out, {**environment(options.seed), "runs": [summary]})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

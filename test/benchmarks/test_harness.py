@@ -1,0 +1,207 @@
+"""What the benchmarks' numbers mean: turns, pairing, warm-up, and a report that hides nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from a checkout, not installed
+
+from benchmarks import harness, report
+from benchmarks.shapes import LLAMA2_70B, Shape, parse_shape
+
+ROOT = report.ROOT
+
+
+class Clock:
+    """A clock that moves only when work is done, and a list of who did it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.calls: list[str] = []
+
+    def work(self, name: str, seconds) -> object:
+        def fn() -> None:
+            self.calls.append(name)
+            self.now += seconds(self.calls.count(name)) if callable(seconds) else seconds
+
+        return fn
+
+    def measure(self, repeats=3, warmup=1, **seconds):
+        candidates = {name: self.work(name, s) for name, s in seconds.items()}
+        timer = harness.host_timer(lambda: self.now)
+        return harness.interleave(candidates, timer, repeats=repeats, warmup=warmup)
+
+
+def test_candidates_take_turns():
+    clock = Clock()
+    clock.measure(repeats=2, warmup=1, A=1.0, B=2.0, C=3.0)
+    assert "".join(clock.calls) == "ABC" * 3
+
+
+def test_samples_are_seconds_per_call():
+    samples = Clock().measure(A=1.0, B=2.5)
+    assert samples == {"A": [1.0] * 3, "B": [2.5] * 3}
+
+
+def test_short_work_is_repeated_within_a_sample():
+    clock = Clock()
+    samples = clock.measure(repeats=1, warmup=1, A=harness.TARGET_S / 8)
+    assert len(clock.calls) == 1 + 8
+    assert samples["A"] == [pytest.approx(harness.TARGET_S / 8)]
+
+
+def test_warm_up_rounds_are_not_kept():
+    # The first two calls stand for compilation.
+    samples = Clock().measure(repeats=3, warmup=2, A=lambda n: 100.0 if n <= 2 else 1.0)
+    assert samples["A"] == [1.0] * 3
+
+
+def test_a_machine_that_slows_down_does_not_change_the_ratio():
+    samples = Clock().measure(repeats=5, A=lambda n: 1.0 * 2**n, B=lambda n: 3.0 * 2**n)
+    assert harness.paired_ratio(samples["B"], samples["A"]) == pytest.approx(3.0)
+
+
+def test_ratios_are_paired_within_a_round():
+    # The ratio of medians would be 3 / 2.
+    assert harness.paired_ratio([2.0, 4.0, 3.0], [1.0, 2.0, 3.0]) == 2.0
+
+
+def test_unpaired_samples_are_refused():
+    with pytest.raises(ValueError, match="longer"):
+        harness.paired_ratio([1.0], [1.0, 2.0])
+
+
+def test_timing_keeps_the_samples_behind_the_medians():
+    row = harness.timing([0.003, 0.001, 0.002], [0.001, 0.001, 0.001])
+    assert row == {
+        "ms": 2.0,
+        "min_ms": 1.0,
+        "max_ms": 3.0,
+        "ratio": 2.0,
+        "samples_s": [0.003, 0.001, 0.002],
+    }
+
+
+def fail(error: Exception):
+    def fn() -> None:
+        raise error
+
+    return fn
+
+
+def test_a_candidate_that_fails_is_a_row_with_its_reason():
+    makers = {
+        "base": lambda: lambda: None,
+        "refuses": lambda: fail(ValueError("sm_80 has no float8 tensor cores\nmore")),
+        "breaks": lambda: fail(RuntimeError("boom")),
+    }
+    able, errors = harness.runnable(makers)
+    assert list(able) == ["base"]
+    assert errors == {
+        "refuses": {"error": "ValueError: sm_80 has no float8 tensor cores more", "refused": True},
+        "breaks": {"error": "RuntimeError: boom", "refused": False},
+    }
+
+
+def test_without_its_baseline_a_run_ends():
+    makers = {"base": lambda: fail(RuntimeError("boom")), "other": lambda: lambda: None}
+    with pytest.raises(RuntimeError, match="boom"):
+        harness.runnable(makers)
+
+
+def test_sqnr_is_in_decibels():
+    reference = torch.tensor([3.0, -4.0])
+    assert harness.sqnr_db(reference, reference * 1.1) == pytest.approx(20.0, abs=1e-4)
+    assert math.isfinite(harness.sqnr_db(reference, reference))
+
+
+COLUMNS = {"name": ("layer", ""), "ms": ("time", ".1f"), "error": ("not run", ".10")}
+ROWS = [
+    {"name": "a", "ms": 1.26, "samples_s": [1.25, 1.27]},
+    {"name": "b", "error": "no such op here"},
+]
+
+
+def test_table_shows_rounded_numbers_and_empty_cells():
+    header, _, first, second = report.table(ROWS, COLUMNS).splitlines()
+    assert header.split() == ["layer", "time", "not", "run"]
+    assert first.split() == ["a", "1.3"]
+    assert second.split() == ["b", "no", "such", "op"]
+
+
+def published(tmp_path: Path, rows=ROWS) -> dict:
+    options = argparse.Namespace(device="cpu", output=tmp_path / "new" / "out.json", repeats=3)
+    report.publish("bench_x", ["--repeats", "3"], options, rows, COLUMNS)
+    return json.loads(options.output.read_text())
+
+
+def test_json_holds_what_was_measured_and_how(tmp_path, capsys):
+    written = published(tmp_path)
+    assert written["schema"] == report.SCHEMA
+    assert written["rows"] == ROWS
+    assert written["command"] == "python benchmarks/bench_x.py --repeats 3"
+    assert written["options"]["repeats"] == "3"
+    assert "\n".join(written["table"]) in capsys.readouterr().out
+
+
+def test_environment_is_that_of_this_process(tmp_path):
+    where = published(tmp_path)["environment"]
+    assert where["torch"] == torch.__version__
+    assert where["threads"] == torch.get_num_threads()
+    assert where["python"] == sys.version.split()[0]
+    assert where["device"] == where["cpu"] != ""
+
+
+def test_every_field_of_a_report_is_explained(tmp_path):
+    written = published(tmp_path)
+    guide = (ROOT / "benchmarks" / "results" / "README.md").read_text()
+    fields = [*written, *written["environment"], *harness.timing([1.0], [1.0])]
+    assert [field for field in fields if f"`{field}`" not in guide] == []
+
+
+def test_a_result_that_is_no_number_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="JSON"):
+        published(tmp_path, [{"name": "a", "ms": math.nan}])
+
+
+def test_outside_a_checkout_the_commit_is_unknown(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    assert report.commit() == {"commit": "unknown", "dirty": None}
+
+
+def test_llama_shapes_add_up_to_the_published_parameter_count():
+    per_layer = sum(shape.K * shape.N for shape in LLAMA2_70B) + 2 * 8192  # and two norms
+    assert 80 * per_layer + 2 * 32000 * 8192 + 8192 == 68_976_648_192
+
+
+def test_shapes_are_parsed_by_size_or_name():
+    assert parse_shape("2048,1024,4096") == Shape(2048, 1024, 4096)
+    assert parse_shape("ffn.w2") == LLAMA2_70B[-1]
+
+
+@pytest.mark.parametrize("text", ["", "1,2", "1,2,3,4", "1,2,x", "1,-2,3", "0,1,2", "1,2,3,"])
+def test_a_shape_that_is_none_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="three positive numbers M,K,N"):
+        parse_shape(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many"])
+def test_counts_are_positive(text, capsys):
+    with pytest.raises(SystemExit):
+        harness.parser("").parse_args(["--repeats", text])
+    assert "at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_time_is_the_devices_time():
+    cycles = 20_000_000  # ten milliseconds at 2 GHz; returning from the launch takes microseconds
+    seconds = harness.timer_for("cuda")(lambda: torch.cuda._sleep(cycles), 3)
+    assert 3 * cycles / 4e9 < seconds < 3 * cycles / 0.2e9

@@ -1,0 +1,283 @@
+"""Training stops and resumes without a trace; its errors name the fix; the demo reports it all."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import corpus
+import demo
+import gpt
+import train_gpt
+from train_gpt import Options, Trainer
+
+SCRIPTS = Path(train_gpt.__file__).parent
+TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "2"]
+TINY += ["--device", "cpu", "--eval-batches", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In processes too: tiny products gain nothing from more, and waiting threads cost a lot."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for path in (SCRIPTS / "gpt.py", SCRIPTS / "corpus.py", SCRIPTS / "demo.py"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+@pytest.fixture
+def options(data: Path, tmp_path: Path) -> Options:
+    arguments = [*TINY, "--data", str(data), "--steps", "8", "--eval-interval", "3"]
+    args = train_gpt.parser("").parse_args(arguments)
+    args.recipe, args.checkpoint = "bf16", tmp_path / "gpt.pt"
+    return train_gpt.options_from(args)
+
+
+@pytest.fixture
+def text(data: Path) -> corpus.Corpus:
+    return corpus.load(data)
+
+
+def stop_after(steps: int) -> Callable[[], bool]:
+    answers = iter([False] * steps + [True])
+    return lambda: next(answers)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "delayed", "rowwise"])
+def test_resumed_training_equals_uninterrupted_training_bit_for_bit(
+    recipe: str, options: Options, text: corpus.Corpus
+) -> None:
+    options = replace(options, recipe=recipe)
+    whole = Trainer(options, text)
+    assert whole.fit()
+    assert not Trainer(options, text).fit(stop_after(4))
+    torch.rand(1)  # whatever else used the global generator in between
+    rest = Trainer(replace(options, resume=True), text)
+    assert rest.step == 4
+    assert rest.fit()
+    assert rest.history.train_loss == whole.history.train_loss
+    assert rest.history.val_loss == whole.history.val_loss
+    state = rest.model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in whole.model.state_dict().items())
+
+
+def test_a_lost_amax_history_would_show_in_the_losses(
+    options: Options, text: corpus.Corpus
+) -> None:
+    """The test above has teeth: it can tell histories that were resumed from histories reset."""
+    options = replace(options, recipe="delayed")
+    whole = Trainer(options, text)
+    assert whole.fit()
+    assert not Trainer(options, text).fit(stop_after(4))
+    rest = Trainer(replace(options, resume=True), text)
+    for name, buffer in rest.model.named_buffers():
+        if name.endswith("amax_history"):
+            buffer.zero_()
+            buffer[..., 0] = 1e4
+    assert rest.fit()
+    assert rest.history.train_loss != whole.history.train_loss
+
+
+def test_ctrl_c_in_a_terminal_leaves_a_checkpoint_to_resume(
+    data: Path, tmp_path: Path, options: Options, text: corpus.Corpus
+) -> None:
+    options = replace(options, recipe="delayed", steps=300, eval_interval=50)
+    command = [sys.executable, str(SCRIPTS / "train_gpt.py"), *TINY, "--data", str(data)]
+    command += ["--recipe", "delayed", "--steps", "300", "--eval-interval", "50"]
+    command += ["--checkpoint", str(tmp_path / "c.pt"), "--out", str(tmp_path / "out.json")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "c.pt").exists() and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "continue with the same command and --resume" in out
+    assert not (tmp_path / "out.json").exists()
+
+    subprocess.run([*command, "--resume"], check=True, capture_output=True, timeout=60)
+    resumed = json.loads((tmp_path / "out.json").read_text())["runs"][0]
+    whole = Trainer(options, text)
+    assert whole.fit()
+    assert resumed["train_loss"] == whole.history.train_loss
+    assert resumed["final_val_loss"] == whole.history.val_loss[-1][1]
+
+
+def test_a_second_ctrl_c_is_not_held_back() -> None:
+    with train_gpt.CtrlC() as stop:
+        assert not stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_crash_while_saving_leaves_the_old_checkpoint(
+    options: Options, text: corpus.Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(options, text)
+    trainer.save()
+
+    def fail(_: object, path: Path) -> None:
+        path.write_bytes(b"half a checkpoint")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="disk full"):
+        trainer.save()
+    assert Trainer(replace(options, resume=True), text).step == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipe", "float9"], "unknown recipe 'float9'.*tensorwise.*delayed"),
+        (["--resume"], "no checkpoint at .*leave out --resume"),
+        (["--width", "100"], "--width 100 is not a multiple of 16.*--width 96"),
+        (["--heads", "3"], "--width 32 does not split into --heads 3"),
+        (["--context", "100000"], "one window of --context 100000 needs 100001"),
+        (["--data", "/nowhere"], "/nowhere is not a folder: point --data"),
+        (["--device", "abacus"], "no device 'abacus' here: take --device cpu"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_fix(
+    arguments: list[str], message: str, data: Path, tmp_path: Path
+) -> None:
+    given = [*TINY, "--data", str(data), "--checkpoint", str(tmp_path / "none.pt"), *arguments]
+    with pytest.raises(SystemExit, match=message) as caught:
+        train_gpt.main(given)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"width": 64}, "trained with --width 32, not 64: resume with --width 32"),
+        ({"recipe": "tensorwise"}, "trained with --recipe bf16, not tensorwise"),
+        ({"learning_rate": 1.0}, "trained with --learning-rate .*, not 1.0"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(
+    change: dict, message: str, options: Options, text: corpus.Corpus
+) -> None:
+    Trainer(options, text).save()
+    other = replace(options, **change, resume=True)
+    with pytest.raises(ValueError, match=message):
+        Trainer(other, text)
+
+
+def test_a_checkpoint_of_another_text_is_refused(options: Options, text: corpus.Corpus) -> None:
+    Trainer(options, text).save()
+    other = replace(text, val=text.val.flip(0))
+    resumed = replace(options, resume=True)
+    with pytest.raises(ValueError, match="trained on another text"):
+        Trainer(resumed, other)
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(options: Options, text: corpus.Corpus) -> None:
+    options.checkpoint.write_text("not a checkpoint")
+    resumed = replace(options, resume=True)
+    with pytest.raises(ValueError, match="is not a checkpoint"):
+        Trainer(resumed, text)
+
+
+def test_recipes_start_alike_and_leave_the_head_alone(
+    options: Options, text: corpus.Corpus
+) -> None:
+    from float8 import Float8Linear
+
+    plain = Trainer(options, text).model
+    scaled = Trainer(replace(options, recipe="rowwise"), text).model
+    parameters = dict(plain.named_parameters())
+    assert parameters.keys() == dict(scaled.named_parameters()).keys()
+    for name, parameter in scaled.named_parameters():
+        assert torch.equal(parameter, parameters[name])
+    linears = {n: m for n, m in scaled.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert type(linears.pop("head")) is torch.nn.Linear
+    assert len(linears) == 4
+    assert all(isinstance(linear, Float8Linear) for linear in linears.values())
+
+
+def test_float8_keeps_less_for_backward_by_what_the_linears_keep(
+    options: Options, text: corpus.Corpus
+) -> None:
+    """At least half of the bf16 inputs of the four layers: 3 of width C and one of F, per token."""
+    plain = Trainer(options, text).saved_for_backward()
+    scaled = Trainer(replace(options, recipe="tensorwise"), text).saved_for_backward()
+    tokens = options.batch * options.context
+    hidden = gpt.Sizes(1, 32, 2, 16).hidden
+    assert plain - scaled >= tokens * (3 * options.width + hidden)
+
+
+def test_learning_rate_warms_up_and_decays(options: Options) -> None:
+    options = replace(options, steps=100)
+    rates = [train_gpt.learning_rate(step, options) for step in range(101)]
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[10] == max(rates) == options.learning_rate
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[100] == pytest.approx(options.learning_rate / 10)
+
+
+def test_the_model_does_not_see_the_future() -> None:
+    model = gpt.GPT(gpt.Sizes(layers=2, width=32, heads=2, context=16))
+    tokens = torch.randint(256, (2, 16))
+    targets = tokens.roll(-1, 1)
+    targets[:, 8:] = -100  # cross_entropy ignores these
+    later, earlier = tokens.clone(), tokens.clone()
+    later[:, 8:] = 0
+    earlier[:, :8] = 0
+    assert torch.equal(model(tokens, targets), model(later, targets))
+    assert not torch.equal(model(tokens, targets), model(earlier, targets))
+
+
+def test_rotary_products_depend_on_distance_alone() -> None:
+    table = gpt.rotary_table(32, 16).double()
+    q, k = torch.randn(2, 16, dtype=torch.float64)
+    turned_q, turned_k = (gpt.rotate(z.expand(1, 1, 32, 16), table)[0, 0] for z in (q, k))
+    products = turned_q @ turned_k.T
+    torch.testing.assert_close(products.diagonal(-5), products[5, 0].expand(27), atol=1e-5, rtol=0)
+    assert products[5, 0] != products[6, 0]
+
+
+def test_the_demo_reports_every_recipe(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*TINY, "--data", str(data), "--steps", "4", "--out-dir", str(tmp_path)]
+    assert demo.main(arguments) == 0
+    table = capsys.readouterr().out
+    report = json.loads((tmp_path / "demo.json").read_text())
+    assert [run["recipe"] for run in report["runs"]] == list(demo.RECIPES)
+    for key in ("command", "seed", "git_commit", "torch", "machine", "options"):
+        assert key in report
+    for run in report["runs"]:
+        assert len(run["train_loss"]) == 4
+        cells = f"{run['final_val_loss']:.4f}", f"{run['gap_to_bf16_percent']:+.2f}"
+        row = next(line for line in table.splitlines() if line.startswith(run["recipe"]))
+        assert row.split()[1:3] == list(cells)
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+    assert demo.main([*arguments, "--resume"]) == 0  # nothing is left to do
+    again = json.loads((tmp_path / "demo.json").read_text())
+    assert [r["train_loss"] for r in again["runs"]] == [r["train_loss"] for r in report["runs"]]
+
+
+def test_smoothing_neither_lags_nor_starts_at_zero() -> None:
+    assert demo.smooth([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
