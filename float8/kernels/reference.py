@@ -136,10 +136,17 @@ def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool 
     y = _times(x32, _reciprocal(scale), block, in_place=fits and x32 is not x)
     if not fits:
         largest = torch.finfo(dtype).max
-        # Adding 0 * x turns an infinite x, which the clamp has made finite, into NaN and leaves
-        # all else as it is, the sign of zero included, in one pass.
-        y = y.clamp_(-largest, largest).add_(x32, alpha=0)
+        y = _nan_where_infinite(y.clamp_(-largest, largest), x32)
     return y.to(dtype)
+
+
+def _nan_where_infinite(y: Tensor, x32: Tensor) -> Tensor:
+    """y, which the clamp has made finite, with NaN where x is infinite."""
+    if torch.compiler.is_compiling():
+        return torch.where(x32.isinf(), torch.nan, y)
+    # In eager mode one pass instead of three: 0 * inf is NaN, and adding a zero of x's own sign
+    # changes nothing else. Compilers fold the product to 0.
+    return y.add_(x32, alpha=0)
 
 
 def _reciprocal(scale: Tensor) -> Tensor:
