@@ -87,6 +87,22 @@ def test_scales_have_the_shapes_that_the_hardware_reads():
     assert blocks == [((512, 8), (8, 32)), ((512, 32), (32, 8)), ((4096, 4), (4, 1024))]
 
 
+def test_rows_of_128x128_scales_are_aligned_to_16_bytes():
+    seen = []
+
+    class Strides(_ScaledMms):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is aten._scaled_mm.default:
+                seen.append((args[2].stride(), args[3].stride()))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    with Strides() as mode:
+        mode.allowed = ()
+        _run(RECIPES["blockwise"], 256, 640, 768)
+    # Scales of (256, 5) and (6, 5), of (256, 6) and (5, 6), of (768, 2) and (640, 2).
+    assert seen == [((1, 256), (1, 8)), ((1, 256), (1, 8)), ((1, 768), (640, 1))]
+
+
 @pytest.mark.parametrize("recipe", SAVING)
 @pytest.mark.parametrize("shape", [(512, 1024, 4096), (4096, 512, 512)])
 def test_backward_saves_one_byte_per_input_element(recipe, shape):

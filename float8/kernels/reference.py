@@ -83,10 +83,14 @@ def _times(x32: Tensor, factor: Tensor, block: Block, in_place: bool = False) ->
             shape += [blocks] if extent in (WHOLE, 1) else [blocks, 1]
         return (_tiles(x32, block)[0] * factor.reshape(shape)).reshape(x32.shape)
     # Blocks that do not divide: look up each element's factor. Repeating or padding would be
-    # simpler, but torch.compile on a CPU (2.13) reads such an x32 at wrong places.
+    # simpler, but inductor on a CPU (2.13) makes size // extent whole blocks of a loop over
+    # `i // extent` and never runs the rest (CppScheduling.try_loop_split), whatever the division is
+    # spelt like; one in float64 is exact for these sizes, and inductor does not recognise it.
+    index_dtype = torch.float64 if x32.device.type == "cpu" else torch.int64
     for dim, (size, extent) in enumerate(zip(x32.shape, block, strict=True)):
         if extent not in (WHOLE, 1):
-            index = torch.arange(size, device=x32.device) // extent
+            index = torch.arange(size, dtype=index_dtype, device=x32.device)
+            index = torch.div(index, extent, rounding_mode="floor").to(torch.int64)
             factor = factor.index_select(dim, index)
     return x32 * factor
 

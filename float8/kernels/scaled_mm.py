@@ -274,8 +274,11 @@ def _whole_rows_of_scales(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _blockwise_layout(scale: Tensor, block: Block) -> Tensor:
-    # cuBLASLt reads 1x128 scales with the rows contiguous, 128x128 ones with the columns.
-    return _contraction_last(scale.t()).t() if block[0] == 1 else _contraction_last(scale)
+    """A scale as cuBLASLt reads it: 1x128 with rows contiguous, 128x128 in 16-byte aligned rows."""
+    if block[0] == 1:
+        return _contraction_last(scale.t()).t()
+    columns = scale.shape[1]
+    return F.pad(_contraction_last(scale), (0, -columns % 4)).narrow(1, 0, columns)
 
 
 def _fuses_bias(product: str | None, bias_N: Tensor | None, out_dtype: torch.dtype) -> bool:
