@@ -58,7 +58,7 @@ register_module_rule(
     nn.Linear,
     ModuleRule(
         refuses=lambda module, config: refuses_layer(module.weight, config),  # type: ignore[arg-type]
-        convert=lambda module, config, fqn: Float8Linear.from_float(module, config, fqn),  # type: ignore[arg-type]
+        convert=Float8Linear.from_float,  # type: ignore[arg-type]
     ),
 )
 

@@ -42,6 +42,7 @@ class Tensorwise(Granularity):
     """One scale for the whole tensor."""
 
     def block_of(self, shape: Sequence[int]) -> Block:
+        """-1 along every dimension."""
         return (WHOLE,) * len(shape)
 
 
@@ -50,6 +51,7 @@ class Rowwise(Granularity):
     """One scale per row, that is per index of all dimensions but the last."""
 
     def block_of(self, shape: Sequence[int]) -> Block:
+        """1 along every dimension but the last, -1 along that one."""
         if len(shape) < 1:
             raise ValueError("Rowwise needs a tensor of at least one dimension; use Tensorwise")
         return (1,) * (len(shape) - 1) + (WHOLE,)
@@ -67,6 +69,7 @@ class Blockwise(Granularity):
             raise ValueError(f"Blockwise needs positive extents, got ({self.rows}, {self.cols})")
 
     def block_of(self, shape: Sequence[int]) -> Block:
+        """``rows`` and ``cols`` along the last two dimensions, 1 along the others."""
         if len(shape) < 2:
             raise ValueError(f"Blockwise needs at least two dimensions, got shape {tuple(shape)}")
         return (1,) * (len(shape) - 2) + (self.rows, self.cols)

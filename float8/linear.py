@@ -159,7 +159,7 @@ def _saved_input(
 def _weight_for_grad_input(
     plan: LinearPlan, w_NK: Tensor, w_scale: Tensor | None, state: DelayedState | None
 ) -> Pair:
-    """w_KN in float8: forward's cast repeated with its scale where that is the same, else its own."""
+    """w_KN in float8: forward's cast again, with its scale, where the two are the same cast."""
     if plan.output.b is not None and w_scale is not None:
         return _transposed(quantize(w_NK, plan.output.b, scale=w_scale))
     assert plan.grad_input.b is not None
@@ -329,7 +329,7 @@ _OWN_ATTRIBUTES = ("config", "fqn", "high_precision")
 
 
 def _with_state_of(source: nn.Linear, cls: Any) -> Any:
-    """A module of class ``cls`` with the parameters, buffers, hooks and attributes of ``source``."""
+    """A ``cls`` with the parameters, buffers, hooks and attributes of ``source``."""
     new = cls.__new__(cls)
     new.__dict__ = dict(source.__dict__)
     # Own dicts for what either module may replace; the hook dicts stay shared, because the

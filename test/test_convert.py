@@ -244,7 +244,7 @@ def test_rooms_above_register_module_types():
     class MyLinear(nn.Linear):
         pass
 
-    rule = ModuleRule(lambda m, c: None, lambda m, c, fqn: Float8Linear.from_float(m, c, fqn))
+    rule = ModuleRule(lambda m, c: None, Float8Linear.from_float)
     register_module_rule(MyLinear, rule)
     try:
         model = convert_to_float8_training(nn.Sequential(MyLinear(16, 16)))

@@ -329,9 +329,9 @@ def test_the_functional_form_refuses_bad_input(x, w, config, error, message):
 
 
 def test_the_functional_form_refuses_mixed_dtypes():
-    with pytest.raises(TypeError, match="bfloat16 and weight torch.float32"):
+    with pytest.raises(TypeError, match=r"bfloat16 and weight torch\.float32"):
         float8_linear(torch.randn(4, 8).bfloat16(), torch.randn(8, 8))
-    with pytest.raises(ValueError, match="weight is torch.float64"):
+    with pytest.raises(ValueError, match=r"weight is torch\.float64"):
         float8_linear(torch.randn(4, 8).double(), torch.randn(8, 8).double())
 
 

@@ -1,9 +1,9 @@
 """Numbers of a whole block, and training: float8 is close, the naive cast is not.
 
 Bounds come from arithmetic. Rounding to m explicit mantissa bits makes an error that is uniform
-over one step, so a cast has an SQNR of `cast_sqnr` dB: 32 for E4M3, 26 for E5M2. Errors of different
-casts are independent and add in power: a result that depends on several casts is bounded by the sum
-of their noises, as if each passed on all of its own.
+over one step, so a cast has an SQNR of `cast_sqnr` dB: 32 for E4M3, 26 for E5M2. Errors of
+different casts are independent and add in power: a result that depends on several casts is bounded
+by the sum of their noises, as if each passed on all of its own.
 """
 
 import math
@@ -49,7 +49,7 @@ class Block(nn.Module):
 def cast_sqnr(mantissa_bits):
     """SQNR in dB of rounding log-uniform values to a float with so many mantissa bits."""
     step = 2.0**-mantissa_bits
-    # noise: step^2 / 12 relative to the binade's start; signal: mean of v^2, v log-uniform in [1, 2)
+    # noise: step^2 / 12, the binade starting at 1; signal: the mean of v^2, v log-uniform in [1, 2)
     signal = (4 - 1) / (2 * math.log(2))
     return 10 * math.log10(signal / (step**2 / 12))
 
@@ -96,7 +96,7 @@ def test_the_analytic_cast_noise_is_that_of_a_cast():
 
 
 class _Teacher:
-    """Regression on a random network with noisy targets: like text, it has a loss that none beats."""
+    """Regression on a random network with noisy targets: like text, a loss that none can beat."""
 
     def __init__(self, seed):
         self.generator = torch.Generator().manual_seed(seed)

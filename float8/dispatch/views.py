@@ -140,8 +140,9 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Float8Tensor:
     for t in tensors:
         if not isinstance(t, Float8Tensor) or not isinstance(first, Float8Tensor):
             raise TypeError(
-                f"cannot cat a Float8Tensor with a plain tensor ({[type(t).__name__ for t in tensors]}"
-                "); call .dequantize() on the Float8Tensors first"
+                "cannot cat a Float8Tensor with a plain tensor "
+                f"({[type(t).__name__ for t in tensors]}); call .dequantize() on the "
+                "Float8Tensors first"
             )
         if (t._block, t.format, t.dtype) != (first._block, first.format, first.dtype):
             raise ValueError(f"cannot cat Float8Tensors of different kinds: {first!r} and {t!r}")

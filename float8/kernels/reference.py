@@ -7,8 +7,8 @@ The casts are defined to the bit, and all backends agree on them, because each s
 rounded float32 operation that no compiler may rewrite:
 
 1. ``amax = max(|x|)`` over a block, NaN if the block holds a NaN.
-2. ``scale = max(amax * float32(1 / max(format)), 2^-126)``, rounded up to a power of two on request.
-   A multiplication, not a division: compilers turn division by a constant into one anyway.
+2. ``scale = max(amax * float32(1 / max(format)), 2^-126)``, on request rounded up to a power of
+   two. A multiplication, not a division: compilers turn division by a constant into one anyway.
    2^-126 is the smallest scale whose reciprocal is finite and neither is subnormal.
 3. ``data = round_to_nearest_even(clamp(float32(x) * float32(1 / scale)))``.
 

@@ -363,7 +363,7 @@ def test_a_refused_product_is_an_error_unless_emulated(
     hardware, monkeypatch, a_block, b_block, out_dtype, arch, words
 ):
     monkeypatch.setattr(module, "architecture", lambda index=None: arch)
-    parts = operands(16, 32, 16, a_block, b_block)
+    parts = operands(3, 640, 128, a_block, b_block)
     with pytest.raises(ValueError, match=f"scaled_mm: .*{words}"):
         multiply(parts, a_block, b_block, out_dtype=out_dtype)
     emulated = multiply(parts, a_block, b_block, out_dtype=out_dtype, emulate=True)
