@@ -78,6 +78,9 @@ def on_device(fmt: Format, device: torch.device) -> Format:
     return _FNUZ_TWIN.get(fmt, fmt)
 
 
-@torch.compiler.assume_constant_result
 def _device_is_fnuz() -> bool:
     return torch.cuda.is_available() and "gfx94" in torch.cuda.get_device_properties(0).gcnArchName
+
+
+# What torch.compiler.assume_constant_result does, which would import all of dynamo (a second).
+_device_is_fnuz._dynamo_marked_constant = True  # type: ignore[attr-defined]

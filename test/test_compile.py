@@ -51,6 +51,18 @@ def test_a_layer_compiles_to_one_graph_with_the_bits_of_eager(recipe, backend):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shape", [(256, 256, 512), (130, 250, 131)])
+def test_blocks_compile_whether_they_divide_or_not(shape):
+    m, k, n = shape
+    eager = Float8Linear(k, n, dtype=torch.bfloat16, config=RECIPES["blockwise"])
+    compiled = copy.deepcopy(eager)
+    x, g = torch.randn(m, k).bfloat16(), torch.randn(m, n).bfloat16()
+    run = torch.compile(compiled, fullgraph=True)
+    for a, b in zip(_step(compiled, run, x, g), _step(eager, eager, x, g), strict=True):
+        assert_bitwise(a, b, str(shape))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_model_compiled_by_inductor_stays_close_to_eager(recipe):
     # Bits may differ: a cast fused with its producer sees values that eager rounds first.

@@ -60,13 +60,16 @@ _BLOCKWISE_CUDA = (12, 9)
 _EMULATE = "set emulate=True to run it in plain PyTorch"
 
 
-@torch.compiler.assume_constant_result
 def architecture(device_index: int | None = None) -> str:
     """``sm_90``, ``gfx94`` and so on: the name under which `SUPPORT` lists a CUDA device.
 
     Without a GPU, as when FakeTensors stand for CUDA ones, ``sm_90``.
     """
     return _architecture(device_index)
+
+
+# What torch.compiler.assume_constant_result does, which would import all of dynamo (a second).
+architecture._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

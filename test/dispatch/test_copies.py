@@ -1,0 +1,181 @@
+"""Copies, moves, casts and creation: what is shared, what is new, and what is refused.
+
+That every one of them keeps values and metadata is tested in ``test_dispatch.py``.
+"""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+from assertions import assert_bitwise, assert_same_float8
+from shapes import Case
+
+from float8 import E4M3, E5M2, Blockwise, Float8Tensor, Rowwise, Tensorwise
+
+quantize = Float8Tensor.from_high_precision
+KINDS = pytest.mark.parametrize(
+    "granularity", [Tensorwise(), Rowwise(), Blockwise(1, 8), Blockwise(4, 5)], ids=str
+)
+
+
+def example(granularity=None, seed=1, fmt=E5M2, shape=(6, 24)) -> Float8Tensor:
+    x = Case(shape, torch.bfloat16, fill="wide", seed=seed).make()
+    return quantize(x, fmt, granularity)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "copied",
+    [lambda q: q.clone(), lambda q: q.to(torch.bfloat16, copy=True), lambda q: q.t().contiguous()],
+)
+def test_a_copy_shares_nothing(granularity, copied):
+    q = example(granularity)
+    twin = copied(q)
+    before = twin.dequantize()
+    q._data.view(torch.uint8).zero_()
+    q._scale.fill_(7.0)
+    assert_bitwise(twin.dequantize(), before)
+
+
+@KINDS
+def test_to_another_dtype_keeps_the_bytes(granularity):
+    q = example(granularity)
+    for dtype in (torch.float32, torch.float16):
+        other = q.to(dtype)
+        assert_bitwise(other._data, q._data)
+        assert_bitwise(other._scale, q._scale)
+        exact = oracle.values(q._data, q._scale, q.block).float().to(dtype)
+        assert_bitwise(other.dequantize(), exact)
+
+
+@KINDS
+def test_to_another_device_moves_data_and_scale(granularity):
+    q = example(granularity)
+    moved = q.to("meta", torch.float32)
+    assert moved.device.type == moved._data.device.type == moved._scale.device.type == "meta"
+    assert (moved.dtype, moved.block, moved.format) == (torch.float32, q.block, q.format)
+
+
+@pytest.mark.cuda
+@KINDS
+def test_to_a_gpu_and_back_changes_nothing(granularity):
+    q = example(granularity)
+    assert q.cuda().device.type == "cuda"
+    assert_same_float8(q.cuda().cpu(), q)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn, torch.bool])
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda q, dtype: q.to(dtype),
+        lambda q, dtype: torch.zeros_like(q, dtype=dtype),
+        lambda q, dtype: torch.empty_like(q, dtype=dtype),
+        lambda q, dtype: q.new_zeros(3, 3, dtype=dtype),
+    ],
+    ids=["to", "zeros_like", "empty_like", "new_zeros"],
+)
+def test_it_stands_for_a_high_precision_dtype_only(run, dtype):
+    with pytest.raises(TypeError, match=f"not {dtype}; for another dtype call .dequantize"):
+        run(example(), dtype)
+
+
+@KINDS
+def test_zeros_are_zeros_under_scales_of_one(granularity):
+    q = example(granularity)
+    for zeros in (torch.zeros_like(q), q.new_zeros(7, 9), q.new_zeros(0, 9)):
+        assert zeros.dequantize().count_nonzero() == 0
+        assert (zeros._scale == 1).all()
+
+
+def test_what_is_made_like_it_does_not_share_its_scale():
+    q = example()
+    torch.zeros_like(q)._scale.fill_(9.0)
+    q.new_zeros(2, 2)._scale.fill_(9.0)
+    assert q._scale.item() != 9.0
+
+
+def test_a_new_tensor_has_as_many_dimensions_as_its_block():
+    with pytest.raises(ValueError, match=r"\(5, 7, 2\).*the number of dimensions must stay"):
+        example().new_zeros(5, 7, 2)
+
+
+# --- copy_
+
+
+@KINDS
+def test_copy_from_high_precision_casts_with_new_scales(granularity):
+    destination, x = example(granularity), Case((6, 24), torch.bfloat16, exponent=9, seed=2).make()
+    returned = destination.copy_(x)
+    assert returned is destination
+    assert_same_float8(destination, quantize(x, E5M2, granularity))
+
+
+@KINDS
+def test_copy_of_the_same_kind_copies_bytes(granularity):
+    destination, source = example(granularity), example(granularity, seed=2)
+    destination.copy_(source)
+    assert_same_float8(destination, source)
+    source._scale.mul_(2)
+    assert not torch.equal(destination._scale, source._scale)
+
+
+@KINDS
+def test_copy_into_high_precision_dequantises(granularity):
+    source = example(granularity)
+    destination = torch.empty(6, 24)
+    destination.copy_(source)
+    assert_bitwise(destination, source.dequantize().float())
+
+
+def test_copy_broadcasts_and_converts_like_any_copy():
+    destination = example(Rowwise())
+    row = Case((24,), seed=3).make()
+    destination.copy_(row)
+    assert_same_float8(destination, quantize(row.expand(6, 24), E5M2, Rowwise()).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [example(Rowwise()), example(Tensorwise(), fmt=E4M3), example(Blockwise(1, 8))],
+    ids=["rowwise", "format", "1x8"],
+)
+def test_copy_of_another_kind_is_refused(source):
+    destination = example(Tensorwise())
+    before = destination.clone()
+    with pytest.raises(ValueError, match="cannot copy a Float8Tensor of") as error:
+        destination.copy_(source)
+    assert "source.dequantize()" in str(error.value)
+    assert_same_float8(destination, before)
+    destination.copy_(source.dequantize())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.complex64, torch.bool])
+def test_copy_from_what_is_not_high_precision_is_refused(dtype):
+    with pytest.raises(TypeError, match=f"cannot copy {dtype} into a Float8Tensor"):
+        example().copy_(torch.ones(6, 24).to(dtype))
+
+
+def test_copy_of_another_shape_is_an_error():
+    with pytest.raises(RuntimeError, match="expanded size"):
+        example().copy_(torch.ones(5, 24))
+
+
+# --- equal
+
+
+def test_equal_compares_values():
+    q = example()
+    assert torch.equal(q, q.clone())
+    assert torch.equal(q, example(Rowwise()).copy_(q.dequantize())) is not None
+    assert not torch.equal(q, example(seed=2))
+    assert not torch.equal(q, q[:3])
+    doubled = q._replace(scale=q._scale * 2)
+    assert not torch.equal(q, doubled)
+
+
+def test_equal_to_a_plain_tensor_is_an_error():
+    for pair in ((example(), torch.ones(6, 24)), (torch.ones(6, 24), example())):
+        with pytest.raises(TypeError, match="dequantize"):
+            torch.equal(*pair)
