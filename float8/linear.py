@@ -21,6 +21,7 @@ checkpointing, saved-tensor hooks and FSDP see ordinary tensors.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -115,6 +116,11 @@ class _Float8LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_double_backward()
+        with _without_autocast(g.device.type):
+            return _Float8LinearFunction._gradients(ctx, g)
+
+    @staticmethod
+    def _gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         plan: LinearPlan = ctx.config.plan
         x_KM, x_scale, w_NK, w_scale = _saved_tensors(ctx)
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
@@ -179,6 +185,13 @@ def _saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
             "Float8Linear: call sync_float8_amax_and_scale_history and optimizer.step() after "
             f"backward, once per step ({error})"
         ) from error
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    # Autocast would convert the codes that the reference multiplies in bfloat16.
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def _refuse_double_backward() -> None:
@@ -281,10 +294,8 @@ class Float8Linear(nn.Linear):
         record = self.training and torch.is_grad_enabled()
         states = tuple(cast.state for cast in self.casts)
         args = (input, self.weight, self.bias, self.config, dtype, states, record)
-        if autocasts:  # which would cast the operands of the reference's bfloat16 GEMM
-            with torch.autocast(device_type, enabled=False):
-                return _Float8LinearFunction.apply(*args)
-        return _Float8LinearFunction.apply(*args)
+        with _without_autocast(device_type):
+            return _Float8LinearFunction.apply(*args)
 
     def _check_input(self, input: Tensor, autocasts: bool) -> None:
         name = self.fqn or type(self).__name__

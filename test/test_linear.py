@@ -203,6 +203,19 @@ def test_autocast_rounds_to_its_dtype_first_and_returns_gradients_in_the_paramet
     assert_bitwise(layer.weight.grad.to(dtype), want["grad_weight"], recipe)
 
 
+def test_a_backward_inside_float16_autocast_computes_the_same():
+    layer = Float8Linear(64, 48)
+    x, g = torch.randn(32, 64), torch.randn(32, 48)
+    want = run(layer, x, g)
+    x.requires_grad_()
+    layer.zero_grad()
+    out = layer(x)
+    with torch.autocast("cpu", torch.float16):
+        out.backward(g)
+    assert_bitwise(x.grad, want["grad_input"])
+    assert_bitwise(layer.weight.grad, want["grad_weight"])
+
+
 def test_autocast_does_not_touch_a_layer_that_is_in_its_dtype_already():
     layer = Float8Linear(64, 48, dtype=torch.bfloat16)
     x = torch.randn(32, 64, dtype=torch.bfloat16)
