@@ -24,7 +24,8 @@ from torch import nn
 from float8.cast import DelayedCast
 from float8.config import Float8LinearConfig
 from float8.filters import ModuleFilter
-from float8.linear import Float8Linear, refuses_layer
+from float8.linear import Float8Linear
+from float8.refusals import refuses_layer
 from float8.sync import remind_to_sync
 
 logger = logging.getLogger("float8")

@@ -32,12 +32,8 @@ from float8 import kernels
 from float8.cast import Cast, make_cast
 from float8.config import Float8LinearConfig, Gemm, LinearPlan
 from float8.formats import E4M3, E5M2, HIGH_PRECISION_DTYPES
-from float8.kernels.scaled_mm import (
-    architecture,
-    refuses_device,
-    refuses_granularity,
-    refuses_sizes,
-)
+from float8.kernels.scaled_mm import architecture
+from float8.refusals import refuses_call, refuses_layer
 from float8.scaling import DelayedState, quantize
 
 Pair = tuple[Tensor, Tensor]
@@ -315,9 +311,10 @@ class Float8Linear(nn.Linear):
     def _check_device(self, input: Tensor, dtype: torch.dtype) -> None:
         if input.device.type != "cuda" or self.config.emulate:
             return
-        tokens = input.numel() // self.in_features
+        tokens = input.numel() // max(self.in_features, 1)
         grad = torch.is_grad_enabled()
-        reason = _refuses_forward(self, tokens, dtype, grad, architecture(input.device.index))
+        arch = architecture(input.device.index)
+        reason = refuses_call(self.config, self.weight, tokens, dtype, arch, grad)
         if reason is not None:
             raise ValueError(f"{self.fqn or type(self).__name__}: {reason}")
 
@@ -348,54 +345,6 @@ def _with_state_of(source: nn.Linear, cls: Any) -> Any:
     for name in ("_parameters", "_buffers", "_modules"):
         new.__dict__[name] = dict(source.__dict__[name])
     return new
-
-
-def refuses_layer(weight: Tensor, config: Float8LinearConfig) -> str | None:
-    """The reason why a layer with this weight cannot run this config on any device, or None."""
-    if weight.dtype not in HIGH_PRECISION_DTYPES:
-        known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
-        return f"weight is {weight.dtype}; float8 is cast from {known}. Convert the layer first"
-    if config.emulate:
-        return None
-    for name, gemm in _gemms(config.plan):
-        if gemm.a is not None and gemm.b is not None:
-            reason = refuses_granularity(gemm.a.block, gemm.b.block)
-            if reason is not None:
-                return f"{name}: {reason}"
-    return None
-
-
-def _gemms(plan: LinearPlan) -> tuple[tuple[str, Gemm], ...]:
-    return (
-        ("output", plan.output),
-        ("grad_input", plan.grad_input),
-        ("grad_weight", plan.grad_weight),
-    )
-
-
-def _refuses_forward(
-    layer: Float8Linear, tokens: int, dtype: torch.dtype, grad: bool, arch: str
-) -> str | None:
-    """The reason why a CUDA device cannot run this call of the layer, or None."""
-    sizes = {  # GEMM -> (contraction, columns)
-        "output": (layer.in_features, layer.out_features),
-        "grad_input": (layer.out_features, layer.in_features),
-        "grad_weight": (tokens, layer.in_features),
-    }
-    for name, gemm in _gemms(layer.config.plan):
-        if gemm.a is None or gemm.b is None or (name != "output" and not grad):
-            continue
-        if name == "grad_weight" and not layer.weight.requires_grad:
-            continue
-        if (reason := refuses_device(arch, gemm.a.block, gemm.b.block, dtype)) is not None:
-            return f"{name}: {reason}"
-        if (reason := refuses_sizes(*sizes[name])) is not None and not layer.config.pad_inner_dim:
-            return (
-                f"{name} GEMM of {tokens} tokens, in_features={layer.in_features}, "
-                f"out_features={layer.out_features}: {reason}; filter the layer out with "
-                "module_filter_fn or set pad_inner_dim=True"
-            )
-    return None
 
 
 def float8_linear(

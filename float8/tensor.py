@@ -48,6 +48,10 @@ class Float8Tensor(Tensor):
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Float8Tensor:
         """See the class."""
+        # A view of a tensor from outside inference_mode is, like its base, no inference tensor.
+        if torch.is_inference_mode_enabled() and not data.is_inference():
+            with torch.inference_mode(False):
+                return Float8Tensor.__new__(cls, data, scale, block, dtype)
         self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             data.size(),

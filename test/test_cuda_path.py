@@ -10,9 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from float8 import Float8Linear
 from float8.config import RECIPES, Float8LinearConfig
-from float8.linear import STATELESS, _Float8LinearFunction, _refuses_forward
+from float8.linear import STATELESS, _Float8LinearFunction
 from float8.scaling import DelayedState
 
 aten = torch.ops.aten
@@ -119,48 +118,3 @@ def test_sizes_that_need_padding_are_padded_when_asked():
     mode, _, (out, grad_x, grad_w, _), _ = _run(config, m=24, k=40, n=72)
     assert len(mode.scales) == 3
     assert (out.shape, grad_x.shape, grad_w.shape) == ((24, 72), (24, 40), (72, 40))
-
-
-def _reason(recipe, *, tokens=32, k=64, n=48, dtype=torch.bfloat16, arch="sm_90", **layer_args):
-    layer = Float8Linear(k, n, config=RECIPES[recipe])
-    layer.fqn = "layers.3.ffn.w1"
-    for name, value in layer_args.items():
-        setattr(layer, name, value)
-    return _refuses_forward(layer, tokens, dtype, True, arch)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_hopper_takes_every_recipe(recipe):
-    assert _reason(recipe) is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"k": 24}, ("in_features=24", "pad_inner_dim=True", "module_filter_fn")),
-        ({"n": 24}, ("out_features=24", "pad_inner_dim=True")),
-        ({"tokens": 24}, ("24 tokens", "grad_weight", "pad_inner_dim=True")),
-        ({"arch": "sm_80"}, ("sm_80 has no float8 tensor cores", "emulate=True")),
-    ],
-)
-def test_what_the_device_does_not_take_is_refused_with_a_way_out(arguments, words):
-    reason = _reason("tensorwise", **arguments)
-    assert reason is not None
-    assert all(word in reason for word in words), reason
-
-
-def test_a_frozen_weight_does_not_restrict_the_number_of_tokens():
-    layer = Float8Linear(64, 48)
-    layer.weight.requires_grad_(False)
-    assert _refuses_forward(layer, 24, torch.bfloat16, True, "sm_90") is None
-    layer.weight.requires_grad_(True)
-    assert _refuses_forward(layer, 24, torch.bfloat16, False, "sm_90") is None
-
-
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rowwise_and_blockwise_products_are_written_in_bfloat16_only(recipe, dtype):
-    reason = _reason(recipe, dtype=dtype)
-    assert reason is not None
-    assert "bfloat16 only" in reason
-    assert _reason("tensorwise", dtype=dtype) is None

@@ -168,7 +168,7 @@ def test_copy_of_another_shape_is_an_error():
 def test_equal_compares_values():
     q = example()
     assert torch.equal(q, q.clone())
-    assert torch.equal(q, example(Rowwise()).copy_(q.dequantize())) is not None
+    assert torch.equal(q, q.view(2, 3, 24).view(6, 24))
     assert not torch.equal(q, example(seed=2))
     assert not torch.equal(q, q[:3])
     doubled = q._replace(scale=q._scale * 2)

@@ -1,0 +1,78 @@
+"""Which layers float8 cannot run, and why: checks that answer with the reason, or None.
+
+What depends on the layer and its config alone (`refuses_layer`) is asked at conversion; what also
+depends on the device and the batch (`refuses_call`) at each forward on a GPU, so that the message
+can name the layer, its sizes and the way out instead of the kernel's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from float8.config import Float8LinearConfig, Gemm, LinearPlan
+from float8.formats import HIGH_PRECISION_DTYPES
+from float8.kernels.scaled_mm import refuses_device, refuses_granularity, refuses_sizes
+
+
+def refuses_layer(weight: Tensor, config: Float8LinearConfig) -> str | None:
+    """The reason why a layer with this weight cannot run this config on any device, or None."""
+    if weight.dtype not in HIGH_PRECISION_DTYPES:
+        known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
+        return f"weight is {weight.dtype}; float8 is cast from {known}. Convert the layer first"
+    if config.emulate:
+        return None
+    for name, gemm in _gemms(config.plan):
+        if gemm.a is not None and gemm.b is not None:
+            reason = refuses_granularity(gemm.a.block, gemm.b.block)
+            if reason is not None:
+                return f"{name}: {reason}"
+    return None
+
+
+def _gemms(plan: LinearPlan) -> tuple[tuple[str, Gemm], ...]:
+    return (
+        ("output", plan.output),
+        ("grad_input", plan.grad_input),
+        ("grad_weight", plan.grad_weight),
+    )
+
+
+def refuses_call(
+    config: Float8LinearConfig,
+    weight: Tensor,
+    tokens: int,
+    dtype: torch.dtype,
+    arch: str,
+    grad: bool,
+) -> str | None:
+    """The reason why a CUDA device cannot run one call of a layer, or None.
+
+    Args:
+        config: of the layer.
+        weight: (out_features, in_features) of the layer.
+        tokens: rows of the input, over all leading dimensions.
+        dtype: the compute dtype.
+        arch: of the device, as `float8.kernels.scaled_mm.architecture` names it.
+        grad: whether a backward may follow.
+    """
+    out_features, in_features = weight.shape
+    sizes = {  # GEMM -> (contraction, columns)
+        "output": (in_features, out_features),
+        "grad_input": (out_features, in_features),
+        "grad_weight": (tokens, in_features),
+    }
+    for name, gemm in _gemms(config.plan):
+        if gemm.a is None or gemm.b is None or (name != "output" and not grad):
+            continue
+        if name == "grad_weight" and not weight.requires_grad:
+            continue
+        if (reason := refuses_device(arch, gemm.a.block, gemm.b.block, dtype)) is not None:
+            return f"{name}: {reason}"
+        if (reason := refuses_sizes(*sizes[name])) is not None and not config.pad_inner_dim:
+            return (
+                f"{name} GEMM of {tokens} tokens, in_features={in_features}, "
+                f"out_features={out_features}: {reason}; filter the layer out with "
+                "module_filter_fn or set pad_inner_dim=True"
+            )
+    return None

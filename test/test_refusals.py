@@ -1,0 +1,60 @@
+"""What a GPU does not take is refused before it runs, with the reason and a way out."""
+
+import pytest
+import torch
+
+from float8 import Blockwise, CastConfig, Float8Linear, Float8LinearConfig
+from float8.config import RECIPES
+from float8.refusals import refuses_call, refuses_layer
+
+
+def _reason(recipe, *, tokens=32, k=64, n=48, dtype=torch.bfloat16, arch="sm_90"):
+    layer = Float8Linear(k, n, config=RECIPES[recipe])
+    return refuses_call(layer.config, layer.weight, tokens, dtype, arch, True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_hopper_takes_every_recipe(recipe):
+    assert _reason(recipe) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"k": 24}, ("in_features=24", "pad_inner_dim=True", "module_filter_fn")),
+        ({"n": 24}, ("out_features=24", "pad_inner_dim=True")),
+        ({"tokens": 24}, ("24 tokens", "grad_weight", "pad_inner_dim=True")),
+        ({"arch": "sm_80"}, ("sm_80 has no float8 tensor cores", "emulate=True")),
+    ],
+)
+def test_what_the_device_does_not_take_is_refused_with_a_way_out(arguments, words):
+    reason = _reason("tensorwise", **arguments)
+    assert reason is not None
+    assert all(word in reason for word in words), reason
+
+
+def test_a_frozen_weight_does_not_restrict_the_number_of_tokens():
+    layer = Float8Linear(64, 48)
+    layer.weight.requires_grad_(False)
+    assert refuses_call(layer.config, layer.weight, 24, torch.bfloat16, "sm_90", True) is None
+    layer.weight.requires_grad_(True)
+    assert refuses_call(layer.config, layer.weight, 24, torch.bfloat16, "sm_90", False) is None
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rowwise_and_blockwise_products_are_written_in_bfloat16_only(recipe, dtype):
+    reason = _reason(recipe, dtype=dtype)
+    assert reason is not None
+    assert "bfloat16 only" in reason
+    assert _reason("tensorwise", dtype=dtype) is None
+
+
+def test_what_no_device_multiplies_is_refused_at_conversion_unless_emulated():
+    odd = CastConfig(granularity=Blockwise(1, 64), target_dtype=torch.float8_e4m3fn)
+    weight = torch.empty(64, 64)
+    reason = refuses_layer(weight, Float8LinearConfig(odd, odd, odd))
+    assert reason is not None
+    assert "emulate=True" in reason
+    assert refuses_layer(weight, Float8LinearConfig(odd, odd, odd, emulate=True)) is None
+    assert refuses_layer(weight.double(), Float8LinearConfig()) is not None
