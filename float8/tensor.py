@@ -52,7 +52,7 @@ class Float8Tensor(Tensor):
         if torch.is_inference_mode_enabled() and not data.is_inference():
             with torch.inference_mode(False):
                 return Float8Tensor.__new__(cls, data, scale, block, dtype)
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: Float8Tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             data.size(),
             strides=data.stride(),
@@ -106,7 +106,7 @@ class Float8Tensor(Tensor):
         result: Float8Tensor = _ToFloat8.apply(x, scale_tensor, block, fmt.dtype, fits)
         return result
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """``data * scale`` in ``dtype`` (the original one by default). Gradients pass through."""
         result: Tensor = _Dequantize.apply(self, dtype or self.dtype)
         return result
@@ -168,7 +168,7 @@ class Float8Tensor(Tensor):
         memo[id(self)] = result = _with_autograd(copy, self.requires_grad, is_parameter)
         return result
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape, format, granularity and values, as ``torch.Tensor`` shows its own."""
         scale = (
             f"scale={self._scale.item():.6g}"
@@ -182,10 +182,11 @@ class Float8Tensor(Tensor):
             + f", data={self._data.detach()!r})"
         )
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # ops reach __torch_dispatch__
+    # Operations reach __torch_dispatch__ alone.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -230,7 +231,7 @@ class _ToFloat8(torch.autograd.Function):
         return Float8Tensor(kernels.cast(x, scale, block, dtype, fits), scale, block, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         return grad, None, None, None, None
 
 
@@ -241,7 +242,7 @@ class _Dequantize(torch.autograd.Function):
         return kernels.dequantize(x._data, x._scale, x._block, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None
 
 
@@ -312,7 +313,8 @@ def _with_autograd(x: Float8Tensor, requires_grad: bool, is_parameter: bool) -> 
     # A parameter of a subclass is an instance with a mark; nn.Parameter sets it.
     if is_parameter:
         return torch.nn.Parameter(x, requires_grad)  # type: ignore[return-value]
-    return x.requires_grad_(requires_grad)
+    x.requires_grad_(requires_grad)
+    return x
 
 
 torch.serialization.add_safe_globals([Float8Tensor, _rebuild])
