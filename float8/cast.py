@@ -13,8 +13,7 @@ current_amax    ()       the running maximum since the last ``sync``; written by
 =============== ======== =======================================================================
 
 The buffers stay float32 whatever ``module.to(dtype)`` asks for, come to life again after
-``to_empty``, and are optional in a checkpoint: one without them loads strictly and starts a new
-history.
+``to_empty``, and are optional in a checkpoint: a plain one loads strictly and starts a new history.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ class DelayedCast(Cast):
         # and CUDA graphs. Compiled code is specialised on it, hence one recompile after step 1.
         self.history_ready = not amax_init
         self.synced = False  # whether sync has ever been called, for its reminder
-        self.in_state_dict = True  # False while float8.high_precision asks for plain keys
+        self.hidden = 0  # how many float8.high_precision contexts want plain state dict keys
         shapes = {"amax_history": (delayed.history_len,), "scale": (), "current_amax": ()}
         for name, shape in shapes.items():
             self.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device))
@@ -166,16 +165,24 @@ class DelayedCast(Cast):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        if self.in_state_dict:
+        if not self.hidden:
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if not any(prefix + name in state_dict for name in self._buffers):
-            self.reset_parameters()  # a plain checkpoint: other weights, so a new history
-            return
+            return  # a plain checkpoint; if it brings a weight, the layer calls start_beside
         super()._load_from_state_dict(state_dict, prefix, *args)
+        for name, buffer in self._buffers.items():
+            assert buffer is not None
+            self._buffers[name] = buffer.float()  # assign=True keeps a checkpoint's dtype
         scale = self.scale
-        self.history_ready = not scale.is_meta and bool(scale > 0)
+        self.history_ready = not scale.is_meta and bool(scale.isfinite() & (scale > 0))
+
+    def start_beside(self, weight: Tensor) -> None:
+        """Start a new history for a weight that was loaded without one."""
+        if self.scale.is_meta and not weight.is_meta:  # load_state_dict(assign=True) onto meta
+            self.to_empty(device=weight.device)
+        self.reset_parameters()
 
 
 def make_cast(

@@ -34,6 +34,8 @@ from float8.granularity import (
     transpose_block,
 )
 
+MAX_MARGIN = 32  # far more than any format's headroom
+
 
 class ScalingType(enum.Enum):
     """How the scale of a cast is found."""
@@ -166,8 +168,11 @@ class DelayedScalingConfig:
             raise ValueError(
                 f"amax_compute_algo must be 'max' or 'most_recent', got {self.amax_compute_algo!r}"
             )
-        if not isinstance(self.margin, int):
-            raise TypeError(f"margin must be an integer (a power of two), got {self.margin!r}")
+        if not isinstance(self.margin, int) or abs(self.margin) > MAX_MARGIN:
+            raise ValueError(
+                f"margin is an exponent of two, an integer within {MAX_MARGIN} of 0, "
+                f"got {self.margin!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -314,6 +319,9 @@ class Float8LinearConfig:
         ):
             second: CastConfig | None = getattr(self, second_name)
             first: CastConfig = getattr(self, f"cast_config_{operand}")
+            for name, value in ((f"cast_config_{operand}", first), (second_name, second)):
+                if not isinstance(value, CastConfig) and (value is not None or value is first):
+                    raise TypeError(f"{name} must be a CastConfig, got {value!r}")
             if second is None or second == first:
                 continue
             if second.scaling_type is ScalingType.DELAYED:

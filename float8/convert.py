@@ -103,6 +103,7 @@ def convert_to_float8_training(
         ValueError: layers that cannot be converted, each with its name and the reason; nothing
             has been changed then.
     """
+    _check_arguments(config, module_filter_fn)
     config = config or Float8LinearConfig()
     conversion = Conversion()
     candidates = _candidates(module, module_filter_fn, conversion)
@@ -117,6 +118,7 @@ def convert_to_float8_training(
     _tell(module, conversion)
     if config.uses_delayed_scaling and swapped:
         remind_to_sync(module)
+        _keep_ddp_from_broadcasting(module)
     return module
 
 
@@ -142,18 +144,31 @@ def high_precision(model: M) -> Iterator[M]:
     """
     layers = [m for m in model.modules() if isinstance(m, Float8Linear)]
     casts = [m for m in model.modules() if isinstance(m, DelayedCast)]
-    before = [m.high_precision for m in layers], [m.in_state_dict for m in casts]
-    for layer in layers:
-        layer.high_precision = True
-    for cast in casts:
-        cast.in_state_dict = False
+
+    def enter(depth: int) -> None:  # counted, so that contexts may overlap
+        for layer in layers:
+            layer.high_precision += depth
+        for cast in casts:
+            cast.hidden += depth
+
+    enter(1)
     try:
         yield model
     finally:
-        for layer, was in zip(layers, before[0], strict=True):
-            layer.high_precision = was
-        for cast, was in zip(casts, before[1], strict=True):
-            cast.in_state_dict = was
+        enter(-1)
+
+
+def _check_arguments(config: object, module_filter_fn: object) -> None:
+    if config is not None and not isinstance(config, Float8LinearConfig):
+        raise TypeError(
+            f"config must be a Float8LinearConfig, got {config!r}; a recipe is "
+            'Float8LinearConfig.from_recipe_name("tensorwise")'
+        )
+    if module_filter_fn is not None and not callable(module_filter_fn):
+        raise TypeError(
+            f"module_filter_fn must be callable, got {module_filter_fn!r}; to skip layers by name "
+            'use float8.filters.skip_names("lm_head")'
+        )
 
 
 def _candidates(
@@ -164,6 +179,8 @@ def _candidates(
     for fqn, module in root.named_modules():
         if isinstance(module, Float8Linear):
             conversion.skipped[fqn] = "it is a Float8Linear already"
+        elif type(module) in MODULE_RULES and (reason := _runs_something_else(module, fqn)):
+            conversion.skipped[fqn] = reason
         elif type(module) in MODULE_RULES:
             if module_filter_fn is None or module_filter_fn(module, fqn):
                 chosen.append((fqn, module))
@@ -175,6 +192,15 @@ def _candidates(
                 "that of a linear layer"
             )
     return chosen
+
+
+def _runs_something_else(module: nn.Module, fqn: str) -> str | None:
+    """The reason why swapping the layer would not change what runs, or None."""
+    if "forward" in module.__dict__:
+        return "its forward was replaced by a function that would still run; convert it before that"
+    if module._compiled_call_impl is not None or fqn.rpartition(".")[2] == "_orig_mod":
+        return "it was compiled on its own and its graph would still run; convert, then compile"
+    return None
 
 
 def _check_all(candidates: list[tuple[str, nn.Module]], config: Float8LinearConfig) -> None:
@@ -210,6 +236,19 @@ def _replace_children(root: nn.Module, swapped: dict[nn.Module, nn.Module]) -> n
             if child in swapped:
                 parent._modules[name] = swapped[child]
     return swapped.get(root, root)
+
+
+def _keep_ddp_from_broadcasting(root: nn.Module) -> None:
+    """DDP copies rank 0's buffers at every forward, which would erase other ranks' amaxes."""
+    own = [
+        f"{fqn}.{name}" if fqn else name
+        for fqn, module in root.named_modules()
+        if isinstance(module, DelayedCast)
+        for name in module._buffers
+    ]
+    ignored = getattr(root, "_ddp_params_and_buffers_to_ignore", [])
+    # What DistributedDataParallel's own setter writes; importing it would import torch.distributed.
+    root._ddp_params_and_buffers_to_ignore = [*ignored, *own]  # type: ignore[assignment]
 
 
 def _tell(root: nn.Module, conversion: Conversion) -> None:

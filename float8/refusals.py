@@ -30,6 +30,23 @@ def refuses_layer(weight: Tensor, config: Float8LinearConfig) -> str | None:
     return None
 
 
+def refuses_input(input: Tensor, weight: Tensor, autocasts: bool) -> TypeError | ValueError | None:
+    """What is wrong with an input for this weight (N, K), as the error to raise, or None."""
+    if input.dtype not in HIGH_PRECISION_DTYPES:
+        known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
+        return TypeError(f"input is {input.dtype}; float8 is cast from {known}")
+    if input.dtype != weight.dtype and not autocasts:
+        return TypeError(
+            f"input is {input.dtype} and weight {weight.dtype}; convert one of them or use "
+            "torch.autocast"
+        )
+    if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
+        return ValueError(
+            f"input has shape {tuple(input.shape)}, expected (..., {weight.shape[1]})"
+        )
+    return None
+
+
 def _gemms(plan: LinearPlan) -> tuple[tuple[str, Gemm], ...]:
     return (
         ("output", plan.output),

@@ -29,7 +29,7 @@ from float8.formats import on_device
 class DelayedState(NamedTuple):
     """The buffers of a delayed cast that a forward or backward touches; float32, 0-dim.
 
-    ``ready`` is False until a first history exists: until then the dynamic scale is used.
+    ``ready`` is False until the operand has a scale: until then the dynamic one is used.
     """
 
     scale: Tensor
@@ -102,12 +102,11 @@ def updated_history(
 
     Returns:
         The new history and the new scales, both finite; an operand that has never had a nonzero
-        amax gets scale 1.
+        amax keeps scale 0, which no cast uses.
     """
     newest_N = torch.where(current_amax_N.isfinite(), current_amax_N, 0.0)
     history_NH = torch.cat([newest_N.unsqueeze(1), history_NH[:, :-1]], dim=1)
     amax_N = newest_N if config.amax_compute_algo == "most_recent" else history_NH.amax(1)
     scaled = kernels.scale_from_amax(amax_N * 2.0**config.margin, format_max, power_of_two)
-    kept = torch.where(scale_N > 0, scale_N, 1.0)
     # 2**margin may carry a large amax out of float32's range: such a scale is of no use.
-    return history_NH, torch.where((amax_N > 0) & scaled.isfinite(), scaled, kept)
+    return history_NH, torch.where((amax_N > 0) & scaled.isfinite(), scaled, scale_N)

@@ -3,7 +3,7 @@
 `sync_float8_amax_and_scale_history` works on all delayed casts of a model at once: the recorded
 amaxes are stacked, reduced over ranks in one collective, rolled into the histories, and turned into
 scales, with a number of kernels that does not grow with the number of layers (stack, update,
-``_foreach_copy_``). It may be compiled.
+``_foreach_copy_``). It may be compiled: after the first step, in one graph.
 
 Call it once per optimizer step, before or after ``optimizer.step()``, never between a forward and
 its backward: autograd would then find the scales changed that forward saved. Forgetting it would
@@ -31,7 +31,8 @@ Key = tuple[DelayedScalingConfig, float, bool]
 def sync_float8_amax_and_scale_history(model: nn.Module) -> None:
     """Roll this step's amaxes into the histories and compute the next scales.
 
-    All ranks of the default process group, if there is one, take part and end with equal scales.
+    All ranks of the default process group, if there is one, take part with the same casts and end
+    with equal scales.
     A model without delayed casts is left alone.
 
     Args:
@@ -52,7 +53,19 @@ def _sync_on_one_device(casts: list[DelayedCast]) -> None:
         _update([casts[i] for i in indices], currents[indices], key)
     torch._foreach_zero_([c.current_amax for c in casts])
     for cast in casts:
-        cast.history_ready = cast.synced = True
+        cast.synced = True
+    _mark_ready([c for c in casts if not c.history_ready])
+
+
+def _mark_ready(casts: list[DelayedCast]) -> None:
+    """Note which operands have their first scale; the others stay dynamic.
+
+    An operand without an amax (an expert that no token reached, a frozen layer in eval mode) has no
+    scale yet. Only then is the device asked, usually once in a training.
+    """
+    if casts:
+        for cast, scale in zip(casts, torch.stack([c.scale for c in casts]).tolist(), strict=True):
+            cast.history_ready = scale > 0
 
 
 def _groups(casts: list[DelayedCast]) -> dict[Key, list[int]]:
@@ -87,13 +100,13 @@ def _reduced_over_ranks(currents: Tensor) -> Tensor:
     return currents
 
 
-# Converted models that have not been synced yet -> how often their optimizer has stepped.
-_waiting: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+# Converted models that have not been synced yet -> how often each optimizer of theirs has stepped.
+_waiting: weakref.WeakKeyDictionary[nn.Module, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
 def remind_to_sync(model: nn.Module) -> None:
-    """Warn once if an optimizer of this model steps twice and nobody has called ``sync``."""
-    _waiting[model] = 0
+    """Warn once if one optimizer of this model steps twice and nobody has called ``sync``."""
+    _waiting[model] = {}
     _install_hook()
 
 
@@ -112,13 +125,13 @@ def _after_step(optimizer: Optimizer) -> None:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not any(id(p) in stepped for layer in layers for p in layer.parameters()):
             continue
-        _waiting[model] = steps + 1
-        if steps + 1 == 2:
+        steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
+        if steps[id(optimizer)] == 2:
             del _waiting[model]
             warnings.warn(
                 "this model uses delayed scaling, and its optimizer has stepped twice without "
                 "sync_float8_amax_and_scale_history(model): call it once per step, or the amax "
-                "histories stay empty and every cast computes its scale anew",
+                "histories stay empty and no scale ever follows from them",
                 stacklevel=5,
             )
 

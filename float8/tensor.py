@@ -268,8 +268,7 @@ def _given_scale(scale: Tensor | float, x: Tensor, block: Block) -> Tensor:
         scale = torch.full(shape, scale, dtype=torch.float32, device=x.device)
     if scale.dtype != torch.float32:
         raise TypeError(f"scale must be float32, got {scale.dtype}")
-    if scale.dim() == 0:
-        scale = scale.expand(shape).contiguous()
+    scale = scale.expand(shape) if scale.dim() == 0 else scale
     if tuple(scale.shape) != shape:
         raise ValueError(
             f"scale must have shape {shape} for x of shape {tuple(x.shape)} and block {block}, "
@@ -280,7 +279,7 @@ def _given_scale(scale: Tensor | float, x: Tensor, block: Block) -> Tensor:
         bad = scale[~(scale.isfinite() & (scale >= kernels.MIN_SCALE))]
         if bad.numel():
             _check_scale_value(bad[0].item())
-    return scale
+    return scale.clone(memory_format=torch.contiguous_format)  # the caller's may change
 
 
 def _check_scale_value(scale: float) -> None:

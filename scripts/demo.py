@@ -11,6 +11,9 @@ casts to float8 without scales: it shows what the scales are for. Nothing about 
 an ordinary model with an ordinary mean loss, whose gradients E5M2 cannot hold unscaled (the comment
 in gpt.py has the numbers).
 
+The recipes take turns, from one validation to the next: one watches their losses side by side, and
+whatever else the machine does slows all of them, so that the speeds compare.
+
 Writes demo.json (numbers) and demo.png (loss curves) into --out-dir. Ctrl-C leaves a checkpoint,
 and --resume goes on from there, with the recipes that were already done.
 """
@@ -26,14 +29,30 @@ from tabulate import tabulate
 from train_gpt import CtrlC, Options, Trainer, environment, options_from, parser, write_json
 
 RECIPES = ("bf16", "tensorwise", "delayed", "rowwise", "naive")
-SMOOTHING = 0.9  # of the training losses in the plot; the JSON has them as they are
+SMOOTHING = 0.8  # of the training losses in the plot; the JSON has them as they are
 
 
-def run(options: Options, text: corpus.Corpus, stop: CtrlC) -> dict[str, Any] | None:
-    """Train one recipe; None if it was interrupted."""
-    resume = options.resume and options.checkpoint.is_file()
-    trainer = Trainer(replace(options, resume=resume), text)
-    return trainer.summary() if trainer.fit(stop) else None
+def trainers(options: Options, recipes: list[str], folder: Path) -> list[Trainer]:
+    """One for each recipe; with --resume from its checkpoint, where it has one already."""
+    text, made = corpus.load(options.data), []
+    for recipe in recipes:
+        path = folder / f"{recipe}.pt"
+        resume = options.resume and path.is_file()
+        made.append(Trainer(replace(options, recipe=recipe, checkpoint=path, resume=resume), text))
+    return made
+
+
+def take_turns(team: list[Trainer], options: Options, stop: CtrlC) -> bool:
+    """Train each to the next validation, again and again; False if interrupted."""
+    turns = range(
+        options.eval_interval, options.steps + options.eval_interval, options.eval_interval
+    )
+    for turn in turns:
+        until = min(turn, options.steps)
+        behind = (trainer for trainer in team if trainer.step < until)
+        if not all(trainer.fit(stop, until) for trainer in behind):
+            return False
+    return True
 
 
 def add_gaps(runs: list[dict[str, Any]]) -> None:
@@ -65,7 +84,7 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
         (line,) = axes.plot(smooth(run["train_loss"]), label=run["recipe"], linewidth=1)
         steps, losses = zip(*run["val_loss"], strict=True)
         axes.plot(steps, losses, "o", color=line.get_color(), markersize=4)
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", yscale="log")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
     axes.set_title("Training loss (lines, smoothed) and validation loss (dots)")
     axes.legend()
     figure.savefig(path, dpi=150, bbox_inches="tight")
@@ -85,21 +104,17 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--recipes", nargs="+", default=list(RECIPES), help=" ".join(RECIPES))
     p.add_argument("--out-dir", type=Path, default=Path("out/demo"))
     args = p.parse_args(argv)
-    runs: list[dict[str, Any]] = []
     try:
         options = options_from(args)
-        text = corpus.load(options.data)
-        with CtrlC() as stop:
-            for recipe in args.recipes:
-                checkpoint = args.out_dir / f"{recipe}.pt"
-                summary = run(replace(options, recipe=recipe, checkpoint=checkpoint), text, stop)
-                if summary is None:
-                    print(f"stopped in {recipe}: continue with the same command and --resume")
-                    return 130
-                runs.append(summary)
+        team = trainers(options, args.recipes, args.out_dir)
     except (ValueError, OSError) as error:
         sys.exit(f"demo.py: {error}")
-    report(runs, options, args.out_dir)
+    with CtrlC() as stop:
+        finished = take_turns(team, options, stop)
+    if not finished:
+        print("stopped: continue with the same command and --resume")
+        return 130
+    report([trainer.summary() for trainer in team], options, args.out_dir)
     return 0
 
 

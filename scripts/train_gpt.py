@@ -38,7 +38,7 @@ from tqdm import tqdm
 # A CPU without matrix units for bf16 multiplies bf16 twenty to fifty times slower (measured).
 # fmt: off
 SIZES: dict[str, dict[str, int]] = {
-    "cpu":      {"layers": 4, "width": 256, "heads": 4, "context": 128, "batch": 16, "steps": 200},
+    "cpu":      {"layers": 4, "width": 256, "heads": 4, "context": 128, "batch": 16, "steps": 160},
     "slow cpu": {"layers": 2, "width": 128, "heads": 2, "context": 64, "batch": 16, "steps": 160},
     "cuda":     {"layers": 12, "width": 1024, "heads": 8, "context": 512, "batch": 32,
                  "steps": 600},
@@ -98,11 +98,14 @@ class Trainer:
     def step(self) -> int:
         return len(self.history.train_loss)
 
-    def fit(self, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Train to the last step, or until `stop()`; either way leave a checkpoint."""
-        o = self.options
+    def fit(self, stop: Callable[[], bool] = lambda: False, until: int | None = None) -> bool:
+        """Train to the last step, or to step `until`; False, and a checkpoint, if `stop()`."""
+        o, until = self.options, self.options.steps if until is None else until
         with progress_bar(o, self.step) as bar:
-            while self.step < o.steps and not stop():
+            while self.step < until:
+                if stop():
+                    self.save()
+                    return False
                 self._timed_step()
                 if self.step % o.eval_interval == 0 or self.step == o.steps:
                     self.history.val_loss.append((self.step, self.validate()))
@@ -110,9 +113,7 @@ class Trainer:
                 loss, speed = self.history.train_loss[-1], self.tokens_per_second()
                 bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
                 bar.update()
-        if self.step < o.steps:
-            self.save()
-        return self.step == o.steps
+        return True
 
     def validate(self) -> float:
         """The mean loss of the held-out text, in the recipe's own arithmetic."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from float8 import scaling, sync
+from float8.autograd import _Float8LinearFunction
 from float8.kernels import reference
-from float8.linear import _Float8LinearFunction
 
 Fault = Callable[[], Any]
 
@@ -60,8 +60,11 @@ def _inverted_scale(original: Any) -> Any:
 
 
 def _wrong_format(original: Any) -> Any:
-    """E4M3 where E5M2 was asked for, and the other way round."""
-    other = {torch.float8_e4m3fn: torch.float8_e5m2, torch.float8_e5m2: torch.float8_e4m3fn}
+    """The format of another vendor's hardware, one exponent off."""
+    other = {
+        torch.float8_e4m3fn: torch.float8_e4m3fnuz,
+        torch.float8_e5m2: torch.float8_e5m2fnuz,
+    }
     return lambda x, scale, block, dtype, fits=False: original(x, scale, block, other[dtype])
 
 

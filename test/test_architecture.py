@@ -29,6 +29,7 @@ FLOORS = {
     "dispatch": 2.2,
     "cast": 2.2,
     "refusals": 3.0,
+    "autograd": 3.0,
     "linear": 3.05,
     "filters": 3.0,
     "sync": 3.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from dataclasses import replace
 
 import oracle
 import pytest
@@ -13,9 +14,9 @@ from assertions import assert_bitwise, assert_same_float8
 from shapes import Case
 from torch import nn
 
-from float8 import Float8Tensor
+from float8 import Float8Linear, Float8Tensor
 from float8.cast import Cast, DelayedCast, DynamicCast, NoCast, StaticCast, make_cast
-from float8.config import CastConfig, DelayedScalingConfig, ScalingType
+from float8.config import RECIPES, CastConfig, DelayedScalingConfig, ScalingType
 from float8.formats import E4M3, E5M2
 from float8.granularity import Blockwise, Rowwise
 
@@ -253,12 +254,48 @@ def test_a_checkpoint_from_before_the_first_sync_is_not_ready():
     assert_history_is_new(cast)
 
 
+def layer(cast: DelayedCast, device: str = "cpu") -> nn.Sequential:
+    """A model of one layer, whose cast of the input is this one."""
+    config = replace(RECIPES["delayed"], delayed_scaling=HISTORY)
+    model = nn.Sequential(Float8Linear(2, 2, device=device, config=config))
+    model[0].cast_input = cast
+    return model
+
+
 def test_a_plain_checkpoint_loads_strictly_and_starts_a_new_history():
-    model = nn.Sequential(with_history(), nn.Linear(2, 2))
-    plain = nn.Sequential(nn.Identity(), nn.Linear(2, 2))
+    model, plain = layer(with_history()), nn.Sequential(nn.Linear(2, 2))
     model.load_state_dict(plain.state_dict(), strict=True)
-    assert_history_is_new(model[0])
-    assert_bitwise(model[1].weight, plain[1].weight)
+    assert_history_is_new(model[0].cast_input)
+    assert_bitwise(model[0].weight, plain[0].weight)
+
+
+def test_a_plain_checkpoint_brings_a_layer_on_meta_to_life():
+    model = layer(make(ScalingType.DELAYED, device="meta"), "meta")
+    model.load_state_dict(nn.Sequential(nn.Linear(2, 2)).state_dict(), strict=True, assign=True)
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    assert_history_is_new(model[0].cast_input)
+
+
+def test_a_checkpoint_of_other_layers_leaves_the_history_alone():
+    model = layer(with_history())
+    model.load_state_dict({"0.bias": torch.zeros(2)}, strict=False)
+    assert_history_is_kept(model[0].cast_input)
+
+
+def test_a_rounded_checkpoint_leaves_the_state_float32():
+    state = {name: t.bfloat16() for name, t in with_history().state_dict().items()}
+    cast = make(ScalingType.DELAYED)
+    cast.load_state_dict(state, assign=True)
+    assert {b.dtype for b in cast.buffers()} == {torch.float32}
+    assert cast.history_ready
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -1.0])
+def test_a_spoilt_scale_in_a_checkpoint_is_not_used(scale):
+    state = {**with_history().state_dict(), "scale": torch.tensor(scale)}
+    cast = make(ScalingType.DELAYED)
+    cast.load_state_dict(state)
+    assert not cast.history_ready
 
 
 @pytest.mark.parametrize("missing", BUFFERS)
@@ -286,5 +323,5 @@ def test_a_history_of_another_length_is_an_error():
 
 def test_plain_keys_can_be_asked_for():
     cast = with_history()
-    cast.in_state_dict = False
+    cast.hidden = 1
     assert list(nn.Sequential(cast, nn.Linear(2, 2)).state_dict()) == ["1.weight", "1.bias"]

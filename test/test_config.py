@@ -379,7 +379,9 @@ def test_a_gemm_that_no_hardware_runs_is_refused_by_its_fields(case):
         ({"history_len": 0}, ValueError, "history_len must be an integer >= 1, got 0"),
         ({"history_len": 1.5}, ValueError, "history_len"),
         ({"amax_compute_algo": "mean"}, ValueError, "'max' or 'most_recent', got 'mean'"),
-        ({"margin": 0.5}, TypeError, "margin must be an integer"),
+        ({"margin": 0.5}, ValueError, "margin is an exponent of two, an integer .*, got 0.5"),
+        ({"margin": 33}, ValueError, "within 32 of 0, got 33"),
+        ({"margin": -33}, ValueError, "within 32 of 0, got -33"),
     ],
 )
 def test_a_delayed_config_that_makes_no_sense_is_refused(arguments, error, message):

@@ -111,10 +111,31 @@ def test_a_non_finite_amax_enters_as_zero_and_keeps_the_scale(bad):
     assert torch.equal(model[0].cast_input.scale, scale)
 
 
-def test_an_operand_that_was_never_seen_gets_scale_one():
+def test_an_operand_that_was_never_seen_stays_dynamic_until_it_is():
     model = _model(1)
+    dynamic = convert_to_float8_training(nn.Sequential(copy.deepcopy(model[0]).to_float()))
+    sync_float8_amax_and_scale_history(model)  # before any forward: nothing to scale by
+    assert all(cast.scale == 0 and not cast.history_ready for cast in model[0].casts)
+    x, g = torch.randn(8, 32) * 1e-6, torch.randn(8, 32) * 1e-6
+    assert torch.equal(model(x), dynamic(x))
+    _backward(model, x, g)
+    _backward(dynamic, x, g)
+    assert torch.equal(model[0].weight.grad, dynamic[0].weight.grad)
     sync_float8_amax_and_scale_history(model)
-    assert all(cast.scale == 1 for cast in model[0].casts)
+    assert all(cast.scale > 0 and cast.history_ready for cast in model[0].casts)
+
+
+def test_a_frozen_layer_in_eval_mode_stays_dynamic():
+    model = _model(2)
+    model[0].requires_grad_(False).eval()
+    nn.init.normal_(model[0].weight, std=1e-5)
+    x, g = torch.randn(8, 32), torch.randn(8, 32)
+    first = model[0](x)
+    for _ in range(2):
+        _backward(model, x, g)
+        sync_float8_amax_and_scale_history(model)
+    assert torch.equal(model[0](x), first)
+    assert model[1].cast_input.history_ready
 
 
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "inference_mode"])
@@ -144,11 +165,13 @@ def test_checkpointing_changes_neither_gradients_nor_records(use_reentrant):
         assert torch.equal(a, b)
 
 
-def test_sync_between_forward_and_backward_is_an_error_that_says_so():
+@pytest.mark.parametrize("first_step", [True, False])
+def test_sync_between_forward_and_backward_is_an_error_that_says_so(first_step):
     model = _model(1)
     x, g = torch.randn(8, 32), torch.randn(8, 32)
-    _backward(model, x, g)
-    sync_float8_amax_and_scale_history(model)
+    if not first_step:
+        _backward(model, x, g)
+        sync_float8_amax_and_scale_history(model)
     out = model(x)
     sync_float8_amax_and_scale_history(model)
     with pytest.raises(RuntimeError, match="sync_float8_amax_and_scale_history"):
@@ -203,10 +226,15 @@ def test_compiled_sync_equals_eager():
     _backward(eager, x, g)
     compiled = copy.deepcopy(eager)
     sync_float8_amax_and_scale_history(eager)
-    torch.compile(sync_float8_amax_and_scale_history, fullgraph=True)(compiled)
-    for a, b in zip(eager.buffers(), compiled.buffers(), strict=True):
-        assert torch.equal(a, b)
-    assert all(m.history_ready for m in compiled[0].casts)
+    torch.compile(sync_float8_amax_and_scale_history)(compiled)  # asks once which casts are ready
+    for step in range(2):
+        for a, b in zip(eager.buffers(), compiled.buffers(), strict=True):
+            assert torch.equal(a, b)
+        assert all(cast.history_ready for layer in compiled for cast in layer.casts)
+        for model in (eager, compiled):
+            _backward(model, x * (step + 2), g)
+        sync_float8_amax_and_scale_history(eager)
+        torch.compile(sync_float8_amax_and_scale_history, fullgraph=True)(compiled)
 
 
 def _steps(model, optimizer, count, sync=False):

@@ -71,12 +71,22 @@ def test_any_rank(shape):
 
 
 @pytest.mark.parametrize("given", [0.5, torch.tensor(0.5), torch.full((6, 1), 0.5)], ids=str)
-def test_a_given_scale_is_used_and_the_cast_saturates(given):
-    x = Case((6, 40), exponent=12, specials=("nan",)).make()
-    q = quantize(x, E4M3, Rowwise(), given)
+@pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
+def test_a_given_scale_is_used_and_the_cast_saturates(given, dtype):
+    x = Case((6, 40), exponent=16, specials=("nan", "inf")).make()
+    q = quantize(x, dtype, Rowwise(), given)
     scale = torch.full((6, 1), 0.5)
     assert_bitwise(q._scale, scale)
-    assert_bitwise(q._data, oracle.cast(x, scale, (1, -1), torch.float8_e4m3fn))
+    assert_bitwise(q._data, oracle.cast(x, scale, (1, -1), dtype))
+
+
+@pytest.mark.parametrize("shape", [(), (6, 1)], ids=str)
+def test_a_given_scale_is_taken_as_it_is_now(shape):
+    x, scale = torch.randn(6, 40), torch.full(shape, 0.5)
+    q = quantize(x, E4M3, Rowwise(), scale)
+    before = q.dequantize()
+    scale.fill_(3.0)
+    assert_bitwise(q.dequantize(), before)
 
 
 def test_dequantize_to_another_dtype():
@@ -362,7 +372,7 @@ def test_it_can_be_made_of_fake_tensors(name, device):
 def test_a_given_scale_can_be_fake():
     with FakeTensorMode():
         scale = torch.empty(6, 1)
-        assert quantize(torch.empty(6, 40), E4M3, Rowwise(), scale)._scale is scale
+        assert quantize(torch.empty(6, 40), E4M3, Rowwise(), scale)._scale.shape == (6, 1)
 
 
 # --- compiled

@@ -3,7 +3,8 @@
 ``x.to(dtype)`` changes the dtype that the tensor stands for, not its bytes; ``x.to(device)`` moves
 data and scale together. ``copy_`` from a high-precision tensor casts with the destination's own
 scales' granularity and format, computing new scales; from a Float8Tensor of the same kind it copies
-bytes. The ``*_like`` and ``new_*`` functions make Float8Tensors of the same kind with scale 1.
+bytes. Into a view of part of a tensor it casts with the scales that are there, which other elements
+share. The ``*_like`` and ``new_*`` functions make Float8Tensors of the same kind with scale 1.
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ def _copy_(func: Any, destination: Tensor, source: Tensor, non_blocking: bool = 
     if not isinstance(destination, Float8Tensor):
         assert isinstance(source, Float8Tensor)
         return func(destination, source.dequantize(), non_blocking)
+    if _is_part(destination):
+        # Its scales may serve elements outside of this view: they stay, and the source saturates.
+        plain = source.dequantize() if isinstance(source, Float8Tensor) else source
+        destination._data.copy_(_cast_like(destination, plain, destination._scale)._data)
+        return destination
     if not isinstance(source, Float8Tensor):
         source = _cast_like(destination, source)
     if (source._block, source.format) != (destination._block, destination.format):
@@ -68,14 +74,23 @@ def _copy_(func: Any, destination: Tensor, source: Tensor, non_blocking: bool = 
     return destination
 
 
-def _cast_like(destination: Float8Tensor, source: Tensor) -> Float8Tensor:
+def _is_part(x: Float8Tensor) -> bool:
+    """Whether x is a view of some elements of a larger tensor."""
+    return x._data.numel() * x._data.element_size() != x._data.untyped_storage().nbytes()
+
+
+def _cast_like(
+    destination: Float8Tensor, source: Tensor, scale: Tensor | None = None
+) -> Float8Tensor:
     if source.dtype not in HIGH_PRECISION_DTYPES:
         known = ", ".join(str(d) for d in HIGH_PRECISION_DTYPES)
         raise TypeError(f"cannot copy {source.dtype} into a Float8Tensor: convert it to {known}")
     source = source.to(destination.device).expand(destination.shape)
     fmt, block = destination.format, destination._block
-    scale = kernels.scale_from_amax(kernels.amax(source, block), fmt.max)
-    return destination._replace(kernels.cast(source, scale, block, fmt.dtype, True), scale)
+    fits = scale is None
+    if scale is None:
+        scale = kernels.scale_from_amax(kernels.amax(source, block), fmt.max)
+    return destination._replace(kernels.cast(source, scale, block, fmt.dtype, fits), scale)
 
 
 @implements(aten.empty_like.default, aten.zeros_like.default)

@@ -106,7 +106,10 @@ def refuses_device(arch: str, a_block: Block, b_block: Block, out_dtype: torch.d
     product = product_of(a_block, b_block)
     assert product is not None
     if arch not in SUPPORT:
-        return f"{arch} has no float8 tensor cores (these have: {', '.join(SUPPORT)}); {_EMULATE}"
+        return (
+            f"{arch} is not known to have float8 tensor cores (known: {', '.join(SUPPORT)}); "
+            f"{_EMULATE}"
+        )
     if (reason := SUPPORT[arch][product]) is not None:
         return f"{arch} does not run a {product} product: {reason}; {_EMULATE}"
     if product == BLOCKWISE and _cuda_version() < _BLOCKWISE_CUDA:
@@ -116,6 +119,14 @@ def refuses_device(arch: str, a_block: Block, b_block: Block, out_dtype: torch.d
             f"a {product} product is written in bfloat16 only, not {out_dtype}; use bfloat16 "
             "(model.bfloat16() or torch.autocast), a tensorwise recipe, or emulate=True"
         )
+    return None
+
+
+def refuses_formats(a_dtype: torch.dtype, b_dtype: torch.dtype) -> str | None:
+    """The reason why no hardware multiplies operands of these dtypes, or None."""
+    e5m2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
+    if a_dtype in e5m2 and b_dtype in e5m2:
+        return "no hardware multiplies E5M2 by E5M2; cast one of the operands to E4M3"
     return None
 
 
@@ -182,6 +193,8 @@ def scaled_mm(
     Raises:
         ValueError: the device does not run this product; the message says what would.
     """
+    if (reason := refuses_formats(a_MK.dtype, b_NK.dtype)) is not None:
+        raise ValueError(f"scaled_mm: {reason}")
     if runs_reference(a_MK.device, emulate) or 0 in (*a_MK.shape, *b_NK.shape):
         return reference.scaled_mm(
             a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype
@@ -263,7 +276,10 @@ def _torch_scaled_mm(
 
 def _contraction_last(data: Tensor) -> Tensor:
     # Spelt as a clone: Tensor.contiguous() needs a CUDA build even for FakeTensors.
-    return data if data.is_contiguous() else data.clone(memory_format=torch.contiguous_format)
+    # By strides: one row of any strides counts as contiguous, and hardware reads the strides.
+    if data.stride() == (data.shape[1], 1):
+        return data
+    return data.clone(memory_format=torch.contiguous_format)
 
 
 def _whole_rows_of_scales(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

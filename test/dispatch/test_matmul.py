@@ -177,6 +177,12 @@ def test_operands_that_do_not_fit_are_refused(run, words):
     assert [word for word in words if word not in str(error.value)] == []
 
 
+def test_e5m2_by_e5m2_is_refused():
+    a = operand((17, 40), "tensorwise", fmt=E5M2)
+    with pytest.raises(ValueError, match="no hardware multiplies E5M2 by E5M2"):
+        a @ a.t()
+
+
 def test_a_bias_is_not_float8():
     a, w = operand((17, 40)), operand((9, 40), seed=2)
     with pytest.raises(TypeError, match=r"the bias is a Float8Tensor; call \.dequantize"):

@@ -464,9 +464,11 @@ def test_power_of_two_scales_cost_a_bfloat16_product_nothing(names):
 
 
 def test_scales_whose_product_overflows_float32_are_applied_in_turn():
-    a = operand(Case((4, 32), exponent=-120, seed=1), "rowwise", E4M3)
-    b = operand(Case((5, 32), torch.float32, exponent=90, seed=2), "rowwise", E4M3)
-    assert_product(a, b, None, torch.float32, "2^-120 by 2^90")
+    a = torch.ones(4, 32, dtype=torch.uint8).view(E4M3), torch.full((4, 1), 2.0**70), (1, -1)
+    b = torch.ones(5, 32, dtype=torch.uint8).view(E4M3), torch.full((5, 1), 2.0**70), (1, -1)
+    assert_product(a, b, None, torch.float32, "32 * 2^-9 * 2^-9 * 2^70 * 2^70 = 2^127")
+    out = reference.scaled_mm(*a[:2], *b[:2], a[2], b[2], None, torch.bfloat16)
+    assert_bitwise(out, torch.full((4, 5), 2.0**127).bfloat16())
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)

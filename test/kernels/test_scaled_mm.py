@@ -73,7 +73,7 @@ def test_an_architecture_runs_a_product_or_says_why_not(arch, a_block, b_block):
     if RUNS[arch]:
         assert f"does not run a {product} product" in reason
     else:
-        assert "has no float8 tensor cores" in reason
+        assert "is not known to have float8 tensor cores" in reason
         assert all(known in reason for known in module.SUPPORT)
 
 
@@ -196,9 +196,9 @@ def hardware(monkeypatch):
     def scaled_mm(a, b, *, scale_a, scale_b, bias, out_dtype, use_fast_accum):
         calls.append(SimpleNamespace(a=a, b=b, bias=bias, out_dtype=out_dtype, fast=use_fast_accum))
         a, b, scale_a, scale_b = (plain(x) for x in (a, b, scale_a, scale_b))
-        assert a.is_contiguous(), "a must be row-major"
-        assert b.t().is_contiguous(), "b must be column-major"
         (M, K), N = a.shape, b.shape[1]
+        assert a.stride() == (K, 1), "a must be row-major"
+        assert b.stride() == (1, K), "b must be column-major"
         assert b.shape[0] == K
         assert (K % 16, N % 16) == (0, 0)
         assert not a.dtype == b.dtype == E5M2
@@ -345,6 +345,26 @@ def test_sizes_that_the_hardware_does_not_take_are_refused_with_the_fix(hardware
     assert hardware == []
 
 
+@pytest.mark.parametrize("dtype", [E5M2, torch.float8_e5m2fnuz], ids=str)
+def test_e5m2_by_e5m2_is_refused_on_every_device(hardware, dtype):
+    assert module.refuses_formats(dtype, E4M3) is module.refuses_formats(E4M3, dtype) is None
+    parts = operands(16, 32, 16, TENSOR, TENSOR, dtype)
+    parts[:2] = parts[2:]
+    for run in (multiply, lambda *args: kernels.scaled_mm(*args[0], *args[1:], out_dtype=BF16)):
+        with pytest.raises(ValueError, match="E5M2 by E5M2; cast one of the operands to E4M3"):
+            run(parts, TENSOR, TENSOR)
+    assert hardware == []
+
+
+def test_one_row_of_any_strides_reaches_the_hardware_in_its_layout(hardware):
+    parts = operands(1, 32, 16, ROW, ROW)
+    wide = torch.zeros(2, 96, dtype=torch.uint8)
+    wide[:1, :32] = parts[0].view(torch.uint8)
+    strided = [wide.view(E4M3)[:1, :32], *parts[1:]]
+    assert strided[0].stride() == (96, 1)
+    assert_bitwise(multiply(strided, ROW, ROW), multiply(parts, ROW, ROW))
+
+
 def test_any_number_of_rows_is_taken(hardware):
     parts = operands(3, 16, 16, ROW, ROW)
     assert_product_of(multiply(parts, ROW, ROW), parts, ROW, ROW, None, "3 rows")
@@ -354,7 +374,7 @@ def test_any_number_of_rows_is_taken(hardware):
     ("a_block", "b_block", "out_dtype", "arch", "words"),
     [
         ((3, 5), B128, BF16, "sm_90", "no hardware multiplies"),
-        (TENSOR, TENSOR, BF16, "sm_80", "no float8 tensor cores"),
+        (TENSOR, TENSOR, BF16, "sm_80", "not known to have float8 tensor cores"),
         (B1, B128, BF16, "sm_89", "does not run a blockwise product"),
         (ROW, ROW, torch.float32, "sm_90", "bfloat16 only"),
     ],

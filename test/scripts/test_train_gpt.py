@@ -260,7 +260,8 @@ def test_rotary_products_depend_on_distance_alone() -> None:
 def test_the_demo_reports_every_recipe(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [*TINY, "--data", str(data), "--steps", "4", "--out-dir", str(tmp_path)]
+    arguments = [*TINY, "--data", str(data), "--steps", "5", "--eval-interval", "2"]
+    arguments += ["--out-dir", str(tmp_path)]
     assert demo.main(arguments) == 0
     table = capsys.readouterr().out
     report = json.loads((tmp_path / "demo.json").read_text())
@@ -268,15 +269,29 @@ def test_the_demo_reports_every_recipe(
     for key in ("command", "seed", "git_commit", "torch", "machine", "options"):
         assert key in report
     for run in report["runs"]:
-        assert len(run["train_loss"]) == 4
+        assert len(run["train_loss"]) == 5
+        assert [step for step, _ in run["val_loss"]] == [2, 4, 5]
         cells = f"{run['final_val_loss']:.4f}", f"{run['gap_to_bf16_percent']:+.2f}"
         row = next(line for line in table.splitlines() if line.startswith(run["recipe"]))
         assert row.split()[1:3] == list(cells)
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
-    assert demo.main([*arguments, "--resume"]) == 0  # nothing is left to do
-    again = json.loads((tmp_path / "demo.json").read_text())
-    assert [r["train_loss"] for r in again["runs"]] == [r["train_loss"] for r in report["runs"]]
+
+def test_an_interrupted_demo_resumes_every_recipe(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [*TINY, "--data", str(data), "--steps", "5", "--eval-interval", "2"]
+    whole, parts = ([*arguments, "--out-dir", str(tmp_path / name)] for name in ("whole", "parts"))
+    stop = stop_after(13)  # two steps of each, two more of the first, one of the second
+    with monkeypatch.context() as patch:
+        patch.setattr(demo.CtrlC, "__call__", lambda _: stop())
+        assert demo.main(parts) == 130
+    assert not (tmp_path / "parts" / "demo.json").exists()
+    assert demo.main([*parts, "--resume"]) == 0
+    assert demo.main(whole) == 0
+    reports = [json.loads((tmp_path / d / "demo.json").read_text()) for d in ("parts", "whole")]
+    resumed, straight = ([run["train_loss"] for run in report["runs"]] for report in reports)
+    assert resumed == straight
 
 
 def test_smoothing_neither_lags_nor_starts_at_zero() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from float8.autograd import STATELESS, _Float8LinearFunction
 from float8.config import RECIPES, Float8LinearConfig
-from float8.linear import STATELESS, _Float8LinearFunction
 from float8.scaling import DelayedState
 
 aten = torch.ops.aten
@@ -21,7 +21,7 @@ SAVING = ["tensorwise", "delayed", "rowwise", "blockwise"]
 class _Context:
     """What the autograd function needs of its context."""
 
-    needs_input_grad = (True,) * 7
+    needs_input_grad = (True,) * 8
 
     def save_for_backward(self, *tensors):
         self.saved_tensors = tensors
@@ -63,7 +63,7 @@ def _run(config, m=512, k=1024, n=4096, allowed=()):
             states = tuple(DelayedState(empty(**scalar), empty(**scalar), True) for _ in range(3))
         ctx = _Context()
         forward = _Float8LinearFunction.forward
-        out = forward(ctx, x, w, bias, config, torch.bfloat16, states, True)
+        out = forward(ctx, x, w, bias, config, torch.bfloat16, states, True, True)
         grads = _Float8LinearFunction.backward(ctx, g)[:3]
         return mode, ctx, (out, *grads), w
 
