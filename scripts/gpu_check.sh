@@ -64,7 +64,7 @@ tests() {
     fi
     OMP_NUM_THREADS=2 part "$name tests" "$limit" python3 -m pytest test -m "$marker" \
         -p no:cacheprovider -p no:benchmark --durations=10 "${parallel[@]}" \
-        -o addopts="-ra --strict-markers" --junitxml="$out/junit_$name.xml"
+        -o addopts="-ra --strict-markers --import-mode=importlib" --junitxml="$out/junit_$name.xml"
     { echo "== $name tests"; tail -n 150 "$log"; } >>"$out/pytest.log"
     tail -n 1 "$log" | tee -a "$report"
 }

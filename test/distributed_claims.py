@@ -92,6 +92,18 @@ def ranks_agree(rank, bad):
     assert gathered[0].isfinite().all()
 
 
+def ddp_keeps_every_ranks_amaxes(rank):
+    model = _model("delayed")
+    parallel = nn.parallel.DistributedDataParallel(model)
+    torch.manual_seed(rank)
+    peaks = []
+    for factor in (1000.0 if rank == 1 else 1.0, 1.0):  # the peak is on rank 1, in microbatch 1
+        x = torch.randn(16, 32) * factor
+        peaks.append(x.abs().max())
+        parallel(x).backward(torch.randn(16, 32))
+    assert model[0].cast_input.current_amax == max(peaks)
+
+
 def ranks_disagree_without_the_all_reduce(rank):
     with faults.missing_all_reduce():
         gathered = _scales_after_a_step(rank, None)

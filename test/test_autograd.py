@@ -5,13 +5,15 @@ saved. Autograd itself cannot handle CUDA tensors in a CPU build, so the autogra
 halves are called directly.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8.autograd import STATELESS, _Float8LinearFunction
-from float8.config import RECIPES, Float8LinearConfig
+from float8.config import RECIPES
 from float8.scaling import DelayedState
 
 aten = torch.ops.aten
@@ -113,8 +115,11 @@ def test_backward_saves_one_byte_per_input_element(recipe, shape):
     assert found <= 0.52 * (2 * m * k)
 
 
-def test_sizes_that_need_padding_are_padded_when_asked():
-    config = Float8LinearConfig(pad_inner_dim=True)
-    mode, _, (out, grad_x, grad_w, _), _ = _run(config, m=24, k=40, n=72)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("shape", [(24, 40, 72), (64, 64, 1), (1, 64, 64), (64, 1, 64)])
+def test_sizes_that_need_padding_are_padded_when_asked(recipe, shape):
+    m, k, n = shape
+    config = replace(RECIPES[recipe], pad_inner_dim=True)
+    mode, _, (out, grad_x, grad_w, _), _ = _run(config, m, k, n)
     assert len(mode.scales) == 3
-    assert (out.shape, grad_x.shape, grad_w.shape) == ((24, 72), (24, 40), (72, 40))
+    assert (out.shape, grad_x.shape, grad_w.shape) == ((m, n), (m, k), (n, k))

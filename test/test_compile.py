@@ -94,6 +94,18 @@ def test_the_second_batch_size_is_the_last_to_compile():
     assert counter.frame_count == 2
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own look
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_equal_blocks_compiled_one_by_one_share_graphs(recipe):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(10)))
+    convert_to_float8_training(model, config=RECIPES[recipe])
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model:
+        block.compile(backend=counter, fullgraph=True)
+    model(torch.randn(8, 32)).sum().backward()
+    assert counter.frame_count <= 2  # the first block's input needs no gradient
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_checkpointing_records_and_computes_as_eager(recipe):
     eager = _mlp(recipe)

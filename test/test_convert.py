@@ -134,6 +134,28 @@ def test_parametrised_layers_are_left_alone():
     assert model(torch.randn(2, 16)).shape == (2, 16)
 
 
+def test_a_layer_whose_call_would_not_change_is_left_alone():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    model[0].forward = model[0].forward  # as tools that wrap forward leave it
+    model[1].compile(backend="eager")
+    convert_to_float8_training(model)
+    assert model.float8_conversion.converted == ["2"]
+    assert "forward was replaced" in model.float8_conversion.skipped["0"]
+    assert "convert, then compile" in model.float8_conversion.skipped["1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": "tensorwise"}, r"from_recipe_name\(\"tensorwise\"\)"),
+        ({"module_filter_fn": "lm_head"}, r"skip_names\(\"lm_head\"\)"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_name_the_right_one(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        convert_to_float8_training(_mlp(), **arguments)
+
+
 def test_nothing_is_converted_if_one_layer_cannot_be():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"nothing was converted(.|\n)*1: weight is torch.float64"):
@@ -186,6 +208,21 @@ def test_high_precision_runs_the_plain_layer_and_saves_plain_keys():
         assert torch.equal(model(x), plain(x))  # leaving the inner context restores, not resets
     assert torch.equal(model(x), float8_out)
     assert all(torch.equal(a, c.scale) for a, c in zip(scales, model[0].casts, strict=True))
+
+
+def test_high_precision_contexts_may_overlap():
+    plain = _mlp()
+    model = convert_to_float8_training(copy.deepcopy(plain), config=DELAYED)
+    x = torch.randn(4, 32)
+    float8_out = model(x)
+    first, second = high_precision(model), high_precision(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.equal(model(x), plain(x))
+    second.__exit__(None, None, None)
+    assert torch.equal(model(x), float8_out)
+    assert "0.cast_input.scale" in model.state_dict()
 
 
 def test_high_precision_is_left_when_an_exception_passes():

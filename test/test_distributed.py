@@ -21,5 +21,10 @@ def test_all_ranks_end_a_sync_with_equal_finite_scales(bad):
 
 
 @pytest.mark.slow
+def test_ddp_does_not_broadcast_amaxes():
+    claims.on_two_processes(claims.ddp_keeps_every_ranks_amaxes)
+
+
+@pytest.mark.slow
 def test_a_missing_all_reduce_is_seen():
     claims.on_two_processes(claims.ranks_disagree_without_the_all_reduce)

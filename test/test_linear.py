@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from float8 import (
     high_precision,
 )
 from float8.config import RECIPES
+from float8.scaling import quantize
 
 OFF = CastConfig(scaling_type=ScalingType.DISABLED)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -214,6 +216,29 @@ def test_a_backward_inside_float16_autocast_computes_the_same():
         out.backward(g)
     assert_bitwise(x.grad, want["grad_input"])
     assert_bitwise(layer.weight.grad, want["grad_weight"])
+
+
+def test_the_functional_form_respects_autocast():
+    layer = Float8Linear(64, 48)
+    x = torch.randn(32, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, expected = float8_linear(x, layer.weight, layer.bias), layer(x)
+    assert out.dtype == torch.bfloat16
+    assert_bitwise(out.detach(), expected.detach())
+
+
+def test_without_gradients_only_the_output_is_cast_for():
+    layer = Float8Linear(64, 48, config=RECIPES["rowwise"])
+    x = torch.randn(32, 64)
+    with mock.patch("float8.autograd.quantize", wraps=quantize) as cast, torch.no_grad():
+        layer(x)
+    assert cast.call_count == 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_meta_inputs_give_shapes(recipe):
+    layer = Float8Linear(64, 48, device="meta", config=RECIPES[recipe])
+    assert layer(torch.empty(2, 3, 64, device="meta")).shape == (2, 3, 48)
 
 
 def test_autocast_does_not_touch_a_layer_that_is_in_its_dtype_already():

@@ -254,6 +254,19 @@ def test_forgetting_sync_is_told_once_with_the_fix():
     assert len(messages) == 1 and "sync_float8_amax_and_scale_history(model)" in messages[0]
 
 
+def test_two_optimizers_of_one_model_are_two_clocks():
+    model = _model()
+    first = torch.optim.SGD(model[0].parameters())
+    second = torch.optim.SGD(model[1].parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            model(torch.randn(4, 32)).sum().backward()
+            first.step()
+            second.step()
+            sync_float8_amax_and_scale_history(model)
+
+
 def test_who_syncs_is_not_told_and_neither_are_strangers():
     model, stranger = _model(), nn.Sequential(nn.Linear(32, 32))
     assert _steps(stranger, torch.optim.SGD(stranger.parameters()), 3) == []

@@ -283,7 +283,7 @@ def _contraction_last(data: Tensor) -> Tensor:
 
 
 def _whole_rows_of_scales(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    # cuBLASLt reads 128x128 scales in rows of a multiple of four, whatever torch lets through, and
+    # cuBLASLt reads 128x128 scales in rows aligned to 16 bytes, whatever torch lets through, and
     # otherwise returns wrong numbers (pytorch/pytorch#166752): pad the contraction with zeros.
     missing = -scale.shape[1] % 4
     if not missing:
@@ -293,11 +293,8 @@ def _whole_rows_of_scales(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _blockwise_layout(scale: Tensor, block: Block) -> Tensor:
-    """A scale as cuBLASLt reads it: 1x128 with rows contiguous, 128x128 in 16-byte aligned rows."""
-    if block[0] == 1:
-        return _contraction_last(scale.t()).t()
-    columns = scale.shape[1]
-    return F.pad(_contraction_last(scale), (0, -columns % 4)).narrow(1, 0, columns)
+    """A scale as cuBLASLt reads it: 1x128 with its rows contiguous, 128x128 with its columns."""
+    return _contraction_last(scale.t()).t() if block[0] == 1 else _contraction_last(scale)
 
 
 def _fuses_bias(product: str | None, bias_N: Tensor | None, out_dtype: torch.dtype) -> bool:

@@ -135,6 +135,7 @@ def test_a_crash_while_saving_leaves_the_old_checkpoint(
 ) -> None:
     trainer = Trainer(options, text)
     trainer.save()
+    assert list(options.checkpoint.parent.iterdir()) == [options.checkpoint]
 
     def fail(_: object, path: Path) -> None:
         path.write_bytes(b"half a checkpoint")
@@ -283,11 +284,12 @@ def test_an_interrupted_demo_resumes_every_recipe(
     arguments = [*TINY, "--data", str(data), "--steps", "5", "--eval-interval", "2"]
     whole, parts = ([*arguments, "--out-dir", str(tmp_path / name)] for name in ("whole", "parts"))
     stop = stop_after(13)  # two steps of each, two more of the first, one of the second
-    with monkeypatch.context() as patch:
-        patch.setattr(demo.CtrlC, "__call__", lambda _: stop())
-        assert demo.main(parts) == 130
+    monkeypatch.setattr(demo.CtrlC, "__call__", lambda _: stop())
+    assert demo.main(parts) == 130
     assert not (tmp_path / "parts" / "demo.json").exists()
+    stop = stop_after(5 * 5 - 13)  # whoever trained a step again would be stopped
     assert demo.main([*parts, "--resume"]) == 0
+    stop = stop_after(5 * 5)
     assert demo.main(whole) == 0
     reports = [json.loads((tmp_path / d / "demo.json").read_text()) for d in ("parts", "whole")]
     resumed, straight = ([run["train_loss"] for run in report["runs"]] for report in reports)
