@@ -125,8 +125,9 @@ class DelayedCast(Cast):
         self.synced = False  # whether sync has ever been called, for its reminder
         self.hidden = 0  # how many float8.high_precision contexts want plain state dict keys
         shapes = {"amax_history": (delayed.history_len,), "scale": (), "current_amax": ()}
-        for name, shape in shapes.items():
-            self.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device))
+        with torch.inference_mode(False):  # or a model converted inside it could not train later
+            for name, shape in shapes.items():
+                self.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -21,7 +21,8 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 def skip_names(*patterns: str) -> ModuleFilter:
     """Skip layers whose name matches a shell pattern (``*`` also crosses dots).
 
-    A pattern without wildcards also skips everything below that name.
+    A pattern without wildcards also skips everything below that name. Names are whole, as in
+    ``named_modules()``: write ``*lm_head`` where the head is ``model.lm_head``.
     """
     return lambda module, fqn: (
         not any(

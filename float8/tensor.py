@@ -162,6 +162,12 @@ class Float8Tensor(Tensor):
         parts = (bytes_, self._data.dtype, self._scale, self._block, self.dtype)
         return _rebuild, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
+    def share_memory_(self) -> Float8Tensor:
+        """Refused: torch would move the storage of the wrapper, which has none."""
+        raise NotImplementedError(
+            "Float8Tensor.share_memory_: share the parts of .data_and_scale instead"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:
         copy = self._replace(self._data.detach().clone(), self._scale.detach().clone())
         is_parameter = isinstance(self, torch.nn.Parameter)
@@ -259,6 +265,10 @@ def _check_parts(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) 
             f"scale must have shape {expected} for data of shape {tuple(data.shape)} and block "
             f"{tuple(block)}, got {tuple(scale.shape)}"
         )
+    # On a device the look would stall the stream; fake and traced tensors have nothing to look at.
+    is_plain_cpu = type(scale) is Tensor and scale.device.type == "cpu"
+    if is_plain_cpu and not torch.compiler.is_compiling() and bool((scale <= 0).any()):
+        raise ValueError(f"scale must be > 0, got {scale[scale <= 0][0].item()}")
 
 
 def _given_scale(scale: Tensor | float, x: Tensor, block: Block) -> Tensor:

@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import corpus
+from environment import environment, write_json
 from matplotlib.figure import Figure  # not pyplot: a file is all we want, and no display is needed
+from options import Options, options_from, parser
 from tabulate import tabulate
-from train_gpt import CtrlC, Options, Trainer, environment, options_from, parser, write_json
+from train_gpt import CtrlC, Trainer
 
 RECIPES = ("bf16", "tensorwise", "delayed", "rowwise", "naive")
 SMOOTHING = 0.8  # of the training losses in the plot; the JSON has them as they are

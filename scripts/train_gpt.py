@@ -12,16 +12,11 @@ the text. Ctrl-C finishes the running step and writes a checkpoint; `--resume` r
 identity differs and otherwise continues to the same losses, on a CPU bit for bit.
 """
 
-import argparse
-import json
 import math
 import os
 import pickle
-import platform
-import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -32,44 +27,13 @@ from typing import Any
 import corpus
 import gpt
 import torch
+from environment import environment, write_json
+from options import Options, options_from, parser
 from torch import Tensor, nn
 from tqdm import tqdm
 
-# A CPU without matrix units for bf16 multiplies bf16 twenty to fifty times slower (measured).
-# fmt: off
-SIZES: dict[str, dict[str, int]] = {
-    "cpu":      {"layers": 4, "width": 256, "heads": 4, "context": 128, "batch": 16, "steps": 160},
-    "slow cpu": {"layers": 2, "width": 128, "heads": 2, "context": 64, "batch": 16, "steps": 160},
-    "cuda":     {"layers": 12, "width": 1024, "heads": 8, "context": 512, "batch": 32,
-                 "steps": 600},
-}
-# fmt: on
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # Llama's (arXiv:2302.13971)
 FINAL_LEARNING_RATE = 0.1  # of the peak: cosine, as Llama
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    recipe: str = "bf16"
-    layers: int
-    width: int
-    heads: int
-    context: int
-    batch: int
-    steps: int
-    learning_rate: float = 1e-3  # the best for bf16 of 0.7, 1, 1.5, 2 and 3e-3 at the CPU's sizes
-    seed: int = 0
-    eval_interval: int = 40
-    eval_batches: int = 8
-    device: str = "cpu"
-    compile: bool = False
-    data: Path | None = None
-    checkpoint: Path = Path("out/gpt.pt")
-    resume: bool = False
-
-    def identity(self) -> dict[str, str | int | float]:
-        free = {"eval_interval", "device", "compile", "data", "checkpoint", "resume"}
-        return {name: value for name, value in asdict(self).items() if name not in free}
 
 
 @dataclass
@@ -287,92 +251,6 @@ class CtrlC:
     def _press(self, *_: object) -> None:
         self.pressed = True
         signal.signal(signal.SIGINT, self.previous)
-
-
-def parser(description: str) -> argparse.ArgumentParser:
-    """The options of training, all but those that tell one run from another."""
-    p = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    rows = "\n".join(
-        f"  {device:>8}: {' '.join(f'{name}={value}' for name, value in row.items())}"
-        for device, row in SIZES.items()
-    )
-    sizes = p.add_argument_group(
-        "sizes", f"chosen by device (slow: without AMX), if not given\n{rows}"
-    )
-    sizes.add_argument("--layers", type=positive)
-    sizes.add_argument("--width", type=positive, help="of the residual stream, a multiple of 16")
-    sizes.add_argument("--heads", type=positive, help="of attention; they share the width")
-    sizes.add_argument("--context", type=positive, help="bytes in one training window")
-    sizes.add_argument("--batch", type=positive, help="windows in one step")
-    sizes.add_argument("--steps", type=positive)
-    p.add_argument("--learning-rate", type=float, default=Options.learning_rate, help="its peak")
-    p.add_argument("--seed", type=int, default=Options.seed, help="of the weights and the data")
-    p.add_argument("--data", type=Path, help="a folder of text files (the standard library's)")
-    p.add_argument("--device", help="cuda where there is one, else cpu")
-    p.add_argument("--compile", action="store_true", help="torch.compile (needs a C++ compiler)")
-    p.add_argument("--eval-interval", type=positive, default=Options.eval_interval)
-    p.add_argument("--eval-batches", type=positive, default=Options.eval_batches)
-    p.add_argument("--resume", action="store_true", help="continue from the checkpoint")
-    return p
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
-
-
-def options_from(args: argparse.Namespace) -> Options:
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # an assertion where CUDA was not compiled in
-        raise ValueError(f"torch has no device {device!r} here: take --device cpu") from error
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    names = Options.__dataclass_fields__
-    settings = {**SIZES[row_of(device)], **given, "device": device}
-    return Options(**{name: value for name, value in settings.items() if name in names})
-
-
-def row_of(device: str) -> str:
-    if torch.device(device).type == "cuda":
-        return "cuda"
-    # `get_capabilities` is not in every torch this runs on; without it, expect little.
-    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return "cpu" if known.get("amx_bf16") else "slow cpu"
-
-
-def environment(seed: int) -> dict[str, Any]:
-    """What a reader of the numbers needs to judge and to repeat them."""
-    here = Path(__file__).parent
-    git = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "seed": seed,
-        "git_commit": commit or None,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": machine(),
-    }
-
-
-def machine() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> int:

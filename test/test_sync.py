@@ -220,6 +220,15 @@ def test_the_number_of_kernels_does_not_grow_with_the_number_of_layers():
     assert counts[0] == counts[1]
 
 
+def test_a_model_converted_under_inference_mode_trains():
+    linear = nn.Linear(32, 32)
+    with torch.inference_mode():
+        model = convert_to_float8_training(nn.Sequential(linear), config=RECIPES["delayed"])
+    _backward(model, torch.randn(8, 32), torch.randn(8, 32))
+    sync_float8_amax_and_scale_history(model)
+    assert model[0].cast_input.history_ready
+
+
 def test_compiled_sync_equals_eager():
     eager = _model(3)
     x, g = torch.randn(8, 32), torch.randn(8, 32)

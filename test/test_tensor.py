@@ -375,6 +375,18 @@ def test_a_given_scale_can_be_fake():
         assert quantize(torch.empty(6, 40), E4M3, Rowwise(), scale)._scale.shape == (6, 1)
 
 
+def test_sharing_memory_is_refused():
+    with pytest.raises(NotImplementedError, match="data_and_scale"):
+        quantize(torch.randn(4, 4), E4M3).share_memory_()
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0])
+def test_a_constructor_refuses_scales_that_are_not_positive(scale):
+    data = torch.zeros(2, 4).to(E4M3.dtype)
+    with pytest.raises(ValueError, match="scale must be > 0"):
+        Float8Tensor(data, torch.full((1, 1), scale), (-1, -1), torch.float32)
+
+
 # --- compiled
 
 

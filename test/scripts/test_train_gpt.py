@@ -18,7 +18,8 @@ import corpus
 import demo
 import gpt
 import train_gpt
-from train_gpt import Options, Trainer
+from options import Options, options_from, parser
+from train_gpt import Trainer
 
 SCRIPTS = Path(train_gpt.__file__).parent
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "2"]
@@ -46,9 +47,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def options(data: Path, tmp_path: Path) -> Options:
     arguments = [*TINY, "--data", str(data), "--steps", "8", "--eval-interval", "3"]
-    args = train_gpt.parser("").parse_args(arguments)
+    args = parser("").parse_args(arguments)
     args.recipe, args.checkpoint = "bf16", tmp_path / "gpt.pt"
-    return train_gpt.options_from(args)
+    return options_from(args)
 
 
 @pytest.fixture
