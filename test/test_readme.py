@@ -1,5 +1,6 @@
 """What the README says is true: its Python runs as written, and its table names every recipe."""
 
+import json
 import re
 from pathlib import Path
 
@@ -22,11 +23,30 @@ def test_there_are_snippets():
 
 
 def test_every_recipe_has_its_row():
-    rows = re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE)
+    section = README.split("## Recipes")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)
     assert rows == list(RECIPES)
 
 
+def test_every_measured_ratio_is_the_one_in_its_result_file():
+    """The README's table of layers against the files that it names."""
+    rows = re.findall(
+        r"^\| `(\w+)` \| ([\d.]+)x \| ([\d.]+)x \| ([\d.]+)x \|", README, re.MULTILINE
+    )
+    eager, compiled = (_ratios(name) for name in ("cpu_bench_linear", "cpu_bench_linear_compile"))
+    assert [row[0] for row in rows] == list(RECIPES)
+    for recipe, *quoted in rows:
+        measured = (eager[recipe][0], compiled[recipe][0], eager[recipe][1])
+        assert [float(q) for q in quoted] == [float(f"{m:.3g}") for m in measured], recipe
+
+
+def _ratios(name):
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return {row["layer"]: (row["ratio"], round(row["saved_ratio"], 2)) for row in rows}
+
+
 def test_every_command_names_a_file_that_exists():
-    commands = re.findall(r"(?:bash|python) ((?:scripts|benchmarks)/\S+)", README)
+    commands = re.findall(r"(?:bash|python) ((?:scripts|benchmarks)/[\w/.]+)", README)
     assert commands
     assert all((ROOT / command).is_file() for command in commands)
