@@ -15,7 +15,7 @@ for tool in "ruff check" "ruff format --check" "mypy"; do
     .venv/bin/python -m $tool || failed+=("$tool")
 done
 echo "== tests"
-bash scripts/test.sh "$@" || failed+=("tests")
+bash scripts/test.sh --cov-fail-under=95 "$@" || failed+=("tests")
 
 if [ ${#failed[@]} -gt 0 ]; then
     printf -v names '%s, ' "${failed[@]}"
