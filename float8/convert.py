@@ -106,7 +106,7 @@ def convert_to_float8_training(
     _check_arguments(config, module_filter_fn)
     config = config or Float8LinearConfig()
     conversion = Conversion()
-    candidates = _candidates(module, module_filter_fn, conversion)
+    candidates = _candidates(module, config, module_filter_fn, conversion)
     _check_all(candidates, config)
     _check_bypasses(module, conversion)
     swapped: dict[nn.Module, nn.Module] = {}
@@ -172,13 +172,20 @@ def _check_arguments(config: object, module_filter_fn: object) -> None:
 
 
 def _candidates(
-    root: nn.Module, module_filter_fn: ModuleFilter | None, conversion: Conversion
+    root: nn.Module,
+    config: Float8LinearConfig,
+    module_filter_fn: ModuleFilter | None,
+    conversion: Conversion,
 ) -> list[tuple[str, nn.Module]]:
     """The layers to convert, each once under its first name; reasons for the others."""
     chosen: list[tuple[str, nn.Module]] = []
     for fqn, module in root.named_modules():
         if isinstance(module, Float8Linear):
-            conversion.skipped[fqn] = "it is a Float8Linear already"
+            conversion.skipped[fqn] = "it is a Float8Linear already" + (
+                ", with another config: convert_from_float8_training first, to change it"
+                if module.config != config
+                else ""
+            )
         elif type(module) in MODULE_RULES and (reason := _runs_something_else(module, fqn)):
             conversion.skipped[fqn] = reason
         elif type(module) in MODULE_RULES:

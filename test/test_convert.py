@@ -98,7 +98,9 @@ def test_converting_twice_changes_nothing():
     convert_to_float8_training(model, config=RECIPES["rowwise"])
     assert list(model.modules()) == layers
     assert model[0].config == RECIPES["tensorwise"]
-    assert "already" in model.float8_conversion.skipped["0"]
+    assert "with another config" in model.float8_conversion.skipped["0"]
+    convert_to_float8_training(model, config=RECIPES["tensorwise"])
+    assert model.float8_conversion.skipped["0"] == "it is a Float8Linear already"
 
 
 def test_only_filtered_layers_convert_and_the_report_says_why(caplog):

@@ -137,7 +137,7 @@ def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool 
         float8 of x's shape.
     """
     x32 = x.to(torch.float32)
-    y = _times(x32, _reciprocal(scale), block, in_place=fits and x32 is not x)
+    y = _times(x32, _reciprocal(scale), block, in_place=fits and x.dtype != torch.float32)
     if not fits:
         largest = torch.finfo(dtype).max
         y = _nan_where_infinite(y.clamp_(-largest, largest), x32)
