@@ -6,8 +6,8 @@ scales, with a number of kernels that does not grow with the number of layers (s
 ``_foreach_copy_``). It may be compiled: after the first step, in one graph.
 
 Call it once per optimizer step, before or after ``optimizer.step()``, never between a forward and
-its backward: autograd would then find the scales changed that forward saved. Forgetting it would
-freeze training at first-step scales, so the first optimizer that steps twice without it says so.
+its backward: autograd would then find the scales changed that forward saved. Forgetting it leaves
+every cast dynamic, at its cost, so the first optimizer that steps twice without it says so.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ def sync_float8_amax_and_scale_history(model: nn.Module) -> None:
     """Roll this step's amaxes into the histories and compute the next scales.
 
     All ranks of the default process group, if there is one, take part with the same casts and end
-    with equal scales.
-    A model without delayed casts is left alone.
+    with equal scales. A model without delayed casts is left alone.
 
     Args:
         model: any module; every delayed cast below it takes part.
@@ -48,9 +47,12 @@ def sync_float8_amax_and_scale_history(model: nn.Module) -> None:
 
 
 def _sync_on_one_device(casts: list[DelayedCast]) -> None:
+    groups = _groups(casts)
+    casts = [cast for group in groups.values() for cast in group]
     currents = _reduced_over_ranks(torch.stack([c.current_amax for c in casts]))
-    for key, indices in _groups(casts).items():
-        _update([casts[i] for i in indices], currents[indices], key)
+    parts = currents.split([len(group) for group in groups.values()])
+    for (key, group), part in zip(groups.items(), parts, strict=True):
+        _update(group, part, key)
     torch._foreach_zero_([c.current_amax for c in casts])
     for cast in casts:
         cast.synced = True
@@ -68,12 +70,12 @@ def _mark_ready(casts: list[DelayedCast]) -> None:
             cast.history_ready = scale > 0
 
 
-def _groups(casts: list[DelayedCast]) -> dict[Key, list[int]]:
-    """Which casts can be updated together: those of equal format and config."""
-    groups: dict[Key, list[int]] = {}
-    for i, cast in enumerate(casts):
+def _groups(casts: list[DelayedCast]) -> dict[Key, list[DelayedCast]]:
+    """The casts that can be updated together: those of equal format and config."""
+    groups: dict[Key, list[DelayedCast]] = {}
+    for cast in casts:
         key = (cast.delayed, cast.format_on_device.max, cast.config.power_of_two_scale)
-        groups.setdefault(key, []).append(i)
+        groups.setdefault(key, []).append(cast)
     return groups
 
 
