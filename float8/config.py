@@ -317,19 +317,22 @@ class Float8LinearConfig:
             ("weight", "cast_config_weight_for_grad_input"),
             ("grad_output", "cast_config_grad_output_for_grad_weight"),
         ):
-            second: CastConfig | None = getattr(self, second_name)
-            first: CastConfig = getattr(self, f"cast_config_{operand}")
-            for name, value in ((f"cast_config_{operand}", first), (second_name, second)):
-                if not isinstance(value, CastConfig) and (value is not None or value is first):
-                    raise TypeError(f"{name} must be a CastConfig, got {value!r}")
-            if second is None or second == first:
+            first = _checked(f"cast_config_{operand}", getattr(self, f"cast_config_{operand}"))
+            if getattr(self, second_name) is None:
                 continue
-            if second.scaling_type is ScalingType.DELAYED:
+            second = _checked(second_name, getattr(self, second_name))
+            if second != first and second.scaling_type is ScalingType.DELAYED:
                 raise ValueError(
                     f"{second_name}: a delayed second use must be the cast of the first use "
                     f"(cast_config_{operand} is '{first.short_str}'); leave it None, or make it "
                     "dynamic, static or disabled"
                 )
+
+
+def _checked(name: str, value: object) -> CastConfig:
+    if not isinstance(value, CastConfig):
+        raise TypeError(f"{name} must be a CastConfig, got {value!r}")
+    return value
 
 
 def _gemm(

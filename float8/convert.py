@@ -246,7 +246,10 @@ def _replace_children(root: nn.Module, swapped: dict[nn.Module, nn.Module]) -> n
 
 
 def _keep_ddp_from_broadcasting(root: nn.Module) -> None:
-    """DDP copies rank 0's buffers at every forward, which would erase other ranks' amaxes."""
+    """DDP copies rank 0's buffers at every forward, which would erase other ranks' amaxes.
+
+    DDP asks the module that it wraps, so that must be the one that was converted.
+    """
     own = [
         f"{fqn}.{name}" if fqn else name
         for fqn, module in root.named_modules()
@@ -254,7 +257,8 @@ def _keep_ddp_from_broadcasting(root: nn.Module) -> None:
         for name in module._buffers
     ]
     ignored = getattr(root, "_ddp_params_and_buffers_to_ignore", [])
-    # What DistributedDataParallel's own setter writes; importing it would import torch.distributed.
+    # The attribute that DDP reads. Its private setter would also search every parameter and buffer
+    # of the model in the list.
     root._ddp_params_and_buffers_to_ignore = [*ignored, *own]  # type: ignore[assignment]
 
 

@@ -134,8 +134,9 @@ class Float8Linear(nn.Linear):
         if weight is None:
             return  # a part of the model, such as adapters: what is here stays
         for name, cast in zip(_CAST_NAMES, self.casts, strict=True):
-            has_history = any(key.startswith(f"{prefix}{name}.") for key in state_dict)
-            if isinstance(cast, DelayedCast) and not has_history:
+            if not isinstance(cast, DelayedCast):
+                continue
+            if not any(key.startswith(f"{prefix}{name}.") for key in state_dict):
                 cast.start_beside(weight)
 
     def extra_repr(self) -> str:
