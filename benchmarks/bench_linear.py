@@ -1,174 +1,135 @@
 """What does a float8 linear layer cost, or gain, in a training step, by recipe?
 
-One step is what training does to one layer: gradients set to None (they are written, not
-accumulated), forward, backward with a random `grad_output`, and for delayed scaling the `sync`
-that a step owes it. Casts are inside the clock, so this is the whole price:
+One step is what training does to one layer (`step.py`). Casts are inside the clock, so this is the
+whole price:
 
     ratio = time(layer) / time(nn.Linear)          below 1 where float8 is faster
 
-All layers of a shape share one weight and one input, and take turns on the clock. With `--compile`
-every layer is compiled, `nn.Linear` too: compiled is compared with compiled. Where torchao is
-importable its layer of the same recipe takes its turn as well (`--no-peer` leaves it out); a peer
-that cannot run shows its error and fails nothing.
+All layers of a shape share one weight and one input, and take turns on the clock. With `--modes
+eager compiled` each layer runs both ways in one run, and eager is compared with eager, compiled
+with compiled. Where torchao is importable its layer of the same recipe takes its turn as well
+(`--no-peer` leaves it out); a peer that cannot run shows its error and fails nothing.
 
 `saved` is what autograd keeps from forward for backward: unique storages, parameters excluded.
-`SQNR` compares a layer's output with nn.Linear's.
+`SQNR` compares a layer's output with nn.Linear's. `launches` counts what a step puts on the CUDA
+stream. `of limit` says how near a layer is to the fastest there could be (`limit.py`, on CUDA);
+rows called `floor` say what emulation cannot avoid (`floor.py`, on a CPU). `targets.py` judges.
 
-    python benchmarks/bench_linear.py --compile -o linear.json
-    python benchmarks/bench_linear.py --shapes 2048,1024,4096 --recipes tensorwise delayed
+    python benchmarks/bench_linear.py --modes eager compiled -o linear.json --plot linear.png
+    python benchmarks/bench_linear.py --shapes 8b squares 2048,1024,4096 --recipes rowwise
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
-import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import harness, report
-from benchmarks.shapes import LLAMA2_70B, Shape, parse_shape
-from float8 import (
-    Float8Linear,
-    Float8LinearConfig,
-    sync_float8_amax_and_scale_history,
-)
-from float8.config import RECIPES
+from benchmarks import contenders, harness, limit, plots, report, shapes, targets
+from benchmarks.contenders import BASELINE, PEER, Operands
+from benchmarks.floor import FLOOR, floor
+from benchmarks.shapes import LLAMA3_8B, LLAMA3_70B, SQUARES, Shape
+from benchmarks.step import Step, launches, room_to_compile, saved_bytes
 
-BASELINE = "nn.Linear"
-PEER = "torchao "
-PEER_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-COMPILERS = (os.environ.get("CXX", "g++"), "clang++")
+FLOORS = ("tensorwise", "rowwise", "blockwise")  # the others cast as one of these does
 CPU_SHAPES = (Shape(2048, 1024, 4096),)
 COLUMNS = {
     "shape": ("shape (M,K,N)", ""),
+    "mode": ("mode", ""),
     "layer": ("layer", ""),
     "ms": ("fwd+bwd ms", ".2f"),
     "min_ms": ("min", ".2f"),
     "max_ms": ("max", ".2f"),
     "ratio": ("time / nn.Linear", ".2f"),
+    "of_limit": ("of limit", ".0%"),
     "tflops": ("TFLOP/s", ".3g"),
+    "launches": ("launches", ".0f"),
     "saved_mib": ("saved MiB", ".2f"),
     "saved_ratio": ("saved / nn.Linear", ".2f"),
     "sqnr_db": ("SQNR dB", ".1f"),
     "error": ("not run", ".80"),
 }
+Maker = Callable[[], Callable[[], object]]
 
 
-@dataclass(frozen=True)
-class Step:
-    """One training step of one layer; `run` is the layer, compiled where asked."""
-
-    layer: nn.Module
-    run: Callable[[torch.Tensor], torch.Tensor]
-    x: torch.Tensor
-    grad_output: torch.Tensor
-
-    def __call__(self) -> None:
-        self.x.grad = None
-        for parameter in self.layer.parameters():
-            parameter.grad = None
-        self.run(self.x).backward(self.grad_output)
-        if isinstance(self.layer, Float8Linear) and self.layer.config.uses_delayed_scaling:
-            sync_float8_amax_and_scale_history(self.layer)
+def key(mode: str, name: str) -> str:
+    return f"{mode} {name}"
 
 
-def float8_layer(linear: nn.Linear, recipe: str) -> nn.Module:
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    return Float8Linear.from_float(linear, config=config)
+def names(options: argparse.Namespace) -> list[str]:
+    """The rows of one shape and mode: the contenders, and the floors of emulation."""
+    floors = [r for r in options.recipes if r in FLOORS] if options.floor else []
+    return [*contenders.names(options), *(FLOOR + recipe for recipe in floors)]
 
 
-def torchao_layer(linear: nn.Linear, recipe: str) -> nn.Module:
-    """The peer's layer of the same recipe; on a CPU it must be told to emulate."""
-    peer = importlib.import_module("torchao.float8")
-    config = peer.Float8LinearConfig.from_recipe_name(recipe)
-    if linear.weight.device.type == "cpu":
-        config = replace(config, emulate=True)
-    converted: nn.Module = peer.convert_to_float8_training(nn.Sequential(linear), config=config)
-    return converted.get_submodule("0")
+def candidate(name: str, mode: str, operands: Operands) -> Callable[[], object]:
+    """What runs on the clock for one row."""
+    if name.startswith(FLOOR):
+        plan = contenders.config_of(name.removeprefix(FLOOR), operands).plan
+        return floor(plan, contenders.step(BASELINE, mode, operands), mode)
+    return contenders.step(name, mode, operands)
 
 
-def layers(options: argparse.Namespace) -> dict[str, Callable[[nn.Linear], nn.Module]]:
-    """How each candidate is made from one nn.Linear; what ratios compare with comes first."""
-    makers: dict[str, Callable[[nn.Linear], nn.Module]] = {BASELINE: lambda linear: linear}
-    for recipe in options.recipes:
-        makers[recipe] = partial(float8_layer, recipe=recipe)
-        if options.peer and recipe in PEER_RECIPES:
-            makers[PEER + recipe] = partial(torchao_layer, recipe=recipe)
-    return makers
-
-
-def step_makers(shape: Shape, options: argparse.Namespace) -> dict[str, Callable[[], Step]]:
-    """A step per candidate, all on one weight, one random input and one random `grad_output`."""
-    torch.manual_seed(options.seed)
-    random = partial(torch.randn, device=options.device, dtype=torch.bfloat16)
-    x, grad_output = random(shape.M, shape.K, requires_grad=True), random(shape.M, shape.N)
-    linear = nn.Linear(shape.K, shape.N, False, options.device, torch.bfloat16)
-
-    def make(build: Callable[[nn.Linear], nn.Module]) -> Step:
-        layer = build(linear)
-        run = torch.compile(layer, fullgraph=True, dynamic=False) if options.compile else layer
-        return Step(layer, run, x, grad_output)
-
-    return {name: partial(make, build) for name, build in layers(options).items()}
-
-
-def saved_bytes(step: Step) -> int:
-    """Bytes that autograd keeps from forward for backward: unique storages, not parameters."""
-    kept: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(note, lambda tensor: tensor):
-        output = step.run(step.x)  # held, so that no storage is freed and its address used again
-    for parameter in step.layer.parameters():
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
-    del output
-    return sum(kept.values())
+def makers(mode: str, operands: Operands, options: argparse.Namespace) -> dict[str, Maker]:
+    """What takes turns in one mode, nn.Linear first."""
+    return {key(mode, n): partial(candidate, n, mode, operands) for n in names(options)}
 
 
 def measure(shape: Shape, options: argparse.Namespace) -> list[harness.Row]:
-    """One row per layer, timed in turns."""
+    """One row per layer and mode, all timed in the same rounds."""
     torch.compiler.reset()  # so that no shape pays for the guards of the one before it
-    # All candidates share nn.Module's call code, which may be compiled 8 times unless one asks.
-    with torch._dynamo.config.patch(recompile_limit=64):
-        steps, errors = harness.runnable(step_makers(shape, options))
-        samples = harness.time_in_turns(steps, options)
-    baseline = steps[BASELINE]
+    operands = Operands.random(shape, options.device, options.seed)
+    groups = [makers(mode, operands, options) for mode in options.modes]
+    if options.limit:
+        configs = [contenders.config_of(recipe, operands) for recipe in options.recipes]
+        groups.append(limit.makers(configs, operands))
     rows: list[harness.Row] = []
-    for name in layers(options):
-        row: harness.Row = {"shape": str(shape), "layer": name}
-        if name in steps:
-            row |= harness.timing(samples[name], samples[BASELINE]) | weigh(steps[name], baseline)
-            row["tflops"] = 3 * shape.flops / median(samples[name]) / 1e12  # three products a step
-        else:
-            row |= errors[name]
-        rows.append(row)
+    with room_to_compile():
+        rounds = harness.take_turns(groups, options)
+        for mode in options.modes:
+            for name in names(options):
+                row: harness.Row = {**shape.row, "layer": name, "mode": mode}
+                row |= rounds.row(key(mode, name), key(mode, BASELINE))
+                mine, base = rounds.runs.get(key(mode, name)), rounds.runs[key(mode, BASELINE)]
+                if isinstance(mine, Step) and isinstance(base, Step):
+                    row["tflops"] = 3 * shape.flops / row["ms"] / 1e9  # three products a step
+                    row |= weigh(mine, base, options.device)
+                    row |= nearness(name, mode, shape, operands, rounds)
+                rows.append(row)
     return rows
 
 
-def weigh(step: Step, baseline: Step) -> harness.Row:
-    """What a step keeps, and how near its output is, beside nn.Linear's."""
+def nearness(
+    name: str, mode: str, shape: Shape, operands: Operands, rounds: harness.Rounds
+) -> harness.Row:
+    """How near a float8 layer is to the limit of its recipe, where that was measured."""
+    copy = rounds.runs.get(limit.COPY)
+    if name == BASELINE or not isinstance(copy, limit.Copy):
+        return {}
+    plan = contenders.config_of(contenders.recipe_of(name), operands).plan
+    least = limit.seconds(shape, plan, rounds.samples, copy.bytes_moved)
+    if least is None:
+        return {}
+    of_limit = harness.paired_ratio(least, rounds.samples[key(mode, name)])
+    return {"limit_ms": median(least) * 1e3, "of_limit": of_limit}
+
+
+def weigh(step: Step, baseline: Step, device: str) -> harness.Row:
+    """What a step launches and keeps, and how near its output is, beside nn.Linear's."""
     saved = saved_bytes(step)
     row: harness.Row = {
         "saved_mib": saved / 2**20,
         "saved_ratio": saved / saved_bytes(baseline),
     }
+    if (launched := launches(step, device)) is not None:
+        row["launches"] = launched
     if step is not baseline:
         outputs = (each.run(step.x).detach() for each in (baseline, step))
         row["sqnr_db"] = harness.sqnr_db(*outputs)
@@ -178,18 +139,19 @@ def weigh(step: Step, baseline: Step) -> harness.Row:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options, with what depends on the machine filled in."""
     parser = harness.parser(__doc__)
-    parser.add_argument("--shapes", nargs="+", type=parse_shape, metavar="M,K,N")
-    parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES))
-    parser.add_argument("--compile", action="store_true", help="compile every layer")
-    parser.add_argument("--no-peer", dest="peer", action="store_false", help="leave torchao out")
+    shapes.add_option(parser)
+    contenders.add_options(parser, contenders.ALL_RECIPES)
+    on_or_off = argparse.BooleanOptionalAction
+    parser.add_argument("--limit", action=on_or_off, help="measure the limit (default: on CUDA)")
+    parser.add_argument("--floor", action=on_or_off, help="measure the floor (default: on a CPU)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the speed-ups there")
     options = parser.parse_args(argv)
+    contenders.check(parser, options)
     on_cpu = torch.device(options.device).type == "cpu"
-    if options.compile and on_cpu and not any(map(shutil.which, COMPILERS)):
-        parser.error(
-            f"--compile on a CPU needs a C++ compiler, none of {', '.join(COMPILERS)} found"
-        )
-    options.shapes = options.shapes or (CPU_SHAPES if on_cpu else LLAMA2_70B)
-    options.peer = options.peer and importlib.util.find_spec("torchao") is not None
+    default = CPU_SHAPES if on_cpu else (*LLAMA3_70B, *LLAMA3_8B, *SQUARES)
+    options.shapes = shapes.chosen(options.shapes, default)
+    options.limit = not on_cpu if options.limit is None else options.limit
+    options.floor = on_cpu if options.floor is None else options.floor
     return options
 
 
@@ -198,10 +160,13 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     rows: list[harness.Row] = []
     try:
-        for shape in options.shapes:
+        for shape in harness.in_time(options.shapes, options.stop_after):
             rows += measure(shape, options)
     finally:  # an interrupted run keeps what it measured
-        report.publish("bench_linear", argv, options, rows, COLUMNS)
+        judged = targets.summary(rows) if torch.device(options.device).type == "cuda" else ()
+        made = report.publish("bench_linear", argv, options, rows, COLUMNS, judged)
+        if options.plot is not None and rows:
+            plots.save(made, options.plot)
     ours = [row for row in rows if not row["layer"].startswith(PEER)]
     return int(any(not row.get("refused", True) for row in ours))
 

@@ -28,8 +28,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import harness, report
-from benchmarks.shapes import LLAMA2_70B, Shape, parse_shape
+from benchmarks import harness, report, shapes
+from benchmarks.shapes import LLAMA3_8B, LLAMA3_70B, Shape
 from float8 import Blockwise, Float8Tensor, Rowwise, Tensorwise
 
 BASELINE = "bf16"
@@ -76,16 +76,15 @@ def products(
 def measure(shape: Shape, options: argparse.Namespace) -> list[harness.Row]:
     """One row per granularity, timed in turns with bf16."""
     torch.manual_seed(options.seed)
-    runs, errors = harness.runnable(products(shape, options.granularities, options.device))
-    samples = harness.time_in_turns(runs, options)
+    makers = products(shape, options.granularities, options.device)
+    rounds = harness.take_turns([makers], options)
     rows: list[harness.Row] = []
     for name in options.granularities:
-        row: harness.Row = {"shape": str(shape), "granularity": name}
-        if name in runs:
-            row |= harness.timing(samples[name], samples[BASELINE]) | rates(shape, name, samples)
-            row["sqnr_db"] = harness.sqnr_db(runs[BASELINE](), runs[name]())
-        else:
-            row |= errors[name]
+        row: harness.Row = {**shape.row, "granularity": name}
+        row |= rounds.row(name, BASELINE)
+        if name in rounds.samples:
+            row |= rates(shape, name, rounds.samples)
+            row["sqnr_db"] = harness.sqnr_db(makers[BASELINE]()(), makers[name]()())
         rows.append(row)
     return rows
 
@@ -104,16 +103,17 @@ def rates(shape: Shape, name: str, samples: Mapping[str, list[float]]) -> harnes
 def main(argv: Sequence[str]) -> int:
     """Measure every shape; 1 if a product failed (a refusal is no failure)."""
     parser = harness.parser(__doc__)
-    parser.add_argument("--shapes", nargs="+", type=parse_shape, metavar="M,K,N")
+    shapes.add_option(parser)
     parser.add_argument(
         "--granularities", nargs="+", choices=list(GRANULARITIES), default=list(GRANULARITIES)
     )
     options = parser.parse_args(argv)
     on_cpu = torch.device(options.device).type == "cpu"
-    shapes = options.shapes or (CPU_SHAPES if on_cpu else LLAMA2_70B)
+    default = CPU_SHAPES if on_cpu else (*LLAMA3_70B, *LLAMA3_8B)
+    options.shapes = shapes.chosen(options.shapes, default)
     rows: list[harness.Row] = []
     try:
-        for shape in shapes:
+        for shape in harness.in_time(options.shapes, options.stop_after):
             rows += measure(shape, options)
     finally:  # an interrupted run keeps what it measured
         report.publish("bench_matmul", argv, options, rows, COLUMNS)

@@ -18,7 +18,8 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from typing import Any, TypeVar
 import torch
 
 C = TypeVar("C", bound=Callable[[], object])
+T = TypeVar("T")
 Row = dict[str, Any]
 Timer = Callable[[Callable[[], object], int], float]
 
@@ -115,6 +117,37 @@ def time_in_turns(
     return interleave(candidates, timer, repeats=options.repeats, warmup=options.warmup)
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """What came of candidates that took turns: those that ran, the others' reasons, the samples."""
+
+    runs: Mapping[str, Callable[[], object]]
+    errors: Mapping[str, Row]
+    samples: Mapping[str, list[float]]
+
+    def row(self, name: str, baseline: str) -> Row:
+        """What a row says about time, or why there is none."""
+        if name in self.errors:
+            return self.errors[name]
+        return timing(self.samples[name], self.samples[baseline])
+
+
+def take_turns(
+    groups: Sequence[Mapping[str, Callable[[], Callable[[], object]]]], options: argparse.Namespace
+) -> Rounds:
+    """Make all candidates, and time those that run in the same rounds.
+
+    Of each group, the first one is needed (`runnable`).
+    """
+    runs: dict[str, Callable[[], object]] = {}
+    errors: dict[str, Row] = {}
+    for group in groups:
+        able, unable = runnable(group)
+        runs |= able
+        errors |= unable
+    return Rounds(runs, errors, time_in_turns(runs, options))
+
+
 def paired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> float:
     """Median of the ratios of samples taken in the same round."""
     return median(s / b for s, b in zip(samples, baseline, strict=True))
@@ -138,6 +171,18 @@ def sqnr_db(reference: torch.Tensor, other: torch.Tensor) -> float:
     return 10 * math.log10(max(ratio.item(), 1e-30))
 
 
+def in_time(
+    items: Sequence[T], seconds: float | None, now: Callable[[], float] = time.monotonic
+) -> Iterator[T]:
+    """Items one by one, at least one, until so many seconds have passed; the others are named."""
+    start = now()
+    for index, item in enumerate(items):
+        if seconds is not None and index > 0 and now() - start > seconds:
+            print(f"not measured, for lack of time: {', '.join(map(str, items[index:]))}")
+            return
+        yield item
+
+
 def positive(text: str) -> int:
     """A count, for argparse."""
     if not text.isdecimal() or int(text) < 1:
@@ -155,5 +200,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     options.add_argument("--repeats", type=positive, default=20, help="rounds that are kept")
     options.add_argument("--warmup", type=positive, default=3, help="rounds that are not")
     options.add_argument("--seed", type=int, default=0, help="of the random operands")
+    options.add_argument(
+        "--stop-after", type=positive, metavar="SECONDS", help="begin nothing new after that"
+    )
     options.add_argument("-o", "--output", type=Path, metavar="FILE", help="write JSON there")
     return options

@@ -27,11 +27,20 @@ from benchmarks.harness import Row
 Columns = Mapping[str, tuple[str, str]]  # a row's key -> its header and its number format
 
 SCHEMA = 1
+TARGET_COLUMNS = {
+    "layer": ("layer", ""),
+    "mode": ("mode", ""),
+    "against": ("against", ""),
+    "target": ("target", ".2f"),
+    "measured": ("measured", ".2f"),
+    "met": ("met", ""),
+}
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def table(rows: Sequence[Row], columns: Columns) -> str:
-    """Rows as text. A key that a row lacks is an empty cell."""
+    """Rows as text. A key that a row lacks is an empty cell, one that all lack no column."""
+    columns = {key: column for key, column in columns.items() if any(key in row for row in rows)}
     cells = [
         [format(row[key], spec) if key in row else "" for key, (_, spec) in columns.items()]
         for row in rows
@@ -97,14 +106,19 @@ def publish(
     options: argparse.Namespace,
     rows: Sequence[Row],
     columns: Columns,
-) -> None:
-    """Print the table, and with `-o` write it as JSON together with all that made it."""
+    targets: Sequence[Row] = (),
+) -> Row:
+    """Print the table, and with `-o` write it as JSON together with all that made it.
+
+    `targets` say what should have been measured: rows with layer, mode, against, target, measured
+    and met. Returns what is written.
+    """
     text = table(rows, columns)
     where = environment(options.device)
     print(f"{name}: {where['device']}, torch {where['torch']}, {where['threads']} threads")
     print(text)
-    if options.output is None:
-        return
+    if targets:
+        print(table(targets, TARGET_COLUMNS))
     report = {
         "schema": SCHEMA,
         "benchmark": name,
@@ -115,5 +129,10 @@ def publish(
         "rows": list(rows),
         "table": text.splitlines(),
     }
+    if targets:
+        report["targets"] = list(targets)
+    if options.output is None:
+        return report
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    return report

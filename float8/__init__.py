@@ -19,11 +19,13 @@ from float8.convert import (
     convert_to_float8_training,
     high_precision,
 )
+from float8.estimate import estimate, faster_layers
 from float8.formats import E4M3, E5M2, Format
 from float8.granularity import Blockwise, Rowwise, Tensorwise
 from float8.linear import Float8Linear, float8_linear
 from float8.sync import sync_float8_amax_and_scale_history
 from float8.tensor import Float8Tensor
+from float8.weight_cache import cached_weights
 
 __version__ = "0.1.0"
 
@@ -41,8 +43,11 @@ __all__ = [
     "Rowwise",
     "ScalingType",
     "Tensorwise",
+    "cached_weights",
     "convert_from_float8_training",
     "convert_to_float8_training",
+    "estimate",
+    "faster_layers",
     "filters",
     "float8_linear",
     "high_precision",

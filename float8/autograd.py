@@ -22,7 +22,7 @@ saved-tensor hooks and FSDP see ordinary tensors.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +30,19 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import Float8LinearConfig, Gemm, LinearPlan
-from float8.scaling import DelayedState, quantize
+from float8.scaling import DelayedState, Pair, quantize, quantize_again, quantize_both, transposed
+from float8.tensor import Float8Tensor
 
-Pair = tuple[Tensor, Tensor]
 States = tuple[DelayedState | None, DelayedState | None, DelayedState | None]
 STATELESS: States = (None, None, None)
+
+
+class CachedWeight(NamedTuple):
+    """A weight in float8 that was cast before the call, for both GEMMs that read it."""
+
+    rows: Pair  # w_NK, for the output
+    cols: Pair  # w_KN, for grad_input
+    dtype: torch.dtype  # what the weight was rounded to before its cast
 
 
 def _product(
@@ -60,13 +68,15 @@ def _product(
     )
 
 
-def _transposed(pair: Pair) -> Pair:
-    data, scale = pair
-    return data.t(), scale.t()
+def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # Tensor.to costs a microsecond where there is nothing to do.
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _as_matrix(x: Tensor) -> Tensor:
     """(..., K) -> (M, K), also where M or K is 0."""
+    if x.dim() == 2:
+        return x
     return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
@@ -84,29 +94,32 @@ class _Float8LinearFunction(torch.autograd.Function):
         states: States,
         record: bool,
         grad_enabled: bool,
+        cached: CachedWeight | None = None,
     ) -> Tensor:
         plan = config.plan
+        needs_x, needs_w = (grad_enabled and needs for needs in ctx.needs_input_grad[:2])
         # Rounding to the compute dtype first makes autocast, DDP and FSDP cast the same bits.
-        x_MK = _as_matrix(x).to(dtype)
         bias = None if bias_N is None else bias_N.to(dtype)
-        x_pair = w_scale = None
-        if plan.output.a is not None and plan.output.b is not None:
-            x_pair = quantize(x_MK, plan.output.a, states[0], record)
-            w_pair = quantize(w_NK.to(dtype), plan.output.b, states[1], record)
-            w_scale = w_pair[1] if plan.reuses_weight else None
+        x_pair, saved_x = _cast_input(x, dtype, config, states[0], record, needs_w)
+        saved_w = (w_NK, None) if cached is None else cached.cols
+        if x_pair is not None and plan.output.b is not None:
+            w_pair = cached.rows if cached is not None else None
+            if w_pair is None:
+                w_pair = quantize(
+                    _to(w_NK, dtype), plan.output.b, states[1], record, emulate=config.emulate
+                )
+                saved_w = (w_NK, w_pair[1] if plan.reuses_weight else None)
             out_MN = _product(plan.output, x_pair, w_pair, bias, dtype, config)
         else:
-            out_MN = F.linear(x_MK, w_NK.to(dtype), bias)
-        needs_x, needs_w = (grad_enabled and needs for needs in ctx.needs_input_grad[:2])
-        saved_x = _saved_input(plan, x_MK, x_pair, states[0]) if needs_w else (None, None)
-        saved_w = (w_NK, w_scale) if needs_x else (None, None)
+            out_MN = F.linear(_as_matrix(x).to(dtype), w_NK.to(dtype), bias)
         # The delayed scales too: autograd then notices a sync between forward and backward.
         scales = [state.scale for state in states if state is not None]
-        ctx.save_for_backward(*saved_x, *saved_w, *scales)
+        ctx.save_for_backward(*saved_x, *(saved_w if needs_x else (None, None)), *scales)
         ctx.config, ctx.dtype, ctx.states, ctx.record = config, dtype, states, record
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, w_NK.dtype
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
-        return out_MN.reshape(*x.shape[:-1], w_NK.shape[0])
+        ctx.is_weight_cached = cached is not None
+        return out_MN if x.dim() == 2 else out_MN.reshape(*x.shape[:-1], w_NK.shape[0])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -117,54 +130,108 @@ class _Float8LinearFunction(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         plan: LinearPlan = ctx.config.plan
-        x_KM, x_scale, w_NK, w_scale = _saved_tensors(ctx)[:4]
+        emulate: bool = ctx.config.emulate
+        x_KM, x_scale, w, w_scale = _saved_tensors(ctx)[:4]
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         g_MN = _as_matrix(g)
-        grad_x = grad_w = g_pair = None
-        if needs_x and plan.grad_input.a is not None and plan.grad_input.b is not None:
-            g_pair = quantize(g_MN, plan.grad_input.a, ctx.states[2], ctx.record)
-            if needs_w and plan.reuses_grad_output:
-                g_pair = (kernels.prepare(g_pair[0], ctx.config.emulate), g_pair[1])
-            w_pair = _weight_for_grad_input(plan, w_NK.to(ctx.dtype), w_scale, ctx.states[1])
+        g_pair, g_col = quantize_both(
+            g_MN,
+            plan.grad_input.a if needs_x else None,
+            plan.grad_weight.a if needs_w else None,
+            plan.reuses_grad_output,
+            ctx.states[2],
+            ctx.record,
+            emulate,
+        )
+        if g_pair is not None and g_col is not None and plan.reuses_grad_output:
+            codes = kernels.prepare(g_pair[0], emulate)
+            if codes is not g_pair[0]:  # decoded once for both products
+                g_pair = (codes, g_pair[1])
+                g_col = transposed(g_pair)
+        grad_x = grad_w = None
+        if needs_x and g_pair is not None:
+            is_cached = ctx.is_weight_cached
+            w_pair = (w, w_scale) if is_cached else _cast_saved_weight(ctx, w, w_scale)
             grad_x = _product(plan.grad_input, g_pair, w_pair, None, ctx.dtype, ctx.config)
         elif needs_x:
-            grad_x = g_MN @ w_NK.to(ctx.dtype)
-        if needs_w and plan.grad_weight.a is not None:
-            if g_pair is not None and plan.reuses_grad_output:
-                g_pair = _transposed(g_pair)
-            else:
-                g_pair = quantize(g_MN.t(), plan.grad_weight.a, ctx.states[2], ctx.record)
+            grad_x = g_MN @ w.to(ctx.dtype)
+        if needs_w and g_col is not None:
             x_pair = (x_KM, x_scale)
-            grad_w = _product(plan.grad_weight, g_pair, x_pair, None, ctx.dtype, ctx.config)
+            grad_w = _product(plan.grad_weight, g_col, x_pair, None, ctx.dtype, ctx.config)
         elif needs_w:
             grad_w = g_MN.t() @ x_KM.t()
         return (
-            None if grad_x is None else grad_x.reshape(ctx.x_shape).to(ctx.x_dtype),
-            None if grad_w is None else grad_w.to(ctx.w_dtype),
+            None if grad_x is None else _to(grad_x, ctx.x_dtype).reshape(ctx.x_shape),
+            None if grad_w is None else _to(grad_w, ctx.w_dtype),
             g_MN.sum(0).to(ctx.bias_dtype) if needs_bias else None,
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 
-def _saved_input(
-    plan: LinearPlan, x_MK: Tensor, x_pair: Pair | None, state: DelayedState | None
-) -> tuple[Tensor, Tensor | None]:
-    """The x_KM that grad_weight will read: float8 data and scale, or high precision and None."""
-    if plan.grad_weight.b is None:
-        return x_MK.t(), None
-    if x_pair is not None and plan.reuses_input:
-        return _transposed(x_pair)
-    return quantize(x_MK.t(), plan.grad_weight.b, state)
+def _cast_input(
+    x: Tensor,
+    dtype: torch.dtype,
+    config: Float8LinearConfig,
+    state: DelayedState | None,
+    record: bool,
+    needs_w: bool,
+) -> tuple[Pair | None, tuple[Tensor | None, Tensor | None]]:
+    """The pair that the output GEMM reads, and the x_KM that grad_weight will read.
+
+    Either is None where its GEMM is not wanted; an x_KM in high precision has no scale.
+    """
+    plan = config.plan
+    if isinstance(x, Float8Tensor):
+        return _input_in_float8(x, needs_w)
+    x_MK = _to(_as_matrix(x), dtype)
+    by_col = plan.grad_weight.b if needs_w else None
+    pair, col = quantize_both(
+        x_MK, plan.output.a, by_col, plan.reuses_input, state, record, config.emulate
+    )
+    if needs_w and col is None:
+        return pair, (x_MK.t(), None)
+    return pair, col or (None, None)
 
 
-def _weight_for_grad_input(
-    plan: LinearPlan, w_NK: Tensor, w_scale: Tensor | None, state: DelayedState | None
-) -> Pair:
+def _input_in_float8(
+    x: Float8Tensor, needs_w: bool
+) -> tuple[Pair, tuple[Tensor | None, Tensor | None]]:
+    data, scale = (_as_matrix(part) for part in x.data_and_scale)
+    if not needs_w:
+        return (data, scale), (None, None)
+    return (data, scale), (data.t() if x.data_t is None else x.data_t, scale.t())
+
+
+def _cast_saved_weight(ctx: Any, w_NK: Tensor, w_scale: Tensor | None) -> Pair:
     """w_KN in float8: forward's cast again, with its scale, where the two are the same cast."""
+    plan: LinearPlan = ctx.config.plan
+    w_NK, emulate = _to(w_NK, ctx.dtype), ctx.config.emulate
     if plan.output.b is not None and w_scale is not None:
-        return _transposed(quantize(w_NK, plan.output.b, scale=w_scale))
+        return quantize_again(w_NK, plan.output.b, w_scale, emulate)
     assert plan.grad_input.b is not None
-    return quantize(w_NK.t(), plan.grad_input.b, state)
+    return quantize(w_NK.t(), plan.grad_input.b, ctx.states[1], emulate=emulate)
+
+
+def cast_weight(
+    w_NK: Tensor, config: Float8LinearConfig, state: DelayedState | None, record: bool
+) -> CachedWeight | None:
+    """A weight, in the compute dtype, cast for both GEMMs; None if one is in high precision."""
+    plan = config.plan
+    if plan.output.b is None or plan.grad_input.b is None:
+        return None
+    with torch.no_grad():
+        rows, cols = quantize_both(
+            w_NK,
+            plan.output.b,
+            plan.grad_input.b,
+            plan.reuses_weight,
+            state,
+            record,
+            config.emulate,
+        )
+    assert rows is not None
+    assert cols is not None
+    return CachedWeight(rows, cols, w_NK.dtype)
 
 
 def _saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
@@ -207,22 +274,29 @@ def linear_in_float8(
     config: Float8LinearConfig,
     states: States,
     record: bool,
+    cached: CachedWeight | None = None,
 ) -> Tensor:
     """``input @ weight.T + bias`` as the config says; autocast is respected.
 
     Args:
-        input: (..., K).
+        input: (..., K); a `Float8Tensor` is multiplied as it is.
         weight: (N, K).
         bias: (N,) or None.
         config: the casts and GEMMs.
         states: of the delayed casts of input, weight and grad_output, None for others.
         record: whether delayed casts record amaxes.
+        cached: the weight in float8, if it was cast before (`cast_weight`).
 
     Returns:
         (..., N) in the compute dtype.
     """
     dtype, grad_enabled = compute_dtype(input), torch.is_grad_enabled()
-    args = (input, weight, bias, config, dtype, states, record, grad_enabled)
+    if cached is not None and cached.dtype != dtype:
+        raise ValueError(
+            f"the weight was cached in {cached.dtype} and is used in {dtype}: enter "
+            "cached_weights(model) in the autocast state in which the model runs"
+        )
+    args = (input, weight, bias, config, dtype, states, record, grad_enabled, cached)
     with _without_autocast(input.device.type):
         return _Float8LinearFunction.apply(*args)
 

@@ -234,6 +234,11 @@ class Float8LinearConfig:
         enable_pre_and_post_forward: check dtype, shape and device support at each call; False
             leaves bad input to the kernels' own errors, for the least Python overhead.
 
+    Attributes:
+        plan: the three GEMMs and their casts.
+        uses_delayed_scaling: whether any operand keeps an amax history, so that ``sync`` must be
+            called.
+
     Raises:
         ValueError: a GEMM that no hardware runs: one operand in float8 and the other not, or E5M2
             for both; or a delayed second use that is not the first. The message names the GEMM,
@@ -254,11 +259,16 @@ class Float8LinearConfig:
     emulate: bool = False
     enable_amax_init: bool = True
     enable_pre_and_post_forward: bool = True
-    plan: LinearPlan = field(init=False, repr=False, compare=False)  # what all of this means
+    # What all of this means, computed once: the layer reads it at every call.
+    plan: LinearPlan = field(init=False, repr=False, compare=False)
+    uses_delayed_scaling: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check_second_uses()
         object.__setattr__(self, "plan", self._resolve())
+        casts = (self.cast_config_input, self.cast_config_weight, self.cast_config_grad_output)
+        delayed = any(c.scaling_type is ScalingType.DELAYED for c in casts)
+        object.__setattr__(self, "uses_delayed_scaling", delayed)
 
     @classmethod
     def from_recipe_name(cls, name: str) -> Float8LinearConfig:
@@ -303,12 +313,6 @@ class Float8LinearConfig:
             reuses_weight=_same_bytes(output.b, grad_input.b),
             reuses_grad_output=_same_bytes(grad_input.a, grad_weight.a),
         )
-
-    @property
-    def uses_delayed_scaling(self) -> bool:
-        """Whether any operand keeps an amax history, so that ``sync`` must be called."""
-        casts = (self.cast_config_input, self.cast_config_weight, self.cast_config_grad_output)
-        return any(c.scaling_type is ScalingType.DELAYED for c in casts)
 
     def _check_second_uses(self) -> None:
         # A history belongs to an operand, and an operand has one: that of its first use.

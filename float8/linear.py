@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from float8.autograd import STATELESS, autocasts, compute_dtype, linear_in_float8
+from float8.autograd import (
+    STATELESS,
+    CachedWeight,
+    States,
+    autocasts,
+    compute_dtype,
+    linear_in_float8,
+)
 from float8.cast import Cast, DelayedCast, make_cast
 from float8.config import Float8LinearConfig
 from float8.formats import E4M3, E5M2
@@ -76,6 +83,7 @@ class Float8Linear(nn.Linear):
         self.config = config
         self.fqn = fqn
         self.high_precision = 0  # how many float8.high_precision contexts are open
+        self.cached_weight: CachedWeight | None = None  # written by float8.weight_cache only
         formats = (E4M3, E4M3, E5M2)
         casts = (
             config.cast_config_input,
@@ -108,9 +116,15 @@ class Float8Linear(nn.Linear):
                 raise type(error)(f"{self._name}: {error}")
             self._check_device(input)
         record = self.training and torch.is_grad_enabled()
+        return linear_in_float8(
+            input, self.weight, self.bias, self.config, self._states(), record, self.cached_weight
+        )
+
+    def _states(self) -> States:
+        if not self.config.uses_delayed_scaling:
+            return STATELESS
         x_cast, w_cast, g_cast = self.casts
-        states = (x_cast.state, w_cast.state, g_cast.state)
-        return linear_in_float8(input, self.weight, self.bias, self.config, states, record)
+        return x_cast.state, w_cast.state, g_cast.state
 
     @property
     def _name(self) -> str:
@@ -139,6 +153,10 @@ class Float8Linear(nn.Linear):
             if not any(key.startswith(f"{prefix}{name}.") for key in state_dict):
                 cast.start_beside(weight)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: a copied weight changes on its own, so its cache stays behind."""
+        return self.__dict__ | {"cached_weight": None}
+
     def extra_repr(self) -> str:
         """As ``nn.Linear``, and what differs from the casts printed below it."""
         parts = [super().extra_repr()]
@@ -154,7 +172,7 @@ class Float8Linear(nn.Linear):
 
 
 _CAST_NAMES = ("cast_input", "cast_weight", "cast_grad_output")
-_OWN_ATTRIBUTES = ("config", "fqn", "high_precision")
+_OWN_ATTRIBUTES = ("config", "fqn", "high_precision", "cached_weight")
 
 
 def _with_state_of(source: nn.Linear, cls: Any) -> Any:

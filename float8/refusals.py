@@ -84,9 +84,11 @@ def refuses_call(
             continue
         if name == "grad_weight" and not weight.requires_grad:
             continue
-        if (reason := refuses_device(arch, gemm.a.block, gemm.b.block, dtype)) is not None:
+        product = (arch, gemm.a.block, gemm.b.block, dtype)
+        if (reason := refuses_device(*product)) is not None:
             return f"{name}: {reason}"
-        if (reason := refuses_sizes(*sizes[name])) is not None and not config.pad_inner_dim:
+        reason = refuses_sizes(*product, *sizes[name])
+        if reason is not None and not config.pad_inner_dim:
             return (
                 f"{name} GEMM of {tokens} tokens, in_features={in_features}, "
                 f"out_features={out_features}: {reason}; filter the layer out with "

@@ -1,7 +1,9 @@
 """Scales and casts of one operand: pure functions on plain tensors.
 
 `quantize` turns a matrix, in the orientation of the GEMM that reads it, into ``(data, scale)`` as
-its `OperandCast` says. Where the scale comes from is the whole difference between the types:
+its `OperandCast` says; `quantize_both` does it for the two GEMMs that contract its two dimensions,
+from one read where there is a kernel for it. Where the scale comes from is the whole difference
+between the types:
 
 - dynamic: from the amax of this very tensor;
 - static: a constant;
@@ -37,14 +39,18 @@ class DelayedState(NamedTuple):
     ready: bool
 
 
+Pair = tuple[Tensor, Tensor]
+
+
 def quantize(
     x: Tensor,
     cast: OperandCast,
     state: DelayedState | None = None,
     record: bool = False,
     scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Cast a matrix to float8.
+    emulate: bool = False,
+) -> Pair:
+    """Cast a matrix to float8 for one GEMM.
 
     Args:
         x: (rows, contraction), float32, bfloat16 or float16, any strides.
@@ -54,29 +60,113 @@ def quantize(
             recomputation of the same forward changes nothing).
         scale: the scale that an earlier call found for this x (transposed with it), to save the
             second search.
+        emulate: run the reference on a CUDA device too.
 
     Returns:
         float8 data of x's shape, and its float32 scale of shape ``ceil(shape / block)``.
     """
     fmt = on_device(cast.format, x.device)
+    if kernels.runs_kernel(x.device, cast.block, emulate):
+        return _by_kernel(x, cast, state, record, scale, rows=True, cols=False)[:2]
     fits = cast.scaling_type is ScalingType.DYNAMIC
     if scale is None:
         scale = _scale(x, cast, fmt.max, state, record)
     return kernels.cast(x, scale, cast.block, fmt.dtype, fits), scale
 
 
+def quantize_both(
+    x: Tensor,
+    by_row: OperandCast | None,
+    by_col: OperandCast | None,
+    share: bool,
+    state: DelayedState | None = None,
+    record: bool = False,
+    emulate: bool = False,
+) -> tuple[Pair | None, Pair | None]:
+    """Cast a matrix for the GEMM that contracts its rows and the one that contracts its columns.
+
+    Args:
+        x: any strides.
+        by_row: the cast for the GEMM whose operand is x; None if there is no such GEMM.
+        by_col: the cast for the GEMM whose operand is ``x.t()``, stated for that; or None.
+        share: whether the two are one cast, so that the second has the first one's bytes.
+        state, record, emulate: see `quantize`; an amax is recorded once.
+
+    Returns:
+        the pair for x and the pair for ``x.t()``, None where not asked for. On a CPU the second
+        shares the first one's bytes where the casts allow it.
+    """
+    if by_row is None or by_col is None:
+        rows = None if by_row is None else quantize(x, by_row, state, record, None, emulate)
+        cols = None if by_col is None else quantize(x.t(), by_col, state, record, None, emulate)
+        return rows, cols
+    if kernels.runs_kernel(x.device, by_row.block, emulate) and by_row == by_col:
+        both = _by_kernel(x, by_row, state, record, None, rows=True, cols=True)
+        return both[:2], both[2:]
+    rows = quantize(x, by_row, state, record, None, emulate)
+    if share:
+        return rows, transposed(rows)
+    return rows, quantize(x.t(), by_col, state, False, None, emulate)
+
+
+def quantize_again(x: Tensor, cast: OperandCast, scale: Tensor, emulate: bool = False) -> Pair:
+    """What an earlier ``quantize(x, cast)`` returned, transposed: the same bytes, from x again.
+
+    For an operand whose second use shares the first one's bytes, which nobody kept.
+
+    Args:
+        x, cast, emulate: as then.
+        scale: the scale that it found.
+    """
+    if kernels.runs_kernel(x.device, cast.block, emulate):
+        return _by_kernel(x, cast, None, False, scale, rows=False, cols=True)[2:]
+    return transposed(quantize(x, cast, scale=scale, emulate=emulate))
+
+
+def transposed(pair: Pair) -> Pair:
+    """The same bytes for the transpose."""
+    data, scale = pair
+    return data.t(), scale if scale.numel() == 1 else scale.t()
+
+
+def _by_kernel(
+    x: Tensor,
+    cast: OperandCast,
+    state: DelayedState | None,
+    record: bool,
+    scale: Tensor | None,
+    rows: bool,
+    cols: bool,
+) -> kernels.Orientations:
+    fmt = on_device(cast.format, x.device)
+    delayed = state if cast.scaling_type is ScalingType.DELAYED else None
+    amax = delayed.current_amax if delayed is not None and record else None
+    if scale is None and delayed is not None and delayed.ready:
+        scale = delayed.scale.reshape(1, 1)
+    elif scale is None:
+        scale = _static_scale(cast, x.device)
+    return kernels.cast_operand(
+        x, cast.block, fmt.dtype, cast.power_of_two_scale, scale, rows, cols, amax
+    )
+
+
+def _static_scale(cast: OperandCast, device: torch.device) -> Tensor | None:
+    if cast.static_scale is None:
+        return None
+    return torch.full((1, 1), cast.static_scale, dtype=torch.float32, device=device)
+
+
 def _scale(
     x: Tensor, cast: OperandCast, format_max: float, state: DelayedState | None, record: bool
 ) -> Tensor:
-    if cast.static_scale is not None:
-        return torch.full((1, 1), cast.static_scale, dtype=torch.float32, device=x.device)
+    if (static := _static_scale(cast, x.device)) is not None:
+        return static
     delayed = state if cast.scaling_type is ScalingType.DELAYED else None
     if delayed is not None and delayed.ready and not record:
         return delayed.scale.reshape(1, 1)
     amax = kernels.amax(x, cast.block)
     if delayed is not None and record:
-        current = delayed.current_amax
-        torch.maximum(current, amax.reshape(()), out=current)
+        kernels.record_amax(delayed.current_amax, amax)
     if delayed is not None and delayed.ready:
         return delayed.scale.reshape(1, 1)
     return kernels.scale_from_amax(amax, format_max, cast.power_of_two_scale)

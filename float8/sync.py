@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,12 @@ def sync_float8_amax_and_scale_history(model: nn.Module) -> None:
     with torch.no_grad():
         for casts in by_device.values():
             _sync_on_one_device(casts)
+    for callback in AFTER_SYNC:
+        callback(model)
+
+
+# Called with the model after each sync: for rooms above, which keep what follows from scales.
+AFTER_SYNC: list[Callable[[nn.Module], None]] = []
 
 
 def _sync_on_one_device(casts: list[DelayedCast]) -> None:

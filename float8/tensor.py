@@ -13,6 +13,7 @@ Every operation is registered in ``float8/dispatch/``; one that is not says so a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,9 @@ class Float8Tensor(Tensor):
         scale: float32 > 0 of shape ``ceil(shape / block)``; ``value = data * scale``.
         block: one extent per dimension, -1 for the whole dimension.
         dtype: the high-precision dtype that the tensor reports and dequantises to.
+        data_t: the codes of the transpose, row-major, of the matrix that the tensor is with its
+            leading dimensions flattened: (K, M) for (..., K). For the GEMM that contracts M, so
+            that nobody need transpose; every op on the tensor leaves it behind.
 
     Raises:
         TypeError: data is not float8, scale not float32, or dtype not a high-precision one.
@@ -44,14 +48,22 @@ class Float8Tensor(Tensor):
     _data: Tensor
     _scale: Tensor
     _block: Block
+    _data_t: Tensor | None
 
     @staticmethod
-    def __new__(cls, data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Float8Tensor:
+    def __new__(
+        cls,
+        data: Tensor,
+        scale: Tensor,
+        block: Block,
+        dtype: torch.dtype,
+        data_t: Tensor | None = None,
+    ) -> Float8Tensor:
         """See the class."""
         # A view of a tensor from outside inference_mode is, like its base, no inference tensor.
         if torch.is_inference_mode_enabled() and not data.is_inference():
             with torch.inference_mode(False):
-                return Float8Tensor.__new__(cls, data, scale, block, dtype)
+                return Float8Tensor.__new__(cls, data, scale, block, dtype, data_t)
         self: Float8Tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             data.size(),
@@ -64,11 +76,19 @@ class Float8Tensor(Tensor):
         )
         return self
 
-    def __init__(self, data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> None:
-        _check_parts(data, scale, block, dtype)
+    def __init__(
+        self,
+        data: Tensor,
+        scale: Tensor,
+        block: Block,
+        dtype: torch.dtype,
+        data_t: Tensor | None = None,
+    ) -> None:
+        _check_parts(data, scale, block, dtype, data_t)
         self._data = data
         self._scale = scale
         self._block = tuple(block)
+        self._data_t = data_t
 
     @staticmethod
     def from_high_precision(
@@ -117,6 +137,11 @@ class Float8Tensor(Tensor):
         return self._data, self._scale
 
     @property
+    def data_t(self) -> Tensor | None:
+        """The codes of the transpose, row-major, if whoever made the tensor made them too."""
+        return self._data_t
+
+    @property
     def block(self) -> Block:
         """The extent per dimension that shares a scale; -1 is the whole dimension."""
         return self._block
@@ -142,18 +167,20 @@ class Float8Tensor(Tensor):
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Block, torch.dtype]]:
-        return ["_data", "_scale"], (self._block, self.dtype)
+        parts = ["_data", "_scale"] + ([] if self._data_t is None else ["_data_t"])
+        return parts, (self._block, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], meta: tuple[Block, torch.dtype], size: Any, stride: Any
     ) -> Float8Tensor:
         block, dtype = meta
-        return Float8Tensor(inner["_data"], inner["_scale"], block, dtype)
+        return Float8Tensor(inner["_data"], inner["_scale"], block, dtype, inner.get("_data_t"))
 
     def _stable_hash_for_caching(self) -> str:
         """A key for torch.compile's cache on disk: all that its graphs depend on."""
-        parts = [(t.dtype, t.device, tuple(t.shape), t.stride()) for t in self.data_and_scale]
+        tensors = [*self.data_and_scale, *([] if self._data_t is None else [self._data_t])]
+        parts = [(t.dtype, t.device, tuple(t.shape), t.stride()) for t in tensors]
         return repr((parts, self._block, self.dtype, self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -252,7 +279,9 @@ class _Dequantize(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
-def _check_parts(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> None:
+def _check_parts(
+    data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, data_t: Tensor | None
+) -> None:
     format_of(data.dtype)
     if dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"a Float8Tensor stands for a float32, bfloat16 or float16, not {dtype}")
@@ -265,6 +294,13 @@ def _check_parts(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) 
             f"scale must have shape {expected} for data of shape {tuple(data.shape)} and block "
             f"{tuple(block)}, got {tuple(scale.shape)}"
         )
+    if data_t is not None:
+        expected = data.shape[-1:] + (math.prod(data.shape[:-1]),)
+        if (data_t.dtype, data_t.shape) != (data.dtype, expected):
+            raise ValueError(
+                f"data_t must be {data.dtype} of shape {tuple(expected)} for data of shape "
+                f"{tuple(data.shape)}, got {data_t.dtype} {tuple(data_t.shape)}"
+            )
     # On a device the look would stall the stream; fake and traced tensors have nothing to look at.
     is_plain_cpu = type(scale) is Tensor and scale.device.type == "cpu"
     if is_plain_cpu and not torch.compiler.is_compiling() and bool((scale <= 0).any()):

@@ -8,8 +8,10 @@
 # the next, and every part is attempted. The exit status is that of the whole: 0 if all succeeded.
 #
 # OUTDIR holds: report.txt (how each part ended, all tables), pytest.log (the end of the tests'
-# output), junit_cuda.xml, junit_other.xml, bench_matmul.json, bench_linear.json and
-# bench_linear_compile.json.
+# output), junit_cuda.xml, junit_other.xml, and a JSON file per benchmark: bench_linear.json is the
+# layer of the targets, eager and compiled, bench_linear_sweep.json all layers and squares, eager.
+# Parts come in order of importance; benchmarks stop by themselves before their limit and name what
+# they left out, as a rule the largest square.
 set -uo pipefail
 
 if [ $# -ne 1 ]; then
@@ -77,12 +79,20 @@ benchmark() {
     tail -n 60 "$log" | tee -a "$report"
 }
 
-tests cuda 140 "cuda"
-tests other 120 "not cuda"
-benchmark bench_matmul 55 benchmarks/bench_matmul.py
-benchmark bench_linear 75 benchmarks/bench_linear.py
-benchmark bench_linear_compile 100 \
-    benchmarks/bench_linear.py --compile --shapes attn.wqkv ffn.w13
+tests cuda 130 "cuda"
+tests other 100 "not cuda"
+benchmark bench_linear 105 benchmarks/bench_linear.py --shapes 70b.attn.wo \
+    --modes eager compiled --recipes tensorwise static rowwise blockwise --repeats 10
+benchmark bench_matmul 30 benchmarks/bench_matmul.py --repeats 10 --stop-after 20
+benchmark bench_casts 30 benchmarks/bench_casts.py --repeats 10 --stop-after 20
+benchmark bench_model 60 benchmarks/bench_model.py --modes eager compiled \
+    --recipes tensorwise --blocks 2 --repeats 5
+benchmark bench_linear_sweep 50 benchmarks/bench_linear.py --repeats 5 --warmup 2 \
+    --shapes 70b 8b squares --stop-after 30
+part "predicted against measured" 15 \
+    python3 -m float8.estimate --check "$out/bench_linear.json" --device measured
+tail -n 60 "$log" | tee -a "$report"
+benchmark bench_overhead 10 benchmarks/bench_overhead.py --shapes 16,16,16 --repeats 10
 
 if [ ${#failed[@]} -gt 0 ]; then
     printf -v names '%s, ' "${failed[@]}"

@@ -33,6 +33,7 @@ FLOORS = {
     "linear": 3.05,
     "filters": 3.0,
     "sync": 3.0,
+    "weight_cache": 3.1,
     "convert": 3.1,  # which puts layers into models
     "unit_scaling": 4,
     "distributed": 4,

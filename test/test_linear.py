@@ -20,9 +20,9 @@ from float8 import (
     convert_to_float8_training,
     float8_linear,
     high_precision,
+    kernels,
 )
 from float8.config import RECIPES
-from float8.scaling import quantize
 
 OFF = CastConfig(scaling_type=ScalingType.DISABLED)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -230,7 +230,7 @@ def test_the_functional_form_respects_autocast():
 def test_without_gradients_only_the_output_is_cast_for():
     layer = Float8Linear(64, 48, config=RECIPES["rowwise"])
     x = torch.randn(32, 64)
-    with mock.patch("float8.autograd.quantize", wraps=quantize) as cast, torch.no_grad():
+    with mock.patch("float8.kernels.cast", wraps=kernels.cast) as cast, torch.no_grad():
         layer(x)
     assert cast.call_count == 2
 

@@ -43,7 +43,8 @@ def test_every_measured_ratio_is_the_one_in_its_result_file():
 def _ratios(name):
     path = ROOT / "benchmarks" / "results" / f"{name}.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    return {row["layer"]: (row["ratio"], round(row["saved_ratio"], 2)) for row in rows}
+    layers = [row for row in rows if "saved_ratio" in row]  # the floor saves nothing
+    return {row["layer"]: (row["ratio"], round(row["saved_ratio"], 2)) for row in layers}
 
 
 def test_every_command_names_a_file_that_exists():

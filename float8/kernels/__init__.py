@@ -2,12 +2,33 @@
 
 ``reference.py`` defines every op in plain PyTorch, to the bit where bits are defined, and is the
 path that runs where there is no float8 hardware. ``scaled_mm.py`` chooses between it and the
-tensor cores, and explains refusals. A faster kernel is one file here and one candidate there.
+tensor cores, ``casts.py`` between it and the Triton kernels of ``gpu/``; both explain refusals. A
+new kernel is one file in ``gpu/`` and one row in a table of theirs.
 
-May import: ``float8.granularity``, ``float8.formats``, torch.
+May import: ``float8.granularity``, ``float8.formats``, torch; ``gpu/`` also Triton.
 """
 
-from float8.kernels.reference import MIN_SCALE, amax, cast, dequantize, scale_from_amax
+from float8.kernels.casts import Orientations, cast_operand, runs_kernel
+from float8.kernels.reference import (
+    MIN_SCALE,
+    amax,
+    cast,
+    dequantize,
+    record_amax,
+    scale_from_amax,
+)
 from float8.kernels.scaled_mm import prepare, scaled_mm
 
-__all__ = ["MIN_SCALE", "amax", "cast", "dequantize", "prepare", "scale_from_amax", "scaled_mm"]
+__all__ = [
+    "MIN_SCALE",
+    "Orientations",
+    "amax",
+    "cast",
+    "cast_operand",
+    "dequantize",
+    "prepare",
+    "record_amax",
+    "runs_kernel",
+    "scale_from_amax",
+    "scaled_mm",
+]

@@ -27,6 +27,7 @@ from torch import Tensor
 from float8.granularity import WHOLE, Block, scale_shape
 
 MIN_SCALE = torch.finfo(torch.float32).tiny  # 2^-126
+_SMALL = 8192  # elements below which, in eager mode, fewer calls beat faster passes
 
 
 def amax(x: Tensor, block: Block) -> Tensor:
@@ -39,15 +40,27 @@ def amax(x: Tensor, block: Block) -> Tensor:
     Returns:
         float32 of shape ``ceil(x.shape / block)``.
     """
-    shape = scale_shape(x.shape, block)
     if x.numel() == 0:
-        return torch.zeros(shape, dtype=torch.float32, device=x.device)
-    if all(extent == WHOLE for extent in block):
-        # aminmax reads x once and writes two numbers; abs().amax() writes all of |x| in eager mode.
-        smallest, largest = torch.aminmax(x)
-        return torch.maximum(largest, -smallest).to(torch.float32).reshape(shape)
+        return torch.zeros(scale_shape(x.shape, block), dtype=torch.float32, device=x.device)
+    is_small = x.numel() < _SMALL and not torch.compiler.is_compiling()
+    if block.count(WHOLE) == len(block) and not is_small:
+        # aminmax reads x once and writes two numbers; in eager mode abs() would write all of |x|.
+        # In storage order: it is many times slower over columns.
+        in_order = x.t() if x.dim() == 2 and x.stride(0) == 1 else x
+        smallest, largest = torch.aminmax(in_order)
+        found = torch.maximum(largest, -smallest).to(torch.float32)
+        return found.reshape((1,) * len(block))
+    if block.count(WHOLE) + block.count(1) == len(block):
+        lines = [dim for dim, extent in enumerate(block) if extent == WHOLE]
+        return x.abs().amax(lines, keepdim=True).to(torch.float32)
+    shape = scale_shape(x.shape, block)
     tiles, inside = _tiles(x, block)
     return tiles.abs().amax(inside).to(torch.float32).reshape(shape)
+
+
+def record_amax(current: Tensor, amax: Tensor) -> None:
+    """``current = max(current, amax)`` in place: a delayed cast's running maximum, NaN included."""
+    torch.maximum(current, amax.reshape(()), out=current)
 
 
 def _tiles(x: Tensor, block: Block) -> tuple[Tensor, list[int]]:
@@ -75,7 +88,7 @@ def _times(x32: Tensor, factor: Tensor, block: Block, in_place: bool = False) ->
 
     ``in_place`` allows x32 to be overwritten: one buffer less in eager mode.
     """
-    if all(extent in (WHOLE, 1) for extent in block):
+    if block.count(WHOLE) + block.count(1) == len(block):
         return x32.mul_(factor) if in_place else x32 * factor
     if all(size % extent == 0 for size, extent in zip(x32.shape, block, strict=True)):
         shape: list[int] = []
@@ -119,7 +132,7 @@ def scale_from_amax(amax: Tensor, format_max: float, power_of_two: bool = False)
 def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
     # Adding the largest mantissa carries into the exponent unless the mantissa is zero already.
     bits = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
-    return torch.where(scale.isfinite(), bits.view(torch.float32), scale)
+    return torch.maximum(bits.view(torch.float32), scale)  # a NaN overflowed to 0: bring it back
 
 
 def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool = False) -> Tensor:
@@ -166,31 +179,49 @@ def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) ->
     return _times(data.to(torch.float32), scale, block).to(dtype)
 
 
+# format -> how far its exponent field is from bfloat16's, the fields that a code has there, and the
+# power of two between the exponent biases.
+_AS_BFLOAT16 = {
+    torch.float8_e4m3fn: (4, ~0x780F, 2.0**120),  # s eeee mmm -> s 0000eeee mmm0000
+    torch.float8_e5m2: (5, ~0x701F, 2.0**112),  # s eeeee mm -> s 000eeeee mm00000
+}
+_LARGEST_CODE = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}  # of the finite ones
+
+
 def decode(data: Tensor) -> Tensor:
     """float8 codes as bfloat16, exactly (without any scale).
 
-    Both OCP formats are bit fields of a float16, up to a shift and a power of two, and integer
+    Both OCP formats are bit fields of a bfloat16, up to a shift and a power of two, and integer
     operations on whole tensors are several times faster than torch's elementwise conversion in
     eager mode on a CPU. Compiled code converts in registers. What is bfloat16 already stays so.
     """
+    if data.dtype == torch.bfloat16:
+        return data
+    is_eager = not torch.compiler.is_compiling()
+    if is_eager and data.numel() < _SMALL:
+        return data.to(torch.bfloat16)
     if data.dim() == 2 and data.stride(0) == 1 and data.stride(1) != 1:
         return decode(data.t()).t()  # in storage order, or a compiler would transpose for real
-    is_eager_cpu = data.device.type == "cpu" and not torch.compiler.is_compiling()
-    if is_eager_cpu and data.dtype == torch.float8_e5m2:  # the upper byte of a float16
-        codes = data.view(torch.uint8).to(torch.int16).bitwise_left_shift_(8)
-        return codes.view(torch.float16).to(torch.bfloat16)
-    if is_eager_cpu and data.dtype == torch.float8_e4m3fn and _has_no_nan(data):
-        # s eeee mmm -> the float16 s 0eeee mmm0000000, which is 2^-8 times the value
-        codes = data.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x407F)
-        return codes.view(torch.float16).to(torch.bfloat16).mul_(2.0**8)
-    return data.to(torch.bfloat16)
+    if not (is_eager and _decodes_by_bits(data)):
+        return data.to(torch.bfloat16)
+    shift, fields, power = _AS_BFLOAT16[data.dtype]
+    codes = data.view(torch.int8).to(torch.int16).bitwise_left_shift_(shift)
+    return codes.bitwise_and_(fields).view(torch.bfloat16).mul_(power)
 
 
-def _has_no_nan(data: Tensor) -> bool:
-    # E4M3's NaNs are 0x7F and 0xFF: the largest signed and the largest unsigned byte.
-    if type(data) is not Tensor or data.numel() == 0:  # a FakeTensor has no values to look at
+def _decodes_by_bits(data: Tensor) -> bool:
+    """Whether the bit fields of these codes can be moved: plain finite tensors on a CPU."""
+    if type(data) is not Tensor or data.device.type != "cpu" or data.dtype not in _AS_BFLOAT16:
         return False
-    return int(data.view(torch.int8).max()) != 0x7F and int(data.view(torch.uint8).max()) != 0xFF
+    # The largest codes with either sign: what is above them is infinite or NaN.
+    largest = _LARGEST_CODE[data.dtype]
+    positive, negative = data.view(torch.int8).max(), data.view(torch.uint8).max()
+    return int(positive) <= largest and int(negative) <= largest + 0x80 and _keeps_subnormals()
+
+
+def _keeps_subnormals() -> bool:
+    # Small codes are subnormal bfloat16s for a moment; torch.set_flush_denormal makes them zero.
+    return bool(torch.full((1,), 2.0**-130).mul_(2.0**10) != 0)
 
 
 def scaled_mm(
@@ -228,7 +259,8 @@ def scaled_mm(
         product = a_MK.to(torch.float32) @ b_NK.to(torch.float32).t()
     if a_block[0] == WHOLE and b_block[0] == WHOLE and bias_N is None:
         # A 0-dim factor scales in float32 without a float32 copy of the product.
-        return product.mul_((a_scale * b_scale).reshape(())).to(out_dtype)
+        scaled = product.mul_((a_scale * b_scale).reshape(()))
+        return scaled if scaled.dtype == out_dtype else scaled.to(out_dtype)
     # The factors in turn: the product of two scales alone may leave float32's range.
     scaled = product.to(torch.float32) * a_scale
     return _add_bias(scaled.mul_(b_scale.t()), bias_N).to(out_dtype)

@@ -11,10 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from a checkout, not installed
-
-from benchmarks import harness, report
-from benchmarks.shapes import LLAMA2_70B, Shape, parse_shape
+from benchmarks import (
+    bench_linear,
+    bench_matmul,
+    bench_model,
+    bench_overhead,
+    harness,
+    report,
+)
 
 ROOT = report.ROOT
 
@@ -122,6 +126,32 @@ def test_sqnr_is_in_decibels():
     assert math.isfinite(harness.sqnr_db(reference, reference))
 
 
+def test_groups_share_their_rounds_and_each_needs_its_first():
+    options = argparse.Namespace(device="cpu", repeats=2, warmup=1)
+    groups = [
+        {"eager base": lambda: lambda: None, "broken": lambda: fail(RuntimeError("boom"))},
+        {"compiled base": lambda: lambda: None},
+    ]
+    rounds = harness.take_turns(groups, options)
+    assert list(rounds.samples) == ["eager base", "compiled base"]
+    assert rounds.row("broken", "eager base") == rounds.errors["broken"]
+    assert rounds.row("compiled base", "compiled base")["ratio"] == 1.0
+    with pytest.raises(RuntimeError, match="boom"):
+        harness.take_turns([groups[0], {"base": lambda: fail(RuntimeError("boom"))}], options)
+
+
+def test_what_no_time_is_left_for_is_named(capsys):
+    clock = iter((0.0, 4.0, 6.0))
+    assert list(harness.in_time(["a", "b", "c", "d"], 5.0, lambda: next(clock))) == ["a", "b"]
+    assert "for lack of time: c, d" in capsys.readouterr().out
+
+
+def test_at_least_one_item_is_measured_and_without_a_limit_all():
+    clock = iter((0.0, 9.0))
+    assert list(harness.in_time(["a", "b"], 5.0, lambda: next(clock))) == ["a"]
+    assert list(harness.in_time(["a", "b"], None, lambda: 0.0)) == ["a", "b"]
+
+
 COLUMNS = {"name": ("layer", ""), "ms": ("time", ".1f"), "error": ("not run", ".10")}
 ROWS = [
     {"name": "a", "ms": 1.26, "samples_s": [1.25, 1.27]},
@@ -136,10 +166,26 @@ def test_table_shows_rounded_numbers_and_empty_cells():
     assert second.split() == ["b", "no", "such", "op"]
 
 
-def published(tmp_path: Path, rows=ROWS) -> dict:
+def test_a_column_that_no_row_fills_is_left_out():
+    header = report.table(ROWS, {**COLUMNS, "launches": ("launches", ".0f")}).splitlines()[0]
+    assert header.split() == ["layer", "time", "not", "run"]
+
+
+TARGET = {"layer": "a", "mode": "eager", "against": "b", "target": 1.5, "met": "not measured"}
+
+
+def published(tmp_path: Path, rows=ROWS, targets=()) -> dict:
     options = argparse.Namespace(device="cpu", output=tmp_path / "new" / "out.json", repeats=3)
-    report.publish("bench_x", ["--repeats", "3"], options, rows, COLUMNS)
-    return json.loads(options.output.read_text())
+    made = report.publish("bench_x", ["--repeats", "3"], options, rows, COLUMNS, targets)
+    written = json.loads(options.output.read_text())
+    assert made == written
+    return written
+
+
+def test_targets_are_printed_and_written(tmp_path, capsys):
+    assert published(tmp_path, targets=[TARGET])["targets"] == [TARGET]
+    assert "not measured" in capsys.readouterr().out
+    assert "targets" not in published(tmp_path)
 
 
 def test_json_holds_what_was_measured_and_how(tmp_path, capsys):
@@ -160,9 +206,12 @@ def test_environment_is_that_of_this_process(tmp_path):
 
 
 def test_every_field_of_a_report_is_explained(tmp_path):
-    written = published(tmp_path)
+    written = published(tmp_path, targets=[TARGET])
     guide = (ROOT / "benchmarks" / "results" / "README.md").read_text()
     fields = [*written, *written["environment"], *harness.timing([1.0], [1.0])]
+    fields += [*TARGET, "measured"]
+    for bench in (bench_linear, bench_matmul, bench_model, bench_overhead):
+        fields += bench.COLUMNS
     assert [field for field in fields if f"`{field}`" not in guide] == []
 
 
@@ -174,22 +223,6 @@ def test_a_result_that_is_no_number_is_not_written(tmp_path):
 def test_outside_a_checkout_the_commit_is_unknown(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "ROOT", tmp_path)
     assert report.commit() == {"commit": "unknown", "dirty": None}
-
-
-def test_llama_shapes_add_up_to_the_published_parameter_count():
-    per_layer = sum(shape.K * shape.N for shape in LLAMA2_70B) + 2 * 8192  # and two norms
-    assert 80 * per_layer + 2 * 32000 * 8192 + 8192 == 68_976_648_192
-
-
-def test_shapes_are_parsed_by_size_or_name():
-    assert parse_shape("2048,1024,4096") == Shape(2048, 1024, 4096)
-    assert parse_shape("ffn.w2") == LLAMA2_70B[-1]
-
-
-@pytest.mark.parametrize("text", ["", "1,2", "1,2,3,4", "1,2,x", "1,-2,3", "0,1,2", "1,2,3,"])
-def test_a_shape_that_is_none_is_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="three positive numbers M,K,N"):
-        parse_shape(text)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many"])

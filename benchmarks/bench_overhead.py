@@ -1,0 +1,136 @@
+"""What does the library itself cost, where the work is too small to hide it?
+
+Forward and backward of one layer on tiny matrices, eager, on a CPU: nearly all of the time is
+Python and the dispatch of small operations. Three layers of each recipe take turns:
+
+    nn.Linear      three products and nothing else
+    by hand        the recipe's casts and products in plain PyTorch (`by_hand.py`)
+    float8         the library
+
+    overhead = time(float8) / time(by hand), at most 1.5
+
+Both layers do the same work: before the clock starts their outputs and gradients are compared, to
+the bit. On a GPU this is what decides how small a layer may be before the host, not the device, is
+the limit; compiled code has none of it. A delayed step is measured without its `sync`, which a
+model calls once for all of its layers.
+
+    python benchmarks/bench_overhead.py -o overhead.json
+    python benchmarks/bench_overhead.py --shapes 16,16,16 --recipes tensorwise
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
+
+from benchmarks import contenders, harness, report, shapes
+from benchmarks.by_hand import FUNCTIONS, ByHand
+from benchmarks.contenders import BASELINE, Operands
+from benchmarks.shapes import Shape
+from float8 import Float8Linear, sync_float8_amax_and_scale_history
+
+BY_HAND = "by hand "
+MOST = 1.5
+SHAPES = (Shape(16, 16, 16), Shape(32, 64, 64))
+COLUMNS = {
+    "shape": ("shape (M,K,N)", ""),
+    "layer": ("layer", ""),
+    "us": ("fwd+bwd us", ".0f"),
+    "ratio": ("time / nn.Linear", ".2f"),
+    "overhead": ("time / by hand", ".2f"),
+    "target": ("at most", ".1f"),
+    "met": ("met", ""),
+    "error": ("not run", ".80"),
+}
+
+
+def gradients(layer: nn.Module, operands: Operands) -> tuple[Tensor, ...]:
+    """One forward and backward: grad_input and grad_weight, handed over and not accumulated."""
+    output = layer(operands.x)
+    return torch.autograd.grad(output, (operands.x, operands.linear.weight), operands.grad_output)
+
+
+def pair(recipe: str, operands: Operands) -> tuple[nn.Module, nn.Module]:
+    """The library's layer and the one written by hand, in the same state."""
+    ours = contenders.float8_layer(operands, recipe)
+    if recipe != "delayed":
+        return ours, ByHand(operands.linear, FUNCTIONS[recipe])
+    assert isinstance(ours, Float8Linear)
+    gradients(ours, operands)  # the first step has dynamic scales
+    sync_float8_amax_and_scale_history(ours)
+    scales = torch.stack([cast.get_buffer("scale").reshape(()) for cast in ours.casts])
+    state = (scales.clone(), torch.zeros_like(scales))
+    return ours, ByHand(operands.linear, FUNCTIONS[recipe], state)
+
+
+def check_same(recipe: str, ours: nn.Module, by_hand: nn.Module, operands: Operands) -> None:
+    """Refuse to compare layers that do not compute the same."""
+    results = [(layer(operands.x), *gradients(layer, operands)) for layer in (ours, by_hand)]
+    for name, one, other in zip(("output", "grad_input", "grad_weight"), *results, strict=True):
+        if not torch.equal(one, other):
+            decibels = harness.sqnr_db(one, other)
+            raise AssertionError(
+                f"{recipe}: the layer written by hand differs in its {name} ({decibels:.1f} dB): "
+                "mend benchmarks/by_hand.py, or the layer"
+            )
+
+
+def makers(
+    recipes: Sequence[str], operands: Operands
+) -> dict[str, Callable[[], Callable[[], object]]]:
+    layers: dict[str, nn.Module] = {BASELINE: operands.linear}
+    for recipe in recipes:
+        ours, by_hand = pair(recipe, operands)
+        check_same(recipe, ours, by_hand, operands)
+        layers |= {BY_HAND + recipe: by_hand, recipe: ours}
+    return {name: partial(partial, gradients, layer, operands) for name, layer in layers.items()}
+
+
+def measure(shape: Shape, options: argparse.Namespace) -> list[harness.Row]:
+    """One row per layer, all timed in the same rounds."""
+    operands = Operands.random(shape, options.device, options.seed)
+    rounds = harness.take_turns([makers(options.recipes, operands)], options)
+    rows: list[harness.Row] = []
+    for name in rounds.samples:
+        row: harness.Row = {**shape.row, "layer": name, **rounds.row(name, BASELINE)}
+        row["us"] = row["ms"] * 1e3
+        if BY_HAND + name in rounds.samples:
+            by_hand = rounds.samples[BY_HAND + name]
+            overhead = harness.paired_ratio(rounds.samples[name], by_hand)
+            row |= {
+                "overhead": overhead,
+                "target": MOST,
+                "met": "yes" if overhead <= MOST else "no",
+            }
+        rows.append(row)
+    return rows
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = harness.parser(__doc__)
+    shapes.add_option(parser)
+    parser.add_argument("--recipes", nargs="+", choices=list(FUNCTIONS), default=list(FUNCTIONS))
+    parser.set_defaults(device="cpu")
+    options = parser.parse_args(argv)
+    if torch.device(options.device).type != "cpu":
+        parser.error("the layers by hand multiply in bfloat16, as float8 does on a CPU only")
+    options.shapes = shapes.chosen(options.shapes, SHAPES)
+    rows: list[harness.Row] = []
+    try:
+        for shape in harness.in_time(options.shapes, options.stop_after):
+            rows += measure(shape, options)
+    finally:  # an interrupted run keeps what it measured
+        report.publish("bench_overhead", argv, options, rows, COLUMNS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,118 @@
+"""A stack of LLaMA-3 blocks: what float8 meets between the products in a real model.
+
+Each block adds to a residual stream h (arXiv:2407.21783, and the models' published code):
+
+    h = h + attention(rms_norm(h))     causal, grouped queries, rotary positions of base 500000
+    h = h + swiglu(rms_norm(h))        w2(silu(gate) * up)
+
+with query, key and value in one product and gate and up in another. Norms, rotation, attention and
+SwiGLU stay in bfloat16 in every recipe: their time is what a model's speed-up loses beside a
+layer's. Embedding and output head are left out; both stay in high precision in practice.
+
+Shapes: B batch, T tokens, C hidden, H query heads, G key/value heads, D = C / H, F feed-forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ROTARY_BASE = 500_000.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    hidden: int
+    feed_forward: int
+    heads: int
+    kv_heads: int
+    batch: int
+    tokens: int  # of one sequence
+    blocks: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+SIZES = {
+    "8b": Sizes(4096, 14336, 32, 8, batch=2, tokens=8192, blocks=4),
+    "tiny": Sizes(256, 896, 4, 2, batch=1, tokens=128, blocks=2),
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = sizes.heads, sizes.kv_heads, sizes.head_dim
+        together = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
+        self.wqkv = nn.Linear(sizes.hidden, together, bias=False)
+        self.wo = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
+
+    def forward(self, x_BTC: Tensor, rotary: Tensor) -> Tensor:
+        qkv_BTHD = self.wqkv(x_BTC).unflatten(-1, (-1, self.head_dim))
+        split = qkv_BTHD.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        q_BHTD, k_BGTD, v_BGTD = (z.transpose(1, 2) for z in split)
+        q_BHTD, k_BGTD = rotate(q_BHTD, rotary), rotate(k_BGTD, rotary)
+        y_BHTD = F.scaled_dot_product_attention(
+            q_BHTD, k_BGTD, v_BGTD, is_causal=True, enable_gqa=True
+        )
+        out: Tensor = self.wo(y_BHTD.transpose(1, 2).flatten(2))
+        return out
+
+
+class FeedForward(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.w13 = nn.Linear(sizes.hidden, 2 * sizes.feed_forward, bias=False)
+        self.w2 = nn.Linear(sizes.feed_forward, sizes.hidden, bias=False)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        gate_BTF, up_BTF = self.w13(x_BTC).chunk(2, dim=-1)
+        out: Tensor = self.w2(F.silu(gate_BTF) * up_BTF)
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(sizes.hidden, eps=1e-5)
+        self.attention = Attention(sizes)
+        self.feed_forward_norm = nn.RMSNorm(sizes.hidden, eps=1e-5)
+        self.feed_forward = FeedForward(sizes)
+
+    def forward(self, h_BTC: Tensor, rotary: Tensor) -> Tensor:
+        h_BTC = h_BTC + self.attention(self.attention_norm(h_BTC), rotary)
+        out: Tensor = h_BTC + self.feed_forward(self.feed_forward_norm(h_BTC))
+        return out
+
+
+class Llama(nn.Module):
+    rotary: Tensor
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.blocks))
+        self.register_buffer("rotary", rotary_table(sizes.tokens, sizes.head_dim))
+
+    def forward(self, h_BTC: Tensor) -> Tensor:
+        for block in self.blocks:
+            h_BTC = block(h_BTC, self.rotary)
+        return h_BTC
+
+
+def rotary_table(tokens: int, head_dim: int) -> Tensor:
+    """(2, T, D/2): cosines and sines of position x frequency (RoFormer, arXiv:2104.09864)."""
+    frequencies = ROTARY_BASE ** -(torch.arange(0, head_dim, 2) / head_dim)
+    angles = torch.outer(torch.arange(tokens).float(), frequencies)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x_BHTD: Tensor, rotary: Tensor) -> Tensor:
+    """Turn the pairs (x[i], x[i + D/2]) by their position's angles."""
+    cos, sin = rotary.unbind(0)
+    a, b = x_BHTD.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x_BHTD.dtype)

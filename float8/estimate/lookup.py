@@ -1,0 +1,53 @@
+"""Which device is meant: by name, by file, or the one at hand."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+from float8.estimate.devices import DEVICES, Device
+
+MEASURED = "measured"
+
+
+def find_device(device: str | Device) -> Device:
+    """The `Device` that a user means.
+
+    Args:
+        device: a `Device`; a name of `DEVICES`, in any case; ``"measured"``: this machine, measured
+            once per process; or the path of a file that `Device.save` wrote.
+
+    Raises:
+        ValueError: an unknown name, listing the known ones, or a file that is no device.
+    """
+    if isinstance(device, Device):
+        return device
+    if device.upper() in DEVICES:
+        return DEVICES[device.upper()]
+    if device == MEASURED:
+        return _measured()
+    if Path(device).is_file():
+        return Device.load(device)
+    raise ValueError(
+        f"unknown device {device!r}; known: {', '.join(DEVICES)}, {MEASURED!r} (this machine), or "
+        "the path of a JSON file that Device.save wrote"
+    )
+
+
+def datasheet_of(hardware: str) -> Device | None:
+    """The row of `DEVICES` for a name such as ``NVIDIA H100 80GB HBM3``, or None.
+
+    PCIe and NVL boards are other devices with the same chip: their peaks are not in the table.
+    """
+    if re.search(r"\b(PCIe|NVL)\b", hardware):
+        return None
+    names = [name for name in DEVICES if re.search(rf"\b{name}\b", hardware)]
+    return DEVICES[names[0]] if names else None
+
+
+@functools.cache
+def _measured() -> Device:
+    from float8.estimate.measure import measure
+
+    return measure()

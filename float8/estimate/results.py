@@ -1,0 +1,126 @@
+"""Read what was measured: the result files that the benchmarks write with ``-o``.
+
+``benchmarks/results/README.md`` lists their fields. Used here are a row's shape, its candidate, its
+median time and its ratio to the baseline; rows that could not be timed carry ``error`` instead.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from float8.config import RECIPES
+from float8.estimate.devices import BF16, FLOAT8
+from float8.estimate.roofline import Shape
+
+MATMUL, LINEAR = "bench_matmul", "bench_linear"
+
+
+@dataclass(frozen=True)
+class TimedLayer:
+    """A row of ``bench_linear``: one step of one layer, and its ratios to ``nn.Linear``'s.
+
+    ``mode`` is ``eager`` or ``compiled``; ratios compare within a mode.
+    """
+
+    name: str
+    mode: str
+    shape: Shape
+    recipe: str
+    seconds: float
+    ratio: float
+    saved_ratio: float
+
+
+@dataclass(frozen=True)
+class TimedProduct:
+    """A row of ``bench_matmul``: one product of one kind (``bf16``, ``tensorwise``, ...)."""
+
+    shape: Shape
+    kind: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """A result file: its name, its benchmark, its hardware, and its rows as they stand.
+
+    ``mode`` is that of rows that name none, as in older files.
+    """
+
+    file: str
+    benchmark: str
+    hardware: str
+    on_cpu: bool
+    mode: str
+    rows: list[dict[str, Any]]
+
+    def layers(self) -> Iterator[TimedLayer]:
+        """Every row of one of our recipes that was timed."""
+        for row in self.rows:
+            if "error" not in row and row["layer"] in RECIPES:
+                yield TimedLayer(
+                    row["shape"], row.get("mode", self.mode), _shape(row), row["layer"],
+                    row["ms"] / 1e3, row["ratio"], row["saved_ratio"],
+                )  # fmt: skip
+
+    def layers_on(self, emulates: bool) -> list[TimedLayer]:
+        """The rows that the model speaks of.
+
+        Where float8 is emulated these are eager ones, whose passes are what `measure` times. On
+        GPUs compiled ones, if there are any: eager mode may be waiting for the host.
+        """
+        layers = list(self.layers())
+        eager = [layer for layer in layers if layer.mode == "eager"]
+        compiled = [layer for layer in layers if layer.mode != "eager"]
+        return eager if emulates else compiled or eager
+
+    def products(self) -> Iterator[TimedProduct]:
+        """Every product that was timed; the baseline of a shape once."""
+        seen = set()
+        for row in self.rows:
+            if "error" in row or row["granularity"] not in FLOAT8:
+                continue
+            if (shape := _shape(row)) not in seen:
+                seen.add(shape)
+                yield TimedProduct(shape, BF16, row["baseline_ms"] / 1e3)
+            yield TimedProduct(shape, row["granularity"], row["ms"] / 1e3)
+
+
+def read_report(path: str | Path) -> Report:
+    """A result file of ``bench_matmul.py`` or ``bench_linear.py``.
+
+    Raises:
+        ValueError: it is none; the message says what it is.
+    """
+    try:
+        fields = json.loads(Path(path).read_text())
+        where = fields["environment"]
+        report = Report(
+            file=Path(path).name,
+            benchmark=fields["benchmark"],
+            hardware=where["device"],
+            on_cpu=where["capability"] is None,
+            mode="compiled" if "--compile" in fields["command"] else "eager",
+            rows=fields["rows"],
+        )
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not a result file of a benchmark ({type(error).__name__}: {error}); "
+            "python benchmarks/bench_linear.py -o FILE writes one"
+        ) from error
+    if report.benchmark not in (MATMUL, LINEAR):
+        raise ValueError(f"{path} is by {report.benchmark}; what is needed is {MATMUL} or {LINEAR}")
+    return report
+
+
+def _shape(row: dict[str, Any]) -> Shape:
+    """The (M,K,N) that a row's shape ends with; a name may stand before it."""
+    match = re.search(r"\((\d+),(\d+),(\d+)\)$", row["shape"])
+    if match is None:
+        raise ValueError(f"a row's shape is 'name (M,K,N)', got {row['shape']!r}")
+    return Shape(*(int(size) for size in match.groups()))

@@ -1,0 +1,120 @@
+"""Which cast runs: a Triton kernel for both orientations at once, or the reference one by one.
+
+A float8 GEMM reads its operands with the contraction contiguous, and training contracts both
+dimensions of an operand, so most operands are cast twice: their rows, and the rows of their
+transpose. The kernels of ``gpu/`` write both from one read. `KERNELS` says which granularities have
+one; every other cast, every device that is not CUDA, and ``emulate=True`` take ``reference.py``.
+
+Under torch.compile a cast is either our kernel, opaque to the compiler, or plain PyTorch, which
+inductor may fuse with the op that produced the operand. `COMPILED` holds the choice.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from float8.granularity import WHOLE, Block
+from float8.kernels.scaled_mm import SUPPORT, architecture
+
+
+class Orientations(NamedTuple):
+    """An operand in float8, for the GEMM that contracts its rows and the one for its columns.
+
+    ``data`` (M, K) and ``data_t`` (K, M) are row-major, each with its scale; what was not asked for
+    is a tensor without elements.
+    """
+
+    data: Tensor
+    scale: Tensor
+    data_t: Tensor
+    scale_t: Tensor
+
+
+# block of a matrix in GEMM-operand orientation -> the file of gpu/ that casts it
+KERNELS: dict[Block, str] = {(WHOLE, WHOLE): "cast"}
+
+# file of gpu/ -> what torch.compile does with it on CUDA: "kernel" or "aten", and why. To be
+# decided by `benchmarks/bench_linear.py` on a GPU, which times both; until it has been, the kernel,
+# whose bytes are counted (test/test_bytes.py) and whose bits are those of eager mode.
+COMPILED: dict[str, tuple[str, str]] = {
+    "cast": ("kernel", "unmeasured; 6 bytes per element and both orientations, bits as in eager"),
+}
+
+
+def runs_kernel(device: torch.device, block: Block, emulate: bool) -> bool:
+    """Whether a cast of this granularity runs as a Triton kernel on this device.
+
+    Raises:
+        ValueError: the GPU has no float8 conversions.
+        ModuleNotFoundError: Triton is not installed.
+    """
+    if device.type != "cuda" or emulate or block not in KERNELS:
+        return False
+    if torch.compiler.is_compiling() and COMPILED[KERNELS[block]][0] == "aten":
+        return False
+    _load(device.index)
+    return True
+
+
+def _load(device_index: int | None) -> None:
+    """Import the kernels, which registers their ops."""
+    _import_kernels(device_index)
+
+
+# For torch.compile: run once, while tracing. See `architecture`.
+_load._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _import_kernels(device_index: int | None) -> None:
+    if (arch := architecture(device_index)) not in SUPPORT:
+        raise ValueError(
+            f"cast: {arch} has no float8 conversions (known: {', '.join(SUPPORT)}); set "
+            "emulate=True to run it in plain PyTorch"
+        )
+    for name in KERNELS.values():
+        try:
+            importlib.import_module(f"float8.kernels.gpu.{name}")
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "float8 casts on a GPU are Triton kernels, and triton is not installed: "
+                "`pip install triton`, or set emulate=True to run plain PyTorch"
+            ) from error
+
+
+def cast_operand(
+    x_MK: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    power_of_two: bool = False,
+    scale: Tensor | None = None,
+    rows: bool = True,
+    cols: bool = False,
+    amax: Tensor | None = None,
+) -> Orientations:
+    """Cast a CUDA matrix by its kernel (`runs_kernel` must have said so).
+
+    Args:
+        x_MK: float32, bfloat16 or float16, any strides.
+        block: of ``x`` for ``data``, and of ``x.t()`` for ``data_t``.
+        dtype: the float8 dtype.
+        power_of_two: round computed scales up to powers of two.
+        scale: the scale to use, one for the tensor; None computes scales from x.
+        rows, cols: which orientations are wanted.
+        amax: float32, 0-dim: a running maximum to record the amax of x in; whole tensors only.
+    """
+    ops = torch.ops.float8
+    if block == (WHOLE, WHOLE):
+        if scale is not None:
+            data, data_t = ops.cast.default(x_MK, scale, dtype, rows, cols, amax)
+        else:
+            data, data_t, scale = ops.cast_dynamic.default(
+                x_MK, dtype, power_of_two, rows, cols, amax
+            )
+        return Orientations(data, scale, data_t, scale)
+    raise AssertionError(f"no kernel casts blocks {block}")

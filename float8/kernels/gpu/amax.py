@@ -1,0 +1,231 @@
+"""`amax`: the largest magnitude of each block of a matrix, from one read.
+
+=================== ================================================== ===================
+blocks              how                                                launches
+=================== ================================================== ===================
+the whole matrix    partial amaxes, reduced                            2
+rows, columns       each tile's, by atomic maxima into zeros           2 (one a zero fill)
+powers of two <=128 a tile holds whole blocks                          1
+=================== ================================================== ===================
+
+Amaxes travel as the bits of a float32 (see `float8.kernels.gpu.jit`): a maximum does not depend on
+the order, so the result is deterministic, and a NaN wins. Nothing waits for the host.
+
+The casts reduce on their own: `partial_amaxes` and `line_amaxes` are the first launch of a cast
+whose second one computes the scales.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from float8.granularity import WHOLE, scale_shape
+from float8.kernels import reference
+from float8.kernels.gpu.jit import magnitude_bits
+from float8.kernels.gpu.launch import NO_FUSION, Variant, on_device_of, register
+
+MAX_PARTIALS = 512  # programs of the pass: about four per multiprocessor of an H100
+_TILE = {"ROWS": 64, "COLS": 128}
+_OPTIONS = {"num_warps": 4, **NO_FUSION}
+_SQUARE = {"ROWS": 128, "COLS": 128}
+_SQUARE_OPTIONS = {"num_warps": 8, **NO_FUSION}
+
+
+@triton.jit
+def _amax_kernel(
+    x_ptr,
+    partials_ptr,
+    M,
+    K,
+    stride_m,
+    stride_k,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    PARTIALS: tl.constexpr,
+):
+    """partials[i] = bits of the amax of tiles i, i + PARTIALS, ...; 0 where there is none."""
+    tiles_k = tl.cdiv(K, COLS)
+    tiles = tl.cdiv(M, ROWS).to(tl.int64) * tiles_k
+    bits = tl.zeros((ROWS, COLS), tl.int32)
+    for tile in range(tl.program_id(0).to(tl.int64), tiles, PARTIALS):
+        m = (tile // tiles_k) * ROWS + tl.arange(0, ROWS)
+        k = (tile % tiles_k) * COLS + tl.arange(0, COLS)
+        offsets = m[:, None] * stride_m + k[None, :] * stride_k
+        x = tl.load(x_ptr + offsets, (m < M)[:, None] & (k < K)[None, :], 0.0)
+        bits = tl.maximum(bits, magnitude_bits(x.to(tl.float32)))
+    tl.store(partials_ptr + tl.program_id(0), tl.max(bits))
+
+
+@triton.jit
+def _tile_bits(x_ptr, M, K, stride_m, stride_k, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """This program's tile: bits of the magnitudes (0 outside the matrix), its rows, its columns."""
+    tiles_k = tl.cdiv(K, COLS)
+    m = (tl.program_id(0) // tiles_k).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    k = (tl.program_id(0) % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
+    offsets = m[:, None] * stride_m + k[None, :] * stride_k
+    x = tl.load(x_ptr + offsets, (m < M)[:, None] & (k < K)[None, :], 0.0)
+    return magnitude_bits(x.to(tl.float32)), m, k
+
+
+@triton.jit
+def _lines_kernel(
+    x_ptr,
+    rows_ptr,  # int32 bits (M,), zeros before the first program
+    cols_ptr,  # int32 bits (K,), likewise
+    M,
+    K,
+    stride_m,
+    stride_k,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    OF_ROWS: tl.constexpr,
+    OF_COLS: tl.constexpr,
+):
+    bits, m, k = _tile_bits(x_ptr, M, K, stride_m, stride_k, ROWS, COLS)
+    if OF_ROWS:
+        tl.atomic_max(rows_ptr + m, tl.max(bits, 1), m < M, sem="relaxed")
+    if OF_COLS:
+        tl.atomic_max(cols_ptr + k, tl.max(bits, 0), k < K, sem="relaxed")
+
+
+@triton.jit
+def _blocks_kernel(
+    x_ptr,
+    amax_ptr,  # float32 (ceil(M / BLOCK_ROWS), ceil(K / BLOCK_COLS))
+    M,
+    K,
+    stride_m,
+    stride_k,
+    amax_stride_m,
+    amax_stride_k,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    bits, _, _ = _tile_bits(x_ptr, M, K, stride_m, stride_k, ROWS, COLS)
+    DOWN: tl.constexpr = ROWS // BLOCK_ROWS
+    ACROSS: tl.constexpr = COLS // BLOCK_COLS
+    found = tl.max(tl.max(tl.reshape(bits, (DOWN, BLOCK_ROWS, ACROSS, BLOCK_COLS)), 3), 1)
+    tiles_k = tl.cdiv(K, COLS)
+    m = (tl.program_id(0) // tiles_k).to(tl.int64) * DOWN + tl.arange(0, DOWN)
+    k = (tl.program_id(0) % tiles_k).to(tl.int64) * ACROSS + tl.arange(0, ACROSS)
+    inside = (m < tl.cdiv(M, BLOCK_ROWS))[:, None] & (k < tl.cdiv(K, BLOCK_COLS))[None, :]
+    offsets = m[:, None] * amax_stride_m + k[None, :] * amax_stride_k
+    tl.store(amax_ptr + offsets, found.to(tl.float32, bitcast=True), inside)
+
+
+def partial_amaxes(x: Tensor) -> Tensor:
+    """int32 (P,), P a power of two: bits of amaxes whose maximum is that of the matrix x."""
+    x = x.t() if x.stride(0) == 1 else x
+    tiles = triton.cdiv(x.shape[0], _TILE["ROWS"]) * triton.cdiv(x.shape[1], _TILE["COLS"])
+    count = min(MAX_PARTIALS, triton.next_power_of_2(tiles))
+    partials = torch.empty(count, dtype=torch.int32, device=x.device)
+    _amax_kernel[(count,)](x, partials, *x.shape, *x.stride(), **_TILE, PARTIALS=count, **_OPTIONS)
+    return partials
+
+
+def line_amaxes(x: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
+    """int32 (M,) and (K,): bits of the amaxes of the rows and of the columns of the matrix x.
+
+    From one read; what is not wanted has no elements.
+    """
+    if _is_transposed(x):
+        return line_amaxes(x.t(), cols, rows)[::-1]
+    M, K = x.shape
+    zeros = torch.zeros(M * rows + K * cols, dtype=torch.int32, device=x.device)
+    of_rows, of_cols = zeros[: M * rows], zeros[M * rows :]
+    grid = (triton.cdiv(M, _TILE["ROWS"]) * triton.cdiv(K, _TILE["COLS"]),)
+    _lines_kernel[grid](
+        x, of_rows, of_cols, M, K, *x.stride(), **_TILE, OF_ROWS=rows, OF_COLS=cols, **_OPTIONS
+    )
+    return of_rows, of_cols
+
+
+def _is_transposed(x: Tensor) -> bool:
+    return x.stride(0) == 1 and x.stride(1) != 1
+
+
+def _launch_blocks(x: Tensor, block: tuple[int, int], out: Tensor) -> None:
+    if _is_transposed(x):
+        return _launch_blocks(x.t(), block[::-1], out.t())
+    M, K = x.shape
+    _blocks_kernel[(triton.cdiv(M, _SQUARE["ROWS"]) * triton.cdiv(K, _SQUARE["COLS"]),)](
+        x,
+        out,
+        M,
+        K,
+        *x.stride(),
+        *out.stride(),
+        **_SQUARE,
+        BLOCK_ROWS=block[0],
+        BLOCK_COLS=block[1],
+        **_SQUARE_OPTIONS,
+    )
+
+
+def _launch(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
+    block = _checked(block_rows, block_cols)
+    out = _fake(x, *block)
+    if x.numel() == 0:
+        return out.zero_()
+    with on_device_of(x):
+        if block == (WHOLE, WHOLE):
+            return partial_amaxes(x).amax().view(torch.float32).reshape(out.shape)
+        if WHOLE in block:
+            found = line_amaxes(x, block[0] == 1, block[1] == 1)
+            return found[block[0] == WHOLE].view(torch.float32).reshape(out.shape)
+        _launch_blocks(x, block, out)
+        return out
+
+
+def _checked(rows: int, cols: int) -> tuple[int, int]:
+    powers = all(0 < n <= _SQUARE["ROWS"] and n & (n - 1) == 0 for n in (rows, cols))
+    if not powers and (rows, cols) not in ((WHOLE, WHOLE), (1, WHOLE), (WHOLE, 1)):
+        raise ValueError(
+            f"float8::amax: no kernel takes blocks ({rows}, {cols}); use powers of two up to 128, "
+            "or (-1, -1), (1, -1) and (-1, 1), -1 being the whole dimension"
+        )
+    return rows, cols
+
+
+def _reference(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
+    return reference.amax(x, _checked(block_rows, block_cols)).contiguous()
+
+
+def _fake(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
+    shape = scale_shape(x.shape, _checked(block_rows, block_cols))
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+amax = register(
+    "amax(Tensor x, int block_rows, int block_cols) -> Tensor",
+    kernel=_launch,
+    reference=_reference,
+    fake=_fake,
+)
+
+
+def shipped() -> list[Variant]:
+    """What reads a bfloat16 matrix on the way of the recipes, and one blocked form."""
+    source = {"x_ptr": "*bf16", "M": "i32", "K": "i32", "stride_m": "i32"}
+    partials = {"stride_k": 1, **_TILE, "PARTIALS": MAX_PARTIALS}
+    lines = {"stride_k": 1, **_TILE, "OF_COLS": True}
+    lines_types = source | {"rows_ptr": "*i32", "cols_ptr": "*i32"}
+    blocks = {"stride_k": 1, "amax_stride_k": 1, **_SQUARE, "BLOCK_ROWS": 1, "BLOCK_COLS": 128}
+    blocks_types = source | {"amax_ptr": "*fp32", "amax_stride_m": "i32"}
+    return [
+        Variant("amax", _amax_kernel, source | {"partials_ptr": "*i32"}, partials, _OPTIONS),
+        Variant(
+            "amax, rows and columns",
+            _lines_kernel,
+            lines_types,
+            lines | {"OF_ROWS": True},
+            _OPTIONS,
+        ),
+        Variant("amax, columns", _lines_kernel, lines_types, lines | {"OF_ROWS": False}, _OPTIONS),
+        Variant("amax, 1x128", _blocks_kernel, blocks_types, blocks, _SQUARE_OPTIONS),
+    ]

@@ -1,0 +1,341 @@
+"""`blockwise_mm`: the GEMM of operands with 1x128 and 128x128 scales, promoted every 128 of K.
+
+A float8 tensor core keeps fewer bits of a sum than float32 has, and one sum cannot carry scales
+that change along the contraction. So each step of 128 is summed by the tensor core alone and then
+added, scaled, to an accumulator in float32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2, with its
+interval of 128):
+
+    out[m, n] = sum over K-blocks i of (a[m, i] . b[n, i]) * a_scale[m, i] * b_scale[n, i]
+
+where ``.`` contracts 128 codes. Where one side has a 128x128 scale, which is one number for a tile,
+the two scales are multiplied first: one fused multiply-add per element and step instead of a
+multiplication more. A product of two scales that leaves float32's range (below 2^-126, say) thus
+costs precision only where the result is itself that small, or overflows.
+
+Layout: ``a`` (M, K) and ``b`` (N, K) with the contraction contiguous; scales of any strides (1x128
+scales of ``b`` are copied unless N is contiguous, as the casts of ``gpu/`` write them). Sizes need
+not be multiples of anything, but operands whose rows do not start at multiples of 16 bytes are
+loaded byte by byte (`scaled_mm` hands over others).
+
+Tiles: the accumulator and the step's sum both stay in registers, 2 x 128 x 128 / 256 threads = 128
+of each thread's 255, so that is the largest tile that does not spill. `TILES` is the whole list,
+and `tile_of` a rule without memory: the same launch for the same sizes, at any time, also while a
+CUDA graph is captured. Both are unmeasured on a GPU. They were chosen by their machine code
+(``scripts/kernel_report.py``): no spills, copies to shared memory of 16 bytes per thread that
+bypass registers, and the tensor cores' float8 instructions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from float8.kernels import reference
+from float8.kernels.gpu.launch import Variant, check_device, on_device_of, register
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROWS = ((1, 128), (128, 1), (1, 1))  # rows that share a scale, of a and of b
+_STEP = tl.constexpr(128)  # of the contraction: between promotions, and that share a scale
+# Here a contraction of a * b + c to one rounding is wanted; Triton's default is about to change.
+_FUSION = {"enable_fp_fusion": True}
+
+
+class Tile(NamedTuple):
+    """What one program computes, and with what.
+
+    ``M`` rows and ``N`` columns of the output, both divisors of 128, by ``warps`` of 32 threads;
+    ``stages`` steps of the operands are on their way or in shared memory at once.
+    """
+
+    M: int
+    N: int
+    warps: int
+    stages: int
+
+
+# From the largest, which reads least per product, to the smallest, which leaves no multiprocessor
+# idle. Shared memory: 128 * (M + N) bytes a stage; sm_89 has 99 KiB of it and uses a stage less.
+TILES = (
+    Tile(128, 128, 8, 4),
+    Tile(128, 64, 8, 3),
+    Tile(64, 128, 4, 3),
+    Tile(64, 64, 4, 4),
+)
+_GROUP = 8  # tiles along M that share what they read of b: see the order of programs
+_MULTIPROCESSORS = 132  # of an H100; an L40S has 142, a B200 148
+
+
+def tile_of(M: int, N: int) -> Tile:
+    """The largest tile that is not half empty and of which there are enough for a whole GPU."""
+    for tile in TILES:
+        programs = triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N)
+        if programs >= _MULTIPROCESSORS and tile.M < 2 * M and tile.N < 2 * N:
+            return tile
+    return TILES[-1]
+
+
+@triton.jit
+def _kernel(
+    a_ptr,  # float8 (M, K), stride 1 along K
+    a_scale_ptr,  # float32 (cdiv(M, A_ROWS), cdiv(K, 128))
+    b_ptr,  # float8 (N, K), stride 1 along K
+    b_scale_ptr,  # float32 (cdiv(N, B_ROWS), cdiv(K, 128))
+    bias_ptr,  # (N,), read where BIAS
+    out_ptr,  # (M, N), row-major
+    M,
+    N,
+    K,
+    stride_a,
+    stride_b,
+    stride_bias,
+    stride_a_scale_m,
+    stride_a_scale_k,
+    stride_b_scale_n,
+    stride_b_scale_k,
+    A_ROWS: tl.constexpr,  # 1 or 128
+    B_ROWS: tl.constexpr,
+    BIAS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    # Programs that run at the same time should read the same rows of a and b, which then come from
+    # the L2 cache: GROUP tiles down, then one to the right, and so on.
+    pid = tl.program_id(0)
+    tiles_n = tl.cdiv(N, TILE_N)
+    first = pid // (GROUP * tiles_n) * GROUP
+    down = tl.minimum(tl.cdiv(M, TILE_M) - first, GROUP)
+    first_m = (first + pid % (GROUP * tiles_n) % down).to(tl.int64) * TILE_M
+    first_n = (pid % (GROUP * tiles_n) // down).to(tl.int64) * TILE_N
+
+    # Offsets inside a tile fit in 32 bits. Rows beyond the last read the last one, which costs less
+    # than a mask; their results are not stored.
+    m, n, k = tl.arange(0, TILE_M), tl.arange(0, TILE_N), tl.arange(0, _STEP)
+    a_tile_ptr, b_tile_ptr = a_ptr + first_m * stride_a, b_ptr + first_n * stride_b
+    a_offsets = tl.minimum(m, (M - 1 - first_m).to(tl.int32))[:, None] * stride_a + k[None, :]
+    b_offsets = tl.minimum(n, (N - 1 - first_n).to(tl.int32))[None, :] * stride_b + k[:, None]
+    # Scales with masks: then neighbours are loaded together, and registers saved.
+    inside_m, inside_n = first_m + m < M, first_n + n < N
+    a_scale_ptr += first_m // A_ROWS * stride_a_scale_m
+    b_scale_ptr += first_n // B_ROWS * stride_b_scale_n
+
+    out = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for first_k in tl.range(0, K, _STEP):
+        inside = k < K - first_k
+        a = tl.load(a_tile_ptr + a_offsets, inside[None, :], 0.0)
+        b = tl.load(b_tile_ptr + b_offsets, inside[:, None], 0.0)
+        if A_ROWS == 1:
+            a_scale = tl.load(a_scale_ptr + m * stride_a_scale_m, inside_m, 0.0)
+        else:
+            a_scale = tl.load(a_scale_ptr)
+        if B_ROWS == 1:
+            b_scale = tl.load(b_scale_ptr + n * stride_b_scale_n, inside_n, 0.0)
+        else:
+            b_scale = tl.load(b_scale_ptr)
+        step = tl.dot(a, b)
+        if A_ROWS == 1 and B_ROWS == 1:
+            out += step * a_scale[:, None] * b_scale[None, :]
+        elif A_ROWS == 1:
+            out += step * (a_scale * b_scale)[:, None]
+        else:
+            out += step * (a_scale * b_scale)[None, :]
+        a_tile_ptr += _STEP
+        b_tile_ptr += _STEP
+        a_scale_ptr += stride_a_scale_k
+        b_scale_ptr += stride_b_scale_k
+
+    if BIAS:
+        bias = tl.load(bias_ptr + (first_n + n) * stride_bias, inside_n, 0.0)
+        out += bias.to(tl.float32)[None, :]
+    offsets = (first_m + m)[:, None] * N + (first_n + n)[None, :]
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offsets, out, inside_m[:, None] & inside_n[None, :])
+
+
+def launch(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    a_rows: int,
+    b_rows: int,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    tile: Tile | None = None,
+) -> Tensor:
+    """The kernel on CUDA tensors; a benchmark may name the tile."""
+    _check(a, a_scale, b, b_scale, a_rows, b_rows, bias, out_dtype)
+    (M, K), N = a.shape, b.shape[0]
+    out = torch.empty((M, N), dtype=out_dtype, device=a.device)
+    if out.numel() == 0:
+        return out
+    tile = tile or tile_of(M, N)
+    if b_rows == 1 and b_scale.stride(0) != 1:
+        # A thread needs the scales of up to 64 columns: one by one they do not fit in its registers.
+        b_scale = b_scale.t().contiguous().t()
+    with on_device_of(a):
+        _kernel[(triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N),)](
+            a,
+            a_scale,
+            b,
+            b_scale,
+            a_scale if bias is None else bias,
+            out,
+            M,
+            N,
+            K,
+            a.stride(0),
+            b.stride(0),
+            1 if bias is None else bias.stride(0),
+            *a_scale.stride(),
+            *b_scale.stride(),
+            A_ROWS=a_rows,
+            B_ROWS=b_rows,
+            BIAS=bias is not None,
+            TILE_M=tile.M,
+            TILE_N=tile.N,
+            GROUP=_GROUP,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **_FUSION,
+        )
+    return out
+
+
+def _check(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    a_rows: int,
+    b_rows: int,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> None:
+    """Refuse what the kernel would read past the end of, or take for something else."""
+    check_device("blockwise_mm", a, a_scale=a_scale, b=b, b_scale=b_scale, bias=bias)
+    wrong = None
+    if (a.dtype, b.dtype) not in FORMATS:
+        wrong = f"{a.dtype} by {b.dtype}; it multiplies E4M3 by either format, or E5M2 by E4M3"
+    elif (a_rows, b_rows) not in ROWS:
+        wrong = f"scales of {a_rows}x128 by {b_rows}x128; of {ROWS} rows it takes a pair"
+    elif out_dtype not in OUT_DTYPES:
+        wrong = f"out_dtype {out_dtype}; it writes {', '.join(str(d) for d in OUT_DTYPES)}"
+    elif a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        wrong = f"shapes {tuple(a.shape)} and {tuple(b.shape)}, not (M, K) and (N, K)"
+    elif bias is not None and bias.shape != b.shape[:1]:
+        wrong = f"a bias of shape {tuple(bias.shape)}, not ({b.shape[0]},)"
+    if wrong is not None:
+        raise ValueError(f"float8::blockwise_mm: {wrong}")
+    for name, x, scale, rows in (("a", a, a_scale, a_rows), ("b", b, b_scale, b_rows)):
+        if x.stride(1) != 1 and x.numel() > 0:
+            raise ValueError(
+                f"float8::blockwise_mm: {name}'s strides are {x.stride()}, not (..., 1)"
+            )
+        expected = (-(-x.shape[0] // rows), -(-x.shape[1] // 128))
+        if scale.shape != expected or scale.dtype != torch.float32:
+            raise ValueError(
+                f"float8::blockwise_mm: {name}_scale is {scale.dtype} {tuple(scale.shape)}, "
+                f"not float32 {expected}"
+            )
+
+
+def _blockwise_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    a_rows: int,
+    b_rows: int,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return launch(a, a_scale, b, b_scale, a_rows, b_rows, bias, out_dtype)
+
+
+def _reference(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    a_rows: int,
+    b_rows: int,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    _check(a, a_scale, b, b_scale, a_rows, b_rows, bias, out_dtype)
+    blocks = (a_rows, 128), (b_rows, 128)
+    return reference.scaled_mm(a, a_scale, b, b_scale, *blocks, bias, out_dtype)
+
+
+def _fake(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    a_rows: int,
+    b_rows: int,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+
+
+blockwise_mm = register(
+    "blockwise_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, int a_rows, int b_rows, "
+    "Tensor? bias, ScalarType out_dtype) -> Tensor",
+    kernel=_blockwise_mm,
+    reference=_reference,
+    fake=_fake,
+)
+
+
+def shipped() -> list[Variant]:
+    """Every tile with every pair of blocks that the blockwise recipe multiplies, and the rest once."""
+    forms = [(tile, *rows, "fp8e4nv", "*bf16") for tile in TILES for rows in ((1, 128), (1, 1))]
+    forms += [
+        (TILES[0], 128, 1, "fp8e4nv", "*bf16"),
+        (TILES[0], 1, 128, "fp8e5", "*bf16"),
+        (TILES[0], 1, 128, "fp8e4nv", "*fp32"),
+    ]
+    return [_variant(*form) for form in forms]
+
+
+def _variant(tile: Tile, a_rows: int, b_rows: int, a_format: str, out: str) -> Variant:
+    types = {
+        "a_ptr": f"*{a_format}",
+        "a_scale_ptr": "*fp32",
+        "b_ptr": "*fp8e4nv",
+        "b_scale_ptr": "*fp32",
+        "bias_ptr": "*bf16",
+        "out_ptr": out,
+        **dict.fromkeys(("M", "N", "K", "stride_a", "stride_b"), "i32"),
+    }
+    constants = {
+        "stride_bias": 1,
+        "A_ROWS": a_rows,
+        "B_ROWS": b_rows,
+        "BIAS": out == "*fp32",
+        "TILE_M": tile.M,
+        "TILE_N": tile.N,
+        "GROUP": _GROUP,
+    }
+    # 1x128 scales as `cast` and cuBLASLt have them, outer dimension contiguous; 128x128 row-major.
+    for name, dim, rows in (("a", "m", a_rows), ("b", "n", b_rows)):
+        contiguous, other = (dim, "k") if rows == 1 else ("k", dim)
+        constants[f"stride_{name}_scale_{contiguous}"] = 1
+        types[f"stride_{name}_scale_{other}"] = "i32"
+    return Variant(
+        f"blockwise_mm {tile.M}x{tile.N}, {a_rows}x128 by {b_rows}x128, "
+        f"{'e5m2' if a_format == 'fp8e5' else 'e4m3'} to {out[1:]}",
+        _kernel,
+        types,
+        constants,
+        {"num_warps": tile.warps, "num_stages": tile.stages, **_FUSION},
+    )

@@ -1,0 +1,396 @@
+"""`rms_norm_cast`: normalise rows by their root mean square, and cast, in one op.
+
+``y = (x * rstd) * weight`` with ``rstd = 1 / sqrt(mean(x^2) + eps)`` per row, in float32 and
+rounded once, to the compute dtype. y is never written: its codes are, row-major and transposed, as
+``cast.py`` casts a matrix that exists. From bfloat16:
+
+====== =================== ================= ==============================================
+scale  bytes per element   norm, then cast
+====== =================== ================= ==============================================
+given  2 + 1 + 1           2 + 2 and 2+1+1   static, delayed; records the amax of y
+None   2 + 2 + 1 + 1       2 + 2 and 2+2+1+1 dynamic: a first pass finds rstd and the amax
+====== =================== ================= ==============================================
+
+Two kernels. `_rows_kernel` takes 4 rows at a time, for rstd and, if wanted, the amax of y; the
+second look at a row hits the cache. `_cast_kernel` writes codes: tile by tile, with an rstd that is
+there already, or by whole rows (OWN): a program sums the squares of its 16 rows and walks back over
+them, so that what was read last, and is in the cache, is read first. That is the one pass, and it
+needs rows enough to fill the GPU; of fewer the L2 cache holds x for the second launch instead.
+
+Given rstd the bits are the reference's; rstd itself depends on the order of a sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from float8.kernels.gpu.amax import MAX_PARTIALS
+from float8.kernels.gpu.cast import cast, cast_dynamic
+from float8.kernels.gpu.jit import encode, magnitude_bits, reciprocal, scale_from_amax
+from float8.kernels.gpu.launch import (
+    NO_FUSION,
+    TRITON_FORMATS,
+    Variant,
+    check_device,
+    new_codes,
+    on_device_of,
+    register,
+)
+
+_ROWS = {"ROWS": 4, "COLS": 1024}
+_TILE = {"ROWS_BY_4": 16, "COLS": 128}  # of cast.py
+_OWN_TILE = {"ROWS_BY_4": 4, "COLS": 512}
+_OPTIONS = {"num_warps": 4, **NO_FUSION}
+# Programs of whole rows that fill a GPU: about two per multiprocessor of an H100.
+_ENOUGH = 256
+
+TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+
+@triton.jit
+def _store_rstd(
+    x_ptr, rstd_ptr, first_m, M, K, stride_m, eps, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """1 / sqrt(mean(x^2) + eps) of ROWS rows; float32, correctly rounded but for the sum."""
+    m = first_m + tl.arange(0, ROWS)
+    squares = tl.zeros((ROWS, COLS), tl.float32)
+    for first in range(0, K, COLS):
+        k = first + tl.arange(0, COLS)
+        inside = (m < M)[:, None] & (k < K)[None, :]
+        x_ptrs = x_ptr + m[:, None] * stride_m + k[None, :]
+        x = tl.load(x_ptrs, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
+        squares += x * x
+    mean = tl.div_rn(tl.sum(squares, 1), K * 1.0)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    tl.store(rstd_ptr + m, rstd, m < M)
+    return rstd
+
+
+@triton.jit
+def _normed(x, rstd, w, DTYPE: tl.constexpr):
+    """A tile of y: rounded to DTYPE, in float32."""
+    normed = x.to(tl.float32) * rstd[:, None]
+    return (normed * w.to(tl.float32)[None, :]).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _rows_kernel(
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,  # float32 (M,), written
+    partials_ptr,  # int32 (PARTIALS,), written where AMAX
+    M,
+    K,
+    stride_m,
+    eps,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    AMAX: tl.constexpr,
+):
+    """rstd of all rows; partials[i] = bits of the amax of y in blocks i, i + PARTIALS, ..."""
+    bits = tl.zeros((ROWS, COLS), tl.int32)
+    for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(M, ROWS), PARTIALS):
+        first_m = block * ROWS
+        m = first_m + tl.arange(0, ROWS)
+        rstd = _store_rstd(x_ptr, rstd_ptr, first_m, M, K, stride_m, eps, ROWS, COLS)
+        if AMAX:
+            for first in range(0, K, COLS):
+                k = first + tl.arange(0, COLS)
+                inside = (m < M)[:, None] & (k < K)[None, :]
+                x = tl.load(x_ptr + m[:, None] * stride_m + k[None, :], inside, 0.0)
+                y = _normed(x, rstd, tl.load(weight_ptr + k, k < K, 0.0), DTYPE)
+                # A row without eps and all zeros is NaN, as it should; what lies outside is not.
+                bits = tl.maximum(bits, tl.where(inside, magnitude_bits(y), 0))
+    if AMAX:
+        tl.store(partials_ptr + tl.program_id(0), tl.max(bits))
+
+
+@triton.jit
+def known_scale(
+    given_ptr,
+    scale_ptr,
+    partials_ptr,
+    amax_ptr,
+    FORMAT_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    RECORD: tl.constexpr,
+):
+    """A scale that is given, or follows from partial amaxes; program 0 writes it, and the amax."""
+    if PARTIALS:
+        amax_bits = tl.max(tl.load(partials_ptr + tl.arange(0, PARTIALS)))
+        scale = scale_from_amax(amax_bits.to(tl.float32, bitcast=True), FORMAT_MAX, POWER_OF_TWO)
+        if RECORD and tl.program_id(0) == 0:
+            tl.atomic_max(amax_ptr, amax_bits, sem="relaxed")
+    else:
+        scale = tl.load(given_ptr)
+    if tl.program_id(0) == 0:
+        tl.store(scale_ptr, scale)
+    return scale
+
+
+@triton.jit
+def store_packed(data_t_ptr, packed, first_m4, k, M, K, ROWS_BY_4: tl.constexpr):
+    """Write the transpose of a tile that holds the codes of 4 rows in each int32."""
+    M4 = (M // 16) * 4  # spelt so that the compiler sees rows of whole 16-byte words
+    m4 = first_m4 + tl.arange(0, ROWS_BY_4)
+    inside = (k < K)[:, None] & (m4 < M4)[None, :]
+    data_t_ptrs = data_t_ptr + k.to(tl.int64)[:, None] * M4 + m4[None, :]
+    tl.store(data_t_ptrs, tl.trans(packed), inside)
+
+
+@triton.jit
+def _cast_kernel(
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,  # float32 (M,); written where OWN
+    given_ptr,  # the scale; unused where PARTIALS
+    scale_ptr,  # written
+    partials_ptr,  # amax bits (PARTIALS,); unused where PARTIALS is 0
+    data_ptr,  # uint8 (M, K)
+    data_t_ptr,  # uint8 (K, M); int32 where PACK
+    amax_ptr,  # int32 bits of a running maximum
+    M,
+    K,
+    stride_m,
+    eps,
+    ROWS_BY_4: tl.constexpr,
+    COLS: tl.constexpr,
+    OWN: tl.constexpr,  # a program has whole rows, and computes their rstd
+    PARTIALS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    WRITE_COLS: tl.constexpr,
+    RECORD: tl.constexpr,
+    PACK: tl.constexpr,  # M is a multiple of 16
+):
+    pid = tl.program_id(0)
+    chunks = tl.cdiv(K, COLS)
+    scale = known_scale(
+        given_ptr, scale_ptr, partials_ptr, amax_ptr, FORMAT_MAX, POWER_OF_TWO, PARTIALS, RECORD
+    )
+    factor = reciprocal(scale)
+
+    if OWN:
+        first_m4 = pid.to(tl.int64) * ROWS_BY_4
+        _store_rstd(x_ptr, rstd_ptr, first_m4 * 4, M, K, stride_m, eps, 4 * ROWS_BY_4, COLS)
+        tl.debug_barrier()  # the threads of this program read it below
+        steps = chunks
+        last_k = (chunks - 1) * COLS
+    else:
+        first_m4 = (pid // chunks).to(tl.int64) * ROWS_BY_4
+        steps = 1
+        last_k = (pid % chunks) * COLS
+    m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
+    seen = tl.zeros((ROWS_BY_4, COLS), tl.int32)
+    for step in range(steps):
+        k = last_k - step * COLS + tl.arange(0, COLS)
+        w = tl.load(weight_ptr + k, k < K, 0.0)
+        packed = tl.zeros((ROWS_BY_4, COLS), tl.int32)
+        for i in tl.static_range(4):
+            inside = (m + i < M)[:, None] & (k < K)[None, :]
+            rstd = tl.load(rstd_ptr + m + i, m + i < M, 0.0)
+            x_ptrs = x_ptr + (m + i)[:, None] * stride_m + k[None, :]
+            x = tl.load(x_ptrs, inside, 0.0, eviction_policy="evict_first")
+            y = _normed(x, rstd, w, DTYPE)
+            if RECORD and not PARTIALS:
+                seen = tl.maximum(seen, tl.where(inside, magnitude_bits(y), 0))
+            codes = encode(y, factor, FORMAT_MAX, FORMAT)
+            tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
+            if WRITE_COLS and PACK:
+                packed |= codes.to(tl.int32) << (8 * i)
+            elif WRITE_COLS:
+                data_t_ptrs = data_t_ptr + k.to(tl.int64)[None, :] * M + (m + i)[:, None]
+                tl.store(data_t_ptrs, codes, inside)
+        if WRITE_COLS and PACK:
+            store_packed(data_t_ptr, packed, first_m4, k, M, K, ROWS_BY_4)
+    if RECORD and not PARTIALS:
+        tl.atomic_max(amax_ptr, tl.max(seen), sem="relaxed")
+
+
+def _launch_rows(
+    x: Tensor, weight: Tensor, rstd: Tensor, eps: float, dtype: torch.dtype, amax: bool
+) -> Tensor:
+    """Write rstd; int32 (P,), P a power of two: bits whose maximum is the amax of y, or nothing."""
+    blocks = triton.cdiv(x.shape[0], _ROWS["ROWS"])
+    count = min(MAX_PARTIALS, triton.next_power_of_2(blocks))
+    partials = torch.empty(count if amax else 0, dtype=torch.int32, device=x.device)
+    _rows_kernel[(count,)](
+        x,
+        weight,
+        rstd,
+        partials if amax else rstd.view(torch.int32),
+        *x.shape,
+        x.stride(0),
+        eps,
+        **_ROWS,
+        PARTIALS=count,
+        DTYPE=TRITON_DTYPES[dtype],
+        AMAX=amax,
+        **_OPTIONS,
+    )
+    return partials
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    scale: Tensor | None,
+    compute_dtype: torch.dtype,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    cols: bool,
+    amax: Tensor | None = None,
+    own: bool | None = None,  # for tests, which have no patience for many rows
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_device("rms_norm_cast", x, weight=weight, scale=scale, amax=amax)
+    if x.numel() == 0:
+        return _reference(x, weight, eps, scale, compute_dtype, dtype, power_of_two, cols, amax)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    weight = x.new_ones(x.shape[1]) if weight is None else weight.contiguous()
+    data, data_t, found, rstd = _empty(
+        x, weight, eps, scale, compute_dtype, dtype, power_of_two, cols, amax
+    )
+    M, K = x.shape
+    if own is None:
+        own = scale is not None and triton.cdiv(M, 4 * _OWN_TILE["ROWS_BY_4"]) >= _ENOUGH
+    tile = _OWN_TILE if own else _TILE
+    programs = triton.cdiv(M, 4 * tile["ROWS_BY_4"])
+    pack = cols and M % 16 == 0
+    with on_device_of(x):
+        partials = None
+        if not own:
+            partials = _launch_rows(x, weight, rstd, eps, compute_dtype, amax=scale is None)
+        _cast_kernel[(programs if own else programs * triton.cdiv(K, tile["COLS"]),)](
+            x,
+            weight,
+            rstd,
+            found if scale is None else scale,
+            found,
+            found.view(torch.int32) if partials is None else partials,
+            data.view(torch.uint8),
+            data_t.view(torch.uint8).view(torch.int32) if pack else data_t.view(torch.uint8),
+            (found if amax is None else amax).view(torch.int32),
+            M,
+            K,
+            x.stride(0),
+            eps,
+            **tile,
+            OWN=own,
+            PARTIALS=partials.numel() if partials is not None and scale is None else 0,
+            DTYPE=TRITON_DTYPES[compute_dtype],
+            FORMAT=TRITON_FORMATS[dtype],
+            FORMAT_MAX=torch.finfo(dtype).max,
+            POWER_OF_TWO=power_of_two,
+            WRITE_COLS=cols,
+            RECORD=amax is not None,
+            PACK=pack,
+            **_OPTIONS,
+        )
+    return data, data_t, found, rstd
+
+
+def _reference(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    scale: Tensor | None,
+    compute_dtype: torch.dtype,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    cols: bool,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x32 = x.to(torch.float32)
+    rstd = torch.rsqrt(x32.square().mean(1, keepdim=True) + eps)
+    y = x32 * rstd
+    y = (y if weight is None else y * weight.to(torch.float32)).to(compute_dtype)
+    if scale is None:
+        return *cast_dynamic(y, dtype, power_of_two, True, cols, amax), rstd
+    return *cast(y, scale, dtype, True, cols, amax), scale.reshape(1, 1).clone(), rstd
+
+
+def _empty(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    scale: Tensor | None,
+    compute_dtype: torch.dtype,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    cols: bool,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    M, K = x.shape
+    found, rstd = (x.new_empty(shape, dtype=torch.float32) for shape in ((1, 1), (M, 1)))
+    return new_codes(x, M, K, True, dtype), new_codes(x, K, M, cols, dtype), found, rstd
+
+
+rms_norm_cast = register(
+    "rms_norm_cast(Tensor x, Tensor? weight, float eps, Tensor? scale, ScalarType compute_dtype, "
+    "ScalarType dtype, bool power_of_two, bool cols, Tensor(a!)? amax=None)"
+    " -> (Tensor data, Tensor data_t, Tensor scale_out, Tensor rstd)",
+    kernel=_launch,
+    reference=_reference,
+    fake=_empty,
+)
+
+
+def shipped() -> list[Variant]:
+    """The forms that the recipes launch on bfloat16."""
+    return [
+        _rows_variant("rstd and amax", True),
+        _rows_variant("rstd", False),
+        _cast_variant("tiles", False, MAX_PARTIALS, True, False),
+        _cast_variant("a given scale, tiles, amax", False, 0, True, True),
+        _cast_variant("a given scale, whole rows, amax", True, 0, True, True),
+        _cast_variant("a given scale, whole rows, not transposed", True, 0, False, False),
+    ]
+
+
+_SOURCES = dict.fromkeys(("x_ptr", "weight_ptr"), "*bf16")
+_SIZES = dict.fromkeys(("M", "K", "stride_m"), "i32")
+_CONSTANTS = {"eps": 1e-6, "DTYPE": tl.bfloat16}
+
+
+def _rows_variant(name: str, amax: bool) -> Variant:
+    types = {**_SOURCES, "rstd_ptr": "*fp32", "partials_ptr": "*i32", **_SIZES}
+    constants = {**_ROWS, **_CONSTANTS, "PARTIALS": MAX_PARTIALS, "AMAX": amax}
+    return Variant(f"rms_norm_cast: {name}", _rows_kernel, types, constants, _OPTIONS)
+
+
+def _cast_variant(name: str, own: bool, partials: int, cols: bool, record: bool) -> Variant:
+    types = {
+        **_SOURCES,
+        **dict.fromkeys(("rstd_ptr", "given_ptr", "scale_ptr"), "*fp32"),
+        "partials_ptr": "*i32",
+        "data_ptr": "*u8",
+        "data_t_ptr": "*i32" if cols else "*u8",
+        "amax_ptr": "*i32",
+        **_SIZES,
+    }
+    constants = {
+        **(_OWN_TILE if own else _TILE),
+        **_CONSTANTS,
+        "OWN": own,
+        "PARTIALS": partials,
+        "FORMAT": tl.float8e4nv,
+        "FORMAT_MAX": torch.finfo(torch.float8_e4m3fn).max,
+        "POWER_OF_TWO": False,
+        "WRITE_COLS": cols,
+        "RECORD": record,
+        "PACK": cols,
+    }
+    return Variant(f"rms_norm_cast: {name}", _cast_kernel, types, constants, _OPTIONS)

@@ -1,0 +1,387 @@
+"""`swiglu_cast`: the gate of a feed-forward layer, and the cast of its result; `swiglu_backward`.
+
+``y = gate * sigmoid(gate) * up``, computed in float32 and rounded once, to the compute dtype. y is
+never written: its codes are, row-major and transposed, as ``cast.py`` casts a matrix that exists.
+Bytes per element of y, from bfloat16:
+
+==================== =================== =========================== ============================
+op, scale            bytes               silu, product, then cast    what it does
+==================== =================== =========================== ============================
+cast, given          4 + 1 + 1           2+2, 4+2 and 2+1+1          static, delayed; records amax
+cast, None           4 + 4 + 1 + 1       2+2, 4+2 and 2+2+1+1        dynamic: reads twice
+backward             6 + 4               at least 6 + 4              recomputes the sigmoid
+==================== =================== =========================== ============================
+
+gate and up are matrices (M, F) of any row stride, such as the halves of one projection's (M, 2 F);
+backward writes both gradients into one (M, 2 F), which is then the gradient of that projection.
+
+Exponentials differ between implementations by a few ulps, and so may a code at a tie.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from float8.kernels.gpu.amax import MAX_PARTIALS
+from float8.kernels.gpu.cast import cast, cast_dynamic
+from float8.kernels.gpu.jit import encode, magnitude_bits, reciprocal
+from float8.kernels.gpu.launch import (
+    NO_FUSION,
+    TRITON_FORMATS,
+    Variant,
+    check_device,
+    new_codes,
+    on_device_of,
+    register,
+)
+from float8.kernels.gpu.rms_norm_cast import TRITON_DTYPES, known_scale, store_packed
+
+_AMAX_TILE = {"ROWS": 32, "COLS": 128}
+_TILE = {"ROWS_BY_4": 8, "COLS": 256}
+_BACKWARD_TILE = {"ROWS": 16, "COLS": 128}
+_OPTIONS = {"num_warps": 4, **NO_FUSION}
+
+
+@triton.jit
+def _silu(gate):
+    return gate / (1.0 + tl.exp(-gate))
+
+
+@triton.jit
+def _gated(gate_ptr, up_ptr, m, k, M, K, stride_gate, stride_up, DTYPE: tl.constexpr):
+    """A tile of y: rounded to DTYPE, in float32; 0 outside."""
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    gate = tl.load(gate_ptr + m[:, None] * stride_gate + k[None, :], inside, 0.0).to(tl.float32)
+    up = tl.load(up_ptr + m[:, None] * stride_up + k[None, :], inside, 0.0).to(tl.float32)
+    return (_silu(gate) * up).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _amax_kernel(
+    gate_ptr,
+    up_ptr,
+    partials_ptr,
+    M,
+    K,
+    stride_gate,
+    stride_up,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """partials[i] = bits of the amax of y in tiles i, i + PARTIALS, ...; 0 where there is none."""
+    tiles_k = tl.cdiv(K, COLS)
+    tiles = tl.cdiv(M, ROWS).to(tl.int64) * tiles_k
+    bits = tl.zeros((ROWS, COLS), tl.int32)
+    for tile in range(tl.program_id(0).to(tl.int64), tiles, PARTIALS):
+        m = (tile // tiles_k) * ROWS + tl.arange(0, ROWS)
+        k = (tile % tiles_k) * COLS + tl.arange(0, COLS)
+        y = _gated(gate_ptr, up_ptr, m, k, M, K, stride_gate, stride_up, DTYPE)
+        bits = tl.maximum(bits, magnitude_bits(y))
+    tl.store(partials_ptr + tl.program_id(0), tl.max(bits))
+
+
+@triton.jit
+def _cast_kernel(
+    gate_ptr,
+    up_ptr,
+    given_ptr,  # the scale; unused where PARTIALS
+    scale_ptr,  # written
+    partials_ptr,  # amax bits (PARTIALS,); unused where PARTIALS is 0
+    data_ptr,  # uint8 (M, K)
+    data_t_ptr,  # uint8 (K, M); int32 where PACK
+    amax_ptr,  # int32 bits of a running maximum
+    M,
+    K,
+    stride_gate,
+    stride_up,
+    ROWS_BY_4: tl.constexpr,
+    COLS: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    WRITE_COLS: tl.constexpr,
+    RECORD: tl.constexpr,
+    PACK: tl.constexpr,  # M is a multiple of 16
+):
+    pid = tl.program_id(0)
+    tiles_k = tl.cdiv(K, COLS)
+    first_m4 = (pid // tiles_k).to(tl.int64) * ROWS_BY_4
+    m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
+    k = (pid % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
+    scale = known_scale(
+        given_ptr, scale_ptr, partials_ptr, amax_ptr, FORMAT_MAX, POWER_OF_TWO, PARTIALS, RECORD
+    )
+    factor = reciprocal(scale)
+    seen = tl.zeros((ROWS_BY_4, COLS), tl.int32)
+    packed = tl.zeros((ROWS_BY_4, COLS), tl.int32)
+    for i in tl.static_range(4):
+        y = _gated(gate_ptr, up_ptr, m + i, k, M, K, stride_gate, stride_up, DTYPE)
+        if RECORD and not PARTIALS:
+            seen = tl.maximum(seen, magnitude_bits(y))
+        codes = encode(y, factor, FORMAT_MAX, FORMAT)
+        inside = (m + i < M)[:, None] & (k < K)[None, :]
+        tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
+        if WRITE_COLS and PACK:
+            packed |= codes.to(tl.int32) << (8 * i)
+        elif WRITE_COLS:
+            tl.store(data_t_ptr + k[None, :] * M + (m + i)[:, None], codes, inside)
+    if WRITE_COLS and PACK:
+        store_packed(data_t_ptr, packed, first_m4, k, M, K, ROWS_BY_4)
+    if RECORD and not PARTIALS:
+        tl.atomic_max(amax_ptr, tl.max(seen), sem="relaxed")
+
+
+@triton.jit
+def _backward_kernel(
+    grad_ptr,
+    gate_ptr,
+    up_ptr,
+    out_ptr,  # (M, 2 K): the gradients of gate and of up
+    M,
+    K,
+    stride_grad,
+    stride_gate,
+    stride_up,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    tiles_k = tl.cdiv(K, COLS)
+    m = (pid // tiles_k).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    k = (pid % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    grad = tl.load(grad_ptr + m[:, None] * stride_grad + k[None, :], inside, 0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + m[:, None] * stride_gate + k[None, :], inside, 0.0).to(tl.float32)
+    up = tl.load(up_ptr + m[:, None] * stride_up + k[None, :], inside, 0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    grad_gate = grad * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
+    grad_up = grad * (gate * sigmoid)
+    out_ptrs = out_ptr + m[:, None] * (2 * K) + k[None, :]
+    tl.store(out_ptrs, grad_gate.to(out_ptr.dtype.element_ty), inside)
+    tl.store(out_ptrs + K, grad_up.to(out_ptr.dtype.element_ty), inside)
+
+
+def _partial_amaxes(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+    """int32 (P,), P a power of two: bits of amaxes whose maximum is that of y."""
+    M, K = gate.shape
+    tiles = triton.cdiv(M, _AMAX_TILE["ROWS"]) * triton.cdiv(K, _AMAX_TILE["COLS"])
+    count = min(MAX_PARTIALS, triton.next_power_of_2(tiles))
+    partials = torch.empty(count, dtype=torch.int32, device=gate.device)
+    _amax_kernel[(count,)](
+        gate,
+        up,
+        partials,
+        M,
+        K,
+        gate.stride(0),
+        up.stride(0),
+        **_AMAX_TILE,
+        PARTIALS=count,
+        DTYPE=TRITON_DTYPES[dtype],
+        **_OPTIONS,
+    )
+    return partials
+
+
+def _launch(
+    gate: Tensor,
+    up: Tensor,
+    scale: Tensor | None,
+    compute_dtype: torch.dtype,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    cols: bool,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check("swiglu_cast", gate, up=up)
+    check_device("swiglu_cast", gate, scale=scale, amax=amax)
+    if gate.numel() == 0:
+        return _reference(gate, up, scale, compute_dtype, dtype, power_of_two, cols, amax)
+    gate, up = _row_major(gate), _row_major(up)
+    data, data_t, found = _empty(gate, up, scale, compute_dtype, dtype, power_of_two, cols, amax)
+    M, K = gate.shape
+    pack = cols and M % 16 == 0
+    with on_device_of(gate):
+        partials = _partial_amaxes(gate, up, compute_dtype) if scale is None else None
+        tiles = triton.cdiv(M, 4 * _TILE["ROWS_BY_4"]) * triton.cdiv(K, _TILE["COLS"])
+        _cast_kernel[(tiles,)](
+            gate,
+            up,
+            found if scale is None else scale,
+            found,
+            found.view(torch.int32) if partials is None else partials,
+            data.view(torch.uint8),
+            data_t.view(torch.uint8).view(torch.int32) if pack else data_t.view(torch.uint8),
+            (found if amax is None else amax).view(torch.int32),
+            M,
+            K,
+            gate.stride(0),
+            up.stride(0),
+            **_TILE,
+            PARTIALS=0 if partials is None else partials.numel(),
+            DTYPE=TRITON_DTYPES[compute_dtype],
+            FORMAT=TRITON_FORMATS[dtype],
+            FORMAT_MAX=torch.finfo(dtype).max,
+            POWER_OF_TWO=power_of_two,
+            WRITE_COLS=cols,
+            RECORD=amax is not None,
+            PACK=pack,
+            **_OPTIONS,
+        )
+    return data, data_t, found
+
+
+def _launch_backward(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    _check("swiglu_backward", gate, up=up, grad=grad)
+    out = _empty_backward(grad, gate, up)
+    if gate.numel() == 0:
+        return out
+    grad, gate, up = _row_major(grad), _row_major(gate), _row_major(up)
+    M, K = gate.shape
+    tiles = triton.cdiv(M, _BACKWARD_TILE["ROWS"]) * triton.cdiv(K, _BACKWARD_TILE["COLS"])
+    with on_device_of(gate):
+        _backward_kernel[(tiles,)](
+            grad,
+            gate,
+            up,
+            out,
+            M,
+            K,
+            grad.stride(0),
+            gate.stride(0),
+            up.stride(0),
+            **_BACKWARD_TILE,
+            **_OPTIONS,
+        )
+    return out
+
+
+def _check(op: str, gate: Tensor, **others: Tensor) -> None:
+    """A kernel reads as far as gate's shape says: refuse what is smaller."""
+    check_device(op, gate, **others)
+    for name, other in others.items():
+        if other.shape != gate.shape:
+            raise ValueError(
+                f"float8::{op}: {name} has shape {tuple(other.shape)} and gate {tuple(gate.shape)}"
+            )
+
+
+def _row_major(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _reference(
+    gate: Tensor,
+    up: Tensor,
+    scale: Tensor | None,
+    compute_dtype: torch.dtype,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    cols: bool,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = (F.silu(gate.to(torch.float32)) * up.to(torch.float32)).to(compute_dtype)
+    if scale is None:
+        return cast_dynamic(y, dtype, power_of_two, True, cols, amax)
+    return *cast(y, scale, dtype, True, cols, amax), scale.reshape(1, 1).clone()
+
+
+def _empty(
+    gate: Tensor,
+    up: Tensor,
+    scale: Tensor | None,
+    compute_dtype: torch.dtype,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    cols: bool,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    M, K = gate.shape
+    found = gate.new_empty((1, 1), dtype=torch.float32)
+    return new_codes(gate, M, K, True, dtype), new_codes(gate, K, M, cols, dtype), found
+
+
+def _reference_backward(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    grad32, gate32 = grad.to(torch.float32), gate.to(torch.float32)
+    sigmoid = gate32.sigmoid()
+    grad_gate = grad32 * up.to(torch.float32) * (sigmoid * (1 + gate32 * (1 - sigmoid)))
+    return torch.cat([grad_gate, grad32 * (gate32 * sigmoid)], dim=1).to(gate.dtype)
+
+
+def _empty_backward(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty((gate.shape[0], 2 * gate.shape[1]))
+
+
+swiglu_cast = register(
+    "swiglu_cast(Tensor gate, Tensor up, Tensor? scale, ScalarType compute_dtype, "
+    "ScalarType dtype, bool power_of_two, bool cols, Tensor(a!)? amax=None)"
+    " -> (Tensor data, Tensor data_t, Tensor scale_out)",
+    kernel=_launch,
+    reference=_reference,
+    fake=_empty,
+)
+swiglu_backward = register(
+    "swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> Tensor",
+    kernel=_launch_backward,
+    reference=_reference_backward,
+    fake=_empty_backward,
+)
+
+
+def shipped() -> list[Variant]:
+    """The forms that the recipes launch on bfloat16."""
+    return [
+        Variant(
+            "swiglu_cast: amax",
+            _amax_kernel,
+            {**_SOURCES, "partials_ptr": "*i32", **_SIZES},
+            {**_AMAX_TILE, "PARTIALS": MAX_PARTIALS, "DTYPE": tl.bfloat16},
+            _OPTIONS,
+        ),
+        _cast_variant("tiles", MAX_PARTIALS, True, False),
+        _cast_variant("a given scale, amax", 0, True, True),
+        _cast_variant("a given scale, not transposed", 0, False, False),
+        Variant(
+            "swiglu_backward",
+            _backward_kernel,
+            {"grad_ptr": "*bf16", **_SOURCES, "out_ptr": "*bf16", "stride_grad": "i32", **_SIZES},
+            {**_BACKWARD_TILE},
+            _OPTIONS,
+        ),
+    ]
+
+
+_SOURCES = dict.fromkeys(("gate_ptr", "up_ptr"), "*bf16")
+_SIZES = dict.fromkeys(("M", "K", "stride_gate", "stride_up"), "i32")
+
+
+def _cast_variant(name: str, partials: int, cols: bool, record: bool) -> Variant:
+    types = {
+        **_SOURCES,
+        **dict.fromkeys(("given_ptr", "scale_ptr"), "*fp32"),
+        "partials_ptr": "*i32",
+        "data_ptr": "*u8",
+        "data_t_ptr": "*i32" if cols else "*u8",
+        "amax_ptr": "*i32",
+        **_SIZES,
+    }
+    constants = {
+        **_TILE,
+        "PARTIALS": partials,
+        "DTYPE": tl.bfloat16,
+        "FORMAT": tl.float8e4nv,
+        "FORMAT_MAX": torch.finfo(torch.float8_e4m3fn).max,
+        "POWER_OF_TWO": False,
+        "WRITE_COLS": cols,
+        "RECORD": record,
+        "PACK": cols,
+    }
+    return Variant(f"swiglu_cast: {name}", _cast_kernel, types, constants, _OPTIONS)

@@ -1,0 +1,91 @@
+"""`transpose`: the transpose of a float8 matrix, as a copy.
+
+For codes that exist already and that a second GEMM contracts the other way: a gathered weight, an
+activation that arrived in float8. Codes are bytes; 4 rows are packed into an int32 in registers as
+in ``cast.py``, and the copy moves words. 2 bytes per element: one read, one written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from float8.kernels.gpu.launch import NO_FUSION, Variant, new_codes, on_device_of, register
+
+_TILE = {"ROWS_BY_4": 16, "COLS": 128}
+_OPTIONS = {"num_warps": 4, **NO_FUSION}
+
+
+@triton.jit
+def _transpose_kernel(
+    data_ptr,  # uint8 (M, K)
+    data_t_ptr,  # uint8 (K, M); int32 where PACK
+    M,
+    K,
+    stride_m,
+    stride_k,
+    ROWS_BY_4: tl.constexpr,
+    COLS: tl.constexpr,
+    PACK: tl.constexpr,  # M is a multiple of 16
+):
+    pid = tl.program_id(0)
+    tiles_k = tl.cdiv(K, COLS)
+    first_m4 = (pid // tiles_k).to(tl.int64) * ROWS_BY_4
+    m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
+    k = (pid % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
+    packed = tl.zeros((ROWS_BY_4, COLS), tl.int32)
+    for i in tl.static_range(4):
+        inside = (m + i < M)[:, None] & (k < K)[None, :]
+        offsets = (m + i)[:, None] * stride_m + k[None, :] * stride_k
+        codes = tl.load(data_ptr + offsets, inside, 0)
+        if PACK:
+            packed |= codes.to(tl.int32) << (8 * i)
+        else:
+            tl.store(data_t_ptr + k[None, :] * M + (m + i)[:, None], codes, inside)
+    if PACK:
+        M4 = (M // 16) * 4  # spelt so that the compiler sees rows of whole 16-byte words
+        m4 = first_m4 + tl.arange(0, ROWS_BY_4)
+        inside_t = (k < K)[:, None] & (m4 < M4)[None, :]
+        tl.store(data_t_ptr + k[:, None] * M4 + m4[None, :], tl.trans(packed), inside_t)
+
+
+def _launch(data: Tensor) -> Tensor:
+    M, K = data.shape
+    out = new_codes(data, K, M, True, data.dtype)
+    if data.numel() == 0:
+        return out
+    pack = M % 16 == 0
+    codes = out.view(torch.uint8)
+    grid = (triton.cdiv(M, 4 * _TILE["ROWS_BY_4"]) * triton.cdiv(K, _TILE["COLS"]),)
+    with on_device_of(data):
+        _transpose_kernel[grid](
+            data.view(torch.uint8),
+            codes.view(torch.int32) if pack else codes,
+            M,
+            K,
+            *data.stride(),
+            **_TILE,
+            PACK=pack,
+            **_OPTIONS,
+        )
+    return out
+
+
+transpose = register(
+    "transpose(Tensor data) -> Tensor",
+    kernel=_launch,
+    # As bytes: copies of some strides are not defined for float8. A clone, never an alias.
+    reference=lambda data: (
+        data.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(data.dtype)
+    ),
+    fake=lambda data: new_codes(data, *data.shape[::-1], True, data.dtype),
+)
+
+
+def shipped() -> list[Variant]:
+    """The form that the recipes launch."""
+    types = {"data_ptr": "*u8", "data_t_ptr": "*i32", "M": "i32", "K": "i32", "stride_m": "i32"}
+    constants = {"stride_k": 1, **_TILE, "PACK": True}
+    return [Variant("transpose", _transpose_kernel, types, constants, _OPTIONS)]

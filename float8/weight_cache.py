@@ -1,0 +1,163 @@
+"""`cached_weights`: cast every weight once per optimizer step instead of twice per microbatch.
+
+A `Float8Linear` casts its weight in forward and again in backward, because keeping the bytes would
+cost memory. With gradient accumulation the same weight is cast for every microbatch. Inside
+
+    with cached_weights(model):
+        for step in range(steps):
+            for x, y in microbatches:
+                loss(model(x), y).backward()
+            optimizer.step()          # the weights change: they are cast again, once
+            optimizer.zero_grad()
+
+each weight is cast when it changes, for both GEMMs that read it, and forward and backward read the
+codes. The price: two bytes per weight element of the layers, held as long as the scope is open.
+
+The contract. Weights are cast again after
+
+- a step of any optimizer that holds one of them (seen by a hook, not by ``_version``, which FSDP2
+  and ``.data`` writes leave alone);
+- ``sync_float8_amax_and_scale_history(model)``, where the cast is delayed;
+- ``load_state_dict`` into the layer;
+- ``refresh()`` of what the scope returns: call it after any other write (``.data``, ``copy_``,
+  an average of weights).
+
+Forward and backward write nothing: recomputation, torch.compile and CUDA graphs see constants. Bits
+are those of the layer without a cache. With delayed scaling, the amax recorded is that of each
+weight when it was cast, so that after ``optimizer.step()`` a ``sync`` knows the new one already.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from float8.autograd import cast_weight, compute_dtype
+from float8.linear import Float8Linear
+from float8.sync import AFTER_SYNC
+
+
+class WeightCache:
+    """The cached weights of a model, as long as its `cached_weights` is open.
+
+    Args:
+        model: its Float8Linears take part.
+        in_place: write new codes over the old ones.
+    """
+
+    def __init__(self, model: nn.Module, in_place: bool) -> None:
+        self.in_place = in_place
+        # layer -> the dtype that its forward rounds weights to before it casts them
+        self.dtypes: dict[Float8Linear, torch.dtype] = {
+            layer: compute_dtype(layer.weight)
+            for layer in model.modules()
+            if isinstance(layer, Float8Linear)
+        }
+
+    def refresh(self) -> None:
+        """Cast every weight again: for writes that nobody else sees."""
+        for layer in self.dtypes:
+            self.cast(layer)
+
+    def cast(self, layer: Float8Linear) -> None:
+        """Cast one layer's weight again."""
+        weight = layer.weight.detach().to(self.dtypes[layer])
+        state = layer.cast_weight.state  # type: ignore[operator]
+        new = cast_weight(weight, layer.config, state, record=layer.training)
+        old = layer.cached_weight
+        if self.in_place and new is not None and old is not None:
+            pairs = zip(pytree.tree_leaves(old[:2]), pytree.tree_leaves(new[:2]), strict=True)
+            for kept, fresh in pairs:
+                kept.copy_(fresh)
+        else:
+            layer.cached_weight = new
+
+    def after_load(self, layer: Any, incompatible_keys: Any) -> None:
+        """A checkpoint was loaded into the layer."""
+        self.cast(layer)
+
+    def holds(self, optimizer: Optimizer) -> list[Float8Linear]:
+        """The layers whose weight this optimizer steps."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [layer for layer in self.dtypes if id(layer.weight) in stepped]
+
+
+_open: weakref.WeakSet[WeightCache] = weakref.WeakSet()
+
+
+@contextmanager
+def cached_weights(model: nn.Module, in_place: bool = False) -> Iterator[WeightCache]:
+    """Cast the weights of ``model`` when they change instead of when they are used.
+
+    Enter it in the autocast state in which the model will run.
+
+    Args:
+        model: converted; its `Float8Linear` layers take part.
+        in_place: write new codes over the old ones, at one more copy per step: what a CUDA graph
+            captured by hand inside the scope needs, since it reads the same memory forever.
+
+    Yields:
+        the `WeightCache`; its ``refresh()`` is for writes to weights that no hook sees.
+
+    Raises:
+        RuntimeError: the model is in another `cached_weights` already.
+        TypeError: a weight is sharded (DTensor): what forward multiplies exists only after the
+            gather.
+    """
+    cache = WeightCache(model, in_place)
+    for layer in cache.dtypes:
+        if (reason := _refuses(layer)) is not None:
+            raise reason
+    _install_hooks()
+    _open.add(cache)
+    loads = [layer.register_load_state_dict_post_hook(cache.after_load) for layer in cache.dtypes]
+    try:
+        cache.refresh()
+        yield cache
+    finally:
+        _open.discard(cache)
+        for layer, load in zip(cache.dtypes, loads, strict=True):
+            load.remove()
+            layer.cached_weight = None
+
+
+def _refuses(layer: Float8Linear) -> RuntimeError | TypeError | None:
+    name = layer.fqn or "Float8Linear"
+    if layer.cached_weight is not None:
+        return RuntimeError(f"{name}: its weight is cached by another cached_weights already")
+    if is_traceable_wrapper_subclass(layer.weight):
+        return TypeError(
+            f"{name}: weight is a {type(layer.weight).__name__}; cached_weights casts whole plain "
+            "weights. Leave sharded models out of the scope"
+        )
+    return None
+
+
+@functools.cache
+def _install_hooks() -> None:
+    # One of each for the process, never removed: torch iterates over its hooks while they run.
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _after_step(optimizer))
+    AFTER_SYNC.append(_after_sync)
+
+
+def _after_step(optimizer: Optimizer) -> None:
+    for cache in list(_open):
+        for layer in cache.holds(optimizer):
+            cache.cast(layer)
+
+
+def _after_sync(model: nn.Module) -> None:
+    """Delayed scales have changed."""
+    for cache in list(_open):
+        for layer in model.modules():
+            if layer in cache.dtypes and layer.cast_weight.state is not None:
+                cache.cast(layer)

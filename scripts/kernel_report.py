@@ -1,0 +1,161 @@
+"""Compile every shipped Triton kernel for GPUs that need not be there, and read the machine code.
+
+    python scripts/kernel_report.py [--arch sm_90] [--only cast] [-o FILE.json]
+
+Triton compiles for a GPU without one, and brings a disassembler. What a cubin tells, and this
+prints: registers and shared memory (how many programs fit a multiprocessor), spills (registers that
+went to memory), the narrowest and widest access to device memory in bytes per thread, and the
+instructions that convert float8. What it does not tell is time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from tabulate import tabulate
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
+
+from float8.kernels.gpu.launch import Variant
+
+FILES = ("amax", "cast", "transpose")
+ARCHITECTURES = ("sm_89", "sm_90", "sm_100")
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """What a cubin says; ``loads`` and ``stores`` count global accesses by bytes per thread."""
+
+    registers: int
+    spills: int  # bytes of local memory per thread
+    shared: int
+    instructions: int
+    loads: dict[int, int]
+    stores: dict[int, int]
+    conversions: dict[str, int]
+
+
+def variants(files: Sequence[str] = FILES) -> list[Variant]:
+    """What ships, in the order of the files of ``float8/kernels/gpu/``."""
+    return [
+        variant
+        for name in files
+        for variant in importlib.import_module(f"float8.kernels.gpu.{name}").shipped()
+    ]
+
+
+def compile_for(variant: Variant, arch: str) -> Any:
+    """Triton's compiled kernel, with sizes and pointers that are multiples of 16, as in training."""
+    names = list(variant.kernel.arg_names)
+    signature = {n: variant.types.get(n, "constexpr") for n in names}
+    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in variant.types}
+    source = ASTSource(variant.kernel, signature, dict(variant.constants), attributes)
+    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    return triton.compile(source, target=target, options=dict(variant.options))
+
+
+def read(cubin: bytes) -> MachineCode:
+    """Disassemble a cubin with the tools that come with Triton."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _run("cuobjdump", "-res-usage", file.name)
+        code = _run("nvdisasm", "-c", file.name)
+    resource = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+    opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_.]+)", code, re.M)
+    return MachineCode(
+        registers=resource["REG"],
+        spills=resource["LOCAL"] + resource["STACK"],
+        shared=resource["SHARED"],
+        instructions=len(opcodes),
+        loads=_widths(opcodes, "LDG"),
+        stores=_widths(opcodes, "STG"),
+        conversions=dict(Counter(op for op in opcodes if re.search(r"\.(E4M3|E5M2)", op))),
+    )
+
+
+def _run(tool: str, *arguments: str) -> str:
+    command = [str(_TOOLS / tool), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _widths(opcodes: Sequence[str], access: str) -> dict[int, int]:
+    """Bytes per thread -> how often; an access that names no width moves 4 bytes."""
+    found: Counter[int] = Counter()
+    for op in opcodes:
+        name, *modifiers = op.split(".")
+        if name == access:
+            bits = [int(m.strip("US")) for m in modifiers if m.strip("US").isdecimal()]
+            found[(bits or [32])[0] // 8] += 1
+    return dict(sorted(found.items()))
+
+
+def row(variant: Variant, arch: str) -> dict[str, Any]:
+    """One line of the report."""
+    compiled = compile_for(variant, arch)
+    code = asdict(read(compiled.asm["cubin"]))
+    return {"kernel": variant.name, "arch": arch, **code, "shared": compiled.metadata.shared}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table, and write it as JSON where asked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, metavar="sm_NN")
+    parser.add_argument("--only", default="", help="part of a kernel's name")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE")
+    options = parser.parse_args(argv)
+    chosen = [v for v in variants() if options.only in v.name]
+    rows = [row(variant, arch) for variant in chosen for arch in options.arch]
+    print(f"Triton {triton.__version__}; sizes and pointers multiples of 16")
+    print(tabulate([_shown(r) for r in rows], headers="keys"))
+    if options.output is not None:
+        report = {"triton": triton.__version__, "rows": rows}
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def _shown(found: dict[str, Any]) -> dict[str, Any]:
+    def counts(by_name: dict[Any, int]) -> str:
+        return " ".join(f"{n}x{name}" for name, n in by_name.items())
+
+    return {
+        "kernel": found["kernel"],
+        "arch": found["arch"],
+        "registers": found["registers"],
+        "spilled bytes": found["spills"],
+        "shared bytes": found["shared"],
+        "instructions": found["instructions"],
+        "loads (n x bytes)": counts(found["loads"]),
+        "stores (n x bytes)": counts(found["stores"]),
+        "float8 conversions": counts(
+            {
+                name.split(".")[0] + "." + _format(name): n
+                for name, n in found["conversions"].items()
+            }
+        ),
+    }
+
+
+def _format(opcode: str) -> str:
+    return "E4M3" if "E4M3" in opcode else "E5M2"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,55 @@
+"""The model: LLaMA-3's sizes, causal attention, and linear layers that float8 takes."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.llama import SIZES, Llama, rotary_table, rotate
+from benchmarks.shapes import LLAMA3_8B
+
+TINY = SIZES["tiny"]
+
+
+def tiny() -> Llama:
+    return Llama(TINY).bfloat16()
+
+
+def test_its_products_are_those_of_llama_3_8b():
+    with torch.device("meta"):
+        block = Llama(SIZES["8b"]).blocks[0]
+    layers = (
+        block.attention.wqkv,
+        block.attention.wo,
+        block.feed_forward.w13,
+        block.feed_forward.w2,
+    )
+    assert [(layer.in_features, layer.out_features) for layer in layers] == [
+        (shape.K, shape.N) for shape in LLAMA3_8B
+    ]
+    assert SIZES["8b"].batch * SIZES["8b"].tokens == LLAMA3_8B[0].M
+
+
+def test_a_token_sees_only_what_came_before():
+    model = tiny()
+    h = torch.randn(1, TINY.tokens, TINY.hidden, dtype=torch.bfloat16)
+    changed = h.clone()
+    changed[:, 100:] += 1
+    before, after = model(h), model(changed)
+    assert torch.equal(before[:, :100], after[:, :100])
+    assert not torch.equal(before[:, 100:], after[:, 100:])
+
+
+def test_attention_sees_distances_and_not_places():
+    table = rotary_table(16, 8)
+    q, k = torch.randn(2, 1, 1, 1, 8)
+    turned_q, turned_k = (rotate(z.expand(1, 1, 16, 8), table)[0, 0] for z in (q, k))
+    scores = turned_q @ turned_k.t()
+    assert torch.allclose(scores.diagonal(-3), scores[3, 0].expand(13), atol=1e-5)
+    assert torch.allclose(turned_q.norm(dim=1), q.norm().expand(16), atol=1e-5)
+
+
+def test_every_parameter_gets_a_gradient():
+    model = tiny()
+    h = torch.randn(1, TINY.tokens, TINY.hidden, dtype=torch.bfloat16)
+    model(h).square().mean().backward()
+    assert [name for name, p in model.named_parameters() if not p.grad.norm() > 0] == []

@@ -1,0 +1,76 @@
+"""A training step: gradients are fresh, delayed scaling syncs, and what it leaves is counted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import contenders, step
+from benchmarks.contenders import ALL_RECIPES, BASELINE, Operands
+from benchmarks.shapes import Shape
+
+M, K, N = 48, 128, 64
+
+
+def steps_of(*names: str) -> dict[str, step.Step]:
+    operands = Operands.random(Shape(M, K, N), "cpu", 0)
+    return {name: contenders.step(name, "eager", operands) for name in names}
+
+
+@pytest.mark.parametrize("name", [BASELINE, *ALL_RECIPES])
+def test_a_step_leaves_fresh_gradients(name):
+    run = steps_of(name)[name]
+    run()
+    first = run.layer.weight.grad.clone()
+    run()
+    assert torch.equal(run.layer.weight.grad, first) or name == "delayed"
+    assert run.layer.weight.grad.norm() < 1.5 * first.norm()  # accumulated, it would be 2
+
+
+def test_only_delayed_scaling_syncs_and_in_every_step(monkeypatch):
+    real, synced = step.sync_float8_amax_and_scale_history, []
+    monkeypatch.setattr(
+        step,
+        "sync_float8_amax_and_scale_history",
+        lambda layer: (synced.append(layer), real(layer)),
+    )
+    steps = steps_of(BASELINE, *ALL_RECIPES)
+    for run in steps.values():
+        run()
+        run()
+    assert synced == [steps["delayed"].layer] * 2
+
+
+def test_what_is_saved_for_backward_is_weighed():
+    steps = steps_of(BASELINE, "tensorwise")
+    assert step.saved_bytes(steps[BASELINE]) == M * K * 2  # bf16 input; the weight is a parameter
+    assert M * K <= step.saved_bytes(steps["tensorwise"]) <= 0.52 * M * K * 2
+
+
+def test_static_scales_hold_the_operands():
+    operands = Operands.random(Shape(M, K, N), "cpu", 0)
+    config = contenders.static_config(operands)
+    largest = operands.x.detach().abs().max().item()
+    assert config.cast_config_input.static_scale * 448 == pytest.approx(largest)
+    largest = operands.grad_output.abs().max().item()
+    assert config.cast_config_grad_output.static_scale * 57344 == pytest.approx(largest)
+
+
+def test_launches_are_what_stands_on_the_stream(tmp_path):
+    categories = ["kernel", "cpu_op", "gpu_memset", "cuda_runtime", "gpu_user_annotation", "kernel"]
+    events = [{"cat": category, "ph": "X"} for category in categories] + [{"ph": "M"}]
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"traceEvents": events}))
+    assert step.launches_in(trace) == 3
+
+
+def test_without_a_stream_nothing_is_counted():
+    assert step.launches(lambda: None, "cpu") is None
+
+
+@pytest.mark.cuda
+def test_launches_of_a_known_program():
+    x = torch.ones(1024, device="cuda")
+    assert step.launches(lambda: (x.mul_(2), x.add_(1), x.sin_()), "cuda") == 3

@@ -1,0 +1,149 @@
+"""Every figure has a source, every file comes back, and bad figures are refused."""
+
+import dataclasses
+import json
+
+import pytest
+
+from float8.estimate.devices import (
+    ANY_PASS,
+    BF16,
+    DEVICES,
+    FLOAT8,
+    Device,
+    Figure,
+    Product,
+)
+
+A_GUESS = "assumed: for this test"
+
+
+def figure(value: float) -> Figure:
+    return Figure(value, A_GUESS)
+
+
+PRODUCT = Product(figure(100.0), figure(0.5), figure(30.0))
+DEVICE = Device("d", "sm_90", figure(10.0), figure(0.5), figure(1.0), {BF16: PRODUCT})
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_nothing_in_the_table_claims_to_be_measured(device):
+    kinds = {figure.kind for figure in device.figures().values()}
+    assert kinds == {"datasheet", "assumed", "exact"}
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_every_figure_appears_once_under_its_source(device):
+    lines = "\n".join(device.provenance())
+    sources = {f.source for f in device.figures().values() if f.kind != "exact"}
+    assert all(lines.count(source) == 1 for source in sources)
+    assert set(device.products) == {BF16, *FLOAT8}
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "float8", "bandwidth"),
+    # Dense peaks from the vendors' sheets; NVIDIA prints H100 as 1979 and 3958 "with sparsity".
+    [
+        ("H100", 1979e12 / 2, 3958e12 / 2, 3.35e12),
+        ("H200", 1979e12 / 2, 3958e12 / 2, 4.8e12),
+        ("B200", 4.5e15 / 2, 9e15 / 2, 8e12),
+        ("MI300X", 1307.4e12, 2614.9e12, 5.3e12),
+    ],
+)
+def test_the_table_holds_the_datasheets_dense_figures(name, bf16, float8, bandwidth):
+    device = DEVICES[name]
+    assert device.products[BF16].peak.value == pytest.approx(bf16, rel=1e-3)
+    for kind in FLOAT8:
+        assert device.products[kind].peak.value == pytest.approx(float8, rel=1e-3)
+    assert device.bandwidth.value == bandwidth
+
+
+def test_efficiency_is_half_its_best_at_half_size_and_rises_towards_it():
+    assert PRODUCT.efficiency(30.0) == pytest.approx(0.25)
+    sizes = [1.0, 10.0, 100.0, 1e6, 1e12]
+    reached = [PRODUCT.efficiency(size) for size in sizes]
+    assert reached == sorted(reached) and reached[-1] == pytest.approx(0.5)
+
+
+def test_seconds_are_operations_over_peak_times_efficiency():
+    for flops in (1.0, 30.0, 1e9):
+        expected = flops / (100.0 * PRODUCT.efficiency(flops))
+        assert PRODUCT.seconds(flops, 7.0) == pytest.approx(expected)
+
+
+def test_decoding_costs_time_per_operand_element():
+    decodes = dataclasses.replace(PRODUCT, decode=figure(0.25))
+    assert decodes.seconds(30.0, 8.0) == PRODUCT.seconds(30.0, 8.0) + 2.0
+
+
+def test_a_pass_runs_at_its_own_rate_or_at_any_or_at_the_bandwidth():
+    assert DEVICE.pass_seconds("cast rowwise", 20.0) == 20.0 / (10.0 * 0.5) + 1.0
+    with_any = dataclasses.replace(DEVICE, passes={ANY_PASS: figure(4.0)})
+    assert with_any.pass_seconds("cast rowwise", 20.0) == 20.0 / 4.0 + 1.0
+    both = dataclasses.replace(DEVICE, passes={ANY_PASS: figure(4.0), "cast rowwise": figure(2.0)})
+    assert both.pass_seconds("cast rowwise", 20.0) == 20.0 / 2.0 + 1.0
+    assert both.pass_seconds("cast 1x128", 20.0) == 20.0 / 4.0 + 1.0
+
+
+@pytest.mark.parametrize("device", [*DEVICES.values(), DEVICE], ids=lambda device: device.name)
+def test_a_device_comes_back_from_its_file(device, tmp_path):
+    passes = {"cast given transposed": Figure(1 / 3, "measured: here")}
+    device = dataclasses.replace(device, passes=passes)
+    device.save(tmp_path / "device.json")
+    assert Device.load(tmp_path / "device.json") == device
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("not json", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ("{}", "products"),
+        ('{"products": {"bf16": {"peak": 1}}, "passes": {}}', "TypeError"),
+    ],
+)
+def test_a_file_that_is_no_device_is_refused_with_the_reason(text, said, tmp_path):
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(ValueError, match=f"bad.json is not a device.*{said}.*--save"):
+        Device.load(tmp_path / "bad.json")
+
+
+def test_a_file_with_a_figure_without_source_is_refused(tmp_path):
+    DEVICE.save(tmp_path / "device.json")
+    fields = json.loads((tmp_path / "device.json").read_text())
+    fields["launch"]["source"] = "somewhere"
+    (tmp_path / "device.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="'somewhere' must start with one of datasheet"):
+        Device.load(tmp_path / "device.json")
+
+
+@pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])
+def test_a_figure_is_finite_and_not_negative(value):
+    with pytest.raises(ValueError, match="finite and >= 0"):
+        figure(value)
+
+
+@pytest.mark.parametrize("field", ["peak", "best"])
+def test_a_product_that_never_ends_is_refused(field):
+    with pytest.raises(ValueError, match="above 0"):
+        dataclasses.replace(PRODUCT, **{field: figure(0.0)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"products": {}}, "lacks 'bf16'"),
+        ({"products": {BF16: PRODUCT, "int8": PRODUCT}}, r"unknown products \['int8'\]"),
+        ({"bandwidth": figure(0.0)}, "bandwidth must be above 0"),
+        ({"passes": {"any": figure(0.0)}}, "any must be above 0"),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused(changes, said):
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(DEVICE, **changes)
+
+
+def test_long_lists_of_figures_are_shortened():
+    passes = {f"pass {i}": figure(1.0) for i in range(20)}
+    (line,) = dataclasses.replace(DEVICE, passes=passes).provenance()
+    assert line.endswith("21 more") and len(line) < 150

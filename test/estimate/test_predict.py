@@ -1,0 +1,190 @@
+"""What to expect, and which layers to take, on models small and large."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from float8.config import RECIPES, Float8LinearConfig
+from float8.convert import convert_to_float8_training
+from float8.estimate import DEVICES, estimate, faster_layers
+from float8.estimate.casts import Use
+from float8.estimate.layers import Layer
+from float8.estimate.predict import named_configs, plain_seconds, predict
+from float8.estimate.roofline import Shape, layer_seconds, saved_bytes
+from float8.kernels.scaled_mm import SUPPORT
+from float8.linear import Float8Linear
+
+H100 = DEVICES["H100"]
+TOKENS = 16384
+
+
+def model() -> nn.Module:
+    """A block of a large model, which costs nothing on the meta device, and a small gate."""
+    with torch.device("meta"):
+        return nn.ModuleDict(
+            {
+                "w1": nn.Linear(8192, 28672, bias=False),
+                "w2": nn.Linear(28672, 8192, bias=False),
+                "gate": nn.Linear(8192, 8, bias=False),
+                "low_rank": nn.Linear(8192, 16, bias=False),
+            }
+        )
+
+
+def quiet(*args, **options):
+    return estimate(*args, show=False, **options)
+
+
+def test_an_estimate_is_the_roofline_layer_by_layer():
+    result = quiet(model(), TOKENS, "H100", ["tensorwise", "rowwise"])
+    assert [row.layer for row in result.rows] == ["w1", "w2", "gate", "low_rank"]
+    shape = Shape(TOKENS, 8192, 28672)
+    row = result.rows[0]
+    assert row.shape == shape
+    assert row.bf16_s == layer_seconds(H100, shape, None, Use()).total
+    for recipe, prediction in row.recipes.items():
+        plan = RECIPES[recipe].plan
+        assert prediction.seconds == layer_seconds(H100, shape, plan, Use())
+        kept = saved_bytes(shape, plan, Use())
+        assert prediction.saved_bytes == 2 * TOKENS * 8192 - kept
+
+
+def test_large_layers_gain_small_ones_lose_and_odd_ones_are_refused():
+    w1, w2, gate, low_rank = quiet(model(), TOKENS, "H100", ["tensorwise"]).rows
+    assert w1.gains("tensorwise") and w2.gains("tensorwise")
+    assert not low_rank.gains("tensorwise") and low_rank.speedup("tensorwise") < 1
+    assert not gate.gains("tensorwise") and gate.speedup("tensorwise") is None
+    assert "columns=8 not a multiple of 16" in gate.recipes["tensorwise"].refused
+
+
+def test_the_table_is_printed_and_returned(capsys):
+    result = estimate(model(), TOKENS)
+    assert capsys.readouterr().out == f"{result}\n"
+    quiet(model(), TOKENS)
+    assert capsys.readouterr().out == ""
+
+
+def test_frozen_weights_are_seen_in_the_model():
+    frozen = model()
+    frozen["w1"].requires_grad_(False)
+    thawed, cold = (quiet(m, TOKENS, "H100", ["delayed"]).rows[0] for m in (model(), frozen))
+    assert cold.bf16_s == pytest.approx(thawed.bf16_s * 2 / 3)
+    assert cold.recipes["delayed"].seconds.total < thawed.recipes["delayed"].seconds.total
+    # It saved the weight's scale, 4 bytes, which nn.Linear does not have.
+    assert thawed.recipes["delayed"].saved_bytes > 0 >= cold.recipes["delayed"].saved_bytes >= -4
+
+
+def test_forward_alone_is_less_than_a_step():
+    step, forward = (quiet([(4096,) * 3], training=t).rows[0] for t in (True, False))
+    assert forward.bf16_s == pytest.approx(step.bf16_s / 3)
+    assert {p.saved_bytes for p in forward.recipes.values()} == {0}
+
+
+def test_cached_weights_are_faster_the_more_microbatches_share_them():
+    shape = [(1024, 8192, 8192)]
+    seconds = [
+        quiet(shape, recipes=["tensorwise"], **options).rows[0].recipes["tensorwise"].seconds.total
+        for options in (
+            {},
+            {"weights_cached": True},
+            {"weights_cached": True, "gradient_accumulation": 2},
+            {"weights_cached": True, "gradient_accumulation": 16},
+        )
+    ]
+    assert seconds == sorted(seconds, reverse=True) and len(set(seconds)) == 4
+
+
+def test_padding_costs_what_the_padded_shape_costs():
+    pads = replace(RECIPES["tensorwise"], pad_inner_dim=True)
+    layer, use = Layer("", Shape(1000, 1000, 1000)), Use()
+    prediction = predict(layer, pads, H100, use)
+    assert prediction.seconds == layer_seconds(H100, Shape(1008, 1008, 1008), pads.plan, use)
+    assert plain_seconds(layer, H100, use) == layer_seconds(H100, layer.shape, None, use).total
+
+
+# --- recipes
+
+
+def test_recipes_may_be_names_configs_or_a_mapping():
+    rowwise, own = RECIPES["rowwise"], Float8LinearConfig(pad_inner_dim=True)
+    assert named_configs("rowwise") == named_configs(["rowwise"]) == {"rowwise": rowwise}
+    assert named_configs(rowwise) == {"rowwise": rowwise}
+    assert named_configs([rowwise, own]) == {"rowwise": rowwise, "config 2": own}
+    assert named_configs({"mine": own, "r": "rowwise"}) == {"mine": own, "r": rowwise}
+
+
+@pytest.mark.parametrize(
+    ("recipes", "said"),
+    [
+        ([], "no recipe given; known: tensorwise"),
+        (["rowwize"], "unknown recipe 'rowwize'; known recipes"),
+        ([3], "a name or a Float8LinearConfig, got 3"),
+        ({"mine": None}, "a name or a Float8LinearConfig, got None"),
+        ({}, "no recipe given"),
+    ],
+)
+def test_bad_recipes_are_named(recipes, said):
+    with pytest.raises(ValueError, match=said):
+        named_configs(recipes)
+
+
+# --- the filter
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", RECIPES["rowwise"]])
+def test_faster_layers_converts_only_what_gains(recipe):
+    config = recipe if isinstance(recipe, Float8LinearConfig) else RECIPES[recipe]
+    converted = convert_to_float8_training(
+        model(), config=config, module_filter_fn=faster_layers(recipe, TOKENS)
+    )
+    assert {n for n, m in converted.named_modules() if isinstance(m, Float8Linear)} == {"w1", "w2"}
+
+
+def test_the_filter_and_the_table_agree():
+    with torch.device("meta"):
+        layers = nn.ModuleList(nn.Linear(k, n) for k in (64, 1024, 8192) for n in (64, 1024, 8192))
+    for tokens in (256, 4096, 65536):
+        for recipe in RECIPES:
+            takes = faster_layers(recipe, tokens)
+            rows = quiet(layers, tokens, recipes=[recipe]).rows
+            for row, layer in zip(rows, layers, strict=True):
+                assert takes(layer, row.layer) == row.gains(recipe)
+
+
+def test_the_threshold_asks_for_more():
+    w1 = model()["w1"]
+    speedup = quiet(w1, TOKENS, recipes=["tensorwise"]).rows[0].speedup("tensorwise")
+    assert faster_layers("tensorwise", TOKENS, min_speedup=speedup - 0.01)(w1, "w1")
+    assert not faster_layers("tensorwise", TOKENS, min_speedup=speedup + 0.01)(w1, "w1")
+
+
+def test_what_a_device_refuses_is_not_taken(monkeypatch):
+    w1 = model()["w1"]
+    assert faster_layers("rowwise", TOKENS, "B200")(w1, "")
+    assert not faster_layers("rowwise", TOKENS + 8, "B200")(w1, ""), "not a multiple of 16"
+    monkeypatch.setitem(SUPPORT["sm_100"], "rowwise", "for this test")
+    assert not faster_layers("rowwise", TOKENS, "B200")(w1, "")
+    assert faster_layers("rowwise", TOKENS, "H100")(w1, "")
+
+
+def test_an_empty_layer_is_not_taken():
+    empty = nn.Linear(16, 16)
+    empty.in_features = 0
+    assert not faster_layers("tensorwise", 16)(empty, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tokens": 0}, "tokens=0 must be"),
+        ({"tokens": 16, "min_speedup": 0}, "min_speedup=0 must be above 0"),
+        ({"tokens": 16, "min_speedup": float("nan")}, "min_speedup=nan"),
+        ({"tokens": 16, "device": "TPU"}, "unknown device 'TPU'"),
+        ({"tokens": 16, "gradient_accumulation": 0}, "gradient_accumulation=0"),
+    ],
+)
+def test_bad_filters_are_refused_before_they_are_used(options, said):
+    with pytest.raises(ValueError, match=said):
+        faster_layers("tensorwise", **options)

@@ -1,0 +1,200 @@
+"""The arithmetic of the roofline, worked out a second time from first principles."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
+from float8.estimate import casts, roofline
+from float8.estimate.casts import Use
+from float8.estimate.devices import BF16, DEVICES, Figure
+from float8.estimate.roofline import Shape, gemm_seconds, layer_seconds, saved_bytes
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+H100 = DEVICES["H100"]
+CUBE = Shape(8192, 8192, 8192)
+ELEMENTS = 8192 * 8192
+
+
+def by_hand(float8_bytes: int, passes: int, float8_gemms: int = 3) -> tuple[float, float]:
+    """Seconds of an 8192-cube layer on an H100 in bfloat16 and in float8, from scratch.
+
+    989.4 and 1978.9 TFLOP/s at 78 %, 5 us to fill and drain, 2 us a launch; 3.35 TB/s at 92 %.
+    Each product does 2 * 8192^3 operations: bfloat16 in 1.43 ms, moving its bytes in 0.13 ms.
+    """
+    bf16 = 2 * 8192**3 / 989.4e12 / 0.78 + 5e-6 + 2e-6
+    float8 = 2 * 8192**3 / 1978.9e12 / 0.78 + 5e-6 + 2e-6
+    cast = float8_bytes * ELEMENTS / 3.35e12 / 0.92 + passes * 2e-6
+    return 3 * bf16, float8_gemms * float8 + (3 - float8_gemms) * bf16 + cast
+
+
+# recipe -> bytes per element moved by all casts (all three operands are alike here), and launches
+CASTS = {
+    "tensorwise": (6 + 8 + 6, 2 + 3 + 2),
+    "delayed": (4 + 6 + 4, 1 + 2 + 1),
+    "rowwise": (6 + 8 + 6, 2 + 3 + 2),
+    "blockwise": (4 + 6 + 4, 1 + 2 + 1),
+}
+
+
+def check_the_cube() -> None:
+    for recipe, (moved, passes) in CASTS.items():
+        bf16, float8 = by_hand(moved, passes)
+        assert layer_seconds(H100, CUBE, None, Use()).total == pytest.approx(bf16, rel=1e-9)
+        predicted = layer_seconds(H100, CUBE, RECIPES[recipe].plan, Use())
+        assert predicted.total == pytest.approx(float8, rel=1e-9), recipe
+
+
+def test_the_8192_cube_takes_what_it_takes_by_hand():
+    check_the_cube()
+
+
+def test_a_product_in_high_precision_costs_what_it_costs():
+    _, expected = by_hand(3 + (3 + 5) + 3, 1 + 3 + 1, float8_gemms=2)
+    plan = RECIPES["rowwise_with_gw_hp"].plan
+    assert layer_seconds(H100, CUBE, plan, Use()).total == pytest.approx(expected, rel=1e-9)
+
+
+PLANTED = {
+    "bytes read twice": (casts, "READ", 4),
+    "bytes written twice": (casts, "WRITE", 2),
+    "the weight gradient forgotten": (
+        roofline,
+        "gemm_sizes",
+        lambda shape, use: {"output": (8192,) * 3, "grad_input": (8192,) * 3},
+    ),
+    "casts forgotten": (roofline, "cast_seconds", lambda *args: 0.0),
+    "every recipe cast like tensorwise": (casts, "_rate_kind", lambda cast: "tensorwise"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_caught(fault, monkeypatch):
+    monkeypatch.setattr(*PLANTED[fault])
+    with pytest.raises(AssertionError):
+        check_the_cube()
+
+
+def test_a_product_of_few_operations_takes_as_long_as_its_bytes():
+    # One row times a matrix: the matrix is read once, 2 bytes an element or 1.
+    for kind, operand_bytes in ((BF16, 2), ("tensorwise", 1)):
+        moved = operand_bytes * (16 + 28672) * 8192 + 2 * 16 * 28672
+        expected = moved / (3.35e12 * 0.92) + 2e-6
+        assert gemm_seconds(H100, kind, 16, 28672, 8192) == pytest.approx(expected, rel=1e-9)
+
+
+def test_forward_alone_is_one_product_and_two_casts():
+    bf16, float8 = by_hand(5 + 5, 2 + 2)
+    forward = Use(training=False)
+    assert layer_seconds(H100, CUBE, None, forward).total == pytest.approx(bf16 / 3)
+    gemms = 2 * 8192**3 / 1978.9e12 / 0.78 + 7e-6
+    predicted = layer_seconds(H100, CUBE, RECIPES["tensorwise"].plan, forward)
+    assert predicted.gemms == pytest.approx(gemms)
+    assert predicted.total == pytest.approx(float8 - 2 * gemms)
+
+
+def test_a_frozen_weight_costs_no_weight_gradient():
+    frozen = Use(weight_trains=False)
+    whole, part = (layer_seconds(H100, CUBE, None, use).total for use in (Use(), frozen))
+    assert part == pytest.approx(whole * 2 / 3)
+    assert saved_bytes(CUBE, None, frozen) == 0
+
+
+def test_microbatches_share_the_cast_of_a_cached_weight():
+    plan = RECIPES["delayed"].plan
+    cached = replace(Use(), weights_cached=True)
+    alone = layer_seconds(H100, CUBE, plan, cached).casts
+    shared = layer_seconds(H100, CUBE, plan, replace(cached, gradient_accumulation=8)).casts
+    once = 4 * ELEMENTS / 3.35e12 / 0.92 + 2e-6
+    assert alone - shared == pytest.approx(once * 7 / 8)
+
+
+def test_shapes_are_not_mixed_up():
+    # output 2*M*K*N each; only the casts and bytes tell M, K and N apart: x M*K, w N*K, g M*N.
+    shape, plan = Shape(4096, 1024, 16384), RECIPES["tensorwise"].plan
+    moved = 6 * 4096 * 1024 + 8 * 16384 * 1024 + 6 * 4096 * 16384
+    expected = moved / 3.35e12 / 0.92 + 7 * 2e-6
+    assert layer_seconds(H100, shape, plan, Use()).casts == pytest.approx(expected)
+
+
+# --- what follows from it
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_huge_layer_gains_and_a_tiny_one_does_not(device, recipe):
+    def speedup(shape: Shape) -> float:
+        plain = layer_seconds(device, shape, None, Use()).total
+        return plain / layer_seconds(device, shape, RECIPES[recipe].plan, Use()).total
+
+    assert speedup(Shape(512, 256, 256)) < 1
+    assert 1.2 < speedup(Shape(16384, 16384, 16384)) < 2
+
+
+SIZES = st.integers(1, 1024).map(lambda i: 16 * i)
+
+
+@given(
+    st.sampled_from(sorted(DEVICES)),
+    st.sampled_from(sorted(RECIPES)),
+    SIZES.filter(lambda size: size >= 512),
+    SIZES.filter(lambda size: size >= 512),
+    SIZES,
+    st.integers(1, 64),
+)
+def test_more_tokens_never_lower_the_speedup(device, recipe, K, N, M, times):
+    def speedup(tokens: int) -> float:
+        plain, plan = layer_seconds(DEVICES[device], Shape(tokens, K, N), None, Use()), None
+        plan = RECIPES[recipe].plan
+        return plain.total / layer_seconds(DEVICES[device], Shape(tokens, K, N), plan, Use()).total
+
+    assert speedup(M * times) >= speedup(M) * (1 - 1e-9)
+
+
+@given(SIZES, SIZES, SIZES, st.sampled_from(sorted(RECIPES)))
+def test_a_faster_memory_never_slows_a_layer(M, K, N, recipe):
+    shape, plan = Shape(M, K, N), RECIPES[recipe].plan
+    faster = replace(H100, bandwidth=Figure(4e12, "assumed: for this test"))
+    assert (
+        layer_seconds(faster, shape, plan, Use()).total
+        <= layer_seconds(H100, shape, plan, Use()).total
+    )
+
+
+def test_a_config_without_float8_is_nn_linear():
+    off = CastConfig(ScalingType.DISABLED)
+    plan = Float8LinearConfig(off, off, off).plan
+    assert layer_seconds(H100, CUBE, plan, Use()) == layer_seconds(H100, CUBE, None, Use())
+    assert saved_bytes(CUBE, plan, Use()) == saved_bytes(CUBE, None, Use())
+
+
+# --- memory
+
+
+def test_saved_memory_by_hand():
+    shape = Shape(2048, 1024, 4096)
+    assert saved_bytes(shape, None, Use()) == 2 * 2048 * 1024
+    tensorwise = 2048 * 1024 + 4 + 4  # the float8 input, its scale, and the weight's scale
+    assert saved_bytes(shape, RECIPES["tensorwise"].plan, Use()) == tensorwise
+    rowwise = 2048 * 1024 + 4 * 1024  # a scale for each column of x, which grad_weight contracts
+    assert saved_bytes(shape, RECIPES["rowwise"].plan, Use()) == rowwise
+    assert saved_bytes(shape, RECIPES["rowwise"].plan, Use(training=False)) == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_saved_memory_is_what_was_measured(recipe):
+    rows = json.loads((RESULTS / "cpu_bench_linear.json").read_text())["rows"]
+    measured = {r["layer"]: r for r in rows if r.get("mode", "eager") == "eager"}[recipe]
+    M, K, N = (int(size) for size in measured["shape"].split("(")[1][:-1].split(","))
+    predicted = saved_bytes(Shape(M, K, N), RECIPES[recipe].plan, Use())
+    assert predicted / 2**20 == pytest.approx(measured["saved_mib"], rel=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, -16, 1), (1, 1, 1.5)])
+def test_a_shape_is_three_counts(sizes):
+    with pytest.raises(ValueError, match="integers >= 1"):
+        Shape(*sizes)

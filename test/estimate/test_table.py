@@ -1,0 +1,129 @@
+"""The table says what is predicted, and on what that rests."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from float8.estimate import DEVICES, Figure, estimate
+from float8.estimate.table import MIB
+
+MEASURED = Figure(2e-6, "measured: here")
+
+
+def table_of(model, tokens=None, **options):
+    return estimate(model, tokens, show=False, **options)
+
+
+def lines_of(result) -> list[list[str]]:
+    """The cells of the table's rows."""
+    head = str(result).split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in head]
+
+
+def transformer(layers: int) -> nn.Module:
+    with torch.device("meta"):
+        block = lambda: nn.ModuleDict({"up": nn.Linear(512, 2048), "down": nn.Linear(2048, 512)})  # noqa: E731
+        return nn.ModuleDict({"layers": nn.ModuleList(block() for _ in range(layers))})
+
+
+def test_equal_layers_share_a_line():
+    result = table_of(transformer(3), 4096)
+    header, _, up, down, *totals = lines_of(result)
+    assert header[:4] == ["layer", "n", "M,K,N", "bf16 ms"]
+    assert up[:3] == ["layers.*.up", "3", "4096,512,2048"]
+    assert down[:3] == ["layers.*.down", "3", "4096,2048,512"]
+    assert [line[0] for line in totals] == ["all that run", "only those that gain"]
+    assert len(result.rows) == 6
+
+
+def test_a_single_layer_keeps_its_name():
+    assert lines_of(table_of(transformer(1), 4096))[2][0] == "layers.0.up"
+
+
+def test_layers_that_differ_do_not_share_a_line():
+    model = transformer(2)
+    model["layers"][1]["up"].requires_grad_(False)
+    names = [line[0] for line in lines_of(table_of(model, 4096))]
+    assert "layers.0.up" in names and "layers.1.up" in names
+
+
+def test_numbers_of_a_line_are_those_of_its_row():
+    result = table_of([(8192,) * 3], recipes=["rowwise"])
+    (row,) = result.rows
+    prediction = row.recipes["rowwise"]
+    assert lines_of(result)[2] == [
+        "1",
+        "8192,8192,8192",
+        f"{row.bf16_s * 1e3:.3f}",
+        f"{prediction.seconds.total * 1e3:.3f}",
+        f"{row.bf16_s / prediction.seconds.total:.2f}x",
+        f"{prediction.saved_bytes / MIB:.1f}",
+    ]
+
+
+def test_totals_leave_refused_layers_as_they_are():
+    shapes = [(8192,) * 3, (8192, 8192, 50), (512, 256, 256)]
+    result = table_of(shapes, recipes=["tensorwise"])
+    large, odd, small = result.rows
+    in_float8 = [row.recipes["tensorwise"].seconds for row in (large, small)]
+    total = result.total("tensorwise")
+    assert total.bf16_s == large.bf16_s + odd.bf16_s + small.bf16_s
+    assert total.seconds == pytest.approx(sum(s.total for s in in_float8) + odd.bf16_s)
+    gains = result.total("tensorwise", only_gains=True)
+    assert gains.seconds == pytest.approx(in_float8[0].total + odd.bf16_s + small.bf16_s)
+    assert gains.saved_bytes == large.recipes["tensorwise"].saved_bytes < total.saved_bytes
+    assert gains.speedup > total.speedup
+
+
+def test_a_refusal_is_shown_with_its_reason_once():
+    text = str(table_of([(64, 50, 64), (64, 50, 64)]))
+    assert text.count("refused [1]") == 2  # one line of the table, a cell for each of two recipes
+    assert text.count("contraction=50 not a multiple of 16") == 1
+    assert "[1] refused: output GEMM of 64 tokens" in text
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_datasheet_prediction_says_that_nothing_was_measured(device):
+    text = str(table_of([(8192,) * 3], device=device))
+    assert "NOTHING HERE WAS MEASURED" in text
+    assert "datasheet: " in text and "assumed: " in text
+    assert "Forward and backward of one batch" in text and "casts by fused kernels" in text
+
+
+def test_a_measured_device_names_what_is_still_assumed():
+    mixed = replace(DEVICES["H100"], launch=MEASURED)
+    text = str(table_of([(8192,) * 3], device=mixed, training=False))
+    assert "NOTHING HERE" not in text and "others assumed" in text
+    assert "measured: here: launch" in text
+    assert "Forward of one batch" in text
+
+
+def test_a_device_all_measured_assumes_nothing():
+    product = DEVICES["H100"].products["bf16"]
+    product = replace(product, peak=MEASURED, best=MEASURED, half_size=MEASURED)
+    products = dict.fromkeys(DEVICES["H100"].products, product)
+    device = replace(
+        DEVICES["H100"], arch="cpu", bandwidth=MEASURED, bandwidth_best=MEASURED, launch=MEASURED,
+        products=products,
+    )  # fmt: skip
+    text = str(table_of([(64,) * 3], device=device))
+    assert "assumed" not in text and "casts by plain PyTorch" in text
+
+
+def test_the_result_is_json_with_its_sources():
+    result = table_of([(8192,) * 3, (64, 50, 64)], recipes=["delayed"])
+    fields = json.loads(json.dumps(result.as_dict(), allow_nan=False))
+    first, second = fields["rows"]
+    prediction = result.rows[0].recipes["delayed"]
+    assert first["delayed"]["gemms_s"] == prediction.seconds.gemms
+    assert first["delayed"]["casts_s"] == prediction.seconds.casts
+    assert first["delayed"]["speedup"] == result.rows[0].speedup("delayed")
+    assert first["shape"] == "8192,8192,8192" and "not a multiple" in second["delayed"]["refused"]
+    assert any(source.startswith("datasheet: ") for source in fields["sources"])
+
+
+def test_a_result_shows_itself_in_one_line():
+    assert repr(table_of([(64,) * 3])) == "Estimate(H100 SXM, 1 layers, tensorwise, rowwise)"

@@ -1,0 +1,134 @@
+"""Run a Triton kernel's own source on the CPU, bit for bit: Triton's interpreter, casts mended.
+
+``interpreted("cast").cast_dynamic(x, ...)`` calls the launcher that a CUDA tensor gets, on CPU
+tensors, in a child process: Triton decides when it is imported whether it interprets, and the same
+test session also compiles kernels. Tensors keep their strides and offsets on the way, and what the
+kernel wrote into an argument is written into the caller's.
+
+Triton's interpreter rounds float32 -> float8 wrongly (lost carries, truncated subnormals). That one
+conversion is replaced by torch's, which `oracle.py` has checked against the 256-code table; on a
+GPU the same tests compare what the hardware converts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGE = "float8.kernels.gpu"
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class interpreted:
+    """A module of ``float8/kernels/gpu/`` whose functions run interpreted."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: _call(self.module, name, args, kwargs)
+
+
+def launcher(module: str, function: str, device: str) -> Callable[..., Any]:
+    """A function of a kernel file: interpreted for the CPU, compiled for CUDA."""
+    if device == "cpu":
+        return getattr(interpreted(module), function)
+    return getattr(importlib.import_module(_path(module)), function)
+
+
+def _path(module: str) -> str:
+    return module if module.startswith("probe") else f"{PACKAGE}.{module}"
+
+
+def _call(module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    child = _child()
+    _send(child.stdin, (module, name, args, kwargs))
+    error, result, args_after, kwargs_after = _receive(child.stdout)
+    if error is not None:
+        raise error
+    for mine, after in zip((*args, *kwargs.values()), (*args_after, *kwargs_after.values())):
+        if isinstance(mine, torch.Tensor) and not torch.equal(_bytes(mine), _bytes(after)):
+            _bytes(mine).copy_(_bytes(after))
+    return result
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x if x.element_size() > 1 or not x.is_floating_point() else x.view(torch.uint8)
+
+
+@cache
+def _child() -> subprocess.Popen[bytes]:
+    env = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'test'}",
+    }
+    command = [sys.executable, __file__]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+
+
+def _send(pipe: Any, message: object) -> None:
+    buffer = io.BytesIO()
+    torch.save(message, buffer)  # pickle alone refuses float8 tensors
+    pickle.dump(buffer.getvalue(), pipe)
+    pipe.flush()
+
+
+def _receive(pipe: Any) -> Any:
+    return torch.load(io.BytesIO(pickle.load(pipe)), weights_only=False)
+
+
+def _serve() -> None:
+    """The child: answer calls until the parent is gone."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a kernel prints must not be taken for an answer
+    launch = importlib.import_module(f"{PACKAGE}.launch")
+    launch.register = lambda schema, *, kernel, **_: kernel
+    _mend_float8_casts()
+    while True:
+        try:
+            module, name, args, kwargs = _receive(sys.stdin.buffer)
+        except EOFError:
+            return
+        error = result = None
+        try:
+            result = getattr(importlib.import_module(_path(module)), name)(*args, **kwargs)
+        except Exception as raised:  # the test decides what an error means
+            error = raised
+        _send(answers, (error, result, args, kwargs))
+
+
+def _mend_float8_casts() -> None:
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    formats = {
+        tl.float8e4nv: torch.float8_e4m3fn,
+        tl.float8e5: torch.float8_e5m2,
+        tl.float8e4b8: torch.float8_e4m3fnuz,
+        tl.float8e5b16: torch.float8_e5m2fnuz,
+    }
+    original = interpreter._convert_float
+
+    def convert(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if target not in formats or source != tl.float32:
+            return original(data, source, target, rounding_mode)
+        values = torch.from_numpy(np.ascontiguousarray(data).view(np.float32).copy())
+        return values.to(formats[target]).view(torch.uint8).numpy().reshape(data.shape)
+
+    interpreter._convert_float = convert
+
+
+if __name__ == "__main__":
+    _serve()

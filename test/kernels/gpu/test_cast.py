@@ -1,0 +1,133 @@
+"""`cast`, `cast_dynamic`: the kernel agrees with the reference, bit for bit, in both orientations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from assertions import assert_bitwise
+from interpreter import launcher
+from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case
+
+from float8.kernels import reference
+from float8.kernels.gpu.cast import cast, cast_dynamic
+
+WHOLE = (-1, -1)
+SHAPES = ((80, 272), (5, 123), (1, 128), (130, 257))
+
+
+def check(got, x, scale, dtype, replay, fits=False):
+    """Both orientations hold the reference's codes, row-major."""
+    expected = reference.cast(x, scale.reshape(1, 1), WHOLE, dtype, fits)
+    data, data_t = got[:2]
+    assert_bitwise(data, expected, replay, "data")
+    assert_bitwise(data_t, expected.t(), replay, "data_t")
+    assert data.is_contiguous()
+    assert data_t.is_contiguous()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_given_scale(shape, layout, dtype, device):
+    case = Case(shape, torch.bfloat16, fill="wide", exponent=9, layout=layout)
+    x = case.make(device)
+    scale = torch.tensor([[0.37]], device=device)
+    seen = torch.tensor(3.0, device=device)
+    got = launcher("cast", "cast", device)(x, scale, dtype, True, True, seen)
+    check(got, x, scale, dtype, case)
+    assert_bitwise(seen, x.abs().amax().float().clamp(min=3.0), case, "recorded amax")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("source", HIGH_PRECISION)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_dynamic(shape, layout, source, power_of_two, device):
+    case = Case(shape, source, fill="one_large", layout=layout, seed=1)
+    x, dtype = case.make(device), torch.float8_e4m3fn
+    seen = torch.tensor(0.0, device=device)
+    *got, scale = launcher("cast", "cast_dynamic", device)(x, dtype, power_of_two, True, True, seen)
+    amax = reference.amax(x, WHOLE)
+    assert_bitwise(seen.reshape(1, 1), amax, case, "recorded amax")
+    assert_bitwise(scale, reference.scale_from_amax(amax, 448.0, power_of_two), case, "scale")
+    check(got, x, scale, dtype, case, fits=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("special", SPECIALS)
+@pytest.mark.parametrize("exponent", [-130, 0, 120])
+def test_special_values(special, exponent, device):
+    case = Case((32, 48), torch.float32, exponent=exponent, specials=(special,), seed=2)
+    x, scale = case.make(device), torch.tensor([[1.5]], device=device)
+    for dtype in FORMATS:
+        seen = torch.tensor(0.0, device=device)
+        got = launcher("cast", "cast", device)(x, scale, dtype, True, True, seen)
+        check(got, x, scale, dtype, case)
+        assert_bitwise(seen.reshape(1, 1), reference.amax(x, WHOLE), case, "recorded amax")
+        *got, found = launcher("cast", "cast_dynamic", device)(x, dtype, False, True, True, None)
+        expected = reference.scale_from_amax(reference.amax(x, WHOLE), torch.finfo(dtype).max)
+        assert_bitwise(found, expected, case, "scale")
+        check(got, x, found, dtype, case, fits=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_tiles_than_programs(device):
+    """The amax pass walks: its 512 programs see every tile, the last one too."""
+    x = torch.zeros(64 * 520, 8, device=device)
+    x[-1, -1] = 5.0
+    seen = torch.tensor(0.0, device=device)
+    launcher("cast", "cast_dynamic", device)(x, torch.float8_e4m3fn, False, False, False, seen)
+    assert seen.item() == 5.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("rows", "cols"), [(True, False), (False, True), (False, False)])
+def test_writes_what_is_asked_for(rows, cols, device):
+    x = Case((32, 64), torch.bfloat16, layout="transposed").make(device)
+    dtype = torch.float8_e4m3fn
+    full = launcher("cast", "cast_dynamic", device)(x, dtype, False, True, True, None)
+    part = launcher("cast", "cast_dynamic", device)(x, dtype, False, rows, cols, None)
+    nothing = x.new_empty((0, 0)).to(dtype)
+    assert_bitwise(part[0], full[0] if rows else nothing)
+    assert_bitwise(part[1], full[1] if cols else nothing)
+    assert_bitwise(part[2], full[2])
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0)])
+@pytest.mark.parametrize("device", DEVICES)
+def test_empty(shape, device):
+    x, dtype = torch.empty(shape, device=device), torch.float8_e5m2
+    data, data_t, scale = launcher("cast", "cast_dynamic", device)(x, dtype, False, True, True)
+    assert (data.shape, data_t.shape, scale.item()) == (shape, shape[::-1], reference.MIN_SCALE)
+    data, data_t = launcher("cast", "cast", device)(x, scale, dtype, True, True)
+    assert (data.shape, data_t.shape) == (shape, shape[::-1])
+
+
+@pytest.mark.parametrize("name", ["scale", "amax"])
+def test_refuses_tensors_of_another_device(name):
+    meta = {name: torch.ones((), device="meta")}
+    arguments = {"scale": torch.ones(()), "amax": None} | meta
+    function = launcher("cast", "cast", "cpu")
+    with pytest.raises(
+        ValueError, match=rf"float8::cast: {name} is on meta and the operand on cpu"
+    ):
+        function(torch.ones(16, 16), dtype=torch.float8_e4m3fn, rows=True, cols=False, **arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("shape", [(32, 48), (1, 5), (0, 16)])
+def test_opcheck(shape, layout, device):
+    """Schema, fake and mutation are what the ops say, on every device."""
+    x = Case(shape, torch.bfloat16, layout=layout).make(device)
+    scale, seen = torch.ones(1, 1, device=device), torch.zeros((), device=device)
+    dtype = torch.float8_e4m3fn
+    torch.library.opcheck(cast, (x, scale, dtype, True, True, seen))
+    torch.library.opcheck(cast, (x, scale, dtype, True, False))
+    torch.library.opcheck(cast_dynamic, (x, dtype, True, True, True, seen))
+    torch.library.opcheck(cast_dynamic, (x, dtype, False, False, True))

@@ -1,0 +1,107 @@
+"""How many bytes of device memory, and how many launches, the casts of a training step cost on CUDA.
+
+Counted without a GPU: FakeTensors go through the layer's forward and backward, and a `CastMeter`
+adds up what the ops that run read and write. The bounds are those of the best kernels there can be
+for a bfloat16 operand that two GEMMs read: 2 (for the amax) + 2 (for the cast) + 1 + 1 bytes per
+element with dynamic scales, 2 + 1 + 1 with scales that are known before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from meter import CastMeter
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip("triton")
+
+from float8.autograd import STATELESS, CachedWeight, _Float8LinearFunction, cast_weight
+from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
+from float8.scaling import DelayedState
+
+M, K, N = 512, 1024, 4096  # three products of two that differ
+STATIC = CastConfig(ScalingType.STATIC, static_scale=0.5)
+CONFIGS = RECIPES | {"static": Float8LinearConfig(STATIC, STATIC, STATIC)}
+
+
+class Context:
+    """What the autograd function needs of its context."""
+
+    needs_input_grad = (True, True, False, *(False,) * 6)
+
+    def save_for_backward(self, *tensors):
+        self.saved_tensors = tensors
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, device="cuda", dtype=dtype)
+
+
+def states_of(config):
+    if not config.uses_delayed_scaling:
+        return STATELESS
+    scalar = {"dtype": torch.float32}
+    return tuple(DelayedState(empty(**scalar), empty(**scalar), True) for _ in range(3))
+
+
+def step(config, cached=False, microbatches=1):
+    """The meter of one optimizer step's forwards and backwards."""
+    with FakeTensorMode(), torch.no_grad(), CastMeter() as meter:
+        states, w_NK, weight = states_of(config), empty(N, K), None
+        if cached:
+            weight = cast_weight(w_NK, config, states[1], record=True)
+            assert isinstance(weight, CachedWeight)
+        for _ in range(microbatches):
+            ctx = Context()
+            args = (empty(M, K), w_NK, None, config, torch.bfloat16, states, True, True, weight)
+            _Float8LinearFunction.forward(ctx, *args)
+            _Float8LinearFunction.backward(ctx, empty(M, N))
+    return meter
+
+
+def bytes_per_element(meter, rows, cols):
+    return round(meter.bytes_by_numel.get(rows * cols, 0) / (rows * cols), 2)
+
+
+# bytes per element of: x, g, w cast twice a step (unless cached), w cast for both GEMMs at once
+BYTES = {
+    "tensorwise": (6, 6, 8, 6),
+    "delayed": (4, 4, 6, 4),
+    "static": (4, 4, 6, 4),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_per_element(name):
+    x, g, w, cached = BYTES[name]
+    meter = step(CONFIGS[name])
+    assert bytes_per_element(meter, M, K) == x
+    assert bytes_per_element(meter, M, N) == g
+    assert bytes_per_element(meter, N, K) == w
+    assert bytes_per_element(step(CONFIGS[name], cached=True), N, K) == cached
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_a_cached_weight_is_cast_once_for_all_microbatches(name):
+    meter = step(CONFIGS[name], cached=True, microbatches=4)
+    assert bytes_per_element(meter, N, K) == BYTES[name][3]
+    assert bytes_per_element(meter, M, K) == 4 * BYTES[name][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "casts"),
+    # Two launches per dynamic cast (amax; scale and cast), one per other; w is cast twice, the
+    # second time with the scale that the first one found. Static scales are filled in, one per operand.
+    [("tensorwise", 2 + 2 + 2 + 1), ("delayed", 4), ("static", 4 + 3)],
+)
+def test_a_step_launches_what_a_hand_written_one_would(name, casts):
+    assert step(CONFIGS[name]).launches == casts + 3
+
+
+def test_the_meter_notices_plain_pytorch():
+    """The planted fault: the emulated casts move many times the bytes in many launches."""
+    meter = step(replace(CONFIGS["tensorwise"], emulate=True))
+    assert bytes_per_element(meter, M, K) > 12
+    assert meter.launches > 30
