@@ -37,6 +37,7 @@ from benchmarks.contenders import BASELINE, PEER, Operands
 from benchmarks.floor import FLOOR, floor
 from benchmarks.shapes import LLAMA3_8B, LLAMA3_70B, SQUARES, Shape
 from benchmarks.step import Step, launches, room_to_compile, saved_bytes
+from float8.kernels.casts import COMPILED
 
 FLOORS = ("tensorwise", "rowwise", "blockwise")  # the others cast as one of these does
 CPU_SHAPES = (Shape(2048, 1024, 4096),)
@@ -144,6 +145,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     on_or_off = argparse.BooleanOptionalAction
     parser.add_argument("--limit", action=on_or_off, help="measure the limit (default: on CUDA)")
     parser.add_argument("--floor", action=on_or_off, help="measure the floor (default: on a CPU)")
+    parser.add_argument(
+        "--compiled-casts",
+        choices=("kernel", "aten"),
+        help="what torch.compile does with casts on CUDA, instead of float8.kernels.casts.COMPILED",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the speed-ups there")
     options = parser.parse_args(argv)
     contenders.check(parser, options)
@@ -158,6 +164,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Measure every shape; 1 if one of our layers failed (a refusal is no failure)."""
     options = parse(argv)
+    for file in COMPILED if options.compiled_casts else ():
+        COMPILED[file] = (options.compiled_casts, "asked for")
     rows: list[harness.Row] = []
     try:
         for shape in harness.in_time(options.shapes, options.stop_after):

@@ -101,7 +101,7 @@ class _Float8LinearFunction(torch.autograd.Function):
         # Rounding to the compute dtype first makes autocast, DDP and FSDP cast the same bits.
         bias = None if bias_N is None else bias_N.to(dtype)
         x_pair, saved_x = _cast_input(x, dtype, config, states[0], record, needs_w)
-        saved_w = (w_NK, None) if cached is None else cached.cols
+        saved_w: tuple[Tensor, Tensor | None] = (w_NK, None) if cached is None else cached.cols
         if x_pair is not None and plan.output.b is not None:
             w_pair = cached.rows if cached is not None else None
             if w_pair is None:

@@ -24,7 +24,8 @@ from float8.cast import Cast, DelayedCast, make_cast
 from float8.config import Float8LinearConfig
 from float8.formats import E4M3, E5M2
 from float8.kernels.scaled_mm import architecture
-from float8.refusals import refuses_call, refuses_input, refuses_layer
+from float8.refusals import refuses_call, refuses_float8_input, refuses_input, refuses_layer
+from float8.tensor import Float8Tensor
 
 
 class Float8Linear(nn.Linear):
@@ -103,17 +104,22 @@ class Float8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias``: (..., in_features) -> (..., out_features).
 
+        An input that is a `Float8Tensor` already, in the format and granularity of the config, is
+        multiplied as it is; its gradient comes back in the dtype that it stands for.
+
         Raises:
             TypeError: the input's dtype is not the weight's (outside autocast) or not supported.
             ValueError: wrong last dimension, or a product that the device does not run; the
                 message names the layer and the fix.
         """
         if self.high_precision:
-            return F.linear(input, self.weight, self.bias)
+            plain = input.dequantize() if isinstance(input, Float8Tensor) else input
+            return F.linear(plain, self.weight, self.bias)
         if self.config.enable_pre_and_post_forward:
             error = refuses_input(input, self.weight, autocasts(input.device.type))
             if error is not None:
                 raise type(error)(f"{self._name}: {error}")
+            self._check_float8(input)
             self._check_device(input)
         record = self.training and torch.is_grad_enabled()
         return linear_in_float8(
@@ -130,6 +136,13 @@ class Float8Linear(nn.Linear):
     def _name(self) -> str:
         # For messages only: torch.compile guards on what forward reads, and layers share graphs.
         return self.fqn or type(self).__name__
+
+    def _check_float8(self, input: Tensor) -> None:
+        if isinstance(input, Float8Tensor):
+            needs_grad_weight = self.weight.requires_grad and torch.is_grad_enabled()
+            reason = refuses_float8_input(input, self.config, needs_grad_weight)
+            if reason is not None:
+                raise ValueError(f"{self._name}: {reason}")
 
     def _check_device(self, input: Tensor) -> None:
         if input.device.type != "cuda" or self.config.emulate:
@@ -195,7 +208,7 @@ def float8_linear(
     """``input @ weight.T + bias`` in float8: the functional form, for recipes without state.
 
     Args:
-        input: (..., K), float32, bfloat16 or float16.
+        input: (..., K), float32, bfloat16 or float16; or a `Float8Tensor` that the config fits.
         weight: (N, K) of the same dtype.
         bias: (N,) or None.
         config: dynamic tensorwise by default.
@@ -220,4 +233,8 @@ def float8_linear(
         raise ValueError(f"float8_linear: weight must be (N, K), got {tuple(weight.shape)}")
     if (error := refuses_input(input, weight, autocasts(input.device.type))) is not None:
         raise type(error)(f"float8_linear: {error}")
+    if isinstance(input, Float8Tensor):
+        needs_grad_weight = weight.requires_grad and torch.is_grad_enabled()
+        if (reason := refuses_float8_input(input, config, needs_grad_weight)) is not None:
+            raise ValueError(f"float8_linear: {reason}")
     return linear_in_float8(input, weight, bias, config, STATELESS, record=False)

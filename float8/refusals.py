@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from float8.config import Float8LinearConfig, Gemm, LinearPlan
-from float8.formats import HIGH_PRECISION_DTYPES
+from float8.formats import HIGH_PRECISION_DTYPES, on_device
+from float8.granularity import WHOLE
 from float8.kernels.scaled_mm import refuses_device, refuses_granularity, refuses_sizes
+from float8.tensor import Float8Tensor
 
 
 def refuses_layer(weight: Tensor, config: Float8LinearConfig) -> str | None:
@@ -43,6 +45,31 @@ def refuses_input(input: Tensor, weight: Tensor, autocasts: bool) -> TypeError |
     if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
         return ValueError(
             f"input has shape {tuple(input.shape)}, expected (..., {weight.shape[1]})"
+        )
+    return None
+
+
+def refuses_float8_input(
+    input: Float8Tensor, config: Float8LinearConfig, needs_grad_weight: bool
+) -> str | None:
+    """The reason why an input that is in float8 already does not fit this config, or None."""
+    plan = config.plan
+    if plan.output.a is None:
+        return "input is a Float8Tensor, but this config keeps inputs in high precision"
+    expected = (1,) * (input.dim() - len(plan.output.a.block)) + plan.output.a.block
+    is_whole = all(extent == WHOLE for extent in (*input.block, *plan.output.a.block))
+    fmt = on_device(plan.output.a.format, input.device)
+    if input.format != fmt or (input.block != expected and not is_whole):
+        return (
+            f"input is a Float8Tensor in {input.format} with block {input.block}; this config "
+            f"casts inputs to {fmt} with block {expected} (-1: the whole dimension). Cast it so, "
+            "or pass input.dequantize()"
+        )
+    if needs_grad_weight and not plan.reuses_input:
+        return (
+            "input is a Float8Tensor, from which the weight gradient cannot be computed: this "
+            "config casts it a second time, along other rows, which takes the high-precision "
+            "values. Pass those, freeze the weight, or use a tensorwise recipe"
         )
     return None
 

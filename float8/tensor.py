@@ -295,7 +295,7 @@ def _check_parts(
             f"{tuple(block)}, got {tuple(scale.shape)}"
         )
     if data_t is not None:
-        expected = data.shape[-1:] + (math.prod(data.shape[:-1]),)
+        expected = (data.shape[-1], math.prod(data.shape[:-1]))
         if (data_t.dtype, data_t.shape) != (data.dtype, expected):
             raise ValueError(
                 f"data_t must be {data.dtype} of shape {tuple(expected)} for data of shape "

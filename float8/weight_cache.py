@@ -39,7 +39,6 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from float8.autograd import cast_weight, compute_dtype
 from float8.linear import Float8Linear
@@ -71,7 +70,7 @@ class WeightCache:
     def cast(self, layer: Float8Linear) -> None:
         """Cast one layer's weight again."""
         weight = layer.weight.detach().to(self.dtypes[layer])
-        state = layer.cast_weight.state  # type: ignore[operator]
+        state = layer.casts[1].state
         new = cast_weight(weight, layer.config, state, record=layer.training)
         old = layer.cached_weight
         if self.in_place and new is not None and old is not None:
@@ -134,9 +133,10 @@ def _refuses(layer: Float8Linear) -> RuntimeError | TypeError | None:
     name = layer.fqn or "Float8Linear"
     if layer.cached_weight is not None:
         return RuntimeError(f"{name}: its weight is cached by another cached_weights already")
-    if is_traceable_wrapper_subclass(layer.weight):
+    weight: torch.Tensor = layer.weight
+    if type(weight) not in (torch.Tensor, nn.Parameter):
         return TypeError(
-            f"{name}: weight is a {type(layer.weight).__name__}; cached_weights casts whole plain "
+            f"{name}: weight is a {type(weight).__name__}; cached_weights casts whole plain "
             "weights. Leave sharded models out of the scope"
         )
     return None
@@ -159,5 +159,9 @@ def _after_sync(model: nn.Module) -> None:
     """Delayed scales have changed."""
     for cache in list(_open):
         for layer in model.modules():
-            if layer in cache.dtypes and layer.cast_weight.state is not None:
+            if (
+                isinstance(layer, Float8Linear)
+                and layer in cache.dtypes
+                and layer.casts[1].state is not None
+            ):
                 cache.cast(layer)

@@ -87,8 +87,10 @@ benchmark bench_matmul 30 benchmarks/bench_matmul.py --repeats 10 --stop-after 2
 benchmark bench_casts 30 benchmarks/bench_casts.py --repeats 10 --stop-after 20
 benchmark bench_model 60 benchmarks/bench_model.py --modes eager compiled \
     --recipes tensorwise --blocks 2 --repeats 5
-benchmark bench_linear_sweep 50 benchmarks/bench_linear.py --repeats 5 --warmup 2 \
-    --shapes 70b 8b squares --stop-after 30
+benchmark bench_linear_aten 20 benchmarks/bench_linear.py --shapes 70b.attn.wo \
+    --modes compiled --recipes tensorwise --no-peer --compiled-casts aten --repeats 5
+benchmark bench_linear_sweep 35 benchmarks/bench_linear.py --repeats 5 --warmup 2 \
+    --shapes 70b 8b squares --stop-after 20
 part "predicted against measured" 15 \
     python3 -m float8.estimate --check "$out/bench_linear.json" --device measured
 tail -n 60 "$log" | tee -a "$report"

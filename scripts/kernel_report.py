@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 
 from float8.kernels.gpu.launch import Variant
 
-FILES = ("amax", "cast", "transpose")
+FILES = ("amax", "cast", "transpose", "blockwise_mm")
 ARCHITECTURES = ("sm_89", "sm_90", "sm_100")
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -60,7 +60,7 @@ def variants(files: Sequence[str] = FILES) -> list[Variant]:
 
 
 def compile_for(variant: Variant, arch: str) -> Any:
-    """Triton's compiled kernel, with sizes and pointers that are multiples of 16, as in training."""
+    """Triton's compiled kernel; sizes and pointers are multiples of 16, as in training."""
     names = list(variant.kernel.arg_names)
     signature = {n: variant.types.get(n, "constexpr") for n in names}
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in variant.types}
@@ -83,7 +83,7 @@ def read(cubin: bytes) -> MachineCode:
         spills=resource["LOCAL"] + resource["STACK"],
         shared=resource["SHARED"],
         instructions=len(opcodes),
-        loads=_widths(opcodes, "LDG"),
+        loads=_widths(opcodes, "LDG", "LDGSTS"),  # to registers, to shared memory
         stores=_widths(opcodes, "STG"),
         conversions=dict(Counter(op for op in opcodes if re.search(r"\.(E4M3|E5M2)", op))),
     )
@@ -94,12 +94,12 @@ def _run(tool: str, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _widths(opcodes: Sequence[str], access: str) -> dict[int, int]:
+def _widths(opcodes: Sequence[str], *accesses: str) -> dict[int, int]:
     """Bytes per thread -> how often; an access that names no width moves 4 bytes."""
     found: Counter[int] = Counter()
     for op in opcodes:
         name, *modifiers = op.split(".")
-        if name == access:
+        if name in accesses:
             bits = [int(m.strip("US")) for m in modifiers if m.strip("US").isdecimal()]
             found[(bits or [32])[0] // 8] += 1
     return dict(sorted(found.items()))
@@ -144,17 +144,12 @@ def _shown(found: dict[str, Any]) -> dict[str, Any]:
         "instructions": found["instructions"],
         "loads (n x bytes)": counts(found["loads"]),
         "stores (n x bytes)": counts(found["stores"]),
-        "float8 conversions": counts(
-            {
-                name.split(".")[0] + "." + _format(name): n
-                for name, n in found["conversions"].items()
-            }
-        ),
+        "float8 conversions": counts({_short(k): n for k, n in found["conversions"].items()}),
     }
 
 
-def _format(opcode: str) -> str:
-    return "E4M3" if "E4M3" in opcode else "E5M2"
+def _short(opcode: str) -> str:
+    return f"{opcode.partition('.')[0]}.{'E4M3' if 'E4M3' in opcode else 'E5M2'}"
 
 
 if __name__ == "__main__":

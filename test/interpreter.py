@@ -56,7 +56,8 @@ def _call(module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     error, result, args_after, kwargs_after = _receive(child.stdout)
     if error is not None:
         raise error
-    for mine, after in zip((*args, *kwargs.values()), (*args_after, *kwargs_after.values())):
+    pairs = [*zip(args, args_after, strict=True), *((kwargs[k], kwargs_after[k]) for k in kwargs)]
+    for mine, after in pairs:
         if isinstance(mine, torch.Tensor) and not torch.equal(_bytes(mine), _bytes(after)):
             _bytes(mine).copy_(_bytes(after))
     return result
@@ -128,6 +129,15 @@ def _mend_float8_casts() -> None:
         return values.to(formats[target]).view(torch.uint8).numpy().reshape(data.shape)
 
     interpreter._convert_float = convert
+
+    # Triton 3.6 turns one-element arrays into integers in a way that numpy 2.4 has ended.
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch
 
 
 if __name__ == "__main__":

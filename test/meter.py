@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ class CastMeter(TorchDispatchMode):
     """
 
     # ours -> how often the kernel reads its matrix from device memory, as its docstring says
-    READS = {
+    READS: ClassVar = {
         "float8::amax": 1,
         "float8::cast": 1,
         "float8::cast_dynamic": 2,
@@ -66,7 +66,7 @@ class CastMeter(TorchDispatchMode):
         "float8::cast_blockwise": 1,
     }
     # ours -> kernels that it launches
-    LAUNCHES = {"float8::cast": 1, "float8::cast_dynamic": 2, "float8::transpose": 1}
+    LAUNCHES: ClassVar = {"float8::cast": 1, "float8::cast_dynamic": 2, "float8::transpose": 1}
 
     def __init__(self) -> None:
         super().__init__()

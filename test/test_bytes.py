@@ -1,4 +1,4 @@
-"""How many bytes of device memory, and how many launches, the casts of a training step cost on CUDA.
+"""How many bytes of device memory, and how many launches, a training step's casts cost on CUDA.
 
 Counted without a GPU: FakeTensors go through the layer's forward and backward, and a `CastMeter`
 adds up what the ops that run read and write. The bounds are those of the best kernels there can be
@@ -93,7 +93,7 @@ def test_a_cached_weight_is_cast_once_for_all_microbatches(name):
 @pytest.mark.parametrize(
     ("name", "casts"),
     # Two launches per dynamic cast (amax; scale and cast), one per other; w is cast twice, the
-    # second time with the scale that the first one found. Static scales are filled in, one per operand.
+    # second time with the scale that the first one found. Static scales are filled in.
     [("tensorwise", 2 + 2 + 2 + 1), ("delayed", 4), ("static", 4 + 3)],
 )
 def test_a_step_launches_what_a_hand_written_one_would(name, casts):

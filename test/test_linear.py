@@ -13,9 +13,11 @@ from meter import GemmCounter, saved_bytes
 from torch import nn
 
 from float8 import (
+    E4M3,
     CastConfig,
     Float8Linear,
     Float8LinearConfig,
+    Float8Tensor,
     ScalingType,
     convert_to_float8_training,
     float8_linear,
@@ -380,3 +382,42 @@ def test_shape_and_config_of_a_new_layer():
     x = torch.randn(4, 64, dtype=torch.bfloat16)
     with high_precision(layer):
         assert_bitwise(layer(x), F.linear(x, layer.weight))
+
+
+def _with_transpose(x8):
+    """The same tensor as a kernel makes it: with the codes of its transpose."""
+    data, scale = x8.data_and_scale
+    data_t = data.flatten(0, -2).view(torch.uint8).t().contiguous().view(data.dtype)
+    return Float8Tensor(data, scale, x8.block, x8.dtype, data_t)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_an_input_in_float8_is_multiplied_as_it_is(transposed):
+    layer = Float8Linear(32, 48, dtype=torch.bfloat16, config=RECIPES["tensorwise"])
+    x = torch.randn(2, 16, 32, dtype=torch.bfloat16)
+    g = torch.randn(2, 16, 48, dtype=torch.bfloat16)
+    plain = x.clone().requires_grad_()
+    expected = layer(plain)
+    grad_x, grad_w = torch.autograd.grad(expected, (plain, layer.weight), g)
+    x8 = Float8Tensor.from_high_precision(x, E4M3)
+    x8 = (_with_transpose(x8) if transposed else x8).requires_grad_()
+    with mock.patch("float8.kernels.cast", wraps=kernels.cast) as cast:
+        out = layer(x8)
+        assert cast.call_count == 1, "the weight alone is cast"
+    found_x, found_w = torch.autograd.grad(out, (x8, layer.weight), g)
+    assert_bitwise(out, expected)
+    assert_bitwise(found_w, grad_w)
+    assert type(found_x) is torch.Tensor
+    assert_bitwise(found_x, grad_x)
+    with high_precision(layer):
+        reference = torch.nn.functional.linear(x8.dequantize(), layer.weight, layer.bias)
+        assert_bitwise(layer(x8), reference)
+
+
+def test_an_input_in_float8_that_does_not_fit_is_refused_by_name():
+    layer = Float8Linear.from_float(torch.nn.Linear(32, 48), RECIPES["rowwise"], fqn="ffn.w1")
+    x8 = Float8Tensor.from_high_precision(torch.randn(16, 32), E4M3)
+    with pytest.raises(ValueError, match=r"ffn.w1: input is a Float8Tensor in e4m3 with block"):
+        layer(x8)
+    with pytest.raises(ValueError, match=r"float8_linear: input is a Float8Tensor in e4m3"):
+        float8_linear(x8, layer.weight, config=RECIPES["rowwise"])

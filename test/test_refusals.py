@@ -1,11 +1,23 @@
 """What a GPU does not take is refused before it runs, with the reason and a way out."""
 
+import re
+
 import pytest
 import torch
 
-from float8 import Blockwise, CastConfig, Float8Linear, Float8LinearConfig
+from float8 import (
+    E4M3,
+    E5M2,
+    Blockwise,
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    Float8Tensor,
+    Rowwise,
+    ScalingType,
+)
 from float8.config import RECIPES
-from float8.refusals import refuses_call, refuses_layer
+from float8.refusals import refuses_call, refuses_float8_input, refuses_layer
 
 
 def _reason(recipe, *, tokens=32, k=64, n=48, dtype=torch.bfloat16, arch="sm_90"):
@@ -41,13 +53,25 @@ def test_a_frozen_weight_does_not_restrict_the_number_of_tokens():
     assert refuses_call(layer.config, layer.weight, 24, torch.bfloat16, "sm_90", False) is None
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rowwise_and_blockwise_products_are_written_in_bfloat16_only(recipe, dtype):
-    reason = _reason(recipe, dtype=dtype)
+def test_only_rowwise_products_are_written_in_bfloat16_alone(dtype):
+    reason = _reason("rowwise", dtype=dtype)
     assert reason is not None
     assert "bfloat16 only" in reason
     assert _reason("tensorwise", dtype=dtype) is None
+    assert _reason("blockwise", dtype=dtype) is None
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90", "sm_100"])
+def test_blockwise_products_run_in_any_size(arch):
+    assert _reason("blockwise", tokens=3, k=24, n=7, arch=arch) is None
+
+
+def test_a_refusal_of_a_device_names_the_product_and_every_candidate():
+    reason = _reason("blockwise", arch="gfx94")
+    assert reason is not None
+    for words in ("output: gfx94 does not run", "torch._scaled_mm", "Triton", "emulate=True"):
+        assert words in reason
 
 
 def test_what_no_device_multiplies_is_refused_at_conversion_unless_emulated():
@@ -58,3 +82,21 @@ def test_what_no_device_multiplies_is_refused_at_conversion_unless_emulated():
     assert "emulate=True" in reason
     assert refuses_layer(weight, Float8LinearConfig(odd, odd, odd, emulate=True)) is None
     assert refuses_layer(weight.double(), Float8LinearConfig()) is not None
+
+
+def test_an_input_in_float8_must_be_what_the_config_makes():
+    x = torch.randn(2, 16, 32)
+    make = Float8Tensor.from_high_precision
+    tensorwise, rowwise = RECIPES["tensorwise"], RECIPES["rowwise"]
+    fits = make(x, E4M3)
+    assert refuses_float8_input(fits, tensorwise, True) is None
+    assert refuses_float8_input(make(x, E4M3, Rowwise()), rowwise, False) is None
+    said = refuses_float8_input(make(x, E5M2), tensorwise, True)
+    assert re.search(r"in e5m2 with block .* casts inputs to e4m3 .*input.dequantize\(\)", said)
+    assert "with block (-1, -1, -1)" in refuses_float8_input(fits, rowwise, False)
+    assert "Pass those, freeze the weight" in refuses_float8_input(
+        make(x, E4M3, Rowwise()), rowwise, True
+    )
+    off = CastConfig(scaling_type=ScalingType.DISABLED)
+    plain = Float8LinearConfig(off, off, off)
+    assert "keeps inputs in high precision" in refuses_float8_input(fits, plain, True)

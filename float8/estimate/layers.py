@@ -20,7 +20,7 @@ from float8.config import Float8LinearConfig
 from float8.estimate.casts import Use
 from float8.estimate.devices import Device
 from float8.estimate.roofline import Shape, kinds_of_plan
-from float8.kernels.scaled_mm import ALIGNMENT
+from float8.kernels.cublas import ALIGNMENT
 from float8.linear import Float8Linear
 from float8.refusals import refuses_call, refuses_layer
 

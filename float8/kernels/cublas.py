@@ -68,8 +68,8 @@ def multiply(
 def contraction_last(x: Tensor) -> Tensor:
     """A row-major matrix that starts at a multiple of 16 bytes: x itself, or a copy.
 
-    Storages start aligned (torch's allocator sees to it), parts of them may not; compilers hand over
-    aligned ones, and do not trace the question.
+    Storages start aligned (torch's allocator sees to it), parts of them may not. Compilers do not
+    trace the question; what they hand over starts its storage.
     """
     # By strides: one row of any strides counts as contiguous, and hardware reads the strides.
     is_aligned = torch.compiler.is_compiling() or (

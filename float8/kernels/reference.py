@@ -42,7 +42,8 @@ def amax(x: Tensor, block: Block) -> Tensor:
     """
     if x.numel() == 0:
         return torch.zeros(scale_shape(x.shape, block), dtype=torch.float32, device=x.device)
-    is_small = x.numel() < _SMALL and not torch.compiler.is_compiling()
+    # In this order: a compiler would guard on the size.
+    is_small = not torch.compiler.is_compiling() and x.numel() < _SMALL
     if block.count(WHOLE) == len(block) and not is_small:
         # aminmax reads x once and writes two numbers; in eager mode abs() would write all of |x|.
         # In storage order: it is many times slower over columns.

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from float8.granularity import WHOLE, Block
 from float8.kernels import cublas, reference
-from float8.kernels.cublas import ALIGNMENT
 
+ALIGNMENT = cublas.ALIGNMENT
 TENSORWISE, ROWWISE, BLOCKWISE = "tensorwise", "rowwise", "blockwise"
 _BLOCK_NAMES: dict[Block, str] = {
     (WHOLE, WHOLE): TENSORWISE,
@@ -50,10 +50,18 @@ _PRODUCTS: dict[tuple[str, str], str] = {
     ("128x128", "1x128"): BLOCKWISE,
     ("1x128", "1x128"): BLOCKWISE,
 }
-# The architectures with float8 tensor cores, and conversions, that the library knows.
-SUPPORT = ("sm_89", "sm_90", "sm_100", "gfx94", "gfx95")
-# cuBLASLt takes 1x128 and 128x128 scales from this CUDA version on (cuBLAS 12.9 release notes), and
-# torch passes them on for sm_90 only (ATen/native/cuda/ScaledBlas.cpp, _check_deepseek_support).
+# Every architecture with float8 tensor cores that the library knows -> product -> None where
+# torch._scaled_mm runs it, else the reason why not. Blockwise: ATen/native/cuda/ScaledBlas.cpp,
+# _check_deepseek_support.
+_NO_128 = "takes 1x128 and 128x128 scales on sm_90 only"
+SUPPORT: dict[str, dict[str, str | None]] = {
+    "sm_89": {TENSORWISE: None, ROWWISE: None, BLOCKWISE: _NO_128},
+    "sm_90": {TENSORWISE: None, ROWWISE: None, BLOCKWISE: None},
+    "sm_100": {TENSORWISE: None, ROWWISE: None, BLOCKWISE: _NO_128},
+    "gfx94": {TENSORWISE: None, ROWWISE: None, BLOCKWISE: _NO_128},
+    "gfx95": {TENSORWISE: None, ROWWISE: None, BLOCKWISE: _NO_128},
+}
+# cuBLASLt takes 1x128 and 128x128 scales from this CUDA version on (cuBLAS 12.9 release notes).
 _BLOCKWISE_CUDA = (12, 9)
 _EMULATE = "set emulate=True to run it in plain PyTorch"
 
@@ -64,6 +72,10 @@ def architecture(device_index: int | None = None) -> str:
     Without a GPU, as when FakeTensors stand for CUDA ones, ``sm_90``.
     """
     return _architecture(device_index)
+
+
+# What torch.compiler.assume_constant_result does, which would import all of dynamo (a second).
+architecture._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -80,8 +92,8 @@ def _architecture(device_index: int | None) -> str:
 
 
 def _torch_refuses(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
-    if product == BLOCKWISE and arch != "sm_90":
-        return "takes 1x128 and 128x128 scales on sm_90 only"
+    if (reason := SUPPORT[arch][product]) is not None:
+        return reason
     if product == BLOCKWISE and _cuda_version() < _BLOCKWISE_CUDA:
         return (
             f"takes 1x128 and 128x128 scales from CUDA 12.9 on, and this torch was built with "
@@ -120,6 +132,9 @@ def _has_triton() -> bool:
     return _find_triton()
 
 
+_has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @functools.cache
 def _find_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
@@ -150,9 +165,7 @@ def _load_triton_gemm() -> None:
     importlib.import_module("float8.kernels.gpu.blockwise_mm")
 
 
-# What torch.compiler.assume_constant_result does, which would import all of dynamo (a second).
-for _constant in (architecture, _has_triton, _load_triton_gemm):
-    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_load_triton_gemm._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Candidate(NamedTuple):

@@ -63,18 +63,19 @@ def test_a_part_that_fails_is_named_and_starves_no_other(tmp_path):
 
 def test_its_limits_together_stay_under_nine_minutes():
     limits = re.findall(r'^(?:tests \w+|benchmark \w+|part ".*") (\d+)', SCRIPT.read_text(), re.M)
-    assert len(limits) == 9
+    assert len(limits) == 10
     assert sum(map(int, limits)) < NINE_MINUTES
 
 
 def test_its_options_are_understood_and_show_every_target(tmp_path):
     _, commands, _ = run(tmp_path)
-    first, sweep = (bench_linear.parse(o) for o in options_of(commands, "bench_linear"))
+    first, aten, sweep = (bench_linear.parse(o) for o in options_of(commands, "bench_linear"))
     assert [(shape.M, shape.K, shape.N) for shape in first.shapes] == [targets.SIZES]
     shown = {(recipe, mode) for recipe in first.recipes for mode in first.modes}
     assert {(target.layer, target.mode) for target in targets.TARGETS} - shown == {
         ("rowwise_with_gw_hp", "compiled")  # judged where it is asked for: it takes time to compile
     }
+    assert (aten.shapes, aten.compiled_casts) == (first.shapes, "aten")
     assert sweep.shapes[-1].label == "16384"
     (model,) = (bench_model.parse(o) for o in options_of(commands, "bench_model"))
     assert model.modes == ["eager", "compiled"]

@@ -18,7 +18,7 @@ from float8.kernels.scaled_mm import SUPPORT
 
 H100, B200, MI300X = DEVICES["H100"], DEVICES["B200"], DEVICES["MI300X"]
 CPU = replace(H100, name="some CPU", arch="cpu")
-TENSORWISE, BLOCKWISE = RECIPES["tensorwise"], RECIPES["blockwise"]
+TENSORWISE, ROWWISE = RECIPES["tensorwise"], RECIPES["rowwise"]
 
 
 class OwnLinear(nn.Linear):
@@ -104,11 +104,10 @@ def test_what_runs_everywhere_is_refused_nowhere(device, recipe):
 @pytest.mark.parametrize("device", [H100, B200, MI300X], ids=lambda device: device.name)
 def test_products_run_where_the_support_table_says(device, monkeypatch):
     table = SUPPORT[device.arch]
-    monkeypatch.setitem(table, "blockwise", None)
-    assert refuses(CUBE, BLOCKWISE, device, Use()) is None
-    monkeypatch.setitem(table, "blockwise", "a reason of its own")
-    assert "a reason of its own" in refuses(CUBE, BLOCKWISE, device, Use())
-    assert refuses(CUBE, BLOCKWISE, CPU, Use()) is None
+    assert refuses(CUBE, ROWWISE, device, Use()) is None
+    monkeypatch.setitem(table, "rowwise", "a reason of its own")
+    assert "a reason of its own" in refuses(CUBE, ROWWISE, device, Use())
+    assert refuses(CUBE, ROWWISE, CPU, Use()) is None
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,9 @@ def test_what_is_timed_is_the_product(kind):
 
 def test_a_product_that_a_gpu_refuses_is_not_timed(monkeypatch):
     ((name, a, b), *_) = _operands((128, 256, 384), CPU)
-    monkeypatch.setitem(SUPPORT["sm_100"], "blockwise", "for this test")
-    assert _call("blockwise", name, DEVICES["B200"], a, b) is None
-    assert _call("rowwise", name, DEVICES["B200"], a, b) is not None
+    monkeypatch.setitem(SUPPORT["sm_100"], "rowwise", "for this test")
+    assert _call("rowwise", name, DEVICES["B200"], a, b) is None
+    assert _call("tensorwise", name, DEVICES["B200"], a, b) is not None
 
 
 def test_a_measured_figure_says_where():

@@ -1,8 +1,7 @@
-"""Which product runs where, why not, and what the hardware is handed.
+"""Which product runs where, by which candidate, and why not.
 
-A GPU is not needed: FakeTensors stand for CUDA tensors where shapes and layouts matter, and
-`PretendCuda` tensors, whose bytes are on the CPU, where numbers do; `hardware` multiplies as
-cuBLASLt is documented to, rules included.
+A GPU is not needed: FakeTensors stand for CUDA tensors where shapes and choices matter, and
+`PretendCuda` tensors, whose bytes are on the CPU, where numbers do.
 """
 
 from __future__ import annotations
@@ -16,47 +15,65 @@ import pytest
 import shapes
 import torch
 from assertions import assert_bitwise, assert_error_within_baseline
+from pretend import (
+    B1,
+    B128,
+    BF16,
+    E4M3,
+    E5M2,
+    EVERY_PRODUCT,
+    PRODUCTS,
+    ROW,
+    TENSOR,
+    PretendCuda,
+    assert_product_of,
+    install_torch_scaled_mm,
+    multiply,
+    operands,
+)
 from shapes import Case
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8 import kernels
 from float8.kernels import reference
 
 module = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BF16 = torch.bfloat16
-TENSOR, ROW, B1, B128 = (-1, -1), (1, -1), (1, 128), (128, 128)
 BLOCKS = {"tensorwise": TENSOR, "rowwise": ROW, "1x128": B1, "128x128": B128, "3x5": (3, 5)}
-PRODUCTS = {
-    (TENSOR, TENSOR): "tensorwise",
-    (TENSOR, ROW): "rowwise",
-    (ROW, TENSOR): "rowwise",
-    (ROW, ROW): "rowwise",
-    (B1, B128): "blockwise",
-    (B128, B1): "blockwise",
-    (B1, B1): "blockwise",
-}
-EVERY_PRODUCT = pytest.mark.parametrize(("a_block", "b_block"), PRODUCTS, ids=str)
-# architecture -> the products that it runs
+BLOCKWISE = [pair for pair, product in PRODUCTS.items() if product == "blockwise"]
+BY_TORCH, BY_TRITON = "torch._scaled_mm", "the Triton GEMM"
+# architecture -> product -> who runs it in bfloat16
 RUNS = {
-    "sm_89": {"tensorwise", "rowwise"},
-    "sm_90": {"tensorwise", "rowwise", "blockwise"},
-    "sm_100": {"tensorwise", "rowwise"},
-    "gfx94": {"tensorwise", "rowwise"},
-    "gfx95": {"tensorwise", "rowwise"},
-    "sm_80": set(),
-    "sm_120": set(),
-    "gfx90": set(),
+    "sm_89": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH, "blockwise": BY_TRITON},
+    "sm_90": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH, "blockwise": BY_TORCH},
+    "sm_100": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH, "blockwise": BY_TRITON},
+    "gfx94": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH},
+    "gfx95": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH},
+    "sm_80": {},
+    "sm_120": {},
+    "gfx90": {},
 }
 
 
-# --- refusals
+@pytest.fixture
+def torch_calls(monkeypatch):
+    """``torch._scaled_mm`` as documented, on an sm_90 unless the test says otherwise; its calls."""
+    monkeypatch.setattr(module, "architecture", lambda index=None: "sm_90")
+    return install_torch_scaled_mm(monkeypatch)
 
 
-def test_the_support_table_speaks_of_every_architecture_and_product():
+@pytest.fixture
+def no_triton(monkeypatch):
+    monkeypatch.setattr(module, "_has_triton", lambda: False)
+
+
+# --- choices and refusals
+
+
+def test_every_architecture_that_is_supported_is_tested():
     assert set(module.SUPPORT) == {arch for arch, runs in RUNS.items() if runs}
-    for products in module.SUPPORT.values():
+    for products in (module.CANDIDATES, *module.SUPPORT.values()):
         assert set(products) == set(PRODUCTS.values())
 
 
@@ -67,14 +84,19 @@ def test_an_architecture_runs_a_product_or_says_why_not(arch, a_block, b_block):
     product = PRODUCTS[a_block, b_block]
     if product in RUNS[arch]:
         assert reason is None
+        chosen = module.choose(arch, a_block, b_block, BF16, 512, 512)
+        assert chosen.name == RUNS[arch][product]
         return
     assert arch in reason
     assert "emulate=True" in reason
     if RUNS[arch]:
         assert f"does not run a {product} product" in reason
+        assert all(candidate.name in reason for candidate in module.CANDIDATES[product])
     else:
         assert "is not known to have float8 tensor cores" in reason
         assert all(known in reason for known in module.SUPPORT)
+    with pytest.raises(ValueError, match=r"scaled_mm: .*emulate=True"):
+        module.choose(arch, a_block, b_block, BF16, 512, 512)
 
 
 @pytest.mark.parametrize("pair", list(itertools.product(BLOCKS, BLOCKS)), ids="-".join)
@@ -94,15 +116,15 @@ def test_a_pair_of_blocks_is_a_product_or_is_refused_everywhere(pair):
 
 @EVERY_PRODUCT
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16], ids=str)
-def test_only_tensorwise_products_are_written_in_another_dtype_than_bfloat16(
-    a_block, b_block, out_dtype
-):
+def test_only_rowwise_products_are_written_in_bfloat16_alone(a_block, b_block, out_dtype):
     reason = module.refuses_device("sm_90", a_block, b_block, out_dtype)
-    if PRODUCTS[a_block, b_block] == "tensorwise":
-        assert reason is None
-    else:
-        assert str(out_dtype) in reason
-        assert "bfloat16 only" in reason
+    if PRODUCTS[a_block, b_block] == "rowwise":
+        assert f"in bfloat16 only, not {out_dtype}" in reason
+        assert "torch.autocast" in reason
+        return
+    assert reason is None
+    chosen = module.choose("sm_90", a_block, b_block, out_dtype, 512, 512).name
+    assert chosen == (BY_TORCH if a_block == TENSOR else BY_TRITON)
 
 
 @pytest.mark.parametrize(
@@ -116,26 +138,61 @@ def test_only_tensorwise_products_are_written_in_another_dtype_than_bfloat16(
         (15, 17, ["contraction=15", "columns=17"]),
     ],
 )
-def test_sizes_are_multiples_of_16(contraction, columns, words):
-    reason = module.refuses_sizes(contraction, columns)
-    if words is None:
+@EVERY_PRODUCT
+def test_torch_takes_multiples_of_16_and_triton_any_size(
+    a_block, b_block, contraction, columns, words
+):
+    product = ("sm_90", a_block, b_block, BF16)
+    reason = module.refuses_sizes(*product, contraction, columns)
+    padded = module.choose(*product, contraction, columns, pad=True)
+    assert padded.name == BY_TORCH
+    if words is None or PRODUCTS[a_block, b_block] == "blockwise":
         assert reason is None
-    else:
-        assert all(word in reason for word in [*words, "not a multiple of 16"])
-        assert ("columns" in reason) == any("columns" in word for word in words)
+        chosen = module.choose(*product, contraction, columns)
+        assert chosen.name == (BY_TORCH if words is None else BY_TRITON)
+        return
+    assert all(word in reason for word in [*words, "not a multiple of 16"])
+    assert ("columns" in reason) == any("columns" in word for word in words)
+    with pytest.raises(ValueError, match=r"not a multiple of 16; .*pad_inner_dim=True"):
+        module.choose(*product, contraction, columns)
 
 
 @pytest.mark.parametrize(
-    ("cuda", "refused"), [("12.8", True), ("12.9", False), ("13.0", False), (None, False)]
+    ("cuda", "chosen"),
+    [("12.8", BY_TRITON), ("12.9", BY_TORCH), ("13.0", BY_TORCH), (None, BY_TORCH)],
 )
-def test_blockwise_products_need_a_cuda_that_has_them(cuda, refused, monkeypatch):
+def test_blockwise_products_by_torch_need_a_cuda_that_has_them(cuda, chosen, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    reason = module.refuses_device("sm_90", B1, B128, BF16)
-    assert (reason is not None) == refused
-    if refused:
-        assert "CUDA 12.9" in reason
-        assert cuda in reason
-    assert module.refuses_device("sm_90", ROW, ROW, BF16) is None
+    assert module.choose("sm_90", B1, B128, BF16, 512, 512).name == chosen
+    assert module.choose("sm_90", ROW, ROW, BF16, 512, 512).name == BY_TORCH
+
+
+@pytest.mark.parametrize(
+    ("arch", "cuda", "out_dtype", "words"),
+    [
+        ("sm_89", "13.0", BF16, ["on sm_90 only"]),
+        ("sm_90", "12.8", BF16, ["from CUDA 12.9 on", "12.8"]),
+        ("sm_90", "13.0", torch.float16, ["bfloat16 only"]),
+    ],
+)
+@pytest.mark.usefixtures("no_triton")
+def test_a_refusal_names_every_candidate_and_what_would_make_it_run(
+    arch, cuda, out_dtype, words, monkeypatch
+):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    reason = module.refuses_device(arch, B1, B128, out_dtype)
+    for word in [*words, BY_TORCH, BY_TRITON, "pip install triton", "emulate=True", str(out_dtype)]:
+        assert word in reason, reason
+
+
+@pytest.mark.usefixtures("no_triton")
+def test_without_triton_blockwise_sizes_must_suit_torch():
+    reason = module.refuses_sizes("sm_90", B1, B128, BF16, 24, 16)
+    assert "contraction=24 not a multiple of 16" in reason
+
+
+def test_triton_is_found_where_it_is_installed():
+    assert module._has_triton() == (importlib.util.find_spec("triton") is not None)
 
 
 @pytest.fixture
@@ -173,201 +230,60 @@ def test_without_a_gpu_fake_ones_are_hoppers(monkeypatch):
     assert module.architecture() == "sm_90"
 
 
-# --- what the hardware is handed
-
-
-class PretendCuda(torch.Tensor):
-    """A tensor that says it is on a GPU; its bytes are on the CPU."""
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cuda", 0)
-
-
-def plain(x: Tensor) -> Tensor:
-    return x.as_subclass(Tensor)
-
-
-@pytest.fixture
-def hardware(monkeypatch):
-    """``torch._scaled_mm`` as cuBLASLt is documented, in float64; its calls are kept in a list."""
-    calls = []
-
-    def scaled_mm(a, b, *, scale_a, scale_b, bias, out_dtype, use_fast_accum):
-        calls.append(SimpleNamespace(a=a, b=b, bias=bias, out_dtype=out_dtype, fast=use_fast_accum))
-        a, b, scale_a, scale_b = (plain(x) for x in (a, b, scale_a, scale_b))
-        (M, K), N = a.shape, b.shape[1]
-        assert a.stride() == (K, 1), "a must be row-major"
-        assert b.stride() == (1, K), "b must be column-major"
-        assert b.shape[0] == K
-        assert (K % 16, N % 16) == (0, 0)
-        assert not a.dtype == b.dtype == E5M2
-        assert scale_a.dtype == scale_b.dtype == torch.float32
-        a_block, b_block = blocks_of(scale_a, scale_b, M, K, N)
-        if (a_block, b_block) != (TENSOR, TENSOR):
-            assert out_dtype == BF16
-        out = oracle.matmul(
-            a, scale_a.reshape(oracle.scale_shape((M, K), a_block)), a_block,
-            b.t(), scale_b.t().reshape(oracle.scale_shape((N, K), b_block)), b_block,
-        )  # fmt: skip
-        if bias is not None:
-            assert bias.dtype == out_dtype != torch.float32
-            assert bias.shape == (N,)
-            out = out + plain(bias).double()
-        return out.to(out_dtype)
-
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    monkeypatch.setattr(module, "architecture", lambda index=None: "sm_90")
-    return calls
-
-
-def blocks_of(scale_a: Tensor, scale_b: Tensor, M: int, K: int, N: int):
-    """The blocks that torch._scaled_mm reads from the shapes and strides of the scales."""
-    if scale_a.numel() == scale_b.numel() == 1 and scale_a.dim() == 0:
-        return TENSOR, TENSOR
-    if scale_a.shape == (M, 1) and scale_b.shape == (1, N) and K > 128:
-        assert scale_a.is_contiguous()
-        assert scale_b.is_contiguous()
-        return ROW, ROW
-    # ATen/native/cuda/ScaledBlas.cpp: 1x128 scales have the rows contiguous, 128x128 ones the
-    # columns, and then cuBLASLt wants rows of a multiple of four (pytorch/pytorch#166752).
-    blocks = []
-    columns = -(-K // 128)
-    for scale, rows in ((scale_a, M), (scale_b.t(), N)):
-        if scale.shape == (rows, columns):
-            assert scale.stride(0) == 1 or rows == 1
-            assert scale.stride(1) == rows or columns == 1
-            blocks.append(B1)
-        else:
-            assert scale.shape == (-(-rows // 128), columns)
-            assert scale.is_contiguous()
-            assert columns % 4 == 0
-            blocks.append(B128)
-    return blocks
-
-
-def operands(M: int, K: int, N: int, a_block, b_block, b_dtype=E4M3):
-    """a and b as (data, scale), cast by the oracle."""
-    pairs = []
-    for rows, block, dtype, seed in ((M, a_block, E4M3, 1), (N, b_block, b_dtype, 2)):
-        codes, scale = oracle.quantize(Case((rows, K), seed=seed).make(), block, dtype)
-        pairs += [codes.view(dtype), scale]
-    return pairs
-
-
-def multiply(parts, a_block, b_block, bias=None, out_dtype=BF16, **options):
-    """`kernels.scaled_mm` of operands that say they are on a GPU."""
-    pretended = [part.as_subclass(PretendCuda) for part in parts]
-    bias = None if bias is None else bias.as_subclass(PretendCuda)
-    return plain(
-        kernels.scaled_mm(*pretended, a_block, b_block, bias, out_dtype=out_dtype, **options)
-    )
-
-
-def assert_product_of(actual, parts, a_block, b_block, bias, replay) -> None:
-    a, a_scale, b, b_scale = parts
-    exact = oracle.matmul(a, a_scale, a_block, b, b_scale, b_block)
-    baseline = exact.to(actual.dtype)
-    if bias is not None:  # plain arithmetic rounds the product, and then the sum
-        exact, baseline = exact + bias.double(), (baseline + bias).to(actual.dtype)
-    assert_error_within_baseline(actual, exact, baseline, replay=replay)
-
-
-@EVERY_PRODUCT
-@pytest.mark.parametrize("bias_dtype", [None, BF16, torch.float32], ids=str)
-def test_the_hardware_product_is_the_product(hardware, a_block, b_block, bias_dtype):
-    M, K, N = 48, 272, 160
-    parts = operands(M, K, N, a_block, b_block, E5M2)
-    bias = None if bias_dtype is None else Case((N,), bias_dtype, seed=3).make()
-    actual = multiply(parts, a_block, b_block, bias)
-    assert_product_of(actual, parts, a_block, b_block, bias, (M, K, N, a_block, b_block))
-    assert len(hardware) == 1
-    fuses = bias_dtype == BF16 and PRODUCTS[a_block, b_block] != "blockwise"
-    assert (hardware[0].bias is not None) == fuses
-
-
-@EVERY_PRODUCT
-@pytest.mark.parametrize(
-    "sizes", [(5, 272, 123), (48, 135, 160), (1, 201, 7), (130, 257, 129)], ids=str
-)
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_padding_changes_no_number(hardware, a_block, b_block, sizes, with_bias):
-    parts = operands(*sizes, a_block, b_block)
-    bias = Case((sizes[2],), BF16, seed=3).make() if with_bias else None
-    actual = multiply(parts, a_block, b_block, bias, pad=True)
-    assert actual.shape == (sizes[0], sizes[2])
-    assert_product_of(actual, parts, a_block, b_block, bias, (sizes, a_block, b_block))
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
-@EVERY_PRODUCT
-def test_operands_of_any_strides_reach_the_hardware_in_its_layout(
-    hardware, a_block, b_block, layout
-):
-    parts = operands(32, 512, 48, a_block, b_block)
-    strided = list(parts)
-    for i in (0, 2):
-        codes = parts[i].view(torch.uint8)
-        codes = {
-            "contiguous": codes,
-            "transposed": codes.t().contiguous().t(),
-            "sliced": torch.stack([codes, codes + 1], dim=-1).flatten(1)[:, ::2],
-        }[layout]
-        strided[i] = codes.view(parts[i].dtype)
-        assert strided[i].is_contiguous() == (layout == "contiguous")
-    actual = multiply(strided, a_block, b_block)
-    assert_bitwise(actual, multiply(parts, a_block, b_block), (a_block, b_block, layout))
-    if layout == "contiguous":  # and what is in its layout already is not copied
-        assert hardware[0].a.data_ptr() == parts[0].data_ptr()
-        assert hardware[0].b.data_ptr() == parts[2].data_ptr()
-
-
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, BF16], ids=str)
-@pytest.mark.parametrize("fast", [False, True])
-def test_out_dtype_and_accumulation_reach_the_hardware(hardware, out_dtype, fast):
-    parts = operands(16, 32, 16, TENSOR, TENSOR)
-    bias = Case((16,), out_dtype, seed=3).make()
-    actual = multiply(parts, TENSOR, TENSOR, bias, out_dtype, use_fast_accum=fast)
-    assert actual.dtype == out_dtype
-    assert hardware[0].out_dtype == out_dtype
-    assert hardware[0].fast == fast
-    assert_product_of(actual, parts, TENSOR, TENSOR, bias, (out_dtype, fast))
+# --- what runs
 
 
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [((16, 24, 16), "contraction=24"), ((16, 16, 17), "columns=17")],
 )
-def test_sizes_that_the_hardware_does_not_take_are_refused_with_the_fix(hardware, sizes, words):
+def test_sizes_that_the_hardware_does_not_take_are_refused_with_the_fix(torch_calls, sizes, words):
     with pytest.raises(ValueError, match=f"{words} not a multiple of 16") as error:
         multiply(operands(*sizes, TENSOR, TENSOR), TENSOR, TENSOR)
     assert "pad_inner_dim=True" in str(error.value)
-    assert hardware == []
+    assert torch_calls == []
+
+
+@pytest.mark.parametrize(("a_block", "b_block"), BLOCKWISE, ids=str)
+@pytest.mark.parametrize("sizes", [(5, 123, 7), (48, 272, 160), (1, 384, 16)], ids=str)
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32], ids=str)
+def test_triton_multiplies_blockwise_in_any_dtype_and_size(
+    torch_calls, monkeypatch, a_block, b_block, sizes, bias_dtype
+):
+    """Its op, that is, which on a CPU is the reference."""
+    monkeypatch.setattr(module, "architecture", lambda index=None: "sm_89")
+    parts = operands(*sizes, a_block, b_block)
+    bias = None if bias_dtype is None else Case(sizes[2:], bias_dtype, seed=3).make()
+    for out_dtype in shapes.HIGH_PRECISION:
+        actual = multiply(parts, a_block, b_block, bias, out_dtype)
+        expected = reference.scaled_mm(*parts, a_block, b_block, bias, out_dtype)
+        assert actual.dtype == out_dtype
+        exact = oracle.matmul(parts[0], parts[1], a_block, parts[2], parts[3], b_block)
+        exact = exact if bias is None else exact + bias.double()
+        replay = (sizes, a_block, b_block, out_dtype)
+        assert_error_within_baseline(actual, exact, expected, replay=replay)
+    assert torch_calls == []
 
 
 @pytest.mark.parametrize("dtype", [E5M2, torch.float8_e5m2fnuz], ids=str)
-def test_e5m2_by_e5m2_is_refused_on_every_device(hardware, dtype):
+def test_e5m2_by_e5m2_is_refused_on_every_device(torch_calls, dtype):
     assert module.refuses_formats(dtype, E4M3) is module.refuses_formats(E4M3, dtype) is None
     parts = operands(16, 32, 16, TENSOR, TENSOR, dtype)
     parts[:2] = parts[2:]
     for run in (multiply, lambda *args: kernels.scaled_mm(*args[0], *args[1:], out_dtype=BF16)):
         with pytest.raises(ValueError, match="E5M2 by E5M2; cast one of the operands to E4M3"):
             run(parts, TENSOR, TENSOR)
-    assert hardware == []
+    assert torch_calls == []
 
 
-def test_one_row_of_any_strides_reaches_the_hardware_in_its_layout(hardware):
-    parts = operands(1, 32, 16, ROW, ROW)
-    wide = torch.zeros(2, 96, dtype=torch.uint8)
-    wide[:1, :32] = parts[0].view(torch.uint8)
-    strided = [wide.view(E4M3)[:1, :32], *parts[1:]]
-    assert strided[0].stride() == (96, 1)
-    assert_bitwise(multiply(strided, ROW, ROW), multiply(parts, ROW, ROW))
-
-
-def test_any_number_of_rows_is_taken(hardware):
-    parts = operands(3, 16, 16, ROW, ROW)
-    assert_product_of(multiply(parts, ROW, ROW), parts, ROW, ROW, None, "3 rows")
+@pytest.mark.parametrize("name", ["a_scale", "b", "b_scale", "bias"])
+def test_operands_of_several_devices_are_refused(name):
+    parts = [*operands(16, 32, 16, TENSOR, TENSOR), torch.ones(16, dtype=BF16)]
+    i = ["a", "a_scale", "b", "b_scale", "bias"].index(name)
+    parts[i] = parts[i].as_subclass(PretendCuda)
+    message = rf"scaled_mm: {name} is on cuda:0 and a on cpu; move it with .to\('cpu'\)"
+    with pytest.raises(ValueError, match=message):
+        kernels.scaled_mm(*parts[:4], TENSOR, TENSOR, parts[4], out_dtype=BF16)
 
 
 @pytest.mark.parametrize(
@@ -375,12 +291,12 @@ def test_any_number_of_rows_is_taken(hardware):
     [
         ((3, 5), B128, BF16, "sm_90", "no hardware multiplies"),
         (TENSOR, TENSOR, BF16, "sm_80", "not known to have float8 tensor cores"),
-        (B1, B128, BF16, "sm_89", "does not run a blockwise product"),
+        (B1, B128, BF16, "gfx94", "does not run a blockwise product"),
         (ROW, ROW, torch.float32, "sm_90", "bfloat16 only"),
     ],
 )
 def test_a_refused_product_is_an_error_unless_emulated(
-    hardware, monkeypatch, a_block, b_block, out_dtype, arch, words
+    torch_calls, monkeypatch, a_block, b_block, out_dtype, arch, words
 ):
     monkeypatch.setattr(module, "architecture", lambda index=None: arch)
     parts = operands(3, 640, 128, a_block, b_block)
@@ -389,24 +305,25 @@ def test_a_refused_product_is_an_error_unless_emulated(
     emulated = multiply(parts, a_block, b_block, out_dtype=out_dtype, emulate=True)
     expected = reference.scaled_mm(*parts, a_block, b_block, None, out_dtype)
     assert_bitwise(emulated, expected, (a_block, b_block, arch))
-    assert hardware == []
+    assert torch_calls == []
 
 
-@pytest.mark.parametrize("sizes", [(0, 16, 16), (16, 0, 16), (16, 16, 0)], ids=str)
-def test_an_empty_product_asks_no_hardware(hardware, sizes):
+@pytest.mark.parametrize("sizes", [(0, 128, 256), (16, 0, 128), (16, 128, 0)], ids=str)
+@pytest.mark.parametrize(("a_block", "b_block"), [(TENSOR, TENSOR), (B1, B128)], ids=str)
+def test_an_empty_product_asks_no_hardware(torch_calls, sizes, a_block, b_block):
     M, K, N = sizes
     bias = torch.ones(N, dtype=BF16)
-    actual = multiply(operands(M, K, N, TENSOR, TENSOR), TENSOR, TENSOR, bias)
+    actual = multiply(operands(M, K, N, a_block, b_block), a_block, b_block, bias)
     assert_bitwise(actual, torch.ones(M, N, dtype=BF16), sizes)
-    assert hardware == []
+    assert torch_calls == []
 
 
-def test_a_cpu_never_asks_the_hardware(hardware):
+def test_a_cpu_never_asks_the_hardware(torch_calls):
     parts = operands(16, 24, 17, ROW, ROW)
     actual = kernels.scaled_mm(*parts, ROW, ROW, out_dtype=torch.float32)
     expected = reference.scaled_mm(*parts, ROW, ROW, None, torch.float32)
     assert_bitwise(actual, expected)
-    assert hardware == []
+    assert torch_calls == []
 
 
 def test_what_is_prepared_for_two_products_multiplies_alike():
@@ -427,6 +344,21 @@ def test_hardware_is_handed_the_codes_themselves():
 # --- traced on fake CUDA tensors, where torch checks layouts and shapes itself
 
 
+class Products(TorchDispatchMode):
+    """Which candidates multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._scaled_mm.default:
+            self.names.append(BY_TORCH)
+        elif func.name() == "float8::blockwise_mm":
+            self.names.append(BY_TRITON)
+        return func(*args, **(kwargs or {}))
+
+
 def fake_operands(M: int, K: int, N: int, a_block, b_block) -> list[Tensor]:
     parts = []
     for rows, block in ((M, a_block), (N, b_block)):
@@ -435,36 +367,68 @@ def fake_operands(M: int, K: int, N: int, a_block, b_block) -> list[Tensor]:
     return parts
 
 
+@pytest.mark.parametrize("arch", [arch for arch, runs in RUNS.items() if runs])
 @EVERY_PRODUCT
 @pytest.mark.parametrize("sizes", [(256, 384, 128), (48, 272, 160)], ids=str)
-def test_a_product_can_be_traced_on_fake_cuda_tensors(a_block, b_block, sizes):
+def test_the_chosen_candidate_is_traced_on_fake_cuda_tensors(
+    a_block, b_block, sizes, arch, monkeypatch
+):
+    monkeypatch.setattr(module, "architecture", lambda index=None: arch)
+    chosen = RUNS[arch].get(PRODUCTS[a_block, b_block])
     M, K, N = sizes
-    with FakeTensorMode(), torch.no_grad():
+    with FakeTensorMode(), torch.no_grad(), Products() as products:
         bias = torch.empty(N, dtype=BF16, device="cuda")
         parts = fake_operands(M, K, N, a_block, b_block)
+        if chosen is None:
+            with pytest.raises(ValueError, match=f"{arch} does not run"):
+                kernels.scaled_mm(*parts, a_block, b_block, bias, out_dtype=BF16)
+            return
         out = kernels.scaled_mm(*parts, a_block, b_block, bias, out_dtype=BF16)
         assert (out.shape, out.dtype, out.device.type) == ((M, N), BF16, "cuda")
+    assert products.names == [chosen]
 
 
+@pytest.mark.parametrize("pad", [False, True])
 @EVERY_PRODUCT
 @pytest.mark.parametrize("sizes", [(5, 123, 7), (48, 272, 150), (48, 130, 160)], ids=str)
-def test_padding_can_be_traced_on_fake_cuda_tensors(a_block, b_block, sizes):
+def test_odd_sizes_can_be_traced_on_fake_cuda_tensors(a_block, b_block, sizes, pad):
     M, K, N = sizes
-    with FakeTensorMode(), torch.no_grad():
+    if not pad and PRODUCTS[a_block, b_block] != "blockwise":
+        pytest.skip("refused")
+    with FakeTensorMode(), torch.no_grad(), Products() as products:
         bias = torch.empty(N, dtype=BF16, device="cuda")
         parts = fake_operands(M, K, N, a_block, b_block)
-        out = kernels.scaled_mm(*parts, a_block, b_block, bias, out_dtype=BF16, pad=True)
+        out = kernels.scaled_mm(*parts, a_block, b_block, bias, out_dtype=BF16, pad=pad)
         assert (out.shape, out.dtype, out.device.type) == ((M, N), BF16, "cuda")
+    assert products.names == [BY_TORCH if pad else BY_TRITON]
 
 
 @EVERY_PRODUCT
-def test_transposed_fake_cuda_operands_are_brought_into_layout(a_block, b_block):
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
+def test_transposed_fake_cuda_operands_are_brought_into_layout(a_block, b_block, arch, monkeypatch):
+    monkeypatch.setattr(module, "architecture", lambda index=None: arch)
     with FakeTensorMode(), torch.no_grad():
         parts = fake_operands(48, 272, 160, a_block, b_block)
         for i in (0, 2):
             parts[i] = torch.empty(parts[i].shape[::-1], dtype=E4M3, device="cuda").t()
         out = kernels.scaled_mm(*parts, a_block, b_block, out_dtype=BF16)
         assert out.shape == (48, 160)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_torch_compile_traces_the_choice(dynamic, monkeypatch):
+    """On CPU tensors that take the way of CUDA ones; the op itself is the reference there."""
+    monkeypatch.setattr(module, "runs_reference", lambda device, emulate: False)
+    monkeypatch.setattr(module, "architecture", lambda index=None: "sm_89")
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    def product(parts):
+        return kernels.scaled_mm(*parts, B1, B128, out_dtype=torch.float16)
+
+    for sizes in ((16, 256, 32), (48, 272, 160)):
+        parts = operands(*sizes, B1, B128)
+        expected = reference.scaled_mm(*parts, B1, B128, None, torch.float16)
+        assert_bitwise(product(parts), expected, sizes)
 
 
 # --- on a GPU
@@ -474,15 +438,20 @@ def test_transposed_fake_cuda_operands_are_brought_into_layout(a_block, b_block)
 @EVERY_PRODUCT
 @pytest.mark.parametrize("sizes", [(48, 272, 160), (256, 384, 128), (5, 123, 7)], ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_a_gpu_multiplies_as_the_oracle_or_refuses(a_block, b_block, sizes, with_bias):
-    reason = module.refuses_device(module.architecture(), a_block, b_block, BF16)
+@pytest.mark.parametrize("pad", [False, True])
+def test_a_gpu_multiplies_as_the_oracle_or_refuses(a_block, b_block, sizes, with_bias, pad):
+    _, K, N = sizes
+    product = (module.architecture(), a_block, b_block, BF16)
     parts = operands(*sizes, a_block, b_block)
-    bias = Case((sizes[2],), BF16, seed=3).make() if with_bias else None
+    bias = Case((N,), BF16, seed=3).make() if with_bias else None
     on_gpu = [part.cuda() for part in parts]
     gpu_bias = None if bias is None else bias.cuda()
-    if reason is not None:
+    refused = module.refuses_device(*product) or (
+        None if pad else module.refuses_sizes(*product, K, N)
+    )
+    if refused is not None:
         with pytest.raises(ValueError, match="scaled_mm"):
-            kernels.scaled_mm(*on_gpu, a_block, b_block, gpu_bias, out_dtype=BF16)
+            kernels.scaled_mm(*on_gpu, a_block, b_block, gpu_bias, out_dtype=BF16, pad=pad)
         return
-    actual = kernels.scaled_mm(*on_gpu, a_block, b_block, gpu_bias, out_dtype=BF16, pad=True)
+    actual = kernels.scaled_mm(*on_gpu, a_block, b_block, gpu_bias, out_dtype=BF16, pad=pad)
     assert_product_of(actual, parts, a_block, b_block, bias, (sizes, a_block, b_block))

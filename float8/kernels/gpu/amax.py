@@ -120,7 +120,7 @@ def _blocks_kernel(
 
 def partial_amaxes(x: Tensor) -> Tensor:
     """int32 (P,), P a power of two: bits of amaxes whose maximum is that of the matrix x."""
-    x = x.t() if x.stride(0) == 1 else x
+    x = x.t() if is_transposed(x) else x
     tiles = triton.cdiv(x.shape[0], _TILE["ROWS"]) * triton.cdiv(x.shape[1], _TILE["COLS"])
     count = min(MAX_PARTIALS, triton.next_power_of_2(tiles))
     partials = torch.empty(count, dtype=torch.int32, device=x.device)
@@ -133,7 +133,7 @@ def line_amaxes(x: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
 
     From one read; what is not wanted has no elements.
     """
-    if _is_transposed(x):
+    if is_transposed(x):
         return line_amaxes(x.t(), cols, rows)[::-1]
     M, K = x.shape
     zeros = torch.zeros(M * rows + K * cols, dtype=torch.int32, device=x.device)
@@ -145,12 +145,13 @@ def line_amaxes(x: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
     return of_rows, of_cols
 
 
-def _is_transposed(x: Tensor) -> bool:
+def is_transposed(x: Tensor) -> bool:
+    """Whether the matrix x is the transpose of a row-major one, so that it is read as that."""
     return x.stride(0) == 1 and x.stride(1) != 1
 
 
 def _launch_blocks(x: Tensor, block: tuple[int, int], out: Tensor) -> None:
-    if _is_transposed(x):
+    if is_transposed(x):
         return _launch_blocks(x.t(), block[::-1], out.t())
     M, K = x.shape
     _blocks_kernel[(triton.cdiv(M, _SQUARE["ROWS"]) * triton.cdiv(K, _SQUARE["COLS"]),)](
@@ -211,21 +212,28 @@ amax = register(
 
 def shipped() -> list[Variant]:
     """What reads a bfloat16 matrix on the way of the recipes, and one blocked form."""
-    source = {"x_ptr": "*bf16", "M": "i32", "K": "i32", "stride_m": "i32"}
-    partials = {"stride_k": 1, **_TILE, "PARTIALS": MAX_PARTIALS}
-    lines = {"stride_k": 1, **_TILE, "OF_COLS": True}
-    lines_types = source | {"rows_ptr": "*i32", "cols_ptr": "*i32"}
+    x_types, sizes = {"x_ptr": "*bf16"}, dict.fromkeys(("M", "K", "stride_m"), "i32")
+    lines_types = x_types | {"rows_ptr": "*i32", "cols_ptr": "*i32"} | sizes
+    blocks_types = x_types | {"amax_ptr": "*fp32"} | sizes | {"amax_stride_m": "i32"}
+    columns = {"stride_k": 1, **_TILE, "OF_COLS": True}
     blocks = {"stride_k": 1, "amax_stride_k": 1, **_SQUARE, "BLOCK_ROWS": 1, "BLOCK_COLS": 128}
-    blocks_types = source | {"amax_ptr": "*fp32", "amax_stride_m": "i32"}
     return [
-        Variant("amax", _amax_kernel, source | {"partials_ptr": "*i32"}, partials, _OPTIONS),
+        Variant(
+            "amax",
+            _amax_kernel,
+            x_types | {"partials_ptr": "*i32"} | sizes,
+            {"stride_k": 1, **_TILE, "PARTIALS": MAX_PARTIALS},
+            _OPTIONS,
+        ),
         Variant(
             "amax, rows and columns",
             _lines_kernel,
             lines_types,
-            lines | {"OF_ROWS": True},
+            columns | {"OF_ROWS": True},
             _OPTIONS,
         ),
-        Variant("amax, columns", _lines_kernel, lines_types, lines | {"OF_ROWS": False}, _OPTIONS),
+        Variant(
+            "amax, columns", _lines_kernel, lines_types, columns | {"OF_ROWS": False}, _OPTIONS
+        ),
         Variant("amax, 1x128", _blocks_kernel, blocks_types, blocks, _SQUARE_OPTIONS),
     ]

@@ -177,7 +177,7 @@ def launch(
         return out
     tile = tile or tile_of(M, N)
     if b_rows == 1 and b_scale.stride(0) != 1:
-        # A thread needs the scales of up to 64 columns: one by one they do not fit in its registers.
+        # A thread reads the scales of up to 64 columns; loads one by one would spill.
         b_scale = b_scale.t().contiguous().t()
     with on_device_of(a):
         _kernel[(triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N),)](
@@ -246,19 +246,6 @@ def _check(
             )
 
 
-def _blockwise_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    a_rows: int,
-    b_rows: int,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return launch(a, a_scale, b, b_scale, a_rows, b_rows, bias, out_dtype)
-
-
 def _reference(
     a: Tensor,
     a_scale: Tensor,
@@ -290,14 +277,14 @@ def _fake(
 blockwise_mm = register(
     "blockwise_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, int a_rows, int b_rows, "
     "Tensor? bias, ScalarType out_dtype) -> Tensor",
-    kernel=_blockwise_mm,
+    kernel=launch,
     reference=_reference,
     fake=_fake,
 )
 
 
 def shipped() -> list[Variant]:
-    """Every tile with every pair of blocks that the blockwise recipe multiplies, and the rest once."""
+    """Every tile with the pairs of blocks that the recipe multiplies, and other forms once."""
     forms = [(tile, *rows, "fp8e4nv", "*bf16") for tile in TILES for rows in ((1, 128), (1, 1))]
     forms += [
         (TILES[0], 128, 1, "fp8e4nv", "*bf16"),

@@ -30,7 +30,14 @@ from torch import Tensor
 from float8.granularity import WHOLE
 from float8.kernels import reference
 from float8.kernels.gpu.amax import MAX_PARTIALS, partial_amaxes
-from float8.kernels.gpu.jit import encode, magnitude_bits, reciprocal, scale_from_amax
+from float8.kernels.gpu.jit import (
+    encode,
+    encode_fitting,
+    load_4_rows,
+    magnitude_bits,
+    reciprocal,
+    scale_from_amax,
+)
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_FORMATS,
@@ -75,6 +82,8 @@ def _cast_kernel(
     m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
     k = (pid % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
 
+    xs = load_4_rows(x_ptr, m, k, M, K, stride_m, stride_k)
+
     if PARTIALS:
         amax_bits = tl.max(tl.load(partials_ptr + tl.arange(0, PARTIALS)))
         scale = scale_from_amax(amax_bits.to(tl.float32, bitcast=True), FORMAT_MAX, POWER_OF_TWO)
@@ -84,17 +93,19 @@ def _cast_kernel(
                 tl.atomic_max(amax_ptr, amax_bits, sem="relaxed")
     else:
         scale = tl.load(scale_ptr)
-    factor = reciprocal(scale)
+    factor = reciprocal(scale, POWER_OF_TWO and PARTIALS > 0)
 
     seen = tl.zeros((ROWS_BY_4, COLS), tl.int32)
     packed = tl.zeros((ROWS_BY_4, COLS), tl.int32)
     for i in tl.static_range(4):
         inside = (m + i < M)[:, None] & (k < K)[None, :]
-        offsets = (m + i)[:, None] * stride_m + k[None, :] * stride_k
-        x = tl.load(x_ptr + offsets, inside, 0.0).to(tl.float32)
+        x = xs[i].to(tl.float32)
         if RECORD and not PARTIALS:
             seen = tl.maximum(seen, magnitude_bits(x))
-        codes = encode(x, factor, FORMAT_MAX, FORMAT)
+        if PARTIALS:
+            codes = encode_fitting(x, factor, FORMAT)
+        else:
+            codes = encode(x, factor, FORMAT_MAX, FORMAT)
         if WRITE_ROWS:
             tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
         if WRITE_COLS and PACK:

@@ -82,3 +82,20 @@ def load_4_rows(x_ptr, m, k, M, K, stride_m, stride_k):
 def _load_row(x_ptr, m, k, M, K, stride_m, stride_k):
     offsets = m[:, None] * stride_m + k[None, :] * stride_k
     return tl.load(x_ptr + offsets, (m < M)[:, None] & (k < K)[None, :], 0.0)
+
+
+@triton.jit
+def store_packed(out_ptr, packed, first_m4, k, M, K):
+    """Store the transpose of a tile of codes, four rows packed into each int32.
+
+    Args:
+        out_ptr: int32, (K, M / 4): the bytes of (K, M); M is a multiple of 16.
+        packed: int32 (rows / 4, columns).
+        first_m4: a quarter of the tile's first row.
+        k: int64, the tile's columns.
+        M, K: of the matrix before it is transposed.
+    """
+    M4 = (M // 16) * 4  # spelt so that the compiler sees rows of whole 16-byte words
+    m4 = first_m4 + tl.arange(0, packed.shape[0])
+    inside = (k < K)[:, None] & (m4 < M4)[None, :]
+    tl.store(out_ptr + k[:, None] * M4 + m4[None, :], tl.trans(packed), inside)

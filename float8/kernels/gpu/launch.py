@@ -31,6 +31,9 @@ TRITON_FORMATS: dict[torch.dtype, Any] = {
 }
 
 
+REFERENCES: dict[str, Callable[..., Any]] = {}  # op -> the same in plain PyTorch
+
+
 def register(
     schema: str,
     *,
@@ -50,6 +53,7 @@ def register(
         the op's only overload, for calling it with the least overhead.
     """
     name = schema.partition("(")[0]
+    REFERENCES[name] = reference
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, kernel, "CUDA")
     LIBRARY.impl(name, reference, "CPU")

@@ -29,7 +29,13 @@ from torch import Tensor
 
 from float8.kernels.gpu.amax import MAX_PARTIALS
 from float8.kernels.gpu.cast import cast, cast_dynamic
-from float8.kernels.gpu.jit import encode, magnitude_bits, reciprocal, scale_from_amax
+from float8.kernels.gpu.jit import (
+    encode,
+    encode_fitting,
+    magnitude_bits,
+    reciprocal,
+    scale_from_amax,
+)
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_FORMATS,
@@ -44,6 +50,7 @@ _ROWS = {"ROWS": 4, "COLS": 1024}
 _TILE = {"ROWS_BY_4": 16, "COLS": 128}  # of cast.py
 _OWN_TILE = {"ROWS_BY_4": 4, "COLS": 512}
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]  # data, data_t, scale, rstd
 # Programs of whole rows that fill a GPU: about two per multiprocessor of an H100.
 _ENOUGH = 256
 
@@ -74,10 +81,20 @@ def _store_rstd(
 
 
 @triton.jit
-def _normed(x, rstd, w, DTYPE: tl.constexpr):
-    """A tile of y: rounded to DTYPE, in float32."""
-    normed = x.to(tl.float32) * rstd[:, None]
-    return (normed * w.to(tl.float32)[None, :]).to(DTYPE).to(tl.float32)
+def _y(x_ptr, w, rstd, m, k, M, K, stride_m, DTYPE: tl.constexpr, POLICY: tl.constexpr):
+    """A tile of y, rows m and columns k: rounded to DTYPE, in float32; 0 outside."""
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    x_ptrs = x_ptr + m[:, None] * stride_m + k[None, :]
+    x = tl.load(x_ptrs, inside, 0.0, eviction_policy=POLICY).to(tl.float32)
+    y = (x * rstd[:, None]) * w.to(tl.float32)[None, :]
+    return tl.where(inside, y, 0.0).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _known_y(x_ptr, w, rstd_ptr, m, k, M, K, stride_m, DTYPE: tl.constexpr):
+    """`_y` of rows whose rstd is in memory, read for the last time."""
+    rstd = tl.load(rstd_ptr + m, m < M, 0.0)
+    return _y(x_ptr, w, rstd, m, k, M, K, stride_m, DTYPE, "evict_first")
 
 
 @triton.jit
@@ -105,11 +122,9 @@ def _rows_kernel(
         if AMAX:
             for first in range(0, K, COLS):
                 k = first + tl.arange(0, COLS)
-                inside = (m < M)[:, None] & (k < K)[None, :]
-                x = tl.load(x_ptr + m[:, None] * stride_m + k[None, :], inside, 0.0)
-                y = _normed(x, rstd, tl.load(weight_ptr + k, k < K, 0.0), DTYPE)
-                # A row without eps and all zeros is NaN, as it should; what lies outside is not.
-                bits = tl.maximum(bits, tl.where(inside, magnitude_bits(y), 0))
+                w = tl.load(weight_ptr + k, k < K, 0.0)
+                y = _y(x_ptr, w, rstd, m, k, M, K, stride_m, DTYPE, "evict_last")
+                bits = tl.maximum(bits, magnitude_bits(y))
     if AMAX:
         tl.store(partials_ptr + tl.program_id(0), tl.max(bits))
 
@@ -139,13 +154,48 @@ def known_scale(
 
 
 @triton.jit
-def store_packed(data_t_ptr, packed, first_m4, k, M, K, ROWS_BY_4: tl.constexpr):
-    """Write the transpose of a tile that holds the codes of 4 rows in each int32."""
-    M4 = (M // 16) * 4  # spelt so that the compiler sees rows of whole 16-byte words
-    m4 = first_m4 + tl.arange(0, ROWS_BY_4)
-    inside = (k < K)[:, None] & (m4 < M4)[None, :]
-    data_t_ptrs = data_t_ptr + k.to(tl.int64)[:, None] * M4 + m4[None, :]
-    tl.store(data_t_ptrs, tl.trans(packed), inside)
+def write_codes(
+    ys,  # 4 tiles: of rows m, m + 1, m + 2, m + 3, m being the multiples of 4 from 4 * first_m4
+    factor,
+    data_ptr,
+    data_t_ptr,
+    first_m4,
+    k,
+    M,
+    K,
+    ROWS_BY_4: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    FITS: tl.constexpr,
+    WRITE_COLS: tl.constexpr,
+    PACK: tl.constexpr,
+):
+    """Write a tile of codes, row-major and transposed, 4 codes of a column in an int32."""
+    m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
+    packed = tl.zeros(ys[0].shape, tl.int32)
+    for i in tl.static_range(4):
+        inside = (m + i < M)[:, None] & (k < K)[None, :]
+        if FITS:
+            codes = encode_fitting(ys[i], factor, FORMAT)
+        else:
+            codes = encode(ys[i], factor, FORMAT_MAX, FORMAT)
+        tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
+        if WRITE_COLS and not PACK:
+            data_t_ptrs = data_t_ptr + k.to(tl.int64)[None, :] * M + (m + i)[:, None]
+            tl.store(data_t_ptrs, codes, inside)
+        packed |= codes.to(tl.int32) << (8 * i)
+    if WRITE_COLS and PACK:
+        M4 = (M // 16) * 4  # spelt so that the compiler sees rows of whole 16-byte words
+        m4 = first_m4 + tl.arange(0, ROWS_BY_4)
+        data_t_ptrs = data_t_ptr + k.to(tl.int64)[:, None] * M4 + m4[None, :]
+        tl.store(data_t_ptrs, tl.trans(packed), (k < K)[:, None] & (m4 < M4)[None, :])
+
+
+@triton.jit
+def amax_bits_of(ys):
+    """Of 4 tiles, element by element."""
+    first = tl.maximum(magnitude_bits(ys[0]), magnitude_bits(ys[1]))
+    return tl.maximum(first, tl.maximum(magnitude_bits(ys[2]), magnitude_bits(ys[3])))
 
 
 @triton.jit
@@ -197,64 +247,44 @@ def _cast_kernel(
     for step in range(steps):
         k = last_k - step * COLS + tl.arange(0, COLS)
         w = tl.load(weight_ptr + k, k < K, 0.0)
-        packed = tl.zeros((ROWS_BY_4, COLS), tl.int32)
-        for i in tl.static_range(4):
-            inside = (m + i < M)[:, None] & (k < K)[None, :]
-            rstd = tl.load(rstd_ptr + m + i, m + i < M, 0.0)
-            x_ptrs = x_ptr + (m + i)[:, None] * stride_m + k[None, :]
-            x = tl.load(x_ptrs, inside, 0.0, eviction_policy="evict_first")
-            y = _normed(x, rstd, w, DTYPE)
-            if RECORD and not PARTIALS:
-                seen = tl.maximum(seen, tl.where(inside, magnitude_bits(y), 0))
-            codes = encode(y, factor, FORMAT_MAX, FORMAT)
-            tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
-            if WRITE_COLS and PACK:
-                packed |= codes.to(tl.int32) << (8 * i)
-            elif WRITE_COLS:
-                data_t_ptrs = data_t_ptr + k.to(tl.int64)[None, :] * M + (m + i)[:, None]
-                tl.store(data_t_ptrs, codes, inside)
-        if WRITE_COLS and PACK:
-            store_packed(data_t_ptr, packed, first_m4, k, M, K, ROWS_BY_4)
+        # All loads before the first store, which none of them may overtake.
+        ys = (
+            _known_y(x_ptr, w, rstd_ptr, m, k, M, K, stride_m, DTYPE),
+            _known_y(x_ptr, w, rstd_ptr, m + 1, k, M, K, stride_m, DTYPE),
+            _known_y(x_ptr, w, rstd_ptr, m + 2, k, M, K, stride_m, DTYPE),
+            _known_y(x_ptr, w, rstd_ptr, m + 3, k, M, K, stride_m, DTYPE),
+        )
+        if RECORD and not PARTIALS:
+            seen = tl.maximum(seen, amax_bits_of(ys))
+        write_codes(
+            ys, factor, data_ptr, data_t_ptr, first_m4, k, M, K,
+            ROWS_BY_4, FORMAT, FORMAT_MAX, PARTIALS > 0, WRITE_COLS, PACK,
+        )  # fmt: skip
     if RECORD and not PARTIALS:
         tl.atomic_max(amax_ptr, tl.max(seen), sem="relaxed")
 
 
 def _launch_rows(
-    x: Tensor, weight: Tensor, rstd: Tensor, eps: float, dtype: torch.dtype, amax: bool
-) -> Tensor:
+    x: Tensor, weight: Tensor, rstd: Tensor, eps: float, dtype: torch.dtype, amax: bool,
+    most: int = MAX_PARTIALS,
+) -> Tensor:  # fmt: skip
     """Write rstd; int32 (P,), P a power of two: bits whose maximum is the amax of y, or nothing."""
     blocks = triton.cdiv(x.shape[0], _ROWS["ROWS"])
-    count = min(MAX_PARTIALS, triton.next_power_of_2(blocks))
+    count = min(most, triton.next_power_of_2(blocks))
     partials = torch.empty(count if amax else 0, dtype=torch.int32, device=x.device)
     _rows_kernel[(count,)](
-        x,
-        weight,
-        rstd,
-        partials if amax else rstd.view(torch.int32),
-        *x.shape,
-        x.stride(0),
-        eps,
-        **_ROWS,
-        PARTIALS=count,
-        DTYPE=TRITON_DTYPES[dtype],
-        AMAX=amax,
-        **_OPTIONS,
-    )
+        x, weight, rstd, partials if amax else rstd.view(torch.int32), *x.shape, x.stride(0), eps,
+        **_ROWS, PARTIALS=count, DTYPE=TRITON_DTYPES[dtype], AMAX=amax, **_OPTIONS,
+    )  # fmt: skip
     return partials
 
 
 def _launch(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    scale: Tensor | None,
-    compute_dtype: torch.dtype,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    cols: bool,
-    amax: Tensor | None = None,
-    own: bool | None = None,  # for tests, which have no patience for many rows
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor | None, eps: float, scale: Tensor | None, compute_dtype: torch.dtype,
+    dtype: torch.dtype, power_of_two: bool, cols: bool, amax: Tensor | None = None,
+    own: bool | None = None,
+) -> Outputs:  # fmt: skip
+    """Launch; ``own`` is for tests, which have no patience for many rows."""
     check_device("rms_norm_cast", x, weight=weight, scale=scale, amax=amax)
     if x.numel() == 0:
         return _reference(x, weight, eps, scale, compute_dtype, dtype, power_of_two, cols, amax)
@@ -283,10 +313,7 @@ def _launch(
             data.view(torch.uint8),
             data_t.view(torch.uint8).view(torch.int32) if pack else data_t.view(torch.uint8),
             (found if amax is None else amax).view(torch.int32),
-            M,
-            K,
-            x.stride(0),
-            eps,
+            *(M, K, x.stride(0), eps),
             **tile,
             OWN=own,
             PARTIALS=partials.numel() if partials is not None and scale is None else 0,
@@ -303,16 +330,9 @@ def _launch(
 
 
 def _reference(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    scale: Tensor | None,
-    compute_dtype: torch.dtype,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    cols: bool,
-    amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor | None, eps: float, scale: Tensor | None, compute_dtype: torch.dtype,
+    dtype: torch.dtype, power_of_two: bool, cols: bool, amax: Tensor | None = None,
+) -> Outputs:  # fmt: skip
     x32 = x.to(torch.float32)
     rstd = torch.rsqrt(x32.square().mean(1, keepdim=True) + eps)
     y = x32 * rstd
@@ -323,16 +343,9 @@ def _reference(
 
 
 def _empty(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    scale: Tensor | None,
-    compute_dtype: torch.dtype,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    cols: bool,
-    amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor | None, eps: float, scale: Tensor | None, compute_dtype: torch.dtype,
+    dtype: torch.dtype, power_of_two: bool, cols: bool, amax: Tensor | None = None,
+) -> Outputs:  # fmt: skip
     M, K = x.shape
     found, rstd = (x.new_empty(shape, dtype=torch.float32) for shape in ((1, 1), (M, 1)))
     return new_codes(x, M, K, True, dtype), new_codes(x, K, M, cols, dtype), found, rstd
@@ -361,6 +374,7 @@ def shipped() -> list[Variant]:
 
 
 _SOURCES = dict.fromkeys(("x_ptr", "weight_ptr"), "*bf16")
+_FLOATS = dict.fromkeys(("rstd_ptr", "given_ptr", "scale_ptr"), "*fp32")
 _SIZES = dict.fromkeys(("M", "K", "stride_m"), "i32")
 _CONSTANTS = {"eps": 1e-6, "DTYPE": tl.bfloat16}
 
@@ -373,24 +387,12 @@ def _rows_variant(name: str, amax: bool) -> Variant:
 
 def _cast_variant(name: str, own: bool, partials: int, cols: bool, record: bool) -> Variant:
     types = {
-        **_SOURCES,
-        **dict.fromkeys(("rstd_ptr", "given_ptr", "scale_ptr"), "*fp32"),
-        "partials_ptr": "*i32",
-        "data_ptr": "*u8",
-        "data_t_ptr": "*i32" if cols else "*u8",
-        "amax_ptr": "*i32",
-        **_SIZES,
-    }
+        **_SOURCES, **_FLOATS, "partials_ptr": "*i32", "data_ptr": "*u8",
+        "data_t_ptr": "*i32" if cols else "*u8", "amax_ptr": "*i32", **_SIZES,
+    }  # fmt: skip
     constants = {
-        **(_OWN_TILE if own else _TILE),
-        **_CONSTANTS,
-        "OWN": own,
-        "PARTIALS": partials,
-        "FORMAT": tl.float8e4nv,
-        "FORMAT_MAX": torch.finfo(torch.float8_e4m3fn).max,
-        "POWER_OF_TWO": False,
-        "WRITE_COLS": cols,
-        "RECORD": record,
-        "PACK": cols,
-    }
+        **(_OWN_TILE if own else _TILE), **_CONSTANTS, "OWN": own, "PARTIALS": partials,
+        "FORMAT": tl.float8e4nv, "FORMAT_MAX": 448.0, "POWER_OF_TWO": False,
+        "WRITE_COLS": cols, "RECORD": record, "PACK": cols,
+    }  # fmt: skip
     return Variant(f"rms_norm_cast: {name}", _cast_kernel, types, constants, _OPTIONS)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from float8.kernels.gpu.amax import MAX_PARTIALS
 from float8.kernels.gpu.cast import cast, cast_dynamic
-from float8.kernels.gpu.jit import encode, magnitude_bits, reciprocal
+from float8.kernels.gpu.jit import magnitude_bits, reciprocal
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_FORMATS,
@@ -38,7 +38,12 @@ from float8.kernels.gpu.launch import (
     on_device_of,
     register,
 )
-from float8.kernels.gpu.rms_norm_cast import TRITON_DTYPES, known_scale, store_packed
+from float8.kernels.gpu.rms_norm_cast import (
+    TRITON_DTYPES,
+    amax_bits_of,
+    known_scale,
+    write_codes,
+)
 
 _AMAX_TILE = {"ROWS": 32, "COLS": 128}
 _TILE = {"ROWS_BY_4": 8, "COLS": 256}
@@ -52,7 +57,7 @@ def _silu(gate):
 
 
 @triton.jit
-def _gated(gate_ptr, up_ptr, m, k, M, K, stride_gate, stride_up, DTYPE: tl.constexpr):
+def _y(gate_ptr, up_ptr, m, k, M, K, stride_gate, stride_up, DTYPE: tl.constexpr):
     """A tile of y: rounded to DTYPE, in float32; 0 outside."""
     inside = (m < M)[:, None] & (k < K)[None, :]
     gate = tl.load(gate_ptr + m[:, None] * stride_gate + k[None, :], inside, 0.0).to(tl.float32)
@@ -81,7 +86,7 @@ def _amax_kernel(
     for tile in range(tl.program_id(0).to(tl.int64), tiles, PARTIALS):
         m = (tile // tiles_k) * ROWS + tl.arange(0, ROWS)
         k = (tile % tiles_k) * COLS + tl.arange(0, COLS)
-        y = _gated(gate_ptr, up_ptr, m, k, M, K, stride_gate, stride_up, DTYPE)
+        y = _y(gate_ptr, up_ptr, m, k, M, K, stride_gate, stride_up, DTYPE)
         bits = tl.maximum(bits, magnitude_bits(y))
     tl.store(partials_ptr + tl.program_id(0), tl.max(bits))
 
@@ -120,23 +125,19 @@ def _cast_kernel(
         given_ptr, scale_ptr, partials_ptr, amax_ptr, FORMAT_MAX, POWER_OF_TWO, PARTIALS, RECORD
     )
     factor = reciprocal(scale)
-    seen = tl.zeros((ROWS_BY_4, COLS), tl.int32)
-    packed = tl.zeros((ROWS_BY_4, COLS), tl.int32)
-    for i in tl.static_range(4):
-        y = _gated(gate_ptr, up_ptr, m + i, k, M, K, stride_gate, stride_up, DTYPE)
-        if RECORD and not PARTIALS:
-            seen = tl.maximum(seen, magnitude_bits(y))
-        codes = encode(y, factor, FORMAT_MAX, FORMAT)
-        inside = (m + i < M)[:, None] & (k < K)[None, :]
-        tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
-        if WRITE_COLS and PACK:
-            packed |= codes.to(tl.int32) << (8 * i)
-        elif WRITE_COLS:
-            tl.store(data_t_ptr + k[None, :] * M + (m + i)[:, None], codes, inside)
-    if WRITE_COLS and PACK:
-        store_packed(data_t_ptr, packed, first_m4, k, M, K, ROWS_BY_4)
+    # All loads before the first store, which none of them may overtake.
+    ys = (
+        _y(gate_ptr, up_ptr, m, k, M, K, stride_gate, stride_up, DTYPE),
+        _y(gate_ptr, up_ptr, m + 1, k, M, K, stride_gate, stride_up, DTYPE),
+        _y(gate_ptr, up_ptr, m + 2, k, M, K, stride_gate, stride_up, DTYPE),
+        _y(gate_ptr, up_ptr, m + 3, k, M, K, stride_gate, stride_up, DTYPE),
+    )
+    write_codes(
+        ys, factor, data_ptr, data_t_ptr, first_m4, k, M, K,
+        ROWS_BY_4, FORMAT, FORMAT_MAX, PARTIALS > 0, WRITE_COLS, PACK,
+    )  # fmt: skip
     if RECORD and not PARTIALS:
-        tl.atomic_max(amax_ptr, tl.max(seen), sem="relaxed")
+        tl.atomic_max(amax_ptr, tl.max(amax_bits_of(ys)), sem="relaxed")
 
 
 @triton.jit
@@ -169,11 +170,13 @@ def _backward_kernel(
     tl.store(out_ptrs + K, grad_up.to(out_ptr.dtype.element_ty), inside)
 
 
-def _partial_amaxes(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+def _partial_amaxes(
+    gate: Tensor, up: Tensor, dtype: torch.dtype, most: int = MAX_PARTIALS
+) -> Tensor:
     """int32 (P,), P a power of two: bits of amaxes whose maximum is that of y."""
     M, K = gate.shape
     tiles = triton.cdiv(M, _AMAX_TILE["ROWS"]) * triton.cdiv(K, _AMAX_TILE["COLS"])
-    count = min(MAX_PARTIALS, triton.next_power_of_2(tiles))
+    count = min(most, triton.next_power_of_2(tiles))
     partials = torch.empty(count, dtype=torch.int32, device=gate.device)
     _amax_kernel[(count,)](
         gate,

@@ -80,7 +80,7 @@ transpose = register(
     reference=lambda data: (
         data.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(data.dtype)
     ),
-    fake=lambda data: new_codes(data, *data.shape[::-1], True, data.dtype),
+    fake=lambda data: new_codes(data, data.shape[1], data.shape[0], True, data.dtype),
 )
 
 

@@ -1,4 +1,4 @@
-"""The device functions have the bits of their twins in ``reference.py``, for every kind of float."""
+"""The device functions have the bits of their twins in ``reference.py``, for all kinds of floats."""
 
 import pytest
 import torch

@@ -1,0 +1,159 @@
+"""Are the cast kernels as fast as memory? Each against a copy, torch eager and torch.compile.
+
+A cast does nothing but move bytes, so its limit is the bandwidth that a copy of a large buffer
+reaches on this device, measured in the same rounds:
+
+    of copy = (bytes per element that the kernel must move * elements / time) / copy bandwidth
+
+`bytes/element` is what the kernel's docstring promises for a bfloat16 source (read, written once per
+orientation). Three contenders do the same work: `kernel` is what the library runs on CUDA, `eager`
+the same op in plain PyTorch, `compiled` that under torch.compile. Ratios are times over `eager`'s.
+On a CPU there are no kernels; `eager` is then what the library runs.
+
+    python benchmarks/bench_casts.py -o casts.json
+    python benchmarks/bench_casts.py --shapes 8192,8192 --casts "static both"
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
+
+from benchmarks import harness, report
+from benchmarks.limit import COPY, Copy
+from benchmarks.step import room_to_compile
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+KERNEL, EAGER, COMPILED = "kernel", "eager", "compiled"
+TARGET = 0.8  # of copy bandwidth
+CPU_SHAPES, CUDA_SHAPES = ((2048, 4096),), ((8192, 8192), (16384, 28672))
+COLUMNS = {
+    "shape": ("shape (M,K)", ""),
+    "cast": ("cast", ""),
+    "contender": ("contender", ""),
+    "bytes_per_element": ("bytes/element", "g"),
+    "ms": ("ms", ".3f"),
+    "min_ms": ("min", ".3f"),
+    "max_ms": ("max", ".3f"),
+    "ratio": ("time / eager", ".2f"),
+    "gbps": ("GB/s", ".0f"),
+    "of_copy": ("of copy", ".2f"),
+    "met": ("at least 0.8", ""),
+    "error": ("not run", ".80"),
+}
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One op of `float8/kernels/gpu/`: its file, its name, what it takes beside x, what it moves."""
+
+    file: str
+    op: str
+    arguments: tuple[Any, ...]
+    bytes_per_element: float
+
+    def on(self, x: Tensor) -> Callable[[], object]:
+        """The registered op: the kernel on CUDA."""
+        importlib.import_module(f"float8.kernels.gpu.{self.file}")
+        op = getattr(torch.ops.float8, self.op).default
+        return partial(op, x, *self._arguments(x))
+
+    def in_torch(self, x: Tensor, compiled: bool = False) -> Callable[[], object]:
+        """The op's definition in plain PyTorch."""
+        importlib.import_module(f"float8.kernels.gpu.{self.file}")
+        function = importlib.import_module("float8.kernels.gpu.launch").REFERENCES[self.op]
+        if compiled:
+            function = torch.compile(function, fullgraph=True, dynamic=False)
+        return partial(function, x, *self._arguments(x))
+
+    def _arguments(self, x: Tensor) -> list[Any]:
+        return [a.to(x.device) if isinstance(a, Tensor) else a for a in self.arguments]
+
+
+SCALE = torch.full((1, 1), 0.01)
+# name -> op: which orientations are written is the last two flags of an op's arguments
+CASTS = {
+    "amax": Cast("amax", "amax", (-1, -1), 2),
+    "static rows": Cast("cast", "cast", (SCALE, E4M3, True, False), 3),
+    "static both": Cast("cast", "cast", (SCALE, E4M3, True, True), 4),
+    "delayed both": Cast("cast", "cast", (SCALE, E4M3, True, True, torch.zeros(())), 4),
+    "dynamic rows": Cast("cast", "cast_dynamic", (E4M3, False, True, False), 5),
+    "dynamic both": Cast("cast", "cast_dynamic", (E4M3, False, True, True), 6),
+    "rowwise rows": Cast("cast_rowwise", "cast_rowwise", (E4M3, True, True, False), 3),
+    "rowwise both": Cast("cast_rowwise", "cast_rowwise", (E4M3, True, True, True), 6),
+    "1x128 both": Cast("cast_blockwise", "cast_blockwise", (E4M3, True, 1, 128, True, True), 4),
+    "128x128 both": Cast("cast_blockwise", "cast_blockwise", (E4M3, True, 128, 128, True, True), 4),
+}
+
+
+def measure(shape: tuple[int, int], name: str, options: argparse.Namespace) -> list[harness.Row]:
+    """A row per contender, timed in turns with a copy."""
+    torch.manual_seed(options.seed)
+    cast = CASTS[name]
+    x = torch.randn(shape, device=options.device, dtype=torch.bfloat16)
+    makers: dict[str, Callable[[], Callable[[], object]]] = {
+        EAGER: partial(cast.in_torch, x),
+        COMPILED: partial(cast.in_torch, x, compiled=True),
+    }
+    if x.device.type == "cuda":
+        makers[KERNEL] = partial(cast.on, x)
+    copy: dict[str, Callable[[], Callable[[], object]]] = {COPY: partial(Copy.on, x.device)}
+    torch.compiler.reset()
+    with room_to_compile():
+        rounds = harness.take_turns([makers, copy], options)
+    copied = rounds.runs[COPY]
+    assert isinstance(copied, Copy)
+    bandwidth = copied.bytes_moved / median(rounds.samples[COPY])
+    rows = []
+    for contender in makers:
+        row: harness.Row = {"shape": str(shape), "cast": name, "contender": contender}
+        row |= rounds.row(contender, EAGER) | {"bytes_per_element": cast.bytes_per_element}
+        if contender in rounds.samples:
+            rate = cast.bytes_per_element * x.numel() / median(rounds.samples[contender])
+            row |= {"gbps": rate / 1e9, "of_copy": rate / bandwidth, "copy_gbps": bandwidth / 1e9}
+        if contender == KERNEL and "of_copy" in row:
+            row["met"] = "yes" if row["of_copy"] >= TARGET else "no"
+        rows.append(row)
+    return rows
+
+
+def matrix(text: str) -> tuple[int, int]:
+    """`M,K`, for argparse."""
+    numbers = text.split(",")
+    if len(numbers) != 2 or not all(n.isdecimal() and int(n) > 0 for n in numbers):
+        raise argparse.ArgumentTypeError(f"a shape is M,K, not {text!r}")
+    return int(numbers[0]), int(numbers[1])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure every cast of every shape; 1 if one failed."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("--shapes", nargs="+", type=matrix, metavar="M,K")
+    parser.add_argument("--casts", nargs="+", choices=list(CASTS), default=list(CASTS))
+    options = parser.parse_args(argv)
+    on_cpu = torch.device(options.device).type == "cpu"
+    shapes = options.shapes or (CPU_SHAPES if on_cpu else CUDA_SHAPES)
+    rows: list[harness.Row] = []
+    try:
+        work = [(shape, name) for shape in shapes for name in options.casts]
+        for shape, name in harness.in_time(work, options.stop_after):
+            rows += measure(shape, name, options)
+    finally:  # an interrupted run keeps what it measured
+        report.publish("bench_casts", argv, options, rows, COLUMNS)
+    return int(any(not row.get("refused", True) for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

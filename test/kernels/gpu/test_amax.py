@@ -1,0 +1,62 @@
+"""`amax`: every block's largest magnitude, as the reference finds it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from assertions import assert_bitwise
+from interpreter import launcher
+from shapes import DEVICES, HIGH_PRECISION, LAYOUTS, SPECIALS, Case
+
+from float8.kernels import reference
+from float8.kernels.gpu.amax import amax
+
+BLOCKS = ((-1, -1), (1, -1), (-1, 1), (1, 128), (128, 128), (8, 16))
+
+
+def check(case, block, device):
+    x = case.make(device)
+    got = launcher("amax", "_launch", device)(x, *block)
+    assert_bitwise(got, reference.amax(x, block), case, f"amax of blocks {block}")
+    assert got.is_contiguous()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(5, 123), (130, 257)])
+def test_blocks(shape, layout, block, device):
+    check(Case(shape, torch.bfloat16, fill="wide", layout=layout), block, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("source", HIGH_PRECISION)
+@pytest.mark.parametrize("special", SPECIALS)
+def test_special_values(special, source, block, device):
+    check(Case((33, 40), source, specials=(special, "nan"), seed=3), block, device)
+    check(Case((33, 40), source, specials=(special,), layout="transposed"), block, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0)])
+def test_empty(shape, block, device):
+    check(Case(shape), block, device)
+
+
+@pytest.mark.parametrize("block", [(3, 128), (1, 256), (-1, 128), (0, 0)])
+def test_refuses_other_blocks(block):
+    with pytest.raises(ValueError, match=r"float8::amax: no kernel takes blocks .* powers of two"):
+        amax(torch.ones(4, 4), *block)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_opcheck(block, layout, device):
+    for shape in ((5, 123), (1, 5), (0, 16)):
+        torch.library.opcheck(amax, (Case(shape, layout=layout).make(device), *block))

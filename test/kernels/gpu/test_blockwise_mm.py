@@ -1,0 +1,337 @@
+"""`blockwise_mm`: the GEMM of 1x128 and 128x128 scales agrees with exact arithmetic.
+
+Interpreted, sums of 128 are float32's own, and results are compared in float32. On a GPU the tensor
+core sums them with fewer bits: there results are compared in bfloat16, whose rounding hides that.
+"""
+
+from __future__ import annotations
+
+import re
+
+import oracle
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from assertions import assert_bitwise, assert_error_within_baseline, error
+from interpreter import launcher
+from shapes import DEVICES, HIGH_PRECISION, SPECIALS, Case
+from torch import Tensor
+
+from float8.kernels import reference
+from float8.kernels.gpu import blockwise_mm as module
+from scripts import kernel_report
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BLOCKS = {
+    (1, 128): ((1, 128), (128, 128)),
+    (128, 1): ((128, 128), (1, 128)),
+    (1, 1): ((1, 128),) * 2,
+}
+EVERY_PAIR = pytest.mark.parametrize("rows", module.ROWS, ids=lambda r: f"{r[0]}x128-{r[1]}x128")
+EVERY_DEVICE = pytest.mark.parametrize("device", DEVICES)
+# One element, no multiple of anything, several tiles and blocks with tails, whole blocks.
+SHAPES = ((1, 1, 1), (5, 123, 7), (130, 272, 257), (64, 640, 128))
+
+
+def operands(shape, rows, formats=(E4M3, E4M3), device="cpu", fill="wide") -> list[Tensor]:
+    """a, a_scale, b, b_scale; magnitudes over 2^20, so that scales differ from block to block."""
+    M, K, N = shape
+    parts = []
+    for size, block, dtype, seed in zip((M, N), BLOCKS[rows], formats, (1, 2), strict=True):
+        x = Case((size, K), fill=fill, exponent=seed, seed=seed).make()
+        x *= torch.exp2(torch.arange(K) // 128 % 3 * 4.0)  # neighbouring blocks differ
+        codes, scale = oracle.quantize(x, block, dtype)
+        parts += [codes.view(dtype).to(device), scale.to(device)]
+    return parts
+
+
+def exactly(parts, rows) -> Tensor:
+    a, a_scale, b, b_scale = (part.cpu() for part in parts)
+    a_block, b_block = BLOCKS[rows]
+    return oracle.matmul(a, a_scale, a_block, b, b_scale, b_block)
+
+
+def multiply(parts, rows, device, bias=None, out_dtype=None, **options) -> Tensor:
+    out_dtype = out_dtype or comparable(device)
+    return launcher("blockwise_mm", "launch", device)(*parts, *rows, bias, out_dtype, **options)
+
+
+def comparable(device: str) -> torch.dtype:
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+def check(actual, parts, rows, replay) -> None:
+    """The error is at most twice that of the reference, in the same dtype."""
+    blocks = BLOCKS[rows]
+    baseline = reference.scaled_mm(*(p.cpu() for p in parts), *blocks, None, actual.dtype)
+    assert_error_within_baseline(actual, exactly(parts, rows), baseline, replay=replay)
+
+
+@EVERY_DEVICE
+@EVERY_PAIR
+@pytest.mark.parametrize("formats", module.FORMATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_product(shape, formats, rows, device):
+    parts = operands(shape, rows, formats, device)
+    actual = multiply(parts, rows, device)
+    assert actual.shape == (shape[0], shape[2]) and actual.is_contiguous()
+    check(actual, parts, rows, (shape, formats, rows))
+
+
+@EVERY_DEVICE
+@EVERY_PAIR
+@pytest.mark.parametrize("tile", module.TILES, ids=str)
+def test_every_tile(tile, rows, device):
+    shape = (tile.M + 3, 144, tile.N + 16)
+    parts = operands(shape, rows, device=device)
+    check(multiply(parts, rows, device, tile=tile), parts, rows, (shape, rows, tile))
+
+
+@EVERY_DEVICE
+def test_every_tile_of_the_result_is_computed_once(device):
+    """More of them down than a group of programs holds, and several across."""
+    tile, shape = module.TILES[-1], (64 * 17 + 3, 16, 64 * 2 + 16)
+    parts = operands(shape, (1, 1), device=device)
+    check(multiply(parts, (1, 1), device, tile=tile), parts, (1, 1), shape)
+
+
+@EVERY_DEVICE
+@EVERY_PAIR
+@pytest.mark.parametrize("bias_dtype", HIGH_PRECISION, ids=str)
+def test_bias_is_added_before_rounding(bias_dtype, rows, device):
+    shape = (5, 144, 24)
+    parts = operands(shape, rows, device=device)
+    bias = Case((2 * shape[2],), bias_dtype, exponent=12, seed=3).make(device)[::2]
+    plain = multiply(parts, rows, device, out_dtype=torch.float32)
+    actual = multiply(parts, rows, device, bias, torch.float32)
+    assert_bitwise(actual, plain + bias.float(), (rows, bias_dtype))
+    assert_rounded(multiply(parts, rows, device, bias, torch.bfloat16), actual, device)
+
+
+@EVERY_DEVICE
+@pytest.mark.parametrize("out_dtype", HIGH_PRECISION, ids=str)
+def test_out_dtypes_are_the_float32_result_rounded(out_dtype, device):
+    parts = operands((5, 272, 24), (1, 128), device=device)
+    in_float32 = multiply(parts, (1, 128), device, out_dtype=torch.float32)
+    assert_rounded(multiply(parts, (1, 128), device, out_dtype=out_dtype), in_float32, device)
+
+
+def assert_rounded(actual: Tensor, in_float32: Tensor, device: str) -> None:
+    expected = in_float32.to(actual.dtype)
+    if actual.dtype == torch.bfloat16 and device == "cpu":
+        # Triton's interpreter may truncate.
+        truncated = (in_float32.view(torch.int32) & -0x10000).view(torch.float32)
+        expected = torch.where(actual == expected, expected, truncated.to(actual.dtype))
+    assert_bitwise(actual, expected, "rounded")
+
+
+@EVERY_DEVICE
+@EVERY_PAIR
+@pytest.mark.parametrize("layout", ["outer contiguous", "sliced", "rows of a wider matrix"])
+def test_strides_change_nothing(layout, rows, device):
+    shape = (130, 144, 136)
+    parts = operands(shape, rows, device=device)
+    expected = multiply(parts, rows, device)
+    for i in (0, 2) if layout.startswith("rows") else (1, 3):
+        x = parts[i]
+        if layout == "outer contiguous":
+            parts[i] = x.t().contiguous().t()
+        elif layout == "sliced":
+            parts[i] = torch.stack([x, x + 1], dim=-1).flatten(1)[:, ::2]
+        else:
+            wide = torch.full((x.shape[0], 199), 0x7F, dtype=torch.uint8, device=device)  # NaNs
+            wide[:, 13:157] = x.view(torch.uint8)
+            parts[i] = wide.view(x.dtype)[:, 13:157]
+        assert parts[i].stride() != x.stride() and parts[i].shape == x.shape
+    actual = multiply(parts, rows, device)
+    check(actual, parts, rows, (rows, layout))
+    if device == "cpu":  # on a GPU strides are part of what is compiled
+        assert_bitwise(actual, expected, (rows, layout))
+
+
+@EVERY_DEVICE
+@EVERY_PAIR
+def test_faults_are_caught(rows, device):
+    """A kernel that reads another block's scale, or the other operand's, fails `check`."""
+    shape = (64, 384, 64)
+    parts = operands(shape, rows, device=device)
+    check(multiply(parts, rows, device), parts, rows, shape)
+    a, a_scale, b, b_scale = parts
+    swapped = (b_scale, a_scale) if rows == (1, 1) else (a_scale.flip(0), b_scale.flip(0))
+    faulty = {
+        "a's neighbour along K": (a, a_scale.roll(1, 1), b, b_scale),
+        "b's neighbour along K": (a, a_scale, b, b_scale.roll(-1, 1)),
+        "first block's everywhere": (a, a_scale[:, :1].expand_as(a_scale), b, b_scale),
+        "swapped or upside down": (a, swapped[0], b, swapped[1]),
+        "reciprocals": (a, 1 / a_scale, b, 1 / b_scale),
+        "the last step left out": (a, zero_last(a_scale), b, b_scale),
+    }
+    for fault, planted in faulty.items():
+        actual = multiply([part.contiguous() for part in planted], rows, device)
+        with pytest.raises(AssertionError, match="claimed at most"):
+            check(actual, parts, rows, fault)
+
+
+def zero_last(scale: Tensor) -> Tensor:
+    return torch.cat([scale[:, :-1], torch.zeros_like(scale[:, -1:])], dim=1)
+
+
+@EVERY_DEVICE
+@EVERY_PAIR
+@pytest.mark.parametrize("special", ["inf", "nan"])
+def test_what_is_not_finite_shows(special, rows, device):
+    """An infinite or NaN element spoils the rows that its scale is of, and no others."""
+    x = Case((130, 144)).make()
+    x[3, 140] = SPECIALS[special](torch.float32)
+    parts = quantized((x, Case((24, 144), seed=1).make()), rows, device)
+    finite = multiply(parts, rows, device).isfinite().cpu()
+    # Triton's interpreter takes NaN codes for numbers, so the infinite scale must show.
+    assert torch.equal(finite, exactly(parts, rows).isfinite())
+    assert not finite[3].any() and finite[129].all()
+
+
+@EVERY_DEVICE
+@EVERY_PAIR
+def test_zeros_are_exact(rows, device):
+    x = Case((130, 144)).make()
+    x[3] = 0.0
+    parts = quantized((x, Case((24, 144), seed=1).make()), rows, device)
+    assert torch.equal(multiply(parts, rows, device)[3].cpu().float(), torch.zeros(24))
+
+
+def quantized(matrices, rows, device) -> list[Tensor]:
+    parts = []
+    for x, block in zip(matrices, BLOCKS[rows], strict=True):
+        codes, scale = oracle.quantize(x, block, E4M3)
+        parts += [codes.view(E4M3).to(device), scale.to(device)]
+    return parts
+
+
+@EVERY_DEVICE
+@EVERY_PAIR
+@pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0)], ids=str)
+def test_empty(shape, rows, device):
+    M, K, N = shape
+    a_block, b_block = BLOCKS[rows]
+    parts = []
+    for size, block in ((M, a_block), (N, b_block)):
+        parts.append(torch.empty(size, K, dtype=torch.uint8, device=device).view(E4M3))
+        parts.append(torch.empty(oracle.scale_shape((size, K), block), device=device))
+    bias = torch.full((N,), 2.0, device=device)
+    actual = multiply(parts, rows, device, bias, torch.float16)
+    assert_bitwise(actual, torch.full((M, N), 2.0, dtype=torch.float16), shape)
+
+
+@pytest.mark.cuda
+def test_a_long_contraction_is_as_exact_as_a_short_one():
+    """What promotion is for: all terms positive, 128 times as many, the relative error the same."""
+    relative = []
+    for K in (128, 16384):
+        sides = [Case((64, K), seed=seed).make().abs() for seed in (1, 2)]
+        parts = quantized(sides, (1, 1), "cuda")
+        exact = exactly(parts, (1, 1))
+        actual = multiply(parts, (1, 1), "cuda", out_dtype=torch.float32)
+        relative.append(error(actual, exact) / float(exact.norm()))
+    assert relative[1] <= 2 * relative[0], relative
+
+
+# --- the choice of a tile
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "tile"),
+    [
+        (8192, 8192, (128, 128)),
+        (2048, 2048, (128, 128)),
+        (1024, 2048, (128, 64)),
+        (1024, 1024, (64, 64)),
+        (64, 32768, (64, 128)),
+        (64, 4096, (64, 64)),
+        (16, 32768, (64, 64)),
+        (65536, 64, (128, 64)),
+        (1, 1, (64, 64)),
+    ],
+)
+def test_the_largest_tile_that_fills_a_gpu(M, N, tile):
+    chosen = module.tile_of(M, N)
+    assert chosen[:2] == tile
+    assert module.tile_of(M, N) is chosen
+
+
+def test_a_tile_lies_inside_a_block_and_fits_shared_memory():
+    for tile in module.TILES:
+        assert 128 % tile.M == 128 % tile.N == 0
+        assert 128 * (tile.M + tile.N) * tile.stages <= 227 * 1024  # sm_90, sm_100
+        assert 128 * (tile.M + tile.N) * (tile.stages - 1) <= 99 * 1024  # sm_89
+
+
+# --- refusals and the op
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"a": lambda a: a.float()}, "torch.float32 by"),
+        ({"a": lambda a: a.view(torch.uint8).view(E5M2), "b": lambda b: b.view(E5M2)}, "e5m2 by"),
+        ({"a": lambda a: a[:, :-1]}, "not (M, K) and (N, K)"),
+        ({"a": lambda a: a.t().contiguous().t()}, "a's strides are"),
+        ({"b_scale": lambda s: s[:, :-1]}, "b_scale is torch.float32 (1, 1), not float32 (1, 2)"),
+        ({"a_scale": lambda s: s.double()}, "a_scale is torch.float64"),
+        ({"b_rows": lambda _: 64}, "scales of 1x128 by 64x128"),
+        ({"a_rows": lambda _: 128}, "scales of 128x128 by 128x128"),
+        ({"bias": lambda _: torch.ones(3)}, "a bias of shape (3,), not (24,)"),
+        ({"out_dtype": lambda _: torch.float64}, "out_dtype torch.float64"),
+        ({"b_scale": lambda s: s.to("meta")}, "b_scale is on meta and the operand on cpu"),
+    ],
+)
+def test_what_it_cannot_take_is_refused(change, words):
+    names = ("a", "a_scale", "b", "b_scale", "a_rows", "b_rows", "bias", "out_dtype")
+    values = [*operands((5, 256, 24), (1, 128)), 1, 128, None, torch.bfloat16]
+    arguments = [
+        change.get(name, lambda v: v)(value) for name, value in zip(names, values, strict=True)
+    ]
+    with pytest.raises(ValueError, match=f"float8::blockwise_mm: .*{re.escape(words)}"):
+        module.launch(*arguments)
+
+
+@EVERY_DEVICE
+@EVERY_PAIR
+@pytest.mark.parametrize("sizes", [(5, 144, 24), (16, 0, 16)], ids=str)
+def test_opcheck(sizes, rows, device):
+    """Fake and autograd are what the op says, on every device."""
+    M, K, N = sizes
+    parts = quantized((torch.ones(M, K), torch.ones(N, K)), rows, device)
+    bias = torch.ones(N, dtype=torch.bfloat16, device=device)
+    # Not test_schema, which compares its inputs by multiplying them: not defined for float8.
+    checks = ("test_faketensor", "test_aot_dispatch_static", "test_autograd_registration")
+    for rest in ((bias, torch.bfloat16), (None, torch.float32)):
+        torch.library.opcheck(module.blockwise_mm, (*parts, *rows, *rest), test_utils=checks)
+
+
+@EVERY_PAIR
+def test_on_a_cpu_the_op_is_the_reference(rows):
+    parts = operands((5, 144, 24), rows)
+    bias = Case((24,), torch.bfloat16).make()
+    expected = reference.scaled_mm(*parts, *BLOCKS[rows], bias, torch.float16)
+    assert_bitwise(module.blockwise_mm(*parts, *rows, bias, torch.float16), expected, rows)
+
+
+# --- the machine code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "instruction"),
+    [
+        ("sm_89", r"mma\.sync\.aligned\.m16n8k32\S*\.e4m3\.e4m3"),
+        ("sm_90", r"wgmma\.mma_async\S*\.m64n128k32\.f32\.e4m3\.e4m3"),
+        ("sm_100", r"tcgen05\.mma\S*\.kind::f8f6f4"),
+    ],
+)
+def test_tensor_cores_multiply_float8_copied_16_bytes_at_a_time(arch, instruction):
+    ptx = kernel_report.compile_for(module.shipped()[0], arch).asm["ptx"]
+    assert re.search(instruction, ptx)
+    copies = re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (\w+)", ptx)
+    assert set(copies) == {"0x10"} or set(copies) == {"16"}, copies

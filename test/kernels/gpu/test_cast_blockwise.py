@@ -1,0 +1,116 @@
+"""`cast_blockwise`: 1x128 and 128x128 blocks, both orientations, as the reference casts them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from assertions import assert_bitwise
+from interpreter import launcher
+from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case
+
+from float8.kernels import reference
+from float8.kernels.gpu.cast_blockwise import cast_blockwise
+
+BLOCKS = ((1, 128), (128, 128))
+SHAPES = ((80, 144), (5, 123), (130, 129))
+ORIENTATIONS = ((True, True), (True, False), (False, True), (False, False))
+
+
+def check(x, dtype, power_of_two, block, rows, cols, device, replay):
+    """What is wanted holds the reference's codes and scales, laid out for cuBLASLt."""
+    got = launcher("cast_blockwise", "_launch", device)(x, dtype, power_of_two, *block, rows, cols)
+    for wanted, source, data, scale in ((rows, x, *got[:2]), (cols, x.t(), *got[2:])):
+        if not wanted:
+            assert data.shape == scale.shape == (0, 0)
+            continue
+        amax = reference.amax(source, block)
+        expected = reference.scale_from_amax(amax, torch.finfo(dtype).max, power_of_two)
+        assert_bitwise(scale, expected, replay, "scale")
+        codes = reference.cast(source, expected, block, dtype, fits=True)
+        assert_bitwise(data, codes, replay, "data")
+        assert data.is_contiguous()
+        if block[0] == 1:
+            assert scale.stride() == (1, max(source.shape[0], 1))
+        else:
+            assert scale.stride() == (max(scale.shape[1], 1), 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_agrees(shape, layout, dtype, block, device):
+    case = Case(shape, torch.bfloat16, fill="wide", layout=layout)
+    check(case.make(device), dtype, True, block, True, True, device, case)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize(("rows", "cols"), ORIENTATIONS[1:])
+def test_writes_what_is_asked_for(rows, cols, layout, block, device):
+    for shape in ((32, 144), (5, 123)):
+        case = Case(shape, torch.bfloat16, layout=layout, seed=1)
+        check(case.make(device), torch.float8_e4m3fn, True, block, rows, cols, device, case)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("source", HIGH_PRECISION)
+@pytest.mark.parametrize("special", SPECIALS)
+def test_special_values(special, source, power_of_two, block, device):
+    """A special value reaches its own blocks, and no other."""
+    case = Case((130, 48), source, fill="one_large", specials=(special,), seed=2)
+    dtype = FORMATS[power_of_two]
+    check(case.make(device), dtype, power_of_two, block, True, True, device, case)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("exponent", [-140, -126, -60, 100, 126])
+def test_far_exponents(exponent, power_of_two, block, device):
+    case = Case((16, 40), torch.float32, exponent=exponent, fill="wide", seed=4)
+    for dtype in FORMATS:
+        check(case.make(device), dtype, power_of_two, block, True, True, device, case)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_block_has_its_own_scale(block, device):
+    """Magnitudes that differ by powers of ten from line to line: a neighbour's scale would show."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(272, 272, generator=generator)
+    x *= 10.0 ** torch.randint(-6, 6, (272, 1), generator=generator)
+    x *= 10.0 ** torch.randint(-6, 6, (1, 272), generator=generator)
+    check(x.to(device), torch.float8_e4m3fn, False, block, True, True, device, "seed 5")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0)])
+def test_empty(shape, block, device):
+    check(Case(shape).make(device), torch.float8_e5m2, False, block, True, True, device, shape)
+
+
+@pytest.mark.parametrize("block", [(1, 32), (128, 1), (-1, -1)])
+def test_refuses_other_blocks(block):
+    arguments = torch.ones(4, 4), torch.float8_e4m3fn, True, *block, True, True
+    with pytest.raises(ValueError, match=r"float8::cast_blockwise: no kernel casts .* use one of"):
+        cast_blockwise(*arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded"])
+@pytest.mark.parametrize("shape", [(130, 48), (1, 5), (5, 1), (0, 16)])
+def test_opcheck(shape, layout, block, device):
+    x = Case(shape, torch.bfloat16, layout=layout).make(device)
+    for rows, cols in ORIENTATIONS:
+        arguments = x, torch.float8_e4m3fn, True, *block, rows, cols
+        torch.library.opcheck(cast_blockwise, arguments)

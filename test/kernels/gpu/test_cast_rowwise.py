@@ -1,0 +1,107 @@
+"""`cast_rowwise`: rows, and rows of the transpose, agree with the reference, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from assertions import assert_bitwise
+from interpreter import launcher
+from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case
+
+from float8.kernels import reference
+from float8.kernels.gpu.cast_rowwise import cast_rowwise
+
+BY_ROW = (1, -1)
+SHAPES = ((80, 272), (5, 123), (66, 129), (1, 16))
+ORIENTATIONS = ((True, True), (True, False), (False, True), (False, False))
+
+
+def check(x, dtype, power_of_two, rows, cols, device, replay):
+    """What is wanted holds the reference's codes and scales, row-major; the rest is empty."""
+    got = launcher("cast_rowwise", "_launch", device)(x, dtype, power_of_two, rows, cols)
+    for wanted, source, data, scale in ((rows, x, *got[:2]), (cols, x.t(), *got[2:])):
+        if not wanted:
+            assert data.shape == scale.shape == (0, 0)
+            continue
+        amax = reference.amax(source, BY_ROW)
+        expected = reference.scale_from_amax(amax, torch.finfo(dtype).max, power_of_two)
+        assert_bitwise(scale, expected, replay, "scale")
+        codes = reference.cast(source, expected, BY_ROW, dtype, fits=True)
+        assert_bitwise(data, codes, replay, "data")
+        assert data.is_contiguous()
+        assert scale.is_contiguous()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_agrees(shape, layout, dtype, device):
+    case = Case(shape, torch.bfloat16, fill="wide", layout=layout)
+    check(case.make(device), dtype, True, True, True, device, case)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("rows", "cols"), ORIENTATIONS[1:])
+def test_writes_what_is_asked_for(rows, cols, layout, device):
+    for shape in ((32, 144), (5, 123)):
+        case = Case(shape, torch.bfloat16, layout=layout, seed=1)
+        check(case.make(device), torch.float8_e4m3fn, True, rows, cols, device, case)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("source", HIGH_PRECISION)
+@pytest.mark.parametrize("special", SPECIALS)
+def test_special_values(special, source, power_of_two, device):
+    """A special value reaches its own row and column, and no other."""
+    case = Case((32, 48), source, fill="one_large", specials=(special,), seed=2)
+    dtype = FORMATS[power_of_two]
+    check(case.make(device), dtype, power_of_two, True, True, device, case)
+    check(case.make(device), dtype, power_of_two, True, False, device, case)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("exponent", [-140, -126, -60, 100, 126])
+def test_far_exponents(exponent, power_of_two, device):
+    case = Case((16, 40), torch.float32, exponent=exponent, fill="wide", seed=4)
+    for dtype in FORMATS:
+        check(case.make(device), dtype, power_of_two, True, True, device, case)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_every_line_has_its_own_scale(power_of_two, device):
+    """Magnitudes that differ from line to line by powers of ten: a neighbour's scale would show."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(64, 96, generator=generator)
+    x *= 10.0 ** torch.randint(-6, 6, (64, 1), generator=generator)
+    x *= 10.0 ** torch.randint(-6, 6, (1, 96), generator=generator)
+    check(x.to(device), torch.float8_e4m3fn, power_of_two, True, True, device, "seed 5")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("K", [16384, 16400, 24001])
+def test_rows_longer_than_a_program_holds(K, device):
+    case = Case((2, K), torch.bfloat16, fill="wide", seed=6)
+    check(case.make(device), torch.float8_e4m3fn, True, True, False, device, case)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0)])
+def test_empty(shape, device):
+    check(Case(shape).make(device), torch.float8_e5m2, False, True, True, device, shape)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded"])
+@pytest.mark.parametrize("shape", [(32, 48), (1, 5), (5, 1), (0, 16)])
+def test_opcheck(shape, layout, device):
+    x = Case(shape, torch.bfloat16, layout=layout).make(device)
+    for rows, cols in ORIENTATIONS:
+        torch.library.opcheck(cast_rowwise, (x, torch.float8_e4m3fn, True, rows, cols))

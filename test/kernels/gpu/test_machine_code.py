@@ -1,0 +1,55 @@
+"""Every shipped kernel compiles for every architecture, and its machine code is what it should be.
+
+No GPU is needed: Triton compiles for one that is not there, and `scripts/kernel_report.py` reads
+the cubin. Held: no registers spill, bulk accesses to device memory are 16 bytes wide, float8 comes
+from conversion instructions.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from scripts.kernel_report import ARCHITECTURES, main, row, variants
+
+VARIANTS = variants()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
+def test_machine_code(variant, arch):
+    found = row(variant, arch)
+    assert found["spills"] == 0
+    assert found["registers"] <= 255
+    for access in ("loads", "stores"):
+        widths = found[access]
+        total = sum(width * n for width, n in widths.items())
+        # Scales, a bias, partial amaxes and the like are single words; the matrices are not.
+        assert widths.get(16, 0) * 16 >= 0.7 * total or total <= 64, (access, widths)
+    if "cast" in variant.name:
+        assert sum(found["conversions"].values()) > 0
+        assert all(name.startswith("F2FP.SATFINITE") for name in found["conversions"])
+
+
+def test_the_report_prints_and_writes_what_it_reads(tmp_path, capsys):
+    file = tmp_path / "report.json"
+    assert main(["--arch", "sm_90", "--only", "transpose", "-o", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "transpose" in printed
+    assert "4x16" in printed
+    assert '"registers"' in file.read_text()
+
+
+def test_a_narrow_access_is_seen():
+    """The planted fault: with sizes that nothing divides, accesses are narrow."""
+    transpose = next(v for v in VARIANTS if v.name == "transpose")
+    narrow = type(transpose)(
+        transpose.name,
+        transpose.kernel,
+        {**transpose.types, "data_t_ptr": "*u8"},
+        {**transpose.constants, "PACK": False},
+        transpose.options,
+    )
+    assert min(row(narrow, "sm_90")["stores"]) == 1

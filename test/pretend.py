@@ -1,0 +1,139 @@
+"""A GPU where there is none: tensors that say they are on one, and a documented cuBLASLt.
+
+The bytes of a `PretendCuda` tensor are on the CPU. `install_torch_scaled_mm` replaces
+``torch._scaled_mm`` by a product in float64 that insists on the rules of cuBLASLt's documentation
+and of torch's own checks, and keeps what it was handed.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from assertions import assert_error_within_baseline
+from shapes import Case
+from torch import Tensor
+
+from float8 import kernels
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16 = torch.bfloat16
+TENSOR, ROW, B1, B128 = (-1, -1), (1, -1), (1, 128), (128, 128)
+PRODUCTS = {
+    (TENSOR, TENSOR): "tensorwise",
+    (TENSOR, ROW): "rowwise",
+    (ROW, TENSOR): "rowwise",
+    (ROW, ROW): "rowwise",
+    (B1, B128): "blockwise",
+    (B128, B1): "blockwise",
+    (B1, B1): "blockwise",
+}
+EVERY_PRODUCT = pytest.mark.parametrize(("a_block", "b_block"), PRODUCTS, ids=str)
+
+
+class PretendCuda(torch.Tensor):
+    """A tensor that says it is on a GPU; its bytes are on the CPU."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+def plain(x: Tensor) -> Tensor:
+    return x.as_subclass(Tensor)
+
+
+def operands(M: int, K: int, N: int, a_block, b_block, b_dtype=E4M3, a_dtype=E4M3) -> list[Tensor]:
+    """a and b as (data, scale), cast by the oracle."""
+    parts = []
+    for rows, block, dtype, seed in ((M, a_block, a_dtype, 1), (N, b_block, b_dtype, 2)):
+        codes, scale = oracle.quantize(Case((rows, K), seed=seed).make(), block, dtype)
+        parts += [codes.view(dtype), scale]
+    return parts
+
+
+def multiply(parts, a_block, b_block, bias=None, out_dtype=BF16, **options) -> Tensor:
+    """`kernels.scaled_mm` of operands that say they are on a GPU."""
+    pretended = [part.as_subclass(PretendCuda) for part in parts]
+    bias = None if bias is None else bias.as_subclass(PretendCuda)
+    return plain(
+        kernels.scaled_mm(*pretended, a_block, b_block, bias, out_dtype=out_dtype, **options)
+    )
+
+
+def assert_product_of(actual, parts, a_block, b_block, bias, replay) -> None:
+    a, a_scale, b, b_scale = parts
+    exact = oracle.matmul(a, a_scale, a_block, b, b_scale, b_block)
+    baseline = exact.to(actual.dtype)
+    if bias is not None:  # plain arithmetic rounds the product, and then the sum
+        exact, baseline = exact + bias.double(), (baseline + bias).to(actual.dtype)
+    assert_error_within_baseline(actual, exact, baseline, replay=replay)
+
+
+def install_torch_scaled_mm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Make ``torch._scaled_mm`` cuBLASLt as documented; its calls are kept in the list returned."""
+    calls = []
+
+    def scaled_mm(a, b, *, scale_a, scale_b, bias, out_dtype, use_fast_accum):
+        calls.append(SimpleNamespace(a=a, b=b, bias=bias, out_dtype=out_dtype, fast=use_fast_accum))
+        a, b, scale_a, scale_b = (plain(x) for x in (a, b, scale_a, scale_b))
+        (M, K), N = a.shape, b.shape[1]
+        assert a.stride() == (K, 1), "a must be row-major"
+        assert b.stride() == (1, K), "b must be column-major"
+        assert a.storage_offset() % 16 == b.storage_offset() % 16 == 0, "operands start unaligned"
+        assert b.shape[0] == K
+        assert (K % 16, N % 16) == (0, 0)
+        assert not a.dtype == b.dtype == E5M2
+        assert scale_a.dtype == scale_b.dtype == torch.float32
+        a_block, b_block = _blocks_of(scale_a, scale_b, M, K, N)
+        if (a_block, b_block) != (TENSOR, TENSOR):
+            assert out_dtype == BF16
+        out = oracle.matmul(
+            a, scale_a.reshape(oracle.scale_shape((M, K), a_block)), a_block,
+            b.t(), scale_b.t().reshape(oracle.scale_shape((N, K), b_block)), b_block,
+        )  # fmt: skip
+        if bias is not None:
+            assert bias.dtype == out_dtype != torch.float32
+            assert bias.shape == (N,)
+            out = out + plain(bias).double()
+        return out.to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    return calls
+
+
+def _blocks_of(scale_a: Tensor, scale_b: Tensor, M: int, K: int, N: int):
+    """The blocks that torch._scaled_mm reads from the shapes and strides of the scales.
+
+    ATen/native/cuda/ScaledBlas.cpp, get_joint_scaling: the first pair that fits. A stride along a
+    dimension of one element does not count.
+    """
+    if scale_a.numel() == scale_b.numel() == 1 and scale_a.dim() == 0:
+        return TENSOR, TENSOR
+    are_rowwise = scale_a.shape == (M, 1) and scale_b.shape == (1, N)
+    if are_rowwise and scale_a.is_contiguous() and scale_b.is_contiguous():
+        return ROW, ROW
+    for blocks in ((B128, B1), (B1, B128), (B1, B1)):
+        sides = zip((scale_a, scale_b.t()), (M, N), blocks, strict=True)
+        if all(_fits(scale, rows, K, block) for scale, rows, block in sides):
+            # cuBLASLt wants rows of 128x128 scales in multiples of four (pytorch/pytorch#166752).
+            assert B128 not in blocks or -(-K // 128) % 4 == 0, "unaligned rows of scales"
+            return blocks
+    raise AssertionError(f"no scaling has scales {scale_a.stride()} and {scale_b.stride()}")
+
+
+def _fits(scale: Tensor, rows: int, K: int, block) -> bool:
+    shape = oracle.scale_shape((rows, K), block)
+    strides = (1, shape[0]) if block == B1 else (shape[1], 1)
+    aligned = scale.storage_offset() % 4 == 0
+    return (
+        aligned
+        and scale.shape == shape
+        and all(
+            size == 1 or mine == wanted
+            for size, mine, wanted in zip(shape, scale.stride(), strides, strict=True)
+        )
+    )
