@@ -23,10 +23,9 @@ The modules and the layers behind them take the same config, whose input cast is
 dynamic, delayed or static. ``cast_output`` stands for the layers' ``cast_input`` and keeps its
 state, where ``sync_float8_amax_and_scale_history(model)`` finds it.
 
-Values are computed in float32, rounded once to the compute dtype and then cast, as by a norm in
-float32 before the layer's own cast. On a GPU that is one Triton kernel (two where the scale is
-dynamic); elsewhere, and with ``emulate=True``, plain PyTorch. Roots, sums and exponentials may
-differ between the two by a few float32 ulps, and then a code by one; equal values have equal codes.
+Values are computed in float32, rounded once to the compute dtype and then cast. On a GPU that is
+one Triton kernel (two where the scale is dynamic); elsewhere, and with ``emulate=True``, plain
+PyTorch. Roots, sums and exponentials may differ between them by float32 ulps; equal values do not.
 
 Two autograd functions make the result. The first computes codes and takes the gradient; the second
 wraps the codes. Between them the gradient travels along a tensor of one element, expanded to the
@@ -61,7 +60,7 @@ class _Output(NamedTuple):
     state: DelayedState | None
     record: bool
     transpose: bool  # whether a backward may want the transpose
-    dtype: torch.dtype  # the compute dtype: rounded to before the cast
+    dtype: torch.dtype  # the compute dtype
     by_kernel: bool
 
     def kernel_arguments(self, device: torch.device) -> tuple[Any, ...]:
@@ -239,12 +238,13 @@ class _Producer(nn.Module):
 
     def _set_up(self, config: Float8LinearConfig | None, device: Any) -> None:
         config = config or Float8LinearConfig()
-        cast = config.plan.output.a
-        if cast is None or cast.block != _WHOLE:
+        cast, second = config.plan.output.a, config.cast_config_input_for_grad_weight
+        if cast is None or cast.block != _WHOLE or not config.plan.reuses_input:
+            again = f", for grad_weight '{second.short_str}'" if second is not None else ""
             raise ValueError(
-                f"{type(self).__name__} casts with one scale per tensor, and cast_config_input is "
-                f"'{config.cast_config_input.short_str}': use {self.plain} and let Float8Linear "
-                "cast its input"
+                f"{type(self).__name__} casts once, with one scale per tensor; cast_config_input is "
+                f"'{config.cast_config_input.short_str}'{again}: use {self.plain} and let "
+                "Float8Linear cast its input"
             )
         self.config = config
         self.high_precision = 0  # how many float8.high_precision contexts are open
@@ -254,13 +254,13 @@ class _Producer(nn.Module):
 
     def _output(self, x: Tensor) -> _Output:
         """How to cast what is computed from x."""
-        plan, grad = self.config.plan, torch.is_grad_enabled()
-        assert plan.output.a is not None
+        cast, grad = self.config.plan.output.a, torch.is_grad_enabled()
+        assert cast is not None
         return _Output(
-            plan.output.a,
+            cast,
             self.cast_output.state,
             self.training and grad,
-            grad and plan.reuses_input,
+            grad,
             compute_dtype(x),
             _runs_kernel(x.device, self.config.emulate),
         )

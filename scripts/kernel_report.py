@@ -32,7 +32,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 
 from float8.kernels.gpu.launch import Variant
 
-FILES = ("amax", "cast", "transpose", "blockwise_mm")
+FILES = (
+    "amax",
+    "cast",
+    "cast_rowwise",
+    "cast_blockwise",
+    "transpose",
+    "rms_norm_cast",
+    "swiglu_cast",
+    "blockwise_mm",
+)
 ARCHITECTURES = ("sm_89", "sm_90", "sm_100")
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 

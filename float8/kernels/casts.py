@@ -36,7 +36,12 @@ class Orientations(NamedTuple):
 
 
 # block of a matrix in GEMM-operand orientation -> the file of gpu/ that casts it
-KERNELS: dict[Block, str] = {(WHOLE, WHOLE): "cast"}
+KERNELS: dict[Block, str] = {
+    (WHOLE, WHOLE): "cast",
+    (1, WHOLE): "cast_rowwise",
+    (1, 128): "cast_blockwise",
+    (128, 128): "cast_blockwise",
+}
 
 # file of gpu/ -> what torch.compile does with it on CUDA: "kernel" or "aten", and the number that
 # says so. On a GPU `benchmarks/bench_linear.py --compiled-casts aten` measures the other choice.
@@ -46,6 +51,8 @@ KERNELS: dict[Block, str] = {(WHOLE, WHOLE): "cast"}
 # transposed copy that a GEMM needs: 5 bytes with a dynamic scale.
 COMPILED: dict[str, tuple[str, str]] = {
     "cast": ("kernel", "6 bytes, 4 where the scale is known; no time measured"),
+    "cast_rowwise": ("kernel", "6 bytes, 3 for rows alone; no time measured"),
+    "cast_blockwise": ("kernel", "4 bytes; no time measured"),
 }
 
 
@@ -112,7 +119,8 @@ def cast_operand(
         block: of ``x`` for ``data``, and of ``x.t()`` for ``data_t``.
         dtype: the float8 dtype.
         power_of_two: round computed scales up to powers of two.
-        scale: the scale to use, one for the tensor; None computes scales from x.
+        scale: the scale to use, one for the tensor; None computes scales from x. Smaller blocks
+            compute them always: they cost no other read, and give the same ones again.
         rows, cols: which orientations are wanted.
         amax: float32, 0-dim: a running maximum to record the amax of x in; whole tensors only.
     """
@@ -125,4 +133,6 @@ def cast_operand(
                 x_MK, dtype, power_of_two, rows, cols, amax
             )
         return Orientations(data, scale, data_t, scale)
-    raise AssertionError(f"no kernel casts blocks {block}")
+    if KERNELS[block] == "cast_rowwise":
+        return Orientations(*ops.cast_rowwise.default(x_MK, dtype, power_of_two, rows, cols))
+    return Orientations(*ops.cast_blockwise.default(x_MK, dtype, power_of_two, *block, rows, cols))

@@ -10,6 +10,8 @@ which torch tells what they are: see `_blockwise_scales`.
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -46,7 +48,7 @@ def multiply(
         a_scale, b_scale = a_scale.reshape(()), b_scale.reshape(())
     else:
         a_scale = contraction_last(a_scale.expand(a_MK.shape[0], 1))
-        b_scale = contraction_last(b_scale.t().expand(1, b_NK.shape[0]))
+        b_scale = contraction_last(b_scale.expand(b_NK.shape[0], 1)).reshape(1, -1)
     # torch fuses a bias of the output's own 16-bit type into tensorwise and rowwise products.
     fuses_bias = (
         bias_N is not None and not is_blockwise and bias_N.dtype == out_dtype != torch.float32
@@ -77,8 +79,19 @@ def contraction_last(x: Tensor) -> Tensor:
     )
     if is_aligned and x.stride() == (x.shape[1], 1):
         return x
+    if x.element_size() == 1 and x.stride(0) == 1:
+        _load_transpose()
+        return torch.ops.float8.transpose.default(x.t())
     # Spelt as a clone: Tensor.contiguous() needs a CUDA build even for FakeTensors.
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _load_transpose() -> None:
+    importlib.import_module("float8.kernels.gpu.transpose")
+
+
+# For torch.compile: run once, while tracing. See `float8.kernels.scaled_mm.architecture`.
+_load_transpose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def pad_codes(data: Tensor, rows: int, cols: int) -> Tensor:

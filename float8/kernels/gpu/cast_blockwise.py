@@ -129,7 +129,7 @@ def _blocks_kernel(
 
 
 def _constants(
-    square: bool, dtype: torch.dtype, power_of_two: bool
+    square: bool, dtype: torch.dtype, power_of_two: bool, pack: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Compile-time arguments, and options."""
     constants = {
@@ -138,11 +138,12 @@ def _constants(
         "FORMAT": TRITON_FORMATS[dtype],
         "FORMAT_MAX": torch.finfo(dtype).max,
         "POWER_OF_TWO": power_of_two,
+        "PACK": pack,
     }
     options = {"num_warps": 8, **NO_FUSION}
-    if power_of_two and not square and torch.version.hip is None:
-        # Two programs on a multiprocessor, of 65536 registers. The compiler would take 140, and
-        # 180 without a need to where the scales are divided by; then the limit would spill.
+    if pack and power_of_two and not square and torch.version.hip is None:
+        # Two programs on a multiprocessor, of 65536 registers. The compiler would take 145 each,
+        # and lose nothing by the limit; divisions and single bytes need 180, and would spill.
         options["maxnreg"] = 128
     return constants, options
 
@@ -164,8 +165,8 @@ def _launch(
         x, wanted = x.t(), wanted[::-1]
     (of_rows, data, scale), (of_cols, data_t, scale_t) = wanted
     M, K = x.shape
-    constants, options = _constants(block_rows != 1, dtype, power_of_two)
     pack = M % 16 == 0
+    constants, options = _constants(block_rows != 1, dtype, power_of_two, pack)
     with on_device_of(x):
         _blocks_kernel[(triton.cdiv(M, _TILE["BLOCK"]) * triton.cdiv(K, _TILE["BLOCK"]),)](
             x,
@@ -179,7 +180,6 @@ def _launch(
             **constants,
             WRITE_ROWS=of_rows,
             WRITE_COLS=of_cols,
-            PACK=pack,
             **options,
         )
     return outputs
@@ -266,6 +266,6 @@ def _variant(what: str, square: bool, rows: bool, cols: bool) -> Variant:
         "scale_t_ptr": "*fp32",
         **dict.fromkeys(("M", "K", "stride_m"), "i32"),
     }
-    constants, options = _constants(square, torch.float8_e4m3fn, True)
-    constants |= {"stride_k": 1, "WRITE_ROWS": rows, "WRITE_COLS": cols, "PACK": True}
+    constants, options = _constants(square, torch.float8_e4m3fn, True, True)
+    constants |= {"stride_k": 1, "WRITE_ROWS": rows, "WRITE_COLS": cols}
     return Variant(f"cast_blockwise, e4m3, {what}", _blocks_kernel, types, constants, options)

@@ -29,13 +29,7 @@ from torch import Tensor
 
 from float8.kernels.gpu.amax import MAX_PARTIALS
 from float8.kernels.gpu.cast import cast, cast_dynamic
-from float8.kernels.gpu.jit import (
-    encode,
-    encode_fitting,
-    magnitude_bits,
-    reciprocal,
-    scale_from_amax,
-)
+from float8.kernels.gpu.jit import encode, magnitude_bits, reciprocal, scale_from_amax
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_FORMATS,
@@ -166,24 +160,22 @@ def write_codes(
     ROWS_BY_4: tl.constexpr,
     FORMAT: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
-    FITS: tl.constexpr,
     WRITE_COLS: tl.constexpr,
     PACK: tl.constexpr,
 ):
     """Write a tile of codes, row-major and transposed, 4 codes of a column in an int32."""
     m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
-    packed = tl.zeros(ys[0].shape, tl.int32)
     for i in tl.static_range(4):
         inside = (m + i < M)[:, None] & (k < K)[None, :]
-        if FITS:
-            codes = encode_fitting(ys[i], factor, FORMAT)
-        else:
-            codes = encode(ys[i], factor, FORMAT_MAX, FORMAT)
+        codes = encode(ys[i], factor, FORMAT_MAX, FORMAT)
         tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
         if WRITE_COLS and not PACK:
             data_t_ptrs = data_t_ptr + k.to(tl.int64)[None, :] * M + (m + i)[:, None]
             tl.store(data_t_ptrs, codes, inside)
-        packed |= codes.to(tl.int32) << (8 * i)
+        if i == 0:
+            packed = codes.to(tl.int32)
+        else:
+            packed |= codes.to(tl.int32) << (8 * i)
     if WRITE_COLS and PACK:
         M4 = (M // 16) * 4  # spelt so that the compiler sees rows of whole 16-byte words
         m4 = first_m4 + tl.arange(0, ROWS_BY_4)
@@ -258,7 +250,7 @@ def _cast_kernel(
             seen = tl.maximum(seen, amax_bits_of(ys))
         write_codes(
             ys, factor, data_ptr, data_t_ptr, first_m4, k, M, K,
-            ROWS_BY_4, FORMAT, FORMAT_MAX, PARTIALS > 0, WRITE_COLS, PACK,
+            ROWS_BY_4, FORMAT, FORMAT_MAX, WRITE_COLS, PACK,
         )  # fmt: skip
     if RECORD and not PARTIALS:
         tl.atomic_max(amax_ptr, tl.max(seen), sem="relaxed")

