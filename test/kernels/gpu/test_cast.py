@@ -1,4 +1,4 @@
-"""`cast`, `cast_dynamic`: the kernel agrees with the reference, bit for bit, in both orientations."""
+"""`cast`, `cast_dynamic`: the kernel has the reference's bits, in both orientations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device functions have the bits of their twins in ``reference.py``, for all kinds of floats."""
+"""The device functions have the bits of their twins in ``reference.py``."""
 
 import pytest
 import torch

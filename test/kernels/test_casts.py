@@ -1,0 +1,100 @@
+"""Which cast runs where: the choice, its refusals, and that it costs nothing until it is needed."""
+
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from float8.config import RECIPES
+from float8.kernels import casts
+from float8.kernels.casts import COMPILED, KERNELS, cast_operand, runs_kernel
+
+WHOLE = (-1, -1)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def another_gpu(monkeypatch):
+    """Pretend that this machine has a GPU of another architecture."""
+
+    def use(arch):
+        monkeypatch.setattr(casts, "architecture", lambda index: arch)
+        casts._import_kernels.cache_clear()
+
+    yield use
+    casts._import_kernels.cache_clear()
+
+
+def test_only_cuda_tensors_that_are_not_emulated_take_kernels():
+    assert not runs_kernel(CPU, WHOLE, emulate=False)
+    assert not runs_kernel(torch.device("meta"), WHOLE, emulate=False)
+    assert not runs_kernel(CUDA, WHOLE, emulate=True)
+    assert not runs_kernel(CUDA, (3, 5), emulate=False)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_operand_of_every_recipe_has_a_kernel(recipe):
+    plan = RECIPES[recipe].plan
+    for gemm in (plan.output, plan.grad_input, plan.grad_weight):
+        for operand in (gemm.a, gemm.b):
+            assert operand is None or operand.block in KERNELS
+
+
+def test_a_gpu_without_float8_is_refused(another_gpu):
+    another_gpu("sm_80")
+    with pytest.raises(ValueError, match=r"cast: sm_80 has no float8 conversions .*emulate=True"):
+        runs_kernel(CUDA, WHOLE, emulate=False)
+
+
+def test_a_missing_triton_is_named(another_gpu):
+    another_gpu("sm_90")
+    missing = mock.patch.object(
+        casts.importlib, "import_module", side_effect=ModuleNotFoundError("No module named triton")
+    )
+    with missing, pytest.raises(ModuleNotFoundError, match="pip install triton"):
+        runs_kernel(CUDA, WHOLE, emulate=False)
+
+
+def test_importing_the_library_and_casting_on_a_cpu_imports_no_triton():
+    program = (
+        "import sys, torch, float8\n"
+        "layer = float8.Float8Linear(16, 16)\n"
+        "layer(torch.ones(16, 16)).sum().backward()\n"
+        "assert not any(n.startswith('float8.kernels.gpu') for n in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_every_kernel_has_a_choice_for_the_compiler():
+    assert set(COMPILED) == set(KERNELS.values())
+    assert {choice for choice, _ in COMPILED.values()} <= {"kernel", "aten"}
+
+
+def test_aten_is_what_the_compiler_gets_if_the_table_says_so(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert runs_kernel(CUDA, WHOLE, emulate=False)
+    monkeypatch.setitem(COMPILED, "cast", ("aten", "for this test"))
+    assert not runs_kernel(CUDA, WHOLE, emulate=False)
+
+
+@pytest.mark.parametrize("block", KERNELS)
+@pytest.mark.parametrize(("rows", "cols"), [(True, True), (True, False), (False, True)])
+def test_both_orientations_with_their_scales(block, rows, cols):
+    """Shapes on CUDA, where a CPU build can only pretend; bits are test_kernel_path.py's."""
+    pytest.importorskip("triton")
+    runs_kernel(CUDA, block, emulate=False)
+    with FakeTensorMode():
+        x = torch.empty(256, 384, device="cuda", dtype=torch.bfloat16)
+        out = cast_operand(x, block, torch.float8_e4m3fn, rows=rows, cols=cols)
+    assert out.data.shape == ((256, 384) if rows else (0, 0))
+    assert out.data_t.shape == ((384, 256) if cols else (0, 0))
+    per_row = {(-1, -1): (1, 1), (1, -1): (256, 1), (1, 128): (256, 3), (128, 128): (2, 3)}
+    per_col = {(-1, -1): (1, 1), (1, -1): (384, 1), (1, 128): (384, 2), (128, 128): (3, 2)}
+    if rows:
+        assert out.scale.shape == per_row[block]
+    if cols:
+        assert out.scale_t.shape == per_col[block]
