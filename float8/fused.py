@@ -24,7 +24,7 @@ dynamic, delayed or static. ``cast_output`` stands for the layers' ``cast_input`
 state, where ``sync_float8_amax_and_scale_history(model)`` finds it.
 
 Values are computed in float32, rounded once to the compute dtype and then cast. On a GPU that is
-one Triton kernel (two where the scale is dynamic); elsewhere, and with ``emulate=True``, plain
+a Triton kernel (two for a dynamic scale, or few rows); elsewhere, and with ``emulate=True``, plain
 PyTorch. Roots, sums and exponentials may differ between them by float32 ulps; equal values do not.
 
 Two autograd functions make the result. The first computes codes and takes the gradient; the second
@@ -242,7 +242,7 @@ class _Producer(nn.Module):
         if cast is None or cast.block != _WHOLE or not config.plan.reuses_input:
             again = f", for grad_weight '{second.short_str}'" if second is not None else ""
             raise ValueError(
-                f"{type(self).__name__} casts once, with one scale per tensor; cast_config_input is "
+                f"{type(self).__name__} casts once, by one scale per tensor; cast_config_input is "
                 f"'{config.cast_config_input.short_str}'{again}: use {self.plain} and let "
                 "Float8Linear cast its input"
             )

@@ -94,21 +94,23 @@ def test_a_cached_weight_is_cast_once_for_all_microbatches(name):
     assert bytes_per_element(meter, M, K) == 4 * BYTES[name][0]
 
 
-@pytest.mark.parametrize(
-    ("name", "casts"),
-    # Two launches per dynamic tensorwise cast (amax; scale and cast), one per other; w is cast
-    # twice, the second time with the scale that the first one found. Static scales are filled in.
-    # Columns of one scale each take a zeroed buffer, an amax pass and the cast.
-    [
-        ("tensorwise", 2 + 2 + 2 + 1),
-        ("delayed", 4),
-        ("static", 4 + 3),
-        ("rowwise", 3 + 1 + 3 + 3),
-        ("blockwise", 4),
-    ],
-)
-def test_a_step_launches_what_a_hand_written_one_would(name, casts):
-    assert step(CONFIGS[name]).launches == casts + 3
+# Two launches per dynamic tensorwise cast (amax; scale and cast), one per other; w is cast twice,
+# the second time with the scale that the first one found. Static scales are filled in. Columns of
+# one scale each take a zeroed buffer, an amax pass and the cast. A tensorwise scale beside a rowwise
+# one is repeated for every row.
+LAUNCHES = {
+    "tensorwise": 2 + 2 + 2 + 1,
+    "delayed": 4,
+    "static": 4 + 3,
+    "rowwise": 3 + 1 + 3 + 3,
+    "rowwise_with_gw_hp": 1 + 1 + 1 + 2 + 1,
+    "blockwise": 4,
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_step_launches_what_a_hand_written_one_would(name):
+    assert step(CONFIGS[name]).launches == LAUNCHES[name] + 3
 
 
 def test_the_meter_notices_plain_pytorch():

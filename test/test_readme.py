@@ -51,3 +51,14 @@ def test_every_command_names_a_file_that_exists():
     commands = re.findall(r"(?:bash|python) ((?:scripts|benchmarks)/[\w/.]+)", README)
     assert commands
     assert all((ROOT / command).is_file() for command in commands)
+
+
+def test_the_table_of_bytes_is_the_one_that_is_counted():
+    from test_bytes import BYTES, LAUNCHES
+
+    rows = re.findall(r"^\| `(\w+)` \| (\d) \| (\d) \| (\d) \| (\d+) \|", README, re.MULTILINE)
+    assert [row[0] for row in rows] == list(RECIPES)
+    for name, *quoted in rows:
+        x, g, w, cached = BYTES[name]
+        assert x == g
+        assert [int(q) for q in quoted] == [x, w, cached, LAUNCHES[name]], name

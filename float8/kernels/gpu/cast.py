@@ -87,17 +87,16 @@ def _cast_kernel(
     if PARTIALS:
         amax_bits = tl.max(tl.load(partials_ptr + tl.arange(0, PARTIALS)))
         scale = scale_from_amax(amax_bits.to(tl.float32, bitcast=True), FORMAT_MAX, POWER_OF_TWO)
-        if pid == 0:
-            tl.store(scale_ptr, scale)
-            if RECORD:
-                tl.atomic_max(amax_ptr, amax_bits, sem="relaxed")
+        tl.store(scale_ptr, scale, pid == 0)
+        if RECORD:
+            tl.atomic_max(amax_ptr, amax_bits, pid == 0, sem="relaxed")
     else:
         scale = tl.load(scale_ptr)
     factor = reciprocal(scale, POWER_OF_TWO and PARTIALS > 0)
 
     seen = tl.zeros((ROWS_BY_4, COLS), tl.int32)
     packed = tl.zeros((ROWS_BY_4, COLS), tl.int32)
-    for i in tl.static_range(4):
+    for i in tl.static_range(3, -1, -1):  # the last row first: see the packing
         inside = (m + i < M)[:, None] & (k < K)[None, :]
         x = xs[i].to(tl.float32)
         if RECORD and not PARTIALS:
@@ -109,7 +108,9 @@ def _cast_kernel(
         if WRITE_ROWS:
             tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
         if WRITE_COLS and PACK:
-            packed |= codes.to(tl.int32) << (8 * i)
+            # Row by row into the low byte. `packed |= codes << (8 * i)` says the same, and ptxas of
+            # Triton 3.9 crashes on it for sm_89.
+            packed = (packed << 8) | codes.to(tl.int32)
         elif WRITE_COLS:
             tl.store(data_t_ptr + k[None, :] * M + (m + i)[:, None], codes, inside)
     if WRITE_COLS and PACK:

@@ -4,13 +4,14 @@ A tile of 128 x 128 holds whole blocks of the matrix and of its transpose. So on
 tile, finds the amaxes in registers, and writes the codes both ways: 2 + 1 + 1 bytes per element of
 a bfloat16 source, one launch, nothing zeroed and nothing read twice.
 
-======== ==================== ========== ==============================================
-block    data_t holds         shape of scale_t       strides of scale, scale_t
-======== ==================== ========== ==============================================
-1x128    1x128 blocks of x.t()   (K, ceil(M / 128))  (1, M), (1, K): rows run fastest
-128x128  the codes of data       scale.t()           row-major
-======== ==================== ========== ==============================================
+======== ======================= ===================== ============================
+block    scale                   scale_t               strides
+======== ======================= ===================== ============================
+1x128    (M, ceil(K / 128))      (K, ceil(M / 128))    (1, M) and (1, K)
+128x128  ceil((M, K) / 128)      its transpose         row-major
+======== ======================= ===================== ============================
 
+``data_t`` is ``x.t()`` cast in the same blocks, so for 128x128 the transpose of ``data``.
 The strides are those that cuBLASLt reads, so that no GEMM copies a scale first.
 
 The tile is held as four sets of every fourth row: a thread then owns 4 adjacent rows of 16 columns

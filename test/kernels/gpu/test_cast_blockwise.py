@@ -40,12 +40,11 @@ def check(x, dtype, power_of_two, block, rows, cols, device, replay):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_agrees(shape, layout, dtype, block, device):
+def test_agrees(shape, layout, block, device):
     case = Case(shape, torch.bfloat16, fill="wide", layout=layout)
-    check(case.make(device), dtype, True, block, True, True, device, case)
+    check(case.make(device), torch.float8_e4m3fn, True, block, True, True, device, case)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -107,7 +106,7 @@ def test_refuses_other_blocks(block):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-@pytest.mark.parametrize("shape", [(130, 48), (1, 5), (0, 16)])
+@pytest.mark.parametrize("shape", [(130, 48), (0, 16)])
 def test_opcheck(shape, layout, block, device):
     x = Case(shape, torch.bfloat16, layout=layout).make(device)
     for rows, cols in ORIENTATIONS[::2]:
