@@ -5,10 +5,10 @@ reaches on this device, measured in the same rounds:
 
     of copy = (bytes per element that the kernel must move * elements / time) / copy bandwidth
 
-`bytes/element` is what the kernel's docstring promises for a bfloat16 source (read, written once per
-orientation). Three contenders do the same work: `kernel` is what the library runs on CUDA, `eager`
-the same op in plain PyTorch, `compiled` that under torch.compile. Ratios are times over `eager`'s.
-On a CPU there are no kernels; `eager` is then what the library runs.
+`bytes/element` is what the kernel's docstring promises for a bfloat16 source (read, written once
+per orientation). Three contenders do the same work: `kernel` is what the library runs on CUDA,
+`eager` the same op in plain PyTorch, `compiled` that under torch.compile. Ratios are times over
+`eager`'s. On a CPU there are no kernels; `eager` is then what the library runs.
 
     python benchmarks/bench_casts.py -o casts.json
     python benchmarks/bench_casts.py --shapes 8192,8192 --casts "static both"
@@ -57,7 +57,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Cast:
-    """One op of `float8/kernels/gpu/`: its file, its name, what it takes beside x, what it moves."""
+    """One op of `float8/kernels/gpu/`: its file, name, arguments beside x, and what it moves."""
 
     file: str
     op: str

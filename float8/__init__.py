@@ -21,6 +21,7 @@ from float8.convert import (
 )
 from float8.estimate import estimate, faster_layers
 from float8.formats import E4M3, E5M2, Format
+from float8.fused import RMSNormCast, SwiGLUCast
 from float8.granularity import Blockwise, Rowwise, Tensorwise
 from float8.linear import Float8Linear, float8_linear
 from float8.sync import sync_float8_amax_and_scale_history
@@ -40,8 +41,10 @@ __all__ = [
     "Float8Tensor",
     "Format",
     "GemmConfig",
+    "RMSNormCast",
     "Rowwise",
     "ScalingType",
+    "SwiGLUCast",
     "Tensorwise",
     "cached_weights",
     "convert_from_float8_training",

@@ -196,10 +196,11 @@ def _cast_input(
 def _input_in_float8(
     x: Float8Tensor, needs_w: bool
 ) -> tuple[Pair, tuple[Tensor | None, Tensor | None]]:
-    data, scale = (_as_matrix(part) for part in x.data_and_scale)
+    # By attribute: torch.compile does not trace a subclass's properties.
+    data, scale = _as_matrix(x._data), _as_matrix(x._scale)
     if not needs_w:
         return (data, scale), (None, None)
-    return (data, scale), (data.t() if x.data_t is None else x.data_t, scale.t())
+    return (data, scale), (data.t() if x._data_t is None else x._data_t, scale.t())
 
 
 def _cast_saved_weight(ctx: Any, w_NK: Tensor, w_scale: Tensor | None) -> Pair:

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -136,13 +136,18 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
     return module
 
 
+# Modules that `high_precision` switches, by counting up their attribute of that name: rooms above
+# add theirs.
+FLOAT8_MODULES: list[type[nn.Module]] = [Float8Linear]
+
+
 @contextmanager
 def high_precision(model: M) -> Iterator[M]:
     """Run a converted model without float8, as for evaluation; training state is untouched.
 
     Within it a ``state_dict()`` has the keys of the plain model.
     """
-    layers = [m for m in model.modules() if isinstance(m, Float8Linear)]
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, tuple(FLOAT8_MODULES))]
     casts = [m for m in model.modules() if isinstance(m, DelayedCast)]
 
     def enter(depth: int) -> None:  # counted, so that contexts may overlap

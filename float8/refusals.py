@@ -57,9 +57,10 @@ def refuses_float8_input(
     if plan.output.a is None:
         return "input is a Float8Tensor, but this config keeps inputs in high precision"
     expected = (1,) * (input.dim() - len(plan.output.a.block)) + plan.output.a.block
-    is_whole = all(extent == WHOLE for extent in (*input.block, *plan.output.a.block))
+    # By attribute: torch.compile does not trace a subclass's properties.
+    is_whole = all(extent == WHOLE for extent in (*input._block, *plan.output.a.block))
     fmt = on_device(plan.output.a.format, input.device)
-    if input.format != fmt or (input.block != expected and not is_whole):
+    if input._data.dtype != fmt.dtype or (input._block != expected and not is_whole):
         return (
             f"input is a Float8Tensor in {input.format} with block {input.block}; this config "
             f"casts inputs to {fmt} with block {expected} (-1: the whole dimension). Cast it so, "

@@ -5,9 +5,9 @@ tensors, in a child process: Triton decides when it is imported whether it inter
 test session also compiles kernels. Tensors keep their strides and offsets on the way, and what the
 kernel wrote into an argument is written into the caller's.
 
-Triton's interpreter rounds float32 -> float8 wrongly (lost carries, truncated subnormals). That one
-conversion is replaced by torch's, which `oracle.py` has checked against the 256-code table; on a
-GPU the same tests compare what the hardware converts.
+Triton's interpreter rounds float32 -> float8 and bfloat16 wrongly (lost carries, truncated
+subnormals). Those conversions are replaced by torch's, which `oracle.py` has checked against the
+256-code table; on a GPU the same tests compare what the hardware converts.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def _mend_float8_casts() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    formats = {
+    formats: Any = {
+        tl.bfloat16: torch.bfloat16,  # rounded half up, lost carries
         tl.float8e4nv: torch.float8_e4m3fn,
         tl.float8e5: torch.float8_e5m2,
         tl.float8e4b8: torch.float8_e4m3fnuz,
@@ -126,7 +127,9 @@ def _mend_float8_casts() -> None:
         if target not in formats or source != tl.float32:
             return original(data, source, target, rounding_mode)
         values = torch.from_numpy(np.ascontiguousarray(data).view(np.float32).copy())
-        return values.to(formats[target]).view(torch.uint8).numpy().reshape(data.shape)
+        codes = values.to(formats[target])
+        bits = codes.view(torch.uint8 if codes.element_size() == 1 else torch.uint16)
+        return bits.numpy().reshape(data.shape)
 
     interpreter._convert_float = convert
 

@@ -42,6 +42,7 @@ FLOORS = {
     "estimate": 4,
     "numerics": 4,
     "inference": 3.2,
+    "fused_autograd": 3.15,
     "fused": 3.2,
     "ms_amp": 5,
     "integrations": 5,

@@ -96,8 +96,8 @@ def test_a_cached_weight_is_cast_once_for_all_microbatches(name):
 
 # Two launches per dynamic tensorwise cast (amax; scale and cast), one per other; w is cast twice,
 # the second time with the scale that the first one found. Static scales are filled in. Columns of
-# one scale each take a zeroed buffer, an amax pass and the cast. A tensorwise scale beside a rowwise
-# one is repeated for every row.
+# one scale each take a zeroed buffer, an amax pass and the cast. A tensorwise scale beside a
+# rowwise one is repeated for every row.
 LAUNCHES = {
     "tensorwise": 2 + 2 + 2 + 1,
     "delayed": 4,

@@ -37,6 +37,7 @@ from float8.kernels.gpu.jit import (
     magnitude_bits,
     reciprocal,
     scale_from_amax,
+    store_packed,
 )
 from float8.kernels.gpu.launch import (
     NO_FUSION,
@@ -114,10 +115,7 @@ def _cast_kernel(
         elif WRITE_COLS:
             tl.store(data_t_ptr + k[None, :] * M + (m + i)[:, None], codes, inside)
     if WRITE_COLS and PACK:
-        M4 = (M // 16) * 4  # spelt so that the compiler sees rows of whole 16-byte words
-        m4 = first_m4 + tl.arange(0, ROWS_BY_4)
-        inside_t = (k < K)[:, None] & (m4 < M4)[None, :]
-        tl.store(data_t_ptr + k[:, None] * M4 + m4[None, :], tl.trans(packed), inside_t)
+        store_packed(data_t_ptr, packed, first_m4, k, M, K)
     if RECORD and not PARTIALS:
         tl.atomic_max(amax_ptr, tl.max(seen), sem="relaxed")
 

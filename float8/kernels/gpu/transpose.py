@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from float8.kernels.gpu.jit import store_packed
 from float8.kernels.gpu.launch import NO_FUSION, Variant, new_codes, on_device_of, register
 
 _TILE = {"ROWS_BY_4": 16, "COLS": 128}
@@ -45,10 +46,7 @@ def _transpose_kernel(
         else:
             tl.store(data_t_ptr + k[None, :] * M + (m + i)[:, None], codes, inside)
     if PACK:
-        M4 = (M // 16) * 4  # spelt so that the compiler sees rows of whole 16-byte words
-        m4 = first_m4 + tl.arange(0, ROWS_BY_4)
-        inside_t = (k < K)[:, None] & (m4 < M4)[None, :]
-        tl.store(data_t_ptr + k[:, None] * M4 + m4[None, :], tl.trans(packed), inside_t)
+        store_packed(data_t_ptr, packed, first_m4, k, M, K)
 
 
 def _launch(data: Tensor) -> Tensor:
