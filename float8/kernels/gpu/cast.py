@@ -13,11 +13,7 @@ op              bytes per element    what it does
 
 `cast_dynamic` is two launches. The first leaves one partial amax per program; every program of the
 second reduces those again, two kilobytes from cache, and computes the scale itself, so that nothing
-is zeroed, waited for or copied between.
-
-The transposition. A thread holds 4 adjacent rows of 16 columns; it packs the 4 codes of a column
-into one int32 in registers, so that shared memory and the transposed store move 4 codes at a time
-instead of single bytes (8 times fewer instructions, read from the machine code).
+is zeroed, waited for or copied between. How both orientations are written: ``tiles.py``.
 """
 
 from __future__ import annotations
@@ -30,15 +26,7 @@ from torch import Tensor
 from float8.granularity import WHOLE
 from float8.kernels import reference
 from float8.kernels.gpu.amax import MAX_PARTIALS, partial_amaxes
-from float8.kernels.gpu.jit import (
-    encode,
-    encode_fitting,
-    load_4_rows,
-    magnitude_bits,
-    reciprocal,
-    scale_from_amax,
-    store_packed,
-)
+from float8.kernels.gpu.jit import reciprocal
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_FORMATS,
@@ -48,6 +36,7 @@ from float8.kernels.gpu.launch import (
     on_device_of,
     register,
 )
+from float8.kernels.gpu.tiles import amax_bits_of, load_4_rows, scale_of_tensor, write_codes
 
 _WHOLE = (WHOLE, WHOLE)
 _TILE = {"ROWS_BY_4": 16, "COLS": 128}
@@ -57,7 +46,8 @@ _OPTIONS = {"num_warps": 4, **NO_FUSION}
 @triton.jit
 def _cast_kernel(
     x_ptr,
-    scale_ptr,  # read; written where PARTIALS
+    given_ptr,  # the scale; unused where PARTIALS
+    scale_ptr,  # written where PARTIALS
     partials_ptr,  # amax bits (PARTIALS,); unused where PARTIALS is 0
     data_ptr,  # uint8 (M, K)
     data_t_ptr,  # uint8 (K, M); int32 where PACK
@@ -84,40 +74,18 @@ def _cast_kernel(
     k = (pid % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
 
     xs = load_4_rows(x_ptr, m, k, M, K, stride_m, stride_k)
-
-    if PARTIALS:
-        amax_bits = tl.max(tl.load(partials_ptr + tl.arange(0, PARTIALS)))
-        scale = scale_from_amax(amax_bits.to(tl.float32, bitcast=True), FORMAT_MAX, POWER_OF_TWO)
-        tl.store(scale_ptr, scale, pid == 0)
-        if RECORD:
-            tl.atomic_max(amax_ptr, amax_bits, pid == 0, sem="relaxed")
-    else:
-        scale = tl.load(scale_ptr)
+    ys = (xs[0].to(tl.float32), xs[1].to(tl.float32), xs[2].to(tl.float32), xs[3].to(tl.float32))
+    scale = scale_of_tensor(
+        given_ptr, scale_ptr, partials_ptr, amax_ptr,
+        FORMAT_MAX, POWER_OF_TWO, PARTIALS, RECORD, PARTIALS > 0,
+    )  # fmt: skip
     factor = reciprocal(scale, POWER_OF_TWO and PARTIALS > 0)
-
-    seen = tl.zeros((ROWS_BY_4, COLS), tl.int32)
-    packed = tl.zeros((ROWS_BY_4, COLS), tl.int32)
-    for i in tl.static_range(3, -1, -1):  # the last row first: see the packing
-        inside = (m + i < M)[:, None] & (k < K)[None, :]
-        x = xs[i].to(tl.float32)
-        if RECORD and not PARTIALS:
-            seen = tl.maximum(seen, magnitude_bits(x))
-        if PARTIALS:
-            codes = encode_fitting(x, factor, FORMAT)
-        else:
-            codes = encode(x, factor, FORMAT_MAX, FORMAT)
-        if WRITE_ROWS:
-            tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
-        if WRITE_COLS and PACK:
-            # Row by row into the low byte. `packed |= codes << (8 * i)` says the same, and ptxas of
-            # Triton 3.9 crashes on it for sm_89.
-            packed = (packed << 8) | codes.to(tl.int32)
-        elif WRITE_COLS:
-            tl.store(data_t_ptr + k[None, :] * M + (m + i)[:, None], codes, inside)
-    if WRITE_COLS and PACK:
-        store_packed(data_t_ptr, packed, first_m4, k, M, K)
+    write_codes(
+        ys, factor, data_ptr, data_t_ptr, first_m4, k, M, K,
+        ROWS_BY_4, FORMAT, FORMAT_MAX, PARTIALS > 0, WRITE_ROWS, WRITE_COLS, PACK,
+    )  # fmt: skip
     if RECORD and not PARTIALS:
-        tl.atomic_max(amax_ptr, tl.max(seen), sem="relaxed")
+        tl.atomic_max(amax_ptr, tl.max(amax_bits_of(ys)), sem="relaxed")
 
 
 def _launch(
@@ -144,6 +112,7 @@ def _launch(
     grid = (triton.cdiv(M, 4 * _TILE["ROWS_BY_4"]) * triton.cdiv(K, _TILE["COLS"]),)
     _cast_kernel[grid](
         x,
+        scale,
         scale,
         scale.view(torch.int32) if partials is None else partials,
         first,
@@ -285,6 +254,7 @@ def _variant(name: str, partials: int, rows: bool, cols: bool, record: bool) -> 
         _cast_kernel,
         {
             "x_ptr": "*bf16",
+            "given_ptr": "*fp32",
             "scale_ptr": "*fp32",
             "partials_ptr": "*i32",
             "data_ptr": "*u8",

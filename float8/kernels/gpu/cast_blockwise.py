@@ -33,11 +33,9 @@ from float8.kernels.gpu.cast_rowwise import reference_rows
 from float8.kernels.gpu.jit import (
     encode,
     encode_fitting,
-    load_4_rows,
     magnitude_bits,
     reciprocal,
     scale_from_amax,
-    store_packed,
 )
 from float8.kernels.gpu.launch import (
     NO_FUSION,
@@ -47,6 +45,7 @@ from float8.kernels.gpu.launch import (
     on_device_of,
     register,
 )
+from float8.kernels.gpu.tiles import load_4_rows, store_packed
 
 _BLOCKS: tuple[Block, ...] = ((1, 128), (128, 128))
 _TILE = {"BLOCK": 128, "BLOCK_BY_4": 32}

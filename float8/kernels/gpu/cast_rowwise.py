@@ -35,11 +35,9 @@ from float8.kernels import reference
 from float8.kernels.gpu.amax import is_transposed, line_amaxes
 from float8.kernels.gpu.jit import (
     encode_fitting,
-    load_4_rows,
     magnitude_bits,
     reciprocal,
     scale_from_amax,
-    store_packed,
 )
 from float8.kernels.gpu.launch import (
     NO_FUSION,
@@ -49,6 +47,7 @@ from float8.kernels.gpu.launch import (
     on_device_of,
     register,
 )
+from float8.kernels.gpu.tiles import load_4_rows, store_packed
 
 _LONGEST_ROW = 16384  # what 8 warps hold in 90 registers a thread
 _CHUNK = 8192  # of longer rows

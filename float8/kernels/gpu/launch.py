@@ -31,6 +31,12 @@ TRITON_FORMATS: dict[torch.dtype, Any] = {
 }
 
 
+TRITON_DTYPES: dict[torch.dtype, Any] = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
 REFERENCES: dict[str, Callable[..., Any]] = {}  # op -> the same in plain PyTorch
 
 

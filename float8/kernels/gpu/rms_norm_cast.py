@@ -29,9 +29,10 @@ from torch import Tensor
 
 from float8.kernels.gpu.amax import MAX_PARTIALS
 from float8.kernels.gpu.cast import cast, cast_dynamic
-from float8.kernels.gpu.jit import encode, magnitude_bits, reciprocal, scale_from_amax
+from float8.kernels.gpu.jit import magnitude_bits, reciprocal
 from float8.kernels.gpu.launch import (
     NO_FUSION,
+    TRITON_DTYPES,
     TRITON_FORMATS,
     Variant,
     check_device,
@@ -39,6 +40,7 @@ from float8.kernels.gpu.launch import (
     on_device_of,
     register,
 )
+from float8.kernels.gpu.tiles import amax_bits_of, scale_of_tensor, write_codes
 
 _ROWS = {"ROWS": 4, "COLS": 1024}
 _TILE = {"ROWS_BY_4": 16, "COLS": 128}  # of cast.py
@@ -47,12 +49,6 @@ _OPTIONS = {"num_warps": 4, **NO_FUSION}
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]  # data, data_t, scale, rstd
 # Programs of whole rows that fill a GPU: about two per multiprocessor of an H100.
 _ENOUGH = 256
-
-TRITON_DTYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
 
 
 @triton.jit
@@ -124,73 +120,6 @@ def _rows_kernel(
 
 
 @triton.jit
-def known_scale(
-    given_ptr,
-    scale_ptr,
-    partials_ptr,
-    amax_ptr,
-    FORMAT_MAX: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    RECORD: tl.constexpr,
-):
-    """A scale that is given, or follows from partial amaxes; program 0 writes it, and the amax."""
-    if PARTIALS:
-        amax_bits = tl.max(tl.load(partials_ptr + tl.arange(0, PARTIALS)))
-        scale = scale_from_amax(amax_bits.to(tl.float32, bitcast=True), FORMAT_MAX, POWER_OF_TWO)
-        if RECORD and tl.program_id(0) == 0:
-            tl.atomic_max(amax_ptr, amax_bits, sem="relaxed")
-    else:
-        scale = tl.load(given_ptr)
-    if tl.program_id(0) == 0:
-        tl.store(scale_ptr, scale)
-    return scale
-
-
-@triton.jit
-def write_codes(
-    ys,  # 4 tiles: of rows m, m + 1, m + 2, m + 3, m being the multiples of 4 from 4 * first_m4
-    factor,
-    data_ptr,
-    data_t_ptr,
-    first_m4,
-    k,
-    M,
-    K,
-    ROWS_BY_4: tl.constexpr,
-    FORMAT: tl.constexpr,
-    FORMAT_MAX: tl.constexpr,
-    WRITE_COLS: tl.constexpr,
-    PACK: tl.constexpr,
-):
-    """Write a tile of codes, row-major and transposed, 4 codes of a column in an int32."""
-    m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
-    for i in tl.static_range(4):
-        inside = (m + i < M)[:, None] & (k < K)[None, :]
-        codes = encode(ys[i], factor, FORMAT_MAX, FORMAT)
-        tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
-        if WRITE_COLS and not PACK:
-            data_t_ptrs = data_t_ptr + k.to(tl.int64)[None, :] * M + (m + i)[:, None]
-            tl.store(data_t_ptrs, codes, inside)
-        if i == 0:
-            packed = codes.to(tl.int32)
-        else:
-            packed |= codes.to(tl.int32) << (8 * i)
-    if WRITE_COLS and PACK:
-        M4 = (M // 16) * 4  # spelt so that the compiler sees rows of whole 16-byte words
-        m4 = first_m4 + tl.arange(0, ROWS_BY_4)
-        data_t_ptrs = data_t_ptr + k.to(tl.int64)[:, None] * M4 + m4[None, :]
-        tl.store(data_t_ptrs, tl.trans(packed), (k < K)[:, None] & (m4 < M4)[None, :])
-
-
-@triton.jit
-def amax_bits_of(ys):
-    """Of 4 tiles, element by element."""
-    first = tl.maximum(magnitude_bits(ys[0]), magnitude_bits(ys[1]))
-    return tl.maximum(first, tl.maximum(magnitude_bits(ys[2]), magnitude_bits(ys[3])))
-
-
-@triton.jit
 def _cast_kernel(
     x_ptr,
     weight_ptr,
@@ -219,10 +148,11 @@ def _cast_kernel(
 ):
     pid = tl.program_id(0)
     chunks = tl.cdiv(K, COLS)
-    scale = known_scale(
-        given_ptr, scale_ptr, partials_ptr, amax_ptr, FORMAT_MAX, POWER_OF_TWO, PARTIALS, RECORD
-    )
-    factor = reciprocal(scale)
+    scale = scale_of_tensor(
+        given_ptr, scale_ptr, partials_ptr, amax_ptr,
+        FORMAT_MAX, POWER_OF_TWO, PARTIALS, RECORD, True,
+    )  # fmt: skip
+    factor = reciprocal(scale, POWER_OF_TWO and PARTIALS > 0)
 
     if OWN:
         first_m4 = pid.to(tl.int64) * ROWS_BY_4
@@ -250,7 +180,7 @@ def _cast_kernel(
             seen = tl.maximum(seen, amax_bits_of(ys))
         write_codes(
             ys, factor, data_ptr, data_t_ptr, first_m4, k, M, K,
-            ROWS_BY_4, FORMAT, FORMAT_MAX, WRITE_COLS, PACK,
+            ROWS_BY_4, FORMAT, FORMAT_MAX, PARTIALS > 0, True, WRITE_COLS, PACK,
         )  # fmt: skip
     if RECORD and not PARTIALS:
         tl.atomic_max(amax_ptr, tl.max(seen), sem="relaxed")

@@ -31,6 +31,7 @@ from float8.kernels.gpu.cast import cast, cast_dynamic
 from float8.kernels.gpu.jit import magnitude_bits, reciprocal
 from float8.kernels.gpu.launch import (
     NO_FUSION,
+    TRITON_DTYPES,
     TRITON_FORMATS,
     Variant,
     check_device,
@@ -38,12 +39,7 @@ from float8.kernels.gpu.launch import (
     on_device_of,
     register,
 )
-from float8.kernels.gpu.rms_norm_cast import (
-    TRITON_DTYPES,
-    amax_bits_of,
-    known_scale,
-    write_codes,
-)
+from float8.kernels.gpu.tiles import amax_bits_of, scale_of_tensor, write_codes
 
 _AMAX_TILE = {"ROWS": 32, "COLS": 128}
 _TILE = {"ROWS_BY_4": 8, "COLS": 256}
@@ -121,10 +117,11 @@ def _cast_kernel(
     first_m4 = (pid // tiles_k).to(tl.int64) * ROWS_BY_4
     m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
     k = (pid % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
-    scale = known_scale(
-        given_ptr, scale_ptr, partials_ptr, amax_ptr, FORMAT_MAX, POWER_OF_TWO, PARTIALS, RECORD
-    )
-    factor = reciprocal(scale)
+    scale = scale_of_tensor(
+        given_ptr, scale_ptr, partials_ptr, amax_ptr,
+        FORMAT_MAX, POWER_OF_TWO, PARTIALS, RECORD, True,
+    )  # fmt: skip
+    factor = reciprocal(scale, POWER_OF_TWO and PARTIALS > 0)
     # All loads before the first store, which none of them may overtake.
     ys = (
         _y(gate_ptr, up_ptr, m, k, M, K, stride_gate, stride_up, DTYPE),
@@ -134,7 +131,7 @@ def _cast_kernel(
     )
     write_codes(
         ys, factor, data_ptr, data_t_ptr, first_m4, k, M, K,
-        ROWS_BY_4, FORMAT, FORMAT_MAX, WRITE_COLS, PACK,
+        ROWS_BY_4, FORMAT, FORMAT_MAX, PARTIALS > 0, True, WRITE_COLS, PACK,
     )  # fmt: skip
     if RECORD and not PARTIALS:
         tl.atomic_max(amax_ptr, tl.max(amax_bits_of(ys)), sem="relaxed")

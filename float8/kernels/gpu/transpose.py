@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.kernels.gpu.jit import store_packed
 from float8.kernels.gpu.launch import NO_FUSION, Variant, new_codes, on_device_of, register
+from float8.kernels.gpu.tiles import store_packed
 
 _TILE = {"ROWS_BY_4": 16, "COLS": 128}
 _OPTIONS = {"num_warps": 4, **NO_FUSION}

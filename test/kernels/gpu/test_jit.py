@@ -30,13 +30,16 @@ def every_kind_of_float():
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_twins(dtype, power_of_two, device):
     x = every_kind_of_float().to(device)
-    scale, factor, bits, codes = launcher("probe_jit", "probe", device)(x, dtype, power_of_two)
+    probe = launcher("probe_jit", "probe", device)
+    scale, factor, bits, codes, fitting = probe(x, dtype, power_of_two)
     expected = reference.scale_from_amax(x.abs(), torch.finfo(dtype).max, power_of_two)
     assert_bitwise(scale, expected, what="scale")
     assert_bitwise(factor, expected.reciprocal(), what="reciprocal")
     assert_bitwise(bits.view(torch.float32), x.abs(), what="magnitude")
     one = torch.ones(1, device=device)
     assert_bitwise(codes, reference.cast(x, one, (-1,), dtype), what="codes")
+    own = reference.cast(x, expected, (1,), dtype, fits=True)
+    assert_bitwise(fitting, own, what="codes under the scale of their own amax")
 
 
 def test_integers_order_amaxes_with_nan_on_top():
