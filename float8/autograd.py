@@ -22,6 +22,7 @@ saved-tensor hooks and FSDP see ordinary tensors.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -37,12 +38,31 @@ States = tuple[DelayedState | None, DelayedState | None, DelayedState | None]
 STATELESS: States = (None, None, None)
 
 
-class CachedWeight(NamedTuple):
+class WeightCodes(NamedTuple):
     """A weight in float8 that was cast before the call, for both GEMMs that read it."""
 
     rows: Pair  # w_NK, for the output
     cols: Pair  # w_KN, for grad_input
     dtype: torch.dtype  # what the weight was rounded to before its cast
+    amax: Tensor | None  # of a delayed cast: recorded by each forward that reads the codes
+
+
+@dataclass(frozen=True)
+class CachedWeight:
+    """Codes, and the weight that they are of."""
+
+    codes: WeightCodes
+    source: Tensor
+    version: int  # of the source when it was cast
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether these are the codes of this weight as it is, as far as one can tell."""
+        return weight is self.source and version_of(weight) == self.version
+
+
+def version_of(x: Tensor) -> int:
+    """How often x was written to, where that is counted: not by ``.data``, nor in inference."""
+    return 0 if x.is_inference() else x._version
 
 
 def _product(
@@ -94,7 +114,7 @@ class _Float8LinearFunction(torch.autograd.Function):
         states: States,
         record: bool,
         grad_enabled: bool,
-        cached: CachedWeight | None = None,
+        cached: WeightCodes | None = None,
     ) -> Tensor:
         plan = config.plan
         needs_x, needs_w = (grad_enabled and needs for needs in ctx.needs_input_grad[:2])
@@ -103,8 +123,12 @@ class _Float8LinearFunction(torch.autograd.Function):
         x_pair, saved_x = _cast_input(x, dtype, config, states[0], record, needs_w)
         saved_w: tuple[Tensor, Tensor | None] = (w_NK, None) if cached is None else cached.cols
         if x_pair is not None and plan.output.b is not None:
-            w_pair = cached.rows if cached is not None else None
-            if w_pair is None:
+            w_pair = None
+            if cached is not None:
+                w_pair = cached.rows
+                if record and cached.amax is not None and states[1] is not None:
+                    kernels.record_amax(states[1].current_amax, cached.amax)
+            else:
                 w_pair = quantize(
                     _to(w_NK, dtype), plan.output.b, states[1], record, emulate=config.emulate
                 )
@@ -214,25 +238,35 @@ def _cast_saved_weight(ctx: Any, w_NK: Tensor, w_scale: Tensor | None) -> Pair:
 
 
 def cast_weight(
-    w_NK: Tensor, config: Float8LinearConfig, state: DelayedState | None, record: bool
+    weight: Tensor, dtype: torch.dtype, config: Float8LinearConfig, state: DelayedState | None
 ) -> CachedWeight | None:
-    """A weight, in the compute dtype, cast for both GEMMs; None if one is in high precision."""
+    """A weight (N, K), rounded to the compute dtype and cast for both GEMMs.
+
+    Nothing is recorded in ``state``: the forwards do that. None if a GEMM is in high precision.
+    """
     plan = config.plan
     if plan.output.b is None or plan.grad_input.b is None:
         return None
-    with torch.no_grad():
+    # Codes made in inference mode could not be saved for a backward.
+    with torch.no_grad(), torch.inference_mode(False):
+        source = weight.clone() if weight.is_inference() else weight.detach()
+        amax = None
+        if state is not None:
+            amax = torch.zeros_like(state.current_amax)
+            state = state._replace(current_amax=amax)
         rows, cols = quantize_both(
-            w_NK,
+            _to(source, dtype),
             plan.output.b,
             plan.grad_input.b,
             plan.reuses_weight,
             state,
-            record,
+            state is not None,
             config.emulate,
         )
     assert rows is not None
     assert cols is not None
-    return CachedWeight(rows, cols, w_NK.dtype)
+    codes = WeightCodes(rows, cols, dtype, amax)
+    return CachedWeight(codes, weight, version_of(weight))
 
 
 def _saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
@@ -275,7 +309,7 @@ def linear_in_float8(
     config: Float8LinearConfig,
     states: States,
     record: bool,
-    cached: CachedWeight | None = None,
+    cached: WeightCodes | None = None,
 ) -> Tensor:
     """``input @ weight.T + bias`` as the config says; autocast is respected.
 
@@ -294,8 +328,8 @@ def linear_in_float8(
     dtype, grad_enabled = compute_dtype(input), torch.is_grad_enabled()
     if cached is not None and cached.dtype != dtype:
         raise ValueError(
-            f"the weight was cached in {cached.dtype} and is used in {dtype}: enter "
-            "cached_weights(model) in the autocast state in which the model runs"
+            f"the weight was cached in {cached.dtype} and is used in {dtype}: open the scope with "
+            f"cached_weights(model, dtype={dtype})"
         )
     args = (input, weight, bias, config, dtype, states, record, grad_enabled, cached)
     with _without_autocast(input.device.type):

@@ -126,19 +126,21 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
     """Replace every `Float8Linear` of ``module`` by a plain ``nn.Linear``, in place.
 
     The inverse of `convert_to_float8_training`: parameters, mode and hooks are shared, and the
-    state dict has plain keys.
+    state dict has plain keys. Modules that write float8 for the layers become plain with them.
     """
-    plain: dict[nn.Module, nn.Module] = {
-        m: m.to_float() for m in module.modules() if isinstance(m, Float8Linear)
-    }
+    plain: dict[nn.Module, nn.Module] = {m: m.to_float() for m in _float8_modules(module)}
     module = _replace_children(module, plain)
     module.__dict__.pop("float8_conversion", None)
     return module
 
 
-# Modules that `high_precision` switches, by counting up their attribute of that name: rooms above
-# add theirs.
+# Modules with an attribute ``high_precision``, which that function counts up, and a method
+# ``to_float``: rooms above add theirs.
 FLOAT8_MODULES: list[type[nn.Module]] = [Float8Linear]
+
+
+def _float8_modules(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, tuple(FLOAT8_MODULES))]
 
 
 @contextmanager
@@ -147,7 +149,7 @@ def high_precision(model: M) -> Iterator[M]:
 
     Within it a ``state_dict()`` has the keys of the plain model.
     """
-    layers: list[Any] = [m for m in model.modules() if isinstance(m, tuple(FLOAT8_MODULES))]
+    layers = _float8_modules(model)
     casts = [m for m in model.modules() if isinstance(m, DelayedCast)]
 
     def enter(depth: int) -> None:  # counted, so that contexts may overlap

@@ -21,7 +21,9 @@ layers behind it, it crosses memory two to five times; these modules write it on
 
 The modules and the layers behind them take the same config, whose input cast is tensorwise:
 dynamic, delayed or static. ``cast_output`` stands for the layers' ``cast_input`` and keeps its
-state, where ``sync_float8_amax_and_scale_history(model)`` finds it.
+state, where ``sync_float8_amax_and_scale_history(model)`` finds it. Compile a module together with
+the layers that read it, in one graph: torch.compile cannot hand the gradient of a float8 result
+from one graph to another.
 
 Values are computed in float32, rounded once to the compute dtype and then cast. On a GPU that is
 a Triton kernel (two for a dynamic scale, or few rows); elsewhere, and with ``emulate=True``, plain
@@ -54,6 +56,11 @@ class _Producer(nn.Module):
     plain: str  # what to use where this module does not fit
 
     def _set_up(self, config: Float8LinearConfig | None, device: Any) -> None:
+        if config is not None and not isinstance(config, Float8LinearConfig):
+            raise TypeError(
+                f"{type(self).__name__}: config must be a Float8LinearConfig, got {config!r}; a "
+                'recipe is Float8LinearConfig.from_recipe_name("tensorwise")'
+            )
         config = config or Float8LinearConfig()
         cast, second = config.plan.output.a, config.cast_config_input_for_grad_weight
         if cast is None or cast.block != _WHOLE or not config.plan.reuses_input:
@@ -68,6 +75,17 @@ class _Producer(nn.Module):
         delayed, amax_init = config.delayed_scaling, config.enable_amax_init
         module = make_cast(config.cast_config_input, E4M3, delayed, amax_init, device)
         self.cast_output = module.train(self.training)
+
+    def _as_plain(self, cls: Any) -> Any:
+        """A ``cls`` with the parameters, buffers, hooks and attributes of this module."""
+        plain = cls.__new__(cls)
+        plain.__dict__ = dict(self.__dict__)
+        for name in ("_parameters", "_buffers", "_modules"):
+            plain.__dict__[name] = dict(self.__dict__[name])
+        plain._modules.pop("cast_output")
+        for name in ("config", "high_precision"):
+            plain.__dict__.pop(name)
+        return plain
 
     def _output(self, x: Tensor) -> Output:
         """How to cast what is computed from x."""
@@ -100,9 +118,12 @@ class _Producer(nn.Module):
         has_history = any(key.startswith(f"{prefix}cast_output.") for key in state_dict)
         if has_history or not isinstance(cast, DelayedCast):
             return
-        weight = state_dict.get(prefix + "weight")  # a plain checkpoint: a new history
+        # A plain checkpoint, or the part of one that is nobody's: a new history, in either case.
+        weight = state_dict.get(prefix + "weight")
         if weight is not None:
             cast.start_beside(weight)
+        else:
+            cast.reset_parameters()
 
 
 class RMSNormCast(_Producer, nn.RMSNorm):
@@ -130,6 +151,8 @@ class RMSNormCast(_Producer, nn.RMSNorm):
         *,
         config: Float8LinearConfig | None = None,
     ) -> None:
+        if eps is not None and not isinstance(eps, (int, float)):
+            raise TypeError(f"RMSNormCast: eps must be a number, got {eps!r}; config is a keyword")
         nn.RMSNorm.__init__(self, normalized_shape, eps, elementwise_affine, device, dtype)
         self._set_up(config, device)
 
@@ -142,6 +165,10 @@ class RMSNormCast(_Producer, nn.RMSNorm):
             self.__dict__[name] = dict(norm.__dict__[name])
         self._set_up(config, None if norm.weight is None else norm.weight.device)
         return self
+
+    def to_float(self) -> nn.RMSNorm:
+        """The plain ``nn.RMSNorm``; the inverse of `from_float`, parameters shared."""
+        return self._as_plain(nn.RMSNorm)
 
     def _set_up(self, config: Float8LinearConfig | None, device: Any) -> None:
         if len(self.normalized_shape) != 1:
@@ -168,6 +195,15 @@ class RMSNormCast(_Producer, nn.RMSNorm):
         return rms_norm_cast(x, self.weight, eps, self._output(x))
 
 
+class SwiGLU(nn.Module):
+    """``silu(gate) * up`` in high precision: what `SwiGLUCast` is without its cast."""
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        """Of two (..., F), or of one (..., 2 F) that holds both, the gate first: (..., F)."""
+        gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+        return F.silu(gate) * up
+
+
 class SwiGLUCast(_Producer):
     """``silu(gate) * up`` in float8.
 
@@ -187,6 +223,10 @@ class SwiGLUCast(_Producer):
         super().__init__()
         self._set_up(config, device)
 
+    def to_float(self) -> SwiGLU:
+        """The plain gate."""
+        return self._as_plain(SwiGLU)
+
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         """``silu(gate) * up``: two (..., F), or one (..., 2 F) -> a `Float8Tensor` (..., F).
 
@@ -200,8 +240,7 @@ class SwiGLUCast(_Producer):
             ValueError: shapes that differ, or an odd last dimension.
         """
         if self.high_precision:
-            gate, up = gate.chunk(2, -1) if up is None else (gate, up)
-            return F.silu(gate) * up
+            return SwiGLU.forward(self, gate, up)  # type: ignore[arg-type]
         self._check(gate, up)
         return swiglu_cast(gate, up, self._output(gate))
 

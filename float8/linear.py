@@ -122,8 +122,17 @@ class Float8Linear(nn.Linear):
             self._check_float8(input)
             self._check_device(input)
         record = self.training and torch.is_grad_enabled()
+        weight, cached = self.weight, self.cached_weight
+        if cached is not None and not torch.compiler.is_compiling() and not cached.is_of(weight):
+            cached = None  # a write that nobody announced, or another weight in its place
         return linear_in_float8(
-            input, self.weight, self.bias, self.config, self._states(), record, self.cached_weight
+            input,
+            weight,
+            self.bias,
+            self.config,
+            self._states(),
+            record,
+            None if cached is None else cached.codes,
         )
 
     def _states(self) -> States:

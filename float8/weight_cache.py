@@ -15,16 +15,22 @@ codes. The price: two bytes per weight element of the layers, held as long as th
 
 The contract. Weights are cast again after
 
-- a step of any optimizer that holds one of them (seen by a hook, not by ``_version``, which FSDP2
-  and ``.data`` writes leave alone);
-- ``sync_float8_amax_and_scale_history(model)``, where the cast is delayed;
+- a step of any optimizer that holds one of them (seen by a hook);
+- ``sync_float8_amax_and_scale_history(model)``, where the cast is delayed: with `optimizer.step`
+  that makes two casts per step;
 - ``load_state_dict`` into the layer;
-- ``refresh()`` of what the scope returns: call it after any other write (``.data``, ``copy_``,
-  an average of weights).
+- ``refresh()`` of what the scope returns.
 
-Forward and backward write nothing: recomputation, torch.compile and CUDA graphs see constants. Bits
-are those of the layer without a cache. With delayed scaling, the amax recorded is that of each
-weight when it was cast, so that after ``optimizer.step()`` a ``sync`` knows the new one already.
+In eager mode a layer whose weight was written in any other way that torch counts (``copy_``, the
+steps within an LBFGS step, an optimizer with its own fp32 masters), was replaced, or is computed
+anew at each call (parametrizations, ``functional_call``) casts it as without a cache: right, and no
+faster until the next of the above. What torch does not count needs ``refresh()``: writes to
+``.data``, ``model.to(dtype)`` and back, averaging wrappers that write after the inner optimizer's
+step; in compiled code, every write that is not in the list. The layers are those that the model has
+when the scope opens.
+
+Forward and backward write no Python state: recomputation, torch.compile and CUDA graphs see
+constants. Bits are those of the layer without a cache.
 """
 
 from __future__ import annotations
@@ -33,14 +39,14 @@ import functools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils import _pytree as pytree
 
-from float8.autograd import cast_weight, compute_dtype
+from float8.autograd import WeightCodes, autocasts, cast_weight, compute_dtype
 from float8.linear import Float8Linear
 from float8.sync import AFTER_SYNC
 
@@ -51,13 +57,14 @@ class WeightCache:
     Args:
         model: its Float8Linears take part.
         in_place: write new codes over the old ones.
+        dtype: the compute dtype, if it is known.
     """
 
-    def __init__(self, model: nn.Module, in_place: bool) -> None:
+    def __init__(self, model: nn.Module, in_place: bool, dtype: torch.dtype | None) -> None:
         self.in_place = in_place
-        # layer -> the dtype that its forward rounds weights to before it casts them
-        self.dtypes: dict[Float8Linear, torch.dtype] = {
-            layer: compute_dtype(layer.weight)
+        # layer -> what autocast rounds its weight to; None is the weight's own dtype
+        self.dtypes: dict[Float8Linear, torch.dtype | None] = {
+            layer: dtype or _autocast_dtype(layer.weight)
             for layer in model.modules()
             if isinstance(layer, Float8Linear)
         }
@@ -69,20 +76,15 @@ class WeightCache:
 
     def cast(self, layer: Float8Linear) -> None:
         """Cast one layer's weight again."""
-        weight = layer.weight.detach().to(self.dtypes[layer])
-        state = layer.casts[1].state
-        new = cast_weight(weight, layer.config, state, record=layer.training)
+        weight = layer.weight
+        dtype = self.dtypes[layer] or weight.dtype
         old = layer.cached_weight
+        new = cast_weight(weight, dtype, layer.config, layer.casts[1].state)
         if self.in_place and new is not None and old is not None:
-            pairs = zip(pytree.tree_leaves(old[:2]), pytree.tree_leaves(new[:2]), strict=True)
-            for kept, fresh in pairs:
+            for kept, fresh in zip(_tensors(old.codes), _tensors(new.codes), strict=True):
                 kept.copy_(fresh)
-        else:
-            layer.cached_weight = new
-
-    def after_load(self, layer: Any, incompatible_keys: Any) -> None:
-        """A checkpoint was loaded into the layer."""
-        self.cast(layer)
+            new = replace(new, codes=old.codes)
+        layer.cached_weight = new
 
     def holds(self, optimizer: Optimizer) -> list[Float8Linear]:
         """The layers whose weight this optimizer steps."""
@@ -90,19 +92,30 @@ class WeightCache:
         return [layer for layer in self.dtypes if id(layer.weight) in stepped]
 
 
+def _autocast_dtype(weight: torch.Tensor) -> torch.dtype | None:
+    return compute_dtype(weight) if autocasts(weight.device.type) else None
+
+
+def _tensors(codes: WeightCodes) -> list[torch.Tensor]:
+    amax = [] if codes.amax is None else [codes.amax]
+    return [*codes.rows, *codes.cols, *amax]
+
+
 _open: weakref.WeakSet[WeightCache] = weakref.WeakSet()
 
 
 @contextmanager
-def cached_weights(model: nn.Module, in_place: bool = False) -> Iterator[WeightCache]:
+def cached_weights(
+    model: nn.Module, in_place: bool = False, dtype: torch.dtype | None = None
+) -> Iterator[WeightCache]:
     """Cast the weights of ``model`` when they change instead of when they are used.
-
-    Enter it in the autocast state in which the model will run.
 
     Args:
         model: converted; its `Float8Linear` layers take part.
         in_place: write new codes over the old ones, at one more copy per step: what a CUDA graph
             captured by hand inside the scope needs, since it reads the same memory forever.
+        dtype: what the model computes in, where autocast is entered inside the scope; by default
+            what autocast says when the scope opens, or each weight's own dtype.
 
     Yields:
         the `WeightCache`; its ``refresh()`` is for writes to weights that no hook sees.
@@ -112,13 +125,13 @@ def cached_weights(model: nn.Module, in_place: bool = False) -> Iterator[WeightC
         TypeError: a weight is sharded (DTensor): what forward multiplies exists only after the
             gather.
     """
-    cache = WeightCache(model, in_place)
+    cache = WeightCache(model, in_place, dtype)
     for layer in cache.dtypes:
         if (reason := _refuses(layer)) is not None:
             raise reason
     _install_hooks()
     _open.add(cache)
-    loads = [layer.register_load_state_dict_post_hook(cache.after_load) for layer in cache.dtypes]
+    loads = [layer.register_load_state_dict_post_hook(_after_load) for layer in cache.dtypes]
     try:
         cache.refresh()
         yield cache
@@ -132,7 +145,10 @@ def cached_weights(model: nn.Module, in_place: bool = False) -> Iterator[WeightC
 def _refuses(layer: Float8Linear) -> RuntimeError | TypeError | None:
     name = layer.fqn or "Float8Linear"
     if layer.cached_weight is not None:
-        return RuntimeError(f"{name}: its weight is cached by another cached_weights already")
+        return RuntimeError(
+            f"{name}: its weight is cached by another cached_weights already; open one scope, for "
+            "the whole model"
+        )
     weight: torch.Tensor = layer.weight
     if type(weight) not in (torch.Tensor, nn.Parameter):
         return TypeError(
@@ -152,6 +168,13 @@ def _install_hooks() -> None:
 def _after_step(optimizer: Optimizer) -> None:
     for cache in list(_open):
         for layer in cache.holds(optimizer):
+            cache.cast(layer)
+
+
+def _after_load(layer: Any, incompatible_keys: Any) -> None:
+    """A checkpoint was loaded into a layer, or into a copy of one, which no cache knows."""
+    for cache in list(_open):
+        if layer in cache.dtypes:
             cache.cast(layer)
 
 

@@ -126,11 +126,22 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, metavar="sm_NN")
+    parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, choices=ARCHITECTURES)
     parser.add_argument("--only", default="", help="part of a kernel's name")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
-    chosen = [v for v in variants() if options.only in v.name]
+    shipped = variants()
+    chosen = [v for v in shipped if options.only in v.name]
+    if not chosen:
+        names = ", ".join(dict.fromkeys(v.name for v in shipped))
+        parser.error(f"--only {options.only!r} is part of no kernel's name; there are {names}")
+    if options.output is not None:  # before minutes of compiling
+        try:
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"cannot write {options.output}: {error}")
+        if options.output.is_dir():
+            parser.error(f"cannot write {options.output}: it is a directory")
     rows = [row(variant, arch) for variant in chosen for arch in options.arch]
     print(f"Triton {triton.__version__}; sizes and pointers multiples of 16")
     print(tabulate([_shown(r) for r in rows], headers="keys"))

@@ -39,7 +39,7 @@ def _probe(
 
 
 def probe(x, dtype, power_of_two):
-    """Of each x: the scale of amax |x|, its reciprocal, the bits of |x|, x's code with and without."""
+    """Of each x: the scale of amax |x|, its reciprocal, the bits of |x|, two codes of x."""
     scale, factor = torch.empty_like(x), torch.empty_like(x)
     bits = torch.empty_like(x, dtype=torch.int32)
     codes, fitting = (torch.empty_like(x, dtype=torch.uint8) for _ in range(2))

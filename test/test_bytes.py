@@ -51,8 +51,9 @@ def step(config, cached=False, microbatches=1):
     with FakeTensorMode(), torch.no_grad(), CastMeter() as meter:
         states, w_NK, weight = states_of(config), empty(N, K), None
         if cached:
-            weight = cast_weight(w_NK, config, states[1], record=True)
-            assert isinstance(weight, CachedWeight)
+            cached_weight = cast_weight(w_NK, torch.bfloat16, config, states[1])
+            assert isinstance(cached_weight, CachedWeight)
+            weight = cached_weight.codes
         for _ in range(microbatches):
             ctx = Context()
             args = (empty(M, K), w_NK, None, config, torch.bfloat16, states, True, True, weight)

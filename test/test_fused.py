@@ -23,9 +23,11 @@ from float8 import (
     Float8LinearConfig,
     Float8Tensor,
     ScalingType,
+    convert_from_float8_training,
     convert_to_float8_training,
     fused,
     fused_autograd,
+    high_precision,
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
@@ -535,3 +537,45 @@ def test_the_example_of_the_docstring_trains():
         sync_float8_amax_and_scale_history(model)
     assert model.norm.cast_output.history_ready and model.gate.cast_output.history_ready
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_loading_a_plain_checkpoint_starts_every_history_anew():
+    config = CONFIGS["delayed"]
+    model = block(config)
+    for _ in range(2):
+        model(torch.randn(16, K) * 1e4).sum().backward()
+        sync_float8_amax_and_scale_history(model)
+    with high_precision(model):
+        plain = model.state_dict()
+    model.load_state_dict(plain)
+    fresh = block(config)
+    fresh.load_state_dict(plain)
+    x = torch.randn(16, K)
+    assert_bitwise(model(x), fresh(x))
+
+
+@EVERY_CONFIG
+def test_the_way_back_is_plain(config):
+    model = block(config)
+    x = torch.randn(16, K)
+    with high_precision(model):
+        expected, keys = model(x), set(model.state_dict())
+    parameters = [p.data_ptr() for p in model.parameters()]
+    convert_from_float8_training(model)
+    assert (type(model.norm), type(model.gate)) == (nn.RMSNorm, fused.SwiGLU)
+    assert_bitwise(model(x), expected)
+    assert set(model.state_dict()) == keys
+    assert [p.data_ptr() for p in model.parameters()] == parameters
+    assert not hasattr(model.norm, "config")
+
+
+def test_a_plain_layer_behind_a_producer_is_told_what_to_do():
+    with pytest.raises(ValueError, match="RMSNormCast or SwiGLUCast, convert the layer that reads"):
+        nn.Linear(K, 16)(norm_of()(torch.randn(4, K)))
+
+
+def test_refuses_arguments_that_are_no_config():
+    with pytest.raises(TypeError, match=r"SwiGLUCast: config must be a Float8LinearConfig, got 't"):
+        SwiGLUCast("tensorwise")
+    with pytest.raises(TypeError, match=r"RMSNormCast: eps must be a number.*config is a keyword"):
+        RMSNormCast(K, Float8LinearConfig())

@@ -68,8 +68,6 @@ def assert_all_bitwise(actual, expected, replay):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_same_bits_as_the_plain_path(name, cached):
     layer = layer_of(name)
-    if cached and name == "delayed":
-        pytest.skip("records the amax of a weight when it is cast: see test_weight_cache.py")
     with kernel_path():
         if cached:
             with cached_weights(layer):

@@ -73,20 +73,24 @@ def test_training_has_the_same_bits(recipe, in_place):
     assert_all_bitwise(got, train(model(recipe)), recipe)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("sync_first", [False, True])
-def test_delayed_uses_the_newest_scale_and_records_the_weights_that_were_cast(sync_first):
-    net = model("delayed")
+def test_delayed_training_has_the_same_bits_and_history(sync_first, in_place):
+    net, plain = model("delayed"), model("delayed")
+    with cached_weights(net, in_place):
+        got = train(net, sync=True, sync_first=sync_first)
+    assert_all_bitwise(got, train(plain, sync=True, sync_first=sync_first))
+    assert_all_bitwise(net.buffers(), plain.buffers())
+
+
+def test_amaxes_are_recorded_by_forwards_in_training_whenever_the_weight_was_cast():
+    net = model("delayed").eval()
     with cached_weights(net):
-        train(net, sync=True, sync_first=sync_first)
-        cast = net[0].cast_weight
-        rows = net[0].cached_weight.rows
-        assert_bitwise(rows[1].reshape(()), cast.scale)
-        again = model("delayed")
-        again.load_state_dict(net.state_dict())
-        expected, _ = microbatch(again, 7)
-        got, _ = microbatch(net, 7)
-        assert_bitwise(got, expected)
-        assert cast.current_amax >= net[0].weight.abs().max()
+        assert net[0].cast_weight.current_amax == 0
+        microbatch(net, 1)
+        assert net[0].cast_weight.current_amax == 0, "an evaluation records nothing"
+        microbatch(net.train(), 1)
+        assert net[0].cast_weight.current_amax == net[0].weight.abs().max()
 
 
 def casts_of_weights(net, run):
@@ -140,7 +144,7 @@ def test_loading_casts_again(write):
         assert not torch.equal(got[0], before)
 
 
-def test_other_writes_need_refresh():
+def test_writes_that_nobody_counts_need_refresh():
     """The stated contract, both halves: unseen until ``refresh``."""
     net = model()
     with cached_weights(net) as cache:
@@ -149,6 +153,83 @@ def test_other_writes_need_refresh():
         assert_bitwise(microbatch(net, 3)[0], before)
         cache.refresh()
         assert_all_bitwise(microbatch(net, 3), fresh(net))
+
+
+def copy_masters(net):
+    with torch.no_grad():
+        torch._foreach_copy_(list(net.parameters()), [2 * p for p in net.parameters()])
+
+
+def replace_weight(net):
+    net[0].weight = nn.Parameter(2 * net[0].weight.detach())
+
+
+def parametrize(net):
+    torch.nn.utils.parametrizations.weight_norm(net[0])
+    with torch.no_grad():
+        net[0].parametrizations.weight.original0.mul_(2)
+
+
+@pytest.mark.parametrize("write", [copy_masters, replace_weight, parametrize])
+def test_any_other_write_is_seen_where_it_is_used(write):
+    net = model()
+    with cached_weights(net):
+        before = microbatch(net, 3)[0]
+        write(net)
+        got = microbatch(net, 3)
+    assert_all_bitwise(got, microbatch(net, 3))
+    assert not torch.equal(got[0], before)
+
+
+def test_a_functional_call_multiplies_by_what_it_is_given():
+    net, x = model(), torch.randn(16, 32, dtype=torch.bfloat16)
+    doubled = {name: 2 * p for name, p in net.named_parameters()}
+    expected = torch.func.functional_call(net, doubled, (x,))
+    with cached_weights(net):
+        assert_bitwise(torch.func.functional_call(net, doubled, (x,)), expected)
+
+
+def test_lbfgs_moves_weights_between_its_closures():
+    def losses(net):
+        optimizer = torch.optim.LBFGS(net.parameters(), max_iter=4)
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+
+        def closure():
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            return loss
+
+        return [optimizer.step(closure).detach() for _ in range(3)]
+
+    net = model(dtype=torch.float32)
+    with cached_weights(net):
+        got = losses(net)
+    assert_all_bitwise(got, losses(model(dtype=torch.float32)))
+
+
+def test_a_copy_made_inside_is_on_its_own():
+    net = model()
+    with cached_weights(net):
+        average = copy.deepcopy(net)
+    average.load_state_dict(net.state_dict())
+    assert average[0].cached_weight is None
+
+
+def test_a_refresh_in_inference_mode_serves_training():
+    net = model()
+    with cached_weights(net) as cache:
+        with torch.inference_mode():
+            cache.refresh()
+        assert_all_bitwise(microbatch(net, 1), microbatch(model(), 1))
+
+
+def test_a_model_that_changes_its_dtype_is_cast_from_the_new_one():
+    net = model(dtype=torch.float32)
+    with cached_weights(net) as cache:
+        net.bfloat16()
+        cache.refresh()
+        assert_all_bitwise(microbatch(net, 1), microbatch(copy.deepcopy(net), 1))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -237,9 +318,12 @@ def test_autocast_is_that_of_the_entry():
         expected = net(x)
         with cached_weights(net):
             assert_bitwise(net(x), expected)
-    error = pytest.raises(ValueError, match=r"cached in torch.float32 and is used in torch.bf")
+    error = pytest.raises(ValueError, match=r"cached_weights\(model, dtype=torch.bfloat16\)")
     with cached_weights(net), torch.autocast("cpu", torch.bfloat16), error:
         net(x)
+    with cached_weights(net, dtype=torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
+        assert net[0].cached_weight.is_of(net[0].weight)
+        assert_bitwise(net(x), expected)
 
 
 def test_frozen_weights_and_layers_that_stay_in_high_precision():

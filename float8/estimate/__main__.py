@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from float8.config import RECIPES
+from float8.estimate.casts import LARGEST
 from float8.estimate.check import predicted_against_measured
 from float8.estimate.devices import DEVICES, Device
 from float8.estimate.fit import fit
@@ -27,14 +29,30 @@ from float8.estimate.predict import estimate
 from float8.estimate.roofline import Shape
 
 DEFAULT_DEVICE = "H100"
+MAX_DIGITS = 100
 
 
 def parse_shape(text: str) -> Shape:
     """``"8192,4096,14336"`` as a Shape; for argparse."""
-    sizes = text.split(",")
-    if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
-        raise argparse.ArgumentTypeError(f"a shape is three numbers M,K,N >= 1, not {text!r}")
+    sizes, said = text.split(","), _cut(text)
+    # Python refuses to read thousands of digits; a size of so many is too large in any case.
+    sizes = [size.lstrip("0")[:MAX_DIGITS] if size.isdecimal() else "" for size in sizes]
+    if len(sizes) != 3 or not all(sizes):
+        raise argparse.ArgumentTypeError(f"a shape is three numbers M,K,N >= 1, not {said!r}")
+    if any(int(size) > LARGEST for size in sizes):
+        raise argparse.ArgumentTypeError(f"sizes of a shape are at most {LARGEST}, not {said!r}")
     return Shape(*(int(size) for size in sizes))
+
+
+def parse_count(text: str) -> int:
+    """``"8"`` as a number; for argparse."""
+    if len(text) > MAX_DIGITS or not text.removeprefix("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"a count is at most {LARGEST}, not {_cut(text)!r}")
+    return int(text)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,7 +69,8 @@ def parser() -> argparse.ArgumentParser:
     add("--recipes", nargs="+", choices=list(RECIPES), default=["tensorwise", "rowwise"])
     add("--forward", action="store_true", help="forward alone, not a training step")
     add("--weights-cached", action="store_true", help="cast weights once per step")
-    add("--gradient-accumulation", type=int, default=1, metavar="N", help="microbatches per step")
+    microbatches = "microbatches per step"
+    add("--gradient-accumulation", type=parse_count, default=1, metavar="N", help=microbatches)
     add("--fit", nargs="+", type=Path, metavar="FILE", help="fit to results of the benchmarks")
     add("--check", type=Path, metavar="FILE", help="compare with a result of bench_linear")
     add("--save", type=Path, metavar="FILE", help="write the device as JSON")
@@ -68,10 +87,27 @@ def main(argv: Sequence[str]) -> int:
     if options.output and not options.shapes:
         arguments.error("-o writes a prediction: give shapes M,K,N")
     try:
+        for path in filter(None, (options.output, options.save)):
+            _make_room(path)  # before anything is measured
         _run(options)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         arguments.error(str(error))
+    except ArithmeticError as error:
+        named = options.device or DEFAULT_DEVICE
+        arguments.error(f"figures of device {named!r} are too large or small to use ({error})")
     return 0
+
+
+def _make_room(path: Path) -> None:
+    """Make the directory of a file that is to be written, or say why it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error}") from error
+    if path.is_dir():
+        raise ValueError(f"cannot write {path}: it is a directory")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"cannot write {path}: permission denied")
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -23,7 +23,15 @@ cast (3 bytes), unless a step's microbatches share cached casts.
 The reference (plain PyTorch, where float8 is emulated) finds scales in a pass of its own always,
 for delayed casts too, and needs no second copy for a transpose that has the same bytes.
 
-Scales themselves are left out: at most 4 bytes per 128 elements.
+Every pass is one launch. Amaxes of columns are gathered by many processors, into zeros that a
+launch of its own writes: a rowwise cast that includes columns is three launches.
+
+A float32 weight is taken to run under autocast to bfloat16, and is rounded before it is cast: a
+pass of 6 bytes, in forward and again in backward, or once for a cached cast.
+
+Scales themselves are left out: at most 4 bytes per 128 elements. So are the launches that fill in a
+static scale, or repeat a tensor's scale for every row beside a rowwise one, and the conversion that
+``nn.Linear`` needs of a float32 weight too.
 """
 
 from __future__ import annotations
@@ -36,14 +44,10 @@ from float8.kernels.scaled_mm import ROWWISE, TENSORWISE
 
 READ = 2  # bytes of a bfloat16 element
 WRITE = 1  # bytes of a float8 element
+LARGEST = 2**30  # of any size or count: beyond, sums of bytes leave the range of 64 bits
 GIVEN = "given"  # the scale is known before the cast: delayed and static
 BY_LINE, BY_SQUARE = "1x128", "128x128"
-_KINDS: dict[Block, str] = {
-    (WHOLE, WHOLE): TENSORWISE,
-    (1, WHOLE): ROWWISE,
-    (1, 128): BY_LINE,
-    (128, 128): BY_SQUARE,
-}
+CONVERT = 4 + 2  # bytes read and written per element to round float32 to bfloat16
 
 # Does a fused kernel need a pass of its own to find scales? (as it lies, transposed)
 _SEARCHES: dict[str, tuple[bool, bool]] = {
@@ -63,6 +67,9 @@ class Pass:
     bytes_per_element: int
 
 
+FILL = Pass("fill", 0)  # a launch that writes a few zeros
+
+
 @dataclass(frozen=True)
 class Use:
     """How a layer is used.
@@ -73,22 +80,34 @@ class Use:
         weights_cached: the weight is cast once per step, in both orientations, instead of in every
             forward and again in every backward; the casts stay in memory, 2 bytes per element.
         gradient_accumulation: microbatches per step, which share a cached cast.
+        converts_weight: the weight is float32 and is rounded to bfloat16 before it is cast.
 
     Raises:
-        ValueError: gradient_accumulation is not a count.
+        ValueError: gradient_accumulation is not a count, or absurdly large.
     """
 
     training: bool = True
     weight_trains: bool = True
     weights_cached: bool = False
     gradient_accumulation: int = 1
+    converts_weight: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.gradient_accumulation, int) or self.gradient_accumulation < 1:
+        if not is_count(self.gradient_accumulation):
             raise ValueError(
                 f"gradient_accumulation={self.gradient_accumulation!r} must be a count of "
-                "microbatches, at least 1"
+                f"microbatches, at least 1 and at most {LARGEST}"
             )
+
+    def caches_weight(self, plan: LinearPlan) -> bool:
+        """Whether the weight is cached: only one whose two GEMMs are both in float8 is."""
+        both = plan.output.b is not None and plan.grad_input.b is not None
+        return self.weights_cached and both
+
+
+def is_count(value: object) -> bool:
+    """Whether this is an integer from 1 to `LARGEST`."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST
 
 
 def kind_of(block: Block) -> str:
@@ -128,7 +147,7 @@ def both_casts(
     assert first is not None
     if _rate_kind(first) == ROWWISE:
         names = [pass_name("cast", ROWWISE, transposed) for transposed in (False, True)]
-        return [Pass(name, READ + WRITE) for name in names]
+        return [FILL, *(Pass(name, READ + WRITE) for name in names)]
     copies = Pass(pass_name("cast", _rate_kind(first), False), READ + 2 * WRITE)
     return [*_search(first, False, emulates), copies]
 
@@ -143,7 +162,10 @@ def _search(cast: OperandCast, transposed: bool, emulates: bool) -> list[Pass]:
     else:
         searches = _SEARCHES[_rate_kind(cast)][transposed]
     name = pass_name("amax", kind_of(cast.block), transposed)
-    return [Pass(name, READ)] if searches else []
+    if not searches:
+        return []
+    fills = not emulates and transposed and _rate_kind(cast) == ROWWISE
+    return [*([FILL] if fills else []), Pass(name, READ)]
 
 
 def passes_of_layer(
@@ -170,15 +192,17 @@ def passes_of_layer(
             weighs and plan.reuses_grad_output,
             emulates,
         )
-    times = 1 / use.gradient_accumulation if use.weights_cached else 1.0
+    times = 1 / use.gradient_accumulation if use.caches_weight(plan) else 1.0
     return x, _weight_passes(plan, use, emulates), g, times
 
 
 def _weight_passes(plan: LinearPlan, use: Use, emulates: bool) -> list[Pass]:
     first, second = plan.output.b, plan.grad_input.b
+    converted = [Pass("convert", CONVERT)] if use.converts_weight else []
+    if use.caches_weight(plan):
+        return converted + both_casts(first, second, plan.reuses_weight, emulates)
+    forward = converted + one_cast(first, False, emulates)
     if not use.training:
-        return one_cast(first, False, emulates)
-    if use.weights_cached:
-        return both_casts(first, second, plan.reuses_weight, emulates)
-    forward = one_cast(first, False, emulates)
-    return forward + one_cast(second, True, emulates, scale_known=plan.reuses_weight)
+        return forward
+    again = one_cast(second, True, emulates, scale_known=plan.reuses_weight)
+    return forward + converted + again

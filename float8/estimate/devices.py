@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,7 @@ class Figure:
             raise ValueError(
                 f"source {self.source!r} must start with one of {', '.join(SOURCES)} and a colon"
             )
-        if not 0 <= self.value < float("inf"):
+        if not 0 <= self.value <= sys.float_info.max:  # an int from a file may be larger
             raise ValueError(f"a figure must be finite and >= 0, got {self.value} ({self.source})")
 
     @property
@@ -158,8 +159,12 @@ class Device:
         return [f"{source}: {_shortened(by_source[source])}" for source in ranked]
 
     def save(self, path: str | Path) -> None:
-        """Write the device as JSON, sources included; `load` reads it."""
+        """Write the device as JSON, sources included; `load` reads it.
+
+        The directory is made where it is missing.
+        """
         text = json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text + "\n")
 
     @classmethod
@@ -171,7 +176,7 @@ class Device:
         """
         try:
             return _from_fields(json.loads(Path(path).read_text()))
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{path} is not a device as Device.save writes it "
                 f"({type(error).__name__}: {error}); make one with --device measured --save"

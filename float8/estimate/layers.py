@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from float8.config import Float8LinearConfig
-from float8.estimate.casts import Use
+from float8.estimate.casts import LARGEST, Use, is_count
 from float8.estimate.devices import Device
 from float8.estimate.roofline import Shape, kinds_of_plan
 from float8.kernels.cublas import ALIGNMENT
@@ -41,8 +41,16 @@ def layers_of(model_or_shapes: nn.Module | Shapes, tokens: int | None) -> list[L
     """The layers of a model for a batch of ``tokens``, or one layer per (M, K, N).
 
     Raises:
+        TypeError: neither a module nor shapes.
         ValueError: nothing to predict, ``tokens`` missing, or given beside shapes.
     """
+    if isinstance(model_or_shapes, (str, type)) or not isinstance(
+        model_or_shapes, (nn.Module, Iterable)
+    ):
+        raise TypeError(
+            f"model={model_or_shapes!r} must be a module, such as nn.Linear(64, 64) (an instance, "
+            "not its class or name), or a list of shapes (M, K, N)"
+        )
     if isinstance(model_or_shapes, nn.Module):
         return _of_model(model_or_shapes, check_tokens(tokens))
     if tokens is not None:
@@ -55,17 +63,20 @@ def layers_of(model_or_shapes: nn.Module | Shapes, tokens: int | None) -> list[L
 
 def check_tokens(tokens: int | None) -> int:
     """``tokens``, or an error that says what it should be."""
-    if not isinstance(tokens, int) or tokens < 1:
+    if tokens is None or not is_count(tokens):
         raise ValueError(
             f"tokens={tokens!r} must be an integer >= 1: rows of a layer's input in one forward, "
-            "such as batch size * sequence length"
+            f"such as batch size * sequence length, at most {LARGEST}"
         )
     return tokens
 
 
 def _shape(sizes: Sequence[int]) -> Shape:
-    if len(sizes) != 3:
-        raise ValueError(f"a shape is (M, K, N): tokens, in_features, out_features; got {sizes!r}")
+    if not isinstance(sizes, Sequence) or len(sizes) != 3:
+        raise ValueError(
+            f"a shape is (M, K, N): tokens, in_features, out_features; got {sizes!r} in the list "
+            "of shapes"
+        )
     return Shape(*sizes)
 
 

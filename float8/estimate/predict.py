@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from float8.config import RECIPES, Float8LinearConfig
@@ -26,7 +27,9 @@ Recipes = Recipe | Sequence[Recipe] | Mapping[str, Recipe]
 
 def predict(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) -> Prediction:
     """What one layer does in float8, or why the device refuses it."""
-    use = replace(use, weight_trains=use.weight_trains and layer.trains)
+    is_float32 = layer.dtype == torch.float32
+    trains = use.weight_trains and layer.trains
+    use = replace(use, weight_trains=trains, converts_weight=is_float32)
     if (reason := refuses(layer, config, device, use)) is not None:
         return Prediction(refused=reason)
     shape = padded(layer.shape, config, device)
@@ -84,16 +87,19 @@ def estimate(
     """What float8 would do for each linear layer of a model, before anything has run.
 
     Times are device time of one batch of ``tokens``: forward and backward, of bfloat16 compute,
-    without what `float8.estimate.roofline` leaves out.
+    without what `float8.estimate.roofline` leaves out. Layers whose weights are float32 are taken
+    to run under autocast to bfloat16.
 
     Args:
-        model: any module, on any device, the meta device too; or shapes ``(M, K, N)``.
+        model: any module, on any device, the meta device too; or shapes ``(M, K, N)``. A layer that
+            is registered several times is counted once.
         tokens: rows of every layer's input in one forward (batch size * sequence length).
         device: a name of `DEVICES`, ``"measured"`` (this machine, in some seconds), a file that
             `Device.save` wrote, or a `Device`.
         recipes: names of recipes, or configs, one or several; a mapping names them anew.
         training: False predicts forward alone.
-        weights_cached: the weight is cast once per step, not in every forward and backward.
+        weights_cached: the weight is cast once per step, not in every forward and backward; the
+            2 bytes per weight element that the cache holds are taken off the memory saved.
         gradient_accumulation: microbatches per step, which share a cached cast.
         show: print the table.
 
@@ -101,6 +107,7 @@ def estimate(
         The rows, totals and the table as ``str``.
 
     Raises:
+        TypeError: ``model`` is neither a module nor shapes, or ``device`` is none of the above.
         ValueError: an unknown device or recipe, ``tokens`` < 1, or a model without ``nn.Linear``.
     """
     configs, layers = named_configs(recipes), layers_of(model, tokens)
@@ -112,6 +119,7 @@ def estimate(
             layer.shape,
             plain_seconds(layer, found, use),
             {name: predict(layer, config, found, use) for name, config in configs.items()},
+            layer.dtype == torch.float32,
         )
         for layer in layers
     ]
@@ -149,8 +157,11 @@ def faster_layers(
         ``(module, fqn) -> bool``; False also where the device would refuse the layer.
 
     Raises:
+        TypeError: as `estimate`, or min_speedup is not a number.
         ValueError: as `estimate`, or min_speedup is not above 0.
     """
+    if isinstance(min_speedup, bool) or not isinstance(min_speedup, (int, float)):
+        raise TypeError(f"min_speedup={min_speedup!r} must be a number, such as 1.1")
     if not min_speedup > 0:
         raise ValueError(f"min_speedup={min_speedup} must be above 0; 1 means no loss")
     (config,) = named_configs([recipe]).values()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,8 @@ class Report:
             if "error" not in row and row["layer"] in RECIPES:
                 yield TimedLayer(
                     row["shape"], row.get("mode", self.mode), _shape(row), row["layer"],
-                    row["ms"] / 1e3, row["ratio"], row["saved_ratio"],
+                    _positive(row, "ms") / 1e3, _positive(row, "ratio"),
+                    _number(row, "saved_ratio"),
                 )  # fmt: skip
 
     def layers_on(self, emulates: bool) -> list[TimedLayer]:
@@ -87,8 +89,8 @@ class Report:
                 continue
             if (shape := _shape(row)) not in seen:
                 seen.add(shape)
-                yield TimedProduct(shape, BF16, row["baseline_ms"] / 1e3)
-            yield TimedProduct(shape, row["granularity"], row["ms"] / 1e3)
+                yield TimedProduct(shape, BF16, _positive(row, "baseline_ms") / 1e3)
+            yield TimedProduct(shape, row["granularity"], _positive(row, "ms") / 1e3)
 
 
 def read_report(path: str | Path) -> Report:
@@ -98,24 +100,51 @@ def read_report(path: str | Path) -> Report:
         ValueError: it is none; the message says what it is.
     """
     try:
-        fields = json.loads(Path(path).read_text())
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))
         where = fields["environment"]
         report = Report(
             file=Path(path).name,
             benchmark=fields["benchmark"],
-            hardware=where["device"],
+            hardware=_text(where["device"]),
             on_cpu=where["capability"] is None,
             mode="compiled" if "--compile" in fields["command"] else "eager",
             rows=fields["rows"],
         )
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a result file of a benchmark ({type(error).__name__}: {error}); "
             "python benchmarks/bench_linear.py -o FILE writes one"
         ) from error
     if report.benchmark not in (MATMUL, LINEAR):
         raise ValueError(f"{path} is by {report.benchmark}; what is needed is {MATMUL} or {LINEAR}")
+    try:
+        list(report.layers() if report.benchmark == LINEAR else report.products())
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{path} has a row that cannot be read ({type(error).__name__}: {error})"
+        ) from error
     return report
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a device's name is text, got {value!r}")
+    return value
+
+
+def _number(row: dict[str, Any], key: str) -> float:
+    """A finite number of a row."""
+    value = row[key]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{key} must be a finite number, got {value!r}")
+    return float(value)
+
+
+def _positive(row: dict[str, Any], key: str) -> float:
+    if (value := _number(row, key)) <= 0:
+        raise ValueError(f"{key} must be above 0, got {value}")
+    return value
 
 
 def _shape(row: dict[str, Any]) -> Shape:

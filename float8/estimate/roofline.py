@@ -17,7 +17,8 @@ passes over memory (`float8.estimate.casts`), each ``bytes / bandwidth + launch`
     speed-up = sum of the bf16 GEMMs / (sum of the layer's GEMMs + its casts)
 
 A layer without float8 is the same sum with three bf16 GEMMs and no casts. What backward keeps of
-the input is 2 bytes per element in bfloat16; 1 byte and the scales in float8.
+the input is 2 bytes per element in bfloat16; 1 byte and the scales in float8. A cached weight
+holds 2 bytes per element beside that, 1 in each orientation.
 
 Left out: the host (eager mode on small layers waits for Python, `torch.compile` and CUDA graphs do
 not), the caches, the quantisation of tiles and waves, the clock under load, and communication.
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 from math import prod
 
 from float8.config import Gemm, LinearPlan
-from float8.estimate.casts import Pass, Use, passes_of_layer
+from float8.estimate.casts import LARGEST, WRITE, Pass, Use, is_count, passes_of_layer
 from float8.estimate.devices import BF16, Device
 from float8.granularity import scale_shape
 from float8.kernels.scaled_mm import BLOCKWISE, product_of
@@ -48,8 +49,10 @@ class Shape:
 
     def __post_init__(self) -> None:
         sizes = (self.M, self.K, self.N)
-        if not all(isinstance(size, int) and size >= 1 for size in sizes):
-            raise ValueError(f"a shape is M,K,N (tokens, in, out), integers >= 1; got {sizes}")
+        if not all(is_count(size) for size in sizes):
+            raise ValueError(
+                f"a shape is M,K,N (tokens, in, out), integers >= 1 and <= {LARGEST}; got {sizes}"
+            )
 
     def __str__(self) -> str:
         return f"{self.M},{self.K},{self.N}"
@@ -128,17 +131,20 @@ def cast_seconds(device: Device, shape: Shape, plan: LinearPlan, use: Use) -> fl
 
 
 def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use) -> int:
-    """What backward keeps of one layer, parameters excluded; a plan of None is ``nn.Linear``.
+    """What one layer keeps, parameters excluded; a plan of None is ``nn.Linear``.
+
+    That is what backward keeps, and the casts of a cached weight, which outlive it.
 
     Layers that read one and the same input (query, key and value) share ``nn.Linear``'s copy but
     not the float8 ones; for those the saving is less than the sum over layers says.
     """
+    cached = plan is not None and use.caches_weight(plan)
+    kept = 2 * WRITE * shape.N * shape.K if cached else 0
     if not use.training:
-        return 0
+        return kept
     elements = shape.M * shape.K if use.weight_trains else 0
     if plan is None:
         return 2 * elements
-    kept = 0
     if plan.reuses_weight and plan.output.b is not None:
         kept += SCALE_BYTES * prod(scale_shape((shape.N, shape.K), plan.output.b.block))
     if elements and plan.grad_weight.b is not None:

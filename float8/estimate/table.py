@@ -23,7 +23,8 @@ Cells = list[str]
 class Prediction:
     """One layer under one recipe: its time and the memory that it saves, or why it is refused.
 
-    ``saved_bytes`` is what backward keeps of ``nn.Linear`` less what it keeps of the float8 layer.
+    ``saved_bytes`` is what backward keeps of ``nn.Linear`` less what it keeps of the float8 layer,
+    and less what a cache of the weight holds.
     """
 
     seconds: Seconds | None = None
@@ -37,12 +38,16 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Row:
-    """One layer: its name, its shape, its time as it is in seconds, and recipe -> prediction."""
+    """One layer: its name, its shape, its time as it is in seconds, and recipe -> prediction.
+
+    ``is_float32`` says that its weight is, so that autocast is assumed.
+    """
 
     layer: str
     shape: Shape
     bf16_s: float
     recipes: dict[str, Prediction]
+    is_float32: bool = False
 
     def speedup(self, recipe: str) -> float | None:
         """Of one recipe; None where refused."""
@@ -147,6 +152,13 @@ class Estimate:
             f"{what} of one batch on {self.device.name} ({self.device.arch}), casts by {casts}, "
             f"predicted. {_trust(self.device)}"
         )
+        if any(row.is_float32 for row in self.rows):
+            notes.append(
+                "Layers with float32 weights are taken to run under bfloat16 autocast: float8 "
+                "converts the weight before each cast."
+            )
+        if self.use.weights_cached:
+            notes.append("Memory saved is less the 2 bytes per element of cached weights.")
         return notes + [f"  {line}" for line in self.device.provenance()]
 
 

@@ -3,7 +3,8 @@
 A float8 GEMM reads its operands with the contraction contiguous, and training contracts both
 dimensions of an operand, so most operands are cast twice: their rows, and the rows of their
 transpose. The kernels of ``gpu/`` write both from one read. `KERNELS` says which granularities have
-one; every other cast, every device that is not CUDA, and ``emulate=True`` take ``reference.py``.
+one; every other cast, every device that is not CUDA, and ``emulate=True`` take ``reference.py``. So
+do AMD GPUs, until somebody has looked at the kernels there.
 
 Under torch.compile a cast is either our kernel, opaque to the compiler, or plain PyTorch, which
 inductor may fuse with the op that produced the operand. `COMPILED` holds the choice.
@@ -63,7 +64,7 @@ def runs_kernel(device: torch.device, block: Block, emulate: bool) -> bool:
         ValueError: the GPU has no float8 conversions.
         ModuleNotFoundError: Triton is not installed.
     """
-    if device.type != "cuda" or emulate or block not in KERNELS:
+    if device.type != "cuda" or emulate or block not in KERNELS or torch.version.hip is not None:
         return False
     if torch.compiler.is_compiling() and _is_left_to_the_compiler(block):
         return False
@@ -89,8 +90,8 @@ _is_left_to_the_compiler._dynamo_marked_constant = True  # type: ignore[attr-def
 def _import_kernels(device_index: int | None) -> None:
     if (arch := architecture(device_index)) not in SUPPORT:
         raise ValueError(
-            f"cast: {arch} has no float8 conversions (known: {', '.join(SUPPORT)}); set "
-            "emulate=True to run it in plain PyTorch"
+            f"cast: {arch} is not known to have float8 conversions (known: {', '.join(SUPPORT)}); "
+            "set emulate=True to run it in plain PyTorch"
         )
     for name in KERNELS.values():
         try:

@@ -255,12 +255,12 @@ def refuses_sizes(
     contraction: int,
     columns: int,
 ) -> str | None:
-    """The reason why no candidate takes a product of these sizes as they are, or None."""
-    reason = None
-    for candidate in _willing(arch, a_block, b_block, out_dtype):
-        if (reason := candidate.refuses_sizes(contraction, columns)) is None:
-            return None
-    return reason
+    """The reason why the candidate that runs does not take these sizes as they are, or None.
+
+    The next candidate is not asked: a batch of odd size would change to a slower GEMM unasked.
+    """
+    willing = _willing(arch, a_block, b_block, out_dtype)
+    return willing[0].refuses_sizes(contraction, columns) if willing else None
 
 
 def choose(
@@ -277,14 +277,12 @@ def choose(
     Raises:
         ValueError: no candidate does; the message has the reason of each.
     """
-    reason = None
-    for candidate in _willing(arch, a_block, b_block, out_dtype):
-        reason = candidate.refuses_sizes(contraction, columns)
-        if pad or reason is None:
-            return candidate
-    if reason is not None:
+    willing = _willing(arch, a_block, b_block, out_dtype)
+    if not willing:
+        raise ValueError(f"scaled_mm: {refuses_device(arch, a_block, b_block, out_dtype)}")
+    if not pad and (reason := willing[0].refuses_sizes(contraction, columns)) is not None:
         raise ValueError(f"scaled_mm: {reason}; pad the operands or set pad_inner_dim=True")
-    raise ValueError(f"scaled_mm: {refuses_device(arch, a_block, b_block, out_dtype)}")
+    return willing[0]
 
 
 def _refuses_devices(device: torch.device, **others: Tensor | None) -> str | None:

@@ -48,7 +48,8 @@ def _amax_kernel(
 ):
     """partials[i] = bits of the amax of tiles i, i + PARTIALS, ...; 0 where there is none."""
     tiles_k = tl.cdiv(K, COLS)
-    tiles = tl.cdiv(M, ROWS).to(tl.int64) * tiles_k
+    # Not .to(int64), of which there are fewer than 2^31: M is a constant where it is 1.
+    tiles = tl.cdiv(M, ROWS) * tiles_k
     bits = tl.zeros((ROWS, COLS), tl.int32)
     for tile in range(tl.program_id(0).to(tl.int64), tiles, PARTIALS):
         m = (tile // tiles_k) * ROWS + tl.arange(0, ROWS)

@@ -208,6 +208,10 @@ def _launch(
 ) -> Outputs:  # fmt: skip
     """Launch; ``own`` is for tests, which have no patience for many rows."""
     check_device("rms_norm_cast", x, weight=weight, scale=scale, amax=amax)
+    if weight is not None and weight.shape != x.shape[1:]:
+        raise ValueError(
+            f"float8::rms_norm_cast: weight is {tuple(weight.shape)}, expected {tuple(x.shape[1:])}"
+        )
     if x.numel() == 0:
         return _reference(x, weight, eps, scale, compute_dtype, dtype, power_of_two, cols, amax)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -297,8 +301,8 @@ def shipped() -> list[Variant]:
 
 _SOURCES = dict.fromkeys(("x_ptr", "weight_ptr"), "*bf16")
 _FLOATS = dict.fromkeys(("rstd_ptr", "given_ptr", "scale_ptr"), "*fp32")
-_SIZES = dict.fromkeys(("M", "K", "stride_m"), "i32")
-_CONSTANTS = {"eps": 1e-6, "DTYPE": tl.bfloat16}
+_SIZES = {**dict.fromkeys(("M", "K", "stride_m"), "i32"), "eps": "fp32"}
+_CONSTANTS = {"DTYPE": tl.bfloat16}
 
 
 def _rows_variant(name: str, amax: bool) -> Variant:
