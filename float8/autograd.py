@@ -31,7 +31,7 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import Float8LinearConfig, Gemm, LinearPlan
-from float8.scaling import DelayedState, Pair, quantize, quantize_again, quantize_both, transposed
+from float8.scaling import DelayedState, Pair, quantize, quantize_again, quantize_both
 from float8.tensor import Float8Tensor
 
 States = tuple[DelayedState | None, DelayedState | None, DelayedState | None]
@@ -166,12 +166,8 @@ class _Float8LinearFunction(torch.autograd.Function):
             ctx.states[2],
             ctx.record,
             emulate,
+            used_at_once=True,
         )
-        if g_pair is not None and g_col is not None and plan.reuses_grad_output:
-            codes = kernels.prepare(g_pair[0], emulate)
-            if codes is not g_pair[0]:  # decoded once for both products
-                g_pair = (codes, g_pair[1])
-                g_col = transposed(g_pair)
         grad_x = grad_w = None
         if needs_x and g_pair is not None:
             is_cached = ctx.is_weight_cached

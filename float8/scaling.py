@@ -82,6 +82,7 @@ def quantize_both(
     state: DelayedState | None = None,
     record: bool = False,
     emulate: bool = False,
+    used_at_once: bool = False,
 ) -> tuple[Pair | None, Pair | None]:
     """Cast a matrix for the GEMM that contracts its rows and the one that contracts its columns.
 
@@ -91,6 +92,8 @@ def quantize_both(
         by_col: the cast for the GEMM whose operand is ``x.t()``, stated for that; or None.
         share: whether the two are one cast, so that the second has the first one's bytes.
         state, record, emulate: see `quantize`; an amax is recorded once.
+        used_at_once: both pairs go into products and nowhere else, so what the reference would
+            decode for each is decoded once.
 
     Returns:
         the pair for x and the pair for ``x.t()``, None where not asked for. On a CPU the second
@@ -104,6 +107,8 @@ def quantize_both(
         both = _by_kernel(x, by_row, state, record, None, rows=True, cols=True)
         return both[:2], both[2:]
     rows = quantize(x, by_row, state, record, None, emulate)
+    if share and used_at_once:
+        rows = (kernels.prepare(rows[0], emulate), rows[1])
     if share:
         return rows, transposed(rows)
     return rows, quantize(x.t(), by_col, state, False, None, emulate)

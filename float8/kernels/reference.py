@@ -53,7 +53,7 @@ def amax(x: Tensor, block: Block) -> Tensor:
         return found.reshape((1,) * len(block))
     if block.count(WHOLE) + block.count(1) == len(block):
         lines = [dim for dim, extent in enumerate(block) if extent == WHOLE]
-        return x.abs().amax(lines, keepdim=True).to(torch.float32)
+        return x.abs().amax(lines, keepdim=True).float()
     shape = scale_shape(x.shape, block)
     tiles, inside = _tiles(x, block)
     return tiles.abs().amax(inside).to(torch.float32).reshape(shape)
@@ -124,9 +124,8 @@ def scale_from_amax(amax: Tensor, format_max: float, power_of_two: bool = False)
     Returns:
         float32 of amax's shape; NaN and inf stay what they are.
     """
-    # Not the global: with dynamic shapes torch.compile would make an input of it.
-    smallest = torch.finfo(torch.float32).tiny
-    scale = (amax * (1.0 / format_max)).clamp(min=smallest)
+    # MIN_SCALE as a literal: with dynamic shapes torch.compile would make an input of the global.
+    scale = (amax * (1.0 / format_max)).clamp(min=2.0**-126)
     return _round_up_to_power_of_two(scale) if power_of_two else scale
 
 
@@ -150,7 +149,7 @@ def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool 
     Returns:
         float8 of x's shape.
     """
-    x32 = x.to(torch.float32)
+    x32 = x.float()
     y = _times(x32, _reciprocal(scale), block, in_place=fits and x.dtype != torch.float32)
     if not fits:
         largest = torch.finfo(dtype).max

@@ -343,15 +343,15 @@ def scaled_mm(
         ValueError: the device does not run this product, or the operands are on several devices;
             the message says what would.
     """
-    reason = refuses_formats(a_MK.dtype, b_NK.dtype) or _refuses_devices(
-        a_MK.device, a_scale=a_scale, b=b_NK, b_scale=b_scale, bias=bias_N
-    )
-    if reason is not None:
+    if (reason := refuses_formats(a_MK.dtype, b_NK.dtype)) is not None:
         raise ValueError(f"scaled_mm: {reason}")
     if runs_reference(a_MK.device, emulate) or 0 in (*a_MK.shape, *b_NK.shape):
         return reference.scaled_mm(
             a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype
         )
+    reason = _refuses_devices(a_MK.device, a_scale=a_scale, b=b_NK, b_scale=b_scale, bias=bias_N)
+    if reason is not None:
+        raise ValueError(f"scaled_mm: {reason}")
     arch = architecture(a_MK.device.index)
     columns, contraction = b_NK.shape
     candidate = choose(arch, a_block, b_block, out_dtype, contraction, columns, pad)

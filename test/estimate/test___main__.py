@@ -1,5 +1,6 @@
 """The command line, called and once run as people run it."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -90,6 +91,15 @@ def test_results_are_fitted_and_checked(tmp_path, capsys):
         (["16,16,16", "--device", "A100"], "unknown device 'A100'; known: H100"),
         (["16,16,16", "--recipes", "rowwize"], "invalid choice: 'rowwize'"),
         (["16,16,16", "--gradient-accumulation", "0"], "gradient_accumulation=0 must be"),
+        (["16,16,16", "--gradient-accumulation", "9" * 30], "999 must be a count of microbatches"),
+        (["16,16,16", "--gradient-accumulation", "9" * 5000], "a count is at most 1073741824"),
+        (["16,16,16", "--gradient-accumulation", "many"], "not 'many'"),
+        ([f"16,16,{10**12}"], "at most 1073741824, not '16,16,1000000000000'"),
+        (["16,16," + "9" * 5000], "at most 1073741824, not '16,16,999"),
+        (["--check", "."], ". is not a result file of a benchmark (IsADirectoryError"),
+        (["16,16,16", "-o", "."], "cannot write .: it is a directory"),
+        (["--save", "."], "cannot write .: it is a directory"),
+        (["--save", f"{__file__}/device.json"], f"cannot write {__file__}/device.json"),
         (["--check", "missing.json"], "missing.json is not a result file"),
         (["--check", "a.json", "-o", "b.json"], "-o writes a prediction: give shapes"),
     ],
@@ -99,6 +109,33 @@ def test_bad_input_ends_with_what_to_do(arguments, said, capsys):
         main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_directories_of_outputs_are_made(tmp_path, capsys):
+    files = [tmp_path / "a" / "b" / "out.json", tmp_path / "c" / "device.json"]
+    assert main(["64,64,64", "-o", str(files[0]), "--save", str(files[1])]) == 0
+    assert all(json.loads(file.read_text()) for file in files)
+    capsys.readouterr()
+
+
+def test_a_file_that_may_not_be_written_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everything
+    with pytest.raises(SystemExit) as ended:
+        main(["--save", str(tmp_path / "device.json")])
+    assert ended.value.code == 2
+    assert f"cannot write {tmp_path / 'device.json'}: permission" in capsys.readouterr().err
+
+
+def test_figures_beyond_arithmetic_name_the_device(tmp_path, capsys):
+    fields = json.loads(json.dumps(dataclasses.asdict(H100)))
+    fields["products"]["bf16"]["peak"]["value"] = 1e-200
+    fields["products"]["bf16"]["best"]["value"] = 1e-200
+    file = tmp_path / "device.json"
+    file.write_text(json.dumps(fields))
+    with pytest.raises(SystemExit) as ended:
+        main(["64,64,64", "--device", str(file)])
+    assert ended.value.code == 2
+    assert f"figures of device {str(file)!r} are too large or small" in capsys.readouterr().err
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:

@@ -81,7 +81,7 @@ def test_microbatches_share_only_a_cached_weight():
     assert passes_of_layer(plan, cached, False)[3] == 1 / 4
 
 
-@pytest.mark.parametrize("count", [0, -1, 2.0, None])
+@pytest.mark.parametrize("count", [0, -1, 2.0, None, True, 2**30 + 1])
 def test_gradient_accumulation_is_a_count(count):
     with pytest.raises(ValueError, match=f"gradient_accumulation={count}"):
         Use(gradient_accumulation=count)
@@ -109,3 +109,19 @@ def test_passes_are_named_by_what_they_do():
 
 def test_blocks_that_no_hardware_takes_count_as_lines():
     assert kind_of((1, 32)) == "1x128"
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+def test_a_step_launches_what_the_layer_launches(recipe):
+    pytest.importorskip("triton")
+    from test_bytes import LAUNCHES
+
+    *operands, _ = passes_of_layer(RECIPES[recipe].plan, Use(), emulates=False)
+    assert sum(len(passes) for passes in operands) == LAUNCHES[recipe]
+
+
+def test_a_rowwise_cast_with_columns_is_three_launches():
+    x, w, _, _ = passes_of_layer(RECIPES["rowwise"].plan, Use(), emulates=False)
+    columns = "cast rowwise transposed"
+    assert [each.name for each in x] == ["fill", "cast rowwise", columns]
+    assert [each.name for each in w] == ["cast rowwise", "fill", "amax rowwise transposed", columns]

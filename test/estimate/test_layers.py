@@ -77,6 +77,9 @@ def test_shapes_may_be_given_instead():
         (nn.Linear(4, 4), None, "tokens=None must be an integer >= 1"),
         (nn.Linear(4, 4), 0, "tokens=0 must be an integer >= 1: rows"),
         (nn.Linear(4, 4), 1.5, "tokens=1.5 must"),
+        (nn.Linear(4, 4), True, "tokens=True must"),
+        (nn.Linear(4, 4), 2**31, "tokens=2147483648 must"),
+        ((8, 16, 32), None, "a shape is .* got 8 in the list of shapes"),
         (nn.ReLU(), 16, "ReLU has no nn.Linear"),
         (nn.Sequential(OwnLinear(4, 4)), 16, "Sequential has no nn.Linear"),
         ([(1, 2, 3)], 16, "tokens=16 beside shapes"),
@@ -88,6 +91,13 @@ def test_shapes_may_be_given_instead():
 def test_bad_input_is_named(model, tokens, said):
     with pytest.raises(ValueError, match=said):
         layers_of(model, tokens)
+
+
+@pytest.mark.parametrize("model", ["gpt2", None, nn.Linear, 3])
+def test_a_model_is_a_module_or_shapes(model):
+    said = re.escape(f"model={model!r} must be a module")
+    with pytest.raises(TypeError, match=said):
+        layers_of(model, 16)
 
 
 # --- refusals

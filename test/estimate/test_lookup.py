@@ -53,3 +53,13 @@ def test_an_unknown_device_lists_the_known_ones(name):
 )
 def test_what_a_driver_says_is_matched_to_the_same_board_only(hardware, name):
     assert datasheet_of(hardware) is DEVICES.get(name)
+
+
+def test_a_name_too_long_for_a_file_is_unknown():
+    with pytest.raises(ValueError, match="unknown device 'xxx"):
+        find_device("x" * 5000)
+
+
+def test_a_path_may_be_given(tmp_path):
+    DEVICES["H200"].save(tmp_path / "device.json")
+    assert find_device(tmp_path / "device.json") == DEVICES["H200"]

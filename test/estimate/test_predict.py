@@ -23,7 +23,7 @@ TOKENS = 16384
 def model() -> nn.Module:
     """A block of a large model, which costs nothing on the meta device, and a small gate."""
     with torch.device("meta"):
-        return nn.ModuleDict(
+        layers = nn.ModuleDict(
             {
                 "w1": nn.Linear(8192, 28672, bias=False),
                 "w2": nn.Linear(28672, 8192, bias=False),
@@ -31,6 +31,7 @@ def model() -> nn.Module:
                 "low_rank": nn.Linear(8192, 16, bias=False),
             }
         )
+    return layers.bfloat16()
 
 
 def quiet(*args, **options):
@@ -102,6 +103,36 @@ def test_padding_costs_what_the_padded_shape_costs():
     prediction = predict(layer, pads, H100, use)
     assert prediction.seconds == layer_seconds(H100, Shape(1008, 1008, 1008), pads.plan, use)
     assert plain_seconds(layer, H100, use) == layer_seconds(H100, layer.shape, None, use).total
+
+
+def test_float32_weights_are_converted_before_they_are_cast():
+    in_bf16, in_float32 = (quiet(m, TOKENS).rows[0] for m in (model(), model().float()))
+    assert in_bf16.bf16_s == in_float32.bf16_s
+    once = (4 + 2) * 8192 * 28672 / H100.bytes_per_second + H100.launch.value
+    for recipe, prediction in in_float32.recipes.items():
+        less = in_bf16.recipes[recipe].seconds.casts
+        assert prediction.seconds.casts - less == pytest.approx(2 * once)
+
+
+def test_the_cache_is_taken_off_the_memory_saved():
+    plain, cached = (
+        quiet([(4096,) * 3], weights_cached=cached).rows[0] for cached in (False, True)
+    )
+    for recipe, prediction in cached.recipes.items():
+        assert plain.recipes[recipe].saved_bytes - prediction.saved_bytes == 2 * 4096 * 4096
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        (None, "device=None is a NoneType; needed is the name of a device"),
+        (torch.device("cpu"), r"device=device\(type='cpu'\) is a device; needed"),
+        (0, "device=0 is a int"),
+    ],
+)
+def test_a_device_is_not_something_else(device, said):
+    with pytest.raises(TypeError, match=said):
+        quiet([(64,) * 3], device=device)
 
 
 # --- recipes
@@ -188,3 +219,9 @@ def test_an_empty_layer_is_not_taken():
 def test_bad_filters_are_refused_before_they_are_used(options, said):
     with pytest.raises(ValueError, match=said):
         faster_layers("tensorwise", **options)
+
+
+@pytest.mark.parametrize("min_speedup", ["1.1", None, True])
+def test_a_threshold_is_a_number(min_speedup):
+    with pytest.raises(TypeError, match=f"min_speedup={min_speedup!r} must be a number"):
+        faster_layers("tensorwise", 16, min_speedup=min_speedup)

@@ -102,3 +102,29 @@ def test_other_files_are_refused(text, said, tmp_path):
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"missing\.json is not a result file"):
         read_report(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"ms": 0}, "ms must be above 0"),
+        ({"ms": "fast"}, "ms must be a finite number, got 'fast'"),
+        ({"ratio": float("nan")}, "ratio must be a finite number, got nan"),
+        ({"ratio": 10**400}, "ratio must be a finite number"),
+        ({"shape": f"({10**400},1,1)"}, "integers >= 1"),
+        ({"shape": "somewhere"}, "got 'somewhere'"),
+        ({"shape": None}, "TypeError"),
+    ],
+)
+def test_a_row_that_cannot_be_read_names_its_file(changes, said, tmp_path):
+    fields = {**DEMO, "benchmark": "bench_linear", "rows": [linear_row(**changes)]}
+    (tmp_path / "file.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=rf"file\.json has a row that cannot be read.*{said}"):
+        read_report(tmp_path / "file.json")
+
+
+def test_a_directory_and_bytes_are_refused(tmp_path):
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    for path in (tmp_path, tmp_path / "bytes.json"):
+        with pytest.raises(ValueError, match=f"{path.name} is not a result file"):
+            read_report(path)

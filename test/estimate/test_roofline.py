@@ -36,7 +36,7 @@ def by_hand(float8_bytes: int, passes: int, float8_gemms: int = 3) -> tuple[floa
 CASTS = {
     "tensorwise": (6 + 8 + 6, 2 + 3 + 2),
     "delayed": (4 + 6 + 4, 1 + 2 + 1),
-    "rowwise": (6 + 8 + 6, 2 + 3 + 2),
+    "rowwise": (6 + 8 + 6, 3 + (1 + 3) + 3),
     "blockwise": (4 + 6 + 4, 1 + 2 + 1),
 }
 
@@ -194,7 +194,41 @@ def test_saved_memory_is_what_was_measured(recipe):
     assert predicted / 2**20 == pytest.approx(measured["saved_mib"], rel=1e-4)
 
 
-@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, -16, 1), (1, 1, 1.5)])
+def test_a_cached_weight_holds_two_bytes_per_element():
+    shape, plan = Shape(2048, 1024, 4096), RECIPES["tensorwise"].plan
+    for training in (True, False):
+        use = Use(training=training)
+        extra = saved_bytes(shape, plan, replace(use, weights_cached=True))
+        assert extra - saved_bytes(shape, plan, use) == 2 * 1024 * 4096
+        assert saved_bytes(shape, None, replace(use, weights_cached=True)) == (
+            saved_bytes(shape, None, use)
+        )
+
+
+def test_a_weight_with_a_product_in_high_precision_is_not_cached():
+    off = CastConfig(ScalingType.DISABLED)
+    plan = Float8LinearConfig(off, off, off).plan
+    cached = Use(weights_cached=True, gradient_accumulation=4)
+    assert saved_bytes(CUBE, plan, cached) == saved_bytes(CUBE, plan, Use())
+
+
+def test_a_float32_weight_is_converted_in_forward_and_backward():
+    shape, plan = Shape(2048, 1024, 4096), RECIPES["delayed"].plan
+    one = (4 + 2) * 1024 * 4096 / 3.35e12 / 0.92 + 2e-6
+    for use, times in (
+        (Use(), 2),
+        (Use(training=False), 1),
+        (Use(weights_cached=True), 1),
+        (Use(weights_cached=True, gradient_accumulation=4), 1 / 4),
+    ):
+        converts = layer_seconds(H100, shape, plan, replace(use, converts_weight=True))
+        extra = converts.casts - layer_seconds(H100, shape, plan, use).casts
+        assert extra == pytest.approx(times * one)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(0, 1, 1), (1, -16, 1), (1, 1, 1.5), (1, True, 1), (2**30 + 1, 1, 1), (1, 1, 10**400)]
+)
 def test_a_shape_is_three_counts(sizes):
     with pytest.raises(ValueError, match="integers >= 1"):
         Shape(*sizes)

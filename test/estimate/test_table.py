@@ -127,3 +127,12 @@ def test_the_result_is_json_with_its_sources():
 
 def test_a_result_shows_itself_in_one_line():
     assert repr(table_of([(64,) * 3])) == "Estimate(H100 SXM, 1 layers, tensorwise, rowwise)"
+
+
+def test_footnotes_say_what_is_taken_of_float32_and_of_caches():
+    model, autocast = transformer(1), "taken to run under bfloat16 autocast"
+    assert autocast in str(table_of(model, 4096))
+    assert autocast not in str(table_of(model.bfloat16(), 4096))
+    cache = "less the 2 bytes per element of cached weights"
+    assert cache in str(table_of(model, 4096, weights_cached=True))
+    assert cache not in str(table_of(model, 4096))

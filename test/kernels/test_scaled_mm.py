@@ -279,8 +279,8 @@ def test_e5m2_by_e5m2_is_refused_on_every_device(torch_calls, dtype):
 def test_operands_of_several_devices_are_refused(name):
     parts = [*operands(16, 32, 16, TENSOR, TENSOR), torch.ones(16, dtype=BF16)]
     i = ["a", "a_scale", "b", "b_scale", "bias"].index(name)
-    parts[i] = parts[i].as_subclass(PretendCuda)
-    message = rf"scaled_mm: {name} is on cuda:0 and a on cpu; move it with .to\('cpu'\)"
+    parts = [part if j == i else part.as_subclass(PretendCuda) for j, part in enumerate(parts)]
+    message = rf"scaled_mm: {name} is on cpu and a on cuda:0; move it with .to\('cuda:0'\)"
     with pytest.raises(ValueError, match=message):
         kernels.scaled_mm(*parts[:4], TENSOR, TENSOR, parts[4], out_dtype=BF16)
 

@@ -30,7 +30,7 @@ def cases():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "arch"), cases())
+@pytest.mark.parametrize(("variant", "arch"), list(cases()))
 def test_machine_code(variant, arch):
     found = row(variant, arch)
     assert found["spills"] == 0

@@ -1,0 +1,67 @@
+"""The options of the report: bad ones are refused before anything is compiled."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import kernel_report
+
+ROW = {
+    "registers": 1, "spills": 0, "shared": 0, "instructions": 1,
+    "loads": {16: 1}, "stores": {}, "conversions": {},
+}  # fmt: skip
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What would have been compiled: kernel and architecture."""
+    seen: list[tuple[str, str]] = []
+
+    def row(variant, arch):
+        seen.append((variant.name, arch))
+        return {"kernel": variant.name, "arch": arch, **ROW}
+
+    monkeypatch.setattr(kernel_report, "row", row)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--arch", "sm_75"], "invalid choice: 'sm_75'"),
+        (["--arch", "sm_90", "90"], "invalid choice: '90'"),
+        (["--only", "no such"], "--only 'no such' is part of no kernel's name; there are amax"),
+        (["-o", "."], "cannot write .: it is a directory"),
+        (["-o", f"{__file__}/out.json"], f"cannot write {__file__}/out.json"),
+    ],
+)
+def test_bad_options_end_before_compiling(arguments, said, compiled, capsys):
+    with pytest.raises(SystemExit) as ended:
+        kernel_report.main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not compiled
+
+
+def test_the_default_is_every_architecture(compiled):
+    assert kernel_report.main(["--only", "transpose"]) == 0
+    archs = [arch for name, arch in compiled if name == "transpose"]
+    assert archs == ["sm_89", "sm_90", "sm_100"]
+
+
+def test_the_directory_is_there_before_compiling(compiled, monkeypatch, tmp_path):
+    file, row = tmp_path / "a" / "b" / "out.json", kernel_report.row
+
+    def checked(variant, arch):
+        assert file.parent.is_dir()
+        return row(variant, arch)
+
+    monkeypatch.setattr(kernel_report, "row", checked)
+    assert kernel_report.main(["--only", "transpose", "--arch", "sm_90", "-o", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [(r["kernel"], r["arch"]) for r in rows] == compiled and compiled
