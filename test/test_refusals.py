@@ -62,9 +62,13 @@ def test_only_rowwise_products_are_written_in_bfloat16_alone(dtype):
     assert _reason("blockwise", dtype=dtype) is None
 
 
-@pytest.mark.parametrize("arch", ["sm_89", "sm_90", "sm_100"])
-def test_blockwise_products_run_in_any_size(arch):
+@pytest.mark.parametrize("arch", ["sm_89", "sm_100"])
+def test_blockwise_products_by_triton_run_in_any_size(arch):
     assert _reason("blockwise", tokens=3, k=24, n=7, arch=arch) is None
+
+
+def test_blockwise_products_by_torch_do_not_change_to_another_gemm_unasked():
+    assert "contraction=24" in _reason("blockwise", tokens=3, k=24, n=7, arch="sm_90")
 
 
 def test_a_refusal_of_a_device_names_the_product_and_every_candidate():
