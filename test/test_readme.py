@@ -40,6 +40,16 @@ def test_every_measured_ratio_is_the_one_in_its_result_file():
         assert [float(q) for q in quoted] == [float(f"{m:.3g}") for m in measured], recipe
 
 
+def test_every_ratio_of_both_modes_is_the_one_in_its_result_file():
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+)x \| ([\d.]+)x \|$", README, re.MULTILINE)
+    assert [row[0] for row in rows] == list(RECIPES)
+    path = ROOT / "benchmarks" / "results" / "cpu_noamx_bench_linear.json"
+    measured = {(r["layer"], r["mode"]): r["ratio"] for r in json.loads(path.read_text())["rows"]}
+    for recipe, *quoted in rows:
+        found = [measured[recipe, mode] for mode in ("eager", "compiled")]
+        assert [float(q) for q in quoted] == [float(f"{m:.3g}") for m in found], recipe
+
+
 def _ratios(name):
     path = ROOT / "benchmarks" / "results" / f"{name}.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
