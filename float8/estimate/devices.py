@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -229,3 +230,14 @@ DEVICES: dict[str, Device] = {
     "B200": _gpu("B200", "sm_100", 2250, 4500, 8.0, "datasheet: NVIDIA Blackwell (HGX B200)"),
     "MI300X": _gpu("MI300X", "gfx94", 1307.4, 2614.9, 5.3, "datasheet: AMD Instinct MI300X"),
 }
+
+
+def datasheet_of(hardware: str) -> Device | None:
+    """The row of `DEVICES` for a name such as ``NVIDIA H100 80GB HBM3``, or None.
+
+    PCIe and NVL boards are other devices with the same chip: their peaks are not in the table.
+    """
+    if re.search(r"\b(PCIe|NVL)\b", hardware):
+        return None
+    names = [name for name in DEVICES if re.search(rf"\b{name}\b", hardware)]
+    return DEVICES[names[0]] if names else None

@@ -22,9 +22,16 @@ from pathlib import Path
 
 from float8.config import RECIPES, LinearPlan
 from float8.estimate.casts import Use, passes_of_layer
-from float8.estimate.devices import ANY_PASS, BF16, EXACT_ZERO, Device, Figure, Product
+from float8.estimate.devices import (
+    ANY_PASS,
+    BF16,
+    EXACT_ZERO,
+    Device,
+    Figure,
+    Product,
+    datasheet_of,
+)
 from float8.estimate.least_squares import explain
-from float8.estimate.lookup import datasheet_of
 from float8.estimate.results import LINEAR, MATMUL, Report, read_report
 from float8.estimate.roofline import Shape, gemm_bytes, gemm_sizes, kinds_of_plan
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import re
 from pathlib import Path
 
 from float8.estimate.devices import DEVICES, Device
+from float8.estimate.measure import measure
 
 MEASURED = "measured"
 
@@ -50,19 +50,6 @@ def _is_file(name: str) -> bool:
         return False
 
 
-def datasheet_of(hardware: str) -> Device | None:
-    """The row of `DEVICES` for a name such as ``NVIDIA H100 80GB HBM3``, or None.
-
-    PCIe and NVL boards are other devices with the same chip: their peaks are not in the table.
-    """
-    if re.search(r"\b(PCIe|NVL)\b", hardware):
-        return None
-    names = [name for name in DEVICES if re.search(rf"\b{name}\b", hardware)]
-    return DEVICES[names[0]] if names else None
-
-
 @functools.cache
 def _measured() -> Device:
-    from float8.estimate.measure import measure
-
     return measure()

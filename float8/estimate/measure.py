@@ -22,10 +22,9 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import RECIPES
 from float8.estimate.casts import GIVEN, READ, WRITE, kind_of, pass_name
-from float8.estimate.devices import BF16, FLOAT8, Device, Figure, Product
+from float8.estimate.devices import BF16, FLOAT8, Device, Figure, Product, datasheet_of
 from float8.estimate.fit import Timed, fitted, timed_product
 from float8.estimate.least_squares import explain
-from float8.estimate.lookup import datasheet_of
 from float8.formats import E4M3, on_device
 from float8.granularity import WHOLE, Block
 from float8.kernels.scaled_mm import architecture, refuses_device, scaled_mm

@@ -1,12 +1,10 @@
 """A device by name, by file, or measured; and the datasheet row of what a driver calls it."""
 
-import importlib
-
 import pytest
 
 from float8.estimate import lookup
-from float8.estimate.devices import DEVICES
-from float8.estimate.lookup import datasheet_of, find_device
+from float8.estimate.devices import DEVICES, datasheet_of
+from float8.estimate.lookup import find_device
 
 H100 = DEVICES["H100"]
 
@@ -24,8 +22,7 @@ def test_a_file_is_a_device(tmp_path):
 def test_measuring_is_done_once(monkeypatch):
     calls = []
     lookup._measured.cache_clear()
-    module = importlib.import_module("float8.estimate.measure")
-    monkeypatch.setattr(module, "measure", lambda: calls.append("measured") or H100)
+    monkeypatch.setattr(lookup, "measure", lambda: calls.append("measured") or H100)
     assert find_device("measured") is find_device("measured") is H100
     assert calls == ["measured"]
     lookup._measured.cache_clear()
