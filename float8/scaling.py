@@ -66,7 +66,7 @@ def quantize(
         float8 data of x's shape, and its float32 scale of shape ``ceil(shape / block)``.
     """
     fmt = on_device(cast.format, x.device)
-    if kernels.runs_kernel(x.device, cast.block, emulate):
+    if _runs_kernel(x, cast, emulate):
         return _by_kernel(x, cast, state, record, scale, rows=True, cols=False)[:2]
     fits = cast.scaling_type is ScalingType.DYNAMIC
     if scale is None:
@@ -103,7 +103,7 @@ def quantize_both(
         rows = None if by_row is None else quantize(x, by_row, state, record, None, emulate)
         cols = None if by_col is None else quantize(x.t(), by_col, state, record, None, emulate)
         return rows, cols
-    if kernels.runs_kernel(x.device, by_row.block, emulate) and by_row == by_col:
+    if _runs_kernel(x, by_row, emulate) and by_row == by_col:
         both = _by_kernel(x, by_row, state, record, None, rows=True, cols=True)
         return both[:2], both[2:]
     rows = quantize(x, by_row, state, record, None, emulate)
@@ -123,7 +123,7 @@ def quantize_again(x: Tensor, cast: OperandCast, scale: Tensor, emulate: bool = 
         x, cast, emulate: as then.
         scale: the scale that it found.
     """
-    if kernels.runs_kernel(x.device, cast.block, emulate):
+    if _runs_kernel(x, cast, emulate):
         return _by_kernel(x, cast, None, False, scale, rows=False, cols=True)[2:]
     return transposed(quantize(x, cast, scale=scale, emulate=emulate))
 
@@ -132,6 +132,10 @@ def transposed(pair: Pair) -> Pair:
     """The same bytes for the transpose."""
     data, scale = pair
     return data.t(), scale if scale.numel() == 1 else scale.t()
+
+
+def _runs_kernel(x: Tensor, cast: OperandCast, emulate: bool) -> bool:
+    return kernels.runs_kernel(x.device, cast.block, emulate) and not kernels.is_sharded(x)
 
 
 def _by_kernel(

@@ -90,6 +90,18 @@ def test_frozen_operands_cost_nothing(name):
         assert_bitwise(got[0], expected[0], (name, frozen))
 
 
+def test_sharded_operands_take_the_plain_path():
+    """The ops have no sharding rules: a DTensor is cast by aten, which has."""
+    layer, x = layer_of("tensorwise"), torch.randn(16, 48, dtype=torch.bfloat16)
+    expected = layer(x)
+    with (
+        kernel_path(),
+        mock.patch("float8.kernels.is_sharded", return_value=True),
+        mock.patch("float8.kernels.cast_operand", side_effect=AssertionError),
+    ):
+        assert_bitwise(layer(x), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise", "blockwise"])
 def test_compiled_the_casts_are_opaque_and_have_the_bits_of_eager(name):

@@ -9,6 +9,7 @@ May import: ``float8.granularity``, ``float8.formats``, torch; ``gpu/`` also Tri
 """
 
 from float8.kernels.casts import Orientations, cast_operand, runs_kernel
+from float8.kernels.cublas import is_sharded
 from float8.kernels.reference import (
     MIN_SCALE,
     amax,
@@ -26,6 +27,7 @@ __all__ = [
     "cast",
     "cast_operand",
     "dequantize",
+    "is_sharded",
     "prepare",
     "record_amax",
     "runs_kernel",

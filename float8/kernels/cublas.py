@@ -79,11 +79,16 @@ def contraction_last(x: Tensor) -> Tensor:
     )
     if is_aligned and x.stride() == (x.shape[1], 1):
         return x
-    if x.element_size() == 1 and x.stride(0) == 1:
+    if x.element_size() == 1 and x.stride(0) == 1 and not is_sharded(x):
         _load_transpose()
         return torch.ops.float8.transpose.default(x.t())
     # Spelt as a clone: Tensor.contiguous() needs a CUDA build even for FakeTensors.
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Whether x is a DTensor, for which the kernels have no sharding rules: aten has."""
+    return hasattr(x, "device_mesh")  # by name: importing DTensor costs most of a second
 
 
 def _load_transpose() -> None:
