@@ -36,6 +36,8 @@ from float8.tensor import Float8Tensor
 
 States = tuple[DelayedState | None, DelayedState | None, DelayedState | None]
 STATELESS: States = (None, None, None)
+# Seen with 2.11; nobody has looked at 2.12.
+LOSES_GRADIENTS = torch.__version__ < torch.torch_version.TorchVersion("2.13")
 
 
 class WeightCodes(NamedTuple):
@@ -322,6 +324,12 @@ def linear_in_float8(
         (..., N) in the compute dtype.
     """
     dtype, grad_enabled = compute_dtype(input), torch.is_grad_enabled()
+    if LOSES_GRADIENTS and isinstance(input, Float8Tensor) and torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"torch {torch.__version__} loses the gradients of a Float8Tensor input under "
+            "torch.compile (2.13 does not): leave the layers that read RMSNormCast or SwiGLUCast "
+            "uncompiled, or use the plain norm and gate"
+        )
     if cached is not None and cached.dtype != dtype:
         raise ValueError(
             f"the weight was cached in {cached.dtype} and is used in {dtype}: open the scope with "

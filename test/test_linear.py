@@ -24,6 +24,7 @@ from float8 import (
     high_precision,
     kernels,
 )
+from float8.autograd import LOSES_GRADIENTS
 from float8.config import RECIPES
 
 OFF = CastConfig(scaling_type=ScalingType.DISABLED)
@@ -421,3 +422,24 @@ def test_an_input_in_float8_that_does_not_fit_is_refused_by_name():
         layer(x8)
     with pytest.raises(ValueError, match=r"float8_linear: input is a Float8Tensor in e4m3"):
         float8_linear(x8, layer.weight, config=RECIPES["rowwise"])
+
+
+def test_a_float8_input_is_compiled_where_torch_keeps_its_gradients():
+    layer = Float8Linear(32, 48, config=RECIPES["tensorwise"])
+    x, g = torch.randn(16, 32, requires_grad=True), torch.randn(16, 48)
+
+    def run(x):
+        return layer(Float8Tensor.from_high_precision(x, E4M3))
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    if LOSES_GRADIENTS:
+        with pytest.raises(Exception, match="loses the gradients of a Float8Tensor input"):
+            compiled(x)
+        return
+    wanted = (x, layer.weight)
+    for found, expected in zip(
+        torch.autograd.grad(compiled(x), wanted, g),
+        torch.autograd.grad(run(x), wanted, g),
+        strict=True,
+    ):
+        assert_bitwise(found, expected)
