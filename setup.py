@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 DEMO = ["tqdm", "matplotlib"]
-TEST = ["pytest>=8", "pytest-cov", "hypothesis", *DEMO]
+TEST = ["pytest>=8", "pytest-cov", "pytest-xdist", "hypothesis", *DEMO]
 DEV = ["ruff==0.17.5", "mypy==2.4.1", *TEST]
 
 setup(

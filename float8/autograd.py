@@ -95,7 +95,7 @@ def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def _as_matrix(x: Tensor) -> Tensor:
+def as_matrix(x: Tensor) -> Tensor:
     """(..., K) -> (M, K), also where M or K is 0."""
     if x.dim() == 2:
         return x
@@ -125,7 +125,6 @@ class _Float8LinearFunction(torch.autograd.Function):
         x_pair, saved_x = _cast_input(x, dtype, config, states[0], record, needs_w)
         saved_w: tuple[Tensor, Tensor | None] = (w_NK, None) if cached is None else cached.cols
         if x_pair is not None and plan.output.b is not None:
-            w_pair = None
             if cached is not None:
                 w_pair = cached.rows
                 if record and cached.amax is not None and states[1] is not None:
@@ -137,7 +136,7 @@ class _Float8LinearFunction(torch.autograd.Function):
                 saved_w = (w_NK, w_pair[1] if plan.reuses_weight else None)
             out_MN = _product(plan.output, x_pair, w_pair, bias, dtype, config)
         else:
-            out_MN = F.linear(_as_matrix(x).to(dtype), w_NK.to(dtype), bias)
+            out_MN = F.linear(as_matrix(x).to(dtype), w_NK.to(dtype), bias)
         # The delayed scales too: autograd then notices a sync between forward and backward.
         scales = [state.scale for state in states if state is not None]
         ctx.save_for_backward(*saved_x, *(saved_w if needs_x else (None, None)), *scales)
@@ -149,7 +148,7 @@ class _Float8LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_double_backward()
+        refuse_double_backward("Float8Linear")
         with _without_autocast(g.device.type):
             return _Float8LinearFunction._gradients(ctx, g)
 
@@ -159,7 +158,7 @@ class _Float8LinearFunction(torch.autograd.Function):
         emulate: bool = ctx.config.emulate
         x_KM, x_scale, w, w_scale = _saved_tensors(ctx)[:4]
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-        g_MN = _as_matrix(g)
+        g_MN = as_matrix(g)
         g_pair, g_col = quantize_both(
             g_MN,
             plan.grad_input.a if needs_x else None,
@@ -205,7 +204,7 @@ def _cast_input(
     plan = config.plan
     if isinstance(x, Float8Tensor):
         return _input_in_float8(x, needs_w)
-    x_MK = _to(_as_matrix(x), dtype)
+    x_MK = _to(as_matrix(x), dtype)
     by_col = plan.grad_weight.b if needs_w else None
     pair, col = quantize_both(
         x_MK, plan.output.a, by_col, plan.reuses_input, state, record, config.emulate
@@ -219,7 +218,7 @@ def _input_in_float8(
     x: Float8Tensor, needs_w: bool
 ) -> tuple[Pair, tuple[Tensor | None, Tensor | None]]:
     # By attribute: torch.compile does not trace a subclass's properties.
-    data, scale = _as_matrix(x._data), _as_matrix(x._scale)
+    data, scale = as_matrix(x._data), as_matrix(x._scale)
     if not needs_w:
         return (data, scale), (None, None)
     return (data, scale), (data.t() if x._data_t is None else x._data_t, scale.t())
@@ -340,9 +339,10 @@ def linear_in_float8(
         return _Float8LinearFunction.apply(*args)
 
 
-def _refuse_double_backward() -> None:
+def refuse_double_backward(name: str) -> None:
+    """Called in a backward: it runs with gradients enabled only under ``create_graph=True``."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "Float8Linear has no second derivative, and backward was called with create_graph=True;"
-            " run the model under float8.high_precision(model) for it"
+            f"{name} has no second derivative, and backward was called with create_graph=True; run "
+            "the model under float8.high_precision(model) for it"
         )

@@ -45,6 +45,7 @@ from float8.convert import FLOAT8_MODULES
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.fused_autograd import Output, rms_norm_cast, runs_kernel, swiglu_cast
 from float8.granularity import WHOLE
+from float8.linear import with_state_of
 from float8.tensor import Float8Tensor
 
 _WHOLE = (WHOLE, WHOLE)
@@ -78,10 +79,7 @@ class _Producer(nn.Module):
 
     def _as_plain(self, cls: Any) -> Any:
         """A ``cls`` with the parameters, buffers, hooks and attributes of this module."""
-        plain = cls.__new__(cls)
-        plain.__dict__ = dict(self.__dict__)
-        for name in ("_parameters", "_buffers", "_modules"):
-            plain.__dict__[name] = dict(self.__dict__[name])
+        plain = with_state_of(self, cls)
         plain._modules.pop("cast_output")
         for name in ("config", "high_precision"):
             plain.__dict__.pop(name)
@@ -159,10 +157,7 @@ class RMSNormCast(_Producer, nn.RMSNorm):
     @classmethod
     def from_float(cls, norm: nn.RMSNorm, config: Float8LinearConfig | None = None) -> RMSNormCast:
         """An RMSNormCast with the parameters, hooks and mode of ``norm``, which it shares."""
-        self = cls.__new__(cls)
-        self.__dict__ = dict(norm.__dict__)
-        for name in ("_parameters", "_buffers", "_modules"):
-            self.__dict__[name] = dict(norm.__dict__[name])
+        self: RMSNormCast = with_state_of(norm, cls)
         self._set_up(config, None if norm.weight is None else norm.weight.device)
         return self
 

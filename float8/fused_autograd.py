@@ -11,14 +11,15 @@ import importlib
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from float8 import kernels
+from float8.autograd import as_matrix, refuse_double_backward
 from float8.config import OperandCast
 from float8.formats import on_device
 from float8.granularity import WHOLE
-from float8.scaling import DelayedState, quantize
+from float8.kernels import reference
+from float8.scaling import DelayedState, amax_to_record, known_scale, quantize
 from float8.tensor import Float8Tensor
 
 _WHOLE = (WHOLE, WHOLE)
@@ -36,12 +37,8 @@ class Output(NamedTuple):
 
     def kernel_arguments(self, device: torch.device) -> tuple[Any, ...]:
         """The arguments that the ops share, from the scale on: None where it is dynamic."""
-        scale = amax = None
-        if self.cast.static_scale is not None:
-            scale = torch.full((1, 1), self.cast.static_scale, dtype=torch.float32, device=device)
-        elif self.state is not None:
-            scale = self.state.scale if self.state.ready else None
-            amax = self.state.current_amax if self.record else None
+        scale = known_scale(self.cast, self.state, device)
+        amax = amax_to_record(self.cast, self.state, self.record)
         dtype = on_device(self.cast.format, device).dtype
         return scale, self.dtype, dtype, self.cast.power_of_two_scale, self.transpose, amax
 
@@ -60,16 +57,13 @@ class _RMSNormCast(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, eps: float, out: Output
     ) -> tuple[Tensor, ...]:
-        x_MK = _as_matrix(x)
+        x_MK = as_matrix(x)
         if out.by_kernel:
             *codes, rstd = torch.ops.float8.rms_norm_cast.default(
                 x_MK, weight, eps, *out.kernel_arguments(x.device)
             )
         else:
-            x32 = x_MK.to(torch.float32)
-            rstd = torch.rsqrt(x32.square().mean(1, keepdim=True) + eps)
-            y32 = x32 * rstd
-            y32 = y32 if weight is None else y32 * weight.to(torch.float32)
+            y32, rstd = reference.rms_norm(x_MK, weight, eps)
             codes = out.in_plain_torch(y32)
         ctx.save_for_backward(x, weight, rstd)
         ctx.mark_non_differentiable(*codes)
@@ -77,10 +71,10 @@ class _RMSNormCast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        _refuse_double_backward("RMSNormCast")
+        refuse_double_backward("RMSNormCast")
         x, weight, rstd = ctx.saved_tensors
         grad_x, grad_w = _rms_norm_backward(
-            _as_matrix(g), _as_matrix(x), weight, rstd, ctx.needs_input_grad[:2]
+            as_matrix(g), as_matrix(x), weight, rstd, ctx.needs_input_grad[:2]
         )
         return None if grad_x is None else grad_x.reshape(x.shape), grad_w, None, None
 
@@ -116,8 +110,7 @@ class _SwiGLUCast(torch.autograd.Function):
                 gate_MF, up_MF, *out.kernel_arguments(gate.device)
             )
         else:
-            y32 = F.silu(gate_MF.to(torch.float32)) * up_MF.to(torch.float32)
-            codes = out.in_plain_torch(y32)
+            codes = out.in_plain_torch(reference.swiglu(gate_MF, up_MF))
         ctx.save_for_backward(gate, up)
         ctx.mark_non_differentiable(*codes)
         ctx.by_kernel = out.by_kernel
@@ -126,10 +119,13 @@ class _SwiGLUCast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        _refuse_double_backward("SwiGLUCast")
+        refuse_double_backward("SwiGLUCast")
         gate, up = ctx.saved_tensors
-        gradient = torch.ops.float8.swiglu_backward.default if ctx.by_kernel else _swiglu_backward
-        both = gradient(_as_matrix(g), *_gate_and_up(gate, up))
+        by_kernel = ctx.by_kernel
+        gradient = (
+            torch.ops.float8.swiglu_backward.default if by_kernel else reference.swiglu_backward
+        )
+        both = gradient(as_matrix(g), *_gate_and_up(gate, up))
         if up is None:
             return both.reshape(gate.shape), None, None
         grad_gate, grad_up = both.chunk(2, 1)
@@ -161,22 +157,9 @@ def _wrapped(result: tuple[Tensor, ...], out: Output) -> Tensor:
 
 def _gate_and_up(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     if up is not None:
-        return _as_matrix(gate), _as_matrix(up)
-    gate, up = _as_matrix(gate).chunk(2, 1)
+        return as_matrix(gate), as_matrix(up)
+    gate, up = as_matrix(gate).chunk(2, 1)
     return gate, up
-
-
-def _swiglu_backward(g_MF: Tensor, gate_MF: Tensor, up_MF: Tensor) -> Tensor:
-    """(M, 2 F): the gradients of gate and up."""
-    g32, gate32 = g_MF.to(torch.float32), gate_MF.to(torch.float32)
-    sigmoid = gate32.sigmoid()
-    grad_gate = g32 * up_MF.to(torch.float32) * (sigmoid * (1 + gate32 * (1 - sigmoid)))
-    return torch.cat([grad_gate, g32 * (gate32 * sigmoid)], dim=1).to(gate_MF.dtype)
-
-
-def _as_matrix(x: Tensor) -> Tensor:
-    """(..., K) -> (M, K)."""
-    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
 def runs_kernel(device: torch.device, emulate: bool) -> bool:
@@ -193,14 +176,6 @@ def _load() -> None:
 
 
 _load._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in kernels/casts.py
-
-
-def _refuse_double_backward(name: str) -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{name} has no second derivative, and backward was called with create_graph=True; run "
-            "the model under float8.high_precision(model) for it"
-        )
 
 
 def rms_norm_cast(x: Tensor, weight: Tensor | None, eps: float, out: Output) -> Tensor:

@@ -66,13 +66,13 @@ class Float8Linear(nn.Linear):
             config: dynamic tensorwise by default.
             fqn: the layer's name in its model, for error messages.
         """
-        self = _with_state_of(linear, cls)
+        self = with_state_of(linear, cls)
         self._set_up(config or Float8LinearConfig(), fqn)
         return self
 
     def to_float(self) -> nn.Linear:
         """The plain ``nn.Linear``; the inverse of `from_float`, parameters shared."""
-        plain = _with_state_of(self, nn.Linear)
+        plain = with_state_of(self, nn.Linear)
         for name in (*_CAST_NAMES, *_OWN_ATTRIBUTES):
             plain._modules.pop(name, None)
             plain.__dict__.pop(name, None)
@@ -197,7 +197,7 @@ _CAST_NAMES = ("cast_input", "cast_weight", "cast_grad_output")
 _OWN_ATTRIBUTES = ("config", "fqn", "high_precision", "cached_weight")
 
 
-def _with_state_of(source: nn.Linear, cls: Any) -> Any:
+def with_state_of(source: nn.Module, cls: Any) -> Any:
     """A ``cls`` with the parameters, buffers, hooks and attributes of ``source``."""
     new = cls.__new__(cls)
     new.__dict__ = dict(source.__dict__)

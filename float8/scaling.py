@@ -148,15 +148,36 @@ def _by_kernel(
     cols: bool,
 ) -> kernels.Orientations:
     fmt = on_device(cast.format, x.device)
-    delayed = state if cast.scaling_type is ScalingType.DELAYED else None
-    amax = delayed.current_amax if delayed is not None and record else None
-    if scale is None and delayed is not None and delayed.ready:
-        scale = delayed.scale.reshape(1, 1)
-    elif scale is None:
-        scale = _static_scale(cast, x.device)
+    scale = known_scale(cast, state, x.device) if scale is None else scale
+    amax = amax_to_record(cast, state, record)
     return kernels.cast_operand(
         x, cast.block, fmt.dtype, cast.power_of_two_scale, scale, rows, cols, amax
     )
+
+
+def known_scale(
+    cast: OperandCast, state: DelayedState | None, device: torch.device
+) -> Tensor | None:
+    """The scale that is known before the values are seen, or None: it is dynamic.
+
+    Args:
+        cast, state: see `quantize`.
+        device: of what is cast.
+    """
+    state = _of_delayed(cast, state)
+    if state is None:
+        return _static_scale(cast, device)
+    return state.scale.reshape(1, 1) if state.ready else None
+
+
+def amax_to_record(cast: OperandCast, state: DelayedState | None, record: bool) -> Tensor | None:
+    """Where a cast writes the largest magnitude that it sees, or None."""
+    state = _of_delayed(cast, state)
+    return None if state is None or not record else state.current_amax
+
+
+def _of_delayed(cast: OperandCast, state: DelayedState | None) -> DelayedState | None:
+    return state if cast.scaling_type is ScalingType.DELAYED else None
 
 
 def _static_scale(cast: OperandCast, device: torch.device) -> Tensor | None:
@@ -170,7 +191,7 @@ def _scale(
 ) -> Tensor:
     if (static := _static_scale(cast, x.device)) is not None:
         return static
-    delayed = state if cast.scaling_type is ScalingType.DELAYED else None
+    delayed = _of_delayed(cast, state)
     if delayed is not None and delayed.ready and not record:
         return delayed.scale.reshape(1, 1)
     amax = kernels.amax(x, cast.block)

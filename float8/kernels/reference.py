@@ -224,6 +224,31 @@ def _keeps_subnormals() -> bool:
     return bool(torch.full((1,), 2.0**-130).mul_(2.0**10) != 0)
 
 
+def rms_norm(x_MK: Tensor, weight_K: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """``x * rstd * weight``, ``rstd = 1 / sqrt(mean(x^2) + eps)`` per row (arXiv 1910.07467, 4).
+
+    Returns:
+        (M, K) and rstd (M, 1), both float32.
+    """
+    x32 = x_MK.to(torch.float32)
+    rstd = torch.rsqrt(x32.square().mean(1, keepdim=True) + eps)
+    y32 = x32 * rstd
+    return (y32 if weight_K is None else y32 * weight_K.to(torch.float32)), rstd
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up`` in float32 (arXiv 2002.05202, equation 5)."""
+    return F.silu(gate.to(torch.float32)) * up.to(torch.float32)
+
+
+def swiglu_backward(grad_MF: Tensor, gate_MF: Tensor, up_MF: Tensor) -> Tensor:
+    """(M, 2 F): the gradients of gate and up, in gate's dtype."""
+    grad32, gate32 = grad_MF.to(torch.float32), gate_MF.to(torch.float32)
+    sigmoid = gate32.sigmoid()
+    grad_gate = grad32 * up_MF.to(torch.float32) * (sigmoid * (1 + gate32 * (1 - sigmoid)))
+    return torch.cat([grad_gate, grad32 * (gate32 * sigmoid)], dim=1).to(gate_MF.dtype)
+
+
 def scaled_mm(
     a_MK: Tensor,
     a_scale: Tensor,

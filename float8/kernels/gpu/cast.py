@@ -25,7 +25,7 @@ from torch import Tensor
 
 from float8.granularity import WHOLE
 from float8.kernels import reference
-from float8.kernels.gpu.amax import MAX_PARTIALS, partial_amaxes
+from float8.kernels.gpu.amax import MAX_PARTIALS, is_transposed, partial_amaxes
 from float8.kernels.gpu.jit import reciprocal
 from float8.kernels.gpu.launch import (
     NO_FUSION,
@@ -100,7 +100,7 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:
     M, K = x.shape
     data, data_t = new_codes(x, M, K, rows, dtype), new_codes(x, K, M, cols, dtype)
-    if x.stride(0) == 1 and x.stride(1) != 1:  # the transpose of a row-major matrix
+    if is_transposed(x):
         flags, outputs, (M, K) = (cols, rows), (data_t, data), (K, M)
         x = x.t()
     else:

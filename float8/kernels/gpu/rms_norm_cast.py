@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from float8.kernels import reference
 from float8.kernels.gpu.amax import MAX_PARTIALS
 from float8.kernels.gpu.cast import cast, cast_dynamic
 from float8.kernels.gpu.jit import magnitude_bits, reciprocal
@@ -259,10 +260,8 @@ def _reference(
     x: Tensor, weight: Tensor | None, eps: float, scale: Tensor | None, compute_dtype: torch.dtype,
     dtype: torch.dtype, power_of_two: bool, cols: bool, amax: Tensor | None = None,
 ) -> Outputs:  # fmt: skip
-    x32 = x.to(torch.float32)
-    rstd = torch.rsqrt(x32.square().mean(1, keepdim=True) + eps)
-    y = x32 * rstd
-    y = (y if weight is None else y * weight.to(torch.float32)).to(compute_dtype)
+    y32, rstd = reference.rms_norm(x, weight, eps)
+    y = y32.to(compute_dtype)
     if scale is None:
         return *cast_dynamic(y, dtype, power_of_two, True, cols, amax), rstd
     return *cast(y, scale, dtype, True, cols, amax), scale.reshape(1, 1).clone(), rstd

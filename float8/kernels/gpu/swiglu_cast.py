@@ -21,11 +21,11 @@ Exponentials differ between implementations by a few ulps, and so may a code at 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from float8.kernels import reference
 from float8.kernels.gpu.amax import MAX_PARTIALS
 from float8.kernels.gpu.cast import cast, cast_dynamic
 from float8.kernels.gpu.jit import magnitude_bits, reciprocal
@@ -288,7 +288,7 @@ def _reference(
     cols: bool,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y = (F.silu(gate.to(torch.float32)) * up.to(torch.float32)).to(compute_dtype)
+    y = reference.swiglu(gate, up).to(compute_dtype)
     if scale is None:
         return cast_dynamic(y, dtype, power_of_two, True, cols, amax)
     return *cast(y, scale, dtype, True, cols, amax), scale.reshape(1, 1).clone()
@@ -309,13 +309,6 @@ def _empty(
     return new_codes(gate, M, K, True, dtype), new_codes(gate, K, M, cols, dtype), found
 
 
-def _reference_backward(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    grad32, gate32 = grad.to(torch.float32), gate.to(torch.float32)
-    sigmoid = gate32.sigmoid()
-    grad_gate = grad32 * up.to(torch.float32) * (sigmoid * (1 + gate32 * (1 - sigmoid)))
-    return torch.cat([grad_gate, grad32 * (gate32 * sigmoid)], dim=1).to(gate.dtype)
-
-
 def _empty_backward(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty((gate.shape[0], 2 * gate.shape[1]))
 
@@ -331,7 +324,7 @@ swiglu_cast = register(
 swiglu_backward = register(
     "swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> Tensor",
     kernel=_launch_backward,
-    reference=_reference_backward,
+    reference=reference.swiglu_backward,
     fake=_empty_backward,
 )
 
