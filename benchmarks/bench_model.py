@@ -36,7 +36,6 @@ from benchmarks.contenders import BASELINE, PEER
 from benchmarks.llama import SIZES, Llama, Sizes
 from benchmarks.step import Step, launches, room_to_compile, saved_bytes
 from float8 import Float8LinearConfig, convert_to_float8_training
-from float8.config import RECIPES
 
 COLUMNS = {
     "mode": ("mode", ""),
@@ -130,7 +129,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options, with what depends on the machine filled in."""
     parser = harness.parser(__doc__)
     parser.set_defaults(repeats=10)
-    contenders.add_options(parser, tuple(RECIPES))
+    contenders.add_options(parser, contenders.SCALED)
     parser.add_argument("--size", choices=list(SIZES), help="default: 8b on CUDA, else tiny")
     parser.add_argument("--blocks", type=harness.positive, help="default: what the size says")
     options = parser.parse_args(argv)

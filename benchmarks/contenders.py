@@ -29,7 +29,9 @@ from float8.config import RECIPES
 
 BASELINE = "nn.Linear"
 STATIC = "static"
-ALL_RECIPES = (*RECIPES, STATIC)
+# Recipe "unit" is static scaling that only a unit-scaled model gives fair numbers to.
+SCALED = tuple(recipe for recipe in RECIPES if recipe != "unit")
+ALL_RECIPES = (*SCALED, STATIC)
 PEER = "torchao "
 PEER_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 COMPILERS = (os.environ.get("CXX", "g++"), "clang++")

@@ -14,6 +14,9 @@ grad_weight reads, one byte per element, and the weight by reference: it is a pa
 memory anyway. Backward casts it again, with the scale that forward found where it can. Where
 grad_weight runs in high precision the input is saved as it came.
 
+Each product may be multiplied by a constant of its own (`Factors`), as unit scaling asks for: the
+constants join the scales that the GEMM multiplies by anyway.
+
 Only GEMMs whose result is wanted run: a frozen weight costs no grad_weight GEMM and saves no input.
 The function works on plain ``(data, scale)`` pairs, opaque to nothing: compile, checkpointing,
 saved-tensor hooks and FSDP see ordinary tensors.
@@ -31,9 +34,12 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import Float8LinearConfig, Gemm, LinearPlan
-from float8.scaling import DelayedState, Pair, quantize, quantize_again, quantize_both
+from float8.scaling import DelayedState, Pair, quantize, quantize_again, quantize_both, times
 from float8.tensor import Float8Tensor
 
+# What output, grad_input and grad_weight are multiplied by, each by its own: they need not be the
+# gradients of one function. A bias is multiplied as the output is, its gradient as grad_weight.
+Factors = tuple[float, float, float]
 States = tuple[DelayedState | None, DelayedState | None, DelayedState | None]
 STATELESS: States = (None, None, None)
 # Seen with 2.11; nobody has looked at 2.12.
@@ -74,11 +80,13 @@ def _product(
     bias: Tensor | None,
     dtype: torch.dtype,
     config: Float8LinearConfig,
+    factor: float | None,
 ) -> Tensor:
     assert gemm.a is not None
     assert gemm.b is not None
     return kernels.scaled_mm(
-        *a,
+        a[0],
+        a[1] if factor is None else times(a[1], gemm.a, factor),
         *b,
         gemm.a.block,
         gemm.b.block,
@@ -88,6 +96,10 @@ def _product(
         emulate=config.emulate,
         pad=config.pad_inner_dim,
     )
+
+
+def _times(x: Tensor, factor: float | None) -> Tensor:
+    return x if factor is None else x * factor
 
 
 def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -117,8 +129,9 @@ class _Float8LinearFunction(torch.autograd.Function):
         record: bool,
         grad_enabled: bool,
         cached: WeightCodes | None = None,
+        factors: Factors | None = None,
     ) -> Tensor:
-        plan = config.plan
+        plan, factor = config.plan, factors and factors[0]
         needs_x, needs_w = (grad_enabled and needs for needs in ctx.needs_input_grad[:2])
         # Rounding to the compute dtype first makes autocast, DDP and FSDP cast the same bits.
         bias = None if bias_N is None else bias_N.to(dtype)
@@ -134,16 +147,17 @@ class _Float8LinearFunction(torch.autograd.Function):
                     _to(w_NK, dtype), plan.output.b, states[1], record, emulate=config.emulate
                 )
                 saved_w = (w_NK, w_pair[1] if plan.reuses_weight else None)
-            out_MN = _product(plan.output, x_pair, w_pair, bias, dtype, config)
+            bias = None if bias is None else _times(bias, factor)
+            out_MN = _product(plan.output, x_pair, w_pair, bias, dtype, config, factor)
         else:
-            out_MN = F.linear(as_matrix(x).to(dtype), w_NK.to(dtype), bias)
+            out_MN = _times(F.linear(as_matrix(x).to(dtype), w_NK.to(dtype), bias), factor)
         # The delayed scales too: autograd then notices a sync between forward and backward.
         scales = [state.scale for state in states if state is not None]
         ctx.save_for_backward(*saved_x, *(saved_w if needs_x else (None, None)), *scales)
         ctx.config, ctx.dtype, ctx.states, ctx.record = config, dtype, states, record
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, w_NK.dtype
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
-        ctx.is_weight_cached = cached is not None
+        ctx.is_weight_cached, ctx.factors = cached is not None, factors or (None, None, None)
         return out_MN if x.dim() == 2 else out_MN.reshape(*x.shape[:-1], w_NK.shape[0])
 
     @staticmethod
@@ -158,6 +172,7 @@ class _Float8LinearFunction(torch.autograd.Function):
         emulate: bool = ctx.config.emulate
         x_KM, x_scale, w, w_scale = _saved_tensors(ctx)[:4]
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        _, factor_x, factor_w = ctx.factors
         g_MN = as_matrix(g)
         g_pair, g_col = quantize_both(
             g_MN,
@@ -173,19 +188,23 @@ class _Float8LinearFunction(torch.autograd.Function):
         if needs_x and g_pair is not None:
             is_cached = ctx.is_weight_cached
             w_pair = (w, w_scale) if is_cached else _cast_saved_weight(ctx, w, w_scale)
-            grad_x = _product(plan.grad_input, g_pair, w_pair, None, ctx.dtype, ctx.config)
+            grad_x = _product(
+                plan.grad_input, g_pair, w_pair, None, ctx.dtype, ctx.config, factor_x
+            )
         elif needs_x:
-            grad_x = g_MN @ w.to(ctx.dtype)
+            grad_x = _times(g_MN @ w.to(ctx.dtype), factor_x)
         if needs_w and g_col is not None:
             x_pair = (x_KM, x_scale)
-            grad_w = _product(plan.grad_weight, g_col, x_pair, None, ctx.dtype, ctx.config)
+            grad_w = _product(
+                plan.grad_weight, g_col, x_pair, None, ctx.dtype, ctx.config, factor_w
+            )
         elif needs_w:
-            grad_w = g_MN.t() @ x_KM.t()
+            grad_w = _times(g_MN.t() @ x_KM.t(), factor_w)
         return (
             None if grad_x is None else _to(grad_x, ctx.x_dtype).reshape(ctx.x_shape),
             None if grad_w is None else _to(grad_w, ctx.w_dtype),
-            g_MN.sum(0).to(ctx.bias_dtype) if needs_bias else None,
-            *(None,) * 6,
+            _times(g_MN.sum(0), factor_w).to(ctx.bias_dtype) if needs_bias else None,
+            *(None,) * 7,
         )
 
 
@@ -307,6 +326,7 @@ def linear_in_float8(
     states: States,
     record: bool,
     cached: WeightCodes | None = None,
+    factors: Factors | None = None,
 ) -> Tensor:
     """``input @ weight.T + bias`` as the config says; autocast is respected.
 
@@ -318,6 +338,7 @@ def linear_in_float8(
         states: of the delayed casts of input, weight and grad_output, None for others.
         record: whether delayed casts record amaxes.
         cached: the weight in float8, if it was cast before (`cast_weight`).
+        factors: what output, grad_input and grad_weight are multiplied by.
 
     Returns:
         (..., N) in the compute dtype.
@@ -334,7 +355,7 @@ def linear_in_float8(
             f"the weight was cached in {cached.dtype} and is used in {dtype}: open the scope with "
             f"cached_weights(model, dtype={dtype})"
         )
-    args = (input, weight, bias, config, dtype, states, record, grad_enabled, cached)
+    args = (input, weight, bias, config, dtype, states, record, grad_enabled, cached, factors)
     with _without_autocast(input.device.type):
         return _Float8LinearFunction.apply(*args)
 

@@ -114,7 +114,7 @@ class CastConfig:
             format=format_of(self.target_dtype or default_format),
             block=self.granularity.block_of((0, 0)),
             power_of_two_scale=self.power_of_two_scale,
-            static_scale=self.static_scale,
+            static_scale=None if self.static_scale is None else repr(float(self.static_scale)),
         )
 
     @property
@@ -177,13 +177,17 @@ class DelayedScalingConfig:
 
 @dataclass(frozen=True)
 class OperandCast:
-    """One resolved cast: a matrix in GEMM-operand orientation becomes ``(data, scale)``."""
+    """One resolved cast: a matrix in GEMM-operand orientation becomes ``(data, scale)``.
+
+    ``static_scale`` is the digits of a float: torch.compile makes an input of every float that it
+    meets where shapes are dynamic, which in a backward it cannot (torch 2.13).
+    """
 
     scaling_type: ScalingType
     format: Format
     block: Block
     power_of_two_scale: bool = False
-    static_scale: float | None = None
+    static_scale: str | None = None
 
     def transposed(self) -> OperandCast:
         """The same cast, stated for the matrix's transpose."""
@@ -366,6 +370,7 @@ def _recipes() -> dict[str, Float8LinearConfig]:
     delayed = CastConfig(scaling_type=ScalingType.DELAYED)
     row = CastConfig(granularity=Rowwise(), target_dtype=E4M3.dtype, power_of_two_scale=True)
     pow2 = CastConfig(power_of_two_scale=True)
+    one = CastConfig(scaling_type=ScalingType.STATIC, static_scale=1.0)
     by_1x128 = replace(row, granularity=Blockwise(1, 128))
     by_128x128 = replace(row, granularity=Blockwise(128, 128))
     return {
@@ -386,6 +391,7 @@ def _recipes() -> dict[str, Float8LinearConfig]:
             by_1x128,
             gemm_config_output=GemmConfig(),  # DeepSeek-V3 promotes every partial sum
         ),
+        "unit": Float8LinearConfig(one, one, one),  # for unit-scaled models
     }
 
 

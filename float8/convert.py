@@ -19,11 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from float8.cast import DelayedCast
-from float8.config import Float8LinearConfig
+from float8.config import RECIPES, Float8LinearConfig
 from float8.filters import ModuleFilter
+from float8.formats import E4M3
 from float8.linear import Float8Linear
 from float8.refusals import refuses_layer
 from float8.sync import remind_to_sync
@@ -39,10 +41,13 @@ class ModuleRule:
     Args:
         refuses: (module, config) -> the reason why it cannot be converted, or None.
         convert: (module, config, fqn) -> the float8 module, parameters shared.
+        unit_scaled: whether the type keeps its operands near unit scale by itself, so that recipe
+            ``unit`` suits it.
     """
 
     refuses: Callable[[nn.Module, Float8LinearConfig], str | None]
     convert: Callable[[nn.Module, Float8LinearConfig, str], nn.Module]
+    unit_scaled: bool = False
 
 
 MODULE_RULES: dict[type[nn.Module], ModuleRule] = {}
@@ -62,6 +67,11 @@ register_module_rule(
         convert=Float8Linear.from_float,  # type: ignore[arg-type]
     ),
 )
+
+
+# Questions that rooms above ask before anything is converted: (the whole module) -> the reason why
+# swapping its layers would be wrong, or None.
+MODEL_CHECKS: list[Callable[[nn.Module], str | None]] = []
 
 
 @dataclass
@@ -105,10 +115,14 @@ def convert_to_float8_training(
     """
     _check_arguments(config, module_filter_fn)
     config = config or Float8LinearConfig()
+    for check in MODEL_CHECKS:
+        if (reason := check(module)) is not None:
+            raise ValueError(f"nothing was converted: {reason}")
     conversion = Conversion()
     candidates = _candidates(module, config, module_filter_fn, conversion)
     _check_all(candidates, config)
     _check_bypasses(module, conversion)
+    _warn_of_fixed_scales(candidates, config)
     swapped: dict[nn.Module, nn.Module] = {}
     for fqn, layer in candidates:
         swapped[layer] = MODULE_RULES[type(layer)].convert(layer, config, fqn)
@@ -241,6 +255,37 @@ def _check_bypasses(root: nn.Module, conversion: Conversion) -> None:
                 "nn.TransformerEncoderLayer has a fused inference path that goes around its float8 "
                 "layers; torch.backends.mha.set_fastpath_enabled(False) avoids it"
             )
+
+
+def _warn_of_fixed_scales(
+    candidates: list[tuple[str, nn.Module]], config: Float8LinearConfig
+) -> None:
+    """Recipe ``unit`` has no scale to move a tensor into the format's range with."""
+    plain = [(fqn, m) for fqn, m in candidates if not MODULE_RULES[type(m)].unit_scaled]
+    if config != RECIPES["unit"] or not plain:
+        return
+    warnings.warn(
+        f'recipe "unit" casts with a scale of 1, and {len(plain)} of {len(candidates)} layers '
+        f"(first: {plain[0][0] or 'the module itself'}) are not unit-scaled"
+        f"{_flushed([m.weight for _, m in plain])}; gradients are smaller yet. Build the model "  # type: ignore[misc]
+        "from float8.unit_scaling's layers, transform it with unit_scale and float8 of "
+        "float8.unit_scaling.transforms, or take a dynamic recipe",
+        stacklevel=3,
+    )
+
+
+def _flushed(weights: list[Tensor]) -> str:
+    """What E4M3 at a scale of 1 makes of weights, counted; nothing to say of meta tensors."""
+    weights = [w.detach() for w in weights if w.device.type != "meta" and w.numel()]
+    if not weights:
+        return ""
+    zero = sum(int(((w != 0) & (w.abs() <= E4M3.smallest_subnormal / 2)).sum()) for w in weights)
+    coarse = sum(int((w.abs() < torch.finfo(E4M3.dtype).smallest_normal).sum()) for w in weights)
+    total = sum(w.numel() for w in weights)
+    return (
+        f": {zero / total:.1%} of their weights flush to zero and {coarse / total:.1%} lose "
+        "precision as subnormals"
+    )
 
 
 def _replace_children(root: nn.Module, swapped: dict[nn.Module, nn.Module]) -> nn.Module:

@@ -35,11 +35,11 @@ class Output(NamedTuple):
     dtype: torch.dtype  # the compute dtype
     by_kernel: bool
 
-    def kernel_arguments(self, device: torch.device) -> tuple[Any, ...]:
+    def kernel_arguments(self, x: Tensor) -> tuple[Any, ...]:
         """The arguments that the ops share, from the scale on: None where it is dynamic."""
-        scale = known_scale(self.cast, self.state, device)
+        scale = known_scale(self.cast, self.state, x)
         amax = amax_to_record(self.cast, self.state, self.record)
-        dtype = on_device(self.cast.format, device).dtype
+        dtype = on_device(self.cast.format, x.device).dtype
         return scale, self.dtype, dtype, self.cast.power_of_two_scale, self.transpose, amax
 
     def in_plain_torch(self, y32_MK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +60,7 @@ class _RMSNormCast(torch.autograd.Function):
         x_MK = as_matrix(x)
         if out.by_kernel:
             *codes, rstd = torch.ops.float8.rms_norm_cast.default(
-                x_MK, weight, eps, *out.kernel_arguments(x.device)
+                x_MK, weight, eps, *out.kernel_arguments(x)
             )
         else:
             y32, rstd = reference.rms_norm(x_MK, weight, eps)
@@ -107,7 +107,7 @@ class _SwiGLUCast(torch.autograd.Function):
         gate_MF, up_MF = _gate_and_up(gate, up)
         if out.by_kernel:
             codes = torch.ops.float8.swiglu_cast.default(
-                gate_MF, up_MF, *out.kernel_arguments(gate.device)
+                gate_MF, up_MF, *out.kernel_arguments(gate)
             )
         else:
             codes = out.in_plain_torch(reference.swiglu(gate_MF, up_MF))

@@ -6,7 +6,7 @@ with its name in the message. `float8_linear` is the functional form, for recipe
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from float8.autograd import (
     STATELESS,
     CachedWeight,
+    Factors,
     States,
     autocasts,
     compute_dtype,
@@ -41,6 +42,8 @@ class Float8Linear(nn.Linear):
     Raises:
         ValueError: the config asks for a product that no hardware runs, and not for emulation.
     """
+
+    plain_type: ClassVar[type[nn.Linear]] = nn.Linear  # what it was, and becomes by `to_float`
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class Float8Linear(nn.Linear):
 
     def to_float(self) -> nn.Linear:
         """The plain ``nn.Linear``; the inverse of `from_float`, parameters shared."""
-        plain = with_state_of(self, nn.Linear)
+        plain: nn.Linear = with_state_of(self, self.plain_type)
         for name in (*_CAST_NAMES, *_OWN_ATTRIBUTES):
             plain._modules.pop(name, None)
             plain.__dict__.pop(name, None)
@@ -113,8 +116,9 @@ class Float8Linear(nn.Linear):
                 message names the layer and the fix.
         """
         if self.high_precision:
-            plain = input.dequantize() if isinstance(input, Float8Tensor) else input
-            return F.linear(plain, self.weight, self.bias)
+            return self._plain_forward(
+                input.dequantize() if isinstance(input, Float8Tensor) else input
+            )
         if self.config.enable_pre_and_post_forward:
             error = refuses_input(input, self.weight, autocasts(input.device.type))
             if error is not None:
@@ -133,7 +137,15 @@ class Float8Linear(nn.Linear):
             self._states(),
             record,
             None if cached is None else cached.codes,
+            self._factors(input),
         )
+
+    def _plain_forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight, self.bias)
+
+    def _factors(self, input: Tensor) -> Factors | None:
+        """What the three products of this call are multiplied by, if by anything."""
+        return None
 
     def _states(self) -> States:
         if not self.config.uses_delayed_scaling:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from float8 import kernels
 from float8.config import DelayedScalingConfig, OperandCast, ScalingType
@@ -148,25 +148,23 @@ def _by_kernel(
     cols: bool,
 ) -> kernels.Orientations:
     fmt = on_device(cast.format, x.device)
-    scale = known_scale(cast, state, x.device) if scale is None else scale
+    scale = known_scale(cast, state, x) if scale is None else scale
     amax = amax_to_record(cast, state, record)
     return kernels.cast_operand(
         x, cast.block, fmt.dtype, cast.power_of_two_scale, scale, rows, cols, amax
     )
 
 
-def known_scale(
-    cast: OperandCast, state: DelayedState | None, device: torch.device
-) -> Tensor | None:
+def known_scale(cast: OperandCast, state: DelayedState | None, x: Tensor) -> Tensor | None:
     """The scale that is known before the values are seen, or None: it is dynamic.
 
     Args:
         cast, state: see `quantize`.
-        device: of what is cast.
+        x: what is cast, or a tensor beside it.
     """
     state = _of_delayed(cast, state)
     if state is None:
-        return _static_scale(cast, device)
+        return _static_scale(cast, x)
     return state.scale.reshape(1, 1) if state.ready else None
 
 
@@ -180,16 +178,49 @@ def _of_delayed(cast: OperandCast, state: DelayedState | None) -> DelayedState |
     return state if cast.scaling_type is ScalingType.DELAYED else None
 
 
-def _static_scale(cast: OperandCast, device: torch.device) -> Tensor | None:
-    if cast.static_scale is None:
-        return None
-    return torch.full((1, 1), cast.static_scale, dtype=torch.float32, device=device)
+def _static_scale(cast: OperandCast, x: Tensor) -> Tensor | None:
+    return None if cast.static_scale is None else constant(float(cast.static_scale), x)
+
+
+def times(scale: Tensor, cast: OperandCast, factor: float) -> Tensor:
+    """``scale * factor``, where ``cast`` found ``scale``; eagerly no kernel for a static one."""
+    if cast.static_scale is None or torch.compiler.is_compiling():
+        return scale * factor
+    return constant(float(cast.static_scale) * factor, scale)
+
+
+def constant(value: float, like: Tensor) -> Tensor:
+    """(1, 1) float32 on the device of ``like``, read-only.
+
+    Filled once per value and device, not at every step. What a tracer or a CUDA graph would fill
+    is never kept, and none of it is handed what was kept: there ``like`` is no plain tensor.
+    """
+    if torch.compiler.is_compiling() or type(like) not in (Tensor, nn.Parameter):
+        return torch.full((1, 1), value, dtype=torch.float32, device=like.device)
+    known = _CONSTANTS.get((value, like.device))
+    if known is not None:
+        return known
+    with torch.inference_mode(False):  # or no backward could save it
+        filled = torch.full((1, 1), value, dtype=torch.float32, device=like.device)
+    if len(_CONSTANTS) < MAX_CONSTANTS and not _captures(like.device):
+        if like.device.type == "cuda":  # once: another stream may be the next to read it
+            torch.cuda.current_stream(like.device).synchronize()
+        _CONSTANTS[value, like.device] = filled
+    return filled
+
+
+MAX_CONSTANTS = 4096  # a factor that depends on the number of tokens may take many values
+_CONSTANTS: dict[tuple[float, torch.device], Tensor] = {}
+
+
+def _captures(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _scale(
     x: Tensor, cast: OperandCast, format_max: float, state: DelayedState | None, record: bool
 ) -> Tensor:
-    if (static := _static_scale(cast, x.device)) is not None:
+    if (static := _static_scale(cast, x)) is not None:
         return static
     delayed = _of_delayed(cast, state)
     if delayed is not None and delayed.ready and not record:

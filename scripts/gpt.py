@@ -21,18 +21,16 @@ V vocabulary.
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from float8 import Float8LinearConfig
-
 VOCABULARY = 256
 INIT_STD = 0.02  # GPT-2's and Llama's; the last layer of each branch is divided by sqrt(2 layers)
+UNIT = ("unit_bf16", "unit")  # recipes of the unit-scaled model
 
 
 @dataclass(frozen=True)
@@ -146,28 +144,37 @@ def rotate(x_BHTD: Tensor, rotary: Tensor) -> Tensor:
 
 
 def in_recipe(model: GPT, recipe: str) -> GPT:
-    """Run the blocks' linear layers in `recipe`; the parameters stay the same objects."""
+    """The model with the blocks' linear layers in `recipe`, unit-scaled if it is one of `UNIT`.
+
+    Unit scaling copies the model; otherwise it is the same object, with the same parameters.
+    """
     if recipe == "bf16":
         return model
+    if recipe in UNIT:
+        return _unit_scaled(model, recipe)
     # Here, not at the top: the bf16 baseline then needs nothing but PyTorch.
-    from float8 import convert_to_float8_training
+    from float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = float8_config(recipe)
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, fqn: fqn != "head")
+    # "naive" is what one gets by just calling `.to(torch.float8_e4m3fn)`: no scale at all, which is
+    # what recipe "unit" is where nothing is unit-scaled. The mean over B x T tokens makes gradients
+    # of 1e-5 and less, which E5M2, whose smallest number is 1.5e-5, rounds to zero; weights of 0.02
+    # lie where E4M3 has one or two bits left.
+    config = Float8LinearConfig.from_recipe_name("unit" if recipe == "naive" else recipe)
+    with warnings.catch_warnings():
+        if recipe == "naive":  # conversion warns of just that
+            warnings.filterwarnings("ignore", 'recipe "unit" casts with a scale of 1')
+        convert_to_float8_training(model, config=config, module_filter_fn=_all_but_the_head)
     return model
 
 
-def float8_config(recipe: str) -> Float8LinearConfig:
-    from float8 import CastConfig, Float8LinearConfig, ScalingType
+def _unit_scaled(model: GPT, recipe: str) -> GPT:
+    from float8.unit_scaling.transforms import unit_scale
+    from float8.unit_scaling.transforms.float8 import float8
 
-    if recipe != "naive":
-        return Float8LinearConfig.from_recipe_name(recipe)
-    # What one gets by just calling `.to(torch.float8_e4m3fn)`: no scale at all. The mean over B x T
-    # tokens makes gradients of 1e-5 and less, which E5M2, whose smallest number is 1.5e-5, rounds
-    # to zero; weights of 0.02 lie where E4M3 has one or two bits left.
-    unscaled = CastConfig(scaling_type=ScalingType.STATIC, static_scale=1.0)
-    return Float8LinearConfig(
-        cast_config_input=unscaled,
-        cast_config_weight=unscaled,
-        cast_config_grad_output=unscaled,
-    )
+    model = unit_scale(model)
+    # Without a config float8 takes recipe "unit".
+    return float8(model, module_filter_fn=_all_but_the_head) if recipe == "unit" else model
+
+
+def _all_but_the_head(_: nn.Module, fqn: str) -> bool:
+    return fqn != "head"

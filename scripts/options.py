@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-# A CPU without matrix units for bf16 multiplies bf16 twenty to fifty times slower (measured).
+# A CPU without matrix units for bf16 multiplies at float32's speed, at best (see bf16_products.py).
 # fmt: off
 SIZES: dict[str, dict[str, int]] = {
     "cpu":      {"layers": 4, "width": 256, "heads": 4, "context": 128, "batch": 16, "steps": 160},
-    "slow cpu": {"layers": 2, "width": 128, "heads": 2, "context": 64, "batch": 16, "steps": 160},
+    "slow cpu": {"layers": 2, "width": 128, "heads": 2, "context": 64, "batch": 32, "steps": 160},
     "cuda":     {"layers": 12, "width": 1024, "heads": 8, "context": 512, "batch": 32,
                  "steps": 600},
 }
@@ -31,6 +31,7 @@ class Options:
     batch: int
     steps: int
     learning_rate: float = 1e-3  # the best for bf16 of 0.7, 1, 1.5, 2 and 3e-3 at the CPU's sizes
+    unit_learning_rate: float = 2**-3
     seed: int = 0
     eval_interval: int = 40
     eval_batches: int = 8
@@ -64,6 +65,12 @@ def parser(description: str) -> argparse.ArgumentParser:
     sizes.add_argument("--batch", type=positive, help="windows in one step")
     sizes.add_argument("--steps", type=positive)
     p.add_argument("--learning-rate", type=float, default=Options.learning_rate, help="its peak")
+    p.add_argument(
+        "--unit-learning-rate",
+        type=float,
+        default=Options.unit_learning_rate,
+        help="its peak where the model is unit-scaled, before u-muP's factors",
+    )
     p.add_argument("--seed", type=int, default=Options.seed, help="of the weights and the data")
     p.add_argument("--data", type=Path, help="a folder of text files (the standard library's)")
     p.add_argument("--device", help="cuda where there is one, else cpu")

@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# Run the whole test suite, with the coverage of float8/, on a machine that has Python >= 3.10 and
-# pip. Options go to pytest: bash scripts/test.sh test/scripts -k resume
+# Run the whole test suite on a machine that has Python >= 3.10 and pip. Options go to pytest:
+#
+#     bash scripts/test.sh test/scripts -k resume
+#     bash scripts/test.sh --cov=float8     # coverage; takes about three times as long
+#
 # A worker process per core, eight at most; -n 0 runs all in one process.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,4 +12,4 @@ bash scripts/setup_env.sh test
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # the cores are taken by the workers
 workers=$(nproc)
-exec .venv/bin/python -m pytest -n $((workers < 8 ? workers : 8)) --cov=float8 --cov-report=term "$@"
+exec .venv/bin/python -m pytest -n $((workers < 8 ? workers : 8)) "$@"

@@ -12,6 +12,7 @@ the text. Ctrl-C finishes the running step and writes a checkpoint; `--resume` r
 identity differs and otherwise continues to the same losses, on a CPU bit for bit.
 """
 
+import contextlib
 import math
 import os
 import pickle
@@ -27,12 +28,14 @@ from typing import Any
 import corpus
 import gpt
 import torch
+from bf16_products import Bf16Products
 from environment import environment, write_json
-from options import Options, options_from, parser
+from options import Options, options_from, parser, row_of
 from torch import Tensor, nn
 from tqdm import tqdm
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # Llama's (arXiv:2302.13971)
+UNIT_DECAY = 2**-13  # per step, whatever the learning rate (u-muP, arXiv:2407.17465)
 FINAL_LEARNING_RATE = 0.1  # of the peak: cosine, as Llama
 
 
@@ -54,7 +57,10 @@ class Trainer:
         self.forward = torch.compile(self.model) if options.compile else self.model
         names = (name for name, _ in self.model.named_buffers())
         self.keeps_histories = any(name.endswith("amax_history") for name in names)  # delayed
+        self.unit_scaled = options.recipe in gpt.UNIT
         self.optimizer = self._adamw()
+        slow = row_of(options.device) == "slow cpu" and not options.compile
+        self.products = Bf16Products if slow else contextlib.nullcontext
         if options.resume:
             self._load()
 
@@ -84,7 +90,7 @@ class Trainer:
         o = self.options
         batches = self.text.val_batches(o.eval_batches, batch=o.batch, context=o.context)
         self.model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self.products():
             losses = [self._loss(*batch).item() for batch in batches]
         self.model.train()
         return statistics.fmean(losses)
@@ -175,11 +181,23 @@ class Trainer:
     def _adamw(self) -> torch.optim.AdamW:
         """Weight decay is for matrices; gains of norms have no reason to be small."""
         parameters = list(self.model.parameters())
+        decay = UNIT_DECAY if self.unit_scaled else WEIGHT_DECAY
         groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, betas=BETAS, fused=True)
+        optimizer = self._unit_adamw(groups) if self.unit_scaled else self._plain_adamw(groups)
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        return optimizer
+
+    def _plain_adamw(self, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
+        return torch.optim.AdamW(groups, self.options.learning_rate, betas=BETAS, fused=True)
+
+    def _unit_adamw(self, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
+        from float8.unit_scaling import optim
+
+        return optim.AdamW(groups, self.options.unit_learning_rate, betas=BETAS, fused=True)
 
     def _timed_step(self) -> None:
         start = time.perf_counter()
@@ -189,10 +207,12 @@ class Trainer:
 
     def _train_step(self) -> float:
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, self.options)
-        loss = self._loss(*self._batch())
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+            group["lr"] = group["initial_lr"] * schedule(self.step, self.options.steps)
+        with self.products():
+            loss = self._loss(*self._batch())
+            loss.backward()
+        if not self.unit_scaled:
+            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.keeps_histories:
@@ -212,13 +232,13 @@ class Trainer:
         return loss
 
 
-def learning_rate(step: int, options: Options) -> float:
-    """Linear warm-up over the first tenth, then half a cosine down to a tenth of the peak."""
-    warmup = max(1, options.steps // 10)
-    progress = max(0, step - warmup) / max(1, options.steps - warmup)
+def schedule(step: int, steps: int) -> float:
+    """Of the peak: linear warm-up over the first tenth, then half a cosine down to a tenth."""
+    warmup = max(1, steps // 10)
+    progress = max(0, step - warmup) / max(1, steps - warmup)
     cosine = (1 + math.cos(math.pi * progress)) / 2
     decay = FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * cosine
-    return options.learning_rate * min(1.0, (step + 1) / warmup) * decay
+    return min(1.0, (step + 1) / warmup) * decay
 
 
 def progress_bar(options: Options, step: int) -> "tqdm[Any]":
@@ -255,7 +275,7 @@ class CtrlC:
 
 def main(argv: list[str] | None = None) -> int:
     p = parser((__doc__ or "").partition("\n")[0])
-    p.add_argument("--recipe", default="bf16", help="bf16, naive, or a recipe of float8")
+    p.add_argument("--recipe", default="bf16", help="bf16, naive, unit_bf16, or a recipe of float8")
     p.add_argument("--checkpoint", type=Path, help="default: out/gpt_RECIPE.pt")
     p.add_argument("--out", type=Path, help="write the losses and speeds here, as JSON")
     args = p.parse_args(argv)

@@ -16,8 +16,8 @@ from torch import Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROW, ONE, SQUARE = (-1, -1), (1, -1), (1, 128), (128, 128)
 
-# (dtype, block, power-of-two scale) of operand a and b; None: high precision.
-Operand = tuple[torch.dtype, tuple[int, int], bool]
+# (dtype, block, power-of-two scale or a fixed one) of operand a and b; None: high precision.
+Operand = tuple[torch.dtype, tuple[int, int], bool | float]
 _TENSORWISE = {
     "output": ((E4M3, TENSOR, False), (E4M3, TENSOR, False)),
     "grad_input": ((E5M2, TENSOR, False), (E4M3, TENSOR, False)),
@@ -27,6 +27,11 @@ _ROWWISE = ((E4M3, ROW, True), (E4M3, ROW, True))
 GEMMS: dict[str, dict[str, tuple[Operand, Operand] | None]] = {
     "tensorwise": _TENSORWISE,
     "delayed": _TENSORWISE,
+    "unit": {
+        "output": ((E4M3, TENSOR, 1.0), (E4M3, TENSOR, 1.0)),
+        "grad_input": ((E5M2, TENSOR, 1.0), (E4M3, TENSOR, 1.0)),
+        "grad_weight": ((E5M2, TENSOR, 1.0), (E4M3, TENSOR, 1.0)),
+    },
     "rowwise": {"output": _ROWWISE, "grad_input": _ROWWISE, "grad_weight": _ROWWISE},
     "rowwise_with_gw_hp": {
         "output": _ROWWISE,
@@ -86,7 +91,11 @@ def _product(
 
 def _cast(x: Tensor, operand: Operand) -> tuple[Tensor, Tensor]:
     """The values of the codes, and the scale of every element, in float64."""
-    dtype, block, power_of_two = operand
-    codes, scale = oracle.quantize(x.contiguous(), block, dtype, power_of_two)
+    dtype, block, scaling = operand
+    if isinstance(scaling, bool):
+        codes, scale = oracle.quantize(x.contiguous(), block, dtype, scaling)
+    else:
+        scale = torch.full((1, 1), scaling)
+        codes = oracle.cast(x.contiguous(), scale, block, dtype)
     values = oracle.table(dtype)[codes.long()]
     return values, oracle.spread(scale.double(), tuple(x.shape), block)

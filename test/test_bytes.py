@@ -9,6 +9,7 @@ element with dynamic scales, 2 + 1 + 1 with scales that are known before.
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,12 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton")
 
 from float8.autograd import STATELESS, CachedWeight, _Float8LinearFunction, cast_weight
-from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
+from float8.config import RECIPES
 from float8.scaling import DelayedState
 
 M, K, N = 512, 1024, 4096  # three products of two that differ
-STATIC = CastConfig(ScalingType.STATIC, static_scale=0.5)
-CONFIGS = RECIPES | {"static": Float8LinearConfig(STATIC, STATIC, STATIC)}
 
 
 class Context:
@@ -47,8 +46,12 @@ def states_of(config):
 
 
 def step(config, cached=False, microbatches=1):
-    """The meter of one optimizer step's forwards and backwards."""
-    with FakeTensorMode(), torch.no_grad(), CastMeter() as meter:
+    """The meter of one optimizer step's forwards and backwards, after the first.
+
+    Static scales are there by then (`test_kernel_path.py` sees that nothing is filled in again).
+    """
+    kept = mock.patch("float8.scaling.constant", lambda *_: empty(1, 1, dtype=torch.float32))
+    with FakeTensorMode(), torch.no_grad(), CastMeter() as meter, kept:
         states, w_NK, weight = states_of(config), empty(N, K), None
         if cached:
             cached_weight = cast_weight(w_NK, torch.bfloat16, config, states[1])
@@ -71,7 +74,7 @@ def bytes_per_element(meter, rows, cols):
 BYTES = {
     "tensorwise": (6, 6, 5 + 3, 6),
     "delayed": (4, 4, 3 + 3, 4),
-    "static": (4, 4, 3 + 3, 4),
+    "unit": (4, 4, 3 + 3, 4),
     "rowwise": (6, 6, 3 + 5, 6),
     "rowwise_with_gw_hp": (3, 3, 3 + 5, 3 + 5),  # w: rows, then one scale for the tensor
     "blockwise": (4, 4, 3 + 3, 4),
@@ -81,28 +84,27 @@ BYTES = {
 @pytest.mark.parametrize("name", BYTES)
 def test_bytes_per_element(name):
     x, g, w, cached = BYTES[name]
-    meter = step(CONFIGS[name])
+    meter = step(RECIPES[name])
     assert bytes_per_element(meter, M, K) == x
     assert bytes_per_element(meter, M, N) == g
     assert bytes_per_element(meter, N, K) == w
-    assert bytes_per_element(step(CONFIGS[name], cached=True), N, K) == cached
+    assert bytes_per_element(step(RECIPES[name], cached=True), N, K) == cached
 
 
 @pytest.mark.parametrize("name", BYTES)
 def test_a_cached_weight_is_cast_once_for_all_microbatches(name):
-    meter = step(CONFIGS[name], cached=True, microbatches=4)
+    meter = step(RECIPES[name], cached=True, microbatches=4)
     assert bytes_per_element(meter, N, K) == BYTES[name][3]
     assert bytes_per_element(meter, M, K) == 4 * BYTES[name][0]
 
 
 # Two launches per dynamic tensorwise cast (amax; scale and cast), one per other; w is cast twice,
-# the second time with the scale that the first one found. Static scales are filled in. Columns of
-# one scale each take a zeroed buffer, an amax pass and the cast. A tensorwise scale beside a
-# rowwise one is repeated for every row.
+# the second time with the scale that the first one found. Columns of one scale each take a zeroed buffer,
+# an amax pass and the cast. A tensorwise scale beside a rowwise one is repeated for every row.
 LAUNCHES = {
     "tensorwise": 2 + 2 + 2 + 1,
     "delayed": 4,
-    "static": 4 + 3,
+    "unit": 4,
     "rowwise": 3 + 1 + 3 + 3,
     "rowwise_with_gw_hp": 1 + 1 + 1 + 2 + 1,
     "blockwise": 4,
@@ -111,11 +113,11 @@ LAUNCHES = {
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_step_launches_what_a_hand_written_one_would(name):
-    assert step(CONFIGS[name]).launches == LAUNCHES[name] + 3
+    assert step(RECIPES[name]).launches == LAUNCHES[name] + 3
 
 
 def test_the_meter_notices_plain_pytorch():
     """The planted fault: the emulated casts move many times the bytes in many launches."""
-    meter = step(replace(CONFIGS["tensorwise"], emulate=True))
+    meter = step(replace(RECIPES["tensorwise"], emulate=True))
     assert bytes_per_element(meter, M, K) > 12
     assert meter.launches > 30

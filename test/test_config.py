@@ -28,8 +28,8 @@ OFF = CastConfig(DISABLED)
 TENSOR, ROW, B1, B128 = (-1, -1), (1, -1), (1, 128), (128, 128)
 
 
-def cast(block, fmt=E4M3, scaling=DYNAMIC, pow2=False) -> OperandCast:
-    return OperandCast(scaling, fmt, block, pow2)
+def cast(block, fmt=E4M3, scaling=DYNAMIC, pow2=False, static=None) -> OperandCast:
+    return OperandCast(scaling, fmt, block, pow2, static)
 
 
 def casts_of(plan: LinearPlan) -> list[OperandCast | None]:
@@ -39,6 +39,7 @@ def casts_of(plan: LinearPlan) -> list[OperandCast | None]:
 
 ROW_POW2, B1_POW2, B128_POW2 = (cast(b, pow2=True) for b in (ROW, B1, B128))
 T4, T5 = cast(TENSOR), cast(TENSOR, E5M2)
+S4, S5 = (cast(TENSOR, fmt, STATIC, static="1.0") for fmt in (E4M3, E5M2))
 D4, D5 = cast(TENSOR, scaling=DELAYED), cast(TENSOR, E5M2, DELAYED)
 # recipe -> the casts of (x, w), (g, w), (g, x); which second uses share bytes; fast accumulation
 PLANS = {
@@ -55,6 +56,7 @@ PLANS = {
         (False, True, False),
         (False, False, False),
     ),
+    "unit": ([S4, S4, S5, S4, S5, S4], (True, True, True), (True, False, False)),
 }
 
 
@@ -136,7 +138,7 @@ def test_replacing_a_cast_resolves_anew(recipe):
     )
     assert changed == written_out
     assert changed.plan == written_out.plan
-    assert changed.plan.output.a == OperandCast(STATIC, E4M3, TENSOR, static_scale=2.0)
+    assert changed.plan.output.a == OperandCast(STATIC, E4M3, TENSOR, static_scale="2.0")
     assert config.plan.output.a != changed.plan.output.a
 
 

@@ -15,10 +15,12 @@ from unittest import mock
 import pytest
 import torch
 from assertions import assert_bitwise
+from meter import CastMeter
 
 pytest.importorskip("triton")
 
 from float8 import Float8Linear, cached_weights, sync_float8_amax_and_scale_history
+from float8.autograd import STATELESS, linear_in_float8
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
 from float8.kernels.casts import KERNELS
 
@@ -75,6 +77,23 @@ def test_same_bits_as_the_plain_path(name, cached):
         else:
             got = steps(layer)
     assert_all_bitwise(got, steps(layer_of(name)), name)
+
+
+@pytest.mark.parametrize("factors", [None, (0.5, 0.25, 0.125)])
+def test_a_static_step_launches_four_casts_and_three_products(factors):
+    """With and without factors: their constants are filled in by the first step alone."""
+    config = RECIPES["unit"]
+    x, w, g = (torch.randn(16, 16, dtype=torch.bfloat16) for _ in range(3))
+    meters = []
+    for _ in range(2):
+        with kernel_path(), CastMeter() as meter:
+            leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+            out = linear_in_float8(*leaves, None, config, STATELESS, False, factors=factors)
+            torch.autograd.grad(out, leaves, g)
+        meters.append(meter)
+    names = [name for name in meters[1].ops if name.startswith("float8::")]
+    assert names == ["float8::cast"] * 4
+    assert "aten::full" not in meters[1].ops
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])

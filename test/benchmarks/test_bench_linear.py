@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from benchmarks import bench_linear, contenders, harness, limit, targets
+from benchmarks.contenders import SCALED
 from benchmarks.shapes import Shape
-from float8.config import RECIPES
 
 M, K, N = 48, 128, 64
 TINY = ["--device", "cpu", "--shapes", f"{M},{K},{N}", "--repeats", "3", "--warmup", "1"]
-OURS = [*RECIPES, "static"]
+OURS = [*SCALED, "static"]
 
 
 def run(tmp_path: Path, *arguments: str) -> list[dict]:

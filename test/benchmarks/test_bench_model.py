@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from benchmarks import bench_model, llama
-from benchmarks.contenders import BASELINE
+from benchmarks.contenders import BASELINE, SCALED
 from float8 import Float8Linear
-from float8.config import RECIPES
 
 SIZES = llama.Sizes(64, 128, 4, 2, batch=2, tokens=16, blocks=2)
 FAST = ["--device", "cpu", "--size", "tiny", "--repeats", "2", "--warmup", "1", "--no-peer"]
@@ -31,7 +30,7 @@ def run(tmp_path: Path, *arguments: str) -> list[dict]:
 
 def test_every_recipe_is_measured_beside_bf16(tmp_path):
     plain, *rows = run(tmp_path)
-    assert [row["layer"] for row in (plain, *rows)] == [BASELINE, *RECIPES]
+    assert [row["layer"] for row in (plain, *rows)] == [BASELINE, *SCALED]
     assert [row["error"] for row in rows if "error" in row] == []
     for row in (plain, *rows):
         assert row["tokens_s"] == pytest.approx(2 * 16 / row["ms"] * 1e3)
@@ -50,7 +49,7 @@ def test_float8_keeps_less_for_backward(tmp_path):
 
 def test_all_models_share_their_parameters():
     plain = llama.Llama(SIZES)
-    for name in (BASELINE, *RECIPES):
+    for name in (BASELINE, *SCALED):
         model = bench_model.model_of(name, plain)
         shared = zip(plain.parameters(), model.parameters(), strict=True)
         assert all(one is other for one, other in shared)

@@ -185,7 +185,7 @@ def test_saved_memory_by_hand():
     assert saved_bytes(shape, RECIPES["rowwise"].plan, Use(training=False)) == 0
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "unit"])
 def test_saved_memory_is_what_was_measured(recipe):
     rows = json.loads((RESULTS / "cpu_bench_linear.json").read_text())["rows"]
     measured = {r["layer"]: r for r in rows if r.get("mode", "eager") == "eager"}[recipe]

@@ -1,0 +1,187 @@
+"""Does the best learning rate of a narrow model serve a wide one?
+
+For every width and every power of two in a range, one model is trained from the same seed on the
+same text (`training.py`), in each parametrisation of `decoders.py`. The answer is where the lowest
+held-out loss lies, by width:
+
+    optimum   the vertex of the parabola in log2(learning rate) through the best point of the grid
+              and its two neighbours; at an edge of the grid, the edge
+    drift     the optimum of the widest model less that of the narrowest, in powers of two
+    room      how many powers of two of the grid lose less than 3 % to the best
+
+With u-muP the drift is about 0; with the standard parametrisation theory says -log2 of the ratio
+of widths (arXiv 2203.03466).
+
+    python benchmarks/bench_mup_transfer.py -o mup_transfer.json --plot mup_transfer.png
+    python benchmarks/bench_mup_transfer.py --variant u-mup mus --widths 64 128
+    python benchmarks/bench_mup_transfer.py --quick
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
+
+from benchmarks import decoders, harness, report, training
+from benchmarks.decoders import PARAMETRISATIONS
+
+import corpus  # isort: skip  # of scripts/, which training puts on the path
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLUMNS = {
+    "layer": ("parametrisation", ""),
+    "width": ("width", ".0f"),
+    "parameters": ("parameters", ",.0f"),
+    "log2_lr": ("log2(lr)", ".0f"),
+    "val_loss": ("val. loss", ".4f"),
+    "seconds": ("s", ".0f"),
+    "optimum": ("optimum", ".1f"),
+    "room": ("room", ".0f"),
+    "error": ("not run", ".80"),
+}
+ROOM = 1.03
+MAX_DRIFT = 1.0  # octaves
+QUICK = {"widths": [32, 64], "steps": 2, "batch": 2, "context": 16, "layers": 1, "val_batches": 1}
+
+
+def run(
+    name: str, width: int, octave: int, text: corpus.Corpus, options: argparse.Namespace
+) -> harness.Row:
+    """Train one model with one learning rate."""
+    parametrisation = PARAMETRISATIONS[name]
+    torch.manual_seed(options.seed)
+    model = parametrisation.model(width, options.layers, options.context).to(options.device)
+    result = training.train(
+        parametrisation.loss(model),
+        parametrisation.optimizer(model, 2.0**octave),
+        training.train_batches(text, options),
+        options.steps,
+        training.val_batches(text, options),
+    )
+    return {
+        "layer": name,
+        "width": width,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "log2_lr": octave,
+        **result.row(),
+    }
+
+
+def curve(rows: Sequence[harness.Row], name: str, width: int) -> dict[int, float]:
+    """log2(learning rate) -> held-out loss, of one model, less what diverged."""
+    mine = (row for row in rows if (row["layer"], row["width"]) == (name, width))
+    return {row["log2_lr"]: row["val_loss"] for row in mine if "val_loss" in row}
+
+
+def optimum(curve: dict[int, float]) -> float:
+    """Where a curve is lowest, in log2(learning rate); the module's docstring has the formula."""
+    best = min(curve, key=curve.__getitem__)
+    if best - 1 not in curve or best + 1 not in curve:
+        return float(best)
+    left, middle, right = (curve[best + step] for step in (-1, 0, 1))
+    bend = left - 2 * middle + right
+    return best + (left - right) / (2 * bend) if bend > 0 else float(best)
+
+
+def note_optima(rows: Sequence[harness.Row]) -> None:
+    """Write optimum and room into the best row of every model."""
+    for row in rows:
+        losses = curve(rows, row["layer"], row["width"])
+        if losses and row["log2_lr"] == min(losses, key=losses.__getitem__):
+            row["optimum"] = optimum(losses)
+            row["room"] = sum(loss < ROOM * min(losses.values()) for loss in losses.values())
+
+
+def drifts(rows: Sequence[harness.Row]) -> list[harness.Row]:
+    """How far the optimum moves from the narrowest to the widest model; u-mup's may one octave."""
+    best = [row for row in rows if "optimum" in row]
+    found: list[harness.Row] = []
+    for name in dict.fromkeys(row["layer"] for row in best):
+        ordered = sorted((row for row in best if row["layer"] == name), key=lambda r: r["width"])
+        drift = ordered[-1]["optimum"] - ordered[0]["optimum"]
+        row: harness.Row = {"layer": name, "mode": "drift", "measured": drift}
+        row["against"] = f"width {ordered[0]['width']} -> {ordered[-1]['width']}"
+        if name != "standard":
+            row |= {"target": MAX_DRIFT, "met": abs(drift) <= MAX_DRIFT}
+        found.append(row)
+    return found
+
+
+def draw(rows: Sequence[harness.Row]) -> Figure:
+    """Held-out loss against learning rate: a panel per parametrisation, a line per width."""
+    from matplotlib.figure import Figure  # only who draws needs it
+
+    names = list(dict.fromkeys(row["layer"] for row in rows))
+    figure = Figure(figsize=(1 + 4.5 * len(names), 4), layout="constrained")
+    grid = figure.subplots(1, max(1, len(names)), sharey=True, squeeze=False)
+    for axes, name in zip(grid[0], names, strict=False):
+        draw_panel(axes, rows, name)
+    return figure
+
+
+def draw_panel(axes: Axes, rows: Sequence[harness.Row], name: str) -> None:
+    for width in sorted({row["width"] for row in rows if row["layer"] == name}):
+        losses = curve(rows, name, width)
+        if not losses:
+            continue
+        (line,) = axes.plot(list(losses), list(losses.values()), marker="o", label=f"width {width}")
+        axes.axvline(optimum(losses), color=line.get_color(), linewidth=0.8, linestyle=":")
+    axes.set_title(name)
+    axes.set_xlabel("log2(learning rate)")
+    axes.set_ylabel("held-out loss")
+    axes.legend(fontsize="small")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = training.parser(__doc__)
+    parser.add_argument(
+        "--variant", nargs="+", choices=list(PARAMETRISATIONS), default=["standard", "u-mup"]
+    )
+    parser.add_argument("--widths", nargs="+", type=harness.positive, default=[64, 128, 256])
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture there")
+    parser.add_argument("--quick", action="store_true", help="two steps: does it run?")
+    options = parser.parse_args(argv)
+    if wrong := [width for width in options.widths if width % decoders.HEAD]:
+        parser.error(f"--widths must be multiples of {decoders.HEAD}, the size of a head: {wrong}")
+    for key, value in QUICK.items() if options.quick else ():
+        setattr(options, key, value)
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train all, say where the optima are, write it down; 1 if a model has no optimum."""
+    options = parse(argv)
+    text = corpus.load(options.data)
+    text.check(options.context)
+    jobs = [
+        (name, width, octave)
+        for name, width in itertools.product(options.variant, options.widths)
+        for octave in PARAMETRISATIONS[name].octaves
+    ]
+    rows: list[harness.Row] = []
+    try:
+        for job in harness.in_time(jobs, options.stop_after):
+            rows.append(run(*job, text, options))
+    finally:  # an interrupted run keeps what it measured
+        note_optima(rows)
+        report.publish("bench_mup_transfer", argv, options, rows, COLUMNS, drifts(rows))
+        if options.plot:
+            options.plot.parent.mkdir(parents=True, exist_ok=True)
+            draw(rows).savefig(options.plot, dpi=120)
+    trained = {(row["layer"], row["width"]) for row in rows if "optimum" in row}
+    return int(len(trained) < len(options.variant) * len(options.widths))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

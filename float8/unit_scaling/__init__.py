@@ -1,0 +1,84 @@
+"""Unit scaling: models whose every weight, activation and gradient starts with unit scale.
+
+A number format has a range, and float8 a small one. Unit scaling (arXiv 2303.11257) builds a
+model so that its tensors sit in the middle of it: weights start from N(0, 1) and each operation
+divides its results, forward and backward, by what it is known to multiply scales by. u-muP (arXiv
+2407.17465) adds learning rates which hold for every width and depth. Float8 products then need no
+scale that is measured at run time::
+
+    import float8.unit_scaling as uu
+    from float8.unit_scaling import functional as U
+
+    model = uu.TransformerDecoder(hidden_size=256, vocab_size=1000, layers=4, heads=4)
+    optimizer = uu.optim.AdamW(model.parameters(), lr=0.5)
+    model.loss(torch.randint(1000, (8, 128))).backward()
+
+`functional` (U) has the operations, this package the modules, `parameter` and `optim` what learning
+rates follow from; `transforms` change what a model computes with, `analysis` shows its scales. The
+last two are imported when they are asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from float8.unit_scaling import float8_layers as _registers_the_layers  # noqa: F401
+from float8.unit_scaling import functional, optim, parameter
+from float8.unit_scaling.modules.activations import GELU, CrossEntropyLoss, Dropout, SiLU, Softmax
+from float8.unit_scaling.modules.attention import MHSA
+from float8.unit_scaling.modules.depth import DepthModuleList, DepthSequential
+from float8.unit_scaling.modules.layers import Conv1d, Embedding, Linear, LinearReadout
+from float8.unit_scaling.modules.norms import LayerNorm, RMSNorm
+from float8.unit_scaling.modules.transformer import (
+    MLP,
+    TransformerDecoder,
+    TransformerLayer,
+    TransformerStack,
+)
+from float8.unit_scaling.parameter import MupType, Parameter
+from float8.unit_scaling.rules import transformer_residual_scaling_rule
+
+if TYPE_CHECKING:
+    from float8.unit_scaling import analysis, transforms
+
+__all__ = [
+    "GELU",
+    "MHSA",
+    "MLP",
+    "Conv1d",
+    "CrossEntropyLoss",
+    "DepthModuleList",
+    "DepthSequential",
+    "Dropout",
+    "Embedding",
+    "LayerNorm",
+    "Linear",
+    "LinearReadout",
+    "MupType",
+    "Parameter",
+    "RMSNorm",
+    "SiLU",
+    "Softmax",
+    "TransformerDecoder",
+    "TransformerLayer",
+    "TransformerStack",
+    "analysis",
+    "functional",
+    "optim",
+    "parameter",
+    "transformer_residual_scaling_rule",
+    "transforms",
+]
+
+_LAZY = ("analysis", "transforms")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,122 @@
+"""From a model to the plot of its scales in one call: a batch of text, one training step, `plot`.
+
+For a model that takes other inputs, the three steps are ::
+
+    tracked = track_scales(model)
+    loss_of(tracked, batch).backward()
+    plot(tracked.scales_graph())
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from float8.unit_scaling.analysis.scale_plot import plot
+from float8.unit_scaling.transforms.track_scales import track_scales
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+IGNORED = -100  # the label that F.cross_entropy leaves out
+
+
+def example_batch(
+    tokenizer: Any,
+    batch_size: int,
+    seq_len: int,
+    texts: Sequence[str] | None = None,
+    seed: int = 1472,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A batch of token ids of real text.
+
+    Args:
+        tokenizer: anything with ``encode(text)`` that returns ids, or an object with ``ids``; None
+            for the bytes of the text, 256 ids.
+        batch_size: B, how many sequences.
+        seq_len: S, how many tokens each.
+        texts: where they are cut from, at random; the documentation of `torch.nn` if None.
+        seed: of the choice.
+
+    Returns:
+        ``input_idxs``, ``attn_mask`` and ``labels``, each int64 (B, S). Labels are the ids, one to
+        the left. Where a text is too short, the mask and the ids are 0 and the labels -100.
+
+    Raises:
+        ValueError: there is no text, or batch_size or seq_len is not positive.
+    """
+    if batch_size < 1 or seq_len < 1:
+        raise ValueError(f"batch_size={batch_size}, seq_len={seq_len}: both must be positive")
+    texts = _documentation() if texts is None else texts
+    if not any(texts):
+        raise ValueError("texts is empty: give at least one text")
+    generator = torch.Generator().manual_seed(seed)
+    encoded = [ids for text in texts if len(ids := _encode(tokenizer, text)) > 1]
+    rows = [_cut(encoded, seq_len + 1, generator) for _ in range(batch_size)]
+    ids = torch.tensor([[*row, *[0] * (seq_len + 1 - len(row))] for row in rows])
+    is_text = torch.tensor([[i < len(row) for i in range(seq_len + 1)] for row in rows])
+    labels = torch.where(is_text, ids, IGNORED)[:, 1:]
+    return ids[:, :-1] * is_text[:, :-1], is_text[:, :-1].long(), labels
+
+
+def visualiser(
+    model: nn.Module,
+    tokenizer: Any = None,
+    batch_size: int = 8,
+    seq_len: int = 64,
+    backward: bool = True,
+    texts: Sequence[str] | None = None,
+    seed: int = 1472,
+    **plot_kwargs: Any,
+) -> Axes:
+    """Plots the scales of a language model in one training step.
+
+    Args:
+        model: called as ``model(inputs, labels)`` with two int64 (B, S); returns the loss, or a
+            tuple that ends with it. It stays as it is, gradients included.
+        tokenizer, batch_size, seq_len, texts, seed: as for `example_batch`.
+        backward: show the gradients too.
+        **plot_kwargs: of `plot`.
+
+    Returns:
+        the axes of the plot.
+
+    Raises:
+        TypeError: the model returns no scalar loss.
+    """
+    inputs, _, labels = example_batch(tokenizer, batch_size, seq_len, texts, seed)
+    parameter = next(model.parameters(), inputs)
+    tracked = track_scales(model)
+    output = tracked(inputs.to(parameter.device), labels.to(parameter.device))
+    loss = output[-1] if isinstance(output, tuple) else output
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError(
+            "visualiser needs a model that returns its loss, a scalar, or a tuple that ends with "
+            f"it; {type(model).__name__} returned {type(loss).__name__}"
+        )
+    if backward:
+        loss.backward()
+    return plot(tracked.scales_graph(), **plot_kwargs)  # type: ignore[operator]
+
+
+def _documentation() -> list[str]:
+    """Text that is always at hand."""
+    classes = [value for _, value in sorted(vars(nn).items()) if inspect.isclass(value)]
+    return [inspect.getdoc(cls) or "" for cls in classes]
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    if tokenizer is None:
+        return list(text.encode())
+    found = tokenizer.encode(text)
+    return list(getattr(found, "ids", found))
+
+
+def _cut(encoded: list[list[int]], length: int, generator: torch.Generator) -> list[int]:
+    ids = encoded[int(torch.randint(len(encoded), (), generator=generator))]
+    start = int(torch.randint(max(len(ids) - length, 0) + 1, (), generator=generator))
+    return ids[start : start + length]

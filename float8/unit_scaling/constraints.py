@@ -1,0 +1,116 @@
+"""Constraints: when the factors of one operation must agree, on which value.
+
+The ideal factors of an operation give its output and each of its input gradients a scale of one,
+each by itself. But backward must still compute the gradient of what forward computed, up to one
+constant for the whole network. Unit scaling shows when that holds (arXiv 2303.11257, section 4):
+the factors of the output and of an input's gradient must be equal, unless the input is a cut edge
+of the graph, one that all paths to what lies behind it must cross: a weight, a bias, the logits of
+the loss, the branch of a residual. A constraint replaces them by one:
+
+    gmean  (a b c) ** (1/3)      hmean  3 / (1/a + 1/b + 1/c)      amean  (a + b + c) / 3
+    to_output_scale  a           to_grad_input_scale  b            None  each keeps its own
+
+u-muP takes `to_output_scale` everywhere (arXiv 2407.17465, appendix B): activations
+then have unit scale exactly, gradients nearly where an operation's fan-in and fan-out agree.
+Operations take a constraint by name, as a function of the factors, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Constraint = str | Callable[..., float] | None
+
+
+def gmean(*scales: float) -> float:
+    """The geometric mean of the scales; the choice of the first unit scaling paper."""
+    product = scales[0]
+    for scale in scales[1:]:
+        product = product * scale
+    return product ** (1 / len(scales))
+
+
+def hmean(*scales: float) -> float:
+    """The harmonic mean of the scales; of 1/fan_in and 1/fan_out it is Glorot's."""
+    return len(scales) / sum(1 / scale for scale in scales)
+
+
+def amean(*scales: float) -> float:
+    """The arithmetic mean of the scales."""
+    return sum(scales) / len(scales)
+
+
+def to_output_scale(output_scale: float, *grad_input_scale: float) -> float:
+    """The scale of the output."""
+    return output_scale
+
+
+def to_grad_input_scale(output_scale: float, grad_input_scale: float) -> float:
+    """The scale of the input's gradient, in an operation of one input."""
+    return grad_input_scale
+
+
+def to_left_grad_scale(
+    output_scale: float, left_grad_scale: float, right_grad_scale: float
+) -> float:
+    """The scale of the left input's gradient, in an operation of two inputs."""
+    return left_grad_scale
+
+
+def to_right_grad_scale(
+    output_scale: float, left_grad_scale: float, right_grad_scale: float
+) -> float:
+    """The scale of the right input's gradient, in an operation of two inputs."""
+    return right_grad_scale
+
+
+# name -> (function, the number of scales that it is defined for, or None for any)
+_CONSTRAINTS: dict[str, tuple[Callable[..., float], int | None]] = {
+    "gmean": (gmean, None),
+    "hmean": (hmean, None),
+    "amean": (amean, None),
+    "to_output_scale": (to_output_scale, None),
+    "to_grad_input_scale": (to_grad_input_scale, 2),
+    "to_left_grad_scale": (to_left_grad_scale, 3),
+    "to_right_grad_scale": (to_right_grad_scale, 3),
+}
+
+
+def apply_constraint(constraint: Constraint, *scales: float) -> tuple[float, ...]:
+    """The scales of an operation after its constraint.
+
+    Args:
+        constraint: the name of a function of this module; or a function of the scales, called
+            with the output's first and returning one scale; or None.
+        scales: the ideal scales, the output's and those of the inputs' gradients.
+
+    Returns:
+        As many scales: all equal, or unchanged where the constraint is None.
+
+    Raises:
+        ValueError: no constraint has this name, or not for this number of scales.
+        TypeError: ``constraint`` is no name, no function and not None.
+    """
+    if constraint is None:
+        return scales
+    scale = _named(constraint, len(scales))(*scales)
+    return tuple(scale for _ in scales)
+
+
+def _named(constraint: str | Callable[..., float], count: int) -> Callable[..., float]:
+    if not isinstance(constraint, str):
+        if callable(constraint):
+            return constraint
+        raise TypeError(
+            "a constraint is a name, a function of the scales or None, got "
+            f"{type(constraint).__name__} {constraint!r}"
+        )
+    usable = [name for name, (_, n) in _CONSTRAINTS.items() if n in {None, count}]
+    if constraint not in usable:
+        known = constraint in _CONSTRAINTS
+        problem = f"is not defined for an operation of {count} scales" if known else "is unknown"
+        raise ValueError(
+            f"the constraint {constraint!r} {problem}: use one of {', '.join(usable)}, None, or a "
+            "function of the scales"
+        )
+    return _CONSTRAINTS[constraint][0]

@@ -1,0 +1,251 @@
+"""Any small floating point format, simulated in wider numbers.
+
+A format has E exponent bits, M mantissa bits and a bias. Its non-negative values are those of the
+codes c = 0, 1, 2, ..., which are in order::
+
+    m = c mod 2^M,  e = c div 2^M                   mantissa and exponent field
+    value = 2^(1 - bias - M) * m                    e = 0:  subnormal
+    value = 2^(e - bias - M) * (2^M + m)            e > 0:  normal
+
+A *variant* says where the bias is and how many of the largest codes are no finite numbers:
+
+========== =============== ====================== ==========================================
+variant    bias            codes taken            found in
+========== =============== ====================== ==========================================
+``ieee``   2^(E-1) - 1     2^M (inf and NaNs)     IEEE 754; E5M2, max 57344
+``fn``     2^(E-1) - 1     1 (NaN)                E4M3, max 448
+``finite`` 2^(E-1) - 1     none                   E2M1 (max 6), E2M3, E3M2
+``fnuz``   2^(E-1)         none (NaN is "-0")     AMD gfx94x, Graphcore: E4M3 (max 240), E5M2
+``ocp``    the one of the OCP specifications: E4M3 fn; E2M1, E2M3, E3M2 finite; all others ieee
+========== =============== ====================== ==========================================
+
+(E5M2 and E4M3: arXiv 2209.05433, table 1; fnuz: arXiv 2206.02915; E2M1, E2M3 and E3M2: OCP
+Microscaling formats 1.0, section 5.3. ``FPFormat(5, 10)`` is float16, ``FPFormat(8, 7)`` bfloat16.)
+
+**Rounding.** Around x the values of a format are multiples of a quantum, a power of two::
+
+    quantum(x) = 2^(max(floor(log2 |x|), 1 - bias) - M)
+
+so ``quantise(x) = round(x / quantum) * quantum`` after x was clamped to the largest value, and both
+operations with the quantum are exact. ``round`` is to nearest, ties to even, or *stochastic*: up
+with the probability f of the fraction that is cut off, so that the mean of the result is x
+(arXiv 1502.02551, section 3). With R random bits that is "up if (k + 1/2) / 2^R < f" for a k drawn
+from 0 ... 2^R - 1: of no bias beyond 2^-(R+1) quanta, and a value of the format stays as it is.
+
+**Special values** are those of this package's casts: finite values saturate; NaN stays NaN; an
+infinite value becomes NaN, in all variants: an overflow that happened before the cast is not passed
+off as a number. (The OCP specification leaves the choice to the converter, saturating or not.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+VARIANTS = ("ocp", "ieee", "fn", "finite", "fnuz")
+ROUNDINGS = ("stochastic", "nearest")
+# What the OCP specifications give the all-ones exponent to, where that is not IEEE's choice.
+_OCP = {(4, 3): "fn", (2, 1): "finite", (2, 3): "finite", (3, 2): "finite"}
+
+
+class _Layout(NamedTuple):
+    """How the numbers are laid out that quantising computes in."""
+
+    dtype: torch.dtype
+    bits: torch.dtype
+    mantissa: int
+    bias: int
+
+
+_WIDE = _Layout(torch.float32, torch.int32, 23, 127)
+_WIDEST = _Layout(torch.float64, torch.int64, 52, 1023)
+_SOURCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class FPFormat:
+    """A floating point format: sign, exponent, mantissa, and how to round to it.
+
+    Args:
+        exponent_bits: 2 to 8.
+        mantissa_bits: 1 to 23, the leading one not counted.
+        rounding: "stochastic" or "nearest" (ties to even).
+        srbits: how many random bits a stochastic rounding has, at most 23; 0 for all 23.
+        variant: where the bias is and which codes are not finite; see the table above.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    exponent_bits: int
+    mantissa_bits: int
+    rounding: str = "stochastic"
+    srbits: int = 0
+    variant: str = "ocp"
+
+    def __post_init__(self) -> None:
+        _check_range("exponent_bits", self.exponent_bits, 2, 8)
+        _check_range("mantissa_bits", self.mantissa_bits, 1, 23)
+        _check_range("srbits", self.srbits, 0, 23)
+        _check_choice("rounding", self.rounding, ROUNDINGS)
+        _check_choice("variant", self.variant, VARIANTS)
+        if self.srbits and self.rounding != "stochastic":
+            raise ValueError(
+                f"srbits={self.srbits} counts the bits of a stochastic rounding, but rounding is "
+                f"{self.rounding!r}; leave srbits out"
+            )
+
+    @property
+    def bits(self) -> int:
+        """How many bits a code has, its sign included."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def bias(self) -> int:
+        """What is subtracted from the exponent field."""
+        return 2 ** (self.exponent_bits - 1) - (self._layout != "fnuz")
+
+    @property
+    def max_absolute_value(self) -> float:
+        """The largest finite value: what finite values saturate to."""
+        taken = {"ieee": 2**self.mantissa_bits, "fn": 1}.get(self._layout, 0)
+        code = 2 ** (self.exponent_bits + self.mantissa_bits) - 1 - taken
+        exponent, mantissa = divmod(code, 2**self.mantissa_bits)
+        significand = 2**self.mantissa_bits + mantissa
+        return math.ldexp(significand, exponent - self.bias - self.mantissa_bits)
+
+    @property
+    def min_absolute_normal(self) -> float:
+        """The smallest positive value with a full mantissa."""
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def min_absolute_subnormal(self) -> float:
+        """The smallest positive value; rounding to nearest flushes half of it and less to zero."""
+        return 2.0 ** (1 - self.bias - self.mantissa_bits)
+
+    @property
+    def _layout(self) -> str:
+        if self.variant != "ocp":
+            return self.variant
+        return _OCP.get((self.exponent_bits, self.mantissa_bits), "ieee")
+
+    def __str__(self) -> str:
+        suffix = "" if self.variant == "ocp" else self.variant.upper()
+        rounding = {"stochastic": "SR", "nearest": "RN"}[self.rounding]
+        return f"E{self.exponent_bits}M{self.mantissa_bits}{suffix}-{rounding}"
+
+    def nearest(self) -> FPFormat:
+        """This format, rounding to nearest."""
+        return dataclasses.replace(self, rounding="nearest", srbits=0)
+
+    def quantise(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """x rounded to values of this format; nothing to differentiate.
+
+        Args:
+            x: float32, bfloat16, float16 or float64, any shape and strides.
+            generator: where stochastic rounding draws from; torch's default one if None.
+
+        Returns:
+            x's shape and dtype. A format of a wider range than x's dtype saturates at the largest
+            of its values that the dtype holds.
+
+        Raises:
+            TypeError: x has another dtype.
+        """
+        if x.dtype not in _SOURCES:
+            known = ", ".join(str(dtype) for dtype in _SOURCES)
+            raise TypeError(f"{self} quantises {known}; x is {x.dtype}")
+        with torch.no_grad():
+            return self._quantise(x.detach(), generator)
+
+    def _quantise(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        # With 8 exponent bits a quantum, or its reciprocal, can be beyond float32.
+        is_narrow = x.dtype != torch.float64 and self.exponent_bits < 8
+        wide = _WIDE if is_narrow else _WIDEST
+        limit = self._largest_in(x.dtype)
+        size = x.to(wide.dtype).abs().clamp(max=limit)
+        field = size.view(wide.bits) >> wide.mantissa  # which is floor(log2 size) + wide.bias
+        shift = field.clamp(min=wide.bias + 1 - self.bias) - self.mantissa_bits
+        quantum = (shift << wide.mantissa).view(wide.dtype)
+        per_quantum = ((2 * wide.bias - shift) << wide.mantissa).view(wide.dtype)
+        rounded = self._round(size * per_quantum, generator) * quantum
+        rounded = torch.where(x.isinf(), torch.nan, rounded)
+        signed = torch.copysign(rounded, x.to(wide.dtype))
+        if self._layout == "fnuz":  # which has no -0
+            signed = torch.where(signed == 0, 0.0, signed)
+        return signed.to(x.dtype)
+
+    def _round(self, quanta: Tensor, generator: torch.Generator | None) -> Tensor:
+        """A number of quanta, >= 0, to a whole one."""
+        if self.rounding == "nearest":
+            return quanta.round()  # ties to even
+        below = quanta.floor()
+        bits = self.srbits or 23
+        drawn = torch.randint(
+            2**bits, quanta.shape, generator=generator, dtype=torch.int32, device=quanta.device
+        )
+        # Both sides are exact. Adding before a floor would not be: it could round up to the next.
+        is_up = (drawn.to(quanta.dtype) + 0.5) * 2.0**-bits < quanta - below
+        return below + is_up.to(quanta.dtype)
+
+    def _largest_in(self, dtype: torch.dtype) -> float:
+        most = float(torch.finfo(dtype).max)
+        if self.max_absolute_value <= most:
+            return self.max_absolute_value
+        top = 2.0 ** (math.frexp(most)[1] - 1) * (2 - 2.0**-self.mantissa_bits)
+        return min(top, most)
+
+    def quantise_fwd(self, x: Tensor) -> Tensor:
+        """`quantise` in the forward pass; the gradient passes as it is (straight-through)."""
+        return _QuantiseForward.apply(x, self)
+
+    def quantise_bwd(self, x: Tensor) -> Tensor:
+        """x in the forward pass; in the backward pass the gradient is quantised."""
+        return _QuantiseBackward.apply(x, self)
+
+
+class _QuantiseForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fmt: FPFormat) -> Tensor:
+        return fmt.quantise(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class _QuantiseBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fmt: FPFormat) -> Tensor:
+        ctx.fmt = fmt
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.fmt.quantise(grads[0]), None
+
+
+def format_to_tuple(format: FPFormat) -> tuple[int, int, str, int, str]:
+    """All of a format as plain values, for places that take nothing else."""
+    return dataclasses.astuple(format)
+
+
+def tuple_to_format(t: tuple[Any, ...]) -> FPFormat:
+    """The format of `format_to_tuple`; ``(exponent_bits, mantissa_bits)`` will do."""
+    return FPFormat(*t)
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name}={value} is not between {low} and {high}")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}; use one of {', '.join(map(repr, choices))}")

@@ -1,0 +1,189 @@
+"""Losses: the gradient that they send back has unit scale, the number that they report is torch's.
+
+A loss is the last node of the graph, its input a cut edge: the factor of the gradient is free. It
+is chosen for unit scale *per element*, and so belongs to the sum over tokens, not to the mean: a
+mean of N losses divides every gradient by N, a constant that unit scaling would only multiply away
+again. Therefore (unit scaling, arXiv 2303.11257, table A.2; u-muP, arXiv 2407.17465, appendix B)
+
+    reduction    value                      gradient that reaches the input
+    "none"       each loss                  unit scale
+    "sum"        their sum                  unit scale
+    "mean"       their mean, as torch's     that of the sum: unit scale, whatever the batch
+
+**Cross entropy** of C classes, with logits of 0 (or small ones, as a readout's): the gradient of a
+row is ``p - q``, ``p = 1/C`` everywhere and ``q`` the one-hot target. Its mean square is
+``((1 - 1/C)**2 + (C - 1)/C**2) / C = (C - 1)/C**2``, so the factor is ``C / sqrt(C - 1)``.
+
+With class weights w and label smoothing e the loss is ``-sum_j a_j log p_j``, where
+``a = (1 - e) w_t onehot(t) + (e/C) w``; its gradient is ``sum(a)/C - a_j``. Over targets t drawn
+evenly, with m and s the means of w and of w**2,
+
+    mean square = s ((1 - e)**2 + (2 e - e**2) / C) / C - ((1 - e)**2 s + (2 e - e**2) m**2) / C**2
+
+which is ``((1 - e) / C)**2 (C - 1)`` for weights of one. Tokens that are ignored send no gradient;
+the others' has unit scale.
+
+**Squared error** of independent x and t of unit scale: the gradient is ``2 (x - t)``, of scale
+``2 sqrt(2)``, so the factor is ``1 / sqrt(8)``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from float8.unit_scaling.functional.multiplier import checked_mult
+from float8.unit_scaling.override import overridable
+from float8.unit_scaling.scale import scale_bwd, scale_fwd
+
+
+@overridable
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    mult: float = 1.0,
+) -> Tensor:
+    """A unit-scaled ``F.cross_entropy``: torch's value, a gradient of unit scale per logit.
+
+    Args:
+        input: logits, (C,), (N, C) or (N, C, d1, ...).
+        target: class indices, of the input's shape without C; or probabilities, of its shape. A
+            gradient for probabilities has unit scale where they are one-hot, less where not.
+        weight: (C,), one for each class, or None.
+        size_average: must be None; torch replaced it by ``reduction``.
+        ignore_index: the index of targets that do not count, in the mean either.
+        reduce: must be None; torch replaced it by ``reduction``.
+        reduction: "none", "sum" or "mean". The gradient of "mean" is that of "sum"; see above.
+        label_smoothing: e, in [0, 1).
+        mult: multiplies the logits. It does not multiply their gradient.
+
+    Returns:
+        What ``F.cross_entropy(mult * input, ...)`` returns: 0-d, or of the targets' shape.
+
+    Raises:
+        ValueError: fewer than two classes, an unknown reduction, a legacy argument, a label
+            smoothing not in [0, 1), a ``mult`` that is not positive.
+    """
+    _refuse_legacy("cross_entropy", size_average, reduce)
+    checked_mult(mult, "cross_entropy")
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"cross_entropy: label_smoothing is in [0, 1), got {label_smoothing}")
+    classes = _classes(input)
+    logits = scale_bwd(input, _gradient_factor(classes, weight, label_smoothing))
+    if mult != 1:
+        logits = scale_fwd(logits, mult)
+    losses = F.cross_entropy(
+        logits,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+    return _reduced(losses, reduction, _count(losses, target, weight, ignore_index))
+
+
+@overridable
+def mse_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    weight: Tensor | None = None,
+) -> Tensor:
+    """A unit-scaled ``F.mse_loss``: torch's value, gradients of unit scale per element.
+
+    Args:
+        input: any shape.
+        target: of the same shape.
+        size_average: must be None; torch replaced it by ``reduction``.
+        reduce: must be None; torch replaced it by ``reduction``.
+        reduction: "none", "sum" or "mean". The gradient of "mean" is that of "sum"; see above.
+        weight: must be None: the scale of weighted gradients is the weights'.
+
+    Returns:
+        0-d, or the input's shape for "none".
+
+    Raises:
+        ValueError: the shapes differ, an unknown reduction, a weight, or a legacy argument.
+    """
+    _refuse_legacy("mse_loss", size_average, reduce)
+    if weight is not None:
+        raise ValueError(
+            "mse_loss: weight has no unit-scaling rule; multiply the losses of reduction='none'"
+        )
+    if input.shape != target.shape:
+        raise ValueError(
+            f"mse_loss: input has shape {tuple(input.shape)} and target {tuple(target.shape)}; a "
+            "gradient has unit scale only if they are equal, so expand one first"
+        )
+    factor = 8**-0.5
+    losses = F.mse_loss(scale_bwd(input, factor), scale_bwd(target, factor), reduction="none")
+    return _reduced(losses, reduction, losses.new_tensor(losses.numel(), dtype=torch.float32))
+
+
+def _reduced(losses: Tensor, reduction: str, count: Tensor) -> Tensor:
+    """Torch's reductions, but the gradient of the mean is that of the sum.
+
+    The sum is float32: that of many float16 losses could be too large where their mean is not.
+    """
+    if reduction == "none":
+        return losses
+    if reduction not in {"mean", "sum"}:
+        raise ValueError(f"reduction is 'none', 'mean' or 'sum', got {reduction!r}")
+    wide = torch.promote_types(losses.dtype, torch.float32)
+    total = losses.sum(dtype=wide)
+    if reduction == "mean":
+        total = scale_fwd(total, 1 / count)
+    return total.to(losses.dtype)
+
+
+def _count(losses: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What torch's mean divides by: the targets that are not ignored, by their weights."""
+    if target.is_floating_point():  # probabilities: none are ignored, weights do not count
+        return target.new_tensor(losses.numel(), dtype=torch.float32)
+    counted = target != ignore_index
+    if weight is None:
+        return counted.sum(dtype=torch.float32)
+    return (weight.detach().float()[(target * counted).long()] * counted).sum()
+
+
+def _classes(input: Tensor) -> int:
+    if not input.dim():
+        raise ValueError("cross_entropy: the logits are (C,), (N, C) or (N, C, d1, ...), got 0-d")
+    classes = input.shape[0 if input.dim() == 1 else 1]
+    if classes < 2:
+        raise ValueError(
+            f"cross_entropy: logits of shape {tuple(input.shape)} have {classes} class, whose loss "
+            "is constant and its gradient zero; there must be 2 classes or more"
+        )
+    return classes
+
+
+def _gradient_factor(classes: int, weight: Tensor | None, label_smoothing: float) -> float | Tensor:
+    """One over the root mean square of the gradient at even logits."""
+    e, kept = label_smoothing, 1 - label_smoothing
+    if weight is None:
+        return float(classes / (classes - 1) ** 0.5 / kept)
+    w = weight.detach().double()
+    s, m = w.square().mean(), w.mean()
+    rest = 2 * e - e**2
+    second = s * (kept**2 + rest / classes) / classes
+    first = (kept**2 * s + rest * m**2) / classes**2
+    return (second - first).rsqrt()
+
+
+def _refuse_legacy(function: str, size_average: bool | None, reduce: bool | None) -> None:
+    if size_average is not None or reduce is not None:
+        raise ValueError(
+            f"{function}: size_average={size_average} and reduce={reduce} are torch's old names; "
+            "pass reduction='none', 'mean' or 'sum'"
+        )

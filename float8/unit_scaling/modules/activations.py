@@ -1,0 +1,146 @@
+"""Modules without weights: `GELU`, `SiLU`, `Softmax`, `Dropout`, `CrossEntropyLoss`.
+
+Each calls its function in `float8.unit_scaling.functional`, where the scales are derived. ``mult``
+multiplies what goes into the nonlinearity. It is a hyperparameter of u-muP (arXiv 2407.17465): in a
+unit-scaled network the size of the weights can no longer say how far a function works from its
+linear part.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from float8.unit_scaling import functional as U
+from float8.unit_scaling.constraints import Constraint
+
+
+class GELU(nn.GELU):
+    """A unit-scaled ``nn.GELU``: ``gelu(mult x) / mult``, scaled to unit variance.
+
+    Args:
+        mult: how far from linear.
+        constraint: ties the scales of output and input gradient.
+        approximate: "none" or "tanh".
+    """
+
+    def __init__(
+        self,
+        mult: float = 1.0,
+        constraint: Constraint = "to_output_scale",
+        approximate: str = "none",
+    ) -> None:
+        super().__init__(approximate)
+        self.mult = mult
+        self.constraint = constraint
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape -> the same shape."""
+        return U.gelu(
+            input, mult=self.mult, constraint=self.constraint, approximate=self.approximate
+        )
+
+
+class SiLU(nn.SiLU):
+    """A unit-scaled ``nn.SiLU``: ``x sigmoid(mult x)``, scaled to unit variance.
+
+    Args:
+        mult: how far from linear.
+        constraint: ties the scales of output and input gradient.
+        inplace: as for ``nn.SiLU``.
+    """
+
+    def __init__(
+        self,
+        mult: float = 1.0,
+        constraint: Constraint = "to_output_scale",
+        inplace: bool = False,
+    ) -> None:
+        super().__init__(inplace)
+        self.mult = mult
+        self.constraint = constraint
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape -> the same shape."""
+        return U.silu(input, mult=self.mult, constraint=self.constraint, inplace=self.inplace)
+
+
+class Softmax(nn.Softmax):
+    """A unit-scaled ``nn.Softmax``: its n results add up to about n instead of 1.
+
+    Args:
+        dim: the dimension that is normalised.
+        mult: the inverse temperature.
+        constraint: ties the scales of output and input gradient.
+    """
+
+    def __init__(
+        self, dim: int, mult: float = 1.0, constraint: Constraint = "to_output_scale"
+    ) -> None:
+        super().__init__(dim)
+        self.mult = mult
+        self.constraint = constraint
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape -> the same shape."""
+        return U.softmax(input, dim=self.dim, mult=self.mult, constraint=self.constraint)
+
+
+class Dropout(nn.Dropout):
+    """A unit-scaled ``nn.Dropout``: keeps the variance instead of the mean; the identity in eval.
+
+    Args:
+        p: the probability of a zero, less than 1.
+        inplace: as for ``nn.Dropout``.
+
+    Raises:
+        ValueError: ``p`` is not in [0, 1).
+    """
+
+    def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
+        if not 0 <= p < 1:
+            raise ValueError(
+                f"uu.Dropout needs 0 <= p < 1, got p={p}: no scale makes a variance of 1 of zeros"
+            )
+        super().__init__(p, inplace)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape -> the same shape."""
+        return U.dropout(input, self.p, self.training, self.inplace)
+
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """A unit-scaled ``nn.CrossEntropyLoss``: the gradient of the logits has unit scale.
+
+    Args:
+        mult: the inverse temperature of the softmax.
+        weight, size_average, ignore_index, reduce, reduction, label_smoothing: as for
+            ``nn.CrossEntropyLoss``.
+
+    Shape:
+        (batch, classes) and (batch,) -> (), or (batch,) with ``reduction="none"``.
+    """
+
+    def __init__(
+        self,
+        mult: float = 1.0,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        self.mult = mult
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Logits and classes -> the loss."""
+        return U.cross_entropy(
+            input,
+            target,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            mult=self.mult,
+        )

@@ -1,0 +1,82 @@
+"""Stacks that tell their parameters how deep they are: `DepthModuleList`, `DepthSequential`.
+
+The updates of L residual layers add up in the residual stream, so each parameter in a stack of L
+trains with a learning rate divided by ``sqrt(L)`` (u-muP, arXiv 2407.17465, table 2, "residual").
+A stack sets ``mup_scaling_depth = L`` on all its parameters; `optim.lr_scale_for_depth` reads it.
+
+What is counted is the layers of one stack: a parameter cannot be in two, so stacks do not nest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from float8.unit_scaling.parameter import ParameterData, has_parameter_data, set_parameter_data
+
+
+class DepthModuleList(nn.ModuleList):
+    """An ``nn.ModuleList`` of residual layers, whose parameters learn how many they are.
+
+    The depth is that at construction; modules added later have none. A slice is a plain
+    ``nn.ModuleList``, whose parameters keep theirs.
+
+    Args:
+        modules: the layers. One that is given several times counts each time.
+
+    Raises:
+        ValueError: a parameter has no ``mup_type``, or is in a stack already.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__(modules)
+        _set_depth(self, len(self))
+
+    def __getitem__(self, idx: Any) -> Any:
+        if isinstance(idx, slice):
+            return nn.ModuleList(list(self)[idx])
+        return super().__getitem__(idx)
+
+
+class DepthSequential(nn.Sequential):
+    """An ``nn.Sequential`` of residual layers, whose parameters learn how many they are.
+
+    The depth is that at construction; modules added later have none. A slice is a plain
+    ``nn.Sequential``, whose parameters keep theirs.
+
+    Args:
+        args: the layers, or one ordered dict of them.
+
+    Raises:
+        ValueError: a parameter has no ``mup_type``, or is in a stack already.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        _set_depth(self, len(self))
+
+    def __getitem__(self, idx: Any) -> Any:
+        if isinstance(idx, slice):
+            return nn.Sequential(*list(self)[idx])
+        return super().__getitem__(idx)
+
+
+def _set_depth(stack: nn.Module, depth: int) -> None:
+    """Sets all or, where one is refused, none."""
+    found: list[tuple[nn.Parameter, ParameterData]] = []
+    for name, parameter in stack.named_parameters():
+        if not has_parameter_data(parameter):
+            raise ValueError(
+                f"parameter {name} of shape {tuple(parameter.shape)} has no mup_type: build the "
+                "layers of a stack with unit-scaled modules, or with uu.Parameter"
+            )
+        if parameter.mup_scaling_depth is not None:
+            raise ValueError(
+                f"parameter {name} is in a stack of depth {parameter.mup_scaling_depth} already: "
+                "stacks do not nest, use nn.Sequential or nn.ModuleList for one of the two"
+            )
+        found.append((parameter, parameter))  # type: ignore[arg-type]
+    for parameter, data in found:
+        set_parameter_data(parameter, data.mup_type, depth)

@@ -1,0 +1,240 @@
+"""What an optimizer must know of a parameter: its role in the model, and how deep its stack is.
+
+u-muP gives every parameter a learning rate of its own (arXiv 2407.17465, table 2), which follows
+from its shape, its role and the depth of the stack of residual layers that it is in. A tensor knows
+its shape alone, so a parameter of a unit-scaled model carries two attributes:
+
+    mup_type           "weight" (of hidden and input layers), "bias", "norm" or "output"
+    mup_scaling_depth  the number of residual layers that it shares a stack with, or None
+
+`Parameter` makes such a parameter and `set_parameter_data` makes one of a parameter that exists.
+Their type stays ``nn.Parameter``, to the letter: optimizers take their fast paths, and compilers
+their short ones, for that type only. Deep copies and pickles of it keep the attributes.
+
+But a model's parameters get *replaced* by others: by ``to_empty``, by
+``load_state_dict(assign=True)``, by FSDP2, by being sent to another process. What a parameter is
+for is known to the module that uses it, under the parameter's name. `MupModule`, the base of all
+unit-scaled modules, remembers it in a table and marks whatever takes a parameter's place::
+
+    class Scale(uu.parameter.MupModule):
+        def __init__(self, features):
+            super().__init__()
+            self.weight = uu.Parameter(torch.ones(features), mup_type="norm")
+
+While a parameter has the attributes they are the truth, and the table learns from them; a parameter
+without them, put under a name that had them, is given what the table holds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+
+MupType = Literal["weight", "bias", "norm", "output"]
+MUP_TYPES: tuple[str, ...] = get_args(MupType)
+
+P = TypeVar("P", bound=Tensor)  # an nn.Parameter, which torch's modules declare as a Tensor
+
+
+class ParameterData(Protocol):
+    """A parameter with the attributes that learning rates follow from."""
+
+    mup_type: MupType
+    mup_scaling_depth: int | None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The tensor's shape; a sharded tensor's is that of the whole."""
+
+
+class MupData(NamedTuple):
+    """The two attributes as one value."""
+
+    mup_type: MupType
+    mup_scaling_depth: int | None
+
+
+def Parameter(
+    data: Tensor, mup_type: MupType, mup_scaling_depth: int | None = None
+) -> nn.Parameter:
+    """A parameter that knows its role, as the optimizers of `float8.unit_scaling.optim` need it.
+
+    Args:
+        data: its values, of any shape. Unit scaling starts weights from a standard normal
+            distribution (arXiv 2303.11257).
+        mup_type: "weight", "bias", "norm" or "output"; the weight of an embedding is a "weight".
+        mup_scaling_depth: the number of residual layers in its stack; `DepthSequential` and
+            `DepthModuleList` set it.
+
+    Returns:
+        An ``nn.Parameter`` with the attributes ``mup_type`` and ``mup_scaling_depth``, which its
+        deep copies and pickles have too. In a module that derives from `MupModule` so have the
+        parameters that replace it.
+
+    Raises:
+        ValueError: an unknown ``mup_type``, or a depth below 1.
+        TypeError: ``data`` is no tensor, or the depth no integer.
+    """
+    if not isinstance(data, Tensor):
+        raise TypeError(f"uu.Parameter takes a tensor, got data={data!r}")
+    return set_parameter_data(nn.Parameter(data), mup_type, mup_scaling_depth)
+
+
+def set_parameter_data(parameter: P, mup_type: MupType, mup_scaling_depth: int | None = None) -> P:
+    """Mark a parameter with its role, in place.
+
+    Args:
+        parameter: any parameter, sharded ones (DTensors) too.
+        mup_type: as for `Parameter`.
+        mup_scaling_depth: as for `Parameter`.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: an unknown ``mup_type``, or a depth below 1.
+        TypeError: ``parameter`` is no parameter, or the depth no integer.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        raise TypeError(
+            "an optimizer trains parameters: make one with uu.Parameter; got a "
+            f"{type(parameter).__name__}"
+        )
+    if mup_type not in MUP_TYPES:
+        known = ", ".join(repr(name) for name in MUP_TYPES)
+        raise ValueError(f"mup_type must be one of {known}; got {mup_type!r}")
+    if mup_scaling_depth is not None:
+        if isinstance(mup_scaling_depth, bool) or not isinstance(mup_scaling_depth, int):
+            raise TypeError(
+                "mup_scaling_depth must be None or a number of layers, an int; got "
+                f"{mup_scaling_depth!r}"
+            )
+        if mup_scaling_depth < 1:
+            raise ValueError(f"mup_scaling_depth must be at least 1, got {mup_scaling_depth}")
+    return _mark(parameter, MupData(mup_type, mup_scaling_depth))
+
+
+def has_parameter_data(parameter: Tensor) -> TypeGuard[ParameterData]:
+    """Whether a parameter carries both attributes, with values that mean something."""
+    depth = getattr(parameter, "mup_scaling_depth", "missing")
+    return getattr(parameter, "mup_type", None) in MUP_TYPES and isinstance(
+        depth, (int, type(None))
+    )
+
+
+def _data_of(parameter: Tensor | None) -> MupData | None:
+    if parameter is None or not has_parameter_data(parameter):
+        return None
+    return MupData(parameter.mup_type, parameter.mup_scaling_depth)
+
+
+def _mark(parameter: P, data: MupData) -> P:
+    parameter.mup_type, parameter.mup_scaling_depth = data  # type: ignore[attr-defined]
+    # nn.Parameter's deep copy drops attributes. A class of our own would keep them and lose torch's
+    # fast paths, so the instance gets the two methods. Other types, such as DTensor, keep them.
+    if type(parameter) is nn.Parameter:
+        parameter.__deepcopy__ = _deepcopy.__get__(parameter)  # type: ignore[method-assign]
+        parameter.__reduce_ex__ = _reduce_ex.__get__(parameter)  # type: ignore[method-assign]
+    return parameter
+
+
+def _deepcopy(self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    known = id(self) in memo
+    copied = nn.Parameter.__deepcopy__(self, memo)
+    data = _data_of(self)
+    return copied if known or data is None else _mark(copied, data)
+
+
+def _reduce_ex(self: nn.Parameter, protocol: Any) -> Any:
+    attributes = vars(self).items()
+    state = {k: v for k, v in attributes if k not in ("__deepcopy__", "__reduce_ex__")}
+    return _rebuild, (self.data, self.requires_grad, state)
+
+
+def _rebuild(data: Tensor, requires_grad: bool, state: Mapping[str, Any]) -> nn.Parameter:
+    parameter = torch._utils._rebuild_parameter(data, requires_grad, OrderedDict())
+    vars(parameter).update(state)
+    found = _data_of(parameter)
+    return parameter if found is None else _mark(parameter, found)
+
+
+# It makes a parameter and nothing else, so torch.load(weights_only=True) may call it.
+torch.serialization.add_safe_globals([_rebuild])
+
+
+class MupModule(nn.Module):
+    """A module that remembers what its parameters are for, when they are replaced too.
+
+    The base class of unit-scaled modules, and for modules of your own that hold a `Parameter`;
+    beside another module class, name it first: ``class Mine(MupModule, nn.Bilinear)``.
+
+    It cares for the parameters that are its own attributes; submodules care for theirs. They keep
+    their data under ``deepcopy``, ``pickle`` (to another process too), ``to`` and ``to_empty``,
+    ``load_state_dict`` with and without ``assign=True``, FSDP2's ``fully_shard``, and assignment of
+    a plain ``nn.Parameter``. Nothing of it is in the state dict, whose keys and tensors are plain.
+    """
+
+    _mup_data: dict[str, MupData]
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As ``nn.Module``'s; ``param`` without data gets those of its predecessor."""
+        self._learn(name)
+        super().register_parameter(name, param)
+        table = self._table()
+        data = _data_of(param)
+        if data is not None:
+            table[name] = data
+        elif param is None:
+            table.pop(name, None)
+        elif name in table:
+            _mark(param, table[name])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # FSDP2 writes into _parameters, past register_parameter, unless a class has its own setattr
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self._table().pop(name, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._learn_all()
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark_all()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        self._learn_all()
+        result = super()._apply(fn, recurse)
+        self._mark_all()
+        return result
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._learn_all()
+        super()._load_from_state_dict(*args, **kwargs)
+        self._mark_all()
+
+    def _table(self) -> dict[str, MupData]:
+        table: dict[str, MupData] = self.__dict__.setdefault("_mup_data", {})
+        return table
+
+    def _learn(self, name: str) -> None:
+        data = _data_of(self.__dict__.get("_parameters", {}).get(name))
+        if data is not None:
+            self._table()[name] = data
+
+    def _learn_all(self) -> None:
+        for name in self._parameters:
+            self._learn(name)
+
+    def _mark_all(self) -> None:
+        for name, data in self._table().items():
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                _mark(parameter, data)

@@ -1,0 +1,97 @@
+"""Matrix and attention products in float8, as functions that `float8` puts in torch's place.
+
+A product of matrices is a linear layer whose weight is the transpose of the right one, so each runs
+as the three GEMMs of `float8.autograd`, with the configuration's casts: the left operand is the
+"input", the right one the "weight". Tensor cores multiply matrices, not batches of them: a batched
+product is one GEMM per matrix, each with scales of its own where the recipe finds scales.
+
+Attention is written out, ``softmax(scale * q k^T) v``: two batched products around a softmax in
+high precision. Its weights lie in [0, 1] and are about 1/S over S keys, where E4M3 has few bits and
+soon none; they are multiplied by `ATTENTION_SHIFT`, the product's factor takes it back, exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from float8.autograd import STATELESS, Factors, linear_in_float8
+from float8.config import Float8LinearConfig
+from float8.formats import HIGH_PRECISION_DTYPES
+
+# A power of two that every E4M3 holds (its maximum is 448, or 240 where it is fnuz).
+ATTENTION_SHIFT = 128.0
+
+
+def float8_matmul(
+    left: Tensor, right: Tensor, config: Float8LinearConfig, factors: Factors | None = None
+) -> Tensor:
+    """``torch.matmul`` in float8, forward and backward.
+
+    Args:
+        left: (..., M, K).
+        right: (..., K, N); leading dimensions broadcast.
+        config: without delayed casts.
+        factors: what output, left gradient and right gradient are multiplied by.
+
+    Returns:
+        (..., M, N).
+
+    Raises:
+        TypeError: a dtype that float8 is not cast from.
+    """
+    for name, x in (("left", left), ("right", right)):
+        if x.dtype not in HIGH_PRECISION_DTYPES:
+            raise TypeError(
+                f"matmul in float8: {name} is {x.dtype}; cast it to bfloat16 or float32"
+            )
+    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    lefts = left.expand(*batch, *left.shape[-2:]).flatten(0, -3) if batch else left[None]
+    rights = right.expand(*batch, *right.shape[-2:]).flatten(0, -3) if batch else right[None]
+    products = [
+        linear_in_float8(x_MK, w_KN.t(), None, config, STATELESS, record=False, factors=factors)
+        for x_MK, w_KN in zip(lefts.unbind(0), rights.unbind(0), strict=True)
+    ]
+    if not products:
+        return left.new_empty((*batch, left.shape[-2], right.shape[-1]))
+    return torch.stack(products).reshape(*batch, left.shape[-2], right.shape[-1])
+
+
+def float8_attention(
+    config: Float8LinearConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` with both its products in float8; arguments as torch's.
+
+    It holds the (L, S) weights of each head, as no fused attention does.
+    """
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(repeats, dim=-3) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    logits_LS = float8_matmul(query, key.transpose(-2, -1), config, (scale,) * 3).float()
+    if is_causal:
+        seen = torch.ones(logits_LS.shape[-2:], dtype=torch.bool, device=query.device).tril()
+        attn_mask = seen if attn_mask is None else _both(seen, attn_mask)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        logits_LS = logits_LS.masked_fill(~attn_mask, float("-inf"))
+    elif attn_mask is not None:
+        logits_LS = logits_LS + attn_mask
+    weights_LS = F.dropout(logits_LS.softmax(-1), dropout_p) * ATTENTION_SHIFT
+    back = 1 / ATTENTION_SHIFT
+    return float8_matmul(weights_LS.to(value.dtype), value, config, (back,) * 3)
+
+
+def _both(seen_LS: Tensor, attn_mask: Tensor) -> Tensor:
+    if attn_mask.dtype == torch.bool:
+        return seen_LS & attn_mask
+    return attn_mask.masked_fill(~seen_LS, float("-inf"))

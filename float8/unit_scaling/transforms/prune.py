@@ -1,0 +1,116 @@
+"""A graph of scales without the nodes that say nothing.
+
+Everything here takes a graph of `track_scales` and returns a copy with fewer nodes. The users of a
+node that goes read its one floating-point input instead, so that what is left stays connected;
+where it has no such input, or several, they read None. Metrics are shared with the graph that was
+given, not copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from float8.unit_scaling.spellings import respelt
+from float8.unit_scaling.transforms.metrics import Metrics
+
+
+def prune_non_float_tensors(graph: Graph) -> Graph:
+    """The graph without the nodes whose result is no floating-point tensor.
+
+    Args:
+        graph: as ``model.scales_graph()`` returns it.
+
+    Raises:
+        ValueError: the graph does not come from `track_scales`.
+    """
+    return _without(graph, lambda node: not node.meta["outputs_float_tensor"])
+
+
+def prune_same_scale_tensors(graph: Graph, rtol: float = 2**-16) -> Graph:
+    """The graph without the nodes whose tensor has the scale of the one that it was made from.
+
+    Those are views and the like. A node with several floating-point inputs stays.
+
+    Args:
+        graph: as ``model.scales_graph()`` returns it.
+        rtol: how far the two mean absolute values may differ, relatively, and those of the
+            gradients, where there are any. Slices change them a little.
+
+    Raises:
+        ValueError: the graph does not come from `track_scales`.
+    """
+
+    def is_same(node: Node) -> bool:
+        source = _source(node)
+        if source is None or not node.meta["outputs_float_tensor"]:
+            return False
+        return _same_scale(node.meta["metrics"], source.meta["metrics"], rtol)
+
+    return _without(graph, is_same)
+
+
+def prune_selected_nodes(graph: Graph, targets: Iterable[Any]) -> Graph:
+    """The graph without the calls of some functions.
+
+    Args:
+        graph: as ``model.scales_graph()`` returns it.
+        targets: functions, ``torch.abs``; methods, ``torch.Tensor.view`` or ``"view"``; names of
+            parameters.
+
+    Raises:
+        ValueError: the graph does not come from `track_scales`.
+    """
+    chosen = {respelt(target) for target in targets}
+    chosen |= {target.__name__ for target in chosen if _is_method(target)}
+    return _without(graph, lambda node: node.target in chosen)
+
+
+def _without(graph: Graph, is_pruned: Callable[[Node], bool]) -> Graph:
+    if not all("outputs_float_tensor" in node.meta for node in graph.nodes):
+        raise ValueError(
+            "the graph has no scales: give the one that model.scales_graph() returns, of a model "
+            "that track_scales returned"
+        )
+    graph = copy.deepcopy(graph)
+    for node in list(graph.nodes):
+        if node.op != "output" and is_pruned(node):
+            _replace(node, _source(node))
+            graph.erase_node(node)
+    graph.lint()
+    return graph
+
+
+def _is_method(target: Any) -> bool:
+    return callable(target) and getattr(Tensor, target.__name__, None) is target
+
+
+def _source(node: Node) -> Node | None:
+    """The one floating-point input of a node, if it has just one."""
+    found = [n for n in node.all_input_nodes if n.meta["outputs_float_tensor"]]
+    return found[0] if len(found) == 1 else None
+
+
+def _replace(node: Node, other: Node | None) -> None:
+    def changed(n: Node) -> Any:
+        return other if n is node else n
+
+    for user in list(node.users):
+        user.args = map_arg(user.args, changed)
+        user.kwargs = map_arg(user.kwargs, changed)
+
+
+def _same_scale(a: Metrics, b: Metrics, rtol: float) -> bool:
+    pairs = [(a.fwd, b.fwd)]
+    if a.bwd is None or b.bwd is None:
+        if a.bwd is not b.bwd:
+            return False
+    else:
+        pairs.append((a.bwd, b.bwd))
+    return all(math.isclose(x.mean_abs, y.mean_abs, rel_tol=rtol) for x, y in pairs)

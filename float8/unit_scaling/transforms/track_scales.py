@@ -1,0 +1,295 @@
+"""What a model did: a graph of the calls it made, and the scale of every tensor in it.
+
+`track_scales` gives a copy of a model that takes notes while it runs. Afterwards
+``model.scales_graph()`` is a `torch.fx.Graph` of the latest forward:
+
+* a *placeholder* for each tensor among the arguments, by the argument's name;
+* a *get_attr* for each parameter and buffer, by its qualified name, where it is first used; also,
+  with targets ``_tensor_constant0``, ..., for tensors that came from nowhere seen;
+* a *call_function* for each function that made a tensor, a *call_method* for each method of one,
+  as the model called it: ``U.linear`` is one call, ``F.linear`` is under `unit_scale` too;
+* an *output* of the results that nothing consumed.
+
+Each node has, in ``meta``,
+
+======================== ========================================================================
+``metrics``              `Metrics` of the tensor and, after a backward pass, of its gradient, where
+                         the tensor is of floating point
+``outputs_float_tensor`` whether it is
+``requires_grad``        whether the node is a parameter that is trained
+``clean_name``           the node's name
+``modules``              the submodules that were running, outermost first, by qualified name
+======================== ========================================================================
+
+**How.** A torch function mode sees each call and its result; a tensor hook sees the gradient with
+respect to that result, summed over all its users. Statistics are kept, tensors are not: the map
+from tensors to nodes is weak. Calls run as they would; statistics are computed out of sight of the
+other transforms. The random state, results and gradients stay what they are, to the bit. The model
+waits for its device at each call.
+
+Inputs that require no gradient get one for the statistics' sake: the calls read an alias of the
+input, on the same memory, which does. The caller's tensor stays as it is; the output requires a
+gradient then. Under ``torch.no_grad`` there are no gradients to see.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from float8.unit_scaling.spellings import respelt
+from float8.unit_scaling.transforms.metrics import Metrics
+from float8.unit_scaling.transforms.transformed import (
+    DECOMPOSITIONS,
+    Mode,
+    Transform,
+    Transformed,
+    transformed,
+)
+
+M = TypeVar("M", bound=nn.Module)
+
+# Methods of tensors that are spelt with an operator of their own.
+_OPERATORS = {"__getitem__": operator.getitem, "__setitem__": operator.setitem}
+# What a graph shows of arguments as it is; of anything else, the type.
+_SHOWN = (
+    *(int, float, bool, complex, str, type(None), type(Ellipsis), slice),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+def track_scales(model: M) -> M:
+    """A copy of a model that records the scales of its tensors, and of their gradients.
+
+    Args:
+        model: any module.
+
+    Returns:
+        the copy, with one method more: ``scales_graph()``, the graph of its latest forward, empty
+        before the first. It composes with the other transforms in any order, and with deepcopy and
+        pickle: copies start with nothing recorded.
+
+    Raises:
+        TypeError: ``model`` is not a module, or was compiled.
+        ValueError: it is tracked already.
+    """
+    tracked = transformed(model, TrackScales())
+    tracked.scales_graph = Recorded()  # type: ignore[assignment]
+    return tracked
+
+
+class Recorded:
+    """What was recorded last, and the hooks that still wait for gradients of leaves."""
+
+    def __init__(self) -> None:
+        self.graph = Graph()
+        self.hooks: list[Any] = []
+
+    def __call__(self) -> Graph:
+        """The graph of the latest forward."""
+        return self.graph
+
+    def begin(self) -> None:
+        """Forgets the forward before: a hook on a parameter would outlive it."""
+        for hook in self.hooks:
+            hook.remove()
+        self.graph, self.hooks = Graph(), []
+
+    def __reduce__(self) -> Any:
+        return Recorded, ()
+
+
+@dataclass(frozen=True)
+class TrackScales(Transform):
+    """The transform of `track_scales`."""
+
+    depth: ClassVar[int] = 0
+
+    def mode(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Mode:
+        """Takes notes.
+
+        Raises:
+            RuntimeError: the model is being compiled.
+        """
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "track_scales watches a model run in Python, and this one is being compiled: call "
+                "it without torch.compile"
+            )
+        recorded: Recorded = model.scales_graph  # type: ignore[assignment]
+        recorded.begin()
+        watching = _Watching(recorded, model)
+        with torch._C.DisableTorchFunction():
+            for name, value in inspect.signature(forward).bind(*args, **kwargs).arguments.items():
+                watching.see_argument(name, value)
+        return watching
+
+
+class _Watching(Mode):
+    """Records the calls of one forward."""
+
+    looks_inside = False
+
+    def __init__(self, recorded: Recorded, model: nn.Module) -> None:
+        super().__init__({})
+        self.recorded, self.graph = recorded, recorded.graph
+        self.names = {id(t): n for n, t in (*model.named_parameters(), *model.named_buffers())}
+        self.modules = {id(m): n for n, m in model.named_modules() if n}
+        self.nodes = WeakIdKeyDictionary()  # tensor -> its node
+        self.hooked = WeakIdKeyDictionary()  # tensors whose gradient will be seen -> their metrics
+        self.aliases = WeakIdKeyDictionary()  # input -> what the calls read instead
+        self.constants = 0
+        self.running: tuple[str, ...] = ()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if respelt(func) in DECOMPOSITIONS:
+            return super().__torch_function__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            self.running = self._running()
+            seen = self._arguments(args, kwargs)
+            if self.aliases:
+                args, kwargs = tree_map_only(Tensor, self._alias, (args, kwargs))
+        output = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            result = args[0] if func is Tensor.__setitem__ else output
+            if any(isinstance(x, Tensor) for x in tree_leaves(result)):
+                self._see_call(respelt(func), seen, result)
+        return output
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        # What the forward returned is alive still; what is alive without users is most likely that.
+        alive = set(self.nodes.values())
+        loose = [n for n in self.graph.nodes if n in alive and not n.users and n.op != "get_attr"]
+        loose = [n for n in loose if n.op != "placeholder"]
+        self.graph.output(loose[0] if len(loose) == 1 else tuple(loose)).meta.update(
+            self._meta("output", None)
+        )
+
+    def see_argument(self, name: str, value: Any) -> None:
+        """A placeholder for each tensor of an argument."""
+        leaves = [value] if isinstance(value, Tensor) else tree_leaves(value)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                label = name if leaf is value else f"{name}_{index}"
+                self._see(self.graph.placeholder(label), self._make_alias(leaf))
+
+    def _make_alias(self, x: Tensor) -> Tensor:
+        if x.requires_grad or not x.is_floating_point() or not torch.is_grad_enabled():
+            return x
+        alias = _Alias.apply(x.detach().requires_grad_())
+        self.aliases[x] = alias
+        return alias
+
+    def _alias(self, x: Tensor) -> Tensor:
+        return self.aliases.get(x, x)
+
+    def _arguments(self, args: Any, kwargs: Any) -> Any:
+        """The arguments as the graph has them, tensors as nodes."""
+        return map_aggregate((tuple(args), dict(kwargs)), self._shown)
+
+    def _shown(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._node_of(self._alias(value))
+        if isinstance(value, _SHOWN):
+            return value
+        return getattr(value, "__name__", f"<{type(value).__name__}>")
+
+    def _node_of(self, x: Tensor) -> Node:
+        node = self.nodes.get(x)
+        if node is None:
+            return self._see(self.graph.create_node("get_attr", self._name_of(x)), x)
+        if x.requires_grad and x not in self.hooked:  # made by an autograd function, out of sight
+            self._hook(x, node.meta["metrics"])
+        return node
+
+    def _name_of(self, x: Tensor) -> str:
+        if id(x) in self.names:
+            return self.names[id(x)]
+        self.constants += 1
+        return f"_tensor_constant{self.constants - 1}"
+
+    def _see_call(self, func: Any, seen: Any, result: Any) -> None:
+        node = self.graph.create_node(*_target(func, *seen))
+        if isinstance(result, Tensor):
+            self._see(node, result)
+            return
+        node.meta.update(self._meta(node.name, result))
+        for index, part in enumerate(result if isinstance(result, (tuple, list)) else ()):
+            if isinstance(part, Tensor):
+                self._see(self.graph.call_function(operator.getitem, (node, index)), part)
+
+    def _see(self, node: Node, x: Tensor) -> Node:
+        """A tensor has become known as the result of a node."""
+        node.meta.update(self._meta(node.name, x))
+        self.nodes[x] = node
+        if x.is_floating_point():
+            node.meta["metrics"] = Metrics(x)
+            self._hook(x, node.meta["metrics"])
+        return node
+
+    def _meta(self, name: str, value: Any) -> dict[str, Any]:
+        return {
+            "clean_name": name,
+            "outputs_float_tensor": isinstance(value, Tensor) and value.is_floating_point(),
+            "requires_grad": isinstance(value, nn.Parameter) and value.requires_grad,
+            "modules": () if name == "output" else self.running,
+        }
+
+    def _running(self) -> tuple[str, ...]:
+        """Which submodules are running: those that are ``self`` in a frame of the stack."""
+        found: list[str] = []
+        frame = sys._getframe(2)
+        while frame is not None and frame.f_code is not Transformed.forward.__code__:
+            name = self.modules.get(id(frame.f_locals.get("self")))
+            if name is not None and name not in found:
+                found.append(name)
+            frame = frame.f_back  # type: ignore[assignment]
+        return tuple(reversed(found))
+
+    def _hook(self, x: Tensor, metrics: Metrics) -> None:
+        if not x.requires_grad:
+            return
+        self.hooked[x] = metrics
+        handle = x.register_hook(metrics.set_bwd)
+        if x.is_leaf:
+            self.recorded.hooks.append(handle)
+
+
+class _Alias(torch.autograd.Function):
+    """An input on the same memory, with a gradient that ends here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()  # not a view, which could not be written to
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None
+
+
+def _target(func: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
+    """Operation, target, args and kwargs of a node that calls ``func``."""
+    name = func.__name__
+    if name == "__get__":  # x.T
+        return "call_function", getattr, (args[0], func.__self__.__name__), {}
+    if name in _OPERATORS:
+        return "call_function", _OPERATORS[name], args, kwargs
+    owner = getattr(func, "__qualname__", name).partition(".")[0]
+    if owner in ("Tensor", "TensorBase", "_TensorBase"):
+        return "call_method", name, args, kwargs
+    return "call_function", func, args, kwargs

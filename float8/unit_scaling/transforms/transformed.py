@@ -1,0 +1,155 @@
+"""A model that runs its own forward under transforms.
+
+A transform changes what the functions mean that a forward calls: ``F.linear`` becomes
+``U.linear``, or multiplies in float8. It is a `Transform`, a small value that describes the change,
+and makes for each call a `Mode`, a torch function mode that carries it out. Nothing is traced and
+nothing generated: the model's own Python runs, in eager mode and under ``torch.compile``, with its
+control flow, hooks and shapes.
+
+`transformed` returns a copy of a model whose class has become a subclass of the model's, with a
+forward that enters the modes. Parameters, names, state dict and methods are the model's; copies and
+pickles carry their transforms. The order in which modes are entered follows from the transforms
+(`Transform.depth`), not from the order in which they were applied.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from float8.convert import FLOAT8_MODULES
+from float8.unit_scaling.spellings import respelt
+from float8.unit_scaling.transforms.decompositions import DECOMPOSITIONS, decomposition_of
+
+__all__ = ["DECOMPOSITIONS", "Handler", "Mode", "Transform", "Transformed", "transformed"]
+
+M = TypeVar("M", bound=nn.Module)
+Handler = Callable[..., Any]
+
+
+class Mode(TorchFunctionMode):
+    """Carries out a transform during one forward.
+
+    A function in ``handlers`` is given to its handler, which runs with this mode off: what it calls
+    goes to the modes below. Of any other function of ours, one that was made `overridable`, the
+    implementation runs with this mode on if ``looks_inside``.
+    """
+
+    looks_inside = True
+
+    def __init__(self, handlers: Mapping[Callable[..., Any], Handler]) -> None:
+        super().__init__()
+        self.handlers = handlers
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, func = kwargs or {}, respelt(func)
+        if func in self.handlers:
+            return self.handlers[func](*args, **kwargs)
+        if (in_the_open := decomposition_of(func)) is not None:
+            with self:
+                return in_the_open(*args, **kwargs)
+        if self.looks_inside and hasattr(func, "implementation"):
+            with self:
+                return func.implementation(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class Transform(ABC):
+    """What changes in a model's forward; an immutable, picklable value."""
+
+    # Where its mode stands: a function goes to the mode of the least depth first, and what that
+    # one makes of it to the next. 0 watches, 1 rescales, 2 simulates formats, 3 runs in float8.
+    depth: ClassVar[int]
+
+    @abstractmethod
+    def mode(
+        self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> TorchFunctionMode:
+        """The mode for one call.
+
+        Args:
+            model: the transformed model.
+            forward: the forward of the model as it was before any transform, bound.
+            args, kwargs: what it is called with.
+        """
+
+
+class Transformed:
+    """The part of a transformed model's class that enters the modes."""
+
+    transforms: tuple[Transform, ...]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward, under its transforms."""
+        plain = super().forward  # type: ignore[misc]
+        ordered = sorted(self.transforms, key=_depth, reverse=True)
+        modes = [t.mode(self, plain, args, kwargs) for t in ordered]  # type: ignore[arg-type]
+        return _under(modes, plain, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled by the model's own class: this one is made on the spot."""
+        base = type(self).__mro__[2]
+        state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+        return _new, (base,), state
+
+
+def _depth(transform: Transform) -> int:
+    return transform.depth
+
+
+def _under(modes: list[Any], forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if not modes:
+        return forward(*args, **kwargs)
+    with modes[0]:
+        return _under(modes[1:], forward, args, kwargs)
+
+
+@functools.cache
+def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Transformed{cls.__name__}", (Transformed, cls), {"__module__": __name__})
+
+
+def _new(cls: type[nn.Module]) -> nn.Module:
+    made = _subclass(cls)
+    return made.__new__(made)
+
+
+def transformed(model: M, transform: Transform) -> M:
+    """A copy of a model that runs under ``transform``, and under those that it already has.
+
+    Raises:
+        TypeError: ``model`` is not a module, or is one that ``torch.compile`` returned.
+        ValueError: it has a transform of this kind already, or layers that were converted.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a transform takes an nn.Module, got {type(model).__name__}")
+    if hasattr(model, "_orig_mod"):
+        raise TypeError(
+            "a transform would not reach into a compiled model: transform it first, then compile"
+        )
+    converted = [n for n, m in model.named_modules() if isinstance(m, tuple(FLOAT8_MODULES))]
+    if converted:
+        raise ValueError(
+            f"{converted[0] or 'the model'} is converted to float8 already, and calls no function "
+            "that a transform could see: convert_from_float8_training(model), then transform it, "
+            "with float8.unit_scaling.transforms.float8 for its products"
+        )
+    earlier: tuple[Transform, ...] = getattr(model, "transforms", ())
+    if any(type(t) is type(transform) for t in earlier):
+        raise ValueError(
+            f"the model has the transform {type(transform).__name__} already; apply it once, to "
+            "the model as it was"
+        )
+    new = copy.deepcopy(model)
+    if not isinstance(model, Transformed):
+        new.__class__ = _subclass(type(model))
+    new.transforms = (*earlier, transform)  # type: ignore[assignment]
+    return new

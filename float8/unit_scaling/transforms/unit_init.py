@@ -1,0 +1,110 @@
+"""Weights of unit scale, and what u-muP's optimizers have to know of each parameter.
+
+Unit scaling starts from weights of standard deviation 1 and biases of 0 (arXiv 2303.11257, section
+4; u-muP, arXiv 2407.17465, table 2). A model that exists has drawn its weights already; their
+directions are kept, their scale is not:
+
+    w <- w / std(w)      every parameter of two or more dimensions
+    b <- 0               the biases of layers that have such a weight
+
+Norms are left alone, as are vectors that are not such biases, frozen parameters, and weights that
+are constant (those of zero-initialised layers have no direction) or have no two elements. A weight
+that several modules share is scaled once.
+
+Types, for the learning rates of u-muP's table 2: "norm" for weights of norms, "bias" for their
+biases and those of layers, "weight" for the rest, but "output" for the weight of the output
+layer. That is the last linear layer of the model, if it is an attribute of the model itself by one
+of the names `OUTPUT_NAMES` and shares its weight with no other module. Elsewhere nothing says that
+a layer is the last, and "weight" is the type whose updates are safe in any place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+from float8.unit_scaling.parameter import MupType, has_parameter_data, set_parameter_data
+
+logger = logging.getLogger(__name__)
+
+OUTPUT_NAMES = frozenset(
+    {
+        *("lm_head", "head", "readout", "output", "out", "output_layer", "unembed", "unembedding"),
+        *("classifier", "logits", "to_logits", "fc_out", "embed_out"),
+    }
+)
+_NORM_FILES = ("batchnorm", "normalization", "instancenorm")
+
+
+def unit_init(model: nn.Module) -> None:
+    """Bring weights to standard deviation 1, biases to 0, and mark parameters with their types.
+
+    Parameters that carry a type already, those of unit-scaled modules, stay as they are.
+
+    Raises:
+        ValueError: a parameter is on the meta device; nothing has been changed then.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"unit_scale: {name} is on the meta device and has no values to scale; "
+                "materialise the model first (model.to_empty(device=...), then its "
+                "reset_parameters)"
+            )
+    output = _output_weight(model)
+    for prefix, module in model.named_modules():
+        norm = is_norm(module)
+        scaled = not norm and any(p.dim() >= 2 for p in module.parameters(recurse=False))
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            if has_parameter_data(parameter):
+                continue
+            bias = name.rpartition(".")[2].endswith("bias") and parameter.dim() <= 1
+            if parameter.requires_grad and not norm:
+                _initialise(name, parameter, zero=bias and scaled)
+            set_parameter_data(parameter, _type(bias, norm, parameter is output))
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm: torch's, or one whose class's name says so."""
+    name = type(module).__module__
+    return "norm" in type(module).__name__.lower() or (
+        name.startswith("torch.nn.modules.") and name.endswith(_NORM_FILES)
+    )
+
+
+def output_weights(model: nn.Module) -> frozenset[str]:
+    """The names of the parameters of type "output"."""
+    named = model.named_parameters()
+    return frozenset(name for name, p in named if getattr(p, "mup_type", None) == "output")
+
+
+def _type(bias: bool, norm: bool, output: bool) -> MupType:
+    if bias:
+        return "bias"
+    if norm:
+        return "norm"
+    return "output" if output else "weight"
+
+
+@torch.no_grad()
+def _initialise(name: str, parameter: Tensor, zero: bool) -> None:
+    if zero:
+        logger.info("setting bias to zero: %s", name)
+        parameter.zero_()
+    elif parameter.dim() >= 2 and parameter.numel() > 1:
+        std = parameter.float().std() if parameter.itemsize < 4 else parameter.std()
+        if std > 0:
+            logger.info("unit scaling weight: %s", name)
+            parameter.copy_(parameter / std)
+
+
+def _output_weight(model: nn.Module) -> Tensor | None:
+    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    if not linears or linears[-1][0] not in OUTPUT_NAMES:
+        return None
+    weight = linears[-1][1].weight
+    users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    return weight if users[id(weight)] == 1 else None

@@ -1,0 +1,182 @@
+"""`float8.unit_scaling.functional.activations`: fitted factors, as good as they say."""
+
+import math
+
+import pytest
+import torch
+from assertions import assert_bitwise
+from torch.nn import functional as F
+from unit_scaling_claims import assert_unit_scaled, gradients, graphs_compiled, spread
+
+from float8.unit_scaling import functional as U
+
+MULTS = [1 / 16, 1 / 4, 0.5, 1, 2, 4, 16]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def expectation(function):
+    """E f(x), x ~ N(0, 1), by the trapezium rule in float64."""
+    x = torch.linspace(-10, 10, 20001, dtype=torch.float64)
+    density = torch.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+    return float((density * function(x)).sum() * 1e-3)
+
+
+def scales_by_integration(function):
+    """(std of the output, rms of the derivative) of a function of N(0, 1)."""
+
+    def derivative(x):
+        x = x.requires_grad_()
+        return torch.autograd.grad(function(x).sum(), x)[0]
+
+    mean = expectation(function)
+    return (
+        math.sqrt(expectation(lambda x: function(x) ** 2) - mean**2),
+        math.sqrt(expectation(lambda x: derivative(x) ** 2)),
+    )
+
+
+def formula(name, mult):
+    """gelu(m x)/m and x sigmoid(m x), from erf and exp."""
+    if name == "gelu":
+        return lambda x: x * (1 + torch.erf(mult * x / math.sqrt(2))) / 2
+    return lambda x: x / (1 + torch.exp(-mult * x))
+
+
+# --- gelu and silu
+
+
+@pytest.mark.parametrize("mult", MULTS)
+@pytest.mark.parametrize("name", ["gelu", "silu"])
+def test_an_activation_is_its_formula_times_a_factor(name, mult):
+    x = normal(501).double()
+    y, grad = gradients(lambda x: getattr(U, name)(x, mult, None), x)
+    plain, plain_grad = gradients(formula(name, mult), x)
+    for one, other in ((y, plain), (grad, plain_grad)):
+        torch.testing.assert_close(one, other * (one.norm() / other.norm()))
+
+
+@pytest.mark.parametrize("mult", MULTS)
+@pytest.mark.parametrize(("name", "out", "grad"), [("gelu", 0.04, 0.03), ("silu", 0.03, 0.04)])
+def test_the_model_of_an_activation_is_as_good_as_documented(name, out, grad, mult):
+    scaled = getattr(U, name)
+    x = torch.tensor([0.7], dtype=torch.float64)
+    y, g = gradients(lambda x: scaled(x, mult, None), x)
+    plain, plain_g = gradients(formula(name, mult), x)
+    true_out, true_grad = scales_by_integration(formula(name, mult))
+    assert float(y / plain) * true_out == pytest.approx(1, abs=out)
+    assert float(g / plain_g) * true_grad == pytest.approx(1, abs=grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mult", [1 / 4, 1, 4])
+@pytest.mark.parametrize("name", ["gelu", "silu"])
+def test_an_activation_has_unit_scale(name, mult, dtype):
+    y, grad = gradients(lambda x: getattr(U, name)(x, mult, None), normal(7, 3001, dtype=dtype))
+    assert y.dtype == dtype
+    assert_unit_scaled(y, band=0.04, stat="std")
+    assert_unit_scaled(grad, band=0.04)
+
+
+def test_a_constraint_ties_value_and_gradient():
+    x = normal(20000)
+    free = [spread(t) for t in gradients(lambda x: U.gelu(x, constraint=None), x)]
+    tied = [spread(t) for t in gradients(lambda x: U.gelu(x, constraint="gmean"), x)]
+    to_grad = [spread(t) for t in gradients(lambda x: U.gelu(x, 1, "to_grad_input_scale"), x)]
+    assert tied[0] * tied[1] == pytest.approx(free[0] * free[1])
+    assert to_grad[1] == pytest.approx(free[1]) and to_grad[0] != pytest.approx(free[0])
+
+
+def test_the_approximate_gelu_is_torchs():
+    x = normal(99)
+    factor = U.gelu(x)[0] / F.gelu(x)[0]
+    torch.testing.assert_close(
+        U.gelu(x, approximate="tanh"), F.gelu(x, approximate="tanh") * factor
+    )
+
+
+@pytest.mark.parametrize("function", [U.silu, U.dropout])
+def test_an_operation_in_place_is_refused(function):
+    with pytest.raises(ValueError, match="inplace=True cannot be unit-scaled"):
+        function(torch.ones(3), inplace=True)
+    function(torch.ones(3), inplace=False)
+
+
+# --- silu_glu
+
+
+@pytest.mark.parametrize("mult", MULTS)
+def test_a_gated_product_has_unit_scale(mult):
+    x, gate = normal(60000), normal(60000, seed=3)
+    y, gx, gg = gradients(lambda x, g: U.silu_glu(x, g, mult), x, gate)
+    assert_unit_scaled(y, band=0.01)
+    assert_unit_scaled(gx, band=0.01)
+    assert_unit_scaled(gg, band=0.04)
+    expected = x * formula("silu", mult)(gate)
+    torch.testing.assert_close(y / y.norm(), expected / expected.norm())
+
+
+# --- softmax
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("mult", [1 / 8, 1 / 4, 1, 4])
+def test_a_softmax_has_the_scale_that_it_documents(mult, dim):
+    shape = [60, 70, 50]
+    shape[dim] = 256
+    y, grad = gradients(lambda x: U.softmax(x, dim, constraint=None, mult=mult), normal(*shape))
+    band = 0.05 if mult <= 1 / 4 else 0.3
+    assert_unit_scaled(y, band=band)
+    assert_unit_scaled(grad, band=band)
+    expected = torch.softmax(normal(*shape).double() * mult, dim)
+    torch.testing.assert_close(
+        (y / y.norm()).double(), expected / expected.norm(), rtol=1e-4, atol=0
+    )
+
+
+def test_a_softmax_takes_torchs_arguments():
+    x = normal(3, 4, dtype=torch.bfloat16)
+    assert U.softmax(x, -1, torch.float32).dtype == torch.float32
+    assert_bitwise(U.softmax(input=x, dim=1, _stacklevel=5), U.softmax(x, -1))
+    assert U.softmax(normal(0, 4), 0).shape == (0, 4)
+    with pytest.raises(ValueError, match="dim is None; name the dimension"):
+        U.softmax(x)
+
+
+# --- dropout
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_has_unit_scale_in_training(p, dtype):
+    torch.manual_seed(7)  # not the seed of x, whose bits the mask would share
+    y, grad = gradients(lambda x: U.dropout(x, p), normal(200, 300, dtype=dtype))
+    assert_unit_scaled(y, stat="std")
+    assert_unit_scaled(grad)
+    assert float((y == 0).float().mean()) == pytest.approx(p, abs=0.01)
+    assert torch.equal(y == 0, grad == 0)
+
+
+@pytest.mark.parametrize(("p", "training"), [(0.5, False), (0.9, False), (0.0, True)])
+def test_dropout_is_the_identity_in_evaluation(p, training):
+    x = normal(50)
+    y, grad = gradients(lambda x: U.dropout(x, p, training) * 1, x)
+    _, plain = gradients(lambda x: x * 1, x)
+    assert_bitwise(y, x)
+    assert_bitwise(grad, plain)
+
+
+@pytest.mark.parametrize("p", [1.0, -0.1, 1.5, float("nan")])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_probability_that_leaves_nothing_is_refused(p, training):
+    with pytest.raises(ValueError, match=r"p is a probability in \[0, 1\)"):
+        U.dropout(torch.ones(3), p, training)
+
+
+def test_activations_compile_once_for_all_lengths():
+    calls = [(normal(n, 5),) for n in (5, 8, 17, 40, 64)]
+    assert graphs_compiled(lambda x: U.softmax(U.gelu(x, 2.0), 0, constraint="gmean"), calls) <= 2

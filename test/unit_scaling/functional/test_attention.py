@@ -1,0 +1,174 @@
+"""`float8.unit_scaling.functional.attention`: averages of values, brought back to unit scale."""
+
+import math
+
+import pytest
+import torch
+from unit_scaling_claims import assert_unit_scaled, gradients, graphs_compiled, spread
+
+from float8.unit_scaling import functional as U
+
+BOTH = [U.scaled_dot_product_attention, U.sqrt_softmax_attention]
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def qkv(batch, length, depth, dtype=torch.float32, keys=None):
+    shapes = (batch, length, depth), (batch, keys or length, depth), (batch, keys or length, depth)
+    return tuple(normal(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes))
+
+
+def by_hand(q, k, v, temperature, is_causal=False, power=1.0):
+    """softmax(q k^T t) ** power @ v in float64, one row at a time."""
+    rows = []
+    for i in range(q.shape[-2]):
+        seen = i + 1 if is_causal else k.shape[-2]
+        logits = (q[..., i : i + 1, :].double() * k[..., :seen, :].double()).sum(-1) * temperature
+        e = torch.exp(logits - logits.amax(-1, keepdim=True))
+        weights = (e / e.sum(-1, keepdim=True)) ** power
+        rows.append((weights[..., None] * v[..., :seen, :].double()).sum(-2))
+    return torch.stack(rows, -2)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("length", "depth", "mult"), [(5, 8, 1.0), (33, 16, 4.0), (1, 4, 1.0)])
+def test_attention_is_softmax_attention_times_its_documented_factor(length, depth, mult, is_causal):
+    q, k, v = qkv(3, length, depth)
+    found = U.scaled_dot_product_attention(q, k, v, None, 0.0, is_causal, mult)
+    flat = math.sqrt((math.log(length) if is_causal and length > 2 else 1.0) / length)
+    alpha = 1 / (1 + 4 * depth / mult**2)
+    expected = by_hand(q, k, v, mult / depth, is_causal) / flat ** (1 - alpha)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("length", "mult", "is_causal", "band"),
+    [
+        (1, 1, False, 0.0),
+        (1, 1, True, 0.0),
+        (3, 1, True, 0.30),
+        (16, 0.25, True, 0.12),
+        (64, 4, True, 0.12),
+        (16, 1, False, 0.05),
+        (64, 4, False, 0.05),
+        (64, 16, False, 0.16),
+    ],
+)
+def test_attention_has_the_scale_that_it_documents(length, mult, is_causal, band, dtype):
+    q, k, v = qkv(max(4096 // length, 40), length, 64, dtype)
+    y, _, _, gv = gradients(
+        lambda *a: U.scaled_dot_product_attention(*a, is_causal=is_causal, mult=mult), q, k, v
+    )
+    # flat attention: as many independent outputs as there are sequences, times the depth
+    samples = q.shape[0] * 64
+    assert_unit_scaled(y, band=band, samples=samples, what="output")
+    assert_unit_scaled(gv, band=band, samples=samples, what="value gradient")
+
+
+def test_one_factor_serves_the_output_and_all_gradients():
+    q, k, v = qkv(2, 9, 4)
+    found = gradients(lambda *a: U.scaled_dot_product_attention(*a, mult=2.0), q, k, v)
+    plain = gradients(
+        lambda *a: torch.nn.functional.scaled_dot_product_attention(*a, scale=0.5), q, k, v
+    )
+    factor = float(found[0].flatten()[0] / plain[0].flatten()[0])
+    for one, other in zip(found, plain, strict=True):
+        torch.testing.assert_close(one, other * factor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5])
+@pytest.mark.parametrize("attention", BOTH)
+def test_dropout_of_weights_keeps_unit_scale(attention, dropout_p):
+    torch.manual_seed(11)
+    y = attention(*qkv(200, 16, 64), dropout_p=dropout_p)
+    assert_unit_scaled(y, band=0.05, samples=200 * 64)
+
+
+@pytest.mark.parametrize("attention", BOTH)
+@pytest.mark.parametrize("mask", ["bool", "float"])
+def test_a_mask_is_the_fourth_argument(attention, mask):
+    q, k, v = qkv(2, 6, 8, keys=9)
+    seen = torch.arange(9) < 5
+    attn_mask = seen.expand(6, 9)
+    if mask == "float":
+        attn_mask = torch.zeros(6, 9).masked_fill(~seen, float("-inf"))
+    found = attention(q, k, v, attn_mask)
+    fewer = attention(q, k[:, :5], v[:, :5])
+    torch.testing.assert_close(found / found.norm(), fewer / fewer.norm())
+
+
+@pytest.mark.parametrize("attention", BOTH)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_heads_may_share_keys_and_values(attention, is_causal):
+    q, k, v = normal(2, 6, 5, 8), normal(2, 3, 5, 8, seed=1), normal(2, 3, 5, 8, seed=2)
+    found = attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+    k, v = (torch.stack([x, x], 2).reshape(2, 6, 5, 8) for x in (k, v))
+    torch.testing.assert_close(found, attention(q, k, v, is_causal=is_causal))
+
+
+@pytest.mark.parametrize("attention", BOTH)
+def test_scale_is_torchs_name_for_the_sharpness(attention):
+    q, k, v = qkv(2, 7, 16)
+    torch.testing.assert_close(attention(q, k, v, scale=0.25), attention(q, k, v, mult=4.0))
+    with pytest.raises(ValueError, match=r"both mult=2\.0 and scale=0\.25"):
+        attention(q, k, v, mult=2.0, scale=0.25)
+    with pytest.raises(ValueError, match="scale multiplies"):
+        attention(q, k, v, scale=0.0)
+
+
+@pytest.mark.parametrize("attention", BOTH)
+@pytest.mark.parametrize("dropout_p", [1.0, -0.5])
+def test_a_dropout_that_leaves_nothing_is_refused(attention, dropout_p):
+    with pytest.raises(ValueError, match=r"dropout_p is a probability in \[0, 1\)"):
+        attention(*qkv(1, 2, 4), dropout_p=dropout_p)
+
+
+# --- the root of the softmax
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_square_root_attention_is_its_formula(is_causal, dtype):
+    q, k, v = qkv(3, 11, 8, dtype)
+    found = U.sqrt_softmax_attention(q, k, v, is_causal=is_causal, mult=2.0)
+    expected = by_hand(q, k, v, 2.0 / 8, is_causal, power=0.5)
+    assert found.dtype == dtype
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=4 * tolerance)
+
+
+def test_square_root_attention_has_unit_variance_at_every_position():
+    for mult in (0.25, 1, 16):
+        y = U.sqrt_softmax_attention(*qkv(200, 32, 64), is_causal=True, mult=mult)
+        for position in (0, 1, 2, 7, 31):
+            assert_unit_scaled(y[:, position], what=f"mult {mult}, position {position}")
+
+
+def test_softmax_attention_has_it_on_average_only():
+    y = U.scaled_dot_product_attention(*qkv(200, 32, 64), is_causal=True)
+    assert spread(y[:, 0]) > 2 > 0.6 > spread(y[:, 31])
+
+
+def test_the_value_gradient_of_square_root_attention_has_unit_scale():
+    q, k, v = qkv(200, 16, 64)
+    _, _, _, gv = gradients(U.sqrt_softmax_attention, q, k, v)
+    assert_unit_scaled(gv, samples=200 * 64)
+
+
+def test_gradients_of_square_root_attention_are_finite_where_nothing_is_attended():
+    q, k, v = qkv(2, 6, 8)
+    for x in gradients(
+        lambda *a: U.sqrt_softmax_attention(*a, is_causal=True, mult=900.0), q, k, v
+    ):
+        assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("attention", BOTH)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_compiles_once_for_all_lengths(attention, is_causal):
+    calls = [qkv(2, n, 8) for n in (5, 8, 17, 40, 64)]
+    assert graphs_compiled(lambda *a: attention(*a, is_causal=is_causal), calls) <= 2

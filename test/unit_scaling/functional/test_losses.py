@@ -1,0 +1,210 @@
+"""`float8.unit_scaling.functional.losses`: torch's values, gradients of unit scale."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+from unit_scaling_claims import assert_unit_scaled, graphs_compiled, spread
+
+from float8.unit_scaling import functional as U
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def loss_and_gradient(loss, logits, *args, **kwargs):
+    logits = logits.detach().requires_grad_()
+    value = loss(logits, *args, **kwargs)
+    (grad,) = torch.autograd.grad(value, logits, torch.ones_like(value))
+    return value.detach(), grad
+
+
+def weights_of(classes):
+    return torch.linspace(0.2, 3.0, classes)
+
+
+# --- cross entropy: the value
+
+
+SHAPES = [
+    ((7,), ()),
+    ((5, 7), (5,)),
+    ((3, 7, 4), (3, 4)),
+    ((2, 7, 3, 4), (2, 3, 4)),
+    ((1, 2), (1,)),
+]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("shape", "targets"), SHAPES, ids=str)
+def test_the_value_is_torchs(shape, targets, reduction):
+    classes = shape[0] if len(shape) == 1 else shape[1]
+    generator = torch.Generator().manual_seed(3)
+    target = torch.randint(classes, targets, generator=generator)
+    if target.numel() > 2:
+        target.view(-1)[1] = -100
+    logits = normal(*shape)
+    for weight, smoothing, mult in itertools.product((None, weights_of(classes)), (0, 0.1), (1, 3)):
+        options = {"weight": weight, "label_smoothing": smoothing, "reduction": reduction}
+        found = U.cross_entropy(logits, target, mult=mult, **options)
+        expected = F.cross_entropy(logits * mult, target, **options)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_value_for_probabilities_is_torchs(reduction):
+    logits, target = normal(4, 7, 3), torch.softmax(normal(4, 7, 3, seed=1), 1)
+    for weight in (None, weights_of(7)):
+        options = {"weight": weight, "reduction": reduction}
+        found = U.cross_entropy(logits, target, **options)
+        torch.testing.assert_close(found, F.cross_entropy(logits, target, **options))
+
+
+def test_the_mean_of_many_float16_losses_does_not_overflow():
+    logits, target = normal(30000, 64, dtype=torch.float16), torch.zeros(30000, dtype=torch.long)
+    total = U.cross_entropy(logits, target, reduction="sum")
+    assert total.isinf(), "this case is no test of overflow"
+    found = U.cross_entropy(logits, target)
+    expected = F.cross_entropy(logits.double(), target)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=0)
+
+
+# --- cross entropy: the gradient
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("classes", [2, 3, 50])
+def test_the_gradient_at_even_logits_has_unit_scale(classes, weighted, smoothing, reduction):
+    # every class once: the average over targets that the factor is derived for, exactly
+    _, grad = loss_and_gradient(
+        U.cross_entropy,
+        torch.zeros(classes, classes, dtype=torch.float64),
+        torch.arange(classes),
+        weight=weights_of(classes).double() if weighted else None,
+        label_smoothing=smoothing,
+        reduction=reduction,
+    )
+    assert spread(grad) == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [0.05, 1.0])
+def test_the_gradient_at_random_logits_has_unit_scale(scale, dtype):
+    target = torch.randint(500, (300,), generator=torch.Generator().manual_seed(2))
+    logits = normal(300, 500, dtype=dtype) * scale
+    _, grad = loss_and_gradient(U.cross_entropy, logits, target)
+    assert grad.dtype == dtype
+    assert_unit_scaled(grad, band=0.01, samples=300 * 500)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}, {"weight": weights_of(6)}])
+@pytest.mark.parametrize("mult", [1.0, 2.5])
+def test_the_gradient_is_torchs_of_the_sum_but_for_a_constant(mult, options):
+    logits, target = normal(9, 6), torch.tensor([0, 1, 2, 3, 4, 5, -100, 1, 0])
+    _, found = loss_and_gradient(U.cross_entropy, logits, target, mult=mult, **options)
+    _, plain = loss_and_gradient(F.cross_entropy, logits * mult, target, reduction="sum", **options)
+    torch.testing.assert_close(found / found.norm(), plain / plain.norm())
+    assert not found[6].any(), "an ignored token sends no gradient"
+
+
+def test_the_gradient_of_the_mean_does_not_depend_on_the_batch_nor_on_what_is_ignored():
+    logits, target = normal(8, 5), torch.arange(8) % 5
+    _, whole = loss_and_gradient(U.cross_entropy, logits, target)
+    _, half = loss_and_gradient(U.cross_entropy, logits[:4], target[:4])
+    ignored = torch.where(torch.arange(8) < 4, target, 3)
+    ignored[4:] = 1000
+    _, rest = loss_and_gradient(U.cross_entropy, logits, ignored, ignore_index=1000)
+    torch.testing.assert_close(whole[:4], half)
+    torch.testing.assert_close(rest[:4], half)
+    assert not rest[4:].any()
+
+
+def test_a_factor_of_the_loss_multiplies_the_gradient():
+    logits, target = normal(8, 5).requires_grad_(), torch.arange(8) % 5
+    (one,) = torch.autograd.grad(U.cross_entropy(logits, target), logits)
+    (scaled,) = torch.autograd.grad(U.cross_entropy(logits, target) * 0.25, logits)
+    torch.testing.assert_close(scaled, one / 4)
+
+
+@pytest.mark.parametrize("target", [torch.tensor([], dtype=torch.long), torch.tensor([-100, -100])])
+def test_no_tokens_give_torchs_value_and_no_gradient(target):
+    logits = normal(len(target), 5)
+    value, grad = loss_and_gradient(U.cross_entropy, logits, target)
+    assert value.isnan() and F.cross_entropy(logits, target).isnan()
+    assert not grad.any()
+    value, _ = loss_and_gradient(U.cross_entropy, logits, target, reduction="sum")
+    assert value == 0
+
+
+# --- cross entropy: what it refuses
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 1), (3, 1, 4), (3, 0)])
+def test_fewer_than_two_classes_are_refused(shape):
+    with pytest.raises(ValueError, match="there must be 2 classes or more"):
+        U.cross_entropy(torch.zeros(shape), torch.zeros(shape[:1], dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reduction": "max"}, "reduction is 'none', 'mean' or 'sum', got 'max'"),
+        ({"size_average": True}, "size_average=True and reduce=None"),
+        ({"reduce": False}, "pass reduction="),
+        ({"label_smoothing": 1.0}, "label_smoothing is in"),
+        ({"mult": 0}, "cross_entropy: mult"),
+    ],
+)
+def test_an_argument_without_meaning_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        U.cross_entropy(normal(3, 4), torch.tensor([0, 1, 2]), **options)
+
+
+def test_logits_without_classes_are_refused():
+    with pytest.raises(ValueError, match="got 0-d"):
+        U.cross_entropy(torch.tensor(1.0), torch.tensor(0))
+
+
+# --- mean squared error
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_squared_error_has_torchs_value_and_gradients_of_unit_scale(reduction, dtype):
+    x, t = normal(30, 40, dtype=dtype), normal(30, 40, dtype=dtype, seed=1)
+    leaves = x.requires_grad_(), t.requires_grad_()
+    value = U.mse_loss(x, t, reduction=reduction)
+    torch.testing.assert_close(value, F.mse_loss(x, t, reduction=reduction))
+    for grad in torch.autograd.grad(value, leaves, torch.ones_like(value)):
+        assert_unit_scaled(grad)
+
+
+def test_squared_error_of_nothing_is_torchs():
+    value = U.mse_loss(torch.zeros(0, 3), torch.zeros(0, 3))
+    assert value.isnan() and F.mse_loss(torch.zeros(0, 3), torch.zeros(0, 3)).isnan()
+
+
+def test_squared_errors_of_other_shapes_and_reductions_are_refused():
+    with pytest.raises(ValueError, match=r"input has shape \(3,\) and target \(2, 3\)"):
+        U.mse_loss(torch.zeros(3), torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="got 'max'"):
+        U.mse_loss(torch.zeros(3), torch.zeros(3), reduction="max")
+    with pytest.raises(ValueError, match="weight has no unit-scaling rule"):
+        U.mse_loss(torch.zeros(3), torch.zeros(3), weight=torch.ones(3))
+    with pytest.raises(ValueError, match="torch's old names"):
+        U.mse_loss(torch.zeros(3), torch.zeros(3), True)
+
+
+def test_losses_compile_once_for_all_lengths():
+    lengths = (5, 8, 17, 40, 64)
+    calls = [(normal(n, 6), torch.arange(n) % 6) for n in lengths]
+    assert graphs_compiled(U.cross_entropy, calls) <= 2
+    calls = [(normal(n, 3), normal(n, 3)) for n in lengths]
+    assert graphs_compiled(U.mse_loss, calls) <= 2

@@ -1,0 +1,92 @@
+"""`float8.unit_scaling.functional.norms`: norms and embeddings, whose weights sum gradients."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from unit_scaling_claims import assert_unit_scaled, gradients, graphs_compiled
+
+from float8.unit_scaling import functional as U
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("batch", "shape"), [((600,), (200,)), ((3, 71), (5, 60)), ((), (9000,))])
+@pytest.mark.parametrize("scale", [1.0, 1 / 16])
+def test_layer_norm_has_unit_scale(batch, shape, dtype, scale):
+    x, w, b = normal(*batch, *shape, dtype=dtype), torch.ones(shape), torch.zeros(shape)
+    y, gx, gw, gb = gradients(
+        lambda x, w, b: U.layer_norm(x, shape, w, b), x * scale, w.to(dtype), b.to(dtype)
+    )
+    assert_unit_scaled(y)
+    # a norm undoes the scale of its input, and its gradient with it; two directions of n have none
+    assert_unit_scaled(gx, 1 / scale, band=1 / w.numel())
+    assert_unit_scaled(gw)
+    assert_unit_scaled(gb)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("batch", "shape"), [((600,), (200,)), ((3, 71), (5, 60))])
+def test_rms_norm_has_unit_scale(batch, shape, dtype):
+    x, w = normal(*batch, *shape, dtype=dtype), torch.ones(shape, dtype=dtype)
+    y, gx, gw = gradients(lambda x, w: U.rms_norm(x, shape, w), x, w)
+    assert_unit_scaled(y)
+    assert_unit_scaled(gx, band=1 / w.numel())
+    assert_unit_scaled(gw)
+
+
+def test_norms_without_weights_are_torchs():
+    x = normal(4, 7)
+    torch.testing.assert_close(U.layer_norm(x, (7,)), F.layer_norm(x, (7,)))
+    torch.testing.assert_close(U.layer_norm(x, [7], eps=0.1), F.layer_norm(x, (7,), eps=0.1))
+    torch.testing.assert_close(U.rms_norm(x, (7,), eps=None), F.rms_norm(x, (7,)))
+    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(U.rms_norm(x, [7]), expected.float())
+
+
+def test_norms_take_no_rows():
+    for norm in (U.layer_norm, U.rms_norm):
+        y, _, gw = gradients(lambda x, w, f=norm: f(x, (3,), w), normal(0, 3), torch.ones(3))
+        assert y.shape == (0, 3) and not gw.any()
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [((40, 50), 37), ((100,), 2000), ((3, 4, 600), 11)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_embedding_has_unit_scale(tokens, rows, dtype):
+    torch.manual_seed(0)
+    indices = torch.randint(rows, tokens)
+    weight = normal(rows, 64, dtype=dtype)
+    y, gw = gradients(lambda w: U.embedding(indices, w), weight)
+    assert torch.equal(y, weight[indices])
+    # rows are chosen a random number of times: few rows, or few tokens, are few samples
+    assert_unit_scaled(gw, samples=min(rows, indices.numel()) * 64, band=0.03)
+
+
+def test_an_embedding_takes_torchs_arguments():
+    weight, indices = normal(5, 3), torch.tensor([0, 1, 1, 4])
+    _, gw = gradients(lambda w: U.embedding(indices, w, padding_idx=1), weight)
+    _, plain = gradients(lambda w: F.embedding(indices, w, padding_idx=1), weight)
+    torch.testing.assert_close(gw, plain * (5 / 4) ** 0.5)
+    assert not gw[1].any()
+    _, sparse = gradients(lambda w: U.embedding(input=indices, weight=w, sparse=True), weight)
+    _, dense = gradients(lambda w: U.embedding(indices, w), weight)
+    assert sparse.is_sparse
+    torch.testing.assert_close(sparse.to_dense(), dense)
+    assert U.embedding(indices, weight.clone(), max_norm=0.1).norm(dim=-1).max() <= 0.1001
+    assert U.embedding(indices[:0], weight).shape == (0, 3)
+
+
+def test_a_gradient_divided_by_counts_twice_is_refused():
+    with pytest.raises(ValueError, match="scale_grad_by_freq=True"):
+        U.embedding(torch.tensor([0]), normal(2, 3), scale_grad_by_freq=True)
+
+
+def test_norms_compile_once_for_all_lengths():
+    calls = [(normal(2, n, 6), torch.ones(6)) for n in (5, 8, 17, 40, 64)]
+    function = lambda x, w: U.layer_norm(U.rms_norm(x, (6,), w), (6,), w)  # noqa: E731
+    assert graphs_compiled(function, calls) <= 2

@@ -1,0 +1,166 @@
+"""`float8.unit_scaling.functional.residual`: sums and residual connections of unit scale."""
+
+import math
+
+import pytest
+import torch
+from assertions import assert_bitwise
+from unit_scaling_claims import assert_unit_scaled, gradients, graphs_compiled, spread
+
+from float8.unit_scaling import functional as U
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+# --- add
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("alpha", [1, 0.25, -3])
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ((70, 90), (70, 90)),
+        ((3000,), (20, 3000)),
+        ((60, 1, 50), (40, 50)),
+        ((1, 999), (999, 1)),
+    ],
+    ids=str,
+)
+def test_a_sum_without_constraint_has_unit_scale_everywhere(left, right, alpha, dtype):
+    a, b = normal(*left, dtype=dtype), normal(*right, dtype=dtype, seed=2)
+    y, ga, gb = gradients(lambda a, b: U.add(a, b, constraint=None, alpha=alpha), a, b)
+    # broadcast terms: as many independent numbers as the smaller has
+    assert_unit_scaled(y, samples=min(a.numel(), b.numel()))
+    assert_unit_scaled(ga)
+    assert_unit_scaled(gb)
+    torch.testing.assert_close(
+        y.double(),
+        (a.double() + alpha * b.double()) / math.sqrt(1 + alpha**2),
+        atol=0.03,
+        rtol=0.01,
+    )
+
+
+@pytest.mark.parametrize(
+    ("constraint", "expected"),
+    [
+        ("to_output_scale", (0.5**0.5,) * 3),
+        ("to_left_grad_scale", (1.0,) * 3),
+        ("to_right_grad_scale", (0.25,) * 3),  # 16 copies
+        ("gmean", ((0.5**0.5 / 4) ** (1 / 3),) * 3),
+    ],
+)
+def test_a_constraint_ties_the_factors_of_a_sum(constraint, expected):
+    a, b = normal(16, 50), normal(50, seed=2)
+    found = gradients(lambda a, b: U.add(a, b, constraint), a, b)
+    plain = gradients(torch.add, a, b)
+    for one, other, factor in zip(found, plain, expected, strict=True):
+        torch.testing.assert_close(one, other * factor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_number_shifts_and_leaves_the_scale_alone(dtype):
+    x = normal(40, dtype=dtype)
+    assert_bitwise(U.add(x, 2.5), x + 2.5)
+    assert_bitwise(U.add(2.5, x), 2.5 + x)
+    assert_bitwise(U.add(input=x, other=3, alpha=2), x + 6)
+    _, grad = gradients(lambda x: U.add(x, 1), x)
+    _, plain = gradients(lambda x: x + 1, x)
+    assert_bitwise(grad, plain)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_tensor_of_one_element_shifts_too(shape):
+    x, shift = normal(400), torch.full(shape, 5.0)
+    for y, gx, gs in (
+        gradients(lambda x, s: U.add(x, s, None), x, shift),
+        gradients(lambda x, s: U.add(s, x, None), x, shift),
+    ):
+        torch.testing.assert_close(y.flatten(), x + 5)
+        assert_unit_scaled(gx)
+        assert abs(float(gs)) < 3, "one number N(0, 1), the sum of 400 over its root"
+
+
+def test_integers_have_no_scale():
+    positions = torch.arange(5)
+    assert_bitwise(U.add(positions, positions, alpha=2), positions * 3)
+    x = normal(5)
+    torch.testing.assert_close(U.add(x, positions), (x + positions) * 0.5**0.5)
+
+
+def test_a_sum_written_elsewhere_is_refused():
+    with pytest.raises(ValueError, match="out= cannot be unit-scaled"):
+        U.add(normal(3), normal(3), out=torch.empty(3))
+
+
+def test_an_empty_sum_is_empty():
+    assert U.add(normal(0, 3), normal(3)).shape == (0, 3)
+
+
+# --- residual connections
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.2, 1.0, 3.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_residual_connection_has_unit_scale_throughout(tau, dtype):
+    x, inside = normal(90, 100, dtype=dtype), {}
+
+    def branch(r):
+        r.register_hook(lambda g: inside.__setitem__("leaving", g))
+        out = torch.roll(r, 1, 0)  # as independent of r as another tensor, of the same scale
+        out.register_hook(lambda g: inside.__setitem__("arriving", g))
+        return out
+
+    y, grad = gradients(lambda x: U.residual_apply(branch, x, tau), x)
+    assert_unit_scaled(y)
+    assert_unit_scaled(grad)
+    assert_unit_scaled(inside["arriving"], what="gradient in the branch")
+    assert_unit_scaled(inside["leaving"], what="gradient in the branch")
+
+
+@pytest.mark.parametrize("tau", [0.2, 1.0, 3.0])
+def test_a_residual_connections_gradient_is_its_derivative(tau):
+    x, w = normal(7, 5).double(), normal(5, 5, seed=4).double()
+    y, gx = gradients(lambda x: U.residual_apply(lambda r: torch.sin(r @ w), x, tau), x)
+    plain, plain_gx = gradients(lambda x: (tau * torch.sin(x @ w) + x) / math.sqrt(1 + tau**2), x)
+    torch.testing.assert_close((y, gx), (plain, plain_gx))
+
+
+def test_the_two_halves_are_one_connection():
+    x = normal(6, 4)
+    residual, skip = U.residual_split(x, 0.5)
+    assert_bitwise(residual, x)
+    assert_bitwise(skip, x)
+    whole = U.residual_apply(torch.tanh, x, tau=0.5)
+    assert_bitwise(U.residual_add(torch.tanh(residual), skip, tau=0.5), whole)
+
+
+def test_the_convention_of_mus_is_the_same_connection():
+    x, t = normal(6, 4), 0.3
+    y = U.residual_apply(torch.tanh, x, tau=math.sqrt(t / (1 - t)))
+    torch.testing.assert_close(y, math.sqrt(1 - t) * x + math.sqrt(t) * torch.tanh(x))
+
+
+@pytest.mark.parametrize("tau", [-0.1, float("nan")])
+def test_a_weight_that_is_not_positive_is_refused(tau):
+    with pytest.raises(ValueError, match="tau is the weight of a residual branch"):
+        U.residual_split(normal(3), tau)
+
+
+def test_a_missing_split_would_be_seen():
+    x = normal(90, 100)
+    _, grad = gradients(lambda x: U.residual_add(torch.roll(x, 1, 0), x, 1.0), x)
+    assert abs(spread(grad) - 1) > 0.3
+
+
+def test_sums_compile_once_for_all_lengths():
+    calls = [(normal(2, n, 6), normal(n, 6)) for n in (5, 8, 17, 40, 64)]
+    assert graphs_compiled(U.add, calls) <= 2
+    calls = [(normal(n, 6),) for n in (5, 8, 17, 40, 64)]
+    assert graphs_compiled(lambda x: U.residual_apply(torch.tanh, x, 0.5), calls) <= 2

@@ -1,0 +1,95 @@
+"""Modules without weights do what their functions do, in training and in evaluation."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from unit_scaling_claims import assert_unit_scaled, gradients
+
+import float8.unit_scaling as uu
+from float8.unit_scaling import functional as U
+
+MODULES = {
+    "gelu": (uu.GELU(), U.gelu),
+    "gelu, tanh": (
+        uu.GELU(mult=0.5, constraint=None, approximate="tanh"),
+        lambda x: U.gelu(x, mult=0.5, constraint=None, approximate="tanh"),
+    ),
+    "silu": (uu.SiLU(), U.silu),
+    "silu, sharp": (uu.SiLU(mult=2.0, constraint="gmean"), lambda x: U.silu(x, 2.0, "gmean")),
+    "softmax": (uu.Softmax(-1), lambda x: U.softmax(x, -1)),
+    "softmax over rows": (
+        uu.Softmax(0, mult=3.0, constraint=None),
+        lambda x: U.softmax(x, 0, constraint=None, mult=3.0),
+    ),
+    "no dropout": (uu.Dropout(0.0), lambda x: x),
+}
+EVERY = pytest.mark.parametrize(("module", "function"), MODULES.values(), ids=MODULES)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_module_is_its_function_forward_and_backward(module, function, dtype):
+    x = torch.randn(7, 13).to(dtype)
+    expected = gradients(function, x)
+    for m in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        torch.testing.assert_close(gradients(m, x), expected, rtol=0, atol=0)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(gradients(compiled, x), expected)
+
+
+def test_modules_are_kinds_of_torchs():
+    assert isinstance(uu.GELU(), nn.GELU)
+    assert isinstance(uu.SiLU(), nn.SiLU)
+    assert isinstance(uu.Softmax(0), nn.Softmax)
+    assert isinstance(uu.Dropout(), nn.Dropout)
+    assert isinstance(uu.CrossEntropyLoss(), nn.CrossEntropyLoss)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_keeps_unit_scale_in_training_and_does_nothing_in_evaluation(p):
+    module, x = uu.Dropout(p), torch.randn(400, 300)
+    y, g = gradients(module, x)
+    assert_unit_scaled(y)
+    assert_unit_scaled(g)
+    assert float((y == 0).float().mean()) == pytest.approx(p, abs=0.01)
+    module.eval()
+    g = torch.randn_like(x)
+    leaf = x.clone().requires_grad_()
+    module(leaf).backward(g)
+    assert torch.equal(module(x), x)
+    assert torch.equal(leaf.grad, g)
+
+
+@pytest.mark.parametrize("p", [1.0, -0.1, 1.5, float("nan")])
+def test_a_dropout_that_leaves_nothing_to_scale_is_refused(p):
+    with pytest.raises(ValueError, match="0 <= p < 1"):
+        uu.Dropout(p)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_loss_is_its_function(reduction):
+    logits, target = torch.randn(40, 11), torch.randint(11, (40,))
+    target[::4] = 7
+    weight = torch.rand(11) + 0.5
+    module = uu.CrossEntropyLoss(
+        mult=2.0, weight=weight, ignore_index=7, reduction=reduction, label_smoothing=0.1
+    )
+    found = gradients(lambda x: module(x, target), logits)
+    expected = gradients(
+        lambda x: U.cross_entropy(
+            x, target, weight, ignore_index=7, reduction=reduction, label_smoothing=0.1, mult=2.0
+        ),
+        logits,
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_the_losss_gradient_has_unit_scale_at_flat_logits():
+    leaf = torch.zeros(2000, 9, requires_grad=True)
+    uu.CrossEntropyLoss()(leaf, torch.randint(9, (2000,))).backward()
+    assert_unit_scaled(leaf.grad, band=0.01)

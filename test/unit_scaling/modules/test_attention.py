@@ -1,0 +1,118 @@
+"""Attention: heads, positions and dropout where they belong, and outputs of unit scale."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from unit_scaling_claims import assert_unit_scaled, gradients
+
+import float8.unit_scaling as uu
+from float8.unit_scaling.modules.rotary import rotary
+
+
+def oracle(module, x):
+    """By loops over batch and heads in float64; without the factor of attention's own scale."""
+    h = module.heads
+    out = []
+    for x_SH in x.double():
+        qkv = x_SH @ module.linear_qkv.weight.double().T / x_SH.shape[-1] ** 0.5
+        q, k, v = qkv.chunk(3, dim=-1)
+        heads = []
+        for q_SD, k_SD, v_SD in zip(q.chunk(h, -1), k.chunk(h, -1), v.chunk(h, -1), strict=True):
+            turned = (q_SD, k_SD)
+            if module.rotary_base is not None:
+                turned = tuple(rotary(t, module.rotary_base) for t in turned)
+            logits = module.mult * turned[0] @ turned[1].T / q_SD.shape[-1]
+            if module.is_causal:
+                future = torch.ones_like(logits, dtype=torch.bool).triu(1)
+                logits = logits.masked_fill(future, -math.inf)
+            weights = logits.softmax(-1)
+            weights = weights.sqrt() if module.attention == "sqrt_softmax" else weights
+            heads.append(weights @ v_SD)
+        joined = torch.cat(heads, -1)
+        out.append(joined @ module.linear_o.weight.double().T / joined.shape[-1] ** 0.5)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "sqrt_softmax"])
+@pytest.mark.parametrize("rotary_base", [10000.0, None])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("hidden", "heads", "mult"), [(12, 3, 1.0), (6, 1, 2.0), (8, 4, 0.5)])
+def test_it_is_attention_times_a_scale(attention, rotary_base, is_causal, hidden, heads, mult):
+    module = uu.MHSA(
+        hidden, heads, is_causal, mult=mult, rotary_base=rotary_base, attention=attention
+    )
+    x = torch.randn(2, 9, hidden)
+    with torch.no_grad():
+        y, exact = module(x).double(), oracle(module, x)
+    scale = float((y * exact).sum() / exact.square().sum())
+    torch.testing.assert_close(y, scale * exact, rtol=1e-4, atol=1e-5)
+    assert scale == pytest.approx(1) if attention == "sqrt_softmax" else scale > 1
+
+
+@pytest.mark.parametrize(
+    ("attention", "is_causal", "band"),
+    [("softmax", False, 0.1), ("softmax", True, 0.25), ("sqrt_softmax", True, 0.1)],
+)
+def test_scales_are_about_one(attention, is_causal, band):
+    module = uu.MHSA(128, 4, is_causal, attention=attention)
+    y, gx = gradients(module, torch.randn(4, 64, 128))
+    assert_unit_scaled(y, band=band)
+    # Three times as many outputs as inputs, under one scale: between 1/sqrt(3) (v alone) and 3.
+    assert 3**-0.5 < float(gx.square().mean().sqrt()) < 3
+
+
+def test_causal_attention_does_not_see_the_future():
+    module, x = uu.MHSA(8, 2, is_causal=True), torch.randn(1, 10, 8)
+    other = x.clone()
+    other[:, 6:] = torch.randn(1, 4, 8)
+    torch.testing.assert_close(module(x)[:, :6], module(other)[:, :6])
+    assert not torch.equal(module(x)[:, 6:], module(other)[:, 6:])
+
+
+def test_positions_matter_with_rotary_embedding_and_not_without():
+    x = torch.randn(1, 7, 8)
+    order = torch.randperm(7)
+    for base, same in ((None, True), (10000.0, False)):
+        module = uu.MHSA(8, 2, is_causal=False, rotary_base=base)
+        found, expected = module(x[:, order]), module(x)[:, order]
+        assert torch.allclose(found, expected, atol=1e-5) is same
+
+
+@pytest.mark.parametrize("attention", ["softmax", "sqrt_softmax"])
+def test_dropout_ends_with_training(attention):
+    # The peer's goes on in evaluation.
+    module = uu.MHSA(8, 2, is_causal=True, dropout_p=0.5, attention=attention)
+    x = torch.randn(2, 5, 8)
+    assert not torch.equal(module(x), module(x))
+    module.eval()
+    assert torch.equal(module(x), module(x))
+    plain = uu.MHSA(8, 2, is_causal=True, attention=attention)
+    plain.load_state_dict(module.state_dict())
+    assert torch.equal(module(x), plain(x))
+
+
+def test_a_batch_is_optional():
+    module, x = uu.MHSA(8, 2, is_causal=True), torch.randn(3, 5, 8)
+    torch.testing.assert_close(module(x)[1], module(x[1]))
+
+
+def test_only_weights_are_in_the_state_dict():
+    assert list(uu.MHSA(8, 2, True).state_dict()) == ["linear_qkv.weight", "linear_o.weight"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"hidden_size": 10, "heads": 4}, "hidden_size=10 is not a multiple of heads=4"),
+        ({"hidden_size": 10, "heads": 0}, "heads=0"),
+        ({"hidden_size": 9, "heads": 3}, "heads of 3 features.*rotary_base=None"),
+        ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\), got 1.0"),
+        ({"attention": "linear"}, r"\['softmax', 'sqrt_softmax'\], got 'linear'"),
+    ],
+)
+def test_what_makes_no_attention_is_refused_in_words(options, says):
+    with pytest.raises(ValueError, match=says):
+        uu.MHSA(**{"hidden_size": 8, "heads": 2, "is_causal": True, **options})

@@ -1,0 +1,237 @@
+"""A transformer keeps unit scale through all its layers, forward and backward."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from unit_scaling_claims import assert_unit_scaled, gradients, spread
+
+import float8.unit_scaling as uu
+
+SMALL = {"hidden_size": 16, "vocab_size": 24, "layers": 2, "heads": 2}
+VARIANTS = [
+    {"norm": norm, "attention": attention}
+    for norm, attention in itertools.product(("pre", "res-post"), ("softmax", "sqrt_softmax"))
+]
+EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(v.values()))
+
+
+def scales(model, ids):
+    """The scale of every activation, activation gradient, weight gradient, by name."""
+    found = {}
+
+    def hook(name):
+        def after(module, inputs, output):
+            found[f"{name}, output"] = spread(output)
+            output.register_hook(lambda g: found.__setitem__(f"{name}, gradient", spread(g)))
+
+        return after
+
+    handles = [m.register_forward_hook(hook(n)) for n, m in model.named_modules() if n]
+    model.loss(ids).backward()
+    for handle in handles:
+        handle.remove()
+    for name, p in model.named_parameters():
+        found[f"{name}, gradient"] = spread(p.grad)
+    return found
+
+
+def worst_attention(attention, positions):
+    """What causal attention makes of values that all positions share, where scales mean independent
+    ones: the most that it can amplify. Flat weights add up to 1, times sqrt(S / log S); roots of
+    flat weights to sqrt(i) at position i."""
+    if attention == "softmax":
+        return (positions / math.log(positions)) ** 0.5
+    return ((positions + 1) / 2) ** 0.5
+
+
+@EVERY_VARIANT
+def test_every_activation_and_gradient_stays_within_what_attention_can_amplify(variant):
+    # Of 4 layers, in which attention makes positions alike and so amplifies more than it should;
+    # the gradients of qkv are small because at this point those of q and k are.
+    torch.manual_seed(0)
+    width, positions = 128, 64
+    model = uu.TransformerDecoder(width, 256, 4, 4, **variant)
+    found = scales(model, torch.randint(256, (4, positions)))
+    # The readout's output is meant to be small: width ** -0.5.
+    found["projection, output"] *= width**0.5
+    assert len(found) > 80
+    worst = worst_attention(variant["attention"], positions)
+    outside = {name: s for name, s in found.items() if not 1 / worst < s < worst}
+    assert outside == {}
+    # and most are within a factor of 1.6
+    assert sum(1 / 1.6 < s < 1.6 for s in found.values()) > 0.6 * len(found)
+
+
+def test_a_standard_initialisation_would_be_seen_to_fail():
+    torch.manual_seed(0)
+    model = uu.TransformerDecoder(128, 256, 2, 4)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.02)  # the fault
+    found = scales(model, torch.randint(256, (2, 32)))
+    assert sum(not 1 / 3 < s < 3 for s in found.values()) > len(found) / 4
+
+
+@pytest.mark.parametrize("layers", [1, 4, 16])
+def test_depth_does_not_change_the_scale_where_norms_end_the_branches(layers):
+    model = uu.TransformerDecoder(64, 64, layers, 2, norm="res-post")
+    assert_unit_scaled(model.layers(model.embedding(torch.randint(64, (2, 32)))), band=0.1)
+
+
+def test_depth_changes_the_scale_little_where_norms_begin_them():
+    # Attention averages, so positions grow alike with depth, and what they share is amplified.
+    model = uu.TransformerDecoder(64, 64, 16, 2, norm="pre")
+    x = model.layers(model.embedding(torch.randint(64, (2, 32))))
+    assert 1 < spread(x) < 2
+    assert spread(x.mean(1)) > spread(x) / 2
+
+
+def test_a_feed_forward_network_has_unit_scale():
+    module = uu.MLP(64, expansion_factor=3)
+    assert module.linear_1.weight.shape == (192, 64)
+    y, gx, *_ = gradients(module, torch.randn(500, 64))
+    assert_unit_scaled(y, band=0.1)
+    # Two ways lead to the input, gate and value, with unit scale each.
+    assert_unit_scaled(gx, 2**0.5, band=0.15)
+
+
+def residual_layer_oracle(layer, x, norm):
+    """A layer by its formula: (tau f(x) + x) / sqrt(1 + tau**2), twice."""
+    for branch, rms, tau in (
+        (layer.mhsa, layer.mhsa_norm, layer.mhsa_tau),
+        (layer.mlp, layer.mlp_norm, layer.mlp_tau),
+    ):
+        f = branch(rms(x)) if norm == "pre" else rms(branch(x))
+        x = (tau * f + x) / (1 + tau**2) ** 0.5
+    return x
+
+
+@pytest.mark.parametrize("norm", ["pre", "res-post"])
+def test_a_layer_weighs_branches_by_tau_with_the_norm_where_it_was_asked(norm):
+    layer = uu.TransformerLayer(12, 3, mhsa_tau=0.7, mlp_tau=0.3, is_causal=True, norm=norm)
+    x = torch.randn(2, 5, 12)
+    torch.testing.assert_close(layer(x), residual_layer_oracle(layer, x, norm))
+    other = "pre" if norm == "res-post" else "res-post"
+    assert not torch.allclose(layer(x), residual_layer_oracle(layer, x, other))
+
+
+def test_taus_follow_from_the_rule():
+    rule = uu.transformer_residual_scaling_rule()
+    stack = uu.TransformerStack(3, hidden_size=8, heads=2, is_causal=True)
+    assert [t for layer in stack for t in (layer.mhsa_tau, layer.mlp_tau)] == [
+        rule(i, 6) for i in range(6)
+    ]
+    stack = uu.TransformerStack(
+        2, residual_scaling=lambda i, n: i / n, hidden_size=8, heads=2, is_causal=True
+    )
+    assert [t for layer in stack for t in (layer.mhsa_tau, layer.mlp_tau)] == [0, 0.25, 0.5, 0.75]
+
+
+def test_only_the_stack_has_depth():
+    model = uu.TransformerDecoder(**SMALL)
+    for name, p in model.named_parameters():
+        assert p.mup_scaling_depth == (2 if name.startswith("layers.") else None), name
+    assert model.projection.weight.mup_type == "output"
+    assert {p.mup_type for p in model.layers.parameters()} == {"weight"}
+
+
+def test_the_loss_is_the_mean_cross_entropy_of_the_next_token():
+    model, ids = uu.TransformerDecoder(**SMALL).bfloat16(), torch.randint(24, (3, 9))
+    logits = model(ids)
+    assert logits.shape == (3, 9, 24)
+    loss = model.loss(ids)
+    assert loss.dtype == torch.float32
+    chosen = logits.double().log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])
+    torch.testing.assert_close(loss.double(), -chosen.mean(), rtol=1e-5, atol=1e-5)
+
+
+@EVERY_VARIANT
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decoder_compiled_copied_pickled_or_loaded_computes_the_same(variant, dtype):
+    model = uu.TransformerDecoder(**SMALL, **variant).to(dtype)
+    ids = torch.randint(24, (2, 11))
+    loaded = uu.TransformerDecoder(**SMALL, **variant).to(dtype)
+    loaded.load_state_dict(model.state_dict())
+    others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded]
+    expected = model(ids)
+    expected.backward(g := torch.randn_like(expected))
+    for other in others:
+        y = other(ids)
+        y.backward(g)
+        assert torch.equal(y, expected)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+            assert (p.mup_type, p.mup_scaling_depth) == (q.mup_type, q.mup_scaling_depth)
+
+
+def test_a_compiled_decoder_trains_the_same_at_every_length():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    model = uu.TransformerDecoder(**{**SMALL, "layers": 1})
+    other = copy.deepcopy(model)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(other.loss, backend=counter, fullgraph=True)
+    for length in (5, 8, 13, 32, 40):
+        ids = torch.randint(24, (2, length))
+        model.zero_grad()
+        other.zero_grad()
+        losses = model.loss(ids), compiled(ids)
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count <= 2
+
+
+def test_a_decoder_made_on_meta_works():
+    with torch.device("meta"):
+        model = uu.TransformerDecoder(**SMALL)
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    model.loss(torch.randint(24, (2, 9))).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_dropout_is_on_in_training_only():
+    model, ids = uu.TransformerDecoder(**SMALL, dropout_p=0.5), torch.randint(24, (2, 9))
+    assert not torch.equal(model(ids), model(ids))
+    model.eval()
+    plain = uu.TransformerDecoder(**SMALL).eval()
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model(ids), plain(ids))
+
+
+def test_it_learns():
+    torch.manual_seed(0)
+    model = uu.TransformerDecoder(**SMALL)
+    optimizer = uu.optim.AdamW(model, lr=0.1)
+    ids = torch.randint(24, (4, 12))
+    first = model.loss(ids).item()
+    for _ in range(25):
+        optimizer.zero_grad()
+        model.loss(ids).backward()
+        optimizer.step()
+    assert model.loss(ids).item() < first / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"norm": "post"}, r"norm must be one of \['pre', 'res-post'\], got 'post'"),
+        ({"attention": "no"}, "attention must be one of"),
+        ({"heads": 3}, "hidden_size=16 is not a multiple of heads=3"),
+        ({"dropout_p": 1.0}, "dropout_p"),
+    ],
+)
+def test_what_makes_no_transformer_is_refused_in_words(options, says):
+    with pytest.raises(ValueError, match=says):
+        uu.TransformerDecoder(**{**SMALL, **options})

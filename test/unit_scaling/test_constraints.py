@@ -1,0 +1,69 @@
+"""`float8.unit_scaling.constraints`: one factor from several, by name or by function."""
+
+import math
+import statistics
+
+import pytest
+
+from float8.unit_scaling.constraints import apply_constraint
+
+SCALES = [(0.5,), (0.125, 2.0), (0.3, 0.07, 1.9), (1e-3, 1e3, 7.0, 0.2)]
+
+
+@pytest.mark.parametrize("scales", SCALES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "oracle"),
+    [
+        ("gmean", statistics.geometric_mean),
+        ("hmean", statistics.harmonic_mean),
+        ("amean", statistics.fmean),
+        ("to_output_scale", lambda scales: scales[0]),
+    ],
+)
+def test_a_mean_takes_any_number_of_scales(name, oracle, scales):
+    constrained = apply_constraint(name, *scales)
+    assert len(constrained) == len(scales)
+    assert constrained == pytest.approx([oracle(scales)] * len(scales), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("name", "scales", "expected"),
+    [
+        ("to_grad_input_scale", (0.1, 0.2), 0.2),
+        ("to_left_grad_scale", (0.1, 0.2, 0.3), 0.2),
+        ("to_right_grad_scale", (0.1, 0.2, 0.3), 0.3),
+    ],
+)
+def test_a_gradients_scale_is_chosen_where_the_operation_has_it(name, scales, expected):
+    assert apply_constraint(name, *scales) == (expected,) * len(scales)
+
+
+def test_no_constraint_leaves_the_scales_apart():
+    assert apply_constraint(None, 0.1, 0.2, 0.3) == (0.1, 0.2, 0.3)
+
+
+def test_a_function_is_a_constraint():
+    assert apply_constraint(max, 0.1, 0.7, 0.3) == (0.7, 0.7, 0.7)
+    assert apply_constraint(lambda out, *_: math.sqrt(out), 0.25, 9.0) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("name", ["mean", "", "GMEAN", "apply_constraint", "Callable"])
+def test_an_unknown_name_is_refused_with_the_known_ones(name):
+    with pytest.raises(ValueError, match=r"unknown: use one of gmean, hmean, amean") as refusal:
+        apply_constraint(name, 1.0, 2.0)
+    assert repr(name) in str(refusal.value)
+    assert "to_grad_input_scale" in str(refusal.value)
+    assert "to_left_grad_scale" not in str(refusal.value), "which has no meaning for two scales"
+
+
+@pytest.mark.parametrize(
+    ("name", "scales"), [("to_left_grad_scale", (1.0, 2.0)), ("to_grad_input_scale", (1.0,) * 3)]
+)
+def test_a_constraint_of_another_number_of_scales_is_refused(name, scales):
+    with pytest.raises(ValueError, match=f"not defined for an operation of {len(scales)} scales"):
+        apply_constraint(name, *scales)
+
+
+def test_what_is_neither_name_nor_function_is_refused():
+    with pytest.raises(TypeError, match="int 3"):
+        apply_constraint(3, 1.0, 2.0)

@@ -1,0 +1,266 @@
+"""Simulated formats are the formats: every code, every tie, every dtype, and means in the mean."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from assertions import assert_bitwise
+
+from float8.granularity import Tensorwise
+from float8.kernels import reference
+from float8.unit_scaling.formats import FPFormat, format_to_tuple, tuple_to_format
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+NATIVE = {
+    torch.float8_e4m3fn: FPFormat(4, 3, "nearest"),
+    torch.float8_e5m2: FPFormat(5, 2, "nearest"),
+    torch.float8_e4m3fnuz: FPFormat(4, 3, "nearest", variant="fnuz"),
+    torch.float8_e5m2fnuz: FPFormat(5, 2, "nearest", variant="fnuz"),
+}
+ODD = [
+    FPFormat(2, 1, "nearest"),
+    FPFormat(2, 3, "nearest"),
+    FPFormat(3, 2, "nearest"),
+    FPFormat(4, 3, "nearest", variant="ieee"),
+    FPFormat(5, 2, "nearest", variant="fn"),
+    FPFormat(6, 1, "nearest"),
+    FPFormat(2, 5, "nearest", variant="fnuz"),
+]
+
+
+def values(fmt: FPFormat) -> list[float]:
+    """Every finite value >= 0, from bit fields alone, ascending: the index of each is its code."""
+    variant = fmt.variant
+    if variant == "ocp":
+        finite = {(2, 1), (2, 3), (3, 2)}
+        pair = (fmt.exponent_bits, fmt.mantissa_bits)
+        variant = "fn" if pair == (4, 3) else "finite" if pair in finite else "ieee"
+    bias = 2 ** (fmt.exponent_bits - 1) - (0 if variant == "fnuz" else 1)
+    found = []
+    for e in range(2**fmt.exponent_bits):
+        for m in range(2**fmt.mantissa_bits):
+            last = e == 2**fmt.exponent_bits - 1
+            if variant == "ieee" and last:
+                continue
+            if variant == "fn" and last and m == 2**fmt.mantissa_bits - 1:
+                continue
+            fraction = m / 2**fmt.mantissa_bits
+            found.append(
+                fraction * 2.0 ** (1 - bias) if e == 0 else (1 + fraction) * 2.0 ** (e - bias)
+            )
+    return found
+
+
+def nearest(fmt: FPFormat, x: torch.Tensor) -> torch.Tensor:
+    """The nearest of all values, in float64, of two as near the one of even code; saturating."""
+    table = torch.tensor(values(fmt), dtype=torch.float64)
+    table = table[table <= torch.finfo(x.dtype).max]
+    x64 = x.double()
+    distance = (x64.abs().clamp(max=table[-1]).unsqueeze(-1) - table).abs()
+    odd = (torch.arange(len(table)) % 2).double()
+    is_nearest = distance == distance.amin(-1, keepdim=True)
+    index = torch.where(is_nearest, odd, 2.0).argmin(-1)
+    found = torch.copysign(table[index], x64)
+    if fmt.variant == "fnuz":
+        found = torch.where(found == 0, 0.0, found)
+    return torch.where(x64.isfinite(), found, torch.nan)
+
+
+def inputs(fmt: FPFormat, dtype: torch.dtype) -> torch.Tensor:
+    """All values, all ties, their neighbours in the dtype, far too large and small, specials."""
+    table = torch.tensor(values(fmt), dtype=torch.float64)
+    ties = (table[1:] + table[:-1]) / 2
+    most = table[-1].item()
+    beyond = torch.tensor([most * 1.01, most * 1.5, most * 100, 65504.0], dtype=torch.float64)
+    tiny = table[1] * torch.tensor([0.5, 0.499, 0.501, 1e-6], dtype=torch.float64)
+    x = torch.cat([table, ties, beyond, tiny]).to(dtype)
+    x = torch.cat([x, torch.nextafter(x, x * 0 + math.inf), torch.nextafter(x, x * 0)])
+    random = torch.randn(300, dtype=torch.float64) * torch.logspace(-8, 3, 300, base=4)
+    x = torch.cat([x, random.to(dtype)])
+    specials = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0], dtype=dtype)
+    return torch.cat([x, -x, specials])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fmt", [*NATIVE.values(), *ODD], ids=str)
+def test_rounding_to_nearest_finds_the_nearest_of_all_values(fmt, dtype):
+    x = inputs(fmt, dtype)
+    assert_bitwise(fmt.quantise(x), nearest(fmt, x).to(dtype), (fmt, dtype))
+
+
+def test_the_oracle_tells_ties_to_even_from_ties_away():
+    x = torch.tensor([1.0625, 1.1875], dtype=torch.float64)  # E4M3: between 1, 1.125, 1.25
+    assert nearest(NATIVE[torch.float8_e4m3fn], x).tolist() == [1.0, 1.25]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("native", NATIVE)
+def test_a_format_that_torch_has_rounds_to_the_bits_of_this_packages_casts(native, dtype):
+    torch.manual_seed(1)
+    x = torch.randn(64, 33).mul(10.0 ** torch.linspace(-6, 4, 33)).to(dtype)
+    x[0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
+    one = torch.ones(1, 1)
+    data = reference.cast(x, one, Tensorwise().block_of(x.shape), native)
+    assert_bitwise(NATIVE[native].quantise(x), data.to(dtype), native)
+
+
+def test_float16_and_bfloat16_are_formats_too():
+    x = torch.randn(4000, dtype=torch.float64) * torch.logspace(-9, 4.6, 4000, dtype=torch.float64)
+    half = FPFormat(5, 10, "nearest").quantise(x)
+    saturated = x.clamp(-65504, 65504)
+    assert_bitwise(half, saturated.to(torch.float16).double())
+    wild = torch.randn(4000) * torch.logspace(-44, 37, 4000)
+    assert_bitwise(FPFormat(8, 7, "nearest").quantise(wild), wild.to(torch.bfloat16).float())
+    assert_bitwise(FPFormat(8, 23, "nearest").quantise(wild), wild)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "most", "normal", "subnormal"),
+    [
+        (FPFormat(4, 3), 448.0, 2.0**-6, 2.0**-9),
+        (FPFormat(5, 2), 57344.0, 2.0**-14, 2.0**-16),
+        (FPFormat(4, 3, variant="fnuz"), 240.0, 2.0**-7, 2.0**-10),
+        (FPFormat(5, 2, variant="fnuz"), 57344.0, 2.0**-15, 2.0**-17),
+        (FPFormat(4, 3, variant="ieee"), 240.0, 2.0**-6, 2.0**-9),
+        (FPFormat(2, 1), 6.0, 1.0, 0.5),
+        (FPFormat(2, 3), 7.5, 1.0, 0.125),
+        (FPFormat(3, 2), 28.0, 0.25, 0.0625),
+        (FPFormat(5, 10), 65504.0, 2.0**-14, 2.0**-24),
+    ],
+)
+def test_a_formats_numbers_are_the_published_ones(fmt, most, normal, subnormal):
+    assert fmt.max_absolute_value == most == values(fmt)[-1]
+    assert fmt.min_absolute_normal == normal
+    assert fmt.min_absolute_subnormal == subnormal == values(fmt)[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stochastic_rounding_is_right_in_the_mean(dtype):
+    fmt = FPFormat(4, 3)
+    torch.manual_seed(2)
+    points = torch.tensor([1.03, -1.09, 0.0007, 300.0, 0.9999, -3.3, 1e-5]).to(dtype)
+    draws = 40_000
+    rounded = fmt.quantise(points.repeat(draws, 1)).double()
+    neighbours = torch.tensor(values(fmt), dtype=torch.float64)
+    above = torch.searchsorted(neighbours, points.double().abs())
+    quantum = neighbours[above] - neighbours[above - 1]
+    # The mean of n draws from two values one quantum apart: sigma <= quantum / 2 / sqrt(n).
+    off = (rounded.mean(0) - points.double()).abs()
+    assert (off <= 4 * quantum / 2 / draws**0.5).all(), off / quantum
+    assert (
+        (rounded.abs() == neighbours[above])
+        .logical_or(rounded.abs() == neighbours[above - 1])
+        .all()
+    )
+
+
+def test_stochastic_rounding_leaves_values_of_the_format_alone():
+    fmt = FPFormat(4, 3)
+    x = torch.tensor(values(fmt)).repeat(2000, 1)
+    assert_bitwise(fmt.quantise(x), x)
+
+
+def test_few_random_bits_keep_the_mean_within_half_a_step_of_them():
+    fmt = FPFormat(4, 3, srbits=2)  # probabilities are multiples of 1/4
+    torch.manual_seed(3)
+    rounded = fmt.quantise(torch.full((40_000,), 1 + 0.125 * 0.4))
+    share = float((rounded == 1.125).double().mean())
+    assert abs(share - 0.5) < 4 * 0.5 / 200  # 0.4 is nearest to 2/4
+
+
+def test_stochastic_rounding_draws_from_torchs_generator_or_from_the_one_given():
+    fmt, x = FPFormat(4, 3), torch.randn(1000)
+    torch.manual_seed(4)
+    first = fmt.quantise(x)
+    torch.manual_seed(4)
+    assert_bitwise(fmt.quantise(x), first)
+    before = torch.get_rng_state()
+    mine = [fmt.quantise(x, generator=torch.Generator().manual_seed(5)) for _ in range(2)]
+    assert_bitwise(mine[0], mine[1])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_format_wider_than_the_dtype_never_makes_an_infinity():
+    x = torch.tensor([65504.0, -65504.0], dtype=torch.float16)
+    assert FPFormat(8, 2, "nearest").quantise(x).tolist() == [57344.0, -57344.0]
+    assert_bitwise(FPFormat(8, 10, "nearest").quantise(x), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fwd_quantises_only_forward_and_bwd_only_backward(dtype):
+    fmt = FPFormat(4, 3, "nearest")
+    x = torch.randn(5, 7).to(dtype).requires_grad_()
+    grad = torch.randn(5, 7).to(dtype)
+    y = fmt.quantise_fwd(x)
+    y.backward(grad)
+    assert_bitwise(y, fmt.quantise(x))
+    assert_bitwise(x.grad, grad)
+    x.grad = None
+    y = fmt.quantise_bwd(x)
+    y.backward(grad)
+    assert_bitwise(y, x)
+    assert_bitwise(x.grad, fmt.quantise(grad))
+    assert not torch.equal(x.grad, grad)
+
+
+def test_strides_views_empty_and_scalar_tensors_are_as_good_as_any():
+    fmt = FPFormat(5, 2, "nearest")
+    x = torch.randn(6, 8, 3)
+    assert_bitwise(fmt.quantise(x.transpose(0, 2)), fmt.quantise(x).transpose(0, 2))
+    assert fmt.quantise(x[:0]).shape == (0, 8, 3)
+    assert fmt.quantise(torch.tensor(1.1)).item() == 1.0
+    kept = x.clone()
+    fmt.quantise(x)
+    assert_bitwise(x, kept)
+
+
+def test_compiled_quantising_gives_eagers_bits():
+    fmt = FPFormat(4, 3, "nearest")
+
+    @torch.compile(fullgraph=True)
+    def both(x):
+        return FPFormat(5, 2, "nearest").quantise_bwd(fmt.quantise_fwd(x))
+
+    x = torch.randn(40, 40).mul(100).requires_grad_()
+    grad = torch.randn(40, 40)
+    y = both(x)
+    y.backward(grad)
+    assert_bitwise(y, fmt.quantise(x))
+    assert_bitwise(x.grad, FPFormat(5, 2, "nearest").quantise(grad))
+
+
+def test_a_format_survives_tuples_copies_and_pickles_whole():
+    for fmt in (FPFormat(4, 3, srbits=5), FPFormat(5, 2, "nearest", variant="fnuz")):
+        assert tuple_to_format(format_to_tuple(fmt)) == fmt
+        assert copy.deepcopy(fmt) == fmt == pickle.loads(pickle.dumps(fmt))
+    assert tuple_to_format((4, 3)) == FPFormat(4, 3)
+    assert FPFormat(4, 3, srbits=5).nearest() == FPFormat(4, 3, "nearest")
+    assert str(FPFormat(4, 3, variant="fnuz")) == "E4M3FNUZ-SR"
+    assert FPFormat(4, 3).bits == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"exponent_bits": 1, "mantissa_bits": 3}, "exponent_bits=1 is not between 2 and 8"),
+        ({"exponent_bits": 4, "mantissa_bits": 0}, "mantissa_bits=0"),
+        ({"exponent_bits": 4, "mantissa_bits": 3, "rounding": "up"}, "rounding='up'.*'nearest'"),
+        ({"exponent_bits": 4, "mantissa_bits": 3, "variant": "nv"}, "variant='nv'.*'fnuz'"),
+        (
+            {"exponent_bits": 4, "mantissa_bits": 3, "rounding": "nearest", "srbits": 4},
+            "leave srbits out",
+        ),
+    ],
+)
+def test_what_is_no_format_is_refused_by_name(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        FPFormat(**arguments)
+
+
+def test_what_is_no_high_precision_tensor_is_refused():
+    with pytest.raises(TypeError, match=r"torch\.int64"):
+        FPFormat(4, 3).quantise(torch.arange(3))

@@ -1,0 +1,269 @@
+"""Parameters know their role whatever happens to them, and modules remember it for them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing  # which teaches ForkingPickler tensors
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import float8.unit_scaling as uu
+from float8.unit_scaling.parameter import MupModule, has_parameter_data, set_parameter_data
+
+
+class Mine(MupModule):
+    """A user's module, two roles, one of them in a stack of 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = uu.Parameter(torch.randn(3, 7), "weight", mup_scaling_depth=5)
+        self.gain = uu.Parameter(torch.ones(7), "norm")
+        self.plain = nn.Parameter(torch.zeros(2))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+
+    def forward(self, x):
+        return (x * self.gain) @ self.weight.T
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = uu.Parameter(torch.randn(3, 7), "output", 2)
+
+
+def roles(model):
+    """(type, depth) of every parameter; None for one without data."""
+    return {
+        name: (p.mup_type, p.mup_scaling_depth) if has_parameter_data(p) else None
+        for name, p in model.named_parameters()
+    }
+
+
+MINE = {"weight": ("weight", 5), "gain": ("norm", None), "plain": None}
+
+
+def pickled(x):
+    return pickle.loads(pickle.dumps(x))
+
+
+def saved(x):
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def meta_then_cpu(model):
+    return model.to("meta").to_empty(device="cpu")
+
+
+def assigned(model):
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    return model
+
+
+def loaded_on_meta(model):
+    state = model.state_dict()
+    model = copy.deepcopy(model).to("meta")
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def forked(model):
+    """What another process gets: torch rebuilds the parameters from shared memory."""
+    return ForkingPickler.loads(ForkingPickler.dumps(model))
+
+
+def swapped(model):
+    """As `Module.to` works for tensor subclasses: parameters swap their insides."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return assigned(model.to(torch.float64))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def replaced(model):
+    for name in MINE:
+        setattr(model, name, nn.Parameter(getattr(model, name).detach().clone()))
+    return model
+
+
+HAPPENINGS = [
+    copy.deepcopy, pickled, saved, meta_then_cpu, assigned, loaded_on_meta, swapped,
+    replaced, lambda m: m.to(torch.bfloat16), lambda m: m.to(torch.float64).half(),
+    lambda m: m.requires_grad_(False), lambda m: torch.compile(m)._orig_mod,
+]  # fmt: skip
+
+
+def name_of(happening):
+    return happening.__name__
+
+
+@pytest.mark.parametrize("second", HAPPENINGS, ids=name_of)
+@pytest.mark.parametrize("first", HAPPENINGS, ids=name_of)
+def test_a_module_keeps_the_roles_of_its_parameters(first, second):
+    assert roles(second(first(Mine()))) == MINE
+
+
+def test_a_module_sent_to_another_process_keeps_them():
+    assert roles(forked(Mine())) == MINE
+
+
+def test_without_the_table_they_are_lost():
+    # The fault that MupModule mends, in a plain module: what these tests would see without it.
+    assert roles(meta_then_cpu(Plain())) == {"weight": None}
+    assert roles(replaced_in_plain()) == {"weight": None}
+
+
+def replaced_in_plain():
+    model = Plain()
+    model.weight = nn.Parameter(torch.zeros(3, 7))
+    return model
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved], ids=name_of)
+def test_a_parameter_alone_keeps_its_role_in_every_generation(copied):
+    p = uu.Parameter(torch.randn(3, 5, dtype=torch.bfloat16), "output", 4).requires_grad_(False)
+    for _ in range(3):
+        q = copied(p)
+        assert type(q) is nn.Parameter
+        assert (q.mup_type, q.mup_scaling_depth, q.requires_grad) == ("output", 4, False)
+        assert torch.equal(p, q)
+        q.data.fill_(7)  # a copy of the copy is a copy of it, not of the first
+        p = q
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=name_of)
+def test_a_plain_module_keeps_a_parameters_role_when_copied(copied):
+    assert roles(copied(copied(Plain()))) == {"weight": ("output", 2)}
+
+
+def test_a_saved_parameter_loads_as_weights_only():
+    file = io.BytesIO()
+    torch.save(uu.Parameter(torch.ones(2), "bias", 3), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert (loaded.mup_type, loaded.mup_scaling_depth) == ("bias", 3)
+
+
+def test_tied_parameters_stay_tied_when_copied():
+    model = nn.ModuleList([Mine(), Mine()])
+    model[1].weight = model[0].weight
+    for tied in (copy.deepcopy(model), pickled(model)):
+        assert tied[0].weight is tied[1].weight
+        assert tied[0].weight.mup_scaling_depth == 5
+
+
+def test_a_parameter_brings_its_own_role():
+    model = Mine()
+    model.weight = uu.Parameter(torch.zeros(2, 2), "output")
+    assert roles(meta_then_cpu(model))["weight"] == ("output", None)
+
+
+def test_the_attributes_are_the_truth_and_the_table_learns_from_them():
+    model = Mine()
+    model.weight.mup_scaling_depth = 9
+    model.gain.mup_type = "bias"
+    for other in (copy.deepcopy(model), pickled(model), meta_then_cpu(model)):
+        assert roles(other) == {"weight": ("weight", 9), "gain": ("bias", None), "plain": None}
+
+
+def test_a_deleted_parameter_leaves_no_role_behind():
+    model = Mine()
+    del model.weight
+    model.weight = nn.Parameter(torch.zeros(1))
+    model.gain = None
+    model.gain = nn.Parameter(torch.zeros(1))
+    assert roles(copy.deepcopy(model)) == {"plain": None, "weight": None, "gain": None}
+
+
+def test_the_state_dict_is_plain():
+    state = Mine().state_dict()
+    assert list(state) == ["weight", "gain", "plain"]
+    assert all(type(v) is torch.Tensor and not vars(v) for v in state.values())
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_fsdp2_shards_know_their_roles_and_so_do_their_optimizers(one_process):
+    model = nn.Sequential(uu.Linear(7, 5, bias=True), uu.LinearReadout(5, 3))
+    expected, lrs = roles(model), [g["lr"] for g in uu.optim.Adam(model, lr=1.0).param_groups]
+    for layer in (*model, model):
+        fully_shard(layer, mesh=one_process)
+    assert roles(model) == expected
+    optimizer = uu.optim.Adam(model, lr=1.0)
+    assert [g["lr"] for g in optimizer.param_groups] == lrs
+    for _ in range(2):
+        model(torch.randn(4, 7)).backward(torch.randn(4, 3))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert roles(model) == expected
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+def test_fsdp2_on_a_meta_device_keeps_them_too(one_process):
+    with torch.device("meta"):
+        model = nn.Sequential(uu.Linear(7, 5), Mine())
+    expected = roles(model)
+    for layer in (*model, model):
+        fully_shard(layer, mesh=one_process)
+    model.to_empty(device="cpu")
+    for layer in model:
+        layer.reset_parameters()
+    model.to(torch.bfloat16)
+    assert roles(model) == expected
+    assert type(model[0].weight) is not nn.Parameter  # a DTensor
+    model[0].weight.sum().backward()
+
+
+def test_a_compiled_module_computes_the_same_and_keeps_its_roles():
+    model = Mine()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(4, 7)
+    torch.testing.assert_close(compiled(x), model(x))
+    assert list(roles(compiled).values()) == list(MINE.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ((torch.zeros(2), "hidden"), ValueError, "'norm', 'output'; got 'hidden'"),
+        ((torch.zeros(2), None), ValueError, "got None"),
+        ((torch.zeros(2), "bias", 0), ValueError, "at least 1, got 0"),
+        ((torch.zeros(2), "bias", 2.0), TypeError, "an int; got 2.0"),
+        ((torch.zeros(2), "bias", True), TypeError, "an int; got True"),
+        (([0.0], "bias"), TypeError, "takes a tensor"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_parameter_is_refused_in_words(arguments, error, says):
+    with pytest.raises(error, match=says):
+        uu.Parameter(*arguments)
+
+
+def test_a_tensor_that_is_no_parameter_is_refused():
+    with pytest.raises(TypeError, match=r"uu\.Parameter; got a Tensor"):
+        set_parameter_data(torch.zeros(2), "bias")
+
+
+def test_an_existing_parameter_is_marked_in_place():
+    p = nn.Parameter(torch.zeros(2))
+    assert not has_parameter_data(p)
+    assert set_parameter_data(p, "norm", 3) is p
+    assert has_parameter_data(p)

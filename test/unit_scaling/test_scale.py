@@ -1,0 +1,103 @@
+"""`float8.unit_scaling.scale`: factors of the value and of the gradient, one rounding each."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from assertions import assert_bitwise
+from torch import nn
+from unit_scaling_claims import gradients, graphs_compiled
+
+from float8.unit_scaling.scale import scale_bwd, scale_fwd
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (5, 7), (2, 1, 3)], ids=str)
+def test_each_scales_its_own_direction_only(dtype, shape):
+    x = normal(*shape, dtype=dtype)
+    forward, grad_forward = gradients(lambda x: scale_fwd(x, 0.3), x)
+    backward, grad_backward = gradients(lambda x: scale_bwd(x, 0.3), x)
+    _, grad = gradients(lambda x: x * 1, x)
+    wide = torch.promote_types(dtype, torch.float32)
+    assert_bitwise(forward, (x.to(wide) * 0.3).to(dtype))
+    assert_bitwise(grad_forward, grad)
+    assert_bitwise(backward, x)
+    assert_bitwise(grad_backward, (grad.to(wide) * 0.3).to(dtype))
+
+
+def test_a_factor_is_not_rounded_to_the_tensors_dtype():
+    x = torch.ones(257, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.full((257,), 255.0, dtype=torch.bfloat16)
+    factor = 1 / 300**0.5  # in bfloat16 it is 0.2 % away, and 255 of it rounds elsewhere
+    scale_bwd(x, factor).backward(grad)
+    rounded = torch.tensor(factor, dtype=torch.bfloat16) * grad
+    assert x.grad is not None
+    assert_bitwise(x.grad, (grad.double() * factor).bfloat16())
+    assert not torch.equal(x.grad, rounded), "this case does not tell the two apart"
+
+
+def test_a_tensor_may_be_the_factor_and_is_not_rounded_either():
+    x, factor = normal(33, dtype=torch.bfloat16), torch.tensor(1 / 3)
+    out, grad = gradients(lambda x: scale_bwd(scale_fwd(x, factor), factor), x)
+    _, plain = gradients(lambda x: x * 1, x)
+    assert_bitwise(out, (x.float() * factor).bfloat16())
+    assert_bitwise(grad, (plain.float() * factor).bfloat16())
+
+
+@pytest.mark.parametrize("scale", [torch.ones(2), torch.ones((), requires_grad=True)])
+def test_a_factor_that_is_no_constant_is_refused(scale):
+    with pytest.raises(TypeError, match="0-d tensor without gradient"):
+        scale_fwd(torch.ones(2), scale)
+
+
+def test_the_gradient_of_the_gradient_is_scaled_twice():
+    x = normal(5).requires_grad_()
+    y = scale_bwd(x, 3.0) ** 3
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(first, 3 * 3 * x**2)
+    torch.testing.assert_close(second, 3 * 3 * 6 * x)
+
+
+def test_gradients_per_sample_agree_with_one_sample_at_a_time():
+    def loss(w, x):
+        return scale_fwd(scale_bwd(w, 0.5) @ x, 3.0).square().sum()
+
+    w, x = normal(4, 3), normal(6, 3, seed=1)
+    together = torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x)
+    for sample, grad in zip(x, together, strict=True):
+        torch.testing.assert_close(grad, torch.func.grad(loss)(w, sample))
+
+
+class Scaled(nn.Module):
+    def forward(self, x):
+        return scale_fwd(scale_bwd(x, 1 / x.shape[0] ** 0.5), 2 / x.shape[0])
+
+
+def test_a_factor_made_from_a_size_compiles_once_for_all_sizes():
+    calls = [(normal(n, 3),) for n in (4, 7, 16, 33, 65)]
+    assert graphs_compiled(Scaled(), calls, "inductor") <= 2
+
+
+def test_a_factor_that_is_a_constant_for_the_compiler_is_seen():
+    calls = [(normal(n, 3),) for n in (4, 7, 16, 33, 65)]
+    assert graphs_compiled(lambda x: scale_fwd(x, math.exp(x.shape[0] / 100)), calls) == 5
+
+
+def test_a_module_that_scales_is_copied_and_pickled():
+    for module in (copy.deepcopy(Scaled()), pickle.loads(pickle.dumps(Scaled()))):
+        assert_bitwise(module(torch.ones(4)), torch.full((4,), 0.5))
+
+
+def test_autocast_leaves_the_factor_and_the_dtype_alone():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert scale_fwd(torch.ones(2), 1 / 3).dtype == torch.float32

@@ -1,0 +1,266 @@
+"""Residual layers, however written, have the numbers of hand-written splits and additions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from float8.unit_scaling import functional as U
+from float8.unit_scaling.rules import transformer_residual_scaling_rule
+from float8.unit_scaling.scale import scale_bwd, scale_fwd
+from float8.unit_scaling.transforms import recording, residuals, sums
+from float8.unit_scaling.transforms.unit_scale import unit_scale
+
+WIDTH = 6
+tau = transformer_residual_scaling_rule()
+
+
+class Layers(nn.Module):
+    """Four linear layers for a function to put together; a transform sees what it calls."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(4))
+        self.body = body
+
+    def forward(self, x):
+        return self.body(x, *self.layers)
+
+
+def add_(x, a):
+    x = x * 1
+    h = a(x)
+    h += x
+    return h
+
+
+def in_place_method(x, a):
+    h = a(x)
+    h.add_(x)
+    return h
+
+
+ONE_LAYER = {
+    "x + f(x)": lambda x, a, *_: x + a(x),
+    "f(x) + x": lambda x, a, *_: a(x) + x,
+    "torch.add": lambda x, a, *_: torch.add(x, a(x)),
+    "torch.add by keyword": lambda x, a, *_: torch.add(other=a(x), input=x),
+    "x.add": lambda x, a, *_: x.add(a(x)),
+    "+=": lambda x, a, *_: add_(x, a),
+    "add_ for its effect": lambda x, a, *_: in_place_method(x, a),
+    "dropout of the branch": lambda x, a, *_: x + F.dropout(a(x), 0.5, training=False),
+    "another view of x": lambda x, a, *_: (x.t() + a(x).t()).t(),
+    "the branch reads a view": lambda x, a, *_: x + a(x.t().mT),
+    "two reads in the branch": lambda x, a, b, *_: x + a(x) * b(x),
+}
+
+
+def one_layer(x, layers, product=False):
+    residual, skip = U.residual_split(x, tau(0, 1))
+    branch = linear(residual, layers[0])
+    if product:
+        branch = branch * linear(residual, layers[1])
+    return U.residual_add(branch, skip, tau(0, 1))
+
+
+def linear(x, layer):
+    return U.linear(x, layer.weight, layer.bias)
+
+
+def results(model, x, grad):
+    """Output and all gradients."""
+    x = x.clone().requires_grad_()
+    out = model(x)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(out, [x, *parameters], grad, allow_unused=True)
+    return [out.detach(), *(torch.zeros(()) if g is None else g for g in found)]
+
+
+def assert_same_numbers(body, by_hand, compiled=False):
+    model = unit_scale(Layers(body))
+    hand = Layers(lambda x, *layers: by_hand(x, layers))
+    hand.load_state_dict(model.state_dict())
+    x, grad = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    expected = results(hand, x, grad)
+    if compiled:
+        model = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(results(model, x, grad), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("spelling", ONE_LAYER)
+def test_every_spelling_of_a_residual_layer_splits_and_adds(spelling):
+    product = spelling == "two reads in the branch"
+    assert_same_numbers(ONE_LAYER[spelling], lambda x, layers: one_layer(x, layers, product))
+
+
+def test_every_spelling_does_so_in_compiled_code():
+    def body(x, a, *_):
+        return sum(layer(x, a, a) for layer in ONE_LAYER.values())
+
+    model = unit_scale(Layers(body))
+    x, grad = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(results(compiled, x, grad), results(model, x, grad))
+
+
+def test_a_chain_of_residual_layers_counts_them_in_order():
+    def body(x, a, b, c, _):
+        x = x + a(x)
+        x = x + b(F.layer_norm(x, (WIDTH,)))
+        return F.layer_norm(x + c(x), (WIDTH,))
+
+    def by_hand(x, layers):
+        r, s = U.residual_split(x, tau(0, 3))
+        x = U.residual_add(linear(r, layers[0]), s, tau(0, 3))
+        r, s = U.residual_split(x, tau(1, 3))
+        x = U.residual_add(linear(U.layer_norm(r, (WIDTH,)), layers[1]), s, tau(1, 3))
+        r, s = U.residual_split(x, tau(2, 3))
+        x = U.residual_add(linear(r, layers[2]), s, tau(2, 3))
+        return U.layer_norm(x, (WIDTH,))
+
+    assert_same_numbers(body, by_hand)
+
+
+def test_a_residual_layer_within_a_branch_has_a_split_of_its_own():
+    def body(x, a, b, c, _):
+        h = a(x)
+        h = h + b(h)
+        return x + c(h)
+
+    def by_hand(x, layers):
+        r, s = U.residual_split(x, tau(1, 2))
+        h = linear(r, layers[0])
+        r2, s2 = U.residual_split(h, tau(0, 2))
+        h = U.residual_add(linear(r2, layers[1]), s2, tau(0, 2))
+        return U.residual_add(linear(h, layers[2]), s, tau(1, 2))
+
+    assert_same_numbers(body, by_hand)
+
+
+def test_two_residual_layers_nested_on_one_tensor_split_it_twice():
+    def body(x, a, b, *_):
+        return x + b(x + a(x))
+
+    def by_hand(x, layers):
+        r, s = U.residual_split(x, tau(1, 2))
+        r2, s2 = U.residual_split(r, tau(0, 2))
+        h = U.residual_add(linear(r2, layers[0]), s2, tau(0, 2))
+        return U.residual_add(linear(h, layers[1]), s, tau(1, 2))
+
+    assert_same_numbers(body, by_hand)
+
+
+def test_parallel_branches_of_one_tensor_split_its_skip():
+    def body(x, a, b, *_):
+        return x + a(x) + b(x)
+
+    def by_hand(x, layers):
+        r, s = U.residual_split(x, tau(1, 2))
+        r2, s2 = U.residual_split(s, tau(0, 2))
+        h = U.residual_add(linear(r2, layers[0]), s2, tau(0, 2))
+        return U.residual_add(linear(r, layers[1]), h, tau(1, 2))
+
+    assert_same_numbers(body, by_hand)
+
+
+def test_parallel_branches_may_share_a_norm():
+    def body(x, a, b, *_):
+        n = F.layer_norm(x, (WIDTH,))
+        return x + a(n) + b(n)
+
+    def by_hand(x, layers):  # one residual layer with the two branches as one, equally weighted
+        first, second = tau(0, 2), tau(1, 2)
+        weight = second / (1 + second**2) ** 0.5
+        kept = 1 / ((1 + first**2) * (1 + second**2)) ** 0.5
+        n = U.layer_norm(scale_bwd(x, weight), (WIDTH,))
+        skip = scale_bwd(x, kept)
+        branches = linear(n, layers[0]) + linear(n, layers[1])
+        return scale_fwd(branches, weight) + scale_fwd(skip, kept)
+
+    assert_same_numbers(body, by_hand)
+
+
+def test_a_long_skip_over_residual_layers_is_one_more_of_them():
+    def body(x, a, b, c, _):
+        h = x + a(x)
+        h = h + b(h)
+        return c(h) + x
+
+    def by_hand(x, layers):
+        r3, s3 = U.residual_split(x, tau(2, 3))
+        r1, s1 = U.residual_split(r3, tau(0, 3))
+        h = U.residual_add(linear(r1, layers[0]), s1, tau(0, 3))
+        r2, s2 = U.residual_split(h, tau(1, 3))
+        h = U.residual_add(linear(r2, layers[1]), s2, tau(1, 3))
+        return U.residual_add(linear(h, layers[2]), s3, tau(2, 3))
+
+    assert_same_numbers(body, by_hand)
+
+
+def test_a_concatenated_skip_is_left_alone():
+    def body(x, a, b, *_):
+        h = torch.cat([x, a(x)], dim=-1)
+        return b(h[..., ::2])
+
+    def by_hand(x, layers):
+        h = torch.cat([x, linear(x, layers[0])], dim=-1)
+        return U.linear(h[..., ::2], layers[1].weight, layers[1].bias, None)
+
+    assert_same_numbers(body, by_hand)
+
+
+def test_the_gradient_with_respect_to_the_input_is_the_derivative_in_a_residual_model():
+    """Constraints and splits keep the input's gradient proportional to the true one: here, equal,
+    since the model's layers are square, so that forward and backward factors agree."""
+
+    def body(x, a, b, c, _):
+        x = x + b(F.silu(a(x)))
+        return x + c(x)
+
+    model = unit_scale(Layers(body))
+    x, grad, direction = torch.randn(3, 5, WIDTH, dtype=torch.float64)
+    analytic = (results(model, x, grad)[1] * direction).sum()
+    step = 1e-6
+    numeric = ((model(x + step * direction) - model(x - step * direction)) * grad).sum() / 2 / step
+    torch.testing.assert_close(analytic, numeric, rtol=1e-6, atol=0)
+
+
+def test_a_wrong_factor_would_be_noticed(monkeypatch):
+    monkeypatch.setattr(residuals.Residual, "factor", lambda self, operand: 0.9)
+    with pytest.raises(AssertionError):
+        assert_same_numbers(ONE_LAYER["x + f(x)"], one_layer)
+
+
+def test_ways_that_ask_for_different_factors_make_the_last_addition_a_plain_sum():
+    """Another residual layer between the two changes the indices, and with them the factors."""
+
+    def body(x, a, b, c, _):
+        n = F.layer_norm(x, (WIDTH,))
+        h = x + a(n)
+        h = h + c(h)
+        return h + b(n)
+
+    model = unit_scale(Layers(body))
+    recorder = recording.Recorder()
+    x = torch.randn(5, WIDTH, dtype=torch.float64)
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return recorder.record(sums_name(func), args, kwargs or {})
+
+    def sums_name(func):
+        return torch.add if func is Tensor.add else func
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            recorder.value(parameter, name)
+        with Watch():
+            body(x, *model.layers)
+    rules = (F.linear, F.layer_norm)
+    found = sums.kinds(recorder.calls, recorder.values, rules.__contains__)
+    assert [kind.name for kind in found.values()] == ["residual"] * 3
+    with pytest.raises(residuals.Conflict):
+        residuals.edges(recorder.calls, recorder.values, residuals.residuals(found))
+    model(x)  # planned all the same

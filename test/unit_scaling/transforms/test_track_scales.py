@@ -1,0 +1,318 @@
+"""A tracked model computes what it did, and the graph says what it computed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from assertions import assert_bitwise
+from torch import nn
+
+import float8.unit_scaling as uu
+from float8.unit_scaling.transforms.metrics import Metrics
+from float8.unit_scaling.transforms.simulate import simulate_fp8
+from float8.unit_scaling.transforms.track_scales import track_scales
+
+
+class Net(nn.Module):
+    """Attention and an MLP, with views, an in-place activation and a tied weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.qkv = nn.Linear(8, 24)
+        self.up = nn.Linear(8, 16, bias=False)
+        self.act = nn.ReLU(inplace=True)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens, offset=None):
+        x = self.embed(tokens)
+        if offset is not None:
+            x = x + offset
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        h = self.drop(self.act(self.up(x)))
+        return self.head(h[..., :8] + h[..., 8:])
+
+
+def run(model, grad, *args):
+    model.zero_grad()
+    torch.manual_seed(0)
+    y = model(*args)
+    y.backward(grad)
+    return [y.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+TOKENS = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(1))
+GRAD = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(2))
+
+
+def nodes(model):
+    return {node.name: node for node in model.scales_graph().nodes}
+
+
+def test_results_gradients_and_random_numbers_are_those_of_the_model():
+    net = Net()
+    expected = run(net, GRAD, TOKENS)
+    state = torch.get_rng_state()
+    for actual, right in zip(run(track_scales(net), GRAD, TOKENS), expected, strict=True):
+        assert_bitwise(actual, right)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_graph_is_what_the_model_called_in_order():
+    model = track_scales(Net())
+    assert len(model.scales_graph().nodes) == 0
+    model(TOKENS)
+    found = [(node.op, node.name) for node in model.scales_graph().nodes]
+    assert found == [
+        ("placeholder", "tokens"),
+        ("get_attr", "embed_weight"),
+        ("call_function", "embedding"),
+        ("get_attr", "qkv_weight"),
+        ("get_attr", "qkv_bias"),
+        ("call_function", "linear"),
+        ("call_method", "chunk"),
+        ("call_function", "getitem"),
+        ("call_function", "getitem_1"),
+        ("call_function", "getitem_2"),
+        ("call_function", "scaled_dot_product_attention"),
+        ("call_function", "add"),
+        ("get_attr", "up_weight"),
+        ("call_function", "linear_1"),
+        ("call_function", "relu"),
+        ("call_function", "dropout"),
+        ("call_function", "getitem_3"),
+        ("call_function", "getitem_4"),
+        ("call_function", "add_1"),
+        ("call_function", "linear_2"),
+        ("output", "output"),
+    ]
+    graph = nodes(model)
+    assert graph["embed_weight"].target == "embed.weight"
+    assert graph["linear"].target is F.linear
+    assert graph["linear_2"].args[:2] == (graph["add_1"], graph["embed_weight"])
+    assert graph["output"].args == (graph["linear_2"],)
+    assert [n for n in graph if graph[n].meta["requires_grad"]] == [
+        "embed_weight", "qkv_weight", "qkv_bias", "up_weight",
+    ]  # fmt: skip
+    assert not graph["tokens"].meta["outputs_float_tensor"]
+    assert not graph["chunk"].meta["outputs_float_tensor"]
+    assert all(
+        ("metrics" in node.meta) == node.meta["outputs_float_tensor"] for node in graph.values()
+    )
+
+
+def close(found: Metrics.Data, tensor: torch.Tensor) -> bool:
+    x = tensor.detach().double().flatten()
+    numbers = [x.abs().mean(), x.mean().abs(), x.std(), x.abs().max(), x.abs().min()]
+    mine = [found.mean_abs, found.abs_mean, found.std, found.abs_max, found.abs_min]
+    return found.numel == x.numel() and torch.allclose(
+        torch.tensor(mine, dtype=torch.float64), torch.stack(numbers), rtol=1e-5, atol=1e-7
+    )
+
+
+def test_scales_are_those_of_the_tensors_and_of_their_gradients_summed_over_users():
+    torch.manual_seed(3)
+
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(7, 6))
+
+        def forward(self, x):
+            h = x @ self.w
+            return F.silu(h) * h.sigmoid() + h
+
+    x, grad = torch.randn(5, 7), torch.randn(5, 6)
+    model = track_scales(Small())
+    y = model(x)
+    assert nodes(model)["matmul"].meta["metrics"].bwd is None
+    y.backward(grad)
+    leaf, weight = x.double().requires_grad_(), model.w.detach().double().requires_grad_()
+    h = leaf @ weight
+    s, g = F.silu(h), h.sigmoid()
+    p = s * g
+    out = p + h
+    names = ["x", "w", "matmul", "silu", "sigmoid", "mul", "add"]
+    tensors = [leaf, weight, h, s, g, p, out]
+    gradients = torch.autograd.grad(out, tensors, grad.double())
+    graph = nodes(model)
+    for name, tensor, gradient in zip(names, tensors, gradients, strict=True):
+        metrics = graph[name].meta["metrics"]
+        assert close(metrics.fwd, tensor), name
+        assert close(metrics.bwd, gradient), name
+    # One user alone would be another number.
+    assert not close(graph["matmul"].meta["metrics"].bwd, grad)
+
+
+def test_an_inplace_call_is_a_node_of_its_own_with_its_own_gradient():
+    class Small(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            z = y.mul_(3.0)
+            y[0] = 0.0
+            return z + y
+
+    torch.manual_seed(4)
+    x, grad = torch.randn(4, 5), torch.randn(4, 5)
+    model = track_scales(Small())
+    model(x).backward(grad)
+    graph = nodes(model)
+    assert list(graph) == ["x", "mul", "mul_", "setitem", "add", "output"]
+    assert graph["add"].args == (graph["setitem"], graph["setitem"])
+    assert close(graph["mul_"].meta["metrics"].fwd, 6 * x)
+    passed = 2 * grad
+    passed[0] = 0
+    assert close(graph["setitem"].meta["metrics"].bwd, 2 * grad)
+    assert close(graph["mul_"].meta["metrics"].bwd, passed)
+    assert close(graph["mul"].meta["metrics"].bwd, 3 * passed)
+    assert close(graph["x"].meta["metrics"].bwd, 6 * passed)
+
+
+def test_an_input_that_needs_no_gradient_is_left_as_it_is_and_still_written_to():
+    class Writes(nn.Module):
+        def forward(self, x, *, pair):
+            x += 1
+            x.view(-1)[0] = 5.0
+            return x * pair[0] + pair[1]
+
+    x, pair = torch.zeros(3), (torch.ones(3), torch.ones(3).requires_grad_())
+    model = track_scales(Writes())
+    y = model(x, pair=pair)
+    y.backward(torch.randn(3))
+    assert x.tolist() == [5.0, 1.0, 1.0]
+    assert not x.requires_grad
+    assert x.grad is None
+    assert pair[0].grad is None
+    assert pair[1].grad is not None
+    assert {"x", "pair_0", "pair_1"} <= set(nodes(model))
+    assert nodes(model)["x"].meta["metrics"].bwd is not None
+    assert nodes(model)["pair_0"].meta["metrics"].bwd is not None
+
+
+def test_without_gradients_the_forward_is_seen():
+    model = track_scales(Net())
+    with torch.no_grad():
+        assert not model(TOKENS).requires_grad
+    assert nodes(model)["linear"].meta["metrics"].bwd is None
+
+
+def test_a_forward_forgets_the_one_before_and_leaves_one_hook_per_parameter():
+    model = track_scales(Net())
+    for _ in range(3):
+        run(model, GRAD, TOKENS)
+    assert len(model.scales_graph().nodes) == 21
+    assert len(model.embed.weight._backward_hooks) == 1
+    first = model.scales_graph()
+    model(TOKENS)
+    assert model.scales_graph() is not first
+
+
+def test_no_tensor_is_kept():
+    class Throws(nn.Module):
+        def forward(self, x):
+            made = x.exp()
+            refs.append(weakref.ref(made))
+            return x + 1
+
+    refs: list[weakref.ref] = []
+    model = track_scales(Throws())
+    x = torch.randn(3)
+    refs.append(weakref.ref(x))
+    with torch.no_grad():
+        model(x)
+    del x
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
+def test_tensors_made_out_of_sight_are_constants_and_their_gradients_are_seen():
+    outside = torch.full((3,), 2.0)
+
+    class Doubles(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+            self.register_buffer("scale", torch.full((3,), 4.0))
+
+        def forward(self):
+            return Doubles.apply(self.w) * outside + self.scale
+
+    model = track_scales(Small())
+    model().backward(torch.ones(3))
+    graph = nodes(model)
+    assert graph["_tensor_constant0"].meta["metrics"].fwd.mean_abs == 2.0
+    assert graph["scale"].target == "scale"
+    made = graph["mul_1"].args[0]
+    assert made.meta["metrics"].fwd.mean_abs == 2.0
+    assert made.meta["metrics"].bwd.mean_abs == 2.0
+
+
+def test_copies_pickles_and_state_dicts_know_nothing_of_the_recording():
+    net = Net()
+    model = track_scales(net)
+    run(model, GRAD, TOKENS)
+    assert list(model.state_dict()) == list(net.state_dict())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert len(other.scales_graph().nodes) == 0
+        run(other, GRAD, TOKENS)
+        assert len(other.scales_graph().nodes) == 21
+        with torch.no_grad():
+            other.up.weight.zero_()
+    assert model.up.weight.any()
+
+
+@pytest.mark.parametrize("order", ["track first", "track last"])
+def test_simulated_models_are_tracked_as_the_calls_they_make(order):
+    torch.manual_seed(5)
+    net = Net()
+    first, last = (track_scales, simulate_fp8) if order == "track first" else (
+        simulate_fp8, track_scales,
+    )  # fmt: skip
+    model = last(first(net))
+    expected = run(simulate_fp8(net), GRAD, TOKENS)
+    for actual, right in zip(run(model, GRAD, TOKENS), expected, strict=True):
+        assert_bitwise(actual, right)
+    assert list(nodes(model)) == list(nodes_of(net))
+
+
+def nodes_of(net):
+    model = track_scales(net)
+    model(TOKENS)
+    return nodes(model)
+
+
+def test_a_function_of_u_is_one_node():
+    model = track_scales(uu.MLP(8))
+    model(torch.randn(4, 8))
+    calls = [n.name for n in model.scales_graph().nodes if n.op.startswith("call")]
+    assert calls == ["linear", "linear_1", "silu_glu", "linear_2"]
+    assert nodes(model)["linear"].target is uu.functional.linear
+
+
+def test_being_compiled_is_refused_with_the_way_out():
+    model = torch.compile(track_scales(nn.Linear(2, 2)), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"without torch\.compile"):
+        model(torch.randn(3, 2))
+
+
+def test_tracking_twice_is_refused():
+    with pytest.raises(ValueError, match="TrackScales already"):
+        track_scales(track_scales(nn.Linear(2, 2)))
