@@ -56,6 +56,8 @@ COLUMNS = {
     "sqnr_db": ("SQNR dB", ".1f"),
     "error": ("not run", ".80"),
 }
+# option -> its default on a CPU, on CUDA
+SIZES = {"width": (256, 4096), "layers": (2, 4), "batch": (2, 2), "context": (128, 4096)}
 QUICK = {"width": 64, "layers": 1, "batch": 1, "context": 32, "repeats": 2, "warmup": 1}
 
 
@@ -129,17 +131,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     contenders.add_options(parser, RECIPES)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="float32 on a CPU")
     parser.add_argument("--quick", action="store_true", help="a tiny model: does it run?")
-    small, large = (256, 2, 2, 128), (4096, 4, 2, 4096)
-    for index, name in enumerate(("width", "layers", "batch", "context")):
-        text = f"default: {large[index]} on CUDA, else {small[index]}"
+    for name, (small, large) in SIZES.items():
+        text = f"default: {large} on CUDA, else {small}"
         parser.add_argument(f"--{name}", type=harness.positive, help=text)
     options = parser.parse_args(argv)
     contenders.check(parser, options)
     on_cpu = torch.device(options.device).type == "cpu"
     for key, value in QUICK.items() if options.quick else ():
         setattr(options, key, value)
-    for name, value in zip(("width", "layers", "batch", "context"), small if on_cpu else large):
-        setattr(options, name, getattr(options, name) or value)
+    for name, (small, large) in SIZES.items():
+        setattr(options, name, getattr(options, name) or (small if on_cpu else large))
     options.dtype = getattr(torch, options.dtype or ("float32" if on_cpu else "bfloat16"))
     options.heads = max(1, options.width // (32 if on_cpu else 128))
     return options

@@ -5,8 +5,9 @@ Of a layer x_MK, w_NK, g_MN in bfloat16, in eager mode, a training step moves an
     unit-scaled, high precision   a factor multiplies each of the three results: reads 2, writes 2
                                   bytes per element of y_MN, gx_MK and gw_NK, and 3 launches
     in float8                     the passes of its casts (`float8.estimate.casts`, which
-                                  `test/test_bytes.py` counts in the ops that run); the factors
-                                  join the scales of the GEMMs
+                                  `test/test_bytes.py` counts in the ops that run). The factors
+                                  join the scales of the GEMMs: constants if the scales are, else
+                                  a launch each, to multiply two numbers
 
 and three GEMMs in both. Bytes of amaxes and scales are too few to count.
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from float8 import Float8LinearConfig
+from float8.config import LinearPlan
 from float8.estimate.casts import Use, passes_of_layer
 
 FACTOR_BYTES = 4  # per element: bfloat16 read, bfloat16 written
@@ -54,7 +56,12 @@ def of_layer(rows: int, layer: nn.Linear, config: Float8LinearConfig | None) -> 
         for size, passes in zip((x, w, g), operands, strict=True)
         for each in passes
     )
-    return Traffic(moved, sum(map(len, operands)) + GEMMS)
+    return Traffic(moved, sum(map(len, operands)) + _factor_launches(config.plan) + GEMMS)
+
+
+def _factor_launches(plan: LinearPlan) -> int:
+    gemms = (plan.output, plan.grad_input, plan.grad_weight)
+    return sum(gemm.a is None or gemm.a.static_scale is None for gemm in gemms)
 
 
 def of_layers(rows: int, layers: Iterable[nn.Linear], config: Float8LinearConfig | None) -> Traffic:

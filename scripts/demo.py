@@ -1,15 +1,19 @@
-"""Train the same GPT on the same text in five recipes, and show what each costs.
+"""Train the same GPT on the same text in seven recipes, and show what each costs.
 
-    bash scripts/demo.sh                  # sets up .venv, then runs this
-    python scripts/demo.py --steps 50     # every option of train_gpt.py but the recipe
+    bash scripts/demo.sh                     # sets up .venv, then runs this
+    python scripts/demo.py --steps 50        # every option of train_gpt.py but the recipe
+    python scripts/demo.py --seeds 0 1 2     # each recipe three times: mean and spread
 
 All runs share the initial weights, the order of the data, and bf16 mixed precision around the
-linear layers (see gpt.py, also for why the output head is not in float8). Four of them should lie
-on top of each other, give or take the noise of so short a training: over learning rates and step
-counts the same recipe came out from 1.3 % better than bf16 to 1.7 % worse. The fifth, "naive",
-casts to float8 without scales: it shows what the scales are for. Nothing about it is rigged; it is
-an ordinary model with an ordinary mean loss, whose gradients E5M2 cannot hold unscaled (the comment
-in gpt.py has the numbers).
+linear layers (see gpt.py, also for why the output head is not in float8). Recipes in bf16 and with
+scales should lie on top of each other, give or take the noise of so short a training: over learning
+rates and step counts the same recipe came out from 1.3 % better than bf16 to 1.7 % worse.
+
+"naive" casts to float8 without scales: it shows what the scales are for. Nothing about it is
+rigged; it is an ordinary model with an ordinary mean loss, whose gradients E5M2 cannot hold
+unscaled (the comment in gpt.py has the numbers; operand_table.py counts them). "unit" casts without
+scales too, the same model after `unit_scale`, and is to be compared with "unit_bf16", which is that
+model in bf16. The two train by u-muP's rules, hence with a learning rate of their own.
 
 The recipes take turns, from one validation to the next: one watches their losses side by side, and
 whatever else the machine does slows all of them, so that the speeds compare.
@@ -18,6 +22,7 @@ Writes demo.json (numbers) and demo.png (loss curves) into --out-dir. Ctrl-C lea
 and --resume goes on from there, with the recipes that were already done.
 """
 
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -30,17 +35,20 @@ from options import Options, options_from, parser
 from tabulate import tabulate
 from train_gpt import CtrlC, Trainer
 
-RECIPES = ("bf16", "tensorwise", "delayed", "rowwise", "naive")
+RECIPES = ("bf16", "tensorwise", "delayed", "rowwise", "naive", "unit_bf16", "unit")
+BASES = dict.fromkeys(RECIPES, "bf16") | {"unit": "unit_bf16", "unit_bf16": "unit_bf16"}
 SMOOTHING = 0.8  # of the training losses in the plot; the JSON has them as they are
 
 
-def trainers(options: Options, recipes: list[str], folder: Path) -> list[Trainer]:
-    """One for each recipe; with --resume from its checkpoint, where it has one already."""
+def trainers(options: Options, recipes: list[str], seeds: list[int], folder: Path) -> list[Trainer]:
+    """One for each seed and recipe; with --resume from its checkpoint, where it has one already."""
     text, made = corpus.load(options.data), []
-    for recipe in recipes:
-        path = folder / f"{recipe}.pt"
-        resume = options.resume and path.is_file()
-        made.append(Trainer(replace(options, recipe=recipe, checkpoint=path, resume=resume), text))
+    for seed in seeds:
+        for recipe in recipes:
+            path = folder / f"{recipe}_{seed}.pt"
+            own = replace(options, recipe=recipe, seed=seed, checkpoint=path)
+            resume = options.resume and path.is_file()
+            made.append(Trainer(replace(own, resume=resume), text))
     return made
 
 
@@ -58,37 +66,65 @@ def take_turns(team: list[Trainer], options: Options, stop: CtrlC) -> bool:
 
 
 def add_gaps(runs: list[dict[str, Any]]) -> None:
-    """How much worse than bf16 each run ended, in percent of bf16's validation loss."""
-    reference = {run["recipe"]: run["final_val_loss"] for run in runs}.get("bf16")
+    """How much worse than bf16, and than its own base, each run ended, in percent of their loss."""
+    losses = {(run["seed"], run["recipe"]): run["final_val_loss"] for run in runs}
     for run in runs:
-        gap = None if reference is None else 100 * (run["final_val_loss"] / reference - 1)
-        run["gap_to_bf16_percent"] = gap
+        for name, base in (("bf16", "bf16"), ("base", BASES.get(run["recipe"], "bf16"))):
+            reference = losses.get((run["seed"], base))
+            gap = None if reference is None else 100 * (run["final_val_loss"] / reference - 1)
+            run[f"gap_to_{name}_percent"] = gap
+
+
+COLUMNS = {
+    "final_val_loss": ("val. loss", "{:.4f}"),
+    "gap_to_bf16_percent": ("gap to bf16 [%]", "{:+.2f}"),
+    "gap_to_base_percent": ("gap to its base [%]", "{:+.2f}"),
+    "tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "saved_for_backward_mib": ("saved for backward [MiB]", "{:.1f}"),
+}
+SPREAD = ("final_val_loss", "gap_to_bf16_percent", "gap_to_base_percent")  # the seed's to move
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    columns = {
-        "recipe": "recipe",
-        "final_val_loss": "val. loss",
-        "gap_to_bf16_percent": "gap to bf16 [%]",
-        "tokens_per_second": "tokens/s",
-        "saved_for_backward_mib": "saved for backward [MiB]",
-    }
-    rows = [[run[column] for column in columns] for run in runs]
-    return tabulate(
-        rows, headers=list(columns.values()), floatfmt=("", ".4f", "+.2f", ",.0f", ".1f")
-    )
+    """A row per recipe: the mean over the seeds, and of several the standard deviation."""
+    rows = []
+    for recipe in dict.fromkeys(run["recipe"] for run in runs):
+        own = [run for run in runs if run["recipe"] == recipe]
+        cells = (cell([run[key] for run in own], COLUMNS[key][1], key in SPREAD) for key in COLUMNS)
+        rows.append([recipe, *cells])
+    align = ["left", *["right"] * len(COLUMNS)]
+    headers = ["recipe", *(name for name, _ in COLUMNS.values())]
+    return tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
+
+
+def cell(values: list[float | None], form: str, spread: bool) -> str:
+    numbers = [value for value in values if value is not None]
+    if not numbers:
+        return ""
+    mean = form.format(statistics.fmean(numbers))
+    if not spread or len(numbers) == 1:
+        return mean
+    return f"{mean} ± {form.replace('+', '').format(statistics.stdev(numbers))}"
 
 
 def plot(runs: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(8, 5))
     axes = figure.subplots()
+    colours = {recipe: f"C{i}" for i, recipe in enumerate(dict.fromkeys(r["recipe"] for r in runs))}
+    named = set()
     for run in runs:
-        (line,) = axes.plot(smooth(run["train_loss"]), label=run["recipe"], linewidth=1)
-        steps, losses = zip(*run["val_loss"], strict=True)
-        axes.plot(steps, losses, "o", color=line.get_color(), markersize=4)
+        recipe, dashes = run["recipe"], "--" if run["recipe"] in BASES.values() else "-"
+        label = None if recipe in named else recipe  # once, however many seeds
+        losses = smooth(run["train_loss"])
+        axes.plot(losses, dashes, color=colours[recipe], label=label, linewidth=1)
+        steps, validated = zip(*run["val_loss"], strict=True)
+        axes.plot(steps, validated, "o", color=colours[recipe], markersize=4)
+        named.add(recipe)
     axes.set(xlabel="step", ylabel="loss (nats per byte)")
     axes.set_title("Training loss (lines, smoothed) and validation loss (dots)")
     axes.legend()
+    first = max(run["val_loss"][0][1] for run in runs)  # untrained, the losses would hide the rest
+    axes.set_ylim(top=first + 0.5)
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
@@ -104,11 +140,12 @@ def smooth(losses: list[float]) -> list[float]:
 def main(argv: list[str] | None = None) -> int:
     p = parser((__doc__ or "").partition("\n")[0])
     p.add_argument("--recipes", nargs="+", default=list(RECIPES), help=" ".join(RECIPES))
+    p.add_argument("--seeds", type=int, nargs="+", help="in place of --seed: train once with each")
     p.add_argument("--out-dir", type=Path, default=Path("out/demo"))
     args = p.parse_args(argv)
     try:
         options = options_from(args)
-        team = trainers(options, args.recipes, args.out_dir)
+        team = trainers(options, args.recipes, args.seeds or [options.seed], args.out_dir)
     except (ValueError, OSError) as error:
         sys.exit(f"demo.py: {error}")
     with CtrlC() as stop:
@@ -122,8 +159,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def report(runs: list[dict[str, Any]], options: Options, folder: Path) -> None:
     add_gaps(runs)
-    shared = {k: v for k, v in options.identity().items() if k != "recipe"}
-    write_json(folder / "demo.json", {**environment(options.seed), "options": shared, "runs": runs})
+    shared = {k: v for k, v in options.identity().items() if k not in ("recipe", "seed")}
+    about = {**environment(runs[0]["seed"]), "options": shared}
+    write_json(folder / "demo.json", {**about, "runs": runs})
     plot(runs, folder / "demo.png")
     print(f"\n{table(runs)}\n\nnumbers: {folder / 'demo.json'}, curves: {folder / 'demo.png'}")
 

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Train a GPT in bf16 and in four float8 recipes, and compare them, on a machine that has Python
-# >= 3.10 and pip. Options go to scripts/demo.py: bash scripts/demo.sh --steps 50 --seed 1
+# Train a GPT in bf16 and in float8, as it is and unit-scaled, and compare the recipes, on a machine
+# that has Python >= 3.10 and pip. Options go to scripts/demo.py:
+#
+#     bash scripts/demo.sh --steps 50 --seeds 0 1
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup_env.sh demo

@@ -168,8 +168,7 @@ def in_recipe(model: GPT, recipe: str) -> GPT:
 
 
 def _unit_scaled(model: GPT, recipe: str) -> GPT:
-    from float8.unit_scaling.transforms import unit_scale
-    from float8.unit_scaling.transforms.float8 import float8
+    from float8.unit_scaling.transforms import float8, unit_scale
 
     model = unit_scale(model)
     # Without a config float8 takes recipe "unit".

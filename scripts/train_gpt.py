@@ -102,6 +102,7 @@ class Trainer:
     def summary(self) -> dict[str, Any]:
         return {
             "recipe": self.options.recipe,
+            "seed": self.options.seed,
             "final_val_loss": self.history.val_loss[-1][1],
             "tokens_per_second": self.tokens_per_second(),
             "saved_for_backward_mib": self.saved_for_backward() / 2**20,

@@ -16,10 +16,14 @@ from assertions import assert_bitwise
 from hypothesis import given
 from hypothesis import strategies as st
 from shapes import Case
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from float8 import scaling
 from float8.config import DelayedScalingConfig, OperandCast, ScalingType
 from float8.formats import E4M3, E5M2
-from float8.scaling import DelayedState, quantize, updated_history
+from float8.granularity import WHOLE
+from float8.scaling import DelayedState, constant, quantize, times, updated_history
 
 INF, NAN = math.inf, math.nan
 BLOCKS = {name: g.block_of((0, 0)) for name, g in shapes.GRANULARITIES.items()}
@@ -55,7 +59,7 @@ def test_a_dynamic_scale_is_that_of_this_very_tensor(name, fmt, pow2):
 @pytest.mark.parametrize("static", [1.0, 0.3, 2.0**-30])
 def test_a_static_scale_is_the_constant_and_saturates(static):
     x = Case((5, 123), exponent=10, specials=("inf",)).make()
-    data, scale = quantize(x, operand_cast(ScalingType.STATIC, static=static))
+    data, scale = quantize(x, operand_cast(ScalingType.STATIC, static=repr(static)))
     expected = torch.full((1, 1), static)
     assert_cast_with(data, scale, x, expected, (-1, -1), E4M3.dtype, static)
 
@@ -246,3 +250,41 @@ def test_the_arguments_stay_as_they_were():
     updated_history(history, current, scale, DelayedScalingConfig(3), E4M3.max, False)
     for now, then in zip((history, current, scale), before, strict=True):
         assert_bitwise(now, then)
+
+
+def test_a_constant_is_filled_in_once_per_value():
+    x = torch.randn(4, 4)
+    first, again, other = constant(0.375, x), constant(0.375, x), constant(0.25, x)
+    assert first is again and other is not first
+    assert (first.item(), other.item(), tuple(first.shape)) == (0.375, 0.25, (1, 1))
+    assert constant(0.375, nn.Parameter(x)) is first
+
+
+def test_tracers_neither_keep_constants_nor_are_handed_kept_ones():
+    kept = constant(0.375, torch.randn(4, 4))
+    with FakeTensorMode() as mode:
+        fake = constant(0.375, mode.from_tensor(torch.randn(4, 4)))
+        assert isinstance(fake, FakeTensor)
+        constant(0.8125, mode.from_tensor(torch.randn(4, 4)))
+    assert constant(0.375, torch.randn(4, 4)) is kept
+    assert not isinstance(constant(0.8125, torch.randn(4, 4)), FakeTensor)
+
+
+def test_a_constant_made_in_inference_mode_may_be_saved_for_backward():
+    with torch.inference_mode():
+        constant(0.6875, torch.randn(2, 2))
+    assert not constant(0.6875, torch.randn(2, 2)).is_inference()
+
+
+def test_constants_are_bounded(monkeypatch):
+    monkeypatch.setattr(scaling, "MAX_CONSTANTS", len(scaling._CONSTANTS))
+    x = torch.randn(2, 2)
+    assert constant(0.71875, x) is not constant(0.71875, x)
+
+
+@pytest.mark.parametrize("scaling_type", [ScalingType.STATIC, ScalingType.DYNAMIC])
+def test_a_factor_multiplies_a_scale(scaling_type):
+    static = "0.5" if scaling_type is ScalingType.STATIC else None
+    cast = OperandCast(scaling_type, E4M3, (WHOLE, WHOLE), False, static)
+    found = times(torch.full((1, 1), 0.5), cast, 0.3)
+    assert_bitwise(found, torch.full((1, 1), 0.5) * 0.3)

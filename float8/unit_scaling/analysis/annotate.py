@@ -12,6 +12,7 @@ submodules call is there with the rest. Behind each line is the standard deviati
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import operator
 from collections.abc import Iterable
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from float8.unit_scaling.transforms.track_scales import track_scales
+from float8.unit_scaling.transforms import track_scales
 
 # Where a function is defined -> what people call that place.
 _PLACES = {
@@ -69,7 +70,7 @@ def analyse_module(
         )
     output.backward(backward)
     graph: Graph = tracked.scales_graph()  # type: ignore[operator]
-    body = _lines(graph) if recurse_modules else _shallow_lines(graph)
+    body = _lines(graph.nodes) if recurse_modules else _shallow_lines(graph)
     code = "\n".join([_signature(graph), *(f"    {line}" for line in body)])
     return _highlighted(code) if syntax_highlight else code
 
@@ -81,9 +82,8 @@ def _signature(graph: Graph) -> str:
     return f"def forward({names}):" + (f"  {scales}" if scales else "")
 
 
-def _lines(nodes: Graph | Iterable[Node]) -> list[str]:
-    found = nodes.nodes if isinstance(nodes, Graph) else nodes
-    return [_line(node) for node in found if node.op != "placeholder"]
+def _lines(nodes: Iterable[Node]) -> list[str]:
+    return [_line(node) for node in nodes if node.op != "placeholder"]
 
 
 def _line(node: Node) -> str:
@@ -95,7 +95,8 @@ def _line(node: Node) -> str:
 def _shallow_lines(graph: Graph) -> list[str]:
     """Calls of one submodule, as long as no other call is between them, as one line."""
     lines = []
-    for name, run in itertools.groupby(graph.nodes, key=_called_module):
+    # A list: past its end, the iterator of a graph's nodes begins again.
+    for name, run in itertools.groupby(list(graph.nodes), key=_called_module):
         nodes = list(run)
         lines += _lines(nodes) if name is None else [_call_line(name, nodes)]
     return lines
@@ -180,9 +181,9 @@ def _written(value: Any) -> str:
 
 def _highlighted(code: str) -> str:
     try:
-        from pygments import highlight
-        from pygments.formatters import TerminalFormatter
-        from pygments.lexers import PythonLexer
+        pygments = importlib.import_module("pygments")
+        formatters = importlib.import_module("pygments.formatters")
+        lexers = importlib.import_module("pygments.lexers")
     except ImportError as error:
         raise ImportError("syntax_highlight colours with pygments: pip install pygments") from error
-    return str(highlight(code, PythonLexer(), TerminalFormatter()))
+    return str(pygments.highlight(code, lexers.PythonLexer(), formatters.TerminalFormatter()))

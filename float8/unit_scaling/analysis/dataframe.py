@@ -13,6 +13,7 @@ the others        one for each of `Metrics.full_names`; None where there was no 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import Any
 
@@ -46,8 +47,7 @@ def graph_to_dataframe(graph: Graph, rows: bool = False) -> Any:
     table = graph_to_rows(graph)
     if rows or importlib.util.find_spec("pandas") is None:
         return table
-    import pandas
-
+    pandas = importlib.import_module("pandas")
     columns = ["layer", "weight tensor", "direction", "tensor type", *Metrics.full_names()]
     return pandas.DataFrame(table, columns=columns)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.unit_scaling.analysis.scale_plot import plot
-from float8.unit_scaling.transforms.track_scales import track_scales
+from float8.unit_scaling.transforms import track_scales
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,20 +47,20 @@ def example_batch(
         the left. Where a text is too short, the mask and the ids are 0 and the labels -100.
 
     Raises:
-        ValueError: there is no text, or batch_size or seq_len is not positive.
+        ValueError: no text has two tokens, or batch_size or seq_len is not positive.
     """
     if batch_size < 1 or seq_len < 1:
         raise ValueError(f"batch_size={batch_size}, seq_len={seq_len}: both must be positive")
     texts = _documentation() if texts is None else texts
-    if not any(texts):
-        raise ValueError("texts is empty: give at least one text")
-    generator = torch.Generator().manual_seed(seed)
     encoded = [ids for text in texts if len(ids := _encode(tokenizer, text)) > 1]
-    rows = [_cut(encoded, seq_len + 1, generator) for _ in range(batch_size)]
-    ids = torch.tensor([[*row, *[0] * (seq_len + 1 - len(row))] for row in rows])
-    is_text = torch.tensor([[i < len(row) for i in range(seq_len + 1)] for row in rows])
-    labels = torch.where(is_text, ids, IGNORED)[:, 1:]
-    return ids[:, :-1] * is_text[:, :-1], is_text[:, :-1].long(), labels
+    if not encoded:
+        raise ValueError(f"none of {len(texts)} texts has two tokens: give longer texts")
+    generator = torch.Generator().manual_seed(seed)
+    cuts = [_cut(encoded, seq_len + 1, generator) for _ in range(batch_size)]
+    padded = torch.tensor([[*ids, *[0] * (seq_len + 1 - len(ids))] for ids in cuts])
+    is_text = torch.tensor([[i < len(ids) for i in range(seq_len + 1)] for ids in cuts])
+    labels = torch.where(is_text, padded, IGNORED)[:, 1:]
+    return padded[:, :-1], is_text[:, :-1].long(), labels
 
 
 def visualiser(

@@ -11,24 +11,21 @@ They go together, in any order: which one sees a call first is theirs to know (`
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+# At once, not when asked for: three functions have the names of their files, and the names have to
+# be theirs however the files are imported afterwards.
+from float8.unit_scaling.transforms.compile import compile
+from float8.unit_scaling.transforms.in_float8 import float8
+from float8.unit_scaling.transforms.metrics import Metrics
+from float8.unit_scaling.transforms.prune import (
+    prune_non_float_tensors,
+    prune_same_scale_tensors,
+    prune_selected_nodes,
+)
+from float8.unit_scaling.transforms.simulate import simulate_format, simulate_fp8
+from float8.unit_scaling.transforms.track_scales import track_scales
+from float8.unit_scaling.transforms.unit_scale import unit_scale
 
-# public name -> the file that has it; loaded when asked for
-_FILES = {
-    "compile": "compile",
-    "float8": "in_float8",
-    "unit_scale": "unit_scale",
-    "simulate_format": "simulate",
-    "simulate_fp8": "simulate",
-    "Metrics": "track_scales",
-    "track_scales": "track_scales",
-    "prune_non_float_tensors": "prune",
-    "prune_same_scale_tensors": "prune",
-    "prune_selected_nodes": "prune",
-}
-
-__all__ = [  # noqa: F822  names of _FILES
+__all__ = [
     "Metrics",
     "compile",
     "float8",
@@ -40,12 +37,3 @@ __all__ = [  # noqa: F822  names of _FILES
     "track_scales",
     "unit_scale",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FILES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # The function takes the place of the file of its name, which importing has put there.
-    found = getattr(importlib.import_module(f"{__name__}.{_FILES[name]}"), name)
-    globals()[name] = found
-    return found

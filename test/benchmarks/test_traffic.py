@@ -1,0 +1,101 @@
+"""What linear layers move and launch on CUDA, against a meter of the ops that run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from meter import CastMeter, GemmCounter
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip("triton")
+
+from benchmarks import traffic
+from float8.autograd import STATELESS, _Float8LinearFunction
+from float8.config import RECIPES
+from float8.scaling import DelayedState
+from float8.unit_scaling import functional as U
+
+M, K, N = 512, 1024, 4096
+FACTORS = (0.5, 0.25, 0.125)
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, device="cuda", dtype=dtype)
+
+
+class Context:
+    needs_input_grad = (True, True, False, *(False,) * 7)
+
+    def save_for_backward(self, *tensors):
+        self.saved_tensors = tensors
+
+
+def layer():
+    with torch.device("meta"):
+        return nn.Linear(K, N, bias=False)
+
+
+def states_of(config):
+    if not config.uses_delayed_scaling:
+        return STATELESS
+    scalar = {"dtype": torch.float32}
+    return tuple(DelayedState(empty(**scalar), empty(**scalar), True) for _ in range(3))
+
+
+def metered(config, monkeypatch):
+    with FakeTensorMode(), torch.no_grad(), CastMeter() as meter:
+        one = empty(1, 1, dtype=torch.float32)
+        monkeypatch.setattr("float8.scaling.constant", lambda value, like: one)
+        ctx = Context()
+        args = (empty(M, K), empty(N, K), None, config, torch.bfloat16, states_of(config))
+        _Float8LinearFunction.forward(ctx, *args, True, True, None, FACTORS)
+        _Float8LinearFunction.backward(ctx, empty(M, N))
+    return meter
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "unit"])
+def test_the_count_of_a_float8_layer_is_that_of_the_ops_that_run(recipe, monkeypatch):
+    config = RECIPES[recipe]
+    counted, meter = traffic.of_layer(M, layer(), config), metered(config, monkeypatch)
+    assert counted.launches == meter.launches
+    assert counted.bytes == pytest.approx(sum(meter.bytes_by_numel.values()), rel=1e-4)
+
+
+class Factors(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the pointwise products, and their bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = self.launches = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.mul:
+            self.bytes += args[0].nbytes + out.nbytes
+        self.launches += func.overloadpacket is torch.ops.aten.mul or func in GemmCounter.OPS
+        return out
+
+
+def test_the_count_in_high_precision_is_that_of_the_factors():
+    x, w = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((64, 32), (48, 32)))
+    x.requires_grad_(), w.requires_grad_()
+    grad = torch.randn(64, 48, dtype=torch.bfloat16)
+    with Factors() as meter:
+        U.linear(x, w).backward(grad)
+    counted = traffic.of_layer(64, nn.Linear(32, 48), None)
+    assert (counted.bytes, counted.launches) == (meter.bytes, meter.launches)
+
+
+def test_unit_moves_less_than_measured_scales_and_launches_least():
+    unit, delayed, tensorwise = (
+        traffic.of_layer(M, layer(), RECIPES[name]) for name in ("unit", "delayed", "tensorwise")
+    )
+    assert unit.bytes == delayed.bytes < tensorwise.bytes
+    assert unit.launches < delayed.launches < tensorwise.launches
+
+
+def test_layers_add_up():
+    one, config = traffic.of_layer(M, layer(), RECIPES["unit"]), RECIPES["unit"]
+    three = traffic.of_layers(M, [layer()] * 3, config)
+    assert (three.bytes, three.launches) == (3 * one.bytes, 3 * one.launches)

@@ -1,0 +1,132 @@
+"""Multi-head attention in the open is torch's, to rounding in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from float8.unit_scaling.transforms import decompositions
+from float8.unit_scaling.transforms.transformed import Mode, Transform, transformed
+
+E, HEADS, B, T, S = 12, 3, 2, 5, 7
+
+
+class Opens(Transform):
+    """Changes nothing: functions that hide others are opened."""
+
+    depth = 1
+
+    def mode(self, model, forward, args, kwargs):
+        return Mode({})
+
+
+def attention(**options):
+    made = nn.MultiheadAttention(E, HEADS, dtype=torch.float64, **options)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter)
+    return made
+
+
+def masks():
+    hidden = torch.rand(T, S) < 0.3
+    hidden[:, 0] = False
+    per_head = torch.randn(B * HEADS, T, S, dtype=torch.float64)
+    padding = torch.zeros(B, S, dtype=torch.bool)
+    padding[1, -2:] = True
+    return {
+        "attn_mask": [None, hidden, torch.randn(T, S, dtype=torch.float64), per_head],
+        "key_padding_mask": [None, padding],
+        "need_weights": [False, True],
+    }
+
+
+def assert_same(ours, torchs, inputs, **options):
+    for mine, theirs in zip(ours(*inputs, **options), torchs(*inputs, **options), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask")
+@pytest.mark.parametrize("case", [{}, {"kdim": 4, "vdim": 8}, {"bias": False}], ids=str)
+def test_masks_and_weights_are_torchs(case):
+    torchs = attention(batch_first=True, **case)
+    ours = transformed(torchs, Opens())
+    sizes = [(T, E), (S, case.get("kdim", E)), (S, case.get("vdim", E))]
+    inputs = [torch.randn(B, *size, dtype=torch.float64) for size in sizes]
+    options = masks()
+    for values in itertools.product(*options.values()):
+        assert_same(ours, torchs, inputs, **dict(zip(options, values, strict=True)))
+    assert_same(ours, torchs, inputs, average_attn_weights=False)
+
+
+def test_self_attention_causal_and_without_a_batch_is_torchs():
+    torchs = attention()
+    ours = transformed(torchs, Opens())
+    x = torch.randn(T, B, E, dtype=torch.float64)
+    causal = nn.Transformer.generate_square_subsequent_mask(T, dtype=torch.float64)
+    for need_weights in (False, True):
+        assert_same(ours, torchs, (x, x, x), need_weights=need_weights)
+        options = {"attn_mask": causal, "is_causal": True, "need_weights": need_weights}
+        assert_same(ours, torchs, (x, x, x), **options)
+        assert_same(ours, torchs, (x[:, 0], x[:, 0], x[:, 0]), need_weights=need_weights)
+
+
+def test_gradients_are_torchs():
+    torchs = attention()
+    ours = transformed(torchs, Opens())
+    x = torch.randn(T, B, E, dtype=torch.float64)
+    grad = torch.randn(T, B, E, dtype=torch.float64)
+    for model in (ours, torchs):
+        model(x, x, x)[0].backward(grad)
+    for mine, theirs in zip(ours.parameters(), torchs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_dropout_is_on_in_training_only():
+    torchs = attention(dropout=0.5)
+    ours = transformed(torchs, Opens())
+    x = torch.randn(T, B, E, dtype=torch.float64)
+    assert not torch.equal(ours(x, x, x)[0], ours(x, x, x)[0])
+    ours.eval(), torchs.eval()
+    assert_same(ours, torchs, (x, x, x))
+
+
+def test_a_planted_fault_is_noticed(monkeypatch):
+    real = decompositions._mask
+    monkeypatch.setattr(decompositions, "_mask", lambda a, k, q, key: real(a, None, q, key))
+    with pytest.raises(AssertionError):
+        test_masks_and_weights_are_torchs({})
+
+
+@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}])
+def test_options_that_are_not_covered_are_refused_by_name(options):
+    model = transformed(attention(**options), Opens())
+    x = torch.randn(T, B, E, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"bias_k|add_zero_attn"):
+        model(x, x, x)
+
+
+def test_a_wrong_width_and_a_hint_without_a_mask_are_refused():
+    model = transformed(attention(), Opens())
+    x = torch.randn(T, B, E, dtype=torch.float64)
+    with pytest.raises(ValueError, match="attn_mask"):
+        model(x, x, x, is_causal=True, need_weights=False)
+    with pytest.raises(ValueError, match="embed_dim=12"):
+        model(x[..., :6], x[..., :6], x[..., :6])
+
+
+def test_unflatten_is_torchs_in_eager_and_compiled_code():
+    class Model(nn.Module):
+        def forward(self, x):
+            y = x.sin()
+            return y.unflatten(-1, (2, -1)), torch.unflatten(y, 0, (-1, 1)), y.unflatten(1, [2, 2])
+
+    x = torch.randn(3, 4)
+    model = transformed(Model(), Opens())
+    for run in (model, torch.compile(model, backend="eager", fullgraph=True)):
+        for mine, theirs in zip(run(x), Model()(x), strict=True):
+            assert torch.equal(mine, theirs)
+    assert decompositions.decomposition_of(F.linear) is None

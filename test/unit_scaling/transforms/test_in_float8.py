@@ -1,0 +1,176 @@
+"""`float8`: the same products as conversion, on functions, in any order of transforms."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from assertions import assert_bitwise, sqnr
+from meter import GemmCounter
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import float8.unit_scaling as uu
+from float8 import Float8LinearConfig, convert_to_float8_training, filters
+from float8.config import RECIPES
+from float8.unit_scaling.transforms import float8, simulate_fp8, unit_scale
+from float8.unit_scaling.transforms.transformed import Transformed
+
+
+class Net(nn.Module):
+    """A residual network with a product that is no module."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.mix = nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, x):
+        x = x + self.down(F.gelu(self.up(x)))
+        return self.head(F.linear(input=x, weight=self.mix))
+
+
+def results(model, x, g):
+    model.zero_grad()
+    out = model(x)
+    out.backward(g)
+    return [out.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("recipe", ["unit", "tensorwise", "rowwise"])
+def test_a_layer_has_the_bits_of_a_converted_one(recipe):
+    plain, scaled = nn.Linear(32, 48), uu.Linear(32, 48, bias=True)
+    config, x, g = RECIPES[recipe], torch.randn(16, 32), torch.randn(16, 48)
+    for layer in (plain, scaled):
+        model = nn.Sequential(layer)
+        mine = results(float8(model, config), x, g)
+        theirs = results(convert_to_float8_training(copy.deepcopy(model), config=config), x, g)
+        for a, b in zip(mine, theirs, strict=True):
+            assert_bitwise(a, b, recipe)
+
+
+def test_functions_that_conversion_cannot_reach_run_in_float8():
+    model, x = Net(), torch.randn(8, 32)
+    values = float8(model, RECIPES["tensorwise"])(x)
+    by_hand = F.linear(x + model.down(F.gelu(model.up(x))), model.mix)
+    assert sqnr(values, model.head(by_hand)) > 20
+    assert not torch.equal(values, model(x))
+    mixed = float8(nn.Sequential(Net()), RECIPES["tensorwise"], module_filter_fn=lambda m, n: False)
+    assert not torch.equal(mixed(x), mixed[0](x))  # the mix is no module's weight
+
+
+def test_a_unit_scaled_model_loses_no_more_than_with_measured_scales():
+    model, x, g = unit_scale(Net()), torch.randn(256, 32), torch.randn(256, 16)
+    exact = results(model, x, g)
+    unit = results(float8(model), x, g)
+    dynamic = results(float8(model, RECIPES["tensorwise"]), x, g)
+    for a, b, e in zip(unit, dynamic, exact, strict=True):
+        assert sqnr(a, e) > min(sqnr(b, e), 40) - 3
+
+
+def test_the_order_of_transforms_does_not_matter():
+    torch.manual_seed(1)
+    model, x, g = Net(), torch.randn(64, 32), torch.randn(64, 16)
+    first, second = float8(unit_scale(model)), unit_scale(float8(model))
+    for a, b in zip(results(first, x, g), results(second, x, g), strict=True):
+        assert_bitwise(a, b)
+    third, fourth = simulate_fp8(unit_scale(model)), unit_scale(simulate_fp8(model))
+    for a, b in zip(results(third, x, g), results(fourth, x, g), strict=True):
+        assert_bitwise(a, b)
+
+
+def test_real_float8_is_what_the_simulation_simulates():
+    model, x, g = unit_scale(Net()), torch.randn(64, 32), torch.randn(64, 16)
+    real, simulated = results(float8(model), x, g), results(simulate_fp8(model), x, g)
+    for a, b in zip(real, simulated, strict=True):
+        assert sqnr(a, b) > 25
+
+
+def test_the_factors_cost_no_product_and_no_elementwise_kernel():
+    layer, x = uu.Linear(32, 32), torch.randn(16, 32, requires_grad=True)
+    model = float8(nn.Sequential(layer))
+    with GemmCounter() as counter:
+        model(x).backward(torch.randn(16, 32))
+    assert counter.products == 3
+
+
+def test_filtered_modules_stay_in_high_precision():
+    model, x = Net(), torch.randn(8, 32)
+    none = float8(model, module_filter_fn=lambda m, fqn: False)
+    assert not torch.equal(none(x), model(x))
+    head_only = float8(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), module_filter_fn=(
+        filters.skip_names("0")
+    ))  # fmt: skip
+    assert torch.equal(head_only[0](x), nn.Module.__call__(head_only[0], x))
+    expected = float8(nn.Sequential(head_only[1]))(head_only[0](x))
+    assert_bitwise(head_only(x), expected)
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_attention_is_an_option(attention):
+    model = uu.MHSA(64, 2, is_causal=True)
+    x, g = torch.randn(2, 32, 64), torch.randn(2, 32, 64)
+    products = 2 * 3
+    with GemmCounter() as counter:
+        results(float8(model, attention=attention), x.requires_grad_(), g)
+    in_attention = 2 * 2 * 2 * 3  # of each of 2 products, for each of 2 heads of 2 sequences
+    assert counter.products >= products + (in_attention if attention else 0)
+    exact = results(model, x, g)
+    for a, b in zip(results(float8(model, attention=attention), x, g), exact, strict=True):
+        assert sqnr(a, b) > 17
+
+
+def test_copies_and_pickles_run_their_own_weights():
+    model, x = float8(unit_scale(Net())), torch.randn(8, 32)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(other, Transformed) and isinstance(other, Net)
+        assert_bitwise(other(x), model(x))
+        with torch.no_grad():
+            other.head.weight.mul_(2)
+        assert not torch.equal(other(x), model(x))
+
+
+def test_compiled_in_one_graph_with_the_results_of_eager():
+    model = float8(unit_scale(Net()), module_filter_fn=filters.skip_names("head"))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for batch in (40, 56, 80, 24):
+        x, g = torch.randn(batch, 32), torch.randn(batch, 16)
+        eager = results(model, x, g)
+        out = compiled(x)
+        model.zero_grad()
+        out.backward(g)
+        for a, b in zip([out, *(p.grad for p in model.parameters())], eager, strict=True):
+            assert sqnr(a, b) > 25
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        (lambda m: float8(m, "unit"), TypeError, "config must be a Float8LinearConfig, got 'unit'"),
+        (lambda m: float8(m, RECIPES["delayed"]), ValueError, "keeps no amax history"),
+        (lambda m: float8(float8(m)), ValueError, "already"),
+        (lambda m: float8(m.double())(torch.randn(2, 32).double()), TypeError, "float64"),
+        (lambda m: float8(m)(torch.randn(2, 32).bfloat16()), TypeError, "weight torch.float32"),
+        (lambda m: convert_to_float8_training(unit_scale(m)), ValueError, "transforms.float8"),
+        (lambda m: unit_scale(convert_to_float8_training(m)), ValueError, "up is converted"),
+        (lambda m: float8(torch.compile(m)), TypeError, "compile"),
+        (lambda m: float8(torch.relu), TypeError, "nn.Module"),
+    ],
+)
+def test_bad_input_is_refused_by_name(act, error, message):
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(error, match=message):
+        act(model)
+    if message != "float64" and "converted" not in message:
+        assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+
+
+def test_the_default_recipe_is_unit():
+    assert float8(Net()).transforms[0].config == Float8LinearConfig.from_recipe_name("unit")

@@ -1,0 +1,110 @@
+"""Weights of standard deviation 1, biases 0, types for the optimizers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from float8.unit_scaling.transforms.unit_init import output_weights, unit_init
+from float8.unit_scaling.transforms.unit_scale import unit_scale
+
+
+class Many(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8, padding_idx=0)
+        self.attention = nn.MultiheadAttention(8, 2, kdim=4)
+        self.packed = nn.MultiheadAttention(8, 2)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.LayerNorm((3, 8))
+        self.batch_norm = nn.BatchNorm1d(8)
+        self.gain = nn.Parameter(torch.randn(8))
+        self.free = nn.Parameter(torch.randn(5, 8) * 7)
+        self.head = nn.Linear(8, 5)
+
+
+def test_weights_get_unit_deviation_biases_zero_and_norms_stay():
+    model = Many()
+    before = copy.deepcopy(model.state_dict())
+    unit_init(model)
+    for name, parameter in model.named_parameters():
+        old = before[name]
+        if "norm" in name or name == "gain":
+            assert torch.equal(parameter, old), name
+        elif parameter.dim() >= 2:
+            torch.testing.assert_close(parameter.detach(), old / old.std(), msg=name)
+        else:
+            assert not parameter.any(), name
+    assert not model.embedding.weight[0].any(), "the row of padding stays zero"
+
+
+def test_types_are_those_of_u_mup():
+    model = Many()
+    unit_init(model)
+    types = {name: p.mup_type for name, p in model.named_parameters()}
+    assert types.pop("head.weight") == "output" and output_weights(model) == {"head.weight"}
+    assert types.pop("norm.weight") == types.pop("batch_norm.weight") == "norm"
+    biases = {name for name in types if name.endswith("bias")}
+    assert {types[name] for name in biases} == {"bias"}
+    assert {types[name] for name in set(types) - biases} == {"weight"}
+
+
+@pytest.mark.parametrize("case", ["another name", "tied", "not the last"])
+def test_a_layer_that_may_not_be_the_last_has_the_type_weight(case):
+    model = Many()
+    if case == "another name":
+        model.project = nn.Linear(8, 5)
+    elif case == "tied":
+        model.head = nn.Linear(8, 11)
+        model.head.weight = model.embedding.weight
+    else:
+        model.after = nn.Sequential(nn.Linear(5, 5))
+    unit_init(model)
+    assert output_weights(model) == frozenset()
+
+
+def test_a_shared_weight_is_scaled_once():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].weight = model[0].weight
+    with torch.no_grad():
+        model[0].weight.mul_(5)
+    expected = model[0].weight / model[0].weight.std()
+    scaled = unit_scale(model)
+    assert scaled[0].weight is scaled[1].weight
+    torch.testing.assert_close(scaled[0].weight, expected)
+
+
+def test_constant_empty_single_and_frozen_weights_stay():
+    model = nn.ModuleDict(
+        {
+            "zero": nn.Linear(3, 3, bias=False),
+            "single": nn.Linear(1, 1, bias=False),
+            "frozen": nn.Linear(3, 3).requires_grad_(False),
+            "filter": nn.Bilinear(2, 2, 2),
+        }
+    )
+    model["empty"] = nn.ParameterDict({"weight": nn.Parameter(torch.empty(0, 3))})
+    nn.init.zeros_(model["zero"].weight)
+    before = copy.deepcopy(model.state_dict())
+    unit_init(model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]) != name.startswith("filter"), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_deviation_is_taken_in_float32_or_better(dtype):
+    model = nn.Linear(300, 300, dtype=dtype)
+    unit_init(model)
+    assert model.weight.dtype == dtype
+    assert abs(model.weight.double().std() - 1) < 1e-2 if dtype == torch.bfloat16 else 1e-3
+
+
+def test_a_parameter_on_the_meta_device_is_refused_before_anything_changes():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
+    before = model[0].weight.clone()
+    with pytest.raises(ValueError, match=r"1\.weight is on the meta device.*to_empty"):
+        unit_scale(model)
+    assert torch.equal(model[0].weight, before) and not hasattr(model[0].weight, "mup_type")
