@@ -45,7 +45,7 @@ class Result:
         """What a row of a report says about it."""
         row: Row = {"seconds": self.seconds, "steps_taken": len(self.train_loss)}
         if self.val_loss is None:
-            return {**row, "error": "diverged: the loss is not a number", "refused": True}
+            return {**row, "error": "diverged: the loss is not a number", "refused": False}
         return {**row, "val_loss": self.val_loss, "train_loss": self.train_loss}
 
 

@@ -28,7 +28,7 @@ from float8.sync import sync_float8_amax_and_scale_history
 from float8.tensor import Float8Tensor
 from float8.weight_cache import cached_weights
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "E4M3",

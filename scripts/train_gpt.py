@@ -59,8 +59,7 @@ class Trainer:
         self.keeps_histories = any(name.endswith("amax_history") for name in names)  # delayed
         self.unit_scaled = options.recipe in gpt.UNIT
         self.optimizer = self._adamw()
-        slow = row_of(options.device) == "slow cpu" and not options.compile
-        self.products = Bf16Products if slow else contextlib.nullcontext
+        self.products = Bf16Products if multiplies_slowly(options) else contextlib.nullcontext
         if options.resume:
             self._load()
 
@@ -153,7 +152,7 @@ class Trainer:
                 "resume with its --data (and, without --data, its Python)"
             )
         for name, ours in self.options.identity().items():
-            theirs, flag = state["identity"][name], "--" + name.replace("_", "-")
+            theirs, flag = state["identity"].get(name), "--" + name.replace("_", "-")
             if theirs != ours:
                 raise ValueError(
                     f"{path} was trained with {flag} {theirs}, not {ours}: resume with "
@@ -231,6 +230,12 @@ class Trainer:
         with torch.autocast(device.type, torch.bfloat16):
             loss: Tensor = (forward or self.forward)(tokens.to(device), targets.to(device))
         return loss
+
+
+def multiplies_slowly(options: Options) -> bool:
+    """Whether bf16 products gain from the detour of `Bf16Products`; tiny ones would lose."""
+    large = options.batch * options.context * options.width >= 2**16
+    return large and row_of(options.device) == "slow cpu" and not options.compile
 
 
 def schedule(step: int, steps: int) -> float:

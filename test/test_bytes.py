@@ -8,6 +8,7 @@ element with dynamic scales, 2 + 1 + 1 with scales that are known before.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
 
@@ -50,8 +51,12 @@ def step(config, cached=False, microbatches=1):
 
     Static scales are there by then (`test_kernel_path.py` sees that nothing is filled in again).
     """
-    kept = mock.patch("float8.scaling.constant", lambda *_: empty(1, 1, dtype=torch.float32))
-    with FakeTensorMode(), torch.no_grad(), CastMeter() as meter, kept:
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(torch.no_grad())
+        meter = stack.enter_context(CastMeter())
+        scale = empty(1, 1, dtype=torch.float32)
+        stack.enter_context(mock.patch("float8.scaling.constant", return_value=scale))
         states, w_NK, weight = states_of(config), empty(N, K), None
         if cached:
             cached_weight = cast_weight(w_NK, torch.bfloat16, config, states[1])
@@ -99,8 +104,9 @@ def test_a_cached_weight_is_cast_once_for_all_microbatches(name):
 
 
 # Two launches per dynamic tensorwise cast (amax; scale and cast), one per other; w is cast twice,
-# the second time with the scale that the first one found. Columns of one scale each take a zeroed buffer,
-# an amax pass and the cast. A tensorwise scale beside a rowwise one is repeated for every row.
+# the second time with the scale that the first one found. Columns of one scale each take a zeroed
+# buffer, an amax pass and the cast. A tensorwise scale beside a rowwise one is repeated for every
+# row.
 LAUNCHES = {
     "tensorwise": 2 + 2 + 2 + 1,
     "delayed": 4,

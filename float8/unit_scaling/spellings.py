@@ -6,8 +6,8 @@ through some functions of `torch.nn.functional` to the one they call; `SPELLINGS
 function that `float8.unit_scaling.registry` and the transforms know. A spelling takes the same
 arguments as what it stands for.
 
-In-place spellings (``x += y``, ``x.add_(y)``) are one function too, `torch.Tensor.add_`: a transform
-has to know that the first operand changes.
+In-place spellings (``x += y``, ``x.add_(y)``) are one function too, `torch.Tensor.add_`: a
+transform has to know that the first operand changes.
 """
 
 from __future__ import annotations

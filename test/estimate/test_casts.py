@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from float8.config import RECIPES
+from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
 from float8.estimate.casts import Use, kind_of, passes_of_layer
 
 # recipe -> bytes per element of x, w, g, in a training step by fused kernels. Reads of bfloat16

@@ -2,9 +2,11 @@
 
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import corpus
 import demo
 import gpt
+import options as options_module
 import train_gpt
-from options import Options, options_from, parser
+from bf16_products import Bf16Products
+from options import SIZES, Options, options_from, parser
 from train_gpt import Trainer
 
 SCRIPTS = Path(train_gpt.__file__).parent
@@ -61,7 +65,7 @@ def stop_after(steps: int) -> Callable[[], bool]:
     return lambda: next(answers)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "delayed", "rowwise"])
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "delayed", "rowwise", "unit"])
 def test_resumed_training_equals_uninterrupted_training_bit_for_bit(
     recipe: str, options: Options, text: corpus.Corpus
 ) -> None:
@@ -174,6 +178,7 @@ def test_bad_input_is_one_line_that_names_the_fix(
         ({"width": 64}, "trained with --width 32, not 64: resume with --width 32"),
         ({"recipe": "tensorwise"}, "trained with --recipe bf16, not tensorwise"),
         ({"learning_rate": 1.0}, "trained with --learning-rate .*, not 1.0"),
+        ({"unit_learning_rate": 1.0}, "trained with --unit-learning-rate .*, not 1.0"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(
@@ -228,13 +233,98 @@ def test_float8_keeps_less_for_backward_by_what_the_linears_keep(
     assert plain - scaled >= tokens * (3 * options.width + hidden)
 
 
-def test_learning_rate_warms_up_and_decays(options: Options) -> None:
-    options = replace(options, steps=100)
-    rates = [train_gpt.learning_rate(step, options) for step in range(101)]
+def test_unit_scaled_recipes_start_from_the_same_directions(
+    options: Options, text: corpus.Corpus
+) -> None:
+    parameters = dict(Trainer(options, text).model.named_parameters())
+    for recipe in gpt.UNIT:
+        for name, unit in Trainer(replace(options, recipe=recipe), text).model.named_parameters():
+            plain = parameters[name].detach()
+            start = plain / plain.std() if plain.ndim == 2 else plain  # gains of norms are 1
+            torch.testing.assert_close(unit.detach(), start, msg=f"{recipe} {name}")
+
+
+def test_the_unit_recipe_multiplies_all_but_the_head_in_float8(
+    options: Options, text: corpus.Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from float8.unit_scaling.transforms import in_float8
+
+    shapes: list[tuple[int, ...]] = []
+    original = in_float8.linear_in_float8
+
+    def counted(
+        input: torch.Tensor, weight: torch.Tensor, *rest: object, **named: object
+    ) -> object:
+        shapes.append(tuple(weight.shape))
+        return original(input, weight, *rest, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(in_float8, "linear_in_float8", counted)
+    Trainer(replace(options, recipe="unit"), text)._train_step()
+    assert shapes == [(96, 32), (32, 32), (256, 32), (32, 128)]  # qkv, proj, gate_up, down
+    Trainer(replace(options, recipe="unit_bf16"), text)._train_step()
+    assert len(shapes) == 4
+
+
+def test_the_naive_recipe_is_recipe_unit_on_a_model_that_is_not_unit_scaled(
+    options: Options, text: corpus.Corpus
+) -> None:
+    from float8 import Float8Linear, Float8LinearConfig, convert_to_float8_training
+
+    unit = Float8LinearConfig.from_recipe_name("unit")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="not unit-scaled"):
+            convert_to_float8_training(torch.nn.Sequential(torch.nn.Linear(16, 16)), config=unit)
+        model = Trainer(replace(options, recipe="naive"), text).model  # means it: not warned
+    assert {m.config for m in model.modules() if isinstance(m, Float8Linear)} == {unit}
+
+
+def test_each_kind_of_model_trains_with_its_own_learning_rate(
+    options: Options, text: corpus.Corpus
+) -> None:
+    options = replace(options, learning_rate=0.5, unit_learning_rate=2.0)
+    plain, unit = (Trainer(replace(options, recipe=r), text).optimizer for r in ("bf16", "unit"))
+    assert {group["initial_lr"] for group in plain.param_groups} == {0.5}
+    rates = {id(p): g["initial_lr"] for g in unit.param_groups for p in g["params"]}
+    model = Trainer(replace(options, recipe="unit"), text)
+    rates = {
+        id(p): group["initial_lr"]
+        for group in model.optimizer.param_groups
+        for p in group["params"]
+    }
+    named = {name: rates[id(p)] for name, p in model.model.named_parameters()}
+    # u-muP, table 2: 1 / sqrt(fan-in) for hidden weights, 1 for the readout and for norms
+    assert named["blocks.0.attention.qkv.weight"] == pytest.approx(2 / 32**0.5)
+    assert named["blocks.0.feed_forward.down.weight"] == pytest.approx(2 / 128**0.5)
+    assert named["head.weight"] == named["norm.weight"] == 2.0
+
+
+def test_only_large_bf16_products_on_a_slow_cpu_take_the_detour(
+    options: Options, text: corpus.Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = replace(options, batch=64, context=64)
+    for row, expected in (("slow cpu", True), ("cpu", False), ("cuda", False)):
+        monkeypatch.setattr(train_gpt, "row_of", lambda _, row=row: row)
+        assert (Trainer(large, text).products is Bf16Products) is expected
+        assert Trainer(options, text).products is not Bf16Products
+        assert Trainer(replace(large, compile=True), text).products is not Bf16Products
+
+
+def test_every_option_of_a_size_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    for row, values in SIZES.items():
+        monkeypatch.setattr(options_module, "row_of", lambda _, row=row: row)
+        found = options_from(parser("").parse_args(["--device", "cpu"]))
+        assert {name: getattr(found, name) for name in values} == values
+        given = options_from(parser("").parse_args(["--device", "cpu", "--learning-rate", "7"]))
+        assert given.learning_rate == 7
+
+
+def test_the_schedule_warms_up_and_decays() -> None:
+    rates = [train_gpt.schedule(step, 100) for step in range(101)]
     assert rates[:10] == sorted(rates[:10])
-    assert rates[10] == max(rates) == options.learning_rate
+    assert rates[10] == max(rates) == 1
     assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[100] == pytest.approx(options.learning_rate / 10)
+    assert rates[100] == pytest.approx(1 / 10)
 
 
 def test_the_model_does_not_see_the_future() -> None:
@@ -273,7 +363,7 @@ def test_the_demo_reports_every_recipe(
         assert len(run["train_loss"]) == 5
         assert [step for step, _ in run["val_loss"]] == [2, 4, 5]
         cells = f"{run['final_val_loss']:.4f}", f"{run['gap_to_bf16_percent']:+.2f}"
-        row = next(line for line in table.splitlines() if line.startswith(run["recipe"]))
+        row = next(line for line in table.splitlines() if line.split()[:1] == [run["recipe"]])
         assert row.split()[1:3] == list(cells)
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
@@ -283,17 +373,45 @@ def test_an_interrupted_demo_resumes_every_recipe(
 ) -> None:
     arguments = [*TINY, "--data", str(data), "--steps", "5", "--eval-interval", "2"]
     whole, parts = ([*arguments, "--out-dir", str(tmp_path / name)] for name in ("whole", "parts"))
-    stop = stop_after(13)  # two steps of each, two more of the first, one of the second
+    everyone = len(demo.RECIPES)
+    done = 2 * everyone + 3  # two steps of each, two more of the first, one of the second
+    stop = stop_after(done)
     monkeypatch.setattr(demo.CtrlC, "__call__", lambda _: stop())
     assert demo.main(parts) == 130
     assert not (tmp_path / "parts" / "demo.json").exists()
-    stop = stop_after(5 * 5 - 13)  # whoever trained a step again would be stopped
+    stop = stop_after(5 * everyone - done)  # whoever trained a step again would be stopped
     assert demo.main([*parts, "--resume"]) == 0
-    stop = stop_after(5 * 5)
+    stop = stop_after(5 * everyone)
     assert demo.main(whole) == 0
     reports = [json.loads((tmp_path / d / "demo.json").read_text()) for d in ("parts", "whole")]
     resumed, straight = ([run["train_loss"] for run in report["runs"]] for report in reports)
     assert resumed == straight
+
+
+def test_over_seeds_the_demo_reports_means_and_spreads(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*TINY, "--data", str(data), "--steps", "2", "--out-dir", str(tmp_path)]
+    arguments += ["--recipes", "bf16", "unit_bf16", "unit", "--seeds", "0", "5"]
+    assert demo.main(arguments) == 0
+    table = capsys.readouterr().out
+    runs = json.loads((tmp_path / "demo.json").read_text())["runs"]
+    assert [(run["seed"], run["recipe"]) for run in runs] == [
+        (seed, recipe) for seed in (0, 5) for recipe in ("bf16", "unit_bf16", "unit")
+    ]
+    losses = {(run["seed"], run["recipe"]): run["final_val_loss"] for run in runs}
+    gaps = [100 * (losses[seed, "unit"] / losses[seed, "unit_bf16"] - 1) for seed in (0, 5)]
+    assert gaps == pytest.approx([r["gap_to_base_percent"] for r in runs if r["recipe"] == "unit"])
+    cell = f"{statistics.mean(gaps):+.2f} ± {statistics.stdev(gaps):.2f}"
+    assert cell in next(line for line in table.splitlines() if line.startswith("unit "))
+
+
+def test_a_gap_without_its_base_is_left_open() -> None:
+    runs: list[dict] = [{"seed": 0, "recipe": "unit", "final_val_loss": 2.0}]
+    demo.add_gaps(runs)
+    assert runs[0]["gap_to_bf16_percent"] is runs[0]["gap_to_base_percent"] is None
+    assert demo.cell([None], "{:.2f}", spread=True) == ""
+    assert demo.cell([1.0, 2.0], "{:.1f}", spread=False) == "1.5"
 
 
 def test_smoothing_neither_lags_nor_starts_at_zero() -> None:

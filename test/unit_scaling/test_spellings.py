@@ -65,7 +65,9 @@ def test_a_mode_sees_every_spelling_as_its_function_in_eager_and_compiled_code()
     compiled = torch.compile(everything, backend="eager", fullgraph=True)
     for run in (everything, compiled):
         for result, (name, (call, _)) in zip(run(a, b), CALLS.items(), strict=True):
-            torch.testing.assert_close(result, 2 * call(a, b), msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                result, 2 * call(a, b), msg=lambda m, name=name: f"{name}: {m}"
+            )
 
 
 def test_functions_that_differ_stay_apart():

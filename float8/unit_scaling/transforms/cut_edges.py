@@ -56,7 +56,7 @@ def bridges(links: list[tuple[int, int]]) -> set[int]:
     number: dict[int, int] = {}
     low: dict[int, int] = {}
     found: set[int] = set()
-    for start in neighbours:
+    for start in list(neighbours):
         if start in number:
             continue
         number[start] = low[start] = len(number)

@@ -79,7 +79,9 @@ def multi_head_attention_forward(
         raise ValueError("is_causal=True is a hint about attn_mask: pass the mask too")
     batched = query.dim() == 3
     packed = None if use_separate_proj_weight else in_proj_weight
-    weights = _thirds(packed) if packed is not None else (q_proj_weight, k_proj_weight, v_proj_weight)
+    weights = (
+        _thirds(packed) if packed is not None else (q_proj_weight, k_proj_weight, v_proj_weight)
+    )
     q, k, v = _projections(query, key, value, packed, weights, in_proj_bias)
     if not batched:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)

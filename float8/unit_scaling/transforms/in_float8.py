@@ -11,8 +11,8 @@ By default the recipe is ``unit``, static scales of 1, made for unit-scaled mode
 without state will do; delayed scaling keeps a history per layer, which functions have no place for.
 
 With ``attention=True`` the products inside attention run in float8 too: those of
-``F.scaled_dot_product_attention``, ``torch.matmul``, ``@``, ``torch.mm`` and ``torch.bmm``, one GEMM per matrix
-(`float8_products`).
+``F.scaled_dot_product_attention``, ``torch.matmul``, ``@``, ``torch.mm`` and ``torch.bmm``, one
+GEMM per matrix (`float8_products`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What unit scaling does with each call of a forward, decided before the forward runs.
 
-A plan is a list of `Step`\\ s, one for each call that may be concerned: of a function that unit
+A plan is a list of steps (`Step`), one for each call that may be concerned: of a function that unit
 scaling has a rule for, or that has a rule's name, or that reads a tensor where a residual branch
 begins. It holds no sizes and no tensors, so that one plan serves all sizes, and compiled code sees
 constants. Per call it says
@@ -13,6 +13,8 @@ constants. Per call it says
              come over cut-edges (`cut_edges`), and if it is a product, one operand is a weight
     weight   whether the right operand of a product is a matrix of parameters
     mix      whether what a product adds is a signal, not a bias or a mask
+    dropped  keywords that torch's Python functions hand on with their defaults (``inplace=False``)
+             and that the function called in their place does not have
     edges    operands whose gradients are multiplied, being where a residual branch begins
 
 `make_plan` runs the model on fake tensors (`recording`) and asks the other files of this room.
@@ -56,6 +58,7 @@ class Step(NamedTuple):
     mix: bool = False
     skip: int = 0
     tau: float = 0.0
+    dropped: tuple[str, ...] = ()
     edges: tuple[tuple[Path, int, float], ...] = ()
 
 
@@ -96,10 +99,7 @@ def make_plan(
     kind, found, read = _residual_layers(calls, values, rules)
     cut = calls_on_cut_edges(calls, results)
     before = {
-        number
-        for r in found
-        for v in calls[r.call].outputs
-        for number in v.origins | {v.number}
+        number for r in found for v in calls[r.call].outputs for number in v.origins | {v.number}
     }
     names = {name_of(f) for f in rules} | {name_of(f) for f in ADDITIONS}
     names |= {calls[edge.call].name for edge in read}
@@ -150,8 +150,13 @@ def _step(
     mix = added is not None and not (added.learned and len(added.shape) <= 1)
     learned = any(v.learned for _, v in call.inputs)
     free = cut and (learned or call.function not in MATRIX_PRODUCTS)
-    free = free and _takes(rules[call.function], "constraint")
-    return Step(call.name, free=free, weight=weight, mix=mix)
+    free = free and _takes(rules[call.function], "constraint", by_name=True)
+    dropped = tuple(
+        name
+        for name, value in call.arguments[1].items()
+        if (value is None or value is False) and not _takes(rules[call.function], name)
+    )
+    return Step(call.name, free=free, weight=weight, mix=mix, dropped=dropped)
 
 
 def _is_matrix(call: Call, place: tuple[int, str] | None) -> bool:
@@ -166,15 +171,18 @@ def _readout(step: Step, call: Call, rules: Rules, output_weights: frozenset[str
     return step._replace(role="readout")
 
 
-def _takes(function: Function, argument: str) -> bool:
+def _takes(function: Function, argument: str, by_name: bool = False) -> bool:
+    """Whether a function has an argument; any, unless ``by_name``, if it has ``**kwargs``."""
     try:
-        return argument in inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except ValueError:  # some builtin functions have no signature
-        return False
+        return not by_name
+    collects = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return argument in parameters or (collects and not by_name)
 
 
 def _log(step: Step, call: Call, rules: Rules) -> None:
-    what = "residual-add, tau=%.4g" % step.tau if step.role == "residual" else step.role
+    what = f"residual-add, tau={step.tau:.4g}" if step.role == "residual" else step.role
     if step.role != KEEP:
         logger.info("unit scaling function: %s (%s), %s", call.name, what, call.line)
     if step.free:

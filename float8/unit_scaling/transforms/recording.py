@@ -6,8 +6,8 @@ forward is run beforehand, on fake tensors: shapes and types without values, of 
 whose parameters are fake too. Nothing of the model changes, nothing random is drawn, and a layer of
 any size takes as long.
 
-The result is a list of `Call`. Tensors become `Value`\\ s, numbered as they appear: what an in-place
-call leaves in a tensor is another value. Of each value is known
+The result is a list of calls (`Call`). Tensors become values (`Value`), numbered as they appear:
+what an in-place call leaves in a tensor is another value. Of each value is known
 
     origins     the values it was computed from, all the way up, by floating-point tensors;
     alias       the value that it is another view, shape or precision of, itself if none;

@@ -46,9 +46,14 @@ def made_visible(model: nn.Module, functions: Iterable[Function]) -> None:
                 f"replace: {function!r} is neither a function of torch nor one that was written "
                 "in Python, and its calls cannot be seen; replace a function that calls it"
             )
+        known = function in _VISIBLE  # and its names, perhaps all, lead to the wrapped one
         visible = _VISIBLE.setdefault(function, overridable(function))
-        names = [*_in_modules(function), *_in_cells(model, function), *_in_attributes(model, function)]
-        if not names:
+        names = [
+            *_in_modules(function),
+            *_in_cells(model, function),
+            *_in_attributes(model, function),
+        ]
+        if not names and not known:
             raise ValueError(
                 f"replace: {function.__qualname__} is not found as a global of a module, a "
                 "variable that the model's methods enclose or an attribute of its modules. "

@@ -49,9 +49,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from float8.unit_scaling.spellings import respelt
+from float8.unit_scaling.transforms.decompositions import decomposition_of
 from float8.unit_scaling.transforms.metrics import Metrics
 from float8.unit_scaling.transforms.transformed import (
-    DECOMPOSITIONS,
     Mode,
     Transform,
     Transformed,
@@ -156,7 +156,7 @@ class _Watching(Mode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if respelt(func) in DECOMPOSITIONS:
+        if decomposition_of(respelt(func)) is not None:
             return super().__torch_function__(func, types, args, kwargs)
         with torch._C.DisableTorchFunction():
             self.running = self._running()

@@ -20,11 +20,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from float8.convert import FLOAT8_MODULES
 from float8.unit_scaling.spellings import respelt
+from float8.unit_scaling.transforms.checkpointing import RefusesCheckpointing
 from float8.unit_scaling.transforms.decompositions import DECOMPOSITIONS, decomposition_of
 
 __all__ = ["DECOMPOSITIONS", "Handler", "Mode", "Transform", "Transformed", "transformed"]
@@ -92,6 +94,8 @@ class Transformed:
         plain = super().forward  # type: ignore[misc]
         ordered = sorted(self.transforms, key=_depth, reverse=True)
         modes = [t.mode(self, plain, args, kwargs) for t in ordered]  # type: ignore[arg-type]
+        if not torch.compiler.is_compiling():  # which refuses them by itself
+            modes.append(RefusesCheckpointing())
         return _under(modes, plain, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -112,9 +116,11 @@ def _under(modes: list[Any], forward: Callable[..., Any], args: Any, kwargs: Any
         return _under(modes[1:], forward, args, kwargs)
 
 
-@functools.cache
-def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
+def _make_subclass(cls: Any) -> Any:
     return type(f"Transformed{cls.__name__}", (Transformed, cls), {"__module__": __name__})
+
+
+_subclass: Callable[[Any], Any] = functools.cache(_make_subclass)
 
 
 def _new(cls: type[nn.Module]) -> nn.Module:

@@ -61,7 +61,7 @@ def unit_init(model: nn.Module) -> None:
         for name, parameter in module.named_parameters(prefix, recurse=False):
             if has_parameter_data(parameter):
                 continue
-            bias = name.rpartition(".")[2].endswith("bias") and parameter.dim() <= 1
+            bias = name.endswith("bias") and (norm or parameter.dim() <= 1)
             if parameter.requires_grad and not norm:
                 _initialise(name, parameter, zero=bias and scaled)
             set_parameter_data(parameter, _type(bias, norm, parameter is output))

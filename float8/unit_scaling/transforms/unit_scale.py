@@ -139,7 +139,7 @@ class _Watch(Mode):
 def _opened(func: Any) -> Function | None:
     """What to run, watching, in place of a function that hides calls; None if it hides none."""
     if hasattr(func, "implementation") and not func.__module__.startswith(OURS):
-        return func.implementation  # type: ignore[no-any-return]
+        return func.implementation
     return decomposition_of(func)
 
 
@@ -163,6 +163,7 @@ class UnitScaleMode(_Watch):
         self.read: dict[tuple[int, float], Tensor] = {}  # what residual branches begin with
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Take the next step if it is a call that the plan concerns, else leave it."""
         name = name_of(func)
         if name not in self.plan.names:
             return func(*args, **kwargs)
@@ -191,9 +192,11 @@ class UnitScaleMode(_Watch):
             return U.residual_add(pair[1 - step.skip], pair[step.skip], step.tau)
         if step.role == "readout":
             return U.linear_readout(*args, **kwargs)
-        options = {name: True for name in ("weight", "mix") if getattr(step, name)}
+        options: dict[str, Any] = {name: True for name in ("weight", "mix") if getattr(step, name)}
         if step.free:
             options["constraint"] = None
+        if step.dropped:
+            kwargs = {name: x for name, x in kwargs.items() if name not in step.dropped}
         rule = self.handlers[torch.add if func is Tensor.add_ else func]
         return rule(*args, **kwargs, **options)
 

@@ -32,9 +32,7 @@ def test_an_edge_is_a_bridge_if_the_graph_has_more_parts_without_it(seed):
     nodes = range(rng.randint(1, 9))
     links = [(rng.choice(nodes), rng.choice(nodes)) for _ in range(rng.randint(0, 12))]
     whole = parts(nodes, links)
-    expected = {
-        i for i in range(len(links)) if parts(nodes, links[:i] + links[i + 1 :]) > whole
-    }
+    expected = {i for i in range(len(links)) if parts(nodes, links[:i] + links[i + 1 :]) > whole}
     assert bridges(links) == expected
 
 

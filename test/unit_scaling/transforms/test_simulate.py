@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -12,8 +13,9 @@ from assertions import assert_bitwise, assert_error_within_baseline
 from torch import nn
 
 import float8.unit_scaling as uu
-from float8 import convert_to_float8_training
+from float8 import Float8Tensor, Tensorwise
 from float8.unit_scaling.formats import FPFormat
+from float8.unit_scaling.transforms import track_scales, unit_scale
 from float8.unit_scaling.transforms.simulate import simulate_format, simulate_fp8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -312,15 +314,45 @@ def test_what_is_no_wide_product_is_left_alone():
         assert torch.equal(actual, expected)
 
 
-def test_layers_that_are_float8_already_stay_so():
-    torch.manual_seed(9)
-    layer = nn.Sequential(nn.Linear(16, 32))
-    convert_to_float8_training(layer)
-    x, grad = torch.randn(16, 16), torch.randn(16, 32)
-    for actual, expected in zip(
-        run(simulate_fp8(layer), x, grad), run(layer, x, grad), strict=True
-    ):
-        assert_bitwise(actual, expected)
+def test_tensors_that_are_float8_already_stay_so():
+    x, w = (
+        Float8Tensor.from_high_precision(torch.randn(16, 16), E4M3, Tensorwise()) for _ in range(2)
+    )
+    expected = x @ w.t()
+    # Simulated as E2M1, plain operands would lose most of their bits.
+    few = FPFormat(2, 1, "nearest")
+    assert_bitwise(simulate_format(Calls(lambda x, w: x @ w.t()), few, few)(x, w), expected)
+
+
+def test_attention_modules_are_simulated_too():
+    torch.manual_seed(10)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).double()
+    x = numbers(B, M, 8)
+    with torch.no_grad():
+        for p in attention.parameters():
+            p.copy_(p.float())
+        y, _ = simulate_fp8(attention)(x, x, x, need_weights=False)
+        qkv = F.linear(rounded(x), rounded(attention.in_proj_weight), attention.in_proj_bias)
+        q, k, v = qkv.view(B, M, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(rounded(q), rounded(k), rounded(v))
+        merged = rounded(heads.transpose(1, 2).reshape(B, M, 8))
+        out = attention.out_proj
+        torch.testing.assert_close(y, F.linear(merged, rounded(out.weight), out.bias))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_transforms_compose_in_any_order(order):
+    transforms = [unit_scale, simulate_fp8, track_scales]
+    torch.manual_seed(11)
+    net, x, grad = Net(), torch.randn(B, M, K), torch.randn(B, M, N)
+    model = net
+    for index in order:
+        model = transforms[index](model)
+    expected = simulate_fp8(unit_scale(net))
+    for mine, right in zip(run(model, x, grad), run(expected, x, grad), strict=True):
+        assert_bitwise(mine, right, order)
+    calls = [n.name for n in model.scales_graph().nodes if n.op == "call_function"]
+    assert calls[:2] == ["linear", "relu"]
 
 
 def test_simulating_twice_is_refused():

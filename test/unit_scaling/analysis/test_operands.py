@@ -1,0 +1,217 @@
+"""The table has every operand of every linear product, and counts what a cast would lose."""
+
+from __future__ import annotations
+
+import builtins
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import float8
+import float8.unit_scaling as uu
+from float8 import E4M3, E5M2
+from float8.unit_scaling import functional as U
+from float8.unit_scaling import transforms
+from float8.unit_scaling.analysis.operands import (
+    Operand,
+    format_operands,
+    lost,
+    median_flushed,
+    operand_table,
+)
+
+
+class Net(nn.Module):
+    """Linear products in several spellings, one weight twice, and products that are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 24)
+        self.down = nn.Linear(24, 8, bias=False)
+        self.matrix = nn.Module()
+        self.matrix.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        x = self.down(F.gelu(self.up(x)))
+        x = x @ self.matrix.weight
+        x = torch.addmm(x, x, self.matrix.weight.t())
+        return x + torch.softmax(x @ x.t(), -1) @ x  # two activations: no linear product
+
+
+def operands(rows):
+    return [(row.product, row.operand) for row in rows]
+
+
+X = torch.randn(7, 8, generator=torch.Generator().manual_seed(3))
+
+
+def test_there_are_three_rows_for_each_linear_product_in_the_order_of_the_calls():
+    rows = operand_table(Net(), X)
+    names = ["up", "down", "matrix", "matrix#2"]
+    kinds = ["input", "weight", "grad_output"]
+    assert operands(rows) == [(name, kind) for name in names for kind in kinds]
+    assert [row.shape for row in rows[:3]] == [(7, 8), (24, 8), (7, 24)]
+    assert [row.format for row in rows[:3]] == ["e4m3", "e4m3", "e5m2"]
+
+
+def test_the_numbers_are_those_of_the_tensors_themselves():
+    """An independent look: hooks on the layer, casts by torch, statistics in float64."""
+    torch.manual_seed(5)
+    model, x = nn.Sequential(nn.Linear(40, 16), nn.Tanh()), 0.01 * torch.randn(50, 40)
+    x[0], x[1] = 0.0, 1000.0
+    weight, seen = 1e-7 * torch.randn(50, 16), []
+
+    def backward(y):
+        (y * weight).sum().backward()
+
+    rows = operand_table(model, x, backward=backward)
+    y = model[0](x)
+    y.register_hook(seen.append)
+    backward(model[1](y))
+    for row, tensor in zip(rows, (x, model[0].weight.detach(), seen[0]), strict=True):
+        fmt = E5M2 if row.operand == "grad_output" else E4M3
+        code = tensor.clamp(-fmt.max, fmt.max).to(fmt.dtype).float()
+        nonzero = tensor != 0
+        assert row.flushed == int(((code == 0) & nonzero).sum()) / int(nonzero.sum())
+        assert row.saturated == float((tensor.abs() > fmt.max).double().mean())
+        assert row.std == pytest.approx(float(tensor.double().std(correction=0)), rel=1e-5)
+    assert 0 < rows[0].flushed < 1, "the case would show nothing otherwise"
+    assert rows[0].saturated == 40 / x.numel()
+    assert rows[2].flushed > 0.9
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_flushed_is_what_the_cast_makes_zero_and_zeros_do_not_count(fmt, dtype):
+    tiny = fmt.smallest_subnormal
+    x = torch.tensor([0.0, tiny, tiny / 2, 0.51 * tiny, -tiny / 4, 1.0, -fmt.max], dtype=dtype)
+    cast = x.float().to(fmt.dtype).float()
+    flushed = ((cast == 0) & (x != 0)).sum() / (x != 0).sum()
+    assert lost(x, fmt) == (pytest.approx(float(flushed)), 0.0)
+
+
+def test_saturated_is_beyond_the_maximum_infinities_too():
+    x = torch.tensor([448.0, -449.0, float("inf"), 1.0])
+    assert lost(x, E4M3) == (0.0, 0.5)
+    assert lost(x.new_empty(0), E4M3) == (0.0, 0.0)
+
+
+def test_an_inspected_model_stays_as_it_is():
+    model, x = Net(), X.clone().requires_grad_()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    operand_table(model, X)
+    assert type(model) is Net
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
+    assert model(x).grad_fn is not None
+
+
+class Unit(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = uu.Linear(16, 32), uu.LinearReadout(32, 8)
+
+    def forward(self, x):
+        return self.head(U.gelu(self.layer(x)))
+
+
+def test_unit_scaled_layers_are_products_and_their_gradients_the_ones_that_a_gemm_reads():
+    x = torch.randn(9, 16)
+    rows = operand_table(Unit(), x)
+    assert operands(rows)[::3] == [("layer", "input"), ("head", "input")]
+    # The readout divides its output by K = 32; the gradient that comes to it is not multiplied.
+    assert rows[5].std == pytest.approx(1, rel=0.3)
+
+
+class Mean(nn.Module):
+    """A mean loss, which divides all gradients by the number of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 11))
+        for layer in (self.layers[0], self.layers[2]):
+            nn.init.normal_(layer.weight, std=0.02)
+
+    def forward(self, x, labels):
+        return F.cross_entropy(self.layers(x), labels)
+
+
+def test_unit_scaling_keeps_what_a_mean_over_many_rows_flushes():
+    batch = torch.randn(16_384, 32), torch.randint(11, (16_384,))
+    plain = median_flushed(operand_table(Mean(), *batch))
+    scaled = median_flushed(operand_table(transforms.unit_scale(Mean()), *batch))
+    assert plain["grad_output"] > 0.5
+    assert scaled["grad_output"] < 0.01
+    assert list(plain) == ["input", "weight", "grad_output"]
+
+
+def test_other_transforms_neither_hide_operands_nor_change_them():
+    x = torch.randn(16, 16)
+    model = transforms.unit_scale(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)))
+    plain = operand_table(model, x)
+    low = operand_table(transforms.float8(model), x)
+    assert operands(low) == operands(plain)
+    assert low[0] == plain[0]
+    assert low[4] == plain[4], "weights are seen before the cast, not after"
+    assert low[5].std == pytest.approx(plain[5].std, rel=0.1)
+
+
+def test_without_gradients_there_are_two_rows_per_product():
+    rows = operand_table(nn.Linear(4, 4), torch.ones(2, 4), backward=lambda y: None)
+    assert operands(rows) == [("linear", "input"), ("linear", "weight")]
+    assert rows[0].std == 0
+
+
+def test_a_model_of_no_linear_product_is_refused():
+    with pytest.raises(ValueError, match="Tanh ran no linear product"):
+        operand_table(nn.Tanh(), X.clone().requires_grad_())
+
+
+def test_a_converted_model_is_refused_with_the_way_back():
+    model = float8.convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
+    with pytest.raises(ValueError, match="convert_from_float8_training"):
+        operand_table(model, torch.randn(16, 16))
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x), x
+
+
+def test_a_model_that_returns_no_tensor_needs_to_be_told_how_to_run_backward():
+    with pytest.raises(TypeError, match=r"returns tuple.*backward=lambda"):
+        operand_table(Pair(), X)
+    rows = operand_table(Pair(), X, backward=lambda pair: pair[0].square().sum().backward())
+    assert operands(rows)[-1] == ("layer", "grad_output")
+
+
+ROWS = [
+    Operand("up", "input", (2, 3), "e4m3", 1.25, 0.001, 0.5),
+    Operand("up", "grad_output", (2, 4), "e5m2", 2e-6, 0.986, 0.0),
+    Operand("down", "grad_output", (2, 4), "e5m2", 2e-6, 0.5, 0.0),
+]
+
+
+def test_the_printed_table_has_every_number_and_the_medians():
+    text = format_operands(ROWS)
+    line = next(line for line in text.splitlines() if "grad_output" in line)
+    assert line.split() == ["up", "grad_output", "e5m2", "2e-06", "98.6%", "0.0%"]
+    assert text.endswith("median over products: input 0.1%, grad_output 74.3%")
+
+
+def test_the_table_prints_without_tabulate(monkeypatch):
+    original = builtins.__import__
+
+    def without_tabulate(name, *args, **kwargs):
+        if name == "tabulate":
+            raise ModuleNotFoundError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_tabulate)
+    assert format_operands(ROWS).splitlines()[2].split("\t")[0::4] == ["up", "98.6%"]

@@ -1,0 +1,134 @@
+"""Plans: what each call is to become, without a size in it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from float8.unit_scaling import functional as U
+from float8.unit_scaling import registry
+from float8.unit_scaling.transforms.plan import rules_of
+from float8.unit_scaling.transforms.recording import Recorder
+from float8.unit_scaling.transforms.unit_scale import plan_for, unit_scale
+
+
+def silu_3(x):
+    return 3 * U.silu(x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x, double=False):
+        x = x + F.silu(self.up(x))
+        return self.head(x) * (2 if double else 1)
+
+
+def plan_of(model, *shape, double=False):
+    arguments = ("tuple", ("tuple", "<tensor>"), ("dict", ("double", ("constant", double))))
+    return plan_for(model, model.transforms[0], arguments, torch.randn(shape))
+
+
+def test_one_plan_serves_all_sizes_and_another_rank_mode_or_constant_has_its_own():
+    model = unit_scale(Model())
+    first = plan_of(model, 2, 4)
+    assert plan_of(model, 7, 4) is first
+    assert plan_of(model, 2, 2, 4) is not first
+    assert plan_of(model, 2, 4, double=True) is not first
+    model.eval()
+    assert plan_of(model, 2, 4) is not first
+
+
+def test_steps_say_what_becomes_of_each_call():
+    plan = plan_of(unit_scale(Model()), 2, 4)
+    found = [(s.name, s.role, s.free, len(s.edges)) for s in plan.steps]
+    assert found == [
+        ("linear", "scaled", False, 1),
+        ("silu", "scaled", False, 0),
+        ("add", "residual", False, 1),
+        ("linear", "readout", True, 0),
+    ]
+    hash(plan)  # a constant for compiled code
+
+
+def test_the_users_functions_come_before_the_registered_ones_and_those_before_the_products():
+    assert rules_of({F.silu: silu_3})[F.silu] is silu_3
+    assert rules_of({silu_3: F.silu})[silu_3] is U.silu
+    assert rules_of({})[F.gelu] is U.gelu
+    mine = lambda left, right: left @ right  # noqa: E731
+    registry.register(torch.matmul, mine, replace=True)
+    try:
+        assert rules_of({})[torch.matmul] is mine
+    finally:
+        registry.register(
+            torch.matmul, U.matmul, replace=True, keywords={"input": "left", "other": "right"}
+        )
+
+
+def test_a_function_that_is_registered_later_is_found_by_models_that_exist():
+    model, x = unit_scale(Model()), torch.randn(2, 4)
+    before = model(x)
+    registry.register(Tensor.mul, lambda x, y: x * 0)
+    try:
+        assert not torch.equal(model(x), before) and not model(x).any()
+    finally:
+        registry.unregister(Tensor.mul)
+    assert torch.equal(model(x), before)
+
+
+def test_keywords_that_torch_hands_on_with_their_defaults_are_dropped():
+    class Rectified(nn.Module):
+        def forward(self, x):
+            return F.relu(x)
+
+    x = torch.randn(5)
+    assert torch.equal(unit_scale(Rectified(), replace={F.relu: silu_3})(x), silu_3(x))
+
+
+def test_what_is_done_is_logged_with_the_models_lines(caplog):
+    caplog.set_level(logging.INFO, logger="float8")
+    unit_scale(Model())(torch.randn(2, 4))
+    for text in (
+        "unit scaling weight: up.weight",
+        "setting bias to zero: up.bias",
+        "residual-add, tau=1.414",
+        "unconstraining node: linear",
+        __file__,
+    ):
+        assert text in caplog.text
+
+
+def test_a_forward_of_nothing_has_an_empty_plan():
+    class Nothing(nn.Module):
+        def forward(self, x):
+            return x
+
+    model, x = unit_scale(Nothing()), torch.randn(3)
+    assert model(x) is x
+    assert Recorder().calls == []
+
+
+@pytest.mark.parametrize("container", [tuple, list, lambda y: {"out": y}])
+def test_results_may_be_nested(container):
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 9)
+
+        def forward(self, x):
+            y = self.a(x)
+            y = self.b(y), y.sum()
+            return container(y)
+
+    model = unit_scale(Nested())
+    model(torch.randn(2, 4))
+    plan = plan_for(model, model.transforms[0], ("tuple", ("tuple", "<tensor>"), ("dict",)),
+                    torch.randn(2, 4))  # fmt: skip
+    # y is read twice, by b and by the sum: b's input gradient has to agree with the sum's
+    assert [step.free for step in plan.steps] == [True, False]

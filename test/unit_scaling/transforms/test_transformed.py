@@ -1,0 +1,105 @@
+"""A transformed model is its model, in another class, under modes in the order of their depths."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from float8.unit_scaling import functional as U
+from float8.unit_scaling.transforms.transformed import Mode, Transform, transformed
+
+
+class Doubles(Transform):
+    """Doubles what F.gelu returns."""
+
+    depth: ClassVar[int] = 2
+
+    def mode(self, model, forward, args, kwargs):
+        return Mode({F.gelu: lambda x, **options: 2 * F.gelu(x, **options)})
+
+
+class Shifts(Transform):
+    """Adds one to what F.gelu returns, and hands the call on."""
+
+    depth: ClassVar[int] = 1
+
+    def mode(self, model, forward, args, kwargs):
+        return Mode({F.gelu: lambda x, **options: F.gelu(x, **options) + 1})
+
+
+class Model(nn.Module):
+    def __init__(self, function=F.gelu):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x * self.scale)
+
+    def describe(self):
+        return "a model"
+
+
+def test_the_call_goes_to_the_least_depth_first_whatever_the_order_of_application():
+    x = torch.randn(3)
+    for first, second in ((Doubles, Shifts), (Shifts, Doubles)):
+        model = transformed(transformed(Model(), first()), second())
+        for run in (model, torch.compile(model, backend="eager", fullgraph=True)):
+            torch.testing.assert_close(run(x), 2 * F.gelu(x) + 1)
+
+
+def test_a_mode_looks_inside_overridable_functions_unless_it_does_not_want_to():
+    x = torch.randn(3)
+    model = transformed(Model(U.gelu), Doubles())
+    torch.testing.assert_close(model(x), 2 * U.gelu(x))
+
+    class Outside(Doubles):
+        def mode(self, model, forward, args, kwargs):
+            mode = super().mode(model, forward, args, kwargs)
+            mode.looks_inside = False
+            return mode
+
+    assert torch.equal(transformed(Model(U.gelu), Outside())(x), U.gelu(x))
+
+
+def test_copies_and_pickles_keep_class_transforms_and_weights_of_their_own():
+    x = torch.randn(3)
+    model = transformed(Model(), Doubles())
+    assert isinstance(model, Model) and model.describe() == "a model"
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(x), model(x)) and type(other) is type(model)
+        with torch.no_grad():
+            other.scale.fill_(-1.0)
+        assert torch.equal(other(x), model(-x))
+
+
+def test_the_original_runs_as_before():
+    x, plain = torch.randn(3), Model()
+    transformed(plain, Doubles())
+    assert type(plain) is Model and torch.equal(plain(x), F.gelu(x))
+
+
+def test_a_mode_is_left_when_the_model_fails():
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        transformed(Fails(), Doubles())(torch.randn(3))
+    x = torch.randn(3)
+    assert torch.equal(F.gelu(x), Model()(x))
+
+
+def test_what_is_no_module_compiled_or_transformed_twice_is_refused():
+    with pytest.raises(TypeError, match=r"takes an nn\.Module, got function"):
+        transformed(lambda x: x, Doubles())
+    with pytest.raises(TypeError, match="transform it first, then compile"):
+        transformed(torch.compile(Model()), Doubles())
+    with pytest.raises(ValueError, match="has the transform Doubles already"):
+        transformed(transformed(Model(), Doubles()), Doubles())

@@ -1,0 +1,345 @@
+"""`unit_scale` on whole models: scales near 1, the original untouched, eager as compiled."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from torch import nn
+
+import float8.unit_scaling as uu
+from float8.unit_scaling import functional as U
+from float8.unit_scaling.transforms import simulate_fp8, track_scales, unit_scale
+
+WIDTH, HEADS, VOCABULARY = 64, 4, 50
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block that spells everything another way than nn.Module's do."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Parameter(torch.randn(4 * WIDTH, WIDTH) / 4)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x, mask=None):
+        batch, length, _ = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, HEADS, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
+        if mask is None:
+            a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            a = F.scaled_dot_product_attention(q, k, v, mask)
+        x = x + self.dropout(self.out(a.transpose(1, 2).reshape(batch, length, WIDTH)))
+        h = F.gelu(F.linear(input=self.mlp_norm(x), weight=self.up.weight, bias=self.up.bias))
+        h = h @ self.down
+        h += x
+        return h
+
+
+class GPT(nn.Module):
+    def __init__(self, layers=3):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(128, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids, targets=None, mask=None):
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x, mask)
+        logits = self.lm_head(self.norm(x))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def ids(batch=16, length=32):
+    return torch.randint(VOCABULARY, (batch, length))
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body = nn.Conv1d(4, 32, 3, padding=1), nn.Conv1d(32, 32, 3, padding=1)
+        self.norm, self.last = nn.BatchNorm1d(32), nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = F.gelu(self.stem(x))
+        x = x + F.silu(self.norm(self.body(x)))
+        return self.last(x.transpose(1, 2))
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, 128), nn.SiLU(),
+                         nn.Linear(128, 32))  # fmt: skip
+
+
+def encoder(**options):
+    layer = nn.TransformerEncoderLayer(
+        WIDTH, HEADS, 128, batch_first=True, activation="gelu", **options
+    )
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def plans_of(model):
+    room = sys.modules["float8.unit_scaling.transforms.unit_scale"]
+    return list(room._PLANS[model].values())
+
+
+# --- scales
+
+MODELS = {
+    "an MLP": (mlp, (256, WIDTH)),
+    "a post-norm encoder": (encoder, (16, 32, WIDTH)),
+    "a pre-norm encoder": (lambda: encoder(norm_first=True), (16, 32, WIDTH)),
+    "a convolutional net": (Convolutions, (32, 4, 40)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_output_and_gradients_of_weights_are_within_a_factor_of_3_of_unit_scale(name):
+    """Rules hold for independent inputs; what a model correlates it multiplies: 3 is allowed.
+    Of the plain model some tensor lies beyond."""
+    make, shape = MODELS[name]
+    plain, x = make(), torch.randn(shape)
+    for model, is_scaled in ((unit_scale(plain), True), (plain, False)):
+        out = model(x)
+        out.backward(torch.randn_like(out))
+        tensors = {n: p.grad for n, p in model.named_parameters() if p.dim() >= 2}
+        tensors["output"] = out.detach()
+        scales = {n: float(t.square().mean().sqrt()) for n, t in tensors.items()}
+        assert all(1 / 3 < s < 3 for s in scales.values()) == is_scaled, scales
+
+
+def test_every_weight_of_a_gpt_has_a_gradient_of_unit_scale_from_the_loss():
+    model = unit_scale(GPT())
+    tokens = ids(32)
+    model(tokens, torch.randint(VOCABULARY, tokens.shape)).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2 and "positions" not in name:
+            std = parameter.grad.std().item()
+            assert 1 / 3 < std < 3, f"{name}: {std}"
+    # the readout of u-muP begins at 1/sqrt(width)
+    assert 0.8 < model(tokens).std() * WIDTH**0.5 < 1.2
+
+
+def test_what_follows_the_last_residual_layer_over_cut_edges_is_unconstrained():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 9)
+            self.c, self.d = nn.Linear(9, 2), nn.Linear(9, 2)
+
+        def forward(self, x):
+            x = x + self.a(x)
+            x = self.b(x)
+            return self.c(x) * self.d(x)
+
+    model = unit_scale(Model())
+    model(torch.randn(3, 4))
+    (plan,) = plans_of(model)
+    found = [(step.name, step.free) for step in plan.steps]
+    # c and d read one tensor: their gradients add up, and have to agree
+    names = ["linear", "add", "linear", "linear", "linear"]
+    assert found == list(zip(names, [False, False, True, False, False], strict=True))
+    x = torch.randn(3, 4)
+    out = model(x)
+    h = U.linear(U.residual_add(U.linear(x, model.a.weight), x, 2**0.5), model.b.weight)
+    torch.testing.assert_close(out, U.linear(h, model.c.weight) * U.linear(h, model.d.weight))
+
+
+# --- the model stays a model
+
+
+def test_the_original_is_untouched_and_the_copy_has_its_names_and_methods():
+    plain = GPT(1)
+    before, tokens = copy.deepcopy(plain.state_dict()), ids()
+    plain.eval()
+    expected = plain(tokens)
+    model = unit_scale(plain)
+    model(tokens, tokens).backward()
+    assert isinstance(model, GPT) and not model.training
+    assert torch.equal(plain(tokens), expected)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, before[name]) and not hasattr(tensor, "mup_type"), name
+    assert list(model.state_dict()) == list(before)
+    assert all(p.grad is None for p in plain.parameters())
+
+
+def test_copies_and_pickles_run_their_own_weights():
+    model, tokens = unit_scale(GPT(1)).eval(), ids()
+    first = model(tokens)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(tokens), first)
+        with torch.no_grad():
+            other.tokens.weight.neg_()
+        assert not torch.equal(other(tokens), first) and torch.equal(model(tokens), first)
+        assert other.lm_head.weight.mup_type == "output"
+
+
+def test_a_state_dict_goes_to_another_copy():
+    plain, tokens = GPT(1), ids()
+    model, other = unit_scale(plain).eval(), unit_scale(GPT(1)).eval()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(tokens), model(tokens))
+
+
+def test_planning_draws_no_random_number_and_moves_no_statistic():
+    model = unit_scale(Convolutions())
+    x = torch.randn(32, 4, 40)
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    model(x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.norm.num_batches_tracked == 1
+
+
+def test_u_mups_optimizer_takes_the_model_and_lowers_the_loss():
+    model, tokens = unit_scale(GPT(1)), ids()
+    optimizer = uu.optim.AdamW(model, lr=2**-3)
+    losses = []
+    for _ in range(8):
+        loss = model(tokens, tokens)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+
+
+# --- torch.compile
+
+
+def test_compiled_numbers_are_eager_ones_and_five_lengths_take_two_graphs():
+    model = unit_scale(GPT(1)).eval()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for length in (8, 12, 20, 31, 64):
+        tokens = ids(3, length)
+        assert torch.equal(compiled(tokens), model(tokens)), length
+    assert counter.frame_count <= 2
+
+
+def test_compiled_gradients_are_eager_ones():
+    model, tokens = unit_scale(GPT(1)).eval(), ids()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    grads = []
+    for run in (model, compiled):
+        model.zero_grad()
+        run(tokens, tokens).backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(*grads)
+
+
+def test_masks_by_position_and_switching_to_eval_have_plans_of_their_own():
+    model, tokens = unit_scale(GPT(1)), ids(2, 8)
+    mask = torch.zeros(8, 8).masked_fill(torch.ones(8, 8).triu(1).bool(), float("-inf"))
+    model(tokens)
+    model.eval()
+    causal, masked = model(tokens), model(tokens, None, mask)
+    torch.testing.assert_close(masked.std(), causal.std(), rtol=0.2, atol=0)
+    model(ids(3, 9))
+    assert len(plans_of(model)) == 3
+
+
+def test_an_attention_of_torch_runs_in_the_open():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    model, x = unit_scale(Model()), torch.randn(2, 8, WIDTH)
+    for parameter in (model.attention.in_proj_weight, model.attention.out_proj.weight):
+        torch.testing.assert_close(parameter.std(), torch.tensor(1.0))
+    heads = U.linear(x, model.attention.in_proj_weight).view(2, 8, 3, HEADS, -1)
+    q, k, v = heads.permute(2, 0, 3, 1, 4)
+    a = U.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+    torch.testing.assert_close(model(x), U.linear(a, model.attention.out_proj.weight))
+
+
+# --- together with the other transforms
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_unit_scaling_and_simulation_compose_in_either_order(compiled):
+    plain, tokens = mlp() if compiled else GPT(1).eval(), ids(2, 8)
+    tokens = torch.randn(3, WIDTH) if compiled else tokens
+    models = [simulate_fp8(unit_scale(plain)), unit_scale(simulate_fp8(plain))]
+    if compiled:
+        models = [torch.compile(m, backend="eager", fullgraph=True) for m in models]
+    first, second = (model(tokens) for model in models)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, unit_scale(plain)(tokens))
+
+
+def test_tracking_sees_the_users_calls_and_changes_no_number():
+    plain, tokens = GPT(1).eval(), ids(2, 8)
+    expected = unit_scale(plain)(tokens)
+    for model in (track_scales(unit_scale(plain)), unit_scale(track_scales(plain))):
+        assert torch.equal(model(tokens), expected)
+        assert len(model.scales_graph().nodes) > 10
+
+
+def test_hand_written_unit_scaled_layers_are_left_as_they_are():
+    layer = uu.Linear(8, 6)
+    model, x = unit_scale(nn.Sequential(layer)), torch.randn(3, 8)
+    assert torch.equal(model(x), layer(x)) and torch.equal(model[0].weight, layer.weight)
+
+
+# --- refusals
+
+
+class Reads(nn.Module):
+    def forward(self, x):
+        if x.sum() > 0:
+            return x
+        return -x
+
+
+class Wavers(nn.Module):
+    """Takes another way every second time."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = 0
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.times += 1
+        return F.gelu(self.a(x)) if self.times % 2 else F.gelu(x)
+
+
+def test_a_model_that_reads_values_is_refused_by_its_line():
+    model = unit_scale(Reads())
+    with pytest.raises(ValueError, match=r"Reads cannot be planned; it stops at .*test_unit_scale"):
+        model(torch.randn(3))
+    assert Reads()(torch.randn(3)).shape == (3,)
+
+
+def test_a_model_that_takes_another_way_than_planned_is_refused_by_its_line():
+    model, x = unit_scale(Wavers()), torch.randn(2, 4)
+    model(x)
+    with pytest.raises(RuntimeError, match=r"calls gelu at .*test_unit_scale.*plan has linear"):
+        model(x)
+
+
+def test_a_transform_is_applied_once_and_to_modules():
+    with pytest.raises(ValueError, match="UnitScale already"):
+        unit_scale(unit_scale(nn.Linear(2, 2)))
+    with pytest.raises(TypeError, match=r"takes an nn\.Module"):
+        unit_scale(F.gelu)
