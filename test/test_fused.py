@@ -30,7 +30,6 @@ from float8 import (
     high_precision,
     sync_float8_amax_and_scale_history,
 )
-from float8.autograd import LOSES_GRADIENTS
 from float8.config import RECIPES
 from float8.fused import RMSNormCast, SwiGLUCast
 from float8.kernels import reference
@@ -454,7 +453,6 @@ def test_what_is_kept_for_backward():
 # --- compile
 
 
-@pytest.mark.skipif(LOSES_GRADIENTS, reason="refused: see test_linear.py")
 @pytest.mark.parametrize(("recipe", "ops"), [("tensorwise", False), ("delayed", True)])
 def test_a_block_compiles_to_one_graph_with_the_bits_of_eager(recipe, ops):
     eager = block(CONFIGS[recipe])
