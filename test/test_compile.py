@@ -79,10 +79,13 @@ def test_steps_and_batch_sizes_do_not_recompile(recipe):
     model = _mlp(recipe)
     counter = CompileCounterWithBackend("aot_eager")
     run = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    graphs = []
     for batch in (32, 32, 48, 80, 7):
         _step(model, run, torch.randn(batch, 64), torch.randn(batch, 48))
-    # Delayed scaling: the dynamic first step is a graph of its own.
-    assert counter.frame_count == (2 if recipe == "delayed" else 1)
+        graphs.append(counter.frame_count)
+    # Delayed scaling: the dynamic first step is a graph of its own. (Not 1: torch 2.11 may show its
+    # backend a graph twice.)
+    assert graphs[-1] == graphs[1 if recipe == "delayed" else 0]
 
 
 def test_the_second_batch_size_is_the_last_to_compile():

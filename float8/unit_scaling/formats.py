@@ -179,7 +179,7 @@ class FPFormat:
         signed = torch.copysign(rounded, x.to(wide.dtype))
         if self._layout == "fnuz":  # which has no -0
             signed = torch.where(signed == 0, 0.0, signed)
-        return signed.to(x.dtype)
+        return signed if signed.dtype == x.dtype else signed.to(x.dtype)
 
     def _round(self, quanta: Tensor, generator: torch.Generator | None) -> Tensor:
         """A number of quanta, >= 0, to a whole one."""

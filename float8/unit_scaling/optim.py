@@ -7,8 +7,10 @@
     optimizer = uu.optim.AdamW(model.parameters(), lr=0.5, weight_decay=2**-13)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
 
-A scheduler must multiply learning rates, as most do, or take one per group. Any other optimizer
-takes the groups that `scaled_parameters` makes.
+A scheduler must multiply learning rates, as most do, or be given one per group. `OneCycleLR` and
+`CyclicLR` set them, so they need ``max_lr=[group["lr"] for group in optimizer.param_groups]``: a
+single number would give all parameters the same. Any other optimizer takes the groups that
+`scaled_parameters` makes.
 """
 
 from __future__ import annotations
@@ -42,12 +44,17 @@ class _Scaled(torch.optim.Optimizer):
     _scaling: dict[str, Any] | None = None  # its arguments; None while torch's __init__ runs
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the group is scaled and may become several."""
+        """As torch's; the group is scaled and may become several: all are added or none."""
         if self._scaling is None:
             super().add_param_group(param_group)
             return
-        for group in scaled_parameters([param_group], **self._scaling):
-            super().add_param_group(group)
+        before = len(self.param_groups)
+        try:
+            for group in scaled_parameters([param_group], **self._scaling):
+                super().add_param_group(group)
+        except Exception:
+            del self.param_groups[before:]
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_scaling": self._scaling}

@@ -151,7 +151,10 @@ def _named(entry: Any) -> _Named:
         name, param = entry
         if isinstance(name, str) and isinstance(param, Tensor):
             return name, param
-    raise TypeError(f"a parameter must be a tensor or a (name, tensor) pair, got {entry!r}")
+    raise TypeError(
+        "a parameter must be a tensor or a (name, tensor) pair, got a "
+        f"{type(entry).__name__}: {entry!r:.80}"
+    )
 
 
 def _require_parameter_data(groups: list[dict[str, Any]]) -> None:

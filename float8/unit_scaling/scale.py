@@ -19,10 +19,13 @@ bfloat16 gradient is rounded once and its factor never. They are computed from s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from float8.unit_scaling.constraints import Constraint, apply_constraint
 
 
 class _Scaled(torch.autograd.Function):
@@ -44,8 +47,9 @@ class _Scaled(torch.autograd.Function):
 
 
 def _times(x: Tensor, factor: float | Tensor) -> Tensor:
-    # A factor that is a tensor is float32: the product is taken in it and rounded once.
-    return (x * factor).to(x.dtype) if isinstance(factor, Tensor) else x * factor
+    # A factor that is a tensor is float32 or wider: the product is taken in it and rounded once.
+    product = (x.to(factor.dtype) if isinstance(factor, Tensor) else x) * factor
+    return product if product.dtype == x.dtype else product.to(x.dtype)
 
 
 def scale_fwd(input: Tensor, scale: float | Tensor) -> Tensor:
@@ -53,13 +57,16 @@ def scale_fwd(input: Tensor, scale: float | Tensor) -> Tensor:
 
     Args:
         input: any shape, floating point.
-        scale: a number; or a tensor of one element and no gradient, for what is known only at run
-            time, such as the number of tokens that a loss does not ignore.
+        scale: a number; or a 0-d tensor without gradient, for what is known only at run time, such
+            as the number of tokens that a loss does not ignore.
 
     Returns:
         ``scale * input``, of the input's dtype; its gradient reaches the input unchanged.
+
+    Raises:
+        TypeError: ``scale`` is another tensor.
     """
-    return _Scaled.apply(input, _factor(scale), None)
+    return _Scaled.apply(input, _factor(scale, input), None)
 
 
 def scale_bwd(input: Tensor, scale: float | Tensor) -> Tensor:
@@ -71,11 +78,42 @@ def scale_bwd(input: Tensor, scale: float | Tensor) -> Tensor:
 
     Returns:
         ``input`` (a view of it); its gradient reaches the input multiplied by ``scale``.
+
+    Raises:
+        TypeError: as for `scale_fwd`.
     """
-    return _Scaled.apply(input, None, _factor(scale))
+    return _Scaled.apply(input, None, _factor(scale, input))
 
 
-def _factor(scale: float | Tensor) -> float | Tensor:
+def scale_elementwise(
+    f: Callable[..., Tensor],
+    output_scale: float,
+    grad_input_scale: float,
+    constraint: Constraint = "to_output_scale",
+) -> Callable[..., Tensor]:
+    """A function of one tensor, with a factor for its result and one for its gradient.
+
+    Args:
+        f: a function of a tensor and of further arguments that get no gradient.
+        output_scale: a, one over the scale of ``f(x)`` for x of unit scale.
+        grad_input_scale: b, one over that of ``f'(x) g`` for x and g of unit scale.
+        constraint: ties the two; see `float8.unit_scaling.constraints`.
+
+    Returns:
+        ``scale_fwd(f(scale_bwd(x, b), ...), a)``, as a function of x and the further arguments.
+
+    Raises:
+        ValueError, TypeError: see `float8.unit_scaling.constraints.apply_constraint`.
+    """
+    output, grad_input = apply_constraint(constraint, output_scale, grad_input_scale)
+
+    def scaled(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return scale_fwd(f(scale_bwd(input, grad_input), *args, **kwargs), output)
+
+    return scaled
+
+
+def _factor(scale: float | Tensor, input: Tensor) -> float | Tensor:
     if isinstance(scale, Tensor):
         if scale.dim() or scale.requires_grad:
             raise TypeError(
@@ -83,5 +121,5 @@ def _factor(scale: float | Tensor) -> float | Tensor:
                 f"{tuple(scale.shape)}, requires_grad={scale.requires_grad}: pass "
                 "scale.detach(), or multiply with * if its gradient is wanted"
             )
-        return scale.float()
+        return scale.to(torch.promote_types(input.dtype, torch.float32))
     return scale

@@ -2,42 +2,51 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from fresh import facts_of
 
 import float8.unit_scaling as uu
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run_python(code: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_importing_it_is_quick_and_loads_no_compiler_no_plots_and_nothing_lazy():
-    code = """
-import sys, time, float8
+PROGRAM = """
+import importlib, sys, time, float8
 before, begin = set(sys.modules), time.process_time()
 import float8.unit_scaling
-took = time.process_time() - begin
-new = set(sys.modules) - before
-heavy = ("triton", "torch._dynamo", "torch._inductor", "matplotlib", "pandas", "einops",
-         "float8.unit_scaling.transforms", "float8.unit_scaling.analysis")
-print([m for m in new if m.startswith(heavy)], took)
+facts["seconds"] = time.process_time() - begin
+facts["loaded"] = sorted(set(sys.modules) - before)
+facts["functions"] = {}
+for first in ("registry", "functional.products"):
+    for name in [name for name in sys.modules if name.startswith("float8.unit_scaling")]:
+        del sys.modules[name]
+    importlib.import_module("float8.unit_scaling." + first)
+    from float8.unit_scaling import functional
+    facts["functions"][first] = len(functional.torch_map)
+facts["with_functions"] = sorted(sys.modules)
+import float8.unit_scaling.analysis
+facts["with_analysis"] = sorted(sys.modules)
 """
-    loaded, took = run_python(code).split()
-    assert loaded == "[]"
-    assert float(took) < 0.3, f"import float8.unit_scaling takes {took} s more than import float8"
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    return facts_of(PROGRAM)
+
+
+def test_importing_it_is_quick_and_loads_no_compiler_no_plots_and_nothing_lazy(fresh):
+    heavy = ("triton", "torch._dynamo", "torch._inductor", "matplotlib", "pandas", "einops",
+             "float8.unit_scaling.transforms", "float8.unit_scaling.analysis")  # fmt: skip
+    assert [name for name in fresh["loaded"] if name.startswith(heavy)] == []
+    took = fresh["seconds"]
+    assert took < 0.3, f"import float8.unit_scaling takes {took:.2f} s more than import float8"
+
+
+def test_registry_and_functions_can_be_imported_in_any_order(fresh):
+    assert min(fresh["functions"].values()) > 10
+    assert {"triton", "torch._dynamo"}.isdisjoint(fresh["with_functions"])
+
+
+def test_importing_the_analysis_imports_no_plotting_and_no_tables(fresh):
+    heavy = {"matplotlib", "pandas", "triton", "pygments", "torch._dynamo.convert_frame"}
+    assert heavy.isdisjoint(fresh["with_analysis"])
 
 
 def test_every_public_name_is_there():

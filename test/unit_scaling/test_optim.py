@@ -87,6 +87,25 @@ def test_schedules_multiply_all_learning_rates_alike(optimizer, lr):
         schedule.step()
 
 
+def test_a_schedule_that_sets_the_rate_takes_one_per_group():
+    made = uu.optim.AdamW(model(), lr=0.5)
+    peaks = [g["lr"] for g in made.param_groups]
+    torch.optim.lr_scheduler.OneCycleLR(made, max_lr=peaks, total_steps=10)
+    assert [g["lr"] * 25 for g in made.param_groups] == pytest.approx(peaks)
+
+
+@every_optimizer
+def test_a_group_that_is_refused_leaves_nothing_behind(optimizer):
+    m, late = model(), uu.Linear(64, 4)
+    made = optimizer(m, lr=0.5)
+    before = [(g["lr"], g["params"]) for g in made.param_groups]
+    # two learning rates: the first of two groups would be taken before the second is refused
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        made.add_param_group({"params": [late.weight, *m.parameters()]})
+    assert [(g["lr"], g["params"]) for g in made.param_groups] == before
+    made.add_param_group({"params": [late.weight]})
+
+
 @every_optimizer
 def test_groups_added_later_are_scaled_too(optimizer):
     made = optimizer(model(), lr=0.5, weight_decay=0.25)

@@ -10,7 +10,7 @@ from assertions import assert_bitwise
 from torch import nn
 from unit_scaling_claims import gradients, graphs_compiled
 
-from float8.unit_scaling.scale import scale_bwd, scale_fwd
+from float8.unit_scaling.scale import scale_bwd, scale_elementwise, scale_fwd
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -51,6 +51,27 @@ def test_a_tensor_may_be_the_factor_and_is_not_rounded_either():
     _, plain = gradients(lambda x: x * 1, x)
     assert_bitwise(out, (x.float() * factor).bfloat16())
     assert_bitwise(grad, (plain.float() * factor).bfloat16())
+
+
+def test_a_factor_of_float64_keeps_its_bits():
+    x, factor = normal(33, dtype=torch.float64), torch.tensor(1 / 3, dtype=torch.float64)
+    out, grad = gradients(lambda x: scale_bwd(scale_fwd(x, factor), factor), x)
+    assert_bitwise(out, x * (1 / 3))
+    assert_bitwise(grad, gradients(lambda x: x * 1, x)[1] * (1 / 3))
+
+
+@pytest.mark.parametrize("constraint", [None, "gmean"])
+def test_a_function_is_scaled_elementwise(constraint):
+    scaled = scale_elementwise(torch.pow, 0.25, 4.0, constraint)
+    out, grad = gradients(lambda x: scaled(x, exponent=3), normal(9))
+    plain_out, plain_grad = gradients(lambda x: x**3, normal(9))
+    a, b = (0.25, 4.0) if constraint is None else (1.0, 1.0)
+    torch.testing.assert_close((out, grad), (a * plain_out, b * plain_grad))
+
+
+def test_a_constraint_is_checked_before_the_function_is_called():
+    with pytest.raises(ValueError, match="'mean' is unknown"):
+        scale_elementwise(torch.tanh, 1.0, 1.0, "mean")
 
 
 @pytest.mark.parametrize("scale", [torch.ones(2), torch.ones((), requires_grad=True)])

@@ -23,17 +23,16 @@ model: it keeps a part ``q = 1 - p`` of the elements and divides by q, which mak
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from float8.unit_scaling.constraints import Constraint, apply_constraint
+from float8.unit_scaling.constraints import Constraint
 from float8.unit_scaling.functional.multiplier import checked_mult
 from float8.unit_scaling.override import overridable
 from float8.unit_scaling.rules import logarithmic_interpolation
-from float8.unit_scaling.scale import scale_bwd, scale_fwd
+from float8.unit_scaling.scale import scale_bwd, scale_elementwise, scale_fwd
 
 _LINEAR = 2.0  # 1 / std(x / 2)
 _RAMP = (2 / (1 - 1 / math.pi)) ** 0.5  # 1 / std(relu(x))
@@ -64,13 +63,13 @@ def gelu(
     """
     checked_mult(mult, "gelu")
     alpha = 1 / (1 + 0.25 / mult**2)
-    return _scaled(
+    scaled = scale_elementwise(
         lambda x: _divided(F.gelu(_multiplied(x, mult), approximate=approximate), mult),
-        input,
         logarithmic_interpolation(alpha, _LINEAR, _RAMP),
         logarithmic_interpolation(alpha, _LINEAR, _STEP),
         constraint,
     )
+    return scaled(input)
 
 
 @overridable
@@ -97,13 +96,13 @@ def silu(
     """
     _refuse_inplace(inplace, "silu")
     checked_mult(mult, "silu")
-    return _scaled(
-        lambda x: _silu(x, mult),
-        input,
+    scaled = scale_elementwise(
+        _silu,
         logarithmic_interpolation(1 / (1 + 0.25 / mult**2), _LINEAR, _RAMP),
         logarithmic_interpolation(1 / (1 + 1 / mult**2), _LINEAR, _STEP),
         constraint,
     )
+    return scaled(input, mult)
 
 
 @overridable
@@ -122,8 +121,13 @@ def silu_glu(input: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
         every mult, the gradient of ``gate`` within 4 %.
 
     Raises:
-        ValueError: ``mult`` is not positive.
+        ValueError: the shapes differ, or ``mult`` is not positive.
     """
+    if input.shape != gate.shape:
+        raise ValueError(
+            f"silu_glu: input has shape {tuple(input.shape)} and gate {tuple(gate.shape)}; their "
+            "gradients have unit scale only if these are equal, so expand one first"
+        )
     checked_mult(mult, "silu_glu")
     scale = logarithmic_interpolation(1 / (1 + 1 / mult**2), _LINEAR, _STEP)
     input, gate = scale_bwd(input, scale), scale_bwd(gate, scale)
@@ -164,13 +168,13 @@ def softmax(
         raise ValueError("softmax: dim is None; name the dimension, for example dim=-1")
     checked_mult(mult, "softmax")
     size, alpha = max(input.shape[dim], 1) if input.dim() else 1, 1 / (1 + 4 / mult**2)
-    return _scaled(
+    scaled = scale_elementwise(
         lambda x: F.softmax(_multiplied(x, mult), dim=dim, dtype=dtype),
-        input,
         logarithmic_interpolation(alpha, size, size**0.5),
         logarithmic_interpolation(alpha, size / mult, (size / mult) ** 0.5),
         constraint,
     )
+    return scaled(input)
 
 
 @overridable
@@ -197,18 +201,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         )
     if not training or p == 0:
         return input
-    return _scaled(lambda x: F.dropout(x, p), input, (1 - p) ** 0.5, (1 - p) ** 0.5, None)
-
-
-def _scaled(
-    function: Callable[[Tensor], Tensor],
-    input: Tensor,
-    output_scale: float,
-    grad_input_scale: float,
-    constraint: Constraint,
-) -> Tensor:
-    output_scale, grad_input_scale = apply_constraint(constraint, output_scale, grad_input_scale)
-    return scale_fwd(function(scale_bwd(input, grad_input_scale)), output_scale)
+    return scale_elementwise(F.dropout, (1 - p) ** 0.5, (1 - p) ** 0.5)(input, p)
 
 
 def _silu(x: Tensor, mult: float) -> Tensor:

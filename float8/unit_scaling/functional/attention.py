@@ -13,9 +13,15 @@ and the output is divided by it; the gradients of q, k and v take the same facto
 for v and too small for q and k, as the constraint on one factor demands. Logits are divided by d,
 not by its root (muP), so at initialisation they are small and attention is nearly flat.
 
+Of L causal queries the first n = min(L, S) see one key more each and the rest all S, so that the
+mean variance is ``(log(n) + (L - n) / S) / L``. A value's gradient sums over L queries what the
+output sums over S keys: its scale is ``sqrt(L/S)``, and ``sqrt(r L/S)`` where r query heads share
+it. Values are no cut edge, so they get no factor of their own.
+
 **Square-root softmax attention** (muS, arXiv 2502.05967) has no such factor: weights
-``w = sqrt(softmax(...))`` have ``sum_j w_ij**2 = 1`` in every row, whatever S, the mask or the
-sharpness, so each y_i has unit variance by itself, where the factor above fits only on average.
+``w = sqrt(softmax(z)) = exp(z/2) / |exp(z/2)|`` have ``sum_j w_ij**2 = 1`` in every row, whatever
+S, the mask or the sharpness, so each y_i has unit variance by itself, where the factor above fits
+only on average.
 """
 
 from __future__ import annotations
@@ -59,10 +65,10 @@ def scaled_dot_product_attention(
         enable_gqa: whether query heads share key and value heads, as torch's.
 
     Returns:
-        (..., L, Dv). For D of 64 and mult in [1/4, 4] output and value gradient have a root mean
-        square within 5 % of 1, with mult 16 within 16 %; causal attention within 12 % for 16
-        positions or more, and within 30 % for 2 to 15, where log(S)/S is less than the mean of 1/i
-        that it stands for.
+        (..., L, Dv). For D of 64 and mult in [1/4, 4] the output, and where L = S the gradient of
+        values that no heads share, has a root mean square within 5 % of 1, with mult 16 within
+        16 %; causal attention within 12 % for 16 positions or more, and within 30 % for 2 to 15,
+        where log(S)/S is less than the mean of 1/i that it stands for.
 
     Raises:
         ValueError: ``dropout_p`` is not in [0, 1), ``mult`` or ``scale`` is not positive, or both
@@ -71,7 +77,8 @@ def scaled_dot_product_attention(
     temperature = _temperature(query, mult, scale)
     sharpness = temperature * query.shape[-1]  # what mult would be
     alpha = 1 / (1 + 4 * query.shape[-1] / sharpness**2)
-    spread = logarithmic_interpolation(alpha, _flat(key.shape[-2], is_causal), 1.0)
+    flat = _flat(query.shape[-2], key.shape[-2], is_causal)
+    spread = logarithmic_interpolation(alpha, flat, 1.0)
     factor = _kept(dropout_p) ** 0.5 / spread
     query, key, value = (scale_bwd(x, factor) for x in (query, key, value))
     output = F.scaled_dot_product_attention(
@@ -109,7 +116,8 @@ def sqrt_softmax_attention(
         query: (..., L, D).
         key: (..., S, D).
         value: (..., S, Dv).
-        attn_mask: (..., L, S), True or 0 where to attend, False or -inf where not; or None.
+        attn_mask: (..., L, S), True or 0 where to attend, False or -inf where not; or None. A query
+            that attends to nothing gets 0, as torch's does.
         dropout_p: the probability that a weight is dropped.
         is_causal: whether position i attends to the keys up to i.
         mult: multiplies the logits ``q k^T / D``.
@@ -129,11 +137,18 @@ def sqrt_softmax_attention(
         key, value = (x.repeat_interleave(repeats, dim=-3) for x in (key, value))
     logits_LS = query @ key.transpose(-2, -1) * _temperature(query, mult, scale)
     logits_LS = _masked(logits_LS, attn_mask, is_causal)
-    # exp(log p / 2) rather than sqrt(p): its derivative is 0, not infinite, where p is.
-    weights_LS = torch.exp(F.log_softmax(logits_LS, dim=-1, dtype=torch.float32) / 2)
+    weights_LS = _root_of_softmax(logits_LS)
     if dropout_p:
         weights_LS = F.dropout(weights_LS, dropout_p) * kept**0.5
     return weights_LS.to(value.dtype) @ value
+
+
+def _root_of_softmax(logits_LS: Tensor) -> Tensor:
+    # Not sqrt(softmax), whose derivative is infinite where a weight is 0. Any shift gives the same
+    # weights, this one without overflow; that of a row of -inf is finite, so its weights are 0.
+    wide = logits_LS.to(torch.promote_types(logits_LS.dtype, torch.float32))
+    shift = wide.detach().logsumexp(-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).min)
+    return F.normalize(torch.exp((wide - shift) / 2), dim=-1)
 
 
 def _masked(logits_LS: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -147,13 +162,15 @@ def _masked(logits_LS: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Ten
     return logits_LS + attn_mask
 
 
-def _flat(keys: int, is_causal: bool) -> float:
-    """The standard deviation of flat attention to ``keys`` keys."""
-    keys = max(keys, 1)
+def _flat(queries: int, keys: int, is_causal: bool) -> float:
+    """The standard deviation of flat attention, over all queries."""
+    queries, keys = max(queries, 1), max(keys, 1)
     if not is_causal:
         return float(1 / keys**0.5)
-    # log(S)/S is 0 for one key, where the variance is 1: up to 2 keys, less than e, 1/S is taken.
-    return float(((log(keys) if keys > 2 else 1.0) / keys) ** 0.5)
+    first = min(queries, keys)
+    # log(n) is 0 for one key, where the variance is 1: up to 2 keys, less than e, 1 is taken.
+    seen_by_first = log(first) if first > 2 else 1.0
+    return float(((seen_by_first + (queries - first) / keys) / queries) ** 0.5)
 
 
 def _temperature(query: Tensor, mult: float, scale: float | None) -> float:

@@ -17,7 +17,7 @@ table A.2).
 
 from __future__ import annotations
 
-from torch import Tensor, sym_max, sym_min
+from torch import Tensor
 from torch.nn import functional as F
 
 from float8.unit_scaling.constraints import Constraint, apply_constraint
@@ -67,12 +67,13 @@ def conv1d(
     length, batch = input.shape[-1], input.shape[0] if input.dim() > 2 else 1
     step, gap = _single(stride), _single(dilation)
     before, after = _padding(padding, gap * (taps - 1))
-    outputs = (length + before + after - gap * (taps - 1) - 1) // step + 1
+    # torch refuses a stride below 1, in words
+    outputs = (length + before + after - gap * (taps - 1) - 1) // max(step, 1) + 1
     pairs = outputs * taps
     if before or after:
         pairs = _pairs(length, outputs, taps, step, gap, before)
     output, grad_input, grad_weight, grad_bias = (
-        float(1 / sym_max(terms, 1) ** p)
+        float(1 / max(terms, 1) ** p)
         for terms, p in zip(
             (
                 channels_in * taps,
@@ -102,8 +103,8 @@ def _pairs(length: int, outputs: int, taps: int, step: int, gap: int, before: in
     pairs = 0
     for k in range(taps):
         first = max(-((k * gap - before) // step), 0)
-        last = sym_min(outputs - 1, (length - 1 + before - k * gap) // step)
-        pairs = pairs + sym_max(last - first + 1, 0)
+        last = min(outputs - 1, (length - 1 + before - k * gap) // step)
+        pairs = pairs + max(last - first + 1, 0)
     return pairs
 
 

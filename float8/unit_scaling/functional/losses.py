@@ -127,7 +127,7 @@ def mse_loss(
         )
     factor = 8**-0.5
     losses = F.mse_loss(scale_bwd(input, factor), scale_bwd(target, factor), reduction="none")
-    return _reduced(losses, reduction, losses.new_tensor(losses.numel(), dtype=torch.float32))
+    return _reduced(losses, reduction, losses.new_full((), losses.numel(), dtype=_wide(losses)))
 
 
 def _reduced(losses: Tensor, reduction: str, count: Tensor) -> Tensor:
@@ -139,8 +139,7 @@ def _reduced(losses: Tensor, reduction: str, count: Tensor) -> Tensor:
         return losses
     if reduction not in {"mean", "sum"}:
         raise ValueError(f"reduction is 'none', 'mean' or 'sum', got {reduction!r}")
-    wide = torch.promote_types(losses.dtype, torch.float32)
-    total = losses.sum(dtype=wide)
+    total = losses.sum(dtype=_wide(losses))
     if reduction == "mean":
         total = scale_fwd(total, 1 / count)
     return total.to(losses.dtype)
@@ -148,12 +147,18 @@ def _reduced(losses: Tensor, reduction: str, count: Tensor) -> Tensor:
 
 def _count(losses: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """What torch's mean divides by: the targets that are not ignored, by their weights."""
+    wide = _wide(losses)
     if target.is_floating_point():  # probabilities: none are ignored, weights do not count
-        return target.new_tensor(losses.numel(), dtype=torch.float32)
+        return losses.new_full((), losses.numel(), dtype=wide)
     counted = target != ignore_index
     if weight is None:
-        return counted.sum(dtype=torch.float32)
-    return (weight.detach().float()[(target * counted).long()] * counted).sum()
+        return counted.sum(dtype=wide)
+    return (weight.detach().to(wide)[(target * counted).long()] * counted).sum()
+
+
+def _wide(losses: Tensor) -> torch.dtype:
+    """What losses are summed and counted in."""
+    return torch.promote_types(losses.dtype, torch.float32)
 
 
 def _classes(input: Tensor) -> int:

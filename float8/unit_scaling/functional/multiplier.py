@@ -8,21 +8,25 @@ of a function depend on ``mult``, so that its scale does not.
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 
 def checked_mult(mult: float, function: str) -> float:
-    """``mult`` as it is, if it is a positive number.
+    """``mult`` as it is, if it is a positive, finite number.
 
     Raises:
         TypeError: it is no number, or a bool (torch's ``inplace`` in the second place?).
-        ValueError: it is not positive.
+        ValueError: it is not positive, or infinite.
     """
     if isinstance(mult, bool | Tensor):
         raise TypeError(
             f"{function}: mult is a number that multiplies the input, got {mult!r}; name other "
             "arguments, such as inplace=False"
         )
-    if not mult > 0:
-        raise ValueError(f"{function}: mult multiplies the input and is greater than 0, got {mult}")
+    if not 0 < mult < math.inf:
+        raise ValueError(
+            f"{function}: mult multiplies the input, is finite and greater than 0, got {mult}"
+        )
     return mult

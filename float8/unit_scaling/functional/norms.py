@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -84,7 +85,7 @@ def embedding(
         weight: (V, D), of unit scale.
         padding_idx: the row that gets no gradient. The other rows' factor is still ``sqrt(V/M)``:
             how many indices are padding is known only at run time.
-        max_norm: rows of a larger norm are shrunk to it, in the weight itself.
+        max_norm: rows in use of a larger norm are shrunk to it first, in the weight itself.
         norm_type: p of that norm.
         scale_grad_by_freq: must be False, for it would divide by the counts a second time.
         sparse: whether the weight's gradient is a sparse tensor.
@@ -100,8 +101,12 @@ def embedding(
             "embedding: scale_grad_by_freq=True divides gradients by how often a row is used, "
             "which their unit-scaling factor does already; pass False"
         )
+    if max_norm is not None:
+        # Here, not in F.embedding: what it would be given is a view, whose base must not change.
+        with torch.no_grad():
+            torch.embedding_renorm_(weight, input.contiguous(), max_norm, norm_type)
     weight = scale_bwd(weight, (weight.shape[0] / max(input.numel(), 1)) ** 0.5)
-    return F.embedding(input, weight, padding_idx, max_norm, norm_type, False, sparse)
+    return F.embedding(input, weight, padding_idx, sparse=sparse)
 
 
 def _per_row(input: Tensor, normalized_shape: Sequence[int]) -> float:

@@ -22,6 +22,7 @@ with ``tau = sqrt(t / (1 - t))``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -107,6 +108,9 @@ def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
     Returns:
         ``residual``, which goes into the branch, and ``skip``. Both are the input; their gradients
         are multiplied by ``tau / sqrt(1 + tau**2)`` and ``1 / sqrt(1 + tau**2)``.
+
+    Raises:
+        ValueError: ``tau`` is negative or infinite.
     """
     branch, skip = _weights(tau)
     return scale_bwd(input, branch), scale_bwd(input, skip)
@@ -123,6 +127,9 @@ def residual_add(residual: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
 
     Returns:
         ``(tau residual + skip) / sqrt(1 + tau**2)``; gradients reach both unchanged.
+
+    Raises:
+        ValueError: ``tau`` is negative or infinite.
     """
     branch, kept = _weights(tau)
     return scale_fwd(residual, branch) + scale_fwd(skip, kept)
@@ -145,7 +152,7 @@ def residual_apply(fn: Callable[[Tensor], Tensor], input: Tensor, tau: float = 1
 
 
 def _weights(tau: float) -> tuple[float, float]:
-    if not tau >= 0:
-        raise ValueError(f"tau is the weight of a residual branch, 0 or more, got {tau}")
+    if not 0 <= tau < math.inf:
+        raise ValueError(f"tau is the weight of a residual branch, finite, 0 or more, got {tau}")
     total = (1 + tau**2) ** 0.5
     return tau / total, 1 / total

@@ -46,7 +46,7 @@ class SiLU(nn.SiLU):
     Args:
         mult: how far from linear.
         constraint: ties the scales of output and input gradient.
-        inplace: as for ``nn.SiLU``.
+        inplace: must be False, see `functional.silu`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Dropout(nn.Dropout):
 
     Args:
         p: the probability of a zero, less than 1.
-        inplace: as for ``nn.Dropout``.
+        inplace: must be False, see `functional.dropout`.
 
     Raises:
         ValueError: ``p`` is not in [0, 1).
@@ -117,7 +117,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             ``nn.CrossEntropyLoss``.
 
     Shape:
-        (batch, classes) and (batch,) -> (), or (batch,) with ``reduction="none"``.
+        As for ``nn.CrossEntropyLoss``: (batch, classes) and (batch,) -> (), or (batch,) with
+        ``reduction="none"``.
     """
 
     def __init__(

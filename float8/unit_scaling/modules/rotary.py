@@ -29,11 +29,13 @@ def rotary(x_SD: Tensor, base: float = 10000.0) -> Tensor:
         The shape and dtype of ``x_SD``.
 
     Raises:
-        ValueError: d is odd.
+        ValueError: d is odd, or ``base`` is not positive.
     """
     positions, features = x_SD.shape[-2:]
     if features % 2:
         raise ValueError(f"rotary embedding turns pairs of features: the head has {features}")
+    if not base > 0:
+        raise ValueError(f"rotary embedding: base is a wavelength, greater than 0, got {base}")
     wide = torch.promote_types(x_SD.dtype, torch.float32)
     exponents = torch.arange(0, features, 2, device=x_SD.device, dtype=wide) / -features
     places = torch.arange(positions, device=x_SD.device, dtype=wide)

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from float8.unit_scaling import functional as U
 from float8.unit_scaling import registry
 from float8.unit_scaling.transforms.cut_edges import calls_on_cut_edges
-from float8.unit_scaling.transforms.products import ADDED, PRODUCTS, RIGHT
+from float8.unit_scaling.transforms.products import ADDED, PRODUCTS, RIGHT, UNSCALED
 from float8.unit_scaling.transforms.recording import Call, Path, Recorder, Value, name_of
 from float8.unit_scaling.transforms.residuals import Conflict, Edge, Residual, edges, residuals
 from float8.unit_scaling.transforms.sums import ADDITIONS, KEEP, SUM, Kind, kinds
@@ -94,6 +94,9 @@ def make_plan(
         recorder: what the model called.
         results: what it returned.
         output_weights: names of the parameters of u-muP's type "output".
+
+    Raises:
+        ValueError: a trained weight is multiplied by a function without a unit-scaled version.
     """
     calls, values = recorder.calls, recorder.values
     kind, found, read = _residual_layers(calls, values, rules)
@@ -144,6 +147,7 @@ def _step(
         replaced = kind.name == SUM and torch.add in rules
         return Step(call.name, "scaled" if replaced else KEEP, free=cut)
     if call.function not in rules:
+        _refuse_unscaled(call)
         return Step(call.name, KEEP)
     weight = _is_matrix(call, RIGHT.get(call.function))
     added = call.operand(*ADDED[call.function]) if call.function in ADDED else None
@@ -157,6 +161,17 @@ def _step(
         if (value is None or value is False) and not _takes(rules[call.function], name)
     )
     return Step(call.name, free=free, weight=weight, mix=mix, dropped=dropped)
+
+
+def _refuse_unscaled(call: Call) -> None:
+    weights = [v for _, v in call.inputs if v.trained and len(v.shape) >= 2]
+    if call.name in UNSCALED and weights:
+        raise ValueError(
+            f"unit_scale: {call.name} at {call.line} multiplies by {weights[0].parameter}, whose "
+            "standard deviation is 1 now, and has no unit-scaled function: register one "
+            f"(U.register), write the products out, or pass replace={{f: f}} for f = {call.name} "
+            "to have it as it is, and scale the weight"
+        )
 
 
 def _is_matrix(call: Call, place: tuple[int, str] | None) -> bool:

@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.constraints import Constraint
+from float8.unit_scaling.transforms.convolutions import conv2d, conv3d
 
 DEFAULT: Constraint = "to_output_scale"
 
@@ -150,7 +152,19 @@ PRODUCTS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.addmm: addmm,
     torch.baddbmm: baddbmm,
     torch.einsum: einsum,
+    F.conv2d: conv2d,
+    F.conv3d: conv3d,
 }
+
+# Products without a version of their own, by name. A weight of unit scale makes them explode.
+UNSCALED = frozenset(
+    {
+        *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc", "bilinear"),
+        *("mv", "addmv", "addbmm", "inner", "tensordot", "chain_matmul", "multi_dot"),
+        *("lstm", "gru", "rnn_tanh", "rnn_relu"),
+        *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+    }
+)
 
 # torch function -> the position and name of the operand that may be a weight
 RIGHT: dict[Callable[..., Any], tuple[int, str]] = {

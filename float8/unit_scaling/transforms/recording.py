@@ -11,11 +11,13 @@ what an in-place call leaves in a tensor is another value. Of each value is know
 
     origins     the values it was computed from, all the way up, by floating-point tensors;
     alias       the value that it is another view, shape or precision of, itself if none;
-    learned     whether it was computed from parameters alone.
+    learned     whether it was computed from parameters alone;
+    trained     whether it is a parameter that is trained.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,6 +26,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 
 Path = tuple[Any, ...]
 
@@ -46,6 +50,7 @@ class Value:
     alias: int
     origins: frozenset[int] = frozenset()
     learned: bool = False
+    trained: bool = False
     parameter: str | None = None
     call: int | None = None
     shape: tuple[int, ...] = ()
@@ -123,10 +128,21 @@ class Recorder:
         self._alive: list[Tensor] = []  # whose ids must not be given to others
 
     def value(self, tensor: Tensor, parameter: str | None = None) -> Value:
-        """What a tensor holds; a tensor that no call produced comes from outside."""
+        """What a tensor holds; a tensor that no call produced comes from outside.
+
+        Raises:
+            ValueError: it is a trained parameter that came without its name.
+        """
         if id(tensor) not in self._now:
+            trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+            if trained and parameter is None:
+                raise ValueError(
+                    f"a trained parameter of shape {tuple(tensor.shape)} is read that is none of "
+                    "the model's named parameters, and whose scale is therefore unknown: make its "
+                    "module an attribute, or an item of an nn.ModuleList"
+                )
             new = self._new(tensor)
-            new.parameter, new.learned = parameter, parameter is not None
+            new.parameter, new.learned, new.trained = parameter, parameter is not None, trained
         return self._now[id(tensor)]
 
     def _new(self, tensor: Tensor) -> Value:
@@ -196,9 +212,11 @@ def on_fake_tensors(
 ) -> None:
     """Run a model's fake copy: ``run(copy, flat)``, with the tensors among ``flat`` made fake."""
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode, unset_fake_temporarily
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    with unset_fake_temporarily():
-        fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    with unset_fake_temporarily(), _unwatched():
+        # The environment is for sizes that depend on values: x[x > 0] has an unknown one.
+        fakes = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         with fakes, FakeCopyMode(fakes):
             twin = copy.deepcopy(model)
         inputs = [
@@ -207,3 +225,20 @@ def on_fake_tensors(
         ]
         with fakes, torch.no_grad():
             run(twin, inputs)
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    """Without the modes of transformed models around this one, which would see what is no call."""
+    modes = []
+    while torch._C._len_torch_function_stack():
+        mode = _pop_mode()
+        if isinstance(mode, DeviceContext):  # torch.set_default_device's, always the last one
+            _push_mode(mode)
+            break
+        modes.append(mode)
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)

@@ -10,12 +10,17 @@ control flow, hooks and shapes.
 forward that enters the modes. Parameters, names, state dict and methods are the model's; copies and
 pickles carry their transforms. The order in which modes are entered follows from the transforms
 (`Transform.depth`), not from the order in which they were applied.
+
+Only calls of the model are under its transforms: a submodule, or a method that does not call the
+model, runs as it is when it is called by itself.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import types
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
@@ -24,15 +29,16 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from float8.convert import FLOAT8_MODULES
 from float8.unit_scaling.spellings import respelt
 from float8.unit_scaling.transforms.checkpointing import RefusesCheckpointing
 from float8.unit_scaling.transforms.decompositions import DECOMPOSITIONS, decomposition_of
+from float8.unit_scaling.transforms.reach import check_reach
 
 __all__ = ["DECOMPOSITIONS", "Handler", "Mode", "Transform", "Transformed", "transformed"]
 
 M = TypeVar("M", bound=nn.Module)
 Handler = Callable[..., Any]
+_UNFINISHED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
 class Mode(TorchFunctionMode):
@@ -96,6 +102,7 @@ class Transformed:
         modes = [t.mode(self, plain, args, kwargs) for t in ordered]  # type: ignore[arg-type]
         if not torch.compiler.is_compiling():  # which refuses them by itself
             modes.append(RefusesCheckpointing())
+            return _finished(_under(modes, plain, args, kwargs))
         return _under(modes, plain, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -103,6 +110,16 @@ class Transformed:
         base = type(self).__mro__[2]
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
         return _new, (base,), state
+
+
+def _finished(result: Any) -> Any:
+    """What a forward returned, unless it has not run yet."""
+    if isinstance(result, _UNFINISHED):
+        raise TypeError(
+            f"the forward returned a {type(result).__name__}, whose body would run when the "
+            "transforms are over: transform a module that returns tensors"
+        )
+    return result
 
 
 def _depth(transform: Transform) -> int:
@@ -123,31 +140,31 @@ def _make_subclass(cls: Any) -> Any:
 _subclass: Callable[[Any], Any] = functools.cache(_make_subclass)
 
 
+# By id. What runs while torch.compile traces takes constants and tensors, and before torch 2.13 a
+# module is neither, but its id is.
+_ALIVE: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+
+
+def model_of(number: int) -> nn.Module:
+    """The transformed model whose id this is."""
+    return _ALIVE[number]
+
+
 def _new(cls: type[nn.Module]) -> nn.Module:
     made = _subclass(cls)
-    return made.__new__(made)
+    new = made.__new__(made)
+    _ALIVE[id(new)] = new
+    return new
 
 
 def transformed(model: M, transform: Transform) -> M:
     """A copy of a model that runs under ``transform``, and under those that it already has.
 
     Raises:
-        TypeError: ``model`` is not a module, or is one that ``torch.compile`` returned.
-        ValueError: it has a transform of this kind already, or layers that were converted.
+        TypeError, ValueError: ``model`` is no module, or a transform would not reach all of it
+            (`reach.check_reach`); or it has a transform of this kind already.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"a transform takes an nn.Module, got {type(model).__name__}")
-    if hasattr(model, "_orig_mod"):
-        raise TypeError(
-            "a transform would not reach into a compiled model: transform it first, then compile"
-        )
-    converted = [n for n, m in model.named_modules() if isinstance(m, tuple(FLOAT8_MODULES))]
-    if converted:
-        raise ValueError(
-            f"{converted[0] or 'the model'} is converted to float8 already, and calls no function "
-            "that a transform could see: convert_from_float8_training(model), then transform it, "
-            "with float8.unit_scaling.transforms.float8 for its products"
-        )
+    check_reach(model)
     earlier: tuple[Transform, ...] = getattr(model, "transforms", ())
     if any(type(t) is type(transform) for t in earlier):
         raise ValueError(
@@ -157,5 +174,6 @@ def transformed(model: M, transform: Transform) -> M:
     new = copy.deepcopy(model)
     if not isinstance(model, Transformed):
         new.__class__ = _subclass(type(model))
+        _ALIVE[id(new)] = new
     new.transforms = (*earlier, transform)  # type: ignore[assignment]
     return new

@@ -58,6 +58,7 @@ from float8.unit_scaling.transforms.transformed import (
     Mode,
     Transform,
     Transformed,
+    model_of,
     transformed,
 )
 from float8.unit_scaling.transforms.unit_init import output_weights, unit_init
@@ -113,7 +114,7 @@ class UnitScale(Transform):
         """The mode that carries out the plan for these inputs."""
         arguments = (args, kwargs)
         tensors = [tensor for _, tensor in tensors_in(arguments)]
-        plan = plan_for(model, self, skeleton_of(arguments), *tensors)
+        plan = plan_for(id(model), skeleton_of(arguments), *tensors)
         return UnitScaleMode(plan, rules_of(dict(self.replace)))
 
 
@@ -215,21 +216,21 @@ def _refuse_detour(plan: Plan, at: int, name: str) -> None:
     )
 
 
-def plan_for(model: nn.Module, transform: UnitScale, skeleton: Any, *tensors: Tensor) -> Plan:
+def plan_for(number: int, skeleton: Any, *tensors: Tensor) -> Plan:
     """The plan for a call of a model, made once for each kind of call.
 
     Args:
-        model: the transformed model.
-        transform: the transform that asks.
+        number: the id of the transformed model.
         skeleton: its arguments without tensors (`inputs.skeleton_of`).
         tensors: those of its arguments, in order.
     """
+    model = model_of(number)
     kinds = tuple((t.dtype, t.dim()) for t in tensors)
     training = tuple(m.training for m in model.modules())
     key = repr(skeleton), kinds, training, tuple(registry.torch_map.items())
     plans = _PLANS.setdefault(model, {})
     if key not in plans:
-        plans[key] = _planned(model, transform, skeleton, tensors)
+        plans[key] = _planned(model, skeleton, tensors)
     return plans[key]
 
 
@@ -239,15 +240,18 @@ plan_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _PLANS: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan]] = weakref.WeakKeyDictionary()
 
 
-def _planned(
-    model: nn.Module, transform: UnitScale, skeleton: Any, tensors: tuple[Tensor, ...]
-) -> Plan:
+def _planned(model: nn.Module, skeleton: Any, tensors: tuple[Tensor, ...]) -> Plan:
+    assert isinstance(model, Transformed)
+    (transform,) = (t for t in model.transforms if isinstance(t, UnitScale))
     recorder, rules = Recorder(), rules_of(dict(transform.replace))
     results: list[Value] = []
 
     def run(twin: nn.Module, fakes: list[Any]) -> None:
         for name, parameter in twin.named_parameters():
             recorder.value(parameter, name)
+        for module in twin.modules():
+            if isinstance(module, Transformed):  # there are no values to watch or to round
+                module.transforms = tuple(t for t in module.transforms if isinstance(t, UnitScale))
         args, kwargs = filled(skeleton, iter(fakes))
         forward = super(Transformed, twin).forward  # type: ignore[misc]
         with _Record(rules, recorder):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -154,13 +151,3 @@ def test_what_cannot_be_plotted_is_refused_by_name(graph):
         plot(graph, xmin=-1.0)
     with pytest.raises(ValueError, match="call the model before"):
         plot(track_scales(Net()).scales_graph())
-
-
-def test_importing_the_analysis_imports_no_plotting_and_no_tables():
-    code = (
-        "import sys, float8.unit_scaling.analysis\n"
-        "print(*({'matplotlib', 'pandas', 'triton', 'pygments', 'torch._dynamo.convert_frame'}"
-        " & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""

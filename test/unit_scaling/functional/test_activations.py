@@ -120,6 +120,12 @@ def test_a_gated_product_has_unit_scale(mult):
     torch.testing.assert_close(y / y.norm(), expected / expected.norm())
 
 
+def test_a_gate_of_another_shape_is_refused():
+    # it would be broadcast, and its gradient sum over the copies
+    with pytest.raises(ValueError, match=r"input has shape \(4, 3\) and gate \(1, 3\)"):
+        U.silu_glu(normal(4, 3), normal(1, 3))
+
+
 # --- softmax
 
 

@@ -69,6 +69,27 @@ def test_attention_has_the_scale_that_it_documents(length, mult, is_causal, band
     assert_unit_scaled(gv, band=band, samples=samples, what="value gradient")
 
 
+@pytest.mark.parametrize("attention", BOTH)
+@pytest.mark.parametrize(("length", "keys"), [(16, 256), (256, 16), (1, 64), (64, 1), (20, 21)])
+def test_causal_attention_has_unit_scale_with_more_keys_than_queries_and_with_fewer(
+    attention, length, keys
+):
+    q, k, v = qkv(40, length, 64, keys=keys)
+    y, _, _, gv = gradients(lambda *a: attention(*a, is_causal=True), q, k, v)
+    samples = 40 * 64
+    assert_unit_scaled(y, band=0.12, samples=samples, what="output")
+    assert_unit_scaled(gv, (length / keys) ** 0.5, band=0.12, samples=samples, what="values")
+
+
+def test_the_gradient_of_shared_values_sums_over_the_heads_that_share_them():
+    q, k, v = normal(60, 6, 8, 64), normal(60, 2, 8, 64, seed=1), normal(60, 2, 8, 64, seed=2)
+    y, _, _, gv = gradients(
+        lambda *a: U.scaled_dot_product_attention(*a, enable_gqa=True), q, k, v
+    )
+    assert_unit_scaled(y, band=0.05, samples=120 * 64)
+    assert_unit_scaled(gv, 3**0.5, band=0.05, samples=120 * 64)
+
+
 def test_one_factor_serves_the_output_and_all_gradients():
     q, k, v = qkv(2, 9, 4)
     found = gradients(lambda *a: U.scaled_dot_product_attention(*a, mult=2.0), q, k, v)
@@ -102,6 +123,24 @@ def test_a_mask_is_the_fourth_argument(attention, mask):
 
 
 @pytest.mark.parametrize("attention", BOTH)
+@pytest.mark.parametrize("mask", ["bool", "float"])
+def test_a_query_that_attends_to_nothing_gets_zero_and_sends_no_gradient(attention, mask):
+    q, k, v = qkv(2, 6, 8)
+    attn_mask = torch.ones(6, 6, dtype=torch.bool).tril(-1)  # the first query sees nothing
+    if mask == "float":
+        attn_mask = torch.zeros(6, 6).masked_fill(~attn_mask, float("-inf"))
+    y, gq, gk, gv = gradients(lambda *a: attention(*a, attn_mask), q, k, v)
+    assert not y[:, 0].any() and not gq[:, 0].any()
+    for x in (y, gq, gk, gv):
+        assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("attention", BOTH)
+def test_attention_to_no_keys_is_zero(attention):
+    assert not attention(normal(2, 4, 8), normal(2, 0, 8), normal(2, 0, 3)).any()
+
+
+@pytest.mark.parametrize("attention", BOTH)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_heads_may_share_keys_and_values(attention, is_causal):
     q, k, v = normal(2, 6, 5, 8), normal(2, 3, 5, 8, seed=1), normal(2, 3, 5, 8, seed=2)
@@ -131,7 +170,7 @@ def test_a_dropout_that_leaves_nothing_is_refused(attention, dropout_p):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_square_root_attention_is_its_formula(is_causal, dtype):
     q, k, v = qkv(3, 11, 8, dtype)
     found = U.sqrt_softmax_attention(q, k, v, is_causal=is_causal, mult=2.0)

@@ -65,6 +65,15 @@ def test_the_value_for_probabilities_is_torchs(reduction):
         torch.testing.assert_close(found, F.cross_entropy(logits, target, **options))
 
 
+@pytest.mark.parametrize("weight", [None, weights_of(7).double()])
+def test_a_float64_loss_keeps_its_bits(weight):
+    logits, target = normal(11, 7, dtype=torch.float64), torch.arange(11) % 7
+    found = U.cross_entropy(logits, target, weight)
+    torch.testing.assert_close(found, F.cross_entropy(logits, target, weight), rtol=1e-14, atol=0)
+    found = U.mse_loss(logits, logits.flip(0))
+    torch.testing.assert_close(found, F.mse_loss(logits, logits.flip(0)), rtol=1e-14, atol=0)
+
+
 def test_the_mean_of_many_float16_losses_does_not_overflow():
     logits, target = normal(30000, 64, dtype=torch.float16), torch.zeros(30000, dtype=torch.long)
     total = U.cross_entropy(logits, target, reduction="sum")

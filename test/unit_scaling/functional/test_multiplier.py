@@ -12,7 +12,7 @@ def test_a_positive_number_is_itself(mult):
     assert checked_mult(mult, "f") == mult
 
 
-@pytest.mark.parametrize("mult", [0, -1.0, float("nan")])
+@pytest.mark.parametrize("mult", [0, -1.0, float("nan"), float("inf")])
 def test_a_number_that_is_not_positive_is_refused(mult):
     with pytest.raises(ValueError, match=f"gelu: mult .* greater than 0, got {mult}"):
         U.gelu(torch.ones(2), mult=mult)

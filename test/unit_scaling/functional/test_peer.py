@@ -170,6 +170,9 @@ DIFFERENCES = {
     "a convolution's input gradient counts the edges": lambda m: grad_of(
         lambda x, w: m.conv1d(x, w, constraint=None), normal(2, 3, 9), normal(4, 3, 5, seed=1)
     )[0],
+    "causal attention of few queries to many keys sees few of them": lambda m: (
+        m.scaled_dot_product_attention(QKV[0][..., :5, :], *QKV[1:], is_causal=True)
+    ),
     "attention of two causal positions divides by sqrt(1/2), not by sqrt(log(2)/2)": lambda m: (
         m.scaled_dot_product_attention(*(x[..., :2, :] for x in QKV), is_causal=True)
     ),

@@ -147,7 +147,7 @@ def test_the_convention_of_mus_is_the_same_connection():
     torch.testing.assert_close(y, math.sqrt(1 - t) * x + math.sqrt(t) * torch.tanh(x))
 
 
-@pytest.mark.parametrize("tau", [-0.1, float("nan")])
+@pytest.mark.parametrize("tau", [-0.1, float("nan"), float("inf")])
 def test_a_weight_that_is_not_positive_is_refused(tau):
     with pytest.raises(ValueError, match="tau is the weight of a residual branch"):
         U.residual_split(normal(3), tau)

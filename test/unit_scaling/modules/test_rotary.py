@@ -64,6 +64,12 @@ def test_an_odd_head_is_refused():
         rotary(torch.randn(3, 7))
 
 
+@pytest.mark.parametrize("base", [0.0, -10.0, float("nan")])
+def test_a_wavelength_that_is_not_positive_is_refused(base):
+    with pytest.raises(ValueError, match=f"greater than 0, got {base}"):
+        rotary(torch.ones(3, 4), base)
+
+
 def test_sequence_lengths_share_a_graph():
     calls = [(torch.randn(2, s, 8),) for s in (5, 8, 13, 32, 40)]
     assert graphs_compiled(rotary, calls) <= 2
