@@ -58,13 +58,14 @@ part() {
     echo "== $name: $ending, $((SECONDS - begin)) s" | tee -a "$report"
 }
 
-# tests NAME SECONDS MARKER: the tests that MARKER selects, in parallel where xdist is there.
+# tests NAME SECONDS MARKER WORKERS: the tests that MARKER selects, in parallel where xdist is
+# there, by as many workers at the most.
 tests() {
-    local name=$1 limit=$2 marker=$3 parallel=() workers=$(($(nproc) / 2))
+    local name=$1 limit=$2 marker=$3 most=$4 parallel=() workers; workers=$(nproc)
     if [ "$workers" -gt 1 ] && python3 -c "import xdist" 2>/dev/null; then
-        parallel=(-n $((workers < 8 ? workers : 8)))
+        parallel=(-n $((workers < most ? workers : most)))
     fi
-    OMP_NUM_THREADS=2 part "$name tests" "$limit" python3 -m pytest test -m "$marker" \
+    OMP_NUM_THREADS=1 part "$name tests" "$limit" python3 -m pytest test -m "$marker" \
         -p no:cacheprovider -p no:benchmark --durations=10 "${parallel[@]}" \
         -o addopts="-ra --strict-markers --import-mode=importlib" --junitxml="$out/junit_$name.xml"
     { echo "== $name tests"; tail -n 150 "$log"; } >>"$out/pytest.log"
@@ -79,14 +80,15 @@ benchmark() {
     tail -n 60 "$log" | tee -a "$report"
 }
 
-tests cuda 130 "cuda"
-tests other 100 "not cuda"
-benchmark bench_linear 105 benchmarks/bench_linear.py --shapes 70b.attn.wo \
+tests cuda 115 "cuda" 8
+tests other 100 "not cuda" 16
+benchmark bench_linear 95 benchmarks/bench_linear.py --shapes 70b.attn.wo \
     --modes eager compiled --recipes tensorwise static rowwise blockwise --repeats 10
 benchmark bench_matmul 30 benchmarks/bench_matmul.py --repeats 10 --stop-after 20
 benchmark bench_casts 30 benchmarks/bench_casts.py --repeats 10 --stop-after 20
 benchmark bench_model 60 benchmarks/bench_model.py --modes eager compiled \
     --recipes tensorwise --blocks 2 --repeats 5
+benchmark bench_unit 25 benchmarks/bench_unit.py --layers 2 --repeats 5
 benchmark bench_linear_aten 20 benchmarks/bench_linear.py --shapes 70b.attn.wo \
     --modes compiled --recipes tensorwise --no-peer --compiled-casts aten --repeats 5
 benchmark bench_linear_sweep 35 benchmarks/bench_linear.py --repeats 5 --warmup 2 \

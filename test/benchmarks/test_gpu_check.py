@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_linear, bench_model, report, targets
+from benchmarks import bench_linear, bench_model, bench_unit, report, targets
 
 SCRIPT = report.ROOT / "scripts" / "gpu_check.sh"
 NINE_MINUTES = 9 * 60
@@ -50,6 +50,7 @@ def test_it_attempts_every_part_and_the_target_first(tmp_path):
         "bench_casts",
         "bench_model",
         "bench_overhead",
+        "bench_unit",
     }
     assert ["-m", "float8.estimate", "--check"] in [command[:3] for command in commands]
 
@@ -63,7 +64,7 @@ def test_a_part_that_fails_is_named_and_starves_no_other(tmp_path):
 
 def test_its_limits_together_stay_under_nine_minutes():
     limits = re.findall(r'^(?:tests \w+|benchmark \w+|part ".*") (\d+)', SCRIPT.read_text(), re.M)
-    assert len(limits) == 10
+    assert len(limits) == 11
     assert sum(map(int, limits)) < NINE_MINUTES
 
 
@@ -79,6 +80,8 @@ def test_its_options_are_understood_and_show_every_target(tmp_path):
     assert sweep.shapes[-1].label == "16384"
     (model,) = (bench_model.parse(o) for o in options_of(commands, "bench_model"))
     assert model.modes == ["eager", "compiled"]
+    (unit,) = (bench_unit.parse(o) for o in options_of(commands, "bench_unit"))
+    assert "unit" in unit.recipes
 
 
 @pytest.mark.parametrize("arguments", [[], ["one", "two"]])
