@@ -136,7 +136,7 @@ def sqrt_softmax_attention(
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(repeats, dim=-3) for x in (key, value))
     logits_LS = query @ key.transpose(-2, -1) * _temperature(query, mult, scale)
-    logits_LS = _masked(logits_LS, attn_mask, is_causal)
+    logits_LS = masked_logits(logits_LS, attn_mask, is_causal)
     weights_LS = _root_of_softmax(logits_LS)
     if dropout_p:
         weights_LS = F.dropout(weights_LS, dropout_p) * kept**0.5
@@ -151,7 +151,8 @@ def _root_of_softmax(logits_LS: Tensor) -> Tensor:
     return F.normalize(torch.exp((wide - shift) / 2), dim=-1)
 
 
-def _masked(logits_LS: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+def masked_logits(logits_LS: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    """The logits with -inf where nothing is attended to; masks as torch's attention takes them."""
     if is_causal:
         seen = torch.ones(logits_LS.shape[-2:], dtype=torch.bool, device=logits_LS.device).tril()
         logits_LS = logits_LS.masked_fill(~seen, float("-inf"))

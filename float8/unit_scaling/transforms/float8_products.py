@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from float8.autograd import STATELESS, Factors, linear_in_float8
 from float8.config import Float8LinearConfig
 from float8.formats import HIGH_PRECISION_DTYPES
+from float8.unit_scaling.functional.attention import masked_logits
 
 # A power of two that every E4M3 holds (its maximum is 448, or 240 where it is fnuz).
 ATTENTION_SHIFT = 128.0
@@ -79,19 +80,13 @@ def float8_attention(
         key, value = (x.repeat_interleave(repeats, dim=-3) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     logits_LS = float8_matmul(query, key.transpose(-2, -1), config, (scale,) * 3).float()
-    if is_causal:
-        seen = torch.ones(logits_LS.shape[-2:], dtype=torch.bool, device=query.device).tril()
-        attn_mask = seen if attn_mask is None else _both(seen, attn_mask)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        logits_LS = logits_LS.masked_fill(~attn_mask, float("-inf"))
-    elif attn_mask is not None:
-        logits_LS = logits_LS + attn_mask
-    weights_LS = F.dropout(logits_LS.softmax(-1), dropout_p) * ATTENTION_SHIFT
+    logits_LS = masked_logits(logits_LS, attn_mask, is_causal)
+    weights_LS = F.dropout(_softmax(logits_LS), dropout_p) * ATTENTION_SHIFT
     back = 1 / ATTENTION_SHIFT
     return float8_matmul(weights_LS.to(value.dtype), value, config, (back,) * 3)
 
 
-def _both(seen_LS: Tensor, attn_mask: Tensor) -> Tensor:
-    if attn_mask.dtype == torch.bool:
-        return seen_LS & attn_mask
-    return attn_mask.masked_fill(~seen_LS, float("-inf"))
+def _softmax(logits_LS: Tensor) -> Tensor:
+    # Of a query that may attend to nothing the weights are 0, as in torch's attention, not NaN.
+    blind = (logits_LS == float("-inf")).all(-1, keepdim=True)
+    return logits_LS.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)

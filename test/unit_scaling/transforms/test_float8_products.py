@@ -49,7 +49,7 @@ def test_a_dtype_without_casts_is_refused_by_name():
 
 def masks(L, S):
     seen = torch.rand(L, S) < 0.7
-    seen[:, 0] = True  # somebody to attend to
+    seen[5] = False  # nobody to attend to
     return {"none": None, "bool": seen, "float": torch.randn(L, S)}
 
 
