@@ -23,8 +23,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from float8.unit_scaling import float8_layers as _registers_the_layers  # noqa: F401
 from float8.unit_scaling import core, functional, optim, parameter
+from float8.unit_scaling import float8_layers as _registers_the_layers  # noqa: F401
 from float8.unit_scaling.modules.activations import GELU, CrossEntropyLoss, Dropout, SiLU, Softmax
 from float8.unit_scaling.modules.attention import MHSA
 from float8.unit_scaling.modules.depth import DepthModuleList, DepthSequential

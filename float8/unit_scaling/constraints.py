@@ -8,7 +8,9 @@ of the graph, one that all paths to what lies behind it must cross: a weight, a 
 the loss, the branch of a residual. A constraint replaces them by one:
 
     gmean  (a b c) ** (1/3)      hmean  3 / (1/a + 1/b + 1/c)      amean  (a + b + c) / 3
-    to_output_scale  a           to_grad_input_scale  b            None  each keeps its own
+    to_output_scale  a           to_grad_input_scale  b, of two    None  each keeps its own
+                                 to_left_grad_scale   b, of three
+                                 to_right_grad_scale  c, of three
 
 u-muP takes `to_output_scale` everywhere (arXiv 2407.17465, appendix B): activations
 then have unit scale exactly, gradients nearly where an operation's fan-in and fan-out agree.

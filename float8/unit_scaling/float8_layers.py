@@ -39,6 +39,10 @@ class Float8UnitLinear(MupModule, Float8Linear):
     constraint: Constraint
     scale_power: tuple[float, float, float] = Linear.scale_power
 
+    def extra_repr(self) -> str:
+        """As `Float8Linear`'s, and the constraint."""
+        return f"{super().extra_repr()}, constraint={self.constraint!r}"
+
     def _factors(self, input: Tensor) -> Factors:
         return linear_factors(input, self.weight, self.constraint, self.scale_power)
 

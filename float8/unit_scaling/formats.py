@@ -228,7 +228,7 @@ class _QuantiseBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.fmt.quantise(grads[0]), None
+        return ctx.fmt.quantise_fwd(grads[0]), None  # a second derivative passes
 
 
 def format_to_tuple(format: FPFormat) -> tuple[int, int, str, int, str]:

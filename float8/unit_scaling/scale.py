@@ -9,8 +9,8 @@ section 4). Two operations suffice:
     scale_bwd(x, s) = x            d loss / d x = s * g
 
 Neither is the derivative of the other half: that is their point. An operation ``y = f(x)`` becomes
-``scale_fwd(f(scale_bwd(x, b)), a)``: its output is multiplied by ``a``, its gradient by ``b``, and
-the two factors never multiply each other.
+``scale_fwd(f(scale_bwd(x, b)), a)``, which `scale_elementwise` writes: its output is multiplied by
+``a``, its gradient by ``b``, and the two factors never multiply each other.
 
 Factors are Python floats to the last: the tensor is multiplied once, with the float, so that a
 bfloat16 gradient is rounded once and its factor never. They are computed from sizes; under
@@ -47,8 +47,10 @@ class _Scaled(torch.autograd.Function):
 
 
 def _times(x: Tensor, factor: float | Tensor) -> Tensor:
+    if not isinstance(factor, Tensor):
+        return x * factor
     # A factor that is a tensor is float32 or wider: the product is taken in it and rounded once.
-    product = (x.to(factor.dtype) if isinstance(factor, Tensor) else x) * factor
+    product = x.to(factor.dtype) * factor
     return product if product.dtype == x.dtype else product.to(x.dtype)
 
 

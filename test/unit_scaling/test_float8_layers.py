@@ -232,3 +232,8 @@ def test_a_unit_step_has_as_many_ops_as_an_unscaled_static_one():
     unscaled = traced(plain, x, g)
     extra = len(scaled) - len(unscaled)
     assert 0 <= extra <= 3  # at most a multiplication of a (1, 1) scale per product
+
+
+def test_a_converted_layer_shows_its_constraint():
+    layer = in_float8(nn.Sequential(uu.Linear(16, 32, constraint="gmean")))[0]
+    assert "out_features=32" in repr(layer) and "constraint='gmean'" in repr(layer)

@@ -97,7 +97,7 @@ def test_a_schedule_that_sets_the_rate_takes_one_per_group():
 @every_optimizer
 def test_a_group_that_is_refused_leaves_nothing_behind(optimizer):
     m, late = model(), uu.Linear(64, 4)
-    made = optimizer(m, lr=0.5)
+    made = optimizer(m.parameters(), lr=0.5)
     before = [(g["lr"], g["params"]) for g in made.param_groups]
     # two learning rates: the first of two groups would be taken before the second is refused
     with pytest.raises(ValueError, match="more than one parameter group"):

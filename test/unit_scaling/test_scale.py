@@ -60,6 +60,10 @@ def test_a_factor_of_float64_keeps_its_bits():
     assert_bitwise(grad, gradients(lambda x: x * 1, x)[1] * (1 / 3))
 
 
+def test_integers_are_not_truncated():
+    assert scale_fwd(torch.arange(3), 0.5).tolist() == [0.0, 0.5, 1.0]
+
+
 @pytest.mark.parametrize("constraint", [None, "gmean"])
 def test_a_function_is_scaled_elementwise(constraint):
     scaled = scale_elementwise(torch.pow, 0.25, 4.0, constraint)

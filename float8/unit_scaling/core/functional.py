@@ -5,11 +5,11 @@ A unit-scaled operation of your own is a function, two factors and an entry in t
     from float8.unit_scaling.core.functional import scale_elementwise
 
     def tanh(input, constraint="to_output_scale"):
-        return scale_elementwise(torch.tanh, 1.59, 1.46, constraint)(input)
+        return scale_elementwise(torch.tanh, 1.59, 1.47, constraint)(input)
 
     U.register(torch.tanh, tanh)
 
-``1.59 = 1 / std(tanh(x))`` and ``1.46 = 1 / rms(tanh'(x))`` for x ~ N(0, 1).
+``1.59 = 1 / std(tanh(x))`` and ``1.47 = 1 / rms(tanh'(x))`` for x ~ N(0, 1).
 """
 
 from __future__ import annotations

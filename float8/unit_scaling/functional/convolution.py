@@ -66,12 +66,12 @@ def conv1d(
     channels_out, channels_in, taps = weight.shape
     length, batch = input.shape[-1], input.shape[0] if input.dim() > 2 else 1
     step, gap = _single(stride), _single(dilation)
-    before, after = _padding(padding, gap * (taps - 1))
+    before, after = zeros_around(padding, gap * (taps - 1))
     # torch refuses a stride below 1, in words
     outputs = (length + before + after - gap * (taps - 1) - 1) // max(step, 1) + 1
     pairs = outputs * taps
     if before or after:
-        pairs = _pairs(length, outputs, taps, step, gap, before)
+        pairs = pairs_of(length, outputs, taps, step, gap, before)
     output, grad_input, grad_weight, grad_bias = (
         float(1 / max(terms, 1) ** p)
         for terms, p in zip(
@@ -98,7 +98,7 @@ def conv1d(
     return scale_fwd(product, output)
 
 
-def _pairs(length: int, outputs: int, taps: int, step: int, gap: int, before: int) -> int:
+def pairs_of(length: int, outputs: int, taps: int, step: int, gap: int, before: int) -> int:
     """P: the pairs of output o and tap k with ``0 <= o step + k gap - before < length``."""
     pairs = 0
     for k in range(taps):
@@ -108,7 +108,7 @@ def _pairs(length: int, outputs: int, taps: int, step: int, gap: int, before: in
     return pairs
 
 
-def _padding(padding: int | tuple[int, ...] | str, reach: int) -> tuple[int, int]:
+def zeros_around(padding: int | tuple[int, ...] | str, reach: int) -> tuple[int, int]:
     """Zeros before and after; ``reach`` is the distance of the first tap from the last."""
     if padding == "same":
         return reach // 2, reach - reach // 2

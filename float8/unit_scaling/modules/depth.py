@@ -4,7 +4,9 @@ The updates of L residual layers add up in the residual stream, so each paramete
 trains with a learning rate divided by ``sqrt(L)`` (u-muP, arXiv 2407.17465, table 2, "residual").
 A stack sets ``mup_scaling_depth = L`` on all its parameters; `optim.lr_scale_for_depth` reads it.
 
-What is counted is the layers of one stack: a parameter cannot be in two, so stacks do not nest.
+What is counted is the layers of one stack: a parameter cannot be in two, so stacks do not nest. A
+transformer layer counts once, though it has two branches: a constant, which the global learning
+rate absorbs.
 """
 
 from __future__ import annotations

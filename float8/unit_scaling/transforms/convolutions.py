@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from float8.unit_scaling.constraints import Constraint, apply_constraint
-from float8.unit_scaling.functional.convolution import _padding, _pairs
+from float8.unit_scaling.functional.convolution import pairs_of, zeros_around
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
 Sizes = int | Sequence[int]
@@ -74,10 +74,10 @@ def _convolved(
     outputs, pairs = 1, 1
     for d, (length, k) in enumerate(zip(lengths, taps, strict=True)):
         step, gap = _along(stride, d), _along(dilation, d)
-        before, after = _padding(_along(padding, d), gap * (k - 1))
+        before, after = zeros_around(_along(padding, d), gap * (k - 1))
         out = (length + before + after - gap * (k - 1) - 1) // max(step, 1) + 1
         outputs = outputs * out
-        pairs = pairs * (_pairs(length, out, k, step, gap, before) if before or after else out * k)
+        pairs = pairs * (pairs_of(length, out, k, step, gap, before) if before or after else out * k)
     terms = (
         channels_in * math.prod(taps),
         channels_out * pairs / max(groups * math.prod(lengths), 1),

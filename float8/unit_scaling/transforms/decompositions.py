@@ -126,6 +126,12 @@ def _projections(
 ) -> tuple[Tensor, ...]:
     if packed is not None and query is key and key is value:
         return F.linear(query, packed, bias).chunk(3, dim=-1)
+    if packed is not None and key is value:
+        sizes = [query.shape[-1], 2 * query.shape[-1]]
+        weight_q, weight_kv = packed.split(sizes)
+        bias_q, bias_kv = (None, None) if bias is None else bias.split(sizes)
+        k, v = F.linear(key, weight_kv, bias_kv).chunk(2, dim=-1)
+        return F.linear(query, weight_q, bias_q), k, v
     inputs = (query, key, value)
     biases = _thirds(bias)
     projected = []

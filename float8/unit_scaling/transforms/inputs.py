@@ -9,11 +9,14 @@ arguments as they are cannot.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 
 TENSOR = "<tensor>"
+_CONSTANTS = (int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 
 
 def skeleton_of(arguments: Any) -> Any:
@@ -41,3 +44,16 @@ def filled(skeleton: Any, tensors: Iterator[Tensor]) -> Any:
         return {name: filled(item, tensors) for name, item in items}
     parts = [filled(item, tensors) for item in items]
     return parts if kind == "list" else tuple(parts)
+
+
+def kind_of(skeleton: Any) -> Any:
+    """What calls of a kind have in common, hashable: constants by value, other objects by type."""
+    if skeleton == TENSOR:
+        return TENSOR
+    kind, *items = skeleton
+    if kind == "constant":
+        (value,) = items
+        return type(value), value if isinstance(value, _CONSTANTS) else None
+    if kind == "dict":
+        return kind, *[(name, kind_of(item)) for name, item in items]
+    return kind, *[kind_of(item) for item in items]

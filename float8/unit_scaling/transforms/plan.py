@@ -96,7 +96,8 @@ def make_plan(
         output_weights: names of the parameters of u-muP's type "output".
 
     Raises:
-        ValueError: a trained weight is multiplied by a function without a unit-scaled version.
+        ValueError: a trained parameter is none of the model's, or is read by a product that has
+            no unit-scaled version.
     """
     calls, values = recorder.calls, recorder.values
     kind, found, read = _residual_layers(calls, values, rules)
@@ -112,6 +113,7 @@ def make_plan(
         marked.setdefault(edge.call, []).append(edge)
     steps = []
     for index, call in enumerate(calls):
+        _refuse_unscaled(call, rules)
         if call.name not in names:
             continue
         after_all = not any(v.number in before for v in call.outputs)
@@ -147,7 +149,6 @@ def _step(
         replaced = kind.name == SUM and torch.add in rules
         return Step(call.name, "scaled" if replaced else KEEP, free=cut)
     if call.function not in rules:
-        _refuse_unscaled(call)
         return Step(call.name, KEEP)
     weight = _is_matrix(call, RIGHT.get(call.function))
     added = call.operand(*ADDED[call.function]) if call.function in ADDED else None
@@ -163,15 +164,21 @@ def _step(
     return Step(call.name, free=free, weight=weight, mix=mix, dropped=dropped)
 
 
-def _refuse_unscaled(call: Call) -> None:
-    weights = [v for _, v in call.inputs if v.trained and len(v.shape) >= 2]
-    if call.name in UNSCALED and weights:
-        raise ValueError(
-            f"unit_scale: {call.name} at {call.line} multiplies by {weights[0].parameter}, whose "
-            "standard deviation is 1 now, and has no unit-scaled function: register one "
-            f"(U.register), write the products out, or pass replace={{f: f}} for f = {call.name} "
-            "to have it as it is, and scale the weight"
-        )
+def _refuse_unscaled(call: Call, rules: Rules) -> None:
+    for weight in (v for _, v in call.inputs if v.trained):
+        if weight.parameter is None:
+            raise ValueError(
+                f"unit_scale: {call.name} at {call.line} reads a trained parameter of shape "
+                f"{weight.shape} that is none of the model's: its scale is unknown. Make its "
+                "module an attribute of one of the model's, or an item of an nn.ModuleList"
+            )
+        if call.name in UNSCALED and call.function not in rules and len(weight.shape) >= 2:
+            raise ValueError(
+                f"unit_scale: {call.name} at {call.line} multiplies by {weight.parameter}, whose "
+                "standard deviation is 1 now, and has no unit-scaled function: register one "
+                f"(U.register), write the products out, or pass replace={{f: f}} for f = "
+                f"{call.name} to have it as it is, and scale the weight"
+            )
 
 
 def _is_matrix(call: Call, place: tuple[int, str] | None) -> bool:

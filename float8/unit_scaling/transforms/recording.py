@@ -128,21 +128,11 @@ class Recorder:
         self._alive: list[Tensor] = []  # whose ids must not be given to others
 
     def value(self, tensor: Tensor, parameter: str | None = None) -> Value:
-        """What a tensor holds; a tensor that no call produced comes from outside.
-
-        Raises:
-            ValueError: it is a trained parameter that came without its name.
-        """
+        """What a tensor holds; a tensor that no call produced comes from outside."""
         if id(tensor) not in self._now:
-            trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-            if trained and parameter is None:
-                raise ValueError(
-                    f"a trained parameter of shape {tuple(tensor.shape)} is read that is none of "
-                    "the model's named parameters, and whose scale is therefore unknown: make its "
-                    "module an attribute, or an item of an nn.ModuleList"
-                )
             new = self._new(tensor)
-            new.parameter, new.learned, new.trained = parameter, parameter is not None, trained
+            new.parameter, new.learned = parameter, parameter is not None
+            new.trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
         return self._now[id(tensor)]
 
     def _new(self, tensor: Tensor) -> Value:

@@ -24,6 +24,7 @@ from torch import nn
 from float8.unit_scaling.override import overridable
 
 Function = Callable[..., Any]
+Put = Callable[[Function], None]
 
 _VISIBLE: weakref.WeakValueDictionary[Function, Function] = weakref.WeakValueDictionary()
 
@@ -38,6 +39,7 @@ def made_visible(model: nn.Module, functions: Iterable[Function]) -> None:
     Raises:
         ValueError: a function is not found behind any name, or is no Python function.
     """
+    found: list[tuple[Function, list[Put]]] = []  # all of them, before the first is put in place
     for function in functions:
         if is_visible(function):
             continue
@@ -59,6 +61,8 @@ def made_visible(model: nn.Module, functions: Iterable[Function]) -> None:
                 "variable that the model's methods enclose or an attribute of its modules. "
                 "Decorate it with float8.unit_scaling.override.overridable where it is defined"
             )
+        found.append((visible, names))
+    for visible, names in found:
         for put in names:
             put(visible)
 
@@ -67,9 +71,6 @@ def is_visible(function: Function) -> bool:
     """Whether a torch function mode sees calls of a function."""
     module = getattr(function, "__module__", None) or "torch"
     return hasattr(function, "implementation") or module.partition(".")[0] in ("torch", "_operator")
-
-
-Put = Callable[[Function], None]
 
 
 def _in_modules(function: Function) -> Iterator[Put]:

@@ -188,7 +188,8 @@ class _Gradients(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             shape, dtype = ctx.addend
             to_addend = grad.sum_to_size(shape).to(dtype)
-        return ctx.fmt.quantise(grad), to_addend, None
+        # Straight through once more, for gradients of gradients.
+        return ctx.fmt.quantise_fwd(grad), to_addend, None
 
 
 def _find(

@@ -29,7 +29,8 @@ waits for its device at each call.
 
 Inputs that require no gradient get one for the statistics' sake: the calls read an alias of the
 input, on the same memory, which does. The caller's tensor stays as it is; the output requires a
-gradient then. Under ``torch.no_grad`` there are no gradients to see.
+gradient then. Under ``torch.no_grad`` there are no gradients to see. Calls inside ``torch.vmap``
+and ``torch.func`` are not recorded: their tensors stand for others and have no values to look at.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from float8.unit_scaling.transforms.transformed import (
     Mode,
     Transform,
     Transformed,
+    is_in_functorch,
     transformed,
 )
 
@@ -158,6 +160,8 @@ class _Watching(Mode):
         kwargs = kwargs or {}
         if decomposition_of(respelt(func)) is not None:
             return super().__torch_function__(func, types, args, kwargs)
+        if is_in_functorch():
+            return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             self.running = self._running()
             seen = self._arguments(args, kwargs)
@@ -213,7 +217,9 @@ class _Watching(Mode):
         node = self.nodes.get(x)
         if node is None:
             return self._see(self.graph.create_node("get_attr", self._name_of(x)), x)
-        if x.requires_grad and x not in self.hooked:  # made by an autograd function, out of sight
+        if (
+            x.requires_grad and x not in self.hooked and "metrics" in node.meta
+        ):  # made by an autograd function, out of sight
             self._hook(x, node.meta["metrics"])
         return node
 

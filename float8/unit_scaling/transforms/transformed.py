@@ -55,6 +55,9 @@ class Mode(TorchFunctionMode):
         super().__init__()
         self.handlers = handlers
 
+    def finish(self) -> None:
+        """What is left to do, or to complain about, after an eager forward that did not fail."""
+
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -78,9 +81,7 @@ class Transform(ABC):
     depth: ClassVar[int]
 
     @abstractmethod
-    def mode(
-        self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> TorchFunctionMode:
+    def mode(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Mode:
         """The mode for one call.
 
         Args:
@@ -95,15 +96,23 @@ class Transformed:
 
     transforms: tuple[Transform, ...]
 
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        """Every copy, unpickled module and replica comes into being here."""
+        new: Any = super().__new__(cls)
+        _ALIVE[id(new)] = new
+        return new
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, under its transforms."""
         plain = super().forward  # type: ignore[misc]
         ordered = sorted(self.transforms, key=_depth, reverse=True)
         modes = [t.mode(self, plain, args, kwargs) for t in ordered]  # type: ignore[arg-type]
-        if not torch.compiler.is_compiling():  # which refuses them by itself
-            modes.append(RefusesCheckpointing())
-            return _finished(_under(modes, plain, args, kwargs))
-        return _under(modes, plain, args, kwargs)
+        if torch.compiler.is_compiling():  # which refuses checkpoints by itself
+            return _under(modes, plain, args, kwargs)
+        result = _finished(_under([*modes, RefusesCheckpointing()], plain, args, kwargs))
+        for mode in modes:
+            mode.finish()
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled by the model's own class: this one is made on the spot."""
@@ -120,6 +129,11 @@ def _finished(result: Any) -> Any:
             "transforms are over: transform a module that returns tensors"
         )
     return result
+
+
+def is_in_functorch() -> bool:
+    """Whether the call is inside ``torch.vmap``, ``torch.func.grad`` or the like."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _depth(transform: Transform) -> int:
@@ -152,9 +166,7 @@ def model_of(number: int) -> nn.Module:
 
 def _new(cls: type[nn.Module]) -> nn.Module:
     made = _subclass(cls)
-    new = made.__new__(made)
-    _ALIVE[id(new)] = new
-    return new
+    return made.__new__(made)
 
 
 def transformed(model: M, transform: Transform) -> M:

@@ -9,7 +9,8 @@ of a model. `unit_scale` does that while the model runs: a torch function mode s
 model's own forward, however it is spelt, and calls the unit-scaled function in its place. In order:
 
 1.  What is in ``replace`` is replaced, then everything that `registry.torch_map` knows, and every
-    matrix product (`products`). Functions of other names are left as they are.
+    matrix product (`products`). Other functions are left as they are, but for products by a trained
+    weight, which are refused (`products.UNSCALED`): nothing would make up for its scale.
 2.  Additions of a tensor to what a branch made of it become residual layers, weighted by u-muP's
     depth rule (arXiv 2407.17465, appendix G; `residuals`); other sums become `U.add`, except
     those that are part of a formula (`sums`).
@@ -32,14 +33,13 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from float8.unit_scaling import functional as U
 from float8.unit_scaling import registry
 from float8.unit_scaling.scale import scale_bwd
 from float8.unit_scaling.spellings import respelt
 from float8.unit_scaling.transforms.decompositions import decomposition_of
-from float8.unit_scaling.transforms.inputs import filled, skeleton_of
+from float8.unit_scaling.transforms.inputs import filled, kind_of, skeleton_of
 from float8.unit_scaling.transforms.plan import Plan, Step, make_plan, results_of, rules_of
 from float8.unit_scaling.transforms.recording import (
     Path,
@@ -95,9 +95,20 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
         if not callable(function):
             raise TypeError(f"replace maps functions to functions, got {function!r}")
     new = transformed(module, UnitScale(tuple(functions.items())))
+    _refuse_products_in_float8(new)
     unit_init(new)
     made_visible(new, [f for f in functions if f not in functions.values()])
     return new
+
+
+def _refuse_products_in_float8(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        inner = getattr(module, "transforms", ()) if module is not model else ()
+        if isinstance(module, Transformed) and any(t.depth > 2 for t in inner):
+            raise ValueError(
+                f"unit_scale: {name} has the transform float8, whose products nothing around it "
+                "sees: transform the whole model, float8(unit_scale(model)), with a filter"
+            )
 
 
 class UnitScale(Transform):
@@ -108,9 +119,7 @@ class UnitScale(Transform):
     def __init__(self, replace: tuple[tuple[Function, Function], ...] = ()) -> None:
         self.replace = replace
 
-    def mode(
-        self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> TorchFunctionMode:
+    def mode(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Mode:
         """The mode that carries out the plan for these inputs."""
         arguments = (args, kwargs)
         tensors = [tensor for _, tensor in tensors_in(arguments)]
@@ -163,13 +172,18 @@ class UnitScaleMode(_Watch):
         self.plan, self.at = plan, 0
         self.read: dict[tuple[int, float], Tensor] = {}  # what residual branches begin with
 
+    def finish(self) -> None:
+        """Refuses a forward that stopped early: gradients were scaled for what did not follow."""
+        if self.at < len(self.plan.steps):
+            _refuse_detour(self.plan, self.at, "returns")
+
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Take the next step if it is a call that the plan concerns, else leave it."""
         name = name_of(func)
         if name not in self.plan.names:
             return func(*args, **kwargs)
         if self.at >= len(self.plan.steps) or self.plan.steps[self.at].name != name:
-            _refuse_detour(self.plan, self.at, name)
+            _refuse_detour(self.plan, self.at, f"calls {name} at {line_of_caller()}")
         step = self.plan.steps[self.at]
         self.at += 1
         whole = args, kwargs
@@ -206,10 +220,10 @@ def _addends(input: Tensor, other: Tensor, alpha: float = 1) -> tuple[Tensor, Te
     return input, other
 
 
-def _refuse_detour(plan: Plan, at: int, name: str) -> None:
+def _refuse_detour(plan: Plan, at: int, what: str) -> None:
     expected = plan.steps[at].name if at < len(plan.steps) else "the end of the forward"
     raise RuntimeError(
-        f"unit_scale: the model calls {name} at {line_of_caller()}, where its plan has {expected}: "
+        f"unit_scale: the model {what}, where its plan has {expected}: "
         "it takes another way than when it was planned for inputs of this kind. A model whose "
         "control flow depends on values, on chance or on state cannot be unit-scaled as it is; "
         "after a change of the model call unit_scale again"
@@ -227,7 +241,7 @@ def plan_for(number: int, skeleton: Any, *tensors: Tensor) -> Plan:
     model = model_of(number)
     kinds = tuple((t.dtype, t.dim()) for t in tensors)
     training = tuple(m.training for m in model.modules())
-    key = repr(skeleton), kinds, training, tuple(registry.torch_map.items())
+    key = kind_of(skeleton), kinds, training, tuple(registry.torch_map.items())
     plans = _PLANS.setdefault(model, {})
     if key not in plans:
         plans[key] = _planned(model, skeleton, tensors)
@@ -263,8 +277,12 @@ def _planned(model: nn.Module, skeleton: Any, tensors: tuple[Tensor, ...]) -> Pl
     except Exception as error:
         raise ValueError(
             f"unit_scale: {type(model).__mro__[2].__name__} cannot be planned; it stops at "
-            f"{line_of_error(error)} with {type(error).__name__}: {error}. Its forward is run "
-            "once on tensors that have shapes but no values: control flow that reads values "
-            "(.item(), bool(tensor)) is not covered"
+            f"{line_of_error(error)} with {type(error).__name__}: {_first_line(error)}. Its "
+            "forward is run once on tensors that have shapes but no values: control flow that "
+            "reads values (if tensor: ..., range(tensor.item())) is not covered"
         ) from error
     return make_plan(rules, recorder, results, output_weights(model))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0].rstrip(".")

@@ -215,3 +215,16 @@ def test_the_table_prints_without_tabulate(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without_tabulate)
     assert format_operands(ROWS).splitlines()[2].split("\t")[0::4] == ["up", "98.6%"]
+
+
+def test_products_inside_a_vmap_are_not_seen():
+    class Mapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.outer(torch.vmap(self.inner)(x))
+
+    rows = operand_table(Mapped(), torch.randn(3, 4))
+    assert {row.product for row in rows} == {"outer"} and len(rows) == 3

@@ -83,9 +83,7 @@ def test_causal_attention_has_unit_scale_with_more_keys_than_queries_and_with_fe
 
 def test_the_gradient_of_shared_values_sums_over_the_heads_that_share_them():
     q, k, v = normal(60, 6, 8, 64), normal(60, 2, 8, 64, seed=1), normal(60, 2, 8, 64, seed=2)
-    y, _, _, gv = gradients(
-        lambda *a: U.scaled_dot_product_attention(*a, enable_gqa=True), q, k, v
-    )
+    y, _, _, gv = gradients(lambda *a: U.scaled_dot_product_attention(*a, enable_gqa=True), q, k, v)
     assert_unit_scaled(y, band=0.05, samples=120 * 64)
     assert_unit_scaled(gv, 3**0.5, band=0.05, samples=120 * 64)
 
@@ -207,7 +205,10 @@ def test_gradients_of_square_root_attention_are_finite_where_nothing_is_attended
 
 
 @pytest.mark.parametrize("attention", BOTH)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_attention_compiles_once_for_all_lengths(attention, is_causal):
+def test_attention_compiles_once_for_all_lengths(attention):
     calls = [qkv(2, n, 8) for n in (5, 8, 17, 40, 64)]
-    assert graphs_compiled(lambda *a: attention(*a, is_causal=is_causal), calls) <= 2
+
+    def either(*a):
+        return attention(*a, is_causal=False) + attention(*a, is_causal=True)
+
+    assert graphs_compiled(either, calls) <= 2

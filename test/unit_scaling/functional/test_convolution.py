@@ -128,6 +128,8 @@ def test_what_is_no_convolution_is_refused():
         U.conv1d(normal(2, 4, 9), normal(6, 4))
     with pytest.raises(ValueError, match="'valid' or 'same', got 'full'"):
         U.conv1d(normal(2, 4, 9), normal(6, 4, 3), padding="full")
+    with pytest.raises(RuntimeError, match="stride is not supported"):
+        U.conv1d(normal(2, 4, 9), normal(6, 4, 3), stride=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"padding": 2, "stride": 2}], ids=str)

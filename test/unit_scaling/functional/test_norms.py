@@ -83,15 +83,17 @@ def test_an_embedding_takes_torchs_arguments():
 @pytest.mark.parametrize("norm_type", [2.0, 1.0])
 def test_an_embedding_shrinks_the_long_rows_that_it_reads_and_trains_them(norm_type):
     weight, indices = normal(5, 3), torch.tensor([[0, 1], [1, 4]]).t()  # not contiguous
-    tables = [weight.clone().requires_grad_() for _ in range(2)]
-    options = {"max_norm": 0.5, "norm_type": norm_type, "padding_idx": 4}
-    found, plain = U.embedding(indices, tables[0], **options), F.embedding(
-        indices, tables[1], **options
-    )  # fmt: skip
-    torch.testing.assert_close((found, tables[0]), (plain, tables[1]))
-    assert torch.equal(tables[0][2:4], weight[2:4]), "rows that are not read stay"
-    grads = [torch.autograd.grad(y.sum(), t)[0] for y, t in zip((found, plain), tables)]  # noqa: B905
-    torch.testing.assert_close(grads[0], grads[1] * (5 / 4) ** 0.5)
+    results = []
+    for embedding in (U.embedding, F.embedding):
+        table = weight.clone().requires_grad_()
+        y = embedding(indices, table, padding_idx=4, max_norm=0.5, norm_type=norm_type)
+        (grad,) = torch.autograd.grad(y.sum(), table)
+        results.append((y, table, grad))
+    (y, table, grad), (plain_y, plain_table, plain_grad) = results
+    torch.testing.assert_close((y, table), (plain_y, plain_table))
+    torch.testing.assert_close(grad, plain_grad * (5 / 4) ** 0.5)
+    assert torch.equal(table[2:4], weight[2:4]), "rows that are not read stay"
+    assert not torch.equal(table[:2], weight[:2]), "these rows are too short for the test"
 
 
 def test_a_gradient_divided_by_counts_twice_is_refused():

@@ -17,7 +17,7 @@ from float8.unit_scaling import functional as U
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    # this folder answers to the name unit_scaling too, but has no core
+    # this folder answers to the name unit_scaling too, but has no core.functional
     peer_rules = pytest.importorskip("unit_scaling.core.functional")
     peer = pytest.importorskip("unit_scaling.functional")
 

@@ -130,3 +130,16 @@ def test_unflatten_is_torchs_in_eager_and_compiled_code():
         for mine, theirs in zip(run(x), Model()(x), strict=True):
             assert torch.equal(mine, theirs)
     assert decompositions.decomposition_of(F.linear) is None
+
+
+def test_cross_attention_projects_keys_and_values_in_one_product_to_the_bit():
+    torchs = attention()
+    ours = transformed(torchs, Opens())
+    x, y = torch.randn(T, B, E, dtype=torch.float64), torch.randn(S, B, E, dtype=torch.float64)
+    grads = []
+    for model in (ours, torchs):
+        y.grad = None
+        model(x, y.requires_grad_(), y, need_weights=False)[0].backward(x)
+        grads.append([y.grad, *(p.grad for p in model.parameters())])
+    for mine, theirs in zip(*grads, strict=True):
+        assert torch.equal(mine, theirs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from float8.unit_scaling.transforms.inputs import filled, skeleton_of
+from float8.unit_scaling.transforms.inputs import filled, kind_of, skeleton_of
 from float8.unit_scaling.transforms.recording import tensors_in
 
 X, Y, Z = torch.randn(3, 2)
@@ -36,3 +36,12 @@ def test_skeletons_tell_kinds_of_calls_apart_but_not_sizes():
 def test_an_object_of_the_users_is_handed_through():
     thing = object()
     assert rebuilt(((thing,), {}))[0][0] is thing
+
+
+def test_a_kind_tells_constants_apart_by_value_and_objects_by_type_alone():
+    def kind(arguments):
+        return kind_of(skeleton_of(arguments))
+
+    assert kind((X, {"a": [1, "b", torch.float32]})) == kind((Y, {"a": [1, "b", torch.float32]}))
+    assert len({kind((X, c)) for c in (1, 2, 1.0, True, None, "1", torch.half, Y)}) == 8
+    assert kind((object(),)) == kind((object(),)) != kind((Exception(),))

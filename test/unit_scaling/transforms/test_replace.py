@@ -9,6 +9,7 @@ from torch import nn
 
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.override import overridable
+from float8.unit_scaling.transforms.replace import made_visible
 from float8.unit_scaling.transforms.unit_scale import unit_scale
 
 
@@ -127,3 +128,11 @@ def test_what_cannot_be_found_or_seen_is_refused_by_name():
         unit_scale(Global(), replace={len: U.gelu})
     with pytest.raises(TypeError, match="functions to functions"):
         unit_scale(Global(), replace={new_gelu: "gelu"})
+
+
+def test_nothing_is_made_visible_when_one_of_several_functions_is_refused():
+    lonely = lambda x: x.relu()  # noqa: E731
+    model = Attribute(lonely)
+    with pytest.raises(ValueError, match="neither a function of torch nor"):
+        made_visible(model, [lonely, len])
+    assert model.function is lonely

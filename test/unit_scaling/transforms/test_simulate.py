@@ -358,3 +358,26 @@ def test_transforms_compose_in_any_order(order):
 def test_simulating_twice_is_refused():
     with pytest.raises(ValueError, match="SimulateFormat already"):
         simulate_fp8(simulate_fp8(nn.Linear(2, 2)))
+
+
+def test_gradients_of_gradients_pass_straight_through():
+    """d/dw of |d(w x)/dx|^2, where both are values of the formats: 2 w."""
+    layer = simulate_fp8(nn.Linear(4, 1, bias=False))
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.0, -2.0, 0.5, 1.125]]))
+    x = torch.ones(1, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    assert torch.equal(layer.weight.grad, 2 * layer.weight)
+
+
+def test_gradients_of_gradients_know_the_product_behind():
+    model = simulate_fp8(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    plain = copy.deepcopy(model)
+    plain.transforms = ()
+    found = []
+    for net in (model, plain):
+        x = torch.linspace(-1, 1, 32).view(8, 4).requires_grad_()
+        (grad,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(grad.square().sum(), net[0].weight)[0])
+    assert (found[0] - found[1]).norm() < 0.2 * found[1].norm()

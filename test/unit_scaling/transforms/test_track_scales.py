@@ -316,3 +316,25 @@ def test_being_compiled_is_refused_with_the_way_out():
 def test_tracking_twice_is_refused():
     with pytest.raises(ValueError, match="TrackScales already"):
         track_scales(track_scales(nn.Linear(2, 2)))
+
+
+def test_complex_tensors_are_nodes_without_metrics():
+    class Rotates(nn.Module):
+        def forward(self, x):
+            return torch.view_as_real(torch.view_as_complex(x) * torch.tensor(1j)).flatten()
+
+    model, x = track_scales(Rotates()), torch.randn(5, 2, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    found = {node.name: "metrics" in node.meta for node in model.scales_graph().nodes}
+    assert not found["mul"] and found["flatten"] and torch.equal(x.grad[:, 0], torch.ones(5))
+
+
+def test_what_is_inside_a_vmap_is_not_recorded_and_what_is_around_is():
+    class Mapped(nn.Module):
+        def forward(self, x):
+            return torch.vmap(lambda row: (row * 2).sum())(x).exp()
+
+    model, x = track_scales(Mapped()), torch.randn(4, 3)
+    assert torch.equal(model(x), Mapped()(x))
+    assert [n.name for n in model.scales_graph().nodes if n.op == "call_method"] == ["exp"]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from float8.unit_scaling import functional as U
-from float8.unit_scaling.transforms.transformed import Mode, Transform, transformed
+from float8.unit_scaling.transforms.transformed import Mode, Transform, model_of, transformed
 
 
 class Doubles(Transform):
@@ -77,6 +77,13 @@ def test_copies_and_pickles_keep_class_transforms_and_weights_of_their_own():
         with torch.no_grad():
             other.scale.fill_(-1.0)
         assert torch.equal(other(x), model(-x))
+
+
+def test_whatever_becomes_of_a_model_is_found_by_its_id():
+    model = transformed(Model(), Doubles())
+    replica = model._replicate_for_data_parallel()
+    for other in (model, copy.copy(model), copy.deepcopy(model), replica):
+        assert model_of(id(other)) is other
 
 
 def test_the_original_runs_as_before():

@@ -108,3 +108,11 @@ def test_a_parameter_on_the_meta_device_is_refused_before_anything_changes():
     with pytest.raises(ValueError, match=r"1\.weight is on the meta device.*to_empty"):
         unit_scale(model)
     assert torch.equal(model[0].weight, before) and not hasattr(model[0].weight, "mup_type")
+
+
+def test_a_weight_that_is_computed_is_refused_and_nothing_has_changed():
+    model = nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="1 computes its weight from other parameters"):
+        unit_init(model)
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())

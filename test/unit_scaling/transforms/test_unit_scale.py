@@ -14,7 +14,7 @@ from torch import nn
 
 import float8.unit_scaling as uu
 from float8.unit_scaling import functional as U
-from float8.unit_scaling.transforms import simulate_fp8, track_scales, unit_scale
+from float8.unit_scaling.transforms import float8, simulate_fp8, track_scales, unit_scale
 
 WIDTH, HEADS, VOCABULARY = 64, 4, 50
 
@@ -338,8 +338,94 @@ def test_a_model_that_takes_another_way_than_planned_is_refused_by_its_line():
         model(x)
 
 
+def test_a_forward_that_ends_before_its_plan_is_refused():
+    class Stops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.stops = nn.Linear(4, 4), False
+
+        def forward(self, x):
+            h = F.gelu(x)
+            return h if self.stops else x + self.a(h)
+
+    model, x = unit_scale(Stops()), torch.randn(2, 4)
+    model(x)
+    model.stops = True
+    with pytest.raises(RuntimeError, match="the model returns, where its plan has linear"):
+        model(x)
+    model.stops = False
+    model(x)
+
+
 def test_a_transform_is_applied_once_and_to_modules():
     with pytest.raises(ValueError, match="UnitScale already"):
         unit_scale(unit_scale(nn.Linear(2, 2)))
     with pytest.raises(TypeError, match=r"takes an nn\.Module"):
         unit_scale(F.gelu)
+
+
+# --- models of models
+
+
+@pytest.mark.parametrize("inner", [unit_scale, simulate_fp8, track_scales])
+@pytest.mark.parametrize("outer", [unit_scale, simulate_fp8, track_scales])
+def test_a_transformed_model_may_be_a_part_of_another(inner, outer):
+    """Planning is seen by no other transform; unit scaling twice is unit scaling once."""
+    part, last, x = Convolutions().eval(), nn.Linear(10, 8), torch.randn(2, 4, 10)
+    model = outer(nn.Sequential(inner(part), last))
+    found = model(x)
+    assert torch.equal(copy.deepcopy(model)(x), found)
+    if inner is outer is not track_scales:
+        torch.testing.assert_close(found, outer(nn.Sequential(part, last))(x))
+
+
+def test_a_part_in_float8_is_refused_since_its_products_would_not_be_scaled():
+    with pytest.raises(ValueError, match="0 has the transform float8"):
+        unit_scale(nn.Sequential(float8(nn.Linear(4, 4)), nn.GELU()))
+
+
+# --- sizes that depend on values
+
+
+class Experts(nn.Module):
+    """A mixture of experts that gathers each expert's tokens and adds their results back."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        mask, out = F.one_hot(chosen, 4).permute(2, 1, 0), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            place, token = torch.where(mask[number])
+            out.index_add_(0, token, expert(x[token]) * weights[token, place, None])
+        return out
+
+
+def test_a_mixture_of_experts_is_planned_without_knowing_who_goes_where():
+    plain, x = Experts(), torch.randn(64, WIDTH)
+    model = unit_scale(plain)
+    found = model(x)
+    weights, chosen = U.softmax(U.linear(x, model.gate.weight), -1).topk(2)
+    expected = torch.zeros_like(x)
+    for number, expert in enumerate(model.experts):
+        for place in range(2):
+            is_here = (chosen[:, place] == number)[:, None]
+            y = F.linear(x, expert.weight) * WIDTH**-0.5 * weights[:, place, None]
+            expected += torch.where(is_here, y, 0.0)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    found.backward(torch.randn_like(found))
+    assert all(0.2 < e.weight.grad.std() < 5 for e in model.experts)
+
+
+def test_objects_among_the_arguments_take_no_plan_each():
+    class Caches(nn.Linear):
+        def forward(self, x, cache):
+            return super().forward(x)
+
+    model = unit_scale(Caches(4, 4))
+    for _ in range(3):
+        model(torch.randn(2, 4), object())
+    assert len(plans_of(model)) == 1
