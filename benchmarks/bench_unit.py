@@ -10,7 +10,7 @@ gradient and, for `delayed`, the `sync` that it owes. They take turns on the clo
 
 Two columns say what the linear layers cost on a GPU and need none (`traffic.py`): the bytes moved
 beside the GEMMs by all of them, and the launches of one. On a CPU float8 is emulated: its times say
-what developing costs, and only the ratios between recipes resemble those of a GPU. There
+what developing costs there, not which recipe is the fastest on a GPU. There
 the model's dtype is float32, which CPUs multiply fastest; on CUDA it is bfloat16.
 
     python benchmarks/bench_unit.py --modes eager compiled -o unit.json
@@ -142,7 +142,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, (small, large) in SIZES.items():
         setattr(options, name, getattr(options, name) or (small if on_cpu else large))
     options.dtype = getattr(torch, options.dtype or ("float32" if on_cpu else "bfloat16"))
-    options.heads = max(1, options.width // (32 if on_cpu else 128))
+    head = min(options.width, 32 if on_cpu else 128)
+    if options.width % head:
+        parser.error(f"--width must be a multiple of {head}, the size of a head: {options.width}")
+    options.heads = options.width // head
     return options
 
 

@@ -2,7 +2,8 @@
 
 Masked language modelling (arXiv 1810.04805, section 3.1): 15 % of the bytes are chosen; 80 % of
 these are replaced by [MASK], 10 % by a random byte, 10 % stay, and the model names the byte that
-was there, from both sides. The encoder is the decoder of `decoders.py` without the causal mask:
+was there, from both sides. The encoder is the decoder of `decoders.py` without the causal mask; the
+weights have equal shapes in both models:
 
     base    weights from N(0, 0.02), residual branches added as they are, logits / sqrt(d), AdamW
     unit    `uu.TransformerStack` and `uu.optim.AdamW`
@@ -11,7 +12,8 @@ A format says what the layers multiply in; parameters, norms, the loss and the r
 stay float32:
 
     fp32    all
-    fp16    `torch.autocast` to float16, without loss scaling
+    fp16    `torch.autocast` to float16, without loss scaling; on a CPU with the products of
+            `scripts/half_products.py`, float16's own by a faster way
     fp8     recipe `unit`, that is `.to(float8)` without any scale: E4M3, gradients in E5M2
 
 Shapes: B batch, T bytes, C width, V vocabulary.
@@ -29,12 +31,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import float8.unit_scaling as uu
-from benchmarks.decoders import BETAS, HEAD
+from benchmarks.decoders import BETAS, HEAD, Sizes
 from benchmarks.training import Batches, Loss
 from float8 import Float8LinearConfig, convert_to_float8_training
 from float8.unit_scaling import functional as U
 
 import gpt  # isort: skip  # of scripts/, which benchmarks.training puts on the path
+from half_products import HalfProducts  # isort: skip
 
 BYTES = 256
 MASK = BYTES  # the token that stands for a hidden byte
@@ -65,7 +68,7 @@ class BaseBert(nn.Module):
 
     def __init__(self, width: int, layers: int, context: int) -> None:
         super().__init__()
-        sizes = gpt.Sizes(layers, width, width // HEAD, context)
+        sizes = Sizes(layers, width, width // HEAD, context)
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.layers = nn.ModuleList(gpt.Block(sizes) for _ in range(layers))
         for block in self.layers:
@@ -137,6 +140,12 @@ def loss_of(kind: str, fmt: str, model: nn.Module) -> Loss:
         return cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
 
     return loss
+
+
+def products(fmt: str, device: str) -> AbstractContextManager[object]:
+    """What training in a format happens under."""
+    slow = fmt == "fp16" and torch.device(device).type == "cpu"
+    return HalfProducts() if slow else nullcontext()
 
 
 def _half(device: str) -> AbstractContextManager[None]:

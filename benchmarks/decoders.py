@@ -16,7 +16,8 @@ and stays where it is in the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,7 +29,6 @@ from benchmarks.training import Loss
 from float8.unit_scaling import functional as U
 
 import gpt  # isort: skip  # of scripts/, which benchmarks.training puts on the path
-
 
 HEAD = 32  # features of a head
 BETAS = (0.9, 0.95)
@@ -42,9 +42,16 @@ class Parametrisation:
     loss: Callable[[nn.Module], Loss]
     optimizer: Callable[[nn.Module, float], torch.optim.Optimizer]
     octaves: range
+    layers: Callable[[nn.Module], Iterable[nn.Module]]  # the residual layers, in order
 
 
-class _Sizes(gpt.Sizes):
+def check_widths(parser: argparse.ArgumentParser, option: str, widths: Iterable[int]) -> None:
+    """Refuse widths that heads of `HEAD` features do not divide."""
+    if wrong := [width for width in widths if width % HEAD]:
+        parser.error(f"{option} must be a multiple of {HEAD}, the size of a head: {wrong}")
+
+
+class Sizes(gpt.Sizes):
     """`scripts/gpt.py`'s with the feed-forward width of `uu.MLP`: both have equal shapes."""
 
     @property
@@ -53,7 +60,7 @@ class _Sizes(gpt.Sizes):
 
 
 def standard_model(width: int, layers: int, context: int) -> nn.Module:
-    return gpt.GPT(_Sizes(layers, width, width // HEAD, context))
+    return gpt.GPT(Sizes(layers, width, width // HEAD, context))
 
 
 def unit_model(
@@ -84,15 +91,25 @@ def unit_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return uu.optim.AdamW(model.parameters(), lr, BETAS)
 
 
+def standard_layers(model: nn.Module) -> Iterable[nn.Module]:
+    return model.get_submodule("blocks").children()
+
+
+def unit_layers(model: nn.Module) -> Iterable[nn.Module]:
+    return model.get_submodule("layers").children()
+
+
+UNIT_OCTAVES = range(-3, 3)
 PARAMETRISATIONS = {
     "standard": Parametrisation(
-        standard_model, lambda model: model, standard_optimizer, range(-11, -5)
+        standard_model, lambda model: model, standard_optimizer, range(-11, -5), standard_layers
     ),
-    "u-mup": Parametrisation(unit_model, unit_loss, unit_optimizer, range(-3, 3)),
+    "u-mup": Parametrisation(unit_model, unit_loss, unit_optimizer, UNIT_OCTAVES, unit_layers),
     "mus": Parametrisation(
         partial(unit_model, norm="res-post", attention="sqrt_softmax"),
         unit_loss,
         unit_optimizer,
-        range(-3, 3),
+        UNIT_OCTAVES,
+        unit_layers,
     ),
 }

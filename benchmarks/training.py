@@ -68,6 +68,9 @@ def train(
         batches: at least ``steps`` of them.
         steps: how many to take.
         val: held-out batches of one size.
+
+    Returns:
+        The losses; none on held-out text where training or the held-out loss is not a number.
     """
     schedules = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
     losses: list[float] = []
@@ -99,7 +102,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    options.add_argument("--device", default=default, help=f"default here: {default}")
+    options.add_argument("--device", type=device, default=default, help=f"default here: {default}")
     options.add_argument("--seed", type=int, default=0, help="of weights and batches")
     options.add_argument(
         "--stop-after", type=positive, metavar="SECONDS", help="begin no new run after that"
@@ -117,6 +120,25 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         "--data", type=Path, help="a folder of text files, not Python's own sources"
     )
     return options
+
+
+def device(name: str) -> str:
+    """A device that is there, for argparse."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # an assertion where CUDA was not compiled in
+        raise argparse.ArgumentTypeError(f"torch has no device {name!r} here: take cpu") from error
+    return name
+
+
+def load(options: argparse.Namespace) -> corpus.Corpus:
+    """The text to train on; ends the program with one line where there is none, or too little."""
+    try:
+        text = corpus.load(options.data)
+        text.check(options.context)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    return text
 
 
 def train_batches(text: corpus.Corpus, options: argparse.Namespace) -> Batches:

@@ -145,7 +145,10 @@ def main(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
     try:
         options = options_from(args)
-        team = trainers(options, args.recipes, args.seeds or [options.seed], args.out_dir)
+        recipes, seeds = (
+            list(dict.fromkeys(x)) for x in (args.recipes, args.seeds or [options.seed])
+        )
+        team = trainers(options, recipes, seeds, args.out_dir)
     except (ValueError, OSError) as error:
         sys.exit(f"demo.py: {error}")
     with CtrlC() as stop:
@@ -159,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def report(runs: list[dict[str, Any]], options: Options, folder: Path) -> None:
     add_gaps(runs)
-    shared = {k: v for k, v in options.identity().items() if k not in ("recipe", "seed")}
+    shared = {k: v for k, v in options.record().items() if k not in ("recipe", "seed")}
     about = {**environment(runs[0]["seed"]), "options": shared}
     write_json(folder / "demo.json", {**about, "runs": runs})
     plot(runs, folder / "demo.png")

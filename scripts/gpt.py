@@ -31,6 +31,7 @@ from torch.nn import functional as F
 VOCABULARY = 256
 INIT_STD = 0.02  # GPT-2's and Llama's; the last layer of each branch is divided by sqrt(2 layers)
 UNIT = ("unit_bf16", "unit")  # recipes of the unit-scaled model
+OWN = ("bf16", "naive", "unit_bf16")  # recipes that float8 does not know by name
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,9 @@ def in_recipe(model: GPT, recipe: str) -> GPT:
     """The model with the blocks' linear layers in `recipe`, unit-scaled if it is one of `UNIT`.
 
     Unit scaling copies the model; otherwise it is the same object, with the same parameters.
+
+    Raises:
+        ValueError: for an unknown recipe.
     """
     if recipe == "bf16":
         return model
@@ -154,7 +158,10 @@ def in_recipe(model: GPT, recipe: str) -> GPT:
         return _unit_scaled(model, recipe)
     # Here, not at the top: the bf16 baseline then needs nothing but PyTorch.
     from float8 import Float8LinearConfig, convert_to_float8_training
+    from float8.config import RECIPES
 
+    if recipe not in (*OWN, *RECIPES):
+        raise ValueError(f"unknown recipe {recipe!r}; known recipes: {', '.join((*OWN, *RECIPES))}")
     # "naive" is what one gets by just calling `.to(torch.float8_e4m3fn)`: no scale at all, which is
     # what recipe "unit" is where nothing is unit-scaled. The mean over B x T tokens makes gradients
     # of 1e-5 and less, which E5M2, whose smallest number is 1.5e-5, rounds to zero; weights of 0.02

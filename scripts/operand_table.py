@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
             name: {"median_flushed": median_flushed(rows), "operands": [asdict(r) for r in rows]}
             for name, rows in found.items()
         }
-        write_json(args.out, {**environment(options.seed), "models": report})
+        about = {**environment(options.seed), "options": options.record()}
+        write_json(args.out, {**about, "models": report})
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-# A CPU without matrix units for bf16 multiplies at float32's speed, at best (see bf16_products.py).
+# A CPU without matrix units for bf16 multiplies at float32's speed, at best (see half_products.py).
 # Its learning rate is the best for bf16 of 1, 2 and 4e-3, with seed 0.
 # fmt: off
 SIZES: dict[str, dict[str, float]] = {
@@ -46,6 +46,10 @@ class Options:
     def identity(self) -> dict[str, str | int | float]:
         free = {"eval_interval", "device", "compile", "data", "checkpoint", "resume"}
         return {name: value for name, value in asdict(self).items() if name not in free}
+
+    def record(self) -> dict[str, str | int | float]:
+        """What a report says of them: the identity, and where and how it was computed."""
+        return {**self.identity(), "device": self.device, "compile": self.compile}
 
 
 def parser(description: str) -> argparse.ArgumentParser:

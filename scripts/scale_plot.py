@@ -40,10 +40,11 @@ def panels(options: Options) -> list[NDArray[Any]]:
     """Two pictures: the model as it is, and unit-scaled."""
     sizes = gpt.Sizes(options.layers, options.width, options.heads, options.context)
     torch.manual_seed(options.seed)
-    model = gpt.GPT(sizes)
+    model = gpt.GPT(sizes).to(options.device)
     text = corpus.load(options.data)
     text.check(options.context)
-    tokens, targets = text.batch(0, seed=options.seed, batch=options.batch, context=options.context)
+    batch = text.batch(0, seed=options.seed, batch=options.batch, context=options.context)
+    tokens, targets = (x.to(options.device) for x in batch)
     made = []
     for name, variant in (("GPT as it is", model), ("after unit_scale", unit_scale(model))):
         tracked = track_scales(variant)
@@ -79,11 +80,11 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--out", type=Path, default=Path("out/unit_scales.png"))
     args = p.parse_args(argv)
     try:
-        made = panels(options_from(args))
+        picture = side_by_side(panels(options_from(args)))
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        imsave(args.out, picture, format="png")  # whatever its name
     except (ValueError, OSError) as error:
         sys.exit(f"scale_plot.py: {error}")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    imsave(args.out, side_by_side(made))
     print(f"scales: {args.out}")
     return 0
 

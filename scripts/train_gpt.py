@@ -28,8 +28,8 @@ from typing import Any
 import corpus
 import gpt
 import torch
-from bf16_products import Bf16Products
 from environment import environment, write_json
+from half_products import HalfProducts
 from options import Options, options_from, parser, row_of
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -59,7 +59,7 @@ class Trainer:
         self.keeps_histories = any(name.endswith("amax_history") for name in names)  # delayed
         self.unit_scaled = options.recipe in gpt.UNIT
         self.optimizer = self._adamw()
-        self.products = Bf16Products if multiplies_slowly(options) else contextlib.nullcontext
+        self.products = HalfProducts if multiplies_slowly(options) else contextlib.nullcontext
         if options.resume:
             self._load()
 
@@ -105,6 +105,7 @@ class Trainer:
             "final_val_loss": self.history.val_loss[-1][1],
             "tokens_per_second": self.tokens_per_second(),
             "saved_for_backward_mib": self.saved_for_backward() / 2**20,
+            "text": self.text.digest,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "train_loss": self.history.train_loss,
             "val_loss": self.history.val_loss,
@@ -211,7 +212,7 @@ class Trainer:
         with self.products():
             loss = self._loss(*self._batch())
             loss.backward()
-        if not self.unit_scaled:
+        if not self.unit_scaled:  # u-muP trains without; its gradients are far longer than 1
             nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -233,7 +234,7 @@ class Trainer:
 
 
 def multiplies_slowly(options: Options) -> bool:
-    """Whether bf16 products gain from the detour of `Bf16Products`; tiny ones would lose."""
+    """Whether bf16 products gain from the detour of `HalfProducts`; tiny ones would lose."""
     large = options.batch * options.context * options.width >= 2**16
     return large and row_of(options.device) == "slow cpu" and not options.compile
 
@@ -299,7 +300,8 @@ def main(argv: list[str] | None = None) -> int:
     summary = trainer.summary()
     print("{recipe}: validation loss {final_val_loss:.4f}".format(**summary))
     if args.out:
-        write_json(args.out, {**environment(options.seed), "runs": [summary]})
+        about = {**environment(options.seed), "options": options.record()}
+        write_json(args.out, {**about, "runs": [summary]})
     return 0
 
 

@@ -5,13 +5,17 @@ fill (the distribution), layout (the strides) and specials. Its ``repr`` is Pyth
 
     Case((5, 123), torch.float32, exponent=-130, fill="wide", layout="transposed", seed=7).make()
 
-The lists are for ``pytest.mark.parametrize``; `cases` draws a Case with hypothesis.
+The lists are for ``pytest.mark.parametrize``, several at once for `pairs`; `cases` draws a Case
+with hypothesis.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import oracle
 import pytest
@@ -162,6 +166,28 @@ _LAYOUT = {
     "offset": _offset,
     "expanded": lambda x, shape: x.expand(shape),
 }
+
+
+def pairs(**axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize by rows in which any two values of different axes meet.
+
+    They are far fewer than the product of all axes, and what breaks a kernel is hardly ever three
+    values at once.
+    """
+    places = [range(len(values)) for values in axes.values()]
+    rows, product = [], list(itertools.product(*places))
+    left = {pair for row in product for pair in _meetings(row)}
+    while left:
+        rows.append(max(product, key=lambda row: len(left.intersection(_meetings(row)))))
+        left.difference_update(_meetings(rows[-1]))
+    values = list(axes.values())
+    return pytest.mark.parametrize(
+        tuple(axes), [tuple(v[i] for v, i in zip(values, row, strict=True)) for row in rows]
+    )
+
+
+def _meetings(row: Sequence[int]) -> Iterator[tuple[tuple[int, int], ...]]:
+    return itertools.combinations(enumerate(row), 2)
 
 
 @st.composite

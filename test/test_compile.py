@@ -22,6 +22,12 @@ from float8 import (
 from float8.config import RECIPES
 
 
+def _layer(recipe):
+    """A layer and something behind it: what can go wrong in tracing does so in one."""
+    model = nn.Sequential(nn.Linear(64, 48), nn.ReLU())
+    return convert_to_float8_training(model, config=RECIPES[recipe])
+
+
 def _mlp(recipe):
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 48))
     return convert_to_float8_training(model, config=RECIPES[recipe])
@@ -36,16 +42,17 @@ def _step(model, run, x, g):
     return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_layer_compiles_to_one_graph_with_the_bits_of_eager(recipe, backend):
+def test_a_layer_compiles_to_one_graph_with_the_bits_of_eager(recipe):
+    # By inductor; of aot_eager the test of checkpointing claims the same.
     eager = Float8Linear(64, 48, dtype=torch.bfloat16, config=RECIPES[recipe])
     compiled = copy.deepcopy(eager)
-    run = torch.compile(compiled, backend=backend, fullgraph=True)
+    run = torch.compile(compiled, fullgraph=True)
     for step in range(2):
         x, g = torch.randn(32, 64).bfloat16(), torch.randn(32, 48).bfloat16()
         for a, b in zip(_step(compiled, run, x, g), _step(eager, eager, x, g), strict=True):
-            assert_bitwise(a, b, f"{recipe}, {backend}, step {step}")
+            assert_bitwise(a, b, f"{recipe}, step {step}")
         for a, b in zip(compiled.buffers(), eager.buffers(), strict=True):
             assert_bitwise(a, b, "delayed scaling's state")
 
@@ -76,7 +83,7 @@ def test_a_model_compiled_by_inductor_stays_close_to_eager(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_steps_and_batch_sizes_do_not_recompile(recipe):
-    model = _mlp(recipe)
+    model = _layer(recipe)
     counter = CompileCounterWithBackend("aot_eager")
     run = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
     graphs = []
@@ -89,7 +96,7 @@ def test_steps_and_batch_sizes_do_not_recompile(recipe):
 
 
 def test_the_second_batch_size_is_the_last_to_compile():
-    model = _mlp("tensorwise")
+    model = _layer("tensorwise")
     counter = CompileCounterWithBackend("aot_eager")
     run = torch.compile(model, backend=counter, fullgraph=True)
     for batch in (32, 48, 80, 112):
@@ -100,7 +107,7 @@ def test_the_second_batch_size_is_the_last_to_compile():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own look
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_equal_blocks_compiled_one_by_one_share_graphs(recipe):
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(10)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)))
     convert_to_float8_training(model, config=RECIPES[recipe])
     counter = CompileCounterWithBackend("aot_eager")
     for block in model:
@@ -111,7 +118,7 @@ def test_equal_blocks_compiled_one_by_one_share_graphs(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_checkpointing_records_and_computes_as_eager(recipe):
-    eager = _mlp(recipe)
+    eager = _layer(recipe)
     compiled = copy.deepcopy(eager)
 
     def run(x):
@@ -135,7 +142,7 @@ def test_autocast_compiles():
 
 
 def test_high_precision_compiles_its_own_graph_and_back():
-    model = _mlp("tensorwise")
+    model = _layer("tensorwise")
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     x = torch.randn(32, 64)
     float8 = run(x)

@@ -3,28 +3,21 @@
 This is the ground under a distributed room: `Float8Linear` needs nothing special for it.
 """
 
-import distributed_claims as claims
+import distributed_claims
 import pytest
 
 from float8.config import RECIPES
 
-
-@pytest.mark.slow
-def test_fsdp2_gives_the_bits_of_one_process():
-    claims.on_two_processes(claims.fsdp2_equals_one_process, list(RECIPES))
-
-
-@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
-@pytest.mark.slow
-def test_all_ranks_end_a_sync_with_equal_finite_scales(bad):
-    claims.on_two_processes(claims.ranks_agree, bad)
+CLAIMS = {
+    "fsdp2 gives the bits of one process": ("fsdp2_equals_one_process", list(RECIPES)),
+    "all ranks end a sync with equal finite scales": ("ranks_agree", None),
+    "the same after a NaN on one rank": ("ranks_agree", float("nan")),
+    "the same after an infinity on one rank": ("ranks_agree", float("inf")),
+    "ddp does not broadcast amaxes": ("ddp_keeps_every_ranks_amaxes",),
+    "a missing all-reduce is seen": ("ranks_disagree_without_the_all_reduce",),
+}
 
 
 @pytest.mark.slow
-def test_ddp_does_not_broadcast_amaxes():
-    claims.on_two_processes(claims.ddp_keeps_every_ranks_amaxes)
-
-
-@pytest.mark.slow
-def test_a_missing_all_reduce_is_seen():
-    claims.on_two_processes(claims.ranks_disagree_without_the_all_reduce)
+def test_on_two_processes():
+    assert distributed_claims.failures(CLAIMS) == {}

@@ -115,7 +115,7 @@ def test_without_gradients_the_output_is_the_same(recipe, mode):
 
 # Bytes saved for backward, of bf16 nn.Linear's; the input's scales come on top.
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
-@pytest.mark.parametrize("shape", [(512, 1024, 4096), (256, 512, 384)])
+@pytest.mark.parametrize("shape", [(512, 1024, 64), (256, 512, 384)])
 def test_backward_saves_one_byte_per_input_element(recipe, shape):
     m, k, n = shape
     plain = nn.Linear(k, n, bias=False, dtype=torch.bfloat16)

@@ -167,11 +167,14 @@ SEQUENCES = {
 }
 
 
-@pytest.mark.parametrize("sequence", SEQUENCES)
-@pytest.mark.parametrize("algo", ["max", "most_recent"])
-@pytest.mark.parametrize(("length", "margin"), [(1, 0), (3, 0), (3, 2), (4, -1), (16, 3)])
-@pytest.mark.parametrize("pow2", [False, True])
-def test_the_history_follows_the_published_formula(sequence, algo, length, margin, pow2):
+@shapes.pairs(
+    sequence=list(SEQUENCES),
+    algo=["max", "most_recent"],
+    history=[(1, 0), (3, 0), (3, 2), (4, -1), (16, 3)],  # its length and the margin
+    pow2=[False, True],
+)
+def test_the_history_follows_the_published_formula(sequence, algo, history, pow2):
+    length, margin = history
     config = DelayedScalingConfig(length, algo, margin)
     history, scale = torch.zeros(1, length), torch.zeros(1)
     expected = ([0.0] * length, 0.0)

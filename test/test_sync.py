@@ -230,7 +230,7 @@ def test_a_model_converted_under_inference_mode_trains():
 
 
 def test_compiled_sync_equals_eager():
-    eager = _model(3)
+    eager = _model(2)
     x, g = torch.randn(8, 32), torch.randn(8, 32)
     _backward(eager, x, g)
     compiled = copy.deepcopy(eager)

@@ -244,11 +244,10 @@ def test_checkpointing(use_reentrant):
     assert_all_bitwise(got, microbatch(model(), 1))
 
 
-@pytest.mark.slow
 def test_compiled_without_a_graph_break():
     net = model()
     optimizer = optimizer_of(net)
-    compiled = torch.compile(net, fullgraph=True)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     with cached_weights(net, in_place=True):
         for step in range(3):
             microbatch(net, step, compiled)

@@ -37,6 +37,10 @@ def test_a_run_that_diverged_does_not_meet_the_target():
     assert "measured" not in target
 
 
+def test_without_float32_to_compare_with_there_is_no_target():
+    assert bench.compare(rows_of({("unit", "fp8"): 1.9, ("base", "fp32"): 2.0})) == []
+
+
 def test_every_model_is_trained_in_every_format(tmp_path):
     file = tmp_path / "out.json"
     assert bench.main(["--device", "cpu", "--quick", "-o", str(file)]) == 0
@@ -49,3 +53,16 @@ def test_every_model_is_trained_in_every_format(tmp_path):
         assert first == pytest.approx([first[0]] * 3, rel=0.02)
         assert len(set(first)) == 3, "a format changed nothing"
     assert {target["mode"] for target in written["targets"]} == {"fp16", "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--width", "48"], "--width must be a multiple of 32"),
+        (["--batch", "3", "--context", "10"], "must be a multiple of 16"),
+    ],
+)
+def test_sizes_that_cannot_run_are_refused_before_anything_is_trained(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--device", "cpu", *arguments])
+    assert message in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -45,18 +46,43 @@ def test_drift_is_from_the_narrowest_to_the_widest():
         }
     )
     bench.note_optima(rows)
-    standard, unit = bench.drifts(rows)
-    assert standard["measured"] == pytest.approx(-2.0)
-    assert "target" not in standard
-    assert unit["measured"] == pytest.approx(-0.3)
-    assert unit["met"]
-    assert unit["against"] == "width 64 -> 256"
+    found = {(row["layer"], row["mode"]): row for row in bench.drifts(rows)}
+    assert found["standard", "drift"]["measured"] == pytest.approx(-2.0)
+    assert found["u-mup", "drift"]["measured"] == pytest.approx(-0.3)
+    assert found["u-mup", "drift"]["against"] == "width 64 -> 256"
+    assert [key for key, row in found.items() if "target" in row] == [("u-mup", "spread")]
 
 
-def test_an_optimum_that_drifts_does_not_meet_the_target():
-    rows = rows_of({("u-mup", 64): parabola(0.2), ("u-mup", 256): parabola(-1.5)})
+def spread_of(*curves: dict[int, float]) -> dict:
+    rows = rows_of({("u-mup", 64 * 2**i): curve for i, curve in enumerate(curves)})
     bench.note_optima(rows)
-    assert [row["met"] for row in bench.drifts(rows)] == [False]
+    (target,) = (row for row in bench.drifts(rows) if "target" in row)
+    return target
+
+
+def test_the_target_is_that_no_two_widths_are_more_than_an_octave_apart():
+    near, far = (spread_of(parabola(0.2), parabola(v), parabola(0.1)) for v in (-0.5, -1.5))
+    assert (near["measured"], near["met"]) == (pytest.approx(0.7), True)
+    assert (far["measured"], far["met"]) == (pytest.approx(1.7), False)
+
+
+def test_optima_at_an_edge_of_the_grid_meet_no_target():
+    assert not spread_of(parabola(9), parabola(9))["met"]  # both "at" the largest learning rate
+    assert not spread_of(parabola(0), parabola(-4))["met"]
+    assert spread_of(parabola(0), parabola(-0.4))["met"]
+
+
+def test_one_width_is_no_transfer():
+    rows = rows_of({("u-mup", 64): parabola(0.2)})
+    bench.note_optima(rows)
+    assert not any("target" in row for row in bench.drifts(rows))
+
+
+def test_beside_a_run_that_diverged_is_not_an_edge():
+    rows = rows_of({("u-mup", 64): parabola(1.0, range(-1, 2))})
+    rows.append({"layer": "u-mup", "width": 64, "log2_lr": 2, "error": "diverged"})
+    bench.note_optima(rows)
+    assert [row["at_edge"] for row in rows if "optimum" in row] == [False]
 
 
 def test_room_counts_the_learning_rates_that_lose_little():
@@ -69,19 +95,29 @@ def test_room_counts_the_learning_rates_that_lose_little():
 def test_every_width_is_trained_with_every_learning_rate(tmp_path, capsys):
     file, picture = tmp_path / "out.json", tmp_path / "new" / "out.png"
     variants = ["--variant", "u-mup", "standard"]
-    assert bench.main([*FAST, *variants, "-o", str(file), "--plot", str(picture)]) == 0
+    grid = ["--octaves", "-6", "-5", "--data", str(Path(bench.__file__).parent)]
+    assert bench.main([*FAST, *variants, *grid, "-o", str(file), "--plot", str(picture)]) == 0
     written = json.loads(file.read_text())
     trained = {(row["layer"], row["width"], row["log2_lr"]) for row in written["rows"]}
     assert trained == {
         (name, width, octave)
         for name in variants[1:]
         for width in bench.QUICK["widths"]
-        for octave in PARAMETRISATIONS[name].octaves
+        for octave in (-6, -5)
     }
     assert all(row["val_loss"] > 0 for row in written["rows"])
-    assert [row["layer"] for row in written["targets"]] == ["u-mup", "standard"]
+    assert [row["layer"] for row in written["targets"]] == ["u-mup"] * 2 + ["standard"] * 2
+    assert all(len(row["stream_std"]) == bench.QUICK["layers"] for row in written["rows"])
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "drift" in capsys.readouterr().out
+
+
+def test_a_grid_of_learning_rates_can_be_given():
+    default, given = (bench.parse(["--device", "cpu", *x]) for x in ([], ["--octaves", "-1", "2"]))
+    assert bench.octaves_of("u-mup", default) == PARAMETRISATIONS["u-mup"].octaves
+    assert list(bench.octaves_of("u-mup", given)) == [-1, 0, 1, 2]
+    with pytest.raises(SystemExit):
+        bench.parse(["--octaves", "2", "-1"])
 
 
 def test_a_picture_has_a_panel_per_parametrisation_and_a_line_per_width():
@@ -96,4 +132,4 @@ def test_a_picture_has_a_panel_per_parametrisation_and_a_line_per_width():
 def test_a_width_that_heads_do_not_divide_is_refused(capsys):
     with pytest.raises(SystemExit):
         bench.main([*FAST, "--widths", "48"])
-    assert "multiples of 32" in capsys.readouterr().err
+    assert "multiple of 32" in capsys.readouterr().err

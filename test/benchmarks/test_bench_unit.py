@@ -65,3 +65,9 @@ def test_a_recipe_that_fails_fails_the_run(monkeypatch, capsys):
     monkeypatch.setattr(bench, "convert_to_float8_training", broken)
     assert bench.main([*FAST, "--recipes", "unit"]) == 1
     assert "RuntimeError: boom" in capsys.readouterr().out
+
+
+def test_a_width_that_heads_do_not_divide_is_refused_before_anything_is_measured(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--device", "cpu", "--width", "100"])
+    assert "--width must be a multiple of 32" in capsys.readouterr().err

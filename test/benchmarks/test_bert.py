@@ -106,3 +106,21 @@ def test_a_format_changes_the_products_and_neither_parameters_nor_loss(kind, fmt
     assert dtypes == [torch.float16 if fmt == "fp16" else torch.float32]
     assert loss.dtype == torch.float32
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_both_models_multiply_by_as_many_weights():
+    def multiplied(kind):
+        model = bert.build(kind, "fp32", WIDTH, LAYERS, CONTEXT)
+        return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+
+    assert multiplied("base") == multiplied("unit")
+
+
+def test_only_float16_on_a_cpu_takes_the_detour_of_its_products():
+    taken = {
+        (fmt, device)
+        for fmt in bert.FORMATS
+        for device in ("cpu", "cuda")
+        if isinstance(bert.products(fmt, device), bert.HalfProducts)
+    }
+    assert taken == {("fp16", "cpu")}

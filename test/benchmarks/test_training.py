@@ -83,3 +83,25 @@ def test_every_run_with_a_seed_sees_the_same_batches(tmp_path):
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first, again, strict=True))
     options.seed = 1
     assert not torch.equal(next(iter(training.train_batches(text, options)))[0], first[0][0])
+
+
+def test_a_device_that_is_not_there_is_refused_by_name(capsys):
+    with pytest.raises(SystemExit):
+        training.parser(None).parse_args(["--device", "abacus"])
+    assert "no device 'abacus' here: take cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "/nowhere"], "/nowhere is not a folder"),
+        (["--context", "99999999"], "one window of --context 99999999"),
+    ],
+)
+def test_text_that_is_missing_or_too_short_is_one_line(arguments, message, tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text(f"text {name}")
+    options = training.parser(None).parse_args(["--data", str(tmp_path), *arguments])
+    with pytest.raises(SystemExit, match=message) as caught:
+        training.load(options)
+    assert "\n" not in str(caught.value)

@@ -405,10 +405,12 @@ def assert_product(a, b, bias: Tensor | None, out_dtype: torch.dtype, replay, de
     assert_error_within_baseline(actual, exact, plain, replay=replay, what="product")
 
 
-@pytest.mark.parametrize("a_name", shapes.GRANULARITIES)
-@pytest.mark.parametrize("b_name", shapes.GRANULARITIES)
-@pytest.mark.parametrize("out_dtype", shapes.HIGH_PRECISION, ids=str)
-@pytest.mark.parametrize("with_bias", [False, True])
+@shapes.pairs(
+    a_name=list(shapes.GRANULARITIES),
+    b_name=list(shapes.GRANULARITIES),
+    out_dtype=shapes.HIGH_PRECISION,
+    with_bias=[False, True],
+)
 def test_a_product_of_any_two_granularities(a_name, b_name, out_dtype, with_bias):
     a_case, b_case = Case((17, 150), seed=1), Case((21, 150), seed=2, exponent=-6)
     a, b = operand(a_case, a_name, E4M3), operand(b_case, b_name, E5M2)
@@ -417,13 +419,11 @@ def test_a_product_of_any_two_granularities(a_name, b_name, out_dtype, with_bias
 
 
 @EVERY_DEVICE
-@pytest.mark.parametrize("names", [("tensorwise", "tensorwise"), ("rowwise", "1x32")], ids=str)
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "sizes",
-    [(5, 123, 7), (1, 16, 16), (16, 1, 1), (1, 1, 1), (0, 16, 8), (8, 16, 0), (8, 0, 5)],
-    ids=str,
+@shapes.pairs(
+    sizes=[(5, 123, 7), (1, 16, 16), (16, 1, 1), (1, 1, 1), (0, 16, 8), (8, 16, 0), (8, 0, 5)],
+    names=[("tensorwise", "tensorwise"), ("rowwise", "1x32")],
+    with_bias=[False, True],
+    out_dtype=[torch.float32, torch.bfloat16],
 )
 def test_a_product_of_odd_sizes(sizes, names, with_bias, out_dtype, device):
     M, K, N = sizes

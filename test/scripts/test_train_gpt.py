@@ -1,13 +1,12 @@
-"""Training stops and resumes without a trace; its errors name the fix; the demo reports it all."""
+"""Training stops and resumes without a trace; its errors name the fix."""
 
 import json
 import signal
-import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,35 +15,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import corpus
-import demo
 import gpt
 import options as options_module
 import train_gpt
-from bf16_products import Bf16Products
+from half_products import HalfProducts
 from options import SIZES, Options, options_from, parser
 from train_gpt import Trainer
 
 SCRIPTS = Path(train_gpt.__file__).parent
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "2"]
 TINY += ["--device", "cpu", "--eval-batches", "2"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In processes too: tiny products gain nothing from more, and waiting threads cost a lot."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for path in (SCRIPTS / "gpt.py", SCRIPTS / "corpus.py", SCRIPTS / "demo.py"):
-        (folder / path.name).write_bytes(path.read_bytes())
-    return folder
 
 
 @pytest.fixture
@@ -103,9 +83,9 @@ def test_a_lost_amax_history_would_show_in_the_losses(
 def test_ctrl_c_in_a_terminal_leaves_a_checkpoint_to_resume(
     data: Path, tmp_path: Path, options: Options, text: corpus.Corpus
 ) -> None:
-    options = replace(options, recipe="delayed", steps=300, eval_interval=50)
+    options = replace(options, recipe="delayed", steps=100, eval_interval=10)
     command = [sys.executable, str(SCRIPTS / "train_gpt.py"), *TINY, "--data", str(data)]
-    command += ["--recipe", "delayed", "--steps", "300", "--eval-interval", "50"]
+    command += ["--recipe", "delayed", "--steps", "100", "--eval-interval", "10"]
     command += ["--checkpoint", str(tmp_path / "c.pt"), "--out", str(tmp_path / "out.json")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "c.pt").exists() and process.poll() is None:
@@ -116,7 +96,7 @@ def test_ctrl_c_in_a_terminal_leaves_a_checkpoint_to_resume(
     assert "continue with the same command and --resume" in out
     assert not (tmp_path / "out.json").exists()
 
-    subprocess.run([*command, "--resume"], check=True, capture_output=True, timeout=60)
+    assert train_gpt.main([*command[2:], "--resume"]) == 0
     resumed = json.loads((tmp_path / "out.json").read_text())["runs"][0]
     whole = Trainer(options, text)
     assert whole.fit()
@@ -154,7 +134,10 @@ def test_a_crash_while_saving_leaves_the_old_checkpoint(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--recipe", "float9"], "unknown recipe 'float9'.*tensorwise.*delayed"),
+        (
+            ["--recipe", "float9"],
+            "unknown recipe 'float9'.*bf16, naive, unit_bf16, .*delayed",
+        ),
         (["--resume"], "no checkpoint at .*leave out --resume"),
         (["--width", "100"], "--width 100 is not a multiple of 16.*--width 96"),
         (["--heads", "3"], "--width 32 does not split into --heads 3"),
@@ -299,15 +282,15 @@ def test_each_kind_of_model_trains_with_its_own_learning_rate(
     assert named["head.weight"] == named["norm.weight"] == 2.0
 
 
-def test_only_large_bf16_products_on_a_slow_cpu_take_the_detour(
+def test_only_large_half_products_on_a_slow_cpu_take_the_detour(
     options: Options, text: corpus.Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = replace(options, batch=64, context=64)
     for row, expected in (("slow cpu", True), ("cpu", False), ("cuda", False)):
         monkeypatch.setattr(train_gpt, "row_of", lambda _, row=row: row)
-        assert (Trainer(large, text).products is Bf16Products) is expected
-        assert Trainer(options, text).products is not Bf16Products
-        assert Trainer(replace(large, compile=True), text).products is not Bf16Products
+        assert (Trainer(large, text).products is HalfProducts) is expected
+        assert Trainer(options, text).products is not HalfProducts
+        assert Trainer(replace(large, compile=True), text).products is not HalfProducts
 
 
 def test_every_option_of_a_size_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,73 +329,3 @@ def test_rotary_products_depend_on_distance_alone() -> None:
     products = turned_q @ turned_k.T
     torch.testing.assert_close(products.diagonal(-5), products[5, 0].expand(27), atol=1e-5, rtol=0)
     assert products[5, 0] != products[6, 0]
-
-
-def test_the_demo_reports_every_recipe(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [*TINY, "--data", str(data), "--steps", "5", "--eval-interval", "2"]
-    arguments += ["--out-dir", str(tmp_path)]
-    assert demo.main(arguments) == 0
-    table = capsys.readouterr().out
-    report = json.loads((tmp_path / "demo.json").read_text())
-    assert [run["recipe"] for run in report["runs"]] == list(demo.RECIPES)
-    for key in ("command", "seed", "git_commit", "torch", "machine", "options"):
-        assert key in report
-    for run in report["runs"]:
-        assert len(run["train_loss"]) == 5
-        assert [step for step, _ in run["val_loss"]] == [2, 4, 5]
-        cells = f"{run['final_val_loss']:.4f}", f"{run['gap_to_bf16_percent']:+.2f}"
-        row = next(line for line in table.splitlines() if line.split()[:1] == [run["recipe"]])
-        assert row.split()[1:3] == list(cells)
-    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_an_interrupted_demo_resumes_every_recipe(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = [*TINY, "--data", str(data), "--steps", "5", "--eval-interval", "2"]
-    whole, parts = ([*arguments, "--out-dir", str(tmp_path / name)] for name in ("whole", "parts"))
-    everyone = len(demo.RECIPES)
-    done = 2 * everyone + 3  # two steps of each, two more of the first, one of the second
-    stop = stop_after(done)
-    monkeypatch.setattr(demo.CtrlC, "__call__", lambda _: stop())
-    assert demo.main(parts) == 130
-    assert not (tmp_path / "parts" / "demo.json").exists()
-    stop = stop_after(5 * everyone - done)  # whoever trained a step again would be stopped
-    assert demo.main([*parts, "--resume"]) == 0
-    stop = stop_after(5 * everyone)
-    assert demo.main(whole) == 0
-    reports = [json.loads((tmp_path / d / "demo.json").read_text()) for d in ("parts", "whole")]
-    resumed, straight = ([run["train_loss"] for run in report["runs"]] for report in reports)
-    assert resumed == straight
-
-
-def test_over_seeds_the_demo_reports_means_and_spreads(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [*TINY, "--data", str(data), "--steps", "2", "--out-dir", str(tmp_path)]
-    arguments += ["--recipes", "bf16", "unit_bf16", "unit", "--seeds", "0", "5"]
-    assert demo.main(arguments) == 0
-    table = capsys.readouterr().out
-    runs = json.loads((tmp_path / "demo.json").read_text())["runs"]
-    assert [(run["seed"], run["recipe"]) for run in runs] == [
-        (seed, recipe) for seed in (0, 5) for recipe in ("bf16", "unit_bf16", "unit")
-    ]
-    losses = {(run["seed"], run["recipe"]): run["final_val_loss"] for run in runs}
-    gaps = [100 * (losses[seed, "unit"] / losses[seed, "unit_bf16"] - 1) for seed in (0, 5)]
-    assert gaps == pytest.approx([r["gap_to_base_percent"] for r in runs if r["recipe"] == "unit"])
-    cell = f"{statistics.mean(gaps):+.2f} ± {statistics.stdev(gaps):.2f}"
-    assert cell in next(line for line in table.splitlines() if line.startswith("unit "))
-
-
-def test_a_gap_without_its_base_is_left_open() -> None:
-    runs: list[dict] = [{"seed": 0, "recipe": "unit", "final_val_loss": 2.0}]
-    demo.add_gaps(runs)
-    assert runs[0]["gap_to_bf16_percent"] is runs[0]["gap_to_base_percent"] is None
-    assert demo.cell([None], "{:.2f}", spread=True) == ""
-    assert demo.cell([1.0, 2.0], "{:.1f}", spread=False) == "1.5"
-
-
-def test_smoothing_neither_lags_nor_starts_at_zero() -> None:
-    assert demo.smooth([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])

@@ -77,7 +77,9 @@ def _convolved(
         before, after = zeros_around(_along(padding, d), gap * (k - 1))
         out = (length + before + after - gap * (k - 1) - 1) // max(step, 1) + 1
         outputs = outputs * out
-        pairs = pairs * (pairs_of(length, out, k, step, gap, before) if before or after else out * k)
+        pairs = pairs * (
+            pairs_of(length, out, k, step, gap, before) if before or after else out * k
+        )
     terms = (
         channels_in * math.prod(taps),
         channels_out * pairs / max(groups * math.prod(lengths), 1),

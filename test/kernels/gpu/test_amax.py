@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from assertions import assert_bitwise
 from interpreter import launcher
-from shapes import DEVICES, HIGH_PRECISION, LAYOUTS, SPECIALS, Case
+from shapes import DEVICES, HIGH_PRECISION, LAYOUTS, SPECIALS, Case, pairs
 
 from float8.kernels import reference
 from float8.kernels.gpu.amax import amax
@@ -25,17 +25,13 @@ def check(case, block, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", [(5, 123), (130, 257)])
+@pairs(shape=[(5, 123), (130, 257)], layout=LAYOUTS, block=BLOCKS)
 def test_blocks(shape, layout, block, device):
     check(Case(shape, torch.bfloat16, fill="wide", layout=layout), block, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("source", HIGH_PRECISION)
-@pytest.mark.parametrize("special", SPECIALS)
+@pairs(special=list(SPECIALS), source=HIGH_PRECISION, block=BLOCKS)
 def test_special_values(special, source, block, device):
     check(Case((33, 40), source, specials=(special, "nan"), seed=3), block, device)
     check(Case((33, 40), source, specials=(special,), layout="transposed"), block, device)

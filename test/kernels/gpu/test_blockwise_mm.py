@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from assertions import assert_bitwise, assert_error_within_baseline, error
 from interpreter import launcher
-from shapes import DEVICES, HIGH_PRECISION, SPECIALS, Case
+from shapes import DEVICES, HIGH_PRECISION, SPECIALS, Case, pairs
 from torch import Tensor
 
 from float8.kernels import reference
@@ -70,9 +70,7 @@ def check(actual, parts, rows, replay) -> None:
 
 
 @EVERY_DEVICE
-@EVERY_PAIR
-@pytest.mark.parametrize("formats", module.FORMATS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pairs(shape=SHAPES, formats=module.FORMATS, rows=module.ROWS)
 def test_the_product(shape, formats, rows, device):
     parts = operands(shape, rows, formats, device)
     actual = multiply(parts, rows, device)

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from assertions import assert_bitwise
 from interpreter import launcher
-from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case
+from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case, pairs
 
 from float8.kernels import reference
 from float8.kernels.gpu.cast import cast, cast_dynamic
@@ -29,9 +29,7 @@ def check(got, x, scale, dtype, replay, fits=False):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pairs(shape=SHAPES, layout=LAYOUTS, dtype=FORMATS)
 def test_given_scale(shape, layout, dtype, device):
     case = Case(shape, torch.bfloat16, fill="wide", exponent=9, layout=layout)
     x = case.make(device)
@@ -43,10 +41,12 @@ def test_given_scale(shape, layout, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize("source", HIGH_PRECISION)
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
-@pytest.mark.parametrize("shape", SHAPES[:2])
+@pairs(
+    shape=SHAPES[:2],
+    layout=["contiguous", "transposed", "sliced"],
+    source=HIGH_PRECISION,
+    power_of_two=[False, True],
+)
 def test_dynamic(shape, layout, source, power_of_two, device):
     case = Case(shape, source, fill="one_large", layout=layout, seed=1)
     x, dtype = case.make(device), torch.float8_e4m3fn

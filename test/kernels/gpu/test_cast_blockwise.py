@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from assertions import assert_bitwise
 from interpreter import launcher
-from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case
+from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case, pairs
 
 from float8.kernels import reference
 from float8.kernels.gpu.cast_blockwise import cast_blockwise
@@ -39,9 +39,7 @@ def check(x, dtype, power_of_two, block, rows, cols, device, replay):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pairs(shape=SHAPES, layout=LAYOUTS, block=BLOCKS)
 def test_agrees(shape, layout, block, device):
     case = Case(shape, torch.bfloat16, fill="wide", layout=layout)
     check(case.make(device), torch.float8_e4m3fn, True, block, True, True, device, case)
@@ -58,9 +56,7 @@ def test_writes_what_is_asked_for(rows, cols, layout, block, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("source", HIGH_PRECISION)
-@pytest.mark.parametrize("special", SPECIALS)
+@pairs(special=list(SPECIALS), source=HIGH_PRECISION, block=BLOCKS)
 def test_special_values(special, source, block, device):
     """A special value reaches its own blocks, and no other."""
     case = Case((130, 48), source, fill="one_large", specials=(special,), seed=2)
@@ -69,9 +65,7 @@ def test_special_values(special, source, block, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize("exponent", [-140, -126, -60, 100, 126])
+@pairs(exponent=[-140, -126, -60, 100, 126], power_of_two=[False, True], block=BLOCKS)
 def test_far_exponents(exponent, power_of_two, block, device):
     case = Case((16, 40), torch.float32, exponent=exponent, fill="wide", seed=4)
     for dtype in FORMATS:
@@ -104,9 +98,7 @@ def test_refuses_other_blocks(block):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-@pytest.mark.parametrize("shape", [(130, 48), (0, 16)])
+@pairs(shape=[(130, 48), (0, 16)], layout=["contiguous", "transposed"], block=BLOCKS)
 def test_opcheck(shape, layout, block, device):
     x = Case(shape, torch.bfloat16, layout=layout).make(device)
     for rows, cols in ORIENTATIONS[::2]:

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from assertions import assert_bitwise
 from interpreter import launcher
-from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case
+from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case, pairs
 
 from float8.kernels import reference
 from float8.kernels.gpu.cast_rowwise import cast_rowwise
@@ -36,9 +36,7 @@ def check(x, dtype, power_of_two, rows, cols, device, replay):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pairs(shape=SHAPES, layout=LAYOUTS, dtype=FORMATS)
 def test_agrees(shape, layout, dtype, device):
     case = Case(shape, torch.bfloat16, fill="wide", layout=layout)
     check(case.make(device), dtype, True, True, True, device, case)

@@ -7,7 +7,6 @@ from conversion instructions.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -20,12 +19,13 @@ VARIANTS = variants()
 
 
 def cases():
-    """Every variant for sm_90, and for the other architectures the first ones of every kernel."""
+    """Every variant for sm_90, and for the others the first of every kernel and format."""
     for arch in ARCHITECTURES:
-        seen = Counter()
+        seen = set()
         for variant in VARIANTS:
-            seen[variant.kernel] += 1
-            if arch == "sm_90" or seen[variant.kernel] <= 2:
+            kind = variant.kernel, variant.constants.get("FORMAT")
+            if arch == "sm_90" or kind not in seen:
+                seen.add(kind)
                 yield pytest.param(variant, arch, id=f"{variant.name}, {arch}")
 
 

@@ -1,0 +1,76 @@
+"""bf16 and fp16 products by way of float32 are bf16 and fp16 products."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from half_products import HALF, HalfProducts
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("shapes", [((7, 33), (33, 5)), ((3, 7, 33), (3, 33, 5)), ((1, 1), (1, 1))])
+def test_a_product_is_the_exact_one_rounded(
+    shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype
+) -> None:
+    left, right = (normal(*shape, dtype=dtype) for shape in shapes)
+    with HalfProducts():
+        found = left @ right
+    exact = left.double() @ right.double()
+    assert found.dtype == dtype
+    assert bool(((found.double() - exact).abs() <= bound_of(left, right)).all())
+
+
+def bound_of(left: Tensor, right: Tensor) -> Tensor:
+    """Half a step of the format, and float32's error in adding 33 terms: it may tip a rounding."""
+    exact, absolute = left.double() @ right.double(), left.double().abs() @ right.double().abs()
+    smallest = torch.finfo(left.dtype).smallest_normal
+    step = torch.finfo(left.dtype).eps * exact.abs().clamp_min(smallest)
+    return step / 2 + 33 * 2**-24 * absolute
+
+
+def test_the_smallest_and_the_greatest_fp16_products_are_exact_before_the_sum_is_rounded() -> None:
+    tiny, huge = 2.0**-24, torch.finfo(torch.float16).max
+    left = torch.tensor([[tiny, huge, huge]], dtype=torch.float16)
+    right = torch.tensor([[tiny], [tiny], [-1.0]], dtype=torch.float16)
+    with HalfProducts():
+        assert (left[:, :1] @ right[:1]).item() == 0  # 2**-48
+        assert (left[:, :2] @ right[:2]).item() == pytest.approx(huge * tiny, rel=2**-11)
+        assert (left[:, 2:] @ right[2:]).item() == -huge
+        assert (left[:, 1:] @ torch.full((2, 1), 2.0).half()).item() == torch.inf  # as a unit's
+
+
+def test_the_products_of_backward_and_of_autocast_go_the_same_way() -> None:
+    layer, x, grad = nn.Linear(16, 8, bias=False), normal(5, 16), normal(5, 8)
+    x.requires_grad_()
+    with HalfProducts(), torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        y.backward(grad)
+    weight = layer.weight.detach().bfloat16()
+    assert torch.equal(y.detach(), (x.detach().float() @ weight.float().t()).bfloat16())
+    assert x.grad is not None
+    assert torch.equal(x.grad, (grad.float() @ weight.float()).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_products_of_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
+    left, right = normal(4, 6, dtype=dtype), normal(6, 3, dtype=dtype)
+    with HalfProducts():
+        assert torch.equal(left @ right, torch.mm(left, right))
+
+
+def test_a_float32_sum_that_is_rounded_twice_would_be_seen() -> None:
+    """The first test has teeth: products rounded one by one miss its bound."""
+    left, right = normal(7, 33), normal(33, 5)
+    rounded = (left[:, :, None] * right[None]).sum(1)
+    exact = left.double() @ right.double()
+    assert not bool(((rounded.double() - exact).abs() <= bound_of(left, right)).all())
