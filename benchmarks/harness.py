@@ -190,13 +190,22 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def device(name: str) -> str:
+    """A device that is there, for argparse."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # an assertion where CUDA was not compiled in
+        raise argparse.ArgumentTypeError(f"torch has no device {name!r} here: take cpu") from error
+    return name
+
+
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The options that all benchmarks share."""
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    options.add_argument("--device", default=default, help=f"default here: {default}")
+    options.add_argument("--device", type=device, default=default, help=f"default here: {default}")
     options.add_argument("--repeats", type=positive, default=20, help="rounds that are kept")
     options.add_argument("--warmup", type=positive, default=3, help="rounds that are not")
     options.add_argument("--seed", type=int, default=0, help="of the random operands")

@@ -22,6 +22,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
+from benchmarks import harness
 from benchmarks.harness import Row, positive
 
 import corpus  # isort: skip  # of scripts/
@@ -102,7 +103,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    options.add_argument("--device", type=device, default=default, help=f"default here: {default}")
+    help_ = f"default here: {default}"
+    options.add_argument("--device", type=harness.device, default=default, help=help_)
     options.add_argument("--seed", type=int, default=0, help="of weights and batches")
     options.add_argument(
         "--stop-after", type=positive, metavar="SECONDS", help="begin no new run after that"
@@ -120,15 +122,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         "--data", type=Path, help="a folder of text files, not Python's own sources"
     )
     return options
-
-
-def device(name: str) -> str:
-    """A device that is there, for argparse."""
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # an assertion where CUDA was not compiled in
-        raise argparse.ArgumentTypeError(f"torch has no device {name!r} here: take cpu") from error
-    return name
 
 
 def load(options: argparse.Namespace) -> corpus.Corpus:

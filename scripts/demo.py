@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
 def report(runs: list[dict[str, Any]], options: Options, folder: Path) -> None:
     add_gaps(runs)
     shared = {k: v for k, v in options.record().items() if k not in ("recipe", "seed")}
-    about = {**environment(runs[0]["seed"]), "options": shared}
+    about = {**environment(runs[0]["seed"], options.device), "options": shared}
     write_json(folder / "demo.json", {**about, "runs": runs})
     plot(runs, folder / "demo.png")
     print(f"\n{table(runs)}\n\nnumbers: {folder / 'demo.json'}, curves: {folder / 'demo.png'}")

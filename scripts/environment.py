@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 
-def environment(seed: int) -> dict[str, Any]:
+def environment(seed: int, device: str) -> dict[str, Any]:
     """What a reader of the numbers needs to judge and to repeat them."""
     here = Path(__file__).parent
     git = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
@@ -22,13 +22,14 @@ def environment(seed: int) -> dict[str, Any]:
         "git_commit": commit or None,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "machine": machine(),
+        "machine": machine(device),
     }
 
 
-def machine() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+def machine(device: str) -> str:
+    """The GPU's name, or the CPU's and how many of its threads torch uses."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]

@@ -84,7 +84,7 @@ def read(cubin: bytes) -> MachineCode:
         file.write(cubin)
         file.flush()
         usage = _run("cuobjdump", "-res-usage", file.name)
-        code = _run("nvdisasm", "-c", file.name)
+        code = _run("nvdisasm", "-ndf", "-c", file.name)
     resource = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
     opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_.]+)", code, re.M)
     return MachineCode(

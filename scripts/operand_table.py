@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             name: {"median_flushed": median_flushed(rows), "operands": [asdict(r) for r in rows]}
             for name, rows in found.items()
         }
-        about = {**environment(options.seed), "options": options.record()}
+        about = {**environment(options.seed, options.device), "options": options.record()}
         write_json(args.out, {**about, "models": report})
     return 0
 

@@ -300,7 +300,7 @@ def main(argv: list[str] | None = None) -> int:
     summary = trainer.summary()
     print("{recipe}: validation loss {final_val_loss:.4f}".format(**summary))
     if args.out:
-        about = {**environment(options.seed), "options": options.record()}
+        about = {**environment(options.seed, options.device), "options": options.record()}
         write_json(args.out, {**about, "runs": [summary]})
     return 0
 

@@ -96,6 +96,25 @@ def test_a_static_step_launches_four_casts_and_three_products(factors):
     assert "aten::full" not in meters[1].ops
 
 
+def test_a_compiled_static_cast_is_left_to_the_compiler_to_fuse():
+    """Its op is opaque: the product of one that joins its producer is a byte per element."""
+    for name, opaque in (("static", 0), ("delayed", 2)):
+        graphs = []
+
+        def backend(graph, inputs, graphs=graphs):
+            graphs.append(graph)
+            return graph
+
+        layer, x = layer_of(name), torch.randn(16, 48, dtype=torch.bfloat16)
+        layer(x).backward(torch.ones(16, 32, dtype=torch.bfloat16))  # the first step is dynamic
+        sync_float8_amax_and_scale_history(layer)
+        torch._dynamo.reset()
+        with kernel_path(), torch.no_grad():
+            torch.compile(layer, backend=backend, fullgraph=True)(torch.nn.functional.gelu(x))
+        casts = [node for node in graphs[0].graph.nodes if "float8.cast" in str(node.target)]
+        assert len(casts) == opaque, name
+
+
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
 def test_frozen_operands_cost_nothing(name):
     for frozen in ("weight", "input"):

@@ -17,10 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shapes import Case
 from torch import nn
+from torch._inductor import metrics as inductor_metrics
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from float8 import scaling
-from float8.config import DelayedScalingConfig, OperandCast, ScalingType
+from float8.config import RECIPES, DelayedScalingConfig, OperandCast, ScalingType
 from float8.formats import E4M3, E5M2
 from float8.granularity import WHOLE
 from float8.scaling import DelayedState, constant, quantize, times, updated_history
@@ -291,3 +292,18 @@ def test_a_factor_multiplies_a_scale(scaling_type):
     cast = OperandCast(scaling_type, E4M3, (WHOLE, WHOLE), False, static)
     found = times(torch.full((1, 1), 0.5), cast, 0.3)
     assert_bitwise(found, torch.full((1, 1), 0.5) * 0.3)
+
+
+@pytest.mark.slow
+def test_compiled_a_cast_by_a_constant_joins_the_op_that_makes_its_operand():
+    """One generated kernel; a scale that has to be found first makes two."""
+    for recipe, kernels in (("unit", 1), ("tensorwise", 2)):
+        cast = RECIPES[recipe].plan.output.a
+
+        def produce_and_cast(x, cast=cast):
+            return quantize(torch.nn.functional.gelu(x) * 2, cast)[0]
+
+        torch._dynamo.reset()
+        inductor_metrics.reset()
+        torch.compile(produce_and_cast, fullgraph=True)(torch.randn(64, 64))
+        assert inductor_metrics.generated_kernel_count == kernels, recipe

@@ -51,7 +51,7 @@ KERNELS: dict[Block, str] = {
 # at best: a search for the amax in the producer's epilogue, then 2 + 1 for the cast, 1 + 1 for the
 # transposed copy that a GEMM needs: 5 bytes with a dynamic scale.
 COMPILED: dict[str, tuple[str, str]] = {
-    "cast": ("kernel", "6 bytes, 4 where the scale is known; no time measured"),
+    "cast": ("kernel", "6 bytes, 4 with a delayed scale; no time measured"),
     "cast_rowwise": ("kernel", "6 bytes, 3 for rows alone; no time measured"),
     "cast_blockwise": ("kernel", "4 bytes; no time measured"),
 }

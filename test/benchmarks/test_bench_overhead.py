@@ -30,5 +30,5 @@ def test_every_recipe_is_compared_with_its_layer_by_hand(tmp_path):
 
 def test_it_is_a_question_to_the_host(capsys):
     with pytest.raises(SystemExit):
-        bench_overhead.main([*TINY, "--device", "cuda"])
+        bench_overhead.main([*TINY, "--device", "meta"])
     assert "on a CPU only" in capsys.readouterr().err
