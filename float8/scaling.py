@@ -136,9 +136,9 @@ def transposed(pair: Pair) -> Pair:
 
 def _runs_kernel(x: Tensor, cast: OperandCast, emulate: bool) -> bool:
     if cast.static_scale is not None and torch.compiler.is_compiling():
-        # Elementwise by a constant: it joins the op that makes x, which then writes one byte and no
-        # bfloat16, and a transposed copy is 1 + 1: 3 bytes per element. A kernel, which the compiler
-        # cannot look into, is 2 more for x to be written, 2 to be read, 1 + 1: 6.
+        # Elementwise by a constant: it joins the op that makes x, which then writes one byte and
+        # no bfloat16, and a transposed copy is 1 + 1: 3 bytes per element. With a kernel, opaque to
+        # the compiler, x is written (2) and read (2), both orientations are written (1 + 1): 6.
         return False
     return kernels.runs_kernel(x.device, cast.block, emulate) and not kernels.is_sharded(x)
 

@@ -18,19 +18,19 @@ from torch import nn
 M = TypeVar("M", bound=nn.Module)
 
 
-def compile(model: M, **kwargs: Any) -> M:
+def compile(module: M, **kwargs: Any) -> M:
     """A compiled model; transforms come first, since they do not reach into compiled code.
 
     Args:
-        model: a module, with any transforms or none.
+        module: a module, with any transforms or none.
         kwargs: those of ``torch.compile``, such as ``fullgraph=True``.
 
     Returns:
-        An ``nn.Module`` that shares its parameters with ``model``.
+        An ``nn.Module`` that shares its parameters with ``module``.
 
     Raises:
-        TypeError: ``model`` is not a module.
+        TypeError: ``module`` is not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"compile takes an nn.Module, got {type(model).__name__}")
-    return torch.compile(model, **kwargs)  # type: ignore[return-value]
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"compile takes an nn.Module, got {type(module).__name__}")
+    return torch.compile(module, **kwargs)  # type: ignore[return-value]

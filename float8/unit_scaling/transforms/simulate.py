@@ -80,11 +80,11 @@ PRODUCTS: dict[Callable[..., Any], Product] = {
 }
 
 
-def simulate_format(model: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
+def simulate_format(module: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
     """A copy of a model whose products are in the formats, simulated; the model stays as it is.
 
     Args:
-        model: any module.
+        module: any module.
         fwd_format: of the operands of each product: activations and weights.
         bwd_format: of the gradient that comes to each product.
 
@@ -93,20 +93,20 @@ def simulate_format(model: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
         transforms in any order, with ``torch.compile``, deepcopy and pickle.
 
     Raises:
-        TypeError: ``model`` is not a module, or was compiled; transform first.
+        TypeError: ``module`` is not a module, or was compiled; transform first.
         ValueError: it simulates a format already.
     """
-    return transformed(model, SimulateFormat(fwd_format, bwd_format))
+    return transformed(module, SimulateFormat(fwd_format, bwd_format))
 
 
-def simulate_fp8(model: M, rounding: str = "nearest") -> M:
+def simulate_fp8(module: M, rounding: str = "nearest") -> M:
     """`simulate_format` with E4M3 forward and E5M2 backward (arXiv 2209.05433, section 3).
 
     Args:
-        model: any module.
+        module: any module.
         rounding: "nearest", as GPUs cast, or "stochastic".
     """
-    return simulate_format(model, FPFormat(4, 3, rounding), FPFormat(5, 2, rounding))
+    return simulate_format(module, FPFormat(4, 3, rounding), FPFormat(5, 2, rounding))
 
 
 @dataclass(frozen=True)

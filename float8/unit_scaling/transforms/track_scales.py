@@ -71,11 +71,11 @@ _SHOWN = (
 )
 
 
-def track_scales(model: M) -> M:
+def track_scales(module: M) -> M:
     """A copy of a model that records the scales of its tensors, and of their gradients.
 
     Args:
-        model: any module.
+        module: any module.
 
     Returns:
         the copy, with one method more: ``scales_graph()``, the graph of its latest forward, empty
@@ -83,10 +83,10 @@ def track_scales(model: M) -> M:
         pickle: copies start with nothing recorded.
 
     Raises:
-        TypeError: ``model`` is not a module, or was compiled.
+        TypeError: ``module`` is not a module, or was compiled.
         ValueError: it is tracked already.
     """
-    tracked = transformed(model, TrackScales())
+    tracked = transformed(module, TrackScales())
     tracked.scales_graph = Recorded()  # type: ignore[assignment]
     return tracked
 
