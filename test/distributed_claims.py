@@ -4,14 +4,10 @@ A file of its own, because spawned processes import it by name.
 """
 
 import copy
-import os
-import socket
-from typing import Any
 
 import faults
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,42 +16,6 @@ from float8 import convert_to_float8_training, sync_float8_amax_and_scale_histor
 from float8.config import RECIPES
 
 WORLD = 2
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def _start(rank: int, port: int, claims: list, held: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    try:
-        for name, *args in claims:
-            globals()[name](rank, *args)
-            dist.barrier()
-            held.value += rank == 0
-    finally:
-        dist.destroy_process_group()
-
-
-def failures(claims: dict[str, tuple]) -> dict[str, Exception]:
-    """Which claims, each ``(function's name, *args)``, do not hold on two processes, and why.
-
-    Starting processes takes longer than any claim, so one pair takes all in turn. A failure ends
-    the pair, and the next one goes on behind it.
-    """
-    found, left = {}, list(claims)
-    while left:
-        held = mp.get_context("spawn").Value("i", 0)
-        try:
-            mp.spawn(_start, (_free_port(), [claims[each] for each in left], held), nprocs=WORLD)
-        except Exception as error:  # whatever it is, it belongs to this claim
-            found[left[held.value]] = error
-        left = left[held.value + 1 :]
-    return found
 
 
 def _model(recipe):

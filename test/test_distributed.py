@@ -3,8 +3,8 @@
 This is the ground under a distributed room: `Float8Linear` needs nothing special for it.
 """
 
-import distributed_claims
 import pytest
+from processes import failures
 
 from float8.config import RECIPES
 
@@ -20,4 +20,4 @@ CLAIMS = {
 
 @pytest.mark.slow
 def test_on_two_processes():
-    assert distributed_claims.failures(CLAIMS) == {}
+    assert failures("distributed_claims", CLAIMS) == {}

@@ -1,0 +1,76 @@
+"""Claims that have to hold on every rank of a few gloo processes, which end with the test.
+
+A claim is a function ``claim(rank, *arguments)`` of a module that spawned processes can import by
+name (files of ``test/`` can be). Starting processes takes longer than most claims, so one set of
+them takes all claims in turn. A claim that fails, or hangs, ends the set, and a new one goes on
+behind it: one failure hides no other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+PATIENCE = 60.0  # seconds for one claim
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def failures(
+    module: str, claims: dict[str, tuple], world: int = 2, patience: float = PATIENCE
+) -> dict[str, Exception]:
+    """Which claims do not hold on ``world`` processes, and why.
+
+    Args:
+        module: what the functions are in, a file of ``test/`` without ``.py``.
+        claims: name -> (function's name, *arguments).
+        world: how many processes.
+        patience: seconds that one claim may take before it counts as hanging.
+    """
+    found: dict[str, Exception] = {}
+    left = list(claims)
+    while left:
+        held = mp.get_context("spawn").Value("i", 0)
+        try:
+            _run(module, [claims[name] for name in left], world, held, patience)
+        except Exception as error:  # whatever it is, it belongs to this claim
+            found[left[held.value]] = error
+        left = left[held.value + 1 :]
+    return found
+
+
+def _run(module: str, claims: list[tuple], world: int, held: Any, patience: float) -> None:
+    arguments = (world, free_port(), module, claims, held)
+    context = mp.spawn(_start, arguments, nprocs=world, join=False)
+    before, waited = 0, 0.0
+    while not context.join(timeout=1.0):
+        waited = waited + 1 if held.value == before else 0.0
+        before = held.value
+        if waited > patience:
+            for process in context.processes:
+                process.kill()
+            raise TimeoutError(f"{claims[held.value]} hangs on {world} processes")
+
+
+def _start(rank: int, world: int, port: int, module: str, claims: list[tuple], held: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    functions = importlib.import_module(module)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    try:
+        for name, *arguments in claims:
+            getattr(functions, name)(rank, *arguments)
+            dist.barrier()
+            held.value += rank == 0
+    finally:
+        dist.destroy_process_group()
