@@ -5,6 +5,9 @@ package is in CONTRIBUTING.md. This file is the composition root: it alone impor
 ``float8.dispatch``, which teaches `Float8Tensor` its operations.
 """
 
+import importlib
+from typing import Any
+
 import float8.dispatch as _dispatch  # noqa: F401  registers the operations of Float8Tensor
 from float8 import filters
 from float8.config import (
@@ -15,6 +18,7 @@ from float8.config import (
     ScalingType,
 )
 from float8.convert import (
+    WEIGHT_RULE_SOURCES,
     convert_from_float8_training,
     convert_to_float8_training,
     high_precision,
@@ -29,6 +33,19 @@ from float8.tensor import Float8Tensor
 from float8.weight_cache import cached_weights
 
 __version__ = "0.3.0"
+
+# Imported when asked for: what stands on torch.distributed takes time to import.
+_ON_DEMAND = {
+    "precompute_float8_dynamic_scale_for_fsdp": "float8.distributed.gathered_weights",
+}
+WEIGHT_RULE_SOURCES.append(lambda: importlib.import_module("float8.distributed.gathered_weights"))
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_DEMAND:
+        return getattr(importlib.import_module(_ON_DEMAND[name]), name)
+    raise AttributeError(f"module 'float8' has no attribute {name!r}")
+
 
 __all__ = [
     "E4M3",
@@ -54,5 +71,6 @@ __all__ = [
     "filters",
     "float8_linear",
     "high_precision",
+    "precompute_float8_dynamic_scale_for_fsdp",
     "sync_float8_amax_and_scale_history",
 ]

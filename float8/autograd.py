@@ -34,7 +34,15 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import Float8LinearConfig, Gemm, LinearPlan
-from float8.scaling import DelayedState, Pair, quantize, quantize_again, quantize_both, times
+from float8.scaling import (
+    DelayedState,
+    Pair,
+    quantize,
+    quantize_again,
+    quantize_both,
+    times,
+    transposed,
+)
 from float8.tensor import Float8Tensor
 
 # What output, grad_input and grad_weight are multiplied by, each by its own: they need not be the
@@ -54,6 +62,13 @@ class WeightCodes(NamedTuple):
     cols: Pair  # w_KN, for grad_input
     dtype: torch.dtype  # what the weight was rounded to before its cast
     amax: Tensor | None  # of a delayed cast: recorded by each forward that reads the codes
+
+
+def codes_of(weight: Float8Tensor) -> WeightCodes:
+    """A weight that is in float8 already, tensorwise, as both GEMMs read it; nothing is copied."""
+    # By attribute: torch.compile does not trace a subclass's properties.
+    rows = (weight._data, weight._scale)
+    return WeightCodes(rows, transposed(rows), weight.dtype, None)
 
 
 @dataclass(frozen=True)

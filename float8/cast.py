@@ -139,7 +139,16 @@ class DelayedCast(Cast):
 
     @property
     def state(self) -> DelayedState:
-        """The buffers that a GEMM's cast reads and records in."""
+        """The buffers that a GEMM's cast reads and records in.
+
+        Raises:
+            TypeError: somebody replaced them by others than float32, around ``module.to``.
+        """
+        if self.scale.dtype != torch.float32:
+            raise TypeError(
+                f"a delayed cast keeps its scale and history in float32, found {self.scale.dtype}: "
+                "with FullyShardedDataParallel leave buffer_dtype of MixedPrecision at None"
+            )
         return DelayedState(self.scale, self.current_amax, self.history_ready)
 
     @property

@@ -230,6 +230,7 @@ class Float8LinearConfig:
             takes the operand's own cast.
         gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: the GEMMs.
         delayed_scaling: for operands with ``ScalingType.DELAYED``.
+        enable_fsdp_float8_all_gather: see ``float8.distributed.gathered_weights``.
         pad_inner_dim: pad dimensions that are no multiple of 16 with zeros, on devices whose GEMM
             needs it, instead of refusing.
         emulate: run the reference path on every device.
@@ -259,6 +260,7 @@ class Float8LinearConfig:
     gemm_config_grad_input: GemmConfig = GemmConfig()
     gemm_config_grad_weight: GemmConfig = GemmConfig()
     delayed_scaling: DelayedScalingConfig = DelayedScalingConfig()
+    enable_fsdp_float8_all_gather: bool = False
     pad_inner_dim: bool = False
     emulate: bool = False
     enable_amax_init: bool = True

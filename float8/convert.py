@@ -69,6 +69,40 @@ register_module_rule(
 )
 
 
+@dataclass(frozen=True)
+class WeightRule:
+    """How weights are stored for ``enable_fsdp_float8_all_gather``.
+
+    Args:
+        refuses: (layer, config) -> the reason why its weight cannot be stored so, or None.
+        wrap: (model, name -> converted layer) -> name -> the reason, for weights left as they were.
+        unwrap: (model): the inverse.
+    """
+
+    refuses: Callable[[nn.Module, Float8LinearConfig], str | None]
+    wrap: Callable[[nn.Module, dict[str, nn.Module]], dict[str, str]]
+    unwrap: Callable[[nn.Module], None]
+
+
+# At most one; `WEIGHT_RULE_SOURCES` has the room imported that registers it.
+WEIGHT_RULES: list[WeightRule] = []
+WEIGHT_RULE_SOURCES: list[Callable[[], object]] = []
+
+
+def register_weight_rule(rule: WeightRule) -> None:
+    """Let conversion store weights so that FSDP2 gathers them in float8."""
+    if WEIGHT_RULES:
+        raise ValueError("there is a rule for enable_fsdp_float8_all_gather already")
+    WEIGHT_RULES.append(rule)
+
+
+def _weight_rule() -> WeightRule:
+    for source in WEIGHT_RULE_SOURCES:
+        source()
+    assert WEIGHT_RULES, "float8/__init__.py names who registers one"
+    return WEIGHT_RULES[0]
+
+
 # Questions that rooms above ask before anything is converted: (the whole module) -> the reason why
 # swapping its layers would be wrong, or None.
 MODEL_CHECKS: list[Callable[[nn.Module], str | None]] = []
@@ -80,10 +114,16 @@ class Conversion:
 
     converted: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    # Under enable_fsdp_float8_all_gather: whose weight is gathered in high precision, and why.
+    gathered_in_high_precision: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"converted to float8: {len(self.converted)} layers"]
         lines += [f"  left alone: {fqn}: {reason}" for fqn, reason in self.skipped.items()]
+        lines += [
+            f"  weight gathered in high precision: {fqn}: {reason}"
+            for fqn, reason in self.gathered_in_high_precision.items()
+        ]
         return "\n".join(lines)
 
 
@@ -97,8 +137,9 @@ def convert_to_float8_training(
 
     Parameters stay the same objects; mode, hooks, dtype and device stay; a layer registered under
     two names stays one layer. Convert before building the optimizer where a distributed wrapper
-    replaces parameters. Converting again changes nothing. Delayed recipes need
-    ``sync_float8_amax_and_scale_history(module)`` once per step.
+    replaces parameters, as ``enable_fsdp_float8_all_gather`` does with weights. Converting again
+    changes nothing. Delayed recipes need ``sync_float8_amax_and_scale_history(module)`` once per
+    step.
 
     Args:
         module: the model; it may itself be an ``nn.Linear``.
@@ -128,6 +169,9 @@ def convert_to_float8_training(
         swapped[layer] = MODULE_RULES[type(layer)].convert(layer, config, fqn)
         conversion.converted.append(fqn)
     module = _replace_children(module, swapped)
+    if config.enable_fsdp_float8_all_gather:
+        layers = {fqn: swapped[layer] for fqn, layer in candidates}
+        conversion.gathered_in_high_precision = _weight_rule().wrap(module, layers)
     module.float8_conversion = conversion  # type: ignore[assignment]
     _tell(module, conversion)
     if config.uses_delayed_scaling and swapped:
@@ -142,6 +186,8 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
     The inverse of `convert_to_float8_training`: parameters, mode and hooks are shared, and the
     state dict has plain keys. Modules that write float8 for the layers become plain with them.
     """
+    for rule in WEIGHT_RULES:
+        rule.unwrap(module)
     plain: dict[nn.Module, nn.Module] = {m: m.to_float() for m in _float8_modules(module)}
     module = _replace_children(module, plain)
     module.__dict__.pop("float8_conversion", None)
@@ -161,7 +207,8 @@ def _float8_modules(model: nn.Module) -> list[Any]:
 def high_precision(model: M) -> Iterator[M]:
     """Run a converted model without float8, as for evaluation; training state is untouched.
 
-    Within it a ``state_dict()`` has the keys of the plain model.
+    Within it a ``state_dict()`` has the keys of the plain model. A weight that FSDP2 has gathered
+    in float8 is multiplied in high precision as it came: rounded to float8.
     """
     layers = _float8_modules(model)
     casts = [m for m in model.modules() if isinstance(m, DelayedCast)]
@@ -232,10 +279,12 @@ def _runs_something_else(module: nn.Module, fqn: str) -> str | None:
 
 
 def _check_all(candidates: list[tuple[str, nn.Module]], config: Float8LinearConfig) -> None:
+    gathers = [_weight_rule().refuses] if config.enable_fsdp_float8_all_gather else []
     problems = [
         f"{fqn or 'the module itself'}: {reason}"
         for fqn, layer in candidates
-        if (reason := MODULE_RULES[type(layer)].refuses(layer, config)) is not None
+        for refuses in (MODULE_RULES[type(layer)].refuses, *gathers)
+        if (reason := refuses(layer, config)) is not None
     ]
     if problems:
         raise ValueError(

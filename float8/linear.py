@@ -6,7 +6,8 @@ with its name in the message. `float8_linear` is the functional form, for recipe
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,9 @@ from float8.autograd import (
     CachedWeight,
     Factors,
     States,
+    WeightCodes,
     autocasts,
+    codes_of,
     compute_dtype,
     linear_in_float8,
 )
@@ -32,8 +35,9 @@ from float8.tensor import Float8Tensor
 class Float8Linear(nn.Linear):
     """An ``nn.Linear`` that multiplies in float8; parameters, shapes and checkpoints are its own.
 
-    ``weight`` is always the high-precision parameter, so initialisation, clipping, averaging and
-    optimizers see what they expect.
+    ``weight`` is the high-precision parameter, so initialisation, clipping, averaging and
+    optimizers see what they expect. While FSDP2 has it gathered in float8, forward finds a
+    `Float8Tensor` in its place, and multiplies that as it is.
 
     Args:
         in_features, out_features, bias, device, dtype: as ``nn.Linear``.
@@ -126,22 +130,39 @@ class Float8Linear(nn.Linear):
             self._check_float8(input)
             self._check_device(input)
         record = self.training and torch.is_grad_enabled()
-        weight, cached = self.weight, self.cached_weight
-        if cached is not None and not torch.compiler.is_compiling() and not cached.is_of(weight):
-            cached = None  # a write that nobody announced, or another weight in its place
         return linear_in_float8(
             input,
-            weight,
+            self.weight,
             self.bias,
             self.config,
             self._states(),
             record,
-            None if cached is None else cached.codes,
+            self._codes(input),
             self._factors(input),
         )
 
+    def _codes(self, input: Tensor) -> WeightCodes | None:
+        """The weight in float8, if somebody has cast it before this call."""
+        weight, cached = self.weight, self.cached_weight
+        if isinstance(weight, Float8Tensor):
+            if weight.dtype != (dtype := compute_dtype(input)):
+                raise ValueError(
+                    f"{self._name}: its weight was gathered for {weight.dtype} and is used in "
+                    f"{dtype}; give fully_shard the dtype, as MixedPrecisionPolicy(param_dtype="
+                    f"{dtype}), in place of autocast"
+                )
+            return codes_of(weight)
+        if cached is not None and not torch.compiler.is_compiling() and not cached.is_of(weight):
+            return None  # a write that nobody announced, or another weight in its place
+        return None if cached is None else cached.codes
+
     def _plain_forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight, self.bias)
+        return F.linear(input, self._plain_weight(), self.bias)
+
+    def _plain_weight(self) -> Tensor:
+        """The weight in high precision; what was gathered in float8 is rounded to that."""
+        weight = self.weight
+        return weight.dequantize() if isinstance(weight, Float8Tensor) else weight
 
     def _factors(self, input: Tensor) -> Factors | None:
         """What the three products of this call are multiplied by, if by anything."""
@@ -177,7 +198,11 @@ class Float8Linear(nn.Linear):
             raise ValueError(f"{self._name}: {reason}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        stored = _stored(self.weight)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if stored is not None and not stored.holds(self.weight):  # assign=True
+            like = stored.wrap(self.weight)
+            self.weight = nn.Parameter(like, self.weight.requires_grad)
         weight = state_dict.get(prefix + "weight")
         if weight is None:
             return  # a part of the model, such as adapters: what is here stays
@@ -186,6 +211,14 @@ class Float8Linear(nn.Linear):
                 continue
             if not any(key.startswith(f"{prefix}{name}.") for key in state_dict):
                 cast.start_beside(weight)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        stored, key = _stored(self.weight), prefix + "weight"
+        if stored is not None and not keep_vars and key in destination:
+            destination[key] = stored.plain(self.weight)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: a copied weight changes on its own, so its cache stays behind."""
@@ -207,6 +240,21 @@ class Float8Linear(nn.Linear):
 
 _CAST_NAMES = ("cast_input", "cast_weight", "cast_grad_output")
 _OWN_ATTRIBUTES = ("config", "fqn", "high_precision", "cached_weight")
+
+
+class StoredWeight(NamedTuple):
+    """A type in which a room above has a layer's weight stored; checkpoints hold plain tensors."""
+
+    holds: Callable[[Tensor], bool]  # whether a weight is of this type
+    plain: Callable[[Tensor], Tensor]  # the same data as an ordinary tensor
+    wrap: Callable[[Tensor], Tensor]  # and back
+
+
+STORED_WEIGHTS: list[StoredWeight] = []
+
+
+def _stored(weight: Tensor) -> StoredWeight | None:
+    return next((stored for stored in STORED_WEIGHTS if stored.holds(weight)), None)
 
 
 def with_state_of(source: nn.Module, cls: Any) -> Any:

@@ -26,17 +26,38 @@ from torch import Tensor, nn
 from float8 import kernels
 from float8.config import DelayedScalingConfig, OperandCast, ScalingType
 from float8.formats import on_device
+from float8.granularity import WHOLE
 
 
 class DelayedState(NamedTuple):
     """The buffers of a delayed cast that a forward or backward touches; float32, 0-dim.
 
-    ``ready`` is False until the operand has a scale: until then the dynamic one is used.
+    ``ready`` is False until the operand has a scale: until then the dynamic one is used. ``group``
+    names the process group over whose ranks the tensor is spread, None where a rank has all of it
+    (see `spread`).
     """
 
     scale: Tensor
     current_amax: Tensor
     ready: bool
+    group: str | None = None
+
+
+def spread(state: DelayedState | None, group: str | None) -> DelayedState | None:
+    """``state`` for an operand of which each rank of a process group holds a part.
+
+    A scale that is found from such an operand and that all of it shares (tensorwise) is found from
+    the amax over exactly those ranks. Scales of rows and blocks stay those of the part.
+
+    Args:
+        state: of a delayed cast, or None.
+        group: the name of the process group (``ProcessGroup.group_name``), or None.
+    """
+    if group is None:
+        return state
+    if state is None:  # not delayed: there are no buffers, and `_of_delayed` keeps all from looking
+        return DelayedState(None, None, False, group)  # type: ignore[arg-type]
+    return state._replace(group=group)
 
 
 Pair = tuple[Tensor, Tensor]
@@ -87,7 +108,8 @@ def quantize_both(
     """Cast a matrix for the GEMM that contracts its rows and the one that contracts its columns.
 
     Args:
-        x: any strides.
+        x: any strides; or a tensor in float8 already (one with ``_data`` and ``_scale``), which is
+            not cast again: its one cast has to serve both.
         by_row: the cast for the GEMM whose operand is x; None if there is no such GEMM.
         by_col: the cast for the GEMM whose operand is ``x.t()``, stated for that; or None.
         share: whether the two are one cast, so that the second has the first one's bytes.
@@ -99,6 +121,9 @@ def quantize_both(
         the pair for x and the pair for ``x.t()``, None where not asked for. On a CPU the second
         shares the first one's bytes where the casts allow it.
     """
+    if hasattr(x, "_data"):  # by name: the tensor type lives above
+        pair = (x._data, x._scale)  # type: ignore[attr-defined]
+        return (None if by_row is None else pair), (None if by_col is None else transposed(pair))
     if by_row is None or by_col is None:
         rows = None if by_row is None else quantize(x, by_row, state, record, None, emulate)
         cols = None if by_col is None else quantize(x.t(), by_col, state, record, None, emulate)
@@ -154,6 +179,9 @@ def _by_kernel(
 ) -> kernels.Orientations:
     fmt = on_device(cast.format, x.device)
     scale = known_scale(cast, state, x) if scale is None else scale
+    if scale is None and (group := _shares_amax(cast, state)) is not None:
+        found = _largest_over(group, kernels.amax(x, cast.block))
+        scale = kernels.scale_from_amax(found, fmt.max, cast.power_of_two_scale)
     amax = amax_to_record(cast, state, record)
     return kernels.cast_operand(
         x, cast.block, fmt.dtype, cast.power_of_two_scale, scale, rows, cols, amax
@@ -235,7 +263,22 @@ def _scale(
         kernels.record_amax(delayed.current_amax, amax)
     if delayed is not None and delayed.ready:
         return delayed.scale.reshape(1, 1)
+    if (group := _shares_amax(cast, state)) is not None:
+        amax = _largest_over(group, amax)
     return kernels.scale_from_amax(amax, format_max, cast.power_of_two_scale)
+
+
+def _shares_amax(cast: OperandCast, state: DelayedState | None) -> str | None:
+    """The group over whose ranks one scale of this operand reaches, or None."""
+    whole = cast.block.count(WHOLE) == len(cast.block)
+    return None if state is None or not whole else state.group
+
+
+def _largest_over(group: str, amax: Tensor) -> Tensor:
+    # gloo's MAX loses a NaN that is not on rank 0; inf makes every product NaN just as well.
+    finite_or_inf = torch.where(amax.isfinite(), amax, torch.inf)
+    ops = torch.ops._c10d_functional  # by name, so that importing float8 imports no collectives
+    return ops.wait_tensor(ops.all_reduce(finite_or_inf, "max", group))
 
 
 def updated_history(

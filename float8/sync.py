@@ -8,6 +8,11 @@ scales, with a number of kernels that does not grow with the number of layers (s
 Call it once per optimizer step, before or after ``optimizer.step()``, never between a forward and
 its backward: autograd would then find the scales changed that forward saved. Forgetting it leaves
 every cast dynamic, at its cost, so the first optimizer that steps twice without it says so.
+
+The collective is a maximum, element by element, so it means something only where all ranks list the
+same casts in the same order. `FIRST_SYNC_CHECKS` asks that before the first one. A dynamic scale is
+found anew in every cast, from values that are there: nothing of it outlives the step, so it needs
+no such agreement.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,37 +32,94 @@ from float8.cast import DelayedCast
 from float8.config import DelayedScalingConfig
 from float8.scaling import updated_history
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    Group: TypeAlias = dist.ProcessGroup | DeviceMesh
+
 Key = tuple[DelayedScalingConfig, float, bool]
 
 
-def sync_float8_amax_and_scale_history(model: nn.Module) -> None:
+def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = None) -> None:
     """Roll this step's amaxes into the histories and compute the next scales.
 
-    All ranks of the default process group, if there is one, take part with the same casts and end
-    with equal scales. A model without delayed casts is left alone.
+    All ranks of the group take part with the same casts, in one MAX all-reduce for all of them, and
+    end with equal scales; what is not finite counts as infinite there and enters a history as 0.
+    The first call compares the ranks' layers, once. In a single process a model without delayed
+    casts is left alone.
 
     Args:
         model: any module; every delayed cast below it takes part.
+        group: the ranks that hold the same layers: by default all. Pipeline stages hold different
+            ones: pass the process group or ``DeviceMesh`` of the ranks of one stage (data and
+            tensor parallel together). A mesh of several dimensions takes one all-reduce for each.
+
+    Raises:
+        RuntimeError: on every rank, at the first call: the ranks' layers differ; the message names
+            the first one that does.
+        TypeError: ``group`` is neither.
+        ValueError: this rank is not in ``group``.
     """
-    by_device: dict[torch.device, list[DelayedCast]] = {}
-    for module in model.modules():
-        if isinstance(module, DelayedCast):
-            by_device.setdefault(module.scale.device, []).append(module)
+    groups = _process_groups(group)
+    casts = [module for module in model.modules() if isinstance(module, DelayedCast)]
+    if groups and _is_first(model, casts):
+        for check in FIRST_SYNC_CHECKS:
+            check(model, groups)
+        _checked.add(model)
     with torch.no_grad():
-        for casts in by_device.values():
-            _sync_on_one_device(casts)
+        _sync(casts, groups)
     for callback in AFTER_SYNC:
         callback(model)
 
+
+# Asked before the first all-reduce, on all ranks of the groups: for rooms above, to raise where
+# ranks disagree.
+FIRST_SYNC_CHECKS: list[Callable[[nn.Module, list[dist.ProcessGroup]], None]] = []
+_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 # Called with the model after each sync: for rooms above, which keep what follows from scales.
 AFTER_SYNC: list[Callable[[nn.Module], None]] = []
 
 
-def _sync_on_one_device(casts: list[DelayedCast]) -> None:
+def _process_groups(group: Group | None) -> list[dist.ProcessGroup]:
+    """The groups to reduce over in turn; none where there is nothing to agree about."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    if group is None:
+        return [_default_group()] if dist.get_world_size() > 1 else []
+    if isinstance(group, dist.ProcessGroup):
+        return [group] if dist.get_world_size(group) > 1 else []
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # an int
+        raise ValueError("this rank is not in the group that sync was given: pass its own one")
+    if not hasattr(group, "get_all_groups"):  # by name: DeviceMesh takes long to import
+        raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {group!r}")
+    return [each for each in group.get_all_groups() if dist.get_world_size(each) > 1]
+
+
+def _default_group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _is_first(model: nn.Module, casts: list[DelayedCast]) -> bool:
+    if casts:
+        return not all(cast.synced for cast in casts)
+    # Another rank's model may have some: it would wait for this one.
+    return not torch.compiler.is_compiling() and model not in _checked
+
+
+def _sync(casts: list[DelayedCast], groups: list[dist.ProcessGroup]) -> None:
+    by_device: dict[torch.device, list[DelayedCast]] = {}
+    for cast in casts:
+        by_device.setdefault(cast.scale.device, []).append(cast)
+    ordered = [[c for same in _groups(own).values() for c in same] for own in by_device.values()]
+    stacked = [torch.stack([c.current_amax for c in own]) for own in ordered]
+    for own, currents in zip(ordered, _reduced_over_ranks(stacked, groups), strict=True):
+        _sync_on_one_device(own, currents)
+
+
+def _sync_on_one_device(casts: list[DelayedCast], currents: Tensor) -> None:
     groups = _groups(casts)
-    casts = [cast for group in groups.values() for cast in group]
-    currents = _reduced_over_ranks(torch.stack([c.current_amax for c in casts]))
     parts = currents.split([len(group) for group in groups.values()])
     for (key, group), part in zip(groups.items(), parts, strict=True):
         _update(group, part, key)
@@ -100,13 +163,29 @@ def _update(casts: list[DelayedCast], currents: Tensor, key: Key) -> None:
     torch._foreach_copy_([c.scale for c in casts], list(scales.unbind()))
 
 
-def _reduced_over_ranks(currents: Tensor) -> Tensor:
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+def _reduced_over_ranks(currents: list[Tensor], groups: list[dist.ProcessGroup]) -> list[Tensor]:
+    """The maximum over ranks of each device's amaxes: one collective for each group."""
+    if not groups or not currents:
         return currents
+    device = _meeting_place([part.device for part in currents], groups[0])
+    together = torch.cat([part.to(device) for part in currents])
     # gloo's MAX loses a NaN that is not on rank 0; inf survives everywhere, and enters as 0.
-    currents = torch.where(currents.isfinite(), currents, torch.inf)
-    dist.all_reduce(currents, dist.ReduceOp.MAX)
-    return currents
+    together = torch.where(together.isfinite(), together, torch.inf)
+    for group in groups:
+        dist.all_reduce(together, dist.ReduceOp.MAX, group)
+    parts = together.split([len(part) for part in currents])
+    return [new.to(old.device) for new, old in zip(parts, currents, strict=True)]
+
+
+def _meeting_place(devices: list[torch.device], group: Any) -> torch.device:
+    """A device on which the group's backend reduces: one that has amaxes, if there is one."""
+    if torch.compiler.is_compiling():
+        return devices[0]
+    types = [device.type for device in group._device_types]
+    for device in devices:
+        if device.type in types:
+            return device
+    return torch.device(types[0], torch.accelerator.current_device_index())
 
 
 # Converted models that have not been synced yet -> how often each optimizer of theirs has stepped.

@@ -3,6 +3,7 @@
     bash scripts/demo.sh                     # sets up .venv, then runs this
     python scripts/demo.py --steps 50        # every option of train_gpt.py but the recipe
     python scripts/demo.py --seeds 0 1 2     # each recipe three times: mean and spread
+    bash scripts/demo.sh --nproc 2           # in one process, then in two under FSDP2
 
 All runs share the initial weights, the order of the data, and bf16 mixed precision around the
 linear layers (see gpt.py, also for why the output head is not in float8). Recipes in bf16 and with
@@ -18,10 +19,15 @@ model in bf16. The two train by u-muP's rules, hence with a learning rate of the
 The recipes take turns, from one validation to the next: one watches their losses side by side, and
 whatever else the machine does slows all of them, so that the speeds compare.
 
+With --nproc the recipes of `SHARDED`, or of --recipes, train once in this process and then in that
+many under torchrun and FSDP2, weights gathered as float8 where the recipe can (parallel.py says
+which, and why the losses of the two compare). The table shows both.
+
 Writes demo.json (numbers) and demo.png (loss curves) into --out-dir. Ctrl-C leaves a checkpoint,
 and --resume goes on from there, with the recipes that were already done.
 """
 
+import json
 import statistics
 import sys
 from dataclasses import replace
@@ -31,10 +37,12 @@ from typing import Any
 import corpus
 from environment import environment, write_json
 from matplotlib.figure import Figure  # not pyplot: a file is all we want, and no display is needed
-from options import Options, options_from, parser
+from options import Options, give_up, options_from, parser, processes
+from parallel import launch
 from tabulate import tabulate
 from train_gpt import CtrlC, Trainer
 
+SHARDED = ("bf16", "tensorwise", "delayed")  # with --nproc, unless --recipes says otherwise
 RECIPES = ("bf16", "tensorwise", "delayed", "rowwise", "naive", "unit_bf16", "unit")
 BASES = dict.fromkeys(RECIPES, "bf16") | {"unit": "unit_bf16", "unit_bf16": "unit_bf16"}
 SMOOTHING = 0.8  # of the training losses in the plot; the JSON has them as they are
@@ -45,11 +53,16 @@ def trainers(options: Options, recipes: list[str], seeds: list[int], folder: Pat
     text, made = corpus.load(options.data), []
     for seed in seeds:
         for recipe in recipes:
-            path = folder / f"{recipe}_{seed}.pt"
+            path = folder / f"{recipe}_{seed}{times(options.nproc)}.pt"
             own = replace(options, recipe=recipe, seed=seed, checkpoint=path)
             resume = options.resume and path.is_file()
             made.append(Trainer(replace(own, resume=resume), text))
     return made
+
+
+def times(processes: int) -> str:
+    """What names of runs end with: nothing for one process, x2 for two."""
+    return "" if processes == 1 else f"x{processes}"
 
 
 def take_turns(team: list[Trainer], options: Options, stop: CtrlC) -> bool:
@@ -66,12 +79,20 @@ def take_turns(team: list[Trainer], options: Options, stop: CtrlC) -> bool:
 
 
 def add_gaps(runs: list[dict[str, Any]]) -> None:
-    """How much worse than bf16, and than its own base, each run ended, in percent of their loss."""
-    losses = {(run["seed"], run["recipe"]): run["final_val_loss"] for run in runs}
+    """How much worse than bf16, than its own base, and than in one process each run ended.
+
+    All in percent of their loss; the first two among runs of as many processes.
+    """
+    losses = {(run["seed"], run["processes"], run["recipe"]): run["final_val_loss"] for run in runs}
     for run in runs:
-        for name, base in (("bf16", "bf16"), ("base", BASES.get(run["recipe"], "bf16"))):
-            reference = losses.get((run["seed"], base))
-            gap = None if reference is None else 100 * (run["final_val_loss"] / reference - 1)
+        seed, recipe, processes = run["seed"], run["recipe"], run["processes"]
+        others = {
+            "bf16": losses.get((seed, processes, "bf16")),
+            "base": losses.get((seed, processes, BASES.get(recipe, "bf16"))),
+            "alone": losses.get((seed, 1, recipe)) if processes > 1 else None,
+        }
+        for name, loss in others.items():
+            gap = None if loss is None else 100 * (run["final_val_loss"] / loss - 1)
             run[f"gap_to_{name}_percent"] = gap
 
 
@@ -79,21 +100,25 @@ COLUMNS = {
     "final_val_loss": ("val. loss", "{:.4f}"),
     "gap_to_bf16_percent": ("gap to bf16 [%]", "{:+.2f}"),
     "gap_to_base_percent": ("gap to its base [%]", "{:+.2f}"),
+    "gap_to_alone_percent": ("gap to 1 process [%]", "{:+.2f}"),
     "tokens_per_second": ("tokens/s", "{:,.0f}"),
     "saved_for_backward_mib": ("saved for backward [MiB]", "{:.1f}"),
 }
-SPREAD = ("final_val_loss", "gap_to_bf16_percent", "gap_to_base_percent")  # the seed's to move
+ALONE = "gap_to_alone_percent"
+SPREAD = ("final_val_loss", "gap_to_bf16_percent", "gap_to_base_percent", ALONE)  # the seed's
 
 
 def table(runs: list[dict[str, Any]]) -> str:
     """A row per recipe: the mean over the seeds, and of several the standard deviation."""
+    several = any(run["processes"] > 1 for run in runs)
+    shown = {key: column for key, column in COLUMNS.items() if several or key != ALONE}
     rows = []
-    for recipe in dict.fromkeys(run["recipe"] for run in runs):
-        own = [run for run in runs if run["recipe"] == recipe]
-        cells = (cell([run[key] for run in own], COLUMNS[key][1], key in SPREAD) for key in COLUMNS)
-        rows.append([recipe, *cells])
-    align = ["left", *["right"] * len(COLUMNS)]
-    headers = ["recipe", *(name for name, _ in COLUMNS.values())]
+    for recipe, count in dict.fromkeys((run["recipe"], run["processes"]) for run in runs):
+        own = [run for run in runs if (run["recipe"], run["processes"]) == (recipe, count)]
+        cells = (cell([run[key] for run in own], shown[key][1], key in SPREAD) for key in shown)
+        rows.append([f"{recipe} {times(count)}".strip(), *cells])
+    align = ["left", *["right"] * len(shown)]
+    headers = ["recipe", *(name for name, _ in shown.values())]
     return tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
 
 
@@ -110,10 +135,11 @@ def cell(values: list[float | None], form: str, spread: bool) -> str:
 def plot(runs: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(8, 5))
     axes = figure.subplots()
-    colours = {recipe: f"C{i}" for i, recipe in enumerate(dict.fromkeys(r["recipe"] for r in runs))}
+    names = [f"{run['recipe']} {times(run['processes'])}".strip() for run in runs]
+    colours = {recipe: f"C{i}" for i, recipe in enumerate(dict.fromkeys(names))}
     named = set()
-    for run in runs:
-        recipe, dashes = run["recipe"], "--" if run["recipe"] in BASES.values() else "-"
+    for recipe, run in zip(names, runs, strict=True):
+        dashes = "--" if run["recipe"] in BASES.values() else "-"
         label = None if recipe in named else recipe  # once, however many seeds
         losses = smooth(run["train_loss"])
         axes.plot(losses, dashes, color=colours[recipe], label=label, linewidth=1)
@@ -138,35 +164,70 @@ def smooth(losses: list[float]) -> list[float]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     p = parser((__doc__ or "").partition("\n")[0])
-    p.add_argument("--recipes", nargs="+", default=list(RECIPES), help=" ".join(RECIPES))
+    p.add_argument("--recipes", nargs="+", help=" ".join(RECIPES))
     p.add_argument("--seeds", type=int, nargs="+", help="in place of --seed: train once with each")
     p.add_argument("--out-dir", type=Path, default=Path("out/demo"))
     args = p.parse_args(argv)
     try:
         options = options_from(args)
+        default = RECIPES if options.nproc == 1 else SHARDED
         recipes, seeds = (
-            list(dict.fromkeys(x)) for x in (args.recipes, args.seeds or [options.seed])
+            list(dict.fromkeys(x)) for x in (args.recipes or default, args.seeds or [options.seed])
         )
-        team = trainers(options, recipes, seeds, args.out_dir)
+        launches = options.nproc > processes()
+        own = replace(options, nproc=1) if launches else options
+        team = trainers(own, recipes, seeds, args.out_dir)
     except (ValueError, OSError) as error:
-        sys.exit(f"demo.py: {error}")
+        give_up("demo.py", error)
+    finished = _train(team, options, args.out_dir, beside=launches)
+    if finished and launches:
+        team.clear()
+        return launch(__file__, argv, options.nproc)
+    return 0 if finished else 130
+
+
+def _train(team: list[Trainer], options: Options, folder: Path, beside: bool) -> bool:
+    """Train and report; False if interrupted."""
+    ranks = team[0].team
     with CtrlC() as stop:
         finished = take_turns(team, options, stop)
-    if not finished:
+    if finished:
+        runs = [trainer.summary() for trainer in team]
+        if ranks.rank == 0:
+            report(runs, options, folder, beside)
+    elif ranks.rank == 0:
         print("stopped: continue with the same command and --resume")
-        return 130
-    report([trainer.summary() for trainer in team], options, args.out_dir)
-    return 0
+    ranks.close()
+    return finished
 
 
-def report(runs: list[dict[str, Any]], options: Options, folder: Path) -> None:
+def report(runs: list[dict[str, Any]], options: Options, folder: Path, beside: bool) -> None:
+    """Write and print it all; of runs that others go `beside`, only keep them for these."""
+    alone = folder / "alone.json"
+    about = {**environment(runs[0]["seed"], options.device), "options": _shared(options)}
+    if beside:
+        write_json(alone, {**about, "runs": runs})
+        return
+    if options.nproc > 1:
+        runs = _runs_of(alone, options) + runs
     add_gaps(runs)
-    shared = {k: v for k, v in options.record().items() if k not in ("recipe", "seed")}
-    about = {**environment(runs[0]["seed"], options.device), "options": shared}
     write_json(folder / "demo.json", {**about, "runs": runs})
     plot(runs, folder / "demo.png")
     print(f"\n{table(runs)}\n\nnumbers: {folder / 'demo.json'}, curves: {folder / 'demo.png'}")
+
+
+def _shared(options: Options) -> dict[str, str | int | float]:
+    return {k: v for k, v in options.record().items() if k not in ("recipe", "seed")}
+
+
+def _runs_of(alone: Path, options: Options) -> list[dict[str, Any]]:
+    """The runs of one process with these options, if it trained before."""
+    if not alone.is_file():
+        return []
+    kept = json.loads(alone.read_text(encoding="utf-8"))
+    return kept["runs"] if kept["options"] == _shared(options) else []
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 # that has Python >= 3.10 and pip. Options go to scripts/demo.py:
 #
 #     bash scripts/demo.sh --steps 50 --seeds 0 1
+#     bash scripts/demo.sh --nproc 2    # in one process, then in two: torchrun, FSDP2, float8 gathers
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup_env.sh demo

@@ -5,8 +5,11 @@ the same. Sizes depend on what the machine multiplies fast.
 """
 
 import argparse
+import os
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -39,6 +42,7 @@ class Options:
     eval_batches: int = 8
     device: str = "cpu"
     compile: bool = False
+    nproc: int = 1  # processes that share each batch
     data: Path | None = None
     checkpoint: Path = Path("out/gpt.pt")
     resume: bool = False
@@ -80,6 +84,11 @@ def parser(description: str) -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=Options.seed, help="of the weights and the data")
     p.add_argument("--data", type=Path, help="a folder of text files (the standard library's)")
     p.add_argument("--device", help="cuda where there is one, else cpu")
+    p.add_argument(
+        "--nproc",
+        type=positive,
+        help="processes, started by torchrun, that share the model by FSDP2",
+    )
     p.add_argument("--compile", action="store_true", help="torch.compile (needs a C++ compiler)")
     p.add_argument("--eval-interval", type=positive, default=Options.eval_interval)
     p.add_argument("--eval-batches", type=positive, default=Options.eval_batches)
@@ -102,8 +111,37 @@ def options_from(args: argparse.Namespace) -> Options:
         raise ValueError(f"torch has no device {device!r} here: take --device cpu") from error
     given = {name: value for name, value in vars(args).items() if value is not None}
     names = Options.__dataclass_fields__
-    settings = {**SIZES[row_of(device)], **given, "device": device}
-    return Options(**{name: value for name, value in settings.items() if name in names})
+    settings = {**SIZES[row_of(device)], "nproc": processes(), **given, "device": device}
+    options = Options(**{name: value for name, value in settings.items() if name in names})
+    _check_processes(options)
+    return options
+
+
+def _check_processes(options: Options) -> None:
+    started = processes()
+    if started not in (1, options.nproc):
+        raise ValueError(
+            f"--nproc {options.nproc} among {started} processes that torchrun started: leave out "
+            "--nproc"
+        )
+    if options.batch % options.nproc:
+        near = max(1, round(options.batch / options.nproc)) * options.nproc
+        raise ValueError(
+            f"--batch {options.batch} does not divide among --nproc {options.nproc}: "
+            f"take --batch {near}"
+        )
+    if options.compile and options.nproc > 1:
+        raise ValueError("--compile trains in one process so far: leave out --compile or --nproc")
+
+
+def processes() -> int:
+    """How many torchrun started, this one included; 1 where it did not."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def give_up(script: str, error: Exception) -> NoReturn:
+    """End with one line that says why, however many processes are told."""
+    sys.exit(f"{script}: {error}" if os.environ.get("RANK", "0") == "0" else 1)
 
 
 def row_of(device: str) -> str:

@@ -10,6 +10,10 @@ two such steps, so it holds no half-finished history.
 What determines the numbers is few and named (`Options.identity`): the options below `recipe` and
 the text. Ctrl-C finishes the running step and writes a checkpoint; `--resume` refuses one whose
 identity differs and otherwise continues to the same losses, on a CPU bit for bit.
+
+`--nproc 2`, or torchrun, shares the model and each batch among processes (parallel.py), which stop,
+save and resume as one; their checkpoint holds whole tensors, written by the first of them, and is
+for as many processes.
 """
 
 import contextlib
@@ -30,8 +34,9 @@ import gpt
 import torch
 from environment import environment, write_json
 from half_products import HalfProducts
-from options import Options, options_from, parser, row_of
-from torch import Tensor, nn
+from options import Options, give_up, options_from, parser, processes, row_of
+from parallel import launch, team
+from torch import Tensor, UntypedStorage, nn
 from tqdm import tqdm
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # Llama's (arXiv:2302.13971)
@@ -50,10 +55,11 @@ class Trainer:
     def __init__(self, options: Options, text: corpus.Corpus) -> None:
         text.check(options.context)
         self.options, self.text, self.history = options, text, History()
+        self.team = team(options)
         sizes = gpt.Sizes(options.layers, options.width, options.heads, options.context)
         torch.manual_seed(options.seed)  # every recipe starts from the same weights
         model = gpt.GPT(sizes).to(options.device)
-        self.model = gpt.in_recipe(model, options.recipe)
+        self.model = self.team.model(model, options.recipe)
         self.forward = torch.compile(self.model) if options.compile else self.model
         names = (name for name, _ in self.model.named_buffers())
         self.keeps_histories = any(name.endswith("amax_history") for name in names)  # delayed
@@ -70,9 +76,9 @@ class Trainer:
     def fit(self, stop: Callable[[], bool] = lambda: False, until: int | None = None) -> bool:
         """Train to the last step, or to step `until`; False, and a checkpoint, if `stop()`."""
         o, until = self.options, self.options.steps if until is None else until
-        with progress_bar(o, self.step) as bar:
+        with progress_bar(o, self.step, hidden=self.team.rank > 0) as bar:
             while self.step < until:
-                if stop():
+                if self.team.any(stop()):
                     self.save()
                     return False
                 self._timed_step()
@@ -90,9 +96,9 @@ class Trainer:
         batches = self.text.val_batches(o.eval_batches, batch=o.batch, context=o.context)
         self.model.eval()
         with torch.no_grad(), self.products():
-            losses = [self._loss(*batch).item() for batch in batches]
+            losses = [self._loss(*self.team.part(batch)).item() for batch in batches]
         self.model.train()
-        return statistics.fmean(losses)
+        return self.team.mean(statistics.fmean(losses))[0]
 
     def tokens_per_second(self) -> float:
         """From the median step: the first ones warm up, and others share the machine."""
@@ -102,6 +108,7 @@ class Trainer:
         return {
             "recipe": self.options.recipe,
             "seed": self.options.seed,
+            "processes": self.team.size,
             "final_val_loss": self.history.val_loss[-1][1],
             "tokens_per_second": self.tokens_per_second(),
             "saved_for_backward_mib": self.saved_for_backward() / 2**20,
@@ -115,20 +122,24 @@ class Trainer:
         """Bytes that one forward pass keeps for backward: unique storages without parameters.
 
         Counted eagerly, and with the model as training left it: the checkpoint is written before,
-        because a forward pass also records what delayed scaling wants to know of it.
+        because a forward pass also records what delayed scaling wants to know of it. Of several
+        processes it is what each keeps of its part of the batch; weights that were gathered for the
+        forward pass are empty by its end.
         """
-        own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
-        kept: dict[int, int] = {}
+        own = self.team.addresses(self.model)
+        kept: dict[int, UntypedStorage] = {}
 
         def pack(saved: Tensor) -> Tensor:
             storage = saved.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
+            kept[storage.data_ptr()] = storage
             return saved
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
             loss = self._loss(*self._batch(), forward=self.model)
-        del loss  # until here the graph held every storage, so no address was used twice
-        return sum(size for address, size in kept.items() if address not in own)
+        # The graph holds every storage that is not empty, so their addresses differ.
+        total = sum(storage.nbytes() for address, storage in kept.items() if address not in own)
+        del loss
+        return total
 
     def save(self) -> None:
         """Atomically: a reader, or a crash half-way, finds the old checkpoint or the new one."""
@@ -136,10 +147,11 @@ class Trainer:
         state = {
             "identity": self.options.identity(),
             "text": self.text.digest,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            **self.team.state(self.model, self.optimizer),
             "history": asdict(self.history),
         }
+        if self.team.rank > 0:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
         torch.save(state, partial)
@@ -152,15 +164,15 @@ class Trainer:
                 f"{path} was trained on another text than {self.options.data or 'this Python'}'s: "
                 "resume with its --data (and, without --data, its Python)"
             )
+        identity = {"nproc": 1, **state["identity"]}  # files of before have no number of processes
         for name, ours in self.options.identity().items():
-            theirs, flag = state["identity"].get(name), "--" + name.replace("_", "-")
+            theirs, flag = identity.get(name), "--" + name.replace("_", "-")
             if theirs != ours:
                 raise ValueError(
                     f"{path} was trained with {flag} {theirs}, not {ours}: resume with "
                     f"{flag} {theirs}, or leave out --resume to start afresh"
                 )
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.team.load(self.model, self.optimizer, state)
         self.history = History(**state["history"])
 
     def _read_checkpoint(self) -> dict[str, Any]:
@@ -216,15 +228,17 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.team.after_step(self.model)
         if self.keeps_histories:
             from float8 import sync_float8_amax_and_scale_history
 
             sync_float8_amax_and_scale_history(self.model)
-        return loss.item()
+        return self.team.mean(loss.item())[0]
 
     def _batch(self) -> tuple[Tensor, Tensor]:
         o = self.options
-        return self.text.batch(self.step, seed=o.seed, batch=o.batch, context=o.context)
+        whole = self.text.batch(self.step, seed=o.seed, batch=o.batch, context=o.context)
+        return self.team.part(whole)
 
     def _loss(self, tokens: Tensor, targets: Tensor, forward: nn.Module | None = None) -> Tensor:
         device = torch.device(self.options.device)
@@ -248,7 +262,7 @@ def schedule(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / warmup) * decay
 
 
-def progress_bar(options: Options, step: int) -> "tqdm[Any]":
+def progress_bar(options: Options, step: int, hidden: bool) -> "tqdm[Any]":
     quiet = 0.5 if sys.stderr.isatty() else 10.0  # seconds between updates: logs keep every one
     return tqdm(
         total=options.steps,
@@ -256,11 +270,16 @@ def progress_bar(options: Options, step: int) -> "tqdm[Any]":
         desc=f"{options.recipe:>12}",
         unit="step",
         mininterval=quiet,
+        disable=hidden,
     )
 
 
 class CtrlC:
-    """Makes the first Ctrl-C a question, "stop?", asked between steps; the second one kills."""
+    """Makes the first Ctrl-C a question, "stop?", asked between steps; the second one kills.
+
+    Under torchrun no second one kills: it is torchrun that passes the first one on. After 30 s it
+    ends whoever is still there.
+    """
 
     def __init__(self) -> None:
         self.pressed = False
@@ -277,7 +296,8 @@ class CtrlC:
 
     def _press(self, *_: object) -> None:
         self.pressed = True
-        signal.signal(signal.SIGINT, self.previous)
+        if processes() == 1:
+            signal.signal(signal.SIGINT, self.previous)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -289,20 +309,29 @@ def main(argv: list[str] | None = None) -> int:
     args.checkpoint = args.checkpoint or Path(f"out/gpt_{args.recipe}.pt")
     try:
         options = options_from(args)
+        if options.nproc > processes():
+            return launch(__file__, sys.argv[1:] if argv is None else argv, options.nproc)
         trainer = Trainer(options, corpus.load(options.data))
     except (ValueError, OSError) as error:
-        sys.exit(f"train_gpt.py: {error}")
+        give_up("train_gpt.py", error)
     with CtrlC() as stop:
         finished = trainer.fit(stop)
-    if not finished:
+    if finished:
+        _report(trainer, args.out)
+    elif trainer.team.rank == 0:
         print(f"stopped after step {trainer.step}: continue with the same command and --resume")
-        return 130  # what a shell reports of a program that Ctrl-C ended
-    summary = trainer.summary()
+    trainer.team.close()
+    return 0 if finished else 130  # what a shell reports of a program that Ctrl-C ended
+
+
+def _report(trainer: Trainer, out: Path | None) -> None:
+    options, summary = trainer.options, trainer.summary()
+    if trainer.team.rank > 0:
+        return
     print("{recipe}: validation loss {final_val_loss:.4f}".format(**summary))
-    if args.out:
+    if out:
         about = {**environment(options.seed, options.device), "options": options.record()}
-        write_json(args.out, {**about, "runs": [summary]})
-    return 0
+        write_json(out, {**about, "runs": [summary]})
 
 
 if __name__ == "__main__":

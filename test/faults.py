@@ -116,5 +116,19 @@ LAYER_FAULTS: dict[str, Fault] = {
 # Caught by a check of their own.
 forgotten_clamp = _patched(scaling.kernels, "cast", _forgotten_clamp)
 missing_all_reduce = _patched(
-    sync, "_reduced_over_ranks", lambda original: lambda currents: currents
+    sync, "_reduced_over_ranks", lambda original: lambda currents, groups: currents
 )
+
+
+def _amax_of_this_rank_alone(original: Any) -> Any:
+    return lambda group, amax: amax
+
+
+def _amax_of_all_ranks(original: Any) -> Any:
+    """Other replicas have other data, and with them other tensors."""
+    return lambda group, amax: original(torch.distributed.group.WORLD.group_name, amax)
+
+
+# Caught by tensor_parallel_claims.a_close_fit.
+no_group = _patched(scaling, "_largest_over", _amax_of_this_rank_alone)
+default_group = _patched(scaling, "_largest_over", _amax_of_all_ranks)

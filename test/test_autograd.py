@@ -12,7 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from float8.autograd import STATELESS, _Float8LinearFunction
+from float8 import Float8Tensor
+from float8.autograd import STATELESS, _Float8LinearFunction, codes_of
 from float8.config import RECIPES
 from float8.scaling import DelayedState
 
@@ -123,3 +124,14 @@ def test_sizes_that_need_padding_are_padded_when_asked(recipe, shape):
     mode, _, (out, grad_x, grad_w, _), _ = _run(config, m, k, n)
     assert len(mode.scales) == 3
     assert (out.shape, grad_x.shape, grad_w.shape) == ((m, n), (m, k), (n, k))
+
+
+def test_the_codes_of_a_weight_in_float8_are_its_own_bytes():
+    weight = Float8Tensor.from_high_precision(torch.randn(8, 4), torch.float8_e4m3fn)
+    codes = codes_of(weight)
+    assert codes.rows[0] is weight._data
+    assert codes.cols[0].data_ptr() == weight._data.data_ptr()
+    assert codes.cols[0].shape == (4, 8)
+    assert codes.rows[1] is weight._scale
+    assert codes.dtype == torch.float32
+    assert codes.amax is None  # whoever gathered it has recorded it

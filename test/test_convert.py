@@ -1,6 +1,7 @@
 """Conversion shares parameters, changes all or nothing, reports what it did, and can be undone."""
 
 import copy
+import dataclasses
 import io
 import logging
 import pickle
@@ -21,7 +22,16 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
-from float8.convert import MODULE_RULES, ModuleRule, register_module_rule
+from float8.convert import (
+    MODULE_RULES,
+    WEIGHT_RULE_SOURCES,
+    WEIGHT_RULES,
+    Conversion,
+    ModuleRule,
+    WeightRule,
+    register_module_rule,
+    register_weight_rule,
+)
 
 DELAYED = RECIPES["delayed"]
 
@@ -292,6 +302,35 @@ def test_rooms_above_register_module_types():
             register_module_rule(MyLinear, rule)
     finally:
         del MODULE_RULES[MyLinear]
+
+
+def test_a_rule_for_gathered_weights_refuses_wraps_and_unwraps(monkeypatch):
+    calls = []
+    rule = WeightRule(
+        refuses=lambda layer, config: "too odd" if layer.weight.shape[0] % 2 else None,
+        wrap=lambda root, layers: calls.append(list(layers)) or {"0": "a reason"},
+        unwrap=lambda root: calls.append("unwrapped"),
+    )
+    monkeypatch.setattr("float8.convert.WEIGHT_RULES", rules := [])
+    monkeypatch.setattr(
+        "float8.convert.WEIGHT_RULE_SOURCES", [lambda: rules or register_weight_rule(rule)]
+    )
+    config = dataclasses.replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True)
+    with pytest.raises(ValueError, match=r"nothing was converted.*\n  0: too odd"):
+        convert_to_float8_training(nn.Sequential(nn.Linear(16, 3)), config=config)
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 4)), config=config)
+    assert "gathered in high precision: 0: a reason" in str(model.float8_conversion)
+    convert_from_float8_training(model)
+    assert calls == [["0"], "unwrapped"]
+    with pytest.raises(ValueError, match="there is a rule"):
+        register_weight_rule(rule)
+
+
+def test_the_package_names_who_registers_the_rule_for_gathered_weights():
+    for source in WEIGHT_RULE_SOURCES:
+        source()
+    assert len(WEIGHT_RULES) == 1
+    assert str(Conversion()) == "converted to float8: 0 layers"
 
 
 def test_printing_shows_the_casts_of_each_operand():

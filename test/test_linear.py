@@ -438,3 +438,32 @@ def test_a_compiled_float8_input_keeps_its_gradients():
         strict=True,
     ):
         assert_bitwise(found, expected)
+
+
+def test_a_weight_in_float8_is_multiplied_as_it_is():
+    """As FSDP2 gathers it: both GEMMs read its codes, and nothing but the input is saved."""
+    torch.manual_seed(0)
+    layer = Float8Linear(32, 48).bfloat16()
+    x, g = torch.randn(16, 32).bfloat16(), torch.randn(16, 48).bfloat16()
+    expected = run(layer, x, g)
+    weight = Float8Tensor.from_high_precision(layer.weight.detach(), E4M3)
+    layer.weight = nn.Parameter(weight)
+    for what, found in run(layer, x, g).items():
+        assert_bitwise(found, expected[what])
+    layer.weight.grad = None
+    with mock.patch("float8.autograd.quantize", side_effect=AssertionError("cast again")):
+        layer(x).backward(g)
+    assert layer.weight.grad.dtype == torch.bfloat16
+    with high_precision(layer):
+        assert_bitwise(layer(x), F.linear(x, weight.dequantize(), layer.bias))
+
+
+def test_a_weight_in_float8_that_was_rounded_to_another_dtype_is_refused_by_name():
+    layer = convert_to_float8_training(nn.Sequential(nn.Linear(32, 48)))
+    weight = Float8Tensor.from_high_precision(layer[0].weight.detach(), E4M3)
+    layer[0].weight = nn.Parameter(weight)
+    with (
+        pytest.raises(ValueError, match=r"^0: .*float32 and is used in torch.bfloat16.*Mixed"),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        layer(torch.randn(16, 32))

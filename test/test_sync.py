@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -16,6 +17,7 @@ from float8 import (
     Float8LinearConfig,
     ScalingType,
     convert_to_float8_training,
+    sync,
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
@@ -290,3 +292,37 @@ def test_who_syncs_is_not_told_and_neither_are_strangers():
 def test_the_recipe_is_what_sync_finds():
     model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config=RECIPES["delayed"])
     assert model[0].cast_input.amax_history.shape == (16,)
+
+
+def test_a_group_in_a_single_process_is_checked_by_nobody_and_changes_nothing():
+    model, other = _model(1), _model(1)
+    x, g = torch.randn(8, 32), torch.randn(8, 32)
+    other.load_state_dict(model.state_dict())
+    for m in (model, other):
+        _backward(m, x, g)
+    sync_float8_amax_and_scale_history(model)
+    sync_float8_amax_and_scale_history(other, group=None)
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), other.buffers(), strict=True))
+
+
+class _Backend:
+    """A process group, as far as the question goes where its collectives run."""
+
+    def __init__(self, *types):
+        self._device_types = [torch.device(kind) for kind in types]
+
+
+def test_amaxes_meet_on_a_device_that_the_backend_knows():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert sync._meeting_place([cpu, cuda], _Backend("cuda")) == cuda
+    assert sync._meeting_place([cpu, cuda], _Backend("cpu", "cuda")) == cpu
+    assert sync._meeting_place([cuda], _Backend("cuda")) == cuda
+
+
+def test_what_is_no_group_is_refused():
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(TypeError, match="group must be a ProcessGroup, a DeviceMesh or None"):
+            sync_float8_amax_and_scale_history(_model(1), group="data")
+    finally:
+        torch.distributed.destroy_process_group()

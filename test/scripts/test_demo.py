@@ -83,11 +83,30 @@ def test_over_seeds_the_demo_reports_means_and_spreads(
 
 
 def test_a_gap_without_its_base_is_left_open() -> None:
-    runs: list[dict] = [{"seed": 0, "recipe": "unit", "final_val_loss": 2.0}]
+    runs: list[dict] = [{"seed": 0, "processes": 1, "recipe": "unit", "final_val_loss": 2.0}]
     demo.add_gaps(runs)
     assert runs[0]["gap_to_bf16_percent"] is runs[0]["gap_to_base_percent"] is None
+    assert runs[0]["gap_to_alone_percent"] is None
     assert demo.cell([None], "{:.2f}", spread=True) == ""
     assert demo.cell([1.0, 2.0], "{:.1f}", spread=False) == "1.5"
+
+
+def test_runs_of_several_processes_compare_with_each_other_and_with_one_process() -> None:
+    losses = {("bf16", 1): 2.0, ("unit", 1): 2.1, ("bf16", 2): 2.2, ("unit", 2): 2.31}
+    runs: list[dict] = [
+        {"seed": 0, "processes": processes, "recipe": recipe, "final_val_loss": loss}
+        for (recipe, processes), loss in losses.items()
+    ]
+    demo.add_gaps(runs)
+    assert [run["gap_to_bf16_percent"] for run in runs] == pytest.approx([0, 5, 0, 5])
+    assert [run["gap_to_alone_percent"] for run in runs[:2]] == [None, None]
+    assert [run["gap_to_alone_percent"] for run in runs[2:]] == pytest.approx([10, 10])
+    for run in runs:
+        run |= {"tokens_per_second": 1.0, "saved_for_backward_mib": 1.0}
+    assert "gap to 1 process" not in demo.table(runs[:2])
+    lines = demo.table(runs).splitlines()
+    assert "gap to 1 process" in lines[0]
+    assert [line.split("  ")[0] for line in lines[2:]] == ["bf16", "unit", "bf16 x2", "unit x2"]
 
 
 def test_smoothing_neither_lags_nor_starts_at_zero() -> None:

@@ -1,0 +1,128 @@
+"""What FSDP2 sends of a weight, and what arrives: its shards' codes, and a `GatheredWeight`.
+
+The bits are those of one process: a shard is rounded to the compute dtype and cast with the scale
+of the whole weight. That scale is known without talk where it is a constant or follows from a
+history. Where it is dynamic, the ranks that hold the shards agree on the largest magnitude: one MAX
+all-reduce of one number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from float8 import kernels
+from float8.config import OperandCast, ScalingType
+from float8.distributed.known_amax import KnownAmax
+from float8.formats import on_device
+from float8.granularity import WHOLE
+from float8.linear import Float8Linear
+from float8.scaling import DelayedState, Pair, known_scale, quantize
+from float8.tensor import Float8Tensor
+
+aten = torch.ops.aten
+TENSORWISE = (WHOLE, WHOLE)
+
+
+class GatheredWeight(Float8Tensor):
+    """A whole weight in float8, in memory that FSDP2 fills before a layer runs and frees after it.
+
+    What torch does to make a parameter of it keeps the type; every other operation is that of the
+    `Float8Tensor` that it is.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """A `GatheredWeight` for the operations that make a parameter of it."""
+        x = args[0]
+        if func is aten.zeros_like.default:  # the gradient of a parameter that had none
+            return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        if func is aten.as_strided.default and _is_whole(x, *args[1:]):
+            func, args = aten.alias.default, args[:1]
+        if func in (aten.detach.default, aten.alias.default):
+            return GatheredWeight(func(x._data), x._scale, x._block, x.dtype)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: Any, size: Any, stride: Any
+    ) -> GatheredWeight:
+        return GatheredWeight(inner["_data"], inner["_scale"], *meta)
+
+
+def _is_whole(x: Tensor, size: Any, stride: Any, offset: int | None = None) -> bool:
+    return tuple(size) == x.shape and tuple(stride) == x.stride() and not offset
+
+
+def needs_amax(cast: OperandCast, state: DelayedState | None) -> bool:
+    """Whether the scale of a weight follows from its values: it is dynamic, or a first one."""
+    if cast.scaling_type is ScalingType.DELAYED:
+        return state is None or not state.ready
+    return cast.scaling_type is ScalingType.DYNAMIC
+
+
+def reduce_over(amaxes: Tensor, group: Any) -> Tensor:
+    """The element-wise maximum over the ranks of a group; what is not finite becomes inf."""
+    # gloo's MAX loses a NaN that is not on rank 0; inf survives everywhere.
+    amaxes = torch.where(amaxes.isfinite(), amaxes, torch.inf)
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+    return amaxes
+
+
+def cast_shard(
+    shard: Tensor, known: KnownAmax, layer: Float8Linear, dtype: torch.dtype, group: Any
+) -> Pair:
+    """A shard of a layer's weight in float8.
+
+    In training a delayed cast records the shard's amax; `sync` combines the ranks'.
+
+    Args:
+        shard: in high precision, perhaps empty.
+        known: the largest magnitude of the whole weight; found and remembered if need be.
+        layer: whose weight it is.
+        dtype: the compute dtype.
+        group: the ranks that hold the shards.
+
+    Returns:
+        float8 codes of the shard's shape, and the scale of the whole weight, (1, 1).
+    """
+    cast, state = layer.config.plan.output.b, layer.casts[1].state
+    assert cast is not None
+    emulate, records = layer.config.emulate, state is not None and layer.training
+    rounded = shard.to(dtype)  # first, as autocast, DDP and one process do
+    if needs_amax(cast, state):
+        amax = _amax_of_all(shard, known, group).to(dtype).float()
+        if records:
+            assert state is not None
+            kernels.record_amax(state.current_amax, amax)
+        fmt = on_device(cast.format, rounded.device)
+        scale = kernels.scale_from_amax(amax, fmt.max, cast.power_of_two_scale)
+        return _codes(rounded, cast, scale, emulate), scale
+    if records and rounded.numel():
+        data, scale = quantize(rounded, cast, state, record=True, emulate=emulate)
+    else:
+        found = known_scale(cast, state, rounded)
+        assert found is not None
+        data, scale = _codes(rounded, cast, found, emulate), found
+    # A delayed scale is a view of its buffer, which the next `sync` writes to.
+    return data, scale if state is None else scale.clone()
+
+
+def _amax_of_all(shard: Tensor, known: KnownAmax, group: Any) -> Tensor:
+    amax = known.current
+    if amax is None:
+        amax = reduce_over(kernels.amax(shard, TENSORWISE), group)
+        known.remember(amax, shard)
+    return amax
+
+
+def _codes(x: Tensor, cast: OperandCast, scale: Tensor, emulate: bool) -> Tensor:
+    if not x.numel():
+        return torch.empty_like(x, dtype=on_device(cast.format, x.device).dtype)
+    return quantize(x, cast, scale=scale, emulate=emulate)[0]

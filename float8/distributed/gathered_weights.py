@@ -1,0 +1,223 @@
+"""FSDP2 with ``enable_fsdp_float8_all_gather``: weights travel as float8, one byte per element.
+
+::
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(model, config=config)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())   # after both
+    for batch in data:
+        loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        precompute_float8_dynamic_scale_for_fsdp(model)  # optional: one all-reduce for all weights
+
+Conversion makes the weight of each layer a Parameter of type `ShardedWeight`, data shared; see
+there what then travels and why the bits are those of one process. Which weights:
+
+- dynamic, delayed and static *tensorwise* weights whose two uses share their bytes are gathered in
+  float8 (recipes ``tensorwise``, ``delayed``, ``unit``);
+- any other is gathered in high precision, as without the option, and the conversion's report says
+  so. Recipes ``rowwise`` and ``rowwise_with_gw_hp`` cast a weight twice, for the output along K and
+  for grad_input along N: that is two sets of codes, as many bytes as bfloat16, and the scales along
+  N are not local to a shard. ``blockwise`` has one set, but a scale for each 128 rows, which shards
+  cut anywhere. So has a weight that some other module reads too (a tied embedding): it could not
+  read float8.
+
+torch cannot reshard weights gathered in float8 to a smaller mesh: with an integer
+``reshard_after_forward`` it fails after the first forward ("only Tensors of floating point dtype
+can require gradients"): use True or False. Autocast is not seen when backward gathers again: give
+the compute dtype to ``fully_shard`` as ``MixedPrecisionPolicy(param_dtype=...)``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8.config import Float8LinearConfig
+from float8.convert import WeightRule, register_weight_rule
+from float8.distributed.float8_gather import TENSORWISE, needs_amax, reduce_over
+from float8.distributed.replaced_parameters import mark_replaced, unmark
+from float8.distributed.sharded_weight import ShardedWeight
+from float8.kernels import amax, is_sharded
+from float8.linear import STORED_WEIGHTS, Float8Linear, StoredWeight
+
+
+def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
+    """Find the scales of all weights that FSDP2 gathers in float8, with one all-reduce.
+
+    Call it after ``optimizer.step()``, on all ranks. Without it each weight's first gather after
+    the step does an all-reduce of its own; the bits are the same. What is found is forgotten as
+    soon as a weight is written to again, by the next step or by anything else: a stale scale is
+    never used, and forgetting the call costs time only. Weights that are gathered at the moment
+    (``unshard()``), or whose scales do not follow from their values (static, delayed after its
+    first ``sync``), are left out.
+
+    Args:
+        model: converted with ``enable_fsdp_float8_all_gather=True`` and sharded by ``fully_shard``;
+            any other is left alone. Weights on different meshes take one all-reduce per mesh.
+    """
+    by_ranks: dict[tuple[Any, str], list[ShardedWeight]] = defaultdict(list)
+    seen: set[int] = set()
+    for layer in model.modules():
+        if not isinstance(layer, Float8Linear) or id(layer.weight) in seen:
+            continue
+        weight: Any = layer.weight
+        cast, local = layer.config.plan.output.b, getattr(weight, "_local_tensor", None)
+        if not isinstance(local, ShardedWeight) or cast is None:
+            continue
+        if needs_amax(cast, layer.casts[1].state):
+            seen.add(id(weight))
+            by_ranks[_ranks_of(weight)].append(local)
+    for (group, device_type), weights in by_ranks.items():
+        _agree(weights, group, device_type)
+
+
+def _ranks_of(weight: Any) -> tuple[Any, str]:
+    """The group of the ranks that hold a DTensor's shards, and the device that they talk by."""
+    dims = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    assert len(dims) == 1, weight.placements
+    return weight.device_mesh.get_group(dims[0]), weight.device_mesh.device_type
+
+
+@torch.no_grad()
+def _agree(weights: list[ShardedWeight], group: Any, device_type: str) -> None:
+    # Weights may be on the CPU (CPUOffloadPolicy), where NCCL cannot reach them.
+    local = torch.stack([amax(weight.plain, TENSORWISE) for weight in weights]).to(device_type)
+    for weight, found in zip(weights, reduce_over(local, group).unbind(), strict=True):
+        weight.remember(found.to(weight.device))
+
+
+def _refuses(layer: nn.Module, config: Float8LinearConfig) -> str | None:
+    if is_sharded(layer.weight):  # type: ignore[arg-type]
+        return (
+            "its weight is a DTensor already, and enable_fsdp_float8_all_gather=True replaces "
+            "plain weights: convert before fully_shard; beside tensor parallelism leave the option "
+            "off"
+        )
+    return None
+
+
+def _wrap(root: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str]:
+    """Replace the weights of ``layers``; name -> why not, for those that stay as they are."""
+    places = _places(root)
+    plain: dict[str, str] = {}
+    swapped: dict[int, nn.Parameter] = {}
+    for fqn, layer in layers.items():
+        weight: Any = layer.weight
+        if isinstance(weight, ShardedWeight):
+            continue  # tied, and replaced with the first of its layers
+        reason = _stays_plain(layer, places[id(weight)])
+        if reason is not None:
+            plain[fqn] = reason
+            continue
+        swapped[id(weight)] = new = _of_type(weight, ShardedWeight(weight.detach()))
+        mark_replaced(weight, fqn)
+        for module, name in places[id(weight)]:
+            module.register_parameter(name, new)
+    return plain
+
+
+def _stays_plain(layer: nn.Module, places: list[tuple[nn.Module, str]]) -> str | None:
+    assert isinstance(layer, Float8Linear)
+    plan = layer.config.plan
+    cast = plan.output.b
+    if cast is None or plan.grad_input.b is None:
+        return "a product with it runs in high precision"
+    if not plan.reuses_weight:
+        return "its two uses are cast along different rows, which takes two sets of codes"
+    if cast.block != TENSORWISE:
+        return f"a scale per block {cast.block} of it is cut by shards"
+    for module, _ in places:
+        if not isinstance(module, Float8Linear):
+            return f"it is tied to a {type(module).__name__}, which does not read float8"
+    return None
+
+
+def _unwrap(root: nn.Module) -> None:
+    """Give the layers plain Parameters again."""
+    found = [place for places in _places(root).values() for place in places]
+    for module, name in found:
+        if isinstance(getattr(module._parameters[name], "_local_tensor", None), ShardedWeight):
+            raise RuntimeError(
+                f"{type(module).__name__}.{name} is sharded by fully_shard and gathered in float8, "
+                "which cannot be undone: make a plain model and load get_model_state_dict(model) "
+                "into it"
+            )
+    plain: dict[int, nn.Parameter] = {}
+    for module, name in found:
+        weight: Any = module._parameters[name]
+        if not isinstance(weight, ShardedWeight):
+            continue
+        if id(weight) not in plain:
+            plain[id(weight)] = new = _of_type(weight, weight.plain)
+            mark_replaced(weight, type(module).__name__)
+            unmark(new)
+        module.register_parameter(name, plain[id(weight)])
+
+
+def _places(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Where each Parameter of a model is registered."""
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places[id(parameter)].append((module, name))
+    return places
+
+
+def _of_type(old: Tensor, data: Tensor) -> nn.Parameter:
+    """A Parameter of other data with the gradient and the attributes of ``old``."""
+    new = nn.Parameter(data, requires_grad=old.requires_grad)
+    new.grad = old.grad
+    for key, value in _attributes(old):
+        setattr(new, key, value)
+    return new
+
+
+def _attributes(x: Tensor) -> Iterator[tuple[str, Any]]:
+    # Not the parts of our own type, nor methods that were bound to the old Parameter.
+    for key, value in vars(x).items():
+        if key not in ("_tensor", "_known", "_is_param") and not callable(value):
+            yield key, value
+
+
+def _as_plain(x: Tensor) -> Tensor:
+    """What a checkpoint holds of a weight: an ordinary tensor, or a DTensor of ordinary ones."""
+    if isinstance(x, ShardedWeight):
+        return x.plain.detach()
+    local = getattr(x, "_local_tensor", None)
+    # detach: with the version counter, so that loading into the checkpoint in place is noticed
+    return _with_local(x, local.plain.detach()) if isinstance(local, ShardedWeight) else x
+
+
+def _as_stored(x: Tensor) -> Tensor:
+    """The inverse of `_as_plain`, of a plain weight."""
+    local = getattr(x, "_local_tensor", None)
+    if local is not None:
+        return _with_local(x, ShardedWeight(local))
+    return ShardedWeight(x.detach())
+
+
+def _is_stored(x: Tensor) -> bool:
+    return isinstance(getattr(x, "_local_tensor", x), ShardedWeight)
+
+
+@torch.no_grad()
+def _with_local(x: Any, local: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, x.device_mesh, x.placements, run_check=False, shape=x.size(), stride=x.stride()
+    )
+
+
+register_weight_rule(WeightRule(_refuses, _wrap, _unwrap))
+STORED_WEIGHTS.append(StoredWeight(_is_stored, _as_plain, _as_stored))

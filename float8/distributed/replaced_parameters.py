@@ -1,0 +1,58 @@
+"""An optimizer must hold the parameters that the model has.
+
+Where conversion replaces a Parameter by one of another type, an optimizer that was built before
+still holds the old one. Nobody computes gradients for that any more, and nothing would tell: the
+weights would just stay as they are. So the old Parameter is marked, and the first step of an
+optimizer that holds a marked one raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+_MARK = "_float8_replaced_in"  # an attribute: weak references would forbid torch.utils.swap_tensors
+_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def mark_replaced(old: Tensor, fqn: str) -> None:
+    """Note that the model has another Parameter now.
+
+    Args:
+        old: what it had.
+        fqn: the layer's name, for the message.
+    """
+    setattr(old, _MARK, fqn)
+    _checked.clear()
+    _install_hook()
+
+
+def unmark(parameter: nn.Parameter) -> None:
+    """Note that the model has this Parameter again."""
+    vars(parameter).pop(_MARK, None)
+
+
+@functools.cache
+def _install_hook() -> None:
+    # One hook for the process, never removed: torch iterates over its hooks while they run.
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _checked:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            fqn = getattr(parameter, _MARK, None)
+            if fqn is not None:
+                raise RuntimeError(
+                    f"this optimizer holds a weight of {fqn or 'the model'} that conversion with "
+                    "enable_fsdp_float8_all_gather=True has replaced by a Parameter of another "
+                    "type, so that it would step what the model does not use: convert (and shard) "
+                    "the whole model first, then build the optimizer from its parameters"
+                )
+    _checked.add(optimizer)

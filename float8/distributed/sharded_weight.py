@@ -1,0 +1,265 @@
+"""`ShardedWeight`: a high-precision weight that FSDP2 gathers as float8.
+
+Before a layer's forward, ``fully_shard`` all-gathers the shards of its weight in the compute dtype,
+two bytes per element, and the layer casts the whole to float8. A `ShardedWeight` is an ordinary
+high-precision weight in all but its type, through which torch asks it (``fsdp_pre_all_gather``,
+``fsdp_post_all_gather``: FSDP2's points of extension) what is to travel. It answers with its shard
+cast to float8, one byte per element; what comes together on every rank is a `GatheredWeight`, which
+the layer multiplies as it is.
+
+A dynamic scale takes the largest magnitude of the whole weight, on which the ranks have to agree.
+It is remembered until the weight is written to (see `float8.distributed.known_amax`), so that
+backward's gather repeats nothing, and `precompute_float8_dynamic_scale_for_fsdp` finds it for all
+weights of a model at once. All ranks have to write alike, as FSDP2 asks anyway: one that forgets
+alone would wait alone in its all-reduce.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from float8.distributed.float8_gather import TENSORWISE, GatheredWeight, cast_shard
+from float8.distributed.known_amax import KnownAmax
+from float8.linear import Float8Linear
+
+aten = torch.ops.aten
+
+
+class ShardedWeight(Tensor):
+    """A weight, or a shard of one, in high precision; made of a plain tensor, whose data it shares.
+
+    Args:
+        tensor: float32, bfloat16 or float16.
+        known: for views of a `ShardedWeight`: its.
+    """
+
+    _tensor: Tensor
+    _known: KnownAmax
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor, known: KnownAmax | None = None) -> ShardedWeight:
+        """See the class."""
+        self: ShardedWeight = torch.Tensor._make_wrapper_subclass(
+            cls,
+            tensor.size(),
+            strides=tensor.stride(),
+            storage_offset=tensor.storage_offset(),
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            device=tensor.device,
+            requires_grad=False,
+        )
+        return self
+
+    def __init__(self, tensor: Tensor, known: KnownAmax | None = None) -> None:
+        self._tensor = tensor
+        self._known = known or KnownAmax()
+
+    @property
+    def plain(self) -> Tensor:
+        """The stored tensor, an ordinary one that shares the data."""
+        return self._tensor
+
+    @property
+    def data(self) -> Tensor:
+        """A view of the same values, as of any tensor; other data cannot be put in its place."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise RuntimeError(
+            "the .data of a weight that is gathered in float8 was assigned to, which would leave "
+            "what it stores as it was: write weight.copy_(...) under torch.no_grad()"
+        )
+
+    @property
+    def known_amax(self) -> Tensor | None:
+        """The largest magnitude of the whole weight, (1, 1) float32, where it is still known."""
+        return self._known.current
+
+    def remember(self, amax: Tensor) -> None:
+        """Note the largest magnitude of the whole weight, (1, 1) float32, until the next write."""
+        self._known.remember(amax, self._tensor)
+
+    # --- what FSDP2 asks
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor], tuple[torch.Size, Tensor, torch.dtype]]:
+        """What this rank sends: (padded rows, K) codes as bytes; and what it keeps for later.
+
+        Args:
+            mesh: the 1-D mesh that the weight is sharded over.
+            outer_size, outer_stride: (N, K) of the whole weight.
+            module: the `Float8Linear` that owns it.
+            mp_policy: its ``param_dtype`` is the compute dtype.
+        """
+        if not isinstance(module, Float8Linear) or module.config.plan.output.b is None:
+            raise TypeError(
+                "a weight that is gathered in float8 belongs to a Float8Linear, not to a "
+                f"{type(module).__name__}; convert the whole model at once, or without "
+                "enable_fsdp_float8_all_gather"
+            )
+        dtype = mp_policy.param_dtype or self.dtype
+        data, scale = cast_shard(self._tensor, self._known, module, dtype, mesh.get_group())
+        codes = data.view(torch.uint8)  # gloo sends no float8; to NCCL bytes are bytes
+        # Where rows are cut, the last shards may be short or empty; columns are cut evenly.
+        missing = -(-outer_size[0] // mesh.size()) - codes.shape[0]
+        if missing > 0:
+            codes = F.pad(codes, (0, 0, 0, missing))
+        return (codes,), (outer_size, scale, data.dtype)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: tuple[torch.Size, Tensor, torch.dtype],
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The gathered bytes as a `GatheredWeight`, which reads the memory that FSDP2 manages.
+
+        Args:
+            all_gather_outputs: the codes of all ranks.
+            metadata: from `fsdp_pre_all_gather`.
+            param_dtype: the compute dtype.
+            out: the `GatheredWeight` of an earlier gather, whose memory has been written to.
+        """
+        size, scale, dtype = metadata
+        if scale.device.type == "cuda":
+            # It was made on the stream of the gather, and is read on the one of the layer.
+            scale.record_stream(torch.cuda.current_stream(scale.device))
+        if out is not None:
+            assert isinstance(out, GatheredWeight)
+            out._scale = scale
+            return None
+        codes = all_gather_outputs[0].view(-1)[: size.numel()].view(size).view(dtype)
+        return GatheredWeight(codes, scale, TENSORWISE, param_dtype), ()
+
+    # --- being a tensor
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_tensor"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: None, size: Any, stride: Any
+    ) -> ShardedWeight:
+        return ShardedWeight(inner["_tensor"])
+
+    def _stable_hash_for_caching(self) -> str:
+        """A key for torch.compile's cache on disk: all that its graphs depend on."""
+        t = self._tensor
+        return repr((t.dtype, t.device, tuple(t.shape), t.stride(), self.requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedWeight:
+        copied = _with_autograd(
+            ShardedWeight(self._tensor.detach().clone()),
+            self.requires_grad,
+            isinstance(self, nn.Parameter),
+        )
+        memo[id(self)] = copied
+        if self.grad is not None:
+            copied.grad = copy.deepcopy(self.grad, memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        is_parameter = isinstance(self, nn.Parameter)
+        return _rebuild, (self._tensor.detach(), self.requires_grad, is_parameter)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """As the tensor that it stores."""
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"ShardedWeight({self._tensor!r}{grad})"
+
+    # Operations reach __torch_dispatch__ alone.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Any operation, on the stored tensors; views and copies of a weight are weights."""
+        kwargs = kwargs or {}
+        plain_args, plain_kwargs = tree_map_only(ShardedWeight, _plain, (args, kwargs))
+        out = func(*plain_args, **plain_kwargs)
+        if func._schema.is_mutable:
+            _note_writes(func, args, kwargs)
+        elif func in _COPIES or func.is_view:
+            source = args[0]
+            known = source._known if func.is_view else _known_of_copy(func, source, out)
+            out = tree_map_only(Tensor, lambda t: ShardedWeight(t, known), out)
+        return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+def _plain(x: ShardedWeight) -> Tensor:
+    return x._tensor
+
+
+# Results that a ShardedWeight's place may be taken by: padded, moved, copied, brought to life.
+_COPIES = {
+    aten.clone.default,
+    aten._to_copy.default,
+    aten._pin_memory.default,
+    aten.new_zeros.default,
+    aten.new_empty.default,
+    aten.empty_like.default,
+}
+
+
+def _known_of_copy(func: Any, source: ShardedWeight, out: Tensor) -> KnownAmax:
+    if func is aten.new_zeros.default:
+        return KnownAmax(is_zero=True)
+    if func in (aten.new_empty.default, aten.empty_like.default) or out.dtype != source.dtype:
+        return KnownAmax()
+    amax, known = source.known_amax, KnownAmax()
+    if amax is not None:
+        known.remember(amax.to(out.device), out)
+    return known
+
+
+def _note_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Forget the magnitudes of what ``func`` wrote to; FSDP2's padding of a shard keeps its own."""
+    if func is aten.copy_.default and isinstance(args[0], ShardedWeight):
+        target, source = args[:2]
+        amax = source.known_amax if isinstance(source, ShardedWeight) else None
+        was_zero = target._known.is_zero
+        target._known.forget()
+        if was_zero and amax is not None:
+            target.remember(amax.to(target.device))
+        return
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        _forget(argument, value)
+    for argument in func._schema.arguments:
+        if argument.name in kwargs:
+            _forget(argument, kwargs[argument.name])
+
+
+def _forget(argument: Any, value: Any) -> None:
+    if argument.alias_info is None or not argument.alias_info.is_write:
+        return
+    for x in tree_flatten(value)[0]:
+        if isinstance(x, ShardedWeight):
+            x._known.forget()
+
+
+def _with_autograd(x: ShardedWeight, requires_grad: bool, is_parameter: bool) -> ShardedWeight:
+    if is_parameter:
+        return nn.Parameter(x, requires_grad)  # type: ignore[return-value]
+    x.requires_grad_(requires_grad)
+    return x
+
+
+def _rebuild(tensor: Tensor, requires_grad: bool, is_parameter: bool) -> ShardedWeight:
+    """Unpickle a ShardedWeight."""
+    return _with_autograd(ShardedWeight(tensor), requires_grad, is_parameter)
+
+
+torch.serialization.add_safe_globals([ShardedWeight, _rebuild])

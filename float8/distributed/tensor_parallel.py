@@ -1,0 +1,208 @@
+"""Tensor and sequence parallel layers that send activations and gradients as float8.
+
+A pair of linear layers splits over the ranks of a mesh dimension as ``torch.distributed.tensor``
+does it: the first by columns of its output (`Float8ColwiseParallel`), the second by columns of its
+input (`Float8RowwiseParallel`); between them nothing is sent. Under sequence parallel, where norms
+and residuals see a part of each sequence, the first gathers its input and the second scatters its
+sum (Megatron-LM, arXiv 2205.05198). What travels is what the products read::
+
+    colwise  forward   x  (S / ranks, K)  -> cast, gather (S, K)      one byte per element
+             backward  dx (S, K) partial  -> reduce-scatter           high precision: a sum
+    rowwise  forward   y  (S, N) partial  -> reduce-scatter           high precision: a sum
+             backward  dy (S / ranks, N)  -> cast, gather (S, N)      one byte per element
+
+The codes must have one scale, so its amax is the maximum over exactly the ranks of that mesh
+dimension. The same holds for every operand that the layout cuts (the weight always): there is one
+scale per tensor, wherever its parts lie, and the codes are those of one process, to the bit.
+
+This needs casts whose codes serve both of an operand's products: one scale per tensor, dynamic,
+static or delayed. With other recipes tensors are gathered in high precision and cast where they
+arrive, and scales of rows or blocks are those of a rank's part, which is never coarser than what
+one process would do. A gather of a delayed operand needs equal scales on all ranks, hence a `sync`
+over them: the tensor parallel ranks must be within its group.
+
+    mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, {
+        "attention": PrepareFloat8ModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate()),  # once for q, k and v
+        "attention.q": Float8ColwiseParallel(),
+        "attention.out": Float8RowwiseParallel(output_layouts=Shard(1)),
+        "ffn.up": Float8ColwiseParallel(input_layouts=Shard(1)),
+        "ffn.down": Float8RowwiseParallel(output_layouts=Shard(1)),
+    })
+
+Convert before or after. Inside, the layers work on plain local tensors; parameters are DTensors,
+as torch's styles leave them, so ``fully_shard`` over another mesh dimension, checkpoints and
+optimizers see nothing new.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+)
+from torch.distributed.tensor.placement_types import Placement
+
+from float8.config import Float8LinearConfig, ScalingType
+from float8.distributed.exchange import as_replicated, gathered, sends_input
+from float8.distributed.parallel_linear import (
+    COLWISE,
+    ROWWISE,
+    Float8ParallelLinear,
+    Layout,
+    ParallelLinear,
+)
+from float8.distributed.shards import Ranks, check_even
+from float8.linear import Float8Linear
+
+
+class Float8ColwiseParallel(ColwiseParallel):
+    """``ColwiseParallel`` for float8: an input that is cut (sequences) is gathered as float8.
+
+    Arguments as ``ColwiseParallel``. Works on an ``nn.Linear`` (converted later, or never) and on a
+    `Float8Linear`. The input may also be what `PrepareFloat8ModuleInput` made.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layout = _layout(COLWISE, self, device_mesh)
+        return _parallelized(module, self._partition_linear_fn, layout)
+
+
+class Float8RowwiseParallel(RowwiseParallel):
+    """``RowwiseParallel`` for float8: the gradient of a scattered output is gathered as float8.
+
+    Arguments as ``RowwiseParallel``. Works on an ``nn.Linear`` (converted later, or never) and on a
+    `Float8Linear`. The bias is added once, after the sum over ranks.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layout = _layout(ROWWISE, self, device_mesh)
+        return _parallelized(module, self._partition_linear_fn, layout)
+
+
+def _layout(kind: str, style: Any, mesh: DeviceMesh) -> Layout:
+    (given,), (wanted,) = style.input_layouts, style.output_layouts
+    return Layout(kind, mesh, given, wanted, style.use_local_output)
+
+
+def _parallelized(module: nn.Module, partition: Any, layout: Layout) -> nn.Module:
+    plain_or_float8: dict[type, type] = {
+        nn.Linear: ParallelLinear,
+        Float8Linear: Float8ParallelLinear,
+    }
+    cls = plain_or_float8.get(type(module))
+    if cls is None:
+        raise NotImplementedError(
+            f"Float8{layout.kind.capitalize()}Parallel parallelizes nn.Linear and Float8Linear, "
+            f"got {type(module).__name__}; give other modules torch's own style"
+        )
+    if isinstance(module, Float8Linear) and module.config.enable_fsdp_float8_all_gather:
+        raise ValueError(
+            f"{module.fqn or 'Float8Linear'}: enable_fsdp_float8_all_gather=True stores its weight "
+            "for FSDP2 alone; leave the option off for tensor-parallel layers, whose weights "
+            "fully_shard then gathers in high precision"
+        )
+    partition("", module, layout.mesh)
+    # FSDP2 does likewise: the module stays the same object, with its hooks and names.
+    module.__class__ = cls
+    module.layout = layout  # type: ignore[assignment]
+    return module
+
+
+class PrepareFloat8ModuleInput(PrepareModuleInput):
+    """``PrepareModuleInput`` for float8: cast once and gathered as float8, for all readers.
+
+    Arguments as ``PrepareModuleInput``, and ``fwd_config_submodule_fqn``, the name, within the
+    module, of the `Float8Linear` whose config says how to cast; by default all of them must say the
+    same. Tensors whose layout goes from ``Shard`` to ``Replicate`` are gathered as float8, if the
+    layers cast inputs with one dynamic or static scale; all others, and those for layers with other
+    recipes or under `float8.high_precision`, are prepared as torch does.
+
+    A prepared tensor is for `Float8ColwiseParallel` layers: a DTensor that holds a `Float8Tensor`,
+    whose gradients are summed over layers before they are summed over ranks, in one
+    reduce-scatter; or with ``use_local_output=True`` a `Float8Tensor`, whose gradient every layer
+    sums over ranks by itself. ``torch.compile`` must see the module and its caller in one graph.
+    """
+
+    def __init__(self, *, fwd_config_submodule_fqn: str | None = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self._prepared(module, args, kwargs, device_mesh)
+
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        return module
+
+    def _prepared(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        config = _config_of_readers(module, self.fwd_config_submodule_fqn)
+        if self.input_layouts is not None:
+            if len(args) != len(self.input_layouts):
+                raise ValueError(
+                    f"{type(module).__name__} was called with {len(args)} inputs, and "
+                    f"input_layouts names {len(self.input_layouts)}; write None for one that "
+                    "stays as it is"
+                )
+            desired = self.desired_input_layouts or ()
+            layouts = zip(args, self.input_layouts, desired, strict=True)
+            args = tuple(self._prepared_one(config, mesh, *each) for each in layouts)
+        given, wanted = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
+        return args, {
+            name: self._prepared_one(config, mesh, value, given.get(name), wanted.get(name))
+            for name, value in kwargs.items()
+        }
+
+    def _prepared_one(
+        self,
+        config: Float8LinearConfig | None,
+        mesh: DeviceMesh,
+        x: Any,
+        given: Placement | None,
+        wanted: Placement | None,
+    ) -> Any:
+        if isinstance(x, DTensor):
+            given = None if given is None else x.placements[0]
+        if (
+            config is None
+            or not isinstance(given, Shard)
+            or not isinstance(wanted, Replicate)
+            or not x.is_floating_point()
+        ):
+            return self._prepare_input_arg(x, mesh, given, wanted)
+        ranks, dim = Ranks.of(mesh), given.dim
+        if isinstance(x, DTensor):
+            length, part = x.shape[dim], x.to_local()
+        else:
+            check_even(x, dim, ranks, "PrepareFloat8ModuleInput")
+            length, part = x.shape[dim] * ranks.size, x
+        whole = gathered(part, dim, length, ranks, config, sums=not self.use_local_output)
+        return whole if self.use_local_output else as_replicated(whole, mesh)
+
+
+def _config_of_readers(module: nn.Module, fqn: str | None) -> Float8LinearConfig | None:
+    """The config by which a module's input is cast, or None: it stays in high precision."""
+    below = module if fqn is None else module.get_submodule(fqn)
+    layers = [m for m in below.modules() if isinstance(m, Float8Linear)]
+    if not layers or any(layer.high_precision for layer in layers):
+        return None
+    first = layers[0].config
+    for layer in layers:
+        if layer.config.cast_config_input != first.cast_config_input:
+            raise ValueError(
+                f"PrepareFloat8ModuleInput: the layers of {type(module).__name__} cast their "
+                f"inputs differently ({layers[0].fqn}: {first.cast_config_input.short_str}, "
+                f"{layer.fqn}: {layer.config.cast_config_input.short_str}); name the one that "
+                "reads this input in fwd_config_submodule_fqn"
+            )
+    is_delayed = first.cast_config_input.scaling_type is ScalingType.DELAYED
+    return None if is_delayed or not sends_input(first.plan) else first

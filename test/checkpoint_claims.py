@@ -1,0 +1,123 @@
+"""What must be true of distributed checkpoints on any number of processes.
+
+A checkpoint is written by four processes and read by four, two and one, with any recipe.
+`test_checkpoints.py` starts the processes. A file of its own, because spawned processes import it
+by name.
+
+All ranks read the same batch: 2 or 4 equal numbers add up, and divide, exactly, so that losses may
+be compared, bit for bit, between numbers of ranks.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import one_process as one
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from float8 import high_precision
+
+BEFORE, AFTER = 3, 3  # steps in front of the checkpoint, and behind it
+RECIPES = ("delayed", "tensorwise", "unit", None, "gathered tensorwise", "gathered delayed")
+
+
+def sharded(recipe):
+    """A model over all ranks, or whole where there is one process, and its optimizer."""
+    model = one.make(recipe)
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh)
+    return model, one.adamw(model)
+
+
+def train(model, optimizer, steps):
+    """The losses of some steps; the same batch on every rank."""
+    losses = []
+    for step in steps:
+        losses += one.rank_step(model, [one.batch(step, 0)])
+        one.update(model, optimizer)
+    return losses
+
+
+def state_of(model, optimizer):
+    """What is saved, and what is loaded into."""
+    parts = get_state_dict(model, optimizer)
+    return dict(zip(("model", "optimizer"), parts, strict=True))
+
+
+def save(model, optimizer, path):
+    dcp.save(state_of(model, optimizer), checkpoint_id=path)
+
+
+def load(model, optimizer, path):
+    """From another number of ranks as from the same."""
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+
+
+def expected_losses(recipe):
+    """Of an uninterrupted training in one process; on each rank of several, all alike."""
+    model = one.make(recipe)
+    return train(model, one.adamw(model), range(BEFORE + AFTER))
+
+
+def resumes(recipe, saved, path):
+    """``recipe`` goes on where ``saved`` was written; with the same casts, to the same losses."""
+    model, optimizer = sharded(recipe)
+    # A checkpoint without histories is asked for none, by the keys of the plain model.
+    is_plain = "delayed" in str(recipe) and "delayed" not in str(saved)
+    with high_precision(model) if is_plain else nullcontext():
+        load(model, optimizer, path)
+    losses = train(model, optimizer, range(BEFORE, BEFORE + AFTER))
+    if str(recipe).removeprefix(one.GATHERED) == str(saved).removeprefix(one.GATHERED):
+        assert losses == expected_losses(recipe)[BEFORE:], (recipe, saved)
+    return model, losses
+
+
+def four_save_and_resume(rank, recipe, path):
+    model, optimizer = sharded(recipe)
+    losses = train(model, optimizer, range(BEFORE))
+    save(model, optimizer, path)
+    losses += train(model, optimizer, range(BEFORE, BEFORE + AFTER))
+    assert losses == expected_losses(recipe), recipe
+    again, _ = resumes(recipe, recipe, path)
+    one.assert_same_model(again, model, recipe)
+
+
+def two_resume(rank, saved, recipe, path):
+    resumes(recipe, saved, path)
+
+
+def float8_comes_and_goes(rank, saved, recipe, path):
+    """A model loads what another recipe wrote, and goes on as one process that changes it does."""
+    _, losses = resumes(recipe, saved, path)
+    before, after = one.make(saved), one.make(None)
+    optimizer = one.adamw(before)
+    train(before, optimizer, range(BEFORE))
+    with high_precision(before):
+        after.load_state_dict(before.state_dict())
+    state, optimizer = optimizer.state_dict(), one.adamw(after)
+    optimizer.load_state_dict(state)
+    one.convert(after, recipe)
+    assert losses == train(after, optimizer, range(BEFORE, BEFORE + AFTER)), (saved, recipe)
+
+
+def histories_travel(rank, path):
+    """A history that stayed behind is seen: the losses are others."""
+    model, optimizer = sharded("delayed")
+    with high_precision(model):
+        load(model, optimizer, path)
+    assert all(not m.history_ready for m in model.modules() if hasattr(m, "history_ready"))
+    losses = train(model, optimizer, range(BEFORE, BEFORE + AFTER))
+    assert losses != expected_losses("delayed")[BEFORE:]

@@ -1,0 +1,216 @@
+"""FSDP2 gathers weights in float8, and the bits stay those of one process."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from fsdp_claims import convert, model_of
+from processes import failures
+from torch import nn
+
+from float8 import (
+    Float8Linear,
+    convert_from_float8_training,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+    sync_float8_amax_and_scale_history,
+)
+from float8.config import RECIPES, Float8LinearConfig
+from float8.distributed.sharded_weight import ShardedWeight
+
+BF16 = torch.bfloat16
+TRAINS = "trains_like_one_process"
+GATHERED = ("tensorwise", "delayed", "unit")
+
+ON_TWO = {
+    **{f"{recipe} has the bits of one process": (TRAINS, {"recipe": recipe}) for recipe in RECIPES},
+    "rounded to the compute dtype first": (TRAINS, {"dtype": BF16, "precompute": True}),
+    "delayed, in bfloat16": (TRAINS, {"recipe": "delayed", "dtype": BF16}),
+    "uneven shards": (TRAINS, {"recipe": "delayed", "dims": (7, 5)}),
+    "uneven shards, precomputed": (TRAINS, {"dims": (7, 5), "precompute": True}),
+    "more ranks than rows": (TRAINS, {"dims": (1, 1), "precompute": True}),
+    "not resharded after forward": (TRAINS, {"recipe": "delayed", "reshard_after_forward": False}),
+    "weights on the CPU": (TRAINS, {"offload": True, "precompute": True, "dims": (7, 5)}),
+    "made on the meta device": (TRAINS, {"meta": True, "recipe": "delayed", "dims": (7, 5)}),
+    "a frozen weight": (TRAINS, {"frozen": True}),
+    "checkpointed": (TRAINS, {"checkpointed": "not", "recipe": "delayed"}),
+    "checkpointed, reentrant": (TRAINS, {"checkpointed": "reentrant", "dtype": BF16}),
+    "compiled": (TRAINS, {"compiled": "aot_eager", "recipe": "delayed", "dtype": BF16}),
+    "one byte per element travels": ("codes_travel", {"dtype": BF16}),
+    "one all-reduce for all weights": ("one_all_reduce_for_all_weights", {}),
+    "known scales need no all-reduce": ("known_scales_need_no_all_reduce", {}),
+    "a write is noticed": ("writes_are_noticed", {}),
+    "a stale scale is seen": ("a_stale_scale_is_seen", {}),
+    "a missing all-reduce is seen": ("a_missing_all_reduce_is_seen", {}),
+    "what was gathered is multiplied": ("the_gathered_weight_is_the_operand", {}),
+    "gradients accumulate": ("accumulates", {"recipe": "tensorwise"}),
+    "gradients accumulate, delayed": ("accumulates", {"recipe": "delayed"}),
+    "tied weights": ("tied_weights_train", {"recipe": "tensorwise"}),
+    "tied weights, delayed": ("tied_weights_train", {"recipe": "delayed"}),
+    "sharded by columns": ("columns_can_be_sharded", {}),
+    "checkpoints are plain": ("checkpoints_are_plain", {"recipe": "delayed"}),
+    "checkpoints load onto the meta device": ("meta_models_load_checkpoints", {}),
+    "evaluation": ("evaluates", {}),
+    "clipping": ("clips_and_steps", {}),
+    "an unused weight": ("an_unused_weight_gets_zeros", {}),
+    "autocast is refused": ("refuses", {"what": "autocast", "message": "MixedPrecisionPolicy"}),
+    "a way back is refused": ("refuses", {"what": "back", "message": "get_model_state_dict"}),
+    "sharded models are refused": (
+        "refuses",
+        {"what": "sharded", "message": "convert before fully_shard"},
+    ),
+}
+ON_FOUR = {
+    "two replicas of two shards": (
+        TRAINS,
+        {"hsdp": True, "same_data": True, "recipe": "delayed", "dims": (7, 5), "dtype": BF16},
+    ),
+    "four shards, some of them empty": (
+        TRAINS,
+        {"same_data": True, "dims": (9, 2), "precompute": True},
+    ),
+    "replicas are not asked": ("shards_alone_agree", {}),
+    "torch refuses an integer": ("refuses", {"what": "integer", "message": "Error"}),
+}
+
+
+@pytest.mark.slow
+def test_on_two_processes():
+    assert failures("fsdp_claims", _by_keyword(ON_TWO), 2) == {}
+
+
+@pytest.mark.slow
+def test_on_four_processes():
+    assert failures("fsdp_claims", _by_keyword(ON_FOUR), 4) == {}
+
+
+def _by_keyword(claims):
+    return {name: ("by_keyword", function, options) for name, (function, options) in claims.items()}
+
+
+# --- one process: what conversion makes
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bits_before_sharding_are_those_of_the_plain_recipe(recipe):
+    models = [convert(model_of(), recipe, gathers) for gathers in (False, True)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in models]
+    for _ in range(2):
+        x, g = torch.randn(16, 32), torch.randn(16, 32)
+        outs = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            outs.append(model(x))
+            outs[-1].backward(g)
+            optimizer.step()
+            optimizer.zero_grad()
+            sync_float8_amax_and_scale_history(model)
+        assert torch.equal(*outs)
+    a, b = (model.state_dict() for model in models)
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert type(b[name]) is torch.Tensor
+        assert torch.equal(value, b[name]), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_report_says_which_weights_stay_in_high_precision(recipe):
+    model = convert(model_of(), recipe, gathers=True)
+    kinds = {type(layer.weight) for layer in model.modules() if isinstance(layer, Float8Linear)}
+    reasons = model.float8_conversion.gathered_in_high_precision
+    if recipe in GATHERED:
+        assert kinds == {ShardedWeight}
+        assert reasons == {}
+    else:
+        assert kinds == {nn.Parameter}
+        assert set(reasons) == set(model.float8_conversion.converted)
+        assert "gathered in high precision: 0.up: " in str(model.float8_conversion)
+
+
+def test_data_gradients_and_attributes_are_shared():
+    plain = nn.Linear(32, 48).requires_grad_()
+    plain.weight.grad, plain.weight.tag = torch.randn(48, 32), "tagged"
+    layer = convert(nn.Sequential(plain), "tensorwise", gathers=True)[0]
+    assert isinstance(layer.weight, nn.Parameter)
+    assert layer.weight.plain.data_ptr() == plain.weight.data_ptr()
+    assert layer.weight.grad is plain.weight.grad
+    assert layer.weight.tag == "tagged"
+    assert not hasattr(layer.weight, "_float8_replaced_in")
+
+
+def test_a_model_converts_back():
+    model = convert(model_of(), "tensorwise", gathers=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    tied = convert(nn.Sequential(*[nn.Linear(8, 8)] * 2), "tensorwise", gathers=True)
+    for m in (model, tied):
+        convert_from_float8_training(m)
+        assert {type(p) for p in m.parameters()} == {nn.Parameter}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_and_pickles_keep_the_type(duplicate):
+    model = convert(model_of(), "delayed", gathers=True)
+    other = duplicate(model)
+    x = torch.randn(16, 32)
+    assert isinstance(other[0].up.weight, ShardedWeight)
+    assert torch.equal(model(x), other(x))
+    with torch.no_grad():
+        other[0].up.weight.zero_()
+    assert model[0].up.weight.any()
+
+
+def test_a_plain_checkpoint_loads_with_and_without_assign():
+    plain = model_of()
+    for assign in (False, True):
+        model = convert(model_of(), "tensorwise", gathers=True)
+        model.load_state_dict({k: v + 1 for k, v in plain.state_dict().items()}, assign=assign)
+        assert isinstance(model[0].up.weight, ShardedWeight)
+        assert torch.equal(model[0].up.weight.plain, plain[0].up.weight + 1)
+
+
+def test_weights_change_dtype_and_come_to_life():
+    model = convert(model_of(), "tensorwise", gathers=True)
+    weight = model[0].up.weight
+    assert model.to(torch.bfloat16)[0].up.weight is weight
+    assert weight.plain.dtype == torch.bfloat16
+    empty = convert(model_of().to("meta"), "tensorwise", gathers=True).to_empty(device="cpu")
+    assert empty[0].up.weight.plain.device.type == "cpu"
+    empty.load_state_dict(model_of().state_dict())
+    x = torch.randn(16, 32)
+    assert torch.equal(empty(x), convert(model_of(), "tensorwise", gathers=True)(x))
+
+
+def test_a_weight_that_another_module_reads_stays_plain():
+    embedding, head = nn.Embedding(16, 32), nn.Linear(32, 16, bias=False)
+    head.weight = embedding.weight
+    model = convert(nn.ModuleDict({"embedding": embedding, "head": head}), "tensorwise", True)
+    reason = model.float8_conversion.gathered_in_high_precision["head"]
+    assert "tied to a Embedding" in reason
+    assert model["head"].weight is embedding.weight
+
+
+def test_an_optimizer_from_before_is_refused_at_its_first_step():
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    convert(model, "tensorwise", gathers=True)
+    with pytest.raises(RuntimeError, match=r"0\.up.*then build the optimizer"):
+        optimizer.step()
+    torch.optim.AdamW(model.parameters()).step()
+
+
+def test_precomputing_leaves_other_models_alone():
+    for model in (model_of(), convert(model_of(), "tensorwise", True), nn.ReLU()):
+        precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def test_a_layer_in_high_precision_has_nothing_to_gather():
+    off = RECIPES["rowwise_with_gw_hp"].cast_config_input_for_grad_weight
+    config = Float8LinearConfig(
+        off, off, cast_config_weight_for_grad_input=off, cast_config_grad_output=off,
+        enable_fsdp_float8_all_gather=True,
+    )  # fmt: skip
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(8, 8)), config=config)
+    assert "high precision" in model.float8_conversion.gathered_in_high_precision["0"]

@@ -1,0 +1,142 @@
+"""Something goes wrong on one process: all learn of it, and training goes on behind it."""
+
+import itertools
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import checkpoint_claims
+import fault_claims
+import interrupted_training as training
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from fresh import ROOT
+from processes import failures, free_port
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+CLAIMS = {
+    **{
+        f"{bad} on one rank, {recipe}, {kind}": (
+            "a_bad_value_is_seen_by_all_and_can_be_skipped",
+            recipe,
+            kind,
+            bad,
+        )
+        for recipe in ("tensorwise", "rowwise", "delayed", "unit")
+        for kind in ("ddp", "fsdp2")
+        for bad in (math.nan, math.inf)
+    },
+    **{
+        f"{claim.replace('_', ' ')}: {recipe}, {kind}": (claim, recipe, kind)
+        for claim in (
+            "a_bad_value_that_is_not_skipped_ends_every_rank_alike",
+            "an_empty_batch_on_one_rank_is_a_batch",
+        )
+        for recipe in ("tensorwise", "delayed", "rowwise")
+        for kind in ("ddp", "fsdp2")
+    },
+}
+
+
+@pytest.mark.slow
+def test_values_on_two_processes():
+    assert failures("fault_claims", CLAIMS) == {}
+
+
+@pytest.mark.slow
+def test_the_others_end_with_an_error_in_bounded_time():
+    """A killed rank ends its connections; a stopped one runs into the timeout of collectives."""
+    context = mp.get_context("spawn")
+    patience, told = 4.0, context.Queue()
+    pairs = {}
+    for kind, how, seconds in (
+        ("ddp", signal.SIGKILL, 600.0),
+        ("fsdp2", signal.SIGSTOP, patience),
+    ):
+        arguments = (free_port(), kind, how, seconds, told)
+        pairs[kind] = [
+            context.Process(target=fault_claims.dies_in_mid_step, args=(rank, *arguments))
+            for rank in range(2)
+        ]
+        for process in pairs[kind]:
+            process.start()
+    try:
+        errors = [told.get(timeout=60) for _ in pairs]
+        for kind, (survivor, _) in pairs.items():
+            survivor.join(timeout=10)
+            assert survivor.exitcode == 0, kind
+        assert pairs["ddp"][1].exitcode == -signal.SIGKILL
+    finally:
+        for process in itertools.chain(*pairs.values()):
+            process.kill()
+            process.join()
+    assert all(rank == 0 and took < patience + 5 for rank, _, took in errors), errors
+
+
+ENVIRONMENT = {
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'test'}",
+    "OMP_NUM_THREADS": "1",
+    # Else (torch 2.13) the second attempt may read the addresses of the first one's processes.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1"
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_from_the_last_whole_checkpoint_to_the_same_losses(tmp_path):
+    """A rank killed in mid-step, in the middle of a checkpoint that is being written."""
+    done = subprocess.run(
+        [sys.executable, *TORCHRUN.split(), "--monitor-interval", "0.1",
+         str(ROOT / "test/interrupted_training.py"), str(tmp_path)],
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    expected = checkpoint_claims.expected_losses("delayed")
+    assert len(expected) == training.STEPS
+    again = training.SAVED + 1
+    steps = [(0, step) for step in range(training.KILLED)]
+    steps += [(again, step) for step in range(again, training.STEPS)]
+    for rank in range(2):
+        lines = [line.split() for line in (tmp_path / f"losses-{rank}").read_text().splitlines()]
+        assert [(int(start), int(step)) for start, step, _ in lines] == steps
+        assert all(float.fromhex(loss) == expected[int(step)] for _, step, loss in lines)
+
+
+class TornWriter(FileSystemWriter):
+    """A disk that is full in the middle of a file."""
+
+    def write_data(self, plan, planner):
+        """Write half of the file over whatever was there."""
+        super().write_data(plan, planner)
+        for file in Path(self.path).glob("*.distcp"):
+            os.truncate(file, file.stat().st_size // 2)
+        raise OSError("No space left on device")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")
+def test_an_interrupted_write_destroys_what_was_there_unless_it_has_a_directory_of_its_own(
+    tmp_path,
+):
+    before, now, after = ({"x": torch.full((64,), value)} for value in (1.0, 2.0, 0.0))
+    for step, writer in ((0, FileSystemWriter), (1, TornWriter)):
+        path = tmp_path / f"step-{step}"
+        if writer is TornWriter:
+            with pytest.raises(CheckpointException, match="No space left"):
+                dcp.save(now, storage_writer=writer(path))
+        else:
+            dcp.save(before, storage_writer=writer(path))
+    assert training.newest(tmp_path).name == "step-0"
+    dcp.load(after, checkpoint_id=training.newest(tmp_path))
+    assert torch.equal(after["x"], before["x"])
+
+    with pytest.raises(CheckpointException, match="No space left"):  # into the same directory
+        dcp.save(now, storage_writer=TornWriter(tmp_path / "step-0"))
+    with pytest.raises(CheckpointException):
+        dcp.load(after, checkpoint_id=tmp_path / "step-0")

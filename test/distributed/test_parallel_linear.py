@@ -1,0 +1,117 @@
+"""Tensor-parallel layers without communication: what they are, become, and refuse."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from float8 import (
+    Float8Linear,
+    Float8LinearConfig,
+    Float8Tensor,
+    convert_from_float8_training,
+    convert_to_float8_training,
+)
+from float8.distributed.parallel_linear import Float8ParallelLinear, ParallelLinear
+from float8.distributed.tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+)
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    dist.destroy_process_group()
+
+
+def _layer(mesh, style, layer=None):
+    model = nn.Sequential(layer or nn.Linear(32, 64))
+    return parallelize_module(model, mesh, {"0": style})
+
+
+def test_conversion_and_back_keep_the_parameters_and_the_layout(mesh):
+    model = _layer(mesh, Float8RowwiseParallel(output_layouts=Shard(1)))
+    weight = model[0].weight
+    assert isinstance(weight, DTensor) and weight.placements == (Shard(1),)
+    assert type(model[0]) is ParallelLinear
+    convert_to_float8_training(model)
+    assert type(model[0]) is Float8ParallelLinear and model[0].weight is weight
+    assert "rowwise over 4 ranks, S(-1) -> S(1)" in str(model).replace("Shard(dim=-1)", "S(-1)")
+    convert_from_float8_training(model)
+    assert type(model[0]) is ParallelLinear and model[0].weight is weight
+
+
+def test_a_converted_layer_stays_the_same_object_and_keeps_its_state_dict_keys(mesh):
+    layer = Float8Linear(32, 64, config=Float8LinearConfig.from_recipe_name("delayed"))
+    keys, buffers = list(layer.state_dict()), list(layer.buffers())
+    model = _layer(mesh, Float8ColwiseParallel(), layer)
+    assert model[0] is layer and list(layer.state_dict()) == keys
+    # Scales are numbers that every rank has, not DTensors.
+    assert all(a is b for a, b in zip(layer.buffers(), buffers, strict=True))
+    copied = copy.deepcopy(model)
+    assert copied[0].layout is layer.layout and copied[0].weight is not layer.weight
+
+
+def test_only_linear_layers_are_parallelized(mesh):
+    with pytest.raises(NotImplementedError, match=r"nn\.Linear and Float8Linear, got Embedding"):
+        _layer(mesh, Float8ColwiseParallel(), nn.Embedding(8, 8))
+
+
+@pytest.mark.parametrize("style", [Float8ColwiseParallel, Float8RowwiseParallel])
+def test_layouts_that_mean_nothing_are_refused(mesh, style):
+    with pytest.raises(ValueError, match="output_layouts must be Replicate"):
+        _layer(mesh, style(output_layouts=Partial()))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match="one dimension"):
+        style()._apply(nn.Linear(32, 64), grid)
+
+
+def test_weights_that_fsdp_gathers_in_float8_are_refused(mesh):
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 64)), config=config)
+    with pytest.raises(ValueError, match=r"0: .* leave the option off"):
+        parallelize_module(model, mesh, {"0": Float8ColwiseParallel()})
+
+
+def test_inputs_that_do_not_fit_are_refused_by_the_layers_name(mesh):
+    model = convert_to_float8_training(_layer(mesh, Float8RowwiseParallel()))
+    with pytest.raises(ValueError, match=r"0: input has shape \(4, 32\), expected \(..., 8\)"):
+        model(torch.randn(4, 32))
+    model = convert_to_float8_training(_layer(mesh, Float8ColwiseParallel(input_layouts=Shard(0))))
+    x = Float8Tensor.from_high_precision(torch.randn(4, 32), torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="0: the input is a part in float8"):
+        model(x)
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    with pytest.raises(ValueError, match="0: the input lies on"):
+        model(DTensor.from_local(torch.randn(4, 32), other, [Replicate()], run_check=False))
+
+
+def test_readers_with_different_casts_are_named(mesh):
+    model = nn.ModuleDict({"q": nn.Linear(32, 32), "k": nn.Linear(32, 32)})
+    for name, recipe in (("q", "tensorwise"), ("k", "rowwise")):
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        model[name] = Float8Linear.from_float(model[name], config, name)
+    style = PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    parallelize_module(model, mesh, style)
+    with pytest.raises(ValueError, match=r"\(q: dynamic tensorwise.*, k: dynamic rowwise"):
+        model(torch.randn(2, 4, 32))
+    with pytest.raises(ValueError, match="called with 2 inputs, and input_layouts names 1"):
+        PrepareFloat8ModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate(), fwd_config_submodule_fqn="q"
+        )._prepared(model, (1, 2), {}, mesh)
+
+
+def test_a_layer_can_be_pickled_without_its_mesh_being_copied(mesh):
+    layer = _layer(mesh, Float8ColwiseParallel())[0]
+    again = pickle.loads(pickle.dumps(layer.layout))
+    assert (again.kind, again.ranks) == (layer.layout.kind, layer.layout.ranks)

@@ -1,0 +1,163 @@
+"""A `ShardedWeight` is an ordinary tensor in all but its type, and notices who writes to it."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from float8.distributed.sharded_weight import ShardedWeight
+
+VIEWS = {
+    "t": lambda w: w.t(),
+    "view": lambda w: w.view(-1),
+    "narrow": lambda w: w.narrow(0, 1, 2),
+    "detach": lambda w: w.detach(),
+    "chunk": lambda w: w.chunk(2)[1],
+    "data": lambda w: w.data,
+    "as_strided": lambda w: w.as_strided((2, 2), (1, 1)),
+}
+COPIES = {
+    "clone": lambda w: w.clone(),
+    "to": lambda w: w.to(torch.float64),
+    "contiguous": lambda w: w.t().contiguous(),
+    "new_zeros": lambda w: w.new_zeros(2, 3),
+    "empty_like": lambda w: torch.empty_like(w, device="meta"),
+}
+PLAIN = {
+    "zeros_like": torch.zeros_like,
+    "arithmetic": lambda w: w * 2 + 1,
+    "reduction": lambda w: w.abs().amax(),
+    "product": lambda w: torch.nn.functional.linear(torch.ones(2, 5), w),
+    "comparison": lambda w: w == 0,
+}
+WRITES = {
+    "in place": lambda w: w.add_(1),
+    "through a view": lambda w: w.t()[0].zero_(),
+    "foreach": lambda w: torch._foreach_add_([torch.ones(2), w], 1),
+    "out": lambda w: torch.add(torch.ones(4, 5), 1, out=w),
+    "copy_": lambda w: w.copy_(torch.ones(4, 5)),
+    "indices": lambda w: w.__setitem__(0, 3.0),
+    "initialisation": nn.init.xavier_uniform_,
+    "the stored tensor": lambda w: w.plain.add_(1),
+}
+READS = {**VIEWS, **COPIES, **PLAIN, "added to another": lambda w: torch.ones(4, 5).add_(w)}
+
+
+def weight():
+    return ShardedWeight(torch.arange(20.0).reshape(4, 5))
+
+
+def is_weight(x):
+    return isinstance(x, ShardedWeight)
+
+
+@pytest.mark.parametrize("op", [*VIEWS.items(), *COPIES.items()], ids=lambda op: op[0])
+def test_views_and_copies_are_weights(op):
+    w = weight()
+    found, expected = op[1](w), op[1](w.plain)
+    assert is_weight(found)
+    assert (found.shape, found.stride(), found.dtype) == (
+        expected.shape,
+        expected.stride(),
+        expected.dtype,
+    )
+    if expected.device.type != "meta":
+        assert torch.equal(found.plain, expected)
+    shares = found.plain.untyped_storage().data_ptr() == w.plain.untyped_storage().data_ptr()
+    assert shares == (op[0] in VIEWS)
+
+
+@pytest.mark.parametrize("op", PLAIN.items(), ids=lambda op: op[0])
+def test_what_is_computed_is_plain(op):
+    w = weight()
+    found = op[1](w)
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, op[1](w.plain))
+
+
+@pytest.mark.parametrize("op", WRITES.items(), ids=lambda op: op[0])
+def test_a_write_is_noticed(op):
+    w = weight()
+    w.remember(torch.ones(1, 1))
+    with torch.no_grad():
+        op[1](w)
+    assert w.known_amax is None
+    assert w.t().known_amax is None
+
+
+@pytest.mark.parametrize("op", READS.items(), ids=lambda op: op[0])
+def test_a_read_is_none(op):
+    w = weight()
+    w.remember(torch.ones(1, 1))
+    op[1](w)
+    assert w.known_amax is not None
+
+
+def test_views_share_what_is_known_and_copies_take_it_along():
+    w = weight()
+    w.t().remember(torch.ones(1, 1))
+    assert w.known_amax.item() == 1
+    copied = w.clone()
+    assert copied.known_amax.item() == 1
+    assert w.to(torch.bfloat16).known_amax is None  # other values
+    w.zero_()
+    assert copied.known_amax.item() == 1
+    assert w.known_amax is None
+
+
+def test_padding_with_zeros_keeps_what_is_known():
+    w = weight()
+    w.remember(torch.ones(1, 1))
+    padded = w.new_zeros(6, 5)
+    padded.narrow(0, 0, 4).copy_(w)
+    assert padded.known_amax.item() == 1
+    padded.narrow(0, 0, 4).copy_(w)  # it is not zero any more
+    assert padded.known_amax is None
+
+
+def test_writes_return_the_object_itself():
+    w = weight()
+    assert w.add_(1) is w
+    assert torch.add(w, 1, out=w) is w
+
+
+def test_gradients_reach_a_parameter():
+    w = nn.Parameter(weight())
+    assert is_weight(w)
+    x, g = torch.randn(3, 5), torch.randn(3, 4)
+    torch.nn.functional.linear(x, w).backward(g)
+    assert type(w.grad) is torch.Tensor
+    torch.testing.assert_close(w.grad, g.t() @ x)
+
+
+def test_it_is_saved_and_loaded():
+    file, w = io.BytesIO(), nn.Parameter(weight(), requires_grad=False)
+    torch.save(w, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert is_weight(loaded)
+    assert isinstance(loaded, nn.Parameter)
+    assert not loaded.requires_grad
+    assert torch.equal(loaded.plain, w.plain)
+    assert "ShardedWeight(" in repr(w)
+
+
+def test_it_compiles_and_writes_of_compiled_code_are_noticed():
+    w = weight()
+    w.remember(torch.ones(1, 1))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def double(w):
+        w.mul_(2)
+
+    expected = w.plain * 2
+    double(w)
+    assert torch.equal(w.plain, expected)
+    assert w.known_amax is None
+
+
+def test_data_cannot_be_exchanged_behind_its_back():
+    w = nn.Parameter(weight())
+    with pytest.raises(RuntimeError, match="copy_"):
+        w.data = torch.ones(4, 5)

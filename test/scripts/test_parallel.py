@@ -1,0 +1,138 @@
+"""A training in two processes under FSDP2 is that of one, resumes, and stops as one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import demo
+from options import options_from, parser
+from parallel_claims import options_of, trained
+from processes import failures
+from train_gpt import Trainer
+
+TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "4"]
+TINY += ["--device", "cpu", "--eval-batches", "2"]
+RECIPES = ("bf16", "tensorwise", "delayed", "rowwise")
+
+
+def losses(trainer: Trainer) -> torch.Tensor:
+    history = trainer.history
+    return torch.tensor(history.train_loss + [loss for _, loss in history.val_loss]).double()
+
+
+def test_two_processes_train_as_one(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound for bf16 is bf16's own error: one process with float32 products in its place.
+
+    A float8 recipe has an error of its own, its distance to bf16, and two runs have it twice.
+    """
+    folder, text = str(tmp_path), str(data)
+    found = {}
+    for recipe in RECIPES:
+        trainer = trained(options_of(recipe, folder, nproc=1), text)
+        found[recipe] = losses(trainer)
+        (tmp_path / f"{recipe}.json").write_text(json.dumps(found[recipe].tolist()))
+        saved = trainer.saved_for_backward()
+        (tmp_path / f"{recipe}_saved.json").write_text(json.dumps(saved))
+    plain = torch.autocast
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "autocast", lambda kind, _: plain(kind, enabled=False))
+        exact = losses(trained(options_of("bf16", folder + "/exact", nproc=1), text))
+    own = (found["bf16"] - exact).abs().max().item()
+    bounds = {r: own + 2 * (found[r] - found["bf16"]).abs().max().item() for r in RECIPES}
+    claims = {
+        f"{recipe}: losses": ("losses_equal_those_of_one_process", recipe, text, folder, bound)
+        for recipe, bound in bounds.items()
+    }
+    claims |= {
+        f"{recipe}: resumes": (
+            "stopped_by_one_rank_it_resumes_to_the_same_losses",
+            recipe,
+            text,
+            str(tmp_path / "resumed"),
+        )
+        for recipe in ("tensorwise", "delayed")
+    }
+    claims |= {
+        "a planted fault": ("a_batch_that_is_not_divided_is_seen", "bf16", text, folder, own),
+        "tensorwise: bytes": ("weights_travel_as_float8", "tensorwise", text, folder),
+        "unit": ("the_unit_scaled_model_is_refused", text, folder),
+        "another number of processes": ("a_checkpoint_of_one_process_is_refused", text, folder),
+        "bad input": ("bad_input_is_told_once", text, folder),
+    }
+    assert failures("parallel_claims", claims) == {}
+
+
+@pytest.mark.slow
+def test_the_demo_under_torchrun_stops_at_ctrl_c_resumes_and_prints_both_runs(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*TINY, "--data", str(data), "--steps", "40", "--eval-interval", "10"]
+    arguments += ["--nproc", "2", "--recipes", "tensorwise", "--out-dir", str(tmp_path)]
+    command = [sys.executable, str(Path(demo.__file__)), *arguments]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    while not (tmp_path / "tensorwise_0x2.pt").exists() and process.poll() is None:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, out
+    assert out.count("stopped: continue with the same command and --resume") == 1
+    assert not (tmp_path / "demo.json").exists()
+
+    assert demo.main([*arguments, "--resume"]) == 0
+    table = capfd.readouterr().out
+    report = json.loads((tmp_path / "demo.json").read_text())
+    assert [(run["recipe"], run["processes"]) for run in report["runs"]] == [
+        ("tensorwise", 1),
+        ("tensorwise", 2),
+    ]
+    assert report["options"]["nproc"] == 2
+    one, two = report["runs"]
+    assert len(two["train_loss"]) == len(one["train_loss"]) == 40
+    row = next(line for line in table.splitlines() if line.startswith("tensorwise x2"))
+    assert f"{two['gap_to_alone_percent']:+.2f}" in row
+    assert f"{two['final_val_loss']:.4f}" in row
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--batch", "5", "--nproc", "2"], "--batch 5 does not divide among --nproc 2: take"),
+        (["--compile", "--nproc", "2"], "--compile trains in one process so far"),
+    ],
+)
+def test_what_several_processes_cannot_do_is_refused(given: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        options_from(parser("").parse_args([*TINY, *given]))
+
+
+def test_torchrun_says_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert options_from(parser("").parse_args(TINY)).nproc == 4
+    with pytest.raises(ValueError, match="--nproc 2 among 4 processes that torchrun started"):
+        options_from(parser("").parse_args([*TINY, "--nproc", "2"]))
+
+
+def test_a_checkpoint_from_before_there_were_several_processes_resumes(
+    data: Path, tmp_path: Path
+) -> None:
+    options = options_of("bf16", str(tmp_path), nproc=1)
+    trainer = trained(replace(options, steps=2), str(data))
+    state = torch.load(options.checkpoint, weights_only=True)
+    del state["identity"]["nproc"]
+    torch.save(state, options.checkpoint)
+    again = Trainer(replace(options, steps=2, resume=True), trainer.text)
+    assert again.step == 2

@@ -1,0 +1,108 @@
+"""What `plan_cluster.py` prints: a prediction, every assumption, and errors that name the fix."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import plan_cluster
+from cluster import MODELS
+
+from float8.estimate import DEVICES
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert plan_cluster.main(arguments) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_it_says_that_nothing_was_measured_and_names_what_it_assumes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = lines_of(capsys, "--gpus", "8", "16384")
+    assert lines[0].startswith("PREDICTED, NOT MEASURED")
+    rows = [line.split() for line in lines if line.strip().startswith(("8 ", "16,384 "))]
+    assert [(row[0], row[3]) for row in rows] == [
+        ("8", "bf16"),
+        ("8", "tensorwise"),
+        ("16,384", "bf16"),
+        ("16,384", "tensorwise"),
+    ]
+    assert rows[0][-1] == rows[2][-1] == "1.00x"
+    text = "\n".join(lines)
+    for word in (
+        *("8.03e9 parameters", "450 GB/s", "50 GB/s", "80%", "10 us", "beside compute"),
+        *("NVIDIA H100", "ConnectX-7", "attention reaches 50%", "recomputed", "bf16 (--gradients"),
+    ):
+        assert word in text, word
+    # 2 gathers and 1 reduction of 2 bytes: 7/8 * 6 * 8.03e9 in the node
+    assert rows[0][4] == f"{7 / 8 * 6 * MODELS['8b'].parameters / 1e9:,.1f}"
+    assert rows[0][5] == "0.0"
+
+
+def test_options_change_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    given = "--gpus 64 --gradients float8 --no-overlap --keep-activations --link-efficiency 0.5"
+    text = "\n".join(lines_of(capsys, *given.split(), "--network-bandwidth", "25e9"))
+    for word in ("as float8 (--gradients", "not beside compute", "all that backward", "50%"):
+        assert word in text, word
+    assert "25 GB/s each way. given: --network-bandwidth" in text
+
+
+def test_what_does_not_fit_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = lines_of(capsys, "--model", "70b", "--gpus", "8", "512")[4:8]
+    assert ["!" in row for row in rows] == [True, True, False, False]  # 16 bytes * 70e9 / 8
+
+
+def test_a_model_of_given_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--layers 32 --hidden 4096 --feed-forward 14336 --heads 32 --kv-heads 8"
+    given = lines_of(capsys, *sizes.split(), "--gpus", "64")
+    preset = lines_of(capsys, "--model", "8b", "--gpus", "64")
+    assert given[:6] == preset[:6]
+
+
+@pytest.mark.parametrize("device", list(DEVICES))
+@pytest.mark.parametrize("layout", ["--strategy hsdp", "--tensor-parallel 8"])
+def test_every_device_and_layout(
+    device: str, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = lines_of(capsys, "--device", device, *layout.split(), "--gpus", "8", "1024")
+    assert sum("tensorwise" in line for line in lines[:8]) == 2
+
+
+def test_a_device_from_a_file_needs_its_link_and_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dataclasses import replace
+
+    file = tmp_path / "mine.json"
+    replace(DEVICES["H100"], name="mine").save(file)
+    with pytest.raises(SystemExit, match="give --node-bandwidth and --memory"):
+        plan_cluster.main(["--device", str(file)])
+    own = ["--node-bandwidth", "1e11", "--memory", "1e11"]
+    assert "100 GB/s each way. given" in "\n".join(lines_of(capsys, "--device", str(file), *own))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "12"], "--gpus 12 does not divide into nodes of 8 .*: take 16"),
+        (["--gpus", "4", "--tensor-parallel", "8"], "--gpus 4 does not divide"),
+        (["--hidden", "64"], "a model is --model NAME, or all of --layers"),
+        (["--device", "abacus"], "unknown device 'abacus'"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_fix(arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message) as caught:
+        plan_cluster.main(arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_help_explains_the_columns_and_points_to_the_measurements(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        plan_cluster.main(["--help"])
+    text = capsys.readouterr().out
+    for word in ("docs", "left out", "scripts/cluster.py", "bench_comm.py", "memory GB"):
+        assert word in text
