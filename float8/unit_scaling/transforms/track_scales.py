@@ -174,8 +174,8 @@ class _Watching(Mode):
                 self._see_call(respelt(func), seen, result)
         return output
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def finish(self) -> None:
+        """Close the graph."""
         # What the forward returned is alive still; what is alive without users is most likely that.
         alive = set(self.nodes.values())
         loose = [n for n in self.graph.nodes if n in alive and not n.users and n.op != "get_attr"]

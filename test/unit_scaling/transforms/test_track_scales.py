@@ -299,6 +299,18 @@ def nodes_of(net):
     return nodes(model)
 
 
+def test_calls_that_run_in_the_open_do_not_end_the_graph():
+    class Split(nn.Module):
+        def forward(self, x):
+            return x.unflatten(-1, (2, 3)).sum(-1).exp()
+
+    model = track_scales(Split())
+    model(torch.randn(4, 6))
+    nodes = list(model.scales_graph().nodes)
+    assert [node.op for node in nodes].index("output") == len(nodes) - 1
+    assert nodes[-2].name == "exp"
+
+
 def test_a_function_of_u_is_one_node():
     model = track_scales(uu.MLP(8))
     model(torch.randn(4, 8))
