@@ -9,6 +9,7 @@ import importlib
 from typing import Any
 
 import float8.dispatch as _dispatch  # noqa: F401  registers the operations of Float8Tensor
+import float8.distributed.agreement as _agreement  # noqa: F401  asked at the first sync
 from float8 import filters
 from float8.config import (
     CastConfig,
@@ -36,6 +37,9 @@ __version__ = "0.3.0"
 
 # Imported when asked for: what stands on torch.distributed takes time to import.
 _ON_DEMAND = {
+    "Float8ColwiseParallel": "float8.distributed.tensor_parallel",
+    "Float8RowwiseParallel": "float8.distributed.tensor_parallel",
+    "PrepareFloat8ModuleInput": "float8.distributed.tensor_parallel",
     "precompute_float8_dynamic_scale_for_fsdp": "float8.distributed.gathered_weights",
 }
 WEIGHT_RULE_SOURCES.append(lambda: importlib.import_module("float8.distributed.gathered_weights"))
@@ -53,11 +57,14 @@ __all__ = [
     "Blockwise",
     "CastConfig",
     "DelayedScalingConfig",
+    "Float8ColwiseParallel",
     "Float8Linear",
     "Float8LinearConfig",
+    "Float8RowwiseParallel",
     "Float8Tensor",
     "Format",
     "GemmConfig",
+    "PrepareFloat8ModuleInput",
     "RMSNormCast",
     "Rowwise",
     "ScalingType",

@@ -174,9 +174,11 @@ class _Float8LinearFunction(torch.autograd.Function):
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, w_NK.dtype
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
         ctx.is_weight_cached, ctx.factors = cached is not None, factors or (None, None, None)
-        if LOSES_GRADIENTS and torch.compiler.is_compiling():
-            out_MN = out_MN.view(out_MN.shape)
-        return out_MN if x.dim() == 2 else out_MN.reshape(*x.shape[:-1], w_NK.shape[0])
+        if x.dim() != 2 or (LOSES_GRADIENTS and torch.compiler.is_compiling()):
+            # As nn.Linear: the result is no view of another tensor.
+            shape = (*x.shape[:-1], w_NK.shape[0])
+            out_MN = torch.ops.aten._unsafe_view.default(out_MN, shape)
+        return out_MN
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:

@@ -205,6 +205,8 @@ def _install_hook() -> None:
 
 
 def _after_step(optimizer: Optimizer) -> None:
+    if all(group.get("lr", 1) == 0 for group in optimizer.param_groups):
+        return  # torch.distributed.checkpoint makes optimizers create their states by such a step
     for model, steps in list(_waiting.items()):
         layers = [m for m in model.modules() if _is_unsynced(m)]
         if not layers:

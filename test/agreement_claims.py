@@ -173,21 +173,6 @@ def tensor_parallel_ranks_must_be_in_the_group(rank):
     sync_float8_amax_and_scale_history(model, mesh)
 
 
-def compiled_sync_is_one_graph(rank):
-    eager, fast = model_of("a", "b"), model_of("a", "b")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for group in (None, mesh.get_group()):
-        compiled = torch.compile(
-            sync_float8_amax_and_scale_history, fullgraph=True, backend="aot_eager"
-        )
-        for step in range(3):
-            for model in (eager, fast):
-                seen(model, rank + step)
-            sync_float8_amax_and_scale_history(eager, group)
-            (compiled if step else sync_float8_amax_and_scale_history)(fast, group)
-            assert torch.equal(buffers(eager), buffers(fast)), step
-
-
 def amaxes_of_two_devices_meet(rank):
     """Histories on the CPU and on another device (here a stand-in) still take one collective."""
     from float8 import sync

@@ -405,6 +405,26 @@ def compiled(rank, recipe, plan):
     assert_is_part_of((out, grad_x, grads), expected, mesh, None, (recipe, plan))
 
 
+def compiled_sync_is_one_graph(rank):
+    """After the first call, over the default group or a given one."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x, g = (part(integers(B, S, K, seed=s), mesh, 1) for s in (1, 2))
+    model = parallelized(make_model(), mesh, sequence_parallel(), EXACT["delayed"], False)
+    fast = copy.deepcopy(model)
+    for group in (None, mesh.get_group()):
+        compiled = torch.compile(
+            sync_float8_amax_and_scale_history, fullgraph=True, backend="aot_eager"
+        )
+        for factor in (1, 2):
+            step(model, factor * x, g)
+            step(fast, factor * x, g)
+            sync_float8_amax_and_scale_history(model, group)
+            is_first = group is None and factor == 1
+            (sync_float8_amax_and_scale_history if is_first else compiled)(fast, group)
+            for a, b in zip(model.buffers(), fast.buffers(), strict=True):
+                assert torch.equal(a, b), (group, factor)
+
+
 def in_high_precision_it_is_torchs_own(rank):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(rank)

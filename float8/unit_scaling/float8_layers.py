@@ -47,7 +47,7 @@ class Float8UnitLinear(MupModule, Float8Linear):
         return linear_factors(input, self.weight, self.constraint, self.scale_power)
 
     def _plain_forward(self, input: Tensor) -> Tensor:
-        return U.linear(input, self.weight, self.bias, self.constraint, self.scale_power)
+        return U.linear(input, self._plain_weight(), self.bias, self.constraint, self.scale_power)
 
 
 class Float8UnitLinearReadout(Float8UnitLinear):

@@ -27,12 +27,13 @@ ON_TWO = {
     "high precision": ("in_high_precision_it_is_torchs_own",),
     "beside torch's styles": ("mixes_with_torchs_styles",),
     "an amax of one rank alone is seen": ("a_wrong_group_is_seen", "no_group", 1),
+    "compiled sync": ("compiled_sync_is_one_graph",),
     "compiled, sequence": ("compiled", "delayed", "sequence"),
     "compiled, prepared": ("compiled", "dynamic", "prepared"),
 }
 ON_FOUR = {
     "parts make a whole": ("parts_make_a_whole",),
-    "bits of one process": ("equals_one_process", ("dynamic", "delayed"), ("sequence", "prepared")),
+    "bits of one process": ("equals_one_process", ("dynamic",), ("sequence",), 1),
     "with fully_shard": ("works_in_two_dimensions",),
     "replicas keep their scales": ("a_close_fit", "tensorwise", "float32", 2),
     "an amax of all ranks is seen": ("a_wrong_group_is_seen", "default_group", 2),
