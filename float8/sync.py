@@ -62,7 +62,8 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
     """
     groups = _process_groups(group)
     casts = [module for module in model.modules() if isinstance(module, DelayedCast)]
-    if groups and _is_first(model, casts):
+    # In a group of one rank too: it may be the wrong group.
+    if _is_one_of_many() and _is_first(model, casts):
         for check in FIRST_SYNC_CHECKS:
             check(model, groups)
         _checked.add(model)
@@ -99,6 +100,10 @@ def _process_groups(group: Group | None) -> list[dist.ProcessGroup]:
 def _default_group() -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
     return dist.group.WORLD
+
+
+def _is_one_of_many() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _is_first(model: nn.Module, casts: list[DelayedCast]) -> bool:
@@ -205,7 +210,7 @@ def _install_hook() -> None:
 
 
 def _after_step(optimizer: Optimizer) -> None:
-    if all(group.get("lr", 1) == 0 for group in optimizer.param_groups):
+    if not _waiting or all(_is_zero(group.get("lr", 1)) for group in optimizer.param_groups):
         return  # torch.distributed.checkpoint makes optimizers create their states by such a step
     for model, steps in list(_waiting.items()):
         layers = [m for m in model.modules() if _is_unsynced(m)]
@@ -224,6 +229,11 @@ def _after_step(optimizer: Optimizer) -> None:
                 "histories stay empty and no scale ever follows from them",
                 stacklevel=5,
             )
+
+
+def _is_zero(lr: float | Tensor) -> bool:
+    # Not asked of a device: that would wait for it, and fail while a CUDA graph captures.
+    return not (isinstance(lr, Tensor) and lr.device.type != "cpu") and bool(lr == 0)
 
 
 def _is_unsynced(layer: nn.Module) -> bool:

@@ -130,8 +130,24 @@ def _check_processes(options: Options) -> None:
             f"--batch {options.batch} does not divide among --nproc {options.nproc}: "
             f"take --batch {near}"
         )
+    if options.nproc > 1 and torch.device(options.device).type == "cuda":
+        _check_gpus(options)
     if options.compile and options.nproc > 1:
         raise ValueError("--compile trains in one process so far: leave out --compile or --nproc")
+
+
+def _check_gpus(options: Options) -> None:
+    """Each process takes the GPU of its number, which one that is not there would say late."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", options.nproc))
+    if here > torch.cuda.device_count():
+        raise ValueError(
+            f"{here} processes on this machine need as many GPUs, not {torch.cuda.device_count()}: "
+            "take fewer, or --device cpu"
+        )
+    if torch.device(options.device).index is not None:
+        raise ValueError(
+            f"--device {options.device} names one GPU for all processes: take --device cuda"
+        )
 
 
 def processes() -> int:

@@ -32,7 +32,6 @@ from typing import Any
 
 import gpt
 import torch
-from options import Options
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -78,15 +77,6 @@ class Alone:
         """At the end, together."""
 
 
-def team(options: Options) -> Alone:
-    """This process among those that share the training; alone, for one."""
-    if options.nproc == 1:
-        return Alone()
-    from sharded import Sharded
-
-    return Sharded(options.device)
-
-
 def launch(script: str, argv: Sequence[str], nproc: int) -> int:
     """Run a script in `nproc` processes of this machine, under torchrun.
 
@@ -101,11 +91,10 @@ def launch(script: str, argv: Sequence[str], nproc: int) -> int:
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # their memory may be that of this process
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-    process = subprocess.Popen(command, env=environment)
     pressed: list[int] = []
     previous = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     try:
-        status = process.wait()
+        status = subprocess.run(command, env=environment, check=False).returncode
     finally:
         signal.signal(signal.SIGINT, previous)
     return 130 if pressed else status

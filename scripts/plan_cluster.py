@@ -46,6 +46,7 @@ from dataclasses import replace
 from cluster import BF16, MODELS, NODE, Assumptions, Cluster, Model, Step
 from tabulate import tabulate
 
+from benchmarks.shapes import HEAD_DIM
 from float8.estimate import Device
 from float8.estimate.lookup import find_device
 
@@ -112,7 +113,8 @@ def assumptions(args: argparse.Namespace, step: Step, board: str) -> list[str]:
     kept = "their input, recomputed in backward" if assumed.recomputes else "all that backward uses"
     return [
         f"model {model.name}: {model.parameters / GIGA:.2f}e9 parameters, {model.blocks} blocks, "
-        f"hidden {model.hidden}, feed-forward {model.feed_forward}, vocabulary {model.vocabulary}",
+        f"hidden {model.hidden}, feed-forward {model.feed_forward}, {model.heads} heads of "
+        f"{HEAD_DIM} ({model.kv_heads} of keys), vocabulary {model.vocabulary}",
         f"batch: {args.tokens} tokens per GPU and step in one microbatch, context {args.context}",
         f"node link {step.cluster.node_bandwidth / GIGA:g} GB/s each way. {board}",
         f"network link {step.cluster.network_bandwidth / GIGA:g} GB/s each way. "
@@ -143,7 +145,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", choices=list(MODELS), help="LLaMA-3 (8b, if no sizes are given)")
     for name in ("layers", "hidden", "feed-forward", "heads", "kv-heads"):
         p.add_argument(f"--{name}", type=_count, help="in place of --model; all or none")
-    p.add_argument("--vocabulary", type=_count, default=128_256)
+    p.add_argument("--vocabulary", type=_count, help="of either (128256)")
     p.add_argument("--gpus", type=_count, nargs="+", default=[8, 64, 512, 4096, 16384])
     p.add_argument("--device", default="H100", help="as float8.estimate: H100, ..., or a file")
     p.add_argument("--recipe", choices=RECIPES, default=RECIPES[0])
@@ -181,19 +183,25 @@ def model_of(args: argparse.Namespace) -> Model:
     """The preset, or the model of the given sizes.
 
     Raises:
-        ValueError: some sizes, not all; or sizes beside a preset.
+        ValueError: some sizes, not all; sizes beside a preset; heads of another size than 128.
     """
     names = ("layers", "hidden", "feed_forward", "heads", "kv_heads")
     sizes = [getattr(args, name) for name in names]
+    vocabulary = {"vocabulary": args.vocabulary} if args.vocabulary else {}
     if not any(sizes):
-        return MODELS[args.model or "8b"]
+        return replace(MODELS[args.model or "8b"], **vocabulary)
     if args.model or not all(sizes):
         raise ValueError(
             "a model is --model NAME, or all of "
             + ", ".join(f"--{name.replace('_', '-')}" for name in names)
         )
     blocks, hidden, feed_forward, heads, kv_heads = sizes
-    return Model("given", blocks, hidden, feed_forward, heads, kv_heads, args.vocabulary)
+    if hidden != heads * HEAD_DIM:
+        raise ValueError(
+            f"--heads {heads} of {HEAD_DIM}, the one size that is planned here, are not --hidden "
+            f"{hidden}: take --heads {max(1, round(hidden / HEAD_DIM))}"
+        )
+    return Model("given", blocks, hidden, feed_forward, heads, kv_heads, **vocabulary)
 
 
 def board_of(args: argparse.Namespace, device: Device) -> tuple[float, str]:

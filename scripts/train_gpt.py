@@ -35,7 +35,7 @@ import torch
 from environment import environment, write_json
 from half_products import HalfProducts
 from options import Options, give_up, options_from, parser, processes, row_of
-from parallel import launch, team
+from parallel import Alone, launch
 from torch import Tensor, UntypedStorage, nn
 from tqdm import tqdm
 
@@ -49,6 +49,15 @@ class History:
     train_loss: list[float] = field(default_factory=list)  # one per step
     val_loss: list[tuple[int, float]] = field(default_factory=list)  # (steps taken, loss)
     seconds: list[float] = field(default_factory=list)  # per step, validation not included
+
+
+def team(options: Options) -> Alone:
+    """This process among those that share the training; alone, for one."""
+    if options.nproc == 1:
+        return Alone()
+    from sharded import Sharded
+
+    return Sharded(options.device)
 
 
 class Trainer:

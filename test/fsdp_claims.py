@@ -284,6 +284,21 @@ def writes_are_noticed(rank):
     assert weight.to_local().known_amax is None
 
 
+def compiled_steps_are_noticed(rank):
+    """Inductor's code writes past every dispatch; only the parameter's version tells."""
+    model = sharded_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    compiled = torch.compile(optimizer.step, backend="inductor")
+    weight = model[0].up.weight
+    for number in range(2):
+        step(model, number)
+        precompute_float8_dynamic_scale_for_fsdp(model)
+        assert torch.equal(weight.to_local()._known.of(weight), amax_of(weight))
+        compiled()
+        assert weight.to_local()._known.of(weight) is None
+        optimizer.zero_grad()
+
+
 def amax_of(weight):
     return full(weight.detach()).abs().amax().reshape(1, 1)
 
@@ -476,6 +491,15 @@ def refuses(rank, what, message):
                 step(model)
         elif what == "back":
             convert_from_float8_training(model)
+        elif what == "back, gathered":
+            single = fully_shard(convert(nn.Sequential(nn.Linear(8, 8)), "tensorwise", True))
+            single(torch.randn(4, 8))  # the root is not resharded after forward
+            convert_from_float8_training(single)
+        elif what == "group":
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            for group in (mesh, mesh["replicate"]):
+                fresh = sharded_model("delayed", mesh=mesh)
+                sync_float8_amax_and_scale_history(fresh, group)
         elif what == "sharded":
             convert(shard(model_of()), "tensorwise", gathers=True)
         elif what == "integer":

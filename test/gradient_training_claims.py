@@ -119,6 +119,21 @@ def ddp_refuses(rank):
         float8_gradients(model)
 
 
+def ddp_leaves_what_it_ignores(rank):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    ignored = ["1.weight", "1.bias"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    float8_gradients(DistributedDataParallel(model))
+
+
+def compiled_ddp_is_seen_through(rank):
+    model = DistributedDataParallel(model_of())
+    state = float8_gradients(torch.compile(model, backend="eager"))
+    loss_of(model, rank, 0).backward()
+    close_to_the_mean(model.module)
+    assert state.report().steps == 1
+
+
 def _losses(rank, hook, steps=40):
     model = DistributedDataParallel(model_of(), bucket_cap_mb=0.001)
     if hook is not None:
@@ -271,6 +286,7 @@ def settings_of_ranks_are_compared(rank):
         ({}, {"fmt": E5M2}),
         ({"tile": 32}, {}),
         ({}, {"controller": ScalingController(2)}),
+        ({}, {"controller": ScalingController(1.00001)}),
     ):
         model = DistributedDataParallel(model_of())
         with pytest.raises(RuntimeError, match=r"same arguments on all ranks.*rank 1"):
@@ -377,6 +393,12 @@ def fsdp_needs_no_controller(rank):
     model = _sharded(init_device_mesh("cpu", (dist.get_world_size(),)))
     with pytest.raises(ValueError, match="cannot saturate"):
         float8_gradients(model, controller=ScalingController())
+
+
+def replicas_alone_are_refused(rank):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("copies", "shard"))
+    with pytest.raises(ValueError, match="replicated, not sharded"):
+        float8_gradients(_sharded(mesh))
 
 
 def fsdp_names_a_reduction_that_it_cannot_do(rank):

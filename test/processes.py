@@ -47,7 +47,7 @@ def failures(
         try:
             _run(module, [claims[name] for name in left], world, held, patience)
         except Exception as error:  # whatever it is, it belongs to this claim
-            found[left[held.value]] = error
+            found[left[min(held.value, len(left) - 1)]] = error
         left = left[held.value + 1 :]
     return found
 

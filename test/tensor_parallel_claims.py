@@ -7,6 +7,7 @@ differs is a bug. A file of its own, because spawned processes import it by name
 
 import contextlib
 import copy
+import functools
 
 import faults
 import pytest
@@ -471,6 +472,31 @@ def casts_once_for_all_readers(rank):
 class TakesKeywords(GatedFeedForward):
     def forward(self, mask, *, x):
         return super().forward(x), mask
+
+
+def some_readers_are_not_converted(rank):
+    """They read the codes of the prepared input; its gradient is summed once."""
+    mesh, config = init_device_mesh("cpu", (dist.get_world_size(),)), EXACT["dynamic"]
+    convert = functools.partial(
+        convert_to_float8_training, config=config, module_filter_fn=lambda m, name: name != "up"
+    )
+    x, g = integers(B, S, K, seed=1), integers(B, S, K, seed=2)
+    one = step(convert(make_model()), x, g)
+    for local in (False, True):
+        model = make_model()
+        plan = prepared(use_local_output=local)
+        parallelize_module(model, mesh, {k: v for k, v in plan.items() if k})
+        parallelize_module(model, mesh, plan[""])
+        mine = step(convert(model), part(x, mesh, 1), part(g, mesh, 1))
+        assert_is_part_of(mine, one, mesh, 1, f"{local=}")
+
+
+def an_input_on_another_mesh_is_refused(rank):
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    model = parallelized(make_model(), mesh["tp"], prepared(), EXACT["dynamic"], False)
+    with pytest.raises(ValueError, match="PrepareFloat8ModuleInput: the input lies on"):
+        model(distribute_tensor(integers(B, S, K, seed=1), mesh, [Shard(0), Shard(1)]))
 
 
 def keywords_are_prepared_and_others_left(rank):

@@ -326,3 +326,23 @@ def test_what_is_no_group_is_refused():
             sync_float8_amax_and_scale_history(_model(1), group="data")
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_rate_on_a_device_is_not_read():
+    """That would wait for the device, and fail while a CUDA graph captures the step."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")  # reading it raises
+    sync._after_step(optimizer)
+
+
+def test_a_group_of_one_rank_is_asked_too(monkeypatch):
+    """It may be the wrong one: one that lacks the ranks that share the scales."""
+    asked = []
+    monkeypatch.setattr(sync, "FIRST_SYNC_CHECKS", [lambda model, groups: asked.append(groups)])
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        sync_float8_amax_and_scale_history(_model(), torch.distributed.new_group([0]))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert asked == [[]]

@@ -148,7 +148,7 @@ def _ranks_that_are_missing(model: nn.Module, present: set[int]) -> str | None:
                 return (
                     f"{fqn or 'the model itself'}: ranks {ranks} hold parts of it and send each "
                     f"other codes of one scale, and sync takes ranks {sorted(present)} only: its "
-                    "group must hold the tensor-parallel ranks too"
+                    "group must hold the ranks of tensor parallelism and of FSDP2's shards too"
                 )
     return None
 

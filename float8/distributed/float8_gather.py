@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8 import kernels
+from float8.autograd import version_of
 from float8.config import OperandCast, ScalingType
 from float8.distributed.known_amax import KnownAmax
 from float8.formats import on_device
@@ -97,7 +98,7 @@ def cast_shard(
     emulate, records = layer.config.emulate, state is not None and layer.training
     rounded = shard.to(dtype)  # first, as autocast, DDP and one process do
     if needs_amax(cast, state):
-        amax = _amax_of_all(shard, known, group).to(dtype).float()
+        amax = _amax_of_all(shard, known, layer.weight, group).to(dtype).float()
         if records:
             assert state is not None
             kernels.record_amax(state.current_amax, amax)
@@ -114,11 +115,11 @@ def cast_shard(
     return data, scale if state is None else scale.clone()
 
 
-def _amax_of_all(shard: Tensor, known: KnownAmax, group: Any) -> Tensor:
-    amax = known.current
+def _amax_of_all(shard: Tensor, known: KnownAmax, weight: Tensor, group: Any) -> Tensor:
+    amax = known.of(weight)
     if amax is None:
         amax = reduce_over(kernels.amax(shard, TENSORWISE), group)
-        known.remember(amax, shard)
+        known.remember(amax, shard, version_of(weight))
     return amax
 
 

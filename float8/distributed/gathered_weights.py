@@ -39,11 +39,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from float8.config import Float8LinearConfig
+from float8.autograd import version_of
+from float8.config import Float8LinearConfig, ScalingType
 from float8.convert import WeightRule, register_weight_rule
-from float8.distributed.float8_gather import TENSORWISE, needs_amax, reduce_over
+from float8.distributed.agreement import SHARERS
+from float8.distributed.float8_gather import (
+    TENSORWISE,
+    GatheredWeight,
+    needs_amax,
+    reduce_over,
+)
 from float8.distributed.replaced_parameters import mark_replaced, unmark
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.kernels import amax, is_sharded
@@ -64,7 +72,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         model: converted with ``enable_fsdp_float8_all_gather=True`` and sharded by ``fully_shard``;
             any other is left alone. Weights on different meshes take one all-reduce per mesh.
     """
-    by_ranks: dict[tuple[Any, str], list[ShardedWeight]] = defaultdict(list)
+    by_ranks: dict[tuple[Any, str], list[Any]] = defaultdict(list)
     seen: set[int] = set()
     for layer in model.modules():
         if not isinstance(layer, Float8Linear) or id(layer.weight) in seen:
@@ -75,7 +83,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
             continue
         if needs_amax(cast, layer.casts[1].state):
             seen.add(id(weight))
-            by_ranks[_ranks_of(weight)].append(local)
+            by_ranks[_ranks_of(weight)].append(weight)
     for (group, device_type), weights in by_ranks.items():
         _agree(weights, group, device_type)
 
@@ -87,12 +95,24 @@ def _ranks_of(weight: Any) -> tuple[Any, str]:
     return weight.device_mesh.get_group(dims[0]), weight.device_mesh.device_type
 
 
+def _sharers(layer: nn.Module) -> list[int] | None:
+    """The ranks that must have equal delayed scales for this layer: each casts its own shard."""
+    if not isinstance(layer, Float8Linear):
+        return None
+    cast, weight = layer.config.plan.output.b, layer.weight
+    if cast is None or cast.scaling_type is not ScalingType.DELAYED:
+        return None
+    if not isinstance(getattr(weight, "_local_tensor", None), ShardedWeight):
+        return None
+    return dist.get_process_group_ranks(_ranks_of(weight)[0])
+
+
 @torch.no_grad()
-def _agree(weights: list[ShardedWeight], group: Any, device_type: str) -> None:
+def _agree(weights: list[Any], group: Any, device_type: str) -> None:
     # Weights may be on the CPU (CPUOffloadPolicy), where NCCL cannot reach them.
-    local = torch.stack([amax(weight.plain, TENSORWISE) for weight in weights]).to(device_type)
+    local = torch.stack([amax(w._local_tensor.plain, TENSORWISE) for w in weights]).to(device_type)
     for weight, found in zip(weights, reduce_over(local, group).unbind(), strict=True):
-        weight.remember(found.to(weight.device))
+        weight._local_tensor.remember(found.to(weight.device), version_of(weight))
 
 
 def _refuses(layer: nn.Module, config: Float8LinearConfig) -> str | None:
@@ -145,7 +165,9 @@ def _unwrap(root: nn.Module) -> None:
     """Give the layers plain Parameters again."""
     found = [place for places in _places(root).values() for place in places]
     for module, name in found:
-        if isinstance(getattr(module._parameters[name], "_local_tensor", None), ShardedWeight):
+        parameter: Any = module._parameters[name]
+        local = getattr(parameter, "_local_tensor", None)
+        if isinstance(local, ShardedWeight) or isinstance(parameter, GatheredWeight):
             raise RuntimeError(
                 f"{type(module).__name__}.{name} is sharded by fully_shard and gathered in float8, "
                 "which cannot be undone: make a plain model and load get_model_state_dict(model) "
@@ -219,5 +241,6 @@ def _with_local(x: Any, local: Tensor) -> Tensor:
     )
 
 
+SHARERS.append(_sharers)
 register_weight_rule(WeightRule(_refuses, _wrap, _unwrap))
 STORED_WEIGHTS.append(StoredWeight(_is_stored, _as_plain, _as_stored))

@@ -4,12 +4,15 @@ Who writes? Every operation on a `ShardedWeight` passes its ``__torch_dispatch__
 too: an optimizer's step, a load, an initialisation; one that writes calls `KnownAmax.forget`. What
 goes past it, compiled code or a write to the tensor that a checkpoint shares with the weight, is
 seen by the version counter of the stored tensor. (That counter alone would not do: it stands still
-in an optimizer's step under FSDP2.)
+in an optimizer's step under FSDP2.) An optimizer's step that inductor compiled moves the counter of
+the parameter alone, so that is asked too (`KnownAmax.of`).
 """
 
 from __future__ import annotations
 
 from torch import Tensor
+
+from float8.autograd import version_of
 
 
 class KnownAmax:
@@ -29,19 +32,22 @@ class KnownAmax:
         self.amax: Tensor | None = None
         self.source: Tensor | None = None
         self.version = 0
+        self.owner_version: int | None = None
         self.is_zero = False
 
-    def remember(self, amax: Tensor, source: Tensor) -> None:
-        """Note what was found in a stored tensor."""
-        self.amax, self.source, self.version = amax, source, _version(source)
+    def remember(self, amax: Tensor, source: Tensor, owner_version: int | None = None) -> None:
+        """Note what was found in a stored tensor, whose parameter had a version."""
+        self.amax, self.source, self.version = amax, source, version_of(source)
+        self.owner_version = owner_version
+
+    def of(self, owner: Tensor) -> Tensor | None:
+        """``amax`` if it still holds for a parameter."""
+        is_as_it_was = self.owner_version in (None, version_of(owner))
+        return self.current if is_as_it_was else None
 
     @property
     def current(self) -> Tensor | None:
         """``amax`` if it still holds."""
-        if self.source is None or _version(self.source) != self.version:
+        if self.source is None or version_of(self.source) != self.version:
             return None
         return self.amax
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version

@@ -25,6 +25,7 @@ from float8.convert import ModuleRule, register_module_rule
 from float8.distributed.agreement import SHARERS
 from float8.distributed.exchange import (
     as_local_summand,
+    as_replicated,
     gathered,
     summed_linear,
     with_summed_gradient,
@@ -126,8 +127,6 @@ class Float8ParallelLinear(Float8Linear):
         return self._colwise(input) if self.layout.kind == COLWISE else self._rowwise(input)
 
     def _plain_forward(self, input: Tensor) -> Tensor:
-        if isinstance(input, Float8Tensor):
-            input = input.dequantize()
         return _in_high_precision(self, input)
 
     @property
@@ -258,10 +257,10 @@ def _placed(out: Tensor, layout: Layout, placement: Placement, sizes: list[int])
 
 def _in_high_precision(layer: nn.Linear, input: Tensor) -> Tensor:
     layout: Layout = layer.layout  # type: ignore[assignment]
+    if isinstance(input, Float8Tensor):
+        input = input.dequantize()
     if isinstance(input, DTensor) and isinstance(input._local_tensor, Float8Tensor):
-        input = DTensor.from_local(
-            as_local_summand(input).dequantize(), layout.mesh, [Replicate()], run_check=False
-        )
+        input = as_replicated(as_local_summand(input).dequantize(), layout.mesh)
     given, wanted, output = (layout.input,), (layout.wanted_input,), (layout.output,)
     x = ColwiseParallel._prepare_input_fn(given, wanted, layer, (input,), layout.mesh)
     out = F.linear(x, layer.weight, layer.bias)

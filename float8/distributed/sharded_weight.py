@@ -84,9 +84,9 @@ class ShardedWeight(Tensor):
         """The largest magnitude of the whole weight, (1, 1) float32, where it is still known."""
         return self._known.current
 
-    def remember(self, amax: Tensor) -> None:
+    def remember(self, amax: Tensor, owner_version: int | None = None) -> None:
         """Note the largest magnitude of the whole weight, (1, 1) float32, until the next write."""
-        self._known.remember(amax, self._tensor)
+        self._known.remember(amax, self._tensor, owner_version)
 
     # --- what FSDP2 asks
 
@@ -221,7 +221,7 @@ def _known_of_copy(func: Any, source: ShardedWeight, out: Tensor) -> KnownAmax:
         return KnownAmax()
     amax, known = source.known_amax, KnownAmax()
     if amax is not None:
-        known.remember(amax.to(out.device), out)
+        known.remember(amax.to(out.device), out, source._known.owner_version)
     return known
 
 
@@ -233,7 +233,7 @@ def _note_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         was_zero = target._known.is_zero
         target._known.forget()
         if was_zero and amax is not None:
-            target.remember(amax.to(target.device))
+            target.remember(amax.to(target.device), source._known.owner_version)
         return
     for argument, value in zip(func._schema.arguments, args, strict=False):
         _forget(argument, value)

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -128,7 +128,9 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     A prepared tensor is for `Float8ColwiseParallel` layers: a DTensor that holds a `Float8Tensor`,
     whose gradients are summed over layers before they are summed over ranks, in one
     reduce-scatter; or with ``use_local_output=True`` a `Float8Tensor`, whose gradient every layer
-    sums over ranks by itself. ``torch.compile`` must see the module and its caller in one graph.
+    sums over ranks by itself. A layer of that style which was left in high precision reads the
+    values of the codes, rounded to float8. ``torch.compile`` must see the module and its caller in
+    one graph.
     """
 
     def __init__(self, *, fwd_config_submodule_fqn: str | None = None, **arguments: Any) -> None:
@@ -176,11 +178,17 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             config is None
             or not isinstance(given, Shard)
             or not isinstance(wanted, Replicate)
+            or not isinstance(x, Tensor)
             or not x.is_floating_point()
         ):
             return self._prepare_input_arg(x, mesh, given, wanted)
         ranks, dim = Ranks.of(mesh), given.dim
         if isinstance(x, DTensor):
+            if x.device_mesh != mesh:
+                raise ValueError(
+                    f"PrepareFloat8ModuleInput: the input lies on {x.device_mesh}, the plan on "
+                    f"{mesh}; redistribute it, or pass its local tensor"
+                )
             length, part = x.shape[dim], x.to_local()
         else:
             check_even(x, dim, ranks, "PrepareFloat8ModuleInput")

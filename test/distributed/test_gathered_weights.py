@@ -40,6 +40,7 @@ ON_TWO = {
     "one byte per element travels": ("codes_travel", {"dtype": BF16}),
     "one all-reduce for all weights": ("one_all_reduce_for_all_weights", {}),
     "known scales need no all-reduce": ("known_scales_need_no_all_reduce", {}),
+    "a compiled step is noticed": ("compiled_steps_are_noticed", {}),
     "a write is noticed": ("writes_are_noticed", {}),
     "a stale scale is seen": ("a_stale_scale_is_seen", {}),
     "a missing all-reduce is seen": ("a_missing_all_reduce_is_seen", {}),
@@ -56,6 +57,10 @@ ON_TWO = {
     "an unused weight": ("an_unused_weight_gets_zeros", {}),
     "autocast is refused": ("refuses", {"what": "autocast", "message": "MixedPrecisionPolicy"}),
     "a way back is refused": ("refuses", {"what": "back", "message": "get_model_state_dict"}),
+    "a way back while gathered is refused": (
+        "refuses",
+        {"what": "back, gathered", "message": "get_model_state_dict"},
+    ),
     "sharded models are refused": (
         "refuses",
         {"what": "sharded", "message": "convert before fully_shard"},
@@ -71,6 +76,7 @@ ON_FOUR = {
         {"same_data": True, "dims": (9, 2), "precompute": True},
     ),
     "replicas are not asked": ("shards_alone_agree", {}),
+    "sync without the ranks of the shards": ("refuses", {"what": "group", "message": "shards too"}),
     "torch refuses an integer": ("refuses", {"what": "integer", "message": "Error"}),
 }
 

@@ -11,6 +11,8 @@ ON_TWO = {
     "random data, bfloat16": ("a_close_fit", "tensorwise", "bfloat16"),
     "random data, delayed": ("a_close_fit", "delayed", "float32"),
     "random data, autocast": ("a_close_fit", "tensorwise", "bfloat16", 1, True),
+    "some readers are not converted": ("some_readers_are_not_converted",),
+    "an input on another mesh": ("an_input_on_another_mesh_is_refused",),
     "keywords": ("keywords_are_prepared_and_others_left",),
     "norms that write float8": ("norms_that_write_float8",),
     "rows are cast where they lie": ("rows_and_blocks_are_cast_where_they_lie", "rowwise"),

@@ -119,6 +119,29 @@ def test_what_several_processes_cannot_do_is_refused(given: list[str], message: 
         options_from(parser("").parse_args([*TINY, *given]))
 
 
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cuda", "3 processes on this machine need as many GPUs, not 2: take fewer"),
+        ("cuda:1", "--device cuda:1 names one GPU for all processes: take --device cuda"),
+    ],
+)
+def test_processes_that_have_no_gpu_of_their_own_are_refused(
+    device: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is trained; of several machines, each counts its own."""
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    nproc = "3" if device == "cuda" else "2"
+    given = parser("").parse_args([*TINY, "--batch", "12", "--device", device, "--nproc", nproc])
+    with pytest.raises(ValueError, match=message):
+        options_from(given)
+    given.device = "cuda"
+    monkeypatch.setenv("WORLD_SIZE", nproc)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert options_from(given).nproc == int(nproc)
+
+
 def test_torchrun_says_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert options_from(parser("").parse_args(TINY)).nproc == 4

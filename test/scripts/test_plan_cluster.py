@@ -61,6 +61,12 @@ def test_a_model_of_given_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     assert given[:6] == preset[:6]
 
 
+def test_a_vocabulary_is_that_of_a_preset_too(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "\n".join(lines_of(capsys, "--model", "8b", "--gpus", "8", "--vocabulary", "32000"))
+    assert f"{8.030261248 - 2 * (128256 - 32000) * 4096 / 1e9:.2f}e9 parameters" in text
+    assert "32 heads of 128 (8 of keys), vocabulary 32000" in text
+
+
 @pytest.mark.parametrize("device", list(DEVICES))
 @pytest.mark.parametrize("layout", ["--strategy hsdp", "--tensor-parallel 8"])
 def test_every_device_and_layout(
@@ -88,6 +94,11 @@ def test_a_device_from_a_file_needs_its_link_and_memory(
     [
         (["--gpus", "12"], "--gpus 12 does not divide into nodes of 8 .*: take 16"),
         (["--gpus", "4", "--tensor-parallel", "8"], "--gpus 4 does not divide"),
+        (
+            [f"--{name}=32" for name in ("layers", "feed-forward", "heads", "kv-heads")]
+            + ["--hidden=2048"],
+            "--heads 32 of 128, .* are not --hidden 2048: take --heads 16",
+        ),
         (["--hidden", "64"], "a model is --model NAME, or all of --layers"),
         (["--device", "abacus"], "unknown device 'abacus'"),
     ],

@@ -51,7 +51,7 @@ def float8_gradients(
         fmt: `E4M3` (three mantissa bits) or `E5M2` (two, and a wider range), or their dtypes.
         controller: finds the pre-scaling factor mu (DDP); None is `ScalingController()`, with the
             numbers of FP8-LM.
-        tile: elements that share a scale, at most.
+        tile: elements that share a scale, at most; rounded up to a multiple of 16.
 
     Returns:
         The state: ``report()`` counts what saturated and what was flushed to zero; ``state_dict()``
@@ -60,10 +60,13 @@ def float8_gradients(
     Raises:
         TypeError: the model is neither, or a gradient's dtype cannot travel as float8.
         RuntimeError: ranks were given different arguments (DDP: now; FSDP2: in the first backward).
-        ValueError: a controller for FSDP2, where nothing can saturate; a bad tile.
+        ValueError: a controller for FSDP2, where nothing can saturate; a bad tile; a model that is
+            only replicated (HSDP with shards of one rank, torch's ``replicate``), where FSDP2
+            reduces without the reduce-scatter.
     """
     from torch.nn.parallel import DistributedDataParallel
 
+    model = getattr(model, "_orig_mod", model)  # what torch.compile(model) compiles
     if isinstance(model, DistributedDataParallel):
         from float8.distributed.gradients import ddp
 
@@ -81,6 +84,12 @@ def float8_gradients(
             "float8_gradients: FSDP2 reduces with one cast that cannot saturate, so a controller "
             "has nothing to do; leave it out"
         )
+    if _is_only_replicated(model):
+        raise ValueError(
+            "float8_gradients: this model is replicated, not sharded: FSDP2 all-reduces its "
+            "gradients in their own precision, and none would travel as float8. Shard it over more "
+            "than one rank, or wrap it in DistributedDataParallel"
+        )
     from float8.distributed.gradients import fsdp
 
     state = Float8Gradients(fmt, None, tile)
@@ -92,3 +101,15 @@ def _fsdp2_units(model: nn.Module) -> list[tuple[str, FSDPModule]]:
     from torch.distributed.fsdp import FSDPModule
 
     return [(name, m) for name, m in model.named_modules() if isinstance(m, FSDPModule)]
+
+
+def _is_only_replicated(model: nn.Module) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    spread = [p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh.size() > 1]
+    cut = any(
+        not placement.is_replicate() and p.device_mesh.size(dim) > 1
+        for p in spread
+        for dim, placement in enumerate(p.placements)
+    )
+    return bool(spread) and not cut

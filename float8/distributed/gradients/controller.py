@@ -56,10 +56,10 @@ class ScalingController:
         self.ceiling = ceiling
         self.mu = torch.full((), initial, dtype=torch.float32)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # exact: ranks compare it
         return (
-            f"ScalingController(mu={float(self.mu):.4g}, threshold={self.threshold:g}, "
-            f"growth={self.growth:.6g}, ceiling={self.ceiling})"
+            f"ScalingController(mu={float(self.mu):.9g}, threshold={self.threshold!r}, "
+            f"growth={self.growth!r}, ceiling={self.ceiling})"
         )
 
     def prepare(self, device: torch.device, world: int) -> None:

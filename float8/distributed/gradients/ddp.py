@@ -32,7 +32,11 @@ def attach(model: DistributedDataParallel, state: Float8Gradients) -> None:
         TypeError: a parameter's gradient cannot travel as float8.
         RuntimeError: ranks have other settings.
     """
-    trained = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
+    trained = [
+        (name, p)
+        for name, p in model.module.named_parameters()
+        if p.requires_grad and name not in model.parameters_to_ignore
+    ]
     for name, parameter in trained:
         check_gradient(parameter, f"parameter {name!r}")
     group = model.process_group

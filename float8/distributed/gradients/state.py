@@ -174,7 +174,10 @@ class Float8Gradients:
         return state | (self.controller.state_dict() if self.controller is not None else {})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue where `state_dict` was taken.
+        """Continue where `state_dict` was taken; on every rank, with the same state.
+
+        Ranks decode with their own mu, and do not ask each other again: one that loads alone would
+        end up with other gradients than the rest.
 
         Raises:
             ValueError: entries are missing, or mu is no positive finite number.

@@ -64,8 +64,9 @@ def extents(columns: int, tile: int = TILE) -> tuple[int, int]:
     """How many tiles a shard of ``columns`` elements has, and how long each is.
 
     Tiles are shortened rather than padded: the padding is less than 16 elements per tile, so small
-    gradients do not grow on the wire.
+    gradients do not grow on the wire. ``tile`` is rounded up to a multiple of 16.
     """
+    tile = -(-tile // _ALIGNED) * _ALIGNED
     tiles = max(1, -(-columns // tile))
     longest = -(-columns // tiles)
     return tiles, max(_ALIGNED, -(-longest // _ALIGNED) * _ALIGNED)

@@ -8,6 +8,8 @@ CLAIMS = {
     "no_sync accumulates and sends nothing": ("ddp_accumulates_without_sync",),
     "bfloat16 models": ("ddp_takes_bfloat16",),
     "float64 is refused by name": ("ddp_refuses",),
+    "what DDP ignores is left alone": ("ddp_leaves_what_it_ignores",),
+    "a compiled DDP": ("compiled_ddp_is_seen_through",),
     "training follows float32": ("ddp_training_follows_float32",),
     **{
         f"training does not, planted: {name}": ("ddp_training_fails_with", name)

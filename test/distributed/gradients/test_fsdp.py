@@ -15,6 +15,7 @@ CLAIMS = {
     "the bits are those of one process": ("fsdp_has_the_bits_of_the_simulation",),
     "training follows float32": ("fsdp_training_follows_ddp",),
     "a controller is refused": ("fsdp_needs_no_controller",),
+    "replicas alone are refused": ("replicas_alone_are_refused",),
     "another reduction is refused": ("fsdp_names_a_reduction_that_it_cannot_do",),
     "HSDP on two by two": ("hsdp_reduces",),
 }

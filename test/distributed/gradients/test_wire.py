@@ -15,6 +15,11 @@ def test_tiles_cover_a_shard_and_pad_little(columns):
     assert wire.extents(tiles * extent, extent) == (tiles, extent), "padded shards keep their tiles"
 
 
+@pytest.mark.parametrize("tile", [1, 10, 16])
+def test_small_tiles_are_of_sixteen_elements_and_hold_only_gradient(tile):
+    assert wire.extents(1 << 12, tile) == (1 << 8, 16)
+
+
 def test_folding_keeps_every_element_in_its_shard():
     x = torch.arange(3 * 50.0).view(3, 50)
     folded = wire.folded(x, 16)
