@@ -33,7 +33,7 @@ from float8.sync import sync_float8_amax_and_scale_history
 from float8.tensor import Float8Tensor
 from float8.weight_cache import cached_weights
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 # Imported when asked for: what stands on torch.distributed takes time to import.
 _ON_DEMAND = {

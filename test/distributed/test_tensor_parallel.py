@@ -30,7 +30,6 @@ ON_TWO = {
     "beside torch's styles": ("mixes_with_torchs_styles",),
     "an amax of one rank alone is seen": ("a_wrong_group_is_seen", "no_group", 1),
     "compiled sync": ("compiled_sync_is_one_graph",),
-    "compiled, sequence": ("compiled", "delayed", "sequence"),
     "compiled, prepared": ("compiled", "dynamic", "prepared"),
 }
 ON_FOUR = {
