@@ -43,6 +43,15 @@ class _Scaled(torch.optim.Optimizer):
 
     _scaling: dict[str, Any] | None = None  # its arguments; None while torch's __init__ runs
 
+    def _start(
+        self, params: Params, scaling: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Torch's ``__init__``, on the groups that ``scaling`` makes of the parameters."""
+        groups = scaled_parameters(params, **scaling)
+        kwargs = {**kwargs, "weight_decay": scaling["weight_decay"]}
+        super().__init__(groups, scaling["lr"], *args, **kwargs)
+        self._scaling = scaling
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group is scaled and may become several: all are added or none."""
         if self._scaling is None:
@@ -94,9 +103,7 @@ class SGD(_Scaled, torch.optim.SGD):
             "independent_weight_decay": independent_weight_decay,
             "allow_non_unit_scaling_params": allow_non_unit_scaling_params,
         }
-        groups = scaled_parameters(params, **scaling)  # type: ignore[arg-type]
-        super().__init__(groups, lr, *args, weight_decay=weight_decay, **kwargs)  # type: ignore[misc]
-        self._scaling = scaling
+        self._start(params, scaling, args, kwargs)
 
 
 class Adam(_Scaled, torch.optim.Adam):
@@ -131,9 +138,7 @@ class Adam(_Scaled, torch.optim.Adam):
             "independent_weight_decay": independent_weight_decay,
             "allow_non_unit_scaling_params": allow_non_unit_scaling_params,
         }
-        groups = scaled_parameters(params, **scaling)  # type: ignore[arg-type]
-        super().__init__(groups, lr, *args, weight_decay=weight_decay, **kwargs)  # type: ignore[misc]
-        self._scaling = scaling
+        self._start(params, scaling, args, kwargs)
 
 
 class AdamW(Adam, torch.optim.AdamW):

@@ -133,8 +133,7 @@ def sqrt_softmax_attention(
     """
     kept = _kept(dropout_p)
     if enable_gqa:
-        repeats = query.shape[-3] // key.shape[-3]
-        key, value = (x.repeat_interleave(repeats, dim=-3) for x in (key, value))
+        key, value = one_per_head(query, key, value)
     logits_LS = query @ key.transpose(-2, -1) * _temperature(query, mult, scale)
     logits_LS = masked_logits(logits_LS, attn_mask, is_causal)
     weights_LS = _root_of_softmax(logits_LS)
@@ -149,6 +148,12 @@ def _root_of_softmax(logits_LS: Tensor) -> Tensor:
     wide = logits_LS.to(torch.promote_types(logits_LS.dtype, torch.float32))
     shift = wide.detach().logsumexp(-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).min)
     return F.normalize(torch.exp((wide - shift) / 2), dim=-1)
+
+
+def one_per_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values (..., H, S, D) that query heads share, repeated to one for each of those."""
+    repeats = query.shape[-3] // key.shape[-3]
+    return key.repeat_interleave(repeats, dim=-3), value.repeat_interleave(repeats, dim=-3)
 
 
 def masked_logits(logits_LS: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:

@@ -12,10 +12,13 @@ and each is divided by the root of its number of terms. Without padding P = K Lo
 and padding need no other formula, for they only change P. The output counts no padding: what a
 layer computes must not depend on how long its input is. The edges of a padded output are smaller,
 ``sqrt(P / (K Lo))`` overall. The rule is that of a matrix product (unit scaling, arXiv 2303.11257,
-table A.2).
+table A.2). In several dimensions K, L, Lo and P are products over them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,6 +26,8 @@ from torch.nn import functional as F
 from float8.unit_scaling.constraints import Constraint, apply_constraint
 from float8.unit_scaling.override import overridable
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
+
+Sizes = int | Sequence[int]
 
 
 @overridable
@@ -63,30 +68,53 @@ def conv1d(
             "conv1d takes a weight of shape (out_channels, in_channels / groups, taps), got "
             f"{tuple(weight.shape)}"
         )
-    channels_out, channels_in, taps = weight.shape
-    length, batch = input.shape[-1], input.shape[0] if input.dim() > 2 else 1
-    step, gap = _single(stride), _single(dilation)
-    before, after = zeros_around(padding, gap * (taps - 1))
-    # torch refuses a stride below 1, in words
-    outputs = (length + before + after - gap * (taps - 1) - 1) // max(step, 1) + 1
-    pairs = outputs * taps
-    if before or after:
-        pairs = pairs_of(length, outputs, taps, step, gap, before)
+    options = (stride, padding, dilation, groups)
+    return convolved(F.conv1d, input, weight, bias, *options, constraint, scale_power)
+
+
+def convolved(
+    function: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sizes,
+    padding: Sizes | str,
+    dilation: Sizes,
+    groups: int,
+    constraint: Constraint,
+    scale_power: tuple[float, float, float] = (0.5, 0.5, 0.5),
+) -> Tensor:
+    """A unit-scaled convolution in any number of dimensions.
+
+    Args:
+        function: torch's: ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``.
+        input, weight, bias, stride, padding, dilation, groups: its arguments.
+        constraint, scale_power: as of `conv1d`.
+    """
+    channels_out, channels_in, *taps = weight.shape
+    lengths = input.shape[-len(taps) :]
+    batch = input.shape[0] if input.dim() > len(lengths) + 1 else 1
+    kernel, positions, outputs, pairs = 1, 1, 1, 1
+    for d, (length, k) in enumerate(zip(lengths, taps, strict=True)):
+        step, gap = _along(stride, d), _along(dilation, d)
+        before, after = zeros_around(_along(padding, d), gap * (k - 1))
+        # torch refuses a stride below 1, in words
+        out = (length + before + after - gap * (k - 1) - 1) // max(step, 1) + 1
+        padded = before or after
+        pairs = pairs * (pairs_of(length, out, k, step, gap, before) if padded else out * k)
+        kernel, positions, outputs = kernel * k, positions * length, outputs * out
+    terms = (
+        channels_in * kernel,
+        channels_out * pairs / max(groups * positions, 1),
+        batch * pairs / max(kernel, 1),
+        batch * outputs,
+    )
     output, grad_input, grad_weight, grad_bias = (
-        float(1 / max(terms, 1) ** p)
-        for terms, p in zip(
-            (
-                channels_in * taps,
-                channels_out * pairs / max(groups * length, 1),
-                batch * pairs / max(taps, 1),
-                batch * outputs,
-            ),
-            (*scale_power, scale_power[2]),
-            strict=True,
-        )
+        float(1 / max(n, 1) ** p)
+        for n, p in zip(terms, (*scale_power, scale_power[2]), strict=True)
     )
     output, grad_input = apply_constraint(constraint, output, grad_input)
-    product = F.conv1d(
+    product = function(
         scale_bwd(input, grad_input),
         scale_bwd(weight, grad_weight),
         None if bias is None else scale_bwd(bias, grad_bias),
@@ -108,7 +136,7 @@ def pairs_of(length: int, outputs: int, taps: int, step: int, gap: int, before: 
     return pairs
 
 
-def zeros_around(padding: int | tuple[int, ...] | str, reach: int) -> tuple[int, int]:
+def zeros_around(padding: int | str, reach: int) -> tuple[int, int]:
     """Zeros before and after; ``reach`` is the distance of the first tap from the last."""
     if padding == "same":
         return reach // 2, reach - reach // 2
@@ -116,8 +144,9 @@ def zeros_around(padding: int | tuple[int, ...] | str, reach: int) -> tuple[int,
         return 0, 0
     if isinstance(padding, str):
         raise ValueError(f"conv1d: padding is a number, 'valid' or 'same', got {padding!r}")
-    return _single(padding), _single(padding)
+    return padding, padding
 
 
-def _single(value: int | tuple[int, ...]) -> int:
-    return value if isinstance(value, int) else value[0]
+def _along(value: Any, dimension: int) -> Any:
+    """One dimension's number of a tuple; numbers and words are for all dimensions."""
+    return value if isinstance(value, int | str) else value[dimension % len(value)]

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from float8.autograd import STATELESS, Factors, linear_in_float8
 from float8.config import Float8LinearConfig
 from float8.formats import HIGH_PRECISION_DTYPES
-from float8.unit_scaling.functional.attention import masked_logits
+from float8.unit_scaling.functional.attention import masked_logits, one_per_head
 
 # A power of two that every E4M3 holds (its maximum is 448, or 240 where it is fnuz).
 ATTENTION_SHIFT = 128.0
@@ -76,8 +76,7 @@ def float8_attention(
     It holds the (L, S) weights of each head, as no fused attention does.
     """
     if enable_gqa:
-        repeats = query.shape[-3] // key.shape[-3]
-        key, value = (x.repeat_interleave(repeats, dim=-3) for x in (key, value))
+        key, value = one_per_head(query, key, value)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     logits_LS = float8_matmul(query, key.transpose(-2, -1), config, (scale,) * 3).float()
     logits_LS = masked_logits(logits_LS, attn_mask, is_causal)
