@@ -21,6 +21,7 @@ import gpt
 import torch
 from environment import environment, write_json
 from options import Options, options_from, parser
+from torch import Tensor
 
 from float8.unit_scaling.analysis.operands import (
     Operand,
@@ -31,8 +32,8 @@ from float8.unit_scaling.analysis.operands import (
 from float8.unit_scaling.transforms import unit_scale
 
 
-def tables(options: Options) -> dict[str, list[Operand]]:
-    """Name of the model -> the operands of its products."""
+def model_and_batch(options: Options) -> tuple[gpt.GPT, Tensor, Tensor]:
+    """The demo's GPT as it is initialised, and the tokens and targets of its first batch."""
     sizes = gpt.Sizes(options.layers, options.width, options.heads, options.context)
     torch.manual_seed(options.seed)
     model = gpt.GPT(sizes).to(options.device)
@@ -40,6 +41,12 @@ def tables(options: Options) -> dict[str, list[Operand]]:
     text.check(options.context)
     batch = text.batch(0, seed=options.seed, batch=options.batch, context=options.context)
     tokens, targets = (x.to(options.device) for x in batch)
+    return model, tokens, targets
+
+
+def tables(options: Options) -> dict[str, list[Operand]]:
+    """Name of the model -> the operands of its products."""
+    model, tokens, targets = model_and_batch(options)
     return {
         "as it is": operand_table(model, tokens, targets),
         "unit-scaled": operand_table(unit_scale(model), tokens, targets),

@@ -15,13 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import corpus
-import gpt
-import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imsave
 from numpy import asarray, full, hstack
 from numpy.typing import NDArray
+from operand_table import model_and_batch
 from options import Options, options_from, parser
 
 from float8.unit_scaling.analysis import plot
@@ -38,13 +36,7 @@ DPI = 110
 
 def panels(options: Options) -> list[NDArray[Any]]:
     """Two pictures: the model as it is, and unit-scaled."""
-    sizes = gpt.Sizes(options.layers, options.width, options.heads, options.context)
-    torch.manual_seed(options.seed)
-    model = gpt.GPT(sizes).to(options.device)
-    text = corpus.load(options.data)
-    text.check(options.context)
-    batch = text.batch(0, seed=options.seed, batch=options.batch, context=options.context)
-    tokens, targets = (x.to(options.device) for x in batch)
+    model, tokens, targets = model_and_batch(options)
     made = []
     for name, variant in (("GPT as it is", model), ("after unit_scale", unit_scale(model))):
         tracked = track_scales(variant)
