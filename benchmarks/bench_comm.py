@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
@@ -201,13 +201,16 @@ def rank(rank: int, world: int, folder: str, sizes: Sizes, device: str) -> None:
         rows[form.name] = max(everyone, key=lambda row: row.get("sent", 0.0))
     if rank == 0:
         Path(folder, f"{world}.json").write_text(json.dumps(rows))
+    dist.barrier()
     dist.destroy_process_group()
 
 
 def measure(world: int, sizes: Sizes, device: str) -> list[Row]:
     """One row per form, counted in so many processes, which end with this call."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(rank, (world, folder, sizes, device), nprocs=world)
+        # Not "spawn": its processes end by Python's finalisation, and a gloo thread that lets go of
+        # a tensor meanwhile aborts them. These end at once.
+        start_processes(rank, (world, folder, sizes, device), world, start_method="forkserver")
         counted = json.loads(Path(folder, f"{world}.json").read_text())
     return [row_of(form, world, counted) for form in FORMS]
 
