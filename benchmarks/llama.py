@@ -1,15 +1,18 @@
-"""A stack of LLaMA-3 blocks: what float8 meets between the products in a real model.
+"""LLaMA: a stack of its blocks, and the whole model: what float8 meets in a real one.
 
-Each block adds to a residual stream h (arXiv:2407.21783, and the models' published code):
+Each block adds to a residual stream h (arXiv:2302.13971, 2407.21783, and the published code):
 
     h = h + attention(rms_norm(h))     causal, grouped queries, rotary positions of base 500000
     h = h + swiglu(rms_norm(h))        w2(silu(gate) * up)
 
 with query, key and value in one product and gate and up in another. Norms, rotation, attention and
 SwiGLU stay in bfloat16 in every recipe: their time is what a model's speed-up loses beside a
-layer's. Embedding and output head are left out; both stay in high precision in practice.
+layer's. `Llama` is the stack alone, whose time is measured; `LanguageModel` has embedding, last
+norm, head (not the embedding's weight) and loss as well, whose memory is counted. Embedding and
+head stay in high precision in practice.
 
-Shapes: B batch, T tokens, C hidden, H query heads, G key/value heads, D = C / H, F feed-forward.
+Shapes: B batch, T tokens, C hidden, H query heads, G key/value heads, D = C / H, F feed-forward,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ class Sizes:
     batch: int
     tokens: int  # of one sequence
     blocks: int
+    vocabulary: int = 256
 
     @property
     def head_dim(self) -> int:
@@ -42,6 +46,17 @@ SIZES = {
     "8b": Sizes(4096, 14336, 32, 8, batch=2, tokens=8192, blocks=4),
     "tiny": Sizes(256, 896, 4, 2, batch=1, tokens=128, blocks=2),
 }
+# Whole models (arXiv:2307.09288 and 2407.21783, table 3), at batch 2 and the papers' context of
+# pre-training: 2048 is COAT's and FP8-LM's for 7B, 4096 and 8192 the models' own.
+# fmt: off
+MODELS = {
+    "llama2-7b": Sizes(4096, 11008, 32, 32, batch=2, tokens=2048, blocks=32, vocabulary=32_000),
+    "llama2-70b": Sizes(8192, 28672, 64, 8, batch=2, tokens=4096, blocks=80, vocabulary=32_000),
+    "llama3-8b": Sizes(4096, 14336, 32, 8, batch=2, tokens=8192, blocks=32, vocabulary=128_256),
+    "llama3-70b": Sizes(8192, 28672, 64, 8, batch=2, tokens=8192, blocks=80, vocabulary=128_256),
+    "tiny": SIZES["tiny"],
+}
+# fmt: on
 
 
 class Attention(nn.Module):
@@ -57,6 +72,7 @@ class Attention(nn.Module):
         split = qkv_BTHD.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
         q_BHTD, k_BGTD, v_BGTD = (z.transpose(1, 2) for z in split)
         q_BHTD, k_BGTD = rotate(q_BHTD, rotary), rotate(k_BGTD, rotary)
+        v_BGTD = v_BGTD.contiguous()  # a view would keep all three for backward
         y_BHTD = F.scaled_dot_product_attention(
             q_BHTD, k_BGTD, v_BGTD, is_causal=True, enable_gqa=True
         )
@@ -102,6 +118,22 @@ class Llama(nn.Module):
         for block in self.blocks:
             h_BTC = block(h_BTC, self.rotary)
         return h_BTC
+
+
+class LanguageModel(nn.Module):
+    """The whole model: tokens (B, T) and the tokens after them -> mean cross-entropy, in nats."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.stack = Llama(sizes)
+        self.norm = nn.RMSNorm(sizes.hidden, eps=1e-5)
+        self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        h_BTC = self.stack(self.embedding(tokens_BT))
+        logits_BTV = self.head(self.norm(h_BTC))
+        return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
 
 
 def rotary_table(tokens: int, head_dim: int) -> Tensor:

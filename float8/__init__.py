@@ -11,6 +11,7 @@ from typing import Any
 import float8.dispatch as _dispatch  # noqa: F401  registers the operations of Float8Tensor
 import float8.distributed.agreement as _agreement  # noqa: F401  asked at the first sync
 from float8 import filters
+from float8.activations import saved_activations
 from float8.config import (
     CastConfig,
     DelayedScalingConfig,
@@ -28,18 +29,20 @@ from float8.estimate import estimate, faster_layers
 from float8.formats import E4M3, E5M2, Format
 from float8.fused import RMSNormCast, SwiGLUCast
 from float8.granularity import Blockwise, Rowwise, Tensorwise
+from float8.inference import convert_to_float8_inference
 from float8.linear import Float8Linear, float8_linear
 from float8.sync import sync_float8_amax_and_scale_history
 from float8.tensor import Float8Tensor
 from float8.weight_cache import cached_weights
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 # Imported when asked for: what stands on torch.distributed takes time to import.
 _ON_DEMAND = {
     "Float8ColwiseParallel": "float8.distributed.tensor_parallel",
     "Float8RowwiseParallel": "float8.distributed.tensor_parallel",
     "PrepareFloat8ModuleInput": "float8.distributed.tensor_parallel",
+    "ms_amp": "float8.ms_amp",
     "precompute_float8_dynamic_scale_for_fsdp": "float8.distributed.gathered_weights",
 }
 WEIGHT_RULE_SOURCES.append(lambda: importlib.import_module("float8.distributed.gathered_weights"))
@@ -72,12 +75,15 @@ __all__ = [
     "Tensorwise",
     "cached_weights",
     "convert_from_float8_training",
+    "convert_to_float8_inference",
     "convert_to_float8_training",
     "estimate",
     "faster_layers",
     "filters",
     "float8_linear",
     "high_precision",
+    "ms_amp",
     "precompute_float8_dynamic_scale_for_fsdp",
+    "saved_activations",
     "sync_float8_amax_and_scale_history",
 ]

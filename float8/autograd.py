@@ -34,6 +34,7 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import Float8LinearConfig, Gemm, LinearPlan
+from float8.granularity import scale_shape
 from float8.scaling import (
     DelayedState,
     Pair,
@@ -62,6 +63,8 @@ class WeightCodes(NamedTuple):
     cols: Pair  # w_KN, for grad_input
     dtype: torch.dtype  # what the weight was rounded to before its cast
     amax: Tensor | None  # of a delayed cast: recorded by each forward that reads the codes
+    # The scales of `cols` run along the dimension that grad_input contracts: they multiply g first.
+    folds: bool = False
 
 
 def codes_of(weight: Float8Tensor) -> WeightCodes:
@@ -174,6 +177,7 @@ class _Float8LinearFunction(torch.autograd.Function):
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, w_NK.dtype
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
         ctx.is_weight_cached, ctx.factors = cached is not None, factors or (None, None, None)
+        ctx.folds = cached is not None and cached.folds
         if x.dim() != 2 or (LOSES_GRADIENTS and torch.compiler.is_compiling()):
             # As nn.Linear: the result is no view of another tensor.
             shape = (*x.shape[:-1], w_NK.shape[0])
@@ -195,7 +199,7 @@ class _Float8LinearFunction(torch.autograd.Function):
         _, factor_x, factor_w = ctx.factors
         g_MN = as_matrix(g)
         g_pair, g_col = quantize_both(
-            g_MN,
+            g_MN * w_scale if ctx.folds else g_MN,
             plan.grad_input.a if needs_x else None,
             plan.grad_weight.a if needs_w else None,
             plan.reuses_grad_output,
@@ -208,6 +212,9 @@ class _Float8LinearFunction(torch.autograd.Function):
         if needs_x and g_pair is not None:
             is_cached = ctx.is_weight_cached
             w_pair = (w, w_scale) if is_cached else _cast_saved_weight(ctx, w, w_scale)
+            if ctx.folds:  # the scales are in g's codes already
+                assert plan.grad_input.b is not None
+                w_pair = (w, w_scale.new_ones(scale_shape(w.shape, plan.grad_input.b.block)))
             grad_x = _product(
                 plan.grad_input, g_pair, w_pair, None, ctx.dtype, ctx.config, factor_x
             )
@@ -222,10 +229,16 @@ class _Float8LinearFunction(torch.autograd.Function):
             grad_w = _times(g_MN.t() @ x_KM.t(), factor_w)
         return (
             None if grad_x is None else _to(grad_x, ctx.x_dtype).reshape(ctx.x_shape),
-            None if grad_w is None else _to(grad_w, ctx.w_dtype),
+            None if grad_w is None else _as_gradient(grad_w, ctx.w_dtype),
             _times(g_MN.sum(0), factor_w).to(ctx.bias_dtype) if needs_bias else None,
             *(None,) * 7,
         )
+
+
+def _as_gradient(grad_w: Tensor, w_dtype: torch.dtype) -> Tensor:
+    # autograd casts to float16 itself, unless the weight's grad_dtype asks for a wider range.
+    is_narrow = w_dtype is torch.float16
+    return grad_w if is_narrow else _to(grad_w, w_dtype)
 
 
 def _cast_input(

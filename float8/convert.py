@@ -28,6 +28,7 @@ from float8.filters import ModuleFilter
 from float8.formats import E4M3
 from float8.linear import Float8Linear
 from float8.refusals import refuses_layer
+from float8.resident_weight import make_plain
 from float8.sync import remind_to_sync
 
 logger = logging.getLogger("float8")
@@ -154,26 +155,26 @@ def convert_to_float8_training(
         ValueError: layers that cannot be converted, each with its name and the reason; nothing
             has been changed then.
     """
-    _check_arguments(config, module_filter_fn)
+    check_arguments(config, module_filter_fn)
     config = config or Float8LinearConfig()
     for check in MODEL_CHECKS:
         if (reason := check(module)) is not None:
             raise ValueError(f"nothing was converted: {reason}")
     conversion = Conversion()
-    candidates = _candidates(module, config, module_filter_fn, conversion)
-    _check_all(candidates, config)
-    _check_bypasses(module, conversion)
-    _warn_of_fixed_scales(candidates, config)
+    chosen = candidates(module, config, module_filter_fn, conversion)
+    check_all(chosen, config)
+    report_bypasses(module, conversion)
+    _warn_of_fixed_scales(chosen, config)
     swapped: dict[nn.Module, nn.Module] = {}
-    for fqn, layer in candidates:
+    for fqn, layer in chosen:
         swapped[layer] = MODULE_RULES[type(layer)].convert(layer, config, fqn)
         conversion.converted.append(fqn)
-    module = _replace_children(module, swapped)
+    module = replace_children(module, swapped)
     if config.enable_fsdp_float8_all_gather:
-        layers = {fqn: swapped[layer] for fqn, layer in candidates}
+        layers = {fqn: swapped[layer] for fqn, layer in chosen}
         conversion.gathered_in_high_precision = _weight_rule().wrap(module, layers)
     module.float8_conversion = conversion  # type: ignore[assignment]
-    _tell(module, conversion)
+    tell(module, conversion)
     if config.uses_delayed_scaling and swapped:
         remind_to_sync(module)
         _keep_ddp_from_broadcasting(module)
@@ -184,12 +185,14 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
     """Replace every `Float8Linear` of ``module`` by a plain ``nn.Linear``, in place.
 
     The inverse of `convert_to_float8_training`: parameters, mode and hooks are shared, and the
-    state dict has plain keys. Modules that write float8 for the layers become plain with them.
+    state dict has plain keys. Weights that live in float8 are dequantised. Modules that write
+    float8 for the layers become plain with them.
     """
     for rule in WEIGHT_RULES:
         rule.unwrap(module)
+    make_plain(module)
     plain: dict[nn.Module, nn.Module] = {m: m.to_float() for m in _float8_modules(module)}
-    module = _replace_children(module, plain)
+    module = replace_children(module, plain)
     module.__dict__.pop("float8_conversion", None)
     return module
 
@@ -226,7 +229,8 @@ def high_precision(model: M) -> Iterator[M]:
         enter(-1)
 
 
-def _check_arguments(config: object, module_filter_fn: object) -> None:
+def check_arguments(config: object, module_filter_fn: object) -> None:
+    """Raise if a conversion was given something else than a config and a filter."""
     if config is not None and not isinstance(config, Float8LinearConfig):
         raise TypeError(
             f"config must be a Float8LinearConfig, got {config!r}; a recipe is "
@@ -239,7 +243,7 @@ def _check_arguments(config: object, module_filter_fn: object) -> None:
         )
 
 
-def _candidates(
+def candidates(
     root: nn.Module,
     config: Float8LinearConfig,
     module_filter_fn: ModuleFilter | None,
@@ -278,11 +282,12 @@ def _runs_something_else(module: nn.Module, fqn: str) -> str | None:
     return None
 
 
-def _check_all(candidates: list[tuple[str, nn.Module]], config: Float8LinearConfig) -> None:
+def check_all(layers: list[tuple[str, nn.Module]], config: Float8LinearConfig) -> None:
+    """Raise if any layer cannot be converted, with all their reasons."""
     gathers = [_weight_rule().refuses] if config.enable_fsdp_float8_all_gather else []
     problems = [
         f"{fqn or 'the module itself'}: {reason}"
-        for fqn, layer in candidates
+        for fqn, layer in layers
         for refuses in (MODULE_RULES[type(layer)].refuses, *gathers)
         if (reason := refuses(layer, config)) is not None
     ]
@@ -292,7 +297,8 @@ def _check_all(candidates: list[tuple[str, nn.Module]], config: Float8LinearConf
         )
 
 
-def _check_bypasses(root: nn.Module, conversion: Conversion) -> None:
+def report_bypasses(root: nn.Module, conversion: Conversion) -> None:
+    """Report the modules that go around their own Linears."""
     for fqn, module in root.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             conversion.skipped[fqn] = (
@@ -306,15 +312,13 @@ def _check_bypasses(root: nn.Module, conversion: Conversion) -> None:
             )
 
 
-def _warn_of_fixed_scales(
-    candidates: list[tuple[str, nn.Module]], config: Float8LinearConfig
-) -> None:
+def _warn_of_fixed_scales(layers: list[tuple[str, nn.Module]], config: Float8LinearConfig) -> None:
     """Recipe ``unit`` has no scale to move a tensor into the format's range with."""
-    plain = [(fqn, m) for fqn, m in candidates if not MODULE_RULES[type(m)].unit_scaled]
+    plain = [(fqn, m) for fqn, m in layers if not MODULE_RULES[type(m)].unit_scaled]
     if config != RECIPES["unit"] or not plain:
         return
     warnings.warn(
-        f'recipe "unit" casts with a scale of 1, and {len(plain)} of {len(candidates)} layers '
+        f'recipe "unit" casts with a scale of 1, and {len(plain)} of {len(layers)} layers '
         f"(first: {plain[0][0] or 'the module itself'}) are not unit-scaled"
         f"{_flushed([m.weight for _, m in plain])}; gradients are smaller yet. Build the model "  # type: ignore[misc]
         "from float8.unit_scaling's layers, transform it with unit_scale and float8 of "
@@ -337,7 +341,8 @@ def _flushed(weights: list[Tensor]) -> str:
     )
 
 
-def _replace_children(root: nn.Module, swapped: dict[nn.Module, nn.Module]) -> nn.Module:
+def replace_children(root: nn.Module, swapped: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Put modules in others' places; returns the root, which may be one of them."""
     # A list first: the tree must not change while it is walked.
     for parent in list(root.modules()):
         for name, child in parent._modules.items():
@@ -363,13 +368,14 @@ def _keep_ddp_from_broadcasting(root: nn.Module) -> None:
     root._ddp_params_and_buffers_to_ignore = [*ignored, *own]  # type: ignore[assignment]
 
 
-def _tell(root: nn.Module, conversion: Conversion) -> None:
+def tell(root: nn.Module, conversion: Conversion, by: str = "convert_to_float8_training") -> None:
+    """Log what a conversion did, and warn if it left the model without a float8 layer."""
     logger.info("%s", conversion)
     has_float8 = any(isinstance(m, Float8Linear) for m in root.modules())
     if not conversion.converted and not has_float8:
         reasons = "\n  ".join(f"{fqn}: {why}" for fqn, why in conversion.skipped.items())
         warnings.warn(
-            "convert_to_float8_training converted no layer: "
+            f"{by} converted no layer: "
             + (f"\n  {reasons}" if reasons else "the model has no nn.Linear"),
             stacklevel=3,
         )

@@ -29,6 +29,13 @@ from float8.config import Float8LinearConfig
 from float8.formats import E4M3, E5M2
 from float8.kernels.scaled_mm import architecture
 from float8.refusals import refuses_call, refuses_float8_input, refuses_input, refuses_layer
+from float8.resident_weight import (
+    is_resident,
+    join_loaded,
+    refuses_training,
+    resident_codes,
+    split_saved,
+)
 from float8.tensor import Float8Tensor
 
 
@@ -37,7 +44,8 @@ class Float8Linear(nn.Linear):
 
     ``weight`` is the high-precision parameter, so initialisation, clipping, averaging and
     optimizers see what they expect. While FSDP2 has it gathered in float8, forward finds a
-    `Float8Tensor` in its place, and multiplies that as it is.
+    `Float8Tensor` in its place, and multiplies that as it is; so it does with one that lives there
+    (`float8.resident_weight`).
 
     Args:
         in_features, out_features, bias, device, dtype: as ``nn.Linear``.
@@ -144,6 +152,10 @@ class Float8Linear(nn.Linear):
     def _codes(self, input: Tensor) -> WeightCodes | None:
         """The weight in float8, if somebody has cast it before this call."""
         weight, cached = self.weight, self.cached_weight
+        if is_resident(weight):
+            if (reason := refuses_training(weight)) is not None:
+                raise ValueError(f"{self._name}: {reason}")
+            return resident_codes(weight, self.config.plan, compute_dtype(input))
         if isinstance(weight, Float8Tensor):
             if weight.dtype != (dtype := compute_dtype(input)):
                 raise ValueError(
@@ -199,6 +211,7 @@ class Float8Linear(nn.Linear):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         stored = _stored(self.weight)
+        join_loaded(self.weight, state_dict, prefix, self.config, errors=args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
         if stored is not None and not stored.holds(self.weight):  # assign=True
             like = stored.wrap(self.weight)
@@ -219,6 +232,13 @@ class Float8Linear(nn.Linear):
         stored, key = _stored(self.weight), prefix + "weight"
         if stored is not None and not keep_vars and key in destination:
             destination[key] = stored.plain(self.weight)
+        if is_resident(self.weight) and not keep_vars:
+            split_saved(self.weight, destination, prefix, plain=self.high_precision > 0)
+
+    @property
+    def weight_scale(self) -> Tensor | None:
+        """The scale of a weight that lives in float8, as checkpoints call it; else None."""
+        return self.weight._scale if is_resident(self.weight) else None
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: a copied weight changes on its own, so its cache stays behind."""

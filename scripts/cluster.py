@@ -44,8 +44,7 @@ from float8.estimate import Device, estimate
 
 NODE = 8  # GPUs
 BF16 = "bf16"
-STATE_BYTES = 4 * 4  # per own parameter: float32 weight, gradient, and Adam's two moments
-OPTIMIZER_BYTES = 16 + 12  # read and written per own parameter, by a fused AdamW
+OWNED_BYTES = 4 + 4  # per own parameter: float32 weight and gradient; Adam's moments come beside
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,7 @@ class Assumptions:
         gradient_bytes: per gradient that is scattered.
         replica_bytes: per gradient that is summed over replicas.
         recomputes: blocks keep their input only, and run forward again in backward.
+        moment_bytes: of Adam's two moments together, per parameter.
     """
 
     link_efficiency: float = 0.8
@@ -111,6 +111,7 @@ class Assumptions:
     gradient_bytes: float = 2.0
     replica_bytes: float = 2.0
     recomputes: bool = True
+    moment_bytes: float = 8.0
 
 
 @dataclass(frozen=True)
@@ -294,9 +295,10 @@ class Step:
 
     @property
     def optimizer_seconds(self) -> float:
-        """AdamW over what this GPU owns."""
+        """A fused AdamW over what this GPU owns: all of it is read, all but gradients written."""
         owned = self.model.parameters / (self.cluster.tensor * self.cluster.shards)
-        return owned * OPTIMIZER_BYTES / self.cluster.device.bytes_per_second
+        moved = OWNED_BYTES + 4 + 2 * self.assumed.moment_bytes
+        return owned * moved / self.cluster.device.bytes_per_second
 
     @cached_property
     def communication_seconds(self) -> float:
@@ -327,11 +329,15 @@ class Step:
         two_blocks = 2 * m.block_weights * self.weight_bytes  # one in use, one prefetched
         gradients = m.block_weights * self.assumed.gradient_bytes
         return {
-            "state": STATE_BYTES * m.parameters / (t * self.cluster.shards),
+            "state": self._state_bytes * m.parameters / (t * self.cluster.shards),
             "gathered": (two_blocks + gradients + 2 * m.other_weights) / t,
             "activations": self._activation_bytes(),
             "logits": 6.0 * self.tokens * m.vocabulary,  # bfloat16, and float32 for the loss
         }
+
+    @property
+    def _state_bytes(self) -> float:
+        return OWNED_BYTES + self.assumed.moment_bytes
 
     def _activation_bytes(self) -> float:
         """Per token of a block: what backward keeps, in bytes; see `plan_cluster.py --help`."""

@@ -3,6 +3,7 @@
     bash scripts/demo.sh                     # sets up .venv, then runs this
     python scripts/demo.py --steps 50        # every option of train_gpt.py but the recipe
     python scripts/demo.py --seeds 0 1 2     # each recipe three times: mean and spread
+    python scripts/demo.py --recipes bf16 bf16+float8_adamw tensorwise+saved_activations
     bash scripts/demo.sh --nproc 2           # in one process, then in two under FSDP2
 
 All runs share the initial weights, the order of the data, and bf16 mixed precision around the
@@ -15,6 +16,8 @@ rigged; it is an ordinary model with an ordinary mean loss, whose gradients E5M2
 unscaled (the comment in gpt.py has the numbers; operand_table.py counts them). "unit" casts without
 scales too, the same model after `unit_scale`, and is to be compared with "unit_bf16", which is that
 model in bf16. The two train by u-muP's rules, hence with a learning rate of their own.
+
+A recipe may be followed by what else the run keeps in float8, each after a "+" (savings.py).
 
 The recipes take turns, from one validation to the next: one watches their losses side by side, and
 whatever else the machine does slows all of them, so that the speeds compare.
@@ -38,7 +41,8 @@ import corpus
 from environment import environment, write_json
 from matplotlib.figure import Figure  # not pyplot: a file is all we want, and no display is needed
 from options import Options, give_up, options_from, parser, processes
-from parallel import launch
+from parallel import launch, leave
+from savings import SAVED, parts_of
 from tabulate import tabulate
 from train_gpt import CtrlC, Trainer
 
@@ -54,7 +58,7 @@ def trainers(options: Options, recipes: list[str], seeds: list[int], folder: Pat
     for seed in seeds:
         for recipe in recipes:
             path = folder / f"{recipe}_{seed}{times(options.nproc)}.pt"
-            own = replace(options, recipe=recipe, seed=seed, checkpoint=path)
+            own = replace(options, **parts_of(recipe), seed=seed, checkpoint=path)
             resume = options.resume and path.is_file()
             made.append(Trainer(replace(own, resume=resume), text))
     return made
@@ -103,6 +107,7 @@ COLUMNS = {
     "gap_to_alone_percent": ("gap to 1 process [%]", "{:+.2f}"),
     "tokens_per_second": ("tokens/s", "{:,.0f}"),
     "saved_for_backward_mib": ("saved for backward [MiB]", "{:.1f}"),
+    "optimizer_mib": ("optimizer [MiB]", "{:.1f}"),
 }
 ALONE = "gap_to_alone_percent"
 SPREAD = ("final_val_loss", "gap_to_bf16_percent", "gap_to_base_percent", ALONE)  # the seed's
@@ -166,7 +171,7 @@ def smooth(losses: list[float]) -> list[float]:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     p = parser((__doc__ or "").partition("\n")[0])
-    p.add_argument("--recipes", nargs="+", help=" ".join(RECIPES))
+    p.add_argument("--recipes", nargs="+", help=f"{' '.join(RECIPES)}; RECIPE+float8_adamw")
     p.add_argument("--seeds", type=int, nargs="+", help="in place of --seed: train once with each")
     p.add_argument("--out-dir", type=Path, default=Path("out/demo"))
     args = p.parse_args(argv)
@@ -218,8 +223,9 @@ def report(runs: list[dict[str, Any]], options: Options, folder: Path, beside: b
     print(f"\n{table(runs)}\n\nnumbers: {folder / 'demo.json'}, curves: {folder / 'demo.png'}")
 
 
-def _shared(options: Options) -> dict[str, str | int | float]:
-    return {k: v for k, v in options.record().items() if k not in ("recipe", "seed")}
+def _shared(options: Options) -> dict[str, str | int | float | None]:
+    own = {"seed", *parts_of("+".join(("bf16", SAVED, "adamw", "O1")))}
+    return {name: value for name, value in options.record().items() if name not in own}
 
 
 def _runs_of(alone: Path, options: Options) -> list[dict[str, Any]]:
@@ -231,4 +237,4 @@ def _runs_of(alone: Path, options: Options) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -41,6 +41,8 @@ FILES = (
     "rms_norm_cast",
     "swiglu_cast",
     "blockwise_mm",
+    "optimizer_step",
+    "cast_weight",
 )
 ARCHITECTURES = ("sm_89", "sm_90", "sm_100")
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import savings
 import torch
 
 # A CPU without matrix units for bf16 multiplies at float32's speed, at best (see half_products.py).
@@ -29,6 +30,9 @@ SIZES: dict[str, dict[str, float]] = {
 @dataclass(frozen=True, kw_only=True)
 class Options:
     recipe: str = "bf16"
+    optimizer: str = "adamw"
+    saved_activations: bool = False
+    ms_amp: str | None = None
     layers: int
     width: int
     heads: int
@@ -47,11 +51,19 @@ class Options:
     checkpoint: Path = Path("out/gpt.pt")
     resume: bool = False
 
-    def identity(self) -> dict[str, str | int | float]:
+    def __post_init__(self) -> None:
+        savings.check(self.recipe, self.optimizer, self.ms_amp, self.nproc)
+
+    @property
+    def run(self) -> str:
+        """What tells this run from others of the same sizes, as `savings.parts_of` reads it."""
+        return savings.name_of(self.recipe, self.optimizer, self.saved_activations, self.ms_amp)
+
+    def identity(self) -> dict[str, str | int | float | None]:
         free = {"eval_interval", "device", "compile", "data", "checkpoint", "resume"}
         return {name: value for name, value in asdict(self).items() if name not in free}
 
-    def record(self) -> dict[str, str | int | float]:
+    def record(self) -> dict[str, str | int | float | None]:
         """What a report says of them: the identity, and where and how it was computed."""
         return {**self.identity(), "device": self.device, "compile": self.compile}
 

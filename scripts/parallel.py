@@ -28,12 +28,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import gpt
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
+from benchmarks.memory import plain_tensors
 
 
 class Alone:
@@ -71,7 +75,8 @@ class Alone:
 
     def addresses(self, model: nn.Module) -> set[int]:
         """Where the parameters lie that a forward pass multiplies by, once it has ended."""
-        return {p.untyped_storage().data_ptr() for p in model.parameters()}
+        tensors = (plain for p in model.parameters() for plain in plain_tensors(p))
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     def close(self) -> None:
         """At the end, together."""
@@ -98,3 +103,17 @@ def launch(script: str, argv: Sequence[str], nproc: int) -> int:
     finally:
         signal.signal(signal.SIGINT, previous)
     return 130 if pressed else status
+
+
+def leave(status: int) -> NoReturn:
+    """End the program; as one of several processes at once, without Python's finalisation.
+
+    FSDP2 holds the process group, and with it gloo's threads, to the end. One that lets go of a
+    tensor while Python finalises needs the interpreter, does not get it, and aborts the process:
+    "terminate called without an active exception".
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -11,9 +11,10 @@ assumptions that are printed below the table and can be changed by options.
 columns
   node GB, network GB  what one GPU sends per step over its link inside the node (NVLink, Infinity
                        Fabric) and over its network link: weights, gradients, replicas, activations
-  memory GB            weights, gradients and Adam's moments in float32 (16 bytes per parameter that
-                       the GPU owns), two gathered blocks, embedding and head, activations, logits;
-                       "!" where the device has less
+  memory GB            weights and gradients in float32 (8 bytes per parameter that the GPU owns),
+                       Adam's moments (8 more; 2.1 with --optimizer float8_adamw), two gathered
+                       blocks, embedding and head, activations, logits; "!" where the device has
+                       less
   compute ms           linear layers by float8.estimate, attention, norms and SwiGLU
   comm ms              all communication, were nothing beside it
   step ms              the prediction; speed-up is bf16's step over this one
@@ -66,6 +67,9 @@ NETWORK_SOURCE = "datasheet: one 400 Gb/s port per GPU (ConnectX-7, as in NVIDIA
 # Bytes per gradient, scattered and summed over replicas. float8 shares a float32 scale among 1024
 # elements, which an all-reduce sends twice; under HSDP torch sums the shards in float32.
 GRADIENTS = {"float32": (4.0, 4.0), "bf16": (2.0, 2.0), "float8": (1 + 2 * 4 / 1024, 4.0)}
+# Bytes of both moments per parameter: float32; float8 with a scale per group of 128, and an
+# exponent of the second (float8.optim.AdamW); the second float16 with a scale.
+MOMENTS = {"adamw": 8.0, "float8_adamw": 2 + 12 / 128, "float8_adamw_v16": 3 + 8 / 128}
 HEADERS = (
     *("GPUs", "layout", "precision", "node GB", "network GB", "memory GB"),
     *("compute ms", "comm ms", "step ms", "tokens/s", "speed-up"),
@@ -126,6 +130,8 @@ def assumptions(args: argparse.Namespace, step: Step, board: str) -> list[str]:
         f"assumed: gradients travel as {args.gradients} (--gradients; float8 ones are summed over "
         "replicas in float32), in both precisions of the table; weights as bf16 or, of the blocks, "
         "as float8",
+        f"assumed: Adam's moments take {assumed.moment_bytes:.3g} bytes per parameter "
+        "(--optimizer)",
         "assumed: tensor parallel gathers activations as float8 where a float8 layer reads them in "
         "forward; all else of activations travels as bf16",
         f"assumed: blocks keep {kept}; attention reaches {assumed.attention_efficiency:.0%} of the "
@@ -155,6 +161,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokens", type=_count, default=8192, help="per GPU and step")
     p.add_argument("--context", type=_count, default=8192, help="tokens of a sequence")
     p.add_argument("--gradients", choices=list(GRADIENTS), default="bf16", help="as they travel")
+    p.add_argument("--optimizer", choices=list(MOMENTS), default="adamw", help="in both precisions")
     p.add_argument("--node-bandwidth", type=_rate, help="bytes/s of a GPU inside its node, one way")
     p.add_argument("--network-bandwidth", type=_rate, default=NETWORK, help="bytes/s of its port")
     p.add_argument("--memory", type=_rate, help="bytes of a GPU")
@@ -234,6 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         gradient_bytes=scattered,
         replica_bytes=summed,
         recomputes=not args.keep_activations,
+        moment_bytes=MOMENTS[args.optimizer],
     )
     try:
         device, model = find_device(args.device), model_of(args)

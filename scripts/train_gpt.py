@@ -7,6 +7,10 @@ scaling, `sync_float8_amax_and_scale_history`: after the optimizer, where the am
 step are known and the next forward finds its scales ready. A checkpoint is only ever taken between
 two such steps, so it holds no half-finished history.
 
+Beside its products a run may keep in float8 what AdamW remembers (`--optimizer float8_adamw`), what
+other ops keep for backward (`--saved-activations`), or what an MS-AMP level says (`--ms-amp O2`);
+savings.py knows them.
+
 What determines the numbers is few and named (`Options.identity`): the options below `recipe` and
 the text. Ctrl-C finishes the running step and writes a checkpoint; `--resume` refuses one whose
 identity differs and otherwise continues to the same losses, on a CPU bit for bit.
@@ -20,28 +24,34 @@ import contextlib
 import math
 import os
 import pickle
+import resource
 import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import corpus
 import gpt
+import savings
 import torch
 from environment import environment, write_json
 from half_products import HalfProducts
 from options import Options, give_up, options_from, parser, processes, row_of
-from parallel import Alone, launch
+from parallel import Alone, launch, leave
 from torch import Tensor, UntypedStorage, nn
 from tqdm import tqdm
+
+from benchmarks.memory import bytes_of, state_tensors  # isort: skip  # parallel makes it importable
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # Llama's (arXiv:2302.13971)
 UNIT_DECAY = 2**-13  # per step, whatever the learning rate (u-muP, arXiv:2407.17465)
 FINAL_LEARNING_RATE = 0.1  # of the peak: cosine, as Llama
+# Options that checkpoints of before do not name, and what they were trained with.
+SINCE = {"nproc": 1, "optimizer": "adamw", "saved_activations": False, "ms_amp": None}
 
 
 @dataclass
@@ -69,11 +79,17 @@ class Trainer:
         torch.manual_seed(options.seed)  # every recipe starts from the same weights
         model = gpt.GPT(sizes).to(options.device)
         self.model = self.team.model(model, options.recipe)
-        self.forward = torch.compile(self.model) if options.compile else self.model
         names = (name for name, _ in self.model.named_buffers())
         self.keeps_histories = any(name.endswith("amax_history") for name in names)  # delayed
         self.unit_scaled = options.recipe in gpt.UNIT
         self.optimizer = self._adamw()
+        if options.ms_amp:
+            self.model, self.optimizer = savings.in_level(
+                self.model, self.optimizer, options.ms_amp
+            )
+        if options.saved_activations:
+            savings.save_activations(self.model)
+        self.forward = torch.compile(self.model) if options.compile else self.model
         self.products = HalfProducts if multiplies_slowly(options) else contextlib.nullcontext
         if options.resume:
             self._load()
@@ -115,12 +131,13 @@ class Trainer:
 
     def summary(self) -> dict[str, Any]:
         return {
-            "recipe": self.options.recipe,
+            "recipe": self.options.run,
             "seed": self.options.seed,
             "processes": self.team.size,
             "final_val_loss": self.history.val_loss[-1][1],
             "tokens_per_second": self.tokens_per_second(),
             "saved_for_backward_mib": self.saved_for_backward() / 2**20,
+            **self.held(),
             "text": self.text.digest,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "train_loss": self.history.train_loss,
@@ -150,6 +167,21 @@ class Trainer:
         del loss
         return total
 
+    def held(self) -> dict[str, float]:
+        """MiB of this process between two steps, gradients not freed; and its largest size ever."""
+        self._loss(*self._batch(), forward=self.model).backward()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        held = {
+            "parameters": self.model.parameters(),
+            "gradients": gradients,
+            "optimizer": state_tensors(self.optimizer),
+        }
+        sizes = {f"{name}_mib": bytes_of(tensors) / 2**20 for name, tensors in held.items()}
+        self.optimizer.zero_grad()
+        unit = 1 if sys.platform == "darwin" else 2**10
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return {**sizes, "peak_rss_mib": peak / 2**20}
+
     def save(self) -> None:
         """Atomically: a reader, or a crash half-way, finds the old checkpoint or the new one."""
         path = self.options.checkpoint
@@ -173,13 +205,14 @@ class Trainer:
                 f"{path} was trained on another text than {self.options.data or 'this Python'}'s: "
                 "resume with its --data (and, without --data, its Python)"
             )
-        identity = {"nproc": 1, **state["identity"]}  # files of before have no number of processes
+        identity = {**SINCE, **state["identity"]}
         for name, ours in self.options.identity().items():
             theirs, flag = identity.get(name), "--" + name.replace("_", "-")
             if theirs != ours:
+                same = f"{flag} {theirs}".replace(" True", "") if theirs else f"no {flag}"
                 raise ValueError(
                     f"{path} was trained with {flag} {theirs}, not {ours}: resume with "
-                    f"{flag} {theirs}, or leave out --resume to start afresh"
+                    f"{same}, or leave out --resume to start afresh"
                 )
         self.team.load(self.model, self.optimizer, state)
         self.history = History(**state["history"])
@@ -200,7 +233,7 @@ class Trainer:
             ) from error
         return dict(state)
 
-    def _adamw(self) -> torch.optim.AdamW:
+    def _adamw(self) -> torch.optim.Optimizer:
         """Weight decay is for matrices; gains of norms have no reason to be small."""
         parameters = list(self.model.parameters())
         decay = UNIT_DECAY if self.unit_scaled else WEIGHT_DECAY
@@ -208,15 +241,16 @@ class Trainer:
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
-        optimizer = self._unit_adamw(groups) if self.unit_scaled else self._plain_adamw(groups)
+        o = self.options
+        if self.unit_scaled:
+            optimizer = self._unit_adamw(groups)
+        else:
+            optimizer = savings.adamw(o.optimizer, groups, o.learning_rate, BETAS)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         return optimizer
 
-    def _plain_adamw(self, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
-        return torch.optim.AdamW(groups, self.options.learning_rate, betas=BETAS, fused=True)
-
-    def _unit_adamw(self, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
+    def _unit_adamw(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         from float8.unit_scaling import optim
 
         return optim.AdamW(groups, self.options.unit_learning_rate, betas=BETAS, fused=True)
@@ -276,7 +310,7 @@ def progress_bar(options: Options, step: int, hidden: bool) -> "tqdm[Any]":
     return tqdm(
         total=options.steps,
         initial=step,
-        desc=f"{options.recipe:>12}",
+        desc=f"{options.run:>12}",
         unit="step",
         mininterval=quiet,
         disable=hidden,
@@ -312,12 +346,18 @@ class CtrlC:
 def main(argv: list[str] | None = None) -> int:
     p = parser((__doc__ or "").partition("\n")[0])
     p.add_argument("--recipe", default="bf16", help="bf16, naive, unit_bf16, or a recipe of float8")
-    p.add_argument("--checkpoint", type=Path, help="default: out/gpt_RECIPE.pt")
+    p.add_argument("--optimizer", choices=savings.OPTIMIZERS, help="adamw: float32 states")
+    p.add_argument(
+        "--saved-activations", action="store_true", help="what backward needs, in float8"
+    )
+    p.add_argument("--ms-amp", choices=savings.LEVELS, help="an MS-AMP level (float8.ms_amp)")
+    p.add_argument("--checkpoint", type=Path, help="default: out/gpt_RUN.pt")
     p.add_argument("--out", type=Path, help="write the losses and speeds here, as JSON")
     args = p.parse_args(argv)
-    args.checkpoint = args.checkpoint or Path(f"out/gpt_{args.recipe}.pt")
     try:
         options = options_from(args)
+        if args.checkpoint is None:
+            options = replace(options, checkpoint=Path(f"out/gpt_{options.run}.pt"))
         if options.nproc > processes():
             return launch(__file__, sys.argv[1:] if argv is None else argv, options.nproc)
         trainer = Trainer(options, corpus.load(options.data))
@@ -344,4 +384,4 @@ def _report(trainer: Trainer, out: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -16,6 +16,7 @@ import one_process as one
 import torch
 import torch.distributed as dist
 from fsdp1_claims import fsdp2
+from processes import meet
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -108,10 +109,7 @@ def dies_in_mid_step(rank, port, kind, how, seconds, told):
         seconds: the patience of collectives.
         told: a queue for (rank, the exception's type, seconds that it took to come).
     """
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    patience = datetime.timedelta(seconds=seconds)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, timeout=patience)
+    meet(port, rank, WORLD, timeout=datetime.timedelta(seconds=seconds))
     model = one.make("delayed")
     layer, mine = model[2], parallel(kind, model)
     optimizer = one.adamw(mine)

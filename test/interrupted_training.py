@@ -71,8 +71,10 @@ def main(folder):
             dcp.async_save(state, storage_writer=HalfWriter(path), process_group=background)
         else:
             claims.save(model, optimizer, path)
+    dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    os._exit(0)  # Python's finalisation may abort where FSDP2 still holds gloo's threads

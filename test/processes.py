@@ -9,24 +9,43 @@ behind it: one failure hides no other.
 from __future__ import annotations
 
 import importlib
-import os
-import socket
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PATIENCE = 60.0  # seconds for one claim
+PATIENCE = 120.0  # seconds for one claim
 # Forked from a process that has imported torch and nothing else: ready in a moment, and clean.
+# And they end at once: in Python's finalisation, by which a spawned process ends, a gloo thread
+# that lets go of its last tensor aborts the process.
 METHOD = "forkserver"
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch._inductor.compile_fx",  # what compiling imports, with any backend
+]
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+def forkserver() -> Any:
+    """The context whose processes are forked from the one that has imported torch."""
+    mp.set_forkserver_preload(PRELOAD)
+    return mp.get_context(METHOD)
+
+
+def meeting_place() -> dist.TCPStore:
+    """Where processes find each other: a store of this one, at a port that nobody can take."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def meet(port: int, rank: int, world: int, **options: Any) -> None:
+    """Join the processes that meet at a port of `meeting_place`."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store.set(f"here {rank}", "")  # all are, before the timeouts of `options` begin to count
+    store.wait([f"here {r}" for r in range(world)])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, **options)
 
 
 def failures(
@@ -43,7 +62,7 @@ def failures(
     found: dict[str, Exception] = {}
     left = list(claims)
     while left:
-        held = mp.get_context(METHOD).Value("i", 0)
+        held = forkserver().Value("i", 0)
         try:
             _run(module, [claims[name] for name in left], world, held, patience)
         except Exception as error:  # whatever it is, it belongs to this claim
@@ -53,8 +72,8 @@ def failures(
 
 
 def _run(module: str, claims: list[tuple], world: int, held: Any, patience: float) -> None:
-    arguments = (world, free_port(), module, claims, held)
-    mp.set_forkserver_preload(PRELOAD)
+    place = meeting_place()
+    arguments = (world, place.port, module, claims, held)
     context = mp.start_processes(_start, arguments, world, join=False, start_method=METHOD)
     before, waited = 0, 0.0
     while not context.join(timeout=1.0):
@@ -67,10 +86,8 @@ def _run(module: str, claims: list[tuple], world: int, held: Any, patience: floa
 
 
 def _start(rank: int, world: int, port: int, module: str, claims: list[tuple], held: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
     functions = importlib.import_module(module)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    meet(port, rank, world)
     try:
         for name, *arguments in claims:
             getattr(functions, name)(rank, *arguments)

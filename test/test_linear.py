@@ -25,6 +25,7 @@ from float8 import (
     kernels,
 )
 from float8.config import RECIPES
+from float8.distributed.float8_gather import GatheredWeight
 
 OFF = CastConfig(scaling_type=ScalingType.DISABLED)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -458,10 +459,11 @@ def test_a_weight_in_float8_is_multiplied_as_it_is():
         assert_bitwise(layer(x), F.linear(x, weight.dequantize(), layer.bias))
 
 
-def test_a_weight_in_float8_that_was_rounded_to_another_dtype_is_refused_by_name():
+def test_a_weight_gathered_in_float8_for_another_dtype_is_refused_by_name():
     layer = convert_to_float8_training(nn.Sequential(nn.Linear(32, 48)))
     weight = Float8Tensor.from_high_precision(layer[0].weight.detach(), E4M3)
-    layer[0].weight = nn.Parameter(weight)
+    gathered = GatheredWeight(*weight.data_and_scale, weight.block, weight.dtype)
+    layer[0].weight = nn.Parameter(gathered)
     with (
         pytest.raises(ValueError, match=r"^0: .*float32 and is used in torch.bfloat16.*Mixed"),
         torch.autocast("cpu", torch.bfloat16),

@@ -57,7 +57,7 @@ def _copy_(func: Any, destination: Tensor, source: Tensor, non_blocking: bool = 
     if not isinstance(destination, Float8Tensor):
         assert isinstance(source, Float8Tensor)
         return func(destination, source.dequantize(), non_blocking)
-    if _is_part(destination):
+    if is_part(destination):
         # Its scales may serve elements outside of this view: they stay, and the source saturates.
         plain = source.dequantize() if isinstance(source, Float8Tensor) else source
         destination._data.copy_(_cast_like(destination, plain, destination._scale)._data)
@@ -74,7 +74,7 @@ def _copy_(func: Any, destination: Tensor, source: Tensor, non_blocking: bool = 
     return destination
 
 
-def _is_part(x: Float8Tensor) -> bool:
+def is_part(x: Float8Tensor) -> bool:
     """Whether x is a view of some elements of a larger tensor."""
     return x._data.numel() * x._data.element_size() != x._data.untyped_storage().nbytes()
 

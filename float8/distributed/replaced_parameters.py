@@ -16,17 +16,23 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 _MARK = "_float8_replaced_in"  # an attribute: weak references would forbid torch.utils.swap_tensors
+_GATHERING = (
+    "this optimizer holds a weight of {} that conversion with enable_fsdp_float8_all_gather=True "
+    "has replaced by a Parameter of another type, so that it would step what the model does not "
+    "use: convert (and shard) the whole model first, then build the optimizer from its parameters"
+)
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-def mark_replaced(old: Tensor, fqn: str) -> None:
+def mark_replaced(old: Tensor, fqn: str, by: str = _GATHERING) -> None:
     """Note that the model has another Parameter now.
 
     Args:
         old: what it had.
         fqn: the layer's name, for the message.
+        by: who replaced it, and how to go on, for the message too.
     """
-    setattr(old, _MARK, fqn)
+    setattr(old, _MARK, by.format(fqn or "the model"))
     _checked.clear()
     _install_hook()
 
@@ -47,12 +53,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            fqn = getattr(parameter, _MARK, None)
-            if fqn is not None:
-                raise RuntimeError(
-                    f"this optimizer holds a weight of {fqn or 'the model'} that conversion with "
-                    "enable_fsdp_float8_all_gather=True has replaced by a Parameter of another "
-                    "type, so that it would step what the model does not use: convert (and shard) "
-                    "the whole model first, then build the optimizer from its parameters"
-                )
+            message = getattr(parameter, _MARK, None)
+            if message is not None:
+                raise RuntimeError(message)
     _checked.add(optimizer)

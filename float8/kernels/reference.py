@@ -150,7 +150,7 @@ def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool 
         float8 of x's shape.
     """
     x32 = x.float()
-    y = _times(x32, _reciprocal(scale), block, in_place=fits and x.dtype != torch.float32)
+    y = _times(x32, reciprocal(scale), block, in_place=fits and x.dtype != torch.float32)
     if not fits:
         largest = torch.finfo(dtype).max
         y = _nan_where_infinite(y.clamp_(-largest, largest), x32)
@@ -160,13 +160,14 @@ def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool 
 def _nan_where_infinite(y: Tensor, x32: Tensor) -> Tensor:
     """y, which the clamp has made finite, with NaN where x is infinite."""
     if torch.compiler.is_compiling():
-        return torch.where(x32.isinf(), torch.nan, y)
+        return torch.where(x32.abs() == torch.inf, torch.nan, y)  # isinf() is not vectorised
     # In eager mode one pass instead of three: 0 * inf is NaN, and adding a zero of x's own sign
     # changes nothing else. Compilers fold the product to 0.
     return y.add_(x32, alpha=0)
 
 
-def _reciprocal(scale: Tensor) -> Tensor:
+def reciprocal(scale: Tensor) -> Tensor:
+    """``1 / scale`` in float32, correctly rounded, compiled or not."""
     # Compilers may emit an approximate float32 division; a float64 one is exact enough that
     # rounding it to float32 gives the correctly rounded quotient, which is what eager computes.
     if torch.compiler.is_compiling():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
-from benchmarks.llama import SIZES, Llama, rotary_table, rotate
+from benchmarks.llama import MODELS, SIZES, LanguageModel, Llama, rotary_table, rotate
 from benchmarks.shapes import LLAMA3_8B
 
 TINY = SIZES["tiny"]
@@ -53,3 +56,26 @@ def test_every_parameter_gets_a_gradient():
     h = torch.randn(1, TINY.tokens, TINY.hidden, dtype=torch.bfloat16)
     model(h).square().mean().backward()
     assert [name for name, p in model.named_parameters() if not p.grad.norm() > 0] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama2-7b", 6.74), ("llama2-70b", 68.98), ("llama3-8b", 8.03), ("llama3-70b", 70.55)],
+)
+def test_whole_models_have_the_published_numbers_of_parameters(name, billions):
+    with torch.device("meta"):
+        one, two = (LanguageModel(replace(MODELS[name], blocks=blocks)) for blocks in (1, 2))
+    first, second = (sum(p.numel() for p in model.parameters()) for model in (one, two))
+    total = first + (MODELS[name].blocks - 1) * (second - first)
+    assert total / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+def test_a_whole_model_learns_from_every_parameter():
+    model = LanguageModel(TINY).bfloat16()
+    tokens, targets = torch.randint(TINY.vocabulary, (2, 1, 16))
+    model.stack.rotary = rotary_table(16, TINY.head_dim).bfloat16()
+    loss = model(tokens, targets)
+    assert loss.dtype == torch.float32
+    loss.backward()
+    unseen = [name for name, p in model.named_parameters() if not p.grad.float().norm() > 0]
+    assert unseen == []

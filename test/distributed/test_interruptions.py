@@ -14,9 +14,8 @@ import interrupted_training as training
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from fresh import ROOT
-from processes import failures, free_port
+from processes import failures, forkserver, meeting_place
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -52,14 +51,15 @@ def test_values_on_two_processes():
 @pytest.mark.slow
 def test_the_others_end_with_an_error_in_bounded_time():
     """A killed rank ends its connections; a stopped one runs into the timeout of collectives."""
-    context = mp.get_context("spawn")
+    context = forkserver()
     patience, told = 4.0, context.Queue()
-    pairs = {}
+    pairs, places = {}, []
     for kind, how, seconds in (
         ("ddp", signal.SIGKILL, 600.0),
         ("fsdp2", signal.SIGSTOP, patience),
     ):
-        arguments = (free_port(), kind, how, seconds, told)
+        places.append(meeting_place())
+        arguments = (places[-1].port, kind, how, seconds, told)
         pairs[kind] = [
             context.Process(target=fault_claims.dies_in_mid_step, args=(rank, *arguments))
             for rank in range(2)

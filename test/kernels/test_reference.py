@@ -349,9 +349,8 @@ def cast_both_ways(x: Tensor, scale: Tensor, block: tuple[int, ...], dtype: torc
 COMPILED = {
     "tensorwise": Case((37, 300), torch.bfloat16, exponent=-60, fill="wide", seed=1),
     "rowwise": Case((37, 300), torch.float32, exponent=100, fill="wide", seed=2),
-    "1x32": Case((5, 123), torch.float16, fill="wide", seed=3),
-    "1x128": Case((37, 300), torch.bfloat16, fill="one_large", seed=4),
-    "128x128": Case((37, 300), torch.float32, exponent=-130, seed=5),
+    "1x128": Case((37, 300), torch.float16, fill="wide", seed=3),
+    "128x128": Case((37, 300), torch.float32, exponent=-130, fill="one_large", seed=5),
     "3x5": Case((37, 33), torch.float32, fill="ties", layout="transposed", seed=6),
 }
 

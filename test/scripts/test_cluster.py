@@ -138,3 +138,14 @@ def test_more_gpus_never_need_more_memory_each() -> None:
     needed = [sum(step(8 * 2**k).memory.values()) for k in range(12)]
     assert needed == sorted(needed, reverse=True)
     assert math.isfinite(needed[-1])
+
+
+def test_float8_moments_shrink_what_a_gpu_owns_and_what_its_optimizer_moves() -> None:
+    plain = step(8)
+    small = replace(plain, assumed=replace(plain.assumed, moment_bytes=2.0))
+    owned = SMALL.parameters / 8
+    assert plain.memory["state"] - small.memory["state"] == 6 * owned
+    # 4 + 4 read of weight and gradient, 4 written; moments read and written
+    seconds = owned / H100.bytes_per_second
+    assert plain.optimizer_seconds == pytest.approx(28 * seconds)
+    assert small.optimizer_seconds == pytest.approx(16 * seconds)

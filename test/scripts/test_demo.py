@@ -69,17 +69,25 @@ def test_over_seeds_the_demo_reports_means_and_spreads(
 ) -> None:
     arguments = [*TINY, "--data", str(data), "--steps", "2", "--out-dir", str(tmp_path)]
     arguments += ["--recipes", "bf16", "unit_bf16", "unit", "unit", "--seeds", "0", "5", "0"]
+    arguments.insert(-4, "bf16+float8_adamw")
     assert demo.main(arguments) == 0
     table = capsys.readouterr().out
     runs = json.loads((tmp_path / "demo.json").read_text())["runs"]
     assert [(run["seed"], run["recipe"]) for run in runs] == [
-        (seed, recipe) for seed in (0, 5) for recipe in ("bf16", "unit_bf16", "unit")
+        (seed, recipe)
+        for seed in (0, 5)
+        for recipe in ("bf16", "unit_bf16", "unit", "bf16+float8_adamw")
     ]
     losses = {(run["seed"], run["recipe"]): run["final_val_loss"] for run in runs}
     gaps = [100 * (losses[seed, "unit"] / losses[seed, "unit_bf16"] - 1) for seed in (0, 5)]
     assert gaps == pytest.approx([r["gap_to_base_percent"] for r in runs if r["recipe"] == "unit"])
     cell = f"{statistics.mean(gaps):+.2f} ± {statistics.stdev(gaps):.2f}"
     assert cell in next(line for line in table.splitlines() if line.startswith("unit "))
+    small, plain = (
+        next(run["optimizer_mib"] for run in runs if run["recipe"] == recipe)
+        for recipe in ("bf16+float8_adamw", "bf16")
+    )
+    assert small < 0.5 * plain
 
 
 def test_a_gap_without_its_base_is_left_open() -> None:
@@ -102,7 +110,7 @@ def test_runs_of_several_processes_compare_with_each_other_and_with_one_process(
     assert [run["gap_to_alone_percent"] for run in runs[:2]] == [None, None]
     assert [run["gap_to_alone_percent"] for run in runs[2:]] == pytest.approx([10, 10])
     for run in runs:
-        run |= {"tokens_per_second": 1.0, "saved_for_backward_mib": 1.0}
+        run |= {"tokens_per_second": 1.0, "saved_for_backward_mib": 1.0, "optimizer_mib": 1}
     assert "gap to 1 process" not in demo.table(runs[:2])
     lines = demo.table(runs).splitlines()
     assert "gap to 1 process" in lines[0]

@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import demo
 from options import options_from, parser
+from parallel import leave
 from parallel_claims import options_of, trained
 from processes import failures
 from train_gpt import Trainer
@@ -77,14 +78,14 @@ def test_two_processes_train_as_one(
 def test_the_demo_under_torchrun_stops_at_ctrl_c_resumes_and_prints_both_runs(
     data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [*TINY, "--data", str(data), "--steps", "40", "--eval-interval", "10"]
+    arguments = [*TINY, "--data", str(data), "--steps", "60", "--eval-interval", "10"]
     arguments += ["--nproc", "2", "--recipes", "tensorwise", "--out-dir", str(tmp_path)]
     command = [sys.executable, str(Path(demo.__file__)), *arguments]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     while not (tmp_path / "tensorwise_0x2.pt").exists() and process.poll() is None:
-        time.sleep(0.01)
+        time.sleep(0.01)  # the checkpoint of step 10: 50 more are to come
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130, out
@@ -100,7 +101,7 @@ def test_the_demo_under_torchrun_stops_at_ctrl_c_resumes_and_prints_both_runs(
     ]
     assert report["options"]["nproc"] == 2
     one, two = report["runs"]
-    assert len(two["train_loss"]) == len(one["train_loss"]) == 40
+    assert len(two["train_loss"]) == len(one["train_loss"]) == 60
     row = next(line for line in table.splitlines() if line.startswith("tensorwise x2"))
     assert f"{two['gap_to_alone_percent']:+.2f}" in row
     assert f"{two['final_val_loss']:.4f}" in row
@@ -147,6 +148,20 @@ def test_torchrun_says_how_many_processes_there_are(monkeypatch: pytest.MonkeyPa
     assert options_from(parser("").parse_args(TINY)).nproc == 4
     with pytest.raises(ValueError, match="--nproc 2 among 4 processes that torchrun started"):
         options_from(parser("").parse_args([*TINY, "--nproc", "2"]))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_one_of_several_processes_ends_at_once(
+    processes: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    print("the table", end="")
+    with pytest.raises(SystemExit, match="3"):
+        leave(3)
+    assert ended == [3] * (processes > 1)
+    assert capfd.readouterr().out == "the table"
 
 
 def test_a_checkpoint_from_before_there_were_several_processes_resumes(

@@ -117,3 +117,23 @@ def test_the_help_explains_the_columns_and_points_to_the_measurements(
     text = capsys.readouterr().out
     for word in ("docs", "left out", "scripts/cluster.py", "bench_comm.py", "memory GB"):
         assert word in text
+
+
+def test_the_moments_bytes_are_those_that_an_optimizer_really_keeps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import savings
+    import torch
+
+    from benchmarks.memory import bytes_of, state_tensors
+
+    assert plan_cluster.MOMENTS.keys() == savings.OPTIMIZERS.keys()
+    weight = torch.nn.Parameter(torch.randn(64, 256))
+    weight.grad = torch.randn_like(weight)
+    for name, planned in plan_cluster.MOMENTS.items():
+        optimizer = savings.adamw(name, [{"params": [weight]}], 1e-3, (0.9, 0.95))
+        optimizer.step()
+        step = 4
+        assert bytes_of(state_tensors(optimizer)) - step == planned * weight.numel()
+    text = "\n".join(lines_of(capsys, "--gpus", "8", "--optimizer", "float8_adamw"))
+    assert "Adam's moments take 2.09 bytes per parameter (--optimizer)" in text

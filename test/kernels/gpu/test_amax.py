@@ -51,8 +51,6 @@ def test_refuses_other_blocks(block):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-@pytest.mark.parametrize("block", BLOCKS)
-def test_opcheck(block, layout, device):
-    for shape in ((5, 123), (1, 5), (0, 16)):
-        torch.library.opcheck(amax, (Case(shape, layout=layout).make(device), *block))
+@pairs(shape=[(5, 123), (1, 5), (0, 16)], layout=["contiguous", "transposed"], block=BLOCKS)
+def test_opcheck(shape, layout, block, device):
+    torch.library.opcheck(amax, (Case(shape, layout=layout).make(device), *block))

@@ -59,20 +59,18 @@ def test_dynamic(shape, layout, source, power_of_two, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("special", SPECIALS)
-@pytest.mark.parametrize("exponent", [-130, 0, 120])
-def test_special_values(special, exponent, device):
+@pairs(special=list(SPECIALS), exponent=[-130, 0, 120], dtype=FORMATS)
+def test_special_values(special, exponent, dtype, device):
     case = Case((32, 48), torch.float32, exponent=exponent, specials=(special,), seed=2)
     x, scale = case.make(device), torch.tensor([[1.5]], device=device)
-    for dtype in FORMATS:
-        seen = torch.tensor(0.0, device=device)
-        got = launcher("cast", "cast", device)(x, scale, dtype, True, True, seen)
-        check(got, x, scale, dtype, case)
-        assert_bitwise(seen.reshape(1, 1), reference.amax(x, WHOLE), case, "recorded amax")
-        *got, found = launcher("cast", "cast_dynamic", device)(x, dtype, False, True, True, None)
-        expected = reference.scale_from_amax(reference.amax(x, WHOLE), torch.finfo(dtype).max)
-        assert_bitwise(found, expected, case, "scale")
-        check(got, x, found, dtype, case, fits=True)
+    seen = torch.tensor(0.0, device=device)
+    got = launcher("cast", "cast", device)(x, scale, dtype, True, True, seen)
+    check(got, x, scale, dtype, case)
+    assert_bitwise(seen.reshape(1, 1), reference.amax(x, WHOLE), case, "recorded amax")
+    *got, found = launcher("cast", "cast_dynamic", device)(x, dtype, False, True, True, None)
+    expected = reference.scale_from_amax(reference.amax(x, WHOLE), torch.finfo(dtype).max)
+    assert_bitwise(found, expected, case, "scale")
+    check(got, x, found, dtype, case, fits=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)

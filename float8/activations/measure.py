@@ -1,0 +1,105 @@
+"""The error that float8 copies put into the gradients, op by op.
+
+``python -m float8.activations.measure`` prints the table that the room's docstring states. Of each
+op the SQNR in dB, ``10 log10(sum(exact^2) / sum((gradient - exact)^2))``, of its worst gradient,
+against float64 without any float8, for a random grad_output. Inputs are normal, or have outliers:
+one element of each 64 is 1000 times larger, as single features of a residual stream are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from float8.activations.ops import OPTIONAL
+from float8.activations.saved import saved_activations
+
+ROWS, COLS = 64, 512
+
+
+class Case(NamedTuple):
+    """A call of an op, on inputs of these shapes."""
+
+    function: Callable[..., Tensor]
+    shapes: tuple[tuple[int, ...], ...] = ((ROWS, COLS),)
+
+
+_X = (ROWS, COLS)
+CASES = {
+    "rms_norm": Case(lambda x, w: F.rms_norm(x, (COLS,), w, 1e-5), (_X, (COLS,))),
+    "layer_norm": Case(lambda x, w, b: F.layer_norm(x, (COLS,), w, b), (_X, (COLS,), (COLS,))),
+    "silu": Case(F.silu),
+    "gelu": Case(F.gelu),
+    "gelu (tanh)": Case(lambda x: F.gelu(x, approximate="tanh")),
+    "sigmoid": Case(torch.sigmoid),
+    "tanh": Case(torch.tanh),
+    "mul": Case(torch.mul, (_X, _X)),
+    "silu(a) * b": Case(lambda a, b: F.silu(a) * b, (_X, _X)),
+    "relu": Case(F.relu),
+    "dropout": Case(lambda x: F.dropout(x, 0.25)),
+    "softmax": Case(lambda x: torch.softmax(x, -1)),
+    "linear": Case(F.linear, (_X, (96, COLS), (96,))),
+}
+
+
+def inputs_of(
+    case: Case, outliers: bool = False, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Leaves, the same ones each time."""
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(shape, generator=generator) for shape in case.shapes]
+    if outliers:
+        made[0][:, ::64] *= 1000
+    return [x.to(dtype).requires_grad_() for x in made]
+
+
+def gradients(case: Case, inputs: list[Tensor]) -> list[Tensor]:
+    """Of every input, for a grad_output and a dropout that are the same each time."""
+    torch.manual_seed(0)
+    out = case.function(*inputs)
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return list(torch.autograd.grad(out, inputs, g))
+
+
+def measure(
+    name: str, group: int, outliers: bool = False, power_of_two_scale: bool = True
+) -> float:
+    """The SQNR in dB of the op's worst gradient; inf if all are exact to float32."""
+    case = CASES[name]
+    with saved_activations(
+        group=group, power_of_two_scale=power_of_two_scale, also=OPTIONAL, min_size=8192
+    ):
+        found = gradients(case, inputs_of(case, outliers))
+    exact = gradients(case, inputs_of(case, outliers, torch.float64))
+    return min(sqnr(a, b) for a, b in zip(found, exact, strict=True))
+
+
+def sqnr(found: Tensor, exact: Tensor) -> float:
+    """Signal to noise in dB; above 120 it is float32's own rounding, and counts as inf."""
+    noise = (found.double() - exact).square().sum()
+    decibel = float(10 * torch.log10(exact.square().sum() / noise))
+    return decibel if decibel < 120 else torch.inf
+
+
+def row(name: str) -> tuple[float, ...]:
+    """Normal inputs in groups of 128 and 16, and inputs with outliers in groups of 128 and 16."""
+    return tuple(
+        measure(name, group, outliers) for outliers in (False, True) for group in (128, 16)
+    )
+
+
+def table() -> str:
+    """One row per op."""
+    lines = ["op             normal: 1x128    1x16   outliers: 1x128    1x16"]
+    for name in CASES:
+        a, b, c, d = row(name)
+        lines.append(f"{name:14} {a:13.1f} {b:7.1f} {c:17.1f} {d:7.1f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,138 @@
+"""`cast_weight`: the tensorwise float8 weight that follows from its scaled float16 master.
+
+An optimizer step has left the amax of the new master (``optimizer_step.py``), so one pass remains:
+2 bytes read and 1 written per element, and no float32 copy of the weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from float8.kernels import moments, reference
+from float8.kernels.gpu.jit import encode_fitting, reciprocal, scale_from_amax
+from float8.kernels.gpu.launch import (
+    NO_FUSION,
+    TRITON_FORMATS,
+    Variant,
+    check_device,
+    on_device_of,
+    register,
+)
+from float8.kernels.gpu.moments import LINEAR, load
+
+_ELEMENTS = 2048  # of a program
+_OPTIONS = {"num_warps": 4, **NO_FUSION}
+
+
+@triton.jit
+def _cast_weight_kernel(
+    master_ptr,
+    master_scale_ptr,
+    amax_ptr,  # int32 bits
+    data_ptr,  # uint8
+    scale_ptr,
+    found_inf_ptr,
+    R,
+    C,
+    stride_r,
+    stride_c,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLAT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    SKIPS: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    G = tl.cdiv(C, GROUP)
+    N = tl.full((), 1, tl.int64) * R * G  # not R.to(int64): it is a constant where it is 1
+    if SKIPS:
+        N = tl.where(tl.load(found_inf_ptr) == 0, N, 0)
+    lane = tl.arange(0, GROUP)
+    if FLAT:
+        at = n[:, None] * GROUP + lane[None, :]
+        inside = (n < N)[:, None] & (lane < GROUP)[None, :]
+        data_at = at
+    else:
+        row = (n // G)[:, None]
+        col = (n % G)[:, None] * GROUP + lane[None, :]
+        inside = (n < N)[:, None] & (col < C)
+        at = row * C + col
+        data_at = row * stride_r + col * stride_c
+    x = load(master_ptr, master_scale_ptr, master_scale_ptr, at, inside, n, N, LINEAR)
+    amax = tl.load(amax_ptr).to(tl.float32, bitcast=True)
+    scale = scale_from_amax(amax, FORMAT_MAX, False)
+    tl.store(data_ptr + data_at, encode_fitting(x, reciprocal(scale), FORMAT), inside)
+    tl.store(scale_ptr, scale, (tl.program_id(0) == 0) & (N > 0))
+
+
+def _launch(
+    master: Tensor, master_scale: Tensor, data: Tensor, scale: Tensor, group: int, amax: Tensor,
+    found_inf: Tensor | None = None,
+) -> None:  # fmt: skip
+    if master.numel() == 0:
+        return
+    check_device("cast_weight", master, data=data, scale=scale, amax=amax, found_inf=found_inf)
+    R, C = master.shape
+    groups = max(1, _ELEMENTS // group)
+    with on_device_of(master):
+        _cast_weight_kernel[(triton.cdiv(R * triton.cdiv(C, group), groups),)](
+            master,
+            master_scale,
+            amax.view(torch.int32),
+            data.view(torch.uint8),
+            scale,
+            amax if found_inf is None else found_inf,
+            *(R, C, *data.stride()),
+            GROUPS=groups,
+            GROUP=group,
+            FLAT=C % group == 0 and data.is_contiguous(),
+            FORMAT=TRITON_FORMATS[data.dtype],
+            FORMAT_MAX=torch.finfo(data.dtype).max,
+            SKIPS=found_inf is not None,
+            **_OPTIONS,
+        )
+
+
+def _reference(
+    master: Tensor, master_scale: Tensor, data: Tensor, scale: Tensor, group: int, amax: Tensor,
+    found_inf: Tensor | None = None,
+) -> None:  # fmt: skip
+    x = moments.decode(master, master_scale, group)
+    new_scale = reference.scale_from_amax(amax.reshape(1, 1), torch.finfo(data.dtype).max)
+    codes = reference.cast(x, new_scale, (-1, -1), data.dtype, fits=True)
+    if found_inf is None or found_inf.item() == 0:
+        data.copy_(codes)
+        scale.copy_(new_scale.view(scale.shape))
+
+
+def _fake(*args: Any) -> None:
+    return None
+
+
+cast_weight = register(
+    "cast_weight(Tensor master, Tensor master_scale, Tensor(a!) data, Tensor(b!) scale, int group, "
+    "Tensor amax, Tensor? found_inf=None) -> ()",
+    kernel=_launch,
+    reference=_reference,
+    fake=_fake,
+)
+
+
+def shipped() -> list[Variant]:
+    """The form of a weight whose rows are whole groups."""
+    types = {
+        "master_ptr": "*fp16", "master_scale_ptr": "*fp32", "amax_ptr": "*i32", "data_ptr": "*u8",
+        "scale_ptr": "*fp32", "found_inf_ptr": "*fp32",
+        **dict.fromkeys(("R", "C", "stride_r"), "i32"),
+    }  # fmt: skip
+    constants = {
+        "stride_c": 1, "GROUPS": _ELEMENTS // 128, "GROUP": 128, "FLAT": True,
+        "FORMAT": tl.float8e4nv, "FORMAT_MAX": 448.0, "SKIPS": False,
+    }  # fmt: skip
+    return [Variant("cast_weight", _cast_weight_kernel, types, constants, _OPTIONS)]

@@ -1,0 +1,179 @@
+"""Device functions for optimizer states: the twins of `float8.kernels.moments`.
+
+A tile is (GROUPS, GROUP): a row is a group, which a few neighbouring threads hold in registers, so
+that a group's range costs a few shuffles. Lanes outside the matrix hold zeros, which take no part
+in a range and stay zeros under every rule.
+
+Linear codes, float32 arithmetic and random bits are the reference's to the bit. Expanded codes are
+so up to the last bits of ``log2`` and ``exp2``, which the GPU has its own of.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from float8.kernels import moments
+from float8.kernels.gpu.jit import encode, magnitude_bits, reciprocal, scale_from_amax
+
+# The forms of a `Stored`.
+DENSE = tl.constexpr(0)
+LINEAR = tl.constexpr(1)
+EXPANDED = tl.constexpr(2)
+
+_INFINITE = tl.constexpr(0x7F800000)  # bits of inf: those of NaN are larger
+_E4M3_MAX = tl.constexpr(moments.E4M3_MAX)
+_SMALLEST_CODE = tl.constexpr(moments.SMALLEST_CODE)
+_LOG2_RANGE = tl.constexpr(moments.LOG2_RANGE)
+_MIN_EXPONENT = tl.constexpr(moments.MIN_EXPONENT)
+_MAX_EXPONENT = tl.constexpr(moments.MAX_EXPONENT)
+_FLOAT16_MAX = tl.constexpr(65504.0)
+_IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def _log2(x):
+    """To within 2^-22, in one instruction where the accurate one takes twenty; subnormals are 0.
+
+    Times an exponent of at most 6, or a k of at most 64, that is far below the spacing of codes.
+    """
+    if _IS_INTERPRETED:  # which knows no device library
+        return tl.log2(x)
+    return libdevice.fast_log2f(x)
+
+
+@triton.jit
+def copysign(magnitude, x32):
+    """``magnitude`` >= 0 with the sign of x."""
+    bits = magnitude.to(tl.int32, bitcast=True) | (x32.to(tl.int32, bitcast=True) & -0x80000000)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def values(codes):
+    """Codes as float32; uint8 is E4M3."""
+    if codes.dtype == tl.uint8:
+        codes = codes.to(tl.float8e4nv, bitcast=True)
+    return codes.to(tl.float32)
+
+
+@triton.jit
+def decode_expanded(codes, scale, exponent):
+    """``sign * (|codes| / 448)^exponent * scale``; scale and exponent (GROUPS, 1)."""
+    code = values(codes)
+    log2_ratio = _log2(tl.abs(code) * (1.0 / _E4M3_MAX))
+    magnitude = tl.exp2(log2_ratio * exponent) * scale
+    return tl.where(code < 0, -magnitude, magnitude)
+
+
+@triton.jit
+def largest_of(x):
+    """float32 (GROUPS,): the largest finite magnitude of each row."""
+    bits = magnitude_bits(x)
+    return tl.max(tl.where(bits < _INFINITE, bits, 0), 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_linear(x, TO_FLOAT16: tl.constexpr):
+    """Codes (GROUPS, GROUP), float16 or uint8, and scales (GROUPS,)."""
+    if TO_FLOAT16:
+        scale = scale_from_amax(largest_of(x), _FLOAT16_MAX, False)
+        y = x * reciprocal(scale)[:, None]
+        y = tl.clamp(y, -_FLOAT16_MAX, _FLOAT16_MAX, propagate_nan=tl.PropagateNan.ALL)
+        y = tl.where(tl.abs(x) == float("inf"), float("nan"), y)
+        # What would be 0 becomes the smallest subnormal, 2^-24.
+        is_lost = (tl.abs(y) <= 2.0**-25) & (x != 0)
+        codes = tl.where(is_lost, tl.where(x < 0, -(2.0**-24), 2.0**-24), y).to(tl.float16)
+    else:
+        scale = scale_from_amax(largest_of(x), _E4M3_MAX, False)
+        codes = encode(x, reciprocal(scale)[:, None], _E4M3_MAX, tl.float8e4nv)
+    return codes, scale
+
+
+@triton.jit
+def expanded(x):
+    """What `encode_expanded` rounds to codes, float32, and scales and exponents (GROUPS,)."""
+    bits = magnitude_bits(x)
+    scale = tl.maximum(largest_of(x), 2.0**-126)
+    nonzero = tl.where(bits > 0, bits, _INFINITE)
+    smallest = tl.min(nonzero, 1).to(tl.float32, bitcast=True)
+    log2_range = tl.log2(scale) - tl.log2(smallest)
+    exponent = log2_range * (1.0 / _LOG2_RANGE)
+    exponent = tl.minimum(tl.maximum(exponent, _MIN_EXPONENT), _MAX_EXPONENT)
+    ratio = tl.abs(x) * reciprocal(scale)[:, None]
+    y = tl.exp2(_log2(ratio) * reciprocal(exponent)[:, None]) * _E4M3_MAX
+    y = tl.minimum(tl.maximum(y, _SMALLEST_CODE), _E4M3_MAX)
+    y = tl.where(bits < _INFINITE, y, float("nan"))
+    y = tl.where(bits == 0, 0.0, y)
+    return tl.where(x < 0, -y, y), scale, exponent
+
+
+@triton.jit
+def encode_expanded(x):
+    """Codes (GROUPS, GROUP), uint8, scales and exponents (GROUPS,)."""
+    y, scale, exponent = expanded(x)
+    return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), scale, exponent
+
+
+@triton.jit
+def _hash(h, between):
+    """Of uint32; `float8.kernels.moments._hash`."""
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = h ^ between
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def key(number):
+    """The hash of an integer, uint32."""
+    return _hash(number.to(tl.uint32) + 0x1E3779B9, tl.zeros_like(number).to(tl.uint32))
+
+
+@triton.jit
+def stochastic_round(x, index, seed, offset, DTYPE: tl.constexpr):
+    """To bfloat16 or float16, up or down by the bits of (seed, offset, index)."""
+    noise = _hash(index.to(tl.uint32) + key(seed), key(offset)).to(tl.int32, bitcast=True)
+    magnitude = tl.abs(x)
+    IS_FLOAT16: tl.constexpr = DTYPE.is_fp16()
+    MASK: tl.constexpr = 0x1FFF if IS_FLOAT16 else 0xFFFF  # the bits of the mantissa that are lost
+    LARGEST: tl.constexpr = 65504.0 if IS_FLOAT16 else 3.3895313892515355e38
+    if IS_FLOAT16:
+        # Below the normal range all values are equally far apart.
+        shift = tl.where(magnitude < 2.0**-14, 2.0**-14, 0.0)
+        magnitude += shift
+    bits = magnitude.to(tl.int32, bitcast=True) + (noise & MASK)
+    rounded = (bits & ~MASK).to(tl.float32, bitcast=True)
+    if IS_FLOAT16:
+        rounded -= shift
+    return tl.where(tl.abs(x) < LARGEST, copysign(rounded, x), x).to(DTYPE)
+
+
+@triton.jit
+def load(codes_ptr, scale_ptr, exponent_ptr, at, inside, n, N, FORM: tl.constexpr):
+    """float32 (GROUPS, GROUP) of a state; 0 outside."""
+    codes = tl.load(codes_ptr + at, inside, 0)
+    x = values(codes) if FORM == DENSE else codes
+    if FORM == LINEAR:
+        x = values(codes) * tl.load(scale_ptr + n, n < N, 1.0)[:, None]
+    if FORM == EXPANDED:
+        scale = tl.load(scale_ptr + n, n < N, 1.0)[:, None]
+        x = decode_expanded(codes, scale, tl.load(exponent_ptr + n, n < N, 1.0)[:, None])
+    return x
+
+
+@triton.jit
+def store(x, codes_ptr, scale_ptr, exponent_ptr, at, inside, n, N, FORM: tl.constexpr):
+    """Write a state, float32 (GROUPS, GROUP), in its form."""
+    if FORM == DENSE:
+        tl.store(codes_ptr + at, x, inside)
+    if FORM == LINEAR:
+        codes, scale = encode_linear(x, codes_ptr.dtype.element_ty == tl.float16)
+        tl.store(codes_ptr + at, codes, inside)
+        tl.store(scale_ptr + n, scale, n < N)
+    if FORM == EXPANDED:
+        codes, scale, exponent = encode_expanded(x)
+        tl.store(codes_ptr + at, codes, inside)
+        tl.store(scale_ptr + n, scale, n < N)
+        tl.store(exponent_ptr + n, exponent, n < N)

@@ -1,0 +1,378 @@
+"""Optimizer states in 8 or 16 bits, and the update rules that read and write them.
+
+A state is seen as a float32 matrix (R, C), its parameter's first dimension by the rest, and
+quantised in groups of ``group`` elements along C, G = ceil(C / group) of them a row; the last one
+of a row may be shorter. What is kept:
+
+========== ========================== ========================================================
+form       per element                per group, float32
+========== ========================== ========================================================
+linear     code, E4M3 or float16      scale; ``value = code * scale``
+expanded   code, E4M3                 scale, exponent; ``value = sign * (|code| / 448)^exponent
+                                      * scale``
+========== ========================== ========================================================
+
+*Linear* is ``reference.cast`` in blocks of (1, group), scaled by the group's own amax.
+
+*Expanded* is COAT's dynamic range expansion (arXiv 2410.19313, section 4.1). The magnitudes of a
+group of second moments span much less, or much more, than the E4M3 codes do (448 / 2^-9, about
+2^17.8). Raising them to a power k makes the two ranges equal, so that each group uses every code:
+
+    f(x) = sign(x) * |x|^k,   k = log(448 / 2^-9) / log(largest / smallest)
+
+over the group's nonzero magnitudes. After it the paper divides by the scale ``max|f(x)| / 448``.
+Here that division comes first, ``(|x| / largest)^k * 448``, which is the same number and keeps
+powers of huge and of tiny values within float32. The paper's centre ``sqrt(largest * smallest)`` is
+a constant factor of x, which this normalisation takes out again. ``scale`` is the largest magnitude
+(at least 2^-126), ``exponent`` is 1 / k, kept between 1 / 64 (a group of one value, or nearly: it
+is coded with k = 64) and 6 (whatever lies below 2^-106 of the largest is raised to it).
+
+Exact in every form: zeros, and in the expanded form the largest magnitude. A nonzero element
+becomes 0 only in linear E4M3. An infinite or NaN element is coded as NaN and is left out of the
+range of its group, so its neighbours are what they would be beside a zero.
+
+Linear codes and scales are defined to the bit (see ``reference.py``). Expanded ones depend on the
+last bits of ``log2`` and ``exp2``, which each backend has its own of: codes may be neighbours.
+
+Update rules are functions of dense float32 tensors, each step one operation that no compiler may
+contract, in the order in which the Triton twins take them. Their bits agree but for the square root
+of eager torch on a CPU, which MKL does not round correctly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from float8.kernels import powers, reference
+
+E4M3_MAX = 448.0
+SMALLEST_CODE = 2.0**-9
+LOG2_RANGE = math.log2(E4M3_MAX / SMALLEST_CODE)  # of the E4M3 magnitudes
+MIN_EXPONENT = 1 / 64
+MAX_EXPONENT = 6.0
+Number = float | Tensor  # a Python float, or a 0-dim tensor
+
+
+def _in_whole_groups(
+    function: Callable[..., tuple[Tensor, ...]], columns: int, group: int, *matrices: Tensor
+) -> tuple[Tensor, ...]:
+    """Apply ``function`` to what whole groups cover, and to the rest; put the results together.
+
+    Padding would be shorter and costs a copy; and inductor on a CPU (2.13) gets loops over groups
+    that do not divide wrong (see `float8.kernels.reference`).
+
+    Args:
+        columns: of the matrix that is coded.
+        matrices: (R, columns) or (R, G).
+    """
+    whole = columns - columns % group
+    if whole in (0, columns):
+        return function(*matrices)
+    cuts = [whole if x.shape[1] == columns else whole // group for x in matrices]
+    left = function(*(x[:, :cut] for x, cut in zip(matrices, cuts, strict=True)))
+    right = function(*(x[:, cut:] for x, cut in zip(matrices, cuts, strict=True)))
+    return tuple(torch.cat(pair, dim=1) for pair in zip(left, right, strict=True))
+
+
+def _tiles(x_RC: Tensor, group: int) -> Tensor:
+    """(R, G, extent): the matrix with its groups as the last dimension."""
+    rows, columns = x_RC.shape
+    extent = max(1, min(group, columns))
+    return x_RC.reshape(rows, columns // extent, extent)
+
+
+def encode(x_RC: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Linear codes: nearest even under a scale per group.
+
+    Args:
+        x_RC: float32 (R, C).
+        group: elements that share a scale.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float16``. A nonzero element stays nonzero in
+            float16, at the cost of half a smallest subnormal, 2^-41 of the group's amax.
+
+    Returns:
+        codes (R, C), scale (R, G).
+    """
+
+    def whole(x: Tensor) -> tuple[Tensor, Tensor]:
+        tiles = _tiles(x, group)
+        magnitude = tiles.abs()
+        amax = torch.where(magnitude < math.inf, magnitude, 0.0).amax(2, keepdim=True)
+        scale = reference.scale_from_amax(amax, torch.finfo(dtype).max)
+        codes = reference.cast(tiles, scale, (1, 1, -1), dtype)
+        if dtype == torch.float16:
+            smallest = torch.where(tiles < 0, -(2.0**-24), 2.0**-24).to(dtype)
+            codes = torch.where((codes == 0) & (tiles != 0), smallest, codes)
+        return codes.reshape(x.shape), scale.squeeze(2)
+
+    if x_RC.numel() == 0:
+        return _no_codes(x_RC, group, dtype)
+    codes, scale = _in_whole_groups(whole, x_RC.shape[1], group, x_RC)
+    return codes, scale
+
+
+def decode(codes_RC: Tensor, scale_RG: Tensor, group: int) -> Tensor:
+    """``codes * scale``: float32 (R, C) of linear codes."""
+
+    def whole(codes: Tensor, scale: Tensor) -> tuple[Tensor]:
+        tiles = _tiles(codes, group)
+        is_e4m3 = codes.dtype == torch.float8_e4m3fn
+        x = (powers.values(tiles) if is_e4m3 else tiles.to(torch.float32)) * scale.unsqueeze(2)
+        return (x.reshape(codes.shape),)
+
+    if codes_RC.numel() == 0:
+        return codes_RC.to(torch.float32)
+    return _in_whole_groups(whole, codes_RC.shape[1], group, codes_RC, scale_RG)[0]
+
+
+def encode_expanded(x_RC: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """E4M3 codes of COAT's dynamic range expansion.
+
+    Args:
+        x_RC: float32 (R, C), of any sign.
+        group: elements that share a scale and an exponent.
+
+    Returns:
+        codes (R, C), scale (R, G), exponent (R, G).
+    """
+
+    def whole(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tiles = _tiles(x, group)
+        scale, exponent = _range_of(tiles)
+        codes = _expand(tiles, scale, exponent)
+        return codes.reshape(x.shape), scale.squeeze(2), exponent.squeeze(2)
+
+    if x_RC.numel() == 0:
+        codes, scale = _no_codes(x_RC, group, torch.float8_e4m3fn)
+        return codes, scale, scale.clone()
+    codes, scale, exponent = _in_whole_groups(whole, x_RC.shape[1], group, x_RC)
+    return codes, scale, exponent
+
+
+def _no_codes(x_RC: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    rows, columns = x_RC.shape
+    return torch.empty_like(x_RC, dtype=dtype), x_RC.new_ones(rows, -(-columns // group))
+
+
+def _range_of(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """scale and exponent (R, G, 1) of the nonzero finite magnitudes of each group."""
+    magnitude = tiles.abs()
+    finite = torch.where(magnitude < math.inf, magnitude, 0.0)
+    largest = finite.amax(2, keepdim=True).clamp(min=2.0**-126)
+    smallest = torch.where(finite > 0, finite, math.inf).amin(2, keepdim=True)
+    log2_range = largest.log2() - smallest.log2()  # -inf for a group of zeros
+    return largest, (log2_range * (1 / LOG2_RANGE)).clamp(MIN_EXPONENT, MAX_EXPONENT)
+
+
+def _expand(tiles: Tensor, scale: Tensor, exponent: Tensor) -> Tensor:
+    ratio = tiles.abs() * reference.reciprocal(scale)
+    y = powers.exp2(powers.log2(ratio) * reference.reciprocal(exponent)) * E4M3_MAX
+    y = y.clamp(SMALLEST_CODE, E4M3_MAX) * tiles.sign()  # a zero has no sign: it stays zero
+    if torch.compiler.is_compiling():
+        y = torch.where(tiles.abs() < math.inf, y, math.nan)
+    else:
+        y.add_(tiles, alpha=0)  # NaN where x is NaN or inf, in one fast pass
+    return y.to(torch.float8_e4m3fn)
+
+
+def decode_expanded(codes_RC: Tensor, scale_RG: Tensor, exponent_RG: Tensor, group: int) -> Tensor:
+    """``sign * (|codes| / 448)^exponent * scale``: float32 (R, C) of expanded codes."""
+
+    def whole(codes: Tensor, scale: Tensor, exponent: Tensor) -> tuple[Tensor]:
+        tiles = powers.values(_tiles(codes, group))
+        log2_ratio = powers.log2(tiles.abs() * (1 / E4M3_MAX))
+        value = powers.exp2(log2_ratio * exponent.unsqueeze(2)) * scale.unsqueeze(2)
+        if torch.compiler.is_compiling():  # which has no vector instructions for copysign
+            value = torch.where(tiles < 0, -value, value)
+            value = torch.where(tiles.abs() > 0, value, tiles)  # powers by bits know no 0 and NaN
+        else:
+            value = value.copysign(tiles)
+        return (value.reshape(codes.shape),)
+
+    if codes_RC.numel() == 0:
+        return codes_RC.to(torch.float32)
+    return _in_whole_groups(whole, codes_RC.shape[1], group, codes_RC, scale_RG, exponent_RG)[0]
+
+
+def adamw(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    *,
+    lr: Number,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: Number,
+    decoupled: bool = True,
+    maximize: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step of Adam (arXiv 1412.6980, algorithm 1), its decay decoupled (arXiv 1711.05101).
+
+    Args:
+        p, g, m, v: float32 parameter, gradient, first and second moment, of one shape.
+        lr, step: Python numbers, or 0-dim tensors, which do not recompile; step counts from 1.
+        decoupled: decay the parameter (AdamW); otherwise add ``weight_decay * p`` to g (Adam).
+        maximize: ascend.
+
+    Returns:
+        new p, m and v; NaN and inf gradients go where they go in ``torch.optim``.
+    """
+    g = -g if maximize else g
+    if decoupled:
+        p = p * (1 - lr * weight_decay)
+    elif weight_decay != 0:
+        g = g + p * weight_decay
+    m = m + (g - m) * (1 - beta1)
+    v = v * beta2 + (g * g) * (1 - beta2)
+    step_size, root = adam_factors(lr, beta1, beta2, step)
+    return p - (m / (v.sqrt() * root + eps)) * step_size, m, v
+
+
+def adam_factors(lr: Number, beta1: float, beta2: float, step: Number) -> tuple[Number, Number]:
+    """``lr / (1 - beta1^step)`` and ``1 / sqrt(1 - beta2^step)``, computed in float64."""
+    if not isinstance(step, Tensor):
+        step_size = lr / (1 - beta1**step)
+        root: Number = 1 / math.sqrt(1 - beta2**step)
+        return step_size, root
+    # The largest of 16 copies: inductor stores what a reduction gives, and would otherwise repeat
+    # the powers for every element (2.13 on a CPU: half of the time of a step).
+    step64 = step.to(torch.float64).expand(16)
+    size64 = lr / (1 - torch.pow(beta1, step64))
+    root64 = (1 - torch.pow(beta2, step64)).rsqrt()
+    return size64.to(torch.float32).amax(0), root64.to(torch.float32).amax(0)
+
+
+def sgd_momentum(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    *,
+    lr: Number,
+    momentum: float,
+    step: Number,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One step of SGD with momentum, as ``torch.optim.SGD`` defines it.
+
+    Args:
+        p, g, m: float32 parameter, gradient and momentum, of one shape; m is 0 before step 1.
+        step: counts from 1: the first gradient enters the momentum undampened.
+
+    Returns:
+        new p and m.
+    """
+    g = -g if maximize else g
+    if weight_decay != 0:
+        g = g + p * weight_decay
+    kept: Number = 1 - dampening
+    if isinstance(step, Tensor):
+        kept = torch.where(step == 1, 1.0, kept).to(torch.float32)
+    elif step == 1:
+        kept = 1.0
+    m = m * momentum + g * kept
+    update = g + m * momentum if nesterov else m
+    return p - update * lr, m
+
+
+def lion(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    *,
+    lr: Number,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    maximize: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One step of Lion (arXiv 2302.06675, algorithm 2), its decay decoupled.
+
+    Returns:
+        new p and m.
+    """
+    g = -g if maximize else g
+    p = p * (1 - lr * weight_decay)
+    mixed = m * beta1 + g * (1 - beta1)
+    direction = torch.where(mixed.isnan(), mixed, mixed.sign())  # sign() makes 0 of NaN
+    return p - direction * lr, m * beta2 + g * (1 - beta2)
+
+
+def stochastic_round(
+    x: Tensor, dtype: torch.dtype, seed: int | Tensor, offset: int | Tensor, first: int = 0
+) -> Tensor:
+    """Round to one of the two nearest values of ``dtype``, the nearer one more often.
+
+    The expectation is x (to within 2^-14 of float16's spacing). The bits are a hash of (seed,
+    offset, number of the element), so they do not depend on the device, on the order of execution,
+    or on anybody's random state. Beyond the largest finite value, nearest even.
+
+    Args:
+        x: float32, any shape.
+        dtype: bfloat16 or float16.
+        seed, offset: 32-bit integers, or 0-dim integer tensors: which parameter, and which step.
+        first: the number of x's first element, where x is a part of something.
+
+    Returns:
+        x's shape; NaN and inf stay what they are.
+    """
+    lost = {torch.bfloat16: 16, torch.float16: 13}[dtype]  # bits of the float32 mantissa
+    finfo = torch.finfo(dtype)
+    magnitude = x.abs()
+    # Below the normal range all values are equally far apart: so are those from tiny to 2 tiny.
+    shift = torch.where(magnitude < finfo.tiny, finfo.tiny, 0.0) if dtype == torch.float16 else 0.0
+    mask = (1 << lost) - 1
+    noise = random_bits(x, seed, offset, first) & mask
+    rounded = ((magnitude + shift).view(torch.int32) + noise) & ~mask
+    value = (rounded.view(torch.float32) - shift).copysign(x)
+    return torch.where(magnitude < finfo.max, value, x).to(dtype)
+
+
+def random_bits(x: Tensor, seed: int | Tensor, offset: int | Tensor, first: int = 0) -> Tensor:
+    """int32 of x's shape: 32 random bits per element, a hash of (seed, offset, its number).
+
+    Two multiplications and three shifts, of constants found by search for low bias (C. Wellons,
+    "Prospecting for hash functions", lowbias32), with a key before and a key between them.
+    """
+    index = torch.arange(x.numel(), dtype=torch.int32, device=x.device).reshape(x.shape)
+    if first:
+        index = index + as_int32(first)
+    return _hash(index + key(seed), key(offset))
+
+
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)  # as int32
+
+
+def _hash(h: Tensor, between: int | Tensor = 0) -> Tensor:
+    h = (h ^ _shifted(h, 16)) * _FIRST
+    h = h ^ between
+    h = (h ^ _shifted(h, 15)) * _SECOND
+    return h ^ _shifted(h, 16)
+
+
+def _shifted(h: Tensor, by: int) -> Tensor:
+    return (h >> by) & ((1 << (32 - by)) - 1)  # >> of an int32 repeats its sign
+
+
+def key(number: int | Tensor) -> int | Tensor:
+    """The hash of a number, an int32: nearby numbers give unrelated keys."""
+    if isinstance(number, Tensor):
+        return _hash(number.to(torch.int32) + 0x1E3779B9)
+    h = (number + 0x1E3779B9) & 0xFFFFFFFF
+    for by, factor in ((16, _FIRST), (15, _SECOND)):
+        h = ((h ^ (h >> by)) * factor) & 0xFFFFFFFF
+    return as_int32(h ^ (h >> 16))
+
+
+def as_int32(h: int) -> int:
+    """The int32 of the same 32 bits."""
+    return (h + (1 << 31)) % (1 << 32) - (1 << 31)

@@ -1,0 +1,150 @@
+"""Gradients that wait for the optimizer in float8: one byte per element instead of four or two.
+
+::
+
+    held = hold_gradients_in_float8(model.parameters())
+    loss.backward()                    # p.grad is a `HeldGradient`: E4M3 codes and one scale
+
+FP8-LM (arXiv 2310.18313, section 2.1) holds weight gradients so. When autograd has written
+``p.grad`` a hook casts it, and the float32 tensor is freed before the next parameter's gradient is
+computed: the whole model's gradients in high precision never exist at once.
+
+The scale follows from the largest finite magnitude, so that one NaN or inf is one NaN code, for
+clipping and `GradScaler` to see, and its neighbours keep their values. A second backward before the
+step adds in float32, ``codes * scale + new``, and casts the sum: each microbatch after the first
+rounds once more. ``p.grad`` may be zeroed, clipped, unscaled and read by ``.dequantize()``;
+`float8.optim` reads it as it is.
+
+A model that reduces its gradients over ranks owns their memory: DDP's buckets and FSDP2's shards
+stay in high precision (what *travels* may be float8: `float8.distributed.gradients`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8 import kernels
+from float8.formats import E4M3, Format, format_of, on_device
+from float8.granularity import WHOLE, Block
+from float8.tensor import Float8Tensor
+
+aten = torch.ops.aten
+
+
+class HeldGradient(Float8Tensor):
+    """A gradient in float8: the `Float8Tensor` that autograd may add to."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """As `Float8Tensor`; a sum in place is computed in float32 and cast anew."""
+        if func is aten.add_.Tensor and isinstance(args[0], HeldGradient):
+            total = _plain(args[0]) + _plain(args[1]) * (kwargs or {}).get("alpha", 1)
+            return args[0].write(total)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, *_: Any) -> HeldGradient:
+        return HeldGradient(inner["_data"], inner["_scale"], *meta)
+
+    @staticmethod
+    def of(gradient: Tensor, fmt: Format) -> HeldGradient:
+        """A gradient of any strided shape, cast to ``fmt`` with one scale."""
+        block: Block = (WHOLE,) * gradient.dim()
+        data, scale = _cast(gradient.detach(), block, fmt)
+        return HeldGradient(data, scale, block, gradient.dtype)
+
+    def write(self, gradient: Tensor) -> HeldGradient:
+        """Replace the values, with a new scale, in the memory that there is."""
+        data, scale = _cast(gradient, self._block, self.format)
+        self._data.copy_(data)
+        self._scale.copy_(scale)
+        return self
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.dequantize(torch.float32) if isinstance(x, Float8Tensor) else x.float()
+
+
+def _cast(x: Tensor, block: Block, fmt: Format) -> tuple[Tensor, Tensor]:
+    finite = torch.where(x.isfinite(), x, 0.0)
+    scale = kernels.scale_from_amax(kernels.amax(finite, block), fmt.max)
+    return kernels.cast(x, scale, block, fmt.dtype), scale
+
+
+class HeldGradients:
+    """The hooks of `hold_gradients_in_float8`.
+
+    Args:
+        parameters: whose gradients are held.
+        fmt: their format.
+    """
+
+    def __init__(self, parameters: list[Tensor], fmt: Format) -> None:
+        self.parameters = parameters
+        self.format = fmt
+        self._hooks = [p.register_post_accumulate_grad_hook(self._hold) for p in parameters]
+
+    def _hold(self, p: Tensor) -> None:
+        if p.grad is not None and not isinstance(p.grad, HeldGradient):
+            p.grad = HeldGradient.of(p.grad, on_device(self.format, p.device))
+
+    def remove(self) -> None:
+        """Hold what comes from now on as autograd writes it; what is there stays float8."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def hold_gradients_in_float8(
+    parameters: Iterable[Tensor], fmt: Format | torch.dtype = E4M3
+) -> HeldGradients:
+    """Keep the gradients of these parameters in float8 from backward to step.
+
+    The hooks belong to the Parameter objects: a deep copy or a pickle has none. Compiled models
+    run them as others do; compiled autograd is not supported.
+
+    Args:
+        parameters: leaves, of a model that no distributed wrapper has taken.
+        fmt: `E4M3` or `E5M2`, or their dtypes.
+
+    Returns:
+        A handle: ``remove()`` ends it.
+
+    Raises:
+        TypeError: something is no leaf that requires a gradient, or is sharded.
+        ValueError: no parameters, or one whose gradient is held already.
+    """
+    chosen = list(dict.fromkeys(parameters))
+    if not chosen:
+        raise ValueError("hold_gradients_in_float8: there are no parameters")
+    for index, p in enumerate(chosen):
+        if (reason := _refuses(p)) is not None:
+            what = f"parameter {index} of shape {tuple(p.shape)}"
+            raise reason(f"hold_gradients_in_float8: {what} {_REASONS[reason]}")
+    return HeldGradients(chosen, format_of(fmt))
+
+
+_REASONS: dict[type[Exception], str] = {
+    TypeError: "must be a leaf that requires a gradient, and no DTensor (a distributed wrapper "
+    "owns the memory of its gradients: leave it to that)",
+    ValueError: "has its gradients held in float8 already",
+}
+
+
+def _refuses(p: Tensor) -> type[Exception] | None:
+    if not p.is_leaf or not p.requires_grad or kernels.is_sharded(p):
+        return TypeError
+    hooks = p._post_accumulate_grad_hooks or {}
+    held = any(
+        isinstance(getattr(hook, "__self__", None), HeldGradients) for hook in hooks.values()
+    )
+    return ValueError if held else None
+
+
+torch.serialization.add_safe_globals([HeldGradient])

@@ -1,0 +1,21 @@
+"""What the activations room keeps of a tensor, by the oracle: the float8 copy, in float64."""
+
+from __future__ import annotations
+
+import oracle
+import torch
+from torch import Tensor
+
+
+def rows(x: Tensor, group: int) -> Tensor:
+    """The matrix whose rows are cut into groups."""
+    one_row = x.dim() == 0 or x.shape[-1] < group
+    return x.detach().reshape(1, -1) if one_row else x.detach().reshape(-1, x.shape[-1])
+
+
+def copy_of(
+    x: Tensor, group: int = 128, dtype: torch.dtype = torch.float8_e4m3fn, power_of_two: bool = True
+) -> Tensor:
+    """float64, of x's shape: what decoding has to give, exactly."""
+    codes, scale = oracle.quantize(rows(x, group), (1, group), dtype, power_of_two)
+    return oracle.values(codes, scale, (1, group), dtype).reshape(x.shape)

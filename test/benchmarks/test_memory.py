@@ -1,0 +1,186 @@
+"""Bytes held in training, against counts by hand and torch's own MemTracker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from benchmarks import memory
+from benchmarks.llama import MODELS, Block, LanguageModel
+from float8 import E4M3, Float8LinearConfig, Float8Tensor, convert_to_float8_training
+from float8.optim import AdamW
+
+TINY = MODELS["tiny"]
+BF16 = torch.bfloat16
+
+
+def meta_llama(blocks: int = 1) -> tuple[LanguageModel, tuple[torch.Tensor, torch.Tensor]]:
+    with torch.device("meta"):
+        model = LanguageModel(replace(TINY, blocks=blocks)).bfloat16()
+        tokens, targets = torch.zeros(2, TINY.batch, TINY.tokens, dtype=torch.int64)
+    return model, (tokens, targets)
+
+
+def test_storages_count_once_and_subclasses_by_what_is_in_them():
+    x = torch.zeros(32, 64)
+    assert memory.bytes_of([x, x[3:], x.t(), nn.Parameter(x)]) == 32 * 64 * 4
+    codes = Float8Tensor.from_high_precision(x, E4M3)
+    assert memory.bytes_of([codes]) == 32 * 64 + 4
+    assert memory.bytes_of([torch.zeros(10)[:2], x]) == 40 + 32 * 64 * 4
+
+
+@pytest.mark.parametrize(("kinds", "per_parameter"), [
+    (("float32", "float32"), 8),
+    (("float8", "float8"), 2 + 12 / 128),
+    (("float8", "float16"), 3 + 8 / 128),
+])  # fmt: skip
+def test_optimizer_states_are_counted_from_their_storages(kinds, per_parameter):
+    weight = nn.Parameter(torch.randn(64, 256))
+    optimizer = AdamW([weight], first_moment=kinds[0], second_moment=kinds[1])
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    step = 4
+    assert memory.bytes_of(memory.state_tensors(optimizer)) == 64 * 256 * per_parameter + step
+
+
+def test_the_peak_is_what_was_alive_at_once_on_a_cpu_too():
+    with memory.Allocations() as allocations:
+        a = torch.zeros(100)
+        b = a + 1
+        del a
+        c = b[10:]  # a view
+        del b
+        assert allocations.now == 400
+        d = torch.zeros(50)
+        assert (allocations.now, allocations.peak) == (600, 800)
+        del c, d
+        allocations.forget_peak()
+        assert (allocations.now, allocations.peak) == (0, 0)
+
+
+def test_what_a_subclass_computes_inside_is_seen():
+    x = Float8Tensor.from_high_precision(torch.randn(16, 64), E4M3)
+    with memory.Allocations([x]) as allocations:
+        before = allocations.now
+        high = x.dequantize()
+        assert before == 16 * 64 + 4
+        assert allocations.now == before + memory.bytes_of([high])
+        assert (
+            allocations.peak > allocations.now
+        )  # codes as float32, and the product with the scale
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
+def test_torchs_own_tracker_finds_the_same_peak_and_activations(recipe):
+    model, batch = meta_llama(blocks=2)
+    if recipe:
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        convert_to_float8_training(model.stack, config=config)
+    states = AdamW(model.parameters())  # without states in the first backward
+    tracker = MemTracker()
+    tracker.track_external(model, *batch)
+    with memory.as_on_cuda():
+        with tracker:
+            before = total(tracker)
+            loss = model(*batch)
+            kept = total(tracker) - before
+            loss.backward()
+            peak = total(tracker, "peak")
+        del loss
+        model.zero_grad()
+        allocations = memory.Allocations(model.parameters(), model.buffers(), batch)
+        with allocations:
+            assert memory._backward(model, batch, memory.ExitStack, allocations) == kept
+        assert allocations.peak == peak
+        model.zero_grad()
+        step = memory.footprint(model, states, batch)
+    assert step.activations == kept
+    assert step.peak_backward == peak + step.states
+    assert step.peak_update == sum((step.parameters, step.gradients, step.states)) + sum(
+        memory.bytes_of([x]) for x in (*model.buffers(), *batch[:1])
+    )
+
+
+def total(tracker: MemTracker, when: str = "current") -> int:
+    (snapshot,) = tracker.get_tracker_snapshot(when).values()
+    return snapshot["Total"]
+
+
+def test_a_blocks_activations_are_those_that_one_counts_by_hand():
+    """bf16 numbers per token; Float8Linear keeps one byte, and what others keep stays."""
+    tokens, hidden, ffn = TINY.batch * TINY.tokens, TINY.hidden, TINY.feed_forward
+    kv = TINY.kv_heads * TINY.head_dim
+    stream = hidden  # what a norm reads
+    attention = hidden + 2 * kv + hidden  # q, k, v, and the result
+    between = 2 * ffn + ffn  # gate and up, silu(gate)
+    inputs = hidden + hidden + hidden + ffn  # of wqkv, wo, w13, w2
+    floats = 2 + TINY.heads  # of each norm, of attention's rows
+    by_hand = tokens * (2 * (2 * stream + attention + between + inputs) + 4 * floats)
+
+    kept = {}
+    with memory.as_on_cuda():
+        for recipe in ("bf16", "tensorwise"):
+            sizes = []
+            for blocks in (1, 2):
+                model, batch = meta_llama(blocks)
+                if recipe != "bf16":
+                    config = Float8LinearConfig.from_recipe_name(recipe)
+                    convert_to_float8_training(model.stack, config=config)
+                sizes.append(memory.footprint(model, AdamW(model.parameters()), batch).activations)
+            kept[recipe] = sizes[1] - sizes[0]
+    seeds = 8 + 16  # of attention's dropout
+    assert kept["bf16"] - by_hand == pytest.approx(0, abs=seeds)
+    scales = 4 * 4
+    assert kept["bf16"] - kept["tensorwise"] == pytest.approx(tokens * inputs, abs=2 * scales)
+
+
+def test_a_whole_model_keeps_one_blocks_activations_as_often_as_it_has_blocks():
+    sizes = []
+    with memory.as_on_cuda():
+        for blocks in (1, 2, 5):
+            model, batch = meta_llama(blocks)
+            optimizer = AdamW(model.parameters())
+            sizes.append(memory.footprint(model, optimizer, batch).activations)
+    assert sizes[2] == sizes[0] + 4 * (sizes[1] - sizes[0])
+
+
+def test_a_trace_on_meta_counts_what_a_cpu_really_keeps():
+    """Without attention and norms, which differ between CPU and CUDA: the same layers, for real."""
+    sizes = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 1)).to(BF16)
+            x = torch.ones(32, 64, dtype=BF16)
+        loss = nn.Sequential(model, Mean())
+        optimizer = AdamW(model.parameters(), fused=False)
+        sizes.append(memory.footprint(loss, optimizer, (x,)))
+    assert sizes[0].activations == sizes[1].activations > 32 * 128 * 2
+    assert sizes[0].peak_backward == sizes[1].peak_backward
+    assert sizes[0].parameters == sizes[0].gradients == (65 * 128 + 129) * 2
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean()
+
+
+def test_what_as_on_cuda_replaces_is_put_back():
+    from float8 import kernels
+
+    before = kernels.runs_kernel
+    with memory.as_on_cuda():
+        assert kernels.runs_kernel is not before
+    assert kernels.runs_kernel is before
+    with torch.device("meta"):
+        block, x = Block(TINY), torch.empty(1, 8, TINY.hidden)
+        rotary = torch.empty(2, 8, TINY.head_dim // 2)
+    with memory.Allocations() as allocations:
+        block(x, rotary)
+    plain = allocations.peak
+    with memory.as_on_cuda(), memory.Allocations() as allocations:
+        block(x, rotary)
+    assert allocations.peak < plain  # neither T x T matrices nor float32 copies

@@ -1,0 +1,340 @@
+"""The codes of optimizer states against float64 and the 256-code table; the update rules."""
+
+from __future__ import annotations
+
+import math
+
+import oracle
+import pytest
+import torch
+from assertions import assert_bitwise
+from shapes import Case, pairs
+
+from float8.kernels import moments
+
+E4M3 = torch.float8_e4m3fn
+SHAPES = ((4, 256), (3, 300), (1, 5), (37, 1), (5, 123), (1, 1))
+GROUPS = (128, 32, 96, 1)
+RANGE = math.log2(448 * 2**9)
+
+
+def groups(x, group):
+    """The groups of every row, as slices of (row, columns)."""
+    for row in range(x.shape[0]):
+        for first in range(0, x.shape[1], group):
+            yield row, slice(first, min(first + group, x.shape[1]))
+
+
+def expanded_oracle(x, group):
+    """What COAT's expansion makes of x, in float64: the y that are rounded to E4M3."""
+    y = torch.zeros(x.shape, dtype=torch.float64)
+    for row, cols in groups(x, group):
+        values = x[row, cols].to(torch.float64)
+        sizes = values.abs()[values != 0]
+        if not len(sizes):
+            continue
+        log2_range = float(torch.log2(sizes.max() / sizes.min()))
+        k = 64.0 if log2_range < RANGE / 64 else RANGE / log2_range
+        ratio = values.abs() / sizes.max()
+        y[row, cols] = ratio.pow(k).mul(448) * values.sign()
+    return y
+
+
+def second_moments(shape, log2_range, seed):
+    """Positive values over 2^log2_range, float32."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.rand(shape, generator=generator, dtype=torch.float64) * log2_range
+    return torch.exp2(exponents - log2_range - 20).float()
+
+
+@pairs(shape=SHAPES, group=GROUPS, fill=("normal", "wide", "one_large", "zeros"))
+def test_linear_codes_are_those_of_the_table(shape, group, fill):
+    case = Case(shape, fill=fill, seed=1)
+    x = case.make()
+    codes, scale = moments.encode(x, group, E4M3)
+    expected, scales = oracle.quantize(x, (1, group), E4M3)
+    assert_bitwise(scale, scales, (case, group), "scale")
+    assert_bitwise(codes, expected, (case, group), "codes")
+    exact = oracle.values(codes, scale, (1, group)).float()
+    assert_bitwise(moments.decode(codes, scale, group), exact, (case, group), "values")
+
+
+@pairs(shape=SHAPES, group=GROUPS, exponent=(-140, -30, 0, 100))
+def test_scaled_float16_keeps_eleven_bits_and_every_nonzero(shape, group, exponent):
+    case = Case(shape, fill="wide", exponent=exponent, seed=2)
+    x = case.make()
+    codes, scale = moments.encode(x, group, torch.float16)
+    decoded = moments.decode(codes, scale, group).double()
+    for row, cols in groups(x, group):
+        values, amax = x[row, cols].double(), float(x[row, cols].abs().max())
+        # Half a spacing of normal codes, a whole one of subnormals, and scales from 2^-126 on.
+        step = max(amax * 2.0**-39, 2.0**-149)
+        bound = values.abs() * 2.0**-10.9 + step
+        assert ((decoded[row, cols] - values).abs() <= bound).all(), (case, group, row, cols)
+    assert ((codes != 0) == (x != 0)).all(), (case, group)
+
+
+@pairs(shape=SHAPES, group=GROUPS, log2_range=(0, 0.1, 3, 17.8, 40, 90))
+def test_expanded_codes_are_coats_in_float64(shape, group, log2_range):
+    replay = (shape, group, log2_range)
+    x = second_moments(shape, log2_range, seed=3)
+    codes, _, _ = moments.encode_expanded(x, group)
+    y = expanded_oracle(x, group)
+    found = oracle.table(E4M3)[codes.view(torch.uint8).long()]
+    # The nearest code, or its neighbour where float32 logarithms moved a tie: never further.
+    spacing = (y.abs() / 8).clamp(min=2.0**-9)
+    assert ((found - y).abs() <= spacing * 0.51).all(), replay
+    nearest = oracle.encode(y, E4M3)
+    assert (nearest != codes.view(torch.uint8)).double().mean() < 0.01 + 1 / x.numel(), replay
+
+
+@pytest.mark.parametrize("log2_range", [1, 4, 10, 17.8, 30, 60, 100])
+def test_expansion_error_is_the_codes_error_divided_by_k(log2_range):
+    """y has a relative error of 2^-4 (half a spacing), x a k-th of it: narrow groups gain bits."""
+    x = second_moments((8, 128), log2_range, seed=4)
+    decoded = moments.decode_expanded(*moments.encode_expanded(x, 128), 128)
+    y = expanded_oracle(x, 128)
+    relative = ((decoded.double() - x.double()) / x.double()).abs()
+    normal = y >= 2.0**-6
+    found = float(relative[normal].max())
+    assert found <= (1 + 2.0**-4) ** (log2_range / RANGE) - 1 + 1e-5
+    linear = moments.decode(*moments.encode(x, 128, E4M3), 128)
+    worse = ((linear.double() - x.double()) / x.double()).abs().mean()
+    assert relative.mean() < worse * min(1, 2 * log2_range / RANGE + 0.1)
+    assert float(decoded.min()) > 0
+
+
+def test_every_guard_of_the_expansion():
+    nan, inf = math.nan, math.inf
+    cases = {
+        "a constant group": ([5.0] * 8, [5.0] * 8),
+        "all zeros": ([0.0] * 8, [0.0] * 8),
+        "a zero in lane 0": ([0, 1.0, 2, 4, 8, 16, 32, 64], None),
+        "zeros inside": ([1.0, 0, 2, 0, 0, 1, 1, 2], [1.0, 0, 2, 0, 0, 1, 1, 2]),
+        "NaN alone": ([nan, 1.0, 2, 1, 2, 1, 2, 1], [nan, 1.0, 2, 1, 2, 1, 2, 1]),
+        "inf alone": ([1, inf, 2.0, 1, -inf, 1, 2, 1], [1, nan, 2.0, 1, nan, 1, 2, 1]),
+        "tiny and constant": ([1e-38] * 8, None),
+        "subnormal": ([1e-45, 1e-40, 0, 1e-45, 3e-42, 1e-45, 1e-45, 1e-45], None),
+        "huge beside tiny": ([3e38, 1e-45, 1.0, 0, 1e-38, 3e38, 1e20, 1], None),
+        "signed": ([-4.0, 1, -1, 4, 4, -4, 1, 1], [-4.0, 1, -1, 4, 4, -4, 1, 1]),
+        "negative zero": ([-0.0, 1.0, 1, 1, 1, 1, 1, 1], [-0.0, 1.0, 1, 1, 1, 1, 1, 1]),
+    }
+    for what, (values, expected) in cases.items():
+        x = torch.tensor([values])
+        codes, scale, exponent = moments.encode_expanded(x, 8)
+        decoded = moments.decode_expanded(codes, scale, exponent, 8)
+        assert scale.isfinite().all() and (scale >= 2.0**-126).all(), what
+        assert ((exponent >= 1 / 64) & (exponent <= 6)).all(), what
+        assert torch.equal(decoded == 0, x == 0), what
+        assert torch.equal(decoded.isnan(), ~x.isfinite()), what
+        if expected is not None:
+            both = torch.cat([decoded, torch.tensor([expected])]).nan_to_num(7.0)
+            assert torch.allclose(both[0], both[1], rtol=1e-5, atol=0), what
+    lane_0 = torch.tensor([cases["a zero in lane 0"][0]])
+    codes = moments.encode_expanded(lane_0, 8)[0].float()
+    assert codes.max() == 448 and codes[codes > 0].min() == 2.0**-9  # the whole range is used
+
+
+def test_a_published_defect_is_caught():
+    """The planted fault: a zero taken for the smallest magnitude leaves a group without a range."""
+
+    def defective(x):
+        smallest, largest = x[:, :1].abs(), x.abs().amax(1, keepdim=True)  # zero in lane 0
+        k = RANGE / torch.log2(largest / smallest)
+        return ((x / largest).pow(k) * 448).to(E4M3)
+
+    x = second_moments((1, 128), 10, seed=5)
+    x[0, 0] = 0
+    ours = moments.encode_expanded(x, 128)
+    assert len(ours[0].view(torch.uint8).unique()) > 60
+    assert len(defective(x).view(torch.uint8).unique()) < 5
+
+
+@pytest.mark.parametrize("form", ["linear", "float16", "expanded"])
+def test_a_special_element_leaves_its_neighbours_alone(form):
+    """What shares a group with NaN or inf is coded as beside a zero, ragged groups included."""
+    for special in (math.nan, math.inf, -math.inf):
+        x = second_moments((3, 70), 12, seed=6)
+        x[1, 40] = 0
+        spoilt = x.clone()
+        spoilt[1, 40] = special
+        coded = [code(y, form) for y in (x, spoilt)]
+        assert coded[1][1, 40].isnan()
+        coded[1][1, 40] = 0
+        assert_bitwise(coded[1], coded[0], (form, special))
+
+
+def code(x, form, group=32):
+    if form == "expanded":
+        return moments.decode_expanded(*moments.encode_expanded(x, group), group)
+    dtype = E4M3 if form == "linear" else torch.float16
+    return moments.decode(*moments.encode(x, group, dtype), group)
+
+
+@pytest.mark.parametrize("form", ["linear", "float16", "expanded"])
+def test_coding_twice_changes_nothing(form):
+    """Decoded values are coded as what they come from: states do not drift by themselves."""
+    for log2_range in (0, 5, 17, 50):
+        once = code(second_moments((4, 100), log2_range, seed=7), form)
+        twice = code(once, form)
+        assert ((twice - once).abs() <= once * 2e-5).all(), (form, log2_range)
+
+
+def test_a_ragged_group_is_a_group_of_its_own():
+    x = second_moments((2, 150), 10, seed=8)
+    codes, scale, exponent = moments.encode_expanded(x, 64)
+    alone = moments.encode_expanded(x[:, 128:], 64)
+    assert_bitwise(codes[:, 128:], alone[0])
+    assert_bitwise(scale[:, 2:], alone[1])
+    assert_bitwise(exponent[:, 2:], alone[2])
+    for empty in (torch.ones(0, 7), torch.ones(7, 0)):
+        codes, scale, exponent = moments.encode_expanded(empty, 4)
+        assert codes.shape == empty.shape and scale.shape == (len(empty), -(-empty.shape[1] // 4))
+        assert moments.decode_expanded(codes, scale, exponent, 4).shape == empty.shape
+
+
+# --- stochastic rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [1.00237, -3.3e-5, 4.1e-8, 700.7])
+def test_stochastic_rounding_is_unbiased(value, dtype):
+    """The mean of n draws is within 5 standard deviations of x (a spacing times sqrt(pq / n))."""
+    n = 1 << 16
+    rounded = moments.stochastic_round(torch.full((n,), value), dtype, 1234, 5).double()
+    low, high = float(rounded.min()), float(rounded.max())
+    exact = float(torch.tensor(value))
+    assert low <= exact <= high
+    part = (exact - low) / (high - low)
+    noise = (high - low) * math.sqrt(max(part * (1 - part), 1 / n) / n)
+    lost = (high - low) * 2.0**-13  # bits that 13 random bits do not reach
+    assert abs(float(rounded.mean()) - exact) < 5 * noise + lost
+    nearest = torch.tensor(value).to(dtype).double()
+    assert abs(float(nearest) - exact) > 5 * noise + lost  # the planted fault would be seen
+
+
+def test_stochastic_rounding_depends_on_its_key_alone():
+    x = torch.randn(3, 1000, generator=torch.Generator().manual_seed(1))
+    first = moments.stochastic_round(x, torch.bfloat16, 7, 3)
+    torch.manual_seed(99)
+    assert_bitwise(moments.stochastic_round(x, torch.bfloat16, 7, 3), first)
+    as_tensors = moments.stochastic_round(x, torch.bfloat16, torch.tensor(7), torch.tensor(3))
+    assert_bitwise(as_tensors, first)
+    part = moments.stochastic_round(x[1:], torch.bfloat16, 7, 3, first=1000)
+    assert_bitwise(part, first[1:])
+    for seed, offset in ((8, 3), (7, 4), (3, 7), (-7, 3)):
+        other = moments.stochastic_round(x, torch.bfloat16, seed, offset)
+        same = (other == first).double().mean()
+        assert 0.55 < same < 0.8, (seed, offset)  # 2/3: p^2 + q^2 over uniform p
+
+
+def test_random_bits_are_independent_of_each_other_and_of_the_step():
+    x = torch.empty(1 << 14)
+    bits = moments.random_bits(x, 1, 1)
+    other = moments.random_bits(x, 1, 2)
+    each = torch.stack([(bits >> i) & 1 for i in range(32)]).double()
+    assert ((each.mean(1) - 0.5).abs() < 5 * 0.5 / 128).all()
+    correlation = torch.corrcoef(torch.cat([each, ((other & 1) == 1).double()[None]]))
+    assert (correlation - torch.eye(33)).abs().max() < 6 / 128
+    lag = torch.corrcoef(torch.stack([each[0, :-1], each[0, 1:]]))[0, 1]
+    assert lag.abs() < 5 / 128
+
+
+def test_stochastic_rounding_of_special_values():
+    for dtype in (torch.bfloat16, torch.float16):
+        largest = torch.finfo(dtype).max
+        x = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, largest, -largest, 1.0])
+        for offset in range(20):
+            assert_bitwise(moments.stochastic_round(x, dtype, 0, offset), x.to(dtype))
+        beyond = torch.tensor([largest * (1 + 2.0**-12), 3.4e38])
+        assert_bitwise(moments.stochastic_round(beyond, dtype, 0, 0), beyond.to(dtype))
+        assert torch.equal(
+            moments.stochastic_round(x, dtype, 0, 0)[3:5].signbit(), x[3:5].signbit()
+        )
+
+
+# --- update rules
+
+
+def torch_optimizer(kind, p, grads, **options):
+    optimizer = kind([p], **options)
+    for g in grads:
+        p.grad = g
+        optimizer.step()
+    return p.detach(), optimizer.state[p]
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("as_tensors", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_adam_is_torchs(kind, as_tensors, maximize):
+    generator = torch.Generator().manual_seed(2)
+    p, *grads = torch.randn(6, 5, 7, generator=generator)
+    options = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
+    expected, state = torch_optimizer(
+        kind, p.clone().requires_grad_(), grads, **options, maximize=maximize, foreach=False
+    )
+    m = v = torch.zeros_like(p)
+    for i, g in enumerate(grads):
+        lr, step = (torch.tensor(0.01), torch.tensor(i + 1.0)) if as_tensors else (0.01, i + 1)
+        p, m, v = moments.adamw(
+            p, g, m, v, lr=lr, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.1, step=step,
+            decoupled=kind is torch.optim.AdamW, maximize=maximize,
+        )  # fmt: skip
+    for found, wanted in ((p, expected), (m, state["exp_avg"]), (v, state["exp_avg_sq"])):
+        torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-7)
+
+
+@pairs(
+    nesterov=(False, True), dampening=(0.0, 0.3), as_tensors=(False, True), maximize=(False, True)
+)
+def test_sgd_is_torchs(nesterov, dampening, as_tensors, maximize):
+    dampening = 0.0 if nesterov else dampening
+    p, *grads = torch.randn(6, 5, 7, generator=torch.Generator().manual_seed(3))
+    options = {"momentum": 0.9, "dampening": dampening, "nesterov": nesterov}
+    options |= {"weight_decay": 0.1, "maximize": maximize}
+    expected, _ = torch_optimizer(
+        torch.optim.SGD, p.clone().requires_grad_(), grads, lr=0.01, **options, foreach=False
+    )
+    m = torch.zeros_like(p)
+    for i, g in enumerate(grads):
+        lr, step = (torch.tensor(0.01), torch.tensor(i + 1.0)) if as_tensors else (0.01, i + 1)
+        p, m = moments.sgd_momentum(p, g, m, lr=lr, step=step, **options)
+    torch.testing.assert_close(p, expected, rtol=2e-6, atol=2e-7)
+
+
+def test_lion_is_the_papers():
+    """arXiv 2302.06675, algorithm 2, in float64."""
+    p, m, *grads = torch.randn(6, 5, 7, generator=torch.Generator().manual_seed(4))
+    exact_p, exact_m = p.double(), m.double()
+    for g in grads:
+        p, m = moments.lion(p, g, m, lr=0.01, beta1=0.9, beta2=0.99, weight_decay=0.1)
+        update = (0.9 * exact_m + 0.1 * g.double()).sign() + 0.1 * exact_p
+        exact_p, exact_m = exact_p - 0.01 * update, 0.99 * exact_m + 0.01 * g.double()
+    torch.testing.assert_close(p.double(), exact_p, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(m.double(), exact_m, rtol=1e-5, atol=1e-6)
+    nan = torch.tensor([math.nan, 1.0])
+    p, m = moments.lion(p[0, :2], nan, m[0, :2], lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0)
+    assert p.isnan().tolist() == m.isnan().tolist() == [True, False]
+
+
+@pytest.mark.slow
+def test_compiled_codes_are_the_eager_ones():
+    """Ragged rows; linear codes to the bit, NaN alone, expanded codes at most neighbours."""
+
+    def step(m, v):
+        m32, v32 = moments.decode(*m, 64) * 0.9, moments.decode_expanded(*v, 64) * 0.99
+        return moments.encode(m32, 64, E4M3), moments.encode_expanded(v32, 64)
+
+    m, v = torch.randn(2, 3, 70, generator=torch.Generator().manual_seed(9))
+    m[1, 66] = v[1, 3] = math.nan
+    v[2, :64] = 0
+    states = moments.encode(m, 64, E4M3), moments.encode_expanded(v.square() * 1e-3, 64)
+    (m1, v1), (m2, v2) = step(*states), torch.compile(step, fullgraph=True)(*states)
+    assert_bitwise(m2[0], m1[0], what="linear codes")
+    assert_bitwise(m2[1], m1[1], what="scales")
+    apart = (v2[0].view(torch.uint8).int() - v1[0].view(torch.uint8).int()).abs()
+    assert apart[~v1[0].float().isnan()].max() <= 1
+    assert torch.equal(v2[0].float().isnan(), v1[0].float().isnan())
+    assert torch.equal(v2[0].float() == 0, v1[0].float() == 0)
+    torch.testing.assert_close(v2[2], v1[2], rtol=1e-5, atol=0)

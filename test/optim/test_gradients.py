@@ -1,0 +1,148 @@
+"""Gradients held in float8: what is held, how it accumulates, what sees a NaN."""
+
+from __future__ import annotations
+
+import copy
+
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from assertions import assert_bitwise
+from torch import nn
+
+from float8 import E4M3, E5M2, Float8Tensor, convert_to_float8_training
+from float8.optim.gradients import HeldGradient, hold_gradients_in_float8
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 7)).to(dtype)
+
+
+def backward(model: nn.Module, seed: int = 1, factor: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(16, 24, generator=generator).to(next(model.parameters()).dtype)
+    out = model(x)
+    out.backward(factor * torch.randn(out.shape, generator=generator).to(out.dtype))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_are_cast_as_soon_as_autograd_has_written_them(fmt, dtype):
+    plain = model_of(dtype)
+    model = copy.deepcopy(plain)
+    hold_gradients_in_float8(model.parameters(), fmt)
+    backward(model)
+    backward(plain)
+    for p, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert isinstance(p.grad, HeldGradient)
+        assert p.grad.dtype == dtype
+        block = (-1,) * p.dim()
+        codes, scale = oracle.quantize(wanted.grad, block, fmt.dtype)
+        assert_bitwise(p.grad._data, codes)
+        assert_bitwise(p.grad._scale, scale)
+        assert p.grad._data.untyped_storage().nbytes() == p.numel()
+
+
+def test_microbatches_add_in_float32_and_are_cast_once_more():
+    plain = model_of()
+    model = copy.deepcopy(plain)
+    hold_gradients_in_float8(model.parameters())
+    backward(model)
+    first = [p.grad for p in model.parameters()]
+    sums = [p.grad.dequantize() for p in model.parameters()]
+    backward(model, seed=2, factor=100.0)  # the old scale would saturate
+    backward(plain, seed=2, factor=100.0)
+    for p, q, earlier, held in zip(
+        model.parameters(), plain.parameters(), sums, first, strict=True
+    ):
+        codes, scale = oracle.quantize(earlier + q.grad, (-1,) * p.dim(), torch.float8_e4m3fn)
+        assert p.grad is held  # in the memory that there was
+        assert_bitwise(p.grad._data, codes)
+        assert_bitwise(p.grad._scale, scale)
+
+
+def test_asking_for_gradients_without_accumulating_them_is_as_always():
+    model, plain = model_of(), model_of()
+    hold_gradients_in_float8(model.parameters())
+    backward(model)
+    held = model[0].weight.grad.dequantize()
+    x, g = torch.randn(3, 24), torch.randn(3, 7)
+    (asked,) = torch.autograd.grad(model(x), [model[0].weight], g)
+    assert_bitwise(asked, torch.autograd.grad(plain(x), [plain[0].weight], g)[0])
+    assert_bitwise(model[0].weight.grad.dequantize(), held)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite_is_one_nan_and_its_neighbours_keep_their_values(bad):
+    gradient = torch.randn(6, 8)
+    clean = HeldGradient.of(gradient.clone(), E4M3).dequantize()
+    gradient[2, 3] = bad
+    held = HeldGradient.of(gradient, E4M3).dequantize()
+    assert held[2, 3].isnan()
+    held[2, 3] = clean[2, 3]
+    torch.testing.assert_close(held, clean, rtol=2**-3, atol=1e-2)
+    accumulated = HeldGradient.of(torch.ones(6, 8), E4M3).add_(gradient)
+    assert accumulated.dequantize().isnan().sum() == 1
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_loop_with_clipping_and_zeroing_accumulates_nothing_old(set_to_none):
+    model = model_of()
+    hold_gradients_in_float8(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen = []
+    for _ in range(2):
+        backward(model)
+        seen.append(model[0].weight.grad.dequantize())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        torch.testing.assert_close(total, torch.tensor(0.1), rtol=1e-4, atol=0)
+        optimizer.zero_grad(set_to_none=set_to_none)
+    assert_bitwise(*seen)
+
+
+def test_a_scaler_skips_the_step_of_an_overflow_and_recovers():
+    model = model_of()
+    hold_gradients_in_float8([model[0].weight, model[2].weight])
+    before = copy.deepcopy(model.state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    leaves = [model[0].bias, model[2].bias]  # whom torch's optimizer may step
+    optimizer = torch.optim.SGD([{"params": leaves}, {"params": [model[0].weight], "lr": 0.0}])
+    for overflows in (True, False):
+        loss = F.mse_loss(model(torch.randn(16, 24)), torch.zeros(16, 7))
+        scaler.scale(loss * (float("inf") if overflows else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        if not overflows:
+            model[0].weight.grad = None
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(model[0].bias, before["0.bias"]) == overflows
+
+
+def test_a_compiled_float8_model_holds_the_same_gradients():
+    model = convert_to_float8_training(model_of())
+    twin = copy.deepcopy(model)
+    for m in (model, twin):
+        hold_gradients_in_float8(m.parameters())
+    backward(torch.compile(model, backend="aot_eager", fullgraph=True))
+    backward(twin)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_bitwise(p.grad.dequantize(), q.grad.dequantize())
+
+
+def test_the_handle_ends_it_and_misuse_is_refused():
+    model = model_of()
+    handle = hold_gradients_in_float8(model.parameters())
+    with pytest.raises(ValueError, match="held in float8 already"):
+        hold_gradients_in_float8([model[0].weight])
+    handle.remove()
+    backward(model)
+    assert not isinstance(model[0].weight.grad, Float8Tensor)
+    hold_gradients_in_float8([model[0].weight])
+    with pytest.raises(ValueError, match="no parameters"):
+        hold_gradients_in_float8([])
+    with pytest.raises(TypeError, match=r"parameter 0 of shape \(3,\) must be a leaf"):
+        hold_gradients_in_float8([torch.ones(3)])

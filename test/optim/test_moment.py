@@ -1,0 +1,170 @@
+"""A moment is a float32 tensor to its readers, and bytes and scales in memory."""
+
+import copy
+import math
+import pickle
+
+import oracle
+import pytest
+import torch
+from assertions import assert_bitwise, sqnr
+from shapes import pairs
+
+from float8.optim.moment import KINDS, Moment, matrix_shape
+
+SHAPES = [(5, 123), (3, 128), (1, 300), (300,), (), (4, 3, 2, 5), (0, 7), (5, 0), (1,)]
+
+
+def made(shape, kind, group=16):
+    x = torch.randn(shape) * torch.exp(2 * torch.randn(shape))
+    return x.square() if kind == "float8_expanded" else x
+
+
+def exact(moment):
+    """The values in float64, group by group, from the bit fields of the codes."""
+    rows, cols = matrix_shape(moment.shape)
+    codes = moment.codes.reshape(rows, cols)
+    if codes.dtype == torch.float16:
+        values = codes.double()
+    else:
+        values = oracle.table(codes.dtype)[codes.view(torch.uint8).long()]
+    index = torch.arange(cols) // moment.group
+    scale = moment.scale.double()[:, index]
+    if moment.exponent is None:
+        return (values * scale).reshape(moment.shape)
+    powered = (values.abs() / 448) ** moment.exponent.double()[:, index]
+    return (powered.copysign(values) * scale).reshape(moment.shape)
+
+
+@pairs(shape=SHAPES, kind=KINDS, group=[1, 16, 128])
+def test_the_codes_mean_what_the_formula_says(shape, kind, group):
+    x = made(shape, kind)
+    moment = Moment.quantize(x, kind, group)
+    assert (moment.shape, moment.dtype, moment.kind) == (x.shape, torch.float32, kind)
+    torch.testing.assert_close(moment.dequantize().double(), exact(moment), rtol=1e-5, atol=0)
+    if x.numel():
+        least = {"float8": 25, "float8_expanded": 20, "float16": 65}[kind]
+        assert group == 1 or sqnr(moment.dequantize(), x) > least
+
+
+def test_the_scale_of_a_neighbouring_group_is_seen():
+    x = made((8, 64), "float8")
+    moment = Moment.quantize(x, "float8", 16)
+    moved = Moment(moment.codes, moment.scale.roll(1, 1), None, 16)
+    assert sqnr(moved.dequantize(), x) < 10
+
+
+def test_an_inverted_exponent_is_seen():
+    x = made((8, 64), "float8_expanded")
+    moment = Moment.quantize(x, "float8_expanded", 16)
+    turned = Moment(moment.codes, moment.scale, 1 / moment.exponent, 16)
+    assert sqnr(turned.dequantize(), x) < 15
+
+
+@pairs(shape=SHAPES, kind=KINDS)
+def test_zeros_are_what_zeros_quantise_to(shape, kind):
+    zeros, coded = Moment.zeros(shape, kind, 16), Moment.quantize(torch.zeros(shape), kind, 16)
+    for mine, theirs in zip(zeros.tensors(), coded.tensors(), strict=True):
+        assert_bitwise(mine, theirs, (shape, kind))
+    assert not zeros.dequantize().any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_counted(kind):
+    moment = Moment.zeros((10, 300), kind, 128)
+    width = 2 if kind == "float16" else 1
+    words = 2 if kind == "float8_expanded" else 1
+    assert moment.nbytes == 3000 * width + 10 * 3 * 4 * words
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_and_moves_keep_the_bits(kind):
+    moment = Moment.quantize(made((6, 50), kind), kind, 16)
+    copies = {
+        "clone": moment.clone(),
+        "deepcopy": copy.deepcopy(moment),
+        "pickle": pickle.loads(pickle.dumps(moment)),
+        "cpu": moment.cpu(),
+        "to float32": moment.to(torch.float32),
+        "detach": moment.detach(),
+        "copy_": Moment.zeros((6, 50), kind, 16).copy_(moment),
+    }
+    for name, other in copies.items():
+        assert type(other) is Moment, name
+        for mine, theirs in zip(moment.tensors(), other.tensors(), strict=True):
+            assert_bitwise(theirs, mine, (kind, name))
+    assert copies["deepcopy"].codes.data_ptr() != moment.codes.data_ptr()
+    assert moment.to("meta").device.type == "meta"
+
+
+def test_reading_gives_float32():
+    x = torch.randn(6, 50)
+    moment = Moment.quantize(x, "float8", 16)
+    values = moment.dequantize()
+    assert torch.equal(moment + 1, values + 1)
+    assert torch.equal(moment[1:3], values[1:3])
+    assert torch.equal(torch.zeros_like(x).copy_(moment), values)
+    assert moment.norm() == values.norm()
+    assert moment.to(torch.bfloat16).dtype == torch.bfloat16
+    average = torch.lerp(torch.zeros(6, 50), moment, 0.5)
+    assert torch.equal(average, values * 0.5)
+
+
+def test_writing_takes_the_named_ways():
+    moment = Moment.zeros((6, 50), "float8", 16)
+    x = torch.randn(6, 50)
+    moment.copy_(x)
+    assert sqnr(moment.dequantize(), x) > 25
+    moment.copy_(Moment.quantize(x, "float16", 10))  # kept otherwise: through float32
+    assert sqnr(moment.dequantize(), x) > 25
+    moment.zero_()
+    assert not moment.dequantize().any()
+    with pytest.raises(NotImplementedError, match=r"copy_from"):
+        moment.mul_(2)
+    with pytest.raises(ValueError, match=r"\(50, 6\).*\(6, 50\)"):
+        moment.copy_from(x.t())
+
+
+def test_one_bad_element_harms_no_neighbour():
+    for kind in KINDS:
+        x = made((2, 64), kind)
+        spoilt = x.clone()
+        spoilt[0, 3], spoilt[1, 0] = math.nan, math.inf
+        found = Moment.quantize(spoilt, kind, 32).dequantize()
+        assert found[0, 3].isnan()
+        assert not found[1, 0].isfinite()
+        x[0, 3] = x[1, 0] = 0
+        rest = Moment.quantize(x, kind, 32).dequantize()
+        mask = spoilt.isfinite()
+        assert torch.equal(found[mask], rest[mask]), kind
+
+
+def test_parts_that_do_not_fit_are_refused():
+    codes = torch.zeros(4, 40, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"scale must have shape \(4, 3\).*got \(4, 2\)"):
+        Moment(codes, torch.ones(4, 2), None, 16)
+    with pytest.raises(ValueError, match=r"exponent must have shape"):
+        Moment(codes, torch.ones(4, 3), torch.ones(4, 1), 16)
+    with pytest.raises(ValueError, match=r"one of float8, float8_expanded, float16, not 'int8'"):
+        Moment.zeros((4, 4), "int8", 16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounding_at_random_is_right_on_average(kind):
+    x = made((4, 64), kind).repeat(1, 1)
+    total, rounds = torch.zeros(4, 64, dtype=torch.float64), 2000
+    moment = Moment.quantize(x, kind, 32)
+    below, above = torch.full_like(x, math.inf), torch.full_like(x, -math.inf)
+    for _ in range(rounds):
+        moment.parts().encode(x, torch.rand(x.shape))
+        value = moment.dequantize()
+        total += value.double()
+        below, above = below.minimum(value), above.maximum(value)
+    spread = (above - below).double()
+    # The mean of so many draws between two values is within 5 standard errors of x.
+    error = (total / rounds - x.double()).abs()
+    assert bool((error <= 5 * 0.5 * spread / math.sqrt(rounds) + 1e-5 * x.abs()).all())
+    inside = x.abs() < x.abs().view(4, 2, 32).amax(2).repeat_interleave(32, 1)
+    assert float((spread > 0)[inside].float().mean()) > 0.9
+    if kind == "float8_expanded":
+        assert bool((below[x > 0] > 0).all()), "a second moment became 0"

@@ -1,0 +1,47 @@
+"""A small training that every optimizer of the room is tried on, and what it is compared with."""
+
+import torch
+from torch import nn
+
+SHAPE = (96, 130)
+
+
+def make(seed=0):
+    """A model with matrices, ragged groups, biases and a norm."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(32, 130), nn.GELU(), nn.LayerNorm(130), nn.Linear(130, 16))
+
+
+def batch(step, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(64, 32, generator=generator)
+    y = torch.stack([x.roll(i, 1)[:, :16].mul(x[:, 16:]).tanh() for i in range(2)]).sum(0)
+    return x.to(dtype), y.to(dtype)
+
+
+def loss_of(model, step):
+    x, y = batch(step, next(model.parameters()).dtype)
+    return nn.functional.mse_loss(model(x).float(), y.float())
+
+
+def train(model, optimizer, steps):
+    """Train, and give the mean loss of the last tenth."""
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    last = losses[-max(steps // 10, 1) :]
+    return sum(last) / len(last)
+
+
+class BfloatStates(torch.optim.AdamW):
+    """torch's AdamW, its moments rounded to bfloat16 after every step."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name].copy_(state[name].bfloat16())

@@ -1,0 +1,53 @@
+"""A kernel that calls the device functions of ``gpu/moments.py`` one by one; see its test."""
+
+import torch
+import triton
+import triton.language as tl
+
+from float8.kernels.gpu.launch import NO_FUSION
+from float8.kernels.gpu.moments import (
+    decode_expanded,
+    encode_expanded,
+    encode_linear,
+    stochastic_round,
+)
+
+
+@triton.jit
+def _probe(
+    x_ptr,
+    half_ptr,
+    half_scale_ptr,
+    codes_ptr,
+    scale_ptr,
+    exponent_ptr,
+    decoded_ptr,
+    rounded_ptr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    n = tl.arange(0, GROUPS)
+    at = n[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(x_ptr + at)
+    half, half_scale = encode_linear(x, True)
+    tl.store(half_ptr + at, half)
+    tl.store(half_scale_ptr + n, half_scale)
+    codes, scale, exponent = encode_expanded(x)
+    tl.store(codes_ptr + at, codes)
+    tl.store(scale_ptr + n, scale)
+    tl.store(exponent_ptr + n, exponent)
+    tl.store(decoded_ptr + at, decode_expanded(codes, scale[:, None], exponent[:, None]))
+    seed, offset = tl.full((), 5, tl.int32), tl.full((), 7, tl.int32)
+    DTYPE: tl.constexpr = rounded_ptr.dtype.element_ty
+    tl.store(rounded_ptr + at, stochastic_round(x, at, seed, offset, DTYPE))
+
+
+def probe(x, dtype):
+    """Of rows of x: float16 codes, scale; expanded codes, scale, exponent, values; x rounded."""
+    rows, group = x.shape
+    half, codes = torch.empty_like(x, dtype=torch.float16), torch.empty_like(x, dtype=torch.uint8)
+    half_scale, scale, exponent = (x.new_empty(rows, 1) for _ in range(3))
+    decoded, rounded = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+    outputs = (half, half_scale, codes, scale, exponent, decoded, rounded)
+    _probe[(1,)](x, *outputs, GROUPS=rows, GROUP=group, **NO_FUSION)
+    return outputs
