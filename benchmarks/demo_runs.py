@@ -42,7 +42,7 @@ QUALITY = (
     "tensorwise+O3",
     "tensorwise+saved_activations+float8_adamw",
 )
-WIDE = {"layers": 4, "width": 768, "heads": 8, "context": 128, "batch": 8, "steps": 2}
+WIDE = {"layers": 4, "width": 768, "heads": 8, "context": 64, "batch": 4, "steps": 2}
 TINY = {"layers": 1, "width": 64, "heads": 2, "context": 32, "batch": 2, "steps": 2}
 
 

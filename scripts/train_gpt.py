@@ -169,7 +169,8 @@ class Trainer:
 
     def held(self) -> dict[str, float]:
         """MiB of this process between two steps, gradients not freed; and its largest size ever."""
-        self._loss(*self._batch(), forward=self.model).backward()
+        with self.products():
+            self._loss(*self._batch(), forward=self.model).backward()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         held = {
             "parameters": self.model.parameters(),

@@ -30,6 +30,8 @@ sigmoid        39.8   39.8   39.8      39.8
 tanh           35.7   35.7   35.7      35.7
 mul            31.5   31.5   30.8      30.8
 silu(a) * b    29.8   29.8   30.9      30.9
+pow            31.5   31.5   30.8      30.8
+pow (x^3)      25.4   25.4   24.4      24.4
 relu           inf    inf    inf       inf
 dropout        inf    inf    inf       inf
 softmax        31.2   31.2   15.3      15.3
@@ -57,8 +59,26 @@ encode attention, whose gradient then has an SQNR of 25 dB at logits of standard
 
 What the mode cannot reach, it leaves to torch: what runs inside one of torch's own Python functions
 (``nn.MultiheadAttention``) or inside an autograd function (``RMSNormCast`` and ``SwiGLUCast`` keep
-their inputs in high precision), tensor subclasses such as DTensor, functorch, and activation
+their inputs in high precision), a scripted module, a thread that forward starts, or a forward that
+is a generator and runs after it returned; DTensor and nested tensors; functorch; and activation
 checkpoints, which keep nothing of their ops and recompute them just before their backward.
+
+*Where nothing is saved.* Ops that are not in the table (batch_norm, divisions, losses, ``nn.LSTM``)
+and those in place (``nn.SiLU(inplace=True)``) keep what torch keeps. And relu, sigmoid and tanh:
+torch keeps their outputs, which a linear or convolution that nobody converted keeps too, in full.
+Between such layers the codes, or bits, come on top: 1.17x the bytes with ``nn.Tanh``, 1.02x with
+``nn.ReLU``. Convert the layers first, or skip these ops. And torch.compile computes norms and
+SwiGLU again by itself: a LLaMA block whose layers nobody converted (hidden 256, 128 tokens) keeps
+0.67x under inductor, and 0.51x with the scope.
+
+*A norm that is spelt out*, as in many public LLaMA models, keeps 2 bytes per element in the place
+of 6 (in bfloat16), codes of x32 and of what w multiplies::
+
+    x32 = x.float()
+    out = w * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+rstd is kept as it is, and x's gradient has an SQNR of 48 dB. A block with two of these norms and
+separate projections (hidden 512, 256 tokens) keeps 0.58x, converted and under the scope.
 
 ``groups``: encoding; ``derivatives``: gradients; ``keeper``: a tensor is kept once; ``keeping``:
 autograd functions; ``calls``: spellings; ``ops``: the table; ``saved``: the scope; ``measure``.

@@ -35,7 +35,7 @@ def _two(input: Tensor, other: Any, *, out: Tensor | None = None) -> Read | None
 
 
 def _pow(input: Tensor, exponent: Any, *, out: Tensor | None = None) -> Read | None:
-    # At 1 and below, the derivative does not vanish with x: where a copy is 0, it would be wrong.
+    # Below 1 the derivative is infinite at 0, which a small element may be in a copy.
     if out is not None or not isinstance(exponent, (int, float)) or not exponent > 1:
         return None
     return ((input,), {"exponent": exponent})

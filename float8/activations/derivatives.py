@@ -12,6 +12,7 @@ shape of the output; `keeping` converts and sums.
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -114,7 +115,7 @@ def layer_norm(
 
 def _rows(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
     """(M, K) in float32, K being what is normalised over."""
-    return as_matrix(x.to(torch.float32).flatten(-len(normalized_shape)))
+    return x.to(torch.float32).reshape(-1, math.prod(normalized_shape))
 
 
 def _norm(

@@ -39,6 +39,8 @@ CASES = {
     "tanh": Case(torch.tanh),
     "mul": Case(torch.mul, (_X, _X)),
     "silu(a) * b": Case(lambda a, b: F.silu(a) * b, (_X, _X)),
+    "pow": Case(torch.square),
+    "pow (x^3)": Case(lambda x: x**3),
     "relu": Case(F.relu),
     "dropout": Case(lambda x: F.dropout(x, 0.25)),
     "softmax": Case(lambda x: torch.softmax(x, -1)),

@@ -17,6 +17,7 @@ Not here, on purpose:
 - cross entropy and ``log_softmax``: what they keep is a log-probability y, and backward takes
   exp(y): an error of 6 % of y = -10 is a factor of 1.8. The norm of a gradient hides it (38 dB):
   the target's element is most of it. A loss over chunks of tokens saves more, and loses nothing.
+- divisions and roots: their derivatives are infinite where the code of a small element is 0.
 - sums, views, ``cat``, rotations by a table without gradient: they keep nothing that is large.
 """
 

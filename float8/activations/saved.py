@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -42,13 +43,13 @@ class _Mode(TorchFunctionMode):
 
 
 def _is_elsewhere() -> bool:
-    """Whether what is saved now is kept by somebody else: a checkpoint, or functorch.
+    """Whether what is saved now is kept by somebody else: a checkpoint, functorch, forward mode.
 
     A checkpoint recomputes in backward, where the scope may be over, and compares what is saved.
     """
     if torch.compiler.is_compiling():
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     # Not every callable has a module: torch.Tensor.cpu has none.
@@ -97,18 +98,23 @@ class saved_activations:
     """``with saved_activations(model):`` what ops keep for backward is kept in float8.
 
     What counts is where forward runs; backward may run outside of the scope. A whole training loop
-    may stand inside, and the scope may be entered again. Copies and pickles of the model that are
-    made inside are plain. `torch.compile` works around, outside and inside of the scope.
+    may stand inside, and the scope may be entered again. Deep copies and pickles of the model that
+    are made inside are plain. `torch.compile` works around, outside and inside of the scope. Scopes
+    nest: the inner one is asked first, and an op that it skips may be kept by the outer one.
+
+    The room's docstring says how exact the gradients are, and where nothing is saved. An inf or NaN
+    in what is kept makes the gradients of its whole group NaN, also where torch's would be finite
+    (``sigmoid`` of scores masked by -inf): skip that op there.
 
     Args:
-        model: only what this module's forward calls, whoever calls it. None: every op in the
-            ``with`` block.
+        model: only what this module's forward calls, whoever calls it; neither its other methods
+            nor a part of it that is called alone. None: every op in the ``with`` block.
         group: elements that share a scale, along the last dimension. 128 (one Triton kernel per
             tensor on CUDA) or 16, say (plain PyTorch there, several passes in eager mode).
         fmt: `E4M3` or `E5M2`, or their dtypes.
         power_of_two_scale: scales of one byte; False: float32 scales.
         skip: names of ops that keep what torch keeps, of "rms_norm", "layer_norm", "silu", "gelu",
-            "sigmoid", "tanh", "mul", "relu", "dropout", "softmax" and "linear".
+            "sigmoid", "tanh", "mul", "pow", "relu", "dropout", "softmax" and "linear".
         also: names of ops that are off by default: "softmax", "linear".
         min_size: tensors of fewer elements are saved as they are.
 

@@ -25,11 +25,17 @@ Here that division comes first, ``(|x| / largest)^k * 448``, which is the same n
 powers of huge and of tiny values within float32. The paper's centre ``sqrt(largest * smallest)`` is
 a constant factor of x, which this normalisation takes out again. ``scale`` is the largest magnitude
 (at least 2^-126), ``exponent`` is 1 / k, kept between 1 / 64 (a group of one value, or nearly: it
-is coded with k = 64) and 6 (whatever lies below 2^-106 of the largest is raised to it).
+is coded with k = 64) and 4 (whatever lies below 2^-71 of the largest is raised to it).
 
 Exact in every form: zeros, and in the expanded form the largest magnitude. A nonzero element
 becomes 0 only in linear E4M3. An infinite or NaN element is coded as NaN and is left out of the
-range of its group, so its neighbours are what they would be beside a zero.
+range of its group, so its neighbours are what they would be beside a zero. That includes the square
+of a finite gradient beyond 2^64, which float32 cannot hold: torch keeps inf, which freezes its
+weight for good and in silence; here the weight becomes NaN in the next step, which is seen. (Kept
+at the largest float32 it would raise its neighbours' moments to 2^57, and freeze them too.)
+
+Codes are rounded to nearest, or, with a ``chance`` per element, up or down so that the expectation
+of the value is x (``stochastic.py``).
 
 Linear codes and scales are defined to the bit (see ``reference.py``). Expanded ones depend on the
 last bits of ``log2`` and ``exp2``, which each backend has its own of: codes may be neighbours.
@@ -47,13 +53,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from float8.kernels import powers, reference
+from float8.kernels import powers, reference, stochastic
 
 E4M3_MAX = 448.0
 SMALLEST_CODE = 2.0**-9
 LOG2_RANGE = math.log2(E4M3_MAX / SMALLEST_CODE)  # of the E4M3 magnitudes
 MIN_EXPONENT = 1 / 64
-MAX_EXPONENT = 6.0
+MAX_EXPONENT = 4.0
 Number = float | Tensor  # a Python float, or a 0-dim tensor
 
 
@@ -85,25 +91,31 @@ def _tiles(x_RC: Tensor, group: int) -> Tensor:
     return x_RC.reshape(rows, columns // extent, extent)
 
 
-def encode(x_RC: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Linear codes: nearest even under a scale per group.
+def encode(
+    x_RC: Tensor, group: int, dtype: torch.dtype, chance: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Linear codes under a scale per group: nearest even, or at random.
 
     Args:
         x_RC: float32 (R, C).
         group: elements that share a scale.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float16``. A nonzero element stays nonzero in
             float16, at the cost of half a smallest subnormal, 2^-41 of the group's amax.
+        chance: (R, C), uniform in [0, 1): round up or down so that the expectation is x.
 
     Returns:
         codes (R, C), scale (R, G).
     """
 
-    def whole(x: Tensor) -> tuple[Tensor, Tensor]:
+    def whole(x: Tensor, *chance: Tensor) -> tuple[Tensor, Tensor]:
         tiles = _tiles(x, group)
         magnitude = tiles.abs()
         amax = torch.where(magnitude < math.inf, magnitude, 0.0).amax(2, keepdim=True)
         scale = reference.scale_from_amax(amax, torch.finfo(dtype).max)
-        codes = reference.cast(tiles, scale, (1, 1, -1), dtype)
+        if chance:
+            codes = _cast_at_random(tiles, scale, _tiles(chance[0], group), dtype)
+        else:
+            codes = reference.cast(tiles, scale, (1, 1, -1), dtype)
         if dtype == torch.float16:
             smallest = torch.where(tiles < 0, -(2.0**-24), 2.0**-24).to(dtype)
             codes = torch.where((codes == 0) & (tiles != 0), smallest, codes)
@@ -111,8 +123,22 @@ def encode(x_RC: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
     if x_RC.numel() == 0:
         return _no_codes(x_RC, group, dtype)
-    codes, scale = _in_whole_groups(whole, x_RC.shape[1], group, x_RC)
+    codes, scale = _in_whole_groups(whole, x_RC.shape[1], group, x_RC, *_given(chance))
     return codes, scale
+
+
+def _given(chance: Tensor | None) -> tuple[Tensor, ...]:
+    return () if chance is None else (chance,)
+
+
+def _cast_at_random(tiles: Tensor, scale: Tensor, chance: Tensor, dtype: torch.dtype) -> Tensor:
+    y = (tiles.abs() * reference.reciprocal(scale)).clamp(max=torch.finfo(dtype).max)
+    return _signed(stochastic.on_grid(y, chance, dtype), tiles).to(dtype)
+
+
+def _signed(y: Tensor, x: Tensor) -> Tensor:
+    """y with the sign of x, NaN where x is NaN or inf."""
+    return torch.where(x.abs() < math.inf, torch.where(x < 0, -y, y), math.nan)
 
 
 def decode(codes_RC: Tensor, scale_RG: Tensor, group: int) -> Tensor:
@@ -129,27 +155,32 @@ def decode(codes_RC: Tensor, scale_RG: Tensor, group: int) -> Tensor:
     return _in_whole_groups(whole, codes_RC.shape[1], group, codes_RC, scale_RG)[0]
 
 
-def encode_expanded(x_RC: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def encode_expanded(
+    x_RC: Tensor, group: int, chance: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """E4M3 codes of COAT's dynamic range expansion.
 
     Args:
         x_RC: float32 (R, C), of any sign.
         group: elements that share a scale and an exponent.
+        chance: (R, C), uniform in [0, 1): round up or down so that the expectation is x, but never
+            to 0.
 
     Returns:
         codes (R, C), scale (R, G), exponent (R, G).
     """
 
-    def whole(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def whole(x: Tensor, *chance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         tiles = _tiles(x, group)
         scale, exponent = _range_of(tiles)
-        codes = _expand(tiles, scale, exponent)
+        codes = _expand(tiles, scale, exponent, *(_tiles(c, group) for c in chance))
         return codes.reshape(x.shape), scale.squeeze(2), exponent.squeeze(2)
 
     if x_RC.numel() == 0:
         codes, scale = _no_codes(x_RC, group, torch.float8_e4m3fn)
         return codes, scale, scale.clone()
-    codes, scale, exponent = _in_whole_groups(whole, x_RC.shape[1], group, x_RC)
+    matrices = (x_RC, *_given(chance))
+    codes, scale, exponent = _in_whole_groups(whole, x_RC.shape[1], group, *matrices)
     return codes, scale, exponent
 
 
@@ -168,10 +199,15 @@ def _range_of(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return largest, (log2_range * (1 / LOG2_RANGE)).clamp(MIN_EXPONENT, MAX_EXPONENT)
 
 
-def _expand(tiles: Tensor, scale: Tensor, exponent: Tensor) -> Tensor:
-    ratio = tiles.abs() * reference.reciprocal(scale)
+def _expand(tiles: Tensor, scale: Tensor, exponent: Tensor, chance: Tensor | None = None) -> Tensor:
+    magnitude = tiles.abs()
+    ratio = magnitude * reference.reciprocal(scale)
     y = powers.exp2(powers.log2(ratio) * reference.reciprocal(exponent)) * E4M3_MAX
-    y = y.clamp(SMALLEST_CODE, E4M3_MAX) * tiles.sign()  # a zero has no sign: it stays zero
+    y = y.clamp(SMALLEST_CODE, E4M3_MAX)
+    if chance is not None:
+        y = torch.where(magnitude < scale, y, E4M3_MAX)  # exactly, whatever log2 made of it
+        y = stochastic.on_expanded_grid(y, chance, exponent)
+    y = y * tiles.sign()  # a zero has no sign: it stays zero
     if torch.compiler.is_compiling():
         y = torch.where(tiles.abs() < math.inf, y, math.nan)
     else:
@@ -305,74 +341,3 @@ def lion(
     mixed = m * beta1 + g * (1 - beta1)
     direction = torch.where(mixed.isnan(), mixed, mixed.sign())  # sign() makes 0 of NaN
     return p - direction * lr, m * beta2 + g * (1 - beta2)
-
-
-def stochastic_round(
-    x: Tensor, dtype: torch.dtype, seed: int | Tensor, offset: int | Tensor, first: int = 0
-) -> Tensor:
-    """Round to one of the two nearest values of ``dtype``, the nearer one more often.
-
-    The expectation is x (to within 2^-14 of float16's spacing). The bits are a hash of (seed,
-    offset, number of the element), so they do not depend on the device, on the order of execution,
-    or on anybody's random state. Beyond the largest finite value, nearest even.
-
-    Args:
-        x: float32, any shape.
-        dtype: bfloat16 or float16.
-        seed, offset: 32-bit integers, or 0-dim integer tensors: which parameter, and which step.
-        first: the number of x's first element, where x is a part of something.
-
-    Returns:
-        x's shape; NaN and inf stay what they are.
-    """
-    lost = {torch.bfloat16: 16, torch.float16: 13}[dtype]  # bits of the float32 mantissa
-    finfo = torch.finfo(dtype)
-    magnitude = x.abs()
-    # Below the normal range all values are equally far apart: so are those from tiny to 2 tiny.
-    shift = torch.where(magnitude < finfo.tiny, finfo.tiny, 0.0) if dtype == torch.float16 else 0.0
-    mask = (1 << lost) - 1
-    noise = random_bits(x, seed, offset, first) & mask
-    rounded = ((magnitude + shift).view(torch.int32) + noise) & ~mask
-    value = (rounded.view(torch.float32) - shift).copysign(x)
-    return torch.where(magnitude < finfo.max, value, x).to(dtype)
-
-
-def random_bits(x: Tensor, seed: int | Tensor, offset: int | Tensor, first: int = 0) -> Tensor:
-    """int32 of x's shape: 32 random bits per element, a hash of (seed, offset, its number).
-
-    Two multiplications and three shifts, of constants found by search for low bias (C. Wellons,
-    "Prospecting for hash functions", lowbias32), with a key before and a key between them.
-    """
-    index = torch.arange(x.numel(), dtype=torch.int32, device=x.device).reshape(x.shape)
-    if first:
-        index = index + as_int32(first)
-    return _hash(index + key(seed), key(offset))
-
-
-_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)  # as int32
-
-
-def _hash(h: Tensor, between: int | Tensor = 0) -> Tensor:
-    h = (h ^ _shifted(h, 16)) * _FIRST
-    h = h ^ between
-    h = (h ^ _shifted(h, 15)) * _SECOND
-    return h ^ _shifted(h, 16)
-
-
-def _shifted(h: Tensor, by: int) -> Tensor:
-    return (h >> by) & ((1 << (32 - by)) - 1)  # >> of an int32 repeats its sign
-
-
-def key(number: int | Tensor) -> int | Tensor:
-    """The hash of a number, an int32: nearby numbers give unrelated keys."""
-    if isinstance(number, Tensor):
-        return _hash(number.to(torch.int32) + 0x1E3779B9)
-    h = (number + 0x1E3779B9) & 0xFFFFFFFF
-    for by, factor in ((16, _FIRST), (15, _SECOND)):
-        h = ((h ^ (h >> by)) * factor) & 0xFFFFFFFF
-    return as_int32(h ^ (h >> 16))
-
-
-def as_int32(h: int) -> int:
-    """The int32 of the same 32 bits."""
-    return (h + (1 << 31)) % (1 << 32) - (1 << 31)

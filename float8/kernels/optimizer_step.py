@@ -9,7 +9,8 @@ parameters are equal to the bit, what follows from expanded codes may differ by 
 (see ``moments.py``).
 
 `refusal` says why the kernel does not take a step. `takes_kernel` decides: ``fused=True`` raises
-that reason, ``fused=None`` takes the kernel where it runs, ``fused=False`` never does.
+that reason, ``fused=None`` takes the kernel where it runs and on CUDA warns of the reason where it
+does not (the results have the same precision, and take longer), ``fused=False`` never takes it.
 
 What is stored for a state is a `Stored`, whose form is read off its tensors:
 
@@ -30,6 +31,7 @@ float8 weight that the model multiplies.
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +39,7 @@ import torch
 from torch import Tensor
 
 from float8.formats import HIGH_PRECISION_DTYPES
-from float8.kernels import moments
+from float8.kernels import moments, stochastic
 from float8.kernels.moments import Number
 from float8.kernels.scaled_mm import SUPPORT, architecture
 
@@ -147,7 +149,20 @@ def takes_kernel(
     if fused and reason is not None:
         shape = tuple(p.codes.shape)
         raise ValueError(f"fused=True, and the kernel refuses a parameter of {shape}: {reason}")
+    if reason is not None and p.codes.device.type == "cuda":
+        _warn(reason)
     return reason is None
+
+
+def _warn(reason: str) -> None:
+    """Say once for every reason that steps are plain PyTorch's."""
+    if reason not in _WARNED:
+        _WARNED.add(reason)
+        warnings.warn(f"this optimizer's steps are not fused: {reason}", stacklevel=2)
+
+
+_WARNED: set[str] = set()
+_warn._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as above: once, while tracing
 
 
 def fused_step(
@@ -157,8 +172,10 @@ def fused_step(
     states: Sequence[Stored],
     group: int,
     *,
-    seed: int | Tensor | None = None,
+    rounds: Sequence[bool] = (False, False, False),
+    seed: int | Tensor = 0,
     offset: int | Tensor = 0,
+    first: int = 0,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     amax: Tensor | None = None,
@@ -171,8 +188,10 @@ def fused_step(
         g: the gradient (R, C), plain, of any strides.
         states: the moments, as many as the rule has.
         group: elements per scale, of every `Stored`.
-        seed, offset: round a bfloat16 or float16 parameter stochastically, see
-            `moments.stochastic_round`; seed None rounds to the nearest.
+        rounds: whether the parameter (or its master) and each of the states are rounded at random,
+            where they are not float32; see ``stochastic.py``.
+        seed, offset: what their random numbers are drawn from: which parameter, and which step.
+        first: the number of p's first element, where p is a shard of rows.
         grad_scale: float32 of one element on the device; the gradient is divided by it on the way
             and stays as it is (``torch.amp.GradScaler``'s protocol for fused optimizers).
         found_inf: float32 of one element on the device; where it is not 0 nothing is written.
@@ -182,12 +201,12 @@ def fused_step(
     name, numbers, lr, step = packed(rule)
     m, v = (*states, Stored(torch.empty(0, device=g.device)))[:2]  # v, even of a rule with m alone
     torch.ops.float8.optimizer_step.default(
-        name, numbers, lr, step, *p[:2], g, *m, *v, group,
-        *_number_or_tensor(seed), *_number_or_tensor(offset), grad_scale, found_inf, amax,
+        name, numbers, lr, step, *p[:2], g, *m, *v, group, list(rounds),
+        *_number_or_tensor(seed), *_number_or_tensor(offset), first, grad_scale, found_inf, amax,
     )  # fmt: skip
 
 
-def _number_or_tensor(x: int | Tensor | None) -> tuple[int | None, Tensor | None]:
+def _number_or_tensor(x: int | Tensor) -> tuple[int | None, Tensor | None]:
     return (None, x) if isinstance(x, Tensor) else (x, None)
 
 
@@ -216,8 +235,10 @@ def reference_step(
     states: Sequence[Stored],
     group: int,
     *,
-    seed: int | Tensor | None = None,
+    rounds: Sequence[bool] = (False, False, False),
+    seed: int | Tensor = 0,
     offset: int | Tensor = 0,
+    first: int = 0,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     amax: Tensor | None = None,
@@ -229,18 +250,25 @@ def reference_step(
     old = [load(x, group) for x in (p, *states)]
     new_p, *new = _UPDATES[type(rule)](old[0], g32, *old[1:], **rule._asdict())
     skip = torch.zeros((), device=g.device) if found_inf is None else found_inf.reshape(())
-    for stored, x32 in zip(states, new, strict=True):
-        _write(stored, encoded(stored, x32, group), skip)
+
+    def chance(number: int, like: Tensor) -> Tensor | None:
+        if not rounds[number + 1]:
+            return None
+        return stochastic.chances(like, stochastic.seed_of_state(seed, number), offset, first)
+
+    for number, (stored, x32) in enumerate(zip(states, new, strict=True)):
+        _write(stored, encoded(stored, x32, group, chance(number, x32)), skip)
     if p.scale is not None:
-        master = encoded(p, new_p, group)
+        master = encoded(p, new_p, group, chance(-1, new_p))
         _write(p, master, skip)
         if amax is not None:
             kept = load(master, group).abs().nan_to_num(nan=0.0)
             amax.copy_(torch.maximum(amax, kept.amax()))
-    elif seed is None or p.codes.dtype == torch.float32:
-        _write(p, Stored(new_p.to(p.codes.dtype)), skip)
+    elif rounds[0] and p.codes.dtype != torch.float32:
+        new_codes = stochastic.stochastic_round(new_p, p.codes.dtype, seed, offset, first)
+        _write(p, Stored(new_codes), skip)
     else:
-        _write(p, Stored(moments.stochastic_round(new_p, p.codes.dtype, seed, offset)), skip)
+        _write(p, Stored(new_p.to(p.codes.dtype)), skip)
 
 
 def _write(stored: Stored, new: Stored, skip: Tensor) -> None:
@@ -261,13 +289,13 @@ def load(stored: Stored, group: int) -> Tensor:
     return moments.decode_expanded(codes, scale, exponent, group)
 
 
-def encoded(stored: Stored, x32_RC: Tensor, group: int) -> Stored:
-    """x32 in the form of ``stored``, in new tensors."""
+def encoded(stored: Stored, x32_RC: Tensor, group: int, chance: Tensor | None = None) -> Stored:
+    """x32 in the form of ``stored``, in new tensors; rounded at random with a chance."""
     if stored.scale is None:
         return Stored(x32_RC.to(stored.codes.dtype))
     if stored.exponent is None:
-        return Stored(*moments.encode(x32_RC, group, stored.codes.dtype))
-    return Stored(*moments.encode_expanded(x32_RC, group))
+        return Stored(*moments.encode(x32_RC, group, stored.codes.dtype, chance))
+    return Stored(*moments.encode_expanded(x32_RC, group, chance))
 
 
 def cast_weight(

@@ -71,14 +71,11 @@ class Parts(NamedTuple):
             chance: uniform in [0, 1), (R, C): round up or down at random, so that the expectation
                 is x. None rounds to nearest.
         """
-        exponent = None
         if self.exponent is None:
-            codes, scale = moments.encode(x_RC, self.group, self.codes.dtype)
+            codes, scale = moments.encode(x_RC, self.group, self.codes.dtype, chance)
         else:
-            codes, scale, exponent = moments.encode_expanded(x_RC, self.group)
+            codes, scale, exponent = moments.encode_expanded(x_RC, self.group, chance)
             self.exponent.copy_(exponent)
-        if chance is not None:
-            codes = _at_random(Parts(codes, scale, exponent, self.group), x_RC, chance)
         self.codes.copy_(codes)
         self.scale.copy_(scale)
 
@@ -88,33 +85,6 @@ class Parts(NamedTuple):
         exponent = None if self.exponent is None else part(self.exponent, rows, groups)
         codes, scale = part(self.codes, rows, cols), part(self.scale, rows, groups)
         return Parts(codes, scale, exponent, self.group)
-
-
-def _at_random(nearest: Parts, x_RC: Tensor, chance: Tensor) -> Tensor:
-    """Codes that are on average x: the nearest ones, or those on the other side of x.
-
-    Linear in the values, not in the codes: the expansion is curved, and a bias of every step adds
-    up over the 1000 steps that a second moment remembers.
-    """
-    width, sign, largest = _BITS[nearest.codes.dtype]
-    codes = nearest.codes.view(width).to(torch.int32)
-    magnitude = codes & (sign - 1)
-    size, x = nearest.decode().abs(), x_RC.abs()
-    # Nothing becomes larger than the largest code, nor an expanded value 0, which means "never".
-    least = 0 if nearest.exponent is None else 1
-    other = torch.where(x > size, magnitude + 1, (magnitude - 1).clamp(min=least))
-    other = torch.where(magnitude <= largest, other.clamp(max=largest), magnitude)
-    other = other | (codes & sign)
-    beyond = nearest._replace(codes=other.to(width).view(nearest.codes.dtype)).decode().abs()
-    share = (x - size) / (beyond - size)  # NaN where there is no other side
-    return torch.where(chance < share, other, codes).to(width).view(nearest.codes.dtype)
-
-
-# dtype -> an integer of its width, the bit of the sign, the largest finite code
-_BITS = {
-    torch.float8_e4m3fn: (torch.uint8, 0x80, 0x7E),
-    torch.float16: (torch.int16, 0x8000, 0x7BFF),
-}
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.kernels import moments, optimizer_step
+from float8.kernels import optimizer_step, stochastic
 from float8.kernels.optimizer_step import Rule, Stored
 from float8.optim.moment import Parts, matrix_of
 from float8.optim.tiles import TILE, part, tiles
@@ -130,19 +130,8 @@ def takes_kernel(fused: bool | None, work: Work) -> bool:
     """
     if fused is False:
         return False
-    at_random = any(
-        isinstance(state, Parts) and rounds
-        for state, rounds in zip(work.states, work.states_round, strict=True)
-    ) or (work.master is not None and work.master_rounds)
-    if at_random and fused:
-        raise ValueError(
-            'fused=True, and the kernel rounds states to nearest: set state_rounding="nearest", or '
-            "fused=False"
-        )
     gradient = work.gradient.scale if isinstance(work.gradient, Scaled) else work.gradient
-    return not at_random and optimizer_step.takes_kernel(
-        fused, _target(work), gradient, _stored(work), work.group
-    )
+    return optimizer_step.takes_kernel(fused, _target(work), gradient, _stored(work), work.group)
 
 
 def advance_fused(
@@ -163,8 +152,13 @@ def advance_fused(
         read(work.gradient),
         _stored(work),
         work.group,
-        seed=work.seed if work.rounds_at_random else None,
+        rounds=(
+            work.rounds_at_random if work.master is None else work.master_rounds,
+            *work.states_round,
+        ),
+        seed=work.seed,
         offset=step.to(torch.int32) if isinstance(step, Tensor) else step,
+        first=work.first,
         grad_scale=grad_scale,
         found_inf=found_inf,
         amax=amax,
@@ -249,10 +243,9 @@ def write(state: State, value: Tensor, chance: Tensor | None = None) -> None:
 
 def _chance(work: Work, number: int, like: Tensor, rows: slice, cols: slice) -> Tensor:
     """Uniform in [0, 1) for a tile of the state of this number (-1: the master) in this step."""
-    first = work.index_of(rows, cols)
     step = work.step.to(torch.int32) if isinstance(work.step, Tensor) else int(work.step)
-    bits = moments.random_bits(like, work.seed + ((number + 2) << 28), step, first)
-    return (bits & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    seed = stochastic.seed_of_state(work.seed, number)
+    return stochastic.chances(like, seed, step, work.index_of(rows, cols))
 
 
 def write_parameter(p: Tensor, value: Tensor, work: Work, first: int) -> None:
@@ -268,7 +261,7 @@ def write_parameter(p: Tensor, value: Tensor, work: Work, first: int) -> None:
         p.copy_(value)
         return
     step = work.step.to(torch.int32) if isinstance(work.step, Tensor) else int(work.step)
-    p.copy_(moments.stochastic_round(value, p.dtype, work.seed, step, first))
+    p.copy_(stochastic.stochastic_round(value, p.dtype, work.seed, step, first))
 
 
 def recast(codes: Tensor, scale: Tensor, master: Parts) -> None:

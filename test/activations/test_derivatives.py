@@ -94,6 +94,20 @@ def test_a_norm_over_two_dimensions():
             assert torch.allclose(a.double(), e, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "silu(a) * b", "relu"])
+def test_several_gradients_at_once(name):
+    # As torch.autograd.functional.jacobian(vectorize=True) asks for them.
+    case = measure.CASES[name]
+    inputs = measure.inputs_of(case)
+    with scope():
+        out = case.function(*inputs)
+    g = torch.randn(2, *out.shape)
+    found = torch.autograd.grad(out, inputs, g, is_grads_batched=True, retain_graph=True)
+    for i in range(2):
+        one = torch.autograd.grad(out, inputs, g[i], retain_graph=True)
+        assert all(torch.allclose(a[i], b, rtol=1e-4) for a, b in zip(found, one, strict=True))
+
+
 @pytest.mark.parametrize("frozen", [1, 2])
 def test_only_the_gradients_that_are_wanted(frozen):
     case = measure.CASES["layer_norm"]
@@ -139,10 +153,38 @@ def test_a_product_of_two_dtypes():
     assert torch.equal(grad_b, copy_of(a).float())
 
 
-def test_without_epsilon_rms_norm_uses_torchs():
-    x = torch.full((64, 128), 2.0**-12, requires_grad=True)
-    g = torch.randn(64, 128)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_without_epsilon_rms_norm_uses_torchs(dtype):
+    # 2^-23 in every dtype; bfloat16's own is 2^-7.
+    x = torch.full((64, 128), 2.0**-12, dtype=dtype, requires_grad=True)
+    g = torch.randn(64, 128).to(dtype)
     with saved_activations():
-        (found,) = torch.autograd.grad(torch.rms_norm(x, (128,)), x, g)
+        y = torch.rms_norm(x, (128,))
+    exact = torch.rms_norm(x.detach(), (128,))
+    assert torch.equal(y, exact)
+    (found,) = torch.autograd.grad(y, x, g)
     (plain,) = torch.autograd.grad(torch.rms_norm(x, (128,)), x, g)
-    assert torch.allclose(found, plain, rtol=1e-4)
+    assert torch.allclose(found, plain, rtol=max(1e-4, 4 * torch.finfo(dtype).eps))
+
+
+def rms_norm_by_hand(x, weight):
+    """As most public LLaMA models write it."""
+    x32 = x.float()
+    x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return weight * x32.to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_that_is_spelt_out(dtype):
+    # rstd, an element per row, is kept as it is: 2^13 rows, so that it is no smaller than min_size.
+    x, w = torch.randn(8192, 128).to(dtype), torch.randn(128).to(dtype)
+    g = torch.randn(8192, 128).to(dtype)
+    inputs = [t.requires_grad_() for t in (x, w)]
+    y = rms_norm_by_hand(*inputs)
+    plain = torch.autograd.grad(y, inputs, g)
+    with saved_activations():
+        kept = rms_norm_by_hand(*inputs)
+    assert torch.equal(kept, y)
+    found = torch.autograd.grad(kept, inputs, g)
+    for a, b, at_least in zip(found, plain, (40.0, 30.0), strict=True):
+        assert measure.sqnr(a, b.double()) > at_least

@@ -55,6 +55,47 @@ def test_what_was_computed_again_is_not_computed_upon():
     assert bytes_of(lambda: torch.tanh(F.silu(x)) * y) == 3 * COPY
 
 
+def test_a_norm_that_is_spelt_out_keeps_x_and_what_its_weight_multiplies():
+    h, w = leaf().bfloat16(), nn.Parameter(torch.ones(128, dtype=torch.bfloat16))
+    module = nn.Module()
+    module.weight = w
+
+    def norm():
+        x = h.float()
+        return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16()
+
+    rows = 2 * 4 * 64  # rstd in float32, for the product and for its own derivative
+    with saved_activations():
+        found = saved_bytes(norm, module)
+    assert 2 * COPY < found <= 2 * COPY + rows
+    assert saved_bytes(norm, module) >= 6 * 64 * 128, "float32 x and bfloat16 of its product"
+
+
+@pytest.mark.parametrize("number", [1, 16])
+def test_a_factor_that_is_much_smaller_than_the_product_stays_exact(number):
+    # Of each row of 128 one factor, or 16.
+    x, gate = leaf(4096, 128), leaf(4096, number)
+    g = torch.randn(4096, 128)
+    wide = lambda gate: gate.repeat_interleave(128 // number, 1)  # noqa: E731
+    with saved_activations():
+        out = x * (gate if number == 1 else wide(gate))
+    (found,) = torch.autograd.grad(out, x, g)
+    assert torch.equal(found, g * wide(gate.detach())) == (number == 1)
+
+
+def test_a_view_that_is_read_negated_is_another_tensor():
+    z = torch.randn(64, 128, dtype=torch.complex64, requires_grad=True)
+    assert z.conj().imag.is_neg() and z.conj().imag._base is z.imag._base
+    with saved_activations():
+        F.silu(z.imag)
+        first = F.silu(z.imag)
+        found = F.silu(z.conj().imag)
+    expected = torch.autograd.grad(F.silu(z.conj().imag).sum(), z)[0].imag
+    found = torch.autograd.grad(found.sum(), z)[0].imag
+    assert first is not None
+    assert float((found - expected).norm()) < 0.05 * float(expected.norm())
+
+
 def test_a_write_after_the_op_changes_no_gradient():
     x = leaf()
     h = x + 0

@@ -57,6 +57,16 @@ def test_hooks_of_the_user_get_the_codes():
     assert torch.equal(found, expected)
 
 
+def test_hooks_may_be_any_callable():
+    # A method of C has no __module__.
+    x = torch.randn(64, 128, requires_grad=True)
+    clone = torch.Tensor.clone
+    with torch.autograd.graph.saved_tensors_hooks(clone, clone), saved_activations():
+        y = torch.tanh(x)
+    y.sum().backward()
+    assert "Keeping" in y.grad_fn.name()
+
+
 def test_relu_treats_what_is_not_finite_as_torch_does():
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0, -1.0, 2.0])
     x = x.repeat(1024).requires_grad_()

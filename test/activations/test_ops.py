@@ -21,7 +21,7 @@ ELEMENTS = measure.ROWS * measure.COLS
 KEPT = ELEMENTS + ELEMENTS // 128
 BYTES = {
     **dict.fromkeys(("rms_norm", "layer_norm", "silu", "gelu", "gelu (tanh)"), KEPT),
-    **dict.fromkeys(("sigmoid", "tanh", "softmax", "linear"), KEPT),
+    **dict.fromkeys(("sigmoid", "tanh", "pow", "pow (x^3)", "softmax", "linear"), KEPT),
     **dict.fromkeys(("mul", "silu(a) * b"), 2 * KEPT),
     **dict.fromkeys(("relu", "dropout"), ELEMENTS // 8),
 }

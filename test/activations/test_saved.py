@@ -1,6 +1,7 @@
 """The scope: what it reaches, what it leaves, and that training goes on as before."""
 
 import copy
+import inspect
 import pickle
 from contextlib import nullcontext
 
@@ -11,6 +12,7 @@ from processes import failures
 from recompute import KINDS, Checkpointed
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import float8
@@ -93,6 +95,45 @@ def test_a_copy_made_inside_is_plain():
         assert not same(step(model, model, x), plain)
 
 
+def test_scopes_are_left_in_any_order():
+    model, x = nn.Sequential(nn.Tanh()), torch.randn(64, 128, requires_grad=True)
+    first, second = saved_activations(model, fmt=E5M2), saved_activations(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__()
+    y = model(x)
+    assert y.grad_fn.saved_tensors[0].dtype == torch.float8_e4m3fn
+    second.__exit__()
+    assert "forward" not in model.__dict__
+
+
+def test_a_forward_that_is_put_over_the_scope_outlives_it():
+    model, x = nn.Sequential(nn.Tanh()), torch.randn(64, 128, requires_grad=True)
+    with saved_activations(model):
+        inner = model.forward
+        model.forward = lambda x: inner(x + 0)
+        assert "Keeping" in model(x).grad_fn.name()
+    assert "forward" in model.__dict__
+    assert "Keeping" not in model(x).grad_fn.name()
+
+
+def test_the_signature_of_forward_is_the_models():
+    # Trainers choose by it which columns of a data set the model wants.
+    model = Net()
+    signature = inspect.signature(model.forward)
+    with saved_activations(model):
+        assert inspect.signature(model.forward) == signature
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_left_to_torch():
+    for layout in (torch.strided, torch.jagged):
+        rows = [torch.randn(n, 128) for n in (64, 32)]
+        x = torch.nested.nested_tensor(rows, layout=layout, requires_grad=True)
+        with saved_activations():
+            assert "Keeping" not in F.gelu(x).grad_fn.name()
+
+
 def test_scopes_nest_and_the_inner_one_is_asked_first():
     x = torch.randn(64, 128, requires_grad=True)
     with saved_activations(fmt=E5M2), saved_activations(skip=("tanh",)):
@@ -145,6 +186,14 @@ def test_functorch_is_left_alone():
         each = torch.vmap(torch.func.grad(lambda row: torch.tanh(row).sum()))(x)
     assert torch.equal(found, torch.func.grad(lambda x: F.silu(x).sum())(x))
     assert each.shape == x.shape
+
+
+def test_forward_mode_is_left_alone():
+    x = torch.randn(64, 128, requires_grad=True)
+    with forward_ad.dual_level(), saved_activations():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        tangent = forward_ad.unpack_dual(torch.tanh(dual)).tangent
+    assert torch.allclose(tangent, 1 - torch.tanh(x) ** 2)
 
 
 def test_functions_of_unit_scaling_are_looked_into():

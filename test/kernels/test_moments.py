@@ -74,7 +74,7 @@ def test_scaled_float16_keeps_eleven_bits_and_every_nonzero(shape, group, expone
     assert ((codes != 0) == (x != 0)).all(), (case, group)
 
 
-@pairs(shape=SHAPES, group=GROUPS, log2_range=(0, 0.1, 3, 17.8, 40, 90))
+@pairs(shape=SHAPES, group=GROUPS, log2_range=(0, 0.1, 3, 17.8, 40, 70))
 def test_expanded_codes_are_coats_in_float64(shape, group, log2_range):
     replay = (shape, group, log2_range)
     x = second_moments(shape, log2_range, seed=3)
@@ -88,7 +88,7 @@ def test_expanded_codes_are_coats_in_float64(shape, group, log2_range):
     assert (nearest != codes.view(torch.uint8)).double().mean() < 0.01 + 1 / x.numel(), replay
 
 
-@pytest.mark.parametrize("log2_range", [1, 4, 10, 17.8, 30, 60, 100])
+@pytest.mark.parametrize("log2_range", [1, 4, 10, 17.8, 30, 60, 70])
 def test_expansion_error_is_the_codes_error_divided_by_k(log2_range):
     """y has a relative error of 2^-4 (half a spacing), x a k-th of it: narrow groups gain bits."""
     x = second_moments((8, 128), log2_range, seed=4)
@@ -124,7 +124,7 @@ def test_every_guard_of_the_expansion():
         codes, scale, exponent = moments.encode_expanded(x, 8)
         decoded = moments.decode_expanded(codes, scale, exponent, 8)
         assert scale.isfinite().all() and (scale >= 2.0**-126).all(), what
-        assert ((exponent >= 1 / 64) & (exponent <= 6)).all(), what
+        assert ((exponent >= 1 / 64) & (exponent <= 4)).all(), what
         assert torch.equal(decoded == 0, x == 0), what
         assert torch.equal(decoded.isnan(), ~x.isfinite()), what
         if expected is not None:
@@ -191,66 +191,6 @@ def test_a_ragged_group_is_a_group_of_its_own():
         codes, scale, exponent = moments.encode_expanded(empty, 4)
         assert codes.shape == empty.shape and scale.shape == (len(empty), -(-empty.shape[1] // 4))
         assert moments.decode_expanded(codes, scale, exponent, 4).shape == empty.shape
-
-
-# --- stochastic rounding
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("value", [1.00237, -3.3e-5, 4.1e-8, 700.7])
-def test_stochastic_rounding_is_unbiased(value, dtype):
-    """The mean of n draws is within 5 standard deviations of x (a spacing times sqrt(pq / n))."""
-    n = 1 << 16
-    rounded = moments.stochastic_round(torch.full((n,), value), dtype, 1234, 5).double()
-    low, high = float(rounded.min()), float(rounded.max())
-    exact = float(torch.tensor(value))
-    assert low <= exact <= high
-    part = (exact - low) / (high - low)
-    noise = (high - low) * math.sqrt(max(part * (1 - part), 1 / n) / n)
-    lost = (high - low) * 2.0**-13  # bits that 13 random bits do not reach
-    assert abs(float(rounded.mean()) - exact) < 5 * noise + lost
-    nearest = torch.tensor(value).to(dtype).double()
-    assert abs(float(nearest) - exact) > 5 * noise + lost  # the planted fault would be seen
-
-
-def test_stochastic_rounding_depends_on_its_key_alone():
-    x = torch.randn(3, 1000, generator=torch.Generator().manual_seed(1))
-    first = moments.stochastic_round(x, torch.bfloat16, 7, 3)
-    torch.manual_seed(99)
-    assert_bitwise(moments.stochastic_round(x, torch.bfloat16, 7, 3), first)
-    as_tensors = moments.stochastic_round(x, torch.bfloat16, torch.tensor(7), torch.tensor(3))
-    assert_bitwise(as_tensors, first)
-    part = moments.stochastic_round(x[1:], torch.bfloat16, 7, 3, first=1000)
-    assert_bitwise(part, first[1:])
-    for seed, offset in ((8, 3), (7, 4), (3, 7), (-7, 3)):
-        other = moments.stochastic_round(x, torch.bfloat16, seed, offset)
-        same = (other == first).double().mean()
-        assert 0.55 < same < 0.8, (seed, offset)  # 2/3: p^2 + q^2 over uniform p
-
-
-def test_random_bits_are_independent_of_each_other_and_of_the_step():
-    x = torch.empty(1 << 14)
-    bits = moments.random_bits(x, 1, 1)
-    other = moments.random_bits(x, 1, 2)
-    each = torch.stack([(bits >> i) & 1 for i in range(32)]).double()
-    assert ((each.mean(1) - 0.5).abs() < 5 * 0.5 / 128).all()
-    correlation = torch.corrcoef(torch.cat([each, ((other & 1) == 1).double()[None]]))
-    assert (correlation - torch.eye(33)).abs().max() < 6 / 128
-    lag = torch.corrcoef(torch.stack([each[0, :-1], each[0, 1:]]))[0, 1]
-    assert lag.abs() < 5 / 128
-
-
-def test_stochastic_rounding_of_special_values():
-    for dtype in (torch.bfloat16, torch.float16):
-        largest = torch.finfo(dtype).max
-        x = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, largest, -largest, 1.0])
-        for offset in range(20):
-            assert_bitwise(moments.stochastic_round(x, dtype, 0, offset), x.to(dtype))
-        beyond = torch.tensor([largest * (1 + 2.0**-12), 3.4e38])
-        assert_bitwise(moments.stochastic_round(beyond, dtype, 0, 0), beyond.to(dtype))
-        assert torch.equal(
-            moments.stochastic_round(x, dtype, 0, 0)[3:5].signbit(), x[3:5].signbit()
-        )
 
 
 # --- update rules

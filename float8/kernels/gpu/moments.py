@@ -1,4 +1,4 @@
-"""Device functions for optimizer states: the twins of `float8.kernels.moments`.
+"""Device functions for optimizer states: the twins of `float8.kernels.moments` and `.stochastic`.
 
 A tile is (GROUPS, GROUP): a row is a group, which a few neighbouring threads hold in registers, so
 that a group's range costs a few shuffles. Lanes outside the matrix hold zeros, which take no part
@@ -75,50 +75,8 @@ def largest_of(x):
 
 
 @triton.jit
-def encode_linear(x, TO_FLOAT16: tl.constexpr):
-    """Codes (GROUPS, GROUP), float16 or uint8, and scales (GROUPS,)."""
-    if TO_FLOAT16:
-        scale = scale_from_amax(largest_of(x), _FLOAT16_MAX, False)
-        y = x * reciprocal(scale)[:, None]
-        y = tl.clamp(y, -_FLOAT16_MAX, _FLOAT16_MAX, propagate_nan=tl.PropagateNan.ALL)
-        y = tl.where(tl.abs(x) == float("inf"), float("nan"), y)
-        # What would be 0 becomes the smallest subnormal, 2^-24.
-        is_lost = (tl.abs(y) <= 2.0**-25) & (x != 0)
-        codes = tl.where(is_lost, tl.where(x < 0, -(2.0**-24), 2.0**-24), y).to(tl.float16)
-    else:
-        scale = scale_from_amax(largest_of(x), _E4M3_MAX, False)
-        codes = encode(x, reciprocal(scale)[:, None], _E4M3_MAX, tl.float8e4nv)
-    return codes, scale
-
-
-@triton.jit
-def expanded(x):
-    """What `encode_expanded` rounds to codes, float32, and scales and exponents (GROUPS,)."""
-    bits = magnitude_bits(x)
-    scale = tl.maximum(largest_of(x), 2.0**-126)
-    nonzero = tl.where(bits > 0, bits, _INFINITE)
-    smallest = tl.min(nonzero, 1).to(tl.float32, bitcast=True)
-    log2_range = tl.log2(scale) - tl.log2(smallest)
-    exponent = log2_range * (1.0 / _LOG2_RANGE)
-    exponent = tl.minimum(tl.maximum(exponent, _MIN_EXPONENT), _MAX_EXPONENT)
-    ratio = tl.abs(x) * reciprocal(scale)[:, None]
-    y = tl.exp2(_log2(ratio) * reciprocal(exponent)[:, None]) * _E4M3_MAX
-    y = tl.minimum(tl.maximum(y, _SMALLEST_CODE), _E4M3_MAX)
-    y = tl.where(bits < _INFINITE, y, float("nan"))
-    y = tl.where(bits == 0, 0.0, y)
-    return tl.where(x < 0, -y, y), scale, exponent
-
-
-@triton.jit
-def encode_expanded(x):
-    """Codes (GROUPS, GROUP), uint8, scales and exponents (GROUPS,)."""
-    y, scale, exponent = expanded(x)
-    return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), scale, exponent
-
-
-@triton.jit
 def _hash(h, between):
-    """Of uint32; `float8.kernels.moments._hash`."""
+    """Of uint32; `float8.kernels.stochastic._hash`."""
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = h ^ between
     h = (h ^ (h >> 15)) * 0x846CA68B
@@ -132,9 +90,106 @@ def key(number):
 
 
 @triton.jit
+def random_bits(index, seed, offset):
+    """int32, of (seed, offset, index)."""
+    return _hash(index.to(tl.uint32) + key(seed), key(offset)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def chances(index, seed, offset, NUMBER: tl.constexpr):
+    """Uniform in [0, 1), for the state of this number."""
+    bits = random_bits(index, seed + ((NUMBER + 2) << 28), offset)
+    return ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+
+
+@triton.jit
+def encode_linear(
+    x, TO_FLOAT16: tl.constexpr, index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr
+):
+    """Codes (GROUPS, GROUP), float16 or uint8, and scales (GROUPS,); RANDOM: see `chances`."""
+    LARGEST: tl.constexpr = _FLOAT16_MAX if TO_FLOAT16 else _E4M3_MAX
+    scale = scale_from_amax(largest_of(x), LARGEST, False)
+    factor = reciprocal(scale)[:, None]
+    if RANDOM:
+        j, t, spacing = _split(tl.minimum(tl.abs(x) * factor, LARGEST), TO_FLOAT16)
+        y = tl.where(t > chances(index, seed, offset, NUMBER), j + 1, j) * spacing
+        y = tl.where(x < 0, -y, y)
+        y = tl.where(magnitude_bits(x) < _INFINITE, y, float("nan"))
+    elif TO_FLOAT16:
+        y = x * factor
+        y = tl.clamp(y, -_FLOAT16_MAX, _FLOAT16_MAX, propagate_nan=tl.PropagateNan.ALL)
+        y = tl.where(tl.abs(x) == float("inf"), float("nan"), y)
+    if TO_FLOAT16:
+        # What would be 0 becomes the smallest subnormal, 2^-24.
+        is_lost = (tl.abs(y) <= 2.0**-25) & (x != 0)
+        codes = tl.where(is_lost, tl.where(x < 0, -(2.0**-24), 2.0**-24), y).to(tl.float16)
+    elif RANDOM:
+        codes = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        codes = encode(x, factor, _E4M3_MAX, tl.float8e4nv)
+    return codes, scale
+
+
+@triton.jit
+def _split(y, TO_FLOAT16: tl.constexpr):
+    """`float8.kernels.stochastic._split`."""
+    TINY: tl.constexpr = 2.0**-14 if TO_FLOAT16 else 2.0**-6
+    BITS: tl.constexpr = 10 if TO_FLOAT16 else 3
+    power = tl.maximum(
+        (y.to(tl.int32, bitcast=True) & _INFINITE).to(tl.float32, bitcast=True), TINY
+    )
+    inverse = (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    scaled = y * (inverse * 2.0**BITS)
+    whole = tl.floor(scaled)
+    return whole, scaled - whole, power * 2.0**-BITS
+
+
+@triton.jit
+def _on_expanded_grid(y, chance, a):
+    """`float8.kernels.stochastic.on_expanded_grid`; a (GROUPS, 1)."""
+    j, t, spacing = _split(y, False)
+    n1j = j * ((a + 7) * 0.1)
+    d1j = j * ((3 - a) * 0.4)
+    n2 = (a + 1) * (a + 2) * (1 / 60)
+    d2 = (3 - a) * (2 - a) * 0.05
+    jj = j * j
+    f_t = t * tl.fma(t, tl.fma(t, n2, n1j), jj) * (jj + d1j + d2)
+    f_1 = (jj + n1j + n2) * tl.fma(t, tl.fma(t, d2, d1j), jj)
+    return tl.where(f_t > chance * f_1, j + 1, j) * spacing
+
+
+@triton.jit
+def expanded(x, index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr):
+    """What `encode_expanded` rounds to codes, float32, and scales and exponents (GROUPS,)."""
+    bits = magnitude_bits(x)
+    scale = tl.maximum(largest_of(x), 2.0**-126)
+    nonzero = tl.where(bits > 0, bits, _INFINITE)
+    smallest = tl.min(nonzero, 1).to(tl.float32, bitcast=True)
+    log2_range = tl.log2(scale) - tl.log2(smallest)
+    exponent = log2_range * (1.0 / _LOG2_RANGE)
+    exponent = tl.minimum(tl.maximum(exponent, _MIN_EXPONENT), _MAX_EXPONENT)
+    ratio = tl.abs(x) * reciprocal(scale)[:, None]
+    y = tl.exp2(_log2(ratio) * reciprocal(exponent)[:, None]) * _E4M3_MAX
+    y = tl.minimum(tl.maximum(y, _SMALLEST_CODE), _E4M3_MAX)
+    if RANDOM:
+        y = tl.where(tl.abs(x) < scale[:, None], y, _E4M3_MAX)  # exactly, whatever log2 made of it
+        y = _on_expanded_grid(y, chances(index, seed, offset, NUMBER), exponent[:, None])
+    y = tl.where(bits < _INFINITE, y, float("nan"))
+    y = tl.where(bits == 0, 0.0, y)
+    return tl.where(x < 0, -y, y), scale, exponent
+
+
+@triton.jit
+def encode_expanded(x, index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr):
+    """Codes (GROUPS, GROUP), uint8, scales and exponents (GROUPS,); RANDOM: see `chances`."""
+    y, scale, exponent = expanded(x, index, seed, offset, NUMBER, RANDOM)
+    return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), scale, exponent
+
+
+@triton.jit
 def stochastic_round(x, index, seed, offset, DTYPE: tl.constexpr):
     """To bfloat16 or float16, up or down by the bits of (seed, offset, index)."""
-    noise = _hash(index.to(tl.uint32) + key(seed), key(offset)).to(tl.int32, bitcast=True)
+    noise = random_bits(index, seed, offset)
     magnitude = tl.abs(x)
     IS_FLOAT16: tl.constexpr = DTYPE.is_fp16()
     MASK: tl.constexpr = 0x1FFF if IS_FLOAT16 else 0xFFFF  # the bits of the mantissa that are lost
@@ -164,16 +219,20 @@ def load(codes_ptr, scale_ptr, exponent_ptr, at, inside, n, N, FORM: tl.constexp
 
 
 @triton.jit
-def store(x, codes_ptr, scale_ptr, exponent_ptr, at, inside, n, N, FORM: tl.constexpr):
-    """Write a state, float32 (GROUPS, GROUP), in its form."""
+def store(
+    x, codes_ptr, scale_ptr, exponent_ptr, at, inside, n, N, FORM: tl.constexpr,
+    index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr,
+):  # fmt: skip
+    """Write a state, float32 (GROUPS, GROUP), in its form; RANDOM rounds by `chances`."""
     if FORM == DENSE:
         tl.store(codes_ptr + at, x, inside)
     if FORM == LINEAR:
-        codes, scale = encode_linear(x, codes_ptr.dtype.element_ty == tl.float16)
+        TO_FLOAT16: tl.constexpr = codes_ptr.dtype.element_ty == tl.float16
+        codes, scale = encode_linear(x, TO_FLOAT16, index, seed, offset, NUMBER, RANDOM)
         tl.store(codes_ptr + at, codes, inside)
         tl.store(scale_ptr + n, scale, n < N)
     if FORM == EXPANDED:
-        codes, scale, exponent = encode_expanded(x)
+        codes, scale, exponent = encode_expanded(x, index, seed, offset, NUMBER, RANDOM)
         tl.store(codes_ptr + at, codes, inside)
         tl.store(scale_ptr + n, scale, n < N)
         tl.store(exponent_ptr + n, exponent, n < N)

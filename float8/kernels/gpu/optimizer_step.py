@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.kernels import moments
+from float8.kernels import moments, stochastic
 from float8.kernels import optimizer_step as host
 from float8.kernels.gpu.jit import magnitude_bits
 from float8.kernels.gpu.launch import (
@@ -67,7 +67,7 @@ def _adam_factors(lr, step, LOG2_BETA1: tl.constexpr, LOG2_BETA2: tl.constexpr):
     return step_size.to(tl.float32), root.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["seed", "offset"])
+@triton.jit(do_not_specialize=["seed", "offset", "first"])
 def _step_kernel(  # noqa: PLR0915  # one launch, and a tile passed on costs registers
     p_ptr,
     p_scale_ptr,
@@ -85,6 +85,7 @@ def _step_kernel(  # noqa: PLR0915  # one launch, and a tile passed on costs reg
     step,
     seed,
     offset,
+    first,
     decay,
     step_size,
     root,
@@ -112,7 +113,9 @@ def _step_kernel(  # noqa: PLR0915  # one launch, and a tile passed on costs reg
     MAXIMIZE: tl.constexpr,
     LR_IS_TENSOR: tl.constexpr,
     STEP_IS_TENSOR: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    P_RANDOM: tl.constexpr,  # rounded up or down at random
+    M_RANDOM: tl.constexpr,
+    V_RANDOM: tl.constexpr,
     SEED_IS_TENSOR: tl.constexpr,
     OFFSET_IS_TENSOR: tl.constexpr,
     SCALED: tl.constexpr,
@@ -147,6 +150,11 @@ def _step_kernel(  # noqa: PLR0915  # one launch, and a tile passed on costs reg
     if RULE == _ADAMW:
         v = load(v_ptr, v_scale_ptr, v_exponent_ptr, at, inside, n, N, V_FORM)
 
+    if SEED_IS_TENSOR:
+        seed = tl.load(seed)
+    if OFFSET_IS_TENSOR:
+        offset = tl.load(offset)
+    index = (at + first).to(tl.int32)  # of an element in the whole parameter, modulo 2^32
     if LR_IS_TENSOR:
         lr = tl.load(lr).to(tl.float32)
         decay = 1.0 - lr * weight_decay
@@ -169,7 +177,10 @@ def _step_kernel(  # noqa: PLR0915  # one launch, and a tile passed on costs reg
         m = m + (g - m) * rest1
         v = v * beta2 + (g * g) * rest2
         p = p - tl.div_rn(m, tl.sqrt_rn(v) * root + eps) * step_size
-        store(v, v_ptr, v_scale_ptr, v_exponent_ptr, at, inside, n, N, V_FORM)
+        store(
+            v, v_ptr, v_scale_ptr, v_exponent_ptr, at, inside, n, N, V_FORM,
+            index, seed, offset, 1, V_RANDOM,
+        )  # fmt: skip
     elif RULE == _SGD:
         m = m * beta1 + g * rest1
         p = p - (g + m * beta1 if NESTEROV else m) * lr
@@ -178,21 +189,20 @@ def _step_kernel(  # noqa: PLR0915  # one launch, and a tile passed on costs reg
         direction = tl.where(c > 0, 1.0, tl.where(c < 0, -1.0, c))  # 0 and NaN stay
         p = p - direction * lr
         m = m * beta2 + g * rest2
-    store(m, m_ptr, m_scale_ptr, m_exponent_ptr, at, inside, n, N, M_FORM)
+    store(
+        m, m_ptr, m_scale_ptr, m_exponent_ptr, at, inside, n, N, M_FORM,
+        index, seed, offset, 0, M_RANDOM,
+    )  # fmt: skip
 
     if P_FORM == LINEAR:
-        codes, scale = encode_linear(p, True)
+        codes, scale = encode_linear(p, True, index, seed, offset, -1, P_RANDOM)
         tl.store(p_ptr + at, codes, inside)
         tl.store(p_scale_ptr + n, scale, n < N)
         largest = tl.max(largest_of(values(codes) * scale[:, None]))
         tl.atomic_max(amax_ptr, magnitude_bits(largest), sem="relaxed")
-    elif STOCHASTIC:
-        if SEED_IS_TENSOR:
-            seed = tl.load(seed)
-        if OFFSET_IS_TENSOR:
-            offset = tl.load(offset)
+    elif P_RANDOM:
         DTYPE: tl.constexpr = p_ptr.dtype.element_ty
-        tl.store(p_ptr + p_at, stochastic_round(p, at, seed, offset, DTYPE), inside)
+        tl.store(p_ptr + p_at, stochastic_round(p, index, seed, offset, DTYPE), inside)
     else:
         tl.store(p_ptr + p_at, p.to(p_ptr.dtype.element_ty), inside)
 
@@ -250,8 +260,8 @@ def _launch(
     p: Tensor, p_scale: Tensor | None, g: Tensor,
     m: Tensor, m_scale: Tensor | None, m_exponent: Tensor | None,
     v: Tensor, v_scale: Tensor | None, v_exponent: Tensor | None,
-    group: int, seed: int | None, seed_tensor: Tensor | None,
-    offset: int | None, offset_tensor: Tensor | None,
+    group: int, rounds: list[bool], seed: int | None, seed_tensor: Tensor | None,
+    offset: int | None, offset_tensor: Tensor | None, first: int,
     grad_scale: Tensor | None, found_inf: Tensor | None, amax: Tensor | None,
 ) -> None:  # fmt: skip
     check_device(
@@ -263,7 +273,7 @@ def _launch(
     R, C = p.shape
     scalars, constants = _rule_constants(rule, numbers, lr, step)
     plain = host.unpacked(rule, numbers, None, None)
-    stochastic = (seed is not None or seed_tensor is not None) and p.dtype != torch.float32
+    random = [r and x.dtype != torch.float32 for r, x in zip(rounds, (p, m, v), strict=False)]
     if p_scale is not None and amax is None:
         amax = torch.zeros(1, dtype=torch.float32, device=p.device)
     groups = max(1, _ELEMENTS // group)
@@ -283,8 +293,9 @@ def _launch(
             p if found_inf is None else found_inf,
             plain.lr if lr is None else lr,
             getattr(plain, "step", 0.0) if step is None else step,
-            moments.as_int32(seed or 0) if seed_tensor is None else seed_tensor,
-            moments.as_int32(offset or 0) if offset_tensor is None else offset_tensor,
+            stochastic.as_int32(seed or 0) if seed_tensor is None else seed_tensor,
+            stochastic.as_int32(offset or 0) if offset_tensor is None else offset_tensor,
+            stochastic.as_int32(first),
             *scalars,
             *(R, C, *p.stride(), *g.stride()),
             GROUPS=groups,
@@ -295,7 +306,9 @@ def _launch(
             V_FORM=_form(v_scale, v_exponent),
             LR_IS_TENSOR=lr is not None,
             STEP_IS_TENSOR=step is not None,
-            STOCHASTIC=stochastic,
+            P_RANDOM=random[0],
+            M_RANDOM=random[1],
+            V_RANDOM=random[-1],
             SEED_IS_TENSOR=seed_tensor is not None,
             OFFSET_IS_TENSOR=offset_tensor is not None,
             SCALED=grad_scale is not None,
@@ -310,16 +323,16 @@ def _reference(
     p: Tensor, p_scale: Tensor | None, g: Tensor,
     m: Tensor, m_scale: Tensor | None, m_exponent: Tensor | None,
     v: Tensor, v_scale: Tensor | None, v_exponent: Tensor | None,
-    group: int, seed: int | None, seed_tensor: Tensor | None,
-    offset: int | None, offset_tensor: Tensor | None,
+    group: int, rounds: list[bool], seed: int | None, seed_tensor: Tensor | None,
+    offset: int | None, offset_tensor: Tensor | None, first: int,
     grad_scale: Tensor | None, found_inf: Tensor | None, amax: Tensor | None,
 ) -> None:  # fmt: skip
     states = [host.Stored(m, m_scale, m_exponent), host.Stored(v, v_scale, v_exponent)]
     host.reference_step(
         host.unpacked(rule, numbers, lr, step), host.Stored(p, p_scale), g,
         states if rule == "adamw" else states[:1], group,
-        seed=seed if seed_tensor is None else seed_tensor,
-        offset=(offset or 0) if offset_tensor is None else offset_tensor,
+        rounds=rounds, seed=(seed or 0) if seed_tensor is None else seed_tensor,
+        offset=(offset or 0) if offset_tensor is None else offset_tensor, first=first,
         grad_scale=grad_scale, found_inf=found_inf, amax=amax,
     )  # fmt: skip
 
@@ -333,7 +346,8 @@ optimizer_step = register(
     "Tensor(a!) p, Tensor(b!)? p_scale, Tensor g, "
     "Tensor(c!) m, Tensor(d!)? m_scale, Tensor(e!)? m_exponent, "
     "Tensor(f!) v, Tensor(g!)? v_scale, Tensor(h!)? v_exponent, "
-    "int group, int? seed, Tensor? seed_tensor, int? offset, Tensor? offset_tensor, "
+    "int group, bool[] rounds, int? seed, Tensor? seed_tensor, int? offset, "
+    "Tensor? offset_tensor, int first, "
     "Tensor? grad_scale, Tensor? found_inf, Tensor(i!)? amax) -> ()",
     kernel=_launch,
     reference=_reference,
@@ -350,18 +364,20 @@ _NUMBERS = (
 def shipped() -> list[Variant]:
     """What trains in bfloat16, in float32, under a CUDA graph, with a master, and ragged rows."""
     return [
-        _variant("bf16, e4m3, expanded e4m3", "*bf16", flat=True),
-        _variant("fp32, e4m3, fp16", "*fp32", v="*fp16", v_form=LINEAR, flat=True),
-        _variant("bf16 stochastic, captured", "*bf16", flat=True, tensors=True),
-        _variant("bf16, ragged groups", "*bf16", flat=False),
-        _variant("master", "*fp16", g="*bf16", p_form=LINEAR, flat=True),
-        _variant("fp32 lion", "*fp32", rule="lion", flat=True),
+        _variant("bf16, e4m3, expanded e4m3", "*bf16", random="v"),  # AdamW's defaults
+        _variant("the same, to nearest", "*bf16"),
+        _variant("fp32, e4m3, fp16", "*fp32", v="*fp16", v_form=LINEAR),
+        _variant("bf16 all at random, captured", "*bf16", random="pmv", tensors=True),
+        _variant("bf16, ragged groups", "*bf16", flat=False, random="v"),
+        _variant("master", "*fp16", g="*bf16", p_form=LINEAR, random="pv"),
+        _variant("fp32 lion", "*fp32", rule="lion", random="m"),
     ]
 
 
 def _variant(
     name: str, p: str, *, g: str | None = None, v: str = "*u8", p_form: Any = DENSE,
     v_form: Any = EXPANDED, rule: str = "adamw", flat: bool = True, tensors: bool = False,
+    random: str = "",
 ) -> Variant:  # fmt: skip
     floats = dict.fromkeys(("p_scale_ptr", "m_scale_ptr", "m_exponent_ptr"), "*fp32")
     floats |= dict.fromkeys(("v_scale_ptr", "v_exponent_ptr"), "*fp32")
@@ -371,13 +387,14 @@ def _variant(
     types = {
         "p_ptr": p, "g_ptr": g or p, "m_ptr": "*u8", "v_ptr": v, "amax_ptr": "*i32", **floats,
         **(pointer if tensors else number), **dict.fromkeys(_NUMBERS, "fp32"),
-        **dict.fromkeys(("R", "C", "p_stride_r", "g_stride_r"), "i32"),
+        **dict.fromkeys(("R", "C", "p_stride_r", "g_stride_r", "first"), "i32"),
     }  # fmt: skip
     constants = {
         **_ROW, "GROUPS": _ELEMENTS // 128, "GROUP": 128, "FLAT": flat, "RULE": RULES[rule],
         "P_FORM": p_form.value, "M_FORM": LINEAR.value, "V_FORM": v_form.value, "DECAY": 1,
         "NESTEROV": False, "MAXIMIZE": False, "LR_IS_TENSOR": tensors, "STEP_IS_TENSOR": tensors,
-        "STOCHASTIC": tensors, "SEED_IS_TENSOR": tensors, "OFFSET_IS_TENSOR": tensors,
+        **{f"{x}_RANDOM": x.lower() in random for x in "PMV"},
+        "SEED_IS_TENSOR": tensors, "OFFSET_IS_TENSOR": tensors,
         "SCALED": tensors, "SKIPS": tensors, "LOG2_BETA1": -0.15, "LOG2_BETA2": -0.0014,
     }  # fmt: skip
     return Variant(f"optimizer_step: {name}", _step_kernel, types, constants, _OPTIONS)
