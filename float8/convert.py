@@ -109,6 +109,13 @@ def _weight_rule() -> WeightRule:
 MODEL_CHECKS: list[Callable[[nn.Module], str | None]] = []
 
 
+def check_model(module: nn.Module) -> None:
+    """Raise if a room above says that swapping this model's layers would be wrong."""
+    for check in MODEL_CHECKS:
+        if (reason := check(module)) is not None:
+            raise ValueError(f"nothing was converted: {reason}")
+
+
 @dataclass
 class Conversion:
     """What a conversion did: names of converted layers, and name -> reason of the others."""
@@ -157,14 +164,12 @@ def convert_to_float8_training(
     """
     check_arguments(config, module_filter_fn)
     config = config or Float8LinearConfig()
-    for check in MODEL_CHECKS:
-        if (reason := check(module)) is not None:
-            raise ValueError(f"nothing was converted: {reason}")
+    check_model(module)
     conversion = Conversion()
     chosen = candidates(module, config, module_filter_fn, conversion)
     check_all(chosen, config)
     report_bypasses(module, conversion)
-    _warn_of_fixed_scales(chosen, config)
+    warn_of_fixed_scales(chosen, config)
     swapped: dict[nn.Module, nn.Module] = {}
     for fqn, layer in chosen:
         swapped[layer] = MODULE_RULES[type(layer)].convert(layer, config, fqn)
@@ -312,8 +317,8 @@ def report_bypasses(root: nn.Module, conversion: Conversion) -> None:
             )
 
 
-def _warn_of_fixed_scales(layers: list[tuple[str, nn.Module]], config: Float8LinearConfig) -> None:
-    """Recipe ``unit`` has no scale to move a tensor into the format's range with."""
+def warn_of_fixed_scales(layers: list[tuple[str, nn.Module]], config: Float8LinearConfig) -> None:
+    """Recipe ``unit`` has no scale to move a tensor into the format's range with: warn of it."""
     plain = [(fqn, m) for fqn, m in layers if not MODULE_RULES[type(m)].unit_scaled]
     if config != RECIPES["unit"] or not plain:
         return

@@ -15,6 +15,9 @@ for each granularity, and what a checkpoint holds). The weight itself is frozen,
 in ``eval()``: the mode changes what dropout does and which amaxes a delayed recipe records, no
 more.
 
+Under `DistributedDataParallel` adapters train after ``float8.inference.hide_from_ddp(model)``;
+`fully_shard` does not take weights that live in float8.
+
 ``model.to(dtype)`` changes what weights stand for, not their bytes. What fits a plain model's
 checkpoint fits here, and is quantised on loading. `convert_from_float8_training` gives plain layers
 with the dequantised weights; so does a ``state_dict()`` under `high_precision`.
@@ -39,9 +42,11 @@ from float8.convert import (
     candidates,
     check_all,
     check_arguments,
+    check_model,
     replace_children,
     report_bypasses,
     tell,
+    warn_of_fixed_scales,
 )
 from float8.filters import ModuleFilter
 from float8.formats import E4M3
@@ -82,7 +87,13 @@ def convert_to_float8_inference(
         TypeError: arguments of other types.
     """
     check_arguments(config, module_filter_fn)
+    if static_scales is not None and not isinstance(static_scales, Mapping):
+        raise TypeError(
+            "static_scales must map layer names to the scales of their inputs, as "
+            f'{{"layers.0.proj": 0.02}}, got a {type(static_scales).__name__}'
+        )
     config = config or Float8LinearConfig()
+    check_model(model)
     conversion = Conversion()
     plain = candidates(model, config, module_filter_fn, conversion)
     chosen: dict[str, Any] = dict(plain)
@@ -101,12 +112,14 @@ def convert_to_float8_inference(
     configs = _with_static_inputs(configs, static_scales, conversion)
     check_all(plain, config)
     _check_weights(chosen, configs)
+    warn_of_fixed_scales(plain, config)
     swapped = {m: MODULE_RULES[type(m)].convert(m, configs[fqn], fqn) for fqn, m in plain}
     model = replace_children(model, swapped)
     layers = {fqn: swapped.get(m, m) for fqn, m in chosen.items()}
     del plain, chosen, swapped  # what else holds the old layers: weights are freed one by one
     _keep_codes_only(layers, configs)
     report_bypasses(model, conversion)
+    hide_from_ddp(model)
     conversion.converted = list(layers)
     model.float8_conversion = conversion  # type: ignore[assignment]
     tell(model, conversion, "convert_to_float8_inference")
@@ -202,8 +215,13 @@ def _check_weights(chosen: dict[str, Any], configs: dict[str, Float8LinearConfig
         name, weight = fqn or "the module itself", layer.weight
         cast = configs[fqn].plan.output.b
         first, its_cast = casts.setdefault(id(weight), (name, cast))
-        if (reason := refuses_resident(configs[fqn])) is not None:
+        if (reason := refuses_resident(configs[fqn]) or _refuses_values(layer)) is not None:
             problems.append(f"{name}: {reason}")
+        elif configs[fqn].enable_fsdp_float8_all_gather:
+            problems.append(
+                f"{name}: enable_fsdp_float8_all_gather=True is for weights that train; frozen "
+                "float8 weights are not gathered. Leave it at False"
+            )
         elif is_sharded(weight) or type(weight) not in (Tensor, nn.Parameter):
             if not is_resident(weight):
                 problems.append(
@@ -216,6 +234,41 @@ def _check_weights(chosen: dict[str, Any], configs: dict[str, Float8LinearConfig
         raise ValueError(
             "nothing was converted, because some layers cannot be:\n  " + "\n  ".join(problems)
         )
+
+
+def _refuses_values(layer: nn.Module) -> str | None:
+    """The reason why codes could not stand for a layer's weight, or None."""
+    weight = layer._parameters.get("weight")
+    if weight is None:
+        return (
+            "its weight is computed by a hook, as those of torch.nn.utils.prune and weight_norm "
+            "do; make it a Parameter first (prune.remove, remove_weight_norm)"
+        )
+    if type(weight) is not nn.Parameter or is_sharded(weight) or not weight.numel():
+        return None
+    with torch.no_grad():
+        ends = torch.stack(torch.aminmax(weight))
+    if weight.device.type != "meta" and not bool(ends.isfinite().all()):
+        return "its weight has NaN or inf, which would become those of every value with its scale"
+    return None
+
+
+def hide_from_ddp(model: nn.Module) -> None:
+    """Tell `DistributedDataParallel` not to broadcast weights that live in float8.
+
+    DDP concatenates what it broadcasts, in high precision. These are frozen: ranks that convert
+    the same checkpoint hold the same bits. `convert_to_float8_inference` has done it for ``model``;
+    call it again where adapters, added later, have changed names or put another module on top.
+
+    Args:
+        model: the module that DDP is going to be given.
+    """
+    own = [name for name, p in model.named_parameters(remove_duplicate=False) if is_resident(p)]
+    if not own:
+        return
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    # The attribute that DDP reads.
+    model._ddp_params_and_buffers_to_ignore = [*dict.fromkeys([*ignored, *own])]  # type: ignore[assignment]
 
 
 def _keep_codes_only(layers: dict[str, Any], configs: dict[str, Float8LinearConfig]) -> None:

@@ -141,6 +141,11 @@ def _refuses_weight(layer: Any, config: Float8LinearConfig, row: Level) -> str |
         return "its weight is a DTensor; fully_shard the model, or use float8.optim by itself"
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__name__}; ms_amp takes plain high-precision ones"
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return (
+            "its weight has hooks, which would not run on the Parameter that replaces it; "
+            "register them after ms_amp"
+        )
     if not weight.requires_grad:
         return "the optimizer holds its weight, which requires no gradient"
     return _refuses_float8(config) if row.weight == "float8" else _refuses_float16(weight)

@@ -22,7 +22,9 @@ O3    FP8     E4M3 E4M3   scaled E4M3     E4M3 and scaled FP16 7
 ===== ======= ==== ====== ====== ======== ==================== =====
 
 and a scale per group of 128 (moments, master) or per tensor (weight, gradient). O3 saves bytes
-where weights travel or are read, not where they rest. All other parameters (biases, norms,
+where weights travel or are read, not where they rest. An update of a float16 weight by less than
+2^-12 of it would be lost to rounding to nearest, at fine-tuning rates nearly all: float16 weights
+and masters are rounded up or down at random, the same in every run. All other parameters (biases, norms,
 embeddings, what is tied to them, layers that a filter leaves out, frozen weights) stay as they are,
 with plain gradients; the moments of those with fewer than ``min_size`` elements stay FP32. Where
 this differs from MS-AMP's own: its FP16 weights of O1 and O2 have a scale, these are torch.float16,
@@ -35,7 +37,9 @@ under any autocast or none. Gradients are computed in the autocast dtype and not
 
 **Checkpoints.** ``state_dict()`` of model and optimizer hold plain tensors, and training goes on
 from them to the same bits. Under O3 the optimizer's master is the truth: a model's checkpoint that
-is loaded alone starts the masters anew, from its codes. Load a high-precision one before `ms_amp`.
+is loaded alone starts the masters anew, from its codes. Load a high-precision one before `ms_amp`,
+and move or cast the model before it: ``model.to`` swaps float8 weights, which then get plain
+gradients. A model that `convert_from_float8_training` made plain needs a new optimizer.
 
 **Compilation.** Compile the model after this call. Of float16 weights (O1, O2) torch.compile does
 round gradients to float16, of which 6e-8 is the smallest: take a ``GradScaler`` there, with
@@ -74,7 +78,7 @@ from float8.levels import LEVELS, Level, MsAmp, check_weights, held, layers_of
 from float8.linear import Float8Linear
 from float8.optim import Adam, AdamW
 from float8.optim.gradients import hold_gradients_in_float8
-from float8.resident_weight import to_resident
+from float8.optim.masters import follow
 from float8.tensor import Float8Tensor
 
 OPTIMIZERS: dict[type[torch.optim.Optimizer], type[AdamW]] = {
@@ -110,8 +114,9 @@ def ms_amp(
         level: "O1", "O2" or "O3".
         config: of layers that are not converted yet; O3 needs tensorwise weights.
         module_filter_fn: called with each candidate and its name; False leaves it alone.
-        storage: of the optimizer: ``group_size``, ``min_size``, ``stochastic_rounding``, ``fused``
-            (see `float8.optim.AdamW`).
+        storage: of the optimizer: ``group_size``, ``min_size``, ``stochastic_rounding`` (True by
+            default where float16 weights come from an optimizer of torch.optim), ``fused`` (see
+            `float8.optim.AdamW`).
 
     Returns:
         The model (or the new layer, if it was an ``nn.Linear`` itself), and a `float8.optim.AdamW`
@@ -125,12 +130,15 @@ def ms_amp(
         Nothing has been changed then.
     """
     row = _checked_level(model, optimizer, level)
+    _check_options(model, optimizer, storage)
     if _is_wrapped(model):
         return _of_wrapped(model, optimizer, level, config, module_filter_fn, storage)
     report = MsAmp(level)
     plan = config or Float8LinearConfig()
     layers = layers_of(model, plan, module_filter_fn, optimizer, report)
     check_weights(layers, plan, row)
+    if row.weight == "float16" and "stochastic_rounding" not in optimizer.defaults:
+        storage = {"stochastic_rounding": True} | storage
     # On the old parameters: whatever is wrong with options or states shows before a change.
     _new_optimizer(optimizer, row, {}, storage)
     model = convert_to_float8_training(model, config=config, module_filter_fn=module_filter_fn)
@@ -146,15 +154,16 @@ def ms_amp(
     new = _new_optimizer(optimizer, row, replaced, storage)
     _retire(replaced, new, row)
     hold_gradients_in_float8(replaced.values())
-    if row.weight == "float8":
-        for fqn in layers:
-            named[fqn].register_load_state_dict_post_hook(_MasterFollows(new))
+    for fqn in layers:
+        named[fqn].register_load_state_dict_post_hook(_AfterLoad(new))
     model.ms_amp = report  # type: ignore[assignment]
     return model, new
 
 
 def _checked_level(model: nn.Module, optimizer: torch.optim.Optimizer, level: str) -> Level:
-    if level not in LEVELS:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"ms_amp takes (model, optimizer, level), got {type(model).__name__} first")
+    if level not in tuple(LEVELS):
         raise ValueError(f"unknown level {level!r}; known levels: {', '.join(LEVELS)}")
     for module in model.modules():
         if isinstance(done := getattr(module, "ms_amp", None), MsAmp):
@@ -178,6 +187,31 @@ def _checked_level(model: nn.Module, optimizer: torch.optim.Optimizer, level: st
     return LEVELS[level]
 
 
+def _check_options(
+    model: nn.Module, optimizer: torch.optim.Optimizer, storage: dict[str, Any]
+) -> None:
+    for name in ("first_moment", "second_moment"):
+        if name in storage:
+            raise ValueError(f"ms_amp: the level says what {name} is held in; leave it out")
+    if any(getattr(optimizer, name) for name in _OPTIMIZER_HOOKS):
+        raise ValueError(
+            "ms_amp: the optimizer, which is replaced here, has hooks, which would not run any "
+            "more; register them on the one that ms_amp returns"
+        )
+    if (reason := _refuses_wrapper(model)) is not None:
+        raise ValueError(f"ms_amp: {reason}")
+
+
+_OPTIMIZER_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
 # What groups of torch.optim hold that is no hyperparameter, or that a level decides.
 _NOT_CARRIED = {"params", "param_names", "foreach", "fused", "differentiable"} | {
     "decoupled_weight_decay",
@@ -197,14 +231,18 @@ def _new_optimizer(
         params: list[Any] = [replaced.get(p, p) for p in group["params"]]
         if "param_names" in group:
             params = list(zip(group["param_names"], params, strict=True))
-        kept = {key: value for key, value in group.items() if key not in _NOT_CARRIED}
-        groups.append({**kept, **storage, "params": params})
+        groups.append({**_carried(group), **storage, "params": params})
     moments: dict[str, Any] = {"first_moment": row.first_moment, "second_moment": row.second_moment}
-    new = OPTIMIZERS[type(old)](groups, **storage, **moments)
+    defaults = _carried(old.defaults) | storage | moments  # of groups that are added later
+    new = OPTIMIZERS[type(old)](groups, **defaults)
     if old.state:
         carried = {"state": old.state_dict()["state"]}
         new.load_state_dict(carried | {"param_groups": new.state_dict()["param_groups"]})
     return new
+
+
+def _carried(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key not in _NOT_CARRIED}
 
 
 def _retire(replaced: dict[Tensor, nn.Parameter], new: AdamW, row: Level) -> None:
@@ -219,7 +257,7 @@ def _retire(replaced: dict[Tensor, nn.Parameter], new: AdamW, row: Level) -> Non
         )
 
 
-class _MasterFollows:
+class _AfterLoad:
     """After a checkpoint was loaded into a layer, its master must be one of the new weight.
 
     Otherwise the next step would bring the old weight back. A master whose cast is the weight
@@ -232,16 +270,40 @@ class _MasterFollows:
     @torch.no_grad()
     def __call__(self, layer: Any, incompatible_keys: Any) -> None:
         weight = layer.weight
-        if self.optimizer is None or not isinstance(weight, Float8Tensor):
+        if self.optimizer is None or not isinstance(layer, Float8Linear):
             return
-        master = self.optimizer.state[weight]["master"].dequantize()
-        cast = to_resident(master.to(torch.float32), layer.config)
-        if not torch.equal(cast, weight):
+        stepped = any(weight is p for g in self.optimizer.param_groups for p in g["params"])
+        if weight.requires_grad and not stepped:
+            raise RuntimeError(
+                f"{layer.fqn or 'Float8Linear'}: load_state_dict(assign=True) has replaced a "
+                "weight that the optimizer of ms_amp holds; load with assign=False"
+            )
+        if not stepped or not isinstance(weight, Float8Tensor):
+            return
+        cast: Any = weight.detach().clone()
+        follow(cast, self.optimizer.state[weight]["master"])
+        if not all(map(torch.equal, cast.data_and_scale, weight.data_and_scale)):
             self.optimizer.start_master(weight, weight.dequantize(torch.float32))
 
     def __reduce__(self) -> Any:
         # Copies of the model are not this optimizer's, and must not copy it.
-        return _MasterFollows, (None,)
+        return _AfterLoad, (None,)
+
+
+def _refuses_wrapper(model: nn.Module) -> str | None:
+    """The reason why ms_amp would break what a wrapper within ``model`` does, or None."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    for fqn, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            return "FullyShardedDataParallel owns all weights; shard with fully_shard (FSDP2)"
+        if isinstance(module, DistributedDataParallel) and fqn:
+            return (
+                f"{fqn} is a DistributedDataParallel, which would not reduce the gradients of "
+                "replaced weights; give ms_amp the wrapper itself, before torch.compile"
+            )
+    return None
 
 
 def _is_wrapped(model: nn.Module) -> bool:

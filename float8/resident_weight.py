@@ -120,7 +120,10 @@ def to_resident(
 
 
 def as_parameter(old: Tensor, data: Tensor, requires_grad: bool) -> nn.Parameter:
-    """A Parameter of other data with the attributes that users have set on ``old``."""
+    """A Parameter of other data with the attributes that users have set on ``old``.
+
+    Functions are left out: they may hold ``old``, and its memory with it.
+    """
     new = nn.Parameter(data, requires_grad)
     for key, value in vars(old).items():
         if not key.startswith("_") and not callable(value):
@@ -183,6 +186,10 @@ def join_loaded(
         state_dict[key] = joined if is_resident(weight) else _dequantized(joined)
     elif is_resident(weight) and loaded.dtype in HIGH_PRECISION_DTYPES:
         state_dict[key] = to_resident(loaded.to(weight.dtype), config)
+    elif is_resident(weight):
+        known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
+        errors.append(f"{key}: it is {loaded.dtype}; float8 is cast from {known}")
+        state_dict[key] = weight  # into itself
 
 
 def _joined(

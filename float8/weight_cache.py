@@ -29,6 +29,8 @@ faster until the next of the above. What torch does not count needs ``refresh()`
 step; in compiled code, every write that is not in the list. The layers are those that the model has
 when the scope opens.
 
+Weights that live in float8 (`float8.resident_weight`) need no cast and are passed over.
+
 Forward and backward write no Python state: recomputation, torch.compile and CUDA graphs see
 constants. Bits are those of the layer without a cache.
 """
@@ -48,6 +50,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from float8.autograd import WeightCodes, autocasts, cast_weight, compute_dtype
 from float8.linear import Float8Linear
+from float8.resident_weight import is_resident
 from float8.sync import AFTER_SYNC
 
 
@@ -66,7 +69,7 @@ class WeightCache:
         self.dtypes: dict[Float8Linear, torch.dtype | None] = {
             layer: dtype or _autocast_dtype(layer.weight)
             for layer in model.modules()
-            if isinstance(layer, Float8Linear)
+            if isinstance(layer, Float8Linear) and not is_resident(layer.weight)
         }
 
     def refresh(self) -> None:

@@ -1,10 +1,10 @@
 """What is done to gradients between backward and step: norms, scaling, clipping, zeroing.
 
 So a gradient in float8 goes through ``clip_grad_norm_``, ``clip_grad_value_``, ``GradScaler`` and
-``zero_grad`` as another does. A product with a number multiplies the scale, exactly, and leaves the
-codes; where the scale would fall below the smallest one, 2^-126, the values are 0. Norms and checks
-dequantise to float32, one tensor at a time. What is NaN stays NaN; nothing here rounds a second
-time but ``clamp_``, and ``mul_`` of a tensor with many scales.
+``zero_grad`` as another does. A product with a number, or a quotient, changes the scale and leaves
+the codes; where the scale would fall below the smallest one, 2^-126, the values are 0. Norms and
+checks dequantise to float32, one tensor at a time. What is NaN stays NaN; nothing here rounds a
+second time but ``clamp_``, and ``mul_`` or ``div_`` of a tensor with many scales.
 
 ``add_`` is not here: a weight that an ordinary optimizer added small updates to would round them
 away in silence.
@@ -37,10 +37,28 @@ def _zero_(func: Any, x: Float8Tensor) -> Float8Tensor:
 def _mul_(func: Any, x: Tensor, factor: Tensor | float) -> Tensor:
     if not isinstance(x, Float8Tensor) or isinstance(factor, Float8Tensor):
         raise TypeError(f"{func} by a Float8Tensor: call .dequantize() on it first")
-    one_factor = not isinstance(factor, Tensor) or factor.numel() == 1
-    if not one_factor or x._scale.numel() != 1 or is_part(x):
+    if not _is_for_the_scale(x, factor):
         return x.copy_(x.dequantize(torch.float32) * factor)
-    scale = (x._scale * factor).float().reshape(x._scale.shape)
+    return _with_scale(x, x._scale * factor)
+
+
+@implements(aten.div_.Tensor, aten.div_.Scalar)
+def _div_(func: Any, x: Tensor, divisor: Tensor | float) -> Tensor:
+    if not isinstance(x, Float8Tensor) or isinstance(divisor, Float8Tensor):
+        raise TypeError(f"{func} by a Float8Tensor: call .dequantize() on it first")
+    if not _is_for_the_scale(x, divisor):
+        return x.copy_(x.dequantize(torch.float32) / divisor)
+    return _with_scale(x, x._scale / divisor)
+
+
+def _is_for_the_scale(x: Float8Tensor, factor: Tensor | float) -> bool:
+    is_one = not isinstance(factor, Tensor) or factor.numel() == 1
+    return is_one and x._scale.numel() == 1 and not is_part(x)
+
+
+def _with_scale(x: Float8Tensor, scale: Tensor) -> Float8Tensor:
+    """The codes with another scale, of any sign and dtype; in place."""
+    scale = scale.float().reshape(x._scale.shape)
     codes = x._data.view(torch.uint8)
     codes.bitwise_xor_((scale < 0).to(torch.uint8).view((1,) * x.dim()) << 7)  # the sign bit
     vanish = (scale.abs() < kernels.MIN_SCALE).view((1,) * x.dim())
@@ -74,6 +92,18 @@ def _foreach_norm(
 def _foreach_mul_(func: Any, tensors: Sequence[Tensor], factor: Tensor | float) -> None:
     for x in tensors:
         x.mul_(factor)
+
+
+@implements(aten._foreach_clamp_min_.Scalar)
+def _foreach_clamp_min_(func: Any, tensors: Sequence[Tensor], least: float) -> None:
+    for x in tensors:
+        x.clamp_(min=least)
+
+
+@implements(aten._foreach_clamp_max_.Scalar)
+def _foreach_clamp_max_(func: Any, tensors: Sequence[Tensor], most: float) -> None:
+    for x in tensors:
+        x.clamp_(max=most)
 
 
 @implements(aten._foreach_zero_.default)

@@ -53,7 +53,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from float8.kernels import powers, reference, stochastic
+from float8.kernels import compiled_coding, reference, stochastic
 
 E4M3_MAX = 448.0
 SMALLEST_CODE = 2.0**-9
@@ -112,8 +112,13 @@ def encode(
         magnitude = tiles.abs()
         amax = torch.where(magnitude < math.inf, magnitude, 0.0).amax(2, keepdim=True)
         scale = reference.scale_from_amax(amax, torch.finfo(dtype).max)
-        if chance:
-            codes = _cast_at_random(tiles, scale, _tiles(chance[0], group), dtype)
+        chances = [_tiles(c, group) for c in chance]
+        if dtype == torch.float8_e4m3fn and compiled_coding.applies(x):
+            y = (magnitude * reference.reciprocal(scale)).clamp(max=E4M3_MAX)
+            rounded = compiled_coding.at_random if chance else compiled_coding.nearest
+            codes = compiled_coding.codes_of(rounded(y, *chances), tiles)
+        elif chance:
+            codes = _cast_at_random(tiles, scale, chances[0], dtype)
         else:
             codes = reference.cast(tiles, scale, (1, 1, -1), dtype)
         if dtype == torch.float16:
@@ -123,6 +128,7 @@ def encode(
 
     if x_RC.numel() == 0:
         return _no_codes(x_RC, group, dtype)
+    compiled_coding.fence(x_RC)
     codes, scale = _in_whole_groups(whole, x_RC.shape[1], group, x_RC, *_given(chance))
     return codes, scale
 
@@ -138,7 +144,10 @@ def _cast_at_random(tiles: Tensor, scale: Tensor, chance: Tensor, dtype: torch.d
 
 def _signed(y: Tensor, x: Tensor) -> Tensor:
     """y with the sign of x, NaN where x is NaN or inf."""
-    return torch.where(x.abs() < math.inf, torch.where(x < 0, -y, y), math.nan)
+    y = y * x.sign()  # a zero has no sign: it stays zero
+    if torch.compiler.is_compiling():
+        return torch.where(x.abs() < math.inf, y, math.nan)
+    return y.add_(x, alpha=0)  # in one fast pass
 
 
 def decode(codes_RC: Tensor, scale_RG: Tensor, group: int) -> Tensor:
@@ -146,9 +155,11 @@ def decode(codes_RC: Tensor, scale_RG: Tensor, group: int) -> Tensor:
 
     def whole(codes: Tensor, scale: Tensor) -> tuple[Tensor]:
         tiles = _tiles(codes, group)
-        is_e4m3 = codes.dtype == torch.float8_e4m3fn
-        x = (powers.values(tiles) if is_e4m3 else tiles.to(torch.float32)) * scale.unsqueeze(2)
-        return (x.reshape(codes.shape),)
+        if codes.dtype == torch.float8_e4m3fn and compiled_coding.applies(codes):
+            x = compiled_coding.values(compiled_coding.numbers(tiles))
+        else:
+            x = tiles.to(torch.float32)
+        return ((x * scale.unsqueeze(2)).reshape(codes.shape),)
 
     if codes_RC.numel() == 0:
         return codes_RC.to(torch.float32)
@@ -179,6 +190,7 @@ def encode_expanded(
     if x_RC.numel() == 0:
         codes, scale = _no_codes(x_RC, group, torch.float8_e4m3fn)
         return codes, scale, scale.clone()
+    compiled_coding.fence(x_RC)
     matrices = (x_RC, *_given(chance))
     codes, scale, exponent = _in_whole_groups(whole, x_RC.shape[1], group, *matrices)
     return codes, scale, exponent
@@ -200,33 +212,40 @@ def _range_of(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _expand(tiles: Tensor, scale: Tensor, exponent: Tensor, chance: Tensor | None = None) -> Tensor:
-    magnitude = tiles.abs()
-    ratio = magnitude * reference.reciprocal(scale)
-    y = powers.exp2(powers.log2(ratio) * reference.reciprocal(exponent)) * E4M3_MAX
-    y = y.clamp(SMALLEST_CODE, E4M3_MAX)
+    factor = reference.reciprocal(scale)
     if chance is not None:
-        y = torch.where(magnitude < scale, y, E4M3_MAX)  # exactly, whatever log2 made of it
+        factor = factor * (1 + 2.0**-22)  # the largest must not come out just below 448
+    ratio = (tiles.abs() * factor).clamp(max=1.0)
+    y = torch.exp2(torch.log2(ratio) * reference.reciprocal(exponent)) * E4M3_MAX
+    y = y.clamp(SMALLEST_CODE, E4M3_MAX)
+    if compiled_coding.applies(tiles):
+        return _expand_compiled(y, tiles, exponent, chance)
+    if chance is not None:
         y = stochastic.on_expanded_grid(y, chance, exponent)
-    y = y * tiles.sign()  # a zero has no sign: it stays zero
-    if torch.compiler.is_compiling():
-        y = torch.where(tiles.abs() < math.inf, y, math.nan)
+    return _signed(y, tiles).to(torch.float8_e4m3fn)
+
+
+def _expand_compiled(y: Tensor, x: Tensor, exponent: Tensor, chance: Tensor | None) -> Tensor:
+    if chance is None:
+        n = compiled_coding.nearest(y)
     else:
-        y.add_(tiles, alpha=0)  # NaN where x is NaN or inf, in one fast pass
-    return y.to(torch.float8_e4m3fn)
+        n = compiled_coding.at_random_expanded(y, chance, exponent)
+    return compiled_coding.codes_of(torch.where(x == 0, 0.0, n), x)
 
 
 def decode_expanded(codes_RC: Tensor, scale_RG: Tensor, exponent_RG: Tensor, group: int) -> Tensor:
     """``sign * (|codes| / 448)^exponent * scale``: float32 (R, C) of expanded codes."""
 
     def whole(codes: Tensor, scale: Tensor, exponent: Tensor) -> tuple[Tensor]:
-        tiles = powers.values(_tiles(codes, group))
-        log2_ratio = powers.log2(tiles.abs() * (1 / E4M3_MAX))
-        value = powers.exp2(log2_ratio * exponent.unsqueeze(2)) * scale.unsqueeze(2)
-        if torch.compiler.is_compiling():  # which has no vector instructions for copysign
-            value = torch.where(tiles < 0, -value, value)
-            value = torch.where(tiles.abs() > 0, value, tiles)  # powers by bits know no 0 and NaN
+        tiles = _tiles(codes, group)
+        if compiled_coding.applies(codes):
+            n = compiled_coding.numbers(tiles)
+            value = compiled_coding.expanded_values(n, exponent.unsqueeze(2))
         else:
-            value = value.copysign(tiles)
+            x = tiles.to(torch.float32)
+            log2_ratio = torch.log2(x.abs() * (1 / E4M3_MAX))
+            value = torch.exp2(log2_ratio * exponent.unsqueeze(2)).copysign(x)
+        value = value * scale.unsqueeze(2)
         return (value.reshape(codes.shape),)
 
     if codes_RC.numel() == 0:

@@ -31,8 +31,9 @@ class AdamW(QuantizedOptimizer):
         amsgrad: refused.
         maximize: ascend.
         capturable: keep ``step`` on the parameter's device, for CUDA graphs.
-        fused: True asks for the CUDA kernel, False for plain PyTorch; None takes the kernel where
-            it runs. It rounds states to nearest, so that it needs ``state_rounding="nearest"``.
+        fused: True asks for the CUDA kernel, False for plain PyTorch. None takes the kernel where
+            it runs, on CUDA for every option but a ``group_size`` that is no power of two or is
+            above 2048, and warns once on a GPU or of an option that it does not run with.
         first_moment: "float8" or "float32".
         second_moment: "float8" (with expanded range), "float16" (with a scale) or "float32".
         group_size: how many neighbours in a row share a scale.
@@ -99,8 +100,7 @@ class AdamW(QuantizedOptimizer):
         """As the core's, and betas, eps and amsgrad."""
         super().check_group(group)
         checks.check_number("eps", group["eps"], 0.0)
-        for index, beta in enumerate(group["betas"]):
-            checks.check_number(f"betas[{index}]", beta, 0.0, 1.0)
+        checks.check_betas(group["betas"])
         if group["amsgrad"]:
             raise ValueError(checks.AMSGRAD)
 

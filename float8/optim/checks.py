@@ -7,6 +7,7 @@ shape and its dtype, and says how to go on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -27,7 +28,13 @@ AMSGRAD = (
 
 
 def check_number(name: str, value: Any, low: float, high: float | None = None) -> None:
-    """Raise ValueError unless ``low <= value`` (and ``< high``); tensors must have one element."""
+    """Raise ValueError unless ``low <= value`` (and ``< high``); tensors must have one element.
+
+    Raises:
+        TypeError: neither a number nor a tensor; text too, as YAML reads 1e-3 without a point.
+    """
+    if not isinstance(value, Real | Tensor):
+        raise TypeError(f"{name} must be a number or a tensor with one element, got {value!r}")
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} as a tensor must have one element, got {tuple(value.shape)}")
@@ -37,6 +44,14 @@ def check_number(name: str, value: Any, low: float, high: float | None = None) -
     if not (low <= number and (high is None or number < high)):
         bounds = f"at least {low:g}" + ("" if high is None else f" and below {high:g}")
         raise ValueError(f"{name} must be {bounds}, got {number}")
+
+
+def check_betas(betas: Any) -> None:
+    """Raise ValueError or TypeError unless these are two numbers in [0, 1)."""
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise TypeError(f"betas must be two numbers in [0, 1), as in (0.9, 0.999), got {betas!r}")
+    for index, beta in enumerate(betas):
+        check_number(f"betas[{index}]", beta, 0.0, 1.0)
 
 
 def check_storage(group: Mapping[str, Any]) -> None:
@@ -86,10 +101,15 @@ def check_parameter(p: Tensor, what: str) -> None:
 
 
 def check_gradient(grad: Tensor, what: str) -> None:
-    """Raise RuntimeError, as torch.optim does, for a sparse gradient."""
+    """Raise RuntimeError, as torch.optim does, for a sparse gradient, and TypeError for a dtype."""
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"the gradient of {what} is sparse ({grad.layout}): states are kept in groups of "
             "neighbours, which a sparse gradient would decode for every touched element; use "
             "sparse=False in the embedding, or torch.optim.SparseAdam for this parameter"
+        )
+    if grad.dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(
+            f"the gradient of {what} is {grad.dtype}, and steps are computed in float32: keep the "
+            "model in float32, bfloat16 or float16 (model.float()), or use torch.optim"
         )

@@ -67,8 +67,10 @@ class HeldGradient(Float8Tensor):
         return self
 
 
-def _plain(x: Tensor) -> Tensor:
-    return x.dequantize(torch.float32) if isinstance(x, Float8Tensor) else x.float()
+def _plain(x: Tensor | float) -> Tensor | float:
+    if isinstance(x, Float8Tensor):
+        return x.dequantize(torch.float32)
+    return x.float() if isinstance(x, Tensor) else x
 
 
 def _cast(x: Tensor, block: Block, fmt: Format) -> tuple[Tensor, Tensor]:

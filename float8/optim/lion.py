@@ -74,8 +74,7 @@ class Lion(QuantizedOptimizer):
     def check_group(self, group: dict[str, Any]) -> None:
         """As the core's, and betas."""
         super().check_group(group)
-        for index, beta in enumerate(group["betas"]):
-            checks.check_number(f"betas[{index}]", beta, 0.0, 1.0)
+        checks.check_betas(group["betas"])
 
     def rule(self, group: dict[str, Any], step: float | Tensor) -> Rule:
         """As `float8.kernels.moments.lion` takes them."""

@@ -24,6 +24,7 @@ rest goes through float32. Everything is read and checked before anything is cha
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from itertools import chain
@@ -182,6 +183,8 @@ class Loading:
                 reader = _Reader(optimizer, p, group, saved[number], what)
                 self.states[p] = reader.state(entry)
         groups = [_kept_group(s, m) for s, m in zip(saved, mine, strict=True)]
+        for group in groups:
+            optimizer.check_group({**optimizer.defaults, **group})
         return {**state_dict, "state": others, "param_groups": groups}
 
     def _put(self, optimizer: Any) -> None:
@@ -218,9 +221,12 @@ class _Reader:
     def state(self, entry: dict[str, Any]) -> dict[str, Any]:
         if entry.get("max_exp_avg_sq") is not None:
             raise ValueError(f"{self.what}: cannot load: {checks.AMSGRAD}")
+        self._check_moments(entry)
         state: dict[str, Any] = {"step": self._step(entry)}
         for name, value in entry.items():
-            if name in self.optimizer.moment_options and value is not None:
+            if name not in (*self.optimizer.moment_options, "step", "master"):
+                state[name] = copy.deepcopy(value)  # somebody else's
+            elif name in self.optimizer.moment_options and value is not None:
                 kind = self.optimizer.kind_of(self.p, self.group, name)
                 state[name] = self._moment(name, value, kind)
         if isinstance(self.p, Float8Tensor):
@@ -228,7 +234,26 @@ class _Reader:
                 state["master"] = self._moment("master", entry["master"], masters.MASTER)
             else:
                 state["master"] = masters.new_master(self.p, self.group["group_size"])
+        elif "master" in entry:
+            raise ValueError(
+                f"{self.what}: the loaded state holds the master of a float8 parameter, which this "
+                f"parameter, a {type(self.p).__name__} in {self.p.dtype}, does not keep. Its value "
+                "is more exact than the float8 weight of the same checkpoint: copy it into the "
+                'parameter (in the optimizer that wrote it, state[p]["master"].dequantize()), and '
+                "load what float32_state_dict(optimizer) gives"
+            )
         return state
+
+    def _check_moments(self, entry: dict[str, Any]) -> None:
+        """Refuse another optimizer's state: a moment from zero beside its step would leap."""
+        missing = [name for name in self.optimizer.moment_options if entry.get(name) is None]
+        there = [name for name, value in entry.items() if value is not None]
+        if missing and there:  # torch's SGD without momentum has an empty momentum_buffer alone
+            raise ValueError(
+                f"{self.what}: the loaded state has {', '.join(there)} and no "
+                f"{' or '.join(missing)}, which {type(self.optimizer).__name__} needs: it is "
+                "another optimizer's; load its own, or start afresh without a state"
+            )
 
     def _step(self, entry: dict[str, Any]) -> Tensor:
         # torch's SGD counts no steps; with a momentum there has been one.

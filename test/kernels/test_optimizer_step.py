@@ -43,9 +43,13 @@ def test_the_kernel_takes_what_it_can():
 
 @pytest.mark.usefixtures("fake_cuda")
 @pytest.mark.parametrize("group", [96, 0, 4096, -128])
-def test_a_group_that_is_no_power_of_two_is_refused_by_name(group):
+def test_a_group_that_is_no_power_of_two_is_refused_by_name(group, monkeypatch):
     p, g, states = operands()
-    assert not takes_kernel(None, p, g, states, group)
+    monkeypatch.setattr(optimizer_step, "_WARNED", set())
+    with pytest.warns(UserWarning, match=rf"steps are not fused: group={group} is not a power"):
+        assert not takes_kernel(None, p, g, states, group)
+    assert not takes_kernel(None, p, g, states, group)  # and says so once
+    assert not takes_kernel(False, p, g, states, group)
     with pytest.raises(ValueError, match=rf"\(4, 256\): group={group} is not a power of two"):
         takes_kernel(True, p, g, states, group)
 
@@ -103,7 +107,7 @@ def test_fused_step_on_a_cpu_is_the_reference():
             )
             amax = torch.zeros(1)
             states = states if isinstance(rule, AdamW) else states[:1]
-            step(rule, p, g, states, 32, amax=amax)
+            step(rule, p, g, states, 32, rounds=(True,) * 3, seed=1, offset=2, amax=amax)
             results.append((p, states, amax))
         (p, states, amax), (p2, states2, amax2) = results
         assert torch.equal(p.codes, p2.codes) and torch.equal(amax, amax2)

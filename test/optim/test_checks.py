@@ -40,6 +40,9 @@ def test_values_are_refused(make, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: AdamW([weight(2)], lr="1e-3"), "lr must be a number .*, got '1e-3'"),  # of YAML
+        (lambda: AdamW([weight(2)], betas=(0.9,)), r"betas must be two numbers .* got \(0.9,\)"),
+        (lambda: Lion([weight(2)], betas=0.9), r"betas must be two numbers .* got 0.9"),
         (lambda: AdamW([weight(2)], group_size=64.0), "group_size must be an int, got 64.0"),
         (lambda: AdamW([weight(2)], group_size=True), "group_size must be an int, got True"),
         (
@@ -82,4 +85,14 @@ def test_a_sparse_gradient_is_refused_before_anything_changes():
     with pytest.raises(RuntimeError, match=r"parameter 1 .*sparse.*SparseAdam"):
         optimizer.step()
     assert torch.equal(other, before)
+    assert not optimizer.state
+
+
+def test_a_model_that_became_float64_is_refused_before_anything_changes():
+    """Its steps would be float32's, without a word."""
+    model = nn.Linear(3, 2)
+    optimizer = AdamW(model.named_parameters())
+    model.double()(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    with pytest.raises(TypeError, match=r"'weight' .*float64.*model.float\(\)"):
+        optimizer.step()
     assert not optimizer.state

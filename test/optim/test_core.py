@@ -10,7 +10,7 @@ from assertions import assert_bitwise
 from optim_training import batch, loss_of, make, train
 from torch import nn
 
-from float8.optim import SGD, Adam, AdamW, Lion
+from float8.optim import SGD, Adam, AdamW, Lion, core
 from float8.optim.moment import Moment
 
 ALL = (AdamW, Adam, SGD, Lion)
@@ -260,12 +260,24 @@ def test_capturable_steps_read_nothing_from_the_device(cls):
 def test_fused_without_a_gpu_says_so():
     p = nn.Parameter(torch.randn(64, 64))
     p.grad = torch.randn(64, 64)
-    optimizer = AdamW([p], fused=True, state_rounding="nearest")
     with pytest.raises(ValueError, match=r"fused=True.*CUDA"):
-        optimizer.step()
-    p.grad = torch.randn(64, 64)
-    with pytest.raises(ValueError, match=r"state_rounding"):
-        AdamW([p], fused=True, min_size=0).step()
+        AdamW([p], fused=True).step()
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_on_cuda_the_default_options_take_the_kernel(cls, monkeypatch):
+    """fused=None and fused=True, of plain and of float8 parameters, without a word."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    pytest.importorskip("triton")
+    taken = []
+    monkeypatch.setattr(core, "advance_fused", lambda work, *_: taken.append(work))
+    with FakeTensorMode():
+        for fused in (None, True):
+            p = nn.Parameter(torch.empty(64, 256, device="cuda", dtype=torch.bfloat16))
+            p.grad = torch.empty_like(p)
+            cls([p], fused=fused).step()
+    assert len(taken) == 2
 
 
 def test_the_compiled_step_is_one_graph_and_equals_the_eager_one():

@@ -150,6 +150,11 @@ def test_masters_travel():
     without = AdamW([copy.deepcopy(p)], min_size=0)
     without.load_state_dict(plain.state_dict())
     assert sqnr(without.state_dict()["state"][0]["master"]["codes"].float(), p.dequantize()) < 99
+    refused = AdamW([nn.Parameter(value)], min_size=0)
+    with pytest.raises(ValueError, match=r"parameter 0 .* master .* Parameter in torch.float32"):
+        refused.load_state_dict(optimizer.state_dict())
+    assert not refused.state
+    refused.load_state_dict(float32_state_dict(optimizer))
 
 
 def test_states_of_another_shape_are_refused_and_nothing_changes():
@@ -187,6 +192,45 @@ def test_hooks_and_foreign_entries_are_respected():
     assert calls == [6, 6]
     twin.load_state_dict(twin.state_dict())
     assert len(twin._optimizer_load_state_dict_pre_hooks) == 1, "its own are removed again"
+    seen = []
+    optimizer.register_state_dict_post_hook(lambda o, s: seen.append(s["state"][0]["exp_avg"]))
+    given = optimizer.state_dict()["state"][0]["exp_avg"]
+    assert seen == [given] and type(given) is dict, "what is saved, not a Moment"
+    assert len(optimizer._optimizer_state_dict_post_hooks) == 1
+
+
+@pytest.mark.parametrize(("cls", "other"), [(AdamW, Lion), (AdamW, SGD), (Lion, SGD)])
+def test_another_optimizers_state_is_refused_and_nothing_changes(cls, other):
+    """A second moment from zero, with a step that says it is old, would be a leap."""
+    model, optimizer = trained(other)
+    twin = cls(model.parameters(), **SMALL)
+    theirs = torch.optim.SGD(model.parameters(), momentum=0.9)
+    train(model, theirs, 1)
+    for state in (optimizer.state_dict(), theirs.state_dict()):
+        with pytest.raises(ValueError, match=rf"parameter 0 .* and no exp_avg.*{cls.__name__}"):
+            twin.load_state_dict(state)
+        assert not twin.state
+        assert "momentum" not in twin.param_groups[0]
+
+
+def test_hyperparameters_that_nobody_could_have_chosen_do_not_load():
+    model = make()
+    theirs = torch.optim.SGD(model.parameters(), lr=0.1)  # without momentum
+    train(model, theirs, 1)
+    twin = SGD(model.parameters(), **SMALL)
+    with pytest.raises(ValueError, match=r"momentum=0 .* use torch.optim.SGD"):
+        twin.load_state_dict(theirs.state_dict())
+    assert twin.param_groups[0]["momentum"] == 0.9
+
+
+def test_what_others_keep_in_the_state_travels():
+    model, optimizer = trained()
+    average = optimizer.state[model[0].weight]["average"] = torch.randn(3)
+    twin = AdamW(model.parameters(), **SMALL)
+    twin.load_state_dict(optimizer.state_dict())
+    loaded = twin.state[model[0].weight]["average"]
+    assert torch.equal(loaded, average)
+    assert loaded is not average
 
 
 def test_an_empty_state_loads():

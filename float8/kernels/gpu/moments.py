@@ -168,11 +168,13 @@ def expanded(x, index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr)
     log2_range = tl.log2(scale) - tl.log2(smallest)
     exponent = log2_range * (1.0 / _LOG2_RANGE)
     exponent = tl.minimum(tl.maximum(exponent, _MIN_EXPONENT), _MAX_EXPONENT)
-    ratio = tl.abs(x) * reciprocal(scale)[:, None]
+    factor = reciprocal(scale)
+    if RANDOM:
+        factor *= 1 + 2.0**-22  # the largest must not come out just below 448
+    ratio = tl.minimum(tl.abs(x) * factor[:, None], 1.0)
     y = tl.exp2(_log2(ratio) * reciprocal(exponent)[:, None]) * _E4M3_MAX
     y = tl.minimum(tl.maximum(y, _SMALLEST_CODE), _E4M3_MAX)
     if RANDOM:
-        y = tl.where(tl.abs(x) < scale[:, None], y, _E4M3_MAX)  # exactly, whatever log2 made of it
         y = _on_expanded_grid(y, chances(index, seed, offset, NUMBER), exponent[:, None])
     y = tl.where(bits < _INFINITE, y, float("nan"))
     y = tl.where(bits == 0, 0.0, y)

@@ -64,7 +64,10 @@ def operands(shape, group, dtype, m_kind, v_kind, layout="contiguous", device="c
     return [p, None, g, *states]
 
 
-def both(rule, tensors, group, device, lr=None, step=None, seed=None, offset=7, **others):
+def both(
+    rule, tensors, group, device, lr=None, step=None,
+    rounds=(False,) * 3, seed=0, offset=7, first=0, **others,
+):  # fmt: skip
     """What the kernel and the reference make of the same operands."""
     name, numbers, *_ = host.packed(rule)
     split = [(None, x) if isinstance(x, torch.Tensor) else (x, None) for x in (seed, offset)]
@@ -73,7 +76,8 @@ def both(rule, tensors, group, device, lr=None, step=None, seed=None, offset=7, 
     for run in (launcher("optimizer_step", "_launch", device), _reference):
         mine = [None if x is None else x.clone() for x in (*tensors, *rest)]
         operands, (*scalars, amax) = mine[:9], mine[9:]
-        run(name, numbers, lr, step, *operands, group, *split[0], *split[1], *scalars, amax)
+        numbers_of = (group, list(rounds), *split[0], *split[1], first)
+        run(name, numbers, lr, step, *operands, *numbers_of, *scalars, amax)
         results.append([*operands, amax])
     return results
 
@@ -107,37 +111,54 @@ def assert_same_step(found, expected, before, replay):
     dtype=(torch.float32, torch.bfloat16, torch.float16, "master"),
     m_kind=("e4m3", "float16", "float32"),
     layout=LAYOUTS,
+    rounds=((False, False, False), (False, True, True), (True, False, True)),
 )
-def test_agrees(rule, shape, group, dtype, m_kind, layout, device):
-    replay = (rule, shape, group, dtype, m_kind, layout)
+def test_agrees(rule, shape, group, dtype, m_kind, layout, rounds, device):
+    replay = (rule, shape, group, dtype, m_kind, layout, rounds)
     kinds = {"float32": "e4m3", "e4m3": "expanded", "float16": "float16"}
     v_kind = kinds[m_kind] if rule.startswith("adam") else None
     tensors = operands(shape, group, dtype, m_kind, v_kind, layout, device)
     amax = torch.zeros(1, device=device) if dtype == "master" else None
-    found, expected = both(RULES[rule], tensors, group, device, amax=amax)
+    options = {"rounds": rounds, "seed": 5, "first": 1 << 31}
+    found, expected = both(RULES[rule], tensors, group, device, amax=amax, **options)
     assert_same_step(found, expected, [*tensors, amax], replay)
     changed = [bool((x != y).any()) for x, y in zip(tensors, found, strict=False) if x is not None]
     assert any(changed) or tensors[0].numel() < 40
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "master"])
 def test_stochastic_bits_are_the_references(dtype, device):
     """Of every element, ragged rows included, with keys by value and in tensors."""
-    tensors = operands((3, 300), 128, dtype, "e4m3", "float32", "transposed", device)
-    by_value = both(RULES["adamw"], tensors, 128, device, seed=5, offset=7)
+    tensors = operands((3, 300), 128, dtype, "e4m3", "expanded", "transposed", device)
+    at_random = {"rounds": (True, True, True), "seed": 5, "offset": 7}
+    by_value = both(RULES["adamw"], tensors, 128, device, **at_random)
     as_tensors = both(
         RULES["adamw"],
         tensors,
         128,
         device,
+        rounds=at_random["rounds"],
         seed=torch.tensor(5, device=device),
         offset=torch.tensor(7, device=device),
     )
     nearest = both(RULES["adamw"], tensors, 128, device)
     assert_same_step(*by_value, tensors, dtype)
-    assert_bitwise(as_tensors[0][0], by_value[0][0])
-    assert 0.2 < (nearest[0][0] != by_value[0][0]).double().mean() < 0.8
+    for i in (0, 3, 6):
+        assert_bitwise(as_tensors[0][i], by_value[0][i])
+        assert 0.2 < (nearest[0][i].float() != by_value[0][i].float()).double().mean() < 0.8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_shard_of_rows_draws_what_the_whole_draws(device):
+    tensors = operands((4, 128), 128, torch.bfloat16, "e4m3", "expanded", device=device)
+    options = {"rounds": (True, True, True), "seed": 3}
+    whole, _ = both(RULES["adamw"], tensors, 128, device, **options)
+    shard = [None if x is None else x[1:] for x in tensors]
+    found, _ = both(RULES["adamw"], shard, 128, device, first=128, **options)
+    for name, mine, theirs in zip(NAMES, found, whole, strict=False):
+        if mine is not None:
+            assert_bitwise(mine, theirs[1:], what=name)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -218,7 +239,7 @@ def test_opcheck(device):
         ("master", "e4m3", "expanded", ("test_faketensor",)),
     ):
         tensors = operands((2, 130), 64, dtype, m_kind, v_kind, device=device)
-        rest = (64, 3, None, 4, None, None, None, torch.zeros(1, device=device))
+        rest = (64, [True] * 3, 3, None, 4, None, 0, None, None, torch.zeros(1, device=device))
         arguments = (name, numbers, lr, step, *tensors, *rest)
         torch.library.opcheck(optimizer_step, arguments, test_utils=checks)
 
