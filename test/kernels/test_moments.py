@@ -260,16 +260,14 @@ def test_lion_is_the_papers():
 
 @pytest.mark.slow
 def test_compiled_codes_are_the_eager_ones():
-    """Ragged rows, at random too; linear codes to the bit, expanded ones at most neighbours."""
+    """At random, of ragged rows: linear codes to the bit, expanded ones at most neighbours."""
 
     def step(m, v, number):
         m32 = moments.decode(*m, 64) * 0.9 + 0.01
         v32 = moments.decode_expanded(*v, 64) * 0.99
-        at_random = moments.encode(m32, 64, E4M3, stochastic.chances(m32, 5, number, 1000))
         return (
-            moments.encode(m32, 64, E4M3),
+            moments.encode(m32, 64, E4M3, stochastic.chances(m32, 5, number, 1000)),
             moments.encode_expanded(v32, 64, stochastic.chances(v32, 6, number)),
-            at_random,
         )
 
     m, v = torch.randn(2, 3, 70, generator=torch.Generator().manual_seed(9))
@@ -277,11 +275,9 @@ def test_compiled_codes_are_the_eager_ones():
     v[2, :64] = 0
     states = moments.encode(m, 64, E4M3), moments.encode_expanded(v.square() * 1e-3, 64)
     states = (*states, torch.tensor(3, dtype=torch.int32))
-    (m1, v1, r1), (m2, v2, r2) = step(*states), torch.compile(step, fullgraph=True)(*states)
+    (m1, v1), (m2, v2) = step(*states), torch.compile(step, fullgraph=True)(*states)
     assert_bitwise(m2[0], m1[0], what="linear codes")
     assert_bitwise(m2[1], m1[1], what="scales")
-    assert_bitwise(r2[0], r1[0], what="linear codes at random")
-    assert not torch.equal(r1[0].view(torch.uint8), m1[0].view(torch.uint8))
     apart = (v2[0].view(torch.uint8).int() - v1[0].view(torch.uint8).int()).abs()
     assert apart[~v1[0].float().isnan()].max() <= 1
     assert torch.equal(v2[0].float().isnan(), v1[0].float().isnan())
