@@ -2,10 +2,10 @@
 
 Three questions, each with rows of its own:
 
-    LLaMA       Llama-2-7B at COAT's setting (arXiv 2410.19313: batch 2, context 2048; FP8-LM's 7B,
-                arXiv 2310.18313, has these sizes and this context too), Llama-3-8B and 70B, traced
-                without a GPU (`memory.py`): parameters, gradients, optimizer states, activations,
-                the peak of a step. What is unsharded and does not fit is arithmetic, and meant so.
+    LLaMA       Llama-2-7B at COAT's setting (arXiv 2410.19313, end-to-end table: batch 2, context
+                2048), Llama-3-8B and 70B, traced without a GPU (`memory.py`): parameters,
+                gradients, optimizer states, activations, the peak of a step. What is unsharded and
+                does not fit is arithmetic, and meant so.
     demo GPT    the same of `scripts/train_gpt.py` on this machine, in real bytes: one process per
                 way, so that the peaks of resident memory do not mix
     --quality   the demo GPT trained each way to the end, from several seeds: how much worse than
@@ -17,7 +17,14 @@ gathered weights (two blocks, as a rule) and what each GPU keeps of its own batc
 With --device cuda the LLaMA rows are measured: `max_memory_allocated` over one step, step times.
 
 Targets: optimizer states at most 0.27 of float32 AdamW's, a block's activations at most 0.6 of
-bf16's, and the peak of Llama-2-7B at least 1.54 times smaller, as COAT reports; losses within 1 %.
+bf16's, losses within 1 %, and Llama-2-7B at least 1.54 times smaller: its peak on one GPU, and what
+each of `--gpus` holds. 1.54 is COAT's figure for four GPUs under FSDP, 55.1 GB against 35.6 on each
+(on one or two, bf16 did not fit). Sharing makes states weigh less beside activations, so that the
+second comparison is the closer and the harder one; the first alone would flatter. Closer, not the
+same: what COAT's table leaves for weights and gradients, 9 to 10 bytes per parameter, is room for
+float32 ones. Those here are bfloat16 (4 bytes), which favours whoever keeps states and activations
+small: with 8 bytes in both, 1.9 times per GPU would be 1.7. Its baseline's activations are larger
+than ours, too: float32 copies in its norms, which `memory.py` counts as one op that needs none.
 
     python benchmarks/bench_memory.py -o memory.json
     python benchmarks/bench_memory.py --quality --seeds 0 1 2 -o memory_quality.json
@@ -59,13 +66,14 @@ COLUMNS = {
     "block_ratio": ("block / bf16's", ".3f"),
     "smaller": ("times smaller", ".2f"),
     "per_gpu_mib": ("per GPU", ",.1f"),
+    "smaller_per_gpu": ("times smaller", ".2f"),
     "val_loss": ("val. loss", ".4f"),
     "gap_percent": ("gap to bf16 %", "+.2f"),
     "error": ("not run", ".60"),
 }
 MIB = 2**20
 ROUNDS = 5
-COAT = "llama2-7b"
+COAT, SMALLER = "llama2-7b", 1.54  # at batch 2 and context 2048, on each of four GPUs
 QUICK = {"models": ["tiny"], "blocks": 2}
 SMALL_MIB = 16  # weights of a demo GPT so small that norms, whose states stay float32, count
 
@@ -144,7 +152,10 @@ def compare(rows: Sequence[Row], gpus: int) -> None:
         if "block_mib" in row:
             row["block_ratio"] = row["block_mib"] / base["block_mib"]
             held = ("parameters_mib", "gradients_mib", "optimizer_mib")
-            row["per_gpu_mib"] = sum(row[key] for key in held) / gpus + row["activations_mib"]
+            row["per_gpu_mib"], whole = (
+                sum(r[key] for key in held) / gpus + r["activations_mib"] for r in (row, base)
+            )
+            row["smaller_per_gpu"] = whole / row["per_gpu_mib"]
         if "peak_mib" in row:
             row["smaller"] = base["peak_mib"] / row["peak_mib"]
 
@@ -161,7 +172,9 @@ def judge(rows: Sequence[Row]) -> list[Row]:
         if row["layer"] == ALL_TOGETHER and row["mode"] in MODELS:
             at_most["a block's activations / bf16's, at most"] = (0.60, row.get("block_ratio"))
         if row["layer"] == ALL_TOGETHER and is_whole:
-            at_least["bf16's peak / its own, at least"] = (1.54, row.get("smaller"))
+            at_least["bf16's peak / its own, at least"] = (SMALLER, row.get("smaller"))
+            per_gpu = (SMALLER, row.get("smaller_per_gpu"))
+            at_least["bf16's memory per GPU / its own, at least"] = per_gpu
         verdicts += [_verdict(row, name, *pair, -1) for name, pair in at_most.items()]
         verdicts += [_verdict(row, name, *pair, 1) for name, pair in at_least.items()]
     return verdicts
@@ -187,7 +200,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--ways", nargs="+", help=f"all of: {', '.join(savers.WAYS)}")
     parser.add_argument("--blocks", type=harness.positive, help="as many as the model has")
-    parser.add_argument("--gpus", type=harness.positive, default=8, help="that share a model")
+    parser.add_argument("--gpus", type=harness.positive, default=4, help="that share a model")
     parser.add_argument("--no-demo", action="store_true", help="LLaMA alone")
     parser.add_argument("--quality", action="store_true", help="train the demo GPT instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of --quality")

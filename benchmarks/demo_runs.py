@@ -97,7 +97,7 @@ def train(options: argparse.Namespace, rows: list[Row]) -> None:
     import train_gpt
 
     parser = script_options.parser("")
-    sizes = {**TINY, "eval_batches": 1} if options.quick else {}
+    sizes = {**TINY, "eval_batches": 1, "data": SCRIPTS} if options.quick else {}
     sizes |= {"steps": options.steps} if options.steps else {}
     args = parser.parse_args(flags({"device": options.device, **sizes}))
     text = corpus.load(args.data)

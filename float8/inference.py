@@ -52,7 +52,9 @@ from float8.filters import ModuleFilter
 from float8.formats import E4M3
 from float8.granularity import WHOLE
 from float8.kernels import is_sharded
+from float8.kernels.scaled_mm import architecture
 from float8.linear import Float8Linear
+from float8.refusals import refuses_call
 from float8.resident_weight import as_parameter, is_resident, refuses_resident, to_resident
 
 
@@ -215,7 +217,12 @@ def _check_weights(chosen: dict[str, Any], configs: dict[str, Float8LinearConfig
         name, weight = fqn or "the module itself", layer.weight
         cast = configs[fqn].plan.output.b
         first, its_cast = casts.setdefault(id(weight), (name, cast))
-        if (reason := refuses_resident(configs[fqn]) or _refuses_values(layer)) is not None:
+        reason = (
+            refuses_resident(configs[fqn])
+            or _refuses_values(layer)
+            or refuses_device(weight, configs[fqn], weight.device)
+        )
+        if reason is not None:
             problems.append(f"{name}: {reason}")
         elif configs[fqn].enable_fsdp_float8_all_gather:
             problems.append(
@@ -251,6 +258,21 @@ def _refuses_values(layer: nn.Module) -> str | None:
     if weight.device.type != "meta" and not bool(ends.isfinite().all()):
         return "its weight has NaN or inf, which would become those of every value with its scale"
     return None
+
+
+def refuses_device(weight: Tensor, config: Float8LinearConfig, device: torch.device) -> str | None:
+    """The reason why no call of a layer could run on a device, or None: later is too late.
+
+    Args:
+        weight: (N, K) of the layer.
+        config: of the layer.
+        device: asked about if it is a GPU.
+    """
+    if device.type != "cuda" or config.emulate:
+        return None
+    # One token in bfloat16: what depends on the batch is for the call to say.
+    arch = architecture(device.index)
+    return refuses_call(config, weight, 1, torch.bfloat16, arch, grad=False)
 
 
 def hide_from_ddp(model: nn.Module) -> None:

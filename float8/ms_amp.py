@@ -22,13 +22,13 @@ O3    FP8     E4M3 E4M3   scaled E4M3     E4M3 and scaled FP16 7
 ===== ======= ==== ====== ====== ======== ==================== =====
 
 and a scale per group of 128 (moments, master) or per tensor (weight, gradient). O3 saves bytes
-where weights travel or are read, not where they rest. An update of a float16 weight by less than
-2^-12 of it would be lost to rounding to nearest, at fine-tuning rates nearly all: float16 weights
-and masters are rounded up or down at random, the same in every run. All other parameters (biases, norms,
+where weights travel or are read, not where they rest. Rounding to nearest would lose each update of
+a float16 weight by less than 2^-12 of it, at fine-tuning rates nearly all: such weights and masters
+are rounded up or down at random, the same in every run. All other parameters (biases, norms,
 embeddings, what is tied to them, layers that a filter leaves out, frozen weights) stay as they are,
 with plain gradients; the moments of those with fewer than ``min_size`` elements stay FP32. Where
 this differs from MS-AMP's own: its FP16 weights of O1 and O2 have a scale, these are torch.float16,
-whose steps below 6e-5 are 6e-8.
+in which numbers below 6e-5 are 6e-8 apart.
 
 **Autocast.** Under O1 and O2 weights are float16 and activations are not: train under
 ``torch.autocast(device, torch.bfloat16)``, or with ``torch.float16`` and a ``GradScaler``. O3 runs
@@ -101,10 +101,10 @@ def ms_amp(
     """Hold a model's weights, gradients and moments as a level of MS-AMP does, in place.
 
     Linear layers are converted first, as by `convert_to_float8_training`; converted ones keep their
-    config. Replaced weights are new Parameters: use the optimizer that is returned, and build LR
-    schedulers and ``torch.compile`` after this call. Gradients that are there are dropped. A deep
-    copy is for evaluation: hooks do not copy, so that its gradients would be plain ones, in the
-    weights' dtypes.
+    config. Replaced weights are new Parameters: use the optimizer that is returned, let go of the
+    old one, which holds the old weights, and build LR schedulers and ``torch.compile`` after this
+    call. Gradients that are there are dropped. A deep copy is for evaluation: hooks do not copy, so
+    that its gradients would be plain ones, in the weights' dtypes.
 
     Args:
         model: on one process; or a `DistributedDataParallel`, or one that `fully_shard` has taken,

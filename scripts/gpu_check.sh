@@ -81,18 +81,21 @@ benchmark() {
 }
 
 tests cuda 115 "cuda" 8
-tests other 100 "not cuda" 16
-benchmark bench_linear 95 benchmarks/bench_linear.py --shapes 70b.attn.wo \
+tests other 90 "not cuda" 16
+benchmark bench_linear 80 benchmarks/bench_linear.py --shapes 70b.attn.wo \
     --modes eager compiled --recipes tensorwise static rowwise blockwise --repeats 10
 benchmark bench_matmul 30 benchmarks/bench_matmul.py --repeats 10 --stop-after 20
 benchmark bench_casts 30 benchmarks/bench_casts.py --repeats 10 --stop-after 20
-benchmark bench_model 60 benchmarks/bench_model.py --modes eager compiled \
+benchmark bench_model 50 benchmarks/bench_model.py --modes eager compiled \
     --recipes tensorwise --blocks 2 --repeats 5
 benchmark bench_unit 25 benchmarks/bench_unit.py --layers 2 --repeats 5
+benchmark bench_optim 20 benchmarks/bench_optim.py --options float8 "float8 + float16" --modes eager
+benchmark bench_memory 20 benchmarks/bench_memory.py --device cuda --no-demo \
+    --models llama2-7b --blocks 4
 benchmark bench_linear_aten 20 benchmarks/bench_linear.py --shapes 70b.attn.wo \
     --modes compiled --recipes tensorwise --no-peer --compiled-casts aten --repeats 5
-benchmark bench_linear_sweep 35 benchmarks/bench_linear.py --repeats 5 --warmup 2 \
-    --shapes 70b 8b squares --stop-after 20
+benchmark bench_linear_sweep 25 benchmarks/bench_linear.py --repeats 5 --warmup 2 \
+    --shapes 70b 8b squares --stop-after 15
 part "predicted against measured" 15 \
     python3 -m float8.estimate --check "$out/bench_linear.json" --device measured
 tail -n 60 "$log" | tee -a "$report"

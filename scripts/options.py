@@ -27,6 +27,16 @@ SIZES: dict[str, dict[str, float]] = {
 # fmt: on
 
 
+EPILOG = """\
+Ctrl-C finishes the running step and writes a checkpoint, as every validation does; the same command
+with --resume goes on from there, on a CPU to the same bits.
+
+demo.py and bench_memory.py write such a run as one name, recipe and savings joined by "+":
+--recipe tensorwise --saved-activations --optimizer float8_adamw is
+tensorwise+saved_activations+float8_adamw, and --recipe tensorwise --ms-amp O2 is tensorwise+O2.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     recipe: str = "bf16"
@@ -102,8 +112,18 @@ def parser(description: str) -> argparse.ArgumentParser:
         help="processes, started by torchrun, that share the model by FSDP2",
     )
     p.add_argument("--compile", action="store_true", help="torch.compile (needs a C++ compiler)")
-    p.add_argument("--eval-interval", type=positive, default=Options.eval_interval)
-    p.add_argument("--eval-batches", type=positive, default=Options.eval_batches)
+    p.add_argument(
+        "--eval-interval",
+        type=positive,
+        default=Options.eval_interval,
+        help=f"steps from one validation and checkpoint to the next ({Options.eval_interval})",
+    )
+    p.add_argument(
+        "--eval-batches",
+        type=positive,
+        default=Options.eval_batches,
+        help=f"batches in one validation ({Options.eval_batches})",
+    )
     p.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     return p
 

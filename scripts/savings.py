@@ -68,6 +68,12 @@ def check(recipe: str, optimizer: str, ms_amp: str | None, processes: int) -> No
     Raises:
         ValueError: naming what to leave out.
     """
+    if "+" in recipe:
+        parts = parts_of(recipe)
+        flags = " ".join(
+            f"--{n.replace('_', '-')} {v}".removesuffix(" True") for n, v in parts.items()
+        )
+        raise ValueError(f"recipe {recipe!r} is the name of a whole run: take {flags}")
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"no optimizer {optimizer!r}; known: {', '.join(OPTIMIZERS)}")
     if ms_amp is not None and ms_amp not in LEVELS:

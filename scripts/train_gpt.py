@@ -40,7 +40,7 @@ import savings
 import torch
 from environment import environment, write_json
 from half_products import HalfProducts
-from options import Options, give_up, options_from, parser, processes, row_of
+from options import EPILOG, Options, give_up, options_from, parser, processes, row_of
 from parallel import Alone, launch, leave
 from torch import Tensor, UntypedStorage, nn
 from tqdm import tqdm
@@ -346,8 +346,19 @@ class CtrlC:
 
 def main(argv: list[str] | None = None) -> int:
     p = parser((__doc__ or "").partition("\n")[0])
-    p.add_argument("--recipe", default="bf16", help="bf16, naive, unit_bf16, or a recipe of float8")
-    p.add_argument("--optimizer", choices=savings.OPTIMIZERS, help="adamw: float32 states")
+    p.epilog = EPILOG
+    p.add_argument(
+        "--recipe",
+        default="bf16",
+        help="bf16 (default), naive, unit_bf16, or one of float8's: tensorwise, rowwise, delayed "
+        "and others (an unknown name lists them)",
+    )
+    p.add_argument(
+        "--optimizer",
+        choices=savings.OPTIMIZERS,
+        help="how AdamW keeps its moments: in float32 (default), in float8, or with the second "
+        "in float16",
+    )
     p.add_argument(
         "--saved-activations", action="store_true", help="what backward needs, in float8"
     )

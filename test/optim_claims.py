@@ -14,7 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -134,6 +138,22 @@ def wrong_rows_are_seen(rank, path):
             codes.copy_(codes.roll(1, 0))
     with pytest.raises(AssertionError, match="exp_avg"):
         assert_same_as_one_process(model, optimizer, after(BEFORE)[0])
+
+
+def options_of_state_dicts(rank):
+    """Flat, whole or on the CPU: the same bits; and what was loaded once is saved like the rest."""
+    first = make(mesh_of_all())
+    train(*first, range(BEFORE))
+    expected, _ = after(BEFORE)
+    for given in ("flatten_optimizer_state_dict", "full_state_dict", "cpu_offload"):
+        second, fresh = make(mesh_of_all()), make(mesh_of_all())
+        options = StateDictOptions(**{given: True})
+        for source, target in ((first, second), (second, fresh)):
+            weights, states = get_state_dict(*source, options=options)
+            set_state_dict(
+                *target, model_state_dict=weights, optim_state_dict=states, options=options
+            )
+            assert_same_as_one_process(*target, expected)
 
 
 def replicas_stay_alike(rank):

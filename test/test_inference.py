@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import importlib.util
 import io
 import math
 import pickle
+import re
 import weakref
 
 import oracle
@@ -14,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+import torch.nn.utils.prune as prune
 from assertions import assert_bitwise, assert_error_within_baseline, assert_sqnr_at_least
 from shapes import pairs
 from torch import Tensor, nn
@@ -29,7 +33,7 @@ from float8 import (
     high_precision,
     sync_float8_amax_and_scale_history,
 )
-from float8.inference import convert_to_float8_inference
+from float8.inference import convert_to_float8_inference, refuses_device
 from float8.resident_weight import to_resident
 
 BLOCKS = {"tensorwise": (-1, -1), "rowwise": (1, -1), "blockwise": (128, 128)}
@@ -211,7 +215,52 @@ def test_configs_whose_weight_cannot_live_in_float8_are_refused(config, message)
     assert type(model[0]) is nn.Linear
 
 
+def test_recipe_unit_warns_of_weights_that_it_would_flush_for_good():
+    model = mlp()
+    model[0].weight.data *= 1e-3
+    with pytest.warns(UserWarning, match=r'"unit".*% of their weights flush to zero'):
+        convert_to_float8_inference(model, config=config_of("unit"))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_a_weight_that_is_not_finite_is_refused(recipe, bad):
+    """As codes one NaN would be every value's that shares its scale."""
+    model = mlp()
+    model[2].weight.data[3, 4] = bad
+    with pytest.raises(ValueError, match=r"(?s)nothing was converted.*2: its weight has NaN"):
+        convert_to_float8_inference(model, config=config_of(recipe))
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_weight_that_a_hook_computes_is_refused():
+    model = mlp()
+    prune.l1_unstructured(model[2], "weight", 0.5)
+    with pytest.raises(ValueError, match=r"2: its weight is computed by a hook.*prune\.remove"):
+        convert_to_float8_inference(model)
+    prune.remove(model[2], "weight")
+    assert convert_to_float8_inference(model)(example()).shape == (24, 32)
+
+
+def test_what_no_gpu_multiplies_is_refused_while_the_weight_is_still_there():
+    gpu = torch.device("cuda")
+    for recipe in BLOCKS:
+        config = config_of(recipe)
+        assert refuses_device(torch.zeros(256, 128), config, gpu) is None
+        reason = refuses_device(torch.zeros(250, 128), config, gpu) or ""
+        assert re.search(r"out_features=250.*filter the layer out .*pad_inner_dim", reason)
+        padded = dataclasses.replace(config, pad_inner_dim=True)
+        assert refuses_device(torch.zeros(250, 128), padded, gpu) is None
+        assert refuses_device(torch.zeros(250, 128), config, torch.device("cpu")) is None
+
+
 def test_wrong_arguments_are_refused():
+    with pytest.raises(TypeError, match=r"static_scales must map layer names.*got a float"):
+        convert_to_float8_inference(mlp(), 0.5)
+    with pytest.raises(ValueError, match="0: enable_fsdp_float8_all_gather=True is for"):
+        convert_to_float8_inference(
+            mlp(), config=Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        )
     with pytest.raises(TypeError, match="config must be"):
         convert_to_float8_inference(mlp(), config="rowwise")
     with pytest.warns(UserWarning, match="convert_to_float8_inference converted no layer"):
@@ -313,6 +362,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name():
     with pytest.raises(RuntimeError, match=r"0\.weight: .*scale must have shape \(1, 1\)"):
         model.load_state_dict(resident("rowwise").state_dict())
     assert_bitwise(model[0].weight.dequantize(), before)
+    for assign in (False, True):  # which would leave a layer in high precision
+        with pytest.raises(RuntimeError, match=r"0\.weight: it is torch\.float64; float8 is"):
+            model.load_state_dict(mlp().double().state_dict(), assign=assign)
+        assert_bitwise(model[0].weight.dequantize(), before)
     with pytest.raises(RuntimeError, match=r"weight_scale"):  # a plain model has no such key
         mlp().load_state_dict(model.state_dict())
     with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
@@ -430,7 +483,7 @@ class Lora(nn.Module):
         return self.base(x) + self.b(self.a(x))
 
 
-def losses_of(model: nn.Module, steps: int = 60) -> list[float]:
+def losses_of(model: nn.Module, steps: int = 30) -> list[float]:
     torch.manual_seed(3)
     x = torch.randn(64, 48)
     wanted = F.gelu(x @ torch.randn(48, 160) / 7) @ torch.randn(160, 32) / 12
@@ -453,9 +506,14 @@ def with_adapters(base: nn.Sequential) -> nn.Sequential:
     return nn.Sequential(Lora(base[0]), base[1], Lora(base[2]))
 
 
+@functools.cache
+def losses_of_plain_adapters() -> list[float]:
+    return losses_of(with_adapters(mlp(torch.float32)))
+
+
 @pytest.mark.parametrize("recipe", BLOCKS)
 def test_adapters_on_a_float8_base_train_as_on_a_plain_one(recipe):
-    plain = losses_of(with_adapters(mlp(torch.float32)))
+    plain = losses_of_plain_adapters()
     model = with_adapters(resident(recipe, torch.float32))
     codes = model[0].base.weight._data.view(torch.uint8).clone()
     losses = losses_of(model)

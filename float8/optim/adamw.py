@@ -21,6 +21,12 @@ from float8.optim.core import QuantizedOptimizer
 class AdamW(QuantizedOptimizer):
     """``torch.optim.AdamW`` with both moments in float8.
 
+    A gradient of NaN or inf spoils its own element for good, as in torch.optim, and none of those
+    that share its scale; clip, or let `torch.amp.GradScaler` skip the step. (A finite one
+    above 1.8e19, whose square overflows, is NaN from the next step on; torch.optim's element may go
+    on.) Without a gradient a parameter and its state stay as they are. Sparse
+    gradients and those in float64 are refused before anything changes.
+
     Args:
         params: tensors, (name, tensor) pairs or groups: float32, bfloat16, float16, or
             `Float8Tensor`s with one scale (which get a float16 master).

@@ -35,6 +35,9 @@ from float8.tensor import Float8Tensor
 aten = torch.ops.aten
 
 
+_COPIES = (aten.clone.default, aten.detach.default, aten._to_copy.default)
+
+
 class HeldGradient(Float8Tensor):
     """A gradient in float8: the `Float8Tensor` that autograd may add to."""
 
@@ -42,11 +45,18 @@ class HeldGradient(Float8Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """As `Float8Tensor`; a sum in place is computed in float32 and cast anew."""
+        """As `Float8Tensor`; but it may be added to, in float32, and so may its copies."""
         if func is aten.add_.Tensor and isinstance(args[0], HeldGradient):
             total = _plain(args[0]) + _plain(args[1]) * (kwargs or {}).get("alpha", 1)
             return args[0].write(total)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _COPIES and type(out) is Float8Tensor:
+            return HeldGradient(*out.data_and_scale, out._block, out.dtype)
+        return out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HeldGradient:
+        memo[id(self)] = copy = self.detach().clone()
+        return copy  # type: ignore[return-value]
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, *_: Any) -> HeldGradient:

@@ -15,7 +15,9 @@ is one too, with its placements. Sharded along the first dimension, codes, scale
 cut between the same rows, so that any other number of ranks reads the same bits. A cut through a
 row would cut groups: parameters of one dimension, and shards along the second that do not end with
 a group or along a later one, have a float32 entry instead, which is quantised again when loaded.
-(Parameters of one dimension always, so that a checkpoint's keys do not depend on who wrote it.)
+(Parameters of one dimension always, so that a checkpoint's keys do not depend on who wrote it; so
+all of FSDP1's flat ones.) Such a state comes back with the same codes, but scales that differ in
+their last bits: a training resumes closely, where others resume bit for bit.
 
 Loading takes all of this, whatever the kind and the group size, and what torch.optim's own
 optimizers give. Codes of this optimizer's own kind and group size are taken over bit for bit; the
@@ -188,6 +190,8 @@ class Loading:
         return {**state_dict, "state": others, "param_groups": groups}
 
     def _put(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:  # torch makes it a default while loading; a group
+            group.pop("differentiable", None)  # of a fresh optimizer has none, and keys must match
         optimizer.state.update(self.states)
 
 

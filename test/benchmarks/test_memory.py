@@ -141,11 +141,11 @@ def test_a_blocks_activations_are_those_that_one_counts_by_hand():
 def test_a_whole_model_keeps_one_blocks_activations_as_often_as_it_has_blocks():
     sizes = []
     with memory.as_on_cuda():
-        for blocks in (1, 2, 5):
+        for blocks in (1, 2, 4):
             model, batch = meta_llama(blocks)
             optimizer = AdamW(model.parameters())
             sizes.append(memory.footprint(model, optimizer, batch).activations)
-    assert sizes[2] == sizes[0] + 4 * (sizes[1] - sizes[0])
+    assert sizes[2] == sizes[0] + 3 * (sizes[1] - sizes[0])
 
 
 def test_a_trace_on_meta_counts_what_a_cpu_really_keeps():

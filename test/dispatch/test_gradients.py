@@ -37,6 +37,21 @@ def test_a_factor_multiplies_the_scale_and_keeps_the_codes(factor, granularity, 
         torch.testing.assert_close(x.dequantize(), wanted, rtol=2**-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("divisor", [3, -0.3, torch.tensor(3.0)])
+@pytest.mark.parametrize("granularity", KINDS, ids=str)
+def test_a_gradient_is_divided_by_a_number_of_microbatches(divisor, granularity):
+    x = example(granularity)
+    wanted, magnitudes = x.dequantize() / divisor, x._data.view(torch.uint8) & 127
+    assert x.div_(divisor) is x
+    whole = granularity == Tensorwise()
+    assert not whole or torch.equal(x._data.view(torch.uint8) & 127, magnitudes)
+    rtol, atol = (2e-7, 0) if whole else (2**-3, 1e-3)
+    torch.testing.assert_close(x.dequantize(), wanted, rtol=rtol, atol=atol)
+    with pytest.raises(TypeError, match=r"div_.* by a Float8Tensor: call \.dequantize"):
+        torch.ones(6, 24).div_(example())
+    assert example().div_(0).dequantize().isfinite().sum() == 0
+
+
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
 @pytest.mark.parametrize("factor", [0.0, 1e-40, math.nan])
 def test_what_vanishes_is_zero_and_what_is_nan_stays(fmt, factor):
@@ -67,8 +82,8 @@ def test_norms_and_clipping_are_those_of_the_values(granularity, foreach):
         leaves = [torch.zeros(6, 24, requires_grad=True) for _ in grads]
         for leaf, grad in zip(leaves, grads, strict=True):
             leaf.grad = grad
-        if by == "value" and foreach is None:
-            torch.nn.utils.clip_grad_value_(leaves, 0.3)
+        if by == "value":
+            torch.nn.utils.clip_grad_value_(leaves, 0.3, foreach=foreach)
         else:
             norms.append(torch.nn.utils.clip_grad_norm_(leaves, 0.5, foreach=foreach))
         return [leaf.grad for leaf in leaves]

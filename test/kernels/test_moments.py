@@ -260,7 +260,7 @@ def test_lion_is_the_papers():
 
 @pytest.mark.slow
 def test_compiled_codes_are_the_eager_ones():
-    """At random, of ragged rows: linear codes to the bit, expanded ones at most neighbours."""
+    """At random: linear codes of ragged rows to the bit, expanded ones at most neighbours."""
 
     def step(m, v, number):
         m32 = moments.decode(*m, 64) * 0.9 + 0.01
@@ -272,8 +272,9 @@ def test_compiled_codes_are_the_eager_ones():
 
     m, v = torch.randn(2, 3, 70, generator=torch.Generator().manual_seed(9))
     m[1, 66] = v[1, 3] = math.nan
-    v[2, :64] = 0
-    states = moments.encode(m, 64, E4M3), moments.encode_expanded(v.square() * 1e-3, 64)
+    v = v[:, :64].square() * 1e-3  # whole groups: every piece of a graph costs seconds
+    v[2] = 0
+    states = moments.encode(m, 64, E4M3), moments.encode_expanded(v, 64)
     states = (*states, torch.tensor(3, dtype=torch.int32))
     (m1, v1), (m2, v2) = step(*states), torch.compile(step, fullgraph=True)(*states)
     assert_bitwise(m2[0], m1[0], what="linear codes")

@@ -38,7 +38,7 @@ def test_a_missing_bias_correction_is_seen():
     assert not torch.allclose(a[0].weight, b[0].weight, rtol=1e-3, atol=1e-4)
 
 
-SECOND = {"float8": 2.0, "float16": 2.0, "float32": 2.0}
+STEPS = 120
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +47,16 @@ def losses():
     found = {}
     for name, cls in {"float32": torch.optim.AdamW, "bfloat16": BfloatStates}.items():
         model = make()
-        found[name] = train(model, cls(model.parameters(), lr=3e-3), 150)
+        found[name] = train(model, cls(model.parameters(), lr=3e-3), STEPS)
     return found
 
 
-@pytest.mark.parametrize("second", SECOND)
+@pytest.mark.parametrize("second", ["float8", "float16"])
 def test_a_training_ends_where_float32_states_end_it(losses, second):
     """Within 1 % of the loss, where bfloat16 states, which nobody counts as lossy, have theirs."""
     model = make()
     optimizer = AdamW(model.parameters(), lr=3e-3, second_moment=second, min_size=64)
-    loss = train(model, optimizer, 150)
+    loss = train(model, optimizer, STEPS)
     exact, rounded = losses["float32"], losses["bfloat16"]
     assert exact < 0.5 * losses_at_start()
     bound = max(2 * abs(rounded - exact), 0.01 * exact)

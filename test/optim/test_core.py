@@ -285,11 +285,11 @@ def test_the_compiled_step_is_one_graph_and_equals_the_eager_one():
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
-    models = [nn.Linear(130, 40), nn.Linear(130, 40)]
+    models = [nn.Linear(130, 40, bias=False) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [AdamW(m.parameters(), lr=torch.tensor(1e-2), min_size=64) for m in models]
     steps = [optimizers[0].step, torch.compile(optimizers[1].step, backend=counter)]
-    for i in range(5):
+    for i in range(3):
         x = torch.randn(16, 130)
         for model, optimizer, step in zip(models, optimizers, steps, strict=True):
             optimizer.zero_grad()
@@ -300,7 +300,7 @@ def test_the_compiled_step_is_one_graph_and_equals_the_eager_one():
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
     eager, compiled = (o.state[m.weight] for o, m in zip(optimizers, models, strict=True))
-    assert compiled["step"] == 5
+    assert compiled["step"] == 3
     for name in ("exp_avg", "exp_avg_sq"):
         assert isinstance(compiled[name], Moment)
         codes = [s[name].codes.view(torch.uint8).int() for s in (eager, compiled)]

@@ -151,18 +151,15 @@ def test_parts_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounding_at_random_is_right_on_average(kind):
-    x = made((4, 64), kind).repeat(1, 1)
-    total, rounds = torch.zeros(4, 64, dtype=torch.float64), 2000
-    moment = Moment.quantize(x, kind, 32)
-    below, above = torch.full_like(x, math.inf), torch.full_like(x, -math.inf)
-    for _ in range(rounds):
-        moment.parts().encode(x, torch.rand(x.shape))
-        value = moment.dequantize()
-        total += value.double()
-        below, above = below.minimum(value), above.maximum(value)
+    x, rounds = made((4, 64), kind), 2000
+    often = x.repeat(rounds, 1)  # rows share nothing
+    moment = Moment.quantize(often, kind, 32)
+    moment.parts().encode(often, torch.rand(often.shape))
+    values = moment.dequantize().view(rounds, 4, 64)
+    below, above = values.amin(0), values.amax(0)
     spread = (above - below).double()
     # The mean of so many draws between two values is within 5 standard errors of x.
-    error = (total / rounds - x.double()).abs()
+    error = (values.double().mean(0) - x.double()).abs()
     assert bool((error <= 5 * 0.5 * spread / math.sqrt(rounds) + 1e-5 * x.abs()).all())
     inside = x.abs() < x.abs().view(4, 2, 32).amax(2).repeat_interleave(32, 1)
     assert float((spread > 0)[inside].float().mean()) > 0.9

@@ -15,6 +15,7 @@ def test_on_four_two_and_one_processes(tmp_path):
     }
     two = {
         "two ranks go on": ("resume", path),
+        "every option of state dicts": ("options_of_state_dicts",),
         "codes of other rows are seen": ("wrong_rows_are_seen", path),
         "tensor parallel parameters": ("tensor_parallel_parameters",),
         "whole states are refused": ("plain_states_are_refused",),

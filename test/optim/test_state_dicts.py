@@ -233,6 +233,17 @@ def test_what_others_keep_in_the_state_travels():
     assert loaded is not average
 
 
+def test_loading_leaves_the_keys_of_a_fresh_optimizer():
+    """Or what a resumed training saves would not fit the next process, key by key."""
+    model, optimizer = trained()
+    fresh = AdamW(model.parameters(), **SMALL)
+    keys = [set(group) for group in fresh.param_groups]
+    for state in (optimizer.state_dict(), torch.optim.AdamW(model.parameters()).state_dict()):
+        fresh.load_state_dict(state)
+        assert [set(g) - {"decoupled_weight_decay"} for g in fresh.param_groups] == keys
+    assert [set(group) for group in fresh.state_dict()["param_groups"]] == keys
+
+
 def test_an_empty_state_loads():
     model = make()
     optimizer = AdamW(model.parameters(), **SMALL)

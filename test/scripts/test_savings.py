@@ -44,6 +44,8 @@ def test_a_name_that_says_nothing_is_refused(run: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (("rowwise+saved_activations", "adamw", None, 1), "take --recipe rowwise --saved-act"),
+        (("tensorwise+O2", "adamw", None, 1), "name of a whole run: .*--ms-amp O2"),
         (("bf16", "sgd", None, 1), "no optimizer 'sgd'; known: adamw, float8_adamw"),
         (("tensorwise", "adamw", "O4", 1), "no MS-AMP level 'O4'; known: O1, O2, O3"),
         (("unit", "float8_adamw", None, 1), "recipe unit trains with u-muP's AdamW"),

@@ -171,7 +171,9 @@ def expanded(x, index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr)
     factor = reciprocal(scale)
     if RANDOM:
         factor *= 1 + 2.0**-22  # the largest must not come out just below 448
-    ratio = tl.minimum(tl.abs(x) * factor[:, None], 1.0)
+    ratio = tl.abs(x) * factor[:, None]
+    if RANDOM:
+        ratio = tl.minimum(ratio, 1.0)
     y = tl.exp2(_log2(ratio) * reciprocal(exponent)[:, None]) * _E4M3_MAX
     y = tl.minimum(tl.maximum(y, _SMALLEST_CODE), _E4M3_MAX)
     if RANDOM:
