@@ -50,7 +50,9 @@ WEIGHT_RULE_SOURCES.append(lambda: importlib.import_module("float8.distributed.g
 
 def __getattr__(name: str) -> Any:
     if name in _ON_DEMAND:
-        return getattr(importlib.import_module(_ON_DEMAND[name]), name)
+        value = getattr(importlib.import_module(_ON_DEMAND[name]), name)
+        globals()[name] = value  # for next time; and importing float8.ms_amp has bound the module
+        return value
     raise AttributeError(f"module 'float8' has no attribute {name!r}")
 
 

@@ -285,7 +285,7 @@ def test_the_compiled_step_is_one_graph_and_equals_the_eager_one():
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
-    models = [nn.Linear(130, 40, bias=False) for _ in range(2)]
+    models = [nn.Linear(130, 40), nn.Linear(130, 40)]
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [AdamW(m.parameters(), lr=torch.tensor(1e-2), min_size=64) for m in models]
     steps = [optimizers[0].step, torch.compile(optimizers[1].step, backend=counter)]
