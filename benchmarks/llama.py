@@ -47,7 +47,7 @@ SIZES = {
     "tiny": Sizes(256, 896, 4, 2, batch=1, tokens=128, blocks=2),
 }
 # Whole models (arXiv:2307.09288 and 2407.21783, table 3), at batch 2 and the papers' context of
-# pre-training: 2048 is COAT's and FP8-LM's for 7B, 4096 and 8192 the models' own.
+# pre-training: 2048 is COAT's for 7B, 4096 and 8192 the models' own.
 # fmt: off
 MODELS = {
     "llama2-7b": Sizes(4096, 11008, 32, 32, batch=2, tokens=2048, blocks=32, vocabulary=32_000),

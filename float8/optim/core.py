@@ -222,6 +222,13 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         for name in self.moment_options:
             if name not in state:
                 state[name] = self._new_moment(p, group, name)
+            elif isinstance(state[name], dict):
+                raise ValueError(
+                    f"the {name} of a parameter of shape {tuple(p.shape)} is an entry of a state "
+                    "dict, which somebody wrote into optimizer.state; load it with this "
+                    "optimizer's load_state_dict (ZeroRedundancyOptimizer does not: shard with "
+                    "FSDP2 instead)"
+                )
         if isinstance(p, Float8Tensor) and "master" not in state:
             state["master"] = masters.new_master(p, group["group_size"])
         return state
@@ -296,6 +303,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # which torch adds here: no option of ours
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)

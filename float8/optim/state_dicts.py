@@ -190,8 +190,6 @@ class Loading:
         return {**state_dict, "state": others, "param_groups": groups}
 
     def _put(self, optimizer: Any) -> None:
-        for group in optimizer.param_groups:  # torch makes it a default while loading; a group
-            group.pop("differentiable", None)  # of a fresh optimizer has none, and keys must match
         optimizer.state.update(self.states)
 
 

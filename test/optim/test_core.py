@@ -45,12 +45,24 @@ def test_copies_and_pickles_go_on_alike(cls):
         other, twin = again((model, optimizer))
         assert twin.param_groups[0]["params"][0] is other[0].weight
         same_states(twin, optimizer)
+        assert twin.param_groups[0].keys() == optimizer.param_groups[0].keys()
         train(other, twin, 2)
         twins.append((other, twin))
     train(model, optimizer, 2)
     for other, twin in twins:
         same_models(other, model)
         same_states(twin, optimizer)
+
+
+def test_an_entry_of_a_state_dict_is_no_state():
+    model = make()
+    optimizer = AdamW(model.parameters(), **SMALL)
+    train(model, optimizer, 1)
+    entries = optimizer.state_dict()["state"]
+    index = next(i for i, entry in entries.items() if isinstance(entry["exp_avg"], dict))
+    optimizer.state[list(model.parameters())[index]].update(entries[index])
+    with pytest.raises(ValueError, match=r"exp_avg of a parameter of shape.*load_state_dict"):
+        train(model, optimizer, 1)
 
 
 def test_groups_choose_how_their_states_are_kept():
