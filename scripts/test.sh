@@ -10,6 +10,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup_env.sh test
 # Threads that spin while they wait slow each other down many times over when cores are shared.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+workers=$(env -u OMP_NUM_THREADS nproc)  # which otherwise counts threads, not cores
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # the cores are taken by the workers
-workers=$(nproc)
 exec .venv/bin/python -m pytest -n $((workers < 8 ? workers : 8)) "$@"
