@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -52,9 +53,7 @@ def test_every_ratio_of_both_modes_is_the_one_in_its_result_file():
 
 
 def _ratios(name):
-    path = ROOT / "benchmarks" / "results" / f"{name}.json"
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    layers = [row for row in rows if "saved_ratio" in row]  # the floor saves nothing
+    layers = [row for row in _rows(name) if "saved_ratio" in row]  # the floor saves nothing
     return {row["layer"]: (row["ratio"], round(row["saved_ratio"], 2)) for row in layers}
 
 
@@ -73,3 +72,28 @@ def test_the_table_of_bytes_is_the_one_that_is_counted():
         x, g, w, cached = BYTES[name]
         assert x == g
         assert [int(q) for q in quoted] == [x, w, cached, LAUNCHES[name]], name
+
+
+def test_the_table_of_memory_is_the_one_in_its_result_files():
+    section = README.split("| run |")[1].split("\n\n")[0]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines()[2:]]
+    traced = {r["layer"]: r for r in _rows("cpu_memory") if r["mode"] == "llama2-7b"}
+    gaps: dict[str, list[float]] = {}
+    for row in _rows("cpu_memory_quality"):
+        gaps.setdefault(row["layer"], []).append(row.get("gap_percent", 0.0))
+    assert len(table) == 10
+    for run, *cells, loss in table:
+        sizes = [f"{traced[run][k] / 1024:.1f}" for k in SIZES_OF_A_RUN]
+        ratios = [f"{traced[run][k]:.2f}x" for k in ("smaller", "smaller_per_gpu")]
+        assert cells == sizes + ratios, run
+        if loss:
+            own = gaps[run]
+            assert loss == f"{statistics.fmean(own):+.2f} ± {statistics.stdev(own):.2f} %", run
+
+
+SIZES_OF_A_RUN = ("optimizer_mib", "activations_mib", "peak_mib")
+
+
+def _rows(name):
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["rows"]
