@@ -120,6 +120,15 @@ def test_ctrl_c_in_a_terminal_leaves_a_checkpoint_to_resume(
     assert resumed["final_val_loss"] == whole.history.val_loss[-1][1]
 
 
+@pytest.fixture
+def python_handles_ctrl_c():
+    """Also where the tests were started in the background, which has SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_handles_ctrl_c")
 def test_a_second_ctrl_c_is_not_held_back() -> None:
     with train_gpt.CtrlC() as stop:
         assert not stop()
