@@ -91,6 +91,14 @@ def test_the_table_of_memory_is_the_one_in_its_result_files():
             assert loss == f"{statistics.fmean(own):+.2f} ± {statistics.stdev(own):.2f} %", run
 
 
+def test_the_times_of_an_optimizer_step_are_those_of_the_result_file():
+    ratio = {(r["optimizer"], r["mode"]): r["ratio"] for r in _rows("cpu_optim")}
+    text = README.split("`cpu_optim.json`")[1].split("\n\n")[0]
+    quoted = [float(x) for x in re.findall(r"([\d.]+)x", text)[:4]]
+    measured = [ratio[o, m] for m in ("compiled", "eager") for o in ("float8", "float8 + float16")]
+    assert quoted == [float(f"{r:.{n}g}") for r, n in zip(measured, (3, 3, 2, 2), strict=True)]
+
+
 SIZES_OF_A_RUN = ("optimizer_mib", "activations_mib", "peak_mib")
 
 
