@@ -12,7 +12,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from checkpoint_claims import load, save
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -54,21 +54,6 @@ def train(model, optimizer, steps):
 
 def mesh_of_all():
     return init_device_mesh("cpu", (dist.get_world_size(),))
-
-
-def state_of(model, optimizer):
-    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-
-
-def load(model, optimizer, path):
-    state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=path)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
 
 
 def assert_same_as_one_process(model, optimizer, expected):
@@ -114,7 +99,7 @@ def four_train_save_and_resume(rank, path):
     expected, _ = after(BEFORE)
     train(model, optimizer, range(BEFORE))
     assert_same_as_one_process(model, optimizer, expected)
-    dcp.save(state_of(model, optimizer), checkpoint_id=path)
+    save(model, optimizer, path)
     resume(rank, path)
 
 

@@ -25,9 +25,9 @@ import math
 import torch
 from torch import Tensor
 
+from float8.formats import E4M3
 from float8.kernels import stochastic
 
-E4M3_MAX = 448.0
 NAN = 127.0  # the number of its code
 
 _library = torch.library.Library("float8", "FRAGMENT")
@@ -108,7 +108,7 @@ _SUBNORMAL = (
     128.9997073253381,
     -36.06706335893109,
 )
-_LOG2_MAX = math.log2(E4M3_MAX)
+_LOG2_MAX = math.log2(E4M3.max)
 
 
 def log2_ratios(magnitude: Tensor) -> Tensor:

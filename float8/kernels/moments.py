@@ -53,10 +53,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from float8.formats import E4M3
 from float8.kernels import compiled_coding, reference, stochastic
 
-E4M3_MAX = 448.0
-SMALLEST_CODE = 2.0**-9
+E4M3_MAX, SMALLEST_CODE = E4M3.max, E4M3.smallest_subnormal
 LOG2_RANGE = math.log2(E4M3_MAX / SMALLEST_CODE)  # of the E4M3 magnitudes
 MIN_EXPONENT = 1 / 64
 MAX_EXPONENT = 4.0
