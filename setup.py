@@ -5,7 +5,16 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 DEMO = ["tqdm", "matplotlib"]
-TEST = ["pytest>=8", "pytest-cov", "pytest-xdist", "hypothesis", *DEMO]
+# One per file of float8/integrations/; which versions were tested is said there.
+INTEGRATIONS = {
+    "accelerate": ["accelerate"],
+    "transformers": ["transformers; python_version >= '3.11'", "accelerate"],
+    "lightning": ["lightning"],
+    "torchtitan": ["torchtitan; python_version >= '3.11'"],
+    "torchao": ["torchao"],  # Float8LinearConfig.from_torchao
+}
+FRAMEWORKS = sorted({package for packages in INTEGRATIONS.values() for package in packages})
+TEST = ["pytest>=8", "pytest-cov", "pytest-xdist", "hypothesis", *DEMO, *FRAMEWORKS]
 DEV = ["ruff==0.17.5", "mypy==2.4.1", *TEST]
 
 setup(
@@ -19,5 +28,5 @@ setup(
     package_data={"float8": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.11", "triton; platform_system == 'Linux'", "tabulate"],
-    extras_require={"demo": DEMO, "test": TEST, "dev": DEV},
+    extras_require={"demo": DEMO, "test": TEST, "dev": DEV, **INTEGRATIONS},
 )
