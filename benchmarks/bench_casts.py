@@ -83,6 +83,7 @@ class Cast:
 
 
 SCALE = torch.full((1, 1), 0.01)
+NORMED = (torch.bfloat16, E4M3, False, True)  # a norm's result in bfloat16, cast both ways
 # name -> op: which orientations are written is the last two flags of an op's arguments
 CASTS = {
     "amax": Cast("amax", "amax", (-1, -1), 2),
@@ -95,6 +96,14 @@ CASTS = {
     "rowwise both": Cast("cast_rowwise", "cast_rowwise", (E4M3, True, True, True), 6),
     "1x128 both": Cast("cast_blockwise", "cast_blockwise", (E4M3, True, 1, 128, True, True), 4),
     "128x128 both": Cast("cast_blockwise", "cast_blockwise", (E4M3, True, 128, 128, True, True), 4),
+    "static rms norm": Cast("rms_norm_cast", "rms_norm_cast", (None, 1e-5, SCALE, *NORMED), 4),
+    "dynamic rms norm": Cast("rms_norm_cast", "rms_norm_cast", (None, 1e-5, None, *NORMED), 6),
+    "static layer norm": Cast(
+        "layer_norm_cast", "layer_norm_cast", (None, None, 1e-5, SCALE, *NORMED), 4
+    ),
+    "dynamic layer norm": Cast(
+        "layer_norm_cast", "layer_norm_cast", (None, None, 1e-5, None, *NORMED), 6
+    ),
 }
 
 

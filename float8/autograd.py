@@ -283,7 +283,8 @@ def _cast_saved_weight(ctx: Any, w_NK: Tensor, w_scale: Tensor | None) -> Pair:
     if plan.output.b is not None and w_scale is not None:
         return quantize_again(w_NK, plan.output.b, w_scale, emulate)
     assert plan.grad_input.b is not None
-    return quantize(w_NK.t(), plan.grad_input.b, ctx.states[1], emulate=emulate)
+    record = ctx.record and plan.output.b is None  # else forward has
+    return quantize(w_NK.t(), plan.grad_input.b, ctx.states[1], record, emulate=emulate)
 
 
 def cast_weight(

@@ -2,7 +2,7 @@
 
 Each is a module that turns a high-precision tensor into a `Float8Tensor` (`NoCast` returns it as it
 is) and that `Float8Linear` owns one of per operand, under ``cast_input``, ``cast_weight`` and
-``cast_grad_output``. Only `DelayedCast` has state, all of it in three float32 buffers:
+``cast_grad_output``. Only `DelayedCast` has state, all of it in float32 buffers:
 
 =============== ======== =======================================================================
 buffer          shape    meaning, and who writes it
@@ -107,6 +107,7 @@ class DelayedCast(Cast):
     amax_history: Tensor
     scale: Tensor
     current_amax: Tensor
+    scale_age: Tensor
 
     def __init__(
         self,
@@ -125,6 +126,8 @@ class DelayedCast(Cast):
         self.synced = False  # whether sync has ever been called, for its reminder
         self.hidden = 0  # how many float8.high_precision contexts want plain state dict keys
         shapes = {"amax_history": (delayed.history_len,), "scale": (), "current_amax": ()}
+        if delayed.interval > 1:  # a tensor, so that a compiled sync counts without recompiling
+            shapes["scale_age"] = ()
         with torch.inference_mode(False):  # or a model converted inside it could not train later
             for name, shape in shapes.items():
                 self.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device))
@@ -135,6 +138,8 @@ class DelayedCast(Cast):
         self.amax_history.zero_()
         self.scale.fill_(0.0 if self.amax_init else 1.0)
         self.current_amax.zero_()
+        if "scale_age" in self._buffers:
+            self.scale_age.fill_(torch.inf)
         self.history_ready = not self.amax_init
 
     @property
@@ -181,12 +186,23 @@ class DelayedCast(Cast):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if not any(prefix + name in state_dict for name in self._buffers):
             return  # a plain checkpoint; if it brings a weight, the layer calls start_beside
+        self._take_age_from(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
         for name, buffer in self._buffers.items():
             assert buffer is not None
             self._buffers[name] = buffer.float()  # assign=True keeps a checkpoint's dtype
         scale = self.scale
         self.history_ready = not scale.is_meta and bool(scale.isfinite() & (scale > 0))
+
+    def _take_age_from(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """A checkpoint of another interval loads: without an age, the scale is found at once."""
+        key = prefix + "scale_age"
+        if "scale_age" not in self._buffers:
+            state_dict.pop(key, None)
+        elif key not in state_dict:
+            state_dict[key] = torch.full_like(
+                state_dict.get(prefix + "scale", self.scale), torch.inf
+            )
 
     def start_beside(self, weight: Tensor) -> None:
         """Start a new history for a weight that was loaded without one."""

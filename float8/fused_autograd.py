@@ -99,6 +99,63 @@ def _rms_norm_backward(
     return grad_x, grad_w
 
 
+class _LayerNormCast(torch.autograd.Function):
+    """As `_RMSNormCast`, of rows that are centred, and with a bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out: Output
+    ) -> tuple[Tensor, ...]:
+        x_MK = as_matrix(x)
+        if out.by_kernel:
+            *codes, mean, rstd = torch.ops.float8.layer_norm_cast.default(
+                x_MK, weight, bias, eps, *out.kernel_arguments(x)
+            )
+        else:
+            y32, mean, rstd = reference.layer_norm(x_MK, weight, bias, eps)
+            codes = out.in_plain_torch(y32)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.mark_non_differentiable(*codes)
+        return x.new_empty((), dtype=out.dtype).expand(x.shape), *codes
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("LayerNormCast")
+        x, *others = ctx.saved_tensors
+        grad_x, grad_w, grad_b = _layer_norm_backward(
+            as_matrix(g), as_matrix(x), *others, ctx.needs_input_grad[:3]
+        )
+        return None if grad_x is None else grad_x.reshape(x.shape), grad_w, grad_b, None, None
+
+
+def _layer_norm_backward(
+    g_MK: Tensor,
+    x_MK: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, weight and bias, as `_rms_norm_backward` finds them."""
+    one_dtype = all(t is None or t.dtype == x_MK.dtype for t in (g_MK, weight, bias))
+    if x_MK.device.type == "cuda" and one_dtype and x_MK.numel():
+        fused = torch.ops.aten.native_layer_norm_backward.default
+        x_MK, g_MK = x_MK.contiguous(), g_MK.contiguous()
+        return fused(g_MK, x_MK, [x_MK.shape[1]], mean, rstd, weight, bias, list(needs))
+    g32, normed = g_MK.to(torch.float32), (x_MK.to(torch.float32) - mean) * rstd
+    grad_x = grad_w = grad_b = None
+    if bias is not None and needs[2]:
+        grad_b = g32.sum(0).to(bias.dtype)
+    if weight is not None:
+        grad_w = (g32 * normed).sum(0).to(weight.dtype) if needs[1] else None
+        g32 = g32 * weight.to(torch.float32)
+    if needs[0]:
+        along = (g32 * normed).mean(1, keepdim=True)
+        grad_x = (rstd * (g32 - g32.mean(1, keepdim=True) - normed * along)).to(x_MK.dtype)
+    return grad_x, grad_w, grad_b
+
+
 class _SwiGLUCast(torch.autograd.Function):
     """As `_RMSNormCast`, of gate and up, or of a tensor whose halves they are and no up."""
 
@@ -171,7 +228,7 @@ def runs_kernel(device: torch.device, emulate: bool) -> bool:
 
 
 def _load() -> None:
-    for name in ("rms_norm_cast", "swiglu_cast"):  # which registers their ops
+    for name in ("rms_norm_cast", "layer_norm_cast", "swiglu_cast"):  # which registers their ops
         importlib.import_module(f"float8.kernels.gpu.{name}")
 
 
@@ -181,6 +238,13 @@ _load._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in kern
 def rms_norm_cast(x: Tensor, weight: Tensor | None, eps: float, out: Output) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight``, (..., K), as a `Float8Tensor`; differentiable."""
     return _wrapped(_RMSNormCast.apply(x, weight, eps, out), out)
+
+
+def layer_norm_cast(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out: Output
+) -> Tensor:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias``, (..., K), as a `Float8Tensor`."""
+    return _wrapped(_LayerNormCast.apply(x, weight, bias, eps, out), out)
 
 
 def swiglu_cast(gate: Tensor, up: Tensor | None, out: Output) -> Tensor:

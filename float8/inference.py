@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.cast import make_cast
-from float8.config import CastConfig, Float8LinearConfig, ScalingType
+from float8.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
 from float8.convert import (
     MODULE_RULES,
     Conversion,
@@ -207,7 +207,9 @@ def _with_static_input(config: Float8LinearConfig, scale: float | Tensor) -> Flo
         raise ValueError(f"its config casts inputs {what}; static scales are for tensorwise inputs")
     target = config.cast_config_input.target_dtype
     static = CastConfig(ScalingType.STATIC, target_dtype=target, static_scale=value)
-    return replace(config, cast_config_input=static)
+    is_delayed = any(c.scaling_type is ScalingType.DELAYED for c in config.operand_casts[1:])
+    delayed = config.delayed_scaling if is_delayed else DelayedScalingConfig()
+    return replace(config, cast_config_input=static, delayed_scaling=delayed)
 
 
 def _check_weights(chosen: dict[str, Any], configs: dict[str, Float8LinearConfig]) -> None:

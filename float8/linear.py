@@ -101,12 +101,7 @@ class Float8Linear(nn.Linear):
         self.high_precision = 0  # how many float8.high_precision contexts are open
         self.cached_weight: CachedWeight | None = None  # written by float8.weight_cache only
         formats = (E4M3, E4M3, E5M2)
-        casts = (
-            config.cast_config_input,
-            config.cast_config_weight,
-            config.cast_config_grad_output,
-        )
-        for name, cast, fmt in zip(_CAST_NAMES, casts, formats, strict=True):
+        for name, cast, fmt in zip(_CAST_NAMES, config.operand_casts, formats, strict=True):
             delayed, amax_init = config.delayed_scaling, config.enable_amax_init
             module = make_cast(cast, fmt, delayed, amax_init, self.weight.device)
             self.add_module(name, module.train(self.training))
@@ -185,6 +180,14 @@ class Float8Linear(nn.Linear):
             return STATELESS
         x_cast, w_cast, g_cast = self.casts
         return x_cast.state, w_cast.state, g_cast.state
+
+    def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
+        """What a call with this input casts in this process: input, weight, and states of casts."""
+        return input, self.weight, self._states()
+
+    def local_grad_output(self, grad_output: Tensor) -> Tensor:
+        """Of a gradient of what the layer returned, what this process casts in backward."""
+        return grad_output
 
     @property
     def _name(self) -> str:

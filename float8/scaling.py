@@ -12,8 +12,9 @@ between the types:
 
 The update rule is that of TransformerEngine's ``DelayedScaling`` recipe: the newest amax enters the
 history at index 0, ``amax`` is the maximum over the history (or its newest entry) and
-``scale = 2**margin * amax / max(format)``; an amax that is not finite enters as 0, and where the
-resulting amax is 0 the scale stays as it was. ``history[:, 0]`` is the most recent step.
+``scale = 2**margin * amax / max(format)``; where the resulting amax is 0 or not finite the scale
+stays as it was. An amax that is not finite enters as infinity, as there, or as 0
+(``remember_nonfinite``). ``history[:, 0]`` is the most recent step.
 """
 
 from __future__ import annotations
@@ -288,24 +289,33 @@ def updated_history(
     config: DelayedScalingConfig,
     format_max: float,
     power_of_two: bool,
-) -> tuple[Tensor, Tensor]:
+    age_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """One step of delayed scaling for N operands that share format and config.
 
     Args:
         history_NH: the last H amaxes of each operand, newest first.
         current_amax_N: the amax of this step over all its microbatches and ranks.
         scale_N: the scales in use; 0 where there has been none yet.
-        config: history length, algorithm and margin.
+        config: history length, algorithm, margin, interval, and what becomes of amaxes that are
+            not finite.
         format_max: the largest finite value of the format.
         power_of_two: round scales up to powers of two.
+        age_N: how many steps ago each scale was found, inf for one that never was; younger ones
+            than ``config.interval`` stay. None where the interval is 1: all are found anew.
 
     Returns:
-        The new history and the new scales, both finite; an operand that has never had a nonzero
-        amax keeps scale 0, which no cast uses.
+        The new history, the new scales and their ages. Scales are finite; an operand that has never
+        had a nonzero amax keeps scale 0, which no cast uses.
     """
-    newest_N = torch.where(current_amax_N.isfinite(), current_amax_N, 0.0)
+    spoilt = torch.inf if config.remember_nonfinite else 0.0
+    newest_N = torch.where(current_amax_N.isfinite(), current_amax_N, spoilt)
     history_NH = torch.cat([newest_N.unsqueeze(1), history_NH[:, :-1]], dim=1)
     amax_N = newest_N if config.amax_compute_algo == "most_recent" else history_NH.amax(1)
     scaled = kernels.scale_from_amax(amax_N * 2.0**config.margin, format_max, power_of_two)
     # 2**margin may carry a large amax out of float32's range: such a scale is of no use.
-    return history_NH, torch.where((amax_N > 0) & scaled.isfinite(), scaled, scale_N)
+    is_new = (amax_N > 0) & scaled.isfinite()
+    if age_N is not None:
+        is_new = is_new & (age_N + 1 >= config.interval)
+        age_N = torch.where(is_new, 0.0, age_N + 1)
+    return history_NH, torch.where(is_new, scaled, scale_N), age_N

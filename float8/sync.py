@@ -156,16 +156,20 @@ def _groups(casts: list[DelayedCast]) -> dict[Key, list[DelayedCast]]:
 
 def _update(casts: list[DelayedCast], currents: Tensor, key: Key) -> None:
     delayed, format_max, power_of_two = key
-    histories, scales = updated_history(
+    aged = [c.scale_age for c in casts] if delayed.interval > 1 else []
+    histories, scales, ages = updated_history(
         torch.stack([c.amax_history for c in casts]),
         currents,
         torch.stack([c.scale for c in casts]),
         delayed,
         format_max,
         power_of_two,
+        torch.stack(aged) if aged else None,
     )
     torch._foreach_copy_([c.amax_history for c in casts], list(histories.unbind()))
     torch._foreach_copy_([c.scale for c in casts], list(scales.unbind()))
+    if ages is not None:
+        torch._foreach_copy_(aged, list(ages.unbind()))
 
 
 def _reduced_over_ranks(currents: list[Tensor], groups: list[dist.ProcessGroup]) -> list[Tensor]:

@@ -49,6 +49,8 @@ class Float8Tensor(Tensor):
     _scale: Tensor
     _block: Block
     _data_t: Tensor | None
+    # The module that wrote it, for the error message of an op that cannot read it; in eager mode.
+    made_by: str = ""
 
     @staticmethod
     def __new__(
@@ -159,12 +161,15 @@ class Float8Tensor(Tensor):
         dtype: torch.dtype | None = None,
     ) -> Float8Tensor:
         """A copy with some parts replaced: the one way in which ops make a new Float8Tensor."""
-        return Float8Tensor(
+        new = Float8Tensor(
             self._data if data is None else data,
             self._scale if scale is None else scale,
             self._block if block is None else block,
             self.dtype if dtype is None else dtype,
         )
+        if self.made_by:
+            new.made_by = self.made_by
+        return new
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Block, torch.dtype]]:
         parts = ["_data", "_scale"] + ([] if self._data_t is None else ["_data_t"])
@@ -236,7 +241,29 @@ class Float8Tensor(Tensor):
                 return result
         raise NotImplementedError(
             f"{func} is not defined for Float8Tensor; call .dequantize() on it first"
+            + who_wrote_and_who_reads(args)
         )
+
+
+def who_wrote_and_who_reads(args: Sequence[Any]) -> str:
+    """For an error message: the module that wrote a Float8Tensor and the one that reads it."""
+    makers = [x.made_by for x in args if isinstance(x, Float8Tensor) and x.made_by]
+    if not makers:
+        return ""
+    reader = ""
+    frame = sys._getframe(1)
+    while frame is not None:  # the innermost module, by its name in the outermost one
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module):
+            inner = inner if reader else module  # noqa: F821
+            names = {m: name for name, m in module.named_modules()}
+            reader = f"{names[inner]} ({type(inner).__name__})" if inner in names else reader
+        frame = frame.f_back  # type: ignore[assignment]
+    return (
+        f" ({makers[0]} wrote it in float8, for Float8Linear layers alone"
+        + (f"; it was read in {reader.strip()}" if reader else "")
+        + "; convert what reads it, or keep the plain norm or gate)"
+    )
 
 
 def implements(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -39,6 +39,7 @@ FILES = (
     "cast_blockwise",
     "transpose",
     "rms_norm_cast",
+    "layer_norm_cast",
     "swiglu_cast",
     "blockwise_mm",
     "optimizer_step",

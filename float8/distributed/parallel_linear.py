@@ -213,6 +213,35 @@ class Float8ParallelLinear(Float8Linear):
         placed = placed if is_so else placed.redistribute(placements=[wanted])
         return placed.to_local() if use_local else placed
 
+    def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
+        """What this rank casts: parts of the input and of the weight, or all where it has all."""
+        x_state, w_state, g_state = self._states()
+        group, is_colwise = self.layout.ranks.group, self.layout.kind == COLWISE
+        placement = input.placements[0] if isinstance(input, DTensor) else self.layout.input
+        x = local(input) if is_colwise else self._part(input)
+        cuts_x = placement.is_shard() or not is_colwise
+        cuts_g = self.layout.output.is_shard() or is_colwise
+        return (
+            x,
+            local(self.weight),
+            (
+                spread(x_state, group) if cuts_x else x_state,
+                spread(w_state, group),
+                spread(g_state, group) if cuts_g else g_state,
+            ),
+        )
+
+    def local_grad_output(self, grad_output: Tensor) -> Tensor:
+        """A colwise layer casts the gradient of its own columns, a rowwise one that of its part."""
+        layout, last = self.layout, grad_output.dim() - 1
+        read = Shard(last) if layout.kind == COLWISE else layout.output
+        if not isinstance(grad_output, DTensor):
+            if read in (layout.output, Shard(last)) and layout.output in (read, Shard(-1)):
+                return grad_output
+            given = [layout.output]
+            grad_output = DTensor.from_local(grad_output, layout.mesh, given, run_check=False)
+        return grad_output.redistribute(placements=[read]).to_local()
+
     def _check(self, input: Tensor, weight: Tensor) -> None:
         if not self.config.enable_pre_and_post_forward:
             return

@@ -48,12 +48,19 @@ def _install_hook() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer in _checked:
-        return
+def refuses_optimizer(optimizer: Optimizer) -> str | None:
+    """What is wrong with a parameter that the optimizer holds, if it was replaced; else None."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             message = getattr(parameter, _MARK, None)
             if message is not None:
-                raise RuntimeError(message)
+                return str(message)
+    return None
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _checked:
+        return
+    if (message := refuses_optimizer(optimizer)) is not None:
+        raise RuntimeError(message)
     _checked.add(optimizer)

@@ -79,6 +79,10 @@ class ShardedWeight(Tensor):
             "what it stores as it was: write weight.copy_(...) under torch.no_grad()"
         )
 
+    def data_ptr(self) -> int:
+        """The address of what it stores: frameworks tell parameters apart by their addresses."""
+        return self._tensor.data_ptr()
+
     @property
     def known_amax(self) -> Tensor | None:
         """The largest magnitude of the whole weight, (1, 1) float32, where it is still known."""

@@ -237,6 +237,25 @@ def rms_norm(x_MK: Tensor, weight_K: Tensor | None, eps: float) -> tuple[Tensor,
     return (y32 if weight_K is None else y32 * weight_K.to(torch.float32)), rstd
 
 
+def layer_norm(
+    x_MK: Tensor, weight_K: Tensor | None, bias_K: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(x - mean) * rstd * weight + bias`` per row (arXiv 1607.06450, equation 4).
+
+    ``rstd = 1 / sqrt(mean((x - mean)^2) + eps)``.
+
+    Returns:
+        (M, K), mean (M, 1) and rstd (M, 1), all float32.
+    """
+    x32 = x_MK.to(torch.float32)
+    mean = x32.mean(1, keepdim=True)
+    centred = x32 - mean
+    rstd = torch.rsqrt(centred.square().mean(1, keepdim=True) + eps)
+    y32 = centred * rstd
+    y32 = y32 if weight_K is None else y32 * weight_K.to(torch.float32)
+    return (y32 if bias_K is None else y32 + bias_K.to(torch.float32)), mean, rstd
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up`` in float32 (arXiv 2002.05202, equation 5)."""
     return F.silu(gate.to(torch.float32)) * up.to(torch.float32)
@@ -284,8 +303,9 @@ def scaled_mm(
     else:
         product = a_MK.to(torch.float32) @ b_NK.to(torch.float32).t()
     if a_block[0] == WHOLE and b_block[0] == WHOLE and bias_N is None:
-        # A 0-dim factor scales in float32 without a float32 copy of the product.
-        scaled = product.mul_((a_scale * b_scale).reshape(()))
+        # A 0-dim factor scales in float32 without a float32 copy of the product. Not in place:
+        # selective activation checkpointing may have kept the product.
+        scaled = product * (a_scale * b_scale).reshape(())
         return scaled if scaled.dtype == out_dtype else scaled.to(out_dtype)
     # The factors in turn: the product of two scales alone may leave float32's range.
     scaled = product.to(torch.float32) * a_scale

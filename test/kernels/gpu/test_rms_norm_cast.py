@@ -113,21 +113,6 @@ def test_formats_powers_of_two_and_no_weight(dtype, pow2, device):
     assert_bitwise(rows[0], got[0])
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_more_rows_than_programs(device):
-    """The first pass walks: its programs, 2 of them here, see every row, the last one too."""
-    x = torch.full((4 * 5 - 1, 4), 1e-3, device=device)
-    x[-1, 0] = 5.0
-    rstd = torch.full((4 * 5 - 1, 1), torch.nan, device=device)
-    weight = torch.ones(4, device=device)
-    launch = launcher("rms_norm_cast", "_launch_rows", device)
-    partials = launch(x, weight, rstd, EPS, F32, True, 2)
-    assert partials.shape == (2,)
-    assert_bitwise(partials.view(F32).max(), (x * rstd).max())
-    exact = (x.double().square().mean(1, keepdim=True) + EPS).rsqrt()
-    assert_error_within_baseline(rstd, exact.cpu(), exact.float().cpu(), 4.0)
-
-
 @pytest.mark.cuda
 def test_the_launcher_takes_whole_rows_where_there_are_many():
     case, x, weight = make((4096, 96), BF16, BF16, "cuda")

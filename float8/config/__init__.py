@@ -1,0 +1,46 @@
+"""What a user says about a float8 linear layer, and the one place where it is resolved.
+
+A linear layer is three GEMMs of two casts each (M tokens, K in, N out features)::
+
+    output_MN      = x_MK @ w_NK.T        contraction K
+    grad_input_MK  = g_MN @ w_KN.T        contraction N
+    grad_weight_NK = g_NM @ x_KM.T        contraction M
+
+`Float8LinearConfig` speaks of operands (input, weight, grad_output), each of which is used twice.
+`Float8LinearConfig.plan` resolves it into three `Gemm`, each with the `OperandCast` of its two
+operands. Everything is frozen: ``dataclasses.replace`` makes a variant, nothing is inherited or
+changed behind the user's back.
+
+================================= ==================================================================
+``casts.py``                      how one operand becomes float8, and where its scale comes from
+``plan.py``                       the three GEMMs that a config means
+``transformer_engine.py``,        the arguments of TransformerEngine's recipes, and what they mean
+``transformer_engine_recipes.py``
+``torchao.py``                    torchao's configurations, translated
+``linear.py``                     the configuration of a layer, and `RECIPES`
+``suggestions.py``                the nearest known name
+================================= ==================================================================
+"""
+
+from float8.config.casts import (
+    MAX_MARGIN,
+    CastConfig,
+    DelayedScalingConfig,
+    OperandCast,
+    ScalingType,
+)
+from float8.config.linear import RECIPES, Float8LinearConfig
+from float8.config.plan import Gemm, GemmConfig, LinearPlan
+
+__all__ = [
+    "MAX_MARGIN",
+    "RECIPES",
+    "CastConfig",
+    "DelayedScalingConfig",
+    "Float8LinearConfig",
+    "Gemm",
+    "GemmConfig",
+    "LinearPlan",
+    "OperandCast",
+    "ScalingType",
+]

@@ -1,0 +1,183 @@
+"""How one operand becomes float8: what a user says, and what it means.
+
+A `CastConfig` speaks of an operand. `CastConfig.resolve` states it for a matrix in the orientation
+of the GEMM that reads it (last dimension = contraction), with nothing left to a default.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from float8.formats import Format, format_of
+from float8.granularity import Block, Blockwise, Granularity, Tensorwise, transpose_block
+
+MAX_MARGIN = 32  # far more than any format's headroom
+
+
+class ScalingType(enum.Enum):
+    """How the scale of a cast is found."""
+
+    DYNAMIC = "dynamic"  # from the amax of the tensor that is cast
+    DELAYED = "delayed"  # from the amaxes of past steps (arXiv 2209.05433 and TransformerEngine)
+    STATIC = "static"  # a constant given by the user
+    DISABLED = "disabled"  # not cast: the GEMM runs in high precision
+
+
+@dataclass(frozen=True)
+class CastConfig:
+    """How one operand becomes float8.
+
+    Args:
+        scaling_type: see `ScalingType`. Delayed and static scales are tensorwise.
+        granularity: which elements share a scale, in GEMM-operand orientation.
+        target_dtype: a float8 dtype; None is E4M3 for input and weight, E5M2 for grad_output.
+        power_of_two_scale: round scales up to a power of two, so that scaling is exact and
+            nothing saturates.
+        static_scale: with ``STATIC`` only: the dequantisation scale, ``value = data * scale``.
+
+    Raises:
+        TypeError: ``target_dtype`` is not a float8 dtype.
+        ValueError: the fields contradict each other; the message says which and what to set.
+    """
+
+    scaling_type: ScalingType = ScalingType.DYNAMIC
+    granularity: Granularity = Tensorwise()
+    target_dtype: torch.dtype | None = None
+    power_of_two_scale: bool = False
+    static_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.scaling_type, ScalingType):
+            raise TypeError(f"scaling_type must be a ScalingType, got {self.scaling_type!r}")
+        if not isinstance(self.granularity, Granularity):
+            raise TypeError(f"granularity must be a Granularity, got {self.granularity!r}")
+        if self.target_dtype is not None:
+            format_of(self.target_dtype)
+        if self.scaling_type in (ScalingType.DELAYED, ScalingType.STATIC):
+            self._check_tensorwise()
+        self._check_static_scale()
+
+    def _check_tensorwise(self) -> None:
+        if self.granularity != Tensorwise():
+            raise ValueError(
+                f"{self.scaling_type.value} scaling keeps one scale per tensor, got granularity "
+                f"{self.granularity}; use Tensorwise() or ScalingType.DYNAMIC"
+            )
+
+    def _check_static_scale(self) -> None:
+        is_static = self.scaling_type is ScalingType.STATIC
+        if is_static != (self.static_scale is not None):
+            raise ValueError(
+                f"static_scale={self.static_scale} with {self.scaling_type}: static_scale belongs "
+                "to ScalingType.STATIC, and to it alone"
+            )
+        if self.static_scale is None:
+            return
+        float32 = torch.finfo(torch.float32)
+        if not float32.tiny <= self.static_scale <= float32.max:  # or its reciprocal is infinite
+            raise ValueError(
+                "static_scale must be a float32 that is finite and > 0 (at least 2^-126), got "
+                f"{self.static_scale}"
+            )
+        if self.power_of_two_scale and math.frexp(self.static_scale)[0] != 0.5:
+            raise ValueError(f"power_of_two_scale is set, static_scale={self.static_scale} is not")
+
+    def resolve(self, default_format: Format) -> OperandCast | None:
+        """This cast of a matrix, in GEMM-operand orientation; None where it is disabled."""
+        if self.scaling_type is ScalingType.DISABLED:
+            return None
+        return OperandCast(
+            scaling_type=self.scaling_type,
+            format=format_of(self.target_dtype or default_format),
+            block=self.granularity.block_of((0, 0)),
+            power_of_two_scale=self.power_of_two_scale,
+            static_scale=None if self.static_scale is None else repr(float(self.static_scale)),
+        )
+
+    @property
+    def short_str(self) -> str:
+        """A few characters for ``print(model)``, such as ``dynamic rowwise e4m3 pow2``."""
+        if self.scaling_type is ScalingType.DISABLED:
+            return "high precision"
+        granularity = type(self.granularity).__name__.lower()
+        if isinstance(self.granularity, Blockwise):
+            granularity = f"{self.granularity.rows}x{self.granularity.cols}"
+        dtype = format_of(self.target_dtype).name if self.target_dtype else "default"
+        parts = [self.scaling_type.value, granularity, dtype]
+        if self.power_of_two_scale:
+            parts.append("pow2")
+        if self.static_scale is not None:
+            parts.append(f"scale={self.static_scale:g}")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class OperandCast:
+    """One resolved cast: a matrix in GEMM-operand orientation becomes ``(data, scale)``.
+
+    ``static_scale`` is the digits of a float: torch.compile makes an input of every float that it
+    meets where shapes are dynamic, which in a backward it cannot (torch 2.13).
+    """
+
+    scaling_type: ScalingType
+    format: Format
+    block: Block
+    power_of_two_scale: bool = False
+    static_scale: str | None = None
+
+    def transposed(self) -> OperandCast:
+        """The same cast, stated for the matrix's transpose."""
+        return replace(self, block=transpose_block(self.block))
+
+
+@dataclass(frozen=True)
+class DelayedScalingConfig:
+    """How delayed scales follow from the history of amaxes.
+
+    Args:
+        history_len: how many steps are remembered.
+        amax_compute_algo: ``"max"`` over the history, or its ``"most_recent"`` entry.
+        margin: the amax is multiplied by ``2**margin`` before the scale is computed.
+        interval: a scale is found by the first ``sync`` that has an amax for it, and anew by the
+            ``interval``-th after that, or the next one with an amax; every ``sync`` rolls the
+            history.
+        remember_nonfinite: an amax that is not finite enters the history, as infinity, and no scale
+            changes for as long as it counts: ``history_len`` steps under ``"max"``, one under
+            ``"most_recent"``. That is TransformerEngine's rule. False enters 0 in its place, so
+            that scales follow the other steps.
+
+    Raises:
+        ValueError: a value that is out of its range; the message says which and what it may be.
+    """
+
+    history_len: int = 16
+    amax_compute_algo: str = "max"
+    margin: int = 0
+    interval: int = 1
+    remember_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        for name, count in (("history_len", self.history_len), ("interval", self.interval)):
+            if not _is_integer(count) or count < 1:
+                raise ValueError(f"{name} must be an integer >= 1, got {count!r}")
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise ValueError(
+                f"amax_compute_algo must be 'max' or 'most_recent', got {self.amax_compute_algo!r}"
+            )
+        if not _is_integer(self.margin) or abs(self.margin) > MAX_MARGIN:
+            raise ValueError(
+                f"margin is an exponent of two, an integer within {MAX_MARGIN} of 0, "
+                f"got {self.margin!r}"
+            )
+        if not isinstance(self.remember_nonfinite, bool):
+            raise ValueError(
+                f"remember_nonfinite must be True or False, got {self.remember_nonfinite!r}"
+            )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

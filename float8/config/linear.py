@@ -1,0 +1,245 @@
+"""The configuration of a layer: six casts and three GEMMs, checked and resolved at construction.
+
+`RECIPES` is the table of ready-made configs; a new recipe is one row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from float8.config.casts import CastConfig, DelayedScalingConfig, ScalingType
+from float8.config.plan import GemmConfig, LinearPlan, gemm, same_bytes
+from float8.config.suggestions import did_you_mean
+from float8.config.torchao import fields_of_torchao
+from float8.config.transformer_engine import fields_of_te_recipe
+from float8.formats import E4M3, E5M2
+from float8.granularity import Blockwise, Rowwise
+
+# Frozen, so that every config may share them.
+_DYNAMIC, _HISTORY = CastConfig(), DelayedScalingConfig()
+_FAST, _PRECISE = GemmConfig(use_fast_accum=True), GemmConfig()
+
+
+@dataclass(frozen=True)
+class Float8LinearConfig:
+    """The configuration of a `Float8Linear`.
+
+    Args:
+        cast_config_input, cast_config_weight, cast_config_grad_output: the casts of the operands.
+        cast_config_input_for_grad_weight, cast_config_weight_for_grad_input,
+            cast_config_grad_output_for_grad_weight: overrides for an operand's second use; None
+            takes the operand's own cast.
+        gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: the GEMMs.
+        delayed_scaling: for operands with ``ScalingType.DELAYED``.
+        enable_fsdp_float8_all_gather: see ``float8.distributed.gathered_weights``.
+        pad_inner_dim: pad dimensions that are no multiple of 16 with zeros, on devices whose GEMM
+            needs it, instead of refusing.
+        emulate: run the reference path on every device.
+        enable_amax_init: delayed casts use the dynamic scale until the first ``sync``; False
+            starts from a scale of 1, as TransformerEngine does.
+        enable_pre_and_post_forward: check dtype, shape and device support at each call; False
+            leaves bad input to the kernels' own errors, for the least Python overhead.
+
+    Attributes:
+        plan: the three GEMMs and their casts.
+        uses_delayed_scaling: whether any operand keeps an amax history, so that ``sync`` must be
+            called.
+
+    Raises:
+        ValueError: a GEMM that no hardware runs: one operand in float8 and the other not, or E5M2
+            for both; or a delayed second use beside another first one; or settings of delayed
+            scaling where no cast is delayed. The message names the GEMM, the fields, and what to
+            set.
+    """
+
+    cast_config_input: CastConfig = _DYNAMIC
+    cast_config_weight: CastConfig = _DYNAMIC
+    cast_config_grad_output: CastConfig = _DYNAMIC
+    cast_config_input_for_grad_weight: CastConfig | None = None
+    cast_config_weight_for_grad_input: CastConfig | None = None
+    cast_config_grad_output_for_grad_weight: CastConfig | None = None
+    gemm_config_output: GemmConfig = _FAST
+    gemm_config_grad_input: GemmConfig = _PRECISE
+    gemm_config_grad_weight: GemmConfig = _PRECISE
+    delayed_scaling: DelayedScalingConfig = _HISTORY
+    enable_fsdp_float8_all_gather: bool = False
+    pad_inner_dim: bool = False
+    emulate: bool = False
+    enable_amax_init: bool = True
+    enable_pre_and_post_forward: bool = True
+    # What all of this means, computed once: the layer reads it at every call.
+    plan: LinearPlan = field(init=False, repr=False, compare=False)
+    uses_delayed_scaling: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._check_second_uses()
+        object.__setattr__(self, "plan", self._resolve())
+        delayed = any(c.scaling_type is ScalingType.DELAYED for c in self.operand_casts)
+        object.__setattr__(self, "uses_delayed_scaling", delayed)
+        if not delayed and self.delayed_scaling != _HISTORY:
+            raise ValueError(
+                f"delayed_scaling={self.delayed_scaling} is for casts with ScalingType.DELAYED, and "
+                "none of this config's casts is delayed; give one that scaling_type, or leave "
+                "delayed_scaling at its default"
+            )
+
+    @property
+    def operand_casts(self) -> tuple[CastConfig, CastConfig, CastConfig]:
+        """Whose state the casts of input, weight and grad_output keep.
+
+        That of the first use, except where it alone is in high precision and the second is delayed.
+        """
+        return (
+            _owner(self.cast_config_input, self.cast_config_input_for_grad_weight),
+            _owner(self.cast_config_weight, self.cast_config_weight_for_grad_input),
+            _owner(self.cast_config_grad_output, self.cast_config_grad_output_for_grad_weight),
+        )
+
+    @classmethod
+    def from_recipe_name(cls, name: str) -> Float8LinearConfig:
+        """The config of a row of `RECIPES`.
+
+        Raises:
+            ValueError: unknown name; the message suggests the nearest and lists the known ones.
+        """
+        if name not in RECIPES:
+            raise ValueError(
+                f"unknown recipe {name!r}{did_you_mean(name, RECIPES)}; known recipes: "
+                f"{', '.join(RECIPES)}"
+            )
+        return RECIPES[name]
+
+    @classmethod
+    def from_te_recipe(cls, recipe: Any = None, /, **arguments: Any) -> Float8LinearConfig:
+        """The config that does what a recipe of TransformerEngine does.
+
+        Call ``sync_float8_amax_and_scale_history(model)`` once per step, as for ``"delayed"``.
+
+        Args:
+            recipe: a ``DelayedScaling``, ``Float8CurrentScaling`` or ``Float8BlockScaling``, or a
+                mapping of arguments such as the ``fp8_config`` of an Accelerate configuration
+                file, whose spellings are understood.
+            arguments: those of ``DelayedScaling`` by name: ``margin=0``, ``interval=1``,
+                ``fp8_format="HYBRID"`` or ``"E4M3"``, ``amax_history_len=1024``,
+                ``amax_compute_algo="max"`` or ``"most_recent"``,
+                ``override_linear_precision=(fprop, dgrad, wgrad)``, True for a GEMM in high
+                precision. What each does is in ``float8.config.transformer_engine``.
+
+        Raises:
+            TypeError: an unknown argument (the nearest is suggested), or one of a wrong type.
+            ValueError: what has no counterpart here, is given twice, or is about an amax history
+                where the recipe keeps none.
+        """
+        return cls(**fields_of_te_recipe(recipe, arguments))
+
+    @classmethod
+    def from_torchao(cls, config: Any) -> Float8LinearConfig:
+        """The config that does what a ``torchao.float8.Float8LinearConfig`` does.
+
+        Args:
+            config: of torchao, as ``torchao.float8.Float8LinearConfig.from_recipe_name(name)``.
+
+        Raises:
+            ImportError: torchao is not installed; the message has the command that installs it.
+            TypeError: ``config`` is something else.
+            ValueError: a field is set that has no counterpart here; the message names it.
+        """
+        return cls(**fields_of_torchao(config))
+
+    def _resolve(self) -> LinearPlan:
+        x, w, g = self.cast_config_input, self.cast_config_weight, self.cast_config_grad_output
+        output = gemm(
+            ("output", "cast_config_input", "cast_config_weight"),
+            x.resolve(E4M3),
+            w.resolve(E4M3),
+            self.gemm_config_output,
+        )
+        grad_input = gemm(
+            ("grad_input", "cast_config_grad_output", "cast_config_weight_for_grad_input"),
+            g.resolve(E5M2),
+            (self.cast_config_weight_for_grad_input or w).resolve(E4M3),
+            self.gemm_config_grad_input,
+        )
+        grad_weight = gemm(
+            (
+                "grad_weight",
+                "cast_config_grad_output_for_grad_weight",
+                "cast_config_input_for_grad_weight",
+            ),
+            (self.cast_config_grad_output_for_grad_weight or g).resolve(E5M2),
+            (self.cast_config_input_for_grad_weight or x).resolve(E4M3),
+            self.gemm_config_grad_weight,
+        )
+        return LinearPlan(
+            output,
+            grad_input,
+            grad_weight,
+            reuses_input=same_bytes(output.a, grad_weight.b),
+            reuses_weight=same_bytes(output.b, grad_input.b),
+            reuses_grad_output=same_bytes(grad_input.a, grad_weight.a),
+        )
+
+    def _check_second_uses(self) -> None:
+        # A history belongs to an operand, and an operand has one: that of its first float8 use.
+        for operand, second_name in (
+            ("input", "cast_config_input_for_grad_weight"),
+            ("weight", "cast_config_weight_for_grad_input"),
+            ("grad_output", "cast_config_grad_output_for_grad_weight"),
+        ):
+            first = _checked(f"cast_config_{operand}", getattr(self, f"cast_config_{operand}"))
+            if getattr(self, second_name) is None:
+                continue
+            second = _checked(second_name, getattr(self, second_name))
+            is_delayed = second.scaling_type is ScalingType.DELAYED
+            if is_delayed and first.scaling_type is not ScalingType.DISABLED and second != first:
+                raise ValueError(
+                    f"{second_name}: a delayed second use must be the cast of the first use "
+                    f"(cast_config_{operand} is '{first.short_str}') unless that is disabled; leave "
+                    "it None, or make it dynamic, static or disabled"
+                )
+
+
+def _owner(first: CastConfig, second: CastConfig | None) -> CastConfig:
+    is_off = first.scaling_type is ScalingType.DISABLED
+    is_delayed = second is not None and second.scaling_type is ScalingType.DELAYED
+    return second if second is not None and is_off and is_delayed else first
+
+
+def _checked(name: str, value: object) -> CastConfig:
+    if not isinstance(value, CastConfig):
+        raise TypeError(f"{name} must be a CastConfig, got {value!r}")
+    return value
+
+
+def _recipes() -> dict[str, Float8LinearConfig]:
+    off = CastConfig(scaling_type=ScalingType.DISABLED)
+    delayed = CastConfig(scaling_type=ScalingType.DELAYED)
+    row = CastConfig(granularity=Rowwise(), target_dtype=E4M3.dtype, power_of_two_scale=True)
+    pow2 = CastConfig(power_of_two_scale=True)
+    one = CastConfig(scaling_type=ScalingType.STATIC, static_scale=1.0)
+    by_1x128 = replace(row, granularity=Blockwise(1, 128))
+    by_128x128 = replace(row, granularity=Blockwise(128, 128))
+    return {
+        "tensorwise": Float8LinearConfig(),
+        "delayed": Float8LinearConfig(delayed, delayed, delayed),
+        "rowwise": Float8LinearConfig(row, row, row),
+        "rowwise_with_gw_hp": Float8LinearConfig(
+            row,
+            row,
+            row,
+            cast_config_weight_for_grad_input=pow2,
+            cast_config_input_for_grad_weight=off,
+            cast_config_grad_output_for_grad_weight=off,
+        ),
+        "blockwise": Float8LinearConfig(
+            by_1x128,
+            by_128x128,
+            by_1x128,
+            gemm_config_output=GemmConfig(),  # DeepSeek-V3 promotes every partial sum
+        ),
+        "unit": Float8LinearConfig(one, one, one),  # for unit-scaled models
+    }
+
+
+RECIPES: dict[str, Float8LinearConfig] = _recipes()

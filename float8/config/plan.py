@@ -1,0 +1,84 @@
+"""The three GEMMs that a config means, and which casts of them are one.
+
+Every operand is stated in the orientation in which its GEMM reads it. A second use with no config
+of its own takes the first one's, in its own orientation: rowwise stays one scale per row of what
+that GEMM reads. ``None`` in place of an `OperandCast` means high precision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from float8.config.casts import OperandCast
+from float8.formats import E5M2, Format
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """How one GEMM runs.
+
+    Args:
+        use_fast_accum: accumulate in the tensor core's reduced-precision accumulator instead of
+            promoting partial sums to float32 (a Hopper option). The reference path has no such
+            accumulator and ignores it.
+    """
+
+    use_fast_accum: bool = False
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One product ``a @ b.T``; a cast of None means that both operands stay in high precision."""
+
+    a: OperandCast | None
+    b: OperandCast | None
+    use_fast_accum: bool = False
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """The three GEMMs of a layer, and which second uses share the first use's bytes."""
+
+    output: Gemm  # a = x_MK, b = w_NK
+    grad_input: Gemm  # a = g_MN, b = w_KN
+    grad_weight: Gemm  # a = g_NM, b = x_KM
+    reuses_input: bool  # x_KM of grad_weight is the transpose of the float8 x_MK of output
+    reuses_weight: bool  # w_KN of grad_input is the transpose of the float8 w_NK of output
+    reuses_grad_output: bool  # g_NM of grad_weight is the transpose of grad_input's g_MN
+
+
+def same_bytes(first: OperandCast | None, second: OperandCast | None) -> bool:
+    """Whether the second use of an operand reads the transpose of the first use's bytes."""
+    return first is not None and second is not None and first.transposed() == second
+
+
+def gemm(
+    names: tuple[str, str, str], a: OperandCast | None, b: OperandCast | None, config: GemmConfig
+) -> Gemm:
+    """The product of two resolved casts.
+
+    Args:
+        names: the product's, and the fields of its two operands.
+        a, b: the casts.
+        config: how it runs.
+
+    Raises:
+        ValueError: no hardware multiplies the two.
+    """
+    product, name_a, name_b = names
+    if (a is None) != (b is None):
+        off, on = (name_a, name_b) if a is None else (name_b, name_a)
+        raise ValueError(
+            f"the {product} GEMM has one operand in high precision ({off}) and one in float8 "
+            f"({on}); no hardware multiplies the two. Disable both, or give {off} a float8 cast"
+        )
+    if a is not None and b is not None and _is_e5m2(a.format) and _is_e5m2(b.format):
+        raise ValueError(
+            f"the {product} GEMM would multiply E5M2 by E5M2 ({name_a}, {name_b}), which no "
+            "hardware does; set target_dtype=torch.float8_e4m3fn for one of them"
+        )
+    return Gemm(a, b, config.use_fast_accum)
+
+
+def _is_e5m2(fmt: Format) -> bool:
+    return fmt.name.startswith(E5M2.name)

@@ -1,0 +1,189 @@
+"""Float8 under Hugging Face Accelerate: `prepare_float8` in the place of ``accelerator.prepare``.
+
+::
+
+    import torch
+    from accelerate import Accelerator
+    from torch import nn
+    from float8.integrations.accelerate import prepare_float8
+
+    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = torch.utils.data.DataLoader(torch.randn(64, 32), batch_size=8)
+    model, optimizer, loader = prepare_float8(accelerator, model, optimizer, "delayed", loader)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = (model(batch) - batch).square().mean()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.save_state("checkpoint")
+
+That is all: layers are converted before Accelerate wraps them, and what has to happen once per real
+step (`sync_float8_amax_and_scale_history`, `precompute_float8_dynamic_scale_for_fsdp`) hangs on the
+optimizer's own step, which Accelerate calls where gradients are synchronised and not per
+microbatch. Do not call them yourself. A step that a ``GradScaler`` skips is not counted: its amaxes
+join those of the next.
+
+- **DDP, FSDP2**: as the Accelerator says. Accelerate's FSDP2 tells parameters apart by the address
+  of their data, which weights that are gathered in float8 answer for what they store.
+- **Checkpoints**: ``save_state`` holds the histories of delayed scaling and ``load_state`` goes on
+  from them to the bit; one of the plain model loads too. ``save_model`` writes them beside the
+  weights: ``with float8.high_precision(model): accelerator.save_model(...)`` writes the plain model.
+- **Evaluation** runs in float8, without recording; ``with float8.high_precision(model):`` turns it
+  off.
+- Convert by hand instead, and ``accelerator.prepare`` works unpatched; the two calls after the step
+  are then yours, under ``if accelerator.sync_gradients:``.
+
+Not with ``mixed_precision="fp8"``, by which Accelerate converts the model by other packages, nor
+with DeepSpeed or Megatron-LM, which own the step. Tested with Accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from float8.cast import DelayedCast
+from float8.config import Float8LinearConfig
+from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
+from float8.filters import ModuleFilter
+from float8.integrations.conversion import as_config, check_optimizer, convert
+from float8.integrations.versions import require
+from float8.linear import Float8Linear
+from float8.sync import sync_float8_amax_and_scale_history
+
+require("accelerate", "accelerate", ("1.15", "1.16"))
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+def prepare_float8(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Optimizer | OptimizerFactory,
+    config: Float8LinearConfig | str | Any | None = None,
+    *others: Any,
+    module_filter_fn: ModuleFilter | None = None,
+) -> tuple[Any, ...]:
+    """Convert a model, prepare it with its optimizer, and keep its scales up to date.
+
+    Args:
+        accelerator: as configured; ``mixed_precision="bf16"`` is the usual one.
+        model: not prepared yet. One that is converted already stays as it is.
+        optimizer: one that was built from the model's parameters, which follows where conversion
+            replaces some; or what builds one, such as ``functools.partial(AdamW, lr=1e-3)``.
+        config: a `Float8LinearConfig`, a recipe's name, or Accelerate's ``TERecipeKwargs`` or
+            ``AORecipeKwargs``; dynamic tensorwise by default.
+        others: dataloaders, schedulers and whatever else ``accelerator.prepare`` takes.
+        module_filter_fn: as in `float8.convert_to_float8_training`; by default that of
+            ``AORecipeKwargs``, if there is one, or all layers.
+
+    Returns:
+        What ``accelerator.prepare(model, optimizer, *others)`` returns.
+
+    Raises:
+        ValueError: the accelerator or the optimizer cannot work so, the model was prepared before
+            or has another config, or layers cannot be converted; nothing has been changed then.
+        TypeError: ``optimizer`` or ``config`` is of another type.
+    """
+    is_fsdp2 = bool(getattr(accelerator, "is_fsdp2", False))
+    module_filter_fn = module_filter_fn or getattr(config, "module_filter_func", None)
+    config = as_config(config)
+    _check_accelerator(accelerator)
+    _check_model(model)
+    built = optimizer if isinstance(optimizer, Optimizer) else None
+    if built is None and not callable(optimizer):
+        raise TypeError(f"optimizer must be an Optimizer or build one, got {optimizer!r}")
+    if built is not None:
+        check_optimizer(built, model)
+        _check_states(built, is_fsdp2)
+    if is_fsdp2:
+        _check_loading(accelerator, model, config)
+        if accelerator.mixed_precision != "no":
+            _upcast(model)
+    model = convert(model, config, module_filter_fn, built)
+    built = built or optimizer(model.parameters())  # type: ignore[operator]
+    prepared: tuple[Any, ...] = accelerator.prepare(model, built, *others)
+    _hang_on_step(built, model)
+    return prepared
+
+
+def _check_accelerator(accelerator: Accelerator) -> None:
+    if accelerator.mixed_precision == "fp8" or accelerator.fp8_backend != "NO":
+        raise ValueError(
+            f"this Accelerator has mixed_precision={accelerator.mixed_precision!r} and the FP8 "
+            f"backend {accelerator.fp8_backend!s}: it converts models itself, by another package. "
+            'Take Accelerator(mixed_precision="bf16") with prepare_float8, which also reads '
+            "TERecipeKwargs and AORecipeKwargs as config, and unset ACCELERATE_FP8_BACKEND"
+        )
+    unfit = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+    if accelerator.distributed_type in unfit:
+        raise ValueError(
+            f"prepare_float8 hangs on the optimizer's step, which {accelerator.distributed_type} "
+            "replaces by its own: take DDP or FullyShardedDataParallelPlugin(fsdp_version=2)"
+        )
+
+
+def _check_model(model: nn.Module) -> None:
+    wrapped = getattr(model, "_is_accelerate_prepared", False)
+    if wrapped or isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "this model was prepared before: Accelerate and its wrappers go on with the layers "
+            "that they know, so conversion comes first: give prepare_float8 the model and the "
+            "optimizer as they were, in the place of accelerator.prepare"
+        )
+
+
+def _check_states(optimizer: Optimizer, is_fsdp2: bool) -> None:
+    if is_fsdp2 and optimizer.state:
+        raise ValueError(
+            f"this optimizer has states of {len(optimizer.state)} parameters already, which "
+            "Accelerate leaves behind where FSDP2 shards the parameters: prepare it before its "
+            "first step, and bring states in by accelerator.load_state"
+        )
+
+
+def _upcast(model: nn.Module) -> None:
+    """As Accelerate does for FSDP2, before conversion: later it could not write to ``.data``."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
+
+
+def _check_loading(
+    accelerator: Accelerator, model: nn.Module, config: Float8LinearConfig | None
+) -> None:
+    delayed = any(isinstance(m, DelayedCast) for m in model.modules())
+    delayed = delayed or (config is not None and config.uses_delayed_scaling)
+    if delayed and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+        raise ValueError(
+            "cpu_ram_efficient_loading=True of FullyShardedDataParallelPlugin takes models without "
+            "buffers in their state dicts (Accelerate 1.15), and delayed scaling keeps its "
+            "histories in such: set it to False, or take a dynamic recipe"
+        )
+
+
+def _hang_on_step(optimizer: Optimizer, model: nn.Module) -> None:
+    """After each step that the optimizer really takes."""
+    layers = [m for m in model.modules() if isinstance(m, Float8Linear)]
+    is_delayed = any(layer.config.uses_delayed_scaling for layer in layers)
+    gathers = any(layer.config.enable_fsdp_float8_all_gather for layer in layers)
+
+    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_delayed:
+            sync_float8_amax_and_scale_history(model)
+        if gathers:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+
+    optimizer.register_step_post_hook(after_step)

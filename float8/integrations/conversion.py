@@ -1,0 +1,124 @@
+"""What integrations do before a framework takes over: a config, one conversion, its optimizer.
+
+A framework is given a model and perhaps an optimizer, once; what a bare loop does in four lines has
+to have happened by then, in the right order:
+
+1. `as_config`: what the user said, in this package's words or in those of Accelerate's and
+   TransformerEngine's or torchao's settings, becomes a `Float8LinearConfig`;
+2. `convert`: layers are swapped once. A model that is converted already stays as it is, if its
+   config is the one asked for;
+3. `follow`: where conversion replaced Parameters (``enable_fsdp_float8_all_gather``), an optimizer
+   that was built before holds the new ones from here on, with its states;
+4. `check_optimizer`: one that still holds others would train nothing, and is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from float8.config import Float8LinearConfig
+from float8.convert import convert_to_float8_training
+from float8.distributed.replaced_parameters import refuses_optimizer
+from float8.filters import ModuleFilter
+from float8.linear import Float8Linear
+
+
+def as_config(config: Any) -> Float8LinearConfig | None:
+    """A config from whatever a user of a framework may have at hand.
+
+    Args:
+        config: None; a `Float8LinearConfig`; a recipe's name; Accelerate's ``AORecipeKwargs`` or
+            a torchao config; or TransformerEngine's arguments: Accelerate's ``TERecipeKwargs``, a
+            recipe object or a mapping.
+
+    Raises:
+        ValueError, TypeError: an unknown recipe, or arguments that this library does not know.
+    """
+    if config is None or isinstance(config, Float8LinearConfig):
+        return config
+    if isinstance(config, str):
+        return Float8LinearConfig.from_recipe_name(config)
+    if type(config).__name__ == "AORecipeKwargs":
+        return Float8LinearConfig.from_torchao(config.config)
+    if type(config).__module__.startswith("torchao."):
+        return Float8LinearConfig.from_torchao(config)
+    if isinstance(config, Mapping) or hasattr(config, "amax_history_len"):
+        return Float8LinearConfig.from_te_recipe(config)
+    raise TypeError(
+        f"config must be a Float8LinearConfig, the name of a recipe, or TransformerEngine's or "
+        f"torchao's settings, got {config!r}"
+    )
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Whether any layer is a `Float8Linear`."""
+    return any(isinstance(m, Float8Linear) for m in model.modules())
+
+
+def convert(
+    model: nn.Module,
+    config: Float8LinearConfig | None,
+    module_filter_fn: ModuleFilter | None,
+    optimizer: Optimizer | None = None,
+) -> nn.Module:
+    """Convert a model, and let an optimizer follow; one that is converted stays as it is.
+
+    Raises:
+        ValueError: a layer was converted before with another config, or cannot be converted.
+    """
+    if is_converted(model):
+        if config is not None:
+            _check_same_config(model, config)
+        return model
+    before = _named(model)
+    model = convert_to_float8_training(model, config=config, module_filter_fn=module_filter_fn)
+    if optimizer is not None:
+        after = _named(model)
+        follow(optimizer, {old: after[name] for name, old in before.items()})
+    return model
+
+
+def _named(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _check_same_config(model: nn.Module, config: Float8LinearConfig) -> None:
+    for fqn, layer in model.named_modules():
+        if isinstance(layer, Float8Linear) and layer.config != config:
+            raise ValueError(
+                f"{fqn or 'the model'} was converted before with another config than the one given "
+                "here: leave this one out to train the model as it is, or make it plain with "
+                "convert_from_float8_training(model) first"
+            )
+
+
+def follow(optimizer: Optimizer, replaced: Mapping[Tensor, Tensor]) -> None:
+    """Put new Parameters in the places of those they replaced: groups and states."""
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(p, p) for p in group["params"]]
+    for old, new in replaced.items():
+        if new is not old and old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise if the optimizer was built from parameters that the model has no more.
+
+    Raises:
+        ValueError: a weight was replaced by conversion, named by its layer; or none of the
+            optimizer's parameters is the model's.
+    """
+    if (reason := refuses_optimizer(optimizer)) is not None:
+        raise ValueError(reason)
+    own = {id(p) for p in model.parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if held and not any(id(p) in own for p in held):
+        raise ValueError(
+            f"none of the {len(held)} parameters of this {type(optimizer).__name__} is one of the "
+            f"{type(model).__name__}'s: it would step what the model does not use. Build it from "
+            "the model's parameters, after the last change to the model"
+        )

@@ -1,0 +1,310 @@
+"""Float8 by a plugin of Lightning: ``Trainer(plugins=Float8Precision())``, ``Fabric(plugins=...)``.
+
+The plugin does what a bare loop does by hand, where the framework leaves room for it:
+
+=================== =============================== ==============================================
+what                when                            by
+=================== =============================== ==============================================
+conversion          before wrapping, and before the `convert_module`; parameters are shared, so an
+                    Trainer's optimizers are built  optimizer that Fabric is given stays right
+compute dtype       every forward                   autocast, or parameters in bfloat16
+delayed scales      once per optimizer step, not    `optimizer_step`, after the optimizer
+                    per microbatch
+evaluation          eval mode without gradients     `float8.high_precision`, unless asked otherwise
+checkpoints         the Trainer's                   `state_dict`, `load_state_dict`
+=================== =============================== ==============================================
+
+Trainer::
+
+    import lightning.pytorch as pl
+    import torch
+    from torch import nn
+    from float8.integrations.lightning import Float8Precision
+
+    class Regression(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+        def training_step(self, batch, batch_idx):
+            return (self.model(batch) - batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    data = torch.utils.data.DataLoader(torch.randn(64, 32), batch_size=16)
+    trainer = pl.Trainer(plugins=Float8Precision("delayed"), max_epochs=1, accelerator="cpu")
+    trainer.fit(Regression(), data)
+
+Fabric, which wants its own ``backward`` where a plugin is in charge of it::
+
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(plugins=Float8Precision("tensorwise"), accelerator="cpu", devices=1)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for batch in fabric.setup_dataloaders(data):
+        fabric.backward((model(batch) - batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+The Trainer's checkpoints hold the plain model, which loads with or without float8, and beside it,
+under the plugin's name, the histories of delayed scaling, so that a run resumes to the bit. Hence a
+model's ``state_dict()`` has plain keys from then on. Fabric saves what it is given: there a delayed
+model's state dict holds its histories.
+
+A plugin belongs to one Trainer or Fabric. ``ModelParallelStrategy`` of the Trainer wants
+``fully_shard`` called in ``configure_model``: call ``self.trainer.precision_plugin.convert_module(
+self)`` first there, for layers that FSDP2 has wrapped can no longer be swapped. ``FSDPStrategy``
+(FSDP1) takes no plugin but its own: convert the model before, and call ``sync`` yourself.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from float8.cast import DelayedCast
+from float8.convert import high_precision
+from float8.filters import ModuleFilter
+from float8.integrations.conversion import as_config, check_optimizer, convert, is_converted
+from float8.integrations.versions import require
+from float8.linear import Float8Linear
+from float8.sync import sync_float8_amax_and_scale_history
+
+require("lightning", "lightning", ("2.6", "2.7"))
+
+from lightning.fabric.plugins import Precision as FabricPrecision  # noqa: E402
+from lightning.pytorch.plugins import HalfPrecision, Precision  # noqa: E402
+
+Computes = Literal["bf16-mixed", "bf16-true", "32-true"]
+
+
+class Float8Precision(Precision):
+    """Trains linear layers in float8, under the Trainer or under Fabric.
+
+    Args:
+        config: a `Float8LinearConfig`, a recipe's name, or TransformerEngine's or torchao's
+            settings (`float8.integrations.conversion.as_config`); dynamic tensorwise by default. A
+            model that was converted before keeps its config: one given here must equal it.
+        module_filter_fn: as in `float8.convert_to_float8_training`; names are those of the module
+            that the framework is given.
+        precision: everything else. ``"bf16-mixed"``: autocast to bfloat16, parameters stay
+            float32. ``"bf16-true"``: parameters and inputs in bfloat16. ``"32-true"``: as it is,
+            also where FSDP2's ``MixedPrecisionPolicy`` says it.
+        float8_in_evaluation: keep float8 where a model in eval mode runs without gradients.
+
+    Raises:
+        ValueError: an unknown recipe or precision.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        *,
+        module_filter_fn: ModuleFilter | None = None,
+        precision: Computes = "bf16-mixed",
+        float8_in_evaluation: bool = False,
+    ) -> None:
+        if precision not in ("bf16-mixed", "bf16-true", "32-true"):
+            raise ValueError(
+                f'precision must be "bf16-mixed", "bf16-true" or "32-true", got {precision!r}'
+            )
+        self.config = as_config(config)
+        self.module_filter_fn = module_filter_fn
+        self.precision = precision
+        self.float8_in_evaluation = float8_in_evaluation
+        self._true: Precision = (
+            HalfPrecision("bf16-true") if precision == "bf16-true" else Precision()
+        )
+        # In the order of their conversion, which all ranks share: they sync one after the other.
+        self._models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        # The casts whose histories are in the Trainer's checkpoints and not in its state dicts.
+        self._kept: weakref.WeakSet[DelayedCast] = weakref.WeakSet()
+        self._by_trainer = False
+
+    # --- the model
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert the layers of ``module``; a model that is converted already stays as it is.
+
+        Raises:
+            ValueError: a layer was converted with another config, or cannot be converted, or FSDP2
+                has wrapped the model already.
+        """
+        if not is_converted(module):
+            _refuse_sharded(module)
+        module = convert(module, self.config, self.module_filter_fn)
+        module = self._true.convert_module(module)
+        for part in set(self._models) & set(module.modules()):
+            del self._models[part]
+        self._models[module] = None
+        return module
+
+    def tensor_init_context(self) -> AbstractContextManager:
+        """New tensors get the parameters' dtype."""
+        return self._true.tensor_init_context()
+
+    def module_init_context(self) -> AbstractContextManager:
+        """New parameters get their dtype; conversion comes later."""
+        return self._true.module_init_context()
+
+    def convert_input(self, data: Any) -> Any:
+        """With ``"bf16-true"``, floating point inputs in bfloat16."""
+        return self._true.convert_input(data)
+
+    def forward_context(self) -> AbstractContextManager:
+        """Autocast, or bfloat16 as the default; high precision where a model is evaluated."""
+        stack = ExitStack()
+        stack.enter_context(self._true.forward_context())
+        if self.precision == "bf16-mixed":
+            for device in {_device_of(model) for model in self._models} or {"cpu"}:
+                stack.enter_context(torch.autocast(device, torch.bfloat16, cache_enabled=False))
+        if not (self.float8_in_evaluation or torch.is_grad_enabled()):
+            for model in [model for model in self._models if not model.training]:
+                stack.enter_context(high_precision(model))
+        return stack
+
+    # --- the step
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """The Trainer's call before it trains or evaluates: its checkpoints keep the histories.
+
+        Raises:
+            ValueError: an optimizer was built from parameters that the model has no more.
+        """
+        self._by_trainer = True
+        for optimizer in optimizers:
+            check_optimizer(optimizer, model)
+        for other in set(self._models) - set(model.modules()):  # that the Trainer had before
+            del self._models[other]
+        for cast in self._delayed_casts().values():
+            if cast not in self._kept:
+                cast.hidden += 1
+                self._kept.add(cast)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Any:
+        """The Trainer's hooks; Fabric has none."""
+        if self._by_trainer:
+            return super().pre_backward(tensor, module)
+        return FabricPrecision.pre_backward(self, tensor, module)
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """The LightningModule's ``backward``, or the tensor's under Fabric."""
+        if self._by_trainer:
+            super().backward(tensor, model, *args, **kwargs)
+        else:
+            FabricPrecision.backward(self, tensor, model, *args, **kwargs)
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Any:
+        """The Trainer's hooks; Fabric has none."""
+        if self._by_trainer:
+            return super().post_backward(tensor, module)
+        return FabricPrecision.post_backward(self, tensor, module)
+
+    def optimizer_step(
+        self,
+        optimizer: Any,
+        model: Any = None,
+        closure: Callable[[], Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step, then turn the amaxes of all its microbatches into the next scales."""
+        if self._by_trainer:
+            result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        else:
+            given = kwargs if closure is None else {"closure": closure, **kwargs}
+            result = FabricPrecision.optimizer_step(self, optimizer, **given)
+        for each in list(self._models):
+            _sync_layers_of(optimizer, each)
+            _agree_on_gathered_scales(each)
+        return result
+
+    # --- checkpoints of the Trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Layer's name -> its three buffers, for each delayed cast."""
+        return {name: dict(cast.named_buffers()) for name, cast in self._delayed_casts().items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with the histories of a checkpoint."""
+        casts = self._delayed_casts()
+        for name in casts.keys() & state_dict.keys():
+            casts[name].load_state_dict(state_dict[name])
+        if unknown := sorted(state_dict.keys() - casts.keys()):
+            warnings.warn(
+                f"the checkpoint has histories of {len(unknown)} delayed casts (first: "
+                f"{unknown[0]}) that this model does not have: to continue exactly, resume with "
+                "the recipe and the module_filter_fn that it was trained with",
+                stacklevel=2,
+            )
+
+    def _delayed_casts(self) -> dict[str, DelayedCast]:
+        return {
+            name: module
+            for model in self._models
+            for name, module in model.named_modules()
+            if isinstance(module, DelayedCast)
+        }
+
+
+def _device_of(model: nn.Module) -> str:
+    return next((p.device.type for p in model.parameters()), "cpu")
+
+
+def _refuse_sharded(module: nn.Module) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    for fqn, each in module.named_modules():
+        if isinstance(each, FSDPModule):
+            raise ValueError(
+                f"{fqn or 'the module'} was given to fully_shard before it was converted, and "
+                "FSDP2 would go on with the layers that it knows: in configure_model call "
+                "self.trainer.precision_plugin.convert_module(self) first"
+            )
+
+
+def _owners(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that own delayed casts."""
+    for module in model.modules():
+        if any(isinstance(child, DelayedCast) for child in module.children()):
+            yield module
+
+
+def _sync_layers_of(optimizer: Optimizer, model: nn.Module) -> None:
+    """Sync the layers that this optimizer trains, and frozen ones.
+
+    Where two optimizers take turns, as a generator's and a discriminator's do, a layer's history
+    then moves once for each step of its own; and where an optimizer may step, between a forward and
+    its backward or not, its layers may be synced.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    owners = list(_owners(model))
+    own = [
+        layer
+        for layer in owners
+        if any(id(p) in held for p in layer.parameters())
+        or not any(p.requires_grad for p in layer.parameters())
+    ]
+    if own:
+        whole = len(own) == len(owners)
+        sync_float8_amax_and_scale_history(model if whole else nn.ModuleList(own))
+
+
+def _agree_on_gathered_scales(model: nn.Module) -> None:
+    """With weights gathered in float8: all their scales in one all-reduce, for the next forward."""
+    layers = [m for m in model.modules() if isinstance(m, Float8Linear)]
+    if any(layer.config.enable_fsdp_float8_all_gather for layer in layers):
+        from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
+
+        precompute_float8_dynamic_scale_for_fsdp(model)

@@ -1,0 +1,323 @@
+"""torchtitan: float8 linear layers by its converters, or by its overrides from the command line.
+
+torchtitan builds a model from a tree of ``Config`` objects, so float8 means another ``Config`` in
+the place of each ``Linear.Config``. In a config registry, for any of `float8.config.RECIPES`::
+
+    def llama3_8b_float8() -> Trainer.Config:
+        config = llama3_8b()
+        float8 = Float8Converter.Config(recipe="rowwise", filter_fqns=["lm_head"])
+        config.model_spec = model_registry("8B", converters=[float8])
+        return config
+
+or of any model that there is, without a line of code (kwargs as JSON)::
+
+    torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b \\
+        --compile.enable --override.imports \\
+        'float8.integrations.torchtitan.float8={"recipe": "rowwise", "filter_fqns": ["lm_head"]}'
+
+The layers are `Float8Linear`s that keep torchtitan's Module protocol: ``init_states``, declared
+initialisers, declared shardings. What follows from that:
+
+- *Parallelism*: with the backend ``spmd_types``, torchtitan's default, layers see local tensors,
+  so under tensor parallelism dynamic scales are those of a rank's part, never coarser than one for
+  the whole; activations travel in high precision, as torchtitan sends them.
+- *Once per step*: a hook behind ``OptimizersContainer.step`` calls
+  `sync_float8_amax_and_scale_history` and `precompute_float8_dynamic_scale_for_fsdp` where they
+  matter. Pipeline stages agree on scales among the ranks of a stage.
+- *Checkpoints* have the plain model's keys. A delayed recipe adds its histories, so that a run
+  resumes exactly; DCP would miss them in a checkpoint of a plain model, and adapters to Hugging
+  Face refuse keys that they do not know: ``plain_checkpoint=True`` leaves them out, and then the
+  histories start anew when a run resumes.
+- *MFU*, as torchtitan logs it, is relative to bfloat16's peak.
+
+Tested with torchtitan 0.3.0 on torch 2.13. Earlier versions swapped modules instead of configs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from float8.cast import DelayedCast, DynamicCast, NoCast, StaticCast
+from float8.config import Float8LinearConfig
+from float8.convert import WEIGHT_RULES, Conversion, check_all, warn_of_fixed_scales
+from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
+from float8.estimate import faster_layers
+from float8.filters import ModuleFilter, divisible_by
+from float8.integrations.versions import require
+from float8.linear import Float8Linear
+from float8.sync import sync_float8_amax_and_scale_history
+
+require("torchtitan", "torchtitan", ("0.3", "0.4"))
+
+from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
+from torchtitan.components.quantization import QuantizationConverter  # noqa: E402
+from torchtitan.config import derive, override  # noqa: E402
+from torchtitan.models.common.linear import Linear  # noqa: E402
+from torchtitan.protocols.model import BaseModel  # noqa: E402
+from torchtitan.protocols.module import Module  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torchtitan.distributed import ParallelDims
+
+logger = logging.getLogger("float8")
+
+
+class _DynamicCast(DynamicCast, Module):
+    """torchtitan asks every module of a model for its protocol, casts too."""
+
+
+class _DelayedCast(DelayedCast, Module):
+    """``init_states`` forgets the history, by `DelayedCast.reset_parameters`."""
+
+
+class _StaticCast(StaticCast, Module):
+    """As `_DynamicCast`."""
+
+
+class _NoCast(NoCast, Module):
+    """As `_DynamicCast`."""
+
+
+_CASTS: dict[type, type] = {
+    DynamicCast: _DynamicCast,
+    DelayedCast: _DelayedCast,
+    StaticCast: _StaticCast,
+    NoCast: _NoCast,
+}
+
+
+class Float8TitanLinear(Float8Linear, Linear):
+    """A `Float8Linear` with torchtitan's Module protocol; built from its ``Config``."""
+
+    plain_type = Linear
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        """``Linear.Config`` and how to multiply.
+
+        Args:
+            recipe: what logs show.
+            plain_checkpoint: leave amax histories out of state dicts.
+        """
+
+        recipe: str = "tensorwise"
+        plain_checkpoint: bool = False
+        # Not shown in logs, which are JSON.
+        _float8: Float8LinearConfig | None = None
+        _fqn: str = ""
+
+    def __init__(self, config: Config) -> None:
+        Linear.__init__(self, config)
+        float8 = config._float8 or Float8LinearConfig.from_recipe_name(config.recipe)
+        self._set_up(float8, config._fqn)
+        for cast in self.casts:
+            cast.__class__ = _CASTS[type(cast)]
+            if config.plain_checkpoint and isinstance(cast, DelayedCast):
+                cast.hidden += 1
+        if float8.enable_fsdp_float8_all_gather:
+            WEIGHT_RULES[0].wrap(self, {config._fqn: self})
+        if float8.uses_delayed_scaling or float8.enable_fsdp_float8_all_gather:
+            _follow_optimizers()
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        """Distribute parameters and wrap ``forward``, as the declared shardings say.
+
+        Raises:
+            ValueError: the layer's recipe or option does not go with the parallelism.
+        """
+        if (reason := _refuses(self.config, parallel_dims)) is not None:
+            raise ValueError(f"{self._name}: {reason}")
+        if parallel_dims.pp > 1:
+            _STAGES[self] = _stage_of(parallel_dims)
+        super().parallelize(parallel_dims)
+
+    def to_float(self) -> nn.Linear:
+        """The plain layer, parameters shared.
+
+        Raises:
+            ValueError: torchtitan has wrapped ``forward``, which would go on in float8.
+        """
+        if "forward" in self.__dict__:
+            raise ValueError(
+                f"{self._name}: torchtitan has parallelized it, and what it wrapped around forward "
+                "would still run in float8: evaluate under float8.high_precision(model), or build "
+                "the model without the converter and load a checkpoint"
+            )
+        return super().to_float()
+
+
+def _refuses(config: Float8LinearConfig, parallel_dims: ParallelDims) -> str | None:
+    backend, tp = parallel_dims.spmd_backend, parallel_dims.tp
+    if config.enable_fsdp_float8_all_gather and tp > 1:
+        return (
+            "enable_fsdp_float8_all_gather=True stores its weight for FSDP2 alone: leave the "
+            f"option off with --parallelism.tensor_parallel_degree {tp}"
+        )
+    if backend == "full_dtensor" or (backend == "partial_dtensor" and tp > 1):
+        if config.enable_fsdp_float8_all_gather or config.uses_delayed_scaling:
+            return (
+                f"--parallelism.spmd_backend {backend} hands it DTensors, of which it takes no "
+                "amax history and no float8 shard: use spmd_types, or a dynamic recipe without "
+                "enable_fsdp_float8_all_gather"
+            )
+    return None
+
+
+class Float8Converter(QuantizationConverter):
+    """Puts float8 layers in the place of ``Linear.Config``; see the top of this file."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(QuantizationConverter.Config):
+        """What to convert, and how.
+
+        Args:
+            recipe: a row of `float8.config.RECIPES`.
+            config: a configuration of one's own, in place of a recipe.
+            filter_fqns: layers whose name contains one of these stay in high precision. So do
+                those with a dimension that is no multiple of 16, which tensor cores do not take
+                (unless the configuration pads).
+            enable_fsdp_float8_all_gather: FSDP2 sends weights in float8, where there is one scale
+                per weight (``tensorwise``, ``delayed``, ``unit``) and no tensor parallelism.
+            faster_layers_tokens: tokens that a layer sees at once (local batch size times sequence
+                length): convert only what `float8.faster_layers` predicts to gain.
+            device: for that prediction.
+            plain_checkpoint: leave amax histories out of checkpoints.
+        """
+
+        recipe: str = "tensorwise"
+        config: Float8LinearConfig | None = None
+        filter_fqns: list[str] = field(default_factory=list)
+        enable_fsdp_float8_all_gather: bool = False
+        faster_layers_tokens: int | None = None
+        device: str = "H100"
+        plain_checkpoint: bool = False
+
+    def __init__(self, config: Config) -> None:
+        if isinstance(config.filter_fqns, str):
+            raise TypeError(f"filter_fqns must be a list of names, got {config.filter_fqns!r}")
+        if config.config is not None and config.recipe != "tensorwise":
+            raise ValueError(f"recipe={config.recipe!r} beside config: give one of them")
+        self.options = config
+        self.float8 = config.config or Float8LinearConfig.from_recipe_name(config.recipe)
+        if config.enable_fsdp_float8_all_gather:
+            self.float8 = replace(self.float8, enable_fsdp_float8_all_gather=True)
+        self._is_faster: ModuleFilter | None = None
+        if config.faster_layers_tokens is not None:
+            self._is_faster = faster_layers(
+                self.float8, config.faster_layers_tokens, config.device
+            )
+
+    def convert(self, model_config: Module.Config) -> Module.Config:
+        """Replace the configs of linear layers below ``model_config``, in place.
+
+        Returns:
+            ``model_config``, or the new config if it was a ``Linear.Config`` itself.
+
+        Raises:
+            ValueError: layers that cannot be converted, each with its name and the reason; nothing
+                has been changed then.
+        """
+        conversion = Conversion()
+        chosen = []
+        for fqn, linear, parent, attr in list(model_config.traverse(Linear.Config)):
+            layer = nn.Linear(
+                linear.in_features, linear.out_features, device="meta", dtype=torch.bfloat16
+            )
+            if (reason := self._left_alone(fqn, linear, layer)) is not None:
+                conversion.skipped[fqn] = reason
+            else:
+                chosen.append((fqn, layer, linear, parent, attr))
+        plain = [(fqn, layer) for fqn, layer, *_ in chosen]
+        check_all(plain, self.float8)
+        warn_of_fixed_scales(plain, self.float8)
+        tied = getattr(model_config, "enable_weight_tying", False)
+        for fqn, _, linear, parent, attr in chosen:
+            new = self._converted(fqn, linear, tied and fqn == "lm_head")
+            conversion.converted.append(fqn)
+            if parent is None:
+                model_config = new
+            elif isinstance(parent, list):
+                parent[attr] = new
+            else:
+                setattr(parent, attr, new)
+        logger.info("%s", conversion)
+        if not conversion.converted:
+            warnings.warn(f"Float8Converter: {conversion}", stacklevel=2)
+        return model_config
+
+    def _left_alone(self, fqn: str, linear: Linear.Config, layer: nn.Linear) -> str | None:
+        """The reason why a layer stays as it is, or None."""
+        if type(linear) is not Linear.Config:
+            return f"its config is a {type(linear).__qualname__}: its forward may be its own"
+        if any(part in fqn for part in self.options.filter_fqns):
+            return "filter_fqns names it"
+        if not (self.float8.pad_inner_dim or divisible_by(16)(layer, fqn)):
+            sizes = f"{layer.in_features} x {layer.out_features}"
+            return f"{sizes} has a dimension that is no multiple of 16"
+        if self._is_faster is not None and not self._is_faster(layer, fqn):
+            return f"it is not predicted to be faster on {self.options.device}"
+        return None
+
+    def _converted(self, fqn: str, linear: Linear.Config, tied: bool) -> Module.Config:
+        float8 = self.float8
+        if tied:  # an embedding reads this weight too, and it reads no float8
+            float8 = replace(float8, enable_fsdp_float8_all_gather=False)
+        return derive(
+            linear,
+            Float8TitanLinear.Config,
+            recipe=self.options.recipe if self.options.config is None else "own config",
+            plain_checkpoint=self.options.plain_checkpoint,
+            _float8=float8,
+            _fqn=fqn,
+        )
+
+
+@override(target=BaseModel.Config, description="float8 linear layers")
+def float8(model_config: BaseModel.Config, **options: Any) -> BaseModel.Config:
+    """The override: ``--override.imports 'float8.integrations.torchtitan.float8={...}'``.
+
+    Args:
+        model_config: of any model.
+        options: those of `Float8Converter.Config`.
+    """
+    return Float8Converter.Config(**options).build().convert(model_config)
+
+
+# --- once per step
+
+# Layers of a pipeline stage -> the ranks of that stage; not on the layer, which is copied.
+_STAGES: weakref.WeakKeyDictionary[nn.Module, DeviceMesh] = weakref.WeakKeyDictionary()
+
+
+def _stage_of(parallel_dims: ParallelDims) -> DeviceMesh:
+    data = ["fsdp"] if parallel_dims.spmd_backend == "partial_dtensor" else ["dp_shard", "cp"]
+    axes = ["dp_replicate", *data, "tp"]
+    return parallel_dims.get_optional_mesh(axes, include_singleton_axes=True)
+
+
+@functools.cache
+def _follow_optimizers() -> None:
+    # torchtitan 0.3 has no hook of its own for what a converter needs after a step. One for the
+    # process, never removed: torch iterates over its hooks while they run.
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _after_step(optimizer))
+
+
+def _after_step(optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, OptimizersContainer):
+        return  # one of those inside the container, which step for each other
+    for part in optimizer.model_parts:
+        layers = [m for m in part.modules() if isinstance(m, Float8TitanLinear)]
+        if any(layer.config.uses_delayed_scaling for layer in layers):
+            sync_float8_amax_and_scale_history(part, _STAGES.get(layers[0]))
+        if any(layer.config.enable_fsdp_float8_all_gather for layer in layers):
+            precompute_float8_dynamic_scale_for_fsdp(part)

@@ -1,0 +1,275 @@
+"""Float8 in the Trainer of Hugging Face Transformers: `Float8Callback`, and nothing else.
+
+::
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    from float8.integrations.transformers import Float8Callback
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes, **heads))
+    tokens = torch.randint(128, (32, 16))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = TrainingArguments("out", bf16=True, max_steps=4, save_steps=2, use_cpu=True)
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Float8Callback("delayed")])
+    trainer.train()
+    trainer.train(resume_from_checkpoint=True)  # or in another process: to the same bits
+    print(trainer.evaluate(data))
+    LlamaForCausalLM.from_pretrained("out/checkpoint-4")  # a plain model, as its files are
+
+What the callback does, and when the Trainer lets it:
+
+==================== =========================================================================
+``on_init_end``      converts the model, before an optimizer is built; one that is converted
+                     already stays as it is: ``Trainer(convert(model), callbacks=[...])``
+``on_train_begin``   checks that the optimizer steps what the model has; continues the histories
+                     of the checkpoint that is resumed from
+``on_optimizer_step`` new scales, once per step whatever ``gradient_accumulation_steps``
+``on_train_end``     with ``load_best_model_at_end``, the histories of that checkpoint
+==================== =========================================================================
+
+**Which layers.** `convert` leaves out the output head (``get_output_embeddings()``: its errors are
+the logits', and tied to the embedding its weight is read by more than a product) and, without
+``pad_inner_dim``, layers with a dimension that is no multiple of 16 (a classifier's), which tensor
+cores would refuse. A ``module_filter_fn`` of your own decides alone.
+
+**Checkpoints** hold plain tensors under the plain model's names. The histories of delayed scaling
+are in ``trainer_state.json``, where the Trainer keeps what callbacks have to say. FSDP checkpoints
+hold them beside the weights.
+
+**Evaluation** and generation run in high precision, unless ``float8_in_evaluation=True``.
+
+Gradient checkpointing, bf16, ``torch_compile=True`` (one more compilation after the first step
+where scaling is delayed), DDP and FSDP2 are the Trainer's matter and stay so. ``nn.DataParallel``,
+which it takes for several GPUs in one process, copies a model for each forward and would lose
+amaxes: delayed recipes are refused there. With ``model_init`` let that return ``convert(...)``.
+Tested with Transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from float8.cast import DelayedCast
+from float8.config import Float8LinearConfig
+from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
+from float8.filters import ModuleFilter, divisible_by
+from float8.integrations import conversion
+from float8.integrations.evaluation import evaluate_in_high_precision
+from float8.integrations.versions import require
+from float8.sync import sync_float8_amax_and_scale_history
+
+require("transformers", "transformers", ("5.23", "5.24"))
+
+from transformers import TrainerCallback  # noqa: E402
+from transformers.trainer_callback import ExportableState  # noqa: E402
+
+logger = logging.getLogger("float8")
+
+
+def layers_of_a_pretrained_model(
+    model: nn.Module, config: Float8LinearConfig | None = None
+) -> ModuleFilter:
+    """The filter that `convert` takes by default; see above for what it leaves out, and why."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    pads = config is not None and config.pad_inner_dim
+    fits = (lambda module, fqn: True) if pads else divisible_by(16)
+    return lambda module, fqn: module is not head and fits(module, fqn)
+
+
+def convert(
+    model: nn.Module,
+    config: Float8LinearConfig | str | None = None,
+    *,
+    module_filter_fn: ModuleFilter | None = None,
+) -> nn.Module:
+    """Convert a model of Transformers, in place; one that is converted already stays as it is.
+
+    Args:
+        model: a ``PreTrainedModel``, or any module.
+        config: a `Float8LinearConfig` or a recipe's name; dynamic tensorwise by default.
+        module_filter_fn: as in `float8.convert_to_float8_training`; by default
+            `layers_of_a_pretrained_model`.
+
+    Returns:
+        ``model``, or the new layer if ``model`` itself was one.
+
+    Raises:
+        ValueError: it was converted before with another config, or layers cannot be converted.
+    """
+    return _convert(model, config, module_filter_fn, None)
+
+
+def _convert(model: nn.Module, config: Any, module_filter_fn: Any, optimizer: Any) -> nn.Module:
+    config = conversion.as_config(config)
+    chosen = module_filter_fn or layers_of_a_pretrained_model(model, config)
+    model = conversion.convert(model, config, chosen, optimizer)
+    _save_plain_keys(model)
+    return model
+
+
+def _save_plain_keys(model: nn.Module) -> None:
+    """``save_pretrained`` leaves the histories out, by the list that it has for such keys."""
+    if hasattr(model, "_keys_to_ignore_on_save"):
+        own = {f"{name}.{key}" for name, cast in _casts(model).items() for key in cast._buffers}
+        model._keys_to_ignore_on_save = {*(model._keys_to_ignore_on_save or ()), *own}  # type: ignore[misc, assignment]
+
+
+def _casts(model: nn.Module) -> dict[str, DelayedCast]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, DelayedCast)}
+
+
+class Float8Callback(TrainerCallback, ExportableState):
+    """Trains the Trainer's model in float8.
+
+    Args:
+        config, module_filter_fn: as in `convert`. A model that was converted before keeps its
+            layers; a config that is given must then be theirs.
+        float8_in_evaluation: keep float8 in eval mode where gradients are disabled.
+        inspect_every: look at the casts of every n-th step (`float8.numerics.inspect_every`); 0
+            does not.
+        report_path: where these reports go, for ``python -m float8.numerics.report``.
+
+    Attributes:
+        monitor: of ``inspect_every``; its ``report`` is the last one.
+
+    Raises:
+        ValueError: an unknown recipe; ``report_path`` without ``inspect_every``.
+        TypeError: ``config`` is of another type.
+    """
+
+    def __init__(
+        self,
+        config: Float8LinearConfig | str | None = None,
+        *,
+        module_filter_fn: ModuleFilter | None = None,
+        float8_in_evaluation: bool = False,
+        inspect_every: int = 0,
+        report_path: str | Path | None = None,
+    ) -> None:
+        if report_path is not None and not inspect_every:
+            raise ValueError(f"report_path={str(report_path)!r} needs inspect_every=n")
+        self.config = conversion.as_config(config)
+        self.module_filter_fn = module_filter_fn
+        self.float8_in_evaluation = float8_in_evaluation
+        self.inspect_every = inspect_every
+        self.report_path = report_path
+        self.monitor: Any = None
+        self._model: nn.Module | None = None
+        self._is_inspecting = False
+
+    # --- what the Trainer calls
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Convert; the optimizer is not built yet, or follows."""
+        self._take(given["model"], given.get("optimizer"))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Check what is about to be trained, and continue the histories of a checkpoint."""
+        model, optimizer = given["model"], given["optimizer"]
+        if not conversion.is_converted(model):
+            raise ValueError(
+                "the Trainer made a new model after Float8Callback had converted the first: let "
+                "model_init return float8.integrations.transformers.convert(model, config)"
+            )
+        self._take(model, None)
+        if args.n_gpu > 1 and _casts(model):
+            raise ValueError(
+                f"nn.DataParallel over {args.n_gpu} GPUs copies the model for each forward, and "
+                "with it the amaxes of delayed scaling: start one process per GPU (torchrun "
+                "--nproc-per-node), or take a dynamic recipe"
+            )
+        conversion.check_optimizer(optimizer, model)
+        name = type(self).__name__
+        self._restore(state.stateful_callbacks.setdefault(name, self.state()))
+        if self.inspect_every:
+            from float8.numerics import inspect_every
+
+            self.monitor = inspect_every(model, self.inspect_every, path=self.report_path)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """A step's microbatches begin."""
+        if self.monitor is not None:
+            self.monitor.__enter__()
+            self._is_inspecting = True
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """The optimizer has stepped, or a GradScaler has skipped it: these amaxes are complete."""
+        sync_float8_amax_and_scale_history(given["model"])
+        precompute_float8_dynamic_scale_for_fsdp(given["model"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """The step is over; evaluating and saving come after."""
+        if self._is_inspecting:
+            self._is_inspecting = False
+            self.monitor.__exit__(None, None, None)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """With the weights of the best checkpoint go its histories."""
+        self.on_step_end(args, state, control)
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            file = Path(state.best_model_checkpoint, "trainer_state.json")
+            stored = json.loads(file.read_text(encoding="utf-8"))["stateful_callbacks"]
+            self._restore(stored[type(self).__name__])
+
+    # --- the histories
+
+    def state(self) -> dict[str, Any]:
+        """What ``trainer_state.json`` keeps: arguments, and each cast's buffers, in base64."""
+        casts = {} if self._model is None else _casts(self._model)
+        return {
+            "args": {
+                "float8_in_evaluation": self.float8_in_evaluation,
+                "inspect_every": self.inspect_every,
+                "report_path": None if self.report_path is None else str(self.report_path),
+            },
+            "attributes": {"histories": {name: _packed(cast) for name, cast in casts.items()}},
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        assert self._model is not None
+        histories = state["attributes"]["histories"]
+        casts = _casts(self._model)
+        for name, cast in casts.items():
+            if name in histories:
+                _unpack(name, cast, histories[name])
+        if casts and (missing := casts.keys() - histories.keys()):
+            logger.info("%d delayed casts start a new history: %s", len(missing), sorted(missing))
+
+    def _take(self, model: nn.Module, optimizer: Any) -> None:
+        if optimizer is not None:
+            conversion.check_optimizer(optimizer, model)
+        converted = _convert(model, self.config, self.module_filter_fn, optimizer)
+        if converted is not model:
+            raise ValueError("the Trainer's model is a linear layer itself: wrap it in a module")
+        if not self.float8_in_evaluation:
+            evaluate_in_high_precision(model)
+        self._model = model
+
+
+def _packed(cast: DelayedCast) -> str:
+    """All buffers of a cast, one behind the other: bits that JSON's digits need not keep."""
+    values = torch.cat([b.detach().reshape(-1).cpu() for b in cast.buffers()])
+    return base64.b64encode(values.numpy().tobytes()).decode("ascii")
+
+
+def _unpack(name: str, cast: DelayedCast, text: str) -> None:
+    values = torch.from_numpy(np.frombuffer(base64.b64decode(text), np.float32).copy())
+    buffers = dict(cast.named_buffers())
+    sizes = [b.numel() for b in buffers.values()]
+    if len(values) != sum(sizes):
+        raise ValueError(
+            f"{name}: the checkpoint has a history of {len(values) - 2} steps, this model one of "
+            f"{cast.delayed.history_len}: resume with the DelayedScalingConfig of that run"
+        )
+    parts = zip(buffers.items(), values.split(sizes), strict=True)
+    cast.load_state_dict({key: part.view(b.shape) for (key, b), part in parts})

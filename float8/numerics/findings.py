@@ -1,0 +1,163 @@
+"""What is wrong with a cast, and what to do about it, in plain words.
+
+A cast of a well-scaled operand loses about as much as the format's mantissa says: a relative error
+uniform over half a step, 2^-(m+1), gives E4M3 (m = 3) about 32 dB and E5M2 about 26 dB, whatever the
+operand's size. So a finding is measured against that, not against a fixed number of dB::
+
+    not finite   any inf or NaN in the operand
+    saturated    more than 1 in 10,000 elements beyond the range; bad from 1 in 100
+    flushed      more than 1 in 10 nonzero elements became zero; bad from 1 in 2
+    noisy        an SQNR 6 dB below what the format gives: twice its error; bad from 15 dB
+    stale        a delayed or static scale half an octave too small or six too large
+
+Thresholds are judgements, not laws: they are constants here, and the page says the numbers too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from float8.formats import FORMATS
+from float8.numerics.rows import Row
+
+FINE, SUSPICIOUS, BAD = 0, 1, 2
+# Of a well-scaled operand, in dB; the mantissa's.
+EXPECTED_SQNR = {f.name: 32.0 if f.name.startswith("e4m3") else 26.0 for f in FORMATS.values()}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One thing that can be wrong.
+
+    Args:
+        name: in a word.
+        level: of a row: `FINE`, `SUSPICIOUS` or `BAD`.
+        severity: what the worst row has most of.
+        says: what happened to that row.
+        advice: what to do about it.
+    """
+
+    name: str
+    level: Callable[[Row], int]
+    severity: Callable[[Row], float]
+    says: Callable[[Row], str]
+    advice: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule, and the rows that it found; the worst first."""
+
+    rule: Rule
+    level: int
+    rows: tuple[Row, ...]
+
+    @property
+    def title(self) -> str:
+        """How many casts are concerned."""
+        count = len(self.rows)
+        return f"{count} cast{'s' if count != 1 else ''} {self.rule.name}"
+
+    @property
+    def text(self) -> str:
+        """What happened to the worst row."""
+        worst = self.rows[0]
+        where = f"{worst.layer or 'the layer'}, {worst.operand}"
+        return f"{'Worst' if len(self.rows) > 1 else 'It is'}: {where}. {self.rule.says(worst)}"
+
+
+def findings(rows: Sequence[Row]) -> list[Finding]:
+    """What is wrong with these rows, the worst kind first; nothing if all is well."""
+    found = []
+    for rule in RULES:
+        concerned = [row for row in rows if rule.level(row) > FINE]
+        if concerned:
+            concerned.sort(key=rule.severity, reverse=True)
+            level = max(rule.level(row) for row in concerned)
+            found.append(Finding(rule, level, tuple(concerned)))
+    return sorted(found, key=lambda finding: -finding.level)
+
+
+def rules_broken(row: Row) -> list[int]:
+    """The indices in `RULES` of what is wrong with one row."""
+    return [i for i, rule in enumerate(RULES) if rule.level(row) > FINE]
+
+
+def level_of(row: Row) -> int:
+    """The worst level of a row."""
+    return max(rule.level(row) for rule in RULES)
+
+
+def _between(value: float | None, suspicious: float, bad: float) -> int:
+    if value is None:
+        return FINE
+    return BAD if value > bad else SUSPICIOUS if value > suspicious else FINE
+
+
+def _missing(row: Row) -> float | None:
+    """How many dB an SQNR lacks."""
+    return None if row.sqnr is None else EXPECTED_SQNR[row.format] - row.sqnr
+
+
+def _lag(row: Row) -> float:
+    return 0.0 if row.staleness is None else row.staleness
+
+
+def _noise(row: Row) -> str:
+    expected = f"{EXPECTED_SQNR[row.format]:.0f} dB is what {row.format.upper()} gives by itself"
+    outliers = (row.kurtosis or 0.0) > 30
+    why = f"; a kurtosis of {row.kurtosis:.3g} says outliers" if outliers else ""
+    return f"Its SQNR is {row.sqnr:.1f} dB, where {expected}{why}."
+
+
+def _staleness(row: Row) -> str:
+    octaves, side = abs(_lag(row)), "above" if _lag(row) > 0 else "below"
+    return f"Its amax lies {octaves:.1f} octaves {side} what its {row.scaling} scale was made for."
+
+
+RULES = (
+    Rule(
+        "met inf or NaN",
+        lambda row: BAD if row.nonfinite or row.sqnr == -math.inf else FINE,
+        lambda row: row.nonfinite,
+        lambda row: f"{row.nonfinite:,} of {row.elements:,} elements are not finite.",
+        "float8.find_nan(model, batch) names the first module that made one. A cast never makes "
+        "inf or NaN of finite values: look for the cause in the model, the data or the step size.",
+    ),
+    Rule(
+        "saturate",
+        lambda row: _between(row.saturated, 1e-4, 1e-2),
+        lambda row: row.saturated or 0.0,
+        lambda row: f"{row.saturated or 0.0:.2%} of its elements lie beyond the format's range.",
+        "A delayed scale lags behind: give DelayedScalingConfig a margin or a longer history, and "
+        "call sync once per step. A static scale wants calibrating again. A dynamic scale never "
+        "saturates.",
+    ),
+    Rule(
+        "flush to zero",
+        lambda row: _between(row.flushed, 0.1, 0.5),
+        lambda row: row.flushed or 0.0,
+        lambda row: f"{row.flushed or 0.0:.1%} of its elements became zero.",
+        "Its values span more octaves than the format has. Let fewer of them share a scale (recipe "
+        '"rowwise" or "blockwise"), or keep gradients in E5M2, which reaches further down.',
+    ),
+    Rule(
+        "lose precision",
+        lambda row: _between(_missing(row), 6.0, 15.0) if row.sqnr != -math.inf else FINE,
+        lambda row: _missing(row) or 0.0,
+        _noise,
+        "Leave the layers out, module_filter_fn=float8.accurate_layers(report, min_sqnr=20), or "
+        'let fewer elements share a scale (recipe "rowwise" or "blockwise"). Whether it hurts the '
+        "result: float8.compare(model, batch).",
+    ),
+    Rule(
+        "have a stale scale",
+        lambda row: SUSPICIOUS if _lag(row) > 0.5 or _lag(row) < -6.0 else FINE,
+        lambda row: abs(_lag(row)),
+        _staleness,
+        "Above, values saturate: add margin, or take a dynamic recipe while training is unstable. "
+        "Below, the upper end of the format is unused: a shorter history forgets old peaks sooner.",
+    ),
+)

@@ -1,0 +1,328 @@
+"""`Report`: the casts of a model at one moment, to read, to draw, to keep and to send on.
+
+::
+
+    with inspect(model) as report:
+        loss(model(x), y).backward()
+    print(report.table(top=20))
+    report.save("run.json")
+
+A file is strict JSON and holds a run, one or many snapshots::
+
+    {"format": "float8.numerics", "version": 1, "float8": "...", "torch": "...", "model": "GPT",
+     "snapshots": [{"step": 50, "rows": [{"layer": "blocks.0.attn", ...}], "skipped": {}}]}
+
+inf and NaN are the words "inf", "-inf" and "nan". `load_run` reads all snapshots, `Report.load` a
+file that has one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from float8.formats import FORMATS
+from float8.numerics.rows import Row, decoded, encoded, merged, worst_first
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    Writer = Any  # whatever has add_scalar(tag, value, step)
+
+FORMAT, VERSION = "float8.numerics", 1
+_SCALARS = (
+    "amax", "scale_max", "flushed", "saturated", "sqnr", "kurtosis", "staleness", "nonfinite",
+)  # fmt: skip
+_COLUMNS = (
+    "layer", "operand", "format", "amax", "scale", "flushed %", "satur. %", "SQNR dB", "kurtosis",
+    "stale",
+)  # fmt: skip
+
+
+class Report:
+    """What became of the operands of a model's float8 layers.
+
+    `float8.numerics.inspect` returns one that is empty as long as it watches, and complete when
+    its ``with`` block ends.
+
+    Args:
+        rows: one for each cast.
+        model: the name of the model's class.
+        step: of the training, if there is one.
+        skipped: names of layers of which nothing was seen -> why.
+
+    Attributes:
+        model, step, skipped: as given.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[Row] = (),
+        *,
+        model: str = "",
+        step: int | None = None,
+        skipped: Mapping[str, str] | None = None,
+    ) -> None:
+        self.model = model
+        self.step = step
+        self.skipped = dict(skipped or {})
+        self._rows = list(rows)
+
+    @property
+    def casts(self) -> list[Row]:
+        """The rows, worst (lowest SQNR) first."""
+        return worst_first(self._rows)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows as dictionaries, worst (lowest SQNR) first; the keys are the fields of `Row`."""
+        return [row.as_dict() for row in self.casts]
+
+    def table(self, top: int | None = None) -> str:
+        """The rows as text of at most 100 columns, worst first, and below them what was skipped.
+
+        Args:
+            top: how many rows; None is all.
+        """
+        from tabulate import tabulate
+
+        shown = self.casts[:top]
+        numbers = ["left"] * 3 + ["right"] * (len(_COLUMNS) - 3)
+        cells = [_cells(row) for row in shown]
+        text = tabulate(cells, _COLUMNS, "simple", colalign=numbers, disable_numparse=True)
+        left = len(self._rows) - len(shown)
+        notes = [f"and {left} more"] if left else []
+        notes += [f"not seen: {fqn}: {reason}" for fqn, reason in self.skipped.items()]
+        return "\n".join([text, *notes])
+
+    def plot(self, path: str | os.PathLike[str], top: int = 24) -> None:
+        """Draw the histograms in powers of two against the formats' ranges, worst first.
+
+        Args:
+            path: of the picture; its suffix is the format, as ``.png`` or ``.svg``.
+            top: how many rows.
+
+        Raises:
+            ValueError: there is nothing to draw.
+            ImportError: matplotlib is not installed.
+        """
+        from float8.numerics.plot import plot
+
+        plot(self, path, top)
+
+    def static_scales(self, operand: str = "input", method: str = "amax") -> dict[str, float]:
+        """Layer -> the scale that maps the largest magnitude to the format's largest value.
+
+        What ``convert_to_float8_inference(model, static_scales=...)`` takes, after inspecting
+        batches that are like those to come. `float8.numerics.calibrate` also searches by SQNR.
+
+        Args:
+            operand: "input", "weight" or "grad_output".
+            method: "amax" is what a report holds enough for.
+
+        Raises:
+            ValueError: another method; or a layer whose operand was never seen, was all zero or
+                was not finite.
+        """
+        if method != "amax":
+            raise ValueError(
+                f'method {method!r}: a report knows amaxes alone; use method="amax", or '
+                "float8.numerics.calibrate, which searches scales on the values themselves"
+            )
+        firsts: dict[str, Row] = {}
+        for row in self._rows:
+            if row.operand == operand:
+                firsts.setdefault(row.layer, row)
+        if not firsts:
+            raise ValueError(f"the report has no row for operand {operand!r}")
+        return {layer: _static_scale(row) for layer, row in firsts.items()}
+
+    def add_scalars(self, writer: Any, step: int | None = None) -> None:
+        """Hand each number to a ``SummaryWriter`` or anything else with ``add_scalar``.
+
+        Tags are ``float8/<layer>/<operand>/<number>``, for an operand's second cast
+        ``float8/<layer>/<operand>/<product>/<number>``. Numbers that are not there, or not finite,
+        are left out; ``nonfinite`` counts what was not.
+
+        Args:
+            writer: has ``add_scalar(tag, value, step)``.
+            step: by default the report's own, or 0.
+        """
+        at = self.step if step is None else step
+        seen: set[tuple[str, str]] = set()
+        for row in self._rows:
+            is_first = (row.layer, row.operand) not in seen
+            seen.add((row.layer, row.operand))
+            gemm = "" if is_first else f"{row.gemm}/"
+            for name in _SCALARS:
+                value = getattr(row, name)
+                if value is not None and math.isfinite(value):
+                    writer.add_scalar(
+                        f"float8/{row.layer}/{row.operand}/{gemm}{name}", value, at or 0
+                    )
+
+    def merged(self, *others: Report) -> Report:
+        """One report of the elements of all: of other ranks, batches or steps of one model.
+
+        Raises:
+            ValueError: the reports are of different casts.
+        """
+        reports = (self, *others)
+        rows = merged(row for report in reports for row in report._rows)
+        skipped = {fqn: why for report in reports for fqn, why in report.skipped.items()}
+        seen = {row.layer for row in rows}
+        skipped = {fqn: why for fqn, why in skipped.items() if fqn not in seen}
+        return Report(rows, model=self.model, step=self.step, skipped=skipped)
+
+    def gather(self, group: dist.ProcessGroup | None = None) -> Report:
+        """The report of all ranks of a group, on each of them; a collective call.
+
+        Counts, SQNR, kurtosis and histograms are exactly those of all ranks' elements together:
+        what several ranks hold alike, as replicated weights, counts once for each.
+
+        Args:
+            group: by default all ranks.
+        """
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            return self.merged()
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, _as_snapshot(self), group)
+        reports = [_from_snapshot(each, self.model) for each in found]
+        return reports[0].merged(*reports[1:])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file with this one snapshot."""
+        save_run(path, [self])
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Report:
+        """The report of a file that holds one.
+
+        Raises:
+            ValueError: it holds none or many (`load_run` reads those), or is of another kind or
+                version.
+        """
+        reports = load_run(path)
+        if len(reports) != 1:
+            raise ValueError(
+                f"{path} holds {len(reports)} snapshots; float8.numerics.load_run reads them all"
+            )
+        return reports[0]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        at = "" if self.step is None else f", step={self.step}"
+        return f"Report({self.model or 'no model'}, {len(self._rows)} rows{at})"
+
+
+def save_run(path: str | os.PathLike[str], reports: Sequence[Report]) -> None:
+    """Write reports as one file; whoever reads the path meanwhile sees the old one or the new."""
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "float8": _version_of("float8"),
+        "torch": torch.__version__,
+        "model": reports[0].model if reports else "",
+        "snapshots": [_as_snapshot(report) for report in reports],
+    }
+    target = Path(path)
+    beside = target.with_name(f"{target.name}.{os.getpid()}.part")
+    beside.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
+    beside.replace(target)
+
+
+def load_run(path: str | os.PathLike[str]) -> list[Report]:
+    """The reports of a file, in the order in which they were written.
+
+    Raises:
+        ValueError: the file is not JSON, of another kind, or of another version.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not text
+        raise ValueError(f"{path} is not a report of float8.numerics: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(
+            f'{path} is not a report of float8.numerics: it lacks "format": "{FORMAT}"'
+        )
+    if content.get("version") != VERSION:
+        raise ValueError(
+            f"{path} is a report of version {content.get('version')!r}, written by float8 "
+            f"{content.get('float8', '?')}; this float8 reads version {VERSION}"
+        )
+    try:
+        return [_from_snapshot(each, content["model"]) for each in content["snapshots"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: a part of the report is missing or damaged: {error!r}"
+        ) from error
+
+
+def _as_snapshot(report: Report) -> dict[str, Any]:
+    rows = [encoded(row.as_dict()) for row in report._rows]
+    return {"step": report.step, "rows": rows, "skipped": report.skipped}
+
+
+def _from_snapshot(found: Mapping[str, Any], model: str) -> Report:
+    rows = [decoded(row) for row in found["rows"]]
+    return Report(rows, model=model, step=found["step"], skipped=found.get("skipped"))
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a source tree
+        return "unknown"
+
+
+def _static_scale(row: Row) -> float:
+    if not (0 < row.amax < math.inf) or row.nonfinite:
+        raise ValueError(
+            f"{row.layer}: its {row.operand} had amax {row.amax:g} and {row.nonfinite} elements "
+            "that are not finite; a static scale needs values like those to come"
+        )
+    largest = next(fmt.max for fmt in FORMATS.values() if fmt.name == row.format)
+    return max(row.amax / largest, torch.finfo(torch.float32).tiny)
+
+
+def _cells(row: Row) -> list[str]:
+    low, high = row.scale_min, row.scale_max
+    second = "" if row.gemm in _FIRST[row.operand] else f" ({row.gemm})"
+    return [
+        _shortened(row.layer),
+        row.operand + second,
+        row.format,
+        f"{row.amax:.3g}",
+        f"{low:.2g}" if low == high else f"{low:.1g}..{high:.1g}",
+        _shown(row.flushed, 100, ".2f"),
+        _shown(row.saturated, 100, ".2f"),
+        _shown(row.sqnr, 1, ".1f"),
+        _shown(row.kurtosis, 1, ".3g"),
+        _shown(row.staleness, 1, "+.1f"),
+    ]
+
+
+_FIRST = {
+    "input": ("output",),
+    "weight": ("output",),
+    "grad_output": ("grad_input",),
+}
+
+
+def _shown(value: float | None, factor: float, spec: str) -> str:
+    return "-" if value is None else format(value * factor, spec)
+
+
+def _shortened(name: str, width: int = 28) -> str:
+    """The end of a long name tells more than its beginning."""
+    return name if len(name) <= width else f"..{name[-(width - 2) :]}"

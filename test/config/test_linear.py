@@ -1,0 +1,132 @@
+"""A recipe resolves once into what its row says, and a config is a value."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+from plans import B1, B128, DELAYED, ROW, STATIC, TENSOR, cast, casts_of
+
+from float8.config import (
+    RECIPES,
+    CastConfig,
+    DelayedScalingConfig,
+    Float8LinearConfig,
+    GemmConfig,
+    OperandCast,
+)
+from float8.formats import E4M3, E5M2
+
+ROW_POW2, B1_POW2, B128_POW2 = (cast(b, pow2=True) for b in (ROW, B1, B128))
+T4, T5 = cast(TENSOR), cast(TENSOR, E5M2)
+S4, S5 = (cast(TENSOR, fmt, STATIC, static="1.0") for fmt in (E4M3, E5M2))
+D4, D5 = cast(TENSOR, scaling=DELAYED), cast(TENSOR, E5M2, DELAYED)
+# recipe -> the casts of (x, w), (g, w), (g, x); which second uses share bytes; fast accumulation
+PLANS = {
+    "tensorwise": ([T4, T4, T5, T4, T5, T4], (True, True, True), (True, False, False)),
+    "delayed": ([D4, D4, D5, D4, D5, D4], (True, True, True), (True, False, False)),
+    "rowwise": ([ROW_POW2] * 6, (False, False, False), (True, False, False)),
+    "rowwise_with_gw_hp": (
+        [ROW_POW2, ROW_POW2, ROW_POW2, cast(TENSOR, pow2=True), None, None],
+        (False, False, False),
+        (True, False, False),
+    ),
+    "blockwise": (
+        [B1_POW2, B128_POW2, B1_POW2, B128_POW2, B1_POW2, B1_POW2],
+        (False, True, False),
+        (False, False, False),
+    ),
+    "unit": ([S4, S4, S5, S4, S5, S4], (True, True, True), (True, False, False)),
+}
+
+
+def test_the_table_below_speaks_of_every_recipe():
+    assert set(PLANS) == set(RECIPES)
+
+
+@pytest.mark.parametrize("recipe", PLANS)
+def test_a_recipe_is_the_three_gemms_that_its_row_says(recipe):
+    plan = Float8LinearConfig.from_recipe_name(recipe).plan
+    expected, reuses, fast = PLANS[recipe]
+    assert casts_of(plan) == expected
+    assert (plan.reuses_input, plan.reuses_weight, plan.reuses_grad_output) == reuses
+    gemms = (plan.output, plan.grad_input, plan.grad_weight)
+    assert tuple(gemm.use_fast_accum for gemm in gemms) == fast
+
+
+@pytest.mark.parametrize("name", ["tensor-wise", "", "Tensorwise"])
+def test_an_unknown_recipe_lists_the_known(name):
+    with pytest.raises(ValueError, match="unknown recipe") as error:
+        Float8LinearConfig.from_recipe_name(name)
+    assert repr(name) in str(error.value)
+    assert all(known in str(error.value) for known in RECIPES)
+
+
+def test_a_recipe_is_not_used_up():
+    first = Float8LinearConfig.from_recipe_name("rowwise")
+    _ = first.plan
+    assert Float8LinearConfig.from_recipe_name("rowwise") == first
+    assert Float8LinearConfig() == RECIPES["tensorwise"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_only_the_delayed_recipe_needs_sync(recipe):
+    assert RECIPES[recipe].uses_delayed_scaling == (recipe == "delayed")
+
+
+@pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
+def test_one_delayed_operand_needs_sync(operand):
+    config = Float8LinearConfig(**{f"cast_config_{operand}": CastConfig(DELAYED)})
+    assert config.uses_delayed_scaling
+
+
+# --- a config is a value
+
+
+def test_a_shared_cast_is_as_three_written_out():
+    shared = CastConfig(power_of_two_scale=True)
+    three = [CastConfig(power_of_two_scale=True) for _ in range(3)]
+    assert Float8LinearConfig(shared, shared, shared).plan == Float8LinearConfig(*three).plan
+
+
+def test_the_default_format_is_the_operands_own():
+    plan = Float8LinearConfig(*[CastConfig()] * 3).plan
+    assert [c.format for c in casts_of(plan)] == [E4M3, E4M3, E5M2, E4M3, E5M2, E4M3]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_replacing_a_cast_resolves_anew(recipe):
+    config = RECIPES[recipe]
+    _ = config.plan  # which is cached, and must not travel along
+    changed = replace(config, cast_config_input=CastConfig(STATIC, static_scale=2.0))
+    written_out = Float8LinearConfig(
+        **{
+            f.name: getattr(config, f.name)
+            for f in fields(config)
+            if f.init and f.name != "cast_config_input"
+        },
+        cast_config_input=CastConfig(STATIC, static_scale=2.0),
+    )
+    assert changed == written_out
+    assert changed.plan == written_out.plan
+    assert changed.plan.output.a == OperandCast(STATIC, E4M3, TENSOR, static_scale="2.0")
+    assert config.plan.output.a != changed.plan.output.a
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_config_survives_copying_and_is_a_key(recipe):
+    config = RECIPES[recipe]
+    for twin in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), replace(config)):
+        assert twin == config
+        assert hash(twin) == hash(config)
+        assert twin.plan == config.plan
+
+
+@pytest.mark.parametrize(
+    "value", [CastConfig(), Float8LinearConfig(), GemmConfig(), DelayedScalingConfig()]
+)
+def test_a_config_is_frozen(value):
+    with pytest.raises(FrozenInstanceError):
+        setattr(value, fields(value)[0].name, None)

@@ -1,0 +1,165 @@
+"""A config resolves into three GEMMs; what no hardware multiplies is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from plans import DELAYED, OFF, ROW, STATIC, TENSOR, cast, casts_of
+
+from float8.config import RECIPES, CastConfig, Float8LinearConfig, GemmConfig
+from float8.granularity import Blockwise, Rowwise
+
+SECOND_USES = {
+    # override -> the GEMM and the side that it changes
+    "cast_config_weight_for_grad_input": 3,
+    "cast_config_grad_output_for_grad_weight": 4,
+    "cast_config_input_for_grad_weight": 5,
+}
+
+
+@pytest.mark.parametrize("override", SECOND_USES)
+def test_a_second_use_changes_its_gemm_alone(override):
+    special = CastConfig(power_of_two_scale=True, target_dtype=torch.float8_e4m3fn)
+    before = casts_of(Float8LinearConfig().plan)
+    after = casts_of(Float8LinearConfig(**{override: special}).plan)
+    changed = [i for i in range(6) if before[i] != after[i]]
+    assert changed == [SECOND_USES[override]]
+    assert after[changed[0]] == cast(TENSOR, pow2=True)
+
+
+def test_a_second_use_takes_the_first_ones_cast_in_its_own_orientation():
+    row = CastConfig(granularity=Rowwise())
+    plan = Float8LinearConfig(row, row, row).plan
+    assert {c.block for c in casts_of(plan)} == {ROW}  # one scale per row of what it reads
+    assert (plan.reuses_input, plan.reuses_weight, plan.reuses_grad_output) == (False,) * 3
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reuses"),
+    [
+        (CastConfig(), CastConfig(), True),
+        (CastConfig(), CastConfig(power_of_two_scale=True), False),
+        (CastConfig(), CastConfig(target_dtype=torch.float8_e4m3fn), True),  # the default, spelt
+        (CastConfig(), CastConfig(target_dtype=torch.float8_e5m2), False),
+        (CastConfig(STATIC, static_scale=1.0), CastConfig(STATIC, static_scale=2.0), False),
+        (CastConfig(), CastConfig(granularity=Rowwise()), False),
+        (
+            CastConfig(granularity=Blockwise(1, 128)),
+            CastConfig(granularity=Blockwise(128, 1)),
+            True,
+        ),
+        (CastConfig(granularity=Blockwise(128, 128)), None, True),
+        (CastConfig(granularity=Blockwise(1, 128)), None, False),
+    ],
+)
+def test_bytes_are_shared_where_they_are_the_same(first, second, reuses):
+    config = Float8LinearConfig(
+        cast_config_input=first,
+        cast_config_input_for_grad_weight=second,
+        cast_config_grad_output=CastConfig(target_dtype=torch.float8_e4m3fn),
+    )
+    assert config.plan.reuses_input is reuses
+
+
+def test_a_delayed_second_use_may_be_spelt_out_but_not_added():
+    delayed = CastConfig(DELAYED)
+    spelt = Float8LinearConfig(delayed, delayed, delayed, cast_config_input_for_grad_weight=delayed)
+    assert spelt.plan == RECIPES["delayed"].plan
+    for operand, second in (
+        ("input", "cast_config_input_for_grad_weight"),
+        ("weight", "cast_config_weight_for_grad_input"),
+        ("grad_output", "cast_config_grad_output_for_grad_weight"),
+    ):
+        with pytest.raises(ValueError, match=f"{second}: a delayed second use") as error:
+            Float8LinearConfig(**{second: delayed})
+        assert f"cast_config_{operand}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("gemm", "settings"),
+    [
+        (
+            "output",
+            {
+                "cast_config_input": OFF,
+                "cast_config_weight": OFF,
+                "cast_config_input_for_grad_weight": CastConfig(),
+                "cast_config_weight_for_grad_input": CastConfig(),
+            },
+        ),
+        (
+            "grad_input",
+            {
+                "cast_config_grad_output": OFF,
+                "cast_config_weight_for_grad_input": OFF,
+                "cast_config_grad_output_for_grad_weight": CastConfig(),
+            },
+        ),
+        (
+            "grad_weight",
+            {
+                "cast_config_grad_output_for_grad_weight": OFF,
+                "cast_config_input_for_grad_weight": OFF,
+            },
+        ),
+    ],
+)
+def test_each_gemm_can_be_switched_off_alone(gemm, settings):
+    plan = Float8LinearConfig(**settings).plan
+    for name in ("output", "grad_input", "grad_weight"):
+        product = getattr(plan, name)
+        assert (product.a is None) == (product.b is None) == (name == gemm)
+
+
+def test_the_gemm_configs_reach_their_gemms():
+    fast = GemmConfig(use_fast_accum=True)
+    for name in ("output", "grad_input", "grad_weight"):
+        off = {f"gemm_config_{g}": GemmConfig() for g in ("output", "grad_input", "grad_weight")}
+        plan = Float8LinearConfig(**{**off, f"gemm_config_{name}": fast}).plan
+        for other in ("output", "grad_input", "grad_weight"):
+            assert getattr(plan, other).use_fast_accum == (other == name)
+
+
+# --- what contradicts itself
+
+BAD_LINEARS = {
+    "output": (
+        {"cast_config_input": OFF, "cast_config_input_for_grad_weight": CastConfig()},
+        ("the output GEMM", "cast_config_input", "cast_config_weight", "no hardware"),
+    ),
+    "grad_input": (
+        {"cast_config_weight_for_grad_input": OFF},
+        ("the grad_input GEMM", "cast_config_weight_for_grad_input", "cast_config_grad_output"),
+    ),
+    "grad_weight": (
+        {"cast_config_input_for_grad_weight": OFF},
+        ("the grad_weight GEMM", "cast_config_input_for_grad_weight", "Disable both"),
+    ),
+    "e5m2 output": (
+        {
+            "cast_config_input": CastConfig(target_dtype=torch.float8_e5m2),
+            "cast_config_weight": CastConfig(target_dtype=torch.float8_e5m2),
+        },
+        ("the output GEMM", "E5M2 by E5M2", "cast_config_input", "target_dtype"),
+    ),
+    "e5m2 grad_input": (
+        {"cast_config_weight_for_grad_input": CastConfig(target_dtype=torch.float8_e5m2)},
+        ("the grad_input GEMM", "E5M2 by E5M2", "cast_config_weight_for_grad_input"),
+    ),
+    "e5m2 grad_weight": (
+        {"cast_config_input_for_grad_weight": CastConfig(target_dtype=torch.float8_e5m2)},
+        ("the grad_weight GEMM", "E5M2 by E5M2", "cast_config_input_for_grad_weight"),
+    ),
+    "e5m2fnuz": (
+        {"cast_config_input_for_grad_weight": CastConfig(target_dtype=torch.float8_e5m2fnuz)},
+        ("E5M2 by E5M2",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINEARS)
+def test_a_gemm_that_no_hardware_runs_is_refused_by_its_fields(case):
+    arguments, words = BAD_LINEARS[case]
+    with pytest.raises(ValueError, match="GEMM") as error:
+        Float8LinearConfig(**arguments)
+    assert [word for word in words if word not in str(error.value)] == []

@@ -1,0 +1,307 @@
+"""`prepare_float8`: Accelerate's own loop, checkpoints and wrappers, to the bits of a bare loop."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from assertions import assert_bitwise
+from processes import failures
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+import float8.optim
+from float8 import convert_to_float8_training, sync_float8_amax_and_scale_history
+from float8.config import RECIPES
+from float8.distributed.sharded_weight import ShardedWeight
+from float8.filters import skip_names
+from float8.integrations import accelerate as integration
+from float8.integrations.accelerate import prepare_float8
+
+GATHERING = replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state():
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def accelerator_of(**options):
+    return Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
+
+
+def batch(i):
+    return torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(i))
+
+
+def train(accelerator, model, optimizer, batches):
+    losses = []
+    for i in batches:
+        x, g = batch(i)
+        with accelerator.accumulate(model):
+            loss = (model(x) * g).sum()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def bare_loop(model, optimizer, batches):
+    losses = []
+    for i in batches:
+        x, g = batch(i)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        loss = (y.float() * g).sum()
+        (loss / 2).backward()
+        if i % 2:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            sync_float8_amax_and_scale_history(model)
+        losses.append(loss.item())
+    return losses
+
+
+def assert_same(model, expected, replay):
+    found, wanted = model.state_dict(), expected.state_dict()
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert_bitwise(found[name], wanted[name], replay, name)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def test_the_example_of_the_docstring_runs(tmp_path, monkeypatch):
+    code = integration.__doc__.split("::\n", 1)[1].split("\nThat is all", 1)[0]
+    assert len(code.splitlines()) < 60
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(integration.Accelerator, "__init__", on_cpu(Accelerator.__init__))
+    names = {}
+    exec("\n".join(line[4:] for line in code.splitlines()), names)
+    assert (tmp_path / "checkpoint" / "model.safetensors").exists()
+    assert int((names["model"][0].cast_input.amax_history > 0).sum()) == 4  # of 8 microbatches
+
+
+def on_cpu(init):
+    return lambda self, *args, **kwargs: init(self, *args, cpu=True, **kwargs)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_bare_loop_in_bf16_has_the_same_bits(recipe):
+    expected = convert_to_float8_training(make(), config=RECIPES[recipe])
+    losses = bare_loop(expected, adamw(expected), range(6))
+    model = make()
+    accelerator = accelerator_of(mixed_precision="bf16")
+    model, optimizer = prepare_float8(accelerator, model, adamw(model), recipe)
+    assert train(accelerator, model, optimizer, range(6)) == losses
+    assert_same(model, expected, recipe)
+    assert type(accelerator.unwrap_model(model)) is nn.Sequential
+
+
+def test_a_model_converted_by_hand_needs_no_patch_and_no_help():
+    config = replace(GATHERING, cast_config_input=RECIPES["delayed"].cast_config_input)
+    expected = convert_to_float8_training(make(), config=config)
+    losses = bare_loop(expected, adamw(expected), range(4))
+    accelerator = accelerator_of(mixed_precision="bf16")
+    model = convert_to_float8_training(make(), config=config)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    found = []
+    for i in range(4):
+        found += train(accelerator, model, optimizer, [i])
+        if accelerator.sync_gradients:
+            sync_float8_amax_and_scale_history(model)
+    assert found == losses
+    assert_same(model, expected, "by hand")
+
+
+@pytest.mark.parametrize("config", [RECIPES["delayed"], GATHERING])
+def test_a_saved_state_goes_on_to_the_same_bits_in_another_model(config, tmp_path):
+    for seed in (0, 1):
+        model = make(seed)
+        accelerator = accelerator_of(mixed_precision="bf16")
+        loader = torch.utils.data.DataLoader(torch.zeros(8, 2))
+        schedule = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+        optimizer = adamw(model)
+        model, optimizer, loader, schedule = prepare_float8(
+            accelerator, model, optimizer, config, loader, schedule(optimizer)
+        )
+        if seed:
+            accelerator.load_state(tmp_path)
+        else:
+            train(accelerator, model, optimizer, range(4))
+            schedule.step()
+            accelerator.save_state(tmp_path)
+        losses = train(accelerator, model, optimizer, range(4, 8))
+        assert optimizer.param_groups[0]["lr"] == 0.005
+        if not seed:
+            expected, first = losses, model
+    assert losses == expected
+    assert_same(model, first, config)
+
+
+def test_a_plain_checkpoint_starts_a_history(tmp_path):
+    accelerator = accelerator_of()
+    plain = accelerator.prepare(make())
+    accelerator.save_model(plain, tmp_path)
+    model = make(1)
+    model, optimizer = prepare_float8(accelerator, model, adamw(model), "delayed")
+    train(accelerator, model, optimizer, range(2))
+    from safetensors.torch import load_model
+
+    load_model(model, tmp_path / "model.safetensors")
+    assert torch.equal(model[0].weight, plain[0].weight)
+    assert not model[0].cast_input.history_ready
+
+
+def test_an_optimizer_of_before_follows_with_its_states():
+    stepped = make()
+    optimizer = adamw(stepped)
+    (stepped(batch(0)[0]) * batch(0)[1]).sum().backward()
+    optimizer.step()
+    expected = convert_to_float8_training(make())
+    expected.load_state_dict(stepped.state_dict())
+    other = adamw(expected)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.zero_grad()
+    losses = bare_loop(expected, other, range(4))
+    accelerator = accelerator_of(mixed_precision="bf16")
+    model, optimizer = prepare_float8(accelerator, stepped, optimizer, GATHERING)
+    assert isinstance(model[0].weight, ShardedWeight)
+    assert train(accelerator, model, optimizer, range(4)) == losses
+    assert_same(model, expected, "states")
+
+
+def test_moments_in_float8_stay_what_they_are():
+    model = make()
+    optimizer = float8.optim.AdamW(model.parameters(), lr=0.01, min_size=1)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    model, prepared = prepare_float8(accelerator_of(), model, optimizer, GATHERING)
+    assert set(prepared.state) == set(model.parameters())
+    old, after = tree_flatten(before), tree_flatten(prepared.state_dict()["state"])
+    assert old[1] == after[1]
+    assert torch.uint8 in {torch.as_tensor(x).dtype for x in old[0]}
+    for found, expected in zip(after[0], old[0], strict=True):
+        assert_bitwise(torch.as_tensor(found), torch.as_tensor(expected), "moments")
+
+
+def test_what_builds_an_optimizer_is_given_the_converted_parameters():
+    model = make()
+    build = functools.partial(torch.optim.SGD, lr=0.1)
+    model, optimizer = prepare_float8(accelerator_of(), model, build, GATHERING)
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+
+
+def test_a_converted_model_keeps_its_layers_and_a_filter_leaves_some_out():
+    model = convert_to_float8_training(make(), config=RECIPES["rowwise"])
+    layer = model[0]
+    model, _ = prepare_float8(accelerator_of(), model, adamw(model))
+    assert model[0] is layer
+    model = make()
+    optimizer = adamw(model)
+    filtered, _ = prepare_float8(
+        accelerator_of(), model, optimizer, module_filter_fn=skip_names("2")
+    )
+    assert type(filtered[2]) is nn.Linear
+    assert type(filtered[0]) is not nn.Linear
+
+
+class TestRefusals:
+    def test_another_config(self):
+        model = convert_to_float8_training(make())
+        with pytest.raises(ValueError, match=r"^0 was converted before with another config"):
+            prepare_float8(accelerator_of(), model, adamw(model), "rowwise")
+
+    def test_a_prepared_model(self):
+        accelerator = accelerator_of()
+        model = make()
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        with pytest.raises(ValueError, match="prepared before"):
+            prepare_float8(accelerator, model, optimizer)
+        assert type(model[0]) is nn.Linear
+
+    def test_an_accelerator_that_converts_by_itself(self, monkeypatch):
+        monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
+        model = make()
+        with pytest.raises(ValueError, match=r'TE: it converts.*mixed_precision="bf16"'):
+            prepare_float8(accelerator_of(), model, adamw(model))
+        monkeypatch.delenv("ACCELERATE_FP8_BACKEND")
+        accelerator = accelerator_of()
+        monkeypatch.setattr(type(accelerator), "mixed_precision", "fp8")
+        with pytest.raises(ValueError, match="mixed_precision='fp8'"):
+            prepare_float8(accelerator, model, adamw(model))
+
+    def test_an_optimizer_of_replaced_parameters(self):
+        model = make()
+        stale = adamw(model)
+        convert_to_float8_training(model, config=GATHERING)
+        with pytest.raises(ValueError, match=r"weight of 0 that.*then build the optimizer"):
+            prepare_float8(accelerator_of(), model, stale)
+
+    def test_an_optimizer_of_another_model(self):
+        with pytest.raises(ValueError, match=r"none of the 4 parameters of this AdamW"):
+            prepare_float8(accelerator_of(), make(), adamw(make()))
+
+    def test_types(self):
+        model = make()
+        loader = torch.utils.data.DataLoader(torch.zeros(8, 2))
+        with pytest.raises(TypeError, match="config must be"):
+            prepare_float8(accelerator_of(), model, adamw(model), loader)
+        with pytest.raises(TypeError, match="optimizer must be"):
+            prepare_float8(accelerator_of(), model, None)
+        with pytest.raises(ValueError, match="unknown recipe 'rowwize'"):
+            prepare_float8(accelerator_of(), model, adamw(model), "rowwize")
+
+
+FSDP = {}
+CLAIMS = {
+    "DDP": ("trains_like_one_process", "delayed"),
+    "FSDP2": ("trains_like_one_process", "delayed", FSDP),
+    "FSDP2, gathered": ("trains_like_one_process", "gathered tensorwise", FSDP),
+    "FSDP2, gathered, delayed": ("trains_like_one_process", "gathered delayed", FSDP),
+    "FSDP2, gathered, tied": ("trains_like_one_process", "gathered tensorwise", FSDP, True),
+    "FSDP2, from rank 0": (
+        "trains_like_one_process",
+        "gathered tensorwise",
+        {"cpu_ram_efficient_loading": True},
+    ),
+    "DDP resumes": ("resumes", "delayed"),
+    "FSDP2 resumes": ("resumes", "gathered delayed", FSDP),
+    "FSDP2 resumes from one file": (
+        "resumes",
+        "gathered delayed",
+        {"state_dict_type": "FULL_STATE_DICT"},
+    ),
+    "float8 moments": ("float8_optimizer_resumes", "gathered tensorwise", FSDP),
+    "bfloat16 model": ("a_bfloat16_model_is_upcast",),
+    "clips, saves": ("clips_and_writes_plain_tensors", "gathered delayed"),
+    "refusals": ("refuses_what_would_be_lost",),
+}
+
+
+@pytest.mark.slow
+def test_on_two_processes():
+    assert failures("accelerate_claims", CLAIMS) == {}

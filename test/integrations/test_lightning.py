@@ -1,0 +1,297 @@
+"""A plugin trains as the bare loop does that it stands for: to the bit, checkpoints included."""
+
+from __future__ import annotations
+
+import copy
+import re
+import runpy
+import textwrap
+from importlib import metadata
+
+import lightning_claims as claims
+import pytest
+import torch
+from processes import failures
+from torch import nn
+
+from float8 import (
+    Float8Linear,
+    Float8LinearConfig,
+    convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
+)
+
+pl = pytest.importorskip("lightning.pytorch")
+from lightning.fabric import Fabric  # noqa: E402
+
+from float8.integrations import lightning as plugin_file  # noqa: E402
+from float8.integrations.lightning import Float8Precision  # noqa: E402
+
+# Lightning's own: about a hook that a test has no use for, and its use of torch.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:You defined a `validation_step`",
+    "ignore:.*isinstance.treespec",
+    "ignore:The .*workers",
+    "ignore:Precision bf16-mixed is not supported by the model summary",
+)
+ONE = {**claims.RUN, "devices": 1}
+
+
+class Module(pl.LightningModule):
+    """The claims' network; it notes every loss, and what ran in float8 while it was evaluated."""
+
+    def __init__(self, optimizers=None):
+        super().__init__()
+        self.model, self.losses, self.evaluated = claims.network(), [], []
+        self._optimizers_of = optimizers or claims.adamw
+
+    def training_step(self, batch, batch_idx):
+        loss = claims.loss_of(self.model, batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.evaluated.append(self.model(batch))
+
+    def configure_optimizers(self):
+        return self._optimizers_of(self)
+
+
+def data(seed=0):
+    return torch.utils.data.DataLoader(claims.batches(seed), batch_size=None)
+
+
+def fit(module, plugin, ckpt_path=None, validate=None, **options):
+    trainer = pl.Trainer(plugins=plugin, **{**ONE, **options})
+    # The file holds the histories' tensors and Lightning's own classes.
+    trainer.fit(module, data(), validate, ckpt_path=ckpt_path, weights_only=False)
+    return trainer
+
+
+def by_hand(model, dtype=None, clip=None):
+    """The bare loop: autocast, or a dtype for everything; returns the losses."""
+    optimizer, losses = claims.adamw(model), []
+    for index, x in enumerate(claims.batches(0)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is None, cache_enabled=False):
+            loss = claims.loss_of(model, x if dtype is None else x.to(dtype))
+        losses.append(loss.item())
+        (loss / claims.MICROBATCHES).backward()
+        if index % claims.MICROBATCHES == claims.MICROBATCHES - 1:
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            sync_float8_amax_and_scale_history(model)
+    return losses
+
+
+def converted(recipe, **options):
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return convert_to_float8_training(claims.network(), config=config, **options)
+
+
+# --- training
+
+
+@pytest.mark.parametrize(
+    ("recipe", "precision", "clip"),
+    [("tensorwise", "bf16-true", None), ("delayed", "bf16-mixed", 0.01)],
+)
+def test_the_trainer_equals_the_bare_loop(recipe, precision, clip):
+    module, expected = Module(), converted(recipe)
+    dtype = torch.bfloat16 if precision == "bf16-true" else None
+    losses = by_hand(expected.to(dtype or torch.float32), dtype, clip)
+    fit(module, Float8Precision(recipe, precision=precision), gradient_clip_val=clip)
+    assert module.losses == losses
+    claims.assert_same(module.model, expected)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "precision"), [("rowwise", "bf16-mixed"), ("delayed", "bf16-true")]
+)
+def test_fabric_equals_the_bare_loop(recipe, precision):
+    model, expected = claims.network(), converted(recipe)
+    fabric = Fabric(
+        plugins=Float8Precision(recipe, precision=precision), accelerator="cpu", devices=1
+    )
+    ours, optimizer = fabric.setup(model, claims.adamw(model))
+    for index, x in enumerate(claims.batches(0)):
+        fabric.backward(claims.loss_of(ours, x.to(model[0].weight.dtype)) / claims.MICROBATCHES)
+        if index % claims.MICROBATCHES == claims.MICROBATCHES - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    dtype = torch.bfloat16 if precision == "bf16-true" else None
+    by_hand(expected.to(dtype or torch.float32), dtype)
+    claims.assert_same(model, expected)
+
+
+def test_32_true_leaves_the_dtype_alone():
+    seen = []
+    module = Module()
+    module.model[0].register_forward_hook(lambda m, args, out: seen.append(out.dtype))
+    fit(module, Float8Precision(precision="32-true"))
+    assert set(seen) == {torch.float32}
+
+
+def test_the_filter_sees_names_and_the_config_is_taken():
+    config = Float8LinearConfig.from_recipe_name("rowwise")
+    module = Module()
+    fit(module, Float8Precision(config, module_filter_fn=lambda m, fqn: fqn != "model.2"))
+    assert type(module.model[0]) is Float8Linear
+    assert module.model[0].config is config
+    assert type(module.model[2]) is nn.Linear
+
+
+def test_two_optimizers_each_move_the_histories_of_their_own_layers():
+    class TakesTurns(Module):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(claims.loss_of(self.model, batch))
+                optimizer.step()
+
+    sgd = torch.optim.SGD
+    each = TakesTurns(lambda self: [sgd(m.parameters(), lr=0.1) for m in self.model[::2]])
+    fit(each, Float8Precision("delayed"), accumulate_grad_batches=1, limit_train_batches=3)
+    for layer in each.model[::2]:
+        history = layer.cast_input.amax_history
+        assert history.count_nonzero() == 3
+
+
+# --- evaluation
+
+
+@pytest.mark.parametrize("float8_in_evaluation", [False, True])
+def test_evaluation_is_in_high_precision_unless_asked_otherwise(float8_in_evaluation):
+    x = claims.batches(3)[0]
+    plugin = Float8Precision("tensorwise", float8_in_evaluation=float8_in_evaluation)
+    module, plain, low = Module(), claims.network(), converted("tensorwise")
+    pl.Trainer(plugins=plugin, **ONE).validate(module, data(3), verbose=False)
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        high, low = plain(x), low(x)
+    assert not torch.equal(high, low)
+    assert torch.equal(module.evaluated[0], low if float8_in_evaluation else high)
+
+
+def test_fabric_evaluates_in_high_precision_and_trains_in_eval_mode_in_float8():
+    x, plain = claims.batches(3)[0], claims.network()
+    fabric = Fabric(plugins=Float8Precision(), accelerator="cpu", devices=1)
+    model = fabric.setup(claims.network()).eval()
+    with torch.no_grad():
+        evaluated = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(x)
+    assert torch.equal(evaluated, expected)
+    assert not torch.equal(model(x), expected)
+
+
+# --- checkpoints
+
+
+def test_a_resumed_run_ends_with_the_bits_of_one_that_went_on(tmp_path):
+    whole = Module()
+    fit(whole, Float8Precision("delayed"), max_epochs=2, validate=data(1))
+    file = tmp_path / "half.ckpt"
+    fit(Module(), Float8Precision("delayed")).save_checkpoint(file, weights_only=False)
+    resumed = Module()
+    fit(resumed, Float8Precision("delayed"), file, max_epochs=2)
+    assert resumed.losses == whole.losses[len(resumed.losses) :]
+    claims.assert_same(resumed, whole)
+
+    saved = torch.load(file, weights_only=False)
+    assert saved["state_dict"].keys() == Module().state_dict().keys()
+    lost = {**saved, "Float8Precision": {}}  # planted: what forgetting the histories would do
+    torch.save(lost, file)
+    with pytest.raises(AssertionError, match="weight"):
+        _resume_and_compare(file, whole)
+
+
+def _resume_and_compare(file, whole):
+    resumed = Module()
+    fit(resumed, Float8Precision("delayed"), file, max_epochs=2)
+    claims.assert_same(resumed, whole)
+
+
+def test_a_checkpoint_crosses_recipes_with_a_word_about_histories(tmp_path):
+    file = tmp_path / "a.ckpt"
+    fit(Module(), Float8Precision("delayed")).save_checkpoint(file, weights_only=False)
+    with pytest.warns(UserWarning, match="histories of 6 delayed casts .first: model.0.cast_gr"):
+        fit(Module(), Float8Precision("tensorwise"), file, max_epochs=2)
+    plain = Module()
+    fit(plain, None, file)  # a Trainer without float8
+    claims.assert_same(plain, Module.load_from_checkpoint(file, weights_only=False))
+
+
+def test_fabric_saves_histories_with_the_model(tmp_path):
+    fabric = Fabric(plugins=Float8Precision("delayed"), accelerator="cpu", devices=1)
+    model = claims.network()
+    first, optimizer = fabric.setup(model, claims.adamw(model))
+    fabric.backward(claims.loss_of(first, claims.batches(0)[0]))
+    optimizer.step()
+    fabric.save(tmp_path / "a", {"model": first})
+    second = fabric.setup(claims.network())
+    fabric.load(tmp_path / "a", {"model": second})
+    claims.assert_same(second, first)
+    assert second.module[0].cast_input.history_ready
+
+
+# --- what cannot be
+
+
+def test_a_model_that_is_converted_stays_as_it_is():
+    module = Module()
+    convert_to_float8_training(module, config=Float8LinearConfig.from_recipe_name("rowwise"))
+    layers = list(module.modules())
+    fit(copy.deepcopy(module), Float8Precision())
+    fit(module, Float8Precision("rowwise"))
+    assert list(module.modules()) == layers
+    with pytest.raises(ValueError, match=r"model\.0 was converted before with another config"):
+        fit(module, Float8Precision("tensorwise"))
+
+
+def test_an_optimizer_of_other_parameters_is_refused():
+    stale = claims.adamw(claims.network())
+    with pytest.raises(ValueError, match="none of the 4 parameters of this AdamW"):
+        fit(Module(lambda self: stale), Float8Precision())
+
+
+def test_unknown_precisions_and_recipes_are_refused():
+    with pytest.raises(ValueError, match="must be \"bf16-mixed\", .* got '16-mixed'"):
+        Float8Precision(precision="16-mixed")
+    with pytest.raises(ValueError, match="tensorwise"):
+        Float8Precision("tensor-wise")
+
+
+# --- many processes, and the examples
+
+
+def test_strategies_train_as_torch_does_on_two_processes():
+    found = failures(
+        "lightning_claims",
+        {
+            "ddp, Trainer": ("ddp_under_the_trainer", "delayed"),
+            "ddp, Fabric": ("ddp_under_fabric", "delayed"),
+            "FSDP2, Trainer": ("fsdp2_under_the_trainer", "delayed"),
+        },
+    )
+    assert found == {}
+
+
+def test_the_examples_run(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"::\n\n((?:    .*\n|\n)+)", plugin_file.__doc__)
+    code = "\n".join(textwrap.dedent(block) for block in blocks)
+    assert 20 < len(code.splitlines()) < 60
+    # As a user would: a module's classes are looked up where they were defined.
+    exec(compile(code, "an example", "exec"), {"__name__": "example"})
+
+
+def test_without_lightning_the_error_names_what_to_install(monkeypatch):
+    def absent(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    with pytest.raises(ImportError, match=r"needs lightning: pip install 'float8\[lightning\]'"):
+        runpy.run_path(plugin_file.__file__)

@@ -1,0 +1,20 @@
+"""Resolved casts written out by hand, for tests of what a config means."""
+
+from __future__ import annotations
+
+from float8.config import CastConfig, LinearPlan, OperandCast, ScalingType
+from float8.formats import E4M3
+
+DYNAMIC, DELAYED = ScalingType.DYNAMIC, ScalingType.DELAYED
+STATIC, DISABLED = ScalingType.STATIC, ScalingType.DISABLED
+OFF = CastConfig(DISABLED)
+TENSOR, ROW, B1, B128 = (-1, -1), (1, -1), (1, 128), (128, 128)
+
+
+def cast(block, fmt=E4M3, scaling=DYNAMIC, pow2=False, static=None) -> OperandCast:
+    return OperandCast(scaling, fmt, block, pow2, static)
+
+
+def casts_of(plan: LinearPlan) -> list[OperandCast | None]:
+    gemms = (plan.output, plan.grad_input, plan.grad_weight)
+    return [operand for gemm in gemms for operand in (gemm.a, gemm.b)]
