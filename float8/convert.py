@@ -182,7 +182,7 @@ def convert_to_float8_training(
     tell(module, conversion)
     if config.uses_delayed_scaling and swapped:
         remind_to_sync(module)
-        _keep_ddp_from_broadcasting(module)
+        keep_ddp_from_broadcasting(module)
     return module
 
 
@@ -263,7 +263,7 @@ def candidates(
                 if module.config != config
                 else ""
             )
-        elif type(module) in MODULE_RULES and (reason := _runs_something_else(module, fqn)):
+        elif type(module) in MODULE_RULES and (reason := runs_something_else(module, fqn)):
             conversion.skipped[fqn] = reason
         elif type(module) in MODULE_RULES:
             if module_filter_fn is None or module_filter_fn(module, fqn):
@@ -278,7 +278,7 @@ def candidates(
     return chosen
 
 
-def _runs_something_else(module: nn.Module, fqn: str) -> str | None:
+def runs_something_else(module: nn.Module, fqn: str) -> str | None:
     """The reason why swapping the layer would not change what runs, or None."""
     if "forward" in module.__dict__:
         return "its forward was replaced by a function that would still run; convert it before that"
@@ -356,7 +356,7 @@ def replace_children(root: nn.Module, swapped: dict[nn.Module, nn.Module]) -> nn
     return swapped.get(root, root)
 
 
-def _keep_ddp_from_broadcasting(root: nn.Module) -> None:
+def keep_ddp_from_broadcasting(root: nn.Module) -> None:
     """DDP copies rank 0's buffers at every forward, which would erase other ranks' amaxes.
 
     DDP asks the module that it wraps, so that must be the one that was converted.

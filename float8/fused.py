@@ -159,7 +159,6 @@ class NormCast(_Producer):
 
     plain_type: type[nn.Module]  # what it was, and becomes by `to_float`
     normalized_shape: tuple[int, ...]
-    weight: Tensor | None
     # Attributes that `from_float` added to those of a norm of another type.
     added: tuple[str, ...] = ()
 
@@ -192,7 +191,8 @@ class NormCast(_Producer):
         self: N = with_state_of(norm, cls)
         if attributes is not None:
             self.__dict__ |= attributes | {"plain_type": type(norm), "added": tuple(attributes)}
-        self._set_up(config, None if self.weight is None else self.weight.device, fqn)
+        weight = self._parameters.get("weight")
+        self._set_up(config, None if weight is None else weight.device, fqn)
         return self
 
     def to_float(self) -> Any:

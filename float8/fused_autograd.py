@@ -121,9 +121,9 @@ class _LayerNormCast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         refuse_double_backward("LayerNormCast")
-        x, *others = ctx.saved_tensors
+        x, weight, bias, mean, rstd = ctx.saved_tensors
         grad_x, grad_w, grad_b = _layer_norm_backward(
-            as_matrix(g), as_matrix(x), *others, ctx.needs_input_grad[:3]
+            as_matrix(g), as_matrix(x), weight, bias, mean, rstd, ctx.needs_input_grad[:3]
         )
         return None if grad_x is None else grad_x.reshape(x.shape), grad_w, grad_b, None, None
 

@@ -97,19 +97,8 @@ def convert_to_float8_inference(
     config = config or Float8LinearConfig()
     check_model(model)
     conversion = Conversion()
-    plain = candidates(model, config, module_filter_fn, conversion)
-    chosen: dict[str, Any] = dict(plain)
-    for fqn, module in model.named_modules():
-        if isinstance(module, Float8Linear):
-            del conversion.skipped[fqn]
-            if module_filter_fn is None or module_filter_fn(module, fqn):
-                chosen[fqn] = module
-            else:
-                conversion.skipped[fqn] = "module_filter_fn returned False"
-    for fqn, reason in read_elsewhere(model, chosen).items():
-        del chosen[fqn]
-        conversion.skipped[fqn] = reason
-    plain = [(fqn, layer) for fqn, layer in plain if fqn in chosen]
+    chosen = layers_for_inference(model, config, module_filter_fn, conversion)
+    plain = [(fqn, layer) for fqn, layer in chosen.items() if not _is_float8(layer)]
     configs = {fqn: layer.config if _is_float8(layer) else config for fqn, layer in chosen.items()}
     configs = _with_static_inputs(configs, static_scales, conversion)
     check_all(plain, config)
@@ -126,6 +115,30 @@ def convert_to_float8_inference(
     model.float8_conversion = conversion  # type: ignore[assignment]
     tell(model, conversion, "convert_to_float8_inference")
     return model
+
+
+def layers_for_inference(
+    model: nn.Module,
+    config: Float8LinearConfig,
+    module_filter_fn: ModuleFilter | None,
+    conversion: Conversion,
+) -> dict[str, Any]:
+    """Name -> layer that `convert_to_float8_inference` takes; reasons for the others are noted.
+
+    Calibration asks too: static scales have to name these layers.
+    """
+    chosen: dict[str, Any] = dict(candidates(model, config, module_filter_fn, conversion))
+    for fqn, module in model.named_modules():
+        if isinstance(module, Float8Linear):
+            del conversion.skipped[fqn]
+            if module_filter_fn is None or module_filter_fn(module, fqn):
+                chosen[fqn] = module
+            else:
+                conversion.skipped[fqn] = "module_filter_fn returned False"
+    for fqn, reason in read_elsewhere(model, chosen).items():
+        del chosen[fqn]
+        conversion.skipped[fqn] = reason
+    return chosen
 
 
 def _is_float8(layer: nn.Module) -> bool:

@@ -250,6 +250,10 @@ class Float8Linear(nn.Linear):
     def extra_repr(self) -> str:
         """As ``nn.Linear``, and what differs from the casts printed below it."""
         parts = [super().extra_repr()]
+        for operand, cast in zip(("input", "weight", "grad_output"), self.casts, strict=True):
+            first = getattr(self.config, f"cast_config_{operand}")
+            if cast.config != first:  # the state is its second use's
+                parts.append(f"{operand}={first.short_str}")
         for field in (
             "cast_config_input_for_grad_weight",
             "cast_config_weight_for_grad_input",

@@ -23,6 +23,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.formats import FORMATS, HIGH_PRECISION_DTYPES, Format, format_of
 from float8.granularity import Block, Granularity, Tensorwise, scale_shape
+from float8.reader import innermost_module
 
 # aten overload -> implementation; filled by float8.dispatch through `implements`.
 OP_TABLE: dict[Any, Callable[..., Any]] = {}
@@ -240,29 +241,20 @@ class Float8Tensor(Tensor):
             if result is not NotImplemented:
                 return result
         raise NotImplementedError(
-            f"{func} is not defined for Float8Tensor; call .dequantize() on it first"
-            + who_wrote_and_who_reads(args)
+            f"{func} is not defined for Float8Tensor; call .dequantize() on it first" + blame(args)
         )
 
 
-def who_wrote_and_who_reads(args: Sequence[Any]) -> str:
-    """For an error message: the module that wrote a Float8Tensor and the one that reads it."""
+def blame(args: Sequence[Any]) -> str:
+    """For an error message: which module wrote a Float8Tensor, and which one reads it."""
     makers = [x.made_by for x in args if isinstance(x, Float8Tensor) and x.made_by]
     if not makers:
         return ""
-    reader = ""
-    frame = sys._getframe(1)
-    while frame is not None:  # the innermost module, by its name in the outermost one
-        module = frame.f_locals.get("self")
-        if isinstance(module, torch.nn.Module):
-            inner = inner if reader else module  # noqa: F821
-            names = {m: name for name, m in module.named_modules()}
-            reader = f"{names[inner]} ({type(inner).__name__})" if inner in names else reader
-        frame = frame.f_back  # type: ignore[assignment]
+    reader = innermost_module()
     return (
-        f" ({makers[0]} wrote it in float8, for Float8Linear layers alone"
-        + (f"; it was read in {reader.strip()}" if reader else "")
-        + "; convert what reads it, or keep the plain norm or gate)"
+        f". {makers[0]} wrote it in float8, for Float8Linear layers alone"
+        + (f", and {reader} reads it" if reader else "")
+        + ": convert that, or keep the plain norm or gate"
     )
 
 

@@ -2,9 +2,6 @@
 
     PYTHONPATH=. torchrun --nproc_per_node 1 -m torchtitan.train \\
         --module scripts.example_torchtitan --config llama3_float8 --training.steps 50
-
-or in float8 from the command line, whatever the model: ``--config llama3 --override.imports
-'float8.integrations.torchtitan.float8={"recipe": "rowwise", "filter_fqns": ["lm_head"]}'``.
 """
 
 from dataclasses import dataclass
@@ -20,52 +17,40 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from float8.integrations.torchtitan import Float8Converter
 
 
-class Counting(BaseDataLoader):
-    """Sequences of tokens that count up in random strides."""
+class Counting(BaseDataLoader, BaseTokenizer):
+    """Sequences that count up, tokens already: loader and tokenizer in one."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        tokens: int = 64
+        pass
 
-    def __init__(self, config, *, dp_rank, seq_len, local_batch_size, **_):
-        self.tokens, self.batch, self.steps = config.tokens, local_batch_size, seq_len + 1
+    encode = decode = get_vocab_size = None
+
+    def __init__(self, config, *, dp_rank=0, seq_len=1, local_batch_size=1, **_):
+        self.key, self.shape = f"random {dp_rank}", (local_batch_size, seq_len + 1)
         self.random = torch.Generator().manual_seed(dp_rank)
 
     def __iter__(self):
-        steps = torch.arange(self.steps).expand(self.batch, -1)
+        steps = torch.arange(self.shape[1]).expand(self.shape)
         while True:
-            start, stride = torch.randint(self.tokens, (2, self.batch, 1), generator=self.random)
-            text = (start + stride * steps) % self.tokens
+            text = torch.randint(64, (self.shape[0], 1), generator=self.random) + steps
             yield {"input": text[:, :-1], "positions": steps[:, :-1]}, text[:, 1:].contiguous()
 
     def state_dict(self):
-        return {"random": self.random.get_state()}
+        return {self.key: self.random.get_state()}
 
     def load_state_dict(self, state):
-        self.random.set_state(state["random"])
-
-
-class NoTokenizer(BaseTokenizer):
-    """The data are tokens already."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
-        pass
-
-    def __init__(self, config, **_):
-        super().__init__()
-
-    encode = decode = get_vocab_size = None
+        self.random.set_state(state[self.key])
 
 
 def llama3(converters=None):
     config = llama3_debugmodel()
     config.model_spec = model_registry("debugmodel", converters=converters)
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
-    for _, _, layer, name in config.model_spec.model.traverse(FlexAttention.Config):
-        setattr(layer, name, ScaledDotProductAttention.Config())
+    for _, _, attention, name in config.model_spec.model.traverse(FlexAttention.Config):
+        setattr(attention, name, ScaledDotProductAttention.Config())
     config.loss = CrossEntropyLoss.Config(global_vocab_size=config.model_spec.model.vocab_size)
-    config.dataloader, config.tokenizer = Counting.Config(), NoTokenizer.Config()
+    config.dataloader, config.tokenizer = Counting.Config(), Counting.Config()
     config.training.seq_len, config.training.local_batch_size = 64, 4
     return config
 

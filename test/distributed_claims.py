@@ -4,6 +4,7 @@ A file of its own, because spawned processes import it by name.
 """
 
 import copy
+from dataclasses import replace
 
 import faults
 import torch
@@ -13,15 +14,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from float8 import convert_to_float8_training, sync_float8_amax_and_scale_history
-from float8.config import RECIPES
+from float8.config import RECIPES, DelayedScalingConfig
 
 WORLD = 2
 
 
-def _model(recipe):
+def _model(recipe, **delayed):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
-    return convert_to_float8_training(model, config=RECIPES[recipe])
+    config = RECIPES[recipe]
+    if delayed:
+        config = replace(config, delayed_scaling=DelayedScalingConfig(**delayed))
+    return convert_to_float8_training(model, config=config)
 
 
 def fsdp2_equals_one_process(rank, recipes):
@@ -45,9 +49,9 @@ def fsdp2_equals_one_process(rank, recipes):
                 assert torch.equal(p.grad, q.grad.full_tensor()), (recipe, step)
 
 
-def _scales_after_a_step(rank, bad):
+def _scales_after_a_step(rank, bad, **delayed):
     """Every rank sees other data, one of them perhaps a bad value; its scales after ``sync``."""
-    model = _model("delayed")
+    model = _model("delayed", **delayed)
     torch.manual_seed(rank)
     model(torch.randn(16, 32) * (rank + 1)).backward(torch.randn(16, 32))
     sync_float8_amax_and_scale_history(model)
@@ -62,8 +66,8 @@ def _scales_after_a_step(rank, bad):
     return gathered
 
 
-def ranks_agree(rank, bad):
-    gathered = _scales_after_a_step(rank, bad)
+def ranks_agree(rank, bad, interval=1):
+    gathered = _scales_after_a_step(rank, bad, interval=interval)
     assert torch.equal(*gathered)
     assert gathered[0].isfinite().all()
 

@@ -14,7 +14,7 @@ from assertions import assert_bitwise, assert_same_float8
 from shapes import Case
 from torch import nn
 
-from float8 import Float8Linear, Float8Tensor
+from float8 import Float8Linear, Float8Tensor, sync_float8_amax_and_scale_history
 from float8.cast import Cast, DelayedCast, DynamicCast, NoCast, StaticCast, make_cast
 from float8.config import RECIPES, CastConfig, DelayedScalingConfig, ScalingType
 from float8.formats import E4M3, E5M2
@@ -325,3 +325,60 @@ def test_plain_keys_can_be_asked_for():
     cast = with_history()
     cast.hidden = 1
     assert list(nn.Sequential(cast, nn.Linear(2, 2)).state_dict()) == ["1.weight", "1.bias"]
+
+
+# --- scales that are found anew every few syncs
+
+
+def with_interval(interval: int, device: str | None = None) -> DelayedCast:
+    config = replace(HISTORY, interval=interval)
+    return make_cast(CastConfig(ScalingType.DELAYED), E4M3, config, device=device)
+
+
+def synced(cast: DelayedCast, amax: float) -> DelayedCast:
+    cast.current_amax.fill_(amax)
+    sync_float8_amax_and_scale_history(cast)
+    return cast
+
+
+def test_only_an_interval_adds_a_buffer():
+    assert tuple(with_interval(1).state_dict()) == BUFFERS
+    assert tuple(with_interval(2).state_dict()) == (*BUFFERS, "scale_age")
+
+
+@pytest.mark.parametrize("saved_after", [1, 2, 3])
+def test_a_resumed_training_finds_scales_when_the_other_one_does(saved_after):
+    first = with_interval(3)
+    for step in range(saved_after):
+        synced(first, 2.0**step)
+    second = with_interval(3)
+    second.load_state_dict(first.state_dict(), strict=True)
+    for step in range(saved_after, 9):
+        for cast in (first, second):
+            synced(cast, 2.0**step)
+        assert_bitwise(second.scale, first.scale, (saved_after, step))
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 3), (3, 1), (9, 2)])
+def test_a_checkpoint_of_another_interval_loads_strictly(prefixed, saved, loaded):
+    source, target = synced(with_interval(saved), 7.0), with_interval(loaded)
+    if prefixed:
+        nn.Sequential(target).load_state_dict(nn.Sequential(source).state_dict(), strict=True)
+    else:
+        target.load_state_dict(source.state_dict(), strict=True)
+    assert_bitwise(target.scale, source.scale)
+    assert target.history_ready
+    synced(target, 14.0)
+    is_new = saved == 1 or loaded == 1  # without an age, or without an interval
+    assert target.scale.item() == pytest.approx((14.0 if is_new else 7.0) / E4M3.max)
+
+
+def test_the_age_of_a_scale_survives_what_befalls_a_module():
+    cast = synced(synced(with_interval(3), 3.0), 5.0)
+    for twin in (copy.deepcopy(cast), pickle.loads(pickle.dumps(cast)), copy.copy(cast).bfloat16()):
+        assert twin.scale_age.item() == 1 and twin.scale_age.dtype == torch.float32
+    cast.reset_parameters()
+    assert cast.scale_age.item() == float("inf")
+    alive = with_interval(3, device="meta").to_empty(device="cpu")
+    assert alive.scale_age.item() == float("inf")

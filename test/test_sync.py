@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -111,6 +112,59 @@ def test_a_non_finite_amax_enters_as_zero_and_keeps_the_scale(bad):
     sync_float8_amax_and_scale_history(model)
     assert model[0].cast_input.amax_history.tolist() == [0.0]
     assert torch.equal(model[0].cast_input.scale, scale)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_a_remembered_infinity_keeps_scales_for_as_long_as_it_counts(bad, algo):
+    model = _model(1, history_len=2, remember_nonfinite=True, amax_compute_algo=algo)
+    cast, found = model[0].cast_input, []
+    for amax in (4.0, bad, 2.0, 3.0):
+        cast.current_amax.fill_(amax)
+        sync_float8_amax_and_scale_history(model)
+        found.append(round(cast.scale.item() * E4M3_MAX, 3))
+    assert found == ([4.0, 4.0, 4.0, 3.0] if algo == "max" else [4.0, 4.0, 2.0, 3.0])
+
+
+def test_scales_are_found_anew_after_an_interval_and_histories_by_every_sync():
+    model = _model(1, history_len=2, interval=3)
+    cast, found = model[0].cast_input, []
+    for step in range(7):
+        cast.current_amax.fill_(step + 1)
+        sync_float8_amax_and_scale_history(model)
+        assert cast.amax_history.tolist() == [step + 1, step]
+        found.append(round(cast.scale.item() * E4M3_MAX, 3))
+    assert found == [1, 1, 1, 4, 4, 4, 7]
+
+
+def test_a_scale_that_is_due_waits_for_an_amax_and_no_longer():
+    model = _model(1, history_len=1, interval=3)
+    cast, found = model[0].cast_input, []
+    for amax in (0.0, 0.0, 5.0, 6.0, 7.0, float("inf"), 8.0, 9.0, 10.0, 11.0):
+        cast.current_amax.fill_(amax)
+        sync_float8_amax_and_scale_history(model)
+        found.append(round(cast.scale.item() * E4M3_MAX, 3))
+    assert found == [0, 0, 5, 5, 5, 5, 8, 8, 8, 11]
+
+
+def test_an_interval_counts_in_one_compiled_graph():
+    eager = _model(2, history_len=2, interval=2)
+    compiled = copy.deepcopy(eager)
+    graphs = CompileCounter()
+    for step in range(6):
+        for model in (eager, compiled):
+            for i, cast in enumerate(c for layer in model for c in layer.casts):
+                cast.current_amax.fill_(step + i + 1)
+        sync_float8_amax_and_scale_history(eager)
+        if step == 0:
+            sync_float8_amax_and_scale_history(compiled)  # which scales are ready is asked once
+        else:
+            torch.compile(sync_float8_amax_and_scale_history, backend=graphs, fullgraph=True)(
+                compiled
+            )
+        for a, b in zip(eager.buffers(), compiled.buffers(), strict=True):
+            assert torch.equal(a, b)
+    assert graphs.frame_count == 1
 
 
 def test_an_operand_that_was_never_seen_stays_dynamic_until_it_is():

@@ -79,8 +79,8 @@ class Float8LinearConfig:
         object.__setattr__(self, "uses_delayed_scaling", delayed)
         if not delayed and self.delayed_scaling != _HISTORY:
             raise ValueError(
-                f"delayed_scaling={self.delayed_scaling} is for casts with ScalingType.DELAYED, and "
-                "none of this config's casts is delayed; give one that scaling_type, or leave "
+                f"delayed_scaling={self.delayed_scaling} is for casts with ScalingType.DELAYED, "
+                "and none of this config's casts is delayed; give one that scaling_type, or leave "
                 "delayed_scaling at its default"
             )
 
@@ -195,8 +195,8 @@ class Float8LinearConfig:
             if is_delayed and first.scaling_type is not ScalingType.DISABLED and second != first:
                 raise ValueError(
                     f"{second_name}: a delayed second use must be the cast of the first use "
-                    f"(cast_config_{operand} is '{first.short_str}') unless that is disabled; leave "
-                    "it None, or make it dynamic, static or disabled"
+                    f"(cast_config_{operand} is '{first.short_str}') unless that is disabled; "
+                    "leave it None, or make it dynamic, static or disabled"
                 )
 
 

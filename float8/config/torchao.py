@@ -2,14 +2,18 @@
 
 Its ``Float8LinearConfig`` speaks of the same operands and GEMMs under the same names, with two
 differences: one flag rounds all scales to powers of two, and AXISWISE means one scale per row of
-what a GEMM reads, here `Rowwise`. What the two libraries then compute differs in three places:
+what a GEMM reads, here `Rowwise`. What the two libraries then compute differs in four places:
 
 - a tensorwise scale is ``max(format) / amax`` there and its reciprocal here, each rounded once, so
   that codes differ where a value lies within that rounding of the middle of two codes; scales that
   are powers of two are equal, and so are all codes;
 - an amax below 1e-12 counts as 1e-12 there, and as itself here, down to a scale of 2^-126: smaller
   tensors are flushed there;
-- a bias is added after the output has been rounded there, and before that here.
+- a bias is added after the output has been rounded there, and before that here;
+- emulated, a bfloat16 product is also rounded before it is scaled here, which shows where scales
+  are no powers of two.
+
+With power-of-two scales and no bias outputs and gradients have the same bits.
 """
 
 from __future__ import annotations

@@ -4,14 +4,15 @@
 ``scale`` quantises, here it dequantises: ``scale = 1 / new_scaling_factor``)::
 
     amax               = max(history), or its newest entry
-    new_scaling_factor = (max(format) / amax) / 2**margin; where amax is 0 or not finite: the old one
+    new_scaling_factor = (max(format) / amax) / 2**margin
 
-It starts from a factor of 1. Each of its arguments has a counterpart:
+Where amax is 0 or not finite the factor stays; the first one is 1. Each of its arguments has a
+counterpart:
 
 ============================= ==================================================================
 margin, interval,             the fields of `DelayedScalingConfig`; TransformerEngine deprecated
-amax_history_len,             ``interval`` without ever having used it (its issue 805), so what its
-amax_compute_algo             manual said is done: a scale is recomputed once every ``interval`` steps
+amax_history_len,             ``interval``, which it never used (its issue 805), so what its
+amax_compute_algo             manual said is done: scales are recomputed every ``interval`` steps
 fp8_format                    HYBRID: E4M3, and E5M2 for grad_output; E4M3: for all three
 override_linear_precision     which of fprop, dgrad, wgrad run in high precision: any of the eight
 reduce_amax                   True: ``sync`` takes the maximum over ranks
@@ -20,8 +21,11 @@ fp8_dpa, fp8_mha              False: attention is no linear layer
 scaling_factor_compute_algo   None: the formula above
 ============================= ==================================================================
 
-Accelerate's configuration files hold the same arguments beside its own (``backend``, ...), with some
-names spelt out.
+Two extremes end elsewhere. A factor has no more than 2^126 here, where there it has what float32
+has; and one that would leave float32 through a large margin is not used here, where there it is 0.
+
+Accelerate's configuration files hold the same arguments beside its own (``backend``, ...), with
+some names spelt out.
 """
 
 from __future__ import annotations
@@ -85,18 +89,17 @@ def fields_of_te_recipe(recipe: Any, arguments: Mapping[str, Any]) -> Fields:
         TypeError: an unknown argument, or one of a wrong type.
         ValueError: what has no counterpart here, or contradicts itself.
     """
-    if recipe is None or isinstance(recipe, Mapping):
-        kind, given = "DelayedScaling", _spelt(recipe or {})
-    else:
-        kind = type(recipe).__name__
-        # Undefined ones are class attributes there, and names with an underscore are its own.
-        given = {k: v for k, v in vars(recipe).items() if not k.startswith("_")}
+    is_mapping = recipe is None or isinstance(recipe, Mapping)
+    kind = "DelayedScaling" if is_mapping else type(recipe).__name__
     if kind in REFUSED or kind not in KINDS:
         known = f"recipes that are known: {', '.join(KINDS)}, or a mapping of arguments"
         why = REFUSED.get(kind, f"what it means here is not known{did_you_mean(kind, KINDS)}")
         raise ValueError(f"{kind}: {why}; {known}")
     known_names, translate = KINDS[kind]
-    together = _together(kind, given, _spelt(arguments))
+    given = recipe or {}
+    if not is_mapping:  # its own names begin with an underscore
+        given = {name: v for name, v in vars(recipe).items() if not name.startswith("_")}
+    together = _together(kind, _spelt(given), _spelt(arguments))
     _check_names(kind, together, known_names)
     _check_common(together)
     return translate(recipe, {name: v for name, v in together.items() if v is not None})

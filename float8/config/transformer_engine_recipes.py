@@ -23,6 +23,7 @@ GEMMS = {
     "gemm_config_grad_input": "fp8_gemm_dgrad",
     "gemm_config_grad_weight": "fp8_gemm_wgrad",
 }
+NOT_HERE = ("amax_epsilon", "random_hadamard_transform", "stochastic_rounding")
 # How many dimensions a block of 128 has in each operand.
 BLOCK_DIMS = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
 BLOCKS: dict[int, Granularity] = {1: Blockwise(1, 128), 2: Blockwise(128, 128)}
@@ -87,13 +88,15 @@ def _dynamic(
     casts = []
     for name, granularity in zip(QUANTISERS, granularities, strict=True):
         quantiser = getattr(recipe, name)  # of the instance or of its class
-        if quantiser.amax_epsilon or quantiser.stochastic_rounding:
-            raise ValueError(f"{name}={quantiser!r}: no epsilon and no stochastic rounding here")
+        if any(getattr(quantiser, extra, False) for extra in NOT_HERE):
+            raise ValueError(
+                f"{name}={quantiser!r}: {', '.join(NOT_HERE)} have no counterpart here"
+            )
         pow2 = quantiser.power_2_scale
         if is_pow2 is not None and pow2 != is_pow2:
             raise ValueError(
-                f"{flag} and {name}.power_2_scale={pow2!r} contradict each other; TransformerEngine "
-                "itself reads the latter"
+                f"{flag} and {name}.power_2_scale={pow2!r} contradict each other; "
+                "TransformerEngine itself reads the latter"
             )
         casts.append(CastConfig(granularity=granularity, power_of_two_scale=pow2))
     return tuple(casts)

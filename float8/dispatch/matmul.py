@@ -15,7 +15,7 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.granularity import transpose_block
-from float8.tensor import Float8Tensor, implements
+from float8.tensor import Float8Tensor, blame, implements
 
 aten = torch.ops.aten
 
@@ -73,4 +73,5 @@ def _mixed(func: Any, a: Tensor, b: Tensor) -> ValueError:
         f"{func}: {names[0]}, {names[1]}; float8 multiplies float8 only. Cast the plain one with "
         "Float8Tensor.from_high_precision, or call .dequantize() on the other; where it comes from "
         "RMSNormCast or SwiGLUCast, convert the layer that reads it, or use the plain norm or gate"
+        + blame((a, b))
     )

@@ -32,9 +32,8 @@ join those of the next.
   of their data, which weights that are gathered in float8 answer for what they store.
 - **Checkpoints**: ``save_state`` holds the histories of delayed scaling and ``load_state`` goes on
   from them to the bit; one of the plain model loads too. ``save_model`` writes them beside the
-  weights: ``with float8.high_precision(model): accelerator.save_model(...)`` writes the plain model.
-- **Evaluation** runs in float8, without recording; ``with float8.high_precision(model):`` turns it
-  off.
+  weights; under ``with float8.high_precision(model):`` it writes the plain model.
+- **Evaluation** (eval mode, no gradients) runs in high precision, unless asked otherwise.
 - Convert by hand instead, and ``accelerator.prepare`` works unpatched; the two calls after the step
   are then yours, under ``if accelerator.sync_gradients:``.
 
@@ -56,6 +55,7 @@ from float8.config import Float8LinearConfig
 from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
 from float8.filters import ModuleFilter
 from float8.integrations.conversion import as_config, check_optimizer, convert
+from float8.integrations.evaluation import evaluate_in_high_precision
 from float8.integrations.versions import require
 from float8.linear import Float8Linear
 from float8.sync import sync_float8_amax_and_scale_history
@@ -75,6 +75,7 @@ def prepare_float8(
     config: Float8LinearConfig | str | Any | None = None,
     *others: Any,
     module_filter_fn: ModuleFilter | None = None,
+    float8_in_evaluation: bool | None = None,
 ) -> tuple[Any, ...]:
     """Convert a model, prepare it with its optimizer, and keep its scales up to date.
 
@@ -88,6 +89,8 @@ def prepare_float8(
         others: dataloaders, schedulers and whatever else ``accelerator.prepare`` takes.
         module_filter_fn: as in `float8.convert_to_float8_training`; by default that of
             ``AORecipeKwargs``, if there is one, or all layers.
+        float8_in_evaluation: keep float8 in eval mode where gradients are disabled; by default
+            what ``TERecipeKwargs`` says as ``use_autocast_during_eval``, or False.
 
     Returns:
         What ``accelerator.prepare(model, optimizer, *others)`` returns.
@@ -99,6 +102,8 @@ def prepare_float8(
     """
     is_fsdp2 = bool(getattr(accelerator, "is_fsdp2", False))
     module_filter_fn = module_filter_fn or getattr(config, "module_filter_func", None)
+    if float8_in_evaluation is None:
+        float8_in_evaluation = bool(getattr(config, "use_autocast_during_eval", False))
     config = as_config(config)
     _check_accelerator(accelerator)
     _check_model(model)
@@ -113,6 +118,8 @@ def prepare_float8(
         if accelerator.mixed_precision != "no":
             _upcast(model)
     model = convert(model, config, module_filter_fn, built)
+    if not float8_in_evaluation:
+        evaluate_in_high_precision(model)
     built = built or optimizer(model.parameters())  # type: ignore[operator]
     prepared: tuple[Any, ...] = accelerator.prepare(model, built, *others)
     _hang_on_step(built, model)

@@ -46,7 +46,11 @@ def as_config(config: Any) -> Float8LinearConfig | None:
         return Float8LinearConfig.from_torchao(config.config)
     if type(config).__module__.startswith("torchao."):
         return Float8LinearConfig.from_torchao(config)
-    if isinstance(config, Mapping) or hasattr(config, "amax_history_len"):
+    if type(config).__name__ == "TERecipeKwargs":
+        # How to evaluate is no matter of a config; who calls asks for it.
+        given = {k: v for k, v in vars(config).items() if k != "use_autocast_during_eval"}
+        return Float8LinearConfig.from_te_recipe(given)
+    if isinstance(config, Mapping) or type(config).__module__.startswith("transformer_engine."):
         return Float8LinearConfig.from_te_recipe(config)
     raise TypeError(
         f"config must be a Float8LinearConfig, the name of a recipe, or TransformerEngine's or "

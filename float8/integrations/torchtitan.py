@@ -38,11 +38,11 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-import weakref
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -137,8 +137,6 @@ class Float8TitanLinear(Float8Linear, Linear):
         """
         if (reason := _refuses(self.config, parallel_dims)) is not None:
             raise ValueError(f"{self._name}: {reason}")
-        if parallel_dims.pp > 1:
-            _STAGES[self] = _stage_of(parallel_dims)
         super().parallelize(parallel_dims)
 
     def to_float(self) -> nn.Linear:
@@ -295,15 +293,6 @@ def float8(model_config: BaseModel.Config, **options: Any) -> BaseModel.Config:
 
 # --- once per step
 
-# Layers of a pipeline stage -> the ranks of that stage; not on the layer, which is copied.
-_STAGES: weakref.WeakKeyDictionary[nn.Module, DeviceMesh] = weakref.WeakKeyDictionary()
-
-
-def _stage_of(parallel_dims: ParallelDims) -> DeviceMesh:
-    data = ["fsdp"] if parallel_dims.spmd_backend == "partial_dtensor" else ["dp_shard", "cp"]
-    axes = ["dp_replicate", *data, "tp"]
-    return parallel_dims.get_optional_mesh(axes, include_singleton_axes=True)
-
 
 @functools.cache
 def _follow_optimizers() -> None:
@@ -318,6 +307,12 @@ def _after_step(optimizer: Optimizer) -> None:
     for part in optimizer.model_parts:
         layers = [m for m in part.modules() if isinstance(m, Float8TitanLinear)]
         if any(layer.config.uses_delayed_scaling for layer in layers):
-            sync_float8_amax_and_scale_history(part, _STAGES.get(layers[0]))
+            sync_float8_amax_and_scale_history(part, _ranks_of_stage(layers[0]))
         if any(layer.config.enable_fsdp_float8_all_gather for layer in layers):
             precompute_float8_dynamic_scale_for_fsdp(part)
+
+
+def _ranks_of_stage(layer: Float8TitanLinear) -> DeviceMesh | None:
+    """The ranks that hold the same layers, where that is not all: those that share a weight."""
+    mesh = getattr(layer.weight, "device_mesh", None)
+    return None if mesh is None or mesh.size() == dist.get_world_size() else mesh

@@ -40,7 +40,7 @@ hold them beside the weights.
 
 **Evaluation** and generation run in high precision, unless ``float8_in_evaluation=True``.
 
-Gradient checkpointing, bf16, ``torch_compile=True`` (one more compilation after the first step
+Activation checkpointing, bf16, ``torch_compile=True`` (one more compilation after the first step
 where scaling is delayed), DDP and FSDP2 are the Trainer's matter and stay so. ``nn.DataParallel``,
 which it takes for several GPUs in one process, copies a model for each forward and would lose
 amaxes: delayed recipes are refused there. With ``model_init`` let that return ``convert(...)``.
@@ -189,8 +189,9 @@ class Float8Callback(TrainerCallback, ExportableState):
                 "--nproc-per-node), or take a dynamic recipe"
             )
         conversion.check_optimizer(optimizer, model)
-        name = type(self).__name__
-        self._restore(state.stateful_callbacks.setdefault(name, self.state()))
+        stored = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        if state.global_step:  # of a checkpoint; otherwise these are the model's own
+            self._restore(stored)
         if self.inspect_every:
             from float8.numerics import inspect_every
 

@@ -11,8 +11,8 @@
 
 ``python -m float8.numerics.report run.json -o report.html`` makes a page of a file.
 
-``rows.py`` < ``snapshot.py``, ``statistics.py`` < ``inspection.py`` < ``monitor.py``; ``plot.py``
-draws a report; ``batches.py`` < ``comparison.py``, ``accurate.py``, ``nonfinite.py``,
+``rows.py`` < ``table.py``, ``plot.py`` < ``snapshot.py``, ``statistics.py`` < ``inspection.py`` <
+``monitor.py``; ``batches.py`` < ``comparison.py``, ``accurate.py``, ``nonfinite.py``,
 ``calibration.py``; ``report.py`` is the page. May import: what is below L4, no other room of L4.
 """
 

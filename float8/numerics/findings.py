@@ -32,14 +32,15 @@ class Rule:
     """One thing that can be wrong.
 
     Args:
-        name: in a word.
+        many, one: what several casts, or one, are said to do.
         level: of a row: `FINE`, `SUSPICIOUS` or `BAD`.
         severity: what the worst row has most of.
         says: what happened to that row.
         advice: what to do about it.
     """
 
-    name: str
+    many: str
+    one: str
     level: Callable[[Row], int]
     severity: Callable[[Row], float]
     says: Callable[[Row], str]
@@ -58,14 +59,14 @@ class Finding:
     def title(self) -> str:
         """How many casts are concerned."""
         count = len(self.rows)
-        return f"{count} cast{'s' if count != 1 else ''} {self.rule.name}"
+        return f"One cast {self.rule.one}" if count == 1 else f"{count} casts {self.rule.many}"
 
     @property
     def text(self) -> str:
         """What happened to the worst row."""
         worst = self.rows[0]
-        where = f"{worst.layer or 'the layer'}, {worst.operand}"
-        return f"{'Worst' if len(self.rows) > 1 else 'It is'}: {where}. {self.rule.says(worst)}"
+        of = "The worst: " if len(self.rows) > 1 else ""
+        return f"{of}{worst.layer or 'the model itself'}, {worst.operand}. {self.rule.says(worst)}"
 
 
 def findings(rows: Sequence[Row]) -> list[Finding]:
@@ -120,6 +121,7 @@ def _staleness(row: Row) -> str:
 RULES = (
     Rule(
         "met inf or NaN",
+        "met inf or NaN",
         lambda row: BAD if row.nonfinite or row.sqnr == -math.inf else FINE,
         lambda row: row.nonfinite,
         lambda row: f"{row.nonfinite:,} of {row.elements:,} elements are not finite.",
@@ -128,23 +130,26 @@ RULES = (
     ),
     Rule(
         "saturate",
+        "saturates",
         lambda row: _between(row.saturated, 1e-4, 1e-2),
         lambda row: row.saturated or 0.0,
-        lambda row: f"{row.saturated or 0.0:.2%} of its elements lie beyond the format's range.",
+        lambda row: f"{100 * (row.saturated or 0.0):.2g} % of its elements lie beyond the format's range.",
         "A delayed scale lags behind: give DelayedScalingConfig a margin or a longer history, and "
         "call sync once per step. A static scale wants calibrating again. A dynamic scale never "
         "saturates.",
     ),
     Rule(
         "flush to zero",
+        "flushes to zero",
         lambda row: _between(row.flushed, 0.1, 0.5),
         lambda row: row.flushed or 0.0,
-        lambda row: f"{row.flushed or 0.0:.1%} of its elements became zero.",
+        lambda row: f"{100 * (row.flushed or 0.0):.3g} % of its elements became zero.",
         "Its values span more octaves than the format has. Let fewer of them share a scale (recipe "
         '"rowwise" or "blockwise"), or keep gradients in E5M2, which reaches further down.',
     ),
     Rule(
         "lose precision",
+        "loses precision",
         lambda row: _between(_missing(row), 6.0, 15.0) if row.sqnr != -math.inf else FINE,
         lambda row: _missing(row) or 0.0,
         _noise,
@@ -154,6 +159,7 @@ RULES = (
     ),
     Rule(
         "have a stale scale",
+        "has a stale scale",
         lambda row: SUSPICIOUS if _lag(row) > 0.5 or _lag(row) < -6.0 else FINE,
         lambda row: abs(_lag(row)),
         _staleness,

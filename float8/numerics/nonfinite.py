@@ -206,7 +206,7 @@ class _Search:
             for value in values:
                 self._look_at_output(call, value)
             if self.calls:
-                self.calls[-1].after = f"output of {name}"
+                self.calls[-1].after = f"{name}: output"
         for value in values:
             if value.requires_grad and torch.is_grad_enabled():
                 value.register_hook(partial(self._saw_grad_output, name, module))
@@ -230,8 +230,7 @@ class _Search:
     # --- backward
 
     def _saw_grad_output(self, name: str, module: nn.Module, gradient: Tensor) -> None:
-        what = "gradient of its output"
-        if self.found is None and not self._is_finite(name, module, what, gradient, {}):
+        if not self._is_finite(name, module, _GRAD_OUTPUT, gradient, {}):
             return
         if isinstance(module, Float8Linear):
             self.grad_outputs[name] = gradient.detach()
@@ -259,11 +258,11 @@ class _Search:
             return False
         kind = _kind(gradient)
         if kind is None:
-            self.last = f"{what} of {name}" if name else what
+            self.last = f"{name}: {what}" if name else what
             return True
         if (grad_output := self.grad_outputs.get(name)) is not None:
             went_in = {"grad_output": grad_output} | went_in
-        remarks = remarks_of(module, None, grad_output)
+        remarks = (_ARRIVED,) if what == _GRAD_OUTPUT else remarks_of(module, None, grad_output)
         fault = finding((name, module), what, "backward", gradient, went_in, self.last, remarks)
         if kind == "nan" or certain:
             self.convict(fault)
@@ -272,6 +271,8 @@ class _Search:
         return False
 
 
+_GRAD_OUTPUT = "gradient of its output"
+_ARRIVED = "it came in: made by what reads this output, after the module in the forward"
 # What delayed casts record and `sync` reads: no forward multiplies by it.
 _RECORDS: dict[type, tuple[str, ...]] = {DelayedCast: ("amax_history", "current_amax")}
 

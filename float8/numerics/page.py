@@ -105,7 +105,7 @@ def content(reports: Sequence[Report], about: Mapping[str, str]) -> dict[str, An
         "levels": LEVELS,
         "decades": DECADES,
         "formats": formats,
-        "rules": [{"name": rule.name, "advice": rule.advice} for rule in RULES],
+        "rules": [{"one": rule.one, "advice": rule.advice} for rule in RULES],
         "casts": list(casts),
         "snapshots": snapshots,
     }
@@ -129,7 +129,7 @@ def verdict(rows: Sequence[Row], found: Sequence[Finding]) -> str:
         return "No cast was seen: was the model converted, and did it run while inspect was open?"
     if found:
         concerned = {row.key for finding in found for row in finding.rows}
-        return f"{len(concerned)} of {len(rows)} casts want a look."
+        return f"{len(concerned)} of {len(rows)} casts want{'s' * (len(concerned) == 1)} a look."
     known = [row.sqnr for row in rows if row.sqnr is not None]
     typical = f" The median SQNR is {statistics.median(known):.1f} dB." if known else ""
     return f"All {len(rows)} casts keep what their formats can keep.{typical}"
@@ -196,8 +196,8 @@ def _cell(value: Any) -> str:
 
 
 def _json(value: Any) -> str:
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-    for character in "<>&\u2028\u2029":
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 

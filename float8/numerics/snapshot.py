@@ -30,19 +30,14 @@ import torch
 
 from float8.formats import FORMATS
 from float8.numerics.rows import Row, decoded, encoded, merged, worst_first
+from float8.numerics.table import named, table
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    Writer = Any  # whatever has add_scalar(tag, value, step)
-
 FORMAT, VERSION = "float8.numerics", 1
 _SCALARS = (
     "amax", "scale_max", "flushed", "saturated", "sqnr", "kurtosis", "staleness", "nonfinite",
-)  # fmt: skip
-_COLUMNS = (
-    "layer", "operand", "format", "amax", "scale", "flushed %", "satur. %", "SQNR dB", "kurtosis",
-    "stale",
 )  # fmt: skip
 
 
@@ -90,16 +85,7 @@ class Report:
         Args:
             top: how many rows; None is all.
         """
-        from tabulate import tabulate
-
-        shown = self.casts[:top]
-        numbers = ["left"] * 3 + ["right"] * (len(_COLUMNS) - 3)
-        cells = [_cells(row) for row in shown]
-        text = tabulate(cells, _COLUMNS, "simple", colalign=numbers, disable_numparse=True)
-        left = len(self._rows) - len(shown)
-        notes = [f"and {left} more"] if left else []
-        notes += [f"not seen: {fqn}: {reason}" for fqn, reason in self.skipped.items()]
-        return "\n".join([text, *notes])
+        return table(self.casts, self.skipped, top)
 
     def plot(self, path: str | os.PathLike[str], top: int = 24) -> None:
         """Draw the histograms in powers of two against the formats' ranges, worst first.
@@ -114,7 +100,8 @@ class Report:
         """
         from float8.numerics.plot import plot
 
-        plot(self, path, top)
+        at = "" if self.step is None else f", step {self.step}"
+        plot(self.casts, path, f"{self.model}{at}", top)
 
     def static_scales(self, operand: str = "input", method: str = "amax") -> dict[str, float]:
         """Layer -> the scale that maps the largest magnitude to the format's largest value.
@@ -226,18 +213,29 @@ class Report:
 
 
 def save_run(path: str | os.PathLike[str], reports: Sequence[Report]) -> None:
-    """Write reports as one file; whoever reads the path meanwhile sees the old one or the new."""
-    content = {
+    """Write reports as one file; see `write_run`."""
+    model = reports[0].model if reports else ""
+    write_run(path, model, [as_json(report) for report in reports])
+
+
+def as_json(report: Report) -> str:
+    """A report as a file holds it: for those who write many again and again."""
+    return json.dumps(_as_snapshot(report), allow_nan=False)
+
+
+def write_run(path: str | os.PathLike[str], model: str, snapshots: Sequence[str]) -> None:
+    """Write what `as_json` made; who reads the path meanwhile finds the old file or the new one."""
+    head = {
         "format": FORMAT,
         "version": VERSION,
         "float8": _version_of("float8"),
         "torch": torch.__version__,
-        "model": reports[0].model if reports else "",
-        "snapshots": [_as_snapshot(report) for report in reports],
+        "model": model,
     }
+    text = f'{json.dumps(head)[:-1]}, "snapshots": [{", ".join(snapshots)}]}}'
     target = Path(path)
     beside = target.with_name(f"{target.name}.{os.getpid()}.part")
-    beside.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
+    beside.write_text(text, encoding="utf-8")
     beside.replace(target)
 
 
@@ -288,41 +286,8 @@ def _version_of(package: str) -> str:
 def _static_scale(row: Row) -> float:
     if not (0 < row.amax < math.inf) or row.nonfinite:
         raise ValueError(
-            f"{row.layer}: its {row.operand} had amax {row.amax:g} and {row.nonfinite} elements "
-            "that are not finite; a static scale needs values like those to come"
+            f"{named(row.layer)}: its {row.operand} had amax {row.amax:g} and {row.nonfinite} "
+            "elements that are not finite; a static scale needs values like those to come"
         )
     largest = next(fmt.max for fmt in FORMATS.values() if fmt.name == row.format)
     return max(row.amax / largest, torch.finfo(torch.float32).tiny)
-
-
-def _cells(row: Row) -> list[str]:
-    low, high = row.scale_min, row.scale_max
-    second = "" if row.gemm in _FIRST[row.operand] else f" ({row.gemm})"
-    return [
-        _shortened(row.layer),
-        row.operand + second,
-        row.format,
-        f"{row.amax:.3g}",
-        f"{low:.2g}" if low == high else f"{low:.1g}..{high:.1g}",
-        _shown(row.flushed, 100, ".2f"),
-        _shown(row.saturated, 100, ".2f"),
-        _shown(row.sqnr, 1, ".1f"),
-        _shown(row.kurtosis, 1, ".3g"),
-        _shown(row.staleness, 1, "+.1f"),
-    ]
-
-
-_FIRST = {
-    "input": ("output",),
-    "weight": ("output",),
-    "grad_output": ("grad_input",),
-}
-
-
-def _shown(value: float | None, factor: float, spec: str) -> str:
-    return "-" if value is None else format(value * factor, spec)
-
-
-def _shortened(name: str, width: int = 28) -> str:
-    """The end of a long name tells more than its beginning."""
-    return name if len(name) <= width else f"..{name[-(width - 2) :]}"

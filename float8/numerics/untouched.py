@@ -1,7 +1,7 @@
 """`untouched`: run a model as often as a question needs, and leave it as it was.
 
-Gradients wait aside and come back as the same objects; buffers (running statistics, the records of
-delayed casts) get their bits back in place; the random numbers that follow are those that would
+Gradients wait aside and come back as the same objects; copies stand in for buffers (running
+statistics, the records of delayed casts); the random numbers that follow are those that would
 have followed; hooks that act on finished gradients (an optimizer that steps inside backward,
 gradients held in float8) rest. What raises inside leaves no trace either. Compiled models run
 eagerly meanwhile: their graphs know nothing of hooks that were added after them.
@@ -76,25 +76,23 @@ def _same_gradients(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _same_buffers(model: nn.Module) -> Iterator[None]:
     kept = [
-        (module, name, buffer, buffer.detach().clone())
+        (module, name, buffer)
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
+    # Copies in their places, not the bits put back: a graph that waits for its backward may have
+    # saved the buffers, and would notice. What is one buffer stays one.
+    copies: dict[int, Tensor] = {}
     try:
+        for module, name, buffer in kept:
+            if id(buffer) not in copies:
+                copies[id(buffer)] = buffer.detach().clone()
+            module._buffers[name] = copies[id(buffer)]
         yield
     finally:
-        with torch.no_grad():
-            for module, name, buffer, copy in kept:
-                _restore(buffer, copy)
-                module._buffers[name] = buffer
-
-
-def _restore(buffer: Tensor, copy: Tensor) -> None:
-    # Only where it differs: a graph that is waiting for its backward may have saved the buffer.
-    if not torch.equal(buffer, copy):
-        with torch.inference_mode(buffer.is_inference()):
-            buffer.copy_(copy)
+        for module, name, buffer in kept:
+            module._buffers[name] = buffer
 
 
 @contextmanager

@@ -56,12 +56,26 @@ def test_a_recipe_is_the_three_gemms_that_its_row_says(recipe):
     assert tuple(gemm.use_fast_accum for gemm in gemms) == fast
 
 
-@pytest.mark.parametrize("name", ["tensor-wise", "", "Tensorwise"])
-def test_an_unknown_recipe_lists_the_known(name):
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("tensor-wise", "tensorwise"), ("Tensorwise", "tensorwise"), ("rowise", "rowwise"), ("", "")],
+)
+def test_an_unknown_recipe_suggests_the_nearest_and_lists_the_known(name, nearest):
     with pytest.raises(ValueError, match="unknown recipe") as error:
         Float8LinearConfig.from_recipe_name(name)
     assert repr(name) in str(error.value)
     assert all(known in str(error.value) for known in RECIPES)
+    assert (f"did you mean {nearest!r}" in str(error.value)) == bool(nearest)
+
+
+def test_settings_of_delayed_scaling_need_a_delayed_cast():
+    with pytest.raises(ValueError, match="none of this config's casts is delayed") as error:
+        replace(RECIPES["tensorwise"], delayed_scaling=DelayedScalingConfig(history_len=1024))
+    assert "history_len=1024" in str(error.value)
+    delayed = CastConfig(DELAYED)
+    for operand in ("input", "weight", "grad_output"):
+        own = {f"cast_config_{operand}": delayed, "delayed_scaling": DelayedScalingConfig(4)}
+        assert Float8LinearConfig(**own).uses_delayed_scaling
 
 
 def test_a_recipe_is_not_used_up():

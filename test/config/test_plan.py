@@ -61,6 +61,21 @@ def test_bytes_are_shared_where_they_are_the_same(first, second, reuses):
     assert config.plan.reuses_input is reuses
 
 
+def test_a_delayed_second_use_alone_keeps_the_operands_history():
+    delayed = CastConfig(DELAYED)
+    config = Float8LinearConfig(
+        cast_config_input=OFF,
+        cast_config_weight=OFF,
+        cast_config_weight_for_grad_input=CastConfig(),
+        cast_config_input_for_grad_weight=delayed,
+    )
+    assert config.operand_casts == (delayed, OFF, CastConfig())
+    assert config.uses_delayed_scaling
+    assert config.plan.output.a is None and config.plan.grad_weight.b == cast(
+        TENSOR, scaling=DELAYED
+    )
+
+
 def test_a_delayed_second_use_may_be_spelt_out_but_not_added():
     delayed = CastConfig(DELAYED)
     spelt = Float8LinearConfig(delayed, delayed, delayed, cast_config_input_for_grad_weight=delayed)

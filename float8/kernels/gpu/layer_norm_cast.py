@@ -64,16 +64,11 @@ def _empty(
     amax: Tensor | None = None,
 ) -> Outputs:  # fmt: skip
     M, K = x.shape
-    floats = [
-        x.new_empty(shape, dtype=torch.float32)
-        for shape in (
-            (1, 1),
-            (M, 1),
-            (M, 1),
-        )
-    ]
+    found, mean, rstd = (
+        x.new_empty(shape, dtype=torch.float32) for shape in ((1, 1), (M, 1), (M, 1))
+    )
     data, data_t = new_codes(x, M, K, True, dtype), new_codes(x, K, M, cols, dtype)
-    return data, data_t, *floats
+    return data, data_t, found, mean, rstd
 
 
 layer_norm_cast = register(

@@ -64,15 +64,9 @@ def _empty(
     amax: Tensor | None = None,
 ) -> Outputs:  # fmt: skip
     M, K = x.shape
-    floats = [
-        x.new_empty(shape, dtype=torch.float32)
-        for shape in (
-            (1, 1),
-            (M, 1),
-        )
-    ]
+    found, rstd = (x.new_empty(shape, dtype=torch.float32) for shape in ((1, 1), (M, 1)))
     data, data_t = new_codes(x, M, K, True, dtype), new_codes(x, K, M, cols, dtype)
-    return data, data_t, *floats
+    return data, data_t, found, rstd
 
 
 rms_norm_cast = register(

@@ -1,0 +1,153 @@
+"""`inspect_every`: look at the casts of a training every n steps, into a file or `add_scalar`.
+
+::
+
+    monitor = inspect_every(model, n=50, path="run.json", writer=SummaryWriter())
+    for batch in data:
+        with monitor:                    # forward, backward and optimizer step
+            loss(model(batch)).backward()
+            optimizer.step()
+
+Steps 0, n, 2n ... are inspected (`float8.numerics.inspection`), the others cost one comparison of
+integers. An inspected step casts every operand once more and reads it about ten times in float64.
+It costs a share of ``(ratio - 1) / n`` of a training, where ``ratio`` is that of an inspected step
+to a plain one; ``benchmarks/bench_numerics.py`` measures both.
+
+The file holds every snapshot so far and is replaced as a whole, so that whoever reads it while the
+training runs, or after it was killed, finds a complete one. A file that is there already is
+continued: a training that resumes passes the step at which it does. ``python -m
+float8.numerics.report run.json -o report.html`` makes a page of it.
+
+Where several ranks train together, all of them open the monitor, the report is that of all ranks
+(`Report.gather`), and the first rank writes. Under ``torch.compile`` inspected steps run eagerly,
+the others compiled. A step that raises leaves its report in ``monitor.report``, and is not written.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from float8.numerics.inspection import inspect
+from float8.numerics.snapshot import Report, as_json, load_run, write_run
+
+
+def inspect_every(
+    model: nn.Module,
+    n: int = 50,
+    *,
+    path: str | os.PathLike[str] | None = None,
+    writer: Any = None,
+    step: int = 0,
+    keep: int = 100,
+) -> Monitor:
+    """A context manager to open around each training step.
+
+    Args:
+        model: converted; as for `inspect`.
+        n: look at every n-th step.
+        path: of a file that all snapshots go to, besides those that it has.
+        writer: has ``add_scalar(tag, value, step)``.
+        step: the number of the first step.
+        keep: how many snapshots the file holds at most; the oldest leave.
+
+    Raises:
+        ValueError: n or keep is not positive, or ``path`` holds something else than a run. Steps raise it
+            where the model has no float8 layer.
+        TypeError: ``writer`` has no ``add_scalar``.
+    """
+    return Monitor(model, n, path, writer, step, keep)
+
+
+class Monitor:
+    """See `inspect_every`, which makes one.
+
+    Attributes:
+        report: of the last inspected step, or None.
+        step: the number of the step that comes next, or is running.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        n: int,
+        path: str | os.PathLike[str] | None,
+        writer: Any,
+        step: int,
+        keep: int,
+    ) -> None:
+        for name, value in (("n", n), ("keep", keep)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"inspect_every: {name} is an integer >= 1, got {value!r}")
+        if writer is not None and not callable(getattr(writer, "add_scalar", None)):
+            raise TypeError(
+                f"inspect_every: a {type(writer).__name__} has no add_scalar(tag, value, step), as "
+                "torch.utils.tensorboard.SummaryWriter has"
+            )
+        self.model, self.n, self.writer, self.step, self.keep = model, n, writer, step, keep
+        self.path = None if path is None else Path(path)
+        self.report: Report | None = None
+        found = [] if self.path is None or not self.path.exists() else load_run(self.path)
+        self._written = {r.step: as_json(r) for r in found if r.step is None or r.step < step}
+        self._open: ExitStack | None = None
+        self._is_inside = False
+
+    def start_step(self) -> None:
+        """What ``with`` does at its beginning, for callbacks."""
+        if self._is_inside:
+            raise RuntimeError("inspect_every: a step is open already; end it before the next one")
+        if self.step % self.n == 0:
+            stack = ExitStack()
+            self.report = stack.enter_context(inspect(self.model, step=self.step))
+            self._open = stack
+        self._is_inside = True
+
+    def end_step(self) -> None:
+        """What ``with`` does at its end, for callbacks."""
+        self._close(failed=False)
+
+    def _close(self, failed: bool) -> None:
+        if not self._is_inside:
+            raise RuntimeError("inspect_every: no step is open")
+        stack, self._open, self._is_inside = self._open, None, False
+        step, self.step = self.step, self.step + 1
+        if stack is None:
+            return
+        stack.close()
+        assert self.report is not None
+        if failed:
+            return
+        self.report = self.report.gather()
+        if _is_first_rank():
+            self._write(self.report, step)
+
+    def _write(self, report: Report, step: int) -> None:
+        if self.writer is not None:
+            report.add_scalars(self.writer, step)
+        if self.path is not None:
+            self._written[step] = as_json(report)
+            for oldest in list(self._written)[: -self.keep]:
+                del self._written[oldest]
+            write_run(self.path, report.model, list(self._written.values()))
+
+    def __enter__(self) -> Monitor:
+        self.start_step()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close(failed=kind is not None)
+
+
+def _is_first_rank() -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0

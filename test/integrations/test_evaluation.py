@@ -1,0 +1,77 @@
+"""A model in eval mode leaves float8 where no gradients are asked for, and only there."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from float8 import convert_to_float8_training
+from float8.integrations.evaluation import evaluate_in_high_precision
+
+
+class Recursive(nn.Sequential):
+    """Calls itself once, as a model that generates does."""
+
+    def forward(self, x, again=True):
+        if again:
+            return self(x, again=False)
+        if x.shape[0] == 0:
+            raise RuntimeError("empty")
+        return super().forward(x)
+
+
+@pytest.fixture
+def case():
+    """(model, input, its output in high precision, in float8)"""
+    model, x = Recursive(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16)), torch.randn(16, 32)
+    plain = model(x)
+    convert_to_float8_training(model)
+    quantised = model(x)
+    evaluate_in_high_precision(model)
+    evaluate_in_high_precision(model)  # changes nothing
+    return model, x, plain, quantised
+
+
+def test_eval_mode_without_gradients_is_high_precision_and_nothing_else(case):
+    model, x, plain, quantised = case
+    assert not torch.equal(plain, quantised)
+    for training in (False, True):
+        model.train(training)
+        assert torch.equal(model(x), quantised)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                assert torch.equal(model(x), quantised if training else plain)
+    assert [layer.high_precision for layer in model if isinstance(layer, nn.Linear)] == [0, 0]
+    assert len(model._forward_pre_hooks) == 1
+
+
+def test_an_error_on_the_way_leaves_nothing_open(case):
+    model, x, _, quantised = case
+    with torch.no_grad(), pytest.raises(RuntimeError, match="empty"):
+        model.eval()(x[:0])
+    assert torch.equal(model(x), quantised)
+
+
+def test_copies_and_pickles_do_as_the_model_does(case):
+    model, x, plain, quantised = case
+    model.eval()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(x), quantised)
+        with torch.no_grad():
+            assert torch.equal(copied(x), plain)
+            assert torch.equal(model(x), plain)
+
+
+def test_compiled_in_one_graph(case):
+    recursive, x, plain, quantised = case
+    model = nn.Sequential(*recursive)
+    evaluate_in_high_precision(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(2):
+        assert torch.equal(compiled.train()(x), quantised)
+        with torch.no_grad():
+            assert torch.equal(compiled.eval()(x), plain)

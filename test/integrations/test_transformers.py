@@ -1,0 +1,330 @@
+"""`Float8Callback`: a small Llama in the Trainer; its checkpoints are plain and resume exactly."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from assertions import assert_bitwise
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
+
+import float8.numerics
+from float8 import Float8Linear, convert_to_float8_training
+from float8.config import RECIPES, DelayedScalingConfig
+from float8.distributed.sharded_weight import ShardedWeight
+from float8.integrations import transformers as integration
+from float8.integrations.transformers import Float8Callback, convert
+
+GATHERING = replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True)
+LAYERS = 7  # of one block
+
+
+def llama_config(**options):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
+    return LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes, **options)
+
+
+def llama(seed=0, **options):
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(llama_config(**options))
+
+
+def data_of(rows=32):
+    tokens = torch.randint(64, (rows, 16), generator=torch.Generator().manual_seed(7))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def trainer_of(folder, model, callback, optimizers=(None, None), **options):
+    options = {
+        "max_steps": 4,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "bf16": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        **options,
+    }
+    return Trainer(
+        model,
+        TrainingArguments(str(folder), **options),
+        train_dataset=data_of(),
+        eval_dataset=data_of(8),
+        callbacks=[callback] if callback else [],
+        optimizers=optimizers,
+    )
+
+
+def losses_of(trainer):
+    return {e["step"]: e["loss"] for e in trainer.state.log_history if "loss" in e}
+
+
+def assert_same(model, expected, replay):
+    found, wanted = model.state_dict(), expected.state_dict()
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert_bitwise(found[name], wanted[name], replay, name)
+
+
+def test_the_example_of_the_docstring_runs(tmp_path, monkeypatch, capsys):
+    code = integration.__doc__.split("::\n", 1)[1].split("\nWhat the callback", 1)[0]
+    assert len(code.splitlines()) < 60
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec("\n".join(line[4:] for line in code.splitlines()), names)
+    assert "eval_loss" in capsys.readouterr().out
+    cast = names["model"].model.layers[0].mlp.up_proj.cast_input
+    assert int((cast.amax_history > 0).sum()) == 4
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_resumes_to_the_bits_of_an_uninterrupted_run(recipe, tmp_path):
+    whole = trainer_of(tmp_path, llama(), Float8Callback(recipe))
+    whole.train()
+    assert isinstance(whole.model.model.layers[0].mlp.up_proj, Float8Linear)
+    resumed = trainer_of(tmp_path / "b", llama(1), Float8Callback(recipe))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses_of(resumed) == losses_of(whole)  # the first two come with the checkpoint
+    assert_same(resumed.model, whole.model, recipe)
+    again = trainer_of(tmp_path / "c", llama(1), Float8Callback(recipe))
+    again.args.restore_callback_states_from_checkpoint = True
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same(again.model, whole.model, recipe)
+
+
+def test_a_checkpoint_is_that_of_a_plain_model(tmp_path):
+    trainer = trainer_of(tmp_path, llama(), Float8Callback("delayed"))
+    trainer.train()
+    stored = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+    assert stored.keys() == llama().state_dict().keys()
+    plain, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "checkpoint-4", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    tokens = data_of(1)[0]["input_ids"][None]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = plain(tokens).logits.float()
+        assert torch.equal(trainer.model.eval()(tokens).logits, expected)
+
+
+def test_steps_are_synced_once_whatever_is_accumulated(tmp_path):
+    trainer = trainer_of(tmp_path, llama(), Float8Callback("delayed"), save_strategy="no")
+    trainer.train()
+    casts = [m for m in trainer.model.modules() if hasattr(m, "amax_history")]
+    assert len(casts) == 3 * LAYERS
+    assert {int((cast.amax_history > 0).sum()) for cast in casts} == {4}
+
+
+def test_checkpointing_activations_changes_no_bit(tmp_path):
+    models = []
+    for on in (False, True):
+        trainer = trainer_of(
+            tmp_path, llama(), Float8Callback("delayed"), save_strategy="no", max_steps=2,
+            activation_checkpointing=on,
+        )  # fmt: skip
+        trainer.train()
+        models.append(trainer.model)
+    assert_same(*models, "activation_checkpointing")
+
+
+@pytest.mark.slow
+def test_compiled(tmp_path):
+    models = []
+    for options in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):
+        trainer = trainer_of(
+            tmp_path, llama(), Float8Callback(), save_strategy="no", max_steps=1, **options
+        )
+        trainer.train()
+        models.append(trainer.model)
+    assert_same(*models, "torch_compile")
+
+
+def test_evaluates_in_high_precision_unless_asked_otherwise(tmp_path):
+    expected = trainer_of(tmp_path, llama(), None).evaluate()["eval_loss"]
+    found = trainer_of(tmp_path, llama(), Float8Callback("rowwise")).evaluate()["eval_loss"]
+    assert found == expected
+    callback = Float8Callback("rowwise", float8_in_evaluation=True)
+    found = trainer_of(tmp_path, llama(), callback).evaluate()["eval_loss"]
+    assert found != expected
+    assert found == pytest.approx(expected, rel=1e-2)
+
+
+def test_the_best_checkpoint_comes_back_with_its_histories(tmp_path):
+    callback = Float8Callback("delayed")
+    trainer = trainer_of(
+        tmp_path, llama(), callback, save_steps=1, eval_strategy="steps", eval_steps=1,
+        load_best_model_at_end=True, greater_is_better=True, save_total_limit=1,
+        metric_for_best_model="loss",
+    )  # fmt: skip
+    trainer.train()  # the loss falls, and the largest is the best here
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    cast = trainer.model.model.layers[0].mlp.up_proj.cast_grad_output
+    assert int((cast.amax_history > 0).sum()) == 1
+    assert cast.history_ready
+    once = trainer_of(tmp_path / "b", llama(), Float8Callback("delayed"), max_steps=1)
+    once.train()
+    assert_same(trainer.model, once.model, "best")
+
+
+def test_a_run_without_float8_goes_on_with_it(tmp_path):
+    trainer_of(tmp_path, llama(), None, max_steps=2).train()
+    trainer = trainer_of(tmp_path, llama(1), Float8Callback("delayed"))
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 4
+    cast = trainer.model.model.layers[0].mlp.up_proj.cast_input
+    assert int((cast.amax_history > 0).sum()) == 2
+
+
+class TestConversion:
+    def test_leaves_the_head_out_tied_or_not_and_what_tensor_cores_refuse(self):
+        model = convert(llama(tie_word_embeddings=True))
+        assert type(model.lm_head) is nn.Linear
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert len(model.float8_conversion.converted) == LAYERS
+        classifier = LlamaForSequenceClassification(llama_config(num_labels=3, pad_token_id=0))
+        assert type(convert(classifier).score) is nn.Linear
+        classifier = LlamaForSequenceClassification(llama_config(num_labels=3, pad_token_id=0))
+        padding = replace(RECIPES["tensorwise"], pad_inner_dim=True)
+        assert type(convert(classifier, padding).score) is Float8Linear
+
+    def test_a_filter_decides_alone(self):
+        model = convert(llama(), module_filter_fn=lambda module, fqn: fqn == "lm_head")
+        assert model.float8_conversion.converted == ["lm_head"]
+
+    def test_a_converted_model_stays_as_it_is(self, tmp_path):
+        model = convert_to_float8_training(llama(), config=RECIPES["delayed"])
+        trainer = trainer_of(tmp_path, model, Float8Callback(), max_steps=1)
+        trainer.train()
+        assert trainer.model is model
+        assert isinstance(model.lm_head, Float8Linear)
+        stored = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+        assert stored.keys() == llama().state_dict().keys()
+
+    def test_weights_that_are_gathered_in_float8_are_written_plain(self, tmp_path):
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # built before
+        trainer = trainer_of(
+            tmp_path, model, Float8Callback(GATHERING), (optimizer, None), max_steps=2
+        )
+        trainer.train()
+        weight = model.model.layers[0].mlp.up_proj.weight
+        assert isinstance(weight, ShardedWeight)
+        stored = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+        stored = stored["model.layers.0.mlp.up_proj.weight"]
+        assert torch.equal(stored, weight.plain)
+        assert not torch.equal(stored, llama().model.layers[0].mlp.up_proj.weight)
+
+
+def test_each_step_is_shown_to_the_monitor(tmp_path, monkeypatch):
+    calls = []
+
+    class Monitor:
+        def __init__(self, model, n, *, path):
+            calls.append((type(model).__name__, n, path))
+
+        def __enter__(self):
+            calls.append("begin")
+
+        def __exit__(self, *error):
+            calls.append("end")
+
+    monkeypatch.setitem(vars(float8.numerics), "inspect_every", Monitor)
+    callback = Float8Callback(inspect_every=50, report_path="run.json")
+    trainer_of(tmp_path, llama(), callback, max_steps=2).train()
+    assert calls == [("LlamaForCausalLM", 50, "run.json"), *["begin", "end"] * 2]
+    assert isinstance(callback.monitor, Monitor)
+
+
+class TestRefusals:
+    def test_another_config(self, tmp_path):
+        with pytest.raises(ValueError, match="with another config"):
+            trainer_of(tmp_path, convert(llama(), "delayed"), Float8Callback("rowwise"))
+
+    def test_an_optimizer_of_replaced_parameters(self, tmp_path):
+        model = llama()
+        stale = torch.optim.AdamW(model.parameters())
+        convert(model, GATHERING)
+        with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj that.*build the opti"):
+            trainer_of(tmp_path, model, Float8Callback(), (stale, None))
+
+    def test_an_optimizer_of_another_model(self, tmp_path):
+        other = torch.optim.AdamW(llama().parameters())
+        with pytest.raises(ValueError, match=r"none of the 12 parameters of this AdamW"):
+            trainer_of(tmp_path, llama(), Float8Callback(), (other, None))
+
+    def test_a_model_init_that_makes_a_plain_model(self, tmp_path):
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], max_steps=1)
+        data = data_of()
+        
+        def plain():
+            return llama()
+
+        def converted():
+            return convert(llama())
+
+        for init in (plain, converted):
+            trainer = Trainer(
+                None, arguments, train_dataset=data, callbacks=[Float8Callback()], model_init=init
+            )
+            if init is plain:
+                with pytest.raises(ValueError, match=r"let model_init return.*convert"):
+                    trainer.train()
+            else:
+                trainer.train()
+
+    def test_a_history_of_another_length(self, tmp_path):
+        trainer_of(tmp_path, llama(), Float8Callback("delayed"), max_steps=2).train()
+        short = replace(RECIPES["delayed"], delayed_scaling=DelayedScalingConfig(history_len=4))
+        trainer = trainer_of(tmp_path, llama(), Float8Callback(short))
+        with pytest.raises(ValueError, match=r"history of 16 steps, this model one of 4"):
+            trainer.train(resume_from_checkpoint=True)
+
+    def test_copies_of_the_model_for_each_forward(self):
+        callback = Float8Callback("delayed")
+        model = convert(llama(), "delayed")
+        optimizer = torch.optim.SGD(model.parameters())
+        with pytest.raises(ValueError, match="DataParallel over 2 GPUs"):
+            callback.on_train_begin(
+                SimpleNamespace(n_gpu=2), None, None, model=model, optimizer=optimizer
+            )
+
+    def test_arguments(self):
+        with pytest.raises(ValueError, match="needs inspect_every"):
+            Float8Callback(report_path="run.json")
+        with pytest.raises(ValueError, match="unknown recipe"):
+            Float8Callback("tensorwize")
+        with pytest.raises(TypeError, match="config must be"):
+            Float8Callback(7)
+
+
+def test_a_layer_by_itself_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="wrap it in a module"):
+        Float8Callback().on_init_end(None, None, None, model=nn.Linear(32, 32))
+
+
+def test_casts_that_a_checkpoint_does_not_have_start_anew_and_are_named(tmp_path, caplog):
+    trainer_of(tmp_path, llama(), Float8Callback("delayed"), max_steps=2).train()
+    everything = Float8Callback("delayed", module_filter_fn=lambda module, fqn: True)
+    trainer = trainer_of(tmp_path, llama(), everything, max_steps=3)
+    with caplog.at_level(logging.INFO, logger="float8"):
+        trainer.train(resume_from_checkpoint=True)
+    assert "3 delayed casts start a new history: ['lm_head.cast_grad_output'" in caplog.text

@@ -1,0 +1,248 @@
+"""`compare` against models of which only one layer was ever converted, and leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.nn.functional as F
+from assertions import assert_bitwise, sqnr
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from float8.config import Float8LinearConfig
+from float8.convert import convert_to_float8_training, high_precision
+from float8.inference import convert_to_float8_inference
+from float8.numerics.comparison import COLUMNS, compare
+from float8.sync import sync_float8_amax_and_scale_history
+
+LAYERS = ["0", "3", "6"]
+
+
+def plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(48, 64),
+        nn.Dropout(0.2),
+        nn.GELU(),
+        nn.Linear(64, 64),
+        nn.BatchNorm1d(64),
+        nn.ReLU(inplace=True),
+        nn.Linear(64, 32),
+    )
+
+
+def converted(recipe: str = "tensorwise", only: str | None = None) -> nn.Module:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return convert_to_float8_training(
+        plain(), config=config, module_filter_fn=lambda m, fqn: only in (None, fqn)
+    )
+
+
+X = torch.randn(32, 48, generator=torch.Generator().manual_seed(2))
+Y = torch.randint(32, (32,), generator=torch.Generator().manual_seed(3))
+
+
+def loss_fn(output: Tensor) -> Tensor:
+    return F.cross_entropy(output, Y)
+
+
+def by_hand(model: nn.Module) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Output, all gradients as one vector, and what hooks see at the layers."""
+    seen: dict[str, Tensor] = {}
+    for name in LAYERS:
+        layer = model.get_submodule(name)
+        layer.register_forward_hook(lambda m, a, out, n=name: seen.update({n: out.clone()}))
+        if name != "0":  # the batch asks for no gradient
+            layer.register_full_backward_hook(
+                lambda m, grads, _, n=name: seen.update({n + " grad_input": grads[0]})
+            )
+    torch.manual_seed(7)
+    output = model(X)
+    loss_fn(output).backward()
+    for name in LAYERS:
+        seen[name + " grad_weight"] = model.get_submodule(name).weight.grad
+    return output, torch.cat([p.grad.flatten() for p in model.parameters()]), seen
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
+def test_every_column_is_that_of_models_converted_one_layer_at_a_time(recipe):
+    found = compare(converted(recipe), X, loss_fn=loss_fn, seed=7)
+    exact_output, exact_gradient, exact = by_hand(plain())
+    output, gradient, seen = by_hand(converted(recipe))
+    assert found.output == pytest.approx(sqnr(output, exact_output))
+    assert found.gradient == pytest.approx(sqnr(gradient, exact_gradient))
+    assert found.loss_high_precision == pytest.approx(float(loss_fn(exact_output)))
+    assert found.loss_float8 == pytest.approx(float(loss_fn(output)))
+    assert {layer.layer for layer in found.layers} == set(LAYERS)
+    for layer in found.layers:
+        name = layer.layer
+        alone = by_hand(converted(recipe, only=name))
+        assert layer.alone_output == pytest.approx(sqnr(alone[0], exact_output))
+        assert layer.alone_gradient == pytest.approx(sqnr(alone[1], exact_gradient))
+        assert layer.output == pytest.approx(sqnr(seen[name], exact[name]))
+        for kind in ("grad_input", "grad_weight"):
+            key = f"{name} {kind}"
+            expected = pytest.approx(sqnr(seen[key], exact[key])) if key in exact else None
+            assert getattr(layer, kind) == expected, key
+
+
+def test_the_layer_with_a_planted_outlier_is_named_first():
+    model = converted()
+    with torch.no_grad():
+        model[3].weight[0, 0] = 3e5  # one scale for the tensor: the other weights are flushed
+    found = compare(model, X, loss_fn=loss_fn)
+    assert found.worst() == ["3"]
+    worst, *others = found.layers
+    assert worst.alone_output < 10
+    assert all(layer.alone_output > 20 for layer in others)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_it_leaves_no_trace(raises):
+    model = converted("delayed")
+    loss_fn(model(X)).backward()
+    sync_float8_amax_and_scale_history(model)
+    loss_fn(model(X)).backward()
+    model[1].eval()
+    before, random_state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    grads = {p: (p.grad, p.grad.clone()) for p in model.parameters()}
+    x = X.clone().requires_grad_()
+
+    def failing(output: Tensor) -> Tensor:
+        raise KeyError("inside")
+
+    if raises:
+        with pytest.raises(KeyError):
+            compare(model, x, loss_fn=failing)
+    else:
+        compare(model, x, loss_fn=loss_fn)
+    for name, value in model.state_dict().items():
+        assert_bitwise(value, before[name], name)
+    for parameter, (grad, value) in grads.items():
+        assert parameter.grad is grad
+        assert_bitwise(grad, value)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert x.grad is None
+    assert [m.training for m in model] == [True, False, *[True] * 5]
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert getattr(module, "high_precision", 0) == 0
+
+
+def test_delayed_scales_are_used_as_they_are():
+    model = converted("delayed")
+    loss_fn(model(X)).backward()
+    sync_float8_amax_and_scale_history(model)
+    fresh = compare(model, X, loss_fn=loss_fn)
+    model[3].cast_input.scale.mul_(2.0**-8)  # a planted stale scale: its input saturates
+    stale = compare(model, X, loss_fn=loss_fn)
+    assert stale.worst() == ["3"]
+    assert stale.output < fresh.output - 10
+
+
+def test_the_layers_to_report_can_be_chosen_and_the_runs_alone_left_out():
+    model = converted()
+    runs = []
+    handle = model.register_forward_hook(lambda *_: runs.append(1))
+    found = compare(model, X, layers=["[36]"], loss_fn=loss_fn)
+    assert {layer.layer for layer in found.layers} == {"3", "6"}
+    assert len(runs) == 4
+    runs.clear()
+    found = compare(model, X, layers=["6"], alone=False)
+    handle.remove()
+    assert len(runs) == 2
+    (row,) = found.rows()
+    assert row["alone_output"] is None
+    assert row["alone_gradient"] is None
+    assert row["output"] > 20
+    assert found.loss_float8 is None  # a random cotangent, no loss
+
+
+class Outputs(nn.Module):
+    """Returns what models of Transformers return, recomputes, has a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.second, self.head = (nn.Linear(32, 32) for _ in range(3))
+        self.first.requires_grad_(False)
+
+    def forward(self, x, labels):
+        hidden = checkpoint(lambda h: F.gelu(self.second(h)), self.first(x), use_reentrant=False)
+        logits = self.head(hidden)
+        return OrderedDict(loss=F.cross_entropy(logits, labels), logits=logits)
+
+
+def test_models_of_frozen_and_recomputed_layers_that_return_a_mapping():
+    model = convert_to_float8_training(Outputs())
+    batch = {"x": X[:, :32], "labels": Y}
+    found = {row["layer"]: row for row in compare(model, batch).rows()}
+    assert set(found) == {"first", "second", "head"}
+    assert found["first"]["grad_weight"] is None
+    assert 15 < found["first"]["alone_gradient"] < 40  # it reaches the others' gradients
+    assert 15 < found["second"]["output"] < 40
+
+
+def test_a_model_without_gradients_has_outputs_alone():
+    model = convert_to_float8_inference(plain().eval()).requires_grad_(False)
+    found = compare(model, X)
+    assert 20 < found.output < 60
+    assert found.gradient is None
+    assert all(row["alone_output"] > 20 for row in found.rows())
+    with torch.no_grad():
+        assert compare(converted(), X).gradient is None
+
+
+def test_gradients_of_the_input_count_where_the_batch_asks_for_them():
+    model = convert_to_float8_inference(plain().eval()).requires_grad_(False)
+    assert 10 < compare(model, X.clone().requires_grad_()).gradient < 40
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs", "message"),
+    [
+        (plain, {}, "no Float8Linear: convert it first"),
+        (converted, {"layers": ["nothing.*"]}, "no float8 layer is called 'nothing"),
+    ],
+)
+def test_bad_input_is_refused(make, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        compare(make(), X, **kwargs)
+
+
+def test_a_name_in_place_of_names_is_refused():
+    with pytest.raises(TypeError, match="sequence of names"):
+        compare(converted(), X, layers="3")
+
+
+def test_high_precision_around_it_is_refused():
+    model = converted()
+    with high_precision(model), pytest.raises(ValueError, match="outside of it"):
+        compare(model, X)
+
+
+def test_a_model_that_is_not_finite_is_sent_to_find_nan():
+    model = converted()
+    with torch.no_grad():
+        model[0].bias[0] = math.nan
+    with pytest.raises(ValueError, match="float8.find_nan"):
+        compare(model, X)
+
+
+def test_it_reads_well_and_saves_strict_json(tmp_path):
+    found = compare(converted(), X, loss_fn=loss_fn)
+    text = str(found)
+    assert text.splitlines()[0].startswith("Sequential in float8 against high precision: output ")
+    assert "loss" in text
+    assert found.table(top=1).endswith("and 2 more")
+    found.save(tmp_path / "comparison.json")
+    read = json.loads((tmp_path / "comparison.json").read_text())
+    assert read["format"] == "float8.comparison"
+    assert [row["layer"] for row in read["layers"]] == found.worst(3)
+    assert set(read["layers"][0]) == {"layer", *COLUMNS}

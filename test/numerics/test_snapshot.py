@@ -1,0 +1,132 @@
+"""Reports: files that come back the same, errors that say what is wrong, scales, scalars."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from numerics.test_rows import ROW
+from torch import nn
+
+from float8 import convert_to_float8_inference
+from float8.numerics import Report, load_run
+from float8.numerics.snapshot import save_run
+
+WEIGHT = replace(ROW, layer="b", operand="weight", sqnr=20.0)
+
+
+def test_a_file_gives_the_report_back(tmp_path):
+    path = tmp_path / "run.json"
+    rows = [ROW, replace(ROW, layer="c", sqnr=-math.inf), WEIGHT]
+    Report(rows, model="GPT", step=50, skipped={"head": "it was not called"}).save(path)
+    found = Report.load(path)
+    assert found._rows == rows
+    assert (found.model, found.step, found.skipped) == ("GPT", 50, {"head": "it was not called"})
+    content = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(word))
+    assert (content["format"], content["version"]) == ("float8.numerics", 1)
+    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_run_holds_many(tmp_path):
+    path = tmp_path / "run.json"
+    save_run(path, [Report([ROW], model="M", step=step) for step in (0, 50)])
+    assert [report.step for report in load_run(path)] == [0, 50]
+    with pytest.raises(ValueError, match=r"2 snapshots; float8\.numerics\.load_run"):
+        Report.load(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("hello", "not a report"),
+        ("[]", "not a report"),
+        ('{"format": "other"}', "not a report"),
+        ('{"format": "float8.numerics", "version": 2, "float8": "9.9"}', r"version 2.*9\.9.*reads"),
+        ('{"format": "float8.numerics", "version": 1}', "missing or damaged"),
+        ('{"format": "float8.numerics", "version": 1, "model": "", "snapshots": [3]}', "damaged"),
+        (
+            '{"format": "float8.numerics", "version": 1, "model": "", '
+            '"snapshots": [{"step": 1, "rows": [{"layer": "a"}]}]}',
+            "a row has the fields",
+        ),
+    ],
+)
+def test_another_file_is_refused(tmp_path, content, message):
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_run(path)
+
+
+def test_bytes_are_refused(tmp_path):
+    path = tmp_path / "x.png"
+    path.write_bytes(b"\x89PNG\xff")
+    with pytest.raises(ValueError, match="not a report"):
+        load_run(path)
+
+
+def test_rows_are_dictionaries_worst_first():
+    found = Report([ROW, WEIGHT]).rows()
+    assert [row["sqnr"] for row in found] == [20.0, 30.0]
+    assert found[1]["range"] == ROW.range
+    assert found[0]["histogram"] == {"lowest": -2, "counts": (1, 0, 8)}
+
+
+def test_scalars_reach_any_writer():
+    class Writer:
+        def __init__(self):
+            self.found = []
+
+        def add_scalar(self, tag, value, step):
+            self.found.append((tag, value, step))
+
+    writer = Writer()
+    second = replace(ROW, gemm="grad_weight", sqnr=math.inf, staleness=None)
+    Report([ROW, second], step=7).add_scalars(writer)
+    tags = {tag for tag, _, _ in writer.found}
+    assert ("float8/nan/input/sqnr", 30.0, 7) in writer.found
+    assert "float8/nan/input/grad_weight/amax" in tags
+    assert "float8/nan/input/grad_weight/sqnr" not in tags
+    assert "float8/nan/input/grad_weight/staleness" not in tags
+    Report([ROW]).add_scalars(writer, 9)
+    assert writer.found[-1][2] == 9
+
+
+def test_static_scales_are_what_inference_takes():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16))
+    report = Report([replace(ROW, layer="0", amax=4.0)])
+    scales = report.static_scales()
+    assert scales == {"0": 4.0 / 448}
+    convert_to_float8_inference(model, static_scales=scales)
+    assert model[0].config.cast_config_input.static_scale == 4.0 / 448
+
+
+@pytest.mark.parametrize(
+    ("row", "arguments", "message"),
+    [
+        (ROW, {"method": "sqnr"}, "a report knows amaxes alone"),
+        (ROW, {"operand": "weight"}, "no row for operand 'weight'"),
+        (replace(ROW, amax=0.0), {}, "nan: its input had amax 0"),
+        (replace(ROW, nonfinite=2), {}, "2 elements that are not finite"),
+    ],
+)
+def test_scales_that_would_be_wrong_are_refused(row, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Report([row]).static_scales(**arguments)
+
+
+def test_merged_reports_forget_what_one_of_them_saw():
+    a = Report([ROW], model="M", step=3, skipped={"b": "it was not called"})
+    b = Report([WEIGHT], model="M", step=3, skipped={"nan": "it was not called", "c": "meta"})
+    found = a.merged(b)
+    assert (found.step, found.skipped, len(found)) == (3, {"c": "meta"}, 2)
+    assert a.gather()._rows == a._rows  # one process
+
+
+def test_a_picture_needs_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        Report([ROW]).plot(tmp_path / "x.png")

@@ -1,0 +1,218 @@
+"""Statistics of a cast against the 256-code table in float64, on everything that breaks code."""
+
+import math
+
+import oracle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shapes import DEVICES, FORMATS, GRANULARITIES, Case, cases, pairs
+
+from float8 import kernels
+from float8.numerics import statistics
+from float8.numerics.statistics import Coded, Tally, measure, rows_of
+
+
+def row(x, coded, may_saturate=True, is_fixed=False):
+    """The one row of one cast."""
+    tally = Tally(
+        "layer", "input", "output", "e4m3", "dynamic", "tensorwise", x is not None, is_fixed
+    )
+    tally.add(measure(x, coded, may_saturate))
+    (found,) = rows_of([tally])
+    return found
+
+
+def cast(x, dtype, granularity, scale=None):
+    block = granularity.block_of(x.shape)
+    if scale is None:
+        scale = kernels.scale_from_amax(kernels.amax(x, block), torch.finfo(dtype).max)
+    return Coded(kernels.cast(x, scale, block, dtype), scale, block)
+
+
+def expected(x, coded):
+    """The numbers of a row, from the codes' bit fields and in float64; fractions as counts."""
+    dtype = coded.data.dtype
+    x = x.detach().cpu().double()
+    decoded = oracle.table(dtype)[coded.data.cpu().contiguous().view(torch.uint8).long()]
+    scale = oracle.spread(coded.scale.cpu().double(), tuple(x.shape), coded.block)
+    finite = x.isfinite()
+    kept, values = x[finite], (decoded * scale)[finite]
+    n = max(kept.numel(), 1)
+    mean = kept.sum() / n
+    exponents = [math.frexp(v)[1] - 1 for v in kept.abs().tolist() if v]
+    return {
+        "zeros": int((x == 0).sum()),
+        "nonfinite": int((~finite).sum()),
+        "amax": float(kept.abs().max()) if kept.numel() else 0.0,
+        "flushed": int(((x != 0) & (decoded == 0)).sum()),
+        "saturated": int((kept.abs() > (scale[finite] * oracle.largest(dtype)) * 1.0000015).sum()),
+        "signal": float((kept**2).sum()),
+        "noise": float(((kept - values) ** 2).sum()),
+        "variance": float(((kept - mean) ** 2).sum() / n),
+        "fourth": float(((kept - mean) ** 4).sum() / n),
+        "exponents": {e: exponents.count(e) for e in set(exponents)},
+    }
+
+
+def check(x, coded, replay):
+    found, want = row(x, coded), expected(x, coded)
+    for name in ("zeros", "nonfinite", "amax"):
+        assert getattr(found, name) == want[name], f"{name}: {replay}"
+    for name in ("flushed", "saturated"):
+        count = getattr(found, name) * max(x.numel(), 1)
+        assert count == pytest.approx(want[name], abs=1e-6), f"{name}: {replay}"
+    lowest, counts = found.histogram
+    assert {lowest + i: n for i, n in enumerate(counts) if n} == want["exponents"], replay
+    if want["signal"] == 0:
+        assert found.sqnr is None, replay
+    elif not math.isfinite(want["noise"]):
+        assert found.sqnr == -math.inf, replay
+    elif want["noise"] == 0:
+        assert found.sqnr == math.inf, replay
+    else:
+        decibel = 10 * math.log10(want["signal"] / want["noise"])
+        assert found.sqnr == pytest.approx(decibel, abs=1e-9), replay
+    if want["variance"] > 1e-6 * want["signal"] / max(x.numel(), 1) > 0:
+        assert found.kurtosis == pytest.approx(want["fourth"] / want["variance"] ** 2, rel=1e-8)
+
+
+@pairs(
+    dtype=FORMATS,
+    granularity=list(GRANULARITIES),
+    shape=[(5, 123), (1, 1), (130, 257), (16, 0), (0, 16), (37, 1)],
+    fill=["normal", "wide", "codes", "zeros", "one_large"],
+    source=[torch.float32, torch.bfloat16, torch.float16],
+    layout=["contiguous", "transposed", "expanded", "sliced"],
+)
+def test_every_number_is_that_of_the_table_of_codes(
+    dtype, granularity, shape, fill, source, layout
+):
+    case = Case(shape, source, fill=fill, layout=layout, seed=3)
+    x = case.make()
+    check(x, cast(x, dtype, GRANULARITIES[granularity]), case)
+
+
+@settings(max_examples=60)
+@given(
+    case=cases(),
+    dtype=st.sampled_from(oracle.DTYPES),
+    name=st.sampled_from(list(GRANULARITIES)),
+    octaves=st.one_of(st.none(), st.integers(-12, 12)),
+)
+def test_weird_tensors_under_right_and_wrong_scales(case, dtype, name, octaves):
+    x = case.make()
+    coded = cast(x, dtype, GRANULARITIES[name])
+    if octaves is not None:  # a scale from elsewhere: saturates or flushes
+        scale = (coded.scale * 2.0**octaves).nan_to_num(1.0, 1.0).clamp(2.0**-126, 2.0**126)
+        coded = cast(x, dtype, GRANULARITIES[name], scale)
+    check(x, coded, (case, dtype, name, octaves))
+
+
+@pytest.mark.parametrize("name", GRANULARITIES)
+def test_pieces_change_nothing(name, monkeypatch):
+    x = Case((300, 70), fill="wide", specials=("inf",), seed=1).make()
+    x[200:, :] *= 100
+    coded = cast(x, FORMATS[0], GRANULARITIES[name], None)
+    monkeypatch.setitem(statistics._PIECE, "cpu", 700)
+    check(x, coded, name)
+
+
+def test_columns_are_measured_as_rows_are():
+    x = torch.randn(40, 24)
+    coded = cast(x.t(), FORMATS[0], GRANULARITIES["1x32"])
+    check(x.t(), coded, "transposed")
+
+
+def test_a_dynamic_scale_saturates_nothing_though_it_is_rounded():
+    for seed in range(40):
+        x = Case((3, 50), exponent=seed - 20, seed=seed).make()
+        assert row(x, cast(x, FORMATS[seed % 2], GRANULARITIES["rowwise"])).saturated == 0
+
+
+def test_staleness_counts_octaves_above_and_below_the_range():
+    x = torch.tensor([[0.5, -448.0]])
+    for octaves in (-3, 0, 2):
+        scale = torch.full((1, 1), 2.0**-octaves)
+        found = row(x, cast(x, FORMATS[0], GRANULARITIES["tensorwise"], scale), is_fixed=True)
+        assert found.staleness == octaves
+        assert found.saturated == (0.5 if octaves > 0 else 0)
+    assert row(x * 0, cast(x * 0, FORMATS[0], GRANULARITIES["tensorwise"])).staleness is None
+
+
+def test_the_scale_of_a_row_of_zeros_is_no_scale():
+    x = torch.tensor([[1.0, 2.0], [0.0, 0.0], [4.0, -8.0]])
+    found = row(x, cast(x, FORMATS[0], GRANULARITIES["rowwise"]))
+    assert found.scale_min == pytest.approx(2 / 448)
+    assert found.scale_max == pytest.approx(8 / 448)
+    all_zero = row(x * 0, cast(x * 0, FORMATS[0], GRANULARITIES["rowwise"]))
+    assert (all_zero.scale_min, all_zero.scale_max) == (2.0**-126, 2.0**-126)
+    assert (all_zero.sqnr, all_zero.kurtosis, all_zero.flushed) == (None, None, 0)
+
+
+def test_what_is_not_finite_is_counted_and_the_rest_measured():
+    x = torch.tensor([[1.0, math.inf, 2.0, math.nan]])
+    found = row(x, cast(x, FORMATS[0], GRANULARITIES["tensorwise"], torch.full((1, 1), 0.5)))
+    assert (found.nonfinite, found.amax, found.sqnr) == (2, 2.0, math.inf)
+    lost = row(x, cast(x, FORMATS[0], GRANULARITIES["tensorwise"]))  # the scale is NaN
+    assert (lost.nonfinite, lost.sqnr) == (2, -math.inf)
+    assert math.isnan(lost.scale_max)
+
+
+def test_codes_alone_have_values_and_no_error():
+    x = torch.randn(6, 40)
+    coded = cast(x, FORMATS[0], GRANULARITIES["rowwise"])
+    values = oracle.values(*coded).float()
+    found, same = row(None, coded), row(values, coded)
+    assert (found.flushed, found.saturated, found.sqnr) == (None, None, None)
+    assert found.amax == pytest.approx(same.amax)
+    assert found.kurtosis == pytest.approx(same.kurtosis)
+    assert found.histogram == same.histogram
+
+
+def test_calls_add_up_to_the_statistics_of_all_their_elements():
+    parts = [torch.randn(8, 16) * 2.0**i for i in range(3)]
+    scale = torch.full((1, 1), 0.01)
+    tally = Tally("l", "input", "output", "e4m3", "static", "tensorwise", True, True)
+    for part in parts:
+        tally.add(measure(part, cast(part, FORMATS[0], GRANULARITIES["tensorwise"], scale)))
+    (found,) = rows_of([tally])
+    whole = torch.cat(parts)
+    at_once = row(whole, cast(whole, FORMATS[0], GRANULARITIES["tensorwise"], scale), True, True)
+    assert (found.calls, found.elements) == (3, whole.numel())
+    assert (found.amax, found.histogram) == (at_once.amax, at_once.histogram)
+    assert (found.saturated, found.flushed) == (at_once.saturated, at_once.flushed)
+    for name in ("sqnr", "kurtosis", "staleness"):
+        assert getattr(found, name) == pytest.approx(getattr(at_once, name), rel=1e-12)
+
+
+def test_empty_calls_count_and_say_nothing():
+    x = torch.zeros(0, 16)
+    found = row(x, cast(x, FORMATS[0], GRANULARITIES["tensorwise"]))
+    assert (found.elements, found.calls, found.amax, found.sqnr) == (0, 1, 0.0, None)
+    assert found.histogram.counts == ()
+
+
+def test_a_wrong_cast_is_seen():
+    """Planted: codes of a neighbouring scale, of the other sign, and one element swapped."""
+    x = torch.randn(64, 64)
+    right = cast(x, FORMATS[0], GRANULARITIES["tensorwise"])
+    good = row(x, right).sqnr
+    assert 30 < good < 33
+    assert row(x, right._replace(scale=right.scale * 1.1)).sqnr < 21
+    assert row(x, right._replace(data=(-right.data.float()).to(FORMATS[0]))).sqnr < 0
+    swapped = right.data.clone().view(torch.uint8)
+    swapped[0, 0], swapped[1, 1] = swapped[1, 1].clone(), swapped[0, 0].clone()
+    assert row(x, right._replace(data=swapped.view(FORMATS[0]))).sqnr < good
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_a_device_measures_what_the_cpu_does(device):
+    x = Case((300, 512), torch.bfloat16, fill="wide", specials=("inf", "zero")).make()
+    coded = cast(x, FORMATS[0], GRANULARITIES["1x128"])
+    there = row(x.to(device), Coded(coded.data.to(device), coded.scale.to(device), coded.block))
+    here = row(x, coded)
+    assert there.histogram == here.histogram
+    assert there.sqnr == pytest.approx(here.sqnr)
+    assert (there.nonfinite, there.zeros, there.amax) == (here.nonfinite, here.zeros, here.amax)

@@ -1,0 +1,297 @@
+"""What must be true of torchtitan with float8 layers, on each of two gloo processes.
+
+`test/integrations/test_torchtitan.py` starts them. torchtitan's own Trainer runs, by its own
+command line; what it asks of an accelerator is answered for the CPU here.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import tempfile
+import warnings
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+torch._utils._get_available_device_type = lambda: "cpu"  # asked when torchtitan is imported
+
+import torchtitan.distributed.fsdp as titan_fsdp  # noqa: E402
+import torchtitan.distributed.utils as titan_distributed  # noqa: E402
+import torchtitan.trainer as titan_trainer  # noqa: E402
+from torchtitan.components.lora import LoRAConverter  # noqa: E402
+from torchtitan.config import ConfigManager  # noqa: E402
+from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear  # noqa: E402
+from torchtitan.models.llama3 import model_registry  # noqa: E402
+
+import float8.integrations.torchtitan as ours  # noqa: E402
+from float8 import Float8LinearConfig, convert_from_float8_training, high_precision  # noqa: E402
+from float8.config import RECIPES  # noqa: E402
+from float8.integrations.torchtitan import Float8Converter, Float8TitanLinear  # noqa: E402
+
+ANSWERS = {
+    "get_device_name": lambda device=None: "cpu",
+    "get_device_properties": lambda device=None: SimpleNamespace(total_memory=1),
+    "memory_stats": lambda device=None: {},
+    "reset_peak_memory_stats": lambda: None,
+    "empty_cache": lambda: None,
+}
+for name, answer in ANSWERS.items():
+    setattr(torch.cpu, name, answer)
+
+
+def sum_gradients(model):
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+
+
+titan_fsdp.disable_fsdp_gradient_division = sum_gradients
+titan_distributed.set_pg_timeouts = lambda **_: None  # whose barrier names a CUDA device
+titan_trainer.time = SimpleNamespace(sleep=lambda _: None, perf_counter=lambda: 0.0)
+
+TYPED = (
+    "--module scripts.example_torchtitan --debug.seed 0 --training.mixed_precision_param float32 "
+    "--training.disable_cuda_graphs --optimizer.implementation foreach --metrics.log_freq 1 "
+    "--training.seq_len 32 --training.local_batch_size 2 --debug.no-enable_structured_logging "
+    # Its default backend, spmd_types, needs a newer torch than 2.13 on more than one rank.
+    "--parallelism.spmd_backend partial_dtensor"
+).split()
+
+
+def trainer_of(*arguments):
+    """A Trainer by torchtitan's command line; ``losses`` are what it logs."""
+    os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    torch.autograd.set_multithreading_enabled(False)  # as its init_distributed does
+    config = ConfigManager().parse_args([*TYPED, *arguments])
+    trainer = config.build()
+    gc.enable()
+    trainer.losses = []
+    trainer.metrics_processor.log = lambda step, loss, *rest, **more: trainer.losses.append(loss)
+    return trainer
+
+
+def losses_of(*arguments, steps=4):
+    trainer = trainer_of("--training.steps", str(steps), *arguments)
+    trainer.train()
+    trainer.close()
+    return trainer.losses
+
+
+def by_override(recipe, **options):
+    options = {"recipe": recipe, "filter_fqns": ["lm_head"], **options}
+    target = f"float8.integrations.torchtitan.float8={json.dumps(options)}"
+    return "--config", "llama3", "--override.imports", target
+
+
+def float8_layers(model):
+    return {fqn for fqn, m in model.named_modules() if isinstance(m, Float8TitanLinear)}
+
+
+def raises(error, match, call, *arguments, **keywords):
+    try:
+        call(*arguments, **keywords)
+    except error as caught:
+        assert re.search(match, str(caught)), str(caught)
+    else:
+        raise AssertionError(f"no {error.__name__}: {match}")
+
+
+# --- converting configs
+
+
+def small(**options):
+    """A config of two blocks, and of what a converter leaves alone."""
+    model = model_registry("debugmodel").model
+    model.layers = model.layers[:2]
+    odd = Linear.Config(in_features=256, out_features=2040)
+    model.layers[1].feed_forward.w2 = odd
+    model.layers[1].feed_forward.w3 = ScaledBiasRowwiseLinear.Config(
+        in_features=256, out_features=768
+    )
+    return model
+
+
+def converter_takes_what_it_should(rank):
+    model = small()
+    before = dict((fqn, c) for fqn, c, *_ in model.traverse(Linear.Config))
+    options = dict(recipe="rowwise", filter_fqns=["lm_head", "layers.0.attention"])
+    assert Float8Converter.Config(**options).build().convert(model) is model
+    after = dict((fqn, c) for fqn, c, *_ in model.traverse(Linear.Config))
+    taken = {fqn for fqn in after if type(after[fqn]) is Float8TitanLinear.Config}
+    assert taken == {
+        *(f"layers.0.feed_forward.w{i}" for i in (1, 2, 3)),
+        *(f"layers.1.attention.{name}" for name in ("qkv_linear.wqkv", "wo")),
+        "layers.1.feed_forward.w1",
+    }
+    for fqn, config in after.items():
+        assert (config is before[fqn]) == (fqn not in taken)
+        assert config.param_init is before[fqn].param_init
+    json.dumps(model.to_dict())  # what torchtitan logs
+
+
+def converter_says_what_is_wrong(rank):
+    build = lambda **options: Float8Converter.Config(**options).build()  # noqa: E731
+    raises(ValueError, "rowwise_with_gw_hp", build, recipe="rowwize")
+    raises(TypeError, "filter_fqns must be a list", build, filter_fqns="lm_head")
+    raises(ValueError, "one of them", build, recipe="rowwise", config=Float8LinearConfig())
+    raises(TypeError, "recipes", ours.float8, small(), recipes="rowwise")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        build(filter_fqns=["layers", "lm_head"]).convert(small())
+    assert "converted to float8: 0 layers" in str(caught[-1].message)
+
+
+def only_faster_layers(rank):
+    model = model_registry("debugmodel").model
+    model.layers = model.layers[:1]
+    w1 = model.layers[0].feed_forward.w1
+    w1.in_features = w1.out_features = 8192
+    Float8Converter.Config(faster_layers_tokens=16384).build().convert(model)
+    configs = dict((fqn, type(c)) for fqn, c, *_ in model.traverse(Linear.Config))
+    assert configs["layers.0.feed_forward.w1"] is Float8TitanLinear.Config
+    assert configs["layers.0.attention.wo"] is Linear.Config
+
+
+def layers_keep_the_protocol(rank):
+    """Checked by torchtitan's own check; the same draws initialise the same weights."""
+    converters = [
+        Float8Converter.Config(recipe="delayed", plain_checkpoint=True),
+        LoRAConverter.Config(rank=4, target_modules=["wo"]),
+    ]
+    models = []
+    for chosen in (None, converters[:1]):
+        config = model_registry("debugmodel", converters=chosen).model
+        config.layers = config.layers[:1]
+        with torch.device("meta"):
+            model = config.build()
+        model.verify_module_protocol()
+        model.to_empty(device="cpu")
+        torch.manual_seed(0)
+        with torch.no_grad():
+            model.init_states()
+        models.append(model.train())
+    plain, model = (m.state_dict() for m in models)
+    assert plain.keys() == model.keys()
+    assert all(torch.equal(plain[key], model[key]) for key in plain)
+    layer = models[1].layers["0"].feed_forward.w1
+    assert layer.cast_input.amax_history.eq(0).all()
+    with high_precision(models[1]):
+        x = torch.randn(2, 256)
+        assert torch.equal(layer(x), models[0].layers["0"].feed_forward.w1(x))
+    assert len(float8_layers(models[1])) == 6
+    convert_from_float8_training(models[1])
+    assert float8_layers(models[1]) == set()
+    assert type(models[1].layers["0"].attention.wo) is Linear
+    adapted = model_registry("debugmodel", converters=converters).model
+    assert adapted.layers[0].attention.wo._owner.__name__ == "LoRAFloat8TitanLinear"
+    adapted.layers = adapted.layers[:1]
+    adapted.build().verify_module_protocol()
+
+
+def what_parallelism_refuses(rank):
+    dims = lambda backend, tp: SimpleNamespace(spmd_backend=backend, tp=tp)  # noqa: E731
+    gathers = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    for config, backend, tp, match in (
+        (gathers, "spmd_types", 2, "leave the option off"),
+        (gathers, "full_dtensor", 1, "takes no amax history"),
+        (RECIPES["delayed"], "partial_dtensor", 2, "use spmd_types"),
+    ):
+        layer = Float8TitanLinear.Config(
+            in_features=16, out_features=16, _float8=config, _fqn="layers.0.wo"
+        ).build()
+        raises(ValueError, f"layers.0.wo: .*{match}", layer.parallelize, dims(backend, tp))
+    layer.forward = layer.forward  # as torchtitan's parallelize leaves it
+    raises(ValueError, "high_precision", layer.to_float)
+
+
+# --- training
+
+
+def loss_goes_down(rank):
+    losses = losses_of("--config", "llama3_float8", steps=16)
+    plain = losses_of("--config", "llama3", steps=16)
+    assert sum(losses[-4:]) < sum(losses[:4]) - 1, losses
+    assert losses != plain
+    assert abs(sum(losses) - sum(plain)) < 0.02 * sum(plain), (losses, plain)
+
+
+def the_override_is_the_converter(rank):
+    typed = losses_of(*by_override("tensorwise"), steps=2)
+    assert typed == losses_of("--config", "llama3_float8", steps=2)
+
+
+def every_recipe_trains(rank):
+    seen = set()
+    for recipe in RECIPES:
+        losses = losses_of(*by_override(recipe), steps=2)
+        assert all(0 < loss < 9 for loss in losses), (recipe, losses)
+        seen.add(tuple(losses))
+    assert len(seen) >= len(RECIPES) - 1  # "delayed" starts as "tensorwise" does
+
+
+def gathers_in_float8(rank, recipe):
+    trainer = trainer_of(
+        "--training.steps", "3", *by_override(recipe, enable_fsdp_float8_all_gather=True)
+    )
+    weight = trainer.model_parts[0].layers["0"].feed_forward.w1.weight
+    assert type(weight._local_tensor).__name__ == "ShardedWeight"
+    trainer.train()
+    assert weight._local_tensor.known_amax is not None or recipe == "delayed"
+    trainer.close()
+    assert trainer.losses == losses_of(*by_override(recipe), steps=3)
+
+
+def recomputing_and_compiling_change_nothing(rank, recipe):
+    """Selective checkpointing, the default, saves products; full saves nothing."""
+    plain = losses_of(*by_override(recipe), "activation-checkpoint:none", steps=3)
+    assert losses_of(*by_override(recipe), steps=3) == plain
+    assert losses_of(*by_override(recipe), "activation-checkpoint:full", steps=3) == plain
+    compiled = ("--compile.enable", "--compile.components", "model", "--compile.backend", "aot_eager")
+    got = losses_of(*by_override(recipe), *compiled, steps=3)
+    assert got == plain, (got, plain)
+
+
+def tensor_parallel(rank, recipe):
+    arguments = ("--parallelism.tensor_parallel_degree", "2")
+    losses = losses_of(*by_override(recipe), *arguments)
+    plain = losses_of("--config", "llama3", *arguments)
+    assert losses != plain
+    assert all(abs(a - b) < 0.05 for a, b in zip(losses, plain, strict=True)), (losses, plain)
+
+
+def resumes_exactly(rank):
+    """With delayed scaling, whose histories are in the checkpoint; synced once per step."""
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    saving = (
+        "--checkpoint.enable", "--checkpoint.interval", "2", "--dump_folder", folder[0],
+        "--checkpoint.no-last-save-model-only", "--checkpoint.keep-latest-k", "0",
+    )  # fmt: skip
+    typed = by_override("delayed")
+    synced, sync = [], ours.sync_float8_amax_and_scale_history
+    ours.sync_float8_amax_and_scale_history = lambda *rest: (synced.append(1), sync(*rest))
+    whole = losses_of(*typed, *saving)
+    ours.sync_float8_amax_and_scale_history = sync
+    assert len(synced) == 4
+    again = losses_of(*typed, *saving, "--checkpoint.load_step", "2")
+    assert again == whole[2:], (whole, again)
+
+
+def exports_to_hugging_face(rank):
+    """With delayed scaling in every layer, by plain_checkpoint."""
+    options = by_override("delayed", plain_checkpoint=True, filter_fqns=[])
+    trainer, plain = trainer_of(*options), trainer_of("--config", "llama3")
+    spec, model = trainer.config.model_spec, trainer.model_parts[0]
+    assert "lm_head" in float8_layers(model)
+    adapter = spec.state_dict_adapter(spec.model, None)
+    exported = adapter.to_hf(model.state_dict())
+    assert exported.keys() == adapter.to_hf(plain.model_parts[0].state_dict()).keys()
+    loaded = adapter.from_hf(exported)
+    assert loaded.keys() == model.state_dict().keys()
+    model.load_state_dict(loaded)
+    trainer.close(), plain.close()
