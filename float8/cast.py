@@ -10,6 +10,8 @@ buffer          shape    meaning, and who writes it
 amax_history    (H,)     the last H amaxes, newest first; written by ``sync`` and by loading
 scale           ()       the scale in use, 0 before the first; written by ``sync`` and by loading
 current_amax    ()       the running maximum since the last ``sync``; written by forward, backward
+scale_age       ()       with an ``interval`` > 1 only: how many syncs ago the scale was found, inf
+                         before the first; written by ``sync`` and by loading
 =============== ======== =======================================================================
 
 The buffers stay float32 whatever ``module.to(dtype)`` asks for, come to life again after
@@ -99,7 +101,7 @@ class DelayedCast(Cast):
 
     Args:
         config, default_format: see `Cast`.
-        delayed: history length, algorithm and margin.
+        delayed: how scales follow from the history.
         amax_init: use the dynamic scale until the first ``sync``; False starts from scale 1.
         device: where the buffers live.
     """

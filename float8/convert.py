@@ -26,7 +26,7 @@ from float8.cast import DelayedCast
 from float8.config import RECIPES, Float8LinearConfig
 from float8.filters import ModuleFilter
 from float8.formats import E4M3
-from float8.linear import Float8Linear
+from float8.linear import Float8CastingLinear, Float8Linear
 from float8.refusals import refuses_layer
 from float8.resident_weight import make_plain
 from float8.sync import remind_to_sync
@@ -68,6 +68,17 @@ register_module_rule(
         convert=Float8Linear.from_float,  # type: ignore[arg-type]
     ),
 )
+
+
+def register_linear_type(linear_type: type[nn.Linear]) -> None:
+    """Convert layers of this type too: its forward is a linear layer's, in its input's dtype.
+
+    For a subclass whose forward is ``F.linear(x, self.weight.to(x.dtype), self.bias)``, as scripts
+    without autocast write it; of any other subclass conversion cannot know what it computes.
+    """
+    linear = MODULE_RULES[nn.Linear]
+    rule = ModuleRule(linear.refuses, convert=Float8CastingLinear.from_float)  # type: ignore[arg-type]
+    register_module_rule(linear_type, rule)
 
 
 @dataclass(frozen=True)
@@ -273,7 +284,7 @@ def candidates(
         elif isinstance(module, nn.Linear):
             conversion.skipped[fqn] = (
                 f"its type is {type(module).__name__}, not nn.Linear: its own forward may not be "
-                "that of a linear layer"
+                "that of a linear layer (float8.convert.register_linear_type says that it is)"
             )
     return chosen
 

@@ -265,6 +265,36 @@ class Float8Linear(nn.Linear):
         return ", ".join(parts)
 
 
+class Float8CastingLinear(Float8Linear):
+    """Of a layer that casts its own weight: a float32 weight multiplies a bfloat16 input.
+
+    What scripts without autocast write as ``F.linear(x, self.weight.to(x.dtype), self.bias)``; see
+    `float8.convert.register_linear_type`.
+    """
+
+    @classmethod
+    def from_float(
+        cls, linear: nn.Linear, config: Float8LinearConfig | None = None, fqn: str = ""
+    ) -> Float8Linear:
+        """As `Float8Linear.from_float`; ``to_float`` gives the type of ``linear`` again."""
+        self = super().from_float(linear, config, fqn)
+        self.plain_type = type(linear)  # type: ignore[misc]
+        return self
+
+    def to_float(self) -> nn.Linear:
+        """The layer that it was, parameters shared."""
+        plain = super().to_float()
+        del plain.plain_type
+        return plain
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As `Float8Linear`, in the dtype of ``input``."""
+        if input.dtype == self.weight.dtype or not input.is_floating_point():
+            return super().forward(input)
+        with torch.autocast(input.device.type, input.dtype):
+            return super().forward(input)
+
+
 _CAST_NAMES = ("cast_input", "cast_weight", "cast_grad_output")
 _OWN_ATTRIBUTES = ("config", "fqn", "high_precision", "cached_weight")
 

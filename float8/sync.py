@@ -7,7 +7,9 @@ scales, with a number of kernels that does not grow with the number of layers (s
 
 Call it once per optimizer step, before or after ``optimizer.step()``, never between a forward and
 its backward: autograd would then find the scales changed that forward saved. Forgetting it leaves
-every cast dynamic, at its cost, so the first optimizer that steps twice without it says so.
+every cast dynamic, at its cost, so the first optimizer that steps twice without it says so. Where
+scales are to be found every few steps only (``DelayedScalingConfig.interval``), call it once per
+step all the same: the histories are rolled by each call, and it counts them itself.
 
 The collective is a maximum, element by element, so it means something only where all ranks list the
 same casts in the same order. `FIRST_SYNC_CHECKS` asks that before the first one. A dynamic scale is

@@ -23,7 +23,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.formats import FORMATS, HIGH_PRECISION_DTYPES, Format, format_of
 from float8.granularity import Block, Granularity, Tensorwise, scale_shape
-from float8.reader import innermost_module
+from float8.running_module import innermost_module
 
 # aten overload -> implementation; filled by float8.dispatch through `implements`.
 OP_TABLE: dict[Any, Callable[..., Any]] = {}

@@ -1,9 +1,8 @@
-"""torchtitan trains a small Llama 3 in float8, on made-up data: a config registry, for --module::
-
-    PYTHONPATH=. torchrun --nproc_per_node 1 -m torchtitan.train \\
-        --module scripts.example_torchtitan --config llama3_float8 --training.steps 50
+"""torchtitan trains a small Llama 3 in float8, on made-up data: a config registry, for --module:
+torchrun -m torchtitan.train --module scripts.example_torchtitan --config llama3_float8
 """
 
+# mypy: disallow-untyped-defs=False
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +49,7 @@ def llama3(converters=None):
     for _, _, attention, name in config.model_spec.model.traverse(FlexAttention.Config):
         setattr(attention, name, ScaledDotProductAttention.Config())
     config.loss = CrossEntropyLoss.Config(global_vocab_size=config.model_spec.model.vocab_size)
-    config.dataloader, config.tokenizer = Counting.Config(), Counting.Config()
+    config.dataloader = config.tokenizer = Counting.Config()
     config.training.seq_len, config.training.local_batch_size = 64, 4
     return config
 

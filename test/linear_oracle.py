@@ -2,7 +2,7 @@
 
 `GEMMS` says for each recipe how the two operands of each GEMM are cast, in GEMM-operand orientation
 (last dimension = contraction); it is written out by hand and shares nothing with
-``float8/config.py``. `expected` quantises with the oracle's own casts and multiplies in float64.
+``float8/config/``. `expected` quantises with the oracle's own casts and multiplies in float64.
 """
 
 from __future__ import annotations

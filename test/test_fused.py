@@ -31,7 +31,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
-from float8.fused import RMSNormCast, SwiGLUCast
+from float8.fused import LayerNormCast, RMSNormCast, SwiGLUCast
 from float8.kernels import reference
 
 K = 48
@@ -48,6 +48,13 @@ EVERY_CONFIG = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def norm_of(config=None, dtype=torch.float32, size=K):
     norm = RMSNormCast(size, eps=1e-6, dtype=dtype, config=config)
     nn.init.normal_(norm.weight, 1.0, 0.5)
+    return norm
+
+
+def layer_norm_of(config=None, dtype=torch.float32, size=K):
+    norm = LayerNormCast(size, dtype=dtype, config=config)
+    nn.init.normal_(norm.weight, 1.0, 0.5)
+    nn.init.normal_(norm.bias, 0.0, 0.5)
     return norm
 
 
@@ -107,6 +114,29 @@ def test_a_norm_is_the_plain_norm_and_the_layers_own_cast(dtype, config):
 
 @EVERY_CONFIG
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_layer_norm_is_the_plain_one_and_the_layers_own_cast(dtype, config):
+    norm, layer = layer_norm_of(config, dtype), Float8Linear(K, 32, dtype=dtype, config=config)
+    twin = copy.deepcopy(layer)
+    for _ in range(2):  # delayed: dynamic, then by its history
+        x, g = (2 + torch.randn(2, 16, K)).to(dtype), torch.randn(2, 16, 32).to(dtype)
+        y = norm(x)
+        # In float32 and rounded once; torch's own CPU kernel sums in another order.
+        plain = reference.layer_norm(x.flatten(0, 1), norm.weight, norm.bias, norm.eps)[0]
+        plain = plain.reshape(x.shape).to(dtype).detach().requires_grad_()
+        assert isinstance(y, Float8Tensor) and y.dtype == dtype and y.shape == x.shape
+        found, expected = layer(y), twin(plain)
+        assert_bitwise(found.detach(), expected.detach())
+        pair = grads(found, g, y, layer.weight), grads(expected, g, plain, twin.weight)
+        for a, b in zip(*pair, strict=True):
+            assert_bitwise(a, b)
+        for model in (norm, layer, twin):
+            sync_float8_amax_and_scale_history(model)
+        for name, buffer in norm.cast_output.named_buffers():
+            assert_bitwise(buffer, getattr(twin.cast_input, name), "", name)
+
+
+@EVERY_CONFIG
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gate_is_the_plain_gate_and_the_layers_own_cast(dtype, config):
     gate, layer = SwiGLUCast(config), Float8Linear(K, 32, dtype=dtype, config=config)
     twin = copy.deepcopy(layer)
@@ -139,6 +169,22 @@ def check_norm(dtype, shape=(7, 48), by=None):
         assert_error_within_baseline(a, e, b, 2.0, f"check_norm({dtype}, {shape})", name)
 
 
+def check_layer_norm(dtype, shape=(7, 48), mean=0.5):
+    """Gradients of x, weight and bias against float64, with a random gradient."""
+    norm = layer_norm_of(None, dtype, shape[-1])
+    x, g = (mean + torch.randn(shape)).to(dtype).requires_grad_(), torch.randn(shape).to(dtype)
+    found = grads(norm(x), g, x, norm.weight, norm.bias)
+
+    def plain(to):
+        x_, w, b = (t.detach().to(to).requires_grad_() for t in (x, norm.weight, norm.bias))
+        return grads(F.layer_norm(x_, shape[-1:], w, b, norm.eps), g.to(to), x_, w, b)
+
+    exact, baseline = plain(torch.float64), [t.to(dtype) for t in plain(torch.float32)]
+    names = ("grad_x", "grad_weight", "grad_bias")
+    for name, a, e, b in zip(names, found, exact, baseline, strict=True):
+        assert_error_within_baseline(a, e, b, 2.0, f"check_layer_norm({dtype}, {shape})", name)
+
+
 def check_gate(dtype, together, shape=(7, 48)):
     """Gradients of gate and up against float64, with a random gradient."""
     a, b = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(2))
@@ -162,6 +208,12 @@ def test_gradients_of_a_norm(dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(7, 48), (2, 3, 33), (257,)])
+def test_gradients_of_a_layer_norm(dtype, shape):
+    check_layer_norm(dtype, shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("shape", [(7, 48), (2, 3, 33), (257,)])
 def test_gradients_of_a_gate(dtype, together, shape):
@@ -181,6 +233,18 @@ FAULTS = {
         "_rms_norm_backward",
         lambda g, x, w, rstd, needs: (g * 0, (g * x).sum(0)),
     ),
+    "mean of the gradient kept": (
+        "_layer_norm_backward",
+        lambda g, x, w, b, m, rstd, needs: (
+            rstd * (g * w - (x - m) * rstd * (g * w * (x - m) * rstd).mean(1, keepdim=True)),
+            (g * (x - m) * rstd).sum(0),
+            g.sum(0),
+        ),
+    ),
+    "weight's gradient not centred": (
+        "_layer_norm_backward",
+        lambda g, x, w, b, m, rstd, needs: (g * 0, (g * x * rstd).sum(0), g.sum(0)),
+    ),
     "halves exchanged": (
         "swiglu_backward",
         lambda g, a, b: torch.cat([g * F.silu(a), g * b * a.sigmoid()], 1),
@@ -195,7 +259,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(fault):
     name, wrong = FAULTS[fault]
-    check = check_norm if "norm" in name else lambda dtype: check_gate(dtype, True)
+    checks = {"_rms_norm_backward": check_norm, "_layer_norm_backward": check_layer_norm}
+    check = checks.get(name, lambda dtype: check_gate(dtype, True))
     check(torch.float32)
     home = fused_autograd if "norm" in name else reference
     with (
@@ -239,6 +304,19 @@ def test_only_wanted_gradients(x_grad, affine):
     assert norm.weight is None or norm.weight.grad is not None
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_layer_norm_without_bias_or_weight(affine):
+    norm = LayerNormCast(K, elementwise_affine=affine, bias=False, config=CONFIGS["static"])
+    x = torch.randn(4, K, requires_grad=True)
+    exact = F.layer_norm(x.double(), (K,), eps=1e-5)
+    baseline = Float8Tensor.from_high_precision(exact.float(), torch.float8_e4m3fn, scale=0.125)
+    y = norm(x)
+    assert_error_within_baseline(y.dequantize(), exact, baseline.dequantize(), 1.01)
+    y.backward(torch.randn(4, K))
+    assert x.grad is not None and (norm.weight is None or norm.weight.grad is not None)
+    assert {"elementwise_affine", "eps"} <= vars(norm.to_float()).keys()
+
+
 def test_eps_is_float32s_by_default():
     x = (torch.randn(4, K) * 1e-3).bfloat16()
     y = RMSNormCast(K, dtype=torch.bfloat16, config=CONFIGS["static"])(x)
@@ -249,7 +327,7 @@ def test_eps_is_float32s_by_default():
 
 @pytest.mark.parametrize("shape", [(K,), (1, K), (2, 3, K), (0, K), (2, 0, K)])
 def test_inputs_of_any_rank_and_empty_batches(shape):
-    for module, size in ((norm_of(), 1), (SwiGLUCast(), 2)):
+    for module, size in ((norm_of(), 1), (layer_norm_of(), 1), (SwiGLUCast(), 2)):
         x = torch.randn(*shape[:-1], size * K, requires_grad=True)
         y = module(x)
         assert y.shape == shape and y.block == (-1,) * len(shape)
@@ -283,7 +361,9 @@ def test_without_gradients_the_codes_are_the_same(mode):
 
 @EVERY_CONFIG
 def test_the_ops_compute_what_plain_torch_does(config):
-    plain = block(config)
+    plain = nn.Sequential(layer_norm_of(config), block(config))
+    plain[0].to_float()  # which leaves it as it is
+    plain.insert(1, Float8Linear(K, K, config=config))
     ops = copy.deepcopy(plain)
     for _ in range(2):
         x, g = torch.randn(16, K), torch.randn(16, K)
@@ -301,7 +381,8 @@ def test_the_ops_compute_what_plain_torch_does(config):
 def test_the_transpose_comes_with_it_where_backward_may_want_it():
     norm, gate, x = norm_of(), SwiGLUCast(), torch.randn(2, 8, 2 * K)
     with by_ops():
-        for y in (norm(x[..., :K]), gate(x), gate(x[..., :K], x[..., K:])):
+        half = x[..., :K]
+        for y in (norm(half), layer_norm_of()(half), gate(x), gate(half, x[..., K:])):
             assert_bitwise(y.data_t, y._data.flatten(0, -2).t())
             assert y.data_t.is_contiguous()
         with torch.no_grad():
@@ -313,11 +394,19 @@ def test_the_transpose_comes_with_it_where_backward_may_want_it():
 @EVERY_CONFIG
 def test_on_a_gpu_it_is_close_to_the_unfused_chain(config):
     norm = norm_of(config, torch.bfloat16, 256).cuda()
+    centred = layer_norm_of(config, torch.bfloat16, 256).cuda()
     gate = SwiGLUCast(config, "cuda")
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     g = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
     for module, inputs, plain in (
         (norm, (x,), lambda x: F.rms_norm(x, (256,), norm.weight.to(x.dtype), 1e-6)),
+        (
+            centred,
+            (x,),
+            lambda x: F.layer_norm(
+                x, (256,), centred.weight.to(x.dtype), centred.bias.to(x.dtype), 1e-5
+            ),
+        ),
         (gate, (x, x * 2), lambda a, b: F.silu(a) * b),
     ):
         y = module(*inputs)
@@ -415,6 +504,14 @@ def test_from_float_shares_what_the_norm_has():
     assert norm.weight is plain.weight and norm.eps == 1e-3 and not norm.cast_output.training
     assert list(plain.state_dict()) == ["weight"]
     assert isinstance(norm, nn.RMSNorm)
+    centred = LayerNormCast.from_float(nn.LayerNorm(K, eps=1e-3), fqn="layers.0.norm")
+    assert centred.eps == 1e-3 and centred.bias is not None and isinstance(centred, nn.LayerNorm)
+    with pytest.raises(TypeError, match=r"RMSNormCast: a LayerNorm is not nn\.RMSNorm, of"):
+        RMSNormCast.from_float(nn.LayerNorm(K))
+    with pytest.raises(TypeError, match=r"layers.0.norm \(LayerNormCast\): input is torch.float64"):
+        centred(torch.randn(4, K).double())
+    with pytest.raises(ValueError, match=r"layers.0.norm \(LayerNormCast\): input is \(4, 8\)"):
+        centred(torch.randn(4, 8))
 
 
 def test_high_precision_is_the_plain_module():
@@ -515,7 +612,9 @@ def test_refuses_inputs_by_name():
         gate(x, x[:2])
 
 
-@pytest.mark.parametrize("module", [norm_of(), SwiGLUCast()], ids=["norm", "gate"])
+@pytest.mark.parametrize(
+    "module", [norm_of(), layer_norm_of(), SwiGLUCast()], ids=["norm", "layer norm", "gate"]
+)
 def test_refuses_a_second_derivative(module):
     x = torch.randn(4, K, requires_grad=True)
     y = module(x)
@@ -581,3 +680,5 @@ def test_refuses_arguments_that_are_no_config():
         SwiGLUCast("tensorwise")
     with pytest.raises(TypeError, match=r"RMSNormCast: eps must be a number.*config is a keyword"):
         RMSNormCast(K, Float8LinearConfig())
+    with pytest.raises(TypeError, match=r"LayerNormCast: eps must be a number.*config is a keywo"):
+        LayerNormCast(K, Float8LinearConfig())

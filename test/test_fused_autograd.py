@@ -11,7 +11,9 @@ from float8 import Float8Tensor
 from float8.config import RECIPES
 from float8.fused_autograd import (
     Output,
+    _layer_norm_backward,
     _rms_norm_backward,
+    layer_norm_cast,
     rms_norm_cast,
     runs_kernel,
     swiglu_cast,
@@ -37,10 +39,29 @@ def test_torchs_own_backward_takes_what_it_is_given(weighted):
         assert _rms_norm_backward(x, x, weight, rstd, (False, weighted))[0] is None
 
 
+@pytest.mark.parametrize("affine", ["weight and bias", "weight", "neither"])
+def test_torchs_own_backward_of_a_layer_norm_takes_what_it_is_given(affine):
+    with FakeTensorMode():
+        x, (mean, rstd) = (
+            torch.empty(6, K, device="cuda"),
+            torch.empty(2, 6, 1, device="cuda"),
+        )
+        weight = torch.empty(K, device="cuda") if "weight" in affine else None
+        bias = torch.empty(K, device="cuda") if "bias" in affine else None
+        needs = (True, weight is not None, bias is not None)
+        found = _layer_norm_backward(x, x, weight, bias, mean, rstd, needs)
+        assert found[0].shape == x.shape
+        for grad, parameter in zip(found[1:], (weight, bias), strict=True):
+            assert grad is None if parameter is None else grad.shape == (K,)
+        needs = (False, *needs[1:])
+        assert _layer_norm_backward(x, x, weight, bias, mean, rstd, needs)[0] is None
+
+
 def test_results_carry_the_gradient_in_the_compute_dtype():
     x = torch.randn(4, 2 * K, requires_grad=True)
     for y in (
         rms_norm_cast(x, None, 1e-6, output(torch.bfloat16)),
+        layer_norm_cast(x, None, None, 1e-6, output(torch.bfloat16)),
         swiglu_cast(x, None, output(torch.bfloat16)),
     ):
         assert isinstance(y, Float8Tensor)

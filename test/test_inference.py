@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from float8 import (
     CastConfig,
+    DelayedScalingConfig,
     Float8Linear,
     Float8LinearConfig,
     ScalingType,
@@ -531,6 +532,17 @@ def test_adapters_of_peft_train():
     )
     losses = losses_of(model)
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_static_inputs_need_no_settings_of_the_history_that_they_replace():
+    delayed = CastConfig(ScalingType.DELAYED)
+    config = Float8LinearConfig(
+        cast_config_input=delayed, delayed_scaling=DelayedScalingConfig(history_len=4)
+    )
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config=config)
+    convert_to_float8_inference(model, {"0": 0.5})
+    assert model[0].cast_input.config == CastConfig(ScalingType.STATIC, static_scale=0.5)
+    assert model[0].config.delayed_scaling == DelayedScalingConfig()
 
 
 def test_compiled_is_eager():

@@ -105,8 +105,8 @@ class Float8LinearConfig:
         """
         if name not in RECIPES:
             raise ValueError(
-                f"unknown recipe {name!r}{did_you_mean(name, RECIPES)}; known recipes: "
-                f"{', '.join(RECIPES)}"
+                f"unknown recipe {name!r}; known recipes: {', '.join(RECIPES)}"
+                f"{did_you_mean(name, RECIPES)}"
             )
         return RECIPES[name]
 
@@ -201,9 +201,9 @@ class Float8LinearConfig:
 
 
 def _owner(first: CastConfig, second: CastConfig | None) -> CastConfig:
-    is_off = first.scaling_type is ScalingType.DISABLED
-    is_delayed = second is not None and second.scaling_type is ScalingType.DELAYED
-    return second if second is not None and is_off and is_delayed else first
+    if second is None or first.scaling_type is not ScalingType.DISABLED:
+        return first
+    return second if second.scaling_type is ScalingType.DELAYED else first
 
 
 def _checked(name: str, value: object) -> CastConfig:

@@ -136,8 +136,8 @@ def _check_names(kind: str, arguments: dict[str, Any], known: tuple[str, ...]) -
                 f"dynamic. Leave {name} out, or use DelayedScaling"
             )
         raise TypeError(
-            f"unknown argument {name!r} of a TransformerEngine recipe ({kind})"
-            f"{did_you_mean(name, (*known, *SPELLINGS))}; known: {', '.join(known)}"
+            f"unknown argument {name!r} of a TransformerEngine recipe ({kind}); known: "
+            f"{', '.join(known)}{did_you_mean(name, (*known, *SPELLINGS))}"
         )
 
 

@@ -53,7 +53,7 @@ from torch.optim import Optimizer
 from float8.cast import DelayedCast
 from float8.config import Float8LinearConfig
 from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
-from float8.filters import ModuleFilter
+from float8.filters import ModuleFilter, all_of, divisible_by
 from float8.integrations.conversion import as_config, check_optimizer, convert
 from float8.integrations.evaluation import evaluate_in_high_precision
 from float8.integrations.versions import require
@@ -87,8 +87,9 @@ def prepare_float8(
         config: a `Float8LinearConfig`, a recipe's name, or Accelerate's ``TERecipeKwargs`` or
             ``AORecipeKwargs``; dynamic tensorwise by default.
         others: dataloaders, schedulers and whatever else ``accelerator.prepare`` takes.
-        module_filter_fn: as in `float8.convert_to_float8_training`; by default that of
-            ``AORecipeKwargs``, if there is one, or all layers.
+        module_filter_fn: as in `float8.convert_to_float8_training`; by default all layers, and
+            under ``AORecipeKwargs`` its own, or what it documents: neither the first nor the last,
+            nor layers with a dimension that is no multiple of 16.
         float8_in_evaluation: keep float8 in eval mode where gradients are disabled; by default
             what ``TERecipeKwargs`` says as ``use_autocast_during_eval``, or False.
 
@@ -97,16 +98,16 @@ def prepare_float8(
 
     Raises:
         ValueError: the accelerator or the optimizer cannot work so, the model was prepared before
-            or has another config, or layers cannot be converted; nothing has been changed then.
+            or has another config, or layers cannot be converted; none has been then.
         TypeError: ``optimizer`` or ``config`` is of another type.
     """
     is_fsdp2 = bool(getattr(accelerator, "is_fsdp2", False))
-    module_filter_fn = module_filter_fn or getattr(config, "module_filter_func", None)
+    module_filter_fn = module_filter_fn or _filter_of(config, model)
     if float8_in_evaluation is None:
         float8_in_evaluation = bool(getattr(config, "use_autocast_during_eval", False))
     config = as_config(config)
     _check_accelerator(accelerator)
-    _check_model(model)
+    _check_unprepared(model, optimizer)
     built = optimizer if isinstance(optimizer, Optimizer) else None
     if built is None and not callable(optimizer):
         raise TypeError(f"optimizer must be an Optimizer or build one, got {optimizer!r}")
@@ -126,6 +127,16 @@ def prepare_float8(
     return prepared
 
 
+def _filter_of(config: Any, model: nn.Module) -> ModuleFilter | None:
+    if type(config).__name__ != "AORecipeKwargs":
+        return None
+    if config.module_filter_func is not None:
+        given: ModuleFilter = config.module_filter_func
+        return given
+    names = [fqn for fqn, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return all_of(lambda module, fqn: fqn not in (names[0], names[-1]), divisible_by(16))
+
+
 def _check_accelerator(accelerator: Accelerator) -> None:
     if accelerator.mixed_precision == "fp8" or accelerator.fp8_backend != "NO":
         raise ValueError(
@@ -142,13 +153,13 @@ def _check_accelerator(accelerator: Accelerator) -> None:
         )
 
 
-def _check_model(model: nn.Module) -> None:
-    wrapped = getattr(model, "_is_accelerate_prepared", False)
-    if wrapped or isinstance(model, nn.parallel.DistributedDataParallel):
+def _check_unprepared(model: nn.Module, optimizer: Any) -> None:
+    prepared = any(getattr(x, "_is_accelerate_prepared", False) for x in (model, optimizer))
+    if prepared or isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
-            "this model was prepared before: Accelerate and its wrappers go on with the layers "
-            "that they know, so conversion comes first: give prepare_float8 the model and the "
-            "optimizer as they were, in the place of accelerator.prepare"
+            "this model or optimizer was prepared before: Accelerate and its wrappers go on with "
+            "the layers that they know, so conversion comes first: give prepare_float8 both as "
+            "they were, in the place of accelerator.prepare"
         )
 
 

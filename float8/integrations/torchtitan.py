@@ -18,9 +18,9 @@ or of any model that there is, without a line of code (kwargs as JSON)::
 The layers are `Float8Linear`s that keep torchtitan's Module protocol: ``init_states``, declared
 initialisers, declared shardings. What follows from that:
 
-- *Parallelism*: with the backend ``spmd_types``, torchtitan's default, layers see local tensors,
-  so under tensor parallelism dynamic scales are those of a rank's part, never coarser than one for
-  the whole; activations travel in high precision, as torchtitan sends them.
+- *Parallelism*: under tensor parallelism with the backend ``spmd_types``, torchtitan's default, a
+  layer sees local tensors, and its scales are those of a rank's part; with the DTensor backends
+  recipes must be dynamic. Activations travel in high precision, as torchtitan sends them.
 - *Once per step*: a hook behind ``OptimizersContainer.step`` calls
   `sync_float8_amax_and_scale_history` and `precompute_float8_dynamic_scale_for_fsdp` where they
   matter. Pipeline stages agree on scales among the ranks of a stage.
@@ -30,7 +30,9 @@ initialisers, declared shardings. What follows from that:
   histories start anew when a run resumes.
 - *MFU*, as torchtitan logs it, is relative to bfloat16's peak.
 
-Tested with torchtitan 0.3.0 on torch 2.13. Earlier versions swapped modules instead of configs.
+Tested with torchtitan 0.3.0 on torch 2.13, where its default backend runs on one rank only, with or
+without float8; on more, ``--parallelism.spmd_backend partial_dtensor`` was tested. Earlier versions
+of torchtitan swapped modules instead of configs and are not supported.
 """
 
 from __future__ import annotations
@@ -161,13 +163,13 @@ def _refuses(config: Float8LinearConfig, parallel_dims: ParallelDims) -> str | N
             "enable_fsdp_float8_all_gather=True stores its weight for FSDP2 alone: leave the "
             f"option off with --parallelism.tensor_parallel_degree {tp}"
         )
-    if backend == "full_dtensor" or (backend == "partial_dtensor" and tp > 1):
-        if config.enable_fsdp_float8_all_gather or config.uses_delayed_scaling:
-            return (
-                f"--parallelism.spmd_backend {backend} hands it DTensors, of which it takes no "
-                "amax history and no float8 shard: use spmd_types, or a dynamic recipe without "
-                "enable_fsdp_float8_all_gather"
-            )
+    sees_dtensors = backend == "full_dtensor" or (backend == "partial_dtensor" and tp > 1)
+    if sees_dtensors and (config.enable_fsdp_float8_all_gather or config.uses_delayed_scaling):
+        return (
+            f"--parallelism.spmd_backend {backend} hands it DTensors, of which it takes no amax "
+            "history and no float8 shard: use spmd_types, or a dynamic recipe without "
+            "enable_fsdp_float8_all_gather"
+        )
     return None
 
 
@@ -201,7 +203,7 @@ class Float8Converter(QuantizationConverter):
         plain_checkpoint: bool = False
 
     def __init__(self, config: Config) -> None:
-        if isinstance(config.filter_fqns, str):
+        if not isinstance(config.filter_fqns, list):  # a string's letters would be names
             raise TypeError(f"filter_fqns must be a list of names, got {config.filter_fqns!r}")
         if config.config is not None and config.recipe != "tensorwise":
             raise ValueError(f"recipe={config.recipe!r} beside config: give one of them")
@@ -211,9 +213,7 @@ class Float8Converter(QuantizationConverter):
             self.float8 = replace(self.float8, enable_fsdp_float8_all_gather=True)
         self._is_faster: ModuleFilter | None = None
         if config.faster_layers_tokens is not None:
-            self._is_faster = faster_layers(
-                self.float8, config.faster_layers_tokens, config.device
-            )
+            self._is_faster = faster_layers(self.float8, config.faster_layers_tokens, config.device)
 
     def convert(self, model_config: Module.Config) -> Module.Config:
         """Replace the configs of linear layers below ``model_config``, in place.
@@ -235,7 +235,7 @@ class Float8Converter(QuantizationConverter):
                 conversion.skipped[fqn] = reason
             else:
                 chosen.append((fqn, layer, linear, parent, attr))
-        plain = [(fqn, layer) for fqn, layer, *_ in chosen]
+        plain: list[tuple[str, nn.Module]] = [(fqn, layer) for fqn, layer, *_ in chosen]
         check_all(plain, self.float8)
         warn_of_fixed_scales(plain, self.float8)
         tied = getattr(model_config, "enable_weight_tying", False)

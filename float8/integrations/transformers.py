@@ -192,15 +192,20 @@ class Float8Callback(TrainerCallback, ExportableState):
         stored = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step:  # of a checkpoint; otherwise these are the model's own
             self._restore(stored)
+        if self._is_inspecting:  # a step of an earlier call ended in an error
+            self._is_inspecting = False
+            self.monitor.__exit__(RuntimeError, None, None)
         if self.inspect_every:
             from float8.numerics import inspect_every
 
-            self.monitor = inspect_every(model, self.inspect_every, path=self.report_path)
+            self.monitor = inspect_every(
+                model, self.inspect_every, path=self.report_path, step=state.global_step
+            )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """A step's microbatches begin."""
         if self.monitor is not None:
-            self.monitor.__enter__()
+            self.monitor.start_step()
             self._is_inspecting = True
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -212,7 +217,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         """The step is over; evaluating and saving come after."""
         if self._is_inspecting:
             self._is_inspecting = False
-            self.monitor.__exit__(None, None, None)
+            self.monitor.end_step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """With the weights of the best checkpoint go its histories."""

@@ -21,9 +21,21 @@ from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 LossFn = Callable[[Any], Tensor]
+
+
+def is_one_of_many() -> bool:
+    """Whether other ranks run along: who stops early leaves them waiting."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def local(value: Tensor) -> Tensor:
+    """This rank's part of a tensor that is spread over ranks; any other as it is."""
+    # By name: DTensor takes long to import.
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def run_model(model: nn.Module, batch: Any) -> Any:

@@ -41,7 +41,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from float8.linear import Float8Linear
-from float8.numerics.batches import LossFn
+from float8.numerics.batches import LossFn, is_one_of_many
 from float8.numerics.passes import Noise, Pass, Watch, only_in_float8, run_pass
 from float8.numerics.rows import encoded
 from float8.numerics.untouched import untouched
@@ -146,7 +146,8 @@ def compare(
 
     Nothing of the model changes: gradients, buffers, delayed histories, random states, modes and
     hooks are as before, also when it raises. Delayed casts use the scales that they have. Under
-    DDP or FSDP every rank has to call it; a compiled model runs eagerly.
+    DDP or FSDP every rank has to call it, and sees its own batch and shards (and None where it is
+    not finite in high precision). A compiled model runs eagerly.
 
     The cost for L layers: L + 2 forwards and backwards. Held meanwhile: two copies of the gradients
     of all parameters, and in host memory the outputs and input gradients of the compared layers.
@@ -172,7 +173,7 @@ def compare(
         keep = Watch(chosen, lambda *key, **_: kept[key[:2]].append(_on_host(key[2])))
         with only_in_float8(model, set()), keep.open():
             reference = run_pass(model, batch, loss_fn, seed, keep)
-        if not reference.is_finite:
+        if not reference.is_finite and not is_one_of_many():
             raise ValueError(
                 "the model is not finite in high precision, so that there is nothing to compare "
                 "with; float8.find_nan(model, batch) names the first module that is not"

@@ -22,6 +22,7 @@ from float8.cast import Cast, DelayedCast, NoCast
 from float8.config import ScalingType
 from float8.formats import on_device
 from float8.linear import Float8Linear
+from float8.numerics.batches import local
 from float8.tensor import Float8Tensor
 
 
@@ -120,8 +121,8 @@ def finding(
 
 
 def plain(value: Tensor) -> Tensor:
-    """A tensor as ordinary numbers, without a graph."""
-    value = value.detach()
+    """A tensor as ordinary numbers, without a graph; of a sharded one this rank's part."""
+    value = local(value.detach())
     return value.dequantize() if isinstance(value, Float8Tensor) else value
 
 

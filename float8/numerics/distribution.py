@@ -111,7 +111,9 @@ class Distribution:
         """
         widest = self.amax_scale(fmt)
         top = math.ceil(math.log2(widest) * steps_per_octave)
-        steps = torch.arange(top - _OCTAVES * steps_per_octave, top + 1, dtype=torch.float64)
+        # An octave above too: where an octave below saturates, only these have their mantissas.
+        first, end = top - _OCTAVES * steps_per_octave, top + steps_per_octave
+        steps = torch.arange(first, end + 1, dtype=torch.float64)
         scales = torch.cat([torch.exp2(steps / steps_per_octave), torch.tensor([widest])])
         scales = scales.clamp(min=torch.finfo(torch.float32).tiny).float()
         return float(scales[self.sqnr(scales, fmt).argmax()])

@@ -30,7 +30,6 @@ A layer of which nothing was seen is named in ``report.skipped``, with the reaso
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, cast
@@ -84,8 +83,8 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
     watch = _Watch(layers)
     with ExitStack() as stack:
         stack.callback(watch.close, report)
-        if "torch._dynamo" in sys.modules:  # or nothing has been compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # Imports dynamo, as any optimizer does.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         for fqn, layer in layers.items():
             # First of its hooks: others may replace what the layer returns, or free its weight.
             hook = layer.register_forward_hook(watch.hook(fqn), prepend=True, with_kwargs=True)
@@ -124,11 +123,6 @@ class _Watch:
         def after_forward(
             layer: Float8Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
         ) -> None:
-            if torch.compiler.is_compiling():
-                raise ValueError(
-                    "inspect: the model was compiled while it was watched; call torch.compile "
-                    "and run a first step before inspecting"
-                )
             self.see_call(fqn, layer, args[0] if args else kwargs["input"], output)
 
         return after_forward

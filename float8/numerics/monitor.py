@@ -58,8 +58,8 @@ def inspect_every(
         keep: how many snapshots the file holds at most; the oldest leave.
 
     Raises:
-        ValueError: n or keep is not positive, or ``path`` holds something else than a run. Steps raise it
-            where the model has no float8 layer.
+        ValueError: n or keep is not positive, or ``path`` holds something else than a run. A step
+            raises it where the model has no float8 layer.
         TypeError: ``writer`` has no ``add_scalar``.
     """
     return Monitor(model, n, path, writer, step, keep)

@@ -33,6 +33,7 @@ from float8.cast import DelayedCast
 from float8.linear import Float8Linear
 from float8.numerics.batches import (
     LossFn,
+    is_one_of_many,
     own_batch,
     run_model,
     start_of,
@@ -53,7 +54,8 @@ def find_nan(
     ask again under ``float8.high_precision(model)``.
 
     Every tensor that enters or leaves a module is read once, and a GPU is waited for each time. A
-    compiled model runs eagerly.
+    compiled model runs eagerly. Under DDP or FSDP every rank has to call it; each reports what it
+    found in its own batch and shards.
 
     Args:
         model: runs in the mode that it is in.
@@ -97,6 +99,7 @@ class _Search:
         self.root = ("", model)
         self.calls: list[_Call] = []
         self.in_forward = True
+        self.may_stop = not is_one_of_many()
         self.suspect: Finding | None = None
         self.found: Finding | None = None
         self.given_inf = False  # whether +inf came in from outside
@@ -109,7 +112,7 @@ class _Search:
         """A fault for certain: it, or the inf that was before it, is the finding."""
         if self.found is None:
             self.found = fault if self.suspect is None else self.suspect.that_led_to(fault)
-        if self.in_forward:
+        if self.in_forward and self.may_stop:
             raise _Found
 
     def note(self, fault: Finding) -> None:
@@ -180,7 +183,7 @@ class _Search:
             named = [(f"input {i}", t) for i, t in enumerate(tensors_of(args))]
             named += [(key, t) for key, value in kwargs.items() for t in tensors_of(value)]
             inputs = {key: t for key, t in named if _is_float(t)}
-            for value in inputs.values() if self.calls else ():
+            for value in inputs.values() if self.calls and self.found is None else ():
                 self._look_between(name, value)
             self.calls.append(_Call(name, module, inputs))
         if getattr(module, "inplace", False):  # writes to what it is given, not to a view of it
@@ -203,7 +206,7 @@ class _Search:
         values = [t for t in tensors_of(output) if _is_float(t)]
         if self.in_forward:
             call = self.calls.pop()
-            for value in values:
+            for value in values if self.found is None else ():
                 self._look_at_output(call, value)
             if self.calls:
                 self.calls[-1].after = f"{name}: output"

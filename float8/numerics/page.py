@@ -1,11 +1,11 @@
 """A run as one HTML file that needs nothing else: no network, no fonts, no server.
 
-The page is ``page.html`` with ``page.css`` and ``page.js`` put into it, and the run as JSON in a
-``<script type="application/json">``, which browsers do not execute. What came from the run is never
-markup: ``<``, ``>`` and ``&`` are escaped in the JSON, ``page.js`` writes text nodes, and a content
-security policy allows the two files by their SHA-256 and nothing else.
+The page is ``page.html`` with ``page.css``, ``pictures.js`` and ``page.js`` put into it, and the
+run as JSON in a ``<script type="application/json">``, which browsers do not execute. What came from
+the run is never markup: ``<``, ``>`` and ``&`` are escaped in the JSON, the scripts write text
+nodes, and a content security policy allows style and script by their SHA-256, and nothing else.
 
-To open fast and stay small with 2,000 casts and 20 snapshots, names are said once, a snapshot is one
+To open fast and stay small with 2,000 casts and 20 snapshots, names are said once, a snapshot is an
 array per cast (`COLUMNS`), numbers keep four digits, and a histogram is a string: a character per
 power of two, whose place in `LEVELS` is the share of the elements, on a logarithmic scale::
 
@@ -64,7 +64,8 @@ def page(reports: Sequence[Report], about: Mapping[str, str]) -> str:
     """
     if not reports:
         raise ValueError("there is no snapshot to show: the file holds an empty run")
-    style, script = _resource("page.css"), _resource("page.js")
+    style = _resource("page.css")
+    script = _resource("pictures.js") + _resource("page.js")
     model = reports[-1].model or "model"
     return Template(_resource("page.html")).substitute(
         policy=policy([style], [script]),
@@ -86,7 +87,7 @@ def policy(styles: Iterable[str], scripts: Iterable[str]) -> str:
 
 
 def content(reports: Sequence[Report], about: Mapping[str, str]) -> dict[str, Any]:
-    """What ``page.js`` reads."""
+    """What the scripts read."""
     casts: dict[Key, int] = {}
     snapshots = [_snapshot(report, casts) for report in reports]
     formats = {
@@ -211,4 +212,4 @@ def _resource(name: str) -> str:
     return (files("float8.numerics") / name).read_text(encoding="utf-8")
 
 
-assert FINE == 0, "page.js takes a level as a number"
+assert FINE == 0, "the scripts take a level as a number"

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from float8.convert import FLOAT8_MODULES
 from float8.numerics.batches import (
     LossFn,
+    local,
     main_tensor,
     map_tensors,
     own_batch,
@@ -60,8 +61,8 @@ class Noise:
 
     @property
     def decibels(self) -> float | None:
-        """The SQNR; None without a signal, -inf where the other is not finite."""
-        if not self.is_comparable or not self.signal:
+        """The SQNR; None without a finite signal, -inf where the other is not finite."""
+        if not self.is_comparable or not self.signal or not math.isfinite(self.signal):
             return None
         if not math.isfinite(self.noise):
             return -math.inf
@@ -79,8 +80,8 @@ class Pass:
     Attributes:
         output: its main tensor.
         loss: None where backward started from a random cotangent.
-        gradients: of every parameter, and of the batch's tensors that require one; empty where
-            nothing asks for a gradient.
+        gradients: of every parameter (of this rank's shards), and of the batch's tensors that
+            require one; empty where nothing asks for a gradient.
     """
 
     output: Tensor
@@ -118,13 +119,13 @@ def run_pass(
     start = start_of(output, loss_fn, seed)
     if watch is not None:
         watch.in_forward = False
-    found = Pass(main_tensor(output).detach().clone(), start.loss)
+    found = Pass(local(main_tensor(output)).detach().clone(), start.loss)
     del output
     if not start.backward():
         return found
     for parameter in model.parameters():
         if parameter.grad is not None:
-            found.gradients[id(parameter)] = parameter.grad
+            found.gradients[id(parameter)] = local(parameter.grad)
             parameter.grad = None
     leaves = enumerate(tensors_of(batch))
     found.gradients |= {f"input {i}": t.grad for i, t in leaves if t.grad is not None}
@@ -172,14 +173,14 @@ class Watch:
 
     def _attach(self, stack: ExitStack, name: str, layer: nn.Module) -> None:
         def seen_gradient(gradient: Tensor) -> None:
-            self.sink(name, "grad_input", gradient)
+            self.sink(name, "grad_input", local(gradient))
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return tapped(args, seen_gradient), tapped(kwargs, seen_gradient)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self.in_forward:
-                self.sink(name, "output", main_tensor(output))
+                self.sink(name, "output", local(main_tensor(output)))
 
         # The last to see the input and the first to see the output, beside the user's own hooks.
         handles = (

@@ -62,10 +62,10 @@ def plot(rows: Sequence[Row], path: str | os.PathLike[str], title: str = "", top
     across = min(COLUMNS, len(shown))
     down = -(-len(shown) // across)
     figure = Figure(figsize=(3.4 * across + 0.6, 2.3 * down + 1), layout="constrained")
-    panels = figure.subplots(down, across, squeeze=False, sharey=True).flat
+    panels = list(figure.subplots(down, across, squeeze=False, sharey=True).flat)
     for row, axes in zip(shown, panels, strict=False):
         _draw(axes, row)
-    for axes in list(panels)[len(shown) :]:
+    for axes in panels[len(shown) :]:
         axes.set_visible(False)
     left = len(rows) - len(shown)
     figure.suptitle(title + (f" ({len(shown)} worst of {len(rows)} casts)" if left else ""))

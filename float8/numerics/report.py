@@ -24,8 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run: Path = options.run
     target: Path = options.output or run.with_suffix(".html")
     try:
-        text = page(load_run(run), _about(run))
-        target.write_text(text, encoding="utf-8")
+        _write(run, target)
     except OSError as error:
         print(f"{error.filename}: {error.strerror}", file=sys.stderr)
         return 2
@@ -50,9 +49,15 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def _about(run: Path) -> dict[str, str]:
-    content = json.loads(run.read_text(encoding="utf-8"))
-    return {"file": run.name, **{name: str(content[name]) for name in ("float8", "torch")}}
+def _write(run: Path, target: Path) -> None:
+    reports = load_run(run)
+    if not reports:
+        raise ValueError(f"{run}: there is no snapshot in it")
+    if target.exists() and target.samefile(run):
+        raise ValueError(f"{target}: the page would overwrite the run; name another by -o")
+    said = json.loads(run.read_text(encoding="utf-8"))
+    about = {"file": run.name, **{name: str(said.get(name, "?")) for name in ("float8", "torch")}}
+    target.write_text(page(reports, about), encoding="utf-8")
 
 
 if __name__ == "__main__":

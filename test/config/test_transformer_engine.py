@@ -1,6 +1,7 @@
 """Every argument of a TransformerEngine recipe arrives, in each spelling, or is refused by name."""
 
 import enum
+from dataclasses import fields
 from itertools import product
 
 import pytest
@@ -102,6 +103,17 @@ def test_the_block_of_an_accelerate_file_is_understood(upper):
         override_linear_precision=(False, False, True),
     )
     assert te(block) == te(**block) == expected
+
+
+def test_accelerates_own_object_is_understood():
+    """Every field of the installed one, filled in: to make it asks for TransformerEngine."""
+    accelerate = pytest.importorskip("accelerate.utils.dataclasses")
+    kwargs = object.__new__(accelerate.TERecipeKwargs)
+    values = {**ACCELERATE, "amax_history_len": 32, "amax_compute_algo": "most_recent"}
+    for each in fields(kwargs):
+        setattr(kwargs, each.name, values.get(each.name, False))
+    block = {name: value for name, value in ACCELERATE.items() if name != "backend"}
+    assert te(kwargs) == te(block)
 
 
 def test_an_override_that_is_switched_off_is_none():

@@ -4,6 +4,7 @@ It cannot be installed without its GPU libraries, so the objects here are stand-
 fields and defaults that its documentation gives (2.15).
 """
 
+import copy
 from dataclasses import dataclass, field
 from itertools import product
 from types import SimpleNamespace
@@ -12,12 +13,13 @@ from typing import Any
 import linear_oracle
 import pytest
 import torch
-from assertions import assert_error_within_baseline
+from assertions import assert_bitwise, assert_error_within_baseline
 from layer_check import run
 from plans import B1, B128, TENSOR, cast, casts_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from float8 import convert_to_float8_training, sync_float8_amax_and_scale_history
+from float8 import Float8Linear, convert_to_float8_training, sync_float8_amax_and_scale_history
 from float8.config import CastConfig, Float8LinearConfig, GemmConfig
 from float8.formats import E5M2
 from float8.granularity import Blockwise
@@ -222,3 +224,31 @@ def test_a_history_is_kept_by_the_operands_that_are_cast(override):
         assert (module.state is None) == off
         assert off or module.state.current_amax == amax
     assert (", input=high precision" in layer.extra_repr()) == (fprop and not wgrad)
+
+
+def test_histories_of_second_uses_are_kept_compiled_and_recomputed_as_eagerly():
+    """Those of a weight are written in the backward."""
+    overrides = ((True, False, False), (False, True, False), (True, True, False))
+    eager = nn.Sequential(
+        *(
+            Float8Linear(16, 16, config=te(override_linear_precision=o, amax_history_len=2))
+            for o in overrides
+        )
+    )
+    compiled, again = copy.deepcopy(eager), copy.deepcopy(eager)
+    run_compiled = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    for step in range(3):
+        x, g = torch.randn(8, 16) * 4.0**step, torch.randn(8, 16)
+        for model, forward in (
+            (eager, eager),
+            (compiled, run_compiled),
+            (again, lambda x: checkpoint(again, x, use_reentrant=False)),
+        ):
+            model.zero_grad()
+            forward(x.clone().requires_grad_()).backward(g)
+            sync_float8_amax_and_scale_history(model)
+        for other in (compiled, again):
+            for a, b in zip(eager.buffers(), other.buffers(), strict=True):
+                assert_bitwise(b, a, f"step {step}")
+            for a, b in zip(eager.parameters(), other.parameters(), strict=True):
+                assert_bitwise(b.grad, a.grad, f"step {step}")

@@ -161,3 +161,10 @@ def test_data_cannot_be_exchanged_behind_its_back():
     w = nn.Parameter(weight())
     with pytest.raises(RuntimeError, match="copy_"):
         w.data = torch.ones(4, 5)
+
+
+def test_frameworks_that_tell_parameters_apart_by_their_addresses_can():
+    plain = torch.randn(4, 32)
+    weights = [nn.Parameter(ShardedWeight(plain)), nn.Parameter(ShardedWeight(plain[2:]))]
+    assert [w.data_ptr() for w in weights] == [plain.data_ptr(), plain[2:].data_ptr()]
+    assert weights[1].detach().data_ptr() == plain[2:].data_ptr()

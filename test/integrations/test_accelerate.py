@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +20,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 import float8.optim
-from float8 import convert_to_float8_training, sync_float8_amax_and_scale_history
+from float8 import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
+)
 from float8.config import RECIPES
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.filters import skip_names
@@ -229,6 +234,39 @@ def test_a_converted_model_keeps_its_layers_and_a_filter_leaves_some_out():
     assert type(filtered[0]) is not nn.Linear
 
 
+def test_evaluates_as_te_recipe_kwargs_say(monkeypatch):
+    monkeypatch.setattr("accelerate.utils.dataclasses.is_transformer_engine_available", lambda: 1)
+    from accelerate.utils import TERecipeKwargs
+
+    x = batch(0)[0]
+    plain = make()(x)
+    for in_float8 in (False, True):
+        recipe = TERecipeKwargs(amax_history_len=3, use_autocast_during_eval=in_float8)
+        model = make()
+        model, _ = prepare_float8(accelerator_of(), model, adamw(model), recipe)
+        assert model[0].config == Float8LinearConfig.from_te_recipe(
+            amax_history_len=3, amax_compute_algo="most_recent"
+        )
+        with torch.no_grad():
+            assert torch.equal(model.eval()(x), plain) != in_float8
+
+
+@pytest.mark.parametrize(
+    ("own_filter", "converted"), [(lambda module, fqn: fqn == "0", "0"), (None, "2")]
+)
+def test_torchao_settings_bring_their_filter(own_filter, converted, monkeypatch):
+    kwargs = type("AORecipeKwargs", (SimpleNamespace,), {})
+    settings = kwargs(config="of torchao", module_filter_func=own_filter)
+    seen = []
+    made = classmethod(lambda cls, config: seen.append(config) or RECIPES["rowwise"])
+    monkeypatch.setattr(Float8LinearConfig, "from_torchao", made)
+    model = nn.Sequential(*make(), nn.Linear(32, 24), nn.Linear(24, 32))
+    model, _ = prepare_float8(accelerator_of(), model, adamw(model), settings)
+    assert seen == ["of torchao"]
+    assert model.float8_conversion.converted == [converted]
+    assert model[int(converted)].config == RECIPES["rowwise"]
+
+
 class TestRefusals:
     def test_another_config(self):
         model = convert_to_float8_training(make())
@@ -241,6 +279,8 @@ class TestRefusals:
         model, optimizer = accelerator.prepare(model, adamw(model))
         with pytest.raises(ValueError, match="prepared before"):
             prepare_float8(accelerator, model, optimizer)
+        with pytest.raises(ValueError, match="prepared before"):
+            prepare_float8(accelerator, make(), optimizer)
         assert type(model[0]) is nn.Linear
 
     def test_an_accelerator_that_converts_by_itself(self, monkeypatch):

@@ -1,34 +1,43 @@
 """Frameworks stay outside: nobody pays for one that is not used, and a missing one is named.
 
-Facts about imports are those of fresh processes: one that imports the core and blocks every
-framework, and one for each integration whose framework is installed.
+Facts about importing are those of fresh processes: one that imports the core and every integration
+while all frameworks are missing, and one that imports each integration that is installed.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib.util
-from pathlib import Path
 
 import pytest
 from fresh import ROOT, facts_of
 
 FRAMEWORKS = ("accelerate", "lightning", "torchao", "torchtitan", "transformers")
-# What a framework brings along by itself.
-BRINGS = {"torchtitan": {"torchao"}, "transformers": {"accelerate", "torchao"}}
-BRINGS["accelerate"] = {"transformers", "torchao"}
-BRINGS["lightning"] = {"accelerate", "transformers", "torchao", "torchtitan"}
-NOT_INTEGRATIONS = {"__init__.py", "versions.py"}
-INTEGRATIONS = sorted(
-    path.stem
-    for path in (ROOT / "float8/integrations").glob("*.py")
-    if path.name not in NOT_INTEGRATIONS
-)
+FILES = sorted((ROOT / "float8/integrations").glob("*.py"))
 
-WITHOUT = """
-import sys, importlib
+
+def imported_by(source: str) -> set[str]:
+    """The packages that a file imports, anywhere in it."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return {name.partition(".")[0] for name in names}
+
+
+def extras() -> set[str]:
+    """The names in ``INTEGRATIONS`` of setup.py."""
+    for node in ast.parse((ROOT / "setup.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "INTEGRATIONS":
+            return {ast.literal_eval(key) for key in node.value.keys}
+    raise AssertionError("setup.py has no INTEGRATIONS")
+
+
+# What others share needs no framework.
+INTEGRATIONS = [path.stem for path in FILES if imported_by(path.read_text()) & set(FRAMEWORKS)]
+
+WITHOUT = f"""
+import importlib, sys
 from importlib import metadata
-frameworks, integrations = {frameworks}, {integrations}
+frameworks = {FRAMEWORKS}
 import float8, float8.numerics, float8.integrations.versions
 facts["core"] = [name for name in frameworks if name in sys.modules]
 version = metadata.version
@@ -42,13 +51,14 @@ class Block:
         if name.partition(".")[0] in frameworks:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Block())
-for name in integrations:
+for name in {INTEGRATIONS}:
     try:
         importlib.import_module(f"float8.integrations.{{name}}")
         facts[name] = "no error"
     except ImportError as error:
         facts[name] = str(error)
-""".format(frameworks=FRAMEWORKS, integrations=INTEGRATIONS)
+facts["after"] = [name for name in frameworks if name in sys.modules]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +67,7 @@ def without():
 
 
 def test_the_core_imports_no_framework(without):
-    assert without["core"] == []
+    assert without["core"] == without["after"] == []
 
 
 @pytest.mark.parametrize("name", INTEGRATIONS)
@@ -66,13 +76,22 @@ def test_a_missing_framework_is_named_with_the_line_that_installs_it(without, na
 
 
 @pytest.mark.parametrize("name", INTEGRATIONS)
-def test_an_integration_names_no_other_framework(name):
-    tree = ast.parse((ROOT / f"float8/integrations/{name}.py").read_text())
-    assert imported_by(tree) & set(FRAMEWORKS) <= {name}
+def test_an_integration_imports_no_framework_but_its_own(name):
+    source = (ROOT / f"float8/integrations/{name}.py").read_text()
+    assert imported_by(source) & set(FRAMEWORKS) == {name}
 
 
-def imported_by(tree: ast.AST) -> set[str]:
-    """The packages that a file imports, anywhere in it."""
-    names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    names += [a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names]
-    return {name.partition(".")[0] for name in names}
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_integrations_do_not_import_each_other(path):
+    nodes = ast.walk(ast.parse(path.read_text()))
+    modules = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    others = {f"float8.integrations.{name}" for name in INTEGRATIONS}
+    assert modules & others == set()
+
+
+def test_every_extra_has_its_file_and_every_file_its_extra():
+    assert extras() == {*INTEGRATIONS, "torchao"}, "torchao's is Float8LinearConfig.from_torchao"
+
+
+def test_every_framework_is_known_here():
+    assert extras() == set(FRAMEWORKS)

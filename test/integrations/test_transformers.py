@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 import torch
 from assertions import assert_bitwise
+from processes import failures
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -23,12 +24,12 @@ from transformers import (
     TrainingArguments,
 )
 
-import float8.numerics
 from float8 import Float8Linear, convert_to_float8_training
 from float8.config import RECIPES, DelayedScalingConfig
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.integrations import transformers as integration
 from float8.integrations.transformers import Float8Callback, convert
+from float8.numerics import load_run
 
 GATHERING = replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True)
 LAYERS = 7  # of one block
@@ -147,10 +148,13 @@ def test_checkpointing_activations_changes_no_bit(tmp_path):
 
 @pytest.mark.slow
 def test_compiled(tmp_path):
+    def one(module, fqn):  # dynamo takes a second for each layer
+        return fqn.endswith("up_proj")
+
     models = []
     for options in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):
         trainer = trainer_of(
-            tmp_path, llama(), Float8Callback(), save_strategy="no", max_steps=1, **options
+            tmp_path, llama(), Float8Callback(module_filter_fn=one), max_steps=1, **options
         )
         trainer.train()
         models.append(trainer.model)
@@ -234,24 +238,30 @@ class TestConversion:
         assert not torch.equal(stored, llama().model.layers[0].mlp.up_proj.weight)
 
 
-def test_each_step_is_shown_to_the_monitor(tmp_path, monkeypatch):
-    calls = []
+def test_every_nth_step_is_inspected(tmp_path):
+    run = tmp_path / "run.json"
+    callback = Float8Callback(inspect_every=2, report_path=run)
+    trainer_of(tmp_path, llama(), callback).train()
+    assert [report.step for report in load_run(run)] == [0, 2]
+    assert callback.monitor.report.step == 2
+    rows = callback.monitor.report.rows()
+    assert {row["operand"] for row in rows} == {"input", "weight", "grad_output"}
+    assert "model.layers.0.mlp.up_proj" in {row["layer"] for row in rows}
+    assert {row["calls"] for row in rows} == {2}  # microbatches
+    resumed = trainer_of(tmp_path, llama(), callback, max_steps=6)
+    resumed.train(resume_from_checkpoint=True)
+    assert [report.step for report in load_run(run)] == [0, 2, 4]
 
-    class Monitor:
-        def __init__(self, model, n, *, path):
-            calls.append((type(model).__name__, n, path))
 
-        def __enter__(self):
-            calls.append("begin")
-
-        def __exit__(self, *error):
-            calls.append("end")
-
-    monkeypatch.setitem(vars(float8.numerics), "inspect_every", Monitor)
-    callback = Float8Callback(inspect_every=50, report_path="run.json")
-    trainer_of(tmp_path, llama(), callback, max_steps=2).train()
-    assert calls == [("LlamaForCausalLM", 50, "run.json"), *["begin", "end"] * 2]
-    assert isinstance(callback.monitor, Monitor)
+def test_an_error_within_an_inspected_step_leaves_the_model_as_it_was(tmp_path):
+    callback = Float8Callback(inspect_every=1)
+    trainer = trainer_of(tmp_path, llama(), callback)
+    good, trainer.train_dataset = trainer.train_dataset, [{"input_ids": [99999], "labels": [0]}] * 8
+    with pytest.raises(IndexError):
+        trainer.train()
+    trainer.train_dataset = good
+    trainer.train()
+    assert callback.monitor.report.step == 3
 
 
 class TestRefusals:
@@ -274,7 +284,7 @@ class TestRefusals:
     def test_a_model_init_that_makes_a_plain_model(self, tmp_path):
         arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], max_steps=1)
         data = data_of()
-        
+
         def plain():
             return llama()
 
@@ -328,3 +338,14 @@ def test_casts_that_a_checkpoint_does_not_have_start_anew_and_are_named(tmp_path
     with caplog.at_level(logging.INFO, logger="float8"):
         trainer.train(resume_from_checkpoint=True)
     assert "3 delayed casts start a new history: ['lm_head.cast_grad_output'" in caplog.text
+
+
+CLAIMS = {
+    "DDP": ("resumes", "delayed", False),
+    "FSDP2, gathered": ("resumes", "gathered delayed", True),
+}
+
+
+@pytest.mark.slow
+def test_on_two_processes():
+    assert failures("transformers_claims", CLAIMS) == {}

@@ -490,3 +490,21 @@ def test_a_product_is_the_same_run_after_run():
     ]
     assert_bitwise(runs[1], runs[0])
     assert_bitwise(runs[2], runs[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("affine", ["weight and bias", "weight", "neither"])
+def test_a_layer_norm_has_the_error_of_torchs(affine, dtype):
+    x = (2 + Case((37, 123), torch.float32, seed=7).make()).to(dtype)
+    weight, bias = (Case((123,), dtype, seed=seed).make() for seed in (8, 9))
+    weight = weight if "weight" in affine else None
+    bias = bias if "bias" in affine else None
+    y, mean, rstd = reference.layer_norm(x, weight, bias, 1e-5)
+    w, b = (None if t is None else t.double() for t in (weight, bias))
+    exact = F.layer_norm(x.double(), (123,), w, b, 1e-5)
+    w, b = (None if t is None else t.float() for t in (weight, bias))
+    assert_error_within_baseline(y, exact, F.layer_norm(x.float(), (123,), w, b, 1e-5))
+    wide = x.double()
+    assert_error_within_baseline(mean, wide.mean(1, keepdim=True), x.float().mean(1, keepdim=True))
+    exact = (wide.var(1, correction=0, keepdim=True) + 1e-5).rsqrt()
+    assert_error_within_baseline(rstd, exact, exact.float(), 4.0)

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from numerics.test_rows import ROW
+from report_rows import ROW
 
 from float8.numerics.plot import plot
 from float8.numerics.rows import Histogram

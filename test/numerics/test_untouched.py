@@ -16,9 +16,7 @@ from float8.numerics.untouched import seed_everything, untouched
 
 
 def a_model() -> nn.Module:
-    model = nn.Sequential(
-        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 16)
-    )
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 16))
     config = Float8LinearConfig.from_recipe_name("delayed")
     return convert_to_float8_training(model, config=config)
 

@@ -60,7 +60,7 @@ def make(shape, dtype, weighted, device, layout="contiguous", fill="normal"):
 
 @pairs(
     form=list(FORMS),
-    shape=[(80, 144), (5, 123), (20, 1100), (37, 1)],
+    shape=[(48, 144), (5, 123), (4, 1100), (37, 1)],
     dtypes=[(F32, F32, F32), (BF16, F32, F32), (F16, F16, F16)],
     layout=["contiguous", "transposed", "sliced"],
     affine=["weight and bias", "weight", "neither"],
@@ -206,4 +206,6 @@ def test_opcheck(device):
     _, x, weight, bias = make((32, 48), BF16, BF16, device)
     scale, seen = torch.ones(1, 1, device=device), torch.zeros((), device=device)
     arguments = (x, weight, bias, EPS, scale, BF16, E4M3, False, True, seen)
-    torch.library.opcheck(layer_norm_cast, arguments)
+    # What traces it in whole, test_fused.py compiles.
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(layer_norm_cast, arguments, test_utils=utils)

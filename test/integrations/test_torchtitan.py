@@ -1,0 +1,36 @@
+"""torchtitan's own Trainer, run by its own command line on two gloo processes, in float8."""
+
+import importlib.util
+
+import pytest
+from fresh import ROOT
+from processes import failures
+
+if importlib.util.find_spec("torchtitan") is None:  # importing it takes seconds
+    pytest.skip("torchtitan is not installed", allow_module_level=True)
+
+CLAIMS = {
+    "a converter takes what it should": ("converter_takes_what_it_should",),
+    "a converter says what is wrong": ("converter_says_what_is_wrong",),
+    "only layers that gain": ("only_faster_layers",),
+    "layers keep the Module protocol": ("layers_keep_the_protocol",),
+    "what parallelism refuses": ("what_parallelism_refuses",),
+    "loss goes down as in high precision": ("loss_goes_down",),
+    "the override is the converter": ("the_override_is_the_converter",),
+    "every recipe trains": ("every_recipe_trains",),
+    "float8 all-gather, dynamic": ("gathers_in_float8", "tensorwise"),
+    "float8 all-gather, delayed": ("gathers_in_float8", "delayed"),
+    "checkpointing and compiling": ("recomputing_and_compiling_change_nothing", "delayed"),
+    "tensor parallel": ("tensor_parallel", "tensorwise"),
+    "delayed scaling resumes exactly": ("resumes_exactly",),
+    "a Hugging Face checkpoint": ("exports_to_hugging_face",),
+}
+
+
+@pytest.mark.slow
+def test_on_two_processes():
+    assert failures("titan_claims", CLAIMS) == {}
+
+
+def test_the_example_fits_on_a_page():
+    assert len((ROOT / "scripts/example_torchtitan.py").read_text().splitlines()) < 60

@@ -1,0 +1,334 @@
+"""`find_nan`: faults planted at every place are found there, and what is no fault is let be."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from assertions import assert_bitwise
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from float8.config import Float8LinearConfig
+from float8.convert import convert_to_float8_training
+from float8.inference import convert_to_float8_inference
+from float8.numerics.nonfinite import find_nan
+from float8.sync import sync_float8_amax_and_scale_history
+
+Fault = Callable[[Tensor], Tensor]
+
+
+class Plant(torch.autograd.Function):
+    """Puts a value into a tensor's forward or backward."""
+
+    @staticmethod
+    def forward(ctx, x, value, backward):
+        ctx.args = value, backward
+        return x.clone() if backward else put(x, value)
+
+    @staticmethod
+    def backward(ctx, g):
+        value, backward = ctx.args
+        return put(g, value) if backward else g, None, None
+
+
+def put(x: Tensor, value: float) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    x.view(-1)[5] = value
+    return x
+
+
+class Block(nn.Module):
+    """Layers, an activation, a residual; a fault can be planted between any two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.act = nn.ReLU(inplace=True)
+        self.faults: dict[str, Fault] = {}
+
+    def plant(self, where: str, x: Tensor) -> Tensor:
+        return self.faults.get(where, lambda x: x)(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.plant("after norm", self.norm(x))
+        hidden = self.act(self.plant("after up", self.up(hidden)))
+        return x + self.plant("after down", self.down(hidden))
+
+
+class Net(nn.Module):
+    def __init__(self, how: str = "plain") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(16, 4)
+        self.register_buffer(
+            "mask", torch.full((4,), -math.inf).masked_fill(torch.eye(4)[0] > 0, 0)
+        )
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            if self.how == "plain":
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.how == "reentrant")
+        return self.head(x)
+
+
+def batch() -> Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+
+
+def faulty(where: str, value: float, backward: bool, how: str, float8: bool) -> Net:
+    net = Net(how)
+    net.blocks[1].faults[where] = lambda x: Plant.apply(x, value, backward)
+    return convert_to_float8_training(net) if float8 else net
+
+
+@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
+@pytest.mark.parametrize(
+    ("where", "module", "tensor", "after"),
+    [
+        ("after norm", "blocks.1", "input of blocks.1.up", "blocks.1.norm: output"),
+        ("after up", "blocks.1", "input of blocks.1.act", "blocks.1.up: output"),
+        ("after down", "blocks.1", "output", "blocks.1.down: output"),
+    ],
+)
+def test_what_is_made_between_modules_belongs_to_the_one_around(
+    where, module, tensor, after, how, float8
+):
+    found = find_nan(faulty(where, math.nan, False, how, float8), batch())
+    assert (found.module, found.tensor, found.phase) == (module, tensor, "forward")
+    assert found.after == after
+    assert (found.nan, found.inf) == (1, 0)
+
+
+@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
+@pytest.mark.parametrize(
+    ("where", "module"),
+    [("after norm", "blocks.1.norm"), ("after up", "blocks.1.up"), ("after down", "blocks.1.down")],
+)
+def test_a_gradient_is_named_by_the_module_that_it_reaches_first(where, module, how, float8):
+    found = find_nan(faulty(where, math.nan, True, how, float8), batch())
+    assert (found.module, found.phase) == (module, "backward")
+    assert found.tensor == "gradient of its output"
+    assert "made by what reads this output" in str(found)
+    assert found.nan == 1
+
+
+@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("float8", [False, True])
+def test_a_healthy_model_has_nothing(how, float8):
+    net = Net(how)
+    assert find_nan(convert_to_float8_training(net) if float8 else net, batch()) is None
+
+
+class Broken(nn.Module):
+    """A module whose own backward is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return Plant.apply(x * self.weight, math.nan, True)
+
+
+def test_a_modules_own_backward_is_told_from_what_came_into_it():
+    model = nn.Sequential(nn.Linear(8, 16), Broken(), nn.Linear(16, 4))
+    found = find_nan(model, batch())
+    assert (found.module, found.module_type) == ("1", "Broken")
+    assert found.tensor in ("gradient of its input", "gradient of weight")
+    assert found.after == "1: gradient of its output"
+
+
+def test_what_a_batch_a_parameter_or_a_buffer_brings_is_found_before_the_run():
+    x = batch()
+    x[2, 3] = math.nan
+    found = find_nan(Net(), {"x": x})
+    assert (found.module, found.tensor, found.first) == ("", "tensor 0 of the batch", (2, 3))
+    for value in (math.nan, math.inf, -math.inf):
+        net = convert_to_float8_training(Net())
+        with torch.no_grad():
+            net.blocks[0].up.weight[1, 2] = value
+        found = find_nan(net, batch())
+        assert (found.module, found.tensor) == ("blocks.0.up", "parameter weight")
+        assert (found.phase, found.first) == ("before", (1, 2))
+
+
+def delayed() -> nn.Module:
+    net = convert_to_float8_training(Net(), config=Float8LinearConfig.from_recipe_name("delayed"))
+    net(batch()).sum().backward()
+    sync_float8_amax_and_scale_history(net)
+    return net
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_broken_delayed_scale_is_the_origin(value):
+    net = delayed()
+    net.blocks[1].down.cast_grad_output.scale.fill_(value)
+    found = find_nan(net, batch())
+    assert (found.module, found.tensor) == ("blocks.1.down.cast_grad_output", "buffer scale")
+    assert "blocks.1.down (Float8Linear)" in found.led_to
+
+
+def test_what_a_step_recorded_is_no_fault():
+    net = delayed()
+    net.blocks[1].down.cast_grad_output.current_amax.fill_(math.nan)
+    net.blocks[1].down.cast_grad_output.amax_history.fill_(math.inf)
+    assert find_nan(net, batch()) is None
+
+
+def test_an_inf_that_a_float8_layer_reads_is_explained():
+    net = convert_to_float8_training(Net())
+    net.blocks[1].faults["after norm"] = lambda x: Plant.apply(x, math.inf, False)
+    found = find_nan(net, batch())
+    # The inf was there before the layer made NaN of it.
+    assert (found.module, found.tensor) == ("blocks.1", "input of blocks.1.up")
+    assert (found.nan, found.inf) == (0, 1)
+    assert found.led_to == "blocks.1.up (Float8Linear): output in the forward"
+
+
+@pytest.mark.parametrize("float8", [False, True])
+def test_an_overflow_is_named_where_it_happens_and_not_where_it_becomes_nan(float8):
+    net = Net().half()
+    with torch.no_grad():
+        net.blocks[0].up.weight.zero_()[3, 0] = 600.0
+        net.blocks[0].norm.weight[:] = 1e4
+    found = find_nan(convert_to_float8_training(net) if float8 else net, batch().half())
+    assert (found.module, found.tensor, found.nan) == ("blocks.0.up", "output", 0)
+    assert found.inf > 0
+    assert "65504" in str(found)
+    assert found.went_in["weight"] == 600.0
+    assert ("input: amax" in str(found)) == float8
+
+
+class Attention(nn.Module):
+    """Attention whose masks are -inf: an input, a buffer, and a module that returns one."""
+
+    class Causal(nn.Module):
+        def forward(self, scores):
+            return scores + torch.full(scores.shape, -math.inf).triu(1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.causal = nn.Linear(8, 24), self.Causal()
+
+    def forward(self, x, mask):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.causal(q @ k.t() + mask).softmax(-1) @ v
+
+
+def test_masks_are_no_fault_until_a_row_is_all_masked():
+    model = convert_to_float8_training(Attention())
+    mask = torch.zeros(6, 6)
+    mask[:, 3] = -math.inf
+    assert find_nan(model, {"x": batch(), "mask": mask}) is None
+    mask[4] = -math.inf  # softmax of nothing
+    found = find_nan(model, {"x": batch(), "mask": mask})
+    assert (found.module, found.tensor, found.phase) == ("", "output", "forward")
+    assert found.after == "causal: output"
+
+
+class Distances(nn.Module):
+    """+inf that comes to nothing: the smallest of it is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.hide = Attention.Causal()
+
+    def forward(self, x):
+        return (-self.hide(self.layer(x))).amin(-1)
+
+
+def test_an_inf_that_comes_to_nothing_is_let_be():
+    torch.manual_seed(0)
+    assert find_nan(Distances(), torch.randn(8, 8)) is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite(value):
+    found = find_nan(Net(), batch(), loss_fn=lambda out: out.sum() * value)
+    assert (found.module, found.tensor, found.phase) == ("", "loss", "forward")
+    assert list(found.went_in) == ["output 0"]
+
+
+class Root(nn.Module):
+    """The derivative of sqrt at 0 is inf; the function itself is finite there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        hidden = self.before(x)
+        return self.after((hidden * (hidden > 0)).square().sqrt())
+
+
+@pytest.mark.parametrize("float8", [False, True])
+def test_a_derivative_that_is_not_finite(float8):
+    model = convert_to_float8_training(Root()) if float8 else Root()
+    found = find_nan(model, batch())
+    assert (found.module, found.tensor) == ("before", "gradient of its output")
+    assert found.after == "after: gradient of its input"
+
+
+def test_an_inf_in_a_parameters_gradient_is_a_fault_by_itself():
+    layer = nn.Linear(8, 8)
+    with torch.no_grad():
+        layer.weight.fill_(1e-30)  # the output is small, and the weight's gradient is not
+    found = find_nan(layer, torch.full((2, 8), 1e30), loss_fn=lambda out: out.sum() * 1e20)
+    assert (found.module, found.tensor, found.phase) == ("", "gradient of weight", "backward")
+    assert (found.nan, found.inf) == (0, 64)
+
+
+def test_weights_that_live_in_float8():
+    net = convert_to_float8_inference(Net())
+    assert find_nan(net, batch()) is None
+    net.head.weight._scale.fill_(math.nan)
+    found = find_nan(net, batch())
+    assert (found.module, found.tensor) == ("head", "parameter weight")
+
+
+@pytest.mark.parametrize("fault", [None, "forward", "backward", "raises"])
+def test_it_leaves_no_trace(fault):
+    net = delayed()
+    net(batch()).sum().backward()
+    if fault in ("forward", "backward"):
+        planted = lambda x: Plant.apply(x, math.nan, fault == "backward")  # noqa: E731
+        net.blocks[1].faults["after up"] = planted
+    before, random_state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
+    grads = {p: (p.grad, p.grad.clone()) for p in net.parameters() if p.grad is not None}
+
+    def loss_fn(out):
+        if fault == "raises":
+            raise KeyError("inside")
+        return out.sum()
+
+    if fault == "raises":
+        with pytest.raises(KeyError):
+            find_nan(net, batch(), loss_fn=loss_fn)
+    else:
+        assert (find_nan(net, batch(), loss_fn=loss_fn) is None) == (fault is None)
+    for name, value in net.state_dict().items():
+        assert_bitwise(value, before[name], name)
+    for parameter, (grad, value) in grads.items():
+        assert parameter.grad is grad
+        assert_bitwise(grad, value)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    for module in net.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    for parameter in net.parameters():
+        assert not parameter._backward_hooks

@@ -1,0 +1,170 @@
+"""What nanochat-style scripts do with a float8 module, done with this one.
+
+They build on the meta device, convert by a filter, count by type or by its name, train compiled,
+and evaluate without float8: by `high_precision`, or by swapping layers by hand.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from float8 import (
+    Float8Linear,
+    Float8LinearConfig,
+    convert_from_float8_training,
+    convert_to_float8_training,
+    high_precision,
+)
+from float8.convert import MODULE_RULES, register_linear_type
+
+
+class Casting(nn.Linear):
+    """Float32 weights; products in the dtype of the input."""
+
+    def forward(self, x):
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class Model(nn.Module):
+    def __init__(self, linear=nn.Linear):
+        super().__init__()
+        self.embed = nn.Embedding(16, 32)
+        self.mlp = nn.Sequential(linear(32, 128), nn.ReLU(), linear(128, 32, bias=False))
+        self.gate = linear(12, 32)
+        self.head = linear(32, 16, bias=False)
+
+    def forward(self, x):
+        return self.head(x + self.mlp(x) + self.gate(x[..., :12]))
+
+
+def large(module, fqn):
+    """As their filters: by type, by shape, by name."""
+    if not isinstance(module, nn.Linear) or fqn == "head":
+        return False
+    return module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+
+def converted(linear=nn.Linear, recipe="tensorwise"):
+    model = Model(linear)
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    assert convert_to_float8_training(model, config=config, module_filter_fn=large) is model
+    return model
+
+
+@pytest.fixture
+def casting():
+    register_linear_type(Casting)
+    yield Casting
+    del MODULE_RULES[Casting]
+
+
+def test_layers_are_counted_by_type_and_by_name():
+    model = converted()
+    by_type = [fqn for fqn, m in model.named_modules() if isinstance(m, Float8Linear)]
+    by_name = [fqn for fqn, m in model.named_modules() if "Float8" in type(m).__name__]
+    assert by_type == by_name == ["mlp.0", "mlp.2"]
+    assert sum(isinstance(m, nn.Linear) for m in model.modules()) == 4
+
+
+def test_a_model_on_the_meta_device_is_converted_and_then_initialised():
+    with torch.device("meta"):
+        model = converted(recipe="delayed")
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.02)
+    model(torch.randn(4, 32)).backward(torch.randn(4, 16))
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    assert model.mlp[0].cast_input.amax_history.eq(0).all()
+
+
+def test_layers_swapped_by_hand_run_without_float8_and_come_back():
+    model, x = converted(), torch.randn(8, 32)
+    plain = convert_from_float8_training(copy.deepcopy(model))
+    in_float8, swapped = model(x), []
+    for fqn, layer in list(model.named_modules()):
+        if "Float8" in type(layer).__name__:
+            linear = nn.Linear(
+                layer.in_features, layer.out_features, bias=layer.bias is not None,
+                device="meta", dtype=layer.weight.dtype,
+            )  # fmt: skip
+            linear.weight = layer.weight
+            if layer.bias is not None:
+                linear.bias = layer.bias
+            parent, _, name = fqn.rpartition(".")
+            setattr(model.get_submodule(parent), name, linear)
+            swapped.append((model.get_submodule(parent), name, layer))
+    assert torch.equal(model(x), plain(x))
+    for parent, name, layer in swapped:
+        setattr(parent, name, layer)
+    assert torch.equal(model(x), in_float8)
+    assert not torch.equal(in_float8, plain(x))
+
+
+def test_a_compiled_model_evaluates_without_float8_in_a_graph_of_its_own():
+    """Two graphs and no more, however often evaluation comes: the count of contexts is guarded."""
+    model, x = converted(), torch.randn(8, 32)
+    plain, graphs = convert_from_float8_training(copy.deepcopy(model)), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    for _ in range(3):
+        in_float8 = compiled(x)
+        in_float8.backward(torch.randn(8, 16))
+        with torch.no_grad(), high_precision(model):
+            assert torch.equal(compiled(x), plain(x))
+        assert torch.equal(compiled(x), in_float8)
+        assert not torch.equal(in_float8, plain(x))
+    assert len(graphs) == 2
+
+
+def test_a_layer_that_casts_its_weight_is_left_alone_until_somebody_says_what_it_is():
+    model = Model(Casting)
+    with pytest.warns(UserWarning, match=r"float8.convert.register_linear_type"):
+        convert_to_float8_training(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_layer_that_casts_its_weight_multiplies_in_its_inputs_dtype(casting, recipe, dtype):
+    torch.manual_seed(0)
+    model = converted(casting, recipe)
+    like = convert_to_float8_training(
+        copy.deepcopy(convert_from_float8_training(copy.deepcopy(model))).to(dtype),
+        config=Float8LinearConfig.from_recipe_name(recipe),
+        module_filter_fn=large,
+    )
+    for m in like.modules():  # the plain float8 layer of a weight that was rounded before
+        if isinstance(m, Float8Linear):
+            m.__class__ = Float8Linear
+    x, g = torch.randn(8, 32).to(dtype), torch.randn(8, 16).to(dtype)
+    for each in (model, like):
+        y = each(x)
+        y.backward(g)
+        each.y = y
+    assert model.y.dtype == dtype
+    assert torch.equal(model.y, like.y)
+    for (name, p), q in zip(model.named_parameters(), like.parameters(), strict=True):
+        if p.grad is not None:
+            assert p.grad.dtype == torch.float32
+            assert torch.equal(p.grad.to(dtype), q.grad), name
+
+
+def test_a_layer_that_casts_its_weight_comes_back_as_it_was(casting):
+    model = converted(casting)
+    x = torch.randn(8, 32, dtype=torch.bfloat16)
+    plain = convert_from_float8_training(pickle.loads(pickle.dumps(model)))
+    assert type(plain.mlp[0]) is casting
+    assert vars(plain.mlp[0]).keys() == vars(casting(1, 1)).keys()
+    with high_precision(model):
+        assert torch.equal(model(x), plain(x))
+    assert not torch.equal(model(x), plain(x))
