@@ -19,13 +19,13 @@ DEV = ["ruff==0.17.5", "mypy==2.4.1", *TEST]
 
 setup(
     name="float8",
-    version="0.5.0",
+    version="0.6.0",
     description="Train PyTorch models with 8-bit floating point matrix products",
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="BSD-3-Clause",
     packages=find_packages(include=["float8", "float8.*"]),
-    package_data={"float8": ["py.typed"]},
+    package_data={"float8": ["py.typed"], "float8.numerics": ["page.css", "page.html", "*.js"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.11", "triton; platform_system == 'Linux'", "tabulate"],
     extras_require={"demo": DEMO, "test": TEST, "dev": DEV, **INTEGRATIONS},

@@ -27,7 +27,8 @@ from float8.convert import (
 )
 from float8.estimate import estimate, faster_layers
 from float8.formats import E4M3, E5M2, Format
-from float8.fused import RMSNormCast, SwiGLUCast
+from float8.fuse_norms import fuse_norms
+from float8.fused import LayerNormCast, RMSNormCast, SwiGLUCast
 from float8.granularity import Blockwise, Rowwise, Tensorwise
 from float8.inference import convert_to_float8_inference
 from float8.linear import Float8Linear, float8_linear
@@ -35,13 +36,20 @@ from float8.sync import sync_float8_amax_and_scale_history
 from float8.tensor import Float8Tensor
 from float8.weight_cache import cached_weights
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
-# Imported when asked for: what stands on torch.distributed takes time to import.
+# Imported when asked for: what stands on torch.distributed takes time to import, and most programs
+# look at no numbers.
 _ON_DEMAND = {
     "Float8ColwiseParallel": "float8.distributed.tensor_parallel",
     "Float8RowwiseParallel": "float8.distributed.tensor_parallel",
     "PrepareFloat8ModuleInput": "float8.distributed.tensor_parallel",
+    "accurate_layers": "float8.numerics",
+    "calibrate": "float8.numerics",
+    "compare": "float8.numerics",
+    "find_nan": "float8.numerics",
+    "inspect": "float8.numerics",
+    "inspect_every": "float8.numerics",
     "ms_amp": "float8.ms_amp",
     "precompute_float8_dynamic_scale_for_fsdp": "float8.distributed.gathered_weights",
 }
@@ -69,21 +77,29 @@ __all__ = [
     "Float8Tensor",
     "Format",
     "GemmConfig",
+    "LayerNormCast",
     "PrepareFloat8ModuleInput",
     "RMSNormCast",
     "Rowwise",
     "ScalingType",
     "SwiGLUCast",
     "Tensorwise",
+    "accurate_layers",
     "cached_weights",
+    "calibrate",
+    "compare",
     "convert_from_float8_training",
     "convert_to_float8_inference",
     "convert_to_float8_training",
     "estimate",
     "faster_layers",
     "filters",
+    "find_nan",
     "float8_linear",
+    "fuse_norms",
     "high_precision",
+    "inspect",
+    "inspect_every",
     "ms_amp",
     "precompute_float8_dynamic_scale_for_fsdp",
     "saved_activations",

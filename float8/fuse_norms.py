@@ -12,8 +12,8 @@ Which layers read a norm is never guessed. In this order it is known from
 1. ``pairs``, or `register_norm_pairs` for a block's type: somebody says so. Checked are types,
    sizes and configs; whoever else reads the result raises, at the first forward, an error that
    names the norm and the reader.
-2. torch.fx, of the whole model or of the largest blocks that can be traced; the order within an
-   ``nn.Sequential`` that cannot.
+2. torch.fx, of the whole model or of the largest blocks that can be traced, in the mode (training
+   or evaluation) that they are in; the order within an ``nn.Sequential`` that cannot.
 
 Every reader has to be a `Float8Linear`, all with one input cast, whose scale is the tensor's. Fused
 are modules whose type is exactly ``nn.RMSNorm`` or ``nn.LayerNorm``, or was registered
@@ -26,7 +26,8 @@ makes the norms plain again. Under delayed scaling the layers' ``cast_input`` an
 layers had, so that checkpoints from before and after fusing carry them on, and ``sync`` asks
 nobody for an amax that nobody records.
 
-Fuse after converting and before wrapping, compiling and ``fully_shard``.
+Fuse after converting and before wrapping, compiling and ``fully_shard``; compile a norm and its
+readers in one graph.
 """
 
 from __future__ import annotations

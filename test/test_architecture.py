@@ -22,6 +22,7 @@ FLOORS = {
     "config": 0.5,  # which speaks of formats and granularities
     "kernels": 1,
     "scaling": 2.0,
+    "running_module": 2.0,
     "tensor": 2.1,
     "dispatch": 2.2,
     "cast": 2.2,
@@ -42,6 +43,8 @@ FLOORS = {
     "inference": 3.2,
     "fused_autograd": 3.15,
     "fused": 3.2,
+    "norm_readers": 3.2,
+    "fuse_norms": 3.3,
     "levels": 4.9,
     "ms_amp": 5,
     "integrations": 5,

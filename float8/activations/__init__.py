@@ -58,10 +58,11 @@ encode attention, whose gradient then has an SQNR of 25 dB at logits of standard
 7 dB at 9 and -17 dB at 36 (`ops` says why). Both take the same time, within the noise of the block.
 
 What the mode cannot reach, it leaves to torch: what runs inside one of torch's own Python functions
-(``nn.MultiheadAttention``) or inside an autograd function (``RMSNormCast`` and ``SwiGLUCast`` keep
-their inputs in high precision), a scripted module, a thread that forward starts, or a forward that
-is a generator and runs after it returned; DTensor and nested tensors; functorch; and activation
-checkpoints, which keep nothing of their ops and recompute them just before their backward.
+(``nn.MultiheadAttention``) or inside an autograd function (``RMSNormCast``, ``LayerNormCast`` and
+``SwiGLUCast`` keep their inputs in high precision), a scripted module, a thread that forward
+starts, or a forward that is a generator and runs after it returned; DTensor and nested tensors;
+functorch; and activation checkpoints, which keep nothing of their ops and recompute them just
+before their backward.
 
 *Where nothing is saved.* Ops that are not in the table (batch_norm, divisions, losses, ``nn.LSTM``)
 and those in place (``nn.SiLU(inplace=True)``) keep what torch keeps. And relu, sigmoid and tanh:

@@ -72,6 +72,6 @@ def _mixed(func: Any, a: Tensor, b: Tensor) -> ValueError:
     return ValueError(
         f"{func}: {names[0]}, {names[1]}; float8 multiplies float8 only. Cast the plain one with "
         "Float8Tensor.from_high_precision, or call .dequantize() on the other; where it comes from "
-        "RMSNormCast or SwiGLUCast, convert the layer that reads it, or use the plain norm or gate"
-        + blame((a, b))
+        "RMSNormCast, LayerNormCast or SwiGLUCast, convert the layer that reads it, or use the "
+        "plain norm or gate" + blame((a, b))
     )

@@ -38,7 +38,8 @@ join those of the next.
   are then yours, under ``if accelerator.sync_gradients:``.
 
 Not with ``mixed_precision="fp8"``, by which Accelerate converts the model by other packages, nor
-with DeepSpeed or Megatron-LM, which own the step. Tested with Accelerate 1.15.
+with DeepSpeed, Megatron-LM or FSDP1, which have parameters or steps of their own. One optimizer per
+model: its step is the one that is counted. Tested with Accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -145,11 +146,13 @@ def _check_accelerator(accelerator: Accelerator) -> None:
             'Take Accelerator(mixed_precision="bf16") with prepare_float8, which also reads '
             "TERecipeKwargs and AORecipeKwargs as config, and unset ACCELERATE_FP8_BACKEND"
         )
-    unfit = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-    if accelerator.distributed_type in unfit:
+    kind = accelerator.distributed_type
+    is_fsdp1 = kind == DistributedType.FSDP and not accelerator.is_fsdp2
+    if is_fsdp1 or kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(
-            f"prepare_float8 hangs on the optimizer's step, which {accelerator.distributed_type} "
-            "replaces by its own: take DDP or FullyShardedDataParallelPlugin(fsdp_version=2)"
+            f"prepare_float8 takes DDP, or FullyShardedDataParallelPlugin(fsdp_version=2), not "
+            f"{kind.value}{' of version 1' if is_fsdp1 else ''}, which has parameters or steps of "
+            "its own: nothing here was tested with it"
         )
 
 

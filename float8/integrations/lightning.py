@@ -50,7 +50,8 @@ Fabric, which wants its own ``backward`` where a plugin is in charge of it::
 
 The Trainer's checkpoints hold the plain model, which loads with or without float8, and beside it,
 under the plugin's name, the histories of delayed scaling, so that a run resumes to the bit. Hence a
-model's ``state_dict()`` has plain keys from then on. Fabric saves what it is given: there a delayed
+model's ``state_dict()`` has plain keys from then on. `Float8Monitor` is a callback that shows what
+the casts do. Fabric saves what it is given: there a delayed
 model's state dict holds its histories.
 
 A plugin belongs to one Trainer or Fabric. ``ModelParallelStrategy`` of the Trainer wants
@@ -61,6 +62,7 @@ self)`` first there, for layers that FSDP2 has wrapped can no longer be swapped.
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -77,11 +79,14 @@ from float8.filters import ModuleFilter
 from float8.integrations.conversion import as_config, check_optimizer, convert, is_converted
 from float8.integrations.versions import require
 from float8.linear import Float8Linear
+from float8.numerics.monitor import Monitor, inspect_every
+from float8.numerics.snapshot import Report
 from float8.sync import sync_float8_amax_and_scale_history
 
 require("lightning", "lightning", ("2.6", "2.7"))
 
 from lightning.fabric.plugins import Precision as FabricPrecision  # noqa: E402
+from lightning.pytorch.callbacks import Callback  # noqa: E402
 from lightning.pytorch.plugins import HalfPrecision, Precision  # noqa: E402
 
 Computes = Literal["bf16-mixed", "bf16-true", "32-true"]
@@ -308,3 +313,72 @@ def _agree_on_gathered_scales(model: nn.Module) -> None:
         from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
 
         precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+class Float8Monitor(Callback):
+    """Looks at the casts every n batches; `float8.numerics.inspect_every` for the Trainer.
+
+    What is seen goes into a file, of which ``python -m float8.numerics.report`` makes a page, and
+    to the Trainer's loggers, as ``float8/<layer>/<operand>/<number>``.
+
+    Args:
+        n: inspect every n-th batch; with gradient accumulation a batch is a microbatch.
+        path: of the file; None writes none.
+        log: whether the Trainer's loggers are told.
+
+    Attributes:
+        report: the last one, or None.
+    """
+
+    def __init__(self, n: int = 50, path: str | os.PathLike[str] | None = None, log: bool = True):
+        self.n, self.path, self.log = n, path, log
+        self._monitor: Monitor | None = None
+        self._scalars: dict[str, float] = {}
+        self._is_inside = False
+
+    @property
+    def report(self) -> Report | None:
+        """What the last inspected batch gave."""
+        return None if self._monitor is None else self._monitor.report
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """Collect a number: loggers are told all of a step at once."""
+        self._scalars[tag] = value
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """The model is converted and loaded; a resumed run continues its file."""
+        writer = self if self.log and trainer.loggers else None
+        done = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        self._monitor = inspect_every(pl_module, self.n, path=self.path, writer=writer, step=done)
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        """Begin to look, if it is this batch's turn."""
+        assert self._monitor is not None
+        self._stop()  # the Trainer skips a batch, and its end, where a hook tells it to
+        self._monitor.start_step()
+        self._is_inside = True
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        """End, write, and tell the loggers."""
+        assert self._monitor is not None
+        self._is_inside = False
+        self._monitor.end_step()
+        if self._scalars:
+            for logger in trainer.loggers:
+                logger.log_metrics(self._scalars, trainer.global_step)
+            self._scalars = {}
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Stop looking; what was seen until then stays in ``report``."""
+        self._stop()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Stop looking."""
+        self._stop()
+
+    def _stop(self) -> None:
+        """Leave a batch that did not end; its report is not written."""
+        if self._is_inside:
+            assert self._monitor is not None
+            self._is_inside = False
+            self._monitor.__exit__(RuntimeError, None, None)

@@ -12,8 +12,9 @@
 ``python -m float8.numerics.report run.json -o report.html`` makes a page of a file.
 
 ``rows.py`` < ``table.py``, ``plot.py`` < ``snapshot.py``, ``statistics.py`` < ``inspection.py`` <
-``monitor.py``; ``batches.py`` < ``comparison.py``, ``accurate.py``, ``nonfinite.py``,
-``calibration.py``; ``report.py`` is the page. May import: what is below L4, no other room of L4.
+``monitor.py``; ``batches.py``, ``untouched.py`` < ``passes.py`` < ``comparison.py`` <
+``accurate.py``; ``culprit.py`` < ``nonfinite.py``; ``distribution.py`` < ``calibration.py``;
+``report.py`` is the page. May import: what is below L4, no other room of L4.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from typing import Any
 
 # Imported when asked for: most programs that train use none of it, or one.
 _ON_DEMAND = {
+    "Calibration": "calibration",
     "Comparison": "comparison",
+    "Finding": "culprit",
     "Monitor": "monitor",
     "Report": "snapshot",
     "Row": "rows",
@@ -44,7 +47,9 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "Calibration",
     "Comparison",
+    "Finding",
     "Monitor",
     "Report",
     "Row",

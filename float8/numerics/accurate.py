@@ -10,7 +10,9 @@
 What is compared with ``min_sqnr`` is the lowest SQNR of a layer: of a `Report`, that of its
 operands' casts (about 32 dB is E4M3's best, 26 dB E5M2's); of a `Comparison`, that of the model's
 output and of its gradient with this layer alone in float8, which is what the layer does to the
-result. None says nothing and is passed over; NaN is below everything.
+result. The two differ: SQNR weighs by power, so that a weight with one huge element has a fine SQNR
+though all its others were flushed, and `compare` sees that. None says nothing and is passed over;
+NaN is below everything.
 
 A layer that the report does not know has not been measured, and a guess would be silent in either
 direction, so the filter raises. Where such layers are expected, leave them out before it is asked,

@@ -152,7 +152,7 @@ def remarks_of(
 
 
 def _remark(name: str, cast: Cast, value: Tensor) -> str | None:
-    if isinstance(cast, NoCast):
+    if isinstance(cast, NoCast) or local(value) is not value:  # a shard says nothing of the scale
         return None
     fmt = on_device(cast.format, value.device)
     kind = cast.config.scaling_type.value

@@ -153,8 +153,8 @@ RULES = (
         lambda row: row.flushed or 0.0,
         lambda row: f"{100 * (row.flushed or 0.0):.3g} % of its elements became zero.",
         "Its values span more octaves than the format has: let fewer of them share a scale (recipe "
-        '"rowwise" or "blockwise"), or keep gradients in E5M2, which reaches further down. Where the '
-        "scale is static, it is too large: calibrate it, or take a dynamic recipe.",
+        '"rowwise" or "blockwise"), or keep gradients in E5M2, which reaches further down. A '
+        "static scale is too large for them: calibrate it, or take a dynamic recipe.",
     ),
     Rule(
         "lose precision",

@@ -21,7 +21,6 @@ import hashlib
 import html
 import json
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from string import Template
@@ -131,9 +130,7 @@ def verdict(rows: Sequence[Row], found: Sequence[Finding]) -> str:
     if found:
         concerned = {row.key for finding in found for row in finding.rows}
         return f"{len(concerned)} of {len(rows)} casts want{'s' * (len(concerned) == 1)} a look."
-    known = [row.sqnr for row in rows if row.sqnr is not None]
-    typical = f" The median SQNR is {statistics.median(known):.1f} dB." if known else ""
-    return f"All {len(rows)} casts keep what their formats can keep.{typical}"
+    return f"All {len(rows)} casts keep what their formats can keep: there is nothing to do."
 
 
 def _finding(finding: Finding, casts: Mapping[Key, int]) -> dict[str, Any]:

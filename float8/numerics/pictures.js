@@ -129,6 +129,8 @@ function histogram(row, width, height, large) {
     zone(range.saturated, last, "saturated");
   }
   if (large) axes(picture, first, last, x, top, bottom, left, right);
+  // An amax that ends at the range saturates nothing, however wide its bar.
+  const cuts = known ? { ...range, saturated: row.saturated ? range.saturated : Infinity } : null;
   const gap = Math.min(2, (x(1) - x(0)) / 6);
   [...row.shares].forEach((character, i) => {
     const level = run.levels.indexOf(character) / (run.levels.length - 1);
@@ -140,7 +142,7 @@ function histogram(row, width, height, large) {
     const size = Math.max(1, level * (bottom - top));
     const isLast = i === row.shares.length - 1; // which ends at the largest value
     const end = isLast ? Math.max(Math.log2(row.amax), exponent + 0.2) : exponent + 1;
-    for (const [kind, from, to] of parts(range, exponent, Math.min(end, exponent + 1)))
+    for (const [kind, from, to] of parts(cuts, exponent, Math.min(end, exponent + 1)))
       bar.append(svg("rect", {
         x: x(from) + (from === exponent ? gap / 2 : 0), y: bottom - size, height: size,
         width: Math.max(0.5, x(to) - x(from) - gap / 2), class: `bar bar${kind}`,

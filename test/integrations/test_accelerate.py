@@ -14,6 +14,7 @@ pytest.importorskip("accelerate")
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
 from assertions import assert_bitwise
 from processes import failures
 from torch import nn
@@ -292,6 +293,14 @@ class TestRefusals:
         accelerator = accelerator_of()
         monkeypatch.setattr(type(accelerator), "mixed_precision", "fp8")
         with pytest.raises(ValueError, match="mixed_precision='fp8'"):
+            prepare_float8(accelerator, model, adamw(model))
+
+    @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
+    def test_wrappers_with_parameters_or_steps_of_their_own(self, kind, monkeypatch):
+        accelerator, model = accelerator_of(), make()
+        monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType[kind])
+        monkeypatch.setattr(type(accelerator), "is_fsdp2", False)
+        with pytest.raises(ValueError, match=rf"fsdp_version=2\), not {kind}"):
             prepare_float8(accelerator, model, adamw(model))
 
     def test_an_optimizer_of_replaced_parameters(self):

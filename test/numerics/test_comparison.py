@@ -76,8 +76,8 @@ def test_every_column_is_that_of_models_converted_one_layer_at_a_time(recipe):
     output, gradient, seen = by_hand(converted(recipe))
     assert found.output == pytest.approx(sqnr(output, exact_output))
     assert found.gradient == pytest.approx(sqnr(gradient, exact_gradient))
-    assert found.loss_high_precision == pytest.approx(float(loss_fn(exact_output)))
-    assert found.loss_float8 == pytest.approx(float(loss_fn(output)))
+    assert found.loss_high_precision == pytest.approx(float(loss_fn(exact_output).detach()))
+    assert found.loss_float8 == pytest.approx(float(loss_fn(output).detach()))
     assert {layer.layer for layer in found.layers} == set(LAYERS)
     for layer in found.layers:
         name = layer.layer
@@ -233,6 +233,25 @@ def test_a_model_that_is_not_finite_is_sent_to_find_nan():
         model[0].bias[0] = math.nan
     with pytest.raises(ValueError, match=r"float8\.find_nan"):
         compare(model, X)
+
+
+def test_among_many_ranks_it_does_not_raise_alone(monkeypatch):
+    monkeypatch.setattr("float8.numerics.comparison.is_one_of_many", lambda: True)
+    model = converted()
+    with torch.no_grad():
+        model[0].bias[0] = math.nan
+    assert compare(model, X).output is None
+
+
+def test_a_compiled_model_runs_eagerly():
+    model = converted()
+    expected = compare(model, X)
+    compiled = torch.compile(model, backend="eager")
+    compiled(X)
+    found = compare(compiled, X)
+    assert found.worst(3) == ["_orig_mod." + name for name in expected.worst(3)]
+    assert found.output == expected.output
+    assert found.gradient == expected.gradient
 
 
 def test_it_reads_well_and_saves_strict_json(tmp_path):

@@ -131,6 +131,19 @@ def test_a_healthy_model_has_nothing(how, float8):
     assert find_nan(convert_to_float8_training(net) if float8 else net, batch()) is None
 
 
+def test_among_many_ranks_nobody_stops_before_the_end(monkeypatch):
+    """Others would wait for its collectives. The finding is the same."""
+    net = faulty("after up", math.nan, False, "plain", True)
+    alone, calls = find_nan(net, batch()), []
+    net.head.register_forward_hook(lambda *_: calls.append("forward"))
+    net.first.weight.register_hook(lambda g: calls.append("backward"))
+    assert find_nan(net, batch()) == alone
+    assert calls == []
+    monkeypatch.setattr("float8.numerics.nonfinite.is_one_of_many", lambda: True)
+    assert find_nan(net, batch()) == alone
+    assert calls == ["forward", "backward"]
+
+
 class Broken(nn.Module):
     """A module whose own backward is wrong."""
 

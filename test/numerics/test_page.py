@@ -133,7 +133,7 @@ def test_the_verdict_is_a_sentence():
     def verdict(*rows):
         return content([Report(rows)], ABOUT)["snapshots"][0]["verdict"]
 
-    healthy = "All 2 casts keep what their formats can keep. The median SQNR is 31.0 dB."
+    healthy = "All 2 casts keep what their formats can keep: there is nothing to do."
     assert verdict(HEALTHY, HEALTHY) == healthy
     found = content(run(), ABOUT)["snapshots"][0]
     assert found["verdict"] == "2 of 92 casts want a look."
