@@ -27,8 +27,8 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # run as a file, without installation
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 from benchmarks import harness, report
 from benchmarks.harness import Row
@@ -123,7 +123,7 @@ def measure(recipe: str, options: argparse.Namespace) -> tuple[list[Row], Row]:
 def main(argv: Sequence[str]) -> int:
     parser = harness.parser(__doc__)
     recipes = [name for name in RECIPES if name != "unit"]
-    default = ["tensorwise", "delayed", "blockwise"]
+    default = ["tensorwise", "delayed", "rowwise"]
     parser.add_argument("--recipes", nargs="+", choices=recipes, default=default)
     parser.add_argument("--size", choices=list(SIZES), help="default: slow cpu, or cuda")
     parser.add_argument("-n", type=harness.positive, default=50, help="steps apart; 50")

@@ -7,12 +7,14 @@ and evaluate without float8: by `high_precision`, or by swapping layers by hand.
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from float8 import (
     Float8Linear,
@@ -125,6 +127,19 @@ def test_a_compiled_model_evaluates_without_float8_in_a_graph_of_its_own():
         assert torch.equal(compiled(x), in_float8)
         assert not torch.equal(in_float8, plain(x))
     assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_selective_checkpointing_may_keep_the_products(recipe):
+    """As torchtitan does by default; nothing may then be written over them."""
+    model, x, g = converted(recipe=recipe), torch.randn(8, 32), torch.randn(8, 16)
+    model(x).backward(g)
+    plain = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    checkpoint(model, x, use_reentrant=False, context_fn=contexts).backward(g)
+    for p, q in zip(model.parameters(), plain, strict=True):
+        assert p.grad is q is None or torch.equal(p.grad, q)
 
 
 def test_a_layer_that_casts_its_weight_is_left_alone_until_somebody_says_what_it_is():

@@ -13,6 +13,7 @@ from assertions import assert_bitwise, assert_error_within_baseline
 from meter import saved_bytes
 from torch import nn
 
+import float8
 from float8 import (
     CastConfig,
     Float8Linear,
@@ -115,6 +116,10 @@ def test_one_copy_is_kept_of_what_three_layers_read():
     one_copy, small = 128 * 256, 2 * 4 * 128 + 64
     assert abs(before - after - 2 * one_copy) <= small, "two of three copies are gone"
     assert after <= 3 * one_copy + small, "the norm's input in bfloat16, its result in float8"
+
+
+def test_the_package_exports_the_function_under_its_files_name():
+    assert float8.fuse_norms is fuse
 
 
 def test_what_was_done_is_said_and_logged_once(caplog):

@@ -190,7 +190,7 @@ def calibrate(
         batches: an iterable of batches: mappings, tuples, lists or single arguments of the model.
             Of a loader of pairs with labels: ``(x for x, y in loader)``.
         method: "sqnr", "amax" or "percentile"; see this file.
-        percentile: of the elements of an input, which shall not saturate; of "percentile" only.
+        percentile: of an input's nonzero elements, which shall not saturate; of "percentile" only.
         steps_per_octave: how finely "sqnr" searches; 1 is powers of two.
         config: of layers that are no Float8Linear yet; dynamic tensorwise by default.
         module_filter_fn: called with each candidate and its name; False leaves it alone.

@@ -95,8 +95,11 @@ class Distribution:
         return _scale(self.amax, fmt)
 
     def percentile_scale(self, fmt: Format, percent: float) -> float:
-        """The scale at which ``percent`` of the elements do not saturate."""
+        """The scale at which ``percent`` of the elements that are not zero do not saturate."""
         values, counts = self.values
+        values, counts = values[values > 0], counts[values > 0]
+        if not len(values):  # float32 below what bfloat16 holds
+            return self.amax_scale(fmt)
         below = counts.cumsum(0).double() / counts.sum()
         place = int(torch.searchsorted(below, percent / 100))
         found = float(values[min(place, len(values) - 1)])

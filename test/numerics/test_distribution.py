@@ -115,7 +115,7 @@ def test_a_search_is_never_worse_than_the_amax_scale():
 
 def test_a_percentile_leaves_that_share_unsaturated():
     x = torch.randn(200, 500).bfloat16()
-    seen = counted(x)
+    seen = counted(x, torch.zeros(1000, 500))  # zeros do not count: they need no range
     for percent in (50.0, 99.0, 99.99, 100.0):
         scale = seen.percentile_scale(E4M3, percent)
         share = float((x.double().abs() <= scale * 448 * (1 + 1e-6)).double().mean())
@@ -125,6 +125,12 @@ def test_a_percentile_leaves_that_share_unsaturated():
             smaller = scale * (1 - 2.0**-8)
             assert float((x.double().abs() <= smaller * 448).double().mean()) < percent / 100
     assert seen.percentile_scale(E4M3, 100.0) == seen.amax_scale(E4M3)
+
+
+def test_values_below_bfloat16s_range_still_have_a_scale():
+    seen = counted(torch.full((3,), 1e-44))
+    tiny = torch.finfo(torch.float32).tiny
+    assert seen.percentile_scale(E4M3, 99.0) == seen.sqnr_scale(E4M3) == tiny
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0**-4, 2.0**14])
