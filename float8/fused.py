@@ -75,6 +75,8 @@ class _Producer(nn.Module):
     """Abstract: a module that casts what it computes, with ``cast_output``."""
 
     plain: ClassVar[str]  # what to use where this module does not fit
+    fqn: str = ""  # here too, for pickles of before it was kept
+    shares_cast: bool = False  # whether cast_output is a layer's cast_input, which loads it
 
     def _set_up(self, config: Float8LinearConfig | None, device: Any, fqn: str = "") -> None:
         if config is not None and not isinstance(config, Float8LinearConfig):
@@ -90,7 +92,7 @@ class _Producer(nn.Module):
             )
         self.config = config
         self.fqn = fqn
-        self.shares_cast = False  # whether cast_output is a layer's cast_input, which loads it
+        self.shares_cast = False
         self.high_precision = 0  # how many float8.high_precision contexts are open
         delayed, amax_init = config.delayed_scaling, config.enable_amax_init
         module = make_cast(config.cast_config_input, E4M3, delayed, amax_init, device)
@@ -101,7 +103,7 @@ class _Producer(nn.Module):
         plain = with_state_of(self, cls)
         plain._modules.pop("cast_output")
         for name in _OWN_ATTRIBUTES:
-            plain.__dict__.pop(name)
+            plain.__dict__.pop(name, None)
         return plain
 
     @property

@@ -16,7 +16,8 @@ SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.
 
 
 @pytest.mark.parametrize("number", range(len(SNIPPETS)))
-def test_snippets_run_as_written(number):
+def test_snippets_run_as_written(number, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
     exec(compile(SNIPPETS[number], f"README.md, snippet {number}", "exec"), {})
 
 
@@ -61,6 +62,13 @@ def test_every_command_names_a_file_that_exists():
     commands = re.findall(r"(?:bash|python) ((?:scripts|benchmarks)/[\w/.]+)", README)
     assert commands
     assert all((ROOT / command).is_file() for command in commands)
+
+
+def test_every_framework_names_a_file_that_exists():
+    section = README.split("## In your framework")[1].split("\n## ")[0]
+    files = re.findall(r"^\|.*\| `([\w/.]+)` \|$", section, re.MULTILINE)
+    assert len(files) == 7
+    assert all((ROOT / file).is_file() or (ROOT / "float8" / file).is_file() for file in files)
 
 
 def test_the_table_of_bytes_is_the_one_that_is_counted():

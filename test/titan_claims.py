@@ -10,6 +10,7 @@ import functools
 import gc
 import json
 import os
+import shutil
 import tempfile
 import warnings
 from types import SimpleNamespace
@@ -298,6 +299,9 @@ def resumes_exactly(rank):
     ours.sync_float8_amax_and_scale_history = sync
     assert len(synced) == 4
     again = losses_of(*typed, *saving, "--checkpoint.load_step", "2", steps=4)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
     assert again == whole[2:], (whole, again)
 
 

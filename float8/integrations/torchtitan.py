@@ -31,8 +31,9 @@ initialisers, declared shardings. What follows from that:
 - *MFU*, as torchtitan logs it, is relative to bfloat16's peak.
 
 Tested with torchtitan 0.3.0 on torch 2.13, where its default backend runs on one rank only, with or
-without float8; on more, ``--parallelism.spmd_backend partial_dtensor`` was tested. Earlier versions
-of torchtitan swapped modules instead of configs and are not supported.
+without float8; on more, ``--parallelism.spmd_backend partial_dtensor`` was tested (FSDP2, tensor
+parallel; not pipelines). It does not import on torch 2.11 itself. Earlier versions of torchtitan
+swapped modules instead of configs and are not supported.
 """
 
 from __future__ import annotations

@@ -81,7 +81,10 @@ def _draw(axes: Axes, row: Row) -> None:
     axes.set_yscale("log")
     axes.set_ylim(_LEAST, 1.5)
     shares = [count / total for count in counts]
-    axes.bar(exponents, shares, width=1, align="edge", color=_COLOURS[row.operand], lw=0)
+    # The last one ends at the amax, so that what does not saturate is not in the shade.
+    last = min(max(math.log2(row.amax) - exponents[-1], 0.1), 1) if row.amax > 0 else 1
+    widths = [1.0] * (len(counts) - 1) + [last]
+    axes.bar(exponents, shares, width=widths, align="edge", color=_COLOURS[row.operand], lw=0)
     _draw_range(axes, row, exponents)
     axes.set_title(f"{shortened(named(row.layer), 34)}\n{_summary(row)}", fontsize=8, loc="left")
     axes.tick_params(labelsize=7)

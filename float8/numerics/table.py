@@ -36,6 +36,8 @@ def table(rows: Sequence[Row], skipped: Mapping[str, str], top: int | None = Non
     # As lines of the table: tabulate gives every column of its own headers two more characters.
     text = tabulate([*_HEADERS, *lines], tablefmt="plain", colalign=align, disable_numparse=True)
     notes = [f"layer names begin with {prefix!r}"] if prefix else []
+    if any(line[0].endswith(".T") for line in cells):
+        notes.append(".T: the cast that the product over the operand's other dimension reads")
     notes += [f"and {len(rows) - len(shown)} more"] if len(shown) < len(rows) else []
     notes += [f"not seen: {named(fqn)}: {reason}" for fqn, reason in skipped.items()]
     return "\n".join([text, *notes])

@@ -47,6 +47,12 @@ def test_each_panel_shows_shares_against_the_range(tmp_path, monkeypatch):
     assert "1e-05 flushed" in axes[1].get_title("left")
 
 
+def test_the_last_bar_ends_at_the_amax(tmp_path, monkeypatch):
+    (axes,), _ = panels([replace(ROW, amax=2**0.5)], tmp_path / "x.svg", monkeypatch)
+    bars = [p for p in axes.patches if p.get_height() < 1]
+    assert [bar.get_width() for bar in bars] == pytest.approx([1, 1, 0.5])
+
+
 def test_many_rows_give_the_worst(tmp_path, monkeypatch):
     axes, _ = panels([ROW] * 9, tmp_path / "x.svg", monkeypatch, top=5)
     assert len(axes) == 5

@@ -21,8 +21,9 @@ def test_a_table_fits_a_terminal():
     assert max(map(len, lines)) <= WIDTH
     assert "grad_output.T" in lines[2] and "-12.3" in lines[2] and "12.35" in lines[2]
     assert lines[3].split()[-1] == "0.0"
-    assert lines[-2:] == [
+    assert lines[-3:] == [
         "layer names begin with 'model.layers.'",
+        ".T: the cast that the product over the operand's other dimension reads",
         "not seen: head: it was not called",
     ]
 
