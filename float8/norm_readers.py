@@ -12,17 +12,27 @@ calls its norm, so that the norm must be registered inside of it only. An ``nn.S
 cannot be traced has an order still: each reads what is before it. Whatever stays unknown has a
 reason.
 
-Tracing runs a copy of the model that shares its tensors, because a forward may write attributes.
+A trace follows one way through a forward. It is made four times: in training and in evaluation
+without gradients, each with all arguments and without those that are None by default (`WAYS`).
+A norm is known if no way has anything against it, and its readers are those of all ways.
+Not seen are ways that attributes, types of arguments or chance would open later, and a parent that
+cannot be traced and reaches past a block for its norm: a reader there raises by name when it runs.
+
+Tracing runs copies of the model that share its tensors, because a forward may write attributes.
 """
 
 from __future__ import annotations
 
 import copy
 import difflib
+import gc
+import inspect
 import re
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import fx, nn
 
 Pairs = Mapping[str, str | Sequence[str]]
@@ -80,6 +90,21 @@ def _unknown(what: str, pattern: str, known: list[str]) -> str:
     return f"the model has no {what} {pattern!r}{hint}"
 
 
+class Way(NamedTuple):
+    """Under what circumstances a forward is traced."""
+
+    training: bool
+    bare: bool  # without the arguments that are None by default
+
+    def __str__(self) -> str:
+        mode = "" if self.training else ", in eval mode"
+        return mode + (", called without optional arguments" if self.bare else "")
+
+
+WAYS = tuple(Way(training, bare) for training in (True, False) for bare in (False, True))
+_UNCALLED, _UNREAD = "no forward calls it", "nobody reads its result"
+
+
 def traced(
     model: nn.Module, norms: Iterable[str], is_leaf: Callable[[nn.Module], bool]
 ) -> dict[str, Readers]:
@@ -90,23 +115,56 @@ def traced(
         norms: names, each the first of its module's.
         is_leaf: modules whose forward is not looked into; norms and layers among them.
     """
+    norms = list(norms)
+    with torch.random.fork_rng(devices=[]):  # a forward may draw numbers that are no proxies
+        found = {way: _traced_one_way(model, norms, is_leaf, way) for way in WAYS}
+    return {fqn: _joined({way: found[way][fqn] for way in WAYS}) for fqn in norms}
+
+
+def _joined(found: dict[Way, Readers]) -> Readers:
+    """What is known of a norm after all ways: a reason of any, or the readers of all."""
+    readers: dict[str, None] = {}
+    for way, each in found.items():
+        if not isinstance(each, str):
+            readers |= dict.fromkeys(each)
+        elif each not in (_UNCALLED, _UNREAD):
+            return f"{each}{way}"
+    return list(readers) or min(str(each) for each in found.values())
+
+
+def _traced_one_way(
+    model: nn.Module, norms: list[str], is_leaf: Callable[[nn.Module], bool], way: Way
+) -> dict[str, Readers]:
     try:
         shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
         twin = copy.deepcopy(model, shared)
     except Exception as error:  # an attribute of the user's may refuse in any way
         return dict.fromkeys(norms, f"the model cannot be copied for tracing: {_said(error)}")
-    search = _Search(twin, dict.fromkeys(norms), is_leaf)
-    search.visit("", twin)
+    twin.train(way.training)
+    for module in twin.modules():
+        if is_leaf(module):
+            module.forward = _refuse_direct_call
+    search = _Search(twin, dict.fromkeys(norms), is_leaf, way.bare)
+    with torch.set_grad_enabled(way.training):
+        search.visit("", twin)
     return search.answers()
+
+
+def _refuse_direct_call(*_: Any, **__: Any) -> None:
+    raise TypeError("the forward of a norm or layer is called past the module")
 
 
 class _Search:
     """Blocks are traced from the outermost one inwards, until every norm is seen."""
 
     def __init__(
-        self, model: nn.Module, norms: dict[str, str | None], is_leaf: Callable[[nn.Module], bool]
+        self,
+        model: nn.Module,
+        norms: dict[str, str | None],
+        is_leaf: Callable[[nn.Module], bool],
+        bare: bool,
     ) -> None:
-        self.open, self.is_leaf = norms, is_leaf  # norm -> the latest reason
+        self.open, self.is_leaf, self.bare = norms, is_leaf, bare  # norm -> the latest reason
         self.found: dict[str, Readers] = {}
         self.names = {module: name for name, module in model.named_modules()}
         self.all_names: dict[nn.Module, list[str]] = {}
@@ -115,7 +173,7 @@ class _Search:
 
     def answers(self) -> dict[str, Readers]:
         """What is known of every norm."""
-        unknown = {fqn: reason or "no forward calls it" for fqn, reason in self.open.items()}
+        unknown = {fqn: reason or _UNCALLED for fqn, reason in self.open.items()}
         return unknown | self.found
 
     def visit(self, name: str, block: nn.Module) -> None:
@@ -135,20 +193,24 @@ class _Search:
     def _look(self, name: str, block: nn.Module, inside: dict[str, nn.Module]) -> None:
         tracer = _Tracer(self.is_leaf)
         try:
-            graph = tracer.trace(block)
+            if "forward" in block.__dict__:  # torch.fx would trace the one of its class
+                raise TypeError("its forward was replaced by a function")
+            graph = tracer.trace(block, _without_optional(block) if self.bare else None)
         except Exception as error:  # whatever a forward raises on a proxy
             graph = None
             reason = f"{name or 'the model'} cannot be traced by torch.fx: {_said(error)}"
             self.open.update(dict.fromkeys(inside, reason))
         for fqn, norm in inside.items():
-            readers = self._readers(graph, block, norm)
+            readers = self._readers(tracer, graph, block, norm)
             if readers is not None:
                 outside = [n for n in self.all_names[norm] if not _is_inside(n, name)]
                 if outside:
                     readers = f"{outside[0]} is the same module, and outside of the block seen"
                 self.found[fqn] = readers
 
-    def _readers(self, graph: fx.Graph | None, block: nn.Module, norm: nn.Module) -> Readers | None:
+    def _readers(
+        self, tracer: _Tracer, graph: fx.Graph | None, block: nn.Module, norm: nn.Module
+    ) -> Readers | None:
         """The modules that read a norm of this block; None if it does not show."""
         if graph is None:
             return self._next_in_order(block, norm)
@@ -159,13 +221,22 @@ class _Search:
         ]
         readers: dict[str, None] = {}
         for call in calls:
+            if tracer.outlives(call):
+                return "its result is kept beyond the forward, as in an attribute"
             for user in call.users:
                 if _only_asks(user):
                     continue
                 if user.op != "call_module" or not _reads_alone(user, call):
                     return f"its result is read by {_described(user)}"
                 readers[self.names[block.get_submodule(user.target)]] = None
-        return (list(readers) or "nobody reads its result") if calls else None
+        if calls and (holder := self._hidden_holder(graph, block, norm)):
+            return f"it is a part of {holder} too, which is not looked into"
+        return (list(readers) or _UNREAD) if calls else None
+
+    def _hidden_holder(self, graph: fx.Graph, block: nn.Module, norm: nn.Module) -> str:
+        """A module of torch's that is called as a whole and might call the norm that it has."""
+        called = {block.get_submodule(n.target) for n in graph.nodes if n.op == "call_module"}
+        return next((self.names[m] for m in called - {norm} if norm in m.modules()), "")
 
     def _next_in_order(self, block: nn.Module, norm: nn.Module) -> Readers | None:
         children = list(block) if type(block) is nn.Sequential else []
@@ -182,6 +253,17 @@ class _Tracer(fx.Tracer):
     def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
         super().__init__()
         self._is_leaf = is_leaf
+        self._proxies: list[weakref.ref[fx.Proxy]] = []
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """See ``fx.Tracer``."""
+        made = super().proxy(node)
+        self._proxies.append(weakref.ref(made))
+        return made
+
+    def outlives(self, node: fx.Node) -> bool:
+        """Whether somebody still has, after the forward, what this node computed."""
+        return any((left := ref()) is not None and left.node is node for ref in self._proxies)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """See ``fx.Tracer``."""
@@ -194,6 +276,11 @@ class _Tracer(fx.Tracer):
         if (m._forward_hooks or m._forward_pre_hooks) and not self._is_leaf(m):
             raise TypeError(f"{self.path_of_module(m)} has forward hooks")
         return super().call_module(m, forward, args, kwargs)
+
+
+def _without_optional(block: nn.Module) -> dict[str, None]:
+    parameters = inspect.signature(block.forward).parameters
+    return {name: None for name, p in parameters.items() if p.default is None}
 
 
 def _is_inside(fqn: str, block: str) -> bool:

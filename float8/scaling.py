@@ -312,8 +312,9 @@ def updated_history(
     newest_N = torch.where(current_amax_N.isfinite(), current_amax_N, spoilt)
     history_NH = torch.cat([newest_N.unsqueeze(1), history_NH[:, :-1]], dim=1)
     amax_N = newest_N if config.amax_compute_algo == "most_recent" else history_NH.amax(1)
-    scaled = kernels.scale_from_amax(amax_N * 2.0**config.margin, format_max, power_of_two)
-    # 2**margin may carry a large amax out of float32's range: such a scale is of no use.
+    largest = format_max * 2.0**-config.margin  # what the amax is mapped to
+    scaled = kernels.scale_from_amax(amax_N, largest, power_of_two)
+    # A large margin may carry the scale out of float32's range: it is of no use then.
     is_new = (amax_N > 0) & scaled.isfinite()
     if age_N is not None:
         is_new = is_new & (age_N + 1 >= config.interval)

@@ -46,9 +46,9 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
     """Roll this step's amaxes into the histories and compute the next scales.
 
     All ranks of the group take part with the same casts, in one MAX all-reduce for all of them, and
-    end with equal scales; what is not finite counts as infinite there and enters a history as 0.
-    The first call compares the ranks' layers, once. In a single process a model without delayed
-    casts is left alone.
+    end with equal scales: an amax that is not finite on one of them is not finite on all. The first
+    call compares the ranks' layers, once. In a single process a model without delayed casts is left
+    alone.
 
     Args:
         model: any module; every delayed cast below it takes part.
@@ -180,7 +180,7 @@ def _reduced_over_ranks(currents: list[Tensor], groups: list[dist.ProcessGroup])
         return currents
     device = _meeting_place([part.device for part in currents], groups[0])
     together = torch.cat([part.to(device) for part in currents])
-    # gloo's MAX loses a NaN that is not on rank 0; inf survives everywhere, and enters as 0.
+    # gloo's MAX loses a NaN that is not on rank 0; inf survives everywhere.
     together = torch.where(together.isfinite(), together, torch.inf)
     for group in groups:
         dist.all_reduce(together, dist.ReduceOp.MAX, group)

@@ -38,13 +38,14 @@ from pathlib import Path
 from typing import Any
 
 import corpus
+from ctrl_c import CtrlC
 from environment import environment, write_json
 from matplotlib.figure import Figure  # not pyplot: a file is all we want, and no display is needed
 from options import Options, give_up, options_from, parser, processes
 from parallel import launch, leave
 from savings import SAVED, parts_of
 from tabulate import tabulate
-from train_gpt import CtrlC, Trainer
+from train_gpt import Trainer
 
 SHARDED = ("bf16", "tensorwise", "delayed")  # with --nproc, unless --recipes says otherwise
 RECIPES = ("bf16", "tensorwise", "delayed", "rowwise", "naive", "unit_bf16", "unit")

@@ -59,10 +59,13 @@ class Options:
     nproc: int = 1  # processes that share each batch
     data: Path | None = None
     checkpoint: Path = Path("out/gpt.pt")
+    inspect: Path | None = None  # what casts do, at every eval_interval-th step
     resume: bool = False
 
     def __post_init__(self) -> None:
         savings.check(self.recipe, self.optimizer, self.ms_amp, self.nproc)
+        if self.inspect is not None and self.recipe in ("bf16", "unit_bf16"):
+            raise ValueError(f"--inspect looks at float8 layers; --recipe {self.recipe} has none")
 
     @property
     def run(self) -> str:
@@ -70,7 +73,7 @@ class Options:
         return savings.name_of(self.recipe, self.optimizer, self.saved_activations, self.ms_amp)
 
     def identity(self) -> dict[str, str | int | float | None]:
-        free = {"eval_interval", "device", "compile", "data", "checkpoint", "resume"}
+        free = {"eval_interval", "device", "compile", "data", "checkpoint", "inspect", "resume"}
         return {name: value for name, value in asdict(self).items() if name not in free}
 
     def record(self) -> dict[str, str | int | float | None]:

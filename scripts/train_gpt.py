@@ -9,7 +9,8 @@ two such steps, so it holds no half-finished history.
 
 Beside its products a run may keep in float8 what AdamW remembers (`--optimizer float8_adamw`), what
 other ops keep for backward (`--saved-activations`), or what an MS-AMP level says (`--ms-amp O2`);
-savings.py knows them.
+savings.py knows them. `--inspect run.json` looks at what casts do, at every `--eval-interval`-th
+step, and changes no loss.
 
 What determines the numbers is few and named (`Options.identity`): the options below `recipe` and
 the text. Ctrl-C finishes the running step and writes a checkpoint; `--resume` refuses one whose
@@ -25,7 +26,6 @@ import math
 import os
 import pickle
 import resource
-import signal
 import statistics
 import sys
 import time
@@ -38,6 +38,7 @@ import corpus
 import gpt
 import savings
 import torch
+from ctrl_c import CtrlC
 from environment import environment, write_json
 from half_products import HalfProducts
 from options import EPILOG, Options, give_up, options_from, parser, processes, row_of
@@ -93,6 +94,12 @@ class Trainer:
         self.products = HalfProducts if multiplies_slowly(options) else contextlib.nullcontext
         if options.resume:
             self._load()
+        self.watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if options.inspect:
+            from float8 import inspect_every
+
+            every, path = options.eval_interval, options.inspect
+            self.watch = inspect_every(self.model, every, path=path, step=self.step)
 
     @property
     def step(self) -> int:
@@ -258,7 +265,8 @@ class Trainer:
 
     def _timed_step(self) -> None:
         start = time.perf_counter()
-        loss = self._train_step()  # .item() in it waits for the device
+        with self.watch:
+            loss = self._train_step()  # .item() in it waits for the device
         self.history.seconds.append(time.perf_counter() - start)
         self.history.train_loss.append(loss)
 
@@ -318,32 +326,6 @@ def progress_bar(options: Options, step: int, hidden: bool) -> "tqdm[Any]":
     )
 
 
-class CtrlC:
-    """Makes the first Ctrl-C a question, "stop?", asked between steps; the second one kills.
-
-    Under torchrun no second one kills: it is torchrun that passes the first one on. After 30 s it
-    ends whoever is still there.
-    """
-
-    def __init__(self) -> None:
-        self.pressed = False
-
-    def __call__(self) -> bool:
-        return self.pressed
-
-    def __enter__(self) -> "CtrlC":
-        self.previous = signal.signal(signal.SIGINT, self._press)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self.previous)
-
-    def _press(self, *_: object) -> None:
-        self.pressed = True
-        if processes() == 1:
-            signal.signal(signal.SIGINT, self.previous)
-
-
 def main(argv: list[str] | None = None) -> int:
     p = parser((__doc__ or "").partition("\n")[0])
     p.epilog = EPILOG
@@ -364,6 +346,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     p.add_argument("--ms-amp", choices=savings.LEVELS, help="an MS-AMP level (float8.ms_amp)")
     p.add_argument("--checkpoint", type=Path, help="default: out/gpt_RUN.pt")
+    p.add_argument(
+        "--inspect", type=Path, help="write what casts do, for python -m float8.numerics.report"
+    )
     p.add_argument("--out", type=Path, help="write the losses and speeds here, as JSON")
     args = p.parse_args(argv)
     try:

@@ -42,11 +42,12 @@ class Published:
         self.history[0] = 0.0
         if self.steps_left > 0:
             self.steps_left -= 1
-        elif 0 < found < math.inf and found * 2.0**self.config.margin <= FLOAT32_MAX:
-            self.factor = min(self.format_max / found / 2.0**self.config.margin, 1 / SMALLEST_SCALE)
+        elif 0 < found < math.inf:
+            factor = min(self.format_max / found / 2.0**self.config.margin, 1 / SMALLEST_SCALE)
             if self.pow2:  # its releases before 1.0: 2^(floor(log2(max / amax)) - margin)
-                self.factor = 2.0 ** (math.frexp(self.factor)[1] - 1)
-            self.steps_left = self.config.interval - 1
+                factor = 2.0 ** (math.frexp(factor)[1] - 1)
+            if 1 / factor <= FLOAT32_MAX:  # ours alone: there such a factor is 0, or nearly so
+                self.factor, self.steps_left = factor, self.config.interval - 1
 
     @property
     def newest_first(self) -> list[float]:
@@ -76,7 +77,7 @@ CASES = [
         shapes.pairs(
             length=[1, 2, 5, 64],
             algo=["max", "most_recent"],
-            margin=[-3, 0, 1, 4],
+            margin=[-3, 0, 1, 12],
             interval=[1, 2, 7],
             fmt=[E4M3, E5M2],
             pow2=[False, True],

@@ -148,9 +148,9 @@ def published_update(history: list, current: float, scale: float, config, dtype,
     """
     history = [current if math.isfinite(current) else 0.0, *history[:-1]]
     amax = history[0] if config.amax_compute_algo == "most_recent" else max(history)
-    widened = float(torch.tensor(amax * 2.0**config.margin, dtype=torch.float64).float())
-    if amax > 0 and math.isfinite(widened):
-        scale = oracle.scale_of(widened, dtype, pow2)
+    found = oracle.scale_of(amax * 2.0**config.margin, dtype, pow2)
+    if amax > 0 and math.isfinite(found):
+        scale = found
     return history, scale
 
 

@@ -22,7 +22,8 @@ scaling_factor_compute_algo   None: the formula above
 ============================= ==================================================================
 
 Two extremes end elsewhere. A factor has no more than 2^126 here, where there it has what float32
-has; and one that would leave float32 through a large margin is not used here, where there it is 0.
+has; and one that a large margin makes less than 2^-128 is not used here, where there it is 0, or
+nearly so.
 
 Accelerate's configuration files hold the same arguments beside its own (``backend``, ...), with
 some names spelt out.

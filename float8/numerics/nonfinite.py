@@ -277,7 +277,9 @@ class _Search:
 _GRAD_OUTPUT = "gradient of its output"
 _ARRIVED = "it came in: made by what reads this output, after the module in the forward"
 # What delayed casts record and `sync` reads: no forward multiplies by it.
-_RECORDS: dict[type, tuple[str, ...]] = {DelayedCast: ("amax_history", "current_amax")}
+_RECORDS: dict[type, tuple[str, ...]] = {
+    DelayedCast: ("amax_history", "current_amax", "scale_age")
+}
 
 
 def _is_float(value: Tensor) -> bool:

@@ -179,6 +179,14 @@ def test_evaluation_is_in_high_precision_unless_asked_otherwise(float8_in_evalua
     assert torch.equal(module.evaluated[0], low if float8_in_evaluation else high)
 
 
+def test_another_model_may_be_evaluated_after_training():
+    trainer = fit(Module(), Float8Precision("delayed"))  # whose optimizer the Trainer keeps
+    loaded = Module()
+    trainer.validate(loaded, data(3), verbose=False)
+    assert type(loaded.model[0]) is Float8Linear
+    assert len(loaded.evaluated) == len(claims.batches(3))
+
+
 def test_fabric_evaluates_in_high_precision_and_trains_in_eval_mode_in_float8():
     x, plain = claims.batches(3)[0], claims.network()
     fabric = Fabric(plugins=Float8Precision(), accelerator="cpu", devices=1)

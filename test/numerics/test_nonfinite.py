@@ -200,6 +200,12 @@ def test_what_a_step_recorded_is_no_fault():
     assert find_nan(net, batch()) is None
 
 
+def test_a_scale_that_no_sync_has_found_yet_is_no_origin():
+    net = convert_to_float8_training(Net(), config=Float8LinearConfig.from_te_recipe(interval=4))
+    net.blocks[1].faults["after up"] = lambda x: Plant.apply(x, math.nan, False)
+    assert find_nan(net, batch()).module == "blocks.1"
+
+
 def test_an_inf_that_a_float8_layer_reads_is_explained():
     net = convert_to_float8_training(Net())
     net.blocks[1].faults["after norm"] = lambda x: Plant.apply(x, math.inf, False)

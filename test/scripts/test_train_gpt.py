@@ -24,6 +24,7 @@ from options import SIZES, Options, options_from, parser
 from train_gpt import Trainer
 
 from float8 import Float8Tensor
+from float8.numerics import load_run
 
 SCRIPTS = Path(train_gpt.__file__).parent
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "2"]
@@ -73,6 +74,22 @@ def test_resumed_training_equals_uninterrupted_training_bit_for_bit(
     state = rest.model.state_dict()
     for name, value in whole.model.state_dict().items():
         assert torch.equal(plain(state[name]), plain(value)), name
+
+
+def test_a_watched_training_has_the_same_losses_and_goes_on_with_its_file(
+    options: Options, text: corpus.Corpus, tmp_path: Path
+) -> None:
+    options = replace(options, recipe="delayed")
+    alone = Trainer(options, text)
+    assert alone.fit()
+    watched = replace(options, inspect=tmp_path / "run.json")
+    assert not Trainer(watched, text).fit(stop_after(4))
+    rest = Trainer(replace(watched, resume=True), text)
+    assert rest.fit()
+    assert rest.history.train_loss == alone.history.train_loss
+    reports = load_run(tmp_path / "run.json")
+    assert [report.step for report in reports] == [0, 3, 6]
+    assert {row.operand for row in reports[-1].casts} == {"input", "weight", "grad_output"}
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
@@ -174,6 +191,7 @@ def test_a_crash_while_saving_leaves_the_old_checkpoint(
             ["--recipe", "tensorwise", "--ms-amp", "O2", "--optimizer", "float8_adamw"],
             "leave out --optimizer float8_adamw",
         ),
+        (["--inspect", "run.json"], "--inspect looks at float8 layers; --recipe bf16 has none"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_fix(
