@@ -137,10 +137,9 @@ def _traced_one_way(
 ) -> dict[str, Readers]:
     try:
         shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
-        twin = copy.deepcopy(model, shared)
+        twin = copy.deepcopy(model, shared).train(way.training)
     except Exception as error:  # an attribute of the user's may refuse in any way
         return dict.fromkeys(norms, f"the model cannot be copied for tracing: {_said(error)}")
-    twin.train(way.training)
     for module in twin.modules():
         if is_leaf(module):
             module.forward = _refuse_direct_call
@@ -263,6 +262,11 @@ class _Tracer(fx.Tracer):
 
     def outlives(self, node: fx.Node) -> bool:
         """Whether somebody still has, after the forward, what this node computed."""
+        if self._has(node):
+            gc.collect()  # of cycles, which nobody has
+        return self._has(node)
+
+    def _has(self, node: fx.Node) -> bool:
         return any((left := ref()) is not None and left.node is node for ref in self._proxies)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:

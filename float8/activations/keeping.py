@@ -9,7 +9,7 @@ by the `Keeper` before, outside of the function, which torch.compile can trace.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,25 @@ from torch import Tensor
 from float8.activations.groups import encode
 from float8.activations.keeper import OUTPUT, Kept, Recipe
 
-if TYPE_CHECKING:
-    from float8.activations.ops import Op
+
+class Op(Protocol):
+    """What `_Keeping` asks of an op; those of ``ops.py`` answer."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    @property
+    def inputs(self) -> int:
+        """How many tensors the forward takes."""
+
+    @property
+    def forward(self) -> Callable[..., Tensor]:
+        """``forward(*inputs, **options)``."""
+
+    @property
+    def gradient(self) -> Callable[..., Any]:
+        """``gradient(g, kept, needs, **options)``: one for each input."""
 
 
 class _Keeping(torch.autograd.Function):

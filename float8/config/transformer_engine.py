@@ -26,7 +26,7 @@ has; and one that a large margin makes less than 2^-128 is not used here, where 
 nearly so.
 
 Accelerate's configuration files hold the same arguments beside its own (``backend``, ...), with
-some names spelt out.
+some names spelt out, in either case and perhaps with ``fp8_`` before them.
 """
 
 from __future__ import annotations
@@ -46,11 +46,6 @@ from float8.config.transformer_engine_recipes import (
     delayed,
 )
 
-# What Accelerate's files call them -> what TransformerEngine does.
-SPELLINGS = {
-    "amax_history_length": "amax_history_len",
-    "amax_compute_algorithm": "amax_compute_algo",
-}
 OF_DELAYED = (
     "margin",
     "interval",
@@ -63,6 +58,14 @@ OF_ALL = ("fp8_format", "override_linear_precision", "backward_override", "fp8_d
 OF_ACCELERATE = ("backend", "use_autocast_during_eval", "use_mxfp8_block_scaling")
 _DYNAMIC = (*OF_ALL, *QUANTISERS, *GEMMS.values())
 _ARGUMENTS = (*OF_DELAYED, *OF_ALL, *OF_ACCELERATE)
+# What Accelerate's files and its command line call them -> what TransformerEngine does.
+SPELLINGS = {
+    "amax_history_length": "amax_history_len",
+    "amax_compute_algorithm": "amax_compute_algo",
+}
+SPELLINGS |= {f"fp8_{name}": name for name in _ARGUMENTS if not name.startswith("fp8_")} | {
+    f"fp8_{name}": own for name, own in SPELLINGS.items()
+}
 Translate = Callable[[Any, dict[str, Any]], Fields]
 # recipe -> the arguments that it has, and what they mean
 KINDS: dict[str, tuple[tuple[str, ...], Translate]] = {
@@ -101,6 +104,7 @@ def fields_of_te_recipe(recipe: Any, arguments: Mapping[str, Any]) -> Fields:
     if not is_mapping:  # its own names begin with an underscore
         given = {name: v for name, v in vars(recipe).items() if not name.startswith("_")}
     together = _together(kind, _spelt(given), _spelt(arguments))
+    _check_backend(together.get("backend"))  # first: others have arguments of their own
     _check_names(kind, together, known_names)
     _check_common(together)
     return translate(recipe, {name: v for name, v in together.items() if v is not None})
@@ -142,6 +146,18 @@ def _check_names(kind: str, arguments: dict[str, Any], known: tuple[str, ...]) -
         )
 
 
+def _check_backend(backend: Any) -> None:
+    if backend is None or str(backend).upper() == "TE":
+        return
+    others = {
+        "AO": "its arguments are fields of Float8LinearConfig, and a config of torchao is for "
+        "Float8LinearConfig.from_torchao",
+        "MSAMP": "use float8.ms_amp",
+    }
+    instead = others.get(str(backend).upper(), "there is TE, AO and MSAMP")
+    raise ValueError(f"backend={backend!r} is not TransformerEngine's: {instead}")
+
+
 def _check_common(arguments: dict[str, Any]) -> None:
     for name in ("fp8_dpa", "fp8_mha"):
         if arguments.get(name):
@@ -150,14 +166,6 @@ def _check_common(arguments: dict[str, Any]) -> None:
             )
     if arguments.get("use_mxfp8_block_scaling"):
         raise ValueError(f"use_mxfp8_block_scaling: {REFUSED['MXFP8BlockScaling']}")
-    backend = arguments.get("backend")
-    if backend is not None and str(backend).upper() != "TE":
-        others = {
-            "AO": "use Float8LinearConfig.from_torchao",
-            "MSAMP": "use float8.ms_amp",
-        }
-        instead = others.get(str(backend).upper(), "there is TE, AO and MSAMP")
-        raise ValueError(f"backend={backend!r} is not TransformerEngine's: {instead}")
     if arguments.get("use_autocast_during_eval") is False:
         warnings.warn(
             "use_autocast_during_eval=False evaluates in high precision, and a config cannot say "

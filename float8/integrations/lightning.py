@@ -86,8 +86,10 @@ from float8.sync import sync_float8_amax_and_scale_history
 require("lightning", "lightning", ("2.6", "2.7"))
 
 from lightning.fabric.plugins import Precision as FabricPrecision  # noqa: E402
+from lightning.pytorch import LightningModule  # noqa: E402
 from lightning.pytorch.callbacks import Callback  # noqa: E402
 from lightning.pytorch.plugins import HalfPrecision, Precision  # noqa: E402
+from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
 Computes = Literal["bf16-mixed", "bf16-true", "32-true"]
 
@@ -101,9 +103,10 @@ class Float8Precision(Precision):
             model that was converted before keeps its config: one given here must equal it.
         module_filter_fn: as in `float8.convert_to_float8_training`; names are those of the module
             that the framework is given.
-        precision: everything else. ``"bf16-mixed"``: autocast to bfloat16, parameters stay
-            float32. ``"bf16-true"``: parameters and inputs in bfloat16. ``"32-true"``: as it is,
-            also where FSDP2's ``MixedPrecisionPolicy`` says it.
+        precision: of everything else; instead of the framework's own ``precision``, which takes no
+            plugin beside it. ``"bf16-mixed"``: autocast to bfloat16, parameters stay float32.
+            ``"bf16-true"``: parameters and inputs in bfloat16. ``"32-true"``: as it is, also where
+            FSDP2's ``MixedPrecisionPolicy`` says it.
         float8_in_evaluation: keep float8 where a model in eval mode runs without gradients.
 
     Raises:
@@ -188,7 +191,7 @@ class Float8Precision(Precision):
             ValueError: an optimizer was built from parameters that the model has no more.
         """
         self._by_trainer = True
-        for optimizer in optimizers:
+        for optimizer in optimizers if _is_fitting(model) else ():
             check_optimizer(optimizer, model)
         for other in set(self._models) - set(model.modules()):  # that the Trainer had before
             del self._models[other]
@@ -265,6 +268,12 @@ class Float8Precision(Precision):
 
 def _device_of(model: nn.Module) -> str:
     return next((p.device.type for p in model.parameters()), "cpu")
+
+
+def _is_fitting(model: nn.Module) -> bool:
+    """Whether the Trainer trains; else its optimizers are those of the last fit, of any model."""
+    module = next(each for each in model.modules() if isinstance(each, LightningModule))
+    return module.trainer.state.fn is TrainerFn.FITTING
 
 
 def _refuse_sharded(module: nn.Module) -> None:

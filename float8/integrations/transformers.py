@@ -31,12 +31,15 @@ What the callback does, and when the Trainer lets it:
 
 **Which layers.** `convert` leaves out the output head (``get_output_embeddings()``: its errors are
 the logits', and tied to the embedding its weight is read by more than a product) and, without
-``pad_inner_dim``, layers with a dimension that is no multiple of 16 (a classifier's), which tensor
-cores would refuse. A ``module_filter_fn`` of your own decides alone.
+``pad_inner_dim``, layers with a dimension that is no multiple of 16 (a classifier's, a small LoRA
+adapter's), which tensor cores would refuse. They refuse other numbers of tokens in a microbatch
+too: let the data collator pad (``pad_to_multiple_of=16``). A ``module_filter_fn`` of your own
+decides alone. What is no ``nn.Linear`` (GPT-2's ``Conv1D``, fused experts) is never converted;
+``model.float8_conversion`` says what was.
 
-**Checkpoints** hold plain tensors under the plain model's names. The histories of delayed scaling
-are in ``trainer_state.json``, where the Trainer keeps what callbacks have to say. FSDP checkpoints
-hold them beside the weights.
+**Checkpoints** of a ``PreTrainedModel`` hold plain tensors under the plain model's names. The
+histories of delayed scaling are in ``trainer_state.json``, where the Trainer keeps what callbacks
+have to say. FSDP checkpoints, and those of other modules, hold them beside the weights too.
 
 **Evaluation** and generation run in high precision, unless ``float8_in_evaluation=True``.
 
@@ -81,9 +84,10 @@ def layers_of_a_pretrained_model(
 ) -> ModuleFilter:
     """The filter that `convert` takes by default; see above for what it leaves out, and why."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
+    heads = set() if head is None else set(head.modules())  # one under an adapter has parts
     pads = config is not None and config.pad_inner_dim
     fits = (lambda module, fqn: True) if pads else divisible_by(16)
-    return lambda module, fqn: module is not head and fits(module, fqn)
+    return lambda module, fqn: module not in heads and fits(module, fqn)
 
 
 def convert(
@@ -176,11 +180,8 @@ class Float8Callback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Check what is about to be trained, and continue the histories of a checkpoint."""
         model, optimizer = given["model"], given["optimizer"]
-        if not conversion.is_converted(model):
-            raise ValueError(
-                "the Trainer made a new model after Float8Callback had converted the first: let "
-                "model_init return float8.integrations.transformers.convert(model, config)"
-            )
+        if model is not self._model and not conversion.is_converted(model):
+            raise ValueError(self._why_unconverted())
         self._take(model, None)
         if args.n_gpu > 1 and _casts(model):
             raise ValueError(
@@ -190,6 +191,11 @@ class Float8Callback(TrainerCallback, ExportableState):
             )
         conversion.check_optimizer(optimizer, model)
         stored = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        if isinstance(stored, list):
+            raise ValueError(
+                f"this Trainer has {len(stored)} callbacks of type {type(self).__name__}, each of "
+                "which would update all histories in every step: give it one"
+            )
         if state.global_step:  # of a checkpoint; otherwise these are the model's own
             self._restore(stored)
         if self._is_inspecting:  # a step of an earlier call ended in an error
@@ -225,12 +231,13 @@ class Float8Callback(TrainerCallback, ExportableState):
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             file = Path(state.best_model_checkpoint, "trainer_state.json")
             stored = json.loads(file.read_text(encoding="utf-8"))["stateful_callbacks"]
-            self._restore(stored[type(self).__name__])
+            if type(self).__name__ in stored:  # its weights alone start new ones
+                self._restore(stored[type(self).__name__])
 
     # --- the histories
 
     def state(self) -> dict[str, Any]:
-        """What ``trainer_state.json`` keeps: arguments, and each cast's buffers, in base64."""
+        """What ``trainer_state.json`` keeps: arguments, and each cast's buffers in base64."""
         casts = {} if self._model is None else _casts(self._model)
         return {
             "args": {
@@ -251,6 +258,17 @@ class Float8Callback(TrainerCallback, ExportableState):
         if casts and (missing := casts.keys() - histories.keys()):
             logger.info("%d delayed casts start a new history: %s", len(missing), sorted(missing))
 
+    def _why_unconverted(self) -> str:
+        if self._model is None:
+            return (
+                "Float8Callback joined the Trainer after that was made, too late to convert its "
+                "model: Trainer(..., callbacks=[Float8Callback(...)]), or convert the model first"
+            )
+        return (
+            "the Trainer made a new model after Float8Callback had converted the first: let "
+            "model_init return float8.integrations.transformers.convert(model, config)"
+        )
+
     def _take(self, model: nn.Module, optimizer: Any) -> None:
         if optimizer is not None:
             conversion.check_optimizer(optimizer, model)
@@ -262,20 +280,19 @@ class Float8Callback(TrainerCallback, ExportableState):
         self._model = model
 
 
-def _packed(cast: DelayedCast) -> str:
-    """All buffers of a cast, one behind the other: bits that JSON's digits need not keep."""
-    values = torch.cat([b.detach().reshape(-1).cpu() for b in cast.buffers()])
-    return base64.b64encode(values.numpy().tobytes()).decode("ascii")
+def _packed(cast: DelayedCast) -> dict[str, str]:
+    """A cast's buffers, as bits that JSON's digits need not keep."""
+    arrays = {name: buffer.detach().cpu().numpy() for name, buffer in cast.named_buffers()}
+    return {name: base64.b64encode(a.tobytes()).decode("ascii") for name, a in arrays.items()}
 
 
-def _unpack(name: str, cast: DelayedCast, text: str) -> None:
-    values = torch.from_numpy(np.frombuffer(base64.b64decode(text), np.float32).copy())
-    buffers = dict(cast.named_buffers())
-    sizes = [b.numel() for b in buffers.values()]
-    if len(values) != sum(sizes):
+def _unpack(name: str, cast: DelayedCast, packed: dict[str, str]) -> None:
+    arrays = {key: np.frombuffer(base64.b64decode(x), np.float32) for key, x in packed.items()}
+    values = {key: torch.from_numpy(array.copy()) for key, array in arrays.items()}
+    found, own = len(values["amax_history"]), cast.delayed.history_len
+    if found != own:
         raise ValueError(
-            f"{name}: the checkpoint has a history of {len(values) - 2} steps, this model one of "
-            f"{cast.delayed.history_len}: resume with the DelayedScalingConfig of that run"
+            f"{name}: the checkpoint has a history of {found} steps, this model one of {own}: "
+            "resume with the DelayedScalingConfig of that run"
         )
-    parts = zip(buffers.items(), values.split(sizes), strict=True)
-    cast.load_state_dict({key: part.view(b.shape) for (key, b), part in parts})
+    cast.load_state_dict({k: v if k == "amax_history" else v[0] for k, v in values.items()})

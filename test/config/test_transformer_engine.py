@@ -91,9 +91,11 @@ ACCELERATE = {
 }
 
 
+@pytest.mark.parametrize("prefix", ["", "fp8_"])  # as files may write and arguments are called
 @pytest.mark.parametrize("upper", [False, True])
-def test_the_block_of_an_accelerate_file_is_understood(upper):
-    block = {key.upper() if upper else key: value for key, value in ACCELERATE.items()}
+def test_the_block_of_an_accelerate_file_is_understood(upper, prefix):
+    block = {prefix + key.removeprefix(prefix): value for key, value in ACCELERATE.items()}
+    block = {key.upper() if upper else key: value for key, value in block.items()}
     expected = te(
         margin=1,
         interval=4,
@@ -154,8 +156,16 @@ REFUSED = {
         "backward_override='dequantized'",
     ),
     "mx": ({"use_mxfp8_block_scaling": True}, ValueError, "a scale per 32 elements"),
-    "torchao": ({"backend": "AO"}, ValueError, "use Float8LinearConfig.from_torchao"),
-    "ms-amp": ({"backend": "msamp"}, ValueError, r"use float8\.ms_amp"),
+    "torchao": (
+        {"backend": "AO", "enable_fsdp_float8_all_gather": True, "pad_inner_dim": True},
+        ValueError,
+        "fields of Float8LinearConfig, and a config of torchao is for .*from_torchao",
+    ),
+    "ms-amp": (
+        {"backend": "msamp", "optimization_level": "O2"},
+        ValueError,
+        r"use float8\.ms_amp",
+    ),
     "text as a number": ({"margin": "1"}, TypeError, "margin must be an integer, got '1'"),
     "a truth as a number": ({"interval": True}, TypeError, "interval must be an integer"),
     "no interval": ({"interval": 0}, ValueError, "interval must be an integer >= 1, got 0"),
