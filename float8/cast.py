@@ -173,7 +173,11 @@ class DelayedCast(Cast):
             new = self._buffers[name]
             assert old is not None
             assert new is not None
-            if new.dtype != torch.float32:  # model.to(bfloat16) must not round the scales
+            if (
+                new.device == old.device
+            ):  # to_empty again, through a second layer that has this cast
+                self._buffers[name] = old
+            elif new.dtype != torch.float32:  # model.to(bfloat16) must not round the scales
                 self._buffers[name] = old.to(new.device)
             if old.is_meta and not new.is_meta:  # to_empty leaves whatever was in that memory
                 self.reset_parameters()

@@ -21,9 +21,9 @@ are modules whose type is exactly ``nn.RMSNorm`` or ``nn.LayerNorm``, or was reg
 
 Values and gradients are those of the norm and layers apart, but for float32's rounding within the
 norm. Parameters and their names stay, so plain checkpoints load; `convert_from_float8_training`
-makes the norms plain again. Under delayed scaling the layers' ``cast_input`` and the norm's
-``cast_output`` become one module, with the largest amaxes and scale of the histories that the
-layers had, so that checkpoints from before and after fusing carry them on, and ``sync`` asks
+makes the norms plain again. Under delayed scaling the layers' ``cast_input`` becomes one module,
+with the largest amaxes and scale of the histories that the layers had, and the norm casts with it,
+so that checkpoints of the fused and of the converted model are each other's, and ``sync`` asks
 nobody for an amax that nobody records.
 
 Fuse after converting and before wrapping, compiling and ``fully_shard``; compile a norm and its
@@ -189,7 +189,11 @@ def _declared_readers(model: nn.Module, pairs: Pairs, fusion: NormFusion) -> dic
             except ValueError as error:
                 fusion.skipped[fqn] = f"its pairs, of {type(block).__name__}: {error}"
     said |= declared(every, pairs)
-    return {first[every[fqn]]: [first[every[n]] for n in layers] for fqn, layers in said.items()}
+    readers: dict[str, dict[str, None]] = {}
+    for fqn, layers in said.items():  # a norm of two names has the readers of both
+        known = readers.setdefault(first[every[fqn]], {})
+        known |= dict.fromkeys(first[every[name]] for name in layers)
+    return {fqn: list(layers) for fqn, layers in readers.items()}
 
 
 def _candidates(
@@ -287,18 +291,17 @@ def _fuse(model: nn.Module, fqn: str, norm: nn.Module, layers: list[Any]) -> Non
 
 
 def _share(model: nn.Module, norm: NormCast, casts: list[DelayedCast]) -> None:
-    """Make one cast of the norm's and its layers', and of what these share already."""
+    """Make one cast of the layers', and of what these share already, for the norm too."""
     kept = casts[0]
     with torch.no_grad():
         for name, buffer in kept.named_buffers():
             buffer.copy_(torch.stack([cast.get_buffer(name) for cast in casts]).amax(0))
     kept.history_ready = any(cast.history_ready for cast in casts)
     kept.synced = any(cast.synced for cast in casts)
-    norm.cast_output = kept
+    norm.share_cast(kept)
     merged = set(casts)
     for module in list(model.modules()):
-        for name in ("cast_input", "cast_output"):
-            if module._modules.get(name) in merged:
-                module._modules[name] = kept
-                if isinstance(module, NormCast):
-                    module.shares_cast = True
+        if module._modules.get("cast_input") in merged:
+            module._modules["cast_input"] = kept
+        if isinstance(module, NormCast) and module.cast_output in merged:
+            module.share_cast(kept)

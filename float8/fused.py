@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8.autograd import compute_dtype
-from float8.cast import DelayedCast, make_cast
+from float8.cast import Cast, DelayedCast, make_cast
 from float8.config import Float8LinearConfig
 from float8.convert import FLOAT8_MODULES
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
@@ -55,7 +55,7 @@ from float8.linear import with_state_of
 from float8.tensor import Float8Tensor
 
 _WHOLE = (WHOLE, WHOLE)
-_OWN_ATTRIBUTES = ("config", "fqn", "high_precision", "shares_cast")
+_OWN_ATTRIBUTES = ("config", "fqn", "high_precision", "shares_cast", "cast_output")
 N = TypeVar("N", bound="NormCast")
 
 
@@ -76,7 +76,7 @@ class _Producer(nn.Module):
 
     plain: ClassVar[str]  # what to use where this module does not fit
     fqn: str = ""  # here too, for pickles of before it was kept
-    shares_cast: bool = False  # whether cast_output is a layer's cast_input, which loads it
+    shares_cast: bool = False  # whether cast_output is a layer's cast_input, no child of this
 
     def _set_up(self, config: Float8LinearConfig | None, device: Any, fqn: str = "") -> None:
         if config is not None and not isinstance(config, Float8LinearConfig):
@@ -98,10 +98,16 @@ class _Producer(nn.Module):
         module = make_cast(config.cast_config_input, E4M3, delayed, amax_init, device)
         self.cast_output = module.train(self.training)
 
+    def share_cast(self, cast: Cast) -> None:
+        """Cast by the ``cast_input`` of a layer, which saves and loads it, and moves it along."""
+        self._modules.pop("cast_output", None)
+        self.__dict__["cast_output"] = cast
+        self.shares_cast = True
+
     def _as_plain(self, cls: Any) -> Any:
         """A ``cls`` with the parameters, buffers, hooks and attributes of this module."""
         plain = with_state_of(self, cls)
-        plain._modules.pop("cast_output")
+        plain._modules.pop("cast_output", None)
         for name in _OWN_ATTRIBUTES:
             plain.__dict__.pop(name, None)
         return plain

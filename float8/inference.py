@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from float8.cast import make_cast
 from float8.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
 from float8.convert import (
+    FLOAT8_MODULES,
     MODULE_RULES,
     Conversion,
     candidates,
@@ -76,7 +77,9 @@ def convert_to_float8_inference(
     Args:
         model: the model; it may itself be an ``nn.Linear``.
         static_scales: layer name -> scale of its input (``value = code * scale``), for all layers
-            that are converted; None casts inputs with dynamic scales, or as a converted layer does.
+            that are converted; norms and gates that wrote float8 by another scale become plain, and
+            `float8.fuse_norms` may fuse them again. None casts inputs with dynamic scales, or as a
+            converted layer does.
         config: of layers that are no Float8Linear yet; dynamic tensorwise by default.
         module_filter_fn: called with each candidate and its name; False leaves it alone.
 
@@ -99,12 +102,16 @@ def convert_to_float8_inference(
     conversion = Conversion()
     chosen = layers_for_inference(model, config, module_filter_fn, conversion)
     plain = [(fqn, layer) for fqn, layer in chosen.items() if not _is_float8(layer)]
-    configs = {fqn: layer.config if _is_float8(layer) else config for fqn, layer in chosen.items()}
+    # No step comes first whose amaxes would replace a scale of 1.
+    new = replace(config, enable_amax_init=True)
+    configs = {fqn: layer.config if _is_float8(layer) else new for fqn, layer in chosen.items()}
     configs = _with_static_inputs(configs, static_scales, conversion)
     check_all(plain, config)
     _check_weights(chosen, configs)
     warn_of_fixed_scales(plain, config)
     swapped = {m: MODULE_RULES[type(m)].convert(m, configs[fqn], fqn) for fqn, m in plain}
+    if static_scales is not None:
+        swapped |= {m: m.to_float() for m in _producers(model)}
     model = replace_children(model, swapped)
     layers = {fqn: swapped.get(m, m) for fqn, m in chosen.items()}
     del plain, chosen, swapped  # what else holds the old layers: weights are freed one by one
@@ -143,6 +150,12 @@ def layers_for_inference(
 
 def _is_float8(layer: nn.Module) -> bool:
     return isinstance(layer, Float8Linear)
+
+
+def _producers(model: nn.Module) -> list[Any]:
+    """The modules that write float8 for layers."""
+    kinds = tuple(FLOAT8_MODULES)
+    return [m for m in model.modules() if isinstance(m, kinds) and not _is_float8(m)]
 
 
 def read_elsewhere(model: nn.Module, chosen: dict[str, Any]) -> dict[str, str]:
@@ -217,7 +230,10 @@ def _with_static_input(config: Float8LinearConfig, scale: float | Tensor) -> Flo
     cast = config.plan.output.a
     if cast is None or any(extent != WHOLE for extent in cast.block):
         what = "in high precision" if cast is None else f"with a scale for each {cast.block}"
-        raise ValueError(f"its config casts inputs {what}; static scales are for tensorwise inputs")
+        raise ValueError(
+            f"its config casts inputs {what}, and static scales are for tensorwise inputs; "
+            "convert_from_float8_training first, to convert it with another config"
+        )
     target = config.cast_config_input.target_dtype
     static = CastConfig(ScalingType.STATIC, target_dtype=target, static_scale=value)
     is_delayed = any(c.scaling_type is ScalingType.DELAYED for c in config.operand_casts[1:])

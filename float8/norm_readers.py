@@ -29,7 +29,8 @@ import gc
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -137,10 +138,11 @@ def _traced_one_way(
 ) -> dict[str, Readers]:
     try:
         shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
-        twin = copy.deepcopy(model, shared).train(way.training)
+        twin = copy.deepcopy(model, shared)
     except Exception as error:  # an attribute of the user's may refuse in any way
         return dict.fromkeys(norms, f"the model cannot be copied for tracing: {_said(error)}")
     for module in twin.modules():
+        module.training = way.training  # not train(): one of its own may merge shared weights
         if is_leaf(module):
             module.forward = _refuse_direct_call
     search = _Search(twin, dict.fromkeys(norms), is_leaf, way.bare)
@@ -194,7 +196,8 @@ class _Search:
         try:
             if "forward" in block.__dict__:  # torch.fx would trace the one of its class
                 raise TypeError("its forward was replaced by a function")
-            graph = tracer.trace(block, _without_optional(block) if self.bare else None)
+            with _without_garbage():
+                graph = tracer.trace(block, _without_optional(block) if self.bare else None)
         except Exception as error:  # whatever a forward raises on a proxy
             graph = None
             reason = f"{name or 'the model'} cannot be traced by torch.fx: {_said(error)}"
@@ -262,11 +265,6 @@ class _Tracer(fx.Tracer):
 
     def outlives(self, node: fx.Node) -> bool:
         """Whether somebody still has, after the forward, what this node computed."""
-        if self._has(node):
-            gc.collect()  # of cycles, which nobody has
-        return self._has(node)
-
-    def _has(self, node: fx.Node) -> bool:
         return any((left := ref()) is not None and left.node is node for ref in self._proxies)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -280,6 +278,19 @@ class _Tracer(fx.Tracer):
         if (m._forward_hooks or m._forward_pre_hooks) and not self._is_leaf(m):
             raise TypeError(f"{self.path_of_module(m)} has forward hooks")
         return super().call_module(m, forward, args, kwargs)
+
+
+@contextmanager
+def _without_garbage() -> Iterator[None]:
+    """Objects of this block that nobody has are gone after it, in cycles too, on every rank."""
+    enabled = gc.isenabled()
+    gc.disable()  # so that all are young
+    try:
+        yield
+    finally:
+        gc.collect(0)
+        if enabled:
+            gc.enable()
 
 
 def _without_optional(block: nn.Module) -> dict[str, None]:

@@ -57,7 +57,11 @@ def refuses_resident(config: Float8LinearConfig) -> str | None:
     output, grad_input = config.plan.output.b, config.plan.grad_input.b
     if output is None or grad_input is None:
         name = "output" if output is None else "grad_input"
-        return f"its {name} GEMM runs in high precision, and would dequantise the weight every time"
+        return (
+            f"its {name} GEMM runs in high precision, and would dequantise the weight every time; "
+            "take a config without that (a converted model is made plain first, by "
+            "convert_from_float8_training)"
+        )
     if output.format != grad_input.format:
         return (
             f"its two GEMMs read the weight in {output.format} and {grad_input.format}, and one "

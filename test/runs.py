@@ -48,7 +48,7 @@ def run(steps=(0, 50, 100), layers=30, worst="blocks.2.ffn"):
         rows[rows.index(bad)] = replace(
             bad, saturated=0.02, sqnr=9.0 - step / 100, staleness=1.5, kurtosis=400.0
         )
-        rows.append(replace(rows[0], layer=EVIL, nonfinite=4, sqnr=-math.inf, kurtosis=None))
+        rows.append(replace(rows[0], layer=EVIL, nonfinite=4, sqnr=None, kurtosis=None))
         rows.append(replace(rows[0], layer="exact", sqnr=math.inf, histogram=Histogram()))
         skipped = {EVIL + "2": "it was not called"}
         reports.append(Report(rows, model=f"GPT{EVIL}", step=step, skipped=skipped))

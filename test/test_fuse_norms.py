@@ -258,6 +258,15 @@ def test_a_blocks_type_declares_for_every_model():
         del NORM_PAIRS[Own]
 
 
+def test_a_norm_that_is_declared_under_two_names_has_the_readers_of_both():
+    model = nn.ModuleList([Block(), Block()])
+    model[1].norm2 = model[0].norm2
+    pairs = {"*.norm2": "*.up"}
+    reason = fuse(converted(copy.deepcopy(model), keep=("0.up",)), pairs).skipped["0.norm2"]
+    assert reason == "0.up reads it, a Linear, not a Float8Linear"
+    assert ("0.norm2", ["0.up", "1.up"]) in fuse(converted(model), pairs).fused
+
+
 def test_a_wrong_declaration_is_seen_at_the_first_forward_by_name():
     class Model(nn.Module):
         def __init__(self):
@@ -275,6 +284,11 @@ def test_a_wrong_declaration_is_seen_at_the_first_forward_by_name():
     model.block.k = model.block.q
     model.block.forward = lambda x: model.block.norm1(x) + 1
     with pytest.raises(NotImplementedError, match=r"block.norm1 \(LayerNormCast\) wrote it in flo"):
+        model(x)
+    model.block.forward = lambda x: torch.stack([x, model.block.norm1(x)])
+    with pytest.raises(
+        TypeError, match=r"cannot cat.*block.norm1 \(LayerNormCast\) wrote it in flo"
+    ):
         model(x)
 
 
@@ -364,9 +378,7 @@ def test_histories_are_joined_and_checkpoints_carry_them_on():
     model.load_state_dict(before)  # strict, from before: the histories of the layers
     assert cast.history_ready and cast.scale == scale
     fused = copy.deepcopy(model.state_dict())
-    assert fused.keys() - before.keys() == {
-        f"norm{n}.cast_output.{name}" for n in (1, 2) for name, _ in cast.named_buffers()
-    }
+    assert fused.keys() == before.keys(), "a model that is not fused loads it too"
     model.load_state_dict(fused)
     assert cast.scale == scale and cast is model.norm1.cast_output
     twin = copy.deepcopy(model)
@@ -375,6 +387,21 @@ def test_histories_are_joined_and_checkpoints_carry_them_on():
     assert not cast.history_ready
     with high_precision(model):
         assert model.state_dict().keys() == Block().state_dict().keys()
+
+
+def test_a_model_on_meta_comes_to_life_with_new_histories():
+    with torch.device("meta"):
+        model = converted(config=RECIPES["delayed"])
+    fuse(model)
+
+    def unwritten(t, device):
+        return torch.full(t.shape, torch.nan, device=device)
+
+    with mock.patch.object(torch, "empty_like", unwritten):
+        model.to_empty(device="cpu")
+    assert model.norm1.weight.isnan().all()
+    assert {float(buffer.sum()) for buffer in model.buffers()} == {0.0}
+    assert model.norm1.cast_output is model.v.cast_input
 
 
 def test_ddp_is_told_to_leave_the_new_buffers_alone():
@@ -409,6 +436,20 @@ def test_evaluation_and_the_way_back():
     }
     assert all(a is b for a, b in zip(back.parameters(), parameters, strict=True))
     assert vars(back.norm2).keys() == vars(plain.norm2).keys()
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_calibrated_scales_are_what_fused_layers_multiply_by(config):
+    model, x = converted(config=config), torch.randn(2, 16, D)
+    fuse(model)
+    scales = float8.calibrate(model, [x]).static_scales()
+    scales |= dict.fromkeys(("q", "k", "v"), 0.125)
+    float8.convert_to_float8_inference(model, static_scales=scales)
+    assert type(model.norm1) is nn.LayerNorm
+    apart = model(x)
+    assert fuse(model).fused == [("norm1", ["q", "k", "v"]), ("norm2", ["up"])]
+    assert float(model.norm1(x)._scale) == 0.125
+    assert_bitwise(model(x), apart)
 
 
 def test_saved_activations_around_it_change_no_value():

@@ -682,3 +682,14 @@ def test_refuses_arguments_that_are_no_config():
         RMSNormCast(K, Float8LinearConfig())
     with pytest.raises(TypeError, match=r"LayerNormCast: eps must be a number.*config is a keywo"):
         LayerNormCast(K, Float8LinearConfig())
+
+
+@pytest.mark.parametrize("make", [lambda: RMSNormCast(64), SwiGLUCast], ids=["norm", "gate"])
+def test_one_that_was_pickled_before_it_kept_its_name_runs_on(make):
+    old = make()
+    for name in ("fqn", "shares_cast"):
+        del old.__dict__[name]
+    x = torch.randn(4, 64)
+    assert_same_float8(pickle.loads(pickle.dumps(old))(x), make()(x), "old")
+    assert old.to_float()(x).dtype == x.dtype
+    old.load_state_dict(make().state_dict())

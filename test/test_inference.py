@@ -545,6 +545,12 @@ def test_static_inputs_need_no_settings_of_the_history_that_they_replace():
     assert model[0].config.delayed_scaling == DelayedScalingConfig()
 
 
+def test_what_never_trained_starts_from_no_scale_of_one():
+    te = Float8LinearConfig.from_te_recipe()  # whose trainings do
+    found = convert_to_float8_inference(mlp(), config=te)
+    assert torch.equal(found(example()), resident("delayed")(example()))
+
+
 def test_compiled_is_eager():
     model = resident("rowwise", torch.float32)[0]
     x, g = example(dtype=torch.float32).requires_grad_(), torch.randn(24, 160)

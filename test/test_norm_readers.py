@@ -75,6 +75,86 @@ def test_everything_else_has_a_reason(reason):
         raise ValueError(found)
 
 
+class Optional(Model):
+    def forward(self, x, mask=None, *, bias=None):
+        return self.body(self, x, mask, bias)
+
+
+def adds(m, x):
+    h = m.norm(x)
+    return m.a(h) + h
+
+
+# A forward with two ways, and what is known of it.
+BRANCHES = {
+    "both read": (lambda m, x, *_: (m.a if m.training else m.b)(m.norm(x)), ["a", "b"]),
+    "one calls": (lambda m, x, *_: m.a(m.norm(x)) if m.training else m.a(x), ["a"]),
+    "one reads": (lambda m, x, mask, _: m.a(m.norm(x)) if mask is None else m.norm(x).dim(), ["a"]),
+    "training": (
+        lambda m, x, *_: m.a(m.norm(x)) if m.training else adds(m, x),
+        "its result is read by add, in eval mode",
+    ),
+    "gradients": (
+        lambda m, x, *_: m.a(m.norm(x)) if torch.is_grad_enabled() else adds(m, x),
+        "its result is read by add, in eval mode",
+    ),
+    "a given argument": (
+        lambda m, x, mask, _: adds(m, x) if mask is not None else m.a(m.norm(x)),
+        "its result is read by add",
+    ),
+    "a missing argument": (
+        lambda m, x, mask, bias: m.a(m.norm(x)) * mask if bias is not None else adds(m, x),
+        "its result is read by add, called without optional arguments",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_forward_is_followed_in_every_mode_with_and_without_optional_arguments(name):
+    forward, expected = BRANCHES[name]
+    model = Optional(forward)
+    assert traced(model, ["norm"], is_leaf)["norm"] == expected
+    assert model.training
+
+
+def test_a_result_that_outlives_the_forward_may_be_read_by_anybody():
+    kept = []
+
+    def in_a_list(m, x):
+        kept.append([m.norm(x)])
+        return m.a(kept[-1][0])
+
+    def in_an_attribute(m, x):
+        m.b.seen = h = m.norm(x)
+        return m.a(h)
+
+    def in_a_cycle(m, x):  # which nobody has
+        box = {"h": m.norm(x)}
+        box["itself"] = box
+        return m.a(box["h"])
+
+    assert readers_of(in_a_list).startswith("its result is kept beyond the forward")
+    assert readers_of(in_an_attribute).startswith("its result is kept beyond the forward")
+    assert readers_of(in_a_cycle) == ["a"]
+
+
+def test_calls_that_a_trace_does_not_show_are_no_guesses():
+    """A forward past the module, or in a module of torch's; one that replaced a block's own."""
+    directly = readers_of(lambda m, x: m.a(m.norm(x)) + m.norm.forward(x))
+    assert directly.endswith("TypeError: the forward of a norm or layer is called past the module")
+
+    model = Model(lambda m, x: m.a(m.norm(x)) + m.encoder(x))
+    layer = nn.TransformerEncoderLayer(D, 1, D)
+    model.encoder = nn.TransformerEncoder(layer, 1, model.norm, enable_nested_tensor=False)
+    found = traced(model, ["norm"], is_leaf)["norm"]
+    assert found == "it is a part of encoder too, which is not looked into"
+
+    model = Model(READERS["one"][0])
+    model.forward = lambda x: adds(model, x)
+    found = traced(nn.ModuleList([model]), ["0.norm"], is_leaf)["0.norm"]
+    assert found.endswith("TypeError: its forward was replaced by a function")
+
+
 def test_blocks_are_traced_where_the_whole_model_cannot_be():
     def asks_for_values(m, x):
         return m.block(x) if x.sum() else m.other(x)
@@ -120,17 +200,18 @@ def test_an_untraceable_sequence_is_in_order():
 
 
 def test_the_model_itself_is_left_as_it_is():
-    """A forward that keeps what it saw and counts in a buffer; a hook that would see proxies."""
+    """A forward that keeps what it saw, counts in a buffer and draws; a hook that sees proxies."""
 
     def forward(m, x):
-        m.seen = m.norm(x)
+        m.seen = m.a(m.norm(x))
         m.count.add_(1)
-        return m.a(m.seen)
+        return m.seen * float(torch.rand(()))
 
     model = Model(forward)
     model.register_buffer("count", torch.zeros(()))
-    before = {id(p) for p in model.parameters()}
+    before, state = {id(p) for p in model.parameters()}, torch.get_rng_state()
     assert traced(model, ["norm"], is_leaf)["norm"] == ["a"]
+    assert torch.equal(torch.get_rng_state(), state)
     assert not hasattr(model, "seen") and model.count == 0
     assert {id(p) for p in model.parameters()} == before
     outer = nn.Sequential(model, nn.Linear(D, D))

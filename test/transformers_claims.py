@@ -15,7 +15,8 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from trainers import data_of, llama
+from transformers import Trainer, TrainingArguments
 
 from float8.config import RECIPES
 from float8.distributed.sharded_weight import ShardedWeight
@@ -33,10 +34,6 @@ def trainer_of(rank, folder, recipe, fsdp, seed=0):
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     options = {"fsdp": True, "fsdp_config": {"fsdp_version": 2}} if fsdp else {}
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
-    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes))
-    tokens = torch.randint(64, (32, 16), generator=torch.Generator().manual_seed(7))
     arguments = TrainingArguments(
         folder,
         max_steps=4,
@@ -55,9 +52,9 @@ def trainer_of(rank, folder, recipe, fsdp, seed=0):
     assert arguments.world_size == WORLD  # which makes the PartialState
     if fsdp:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    data = [{"input_ids": row, "labels": row} for row in tokens]
     config = one.convert(torch.nn.Linear(16, 16), recipe).config
-    return Trainer(model, arguments, train_dataset=data, callbacks=[Float8Callback(config)])
+    callbacks = [Float8Callback(config)]
+    return Trainer(llama(seed), arguments, train_dataset=data_of(), callbacks=callbacks)
 
 
 def resumes(rank, recipe, fsdp):

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from enum import Enum
+from typing import Any, overload
 
 from float8.config.casts import CastConfig, DelayedScalingConfig, ScalingType
 from float8.config.plan import GemmConfig, LinearPlan, gemm, same_bytes
@@ -110,8 +111,27 @@ class Float8LinearConfig:
             )
         return RECIPES[name]
 
+    @overload
     @classmethod
-    def from_te_recipe(cls, recipe: Any = None, /, **arguments: Any) -> Float8LinearConfig:
+    def from_te_recipe(
+        cls,
+        *,
+        margin: int = 0,
+        interval: int = 1,
+        fp8_format: str | Enum = "HYBRID",
+        amax_history_len: int = 1024,
+        amax_compute_algo: str = "max",
+        override_linear_precision: tuple[bool, bool, bool] = (False, False, False),
+        **others: Any,
+    ) -> Float8LinearConfig: ...
+
+    @overload
+    @classmethod
+    def from_te_recipe(cls, recipe: Any, **arguments: Any) -> Float8LinearConfig: ...
+
+    # With defaults filled in nobody could tell what is given beside a recipe, and contradicts it.
+    @classmethod
+    def from_te_recipe(cls, recipe: Any = None, **arguments: Any) -> Float8LinearConfig:
         """The config that does what a recipe of TransformerEngine does.
 
         Call ``sync_float8_amax_and_scale_history(model)`` once per step, as for ``"delayed"``.

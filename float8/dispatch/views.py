@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from float8.granularity import WHOLE, Block, scale_shape
-from float8.tensor import Float8Tensor, implements
+from float8.tensor import Float8Tensor, blame, implements
 
 aten = torch.ops.aten
 
@@ -142,7 +142,7 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Float8Tensor:
             raise TypeError(
                 "cannot cat a Float8Tensor with a plain tensor "
                 f"({[type(t).__name__ for t in tensors]}); call .dequantize() on the "
-                "Float8Tensors first"
+                "Float8Tensors first" + blame(tensors)
             )
         if (t._block, t.format, t.dtype) != (first._block, first.format, first.dtype):
             raise ValueError(f"cannot cat Float8Tensors of different kinds: {first!r} and {t!r}")

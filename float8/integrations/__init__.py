@@ -1,4 +1,4 @@
-"""Float8 by the means of other frameworks: a file, an extra of ``setup.py`` and an example for each.
+"""Float8 by the means of other frameworks: a file, an extra of ``setup.py``, an example for each.
 
 ========================= ============================== ========================================
 framework                 import                         install

@@ -55,7 +55,12 @@ from float8.cast import DelayedCast
 from float8.config import Float8LinearConfig
 from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
 from float8.filters import ModuleFilter, all_of, divisible_by
-from float8.integrations.conversion import as_config, check_optimizer, convert
+from float8.integrations.conversion import (
+    as_config,
+    check_optimizer,
+    convert,
+    evaluates_in_float8,
+)
 from float8.integrations.evaluation import evaluate_in_high_precision
 from float8.integrations.versions import require
 from float8.linear import Float8Linear
@@ -85,14 +90,15 @@ def prepare_float8(
         model: not prepared yet. One that is converted already stays as it is.
         optimizer: one that was built from the model's parameters, which follows where conversion
             replaces some; or what builds one, such as ``functools.partial(AdamW, lr=1e-3)``.
-        config: a `Float8LinearConfig`, a recipe's name, or Accelerate's ``TERecipeKwargs`` or
-            ``AORecipeKwargs``; dynamic tensorwise by default.
+        config: a `Float8LinearConfig`, a recipe's name, Accelerate's ``TERecipeKwargs`` or
+            ``AORecipeKwargs``, or the ``fp8_config`` of its file as a mapping; dynamic tensorwise
+            by default.
         others: dataloaders, schedulers and whatever else ``accelerator.prepare`` takes.
         module_filter_fn: as in `float8.convert_to_float8_training`; by default all layers, and
             under ``AORecipeKwargs`` its own, or what it documents: neither the first nor the last,
             nor layers with a dimension that is no multiple of 16.
         float8_in_evaluation: keep float8 in eval mode where gradients are disabled; by default
-            what ``TERecipeKwargs`` says as ``use_autocast_during_eval``, or False.
+            what Accelerate's settings say as ``use_autocast_during_eval``, or False.
 
     Returns:
         What ``accelerator.prepare(model, optimizer, *others)`` returns.
@@ -105,7 +111,7 @@ def prepare_float8(
     is_fsdp2 = bool(getattr(accelerator, "is_fsdp2", False))
     module_filter_fn = module_filter_fn or _filter_of(config, model)
     if float8_in_evaluation is None:
-        float8_in_evaluation = bool(getattr(config, "use_autocast_during_eval", False))
+        float8_in_evaluation = evaluates_in_float8(config)
     config = as_config(config)
     _check_accelerator(accelerator)
     _check_unprepared(model, optimizer)

@@ -47,15 +47,27 @@ def as_config(config: Any) -> Float8LinearConfig | None:
     if type(config).__module__.startswith("torchao."):
         return Float8LinearConfig.from_torchao(config)
     if type(config).__name__ == "TERecipeKwargs":
+        config = vars(config)
+    if isinstance(config, Mapping):
         # How to evaluate is no matter of a config; who calls asks for it.
-        given = {k: v for k, v in vars(config).items() if k != "use_autocast_during_eval"}
+        given = {key: value for key, value in config.items() if not _says_how_to_evaluate(key)}
         return Float8LinearConfig.from_te_recipe(given)
-    if isinstance(config, Mapping) or type(config).__module__.startswith("transformer_engine."):
+    if type(config).__module__.startswith("transformer_engine."):
         return Float8LinearConfig.from_te_recipe(config)
     raise TypeError(
         f"config must be a Float8LinearConfig, the name of a recipe, or TransformerEngine's or "
         f"torchao's settings, got {config!r}"
     )
+
+
+def evaluates_in_float8(config: Any) -> bool:
+    """Whether Accelerate's settings ask for float8 in evaluation (``use_autocast_during_eval``)."""
+    settings = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    return any(bool(value) for key, value in settings.items() if _says_how_to_evaluate(key))
+
+
+def _says_how_to_evaluate(key: object) -> bool:
+    return str(key).lower().removeprefix("fp8_") == "use_autocast_during_eval"
 
 
 def is_converted(model: nn.Module) -> bool:

@@ -51,8 +51,7 @@ Fabric, which wants its own ``backward`` where a plugin is in charge of it::
 The Trainer's checkpoints hold the plain model, which loads with or without float8, and beside it,
 under the plugin's name, the histories of delayed scaling, so that a run resumes to the bit. Hence a
 model's ``state_dict()`` has plain keys from then on. `Float8Monitor` is a callback that shows what
-the casts do. Fabric saves what it is given: there a delayed
-model's state dict holds its histories.
+the casts do. Fabric saves what it is given: there a delayed model's state dict holds its histories.
 
 A plugin belongs to one Trainer or Fabric. ``ModelParallelStrategy`` of the Trainer wants
 ``fully_shard`` called in ``configure_model``: call ``self.trainer.precision_plugin.convert_module(
@@ -85,9 +84,8 @@ from float8.sync import sync_float8_amax_and_scale_history
 
 require("lightning", "lightning", ("2.6", "2.7"))
 
-from lightning.fabric.plugins import Precision as FabricPrecision  # noqa: E402
 from lightning.pytorch import LightningModule  # noqa: E402
-from lightning.pytorch.callbacks import Callback  # noqa: E402
+from lightning.pytorch.callbacks import Callback, WeightAveraging  # noqa: E402
 from lightning.pytorch.plugins import HalfPrecision, Precision  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
@@ -129,9 +127,8 @@ class Float8Precision(Precision):
         self.module_filter_fn = module_filter_fn
         self.precision = precision
         self.float8_in_evaluation = float8_in_evaluation
-        self._true: Precision = (
-            HalfPrecision("bf16-true") if precision == "bf16-true" else Precision()
-        )
+        is_true = precision == "bf16-true"
+        self._true: Precision = HalfPrecision("bf16-true") if is_true else Precision()
         # In the order of their conversion, which all ranks share: they sync one after the other.
         self._models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         # The casts whose histories are in the Trainer's checkpoints and not in its state dicts.
@@ -188,11 +185,15 @@ class Float8Precision(Precision):
         """The Trainer's call before it trains or evaluates: its checkpoints keep the histories.
 
         Raises:
-            ValueError: an optimizer was built from parameters that the model has no more.
+            ValueError: an optimizer was built from parameters that the model has no more; or a
+                callback averages buffers of a copy that knows no histories.
         """
         self._by_trainer = True
-        for optimizer in optimizers if _is_fitting(model) else ():
-            check_optimizer(optimizer, model)
+        if (trainer := _trainer_of(model)).state.fn is TrainerFn.FITTING:
+            for optimizer in optimizers:  # else they are those of the last fit, of any model
+                check_optimizer(optimizer, model)
+            for callback in trainer.callbacks:
+                _check_average(callback, model)
         for other in set(self._models) - set(model.modules()):  # that the Trainer had before
             del self._models[other]
         for cast in self._delayed_casts().values():
@@ -201,24 +202,22 @@ class Float8Precision(Precision):
                 self._kept.add(cast)
         return super().connect(model, optimizers, lr_schedulers)
 
+    @property
+    def _framework(self) -> Any:
+        """What this plugin stands on: the Trainer's methods, or Fabric's."""
+        return super() if self._by_trainer else super(Precision, self)
+
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         """The Trainer's hooks; Fabric has none."""
-        if self._by_trainer:
-            return super().pre_backward(tensor, module)
-        return FabricPrecision.pre_backward(self, tensor, module)
+        return self._framework.pre_backward(tensor, module)
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """The LightningModule's ``backward``, or the tensor's under Fabric."""
-        if self._by_trainer:
-            super().backward(tensor, model, *args, **kwargs)
-        else:
-            FabricPrecision.backward(self, tensor, model, *args, **kwargs)
+        self._framework.backward(tensor, model, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Any:
         """The Trainer's hooks; Fabric has none."""
-        if self._by_trainer:
-            return super().post_backward(tensor, module)
-        return FabricPrecision.post_backward(self, tensor, module)
+        return self._framework.post_backward(tensor, module)
 
     def optimizer_step(
         self,
@@ -228,11 +227,10 @@ class Float8Precision(Precision):
         **kwargs: Any,
     ) -> Any:
         """Step, then turn the amaxes of all its microbatches into the next scales."""
-        if self._by_trainer:
-            result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        else:
-            given = kwargs if closure is None else {"closure": closure, **kwargs}
-            result = FabricPrecision.optimizer_step(self, optimizer, **given)
+        given = {"model": model} if self._by_trainer else {}
+        if self._by_trainer or closure is not None:
+            given["closure"] = closure
+        result = self._framework.optimizer_step(optimizer, **given, **kwargs)
         for each in list(self._models):
             _sync_layers_of(optimizer, each)
             _agree_on_gathered_scales(each)
@@ -270,10 +268,21 @@ def _device_of(model: nn.Module) -> str:
     return next((p.device.type for p in model.parameters()), "cpu")
 
 
-def _is_fitting(model: nn.Module) -> bool:
-    """Whether the Trainer trains; else its optimizers are those of the last fit, of any model."""
-    module = next(each for each in model.modules() if isinstance(each, LightningModule))
-    return module.trainer.state.fn is TrainerFn.FITTING
+def _trainer_of(model: nn.Module) -> Any:
+    return next(m for m in model.modules() if isinstance(m, LightningModule)).trainer
+
+
+def _check_average(callback: Callback, model: nn.Module) -> None:
+    average = callback._average_model if isinstance(callback, WeightAveraging) else None
+    if average is None or not average.use_buffers:
+        return
+    theirs, ours = (len(list(each.buffers())) for each in (average.module, model))
+    if theirs and theirs != ours:
+        raise ValueError(
+            f"{type(callback).__name__} copied the model before it was converted, and would pair "
+            f"its {theirs} buffers with the first of {ours}, amax histories among them: convert "
+            "the model before trainer.fit, or pass the callback use_buffers=False"
+        )
 
 
 def _refuse_sharded(module: nn.Module) -> None:
@@ -372,10 +381,9 @@ class Float8Monitor(Callback):
         assert self._monitor is not None
         self._is_inside = False
         self._monitor.end_step()
-        if self._scalars:
-            for logger in trainer.loggers:
-                logger.log_metrics(self._scalars, trainer.global_step)
-            self._scalars = {}
+        for logger in trainer.loggers if self._scalars else ():
+            logger.log_metrics(self._scalars, trainer.global_step)
+        self._scalars = {}
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop looking; what was seen until then stays in ``report``."""
@@ -387,7 +395,6 @@ class Float8Monitor(Callback):
 
     def _stop(self) -> None:
         """Leave a batch that did not end; its report is not written."""
-        if self._is_inside:
-            assert self._monitor is not None
+        if self._is_inside and self._monitor is not None:
             self._is_inside = False
             self._monitor.__exit__(RuntimeError, None, None)

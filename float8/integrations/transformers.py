@@ -29,12 +29,14 @@ What the callback does, and when the Trainer lets it:
 ``on_train_end``     with ``load_best_model_at_end``, the histories of that checkpoint
 ==================== =========================================================================
 
-**Which layers.** `convert` leaves out the output head (``get_output_embeddings()``: its errors are
-the logits', and tied to the embedding its weight is read by more than a product) and, without
-``pad_inner_dim``, layers with a dimension that is no multiple of 16 (a classifier's, a small LoRA
-adapter's), which tensor cores would refuse. They refuse other numbers of tokens in a microbatch
-too: let the data collator pad (``pad_to_multiple_of=16``). A ``module_filter_fn`` of your own
-decides alone. What is no ``nn.Linear`` (GPT-2's ``Conv1D``, fused experts) is never converted;
+**Which layers.** `convert` takes those of a model's body, not what a ``PreTrainedModel`` has
+outside of its ``base_model`` (a classifier), nor the output head (``get_output_embeddings()``: its
+errors are the logits', and tied to the embedding its weight is read by more than a product), nor
+poolers (one row per sequence) and PEFT's ``lora_`` layers, too small to gain; the layers that those
+adapt are converted. Without ``pad_inner_dim`` it leaves out dimensions that are no multiple of 16,
+which tensor cores would refuse, as they do other numbers of tokens in a microbatch: let the data
+collator pad those (``pad_to_multiple_of=16``). A ``module_filter_fn`` of your own decides alone.
+What is no ``nn.Linear`` (GPT-2's ``Conv1D``, fused experts) is never converted.
 ``model.float8_conversion`` says what was.
 
 **Checkpoints** of a ``PreTrainedModel`` hold plain tensors under the plain model's names. The
@@ -55,6 +57,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +76,11 @@ from float8.sync import sync_float8_amax_and_scale_history
 
 require("transformers", "transformers", ("5.23", "5.24"))
 
-from transformers import TrainerCallback  # noqa: E402
+from transformers import PreTrainedModel, TrainerCallback  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
 logger = logging.getLogger("float8")
+_SMALL = re.compile(r"\bpooler\b|\blora_")
 
 
 def layers_of_a_pretrained_model(
@@ -85,9 +89,15 @@ def layers_of_a_pretrained_model(
     """The filter that `convert` takes by default; see above for what it leaves out, and why."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     heads = set() if head is None else set(head.modules())  # one under an adapter has parts
+    if isinstance(model, PreTrainedModel):
+        heads |= set(model.modules()) - set(model.base_model.modules())
     pads = config is not None and config.pad_inner_dim
     fits = (lambda module, fqn: True) if pads else divisible_by(16)
-    return lambda module, fqn: module not in heads and fits(module, fqn)
+
+    def is_of_the_body(module: nn.Module, fqn: str) -> bool:
+        return module not in heads and not _SMALL.search(fqn) and fits(module, fqn)
+
+    return is_of_the_body
 
 
 def convert(

@@ -61,7 +61,7 @@ def accurate_layers(
         ValueError for a layer that was not measured.
 
     Raises:
-        ValueError: ``by`` names something else, or ``min_sqnr`` is NaN.
+        ValueError: ``by`` names something else or what no layer has, or ``min_sqnr`` is NaN.
         TypeError: ``report`` is neither.
     """
     if math.isnan(min_sqnr):
@@ -97,6 +97,11 @@ def _lowest(report: Report | Comparison, by: Sequence[str] | None) -> dict[str, 
         if sqnr is not None:
             value, name = -math.inf if math.isnan(sqnr) else sqnr, _unwrapped(layer)
             lowest[name] = min(value, lowest.get(name, math.inf))
+    if pairs and not lowest:
+        raise ValueError(
+            f"no layer of the report has an SQNR of {', '.join(chosen)}: name others by=(...), or "
+            "compare without alone=False"
+        )
     return lowest
 
 

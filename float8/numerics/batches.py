@@ -11,12 +11,14 @@ anything else          ``model(batch)``             outputs of Transformers are 
 Backward starts from, in this order: what ``loss_fn(output)`` returns; ``output.loss`` (or
 ``output["loss"]``); the output itself if it is a scalar; the output's first floating point tensor
 times a random cotangent drawn from the seed. Random, because a constant one, as of ``sum()``, hides
-most errors of a backward: they cancel.
+most errors of a backward: they cancel. Tensors of a batch that ask for a gradient get one on a copy;
+parameters that ``loss_fn`` reads beside the model are not the model's, and keep what they get.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -33,9 +35,10 @@ def is_one_of_many() -> bool:
 
 
 def local(value: Tensor) -> Tensor:
-    """This rank's part of a tensor that is spread over ranks; any other as it is."""
+    """This rank's part of a tensor that is spread over ranks; a sparse one with its zeros."""
     # By name: DTensor takes long to import.
-    return value.to_local() if hasattr(value, "to_local") else value
+    value = value.to_local() if hasattr(value, "to_local") else value
+    return value.to_dense() if value.is_sparse else value
 
 
 def run_model(model: nn.Module, batch: Any) -> Any:
@@ -63,7 +66,7 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """The same structure of tuples, lists and dicts with other tensors; the rest as it is."""
+    """The same structure with other tensors, of the same types; the rest as it is."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, tuple):
@@ -72,8 +75,25 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     if isinstance(tree, list):
         return [map_tensors(function, value) for value in tree]
     if isinstance(tree, Mapping):
-        return {name: map_tensors(function, value) for name, value in tree.items()}
+        found = {name: map_tensors(function, value) for name, value in tree.items()}
+        is_plain = type(tree) is dict or not isinstance(tree, MutableMapping)
+        return found if is_plain else _replaced(tree, found)
+    if is_dataclass(tree) and not isinstance(tree, type):
+        names = [item.name for item in fields(tree)]
+        found = {name: map_tensors(function, getattr(tree, name)) for name in names}
+        return _replaced(tree, found)
     return tree
+
+
+def _replaced(tree: Any, values: dict[Any, Any]) -> Any:
+    """A copy of a mapping or dataclass with other values: those of Transformers are both."""
+    same = copy.copy(tree)
+    for name, value in values.items():
+        if isinstance(tree, MutableMapping):
+            same[name] = value
+        else:
+            object.__setattr__(same, name, value)  # of frozen ones too
+    return same
 
 
 def own_batch(batch: Any) -> Any:

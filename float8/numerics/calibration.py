@@ -12,19 +12,23 @@ one number has to suit all data to come. Three ways to choose it:
 ============== ===================================================================================
 method         the scale
 ============== ===================================================================================
-"sqnr"         the one with the highest signal-to-noise ratio over the data, searched among powers
-               of two (and the amax scale, so that it is never worse than that): one power of two
-               per tensor is the "scaling bias" of Perez et al., "Training and inference of large
-               language models using 8-bit floating point", arXiv 2309.17224
+"sqnr"         the one with the highest signal-to-noise ratio over the data (rounded to bfloat16, see
+               `float8.numerics.distribution`), searched among powers of two and the amax scale
 "amax"         maps the largest magnitude that was seen to the format's largest value: nothing that
                was seen saturates
 "percentile"   the same of a percentile: outliers beyond saturate
 ============== ===================================================================================
 
+A power of two per tensor is the "scaling bias" of Perez et al., "Training and inference of large
+language models using 8-bit floating point", arXiv 2309.17224. They take it from the amax of each
+tensor as it comes (FP8-AMAX), or one for all (FP8-CSCALE); searching it by SQNR over data is ours.
+
 E4M3 has 18 octaves, so that one outlier does less harm than it would in INT8: the methods often
 agree to a fraction of a decibel, and "sqnr" matters where operands are wider than that.
 
-Weights need no data: conversion scales them from themselves.
+Every element counts, those of padded tokens too. Weights need no data: conversion scales them from
+themselves. Static scales are for tensorwise inputs: a model that was trained with another recipe is
+calibrated as it is, and converted after `convert_from_float8_training`.
 """
 
 from __future__ import annotations
@@ -208,14 +212,17 @@ def calibrate(
         )
     config = config or Float8LinearConfig()
     check_model(model)
-    layers = layers_for_inference(model, config, module_filter_fn, Conversion())
+    conversion = Conversion()
+    layers = layers_for_inference(model, config, module_filter_fn, conversion)
     if not layers:
-        raise ValueError("the model has no linear layer to calibrate, or the filter takes none")
+        reasons = "".join(f"\n  {fqn}: {why}" for fqn, why in conversion.skipped.items())
+        raise ValueError(f"the model has no linear layer to calibrate{reasons}")
     formats = {name: _format(name, layer, config) for name, layer in layers.items()}
     seen = {name: Distribution() for name in layers}
     count = 0
     with untouched(model), high_precision(model), ExitStack() as stack:
-        model.eval()
+        for module in model.modules():  # not eval(): a train() of its own may merge weights
+            module.training = False
         for name, layer in layers.items():
             hook = partial(_count, seen[name])
             stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)

@@ -6,8 +6,10 @@ size. So a finding is measured against that, not against a fixed number of dB::
 
     not finite   any inf or NaN in the operand
     saturated    more than 1 in 1,000 elements beyond the range; bad from 1 in 100
-    flushed      more than 1 in 10 nonzero elements became zero; bad from 1 in 2
-    noisy        an SQNR 6 dB below what the format gives: twice its error; bad from 15 dB
+    flushed      more than 1 in 10 elements became zero, bad from 1 in 2; a level less where the
+                 SQNR is as expected: what was lost was small, as in the gradient of a softmax
+    noisy        an SQNR 6 dB below what the format gives: twice its error; bad from 15 dB; unless
+                 saturation or flushing as bad says why
     stale        a delayed or static scale half an octave too small, or a delayed one six too large
 
 Thresholds are judgements, not laws: they are constants here, and the page says the numbers too.
@@ -34,7 +36,7 @@ class Rule:
     Args:
         many, one: what several casts, or one, are said to do.
         level: of a row: `FINE`, `SUSPICIOUS` or `BAD`.
-        severity: what the worst row has most of.
+        severity: what the worst row of a level has most of.
         says: what happened to that row.
         advice: what to do about it.
     """
@@ -75,9 +77,8 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
     for rule in RULES:
         concerned = [row for row in rows if rule.level(row) > FINE]
         if concerned:
-            concerned.sort(key=rule.severity, reverse=True)
-            level = max(rule.level(row) for row in concerned)
-            found.append(Finding(rule, level, tuple(concerned)))
+            concerned.sort(key=lambda row: (rule.level(row), rule.severity(row)), reverse=True)
+            found.append(Finding(rule, rule.level(concerned[0]), tuple(concerned)))
     return sorted(found, key=lambda finding: -finding.level)
 
 
@@ -102,11 +103,37 @@ def _missing(row: Row) -> float | None:
     return None if row.sqnr is None else EXPECTED_SQNR[row.format] - row.sqnr
 
 
+def _saturation_level(row: Row) -> int:
+    return _between(row.saturated, 1e-3, 1e-2)
+
+
+def _flush_level(row: Row) -> int:
+    level = _between(row.flushed, 0.1, 0.5)
+    return level if _noise(row) else max(level - 1, FINE)
+
+
+def _noise(row: Row) -> int:
+    return _between(_missing(row), 6.0, 15.0)
+
+
+def _noise_level(row: Row) -> int:
+    if row.sqnr == -math.inf:
+        return FINE  # nothing finite was left
+    level = _noise(row)
+    # What is advised against noise alone does not help against these.
+    return level if level > max(_saturation_level(row), _flush_level(row)) else FINE
+
+
 def _lag(row: Row) -> float:
     return 0.0 if row.staleness is None else row.staleness
 
 
-def _noise(row: Row) -> str:
+def _says_flush(row: Row) -> str:
+    kept = "" if row.sqnr is None else f"; its SQNR is {row.sqnr:.1f} dB"
+    return f"{100 * (row.flushed or 0.0):.3g} % of its elements became zero{kept}."
+
+
+def _says_noise(row: Row) -> str:
     expected = f"{EXPECTED_SQNR[row.format]:.0f} dB is what {row.format.upper()} gives by itself"
     outliers = (row.kurtosis or 0.0) > 30
     why = f"; a kurtosis of {row.kurtosis:.3g} says outliers" if outliers else ""
@@ -137,21 +164,21 @@ RULES = (
     Rule(
         "saturate",
         "saturates",
-        lambda row: _between(row.saturated, 1e-3, 1e-2),
+        _saturation_level,
         lambda row: row.saturated or 0.0,
         lambda row: (
             f"{100 * (row.saturated or 0.0):.2g} % of its elements lie beyond the format's range."
         ),
         "A delayed scale lags behind: give DelayedScalingConfig a margin or a longer history, and "
-        "call sync once per step. A static scale wants calibrating again. A dynamic scale never "
+        "call float8.sync_float8_amax_and_scale_history(model) after each step. A static scale wants calibrating again. A dynamic scale never "
         "saturates.",
     ),
     Rule(
         "flush to zero",
         "flushes to zero",
-        lambda row: _between(row.flushed, 0.1, 0.5),
+        _flush_level,
         lambda row: row.flushed or 0.0,
-        lambda row: f"{100 * (row.flushed or 0.0):.3g} % of its elements became zero.",
+        _says_flush,
         "Its values span more octaves than the format has: let fewer of them share a scale (recipe "
         '"rowwise" or "blockwise"), or keep gradients in E5M2, which reaches further down. A '
         "static scale is too large for them: calibrate it, or take a dynamic recipe.",
@@ -159,9 +186,9 @@ RULES = (
     Rule(
         "lose precision",
         "loses precision",
-        lambda row: _between(_missing(row), 6.0, 15.0) if row.sqnr != -math.inf else FINE,
+        _noise_level,
         lambda row: _missing(row) or 0.0,
-        _noise,
+        _says_noise,
         "Leave the layers out, module_filter_fn=float8.accurate_layers(report, min_sqnr=20), or "
         'let fewer elements share a scale (recipe "rowwise" or "blockwise"). Whether it hurts the '
         "result: float8.compare(model, batch).",

@@ -21,21 +21,26 @@ the host when the block ends.
   high-precision twin: its rows have no SQNR.
 - Under data or tensor parallelism a report is of this rank's part of the work; `Report.gather`
   joins them. Tensor-parallel ranks must all inspect, since they agree on scales.
-- Under ``torch.compile`` the model runs eagerly while it is watched
-  (``torch.compiler.set_stance("force_eager")``): compiled graphs do not call hooks that came after
-  them. Afterwards the same graphs run again.
+- Under ``torch.compile`` the model runs eagerly while it is watched, and so does every other
+  compiled function (``torch.compiler.set_stance("force_eager")``): compiled graphs do not call
+  hooks that came after them. Afterwards the same graphs run again. Where a whole training step is
+  compiled, open the block around its call, not in it.
+- Layers have the names that they have in the model itself, without those of `torch.compile`, DDP,
+  FSDP1 and ``checkpoint_wrapper`` around it.
 
 A layer of which nothing was seen is named in ``report.skipped``, with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from float8.autograd import as_matrix, autocasts, compute_dtype
@@ -68,9 +73,11 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
 
     Raises:
         ValueError: the model has no float8 layer.
+        RuntimeError: it is opened in a compiled function.
     """
+    model = _unwrapped(model)
     layers = {
-        fqn.replace("_orig_mod.", ""): module
+        _name_in_model(fqn): module
         for fqn, module in model.named_modules()
         if isinstance(module, Float8Linear)
     }
@@ -79,22 +86,89 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
             f"inspect: {type(model).__name__} has no float8 layer; convert it first, as "
             "convert_to_float8_training(model), and inspect what that returns"
         )
-    report = Report(model=_name_of(model), step=step)
+    report = Report(model=type(model).__name__, step=step)
     watch = _Watch(layers)
     with ExitStack() as stack:
         stack.callback(watch.close, report)
-        # Imports dynamo, as any optimizer does.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_EAGERLY)
         for fqn, layer in layers.items():
             # First of its hooks: others may replace what the layer returns, or free its weight.
-            hook = layer.register_forward_hook(watch.hook(fqn), prepend=True, with_kwargs=True)
-            stack.callback(hook.remove)
+            hook = _Hook(watch, fqn)
+            handle = layer.register_forward_hook(hook, prepend=True, with_kwargs=True)
+            stack.callback(handle.remove)
         yield report
 
 
-def _name_of(model: nn.Module) -> str:
-    inner = getattr(model, "_orig_mod", model)
-    return type(inner).__name__
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        inner = getattr(inner, "_orig_mod", inner)
+        if inner is model:
+            return model
+        model = inner
+
+
+def _name_in_model(fqn: str) -> str:
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
+
+
+class _Eagerly:
+    """Compiled functions run eagerly from the first opening to the last closing.
+
+    Whatever the order: callbacks close in the one in which they opened, and a stance that is put
+    back then is the other's.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.opened = 0
+        self.stance: Any = None
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.opened:
+                try:
+                    # Imports dynamo, as any optimizer does.
+                    self.stance = torch.compiler.set_stance("force_eager")
+                except RuntimeError as error:
+                    raise RuntimeError(_IN_COMPILED) from error
+            self.opened += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.opened -= 1
+            if not self.opened:
+                self.stance.__exit__(*error)
+
+
+_EAGERLY = _Eagerly()
+_IN_COMPILED = (
+    "inspect: opened in a compiled function, whose model it cannot watch; open it around the call "
+    "of that function"
+)
+
+
+class _Hook:
+    """The forward hook of one layer. In a copy or a pickle of the model it sees nothing."""
+
+    def __init__(self, watch: _Watch, fqn: str) -> None:
+        self.watch, self.fqn = watch, fqn
+
+    def __call__(
+        self, layer: Float8Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        self.watch.see_call(self.fqn, layer, args[0] if args else kwargs["input"], output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Blind, ()
+
+
+class _Blind:
+    def __call__(self, *call: object) -> None:
+        pass
 
 
 class _Use(NamedTuple):
@@ -118,14 +192,6 @@ class _Watch:
         self.seen: set[str] = set()
         self.reasons: dict[str, str] = {}
         self.is_open = True
-
-    def hook(self, fqn: str) -> Callable[..., None]:
-        def after_forward(
-            layer: Float8Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-        ) -> None:
-            self.see_call(fqn, layer, args[0] if args else kwargs["input"], output)
-
-        return after_forward
 
     def see_call(self, fqn: str, layer: Float8Linear, input: Tensor, output: Tensor) -> None:
         if (reason := _why_not(layer, input)) is not None:

@@ -147,7 +147,7 @@ class _Search:
 
     def run(self, batch: Any, loss_fn: LossFn | None, seed: int) -> None:
         """Forward, loss, backward."""
-        seed_everything(seed)
+        seed_everything(seed, self.model)
         output = run_model(self.model, batch)
         for value in tensors_of(output):
             kind = _kind(value)
@@ -171,7 +171,9 @@ class _Search:
                 before = partial(self._enter, name)
                 after = partial(self._leave, name)
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(after).remove)
+                # Always, as where a module raises and the one around it tries something else.
+                handle = module.register_forward_hook(after, always_call=True)
+                stack.callback(handle.remove)
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
                     saw = partial(self._saw_parameter_gradient, name)
@@ -183,19 +185,19 @@ class _Search:
             named = [(f"input {i}", t) for i, t in enumerate(tensors_of(args))]
             named += [(key, t) for key, value in kwargs.items() for t in tensors_of(value)]
             inputs = {key: t for key, t in named if _is_float(t)}
-            for value in inputs.values() if self.calls and self.found is None else ():
-                self._look_between(name, value)
+            around = self.calls[-1] if self.calls else None
             self.calls.append(_Call(name, module, inputs))
+            if around is not None and self.found is None:
+                for value in inputs.values():
+                    self._look_between(around, name, value)
         if getattr(module, "inplace", False):  # writes to what it is given, not to a view of it
             return None
-        saw = partial(self._saw_grad_input, name, module)
-        return tapped(args, saw), tapped(kwargs, saw)
+        return tapped(args, kwargs, partial(self._saw_grad_input, name, module))
 
-    def _look_between(self, name: str, value: Tensor) -> None:
+    def _look_between(self, around: _Call, name: str, value: Tensor) -> None:
         kind = _kind(value)
         if kind is None or kind == "mask" or (kind == "inf" and (self.suspect or self.given_inf)):
             return
-        around = self.calls[-1]
         what, module = f"input of {name}", (around.name, around.module)
         fault = finding(module, what, "forward", value, around.inputs, around.after)
         if kind == "nan":
@@ -208,10 +210,11 @@ class _Search:
             call = self.calls.pop()
             for value in values if self.found is None else ():
                 self._look_at_output(call, value)
-            if self.calls:
+            if self.calls and values:
                 self.calls[-1].after = f"{name}: output"
         for value in values:
-            if value.requires_grad and torch.is_grad_enabled():
+            # A leaf would keep the hook; a parameter that a module returns has one of its own.
+            if value.grad_fn is not None and torch.is_grad_enabled():
                 value.register_hook(partial(self._saw_grad_output, name, module))
 
     def _look_at_output(self, call: _Call, value: Tensor) -> None:
@@ -265,7 +268,9 @@ class _Search:
             return True
         if (grad_output := self.grad_outputs.get(name)) is not None:
             went_in = {"grad_output": grad_output} | went_in
-        remarks = (_ARRIVED,) if what == _GRAD_OUTPUT else remarks_of(module, None, grad_output)
+        remarks = remarks_of(module, None, grad_output)
+        if what == _GRAD_OUTPUT:
+            remarks = (_ARRIVED if self.last is not None else _FIRST,)
         fault = finding((name, module), what, "backward", gradient, went_in, self.last, remarks)
         if kind == "nan" or certain:
             self.convict(fault)
@@ -276,10 +281,9 @@ class _Search:
 
 _GRAD_OUTPUT = "gradient of its output"
 _ARRIVED = "it came in: made by what reads this output, after the module in the forward"
+_FIRST = "it came in before any other gradient: made by the loss, or by what reads this output"
 # What delayed casts record and `sync` reads: no forward multiplies by it.
-_RECORDS: dict[type, tuple[str, ...]] = {
-    DelayedCast: ("amax_history", "current_amax", "scale_age")
-}
+_RECORDS: dict[type, tuple[str, ...]] = {DelayedCast: ("amax_history", "current_amax", "scale_age")}
 
 
 def _is_float(value: Tensor) -> bool:

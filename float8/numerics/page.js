@@ -15,6 +15,7 @@ const COLUMNS = [
   { key: "kurtosis", label: "Kurtosis", show: (row) => number(row.kurtosis), worst: true },
   { key: "staleness", label: "Stale", show: (row) => octaves(row.staleness), worst: true },
 ];
+const CAUSES = ["sqnr", "saturated", "flushed", "sqnr", "staleness"]; // where each rule looks
 const PICTURES = 3; // they stand before this column
 const pictures = many ? ["Powers of two", "Over the run"] : ["Powers of two"];
 const state = { step: 0, sort: "sqnr", desc: false, filter: "", operand: "", problems: false };
@@ -30,12 +31,14 @@ function visible() {
     .filter((row) => !state.operand || row.operand === state.operand)
     .filter((row) => !state.problems || row.level > 0)
     .sort((a, b) => {
-      const p = a[state.sort], q = b[state.sort];
+      const p = sortKey(a), q = sortKey(b);
       if (missing(p) || missing(q)) return missing(p) - missing(q); // what is not known comes last
       const order = typeof p === "string" ? p.localeCompare(q, "en", { numeric: true }) : p - q;
-      return sign * (order || 0);
+      return sign * (order || 0); // two infinities are equal
     });
 }
+// What met inf or NaN is worse than any SQNR of its finite elements.
+const sortKey = (row) => (state.sort === "sqnr" && row.nonfinite ? -Infinity : row[state.sort]);
 function castRow(row) {
   const open = el("button", { type: "button", "aria-expanded": "false" },
     el("span", { class: "chevron", "aria-hidden": "true" }, "▸"),
@@ -59,11 +62,13 @@ function castRow(row) {
   return tr;
 }
 function cellOf(row, column) {
-  const level = column.key === "sqnr" ? row.level : 0;
+  const first = column.key === "sqnr"; // where the badge stands
+  const concerned = CAUSES.some((key, i) => key === column.key && row.broken & (1 << i));
   const several = column.key === "scale_max" && row.scale_min !== row.scale_max;
-  return el("td", { "data-label": column.label, class: `level-${level} ${column.key}` },
+  return el("td", { "data-label": column.label, class: `level-${concerned ? row.level : 0} ${column.key}` },
     el("span", { class: "value" }, column.show(row)),
-    level ? el("span", { class: `badge level-${level}` }, LOOKS[level]) : null,
+    first && row.level ? el("span", { class: `badge level-${row.level}` }, LOOKS[row.level]) : null,
+    first && row.nonfinite ? el("span", { class: "tag" }, `${counted(row.nonfinite)} inf or NaN`) : null,
     several ? el("span", { class: "tag" }, `from ${number(row.scale_min)}`) : null);
 }
 const phone = () => matchMedia("(max-width: 760px)").matches;
@@ -86,8 +91,8 @@ function unfold(tr, row) {
     ["zero below", ...power(range.flushed)],
     ["SQNR", `${decibel(row.sqnr)} of ${run.formats[row.format].expected} dB`],
     ["kurtosis", number(row.kurtosis)],
-    ["stale by", `${octaves(row.staleness)} octaves`],
   ];
+  if (row.staleness !== null) facts.push(["stale by", `${octaves(row.staleness)} octaves`]);
   const list = el("dl");
   for (const [name, ...values] of facts)
     list.append(el("dt", {}, name), el("dd", {}, ...values));
@@ -127,12 +132,15 @@ function drawTable() {
   }
   at("sort").value = `${state.sort} ${state.desc ? "desc" : "asc"}`;
 }
+const levelOf = (step) =>
+  Math.max(0, ...run.snapshots[step].findings.map((finding) => finding.level));
 function drawHealth() {
   const snapshot = run.snapshots[state.step];
-  const level = Math.max(0, ...snapshot.findings.map((finding) => finding.level));
+  const level = levelOf(state.step);
   const titles = ["Healthy", "Worth a look", "Something is wrong"];
+  const title = snapshot.rows.length ? titles[level] : "Nothing seen";
   at("health").className = `card level-${level}`;
-  at("health").replaceChildren(el("h2", {}, snapshot.rows.length ? titles[level] : "Nothing seen"),
+  at("health").replaceChildren(el("h2", {}, many ? `${title} at ${nameOf(state.step)}` : title),
     el("p", {}, snapshot.verdict));
   const list = el("div", { class: "findings" });
   for (const finding of snapshot.findings) {
@@ -182,6 +190,30 @@ function drawTiles() {
     el("div", { class: "tile" }, el("span", { class: "small muted" }, name), el("b", {}, value),
       el("span", { class: "small muted" }, ...breakable(where)))));
 }
+// Neighbouring snapshots that are as bad, as [first, last, level].
+function troubles() {
+  const found = [];
+  run.snapshots.forEach((_, step) => {
+    const level = levelOf(step), before = found.at(-1);
+    if (!level) return;
+    if (before && before[1] === step - 1 && before[2] === level) before[1] = step;
+    else found.push([step, step, level]);
+  });
+  return found;
+}
+function drawTroubles() {
+  const found = troubles(), parts = ["Wants a look:"];
+  for (const [first, last, level] of found.slice(0, 12)) {
+    const name = first === last ? nameOf(first) : `${nameOf(first)} to ${nameOf(last)}`;
+    const link = el("button", { type: "button", class: "link" }, name);
+    link.addEventListener("click", () => go(first));
+    const badge = el("span", { class: `badge level-${level}` }, LOOKS[level]);
+    parts.push(" ", el("span", { class: "trouble" }, link, " ", badge));
+  }
+  if (found.length > 12) parts.push(` and ${found.length - 12} more`);
+  at("troubled").replaceChildren(...parts);
+  at("troubled").hidden = !found.length;
+}
 function drawRun() {
   if (!many) return;
   const values = run.snapshots.map((_, step) => finite(trends.map((trend) => trend[step])));
@@ -192,6 +224,7 @@ function drawRun() {
   ];
   at("run-chart").replaceChildren(el("h2", {}, "SQNR over the run"),
     lines(series, at("run-chart").clientWidth || 320, 150, true));
+  drawTroubles();
   at("step").value = state.step;
   at("step-name").textContent = nameOf(state.step);
   at("earlier").disabled = state.step === 0;

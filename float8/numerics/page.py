@@ -38,7 +38,7 @@ from float8.numerics.findings import (
     level_of,
     rules_broken,
 )
-from float8.numerics.rows import Histogram, Row, worst_first
+from float8.numerics.rows import Histogram, Row
 from float8.numerics.snapshot import Report
 
 DECADES = 8
@@ -73,7 +73,7 @@ def page(reports: Sequence[Report], about: Mapping[str, str]) -> str:
         style=style,
         script=script,
         data=_json(content(reports, about)),
-        table=_plain_table(worst_first(reports[-1].casts)),
+        table=_plain_table(reports[-1].casts),
     )
 
 
@@ -180,7 +180,8 @@ def _level(share: float) -> int:
 
 
 def _plain_table(rows: Sequence[Row]) -> str:
-    names = ("layer", "operand", "gemm", "format", "sqnr", "amax", "flushed", "saturated")
+    names = ("layer", "operand", "gemm", "format", "nonfinite", "sqnr", "amax", "flushed")
+    names += ("saturated",)
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
     lines = [
         "<tr>" + "".join(f"<td>{_cell(getattr(row, name))}</td>" for name in names) + "</tr>"

@@ -26,13 +26,13 @@ from float8.numerics.batches import (
     LossFn,
     local,
     main_tensor,
-    map_tensors,
     own_batch,
     run_model,
     start_of,
     tensors_of,
 )
 from float8.numerics.untouched import seed_everything
+from float8.tensor import Float8Tensor
 
 Sink = Callable[[str, str, Tensor], None]
 
@@ -111,7 +111,7 @@ def run_pass(
     model: nn.Module, batch: Any, loss_fn: LossFn | None, seed: int, watch: Watch | None = None
 ) -> Pass:
     """Run a model forward and backward, as `float8.numerics.batches` says, inside `untouched`."""
-    seed_everything(seed)
+    seed_everything(seed, model)
     batch = own_batch(batch)
     if watch is not None:
         watch.in_forward = True
@@ -176,7 +176,7 @@ class Watch:
             self.sink(name, "grad_input", local(gradient))
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return tapped(args, seen_gradient), tapped(kwargs, seen_gradient)
+            return tapped(args, kwargs, seen_gradient)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self.in_forward:
@@ -191,18 +191,32 @@ class Watch:
             stack.callback(handle.remove)
 
 
-def tapped(tree: Any, seen: Callable[[Tensor], None]) -> Any:
+def tapped(
+    args: tuple[Any, ...], kwargs: dict[str, Any], seen: Callable[[Tensor], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments, with ``seen`` called with each one's gradient as it leaves the callee.
 
-    Other readers of the tensors have no part in it, except of tensors of a type of their own
-    (in float8), which are not viewed: those give the gradient of all readers.
+    Other readers of a tensor have no part in it, except of those in lists, mappings and objects,
+    which stay what they are because the callee may write to them, and of tensors of a type that is
+    not known here (DTensor): these give the gradient of all readers.
     """
+    aliases: dict[int, Tensor] = {}  # what is one tensor stays one: attention asks for that
 
-    def tap(t: Tensor) -> Tensor:
-        if not (t.requires_grad and torch.is_grad_enabled()):
-            return t
-        alias = t.view_as(t) if type(t) in (Tensor, nn.Parameter) else t
-        alias.register_hook(seen)
-        return alias
+    def tap(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(tap(item) for item in value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(tap(item) for item in value))
+        if type(value) in (Tensor, nn.Parameter, Float8Tensor):
+            if not value.requires_grad or not torch.is_grad_enabled():
+                return value
+            if id(value) not in aliases:
+                aliases[id(value)] = value.view_as(value)
+                aliases[id(value)].register_hook(seen)
+            return aliases[id(value)]
+        for t in tensors_of(value):
+            if t.grad_fn is not None and torch.is_grad_enabled():  # a leaf would keep the hook
+                t.register_hook(seen)
+        return value
 
-    return map_tensors(tap, tree)
+    return tap(args), {name: tap(value) for name, value in kwargs.items()}

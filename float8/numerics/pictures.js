@@ -40,7 +40,11 @@ function decibel(value) {
   return value === Infinity ? "exact" : value === -Infinity ? "none" : value.toFixed(1);
 }
 const withUnit = (value) => decibel(value) + (Number.isFinite(value ?? NaN) ? " dB" : "");
-const octaves = (value) => (value === null ? "–" : `${value > 0 ? "+" : ""}${value.toFixed(1)}`);
+function octaves(value) {
+  if (value === null) return "–";
+  const text = value.toFixed(1);
+  return Number(text) === 0 ? "0.0" : value > 0 ? `+${text}` : text;
+}
 const power = (exponent) =>
   Number.isFinite(exponent)
     ? ["2", el("sup", {}, exponent.toFixed(1).replace("-", "−"))]
@@ -102,7 +106,7 @@ function rangeOf(row) {
 }
 function histogram(row, width, height, large) {
   const top = large ? 6 : 1, bottom = large ? height - 34 : height - 1;
-  const left = large ? 46 : 0, right = width - (large ? 6 : 0);
+  const left = large ? 46 : 0, right = width - (large ? 14 : 0);
   const known = row.scale_min > 0 && Number.isFinite(row.scale_max);
   const range = known ? rangeOf(row) : null;
   const ends = row.shares ? [row.lowest, row.lowest + row.shares.length] : [];

@@ -11,7 +11,7 @@ How the numbers come about, of x in high precision, its codes c and scales s::
                float32 is subnormal: field 0 counts the zeros, 2047 inf and NaN, the others are the
                histogram of floor(log2 |x|)
     sums       of x, x^2, x^3, x^4 and (x - c s)^2, over finite x, all in float64
-    flushed    (zero codes) - (zero x): a zero never becomes anything else
+    flushed    code 0 of an x that is not 0; under a scale that is NaN a zero has no zero code
     saturated  |x| > s max(format) (1 + 2^-20): the tolerance is what rounding does to a scale that
                was found from this very amax, and which clamps nothing
     amax       sqrt(max x^2), which is exact: squares of float32 are exact in float64
@@ -128,12 +128,13 @@ def _measure_piece(
     tops: Tensor,
 ) -> None:
     shape = coded.data[rows.x].shape
-    zero_codes = codes.numel() - torch.count_nonzero(codes)
+    zero_codes = codes == 0
     scale = _per_element(coded.scale[rows.scale].double(), shape, coded.block)
     values = codes.view(shape).mul_(scale)
     x = (values if part is None else part.to(torch.float64)).reshape(-1)
     bins = _count_exponents(x)
     zeros, nonfinite = bins[0], bins[-1]
+    flushed = torch.count_nonzero(zero_codes.logical_and_(x != 0))
     noise = x.new_zeros(())
     error = None if part is None else x - values.view(-1)
     # Asked where it costs nothing; a device does not wait to be asked.
@@ -150,7 +151,7 @@ def _measure_piece(
         saturated = torch.count_nonzero(square.view(shape) > limit)
     sums = (x.sum(), torch.dot(x, x), torch.dot(x, square), torch.dot(square, square), noise)
     found = torch.stack(
-        [n.double() for n in (*sums, zero_codes - zeros, saturated, zeros, nonfinite)]
+        [n.double() for n in (*sums, flushed, saturated, zeros, nonfinite)]
     )
     adds[: len(ADDS)] += found
     adds[len(ADDS) :] += bins[_BIAS + _LOWEST : _BIAS + _HIGHEST]

@@ -39,8 +39,19 @@ def table(rows: Sequence[Row], skipped: Mapping[str, str], top: int | None = Non
     if any(line[0].endswith(".T") for line in cells):
         notes.append(".T: the cast that the product over the operand's other dimension reads")
     notes += [f"and {len(rows) - len(shown)} more"] if len(shown) < len(rows) else []
+    notes += _of_nonfinite([row for row in rows if row.nonfinite])
     notes += [f"not seen: {named(fqn)}: {reason}" for fqn, reason in skipped.items()]
     return "\n".join([text, *notes])
+
+
+def _of_nonfinite(rows: Sequence[Row]) -> list[str]:
+    """The other numbers are those of the finite elements alone."""
+    if not rows:
+        return []
+    first, count = rows[0], len(rows)
+    where = f"{named(first.layer)}, {operand_of(first)}"
+    found = f"{first.nonfinite:,} of {first.elements:,} elements"
+    return [f"inf or NaN in {count} cast{'s' * (count > 1)}; {where}: {found}"]
 
 
 def named(fqn: str) -> str:

@@ -31,25 +31,45 @@ def untouched(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def seed_everything(seed: int) -> None:
-    """The same dropout masks for every run that starts from here."""
-    torch.manual_seed(seed)
+def seed_everything(seed: int, model: nn.Module | None = None) -> None:
+    """The same dropout masks for every run that starts from here.
+
+    Args:
+        seed: of torch, Python and NumPy.
+        model: its modules' own ``torch.Generator`` attributes are seeded too.
+    """
+    # Not torch.manual_seed: it would seed a CUDA that nobody has started yet, for good.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+    for generator in _generators(model):
+        generator.manual_seed(seed)
     random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def _generators(model: nn.Module | None) -> list[torch.Generator]:
+    modules = () if model is None else model.modules()
+    return [g for m in modules for g in vars(m).values() if isinstance(g, torch.Generator)]
 
 
 @contextmanager
 def _same_random_numbers(model: nn.Module) -> Iterator[None]:
-    devices = {t.device for t in (*model.parameters(), *model.buffers())}
-    on_device = sorted(
-        {d.index or 0 for d in devices if d.type not in ("cpu", "meta")},
-    )
-    kind = next((d.type for d in devices if d.type not in ("cpu", "meta")), "cuda")
+    # All devices, whatever the model's: all are seeded.
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    own = [(generator, generator.get_state()) for generator in _generators(model)]
     python = random.getstate()
+    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     try:
-        with torch.random.fork_rng(on_device, device_type=kind):
+        with torch.random.fork_rng(devices):
             yield
     finally:
+        for generator, state in own:
+            generator.set_state(state)
         random.setstate(python)
+        if numpy is not None:
+            sys.modules["numpy"].random.set_state(numpy)
 
 
 @contextmanager
@@ -76,23 +96,26 @@ def _same_gradients(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _same_buffers(model: nn.Module) -> Iterator[None]:
     kept = [
-        (module, name, buffer)
+        (module, dict(module._buffers), set(module._non_persistent_buffers_set))
         for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
     ]
     # Copies in their places, not the bits put back: a graph that waits for its backward may have
     # saved the buffers, and would notice. What is one buffer stays one.
     copies: dict[int, Tensor] = {}
     try:
-        for module, name, buffer in kept:
-            if id(buffer) not in copies:
-                copies[id(buffer)] = buffer.detach().clone()
-            module._buffers[name] = copies[id(buffer)]
+        for module, buffers, _ in kept:
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    if id(buffer) not in copies:
+                        copies[id(buffer)] = buffer.detach().clone()
+                    module._buffers[name] = copies[id(buffer)]
         yield
     finally:
-        for module, name, buffer in kept:
-            module._buffers[name] = buffer
+        for module, buffers, not_saved in kept:  # those that a forward has added go
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            module._non_persistent_buffers_set.clear()
+            module._non_persistent_buffers_set.update(not_saved)
 
 
 @contextmanager

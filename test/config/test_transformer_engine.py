@@ -1,6 +1,9 @@
 """Every argument of a TransformerEngine recipe arrives, in each spelling, or is refused by name."""
 
 import enum
+import inspect
+import sys
+import typing
 from dataclasses import fields
 from itertools import product
 
@@ -33,6 +36,21 @@ def test_the_defaults_are_those_of_delayed_scaling():
     assert config.enable_amax_init is False
     fast = (config.plan.output, config.plan.grad_input, config.plan.grad_weight)
     assert [gemm.use_fast_accum for gemm in fast] == [True, False, False]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads is new in 3.11")
+def test_an_editor_is_shown_the_arguments_and_their_defaults():
+    shown = inspect.signature(typing.get_overloads(te)[0].__func__).parameters.values()
+    defaults = {p.name: p.default for p in shown if p.kind is p.KEYWORD_ONLY}
+    assert set(defaults) == {
+        "margin",
+        "interval",
+        "fp8_format",
+        "amax_history_len",
+        "amax_compute_algo",
+        "override_linear_precision",
+    }
+    assert te(**defaults) == te()
 
 
 @pytest.mark.parametrize(

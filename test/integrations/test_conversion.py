@@ -12,7 +12,13 @@ from torch import nn
 from float8 import Float8LinearConfig, convert_to_float8_training
 from float8.config import RECIPES
 from float8.distributed.sharded_weight import ShardedWeight
-from float8.integrations.conversion import as_config, check_optimizer, convert, is_converted
+from float8.integrations.conversion import (
+    as_config,
+    check_optimizer,
+    convert,
+    evaluates_in_float8,
+    is_converted,
+)
 
 GATHERING = replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True)
 
@@ -46,6 +52,15 @@ class TestConfigs:
             use_mxfp8_block_scaling: bool = False
 
         assert as_config(TERecipeKwargs()) == expected
+        assert evaluates_in_float8(TERecipeKwargs(True))
+        assert not evaluates_in_float8(TERecipeKwargs())
+
+    @pytest.mark.parametrize("key", ["use_autocast_during_eval", "FP8_USE_AUTOCAST_DURING_EVAL"])
+    def test_how_to_evaluate_is_asked_apart_from_what_to_compute(self, key):
+        for wanted in (False, True):
+            assert as_config({key: wanted}) == Float8LinearConfig.from_te_recipe()
+            assert evaluates_in_float8({key: wanted}) == wanted
+        assert not any(map(evaluates_in_float8, ({}, None, "delayed", GATHERING)))
 
     def test_of_torchao(self, monkeypatch):
         seen = []

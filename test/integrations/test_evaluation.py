@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from float8 import convert_to_float8_training
+from float8 import convert_to_float8_training, high_precision
 from float8.integrations.evaluation import evaluate_in_high_precision
 
 
@@ -47,6 +47,29 @@ def test_eval_mode_without_gradients_is_high_precision_and_nothing_else(case):
                 assert torch.equal(model(x), quantised if training else plain)
     assert [layer.high_precision for layer in model if isinstance(layer, nn.Linear)] == [0, 0]
     assert len(model._forward_pre_hooks) == 1
+
+
+def test_a_part_that_is_called_by_itself_does_as_the_model_does(case):
+    model, x, _, _ = case
+    layer = model[0]
+    plain, quantised = nn.functional.linear(x, layer.weight, layer.bias), layer(x)
+    assert not torch.equal(plain, quantised)
+    with torch.no_grad():
+        assert torch.equal(layer(x), quantised)
+        model.eval()
+        for _ in range(2):  # an encoder, before a decoder generates
+            assert torch.equal(layer(x), plain)
+            model(x)
+    assert torch.equal(layer(x), quantised)
+
+
+def test_contexts_that_are_open_stay_so(case):
+    model, x, plain, quantised = case
+    with high_precision(model):
+        with torch.no_grad():
+            model.eval()(x)
+        assert torch.equal(model(x), plain)
+    assert torch.equal(model(x), quantised)
 
 
 def test_an_error_on_the_way_leaves_nothing_open(case):

@@ -24,6 +24,7 @@ from float8 import (
 pl = pytest.importorskip("lightning.pytorch")
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.pytorch import loggers  # noqa: E402
+from lightning.pytorch.callbacks import EMAWeightAveraging  # noqa: E402
 
 from float8.integrations import lightning as plugin_file  # noqa: E402
 from float8.integrations.lightning import Float8Monitor, Float8Precision  # noqa: E402
@@ -314,6 +315,24 @@ def test_an_optimizer_of_other_parameters_is_refused():
     stale = claims.adamw(claims.network())
     with pytest.raises(ValueError, match="none of the 4 parameters of this AdamW"):
         fit(Module(lambda self: stale), Float8Precision())
+
+
+def test_an_average_of_buffers_wants_the_model_converted_before():
+    class Normed(Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(16)  # as many as a history has
+
+    def average(module):
+        callback = EMAWeightAveraging(decay=0.5)
+        fit(module, Float8Precision("delayed"), callbacks=[callback], validate=data(1))
+        return callback._average_model.module.norm
+
+    with pytest.raises(ValueError, match="3 buffers with the first of 21, amax histories among"):
+        average(Normed())
+    config = Float8LinearConfig.from_recipe_name("delayed")
+    norm = average(convert_to_float8_training(Normed(), config=config))
+    assert norm.running_mean.eq(0).all(), "which never ran"
 
 
 def test_unknown_precisions_and_recipes_are_refused():

@@ -15,14 +15,14 @@ from assertions import assert_bitwise
 from processes import failures
 from safetensors.torch import load_file
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    Trainer,
-    TrainingArguments,
+from trainers import (  # noqa: F401
+    LAYERS,
+    data_of,
+    llama,
+    short_collections,
+    trainer_of,
 )
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from float8 import Float8Linear, convert_to_float8_training
 from float8.config import RECIPES, DelayedScalingConfig
@@ -32,46 +32,7 @@ from float8.integrations.transformers import Float8Callback, convert
 from float8.numerics import load_run
 
 GATHERING = replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True)
-LAYERS = 7  # of one block
-
-
-def llama_config(**options):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
-    return LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes, **options)
-
-
-def llama(seed=0, **options):
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(llama_config(**options))
-
-
-def data_of(rows=32):
-    tokens = torch.randint(64, (rows, 16), generator=torch.Generator().manual_seed(7))
-    return [{"input_ids": row, "labels": row} for row in tokens]
-
-
-def trainer_of(folder, model, callback, optimizers=(None, None), **options):
-    options = {
-        "max_steps": 4,
-        "save_steps": 2,
-        "logging_steps": 1,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "use_cpu": True,
-        "bf16": True,
-        "report_to": [],
-        "disable_tqdm": True,
-        **options,
-    }
-    return Trainer(
-        model,
-        TrainingArguments(str(folder), **options),
-        train_dataset=data_of(),
-        eval_dataset=data_of(8),
-        callbacks=[callback] if callback else [],
-        optimizers=optimizers,
-    )
+DELAYED = DelayedScalingConfig(history_len=3, margin=1, interval=2)
 
 
 def losses_of(trainer):
@@ -96,21 +57,31 @@ def test_the_example_of_the_docstring_runs(tmp_path, monkeypatch, capsys):
     assert int((cast.amax_history > 0).sum()) == 4
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", replace(RECIPES["delayed"], delayed_scaling=DELAYED)]
+)
 def test_resumes_to_the_bits_of_an_uninterrupted_run(recipe, tmp_path):
-    whole = trainer_of(tmp_path, llama(), Float8Callback(recipe))
+    """Within an epoch and between two; steps of two microbatches, the last of an epoch of one."""
+
+    def run(folder, seed=0, **options):
+        callback = Float8Callback(recipe)
+        epochs = {"max_steps": -1, "num_train_epochs": 2, "save_steps": 1, **options}
+        trainer = trainer_of(tmp_path / folder, llama(seed), callback, **epochs)
+        trainer.train_dataset = data_of(10)
+        return trainer
+
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1}
+    whole = run("a", **evaluating, compute_metrics=lambda p: {"shape": p.predictions.shape[1]})
     whole.train()
+    assert whole.state.global_step == 6
+    assert whole.evaluate()["eval_shape"] == 16
     assert isinstance(whole.model.model.layers[0].mlp.up_proj, Float8Linear)
-    resumed = trainer_of(tmp_path / "b", llama(1), Float8Callback(recipe))
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert losses_of(resumed) == losses_of(whole)  # the first two come with the checkpoint
-    assert_same(resumed.model, whole.model, recipe)
-    if recipe == "tensorwise":
-        return
-    again = trainer_of(tmp_path / "c", llama(1), Float8Callback(recipe))
-    again.args.restore_callback_states_from_checkpoint = True
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert_same(again.model, whole.model, recipe)
+    for step in (2, 3):  # the first losses come with the checkpoint
+        resumed = run("b", seed=1, save_strategy="no")  # and without evaluation
+        resumed.args.restore_callback_states_from_checkpoint = step == 3
+        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{step}"))
+        assert losses_of(resumed) == losses_of(whole)
+        assert_same(resumed.model, whole.model, (recipe, step))
 
 
 def test_a_checkpoint_is_that_of_a_plain_model(tmp_path):
@@ -192,30 +163,21 @@ def test_the_best_checkpoint_comes_back_with_its_histories(tmp_path):
 
 
 def test_a_run_without_float8_goes_on_with_it(tmp_path):
-    trainer_of(tmp_path, llama(), None, max_steps=2).train()
-    trainer = trainer_of(tmp_path, llama(1), Float8Callback("delayed"))
-    trainer.train(resume_from_checkpoint=True)
-    assert trainer.state.global_step == 4
-    cast = trainer.model.model.layers[0].mlp.up_proj.cast_input
-    assert int((cast.amax_history > 0).sum()) == 2
+    best = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "greater_is_better": True}
+    best = {**best, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    trainer_of(tmp_path, llama(), None, max_steps=2, **best).train()
+    for options, steps in (({"save_strategy": "no"}, 1), (best, 0)):
+        trainer = trainer_of(tmp_path, llama(1), Float8Callback("delayed"), max_steps=3, **options)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert trainer.state.global_step == 3
+        cast = trainer.model.model.layers[0].mlp.up_proj.cast_input
+        assert int((cast.amax_history > 0).sum()) == steps
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")  # from before float8
+    weights = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+    assert torch.equal(trainer.model.lm_head.weight, weights["lm_head.weight"])
 
 
 class TestConversion:
-    def test_leaves_the_head_out_tied_or_not_and_what_tensor_cores_refuse(self):
-        model = convert(llama(tie_word_embeddings=True))
-        assert type(model.lm_head) is nn.Linear
-        assert model.lm_head.weight is model.model.embed_tokens.weight
-        assert len(model.float8_conversion.converted) == LAYERS
-        classifier = LlamaForSequenceClassification(llama_config(num_labels=3, pad_token_id=0))
-        assert type(convert(classifier).score) is nn.Linear
-        classifier = LlamaForSequenceClassification(llama_config(num_labels=3, pad_token_id=0))
-        padding = replace(RECIPES["tensorwise"], pad_inner_dim=True)
-        assert type(convert(classifier, padding).score) is Float8Linear
-
-    def test_a_filter_decides_alone(self):
-        model = convert(llama(), module_filter_fn=lambda module, fqn: fqn == "lm_head")
-        assert model.float8_conversion.converted == ["lm_head"]
-
     def test_a_converted_model_stays_as_it_is(self, tmp_path):
         model = convert_to_float8_training(llama(), config=RECIPES["delayed"])
         trainer = trainer_of(tmp_path, model, Float8Callback(), max_steps=1)
@@ -309,6 +271,21 @@ class TestRefusals:
         trainer = trainer_of(tmp_path, llama(), Float8Callback(short))
         with pytest.raises(ValueError, match=r"history of 16 steps, this model one of 4"):
             trainer.train(resume_from_checkpoint=True)
+        rare = replace(RECIPES["delayed"], delayed_scaling=DelayedScalingConfig(interval=2))
+        trainer = trainer_of(tmp_path, llama(), Float8Callback(rare), save_strategy="no")
+        trainer.train(resume_from_checkpoint=True)
+        cast = trainer.model.model.layers[0].mlp.up_proj.cast_input
+        assert int((cast.amax_history > 0).sum()) == 4
+
+    def test_a_callback_that_comes_too_late_or_twice(self, tmp_path):
+        trainer = trainer_of(tmp_path, llama(), None)
+        trainer.add_callback(Float8Callback)
+        with pytest.raises(ValueError, match=r"joined the Trainer after that was made.*callbacks="):
+            trainer.train()
+        trainer = trainer_of(tmp_path, llama(), Float8Callback("delayed"))
+        trainer.add_callback(Float8Callback("delayed"))
+        with pytest.raises(ValueError, match=r"2 callbacks of type Float8Callback.*give it one"):
+            trainer.train()
 
     def test_copies_of_the_model_for_each_forward(self):
         callback = Float8Callback("delayed")

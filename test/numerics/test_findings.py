@@ -26,8 +26,14 @@ def test_a_healthy_cast_is_left_alone():
         ({"nonfinite": 3}, BAD, "One cast met inf or NaN", "3 of 1,000 elements are not finite"),
         ({"saturated": 0.002}, SUSPICIOUS, "One cast saturates", "0.2 % of its elements"),
         ({"saturated": 0.03}, BAD, "One cast saturates", "3 % of its elements"),
-        ({"flushed": 0.2}, SUSPICIOUS, "One cast flushes to zero", "20 % of its elements"),
-        ({"flushed": 0.6}, BAD, "One cast flushes to zero", "60 % of its elements"),
+        (
+            {"flushed": 0.2, "sqnr": 25.0},
+            SUSPICIOUS,
+            "One cast flushes to zero",
+            "20 % of its elements became zero; its SQNR is 25.0 dB",
+        ),
+        ({"flushed": 0.6, "sqnr": 5.0}, BAD, "One cast flushes to zero", "60 % of its elements"),
+        ({"flushed": 0.6}, SUSPICIOUS, "One cast flushes to zero", "60 % of its elements"),
         (
             {"sqnr": 25.5},
             SUSPICIOUS,
@@ -52,11 +58,27 @@ def test_a_cast_that_left_nothing_finite_is_not_called_imprecise():
     assert found.rule.one == "met inf or NaN"
 
 
+def test_what_flushes_without_a_loss_of_sqnr_weighs_less():
+    softmax = replace(HEALTHY, operand="grad_output", format="e5m2", sqnr=25.9, flushed=0.4)
+    assert findings([softmax]) == []
+    worse = [replace(softmax, flushed=0.9), replace(softmax, flushed=0.6, sqnr=9.0)]
+    (found,) = findings(worse)
+    assert (found.level, found.rows) == (BAD, tuple(reversed(worse)))
+
+
+def test_noise_is_said_where_nothing_else_explains_it():
+    saturated = replace(HEALTHY, saturated=0.005, sqnr=20.0)
+    assert [each.rule.one for each in findings([saturated])] == ["saturates"]
+    noisier = replace(saturated, sqnr=8.0)
+    assert [each.rule.one for each in findings([noisier])] == ["loses precision", "saturates"]
+
+
 def test_the_worst_kind_and_the_worst_row_come_first():
-    rows = [replace(HEALTHY, layer=str(i), flushed=0.2 + i / 100) for i in range(3)]
+    rows = [replace(HEALTHY, layer=str(i), flushed=0.2 + i / 100, sqnr=20.0) for i in range(3)]
+    rows.append(replace(HEALTHY, layer="small ones", flushed=0.6))
     rows.append(replace(HEALTHY, layer="nan", nonfinite=1))
     first, second = findings(rows)
     assert first.rows[0].layer == "nan"
-    assert second.title == "3 casts flush to zero"
-    assert [row.layer for row in second.rows] == ["2", "1", "0"]
-    assert second.text.startswith("The worst: 2, input.")
+    assert second.title == "4 casts flush to zero"
+    assert [row.layer for row in second.rows] == ["small ones", "2", "1", "0"]
+    assert second.text.startswith("The worst: small ones, input.")

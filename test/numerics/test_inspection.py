@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import oracle
 import pytest
@@ -208,6 +209,63 @@ def test_hooks_go_whatever_happens_and_nested_watchers_see_the_same():
     assert all(not layer._forward_hooks for layer in model.modules())
 
 
+def test_names_are_those_that_the_model_itself_has():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model, x = mlp(), torch.randn(4, 16)
+    model[0] = torch.compile(model[0], backend="eager")
+    model[2] = checkpoint_wrapper(model[2])
+    with inspect(torch.compile(model, backend="eager")) as report:
+        model(x).sum().backward()
+    assert {row.layer for row in report._rows} == {"0", "2"}
+    with inspect(model[0]) as report:
+        model(x)
+    assert (report.model, {row.layer for row in report._rows}) == ("Float8Linear", {""})
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_of_a_watched_model_is_not_watched(copied):
+    model, x = mlp(), torch.randn(4, 16)
+    with inspect(model) as report:
+        twin = copied(model)
+        model(x)
+        twin(x)
+    assert {row.calls for row in report._rows} == {1}
+    twin = pickle.loads(pickle.dumps(twin))
+    assert_bitwise(twin(x), model(x), "a copy of a copy")
+
+
+def test_whoever_closes_first_the_compiler_comes_back():
+    """Callbacks of two models close in the order in which they opened."""
+    runs = []
+
+    def backend(graph, inputs):
+        return lambda *args: runs.append(1) or graph(*args)
+
+    double, x = torch.compile(lambda x: x * 2, backend=backend), torch.ones(2)
+    with pytest.raises(ZeroDivisionError), inspect(mlp()):
+        raise ZeroDivisionError
+    first, second = inspect(mlp()), inspect(mlp())
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    double(x)
+    assert not runs
+    second.__exit__(None, None, None)
+    double(x)
+    assert runs
+
+
+def test_in_a_compiled_function_it_says_how():
+    model = mlp()
+
+    def step(x):
+        with inspect(model):
+            return model(x)
+
+    with pytest.raises(RuntimeError, match="open it around the call"):
+        torch.compile(step, backend="eager")(torch.randn(4, 16))
+
+
 def test_a_model_without_float8_says_so():
     plain, message = nn.Sequential(nn.Linear(2, 2)), "Sequential has no float8 layer; convert it"
     with pytest.raises(ValueError, match=message), inspect(plain):
@@ -317,6 +375,7 @@ def test_what_ranks_see_is_what_one_process_sees(tmp_path):
     parts = "tensor_parallel_parts_gather_to_the_whole"
     claims = {
         "ddp": (whole, "ddp"),
+        "ddp, static graph": (whole, "ddp, static graph"),
         "fsdp2": (whole, "fsdp2"),
         "gathered in float8": ("gathered_weights_are_those_of_one_process",),
         "tensor parallel": (parts, "tensorwise", False),

@@ -52,6 +52,8 @@ def test_the_range_is_that_of_the_format_under_the_scales():
 def test_worst_comes_first_and_nothing_known_last():
     found = [replace(ROW, sqnr=s) for s in (math.inf, None, 3.0, -math.inf, 20.0)]
     assert [row.sqnr for row in worst_first(found)] == [-math.inf, 3.0, 20.0, math.inf, None]
+    broken = [replace(found[0], sqnr=None, nonfinite=9), replace(found[0], sqnr=31.0, nonfinite=1)]
+    assert worst_first([*found, *broken])[1:3] == broken, "beside what left nothing finite"
 
 
 def test_ratios_of_sums():

@@ -160,6 +160,24 @@ def test_what_is_not_finite_is_counted_and_the_rest_measured():
     assert math.isnan(lost.scale_max)
 
 
+def test_zeros_that_a_lost_scale_makes_nan_were_not_flushed():
+    x = torch.tensor([[0.0, 0.0, math.nan], [1e-9, 0.0, 1.0]])
+    assert row(x, cast(x, FORMATS[0], GRANULARITIES["rowwise"])).flushed == 1 / 6
+    assert row(x, cast(x, FORMATS[0], GRANULARITIES["tensorwise"])).flushed == 0
+
+
+@pytest.mark.parametrize("mean", [0, 1, 30, 200, 1e3, 1e4, 1e6])
+def test_a_kurtosis_is_right_or_not_given(mean):
+    x = (Case((300, 300), torch.float32, seed=5).make().double() + mean).float()
+    x[0, 0] = mean + 9
+    found = row(x, cast(x, FORMATS[0], GRANULARITIES["tensorwise"])).kurtosis
+    central = x.double() - x.double().mean()
+    if mean <= 200:
+        assert found == pytest.approx(float((central**4).mean() / (central**2).mean() ** 2), 1e-3)
+    else:
+        assert found is None
+
+
 def test_codes_alone_have_values_and_no_error():
     x = torch.randn(6, 40)
     coded = cast(x, FORMATS[0], GRANULARITIES["rowwise"])

@@ -28,6 +28,13 @@ def test_a_table_fits_a_terminal():
     ]
 
 
+def test_inf_and_nan_are_said_though_no_number_shows_them():
+    rows = [replace(ROW, layer="a", nonfinite=7, sqnr=None), replace(ROW, layer="b", nonfinite=1)]
+    assert "inf or NaN in 2 casts; a, grad_output.T: 7 of 10 elements" in table(rows, {})
+    assert "inf or NaN in 1 cast; b" in table(rows[1:], {})
+    assert "inf or NaN" not in table([ROW], {})
+
+
 def test_top_says_how_many_are_left():
     text = table([ROW] * 5, {}, top=2)
     assert text.count("grad_output") == 2
