@@ -283,8 +283,8 @@ def _cast_saved_weight(ctx: Any, w_NK: Tensor, w_scale: Tensor | None) -> Pair:
     if plan.output.b is not None and w_scale is not None:
         return quantize_again(w_NK, plan.output.b, w_scale, emulate)
     assert plan.grad_input.b is not None
-    record = ctx.record and plan.output.b is None  # else forward has
-    return quantize(w_NK.t(), plan.grad_input.b, ctx.states[1], record, emulate=emulate)
+    # A second use that is delayed comes here only where it is the only one: nothing recorded yet.
+    return quantize(w_NK.t(), plan.grad_input.b, ctx.states[1], ctx.record, emulate=emulate)
 
 
 def cast_weight(

@@ -173,11 +173,11 @@ class DelayedCast(Cast):
             new = self._buffers[name]
             assert old is not None
             assert new is not None
-            if (
-                new.device == old.device
-            ):  # to_empty again, through a second layer that has this cast
+            if new.device == old.device:
+                # model.to(bfloat16) must not round the scales; and to_empty comes again where a
+                # second layer has this cast too.
                 self._buffers[name] = old
-            elif new.dtype != torch.float32:  # model.to(bfloat16) must not round the scales
+            elif new.dtype != torch.float32:
                 self._buffers[name] = old.to(new.device)
             if old.is_meta and not new.is_meta:  # to_empty leaves whatever was in that memory
                 self.reset_parameters()

@@ -74,11 +74,16 @@ def register_linear_type(linear_type: type[nn.Linear]) -> None:
     """Convert layers of this type too: its forward is a linear layer's, in its input's dtype.
 
     For a subclass whose forward is ``F.linear(x, self.weight.to(x.dtype), self.bias)``, as scripts
-    without autocast write it; of any other subclass conversion cannot know what it computes.
+    without autocast write it; of others conversion cannot know. Saying it again changes nothing.
+
+    Raises:
+        TypeError, ValueError: it is no subclass of ``nn.Linear``, or has another rule.
     """
-    linear = MODULE_RULES[nn.Linear]
-    rule = ModuleRule(linear.refuses, convert=Float8CastingLinear.from_float)  # type: ignore[arg-type]
-    register_module_rule(linear_type, rule)
+    if not (isinstance(linear_type, type) and issubclass(linear_type, nn.Linear)):
+        raise TypeError(f"linear_type must be a subclass of nn.Linear, got {linear_type!r}")
+    rule = ModuleRule(MODULE_RULES[nn.Linear].refuses, Float8CastingLinear.from_float)  # type: ignore[arg-type]
+    if MODULE_RULES.get(linear_type) != rule:
+        register_module_rule(linear_type, rule)
 
 
 @dataclass(frozen=True)
@@ -389,9 +394,6 @@ def tell(root: nn.Module, conversion: Conversion, by: str = "convert_to_float8_t
     logger.info("%s", conversion)
     has_float8 = any(isinstance(m, Float8Linear) for m in root.modules())
     if not conversion.converted and not has_float8:
-        reasons = "\n  ".join(f"{fqn}: {why}" for fqn, why in conversion.skipped.items())
-        warnings.warn(
-            f"{by} converted no layer: "
-            + (f"\n  {reasons}" if reasons else "the model has no nn.Linear"),
-            stacklevel=3,
-        )
+        reasons = "".join(f"\n  {fqn}: {why}" for fqn, why in conversion.skipped.items())
+        found = reasons or "the model has no nn.Linear"
+        warnings.warn(f"{by} converted no layer: {found}", stacklevel=3)

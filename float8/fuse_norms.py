@@ -12,8 +12,9 @@ Which layers read a norm is never guessed. In this order it is known from
 1. ``pairs``, or `register_norm_pairs` for a block's type: somebody says so. Checked are types,
    sizes and configs; whoever else reads the result raises, at the first forward, an error that
    names the norm and the reader.
-2. torch.fx, of the whole model or of the largest blocks that can be traced, in the mode (training
-   or evaluation) that they are in; the order within an ``nn.Sequential`` that cannot.
+2. torch.fx, of the whole model or of the largest blocks that can be traced, in training and in
+   evaluation, with optional arguments and without (`float8.norm_readers` says what that cannot see;
+   it too raises by name); the order within an ``nn.Sequential`` that cannot.
 
 Every reader has to be a `Float8Linear`, all with one input cast, whose scale is the tensor's. Fused
 are modules whose type is exactly ``nn.RMSNorm`` or ``nn.LayerNorm``, or was registered

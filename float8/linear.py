@@ -265,6 +265,9 @@ class Float8Linear(nn.Linear):
         return ", ".join(parts)
 
 
+_HALVES = (torch.bfloat16, torch.float16)
+
+
 class Float8CastingLinear(Float8Linear):
     """Of a layer that casts its own weight: a float32 weight multiplies a bfloat16 input.
 
@@ -288,11 +291,18 @@ class Float8CastingLinear(Float8Linear):
         return plain
 
     def forward(self, input: Tensor) -> Tensor:
-        """As `Float8Linear`, in the dtype of ``input``."""
-        if input.dtype == self.weight.dtype or not input.is_floating_point():
+        """As `Float8Linear`, in the dtype of ``input``: the weight's, bfloat16 or float16."""
+        dtype = input.dtype
+        if self.high_precision or dtype == self.weight.dtype or dtype not in _HALVES:
             return super().forward(input)
-        with torch.autocast(input.device.type, input.dtype):
+        if input.device.type == "meta":  # which has no autocast, and no values
+            return self._plain_forward(input)
+        with torch.autocast(input.device.type, dtype):
             return super().forward(input)
+
+    def _plain_forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return F.linear(input, self._plain_weight().to(input.dtype), bias)
 
 
 _CAST_NAMES = ("cast_input", "cast_weight", "cast_grad_output")
@@ -335,7 +345,7 @@ def float8_linear(
 
     Args:
         input: (..., K), float32, bfloat16 or float16; or a `Float8Tensor` that the config fits.
-        weight: (N, K) of the same dtype.
+        weight: (N, K) of the same dtype; of a float32 weight ``weight.to(input.dtype)``.
         bias: (N,) or None.
         config: dynamic tensorwise by default.
 

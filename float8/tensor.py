@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from float8 import kernels
 from float8.formats import FORMATS, HIGH_PRECISION_DTYPES, Format, format_of
@@ -247,7 +248,8 @@ class Float8Tensor(Tensor):
 
 def blame(args: Sequence[Any]) -> str:
     """For an error message: which module wrote a Float8Tensor, and which one reads it."""
-    makers = [x.made_by for x in args if isinstance(x, Float8Tensor) and x.made_by]
+    leaves = tree_leaves(args)  # some ops take lists
+    makers = [x.made_by for x in leaves if isinstance(x, Float8Tensor) and x.made_by]
     if not makers:
         return ""
     reader = innermost_module()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from float8 import Float8LinearConfig, convert_to_float8_training, high_precision
-from float8.convert import register_linear_type
+from float8.convert import convert_from_float8_training, register_linear_type
 
 
 class Linear(nn.Linear):
@@ -50,10 +50,10 @@ rest = [*model.wte.parameters(), *model.lm_head.parameters()]
 optimizers = [torch.optim.Muon(model.mlps.parameters()), torch.optim.AdamW(rest, lr=3e-3)]
 for _ in range(steps):
     text = (torch.randint(64, (8, 1)) + torch.arange(33)).to(device) % 64
-    loss = forward(text[:, :-1], text[:, 1:])
-    loss.backward()
+    (loss := forward(text[:, :-1], text[:, 1:])).backward()
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
 with torch.no_grad(), high_precision(model):  # evaluation with float8 off
     print(f"loss {loss:.3f}, without float8 {forward(text[:, :-1], text[:, 1:]):.3f}")
+print("swapped back:", convert_from_float8_training(model).get_submodule("mlps.0"))

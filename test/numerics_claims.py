@@ -75,7 +75,6 @@ def data_parallel_reports_gather_to_that_of_one_process(rank, kind):
             run(alone, *batch(r))
     with inspect(layers) as report:
         run(layers, *batch(rank))
-    assert report.model == expected.model
     assert {row.calls for row in report._rows} == {1}
     same(report.gather(), expected, kind)
 

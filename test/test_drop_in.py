@@ -1,7 +1,8 @@
 """What nanochat-style scripts do with a float8 module, done with this one.
 
 They build on the meta device, convert by a filter, count by type or by its name, train compiled,
-and evaluate without float8: by `high_precision`, or by swapping layers by hand.
+and evaluate without float8: by `high_precision`, or by swapping layers by hand. Others pass the
+product on as a function.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ from float8 import (
     Float8LinearConfig,
     convert_from_float8_training,
     convert_to_float8_training,
+    estimate,
+    float8_linear,
     high_precision,
 )
 from float8.convert import MODULE_RULES, register_linear_type
@@ -86,39 +90,56 @@ def test_a_model_on_the_meta_device_is_converted_and_then_initialised():
     assert model.mlp[0].cast_input.amax_history.eq(0).all()
 
 
-def test_layers_swapped_by_hand_run_without_float8_and_come_back():
-    model, x = converted(), torch.randn(8, 32)
-    plain = convert_from_float8_training(copy.deepcopy(model))
-    in_float8, swapped = model(x), []
+@contextmanager
+def swapped_by_hand(model, linear=nn.Linear):
+    """As they do it: plain layers of their own, made anew each time, that share the weights."""
+    places = []
     for fqn, layer in list(model.named_modules()):
         if "Float8" in type(layer).__name__:
-            linear = nn.Linear(
+            plain = linear(
                 layer.in_features, layer.out_features, bias=layer.bias is not None,
                 device="meta", dtype=layer.weight.dtype,
             )  # fmt: skip
-            linear.weight = layer.weight
+            plain.weight = layer.weight
             if layer.bias is not None:
-                linear.bias = layer.bias
+                plain.bias = layer.bias
             parent, _, name = fqn.rpartition(".")
-            setattr(model.get_submodule(parent), name, linear)
-            swapped.append((model.get_submodule(parent), name, layer))
-    assert torch.equal(model(x), plain(x))
-    for parent, name, layer in swapped:
+            setattr(model.get_submodule(parent), name, plain)
+            places.append((model.get_submodule(parent), name, layer))
+    yield
+    for parent, name, layer in places:
         setattr(parent, name, layer)
-    assert torch.equal(model(x), in_float8)
+
+
+def compiled_into(graphs, model):
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    return torch.compile(model, backend=backend, dynamic=False)
+
+
+def test_layers_swapped_by_hand_run_without_float8_and_come_back(casting):
+    """Compiled, too: two graphs, however often layers are swapped."""
+    model, x, graphs = converted(casting), torch.randn(8, 32).bfloat16(), []
+    plain = convert_from_float8_training(copy.deepcopy(model))
+    compiled = compiled_into(graphs, model)
+    in_float8 = compiled(x)
+    for _ in range(2):
+        with torch.no_grad(), swapped_by_hand(compiled, casting):
+            assert torch.equal(compiled.eval()(x), plain(x))
+        assert torch.equal(compiled.train()(x), in_float8)
     assert not torch.equal(in_float8, plain(x))
+    assert len(graphs) == 2
+    with swapped_by_hand(model := converted()):
+        assert {type(m) for m in model.modules()} == {type(m) for m in Model().modules()}
 
 
 def test_a_compiled_model_evaluates_without_float8_in_a_graph_of_its_own():
     """Two graphs and no more, however often evaluation comes: the count of contexts is guarded."""
     model, x = converted(), torch.randn(8, 32)
     plain, graphs = convert_from_float8_training(copy.deepcopy(model)), []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(model, backend=backend, dynamic=False)
+    compiled = compiled_into(graphs, model)
     for _ in range(3):
         in_float8 = compiled(x)
         in_float8.backward(torch.randn(8, 16))
@@ -183,3 +204,45 @@ def test_a_layer_that_casts_its_weight_comes_back_as_it_was(casting):
     with high_precision(model):
         assert torch.equal(model(x), plain(x))
     assert not torch.equal(model(x), plain(x))
+
+
+def test_a_type_may_be_registered_again_and_must_be_a_linear_layers(casting):
+    register_linear_type(casting)  # as a cell of a notebook does
+    for wrong in (nn.Conv2d, nn.Linear(1, 1), "Linear"):
+        with pytest.raises(TypeError, match=r"a subclass of nn.Linear, got"):
+            register_linear_type(wrong)
+    with pytest.raises(ValueError, match="already has a conversion rule"):
+        register_linear_type(nn.Linear)
+
+
+def test_predictions_are_of_the_layers_that_conversion_takes(casting):
+    rows = estimate(Model(casting), 1024, show=False).rows
+    assert [row.layer for row in rows] == ["mlp.0", "mlp.2", "gate", "head"]
+
+
+def test_a_layer_that_casts_its_weight_up_does_so_without_float8_alone(casting):
+    """Bfloat16 weights and a float32 input: products in float32, or a refusal that says so."""
+    model, x = converted(casting).to(torch.bfloat16), torch.randn(8, 32)
+    with pytest.raises(TypeError, match=r"mlp.0: input is torch.float32 and weight torch.bfloat16"):
+        model(x)
+    plain = convert_from_float8_training(copy.deepcopy(model))
+    with high_precision(model):
+        assert torch.equal(model(x), plain(x))
+
+
+def test_a_layer_that_casts_its_weight_knows_its_shapes_on_the_meta_device(casting):
+    model = converted(casting).to("meta")
+    y = model(torch.empty(8, 32, dtype=torch.bfloat16, device="meta"))
+    assert (y.shape, y.dtype) == ((8, 16), torch.bfloat16)
+
+
+def test_a_product_may_be_passed_on_as_a_function(casting):
+    """In place of ``lambda x, w: x @ w.to(x.dtype).T``, of float32 weights."""
+    layer = converted(casting).mlp[2]
+    x, g = torch.randn(8, 128).bfloat16(), torch.randn(8, 32).bfloat16()
+    weight = layer.weight.detach().clone().requires_grad_()
+    y = float8_linear(x, weight.to(x.dtype))
+    y.backward(g)
+    layer(x).backward(g)
+    assert torch.equal(y, layer(x))
+    assert torch.equal(weight.grad, layer.weight.grad)

@@ -13,11 +13,13 @@ import os
 import shutil
 import tempfile
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 torch._utils._get_available_device_type = lambda: "cpu"  # asked when torchtitan is imported
 
@@ -135,8 +137,11 @@ def converter_says_what_is_wrong(rank):
     build = lambda **options: Float8Converter.Config(**options).build()  # noqa: E731
     with pytest.raises(ValueError, match="rowwise_with_gw_hp"):
         build(recipe="rowwize")
-    with pytest.raises(TypeError, match="filter_fqns must be a list"):
-        build(filter_fqns="lm_head")
+    for names in ("lm_head", [1]):
+        with pytest.raises(TypeError, match="filter_fqns must be a list"):
+            build(filter_fqns=names)
+    with pytest.raises(TypeError, match="config must be a Float8LinearConfig"):
+        build(config={"recipe": "rowwise"})  # as kwargs of the command line may be
     with pytest.raises(ValueError, match="one of them"):
         build(recipe="rowwise", config=Float8LinearConfig())
     with pytest.raises(TypeError, match="recipes"):
@@ -145,6 +150,24 @@ def converter_says_what_is_wrong(rank):
         warnings.simplefilter("always")
         build(filter_fqns=["layers", "lm_head"]).convert(small())
     assert "converted to float8: 0 layers" in str(caught[-1].message)
+    with pytest.warns(UserWarning, match=r"\['lmhead'\] is in no .* names end in lm_head, w1, w2"):
+        build(filter_fqns=["lmhead", "wo"]).convert(small())
+
+
+def converter_says_what_it_did(rank):
+    """What a layer keeps of an earlier conversion, and what an option does nothing for."""
+    model, said = small(), []
+    ours.logger.info = lambda text, conversion: said.append(conversion)
+    Float8Converter.Config(filter_fqns=["lm_head"]).build().convert(model)
+    options = {"recipe": "rowwise", "enable_fsdp_float8_all_gather": True}
+    ours.float8(model, **options)
+    del ours.logger.info
+    first, second = said
+    assert first.gathered_in_high_precision == {}
+    assert second.converted == ["lm_head"]
+    assert "different rows" in second.gathered_in_high_precision["lm_head"]
+    already = "it is a Float8TitanLinear already, with another config"
+    assert {second.skipped[fqn] for fqn in first.converted} == {already}
 
 
 def only_faster_layers(rank):
@@ -212,15 +235,33 @@ def what_parallelism_refuses(rank):
         layer.to_float()
 
 
+def other_optimizers_are_left_alone(rank):
+    """One hook for the process, which nothing but torchtitan's container wakes, and holds none."""
+    follow, hooks = ours._follow_optimizers, _global_optimizer_post_hooks
+    config = Float8TitanLinear.Config(in_features=16, out_features=16, recipe="delayed")
+    layer = config.build()
+    count = len(hooks)
+    config.build()
+    assert len(hooks) == count and follow.cache_info().currsize == 1
+    torch.nn.init.ones_(layer.weight)
+    layer(torch.ones(16, 16)).sum().backward()
+    torch.optim.SGD(layer.parameters()).step()
+    assert layer.cast_input.amax_history.eq(0).all()
+    alive = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert alive() is None
+
+
 # --- training
 
 
 def loss_goes_down(rank):
-    losses = losses_of("--config", "llama3_float8", steps=12)
-    plain = losses_of("--config", "llama3", steps=12)
-    assert sum(losses[-4:]) < sum(losses[:4]) - 0.8, losses
+    losses = losses_of("--config", "llama3_float8", steps=6)
+    plain = losses_of("--config", "llama3", steps=6)
+    assert sum(losses[-2:]) < sum(losses[:2]) - 1.5, losses
     assert losses != plain
-    assert abs(sum(losses) - sum(plain)) < 0.02 * sum(plain), (losses, plain)
+    assert all(abs(a - b) < 0.02 * b for a, b in zip(losses, plain, strict=True)), (losses, plain)
 
 
 def the_override_is_the_converter(rank):
@@ -242,6 +283,7 @@ def every_recipe_trains(rank):
     outs = []
     for recipe in RECIPES:
         config = llama3([Float8Converter.Config(recipe=recipe)]).model_spec.model
+        config.layers = config.layers[:1]
         model = config.build()
         torch.manual_seed(0)
         with torch.no_grad():
@@ -271,15 +313,16 @@ def recomputing_changes_nothing(rank):
 
 
 def compiling_changes_nothing(rank):
-    compiled = ("--compile.enable", "--compile.components", "model", "--compile.backend")
-    arguments = by_override("tensorwise")
-    assert losses_of(*arguments, *compiled, "aot_eager", steps=2) == losses_of(*arguments, steps=2)
+    """By the override; what is not compiled, by the converter: beginnings of runs are equal."""
+    compiled = ("--compile.enable", "--compile.components", "model", "--compile.backend", "eager")
+    losses = losses_of(*by_override("tensorwise"), *compiled, steps=2)
+    assert losses == losses_of("--config", "llama3_float8", steps=6)[:2]
 
 
 def tensor_parallel(rank):
     arguments = ("--parallelism.tensor_parallel_degree", "2")
-    losses = losses_of(*by_override("tensorwise"), *arguments)
-    plain = losses_of("--config", "llama3", *arguments)
+    losses = losses_of(*by_override("tensorwise"), *arguments, steps=2)
+    plain = losses_of("--config", "llama3", *arguments, steps=2)
     assert losses != plain
     assert all(abs(a - b) < 0.05 for a, b in zip(losses, plain, strict=True)), (losses, plain)
 
@@ -295,10 +338,10 @@ def resumes_exactly(rank):
     typed = by_override("delayed")
     synced, sync = [], ours.sync_float8_amax_and_scale_history
     ours.sync_float8_amax_and_scale_history = lambda *rest: (synced.append(1), sync(*rest))
-    whole = losses_of(*typed, *saving, steps=4)
+    whole = losses_of(*typed, *saving, steps=3)
     ours.sync_float8_amax_and_scale_history = sync
-    assert len(synced) == 4
-    again = losses_of(*typed, *saving, "--checkpoint.load_step", "2", steps=4)
+    assert len(synced) == 3
+    again = losses_of(*typed, *saving, "--checkpoint.load_step", "2", steps=3)
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder[0])

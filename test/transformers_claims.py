@@ -6,6 +6,7 @@ CPU.
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 
@@ -27,6 +28,7 @@ WORLD = 2
 
 def trainer_of(rank, folder, recipe, fsdp, seed=0):
     """A Trainer for processes that have met already."""
+    gc.freeze()  # each ``train()`` collects garbage, among all objects of torch
     for name in [n for n in os.environ if "FSDP" in n]:
         del os.environ[name]
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}

@@ -221,9 +221,8 @@ class Float8LinearConfig:
 
 
 def _owner(first: CastConfig, second: CastConfig | None) -> CastConfig:
-    if second is None or first.scaling_type is not ScalingType.DISABLED:
-        return first
-    return second if second.scaling_type is ScalingType.DELAYED else first
+    # A delayed second use is the first one's cast too, unless that is disabled.
+    return second if second is not None and second.scaling_type is ScalingType.DELAYED else first
 
 
 def _checked(name: str, value: object) -> CastConfig:

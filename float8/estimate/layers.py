@@ -1,8 +1,8 @@
 """Which layers a prediction is about: those of a model, or a list of shapes.
 
-A model's layers are what conversion would take: modules whose type is exactly ``nn.Linear``, and
-`Float8Linear`s, each once, however many names it has. Only sizes, dtypes and ``requires_grad`` are
-read, so that a model on the meta device, of any size, will do.
+A model's layers are what conversion would take: modules whose type is exactly ``nn.Linear`` or was
+registered, and `Float8Linear`s, each once, however many names it has. Only sizes, dtypes and
+``requires_grad`` are read, so that a model on the meta device, of any size, will do.
 
 Every layer is taken to see the same number of tokens, in one call per batch. Where that is not so
 (experts that share the tokens, a layer called twice), give shapes instead of the model.
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from float8.config import Float8LinearConfig
+from float8.convert import MODULE_RULES
 from float8.estimate.casts import LARGEST, Use, is_count
 from float8.estimate.devices import Device
 from float8.estimate.roofline import Shape, kinds_of_plan
@@ -91,7 +92,8 @@ def _of_model(model: nn.Module, tokens: int) -> list[Layer]:
     layers = [
         layer_of(module, name or type(module).__name__, tokens)
         for name, module in model.named_modules()
-        if (type(module) is nn.Linear or isinstance(module, Float8Linear))
+        if isinstance(module, nn.Linear)
+        and (type(module) in MODULE_RULES or isinstance(module, Float8Linear))
         and 0 not in (module.in_features, module.out_features)
     ]
     if not layers:

@@ -26,7 +26,7 @@ That is all: layers are converted before Accelerate wraps them, and what has to 
 step (`sync_float8_amax_and_scale_history`, `precompute_float8_dynamic_scale_for_fsdp`) hangs on the
 optimizer's own step, which Accelerate calls where gradients are synchronised and not per
 microbatch. Do not call them yourself. A step that a ``GradScaler`` skips is not counted: its amaxes
-join those of the next.
+join those of the next, whose slot stays empty where they overflowed.
 
 - **DDP, FSDP2**: as the Accelerator says. Accelerate's FSDP2 tells parameters apart by the address
   of their data, which weights that are gathered in float8 answer for what they store.

@@ -50,13 +50,12 @@ Fabric, which wants its own ``backward`` where a plugin is in charge of it::
 
 The Trainer's checkpoints hold the plain model, which loads with or without float8, and beside it,
 under the plugin's name, the histories of delayed scaling, so that a run resumes to the bit. Hence a
-model's ``state_dict()`` has plain keys from then on. `Float8Monitor` is a callback that shows what
-the casts do. Fabric saves what it is given: there a delayed model's state dict holds its histories.
+model's ``state_dict()`` has plain keys from then on. Fabric saves what it is given: there a delayed
+model's state dict holds its histories. `Float8Monitor` is a callback that shows what the casts do.
 
-A plugin belongs to one Trainer or Fabric. ``ModelParallelStrategy`` of the Trainer wants
-``fully_shard`` called in ``configure_model``: call ``self.trainer.precision_plugin.convert_module(
-self)`` first there, for layers that FSDP2 has wrapped can no longer be swapped. ``FSDPStrategy``
-(FSDP1) takes no plugin but its own: convert the model before, and call ``sync`` yourself.
+A plugin belongs to one Trainer or Fabric. With ``ModelParallelStrategy`` say
+``self.trainer.precision_plugin.convert_module(self)`` in ``configure_model`` before ``fully_shard``
+wraps the layers. ``FSDPStrategy`` (FSDP1) takes no plugin but its own: convert before, and sync.
 """
 
 from __future__ import annotations
@@ -64,13 +63,14 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from float8.cast import DelayedCast
 from float8.convert import high_precision
@@ -85,7 +85,7 @@ from float8.sync import sync_float8_amax_and_scale_history
 require("lightning", "lightning", ("2.6", "2.7"))
 
 from lightning.pytorch import LightningModule  # noqa: E402
-from lightning.pytorch.callbacks import Callback, WeightAveraging  # noqa: E402
+from lightning.pytorch.callbacks import Callback  # noqa: E402
 from lightning.pytorch.plugins import HalfPrecision, Precision  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
@@ -129,11 +129,22 @@ class Float8Precision(Precision):
         self.float8_in_evaluation = float8_in_evaluation
         is_true = precision == "bf16-true"
         self._true: Precision = HalfPrecision("bf16-true") if is_true else Precision()
+        self._by_trainer = False
+        self._know_no_model()
+
+    def _know_no_model(self) -> None:
         # In the order of their conversion, which all ranks share: they sync one after the other.
         self._models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         # The casts whose histories are in the Trainer's checkpoints and not in its state dicts.
         self._kept: weakref.WeakSet[DelayedCast] = weakref.WeakSet()
-        self._by_trainer = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies, as spawned processes get them, convert models of their own."""
+        return {name: v for name, v in vars(self).items() if name not in ("_models", "_kept")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._know_no_model()
 
     # --- the model
 
@@ -189,17 +200,17 @@ class Float8Precision(Precision):
                 callback averages buffers of a copy that knows no histories.
         """
         self._by_trainer = True
-        if (trainer := _trainer_of(model)).state.fn is TrainerFn.FITTING:
-            for optimizer in optimizers:  # else they are those of the last fit, of any model
+        trainer = next(m for m in model.modules() if isinstance(m, LightningModule)).trainer
+        if trainer.state.fn is TrainerFn.FITTING:  # else they are those of the last fit
+            for optimizer in optimizers:
                 check_optimizer(optimizer, model)
             for callback in trainer.callbacks:
                 _check_average(callback, model)
         for other in set(self._models) - set(model.modules()):  # that the Trainer had before
             del self._models[other]
-        for cast in self._delayed_casts().values():
-            if cast not in self._kept:
-                cast.hidden += 1
-                self._kept.add(cast)
+        for cast in set(self._delayed_casts().values()) - set(self._kept):
+            cast.hidden += 1
+            self._kept.add(cast)
         return super().connect(model, optimizers, lr_schedulers)
 
     @property
@@ -268,13 +279,9 @@ def _device_of(model: nn.Module) -> str:
     return next((p.device.type for p in model.parameters()), "cpu")
 
 
-def _trainer_of(model: nn.Module) -> Any:
-    return next(m for m in model.modules() if isinstance(m, LightningModule)).trainer
-
-
 def _check_average(callback: Callback, model: nn.Module) -> None:
-    average = callback._average_model if isinstance(callback, WeightAveraging) else None
-    if average is None or not average.use_buffers:
+    average = vars(callback).get("_average_model")  # of Lightning's WeightAveraging
+    if not (isinstance(average, AveragedModel) and average.use_buffers):
         return
     theirs, ours = (len(list(each.buffers())) for each in (average.module, model))
     if theirs and theirs != ours:
@@ -297,13 +304,6 @@ def _refuse_sharded(module: nn.Module) -> None:
             )
 
 
-def _owners(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that own delayed casts."""
-    for module in model.modules():
-        if any(isinstance(child, DelayedCast) for child in module.children()):
-            yield module
-
-
 def _sync_layers_of(optimizer: Optimizer, model: nn.Module) -> None:
     """Sync the layers that this optimizer trains, and frozen ones.
 
@@ -312,7 +312,7 @@ def _sync_layers_of(optimizer: Optimizer, model: nn.Module) -> None:
     its backward or not, its layers may be synced.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    owners = list(_owners(model))
+    owners = [m for m in model.modules() if any(isinstance(c, DelayedCast) for c in m.children())]
     own = [
         layer
         for layer in owners
@@ -326,8 +326,8 @@ def _sync_layers_of(optimizer: Optimizer, model: nn.Module) -> None:
 
 def _agree_on_gathered_scales(model: nn.Module) -> None:
     """With weights gathered in float8: all their scales in one all-reduce, for the next forward."""
-    layers = [m for m in model.modules() if isinstance(m, Float8Linear)]
-    if any(layer.config.enable_fsdp_float8_all_gather for layer in layers):
+    configs = [m.config for m in model.modules() if isinstance(m, Float8Linear)]
+    if any(config.enable_fsdp_float8_all_gather for config in configs):
         from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
 
         precompute_float8_dynamic_scale_for_fsdp(model)

@@ -29,6 +29,9 @@ initialisers, declared shardings. What follows from that:
   Face refuse keys that they do not know: ``plain_checkpoint=True`` leaves them out, and then the
   histories start anew when a run resumes.
 - *MFU*, as torchtitan logs it, is relative to bfloat16's peak.
+- `float8.inspect`, `float8.compare` and `float8.find_nan` take ``trainer.model_parts[0]``.
+  `float8.fuse_norms` says of each norm that it leaves it alone: torchtitan's have types of their
+  own, and are wrapped when a user first sees them.
 
 Tested with torchtitan 0.3.0 on torch 2.13, where its default backend runs on one rank only, with or
 without float8; on more, ``--parallelism.spmd_backend partial_dtensor`` was tested (FSDP2, tensor
@@ -51,7 +54,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from float8.cast import DelayedCast, DynamicCast, NoCast, StaticCast
 from float8.config import Float8LinearConfig
-from float8.convert import WEIGHT_RULES, Conversion, check_all, warn_of_fixed_scales
+from float8.convert import (
+    WEIGHT_RULES,
+    Conversion,
+    check_all,
+    check_arguments,
+    warn_of_fixed_scales,
+)
 from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
 from float8.estimate import faster_layers
 from float8.filters import ModuleFilter, divisible_by
@@ -184,9 +193,9 @@ class Float8Converter(QuantizationConverter):
         Args:
             recipe: a row of `float8.config.RECIPES`.
             config: a configuration of one's own, in place of a recipe.
-            filter_fqns: layers whose name contains one of these stay in high precision. So do
-                those with a dimension that is no multiple of 16, which tensor cores do not take
-                (unless the configuration pads).
+            filter_fqns: layers whose name contains one of these stay in high precision; one that
+                is in no layer's name is warned of. So do those with a dimension that is no
+                multiple of 16, which tensor cores do not take (unless the configuration pads).
             enable_fsdp_float8_all_gather: FSDP2 sends weights in float8, where there is one scale
                 per weight (``tensorwise``, ``delayed``, ``unit``) and no tensor parallelism.
             faster_layers_tokens: tokens that a layer sees at once (local batch size times sequence
@@ -204,8 +213,10 @@ class Float8Converter(QuantizationConverter):
         plain_checkpoint: bool = False
 
     def __init__(self, config: Config) -> None:
-        if not isinstance(config.filter_fqns, list):  # a string's letters would be names
-            raise TypeError(f"filter_fqns must be a list of names, got {config.filter_fqns!r}")
+        names = config.filter_fqns  # of a string, the letters would be names
+        if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise TypeError(f"filter_fqns must be a list of names, got {names!r}")
+        check_arguments(config.config, None)
         if config.config is not None and config.recipe != "tensorwise":
             raise ValueError(f"recipe={config.recipe!r} beside config: give one of them")
         self.options = config
@@ -228,7 +239,9 @@ class Float8Converter(QuantizationConverter):
         """
         conversion = Conversion()
         chosen = []
-        for fqn, linear, parent, attr in list(model_config.traverse(Linear.Config)):
+        found = list(model_config.traverse(Linear.Config))
+        self._check_names([fqn for fqn, *_ in found])
+        for fqn, linear, parent, attr in found:
             layer = nn.Linear(
                 linear.in_features, linear.out_features, device="meta", dtype=torch.bfloat16
             )
@@ -243,6 +256,7 @@ class Float8Converter(QuantizationConverter):
         for fqn, _, linear, parent, attr in chosen:
             new = self._converted(fqn, linear, tied and fqn == "lm_head")
             conversion.converted.append(fqn)
+            conversion.gathered_in_high_precision |= _stays_plain(fqn, new)
             if parent is None:
                 model_config = new
             elif isinstance(parent, list):
@@ -254,8 +268,21 @@ class Float8Converter(QuantizationConverter):
             warnings.warn(f"Float8Converter: {conversion}", stacklevel=2)
         return model_config
 
+    def _check_names(self, fqns: list[str]) -> None:
+        unknown = [p for p in self.options.filter_fqns if not any(p in fqn for fqn in fqns)]
+        if unknown:
+            ends = ", ".join(sorted({fqn.rpartition(".")[2] for fqn in fqns}))
+            warnings.warn(
+                f"filter_fqns={unknown} is in no linear layer's name, and leaves none in high "
+                f"precision; names end in {ends}",
+                stacklevel=3,
+            )
+
     def _left_alone(self, fqn: str, linear: Linear.Config, layer: nn.Linear) -> str | None:
         """The reason why a layer stays as it is, or None."""
+        if isinstance(linear, Float8TitanLinear.Config):
+            other = "" if linear._float8 == self.float8 else ", with another config"
+            return f"it is a Float8TitanLinear already{other}"
         if type(linear) is not Linear.Config:
             return f"its config is a {type(linear).__qualname__}: its forward may be its own"
         if any(part in fqn for part in self.options.filter_fqns):
@@ -279,6 +306,16 @@ class Float8Converter(QuantizationConverter):
             _float8=float8,
             _fqn=fqn,
         )
+
+
+def _stays_plain(fqn: str, config: Float8TitanLinear.Config) -> dict[str, str]:
+    """Under enable_fsdp_float8_all_gather: why FSDP2 will send this weight as it is, if it will."""
+    float8 = config._float8
+    if float8 is None or not float8.enable_fsdp_float8_all_gather:
+        return {}
+    sizes = config.in_features, config.out_features
+    layer = Float8Linear(*sizes, device="meta", dtype=torch.bfloat16, config=float8)
+    return WEIGHT_RULES[0].wrap(layer, {fqn: layer})
 
 
 @override(target=BaseModel.Config, description="float8 linear layers")

@@ -146,9 +146,11 @@ class Float8Callback(TrainerCallback, ExportableState):
     """Trains the Trainer's model in float8.
 
     Args:
-        config, module_filter_fn: as in `convert`. A model that was converted before keeps its
-            layers; a config that is given must then be theirs.
-        float8_in_evaluation: keep float8 in eval mode where gradients are disabled.
+        config, module_filter_fn: as in `convert`; or Accelerate's ``TERecipeKwargs`` or
+            ``AORecipeKwargs``, with the filter that it names. A model that was converted before
+            keeps its layers; a config that is given must then be theirs.
+        float8_in_evaluation: keep float8 in eval mode where gradients are disabled; by default
+            what ``TERecipeKwargs`` says as ``use_autocast_during_eval``, or False.
         inspect_every: look at the casts of every n-th step (`float8.numerics.inspect_every`); 0
             does not.
         report_path: where these reports go, for ``python -m float8.numerics.report``.
@@ -163,17 +165,19 @@ class Float8Callback(TrainerCallback, ExportableState):
 
     def __init__(
         self,
-        config: Float8LinearConfig | str | None = None,
+        config: Float8LinearConfig | str | Any | None = None,
         *,
         module_filter_fn: ModuleFilter | None = None,
-        float8_in_evaluation: bool = False,
+        float8_in_evaluation: bool | None = None,
         inspect_every: int = 0,
         report_path: str | Path | None = None,
     ) -> None:
         if report_path is not None and not inspect_every:
             raise ValueError(f"report_path={str(report_path)!r} needs inspect_every=n")
         self.config = conversion.as_config(config)
-        self.module_filter_fn = module_filter_fn
+        self.module_filter_fn = module_filter_fn or getattr(config, "module_filter_func", None)
+        if float8_in_evaluation is None:
+            float8_in_evaluation = conversion.evaluates_in_float8(config)
         self.float8_in_evaluation = float8_in_evaluation
         self.inspect_every = inspect_every
         self.report_path = report_path

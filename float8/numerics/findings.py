@@ -29,6 +29,9 @@ FINE, SUSPICIOUS, BAD = 0, 1, 2
 EXPECTED_SQNR = {f.name: 32.0 if f.name.startswith("e4m3") else 26.0 for f in FORMATS.values()}
 
 
+_NOISY, _VERY_NOISY = 6.0, 15.0  # dB below it
+
+
 @dataclass(frozen=True)
 class Rule:
     """One thing that can be wrong.
@@ -92,6 +95,11 @@ def level_of(row: Row) -> int:
     return max(rule.level(row) for rule in RULES)
 
 
+def noisy_below(format_name: str) -> float:
+    """The SQNR in dB under which a cast of this format is noisy, for whatever reason."""
+    return EXPECTED_SQNR[format_name] - _NOISY
+
+
 def _between(value: float | None, suspicious: float, bad: float) -> int:
     if value is None:
         return FINE
@@ -103,22 +111,29 @@ def _missing(row: Row) -> float | None:
     return None if row.sqnr is None else EXPECTED_SQNR[row.format] - row.sqnr
 
 
+def _is_lost(row: Row) -> bool:
+    """Nothing finite was left: an inf in the operand made its scale inf, and so on."""
+    return row.sqnr == -math.inf
+
+
 def _saturation_level(row: Row) -> int:
     return _between(row.saturated, 1e-3, 1e-2)
 
 
 def _flush_level(row: Row) -> int:
+    if _is_lost(row):
+        return FINE
     level = _between(row.flushed, 0.1, 0.5)
     return level if _noise(row) else max(level - 1, FINE)
 
 
 def _noise(row: Row) -> int:
-    return _between(_missing(row), 6.0, 15.0)
+    return _between(_missing(row), _NOISY, _VERY_NOISY)
 
 
 def _noise_level(row: Row) -> int:
-    if row.sqnr == -math.inf:
-        return FINE  # nothing finite was left
+    if _is_lost(row):
+        return FINE
     level = _noise(row)
     # What is advised against noise alone does not help against these.
     return level if level > max(_saturation_level(row), _flush_level(row)) else FINE
@@ -155,7 +170,7 @@ RULES = (
     Rule(
         "met inf or NaN",
         "met inf or NaN",
-        lambda row: BAD if row.nonfinite or row.sqnr == -math.inf else FINE,
+        lambda row: BAD if row.nonfinite or _is_lost(row) else FINE,
         lambda row: row.nonfinite,
         lambda row: f"{row.nonfinite:,} of {row.elements:,} elements are not finite.",
         "float8.find_nan(model, batch) names the first module that made one. A cast never makes "
@@ -170,8 +185,8 @@ RULES = (
             f"{100 * (row.saturated or 0.0):.2g} % of its elements lie beyond the format's range."
         ),
         "A delayed scale lags behind: give DelayedScalingConfig a margin or a longer history, and "
-        "call float8.sync_float8_amax_and_scale_history(model) after each step. A static scale wants calibrating again. A dynamic scale never "
-        "saturates.",
+        "call float8.sync_float8_amax_and_scale_history(model) after each step. A static scale "
+        "wants calibrating again. A dynamic scale never saturates.",
     ),
     Rule(
         "flush to zero",
@@ -181,7 +196,8 @@ RULES = (
         _says_flush,
         "Its values span more octaves than the format has: let fewer of them share a scale (recipe "
         '"rowwise" or "blockwise"), or keep gradients in E5M2, which reaches further down. A '
-        "static scale is too large for them: calibrate it, or take a dynamic recipe.",
+        "static scale is too large for them: calibrate it, or take a dynamic recipe. Where the "
+        "SQNR is as expected, what was lost is small, and often harmless.",
     ),
     Rule(
         "lose precision",

@@ -9,7 +9,7 @@
             optimizer.step()
 
 Steps 0, n, 2n ... are inspected (`float8.numerics.inspection`), the others cost one comparison of
-integers. An inspected step casts every operand once more and reads it about ten times in float64.
+integers. An inspected step makes every cast once more and reads it some ten times in float64.
 It costs a share of ``(ratio - 1) / n`` of a training, where ``ratio`` is that of an inspected step
 to a plain one; ``benchmarks/bench_numerics.py`` measures both.
 
@@ -20,7 +20,8 @@ float8.numerics.report run.json -o report.html`` makes a page of it.
 
 Where several ranks train together, all of them open the monitor, the report is that of all ranks
 (`Report.gather`), and the first rank writes. Under ``torch.compile`` inspected steps run eagerly,
-the others compiled. A step that raises leaves its report in ``monitor.report``, and is not written.
+the others compiled: the ratio is greater there, and so should n be. A step that raises leaves its
+report in ``monitor.report``, and is not written.
 """
 
 from __future__ import annotations

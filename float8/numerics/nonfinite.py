@@ -206,7 +206,8 @@ class _Search:
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         values = [t for t in tensors_of(output) if _is_float(t)]
-        if self.in_forward:
+        # A hook of the user's may have raised before `_enter`.
+        if self.in_forward and self.calls and self.calls[-1].module is module:
             call = self.calls.pop()
             for value in values if self.found is None else ():
                 self._look_at_output(call, value)

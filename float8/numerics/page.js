@@ -63,7 +63,8 @@ function castRow(row) {
 }
 function cellOf(row, column) {
   const first = column.key === "sqnr"; // where the badge stands
-  const concerned = CAUSES.some((key, i) => key === column.key && row.broken & (1 << i));
+  const isNoisy = first && row.sqnr !== null && row.sqnr < run.formats[row.format].noisy;
+  const concerned = isNoisy || CAUSES.some((key, i) => key === column.key && row.broken & (1 << i));
   const several = column.key === "scale_max" && row.scale_min !== row.scale_max;
   return el("td", { "data-label": column.label, class: `level-${concerned ? row.level : 0} ${column.key}` },
     el("span", { class: "value" }, column.show(row)),
@@ -144,7 +145,7 @@ function drawHealth() {
     el("p", {}, snapshot.verdict));
   const list = el("div", { class: "findings" });
   for (const finding of snapshot.findings) {
-    const show = el("button", { type: "button", class: "link" }, "Show the worst");
+    const show = el("button", { type: "button", class: "link" }, "Show it");
     show.addEventListener("click", () => reveal(finding.cast));
     list.append(el("div", { class: "finding" },
       el("h3", {}, el("span", { class: `badge level-${finding.level}` }, LOOKS[finding.level]),

@@ -36,6 +36,7 @@ from float8.numerics.findings import (
     Finding,
     findings,
     level_of,
+    noisy_below,
     rules_broken,
 )
 from float8.numerics.rows import Histogram, Row
@@ -95,6 +96,7 @@ def content(reports: Sequence[Report], about: Mapping[str, str]) -> dict[str, An
             "normal": float(torch.finfo(fmt.dtype).smallest_normal),
             "max": fmt.max,
             "expected": EXPECTED_SQNR[fmt.name],
+            "noisy": noisy_below(fmt.name),
         }
         for fmt in FORMATS.values()
     }
@@ -180,8 +182,9 @@ def _level(share: float) -> int:
 
 
 def _plain_table(rows: Sequence[Row]) -> str:
-    names = ("layer", "operand", "gemm", "format", "nonfinite", "sqnr", "amax", "flushed")
-    names += ("saturated",)
+    names = (
+        "layer", "operand", "gemm", "format", "nonfinite", "sqnr", "amax", "flushed", "saturated",
+    )  # fmt: skip
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
     lines = [
         "<tr>" + "".join(f"<td>{_cell(getattr(row, name))}</td>" for name in names) + "</tr>"

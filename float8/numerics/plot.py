@@ -109,6 +109,8 @@ def _summary(row: Row) -> str:
     parts = [f"{operand_of(row)}, {row.format}"]
     if row.sqnr is not None:
         parts.append(f"{row.sqnr:.1f} dB")
+    if row.nonfinite:
+        parts.append(f"{row.nonfinite} inf or NaN")
     for name in ("flushed", "saturated"):
         if share := getattr(row, name):
             parts.append(f"{share:.2g} {name}" if share < 1e-4 else f"{share:.2%} {name}")

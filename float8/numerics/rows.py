@@ -111,7 +111,7 @@ class Row:
 
     @property
     def key(self) -> Key:
-        """What tells it from the other rows of a report."""
+        """What tells it from the other rows of a report, but for how the operand came."""
         return self.layer, self.operand, self.gemm
 
     @property
@@ -211,14 +211,16 @@ def kurtosis_of(sums: Sums, finite: int) -> float | None:
 def merged(rows: Iterable[Row]) -> list[Row]:
     """Rows of equal key as one, as if one report had seen all of their elements.
 
-    Counts and sums add; amaxes, scales and staleness are the extreme ones.
+    Counts and sums add; amaxes, scales and staleness are the extreme ones. An operand that came in
+    float8 at some calls and was cast at others has a row of each kind, and they stay apart.
 
     Raises:
         ValueError: two rows of one key are of different casts, or a row has no sums.
     """
-    by_key: dict[Key, Row] = {}
+    by_key: dict[tuple[Key, bool], Row] = {}
     for row in rows:
-        by_key[row.key] = row if row.key not in by_key else _merged(by_key[row.key], row)
+        key = row.key, row.scaling == "float8"
+        by_key[key] = row if key not in by_key else _merged(by_key[key], row)
     return list(by_key.values())
 
 

@@ -72,11 +72,11 @@ class Report:
 
     @property
     def casts(self) -> list[Row]:
-        """The rows, worst (lowest SQNR) first."""
+        """The rows, worst first: those that met inf or NaN, then by their SQNR."""
         return worst_first(self._rows)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows as dictionaries, worst (lowest SQNR) first; the keys are the fields of `Row`."""
+        """The rows as dictionaries, worst first; the keys are the fields of `Row`."""
         return [row.as_dict() for row in self.casts]
 
     def table(self, top: int | None = None) -> str:
@@ -122,13 +122,13 @@ class Report:
                 f'method {method!r}: a report knows amaxes alone; use method="amax", or '
                 "float8.numerics.calibrate, which searches scales on the values themselves"
             )
-        firsts: dict[str, Row] = {}
+        by_layer: dict[str, list[Row]] = {}
         for row in self._rows:
             if row.operand == operand:
-                firsts.setdefault(row.layer, row)
-        if not firsts:
+                by_layer.setdefault(row.layer, []).append(row)
+        if not by_layer:
             raise ValueError(f"the report has no row for operand {operand!r}")
-        return {layer: _static_scale(row) for layer, row in firsts.items()}
+        return {layer: _static_scale(rows) for layer, rows in by_layer.items()}
 
     def add_scalars(self, writer: Any, step: int | None = None) -> None:
         """Hand each number to a ``SummaryWriter`` or anything else with ``add_scalar``.
@@ -260,7 +260,7 @@ def load_run(path: str | os.PathLike[str]) -> list[Report]:
         )
     try:
         return [_from_snapshot(each, content["model"]) for each in content["snapshots"]]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{path}: a part of the report is missing or damaged: {error!r}"
         ) from error
@@ -283,7 +283,9 @@ def _version_of(package: str) -> str:
         return "unknown"
 
 
-def _static_scale(row: Row) -> float:
+def _static_scale(rows: Sequence[Row]) -> float:
+    first_use = [row for row in rows if row.gemm == rows[0].gemm]
+    row = max(first_use, key=lambda row: (row.nonfinite, row.amax))
     if not (0 < row.amax < math.inf) or row.nonfinite:
         raise ValueError(
             f"{named(row.layer)}: its {row.operand} had amax {row.amax:g} and {row.nonfinite} "

@@ -150,9 +150,7 @@ def _measure_piece(
         limit = (scale * (largest * (1 + 2.0**-20))).square()
         saturated = torch.count_nonzero(square.view(shape) > limit)
     sums = (x.sum(), torch.dot(x, x), torch.dot(x, square), torch.dot(square, square), noise)
-    found = torch.stack(
-        [n.double() for n in (*sums, flushed, saturated, zeros, nonfinite)]
-    )
+    found = torch.stack([n.double() for n in (*sums, flushed, saturated, zeros, nonfinite)])
     adds[: len(ADDS)] += found
     adds[len(ADDS) :] += bins[_BIAS + _LOWEST : _BIAS + _HIGHEST]
     tops[0] = torch.maximum(tops[0], square.max().sqrt())

@@ -8,6 +8,7 @@ names that are still too long lose their middle.
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from float8.numerics.rows import Row
@@ -41,7 +42,10 @@ def table(rows: Sequence[Row], skipped: Mapping[str, str], top: int | None = Non
     notes += [f"and {len(rows) - len(shown)} more"] if len(shown) < len(rows) else []
     notes += _of_nonfinite([row for row in rows if row.nonfinite])
     notes += [f"not seen: {named(fqn)}: {reason}" for fqn, reason in skipped.items()]
-    return "\n".join([text, *notes])
+    wrapped = [
+        textwrap.fill(note, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for note in notes
+    ]
+    return "\n".join([text, *wrapped])
 
 
 def _of_nonfinite(rows: Sequence[Row]) -> list[str]:

@@ -17,6 +17,7 @@ def test_watched_trainings_take_turns_with_one_that_is_not(tmp_path, monkeypatch
     options = ["--recipes", "delayed", "--size", "tiny", "-n", "2", "--repeats", "3"]
     assert bench_numerics.main([*options, "--device", "cpu", "-o", str(file)]) == 0
     found = json.loads(file.read_text())
+    assert (found["options"]["batch"], found["options"]["n"]) == ("8", "2")
     rows = {row["watched"]: row for row in found["rows"]}
     assert list(rows) == ["none", "every 2", "each step"]
     for row in rows.values():

@@ -166,6 +166,40 @@ def test_a_saved_state_goes_on_to_the_same_bits_in_another_model(config, tmp_pat
     assert_same(model, first, config)
 
 
+def test_a_step_that_a_grad_scaler_skips_is_not_counted():
+    accelerator, model = Accelerator(cpu=True), make()
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    model, optimizer = prepare_float8(accelerator, model, adamw(model), "delayed")
+    inputs, skipped = [], []
+    for factor in (1.0, torch.inf, 1.0):
+        x, g = batch(len(inputs))
+        inputs.append(x.abs().max())
+        accelerator.backward((model(x) * g * factor).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(optimizer.step_was_skipped)
+    assert skipped == [False, True, False]
+    expected = torch.stack([max(inputs[1:]), inputs[0]])
+    assert torch.equal(model[0].cast_input.amax_history[:3], torch.cat([expected, torch.zeros(1)]))
+    found = model[0].cast_grad_output.amax_history[:3]
+    assert [amax > 0 for amax in found.tolist()] == [False, True, False]
+
+
+def test_what_is_frozen_stays_so_and_an_optimizer_may_hold_the_rest():
+    model = make()
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    config = replace(RECIPES["delayed"], enable_fsdp_float8_all_gather=True)
+    optimizer = torch.optim.AdamW(model[2].parameters(), lr=0.01)
+    accelerator = accelerator_of(mixed_precision="bf16")
+    model, optimizer = prepare_float8(accelerator, model, optimizer, config)
+    trained = model[2].weight.clone()
+    train(accelerator, model, optimizer, range(4))
+    assert torch.equal(model[0].weight, before)
+    assert not torch.equal(model[2].weight, trained)
+    assert [cast.history_ready for cast in model[0].casts] == [True, True, False]
+
+
 def test_a_plain_checkpoint_starts_a_history(tmp_path):
     accelerator = accelerator_of()
     plain = accelerator.prepare(make())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 import runpy
 import textwrap
@@ -145,6 +146,16 @@ def test_the_filter_sees_names_and_the_config_is_taken():
     assert type(module.model[0]) is Float8Linear
     assert module.model[0].config is config
     assert type(module.model[2]) is nn.Linear
+
+
+def test_a_plugin_goes_to_spawned_processes():
+    plugin = Float8Precision("delayed", precision="bf16-true")
+    fit(Module(), plugin)
+    copied, module = pickle.loads(pickle.dumps(plugin)), Module()
+    fit(module, copied)
+    assert copied.config == plugin.config
+    assert module.model[0].cast_input.history_ready
+    assert module.model[0].weight.dtype is torch.bfloat16
 
 
 def test_two_optimizers_each_move_the_histories_of_their_own_layers():

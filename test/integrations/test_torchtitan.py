@@ -15,8 +15,10 @@ if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
 CLAIMS = {
     "a converter takes what it should": ("converter_takes_what_it_should",),
     "a converter says what is wrong": ("converter_says_what_is_wrong",),
+    "a converter says what it did": ("converter_says_what_it_did",),
     "only layers that gain": ("only_faster_layers",),
     "layers keep the Module protocol": ("layers_keep_the_protocol",),
+    "other optimizers are left alone": ("other_optimizers_are_left_alone",),
     "what parallelism refuses": ("what_parallelism_refuses",),
     "loss goes down as in high precision": ("loss_goes_down",),
     "the override is the converter": ("the_override_is_the_converter",),

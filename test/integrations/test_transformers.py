@@ -24,7 +24,7 @@ from trainers import (  # noqa: F401
 )
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from float8 import Float8Linear, convert_to_float8_training
+from float8 import Float8Linear, Float8LinearConfig, convert_to_float8_training
 from float8.config import RECIPES, DelayedScalingConfig
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.integrations import transformers as integration
@@ -226,6 +226,27 @@ def test_an_error_within_an_inspected_step_leaves_the_model_as_it_was(tmp_path):
     trainer.train_dataset = good
     trainer.train()
     assert callback.monitor.report.step == 3
+
+
+def test_accelerates_settings_mean_what_they_say():
+    assert not Float8Callback("delayed").float8_in_evaluation
+    settings = {"amax_history_len": 3, "use_autocast_during_eval": True}
+    callback = Float8Callback(settings)
+    assert callback.float8_in_evaluation
+    assert not Float8Callback(settings, float8_in_evaluation=False).float8_in_evaluation
+    assert callback.config.delayed_scaling.history_len == 3
+
+    def one(module, fqn):
+        return fqn.endswith("up_proj")
+
+    config = Float8LinearConfig()
+    kwargs = type("AORecipeKwargs", (SimpleNamespace,), {})
+    with pytest.MonkeyPatch.context() as patch:
+        made = classmethod(lambda cls, given: given)
+        patch.setattr(Float8LinearConfig, "from_torchao", made)
+        callback = Float8Callback(kwargs(config=config, module_filter_func=one))
+    callback.on_init_end(None, None, None, model=(model := llama()))
+    assert model.float8_conversion.converted == ["model.layers.0.mlp.up_proj"]
 
 
 class TestRefusals:

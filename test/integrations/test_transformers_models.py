@@ -32,7 +32,7 @@ from float8.config import RECIPES
 from float8.integrations.transformers import Float8Callback, convert
 
 
-def test_leaves_out_heads_tied_or_not_and_what_tensor_cores_refuse(self):
+def test_leaves_out_heads_tied_or_not_and_what_tensor_cores_refuse():
     model = convert(llama(tie_word_embeddings=True))
     assert type(model.lm_head) is nn.Linear
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -49,7 +49,7 @@ def test_leaves_out_heads_tied_or_not_and_what_tensor_cores_refuse(self):
         assert len(done.converted) == 6 - (0 if pads else 2)
 
 
-def test_what_is_adapted_and_not_its_adapters(self):
+def test_what_is_adapted_and_not_its_adapters():
     class Adapted(nn.Module):  # as PEFT writes it
         def __init__(self, base_layer):
             super().__init__()
@@ -67,7 +67,7 @@ def test_what_is_adapted_and_not_its_adapters(self):
     assert "lm_head.base_layer" in done.skipped
 
 
-def test_a_filter_decides_alone(self):
+def test_a_filter_decides_alone():
     model = convert(llama(), module_filter_fn=lambda module, fqn: fqn == "lm_head")
     assert model.float8_conversion.converted == ["lm_head"]
 

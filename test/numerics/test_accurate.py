@@ -149,6 +149,13 @@ def test_numbers_that_a_report_does_not_have_are_refused(by):
         accurate_layers(report(), 20, by=by)
 
 
+def test_numbers_that_no_layer_has_are_refused():
+    found = compare(convert_to_float8_training(layers_in_a_row()), torch.randn(16, 32), alone=False)
+    with pytest.raises(ValueError, match="no layer of the report has an SQNR of alone_output"):
+        accurate_layers(found, 20)
+    assert answers(accurate_layers(found, 5, by=("output",), unknown=False)) == [False, False]
+
+
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="nan"):
         accurate_layers(report(), math.nan)

@@ -28,6 +28,12 @@ class Plain:
     loss: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Frozen:
+    inside: UserDict
+    x: Tensor
+
+
 class Sum(nn.Module):
     def forward(self, a, b=None):
         return a if b is None else a + 2 * b
@@ -64,6 +70,19 @@ def test_mapping_keeps_the_structure_and_what_is_no_tensor():
     assert found["a"][1] == "text"
     assert isinstance(found["b"][0], Pair)
     assert torch.equal(found["b"][0].a, TWO + 1)
+
+
+def test_an_own_batch_of_objects_shares_nothing_and_keeps_their_types():
+    batch = Frozen(UserDict(x=torch.ones(2)), torch.ones(2, requires_grad=True))
+    own = own_batch(batch)
+    assert isinstance(own, Frozen)
+    assert isinstance(own.inside, UserDict)
+    with torch.no_grad():
+        own.inside["x"] += own.x.zero_() + 1
+    own.x.sum().backward()
+    assert batch.x.grad is None
+    for x in (batch.x, batch.inside["x"]):
+        assert torch.equal(x, torch.ones(2))
 
 
 def test_an_own_batch_shares_neither_memory_nor_gradients():

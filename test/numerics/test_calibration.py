@@ -197,6 +197,23 @@ def test_nothing_of_the_model_changes():
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 
+class MergesInEval(nn.Linear):
+    """As adapters do: eval() adds them to the weight, train() takes them out again."""
+
+    def train(self, mode: bool = True) -> MergesInEval:
+        if mode != self.training:
+            self.weight.data += -0.1 if mode else 0.1
+        return super().train(mode)
+
+
+def test_a_train_method_of_its_own_is_not_called():
+    model = nn.Sequential(nn.Linear(16, 16), MergesInEval(16, 16))
+    before = model[1].weight.detach().clone()
+    calibrate(model, batches())
+    assert_bitwise(model[1].weight.detach(), before)
+    assert model[1].training
+
+
 def test_rows_say_what_each_scale_loses():
     found = calibrate(mlp(), batches(), steps_per_octave=4)
     rows = {row["layer"]: row for row in found.rows()}
@@ -259,6 +276,12 @@ OFF = CastConfig(scaling_type=ScalingType.DISABLED)
 def test_bad_input_is_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
         calibrate(mlp(), **{"batches": batches(), **kwargs})
+
+
+def test_why_no_layer_is_left_is_said():
+    model = nn.TransformerEncoderLayer(16, 2, 32)
+    with pytest.raises(ValueError, match=r"linear1: in eval mode .*set_fastpath_enabled\(False\)"):
+        calibrate(model, batches())
 
 
 @pytest.mark.parametrize("batch", [torch.randn(4, 16), {"x": torch.randn(4, 16)}])

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from float8.config import Float8LinearConfig
 from float8.convert import convert_to_float8_training, high_precision
+from float8.fused import RMSNormCast
 from float8.inference import convert_to_float8_inference
 from float8.numerics.comparison import COLUMNS, compare
 from float8.sync import sync_float8_amax_and_scale_history
@@ -177,6 +178,30 @@ class Outputs(nn.Module):
         hidden = checkpoint(lambda h: F.gelu(self.second(h)), self.first(x), use_reentrant=False)
         logits = self.head(hidden)
         return OrderedDict(loss=F.cross_entropy(logits, labels), logits=logits)
+
+
+class Readers(nn.Module):
+    """A norm that three layers read."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.norm, self.scale = norm(48), nn.Parameter(torch.ones(48))
+        self.q, self.k, self.v = (nn.Linear(48, 48, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        x = self.norm(x * self.scale)
+        return F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x))
+
+
+def test_a_norm_that_writes_float8_changes_no_number():
+    plain, fused = (
+        compare(convert_to_float8_training(Readers(norm)), X) for norm in (nn.RMSNorm, RMSNormCast)
+    )
+    expected = {row.pop("layer"): row for row in plain.rows()}
+    for row in fused.rows():
+        assert row["grad_input"] > 10
+        assert expected[row.pop("layer")] == pytest.approx(row, abs=1e-3)
 
 
 def test_models_of_frozen_and_recomputed_layers_that_return_a_mapping():

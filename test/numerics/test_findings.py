@@ -54,7 +54,7 @@ def test_each_rule_finds_what_it_is_for(change, level, title, text):
 
 
 def test_a_cast_that_left_nothing_finite_is_not_called_imprecise():
-    (found,) = findings([replace(HEALTHY, sqnr=-math.inf)])
+    (found,) = findings([replace(HEALTHY, sqnr=-math.inf, flushed=0.9)])
     assert found.rule.one == "met inf or NaN"
 
 

@@ -171,6 +171,13 @@ def test_only_what_runs_has_rows():
     assert {key[1:] for key in rows(report)} == {*FORWARD.items(), ("grad_output", "grad_input")}
 
 
+def test_an_evaluation_that_is_watched_records_no_amax():
+    model = mlp("delayed").eval()
+    with inspect(model):
+        model(torch.randn(4, 16).requires_grad_()).sum().backward()
+    assert {float(b) for name, b in model.named_buffers() if "current_amax" in name} == {0.0}
+
+
 def test_gradients_after_the_end_are_not_seen():
     model = mlp()
     with inspect(model) as report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -273,6 +274,52 @@ class Distances(nn.Module):
 def test_an_inf_that_comes_to_nothing_is_let_be():
     torch.manual_seed(0)
     assert find_nan(Distances(), torch.randn(8, 8)) is None
+
+
+class Appends(nn.Linear):
+    def forward(self, x, losses):
+        losses.append(x.square().mean())
+        return super().forward(x)
+
+
+class Returns(nn.LayerNorm):
+    def forward(self):
+        return self.weight
+
+
+class Mixed(nn.Module):
+    def __init__(self, fault: float) -> None:
+        super().__init__()
+        self.first, self.scale, self.fault = Appends(8, 8), Returns(8), fault
+        self.narrow, self.last = nn.Linear(4, 4), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.first(self.first(x, losses := []), losses) * self.scale()
+        with contextlib.suppress(RuntimeError, KeyError):
+            x = self.narrow(x)
+        return self.last(x * self.fault).square().mean() + sum(losses) / len(losses)
+
+
+def test_what_modules_write_to_their_arguments_return_and_raise():
+    healthy, faulty = nn.Sequential(Mixed(1.0)), nn.Sequential(Mixed(math.nan))
+    assert find_nan(healthy, batch()) is None
+    assert not healthy[0].scale.weight._backward_hooks
+    found = find_nan(faulty, batch())
+    assert (found.module, found.tensor, found.after) == ("0", "input of 0.last", "0.scale: output")
+    faulty[0].narrow.register_forward_pre_hook(lambda *_: {}["missing"])
+    assert find_nan(faulty, batch()) == found
+
+
+def test_sparse_gradients_are_looked_at():
+    model = nn.Embedding(8, 4, sparse=True)
+    model.weight.register_hook(lambda g: g * math.nan)
+    assert find_nan(model, torch.tensor([1, 3])).nan == 8
+
+
+def test_a_loss_whose_derivative_is_not_finite():
+    found = find_nan(Net(), batch(), loss_fn=lambda out: (out - out.detach()).abs().sqrt().sum())
+    assert (found.module, found.tensor) == ("head", "gradient of its output")
+    assert "before any other gradient: made by the loss" in str(found)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from float8.convert import convert_to_float8_training, high_precision
 from float8.fused import RMSNormCast
-from float8.numerics.passes import Noise, Watch, only_in_float8, run_pass
+from float8.granularity import Tensorwise
+from float8.numerics.passes import Noise, Watch, only_in_float8, run_pass, tapped
+from float8.tensor import Float8Tensor
 
 
 def mlp() -> nn.Sequential:
@@ -108,6 +110,44 @@ def test_a_watch_sees_every_call_once_and_the_share_of_its_own_layer(how):
     assert_sqnr_at_least(found.gradients["input 0"], g @ b @ a + g @ b, 250, how)
     assert not model.a._forward_hooks
     assert not model.a._forward_pre_hooks
+
+
+@pytest.mark.parametrize("in_float8", [False, True])
+def test_a_tap_has_the_gradient_of_its_own_reader_alone(in_float8):
+    x = torch.randn(2, 4, 16, requires_grad=True)
+    t = (
+        Float8Tensor.from_high_precision(x, torch.float8_e4m3fn, Tensorwise())
+        if in_float8
+        else x * 1
+    )
+    seen = []
+    (first, (again,)), kwargs = tapped((t, (t,)), {"other": t}, seen.append)
+    assert first is again is kwargs["other"] is not t
+    read = (lambda t: t.dequantize()) if in_float8 else (lambda t: t)
+    (2 * read(first) + 3 * read(t)).sum().backward()
+    (gradient,) = seen
+    assert_bitwise(gradient, torch.full_like(x, 2.0).detach())
+    assert_bitwise(x.grad, torch.full_like(x, 5.0).detach())
+
+
+def test_what_a_callee_may_write_to_stays_what_it_is():
+    leaf, seen = nn.Parameter(torch.ones(2)), []
+    held, state = [leaf * 1, leaf], {"x": leaf * 1}
+    args, kwargs = tapped((held,), {"state": state}, seen.append)
+    assert args[0] is held
+    assert kwargs["state"] is state
+    (2 * held[0] + 3 * state["x"] + leaf).sum().backward()
+    assert sorted(float(g[0]) for g in seen) == [2.0, 3.0]
+    assert not leaf._backward_hooks
+
+
+def test_sparse_gradients_are_gradients():
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    ids = torch.tensor([1, 1, 3])
+    found = run_pass(model, ids, None, 0)
+    model[0].sparse = False
+    assert found.is_finite
+    assert found.sqnr_of_gradients(run_pass(model, ids, None, 0)) == math.inf
 
 
 def test_a_pass_collects_loss_output_and_gradients():

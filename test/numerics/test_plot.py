@@ -29,7 +29,9 @@ def panels(rows, path, monkeypatch, **options):
 
 def test_each_panel_shows_shares_against_the_range(tmp_path, monkeypatch):
     path = tmp_path / "x.png"
-    lost = replace(ROW, scale_min=math.nan, scale_max=math.nan, sqnr=-math.inf, flushed=1e-5)
+    lost = replace(
+        ROW, nonfinite=4, scale_min=math.nan, scale_max=math.nan, sqnr=-math.inf, flushed=1e-5
+    )
     empty = replace(ROW, histogram=Histogram())
     axes, figure = panels([ROW, empty, lost], path, monkeypatch, title="GPT, step 3")
     assert path.stat().st_size > 10_000
@@ -44,7 +46,7 @@ def test_each_panel_shows_shares_against_the_range(tmp_path, monkeypatch):
     shades = [p.get_x() for p in axes[0].patches][-2:]
     assert shades == pytest.approx([left, math.log2(224)])
     assert "input, e4m3, 30.0 dB, 10.00% flushed, 20.00% saturated" in axes[0].get_title("left")
-    assert "1e-05 flushed" in axes[1].get_title("left")
+    assert "-inf dB, 4 inf or NaN, 1e-05 flushed" in axes[1].get_title("left")
 
 
 def test_the_last_bar_ends_at_the_amax(tmp_path, monkeypatch):

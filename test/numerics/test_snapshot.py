@@ -49,7 +49,7 @@ def test_a_run_holds_many(tmp_path):
         (
             '{"format": "float8.numerics", "version": 1, "model": "", '
             '"snapshots": [{"step": 1, "rows": [{"layer": "a"}]}]}',
-            "a row has the fields",
+            r"x\.json.*a row has the fields",
         ),
     ],
 )
@@ -102,6 +102,14 @@ def test_static_scales_are_what_inference_takes():
     assert scales == {"0": 4.0 / 448}
     convert_to_float8_inference(model, static_scales=scales)
     assert model[0].config.cast_config_input.static_scale == 4.0 / 448
+
+
+def test_a_static_scale_is_that_of_all_that_the_layer_read():
+    given = replace(ROW, scaling="float8", sqnr=None, amax=8.0)
+    for rows in ([ROW, given], [given, ROW]):
+        assert Report(rows).static_scales() == {ROW.layer: 8.0 / 448}
+    with pytest.raises(ValueError, match="not finite"):
+        Report([given, replace(ROW, nonfinite=1)]).static_scales()
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,15 @@ def test_a_table_fits_a_terminal():
     ]
 
 
+def test_notes_on_long_names_are_wrapped():
+    long = "language_model.decoder." * 3
+    rows = [replace(ROW, layer=f"{long}attention"), replace(ROW, layer=f"{long}feed_forward")]
+    reason = "it ran in high precision: float8.high_precision(model) was open"
+    text = table(rows, {f"{long}projection": reason})
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert f"not seen: {long}projection: {reason}" in " ".join(text.split())
+
+
 def test_inf_and_nan_are_said_though_no_number_shows_them():
     rows = [replace(ROW, layer="a", nonfinite=7, sqnr=None), replace(ROW, layer="b", nonfinite=1)]
     assert "inf or NaN in 2 casts; a, grad_output.T: 7 of 10 elements" in table(rows, {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 
+import numpy as np
 import pytest
 import torch
 from assertions import assert_bitwise
@@ -95,9 +96,81 @@ def test_a_backward_that_is_waiting_still_runs():
     assert model[0].weight.grad is not None
 
 
-def test_seeds_reach_torch_and_python():
-    numbers = []
+class Keeps(nn.Module):
+    """Makes buffers when it is called first, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("filled_later", None)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self) -> float:
+        self.filled_later = torch.ones(2)
+        self.register_buffer("new", torch.ones(3), persistent=False)
+        return float(torch.rand((), generator=self.generator))
+
+
+def test_buffers_that_a_forward_makes_go_again():
+    model = Keeps()
+    with untouched(model):
+        model()
+    assert model._buffers == {"filled_later": None}
+    assert not model._non_persistent_buffers_set
+
+
+def test_what_is_one_buffer_stays_one():
+    model = nn.ModuleList([nn.BatchNorm1d(4), nn.BatchNorm1d(4)])
+    model[1].running_mean = model[0].running_mean
+    with untouched(model):
+        assert model[1].running_mean is model[0].running_mean
+
+
+def draw(model: Keeps) -> tuple[float, ...]:
+    return float(torch.rand(())), random.random(), float(np.random.rand()), model()
+
+
+def test_seeds_reach_torch_python_numpy_and_the_models_own_generators():
+    model, numbers = Keeps(), []
     for _ in range(2):
-        seed_everything(5)
-        numbers.append((float(torch.rand(())), random.random()))
+        seed_everything(5, model)
+        numbers.append(draw(model))
     assert numbers[0] == numbers[1]
+
+
+def test_no_random_number_is_lost():
+    model = Keeps()
+    seed_everything(6, model)
+    expected = draw(model)
+    seed_everything(6, model)
+    with untouched(model):
+        seed_everything(7, model)
+        draw(model)
+    assert draw(model) == expected
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_random_numbers_of_all_gpus_are_kept_and_one_that_nobody_started_is_let_be(
+    monkeypatch, started
+):
+    """Of a model on the CPU too: all GPUs are seeded."""
+    gpus = [torch.Generator().manual_seed(100 + i) for i in range(2)]
+    before, calls = [g.get_state() for g in gpus], []
+
+    def seed_all(seed):
+        calls.append(seed)
+        for g in gpus:
+            g.manual_seed(seed)
+
+    for name, fake in {
+        "is_initialized": lambda: started,
+        "device_count": lambda: 2,
+        "manual_seed_all": seed_all,
+        "get_rng_state": lambda device: gpus[device].get_state(),
+        "set_rng_state": lambda state, device: gpus[device].set_state(state),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    with untouched(model := Keeps()):
+        seed_everything(3, model)
+    assert calls == ([3] if started else [])
+    for g, state in zip(gpus, before, strict=True):
+        assert torch.equal(g.get_state(), state)

@@ -21,6 +21,9 @@ def test_it_learns_to_count() -> None:
     loss, without = map(float, re.findall(r"(?:loss|float8) ([\d.]+)", done.stdout))
     assert loss < 1  # from log(64) = 4.2
     assert abs(loss - without) < 0.1
+    assert done.stdout.endswith(
+        "swapped back: Linear(in_features=128, out_features=128, bias=False)\n"
+    )
 
 
 def test_it_fits_on_a_page() -> None:
