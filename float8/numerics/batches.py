@@ -11,8 +11,10 @@ anything else          ``model(batch)``             outputs of Transformers are 
 Backward starts from, in this order: what ``loss_fn(output)`` returns; ``output.loss`` (or
 ``output["loss"]``); the output itself if it is a scalar; the output's first floating point tensor
 times a random cotangent drawn from the seed. Random, because a constant one, as of ``sum()``, hides
-most errors of a backward: they cancel. Tensors of a batch that ask for a gradient get one on a copy;
-parameters that ``loss_fn`` reads beside the model are not the model's, and keep what they get.
+most errors of a backward: they cancel.
+
+Where tensors of a batch ask for a gradient, copies of them get it. Parameters that ``loss_fn``
+reads beside the model are not the model's, and keep the gradients that they get.
 """
 
 from __future__ import annotations

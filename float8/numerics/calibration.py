@@ -12,7 +12,7 @@ one number has to suit all data to come. Three ways to choose it:
 ============== ===================================================================================
 method         the scale
 ============== ===================================================================================
-"sqnr"         the one with the highest signal-to-noise ratio over the data (rounded to bfloat16, see
+"sqnr"         the one with the highest signal-to-noise ratio over the data (rounded to bfloat16:
                `float8.numerics.distribution`), searched among powers of two and the amax scale
 "amax"         maps the largest magnitude that was seen to the format's largest value: nothing that
                was seen saturates
