@@ -27,7 +27,6 @@ from float8.convert import (
 )
 from float8.estimate import estimate, faster_layers
 from float8.formats import E4M3, E5M2, Format
-from float8.fuse_norms import fuse_norms
 from float8.fused import LayerNormCast, RMSNormCast, SwiGLUCast
 from float8.granularity import Blockwise, Rowwise, Tensorwise
 from float8.inference import convert_to_float8_inference
@@ -48,6 +47,7 @@ _ON_DEMAND = {
     "calibrate": "float8.numerics",
     "compare": "float8.numerics",
     "find_nan": "float8.numerics",
+    "fuse_norms": "float8.norm_fusion",
     "inspect": "float8.numerics",
     "inspect_every": "float8.numerics",
     "ms_amp": "float8.ms_amp",

@@ -27,8 +27,8 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
-from float8.fuse_norms import NORM_PAIRS, NORM_RULES, register_norm, register_norm_pairs
-from float8.fuse_norms import fuse_norms as fuse
+from float8.norm_fusion import NORM_PAIRS, NORM_RULES, register_norm, register_norm_pairs
+from float8.norm_fusion import fuse_norms as fuse
 from float8.fused import LayerNormCast, RMSNormCast
 
 D = 32
