@@ -27,9 +27,9 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
+from float8.fused import LayerNormCast, RMSNormCast
 from float8.norm_fusion import NORM_PAIRS, NORM_RULES, register_norm, register_norm_pairs
 from float8.norm_fusion import fuse_norms as fuse
-from float8.fused import LayerNormCast, RMSNormCast
 
 D = 32
 STATIC = CastConfig(scaling_type=ScalingType.STATIC, static_scale=0.02)
