@@ -131,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--size", choices=list(SIZES), help="default: slow cpu, or cuda")
     parser.add_argument("--batch", type=harness.positive, help="default: 8, or the size's on cuda")
     parser.add_argument("-n", type=harness.positive, default=50, help="steps apart; 50")
-    parser.set_defaults(repeats=3, warmup=1)
+    parser.set_defaults(repeats=7, warmup=1)
     options = parser.parse_args(argv)
     is_cuda = torch.device(options.device).type == "cuda"
     options.size = options.size or ("cuda" if is_cuda else "slow cpu")

@@ -81,7 +81,7 @@ benchmark() {
 }
 
 tests cuda 115 "cuda" 8
-tests other 90 "not cuda" 16
+tests other 85 "not cuda" 16
 benchmark bench_linear 80 benchmarks/bench_linear.py --shapes 70b.attn.wo \
     --modes eager compiled --recipes tensorwise static rowwise blockwise --repeats 10
 benchmark bench_matmul 30 benchmarks/bench_matmul.py --repeats 10 --stop-after 20
@@ -96,6 +96,7 @@ benchmark bench_linear_aten 20 benchmarks/bench_linear.py --shapes 70b.attn.wo \
     --modes compiled --recipes tensorwise --no-peer --compiled-casts aten --repeats 5
 benchmark bench_linear_sweep 25 benchmarks/bench_linear.py --repeats 5 --warmup 2 \
     --shapes 70b 8b squares --stop-after 15
+benchmark bench_numerics 12 benchmarks/bench_numerics.py --recipes tensorwise --repeats 3 -n 20
 part "predicted against measured" 15 \
     python3 -m float8.estimate --check "$out/bench_linear.json" --device measured
 tail -n 60 "$log" | tee -a "$report"

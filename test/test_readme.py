@@ -64,6 +64,19 @@ def test_every_command_names_a_file_that_exists():
     assert all((ROOT / command).is_file() for command in commands)
 
 
+def test_the_cost_of_looking_is_the_one_in_its_result_file():
+    text = README.split("`cpu_numerics.json`")[1].split("\n\n")[0]
+    ratio = {(row["layer"], row["watched"]): row["ratio"] for row in _rows("cpu_numerics")}
+    quoted = dict(re.findall(r"([\d.]+)x\s+\(`(\w+)`\)", text))
+    assert {recipe: float(q) for q, recipe in quoted.items()} == {
+        recipe: round(r, 3) for (recipe, watched), r in ratio.items() if watched == "every 50"
+    }
+    steps = re.search(r"takes ([\d.]+), ([\d.]+) and ([\d.]+) steps", text)
+    assert steps is not None
+    each = [ratio[recipe, "each step"] for recipe in ("tensorwise", "delayed", "rowwise")]
+    assert [float(q) for q in steps.groups()] == [round(r, 2) for r in each]
+
+
 def test_every_framework_names_a_file_that_exists():
     section = README.split("## In your framework")[1].split("\n## ")[0]
     files = re.findall(r"^\|.*\| `([\w/.]+)` \|$", section, re.MULTILINE)

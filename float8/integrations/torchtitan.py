@@ -35,7 +35,7 @@ initialisers, declared shardings. What follows from that:
 
 Tested with torchtitan 0.3.0 on torch 2.13, where its default backend runs on one rank only, with or
 without float8; on more, ``--parallelism.spmd_backend partial_dtensor`` was tested (FSDP2, tensor
-parallel; not pipelines). It does not import on torch 2.11 itself. Earlier versions of torchtitan
+parallel; not pipelines). Its trainer does not import on torch 2.11. Earlier versions of torchtitan
 swapped modules instead of configs and are not supported.
 """
 

@@ -71,7 +71,7 @@ class Finding:
         """What happened to the worst row."""
         worst = self.rows[0]
         of = "The worst: " if len(self.rows) > 1 else ""
-        return f"{of}{worst.layer or 'the model itself'}, {worst.operand}. {self.rule.says(worst)}"
+        return f"{of}{worst.layer or 'the module itself'}, {worst.operand}. {self.rule.says(worst)}"
 
 
 def findings(rows: Sequence[Row]) -> list[Finding]:

@@ -72,7 +72,7 @@ class Row:
         calls: how often.
         zeros, nonfinite: how many elements were zero, inf or NaN before the cast.
         amax: the largest finite magnitude.
-        scale_min, scale_max: of the scales in use (``value = code * scale``).
+        scale_min, scale_max: of the scales in use (``value = code * scale``); 0 without elements.
         flushed: the fraction of the elements that were not zero and became zero.
         saturated: the fraction of the elements that were beyond the range, by more than rounding.
         sqnr: in dB; inf where the cast was exact, -inf where it left nothing finite. None where
@@ -229,6 +229,7 @@ def _merged(a: Row, b: Row) -> Row:
     assert a.sums is not None
     assert b.sums is not None
     elements, nonfinite = a.elements + b.elements, a.nonfinite + b.nonfinite
+    scaled = [row for row in (a, b) if row.elements] or [a]
     sums = Sums(*(_both(x, y) for x, y in zip(a.sums, b.sums, strict=True)))  # type: ignore[arg-type]
     return replace(
         a,
@@ -237,8 +238,8 @@ def _merged(a: Row, b: Row) -> Row:
         zeros=a.zeros + b.zeros,
         nonfinite=nonfinite,
         amax=max(a.amax, b.amax),
-        scale_min=min(a.scale_min, b.scale_min),
-        scale_max=max(a.scale_max, b.scale_max),
+        scale_min=min(row.scale_min for row in scaled),
+        scale_max=max(row.scale_max for row in scaled),
         flushed=_fraction(a, b, a.flushed, b.flushed),
         saturated=_fraction(a, b, a.saturated, b.saturated),
         sqnr=sqnr_of(sums),

@@ -247,8 +247,8 @@ def _row(tally: Tally, numbers: list[float]) -> Row:
         zeros=int(adds["zeros"]),
         nonfinite=int(adds["nonfinite"]),
         amax=max(tops["amax"], 0.0),
-        scale_min=-tops["minus_scale_min"],
-        scale_max=tops["scale_max"],
+        scale_min=-tops["minus_scale_min"] if tally.elements else 0.0,  # nothing was scaled
+        scale_max=max(tops["scale_max"], 0.0),
         flushed=_fraction(adds["flushed"], tally),
         saturated=_fraction(adds["saturated"], tally),
         sqnr=sqnr_of(sums),

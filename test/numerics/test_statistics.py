@@ -11,6 +11,7 @@ from shapes import DEVICES, FORMATS, GRANULARITIES, Case, cases, pairs
 
 from float8 import kernels
 from float8.numerics import statistics
+from float8.numerics.rows import merged
 from float8.numerics.statistics import Coded, Tally, measure, rows_of
 
 
@@ -209,7 +210,12 @@ def test_empty_calls_count_and_say_nothing():
     x = torch.zeros(0, 16)
     found = row(x, cast(x, FORMATS[0], GRANULARITIES["tensorwise"]))
     assert (found.elements, found.calls, found.amax, found.sqnr) == (0, 1, 0.0, None)
+    assert (found.scale_min, found.scale_max, found.range) == (0.0, 0.0, (0.0, 0.0))
     assert found.histogram.counts == ()
+    y = torch.randn(4, 16)
+    full = row(y, cast(y, FORMATS[0], GRANULARITIES["tensorwise"]))
+    for both in (merged([found, full]), merged([full, found])):
+        assert (both[0].scale_min, both[0].scale_max) == (full.scale_min, full.scale_max)
 
 
 def test_a_wrong_cast_is_seen():
