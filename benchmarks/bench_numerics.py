@@ -11,7 +11,7 @@ The demo's GPT trains with AdamW, eager. Three trainings of each recipe take tur
 
 A sample is one interval, of n steps or of one. An inspected step makes each cast once more and
 reads it some ten times in float64; nothing waits for the device before it ends. On a CPU the batch
-is 8 windows and the median is of 3 rounds, so that all takes less than three minutes of two idle
+is 8 windows and the median is of 7 rounds, so that all takes about three minutes of two idle
 cores; each cast has its fixed price, so that larger batches have lower ratios.
 
     python benchmarks/bench_numerics.py -o numerics.json

@@ -10,8 +10,8 @@ multiply one float8 tensor, of which one copy is kept::
 Which layers read a norm is never guessed. In this order it is known from
 
 1. ``pairs``, or `register_norm_pairs` for a block's type: somebody says so. Checked are types,
-   sizes and configs; whoever else reads the result raises, at the first forward, an error that
-   names the norm and the reader.
+   sizes and configs; whoever else reads the result, unless it is a float8 layer of the same input
+   cast, raises at the first forward an error that names the norm and the reader.
 2. torch.fx, of the whole model or of the largest blocks that can be traced, in training and in
    evaluation, with optional arguments and without (`float8.norm_readers` says what that cannot see;
    it too raises by name); the order within an ``nn.Sequential`` that cannot.
@@ -204,7 +204,9 @@ def _candidates(
     chosen = {}
     for fqn, module in modules.items():
         is_norm = type(module) in NORM_RULES or isinstance(module, (nn.RMSNorm, nn.LayerNorm))
-        if not is_norm and fqn not in readers:
+        # A name decides only whether the report speaks of it: nothing is fused for its name.
+        is_called_norm = type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
+        if not is_norm and not is_called_norm and fqn not in readers:
             continue
         if (reason := _refuses_norm(fqn, module)) is not None:
             fusion.skipped[fqn] = reason
@@ -220,7 +222,7 @@ def _refuses_norm(fqn: str, norm: nn.Module) -> str | None:
     if type(norm) not in NORM_RULES:
         return (
             f"its type is {type(norm).__name__}, not nn.RMSNorm or nn.LayerNorm; if it computes "
-            "the same, register_norm can say so"
+            "the same, float8.norm_fusion.register_norm can say so"
         )
     if len(_attributes(norm)["normalized_shape"]) != 1:
         return "it normalises more than the last dimension"

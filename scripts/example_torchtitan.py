@@ -1,4 +1,4 @@
-"""torchtitan trains a small Llama 3 in float8, on made-up data: a config registry, for --module:
+"""torchtitan trains a small Llama 3 in float8, on a GPU and made-up data: a registry, for --module:
 torchrun -m torchtitan.train --module scripts.example_torchtitan --config llama3_float8
 """
 

@@ -338,6 +338,18 @@ class LikeLlama(nn.Module):
         return self.weight * x32.to(x.dtype)
 
 
+class LikeT5LayerNorm(LikeLlama):
+    """Named as model libraries name theirs."""
+
+
+def test_what_is_called_a_norm_and_cannot_be_fused_is_not_passed_over_in_silence():
+    model = converted(nn.Sequential(LikeT5LayerNorm(D), nn.Linear(D, D), nn.BatchNorm1d(D)))
+    fusion = fuse(model)
+    assert fusion.fused == [] and list(fusion.skipped) == ["0"]
+    assert "LikeT5LayerNorm" in fusion.skipped["0"]
+    assert "float8.norm_fusion.register_norm" in fusion.skipped["0"], "where to find it"
+
+
 def test_a_norm_of_another_type_is_registered():
     plain = nn.Sequential(LikeLlama(D), nn.Linear(D, D))
     model = converted(copy.deepcopy(plain))

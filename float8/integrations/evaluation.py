@@ -23,25 +23,34 @@ def evaluate_in_high_precision(model: nn.Module) -> None:
     """Have a model leave float8 in eval mode where gradients are disabled. Once is enough."""
     for module in (model, *_float8_modules(model)):
         if _enter not in module._forward_pre_hooks.values():
+            module.is_evaluating = False
             module.register_forward_pre_hook(_enter)
             module.register_forward_hook(_leave, always_call=True)
 
 
-# Functions without a state of their own: copies, pickles and threads need nothing else.
-def _enter(module: nn.Module, args: Any) -> None:
-    _count(module, 1)
+# Functions, and what they know is the module's: copies and pickles need nothing else.
+def _enter(module: Any, args: Any) -> None:
+    _end(module)  # what Ctrl-C broke off: torch calls no hook for it
+    if not (module.training or torch.is_grad_enabled()):
+        module.is_evaluating = True
+        _count(module, 1)
 
 
-def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward has ended, with a result or an error."""
-    _count(module, -1)
+def _leave(module: Any, args: Any, output: Any) -> None:
+    """Forward has ended, with a result or an error, which may be that of a hook before `_enter`."""
+    _end(module)
+
+
+def _end(module: Any) -> None:
+    if module.is_evaluating:
+        module.is_evaluating = False
+        _count(module, -1)
 
 
 def _count(module: nn.Module, by: int) -> None:
     """As `float8.high_precision`, whose contexts may be open besides."""
-    if not (module.training or torch.is_grad_enabled()):
-        for layer in _float8_modules(module):
-            layer.high_precision += by
+    for layer in _float8_modules(module):
+        layer.high_precision += by
 
 
 def _float8_modules(model: nn.Module) -> list[Any]:

@@ -48,10 +48,10 @@ Fabric, which wants its own ``backward`` where a plugin is in charge of it::
         optimizer.step()
         optimizer.zero_grad()
 
-The Trainer's checkpoints hold the plain model, which loads with or without float8, and beside it,
-under the plugin's name, the histories of delayed scaling, so that a run resumes to the bit. Hence a
-model's ``state_dict()`` has plain keys from then on. Fabric saves what it is given: there a delayed
-model's state dict holds its histories. `Float8Monitor` is a callback that shows what the casts do.
+The Trainer's checkpoints hold the plain model and, under the plugin's name, histories of delayed
+scaling: a run resumes to the bit, and ``state_dict()`` of a model has plain keys from then on.
+Fabric saves what it is given, histories too. `Float8Monitor`, a callback of the Trainer, shows what
+casts do; in Fabric loops `float8.inspect_every` does. `float8.compare` wants ``model.module``.
 
 A plugin belongs to one Trainer or Fabric. With ``ModelParallelStrategy`` say
 ``self.trainer.precision_plugin.convert_module(self)`` in ``configure_model`` before ``fully_shard``

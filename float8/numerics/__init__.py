@@ -14,7 +14,8 @@
 ``rows.py`` < ``table.py``, ``plot.py`` < ``snapshot.py``, ``statistics.py`` < ``inspection.py`` <
 ``monitor.py``; ``batches.py``, ``untouched.py`` < ``passes.py`` < ``comparison.py`` <
 ``accurate.py``; ``culprit.py`` < ``nonfinite.py``; ``distribution.py`` < ``calibration.py``;
-``report.py`` is the page. May import: what is below L4, no other room of L4.
+``findings.py`` < ``page.py`` < ``report.py``: the page. May import: what is below L4, no other room
+of L4.
 """
 
 from __future__ import annotations

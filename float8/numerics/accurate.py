@@ -30,11 +30,9 @@ from torch import nn
 
 from float8.filters import ModuleFilter
 from float8.numerics.comparison import COLUMNS, Comparison
+from float8.numerics.inspection import name_in_model
 from float8.numerics.rows import OPERANDS
 from float8.numerics.snapshot import Report
-
-# What torch.compile, DDP and the wrappers of FSDP1 and checkpointing put into names.
-_WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 def accurate_layers(
@@ -46,7 +44,8 @@ def accurate_layers(
 ) -> ModuleFilter:
     """A ``module_filter_fn`` that converts the layers that lose little, and no other.
 
-    Works on any model of the same layer names; prefixes of ``torch.compile`` and DDP do not matter.
+    Works on any model of the same layer names; prefixes of ``torch.compile``, DDP and
+    Fabric do not matter.
 
     Args:
         report: of `float8.numerics.inspect`, or of `float8.numerics.compare`.
@@ -117,7 +116,8 @@ def _checked(
 
 
 def _unwrapped(fqn: str) -> str:
-    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
+    parts = name_in_model(fqn).split(".")
+    return ".".join(part for part in parts if part != "module")  # DDP's
 
 
 def _not_known(fqn: str, known: Sequence[Any]) -> str:

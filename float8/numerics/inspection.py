@@ -77,7 +77,7 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
     """
     model = _unwrapped(model)
     layers = {
-        _name_in_model(fqn): module
+        name_in_model(fqn): module
         for fqn, module in model.named_modules()
         if isinstance(module, Float8Linear)
     }
@@ -99,19 +99,27 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
         yield report
 
 
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# Of torch.compile, FSDP1, checkpoint_wrapper and Lightning's Fabric.
+_WRAPPERS = {
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "_forward_module",
+}
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     while True:
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         inner = getattr(inner, "_orig_mod", inner)
+        inner = getattr(inner, "_forward_module", inner)  # Fabric's, with DDP inside
         if inner is model:
             return model
         model = inner
 
 
-def _name_in_model(fqn: str) -> str:
+def name_in_model(fqn: str) -> str:
+    """A name without what wrappers have put in it."""
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
@@ -265,9 +273,9 @@ class _Watch:
         def place(key: Key) -> tuple[int, int, int]:
             return places[key[0]], OPERANDS.index(key[1]), GEMMS.index(key[2])
 
-        report._rows = rows_of([self.tallies[key] for key in sorted(self.tallies, key=place)])
+        rows = rows_of([self.tallies[key] for key in sorted(self.tallies, key=place)])
         unseen = [fqn for fqn in self.layers if fqn not in self.seen]
-        report.skipped = {fqn: self.reasons.get(fqn, "it was not called") for fqn in unseen}
+        report.fill(rows, {fqn: self.reasons.get(fqn, "it was not called") for fqn in unseen})
 
 
 def _why_not(layer: Float8Linear, input: Tensor) -> str | None:
@@ -275,7 +283,7 @@ def _why_not(layer: Float8Linear, input: Tensor) -> str | None:
     from torch._subclasses.fake_tensor import is_fake
 
     if layer.high_precision:
-        return "it ran in high precision: float8.high_precision(model) was open"
+        return "it ran in high precision: float8.high_precision(model), or an evaluation"
     if input.is_meta or layer.weight.is_meta or is_fake(input):
         return "it ran on meta or fake tensors, which have no values"
     plan = layer.config.plan

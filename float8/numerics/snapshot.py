@@ -67,8 +67,12 @@ class Report:
     ) -> None:
         self.model = model
         self.step = step
-        self.skipped = dict(skipped or {})
+        self.fill(rows, skipped or {})
+
+    def fill(self, rows: Iterable[Row], skipped: Mapping[str, str]) -> None:
+        """What `inspect` does when its block ends: the report has these rows then, and no other."""
         self._rows = list(rows)
+        self.skipped = dict(skipped)
 
     @property
     def casts(self) -> list[Row]:

@@ -79,6 +79,30 @@ def test_an_error_on_the_way_leaves_nothing_open(case):
     assert torch.equal(model(x), quantised)
 
 
+class Interrupt(BaseException):
+    """As KeyboardInterrupt, which would end the tests."""
+
+
+@pytest.mark.parametrize("error", [Interrupt, ValueError])
+@pytest.mark.parametrize("part", ["", "0", "2"])
+@pytest.mark.parametrize("prepend", [True, False])
+def test_what_an_error_or_ctrl_c_breaks_off_is_over_at_the_next_call(error, part, prepend):
+    model, x = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16)), torch.randn(16, 32)
+    convert_to_float8_training(model)
+    quantised = model(x)
+    evaluate_in_high_precision(model)
+
+    def fail(module, args):
+        raise error
+
+    hook = model.get_submodule(part).register_forward_pre_hook(fail, prepend=prepend)
+    with torch.no_grad(), pytest.raises(error):
+        model.eval()(x)
+    hook.remove()
+    assert torch.equal(model(x), quantised)
+    assert [model[0].high_precision, model[2].high_precision] == [0, 0]
+
+
 def test_copies_and_pickles_do_as_the_model_does(case):
     model, x, plain, quantised = case
     model.eval()

@@ -15,6 +15,7 @@ import torch
 from processes import failures
 from torch import nn
 
+import float8
 from float8 import (
     Float8Linear,
     Float8LinearConfig,
@@ -291,6 +292,18 @@ def test_the_monitor_looks_at_every_nth_batch_and_changes_nothing(tmp_path):
     again = Float8Monitor(n=4, path=file)  # a resumed run goes on in its file
     fit(Module(), Float8Precision("delayed"), tmp_path / "a.ckpt", max_epochs=2, callbacks=[again])
     assert [report.step for report in load_run(file)] == [0, 4, 8]
+
+
+def test_names_under_fabric_are_those_of_the_model():
+    fabric = Fabric(plugins=Float8Precision(), accelerator="cpu", devices=1)
+    model, x = fabric.setup(claims.network()), claims.batches(0)[0]
+    with float8.inspect(model) as report:
+        fabric.backward(claims.loss_of(model, x))
+    layers = {n for n, m in model.module.named_modules() if isinstance(m, Float8Linear)}
+    assert {row["layer"] for row in report.rows()} == layers != set()
+    assert report.model == type(model.module).__name__
+    keep = float8.accurate_layers(report, min_sqnr=-100.0)
+    assert all(keep(None, prefix + fqn) for prefix in ("", "_forward_module.") for fqn in layers)
 
 
 def test_the_monitor_lets_go_where_a_batch_does_not_end():

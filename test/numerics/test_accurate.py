@@ -99,7 +99,7 @@ def test_the_error_names_what_is_near():
         answers(accurate_layers(Report([ROW]), 20), ["head"])
 
 
-@pytest.mark.parametrize("there", ["", "_orig_mod.", "module.", "module._orig_mod."])
+@pytest.mark.parametrize("there", ["", "_orig_mod.", "module.", "_forward_module.module."])
 @pytest.mark.parametrize("here", ["", "_orig_mod.", "module."])
 def test_prefixes_of_wrappers_do_not_matter(there, here):
     keep = accurate_layers(report(there), 20)
