@@ -98,7 +98,7 @@ def test_the_losss_gradient_has_unit_scale_at_flat_logits():
 @pytest.mark.parametrize("make", [uu.SiLU, uu.Dropout])
 def test_in_place_is_refused_at_construction(make):
     make(inplace=False)
-    with pytest.raises(ValueError, match="inplace=True cannot be unit-scaled.*inplace=False"):
+    with pytest.raises(ValueError, match=r"inplace=True cannot be unit-scaled.*inplace=False"):
         make(inplace=True)
 
 
