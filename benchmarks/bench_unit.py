@@ -1,8 +1,9 @@
 """What does recipe `unit` gain over measured scales, on one unit-scaled model?
 
-The model is `uu.TransformerDecoder`'s stack of layers; embedding and readout stay in high precision
-in practice. All contenders share its parameters, and a step is forward, backward with a random
-gradient and, for `delayed`, the `sync` that it owes. They take turns on the clock:
+The model is `uu.TransformerDecoder`'s stack of layers, with rotary positions; embedding and readout
+stay in high precision in practice. All contenders share its parameters, and a step is forward,
+backward with a random gradient and, for `delayed`, the `sync` that it owes. They take turns on the
+clock:
 
     time / hp   = time(recipe) / time(the unit-scaled layers in high precision), same mode
     time / unit = time(recipe) / time(unit): what measuring scales costs
@@ -88,7 +89,11 @@ def measure(mode: str, options: argparse.Namespace) -> list[harness.Row]:
     """One row per contender, all timed in the same rounds."""
     torch.manual_seed(options.seed)
     plain = uu.TransformerStack(
-        options.layers, hidden_size=options.width, heads=options.heads, is_causal=True
+        options.layers,
+        hidden_size=options.width,
+        heads=options.heads,
+        is_causal=True,
+        rotary_base=10_000.0,
     ).to(options.device, options.dtype)
     shape = (options.batch, options.context, options.width)
     random = partial(torch.randn, device=options.device, dtype=options.dtype)

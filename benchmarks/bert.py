@@ -98,7 +98,11 @@ class UnitBert(nn.Module):
         super().__init__()
         self.embedding = uu.Embedding(VOCABULARY, width)
         self.layers = uu.TransformerStack(
-            layers, hidden_size=width, heads=width // HEAD, is_causal=False
+            layers,
+            hidden_size=width,
+            heads=width // HEAD,
+            is_causal=False,
+            rotary_base=10_000.0,  # as scripts/gpt.py
         )
         self.norm = uu.RMSNorm(width)
         self.readout = uu.LinearReadout(width, VOCABULARY)

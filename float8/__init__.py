@@ -33,9 +33,8 @@ from float8.inference import convert_to_float8_inference
 from float8.linear import Float8Linear, float8_linear
 from float8.sync import sync_float8_amax_and_scale_history
 from float8.tensor import Float8Tensor
+from float8.version import __version__ as __version__
 from float8.weight_cache import cached_weights
-
-__version__ = "0.6.0"
 
 # Imported when asked for: what stands on torch.distributed takes time to import, and most programs
 # look at no numbers.

@@ -9,13 +9,16 @@ scale that is measured at run time::
     import float8.unit_scaling as uu
     from float8.unit_scaling import functional as U
 
-    model = uu.TransformerDecoder(hidden_size=256, vocab_size=1000, layers=4, heads=4)
+    model = uu.TransformerDecoder(
+        hidden_size=256, vocab_size=1000, layers=4, heads=4, rotary_base=10_000.0
+    )
     optimizer = uu.optim.AdamW(model.parameters(), lr=0.5)
     model.loss(torch.randint(1000, (8, 128))).backward()
 
 `functional` (U) has the operations, this package the modules, `parameter` and `optim` what learning
 rates follow from; `transforms` change what a model computes with, `analysis` shows its scales. The
-last two are imported when they are asked for.
+last two are imported when they are asked for. The names are those of the package ``unit-scaling``,
+`utils` too; docs/unit_scaling.md lists what differs.
 """
 
 from __future__ import annotations
@@ -38,9 +41,10 @@ from float8.unit_scaling.modules.transformer import (
 )
 from float8.unit_scaling.parameter import MupType, Parameter
 from float8.unit_scaling.rules import transformer_residual_scaling_rule
+from float8.version import __version__
 
 if TYPE_CHECKING:
-    from float8.unit_scaling import analysis, transforms
+    from float8.unit_scaling import analysis, transforms, utils
 
 __all__ = [
     "GELU",
@@ -63,6 +67,7 @@ __all__ = [
     "TransformerDecoder",
     "TransformerLayer",
     "TransformerStack",
+    "__version__",
     "analysis",
     "core",
     "functional",
@@ -70,9 +75,10 @@ __all__ = [
     "parameter",
     "transformer_residual_scaling_rule",
     "transforms",
+    "utils",
 ]
 
-_LAZY = ("analysis", "transforms")
+_LAZY = ("analysis", "transforms", "utils")
 
 
 def __getattr__(name: str) -> Any:

@@ -78,11 +78,11 @@ _CONSTRAINTS: dict[str, tuple[Callable[..., float], int | None]] = {
 }
 
 
-def apply_constraint(constraint: Constraint, *scales: float) -> tuple[float, ...]:
+def apply_constraint(constraint_name: Constraint, *scales: float) -> tuple[float, ...]:
     """The scales of an operation after its constraint.
 
     Args:
-        constraint: the name of a function of this module; or a function of the scales, called
+        constraint_name: the name of a function of this module; or a function of the scales, called
             with the output's first and returning one scale; or None.
         scales: the ideal scales, the output's and those of the inputs' gradients.
 
@@ -91,11 +91,11 @@ def apply_constraint(constraint: Constraint, *scales: float) -> tuple[float, ...
 
     Raises:
         ValueError: no constraint has this name, or not for this number of scales.
-        TypeError: ``constraint`` is no name, no function and not None.
+        TypeError: ``constraint_name`` is no name, no function and not None.
     """
-    if constraint is None:
+    if constraint_name is None:
         return scales
-    scale = _named(constraint, len(scales))(*scales)
+    scale = _named(constraint_name, len(scales))(*scales)
     return tuple(scale for _ in scales)
 
 

@@ -27,7 +27,8 @@ Microscaling formats 1.0, section 5.3. ``FPFormat(5, 10)`` is float16, ``FPForma
     quantum(x) = 2^(max(floor(log2 |x|), 1 - bias) - M)
 
 so ``quantise(x) = round(x / quantum) * quantum`` after x was clamped to the largest value, and both
-operations with the quantum are exact. ``round`` is to nearest, ties to even, or *stochastic*: up
+operations with the quantum are exact. ``round`` is to nearest, ties to even (without mantissa bits
+every significand is odd, and a tie goes to the larger value: IEEE 754-2019), or *stochastic*: up
 with the probability f of the fraction that is cut off, so that the mean of the result is x
 (arXiv 1502.02551, section 3). With R random bits that is "up if (k + 1/2) / 2^R < f" for a k drawn
 from 0 ... 2^R - 1: of no bias beyond 2^-(R+1) quanta, and a value of the format stays as it is.
@@ -73,7 +74,7 @@ class FPFormat:
 
     Args:
         exponent_bits: 2 to 8.
-        mantissa_bits: 1 to 23, the leading one not counted.
+        mantissa_bits: 0 to 23, the leading one not counted.
         rounding: "stochastic" or "nearest" (ties to even).
         srbits: how many random bits a stochastic rounding has, at most 23; 0 for all 23.
         variant: where the bias is and which codes are not finite; see the table above.
@@ -90,7 +91,7 @@ class FPFormat:
 
     def __post_init__(self) -> None:
         _check_range("exponent_bits", self.exponent_bits, 2, 8)
-        _check_range("mantissa_bits", self.mantissa_bits, 1, 23)
+        _check_range("mantissa_bits", self.mantissa_bits, 0, 23)
         _check_range("srbits", self.srbits, 0, 23)
         _check_choice("rounding", self.rounding, ROUNDINGS)
         _check_choice("variant", self.variant, VARIANTS)

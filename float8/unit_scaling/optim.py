@@ -3,7 +3,9 @@
 `SGD`, `Adam` and `AdamW` are torch's, with groups made by `scaled_parameters` from the tables of
 `learning_rates`: one learning rate, tuned on a small model, serves every width and depth::
 
-    model = uu.TransformerDecoder(hidden_size=256, vocab_size=1000, layers=4, heads=4)
+    model = uu.TransformerDecoder(
+        hidden_size=256, vocab_size=1000, layers=4, heads=4, rotary_base=10_000.0
+    )
     optimizer = uu.optim.AdamW(model.parameters(), lr=0.5, weight_decay=2**-13)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
 

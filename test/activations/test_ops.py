@@ -110,6 +110,43 @@ def test_what_is_saved_are_the_oracles_codes_of_the_tensor_itself():
     assert_bitwise(norm.grad_fn.saved_tensors[1], scale.to(torch.float8_e8m0fnu).view(torch.uint8))
 
 
+class SaysCuda(torch.Tensor):
+    """A tensor of the CPU that takes the way of CUDA: one kernel draws, scales and returns bits."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.75])
+def test_dropout_as_cuda_draws_it(p):
+    x, g = torch.randn(64, 128), torch.randn(64, 128)
+    leaf = x.as_subclass(SaysCuda).requires_grad_()
+    with mock.patch.object(torch, "native_dropout", wraps=torch.native_dropout) as kernel:
+        with scope():
+            torch.manual_seed(3)
+            y = F.dropout(leaf, p)
+        assert kernel.called
+    torch.manual_seed(3)
+    expected, mask = torch.native_dropout(x, p, True)
+    assert_bitwise(y.detach().as_subclass(torch.Tensor), expected)
+    y.backward(g)
+    torch.testing.assert_close(leaf.grad.as_subclass(torch.Tensor), g * mask / (1 - p))
+
+
+@pytest.mark.cuda
+def test_dropout_on_cuda_is_torchs_forward_and_backward():
+    x, g = (torch.randn(64, 128, device="cuda") for _ in range(2))
+    found = []
+    for entered in (scope(), torch.enable_grad()):
+        torch.manual_seed(3)
+        leaf = x.clone().requires_grad_()
+        with entered:
+            y = F.dropout(leaf, 0.3)
+        y.backward(g)
+        found.append((y.detach(), leaf.grad))
+    assert_bitwise(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1])
+
+
 # --- faults, planted one at a time in what `keeper` and `keeping` call
 
 

@@ -85,6 +85,19 @@ def test_without_gradients_nothing_happens():
         assert h.is_inference() and F.silu(h).grad_fn is None
 
 
+def test_tensors_of_4096_elements_are_kept_in_float8_unless_another_number_is_given():
+    for elements, options, is_kept in (
+        (4096, {}, True),
+        (4095, {}, False),
+        (4096, {"min_size": 4097}, False),
+        (1, {"min_size": 1}, True),
+    ):
+        x = torch.randn(elements, requires_grad=True)
+        with saved_activations(**options):
+            y = torch.tanh(x)
+        assert ("Keeping" in y.grad_fn.name()) is is_kept, (elements, options)
+
+
 def test_a_copy_made_inside_is_plain():
     model, x = Net(), torch.randn(256, 64)
     plain = step(model, model, x)

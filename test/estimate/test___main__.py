@@ -93,6 +93,8 @@ def test_results_are_fitted_and_checked(tmp_path, capsys):
         (["16,16,16", "--gradient-accumulation", "0"], "gradient_accumulation=0 must be"),
         (["16,16,16", "--gradient-accumulation", "9" * 30], "999 must be a count of microbatches"),
         (["16,16,16", "--gradient-accumulation", "9" * 5000], "a count is at most 1073741824"),
+        (["16,16,16", "--gradient-accumulation", "9" * 100], "999 must be a count of microbatches"),
+        (["16,16,16", "--gradient-accumulation", "9" * 101], "a count is at most 1073741824"),
         (["16,16,16", "--gradient-accumulation", "many"], "not 'many'"),
         ([f"16,16,{10**12}"], "at most 1073741824, not '16,16,1000000000000'"),
         (["16,16," + "9" * 5000], "at most 1073741824, not '16,16,999"),

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from float8 import Blockwise
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
 from float8.estimate.casts import Use, kind_of, passes_of_layer
 
@@ -97,6 +98,22 @@ def test_the_plan_decides_not_the_name():
     variant = replace(RECIPES["tensorwise"], cast_config_grad_output=delayed)
     *_, g, _ = passes_of_layer(variant.plan, Use(), False)
     assert [(each.name, each.bytes_per_element) for each in g] == [("cast given", 4)]
+
+
+@pytest.mark.parametrize("extents", [(1, 128), (128, 128)])
+def test_a_second_use_in_blocks_beside_another_first_one_finds_its_scales_on_the_chip(extents):
+    # Each is cast by itself: tensorwise by two passes, a block of 128 by one, transposed too.
+    blocks = CastConfig(granularity=Blockwise(*extents))
+    variant = replace(
+        RECIPES["tensorwise"],
+        cast_config_input_for_grad_weight=blocks,
+        cast_config_grad_output_for_grad_weight=blocks,
+    )
+    x, _, g, _ = passes_of_layer(variant.plan, Use(), False)
+    name = f"cast {extents[0]}x{extents[1]} transposed"
+    expected = [("amax tensorwise", 2), ("cast tensorwise", 3), (name, 3)]
+    assert [(each.name, each.bytes_per_element) for each in x] == expected
+    assert [(each.name, each.bytes_per_element) for each in g] == expected
 
 
 def test_passes_are_named_by_what_they_do():

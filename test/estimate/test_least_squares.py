@@ -1,5 +1,7 @@
 """Costs are found again from the times that they make, and never come out negative."""
 
+import signal
+
 import pytest
 import torch
 from hypothesis import given
@@ -46,12 +48,37 @@ def test_no_step_from_the_solution_goes_down(seed, unknowns):
     # The conditions of Karush, Kuhn and Tucker, which only the minimum meets.
     torch.manual_seed(seed)
     a = torch.randn(8, unknowns, dtype=torch.float64)
-    b = torch.randn(8, dtype=torch.float64)
+    assert_is_the_minimum(a, torch.randn(8, dtype=torch.float64))
+
+
+def assert_is_the_minimum(a, b):
     x = nonnegative(a, b)
     downhill = a.t() @ (b - a @ x)
     assert bool((x >= 0).all())
     assert bool((downhill <= 1e-8).all())
     assert bool((downhill[x > 0].abs() <= 1e-8).all())
+
+
+@pytest.fixture
+def within_a_minute():
+    """An active set that grows where it has to shrink never ends."""
+
+    def end(*_):
+        raise AssertionError("nonnegative does not end")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_unknowns_that_leave_stay_out_until_they_are_wanted_again(within_a_minute):
+    # Of twelve, several leave in one step, and some of them come back.
+    for seed in range(60):
+        torch.manual_seed(seed)
+        a = torch.randn(15, 12, dtype=torch.float64)
+        assert_is_the_minimum(a, torch.randn(15, dtype=torch.float64))
 
 
 def test_nothing_to_fit_is_an_error():

@@ -264,6 +264,7 @@ OFF = CastConfig(scaling_type=ScalingType.DISABLED)
     [
         ({"method": "mse"}, "method must be one of sqnr, amax, percentile"),
         ({"percentile": 0}, r"percentile must be in \(0, 100\]"),
+        ({"percentile": 100.5}, r"percentile must be in \(0, 100\], got 100.5"),
         ({"steps_per_octave": 0}, "steps_per_octave must be an integer"),
         ({"batches": iter(())}, "batches was empty"),
         ({"module_filter_fn": lambda m, fqn: False}, "no linear layer to calibrate"),
@@ -276,6 +277,15 @@ OFF = CastConfig(scaling_type=ScalingType.DISABLED)
 def test_bad_input_is_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
         calibrate(mlp(), **{"batches": batches(), **kwargs})
+
+
+def test_the_hundredth_percentile_is_the_amax():
+    model = mlp()
+    found = calibrate(model, batches(), method="percentile", percentile=100)
+    assert found.static_scales() == found.static_scales("amax")
+    smallest = calibrate(model, batches(), method="percentile", percentile=1e-9)
+    for layer, scale in smallest.static_scales().items():
+        assert scale < found.static_scales()[layer]
 
 
 def test_why_no_layer_is_left_is_said():

@@ -259,6 +259,45 @@ def test_masks_are_no_fault_until_a_row_is_all_masked():
     assert found.after == "causal: output"
 
 
+def test_an_inf_of_the_batch_is_not_the_origin_of_what_a_module_makes_of_it():
+    """Neither where it enters a module nor what follows from it: the NaN is the first fault."""
+    torch.manual_seed(0)
+    x = batch()
+    x[2, 3] = math.inf
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))  # infs of both signs, then their sum
+    found = find_nan(model, x)
+    assert (found.module, found.tensor, found.phase) == ("1", "output", "forward")
+    assert found.led_to is None
+    assert found.nan > 0
+
+
+class Exp(nn.Module):
+    def forward(self, x):
+        return x.exp()
+
+
+class Difference(nn.Module):
+    def forward(self, x):
+        return x - x
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_layer_whose_output_overflows_is_the_origin_whatever_its_sign(sign):
+    layer = nn.Linear(8, 4, bias=False).half()
+    with torch.no_grad():
+        layer.weight.fill_(sign * 1e4)
+    found = find_nan(nn.Sequential(layer, Difference()), torch.full((2, 8), 10.0).half())
+    assert (found.module, found.tensor) == ("0", "output")
+    assert (found.nan, found.inf) == (0, 8)
+    assert found.led_to == "1 (Difference): output in the forward"
+
+
+def test_a_module_without_parameters_that_makes_an_inf_is_the_origin():
+    found = find_nan(nn.Sequential(Exp(), Difference()), torch.full((2, 8), 1e3))
+    assert (found.module, found.tensor, found.inf) == ("0", "output", 16)
+    assert found.led_to == "1 (Difference): output in the forward"
+
+
 class Distances(nn.Module):
     """+inf that comes to nothing: the smallest of it is taken."""
 

@@ -29,6 +29,10 @@ ODD = [
     FPFormat(5, 2, "nearest", variant="fn"),
     FPFormat(6, 1, "nearest"),
     FPFormat(2, 5, "nearest", variant="fnuz"),
+    FPFormat(3, 0, "nearest"),
+    FPFormat(2, 0, "nearest", variant="finite"),
+    FPFormat(4, 0, "nearest", variant="fn"),
+    FPFormat(5, 0, "nearest", variant="fnuz"),
 ]
 
 
@@ -56,14 +60,20 @@ def values(fmt: FPFormat) -> list[float]:
 
 
 def nearest(fmt: FPFormat, x: torch.Tensor) -> torch.Tensor:
-    """The nearest of all values, in float64, of two as near the one of even code; saturating."""
+    """The nearest of all values, in float64, saturating.
+
+    Of two as near it is the one of even significand: of even code, since consecutive codes
+    alternate, save without mantissa bits, where all significands but 0 are 1. IEEE 754-2019,
+    section 4.3.1, takes the larger then.
+    """
     table = torch.tensor(values(fmt), dtype=torch.float64)
     table = table[table <= torch.finfo(x.dtype).max]
     x64 = x.double()
     distance = (x64.abs().clamp(max=table[-1]).unsqueeze(-1) - table).abs()
-    odd = (torch.arange(len(table)) % 2).double()
+    code = torch.arange(len(table)).double()
+    order = code % 2 if fmt.mantissa_bits else torch.where(code == 0, 0.0, 2 - code / len(table))
     is_nearest = distance == distance.amin(-1, keepdim=True)
-    index = torch.where(is_nearest, odd, 2.0).argmin(-1)
+    index = torch.where(is_nearest, order, 3.0).argmin(-1)
     found = torch.copysign(table[index], x64)
     if fmt.variant == "fnuz":
         found = torch.where(found == 0, 0.0, found)
@@ -130,6 +140,7 @@ def test_float16_and_bfloat16_are_formats_too():
         (FPFormat(2, 3), 7.5, 1.0, 0.125),
         (FPFormat(3, 2), 28.0, 0.25, 0.0625),
         (FPFormat(5, 10), 65504.0, 2.0**-14, 2.0**-24),
+        (FPFormat(3, 0), 8.0, 0.25, 0.25),
     ],
 )
 def test_a_formats_numbers_are_the_published_ones(fmt, most, normal, subnormal):
@@ -139,8 +150,8 @@ def test_a_formats_numbers_are_the_published_ones(fmt, most, normal, subnormal):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_stochastic_rounding_is_right_in_the_mean(dtype):
-    fmt = FPFormat(4, 3)
+@pytest.mark.parametrize("fmt", [FPFormat(4, 3), FPFormat(5, 0)], ids=str)
+def test_stochastic_rounding_is_right_in_the_mean(fmt, dtype):
     torch.manual_seed(2)
     points = torch.tensor([1.03, -1.09, 0.0007, 300.0, 0.9999, -3.3, 1e-5]).to(dtype)
     draws = 40_000
@@ -255,7 +266,8 @@ def test_a_format_survives_tuples_copies_and_pickles_whole():
     ("arguments", "text"),
     [
         ({"exponent_bits": 1, "mantissa_bits": 3}, "exponent_bits=1 is not between 2 and 8"),
-        ({"exponent_bits": 4, "mantissa_bits": 0}, "mantissa_bits=0"),
+        ({"exponent_bits": 4, "mantissa_bits": -1}, "mantissa_bits=-1 is not between 0 and 23"),
+        ({"exponent_bits": 4, "mantissa_bits": 24}, "mantissa_bits=24"),
         ({"exponent_bits": 4, "mantissa_bits": 3, "rounding": "up"}, "rounding='up'.*'nearest'"),
         ({"exponent_bits": 4, "mantissa_bits": 3, "variant": "nv"}, "variant='nv'.*'fnuz'"),
         (

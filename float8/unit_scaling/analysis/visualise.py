@@ -43,8 +43,9 @@ def example_batch(
         seed: of the choice.
 
     Returns:
-        ``input_idxs``, ``attn_mask`` and ``labels``, each int64 (B, S). Labels are the ids, one to
-        the left. Where a text is too short, the mask and the ids are 0 and the labels -100.
+        ``input_idxs``, ``attn_mask`` and ``labels``, each int64 (B, S) and contiguous. Labels are
+        the ids, one to the left. Where a text is too short, the mask and the ids are 0 and the
+        labels -100.
 
     Raises:
         ValueError: no text has two tokens, or batch_size or seq_len is not positive.
@@ -59,8 +60,10 @@ def example_batch(
     cuts = [_cut(encoded, seq_len + 1, generator) for _ in range(batch_size)]
     padded = torch.tensor([[*ids, *[0] * (seq_len + 1 - len(ids))] for ids in cuts])
     is_text = torch.tensor([[i < len(ids) for i in range(seq_len + 1)] for ids in cuts])
-    labels = torch.where(is_text, padded, IGNORED)[:, 1:]
-    return padded[:, :-1], is_text[:, :-1].long(), labels
+    labels = torch.where(is_text, padded, IGNORED)
+    batch = padded[:, :-1], is_text[:, :-1].long(), labels[:, 1:]
+    inputs, mask, labels = (x.contiguous() for x in batch)  # models call .view(-1) on them
+    return inputs, mask, labels
 
 
 def visualiser(

@@ -94,7 +94,7 @@ def silu(
     Raises:
         ValueError: ``inplace``, ``mult`` is not positive, or the constraint is unknown.
     """
-    _refuse_inplace(inplace, "silu")
+    refuse_inplace(inplace, "silu")
     checked_mult(mult, "silu")
     scaled = scale_elementwise(
         _silu,
@@ -194,7 +194,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     Raises:
         ValueError: ``inplace``, or ``p`` is not in [0, 1).
     """
-    _refuse_inplace(inplace, "dropout")
+    refuse_inplace(inplace, "dropout")
     if not 0 <= p < 1:
         raise ValueError(
             f"dropout: p is a probability in [0, 1), got {p}; with p = 1 nothing is left to scale"
@@ -216,7 +216,8 @@ def _divided(x: Tensor, mult: float) -> Tensor:
     return x if mult == 1 else x / mult
 
 
-def _refuse_inplace(inplace: bool, function: str) -> None:
+def refuse_inplace(inplace: bool, function: str) -> None:
+    """Raises a ValueError that names ``function`` if ``inplace``."""
     if inplace:
         raise ValueError(
             f"{function}: inplace=True cannot be unit-scaled, whose factors differ between the "

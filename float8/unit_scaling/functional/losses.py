@@ -71,7 +71,7 @@ def cross_entropy(
         ValueError: fewer than two classes, an unknown reduction, a legacy argument, a label
             smoothing not in [0, 1), a ``mult`` that is not positive.
     """
-    _refuse_legacy("cross_entropy", size_average, reduce)
+    refuse_legacy("cross_entropy", size_average, reduce)
     checked_mult(mult, "cross_entropy")
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"cross_entropy: label_smoothing is in [0, 1), got {label_smoothing}")
@@ -115,7 +115,7 @@ def mse_loss(
     Raises:
         ValueError: the shapes differ, an unknown reduction, a weight, or a legacy argument.
     """
-    _refuse_legacy("mse_loss", size_average, reduce)
+    refuse_legacy("mse_loss", size_average, reduce)
     if weight is not None:
         raise ValueError(
             "mse_loss: weight has no unit-scaling rule; multiply the losses of reduction='none'"
@@ -186,7 +186,8 @@ def _gradient_factor(classes: int, weight: Tensor | None, label_smoothing: float
     return (second - first).rsqrt()
 
 
-def _refuse_legacy(function: str, size_average: bool | None, reduce: bool | None) -> None:
+def refuse_legacy(function: str, size_average: bool | None, reduce: bool | None) -> None:
+    """Raises a ValueError that names ``function`` if an old name of ``reduction`` is used."""
     if size_average is not None or reduce is not None:
         raise ValueError(
             f"{function}: size_average={size_average} and reduce={reduce} are torch's old names; "

@@ -96,17 +96,22 @@ def embedding(
     Raises:
         ValueError: ``scale_grad_by_freq``.
     """
-    if scale_grad_by_freq:
-        raise ValueError(
-            "embedding: scale_grad_by_freq=True divides gradients by how often a row is used, "
-            "which their unit-scaling factor does already; pass False"
-        )
+    refuse_frequencies(scale_grad_by_freq, "embedding")
     if max_norm is not None:
         # Here, not in F.embedding: what it would be given is a view, whose base must not change.
         with torch.no_grad():
             torch.embedding_renorm_(weight, input.contiguous(), max_norm, norm_type)
     weight = scale_bwd(weight, (weight.shape[0] / max(input.numel(), 1)) ** 0.5)
     return F.embedding(input, weight, padding_idx, sparse=sparse)
+
+
+def refuse_frequencies(scale_grad_by_freq: bool, function: str) -> None:
+    """Raises a ValueError that names ``function`` if ``scale_grad_by_freq``."""
+    if scale_grad_by_freq:
+        raise ValueError(
+            f"{function}: scale_grad_by_freq=True divides gradients by how often a row is used, "
+            "which their unit-scaling factor does already; pass False"
+        )
 
 
 def _per_row(input: Tensor, normalized_shape: Sequence[int]) -> float:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.constraints import Constraint
+from float8.unit_scaling.functional.activations import refuse_inplace
+from float8.unit_scaling.functional.losses import refuse_legacy
 
 
 class GELU(nn.GELU):
@@ -47,6 +49,9 @@ class SiLU(nn.SiLU):
         mult: how far from linear.
         constraint: ties the scales of output and input gradient.
         inplace: must be False, see `functional.silu`.
+
+    Raises:
+        ValueError: ``inplace``.
     """
 
     def __init__(
@@ -55,7 +60,8 @@ class SiLU(nn.SiLU):
         constraint: Constraint = "to_output_scale",
         inplace: bool = False,
     ) -> None:
-        super().__init__(inplace)
+        refuse_inplace(inplace, "uu.SiLU")
+        super().__init__()
         self.mult = mult
         self.constraint = constraint
 
@@ -93,7 +99,7 @@ class Dropout(nn.Dropout):
         inplace: must be False, see `functional.dropout`.
 
     Raises:
-        ValueError: ``p`` is not in [0, 1).
+        ValueError: ``p`` is not in [0, 1), or ``inplace``.
     """
 
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
@@ -101,7 +107,8 @@ class Dropout(nn.Dropout):
             raise ValueError(
                 f"uu.Dropout needs 0 <= p < 1, got p={p}: no scale makes a variance of 1 of zeros"
             )
-        super().__init__(p, inplace)
+        refuse_inplace(inplace, "uu.Dropout")
+        super().__init__(p)
 
     def forward(self, input: Tensor) -> Tensor:
         """Any shape -> the same shape."""
@@ -113,12 +120,15 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
     Args:
         mult: the inverse temperature of the softmax.
-        weight, size_average, ignore_index, reduce, reduction, label_smoothing: as for
-            ``nn.CrossEntropyLoss``.
+        weight, ignore_index, reduction, label_smoothing: as for ``nn.CrossEntropyLoss``.
+        size_average, reduce: must be None; torch replaced them by ``reduction``.
 
     Shape:
         As for ``nn.CrossEntropyLoss``: (batch, classes) and (batch,) -> (), or (batch,) with
         ``reduction="none"``.
+
+    Raises:
+        ValueError: ``size_average`` or ``reduce`` is not None.
     """
 
     def __init__(
@@ -131,7 +141,10 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> None:
-        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        refuse_legacy("uu.CrossEntropyLoss", size_average, reduce)
+        super().__init__(
+            weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        )
         self.mult = mult
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ _ATTENTIONS = {
 
 
 class MHSA(nn.Module):
-    """Unit-scaled multi-head self-attention with rotary position embedding.
+    """Unit-scaled multi-head self-attention, without position embedding by default.
 
     Args:
         hidden_size: features of input and output, a multiple of ``heads``.
@@ -33,7 +33,8 @@ class MHSA(nn.Module):
         is_causal: whether a position sees earlier ones only.
         dropout_p: the probability of dropping an attention weight, in training.
         mult: the inverse temperature of the softmax (a hyperparameter of u-muP).
-        rotary_base: see `rotary.rotary`; None for no position embedding.
+        rotary_base: for rotary position embedding, as of `rotary.rotary`, for example 10000.0;
+            None for no position embedding.
         attention: "softmax", or muS's "sqrt_softmax" (arXiv 2502.05967).
 
     Shape:
@@ -51,7 +52,7 @@ class MHSA(nn.Module):
         is_causal: bool,
         dropout_p: float = 0.0,
         mult: float = 1.0,
-        rotary_base: float | None = 10000.0,
+        rotary_base: float | None = None,
         attention: Attention = "softmax",
     ) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ def _check_heads(hidden_size: int, heads: int, rotary_base: float | None) -> Non
     if rotary_base is not None and hidden_size // heads % 2:
         raise ValueError(
             f"hidden_size={hidden_size} with heads={heads} gives heads of {hidden_size // heads} "
-            "features, and rotary embedding turns pairs: use an even number, or rotary_base=None"
+            "features, and rotary embedding turns pairs: use an even number, or no rotary_base"
         )
 
 

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.constraints import Constraint
+from float8.unit_scaling.functional.norms import refuse_frequencies
 from float8.unit_scaling.parameter import MupModule, MupType, set_parameter_data
 
 
@@ -170,11 +171,15 @@ class Embedding(MupModule, nn.Embedding):
     "input": the one rule that differs from muP's).
 
     Args:
-        num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse,
-        device, dtype: as for ``nn.Embedding``.
+        num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, sparse, device, dtype: as
+            for ``nn.Embedding``.
+        scale_grad_by_freq: must be False, see `functional.embedding`.
 
     Shape:
         any shape of indices -> (*shape, embedding_dim).
+
+    Raises:
+        ValueError: ``scale_grad_by_freq``.
     """
 
     def __init__(
@@ -191,6 +196,7 @@ class Embedding(MupModule, nn.Embedding):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
+        refuse_frequencies(scale_grad_by_freq, "uu.Embedding")
         super().__init__(
             num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq,
             sparse, _weight, _freeze, device, dtype,

@@ -91,7 +91,7 @@ class TransformerLayer(nn.Module):
         is_causal: bool,
         dropout_p: float = 0.0,
         norm: Norm = "pre",
-        rotary_base: float | None = 10000.0,
+        rotary_base: float | None = None,
         attention: Attention = "softmax",
     ) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class TransformerDecoder(nn.Sequential):
         dropout_p: float = 0.0,
         residual_scaling: ResidualScalingFn | None = None,
         norm: Norm = "pre",
-        rotary_base: float | None = 10000.0,
+        rotary_base: float | None = None,
         attention: Attention = "softmax",
     ) -> None:
         super().__init__()

@@ -160,6 +160,7 @@ PRODUCTS: dict[Callable[..., Any], Callable[..., Any]] = {
 UNSCALED = frozenset(
     {
         *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc", "bilinear"),
+        "embedding_bag",
         *("mv", "addmv", "addbmm", "inner", "tensordot", "chain_matmul", "multi_dot"),
         *("lstm", "gru", "rnn_tanh", "rnn_relu"),
         *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),

@@ -21,6 +21,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from float8.convert import FLOAT8_MODULES
+from float8.unit_scaling.transforms.computed import refuse_computed_attributes
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
@@ -31,8 +32,8 @@ def check_reach(model: Any) -> None:
     Raises:
         TypeError: ``model`` is no module, or it or a submodule is compiled, scripted, exported or
             wrapped for data parallelism.
-        ValueError: it has layers that were converted to float8, a ``forward`` of its instance, or
-            functions that hold its modules; each is named.
+        ValueError: it has layers that were converted to float8, a ``forward`` of its instance,
+            functions that hold its modules, or tensors that were computed; each is named.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a transform takes an nn.Module, got {type(model).__name__}")
@@ -51,6 +52,7 @@ def check_reach(model: Any) -> None:
             "transformed one: define it in the class, or wrap the model, nn.Sequential(model)"
         )
     _refuse_functions_that_hold(model)
+    refuse_computed_attributes(model)
 
 
 def _opaque(module: nn.Module, is_outermost: bool) -> str | None:

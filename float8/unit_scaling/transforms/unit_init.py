@@ -25,9 +25,9 @@ from collections import Counter
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from float8.unit_scaling.parameter import MupType, has_parameter_data, set_parameter_data
+from float8.unit_scaling.transforms.computed import refuse_computed_weights
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +47,9 @@ def unit_init(model: nn.Module) -> None:
 
     Raises:
         ValueError: a parameter is on the meta device, or a weight is computed from others
-            (`torch.nn.utils.parametrize`); nothing has been changed then.
+            (``torch.nn.utils``: parametrizations and hooks); nothing has been changed then.
     """
-    for name, module in model.named_modules():
-        if is_parametrized(module):
-            raise ValueError(
-                f"unit_scale: {name or 'the model'} computes its weight from other parameters, and "
-                "what scale that has unit scaling does not know: "
-                "torch.nn.utils.parametrize.remove_parametrizations first"
-            )
+    refuse_computed_weights(model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(

@@ -21,6 +21,7 @@ def test_a_batch_is_bytes_of_the_text_and_labels_are_the_next_ones():
         assert bytes(row).decode() in text
         assert following == [byte + 1 for byte in row]
     assert mask.all()
+    assert all(x.is_contiguous() for x in (inputs, mask, labels))
 
 
 def test_short_texts_are_padded_out_of_the_mask_and_out_of_the_loss():
@@ -63,7 +64,8 @@ class Bigram(nn.Module):
 
     def forward(self, inputs, labels):
         logits = self.head(self.embed(inputs))
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        # nanoGPT's spelling: view takes contiguous labels only
+        loss = F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
         return {"both": (logits, loss), "loss": loss, "logits": logits}[self.returns]
 
 

@@ -93,3 +93,16 @@ def test_the_losss_gradient_has_unit_scale_at_flat_logits():
     leaf = torch.zeros(2000, 9, requires_grad=True)
     uu.CrossEntropyLoss()(leaf, torch.randint(9, (2000,))).backward()
     assert_unit_scaled(leaf.grad, band=0.01)
+
+
+@pytest.mark.parametrize("make", [uu.SiLU, uu.Dropout])
+def test_in_place_is_refused_at_construction(make):
+    make(inplace=False)
+    with pytest.raises(ValueError, match=r"inplace=True cannot be unit-scaled.*inplace=False"):
+        make(inplace=True)
+
+
+@pytest.mark.parametrize("legacy", [{"reduce": False}, {"reduce": True}, {"size_average": False}])
+def test_torchs_old_names_for_reductions_are_refused_at_construction(legacy):
+    with pytest.raises(ValueError, match="are torch's old names; pass reduction='none'"):
+        uu.CrossEntropyLoss(**legacy)

@@ -72,6 +72,19 @@ def test_causal_attention_does_not_see_the_future():
     assert not torch.equal(module(x)[:, 6:], module(other)[:, 6:])
 
 
+def test_there_are_no_positions_unless_asked_for_and_any_head_size_goes():
+    module, x = uu.MHSA(9, 3, is_causal=False), torch.randn(2, 6, 9)
+    assert module.rotary_base is None
+    order = torch.randperm(6)
+    torch.testing.assert_close(module(x[:, order]), module(x)[:, order])
+    layer = uu.TransformerLayer(9, 3, mhsa_tau=0.5, mlp_tau=0.5, is_causal=True)
+    decoder = uu.TransformerDecoder(9, 20, 1, 3)
+    assert layer.mhsa.rotary_base is decoder.layers[0].mhsa.rotary_base is None
+    decoder.loss(torch.randint(20, (2, 6))).backward()
+    turned = uu.TransformerDecoder(12, 20, 1, 3, rotary_base=500.0)
+    assert turned.layers[0].mhsa.rotary_base == 500.0
+
+
 def test_positions_matter_with_rotary_embedding_and_not_without():
     x = torch.randn(1, 7, 8)
     order = torch.randperm(7)
@@ -108,7 +121,10 @@ def test_only_weights_are_in_the_state_dict():
     [
         ({"hidden_size": 10, "heads": 4}, "hidden_size=10 is not a multiple of heads=4"),
         ({"hidden_size": 10, "heads": 0}, "heads=0"),
-        ({"hidden_size": 9, "heads": 3}, "heads of 3 features.*rotary_base=None"),
+        (
+            {"hidden_size": 9, "heads": 3, "rotary_base": 1e4},
+            "heads of 3 features.*or no rotary_base",
+        ),
         ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\), got 1.0"),
         ({"attention": "linear"}, r"\['softmax', 'sqrt_softmax'\], got 'linear'"),
     ],

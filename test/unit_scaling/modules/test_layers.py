@@ -199,3 +199,10 @@ def test_a_layer_says_what_it_is():
 def test_an_unknown_constraint_is_refused():
     with pytest.raises(ValueError, match="to_output"):
         uu.Linear(3, 4, constraint="to_output")(torch.randn(2, 3))
+
+
+def test_dividing_gradients_by_counts_is_refused_at_construction():
+    with pytest.raises(ValueError, match=r"scale_grad_by_freq=True .* pass False"):
+        uu.Embedding(5, 3, scale_grad_by_freq=True)
+    with pytest.raises(ValueError, match=r"scale_grad_by_freq=True .* pass False"):
+        uu.Embedding.from_pretrained(torch.randn(5, 3), scale_grad_by_freq=True)

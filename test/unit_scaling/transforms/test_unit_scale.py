@@ -429,3 +429,18 @@ def test_objects_among_the_arguments_take_no_plan_each():
     for _ in range(3):
         model(torch.randn(2, 4), object())
     assert len(plans_of(model)) == 1
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(10, 8), nn.Linear(8, 4)
+
+    def forward(self, ids):
+        return self.head(self.bag(ids)).sum()
+
+
+def test_an_embedding_bag_is_refused_by_its_weight():
+    # Its sums and means of rows have no factor that would give them unit scale.
+    with pytest.raises(ValueError, match=r"embedding_bag at .* bag\.weight"):
+        unit_scale(Bag())(torch.randint(10, (6, 5)))

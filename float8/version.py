@@ -1,0 +1,3 @@
+"""The version of this package, which `setup.py` repeats."""
+
+__version__ = "0.6.0"

@@ -1,0 +1,373 @@
+"""Every difference to the package ``unit-scaling`` that docs/unit_scaling.md lists, and no other.
+
+The first column of the page's tables names a row here. What ours does is checked always; that the
+other package does something else, where it can be imported. Should it come to agree, the row goes.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import math
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from fresh import ROOT
+from torch import nn
+from unit_scaling_claims import gradients
+
+import float8
+from float8.unit_scaling.formats import FPFormat
+
+PAGE = (ROOT / "docs" / "unit_scaling.md").read_text(encoding="utf-8")
+REFUSALS = (
+    AssertionError,
+    AttributeError,
+    ArithmeticError,
+    IndexError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+class Library:
+    """One of the two packages: ``lib.functional.linear``, ``lib.MHSA``."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, part: str) -> Any:
+        root = importlib.import_module(self.name)
+        if (ROOT / "float8" / "unit_scaling" / f"{part}.py").is_file() or part in (
+            *("functional", "transforms", "analysis"),
+        ):
+            return importlib.import_module(f"{self.name}.{part}")
+        return getattr(root, part)
+
+
+OURS = Library("float8.unit_scaling")
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("unit_scaling.parameter")  # this folder is a unit_scaling too
+    return Library("unit_scaling")
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def grad_of(function, *inputs):
+    return gradients(function, *inputs)[1:]
+
+
+def seeded(make):
+    """A module with weights that are the same for both packages."""
+    module = make()
+    for i, parameter in enumerate(module.parameters()):
+        with torch.no_grad():
+            parameter.copy_(normal(*parameter.shape, seed=100 + i))
+    return module
+
+
+def evaluated_attention(lib):
+    torch.manual_seed(0)
+    return seeded(lambda: lib.MHSA(8, 2, True, dropout_p=0.5)).eval()(normal(2, 9, 8))
+
+
+def gradient_in(dtype):
+    def show(lib):
+        x, w = normal(300, 8, dtype=dtype), normal(8, 8, dtype=dtype, seed=1)
+        return grad_of(lambda x, w: lib.functional.linear(x, w, None), x, w)[1]
+
+    return show
+
+
+def convolved(lib, **options):
+    layer = seeded(lambda: lib.Conv1d(3, 12, 3, **options))
+    return torch.cat([g.flatten() for g in gradients(layer, normal(2, 3, 9))])
+
+
+class Multiplies(nn.Module):
+    def forward(self, x):
+        return x @ x.mT
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.second(x + self.first(x))
+
+
+def unit_scaled(lib, module):
+    torch.manual_seed(1)
+    return lib.transforms.unit_scale(seeded(lambda: module))
+
+
+def simulated(lib, module):
+    formats = [lib.formats.FPFormat(4, 3, "nearest"), lib.formats.FPFormat(5, 2, "nearest")]
+    return lib.transforms.simulate_format(seeded(lambda: module), *formats)
+
+
+def bias_gradient(lib):
+    model = simulated(lib, Residual())
+    model(normal(16, 8)).backward(normal(16, 8, seed=3))
+    return model.second.bias.grad
+
+
+def rounded(lib, *values, fmt=(4, 3)):
+    return lib.formats.FPFormat(*fmt, "nearest").quantise(torch.tensor(values))
+
+
+QKV = [normal(2, 3, 17, 8, seed=i) for i in range(3)]
+LOGITS, TARGET = normal(5, 7), torch.tensor([0, 3, 6, 2, 2])
+IGNORED = TARGET.clone().index_fill_(0, torch.tensor([1]), -100)
+IDS = torch.tensor([[1, 2, 3]])
+
+
+def attention(lib, q, k, v, **options):
+    return lib.functional.scaled_dot_product_attention(q, k, v, **options)
+
+
+def cross_entropy(*shape, target=TARGET, **options):
+    logits = normal(*(shape or (5, 7)))
+    return lambda lib: lib.functional.cross_entropy(logits, target, **options)
+
+
+# Finite numbers that the other package computes differently.
+RESULTS = {
+    "`dropout` in evaluation": lambda lib: lib.functional.dropout(normal(9), 0.5, False),
+    "`MHSA(dropout_p=...)` in evaluation": evaluated_attention,
+    "`cross_entropy`, mean with ignored targets": cross_entropy(target=IGNORED),
+    "`matmul` that broadcasts an input": lambda lib: grad_of(
+        lambda a, b: lib.functional.matmul(a, b, constraint=None),
+        normal(5, 6),
+        normal(7, 6, 4, seed=1),
+    )[0],
+    "`conv1d`, input gradient": lambda lib: grad_of(
+        lambda x, w: lib.functional.conv1d(x, w, constraint=None),
+        normal(2, 3, 9),
+        normal(4, 3, 5, seed=1),
+    )[0],
+    "`Conv1d(constraint=...)`": lambda lib: convolved(lib, constraint="to_grad_input_scale"),
+    "`Conv1d(padding_mode=...)` other than zeros": lambda lib: torch.tensor(
+        [lib.Conv1d(3, 4, 3, padding=1, padding_mode="reflect")(normal(2, 3, 9)).shape[-1]]
+    ),
+    "causal attention of fewer queries than keys": lambda lib: attention(
+        lib, QKV[0][..., :5, :], *QKV[1:], is_causal=True
+    ),
+    "causal attention of two positions": lambda lib: attention(
+        lib, *(x[..., :2, :] for x in QKV), is_causal=True
+    ),
+    "gradients in bfloat16 and float16": gradient_in(torch.bfloat16),
+    "`FPFormat(4, 3)` and other formats": lambda lib: rounded(lib, 300.0, 1e-3),
+    '`FPFormat(..., rounding="nearest")`, ties': lambda lib: rounded(lib, 1.1875, -1.1875),
+    "`FPFormat.quantise` of infinity": lambda lib: (
+        rounded(lib, math.inf, fmt=(5, 2)).isnan().double()
+    ),
+    "`simulate_fp8`": lambda lib: lib.transforms.simulate_fp8(seeded(Residual))(normal(16, 8)),
+    "`simulate_format` of `matmul` and convolutions": lambda lib: simulated(lib, Multiplies())(
+        normal(3, 5, 8)
+    ),
+    "`simulate_format`, gradient of a bias": bias_gradient,
+    "`unit_scale`, weights of residual branches": lambda lib: unit_scaled(lib, Residual())(
+        normal(16, 8)
+    ),
+    "`unit_scale`, parameters": lambda lib: unit_scaled(lib, nn.Sequential(nn.Conv1d(3, 4, 3)))[
+        0
+    ].weight.detach(),
+}
+# What the other package refuses, or fails at, or has not.
+ACCEPTED = {
+    "`cross_entropy` of (N, C, L)": cross_entropy(2, 7, 3, target=torch.zeros(2, 3).long()),
+    '`cross_entropy(reduction="none")`': cross_entropy(reduction="none"),
+    "`cross_entropy(label_smoothing=...)`": cross_entropy(label_smoothing=0.1),
+    "`cross_entropy(weight=...)`": cross_entropy(weight=torch.arange(1.0, 8)),
+    "`cross_entropy` of no tokens": cross_entropy(0, 7, target=torch.zeros(0).long()),
+    "`add(alpha=...)`": lambda lib: lib.functional.add(normal(3), normal(3, seed=1), alpha=2),
+    "`linear` of no rows": lambda lib: lib.functional.linear(normal(0, 3), normal(4, 3), None),
+    '`conv1d(padding="same")`': lambda lib: lib.functional.conv1d(
+        normal(2, 3, 9), normal(4, 3, 3), padding="same"
+    ),
+    "`matmul` of a vector": lambda lib: lib.functional.matmul(normal(3), normal(3, 4)),
+    "causal attention of one position": lambda lib: attention(
+        lib, *(x[..., :1, :] for x in QKV), is_causal=True
+    ),
+    "`scaled_dot_product_attention(enable_gqa=True)`": lambda lib: attention(
+        lib, QKV[0], QKV[1][:, :1], QKV[2][:, :1], enable_gqa=True
+    ),
+    "`embedding(sparse=True)`": lambda lib: lib.functional.embedding(
+        IDS, normal(5, 3), sparse=True
+    ),
+    "a constraint that is a function": lambda lib: lib.functional.gelu(normal(3), constraint=max),
+    "`MHSA` without a batch": lambda lib: lib.MHSA(8, 2, True)(normal(5, 8)),
+    "`MHSA(rotary_base=...)`": lambda lib: [
+        lib.MHSA(8, 2, True, rotary_base=500.0),
+        lib.TransformerLayer(8, 2, 0.5, 0.5, True, rotary_base=500.0),
+        lib.TransformerDecoder(8, 9, 1, 2, rotary_base=500.0),
+    ],
+    '`MHSA(attention="sqrt_softmax")`': lambda lib: [
+        lib.MHSA(8, 2, True, attention="sqrt_softmax"),
+        lib.TransformerLayer(8, 2, 0.5, 0.5, True, attention="sqrt_softmax"),
+        lib.TransformerDecoder(8, 9, 1, 2, attention="sqrt_softmax"),
+    ],
+    '`TransformerLayer(norm="res-post")`': lambda lib: [
+        lib.TransformerLayer(8, 2, 0.5, 0.5, True, norm="res-post"),
+        lib.TransformerDecoder(8, 9, 1, 2, norm="res-post"),
+    ],
+    "`functional.register`": lambda lib: lib.functional.register,
+    "`transforms.float8`": lambda lib: lib.transforms.float8,
+}
+
+
+def with_data_set(lib):
+    options = {"dataset_path": "wikitext", "dataset_name": "wikitext-103-v1"}
+    inspect.signature(lib.analysis.example_batch).bind(None, 2, 8, **options)
+
+
+def autowrapped(lib):
+    inspect.signature(lib.utils.analyse_module).bind(
+        nn.ReLU(), normal(3), autowrap_modules=(), autowrap_functions=()
+    )
+
+
+# What ours refuses, or has not.
+REFUSED = {
+    "an empty string as a constraint": lambda lib: lib.functional.gelu(normal(3), constraint=""),
+    "`utils.ScalePair`, `ScaleTracker`, `ScaleTrackingInterpreter`": lambda lib: [
+        getattr(lib.utils, name)
+        for name in ("ScalePair", "ScaleTracker", "ScaleTrackingInterpreter")
+    ],
+    "`analyse_module(autowrap_modules=..., autowrap_functions=...)`": autowrapped,
+    "`example_batch(dataset_path=..., dataset_name=...)`": with_data_set,
+}
+
+
+def analysed(lib):
+    """The text, and of each name that a line defines its two scales."""
+    module, x = seeded(lambda: lib.MLP(6, 2)), normal(5, 6).requires_grad_()
+    return lib.utils.analyse_module(module, x, normal(5, 6, seed=9), syntax_highlight=False)
+
+
+def group_count(lib):
+    return len(lib.optim.Adam(list(lib.MLP(8).parameters())).param_groups)
+
+
+def tracked_nodes(lib):
+    tracked = lib.transforms.track_scales(seeded(lambda: nn.Sequential(nn.Linear(8, 4))))
+    tracked(normal(16, 8)).sum().backward()
+    return {node.name for node in tracked.scales_graph().nodes}
+
+
+# What looks different -> how it looks here.
+APPEARANCES = {
+    "`analyse_module`, text": (
+        analysed,
+        lambda text: text.startswith("def forward(self, input_1):  input_1 (-> "),
+    ),
+    "`analyse_module(syntax_highlight=...)`": (
+        lambda lib: inspect.signature(lib.utils.analyse_module).parameters["syntax_highlight"],
+        lambda parameter: parameter.default is False,
+    ),
+    "`format_to_tuple`": (
+        lambda lib: lib.formats.format_to_tuple(lib.formats.FPFormat(4, 3)),
+        lambda fields: fields == (4, 3, "stochastic", 0, "ocp"),
+    ),
+    "optimizers' parameter groups": (group_count, lambda count: count == 2),
+    "a copy of a parameter's copy": (
+        lambda lib: hasattr(copy.deepcopy(copy.deepcopy(lib.Linear(3, 4).weight)), "mup_type"),
+        bool,
+    ),
+    "`__version__`": (lambda lib: lib.__version__, lambda v: v == float8.__version__),
+    "graphs of `track_scales`": (
+        tracked_nodes,
+        lambda names: names == {"input_1", "_0_weight", "_0_bias", "linear", "output"},
+    ),
+}
+
+
+def test_the_page_has_a_row_for_each_and_each_has_its_row():
+    tables = PAGE.split("\n### ")[1:]
+    rows = [re.findall(r"^\| (.+?) \| .+ \| .+ \|$", t, re.MULTILINE)[1:] for t in tables]
+    assert rows == [list(x) for x in (RESULTS, ACCEPTED, REFUSED, APPEARANCES)]
+
+
+@pytest.mark.parametrize("row", RESULTS)
+def test_our_result_is_there(row):
+    assert RESULTS[row](OURS).isfinite().all()
+
+
+@pytest.mark.parametrize("row", RESULTS)
+def test_the_other_result_is_another(row, theirs):
+    ours, other = (RESULTS[row](lib).detach().double() for lib in (OURS, theirs))
+    assert ours.shape == other.shape
+    relative = float((ours - other).norm() / ours.norm())
+    assert relative > 1e-4, f"no difference any more: {row}"
+    assert math.isfinite(relative)
+
+
+@pytest.mark.parametrize("row", ACCEPTED)
+def test_ours_accepts_it(row):
+    ACCEPTED[row](OURS)
+
+
+@pytest.mark.parametrize("row", ACCEPTED)
+def test_the_other_one_does_not_accept_it(row, theirs):
+    with pytest.raises(REFUSALS):
+        ACCEPTED[row](theirs)
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_ours_does_not_accept_it(row):
+    with pytest.raises((AttributeError, TypeError, ValueError)):
+        REFUSED[row](OURS)
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_the_other_one_accepts_it(row, theirs):
+    if "example_batch" in row:
+        pytest.importorskip("datasets")  # that package's optional dependencies
+        pytest.importorskip("seaborn")
+    REFUSED[row](theirs)
+
+
+@pytest.mark.parametrize("row", APPEARANCES)
+def test_ours_looks_as_the_page_says(row):
+    show, is_ours = APPEARANCES[row]
+    assert is_ours(show(OURS)), show(OURS)
+
+
+@pytest.mark.parametrize("row", APPEARANCES)
+def test_the_other_one_looks_otherwise(row, theirs):
+    show, is_ours = APPEARANCES[row]
+    assert not is_ours(show(theirs)), show(theirs)
+
+
+def test_the_other_formats_are_the_variant_fnuz_but_for_ties(theirs):
+    x = normal(20_000) * torch.logspace(-6, 3, 20_000)
+    for bits in ((4, 3), (5, 2), (2, 1), (3, 0)):
+        fnuz = FPFormat(*bits, "nearest", variant="fnuz")
+        assert torch.equal(fnuz.quantise(x), theirs.formats.FPFormat(*bits, "nearest").quantise(x))
+
+
+def test_analysed_scales_are_those_of_the_other_one(theirs):
+    pattern = r"(\w+) = .*\(-> ([\d.]+), <- ([\d.]+)\)"
+    ours, other = (
+        dict((name, scales) for name, *scales in re.findall(pattern, analysed(lib)))
+        for lib in (OURS, theirs)
+    )
+    del other["input_1"]  # which stands in ours behind the signature
+    assert len(other) == 7
+    assert ours == other
