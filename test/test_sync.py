@@ -394,10 +394,10 @@ def test_a_rate_on_a_device_is_not_read():
 def test_a_group_of_one_rank_is_asked_too(monkeypatch):
     """It may be the wrong one: one that lacks the ranks that share the scales."""
     asked = []
-    monkeypatch.setattr(sync, "FIRST_SYNC_CHECKS", [lambda model, groups: asked.append(groups)])
+    monkeypatch.setattr(sync, "FIRST_SYNC_CHECKS", [lambda model, ranks: asked.append(ranks)])
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         sync_float8_amax_and_scale_history(_model(), torch.distributed.new_group([0]))
     finally:
         torch.distributed.destroy_process_group()
-    assert asked == [[]]
+    assert asked == [[0]]

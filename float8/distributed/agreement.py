@@ -28,6 +28,8 @@ from float8.sync import FIRST_SYNC_CHECKS, modules_by_name
 # (layer) -> the ranks that must share its scales, or None: filled by files of this package.
 SHARERS: list[Callable[[nn.Module], list[int] | None]] = []
 
+PLACE = "place among the layers of "  # begins the facts that tell an order
+
 
 def facts_of(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Facts]:
     """Facts of each float8 layer and each delayed cast, by name."""
@@ -96,25 +98,40 @@ def difference(ranks: list[int], advice: str, a: Statement, b: Statement) -> str
             f"rank {a.rank} {a.entry} where rank {b.rank} {b.entry}: all of {said(ranks)} must "
             "call the same functions at the same point of a step"
         )
-    names = sorted(a.layers.keys() ^ b.layers.keys())
-    if names:
-        has, has_not = (a, b) if names[0] in a.layers else (b, a)
-        told = f"rank {has.rank} has such a float8 layer, and rank {has_not.rank} has none"
-    else:
-        names = [name for name in sorted(a.layers) if a.layers[name] != b.layers[name]]
-        if not names:
-            return None
-        mine, other = a.layers[names[0]], b.layers[names[0]]
+    name = _first_difference(a.layers, b.layers)
+    if name is None:
+        return None
+    if name in a.layers and name in b.layers:
+        mine, other = a.layers[name], b.layers[name]
         told = "; ".join(
             f"{key} is {mine.get(key)} on rank {a.rank} and {other.get(key)} on rank {b.rank}"
             for key in {**mine, **other}
             if mine.get(key) != other.get(key)
         )
+    else:
+        has, has_not = (a, b) if name in a.layers else (b, a)
+        told = f"rank {has.rank} has such a float8 layer, and rank {has_not.rank} has none"
     return (
         f"{said(ranks)} share float8 scales or gradients, and their layers differ. "
-        f"{names[0] or 'the model itself'}: {told}. Convert the same model with the same config "
+        f"{name or 'the model itself'}: {told}. Convert the same model with the same config "
         f"on each of them{advice}"
     )
+
+
+def _first_difference(a: dict[str, Facts], b: dict[str, Facts]) -> str | None:
+    # Places last: where a layer is missing, the places of those behind it differ too.
+    for left, right in ((_without_places(a), _without_places(b)), (a, b)):
+        for name in sorted(left.keys() | right.keys()):
+            if left.get(name) != right.get(name):
+                return name
+    return None
+
+
+def _without_places(layers: dict[str, Facts]) -> dict[str, Facts]:
+    return {
+        name: {key: fact for key, fact in facts.items() if not key.startswith(PLACE)}
+        for name, facts in layers.items()
+    }
 
 
 def _ranks_that_are_missing(model: nn.Module, present: list[int]) -> str | None:

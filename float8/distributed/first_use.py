@@ -37,7 +37,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from float8.convert import AFTER_CONVERSION
-from float8.distributed.agreement import difference, facts_of, is_gathered_in_float8
+from float8.distributed.agreement import PLACE, difference, facts_of, is_gathered_in_float8
 from float8.distributed.rank_comparison import Facts, compare_ranks, is_one_of_many
 from float8.linear import Float8Linear
 from float8.running_module import running_modules
@@ -155,7 +155,7 @@ def _facts_in_order(model: nn.Module) -> dict[str, Facts]:
 
 
 def _place(found: tuple[str, int] | None) -> Facts:
-    return {} if found is None else {f"place among the layers of {found[0]}": str(found[1])}
+    return {} if found is None else {PLACE + found[0]: str(found[1])}
 
 
 def _ranks_of(parameter: Any) -> tuple[int, ...]:

@@ -102,10 +102,14 @@ class _Board:
             trouble = explain(_unpacked(self._get("first")), mine)
         if trouble:
             self._set("verdict", trouble.encode())
-        elif self.store.add(self.prefix + "agreed", 1) == len(self.ranks):
+        elif not self._has("verdict") and self._agree() == len(self.ranks):
             self._set("verdict", b"")
         self._wait_for("verdict", mine.entry)
         return self._get("verdict").decode()
+
+    def _agree(self) -> int:
+        count: int = self.store.add(self.prefix + "agreed", 1)
+        return count
 
     def _wait_for(self, key: str, entry: str) -> bool:
         """Wait until ``key`` is there, or a verdict: whether it is the key."""
