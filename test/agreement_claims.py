@@ -5,6 +5,7 @@ A file of its own, because spawned processes import it by name.
 
 import contextlib
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -218,3 +219,42 @@ def amaxes_of_two_devices_meet(rank):
     seen(expected, rank)
     sync_float8_amax_and_scale_history(expected)
     assert torch.equal(buffers(model), buffers(expected))
+
+
+def amaxes_are_reduced_over_the_given_group_only(rank):
+    """On a mesh of replicas and tensor parallelism, where every rank has an amax of its own.
+
+    Megatron-LM#442 reduced them over the tensor-parallel ranks in place of all that share a scale.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    groups = {
+        "replicas": (mesh["dp"], [rank % 2, rank % 2 + 2]),
+        "replicas' group": (mesh["dp"].get_group(), [rank % 2, rank % 2 + 2]),
+        "tensor parallel": (mesh["tp"], [rank - rank % 2, rank - rank % 2 + 1]),
+        "both": (mesh, [0, 1, 2, 3]),
+    }
+    for what, (group, members) in groups.items():
+        amaxes_are_those_of(members, group, rank, what)
+
+
+def amaxes_are_those_of(members, group, rank, what):
+    model = model_of("a", "b")
+    seen(model, rank)
+    casts = [cast for layer in model.values() for cast in layer.casts]
+    own = gathered(torch.stack([cast.current_amax for cast in casts]))
+    assert len({part[0].item() for part in own}) == len(own)
+    expected = torch.stack([own[member] for member in members]).amax(0)
+    sync_float8_amax_and_scale_history(model, group)
+    found = torch.stack([cast.amax_history[0] for cast in casts])
+    assert torch.equal(found.reshape(-1), expected.reshape(-1)), what
+
+
+def a_wrong_group_is_seen(rank):
+    """A planted fault: every reduction is over all ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    all_reduce = dist.all_reduce
+    everywhere = lambda x, op, group: all_reduce(x, op)  # noqa: E731
+    members = [rank % 2, rank % 2 + 2]
+    with mock.patch.object(dist, "all_reduce", everywhere):
+        act = lambda: amaxes_are_those_of(members, mesh["dp"], rank, "wrong")  # noqa: E731
+        assert error_of(act, AssertionError) == "wrong"

@@ -23,10 +23,11 @@ from float8 import (
     Float8Linear,
     convert_to_float8_training,
     precompute_float8_dynamic_scale_for_fsdp,
+    sync,
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
-from float8.distributed import first_use, rank_comparison
+from float8.distributed import first_use, gathered_weights, rank_comparison
 
 SECONDS = 20  # of a machine that is busy; a comparison takes milliseconds
 NAMES = ("k", "q", "v")
@@ -188,6 +189,20 @@ def orders_of_registration_may_differ(rank):
         for a, b in zip(expected, found, strict=True):
             assert a.keys() == b.keys()
             assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def an_order_of_registration_is_seen(rank):
+    """A planted fault: reductions in the order of ``named_modules``, and no comparison."""
+    in_order = lambda model: list(model.named_modules())  # noqa: E731
+    with (
+        mock.patch.object(gathered_weights, "modules_by_name", in_order),
+        mock.patch.object(sync, "modules_by_name", in_order),
+    ):
+        try:
+            orders_of_registration_may_differ(rank)
+        except AssertionError:
+            return
+    raise RuntimeError("scales of different weights were mixed, and not seen")
 
 
 def a_rank_that_does_not_arrive_is_named(rank):

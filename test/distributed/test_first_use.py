@@ -10,6 +10,7 @@ ON_TWO = {
     "a difference of the gather flag": ("a_difference_of_the_gather_flag_is_told",),
     "precompute on one rank": ("precompute_on_one_rank_is_told",),
     "orders of registration": ("orders_of_registration_may_differ",),
+    "an order of registration is seen": ("an_order_of_registration_is_seen",),
     "no cost afterwards": ("a_step_costs_nothing_afterwards",),
     "copies and second conversions": ("a_copy_and_a_second_conversion_are_compared",),
     "an evaluation of one rank": ("an_evaluation_of_one_rank_is_left_alone",),
