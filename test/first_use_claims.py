@@ -6,6 +6,7 @@ one error on both ranks, within seconds.
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 import warnings
@@ -15,12 +16,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
 from float8 import (
     Float8Linear,
+    convert_from_float8_training,
     convert_to_float8_training,
     precompute_float8_dynamic_scale_for_fsdp,
     sync,
@@ -31,6 +35,7 @@ from float8.distributed import first_use, gathered_weights, rank_comparison
 
 SECONDS = 20  # of a machine that is busy; a comparison takes milliseconds
 NAMES = ("k", "q", "v")
+assert rank_comparison.NOTICE > SECONDS  # a comparison that waits is too slow
 
 
 class Layers(nn.Module):
@@ -254,10 +259,6 @@ def a_step_costs_nothing_afterwards(rank):
 
 
 def a_copy_and_a_second_conversion_are_compared(rank):
-    import copy
-
-    from float8 import convert_from_float8_training
-
     original = converted()
     model = ddp(copy.deepcopy(original))
     trained(model)
@@ -278,11 +279,52 @@ def an_evaluation_of_one_rank_is_left_alone(rank):
     trained(model)
 
 
+def a_trial_of_one_rank_is_left_alone(rank):
+    """One rank may run the model before it is wrapped, for a summary or a profile."""
+    model = converted()
+    if rank == 0:
+        trained(model)
+    model = ddp(model)
+    with model.no_sync():
+        for _ in range(rank):
+            trained(model)
+    trained(model)
+    assert model.module.layers["k"] in first_use._compared
+
+
 def models_without_data_parallelism_may_differ(rank):
     """As pipeline stages do."""
+    gc.collect()
     model = converted(NAMES[: rank + 1], "rowwise" if rank else "tensorwise")
     trained(model)
+    torch.optim.SGD(model.parameters()).step()
+    assert not first_use.WAITING
     assert not torch_module._global_forward_pre_hooks
+
+
+def layers_that_ddp_leaves_out_may_differ(rank):
+    """As the experts of a rank do."""
+    gc.collect()
+    names = ("k", "q" if rank == 0 else "v")
+    model = converted(names)
+    model._ddp_params_and_buffers_to_ignore = [
+        f"layers.{names[1]}.{name}" for name in ("weight", "bias")
+    ]
+    trained(ddp(model))
+    assert not first_use.WAITING
+
+
+def a_first_gather_compares_without_the_hook(rank):
+    """Where models were converted before the process group was made."""
+    config = {} if rank == 0 else {"pad_inner_dim": True}
+    for root in (True, False):
+        model = fsdp2(converted(gathers=True, **config), root)
+        first_use._uninstall()
+        assert "layers.k: pad_inner_dim is False on rank 0" in message_of(lambda: trained(model))  # noqa: B023
+    model = fsdp2(converted(gathers=True))
+    first_use._uninstall()
+    trained(model)
+    assert model not in first_use.WAITING
 
 
 def a_gather_that_never_meets_fsdp2_is_told(rank):
@@ -310,9 +352,6 @@ def fsdp1(model):
 
 def simple_fsdp(model):
     """Every weight a DTensor that a property of the layer's class gathers."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.modules():
         if isinstance(layer, Float8Linear):
@@ -347,4 +386,31 @@ def the_entry_of_a_model_in_a_function_that_is_compiled(rank):
     first_use.WAITING.clear()
 
 
-assert rank_comparison.NOTICE > SECONDS
+def stages_are_compared_with_their_own_ranks(rank):
+    """Four ranks, two stages of two; then a fault on rank 1, of which stage 1 hears nothing."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = mesh["pp"].get_local_rank()
+    wraps = {
+        "ddp": lambda m: DistributedDataParallel(m, process_group=mesh["dp"].get_group()),
+        "fsdp2": lambda m: fully_shard(m, mesh=mesh["dp"]),
+    }
+    for what, wrap in wraps.items():
+        names = NAMES[: stage + 1]
+        trained(wrap(converted(names)))
+        model = wrap(converted(names, "rowwise" if rank == 1 else "tensorwise"))
+        try:
+            trained(model)
+        except RuntimeError as error:
+            message = str(error)
+        else:
+            message = ""
+        assert ("and dynamic rowwise" in message) == (stage == 0), (what, message)
+
+
+def replicas_of_shards_are_compared(rank):
+    """HSDP: rank 3 gathers with rank 2, and averages gradients with rank 1."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    trained(fully_shard(converted(gathers=True), mesh=mesh))
+    model = fully_shard(converted(gathers=rank != 3), mesh=mesh)
+    message = message_of(lambda: trained(model))
+    assert "enable_fsdp_float8_all_gather is True on rank 0 and False on rank 3" in message

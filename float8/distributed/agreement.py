@@ -29,6 +29,10 @@ from float8.sync import FIRST_SYNC_CHECKS, modules_by_name
 SHARERS: list[Callable[[nn.Module], list[int] | None]] = []
 
 PLACE = "place among the layers of "  # begins the facts that tell an order
+_ORDER = (
+    ", with its layers registered in the same order (a Python set of names has another order in "
+    "each process)"
+)
 
 
 def facts_of(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Facts]:
@@ -114,7 +118,7 @@ def difference(ranks: list[int], advice: str, a: Statement, b: Statement) -> str
     return (
         f"{said(ranks)} share float8 scales or gradients, and their layers differ. "
         f"{name or 'the model itself'}: {told}. Convert the same model with the same config "
-        f"on each of them{advice}"
+        f"on each of them{_ORDER if PLACE in told else ''}{advice}"
     )
 
 

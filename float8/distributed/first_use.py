@@ -10,7 +10,8 @@ would warn that ``torch.compile`` calls it once more, which does no harm; that w
 Which ranks hold the same layers is read from the model: those of a DDP's or FSDP1's process group,
 and those of the device mesh of a parameter (FSDP2, tensor parallelism). So pipeline stages are
 compared with the ranks of their own stage. A model without either is not compared: its ranks may
-differ by design. Where gradients or shards are exchanged by position (DDP and FSDP1; within one
+differ by design, or one of them tries it out before it is wrapped. The first step of an optimizer
+ends the wait for it. Where gradients or shards are exchanged by position (DDP and FSDP1; within one
 unit of FSDP2) the order of the layers is compared too.
 
 With weights that are gathered in float8 ranks also have to find the scales in the same way, all by
@@ -35,6 +36,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from float8.convert import AFTER_CONVERSION
 from float8.distributed.agreement import PLACE, difference, facts_of, is_gathered_in_float8
@@ -46,16 +48,13 @@ from float8.sync import modules_by_name
 FORWARD = "runs its first forward"
 PRECOMPUTE = "calls precompute_float8_dynamic_scale_for_fsdp"
 GATHER = "gathers weights without precompute_float8_dynamic_scale_for_fsdp"
-_ADVICE = (
-    ", with its layers registered in the same order (a Python set of names has another order in "
-    "each process)"
-)
 
 # Converted models whose layers have not been compared yet.
 WAITING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # layers
 _without_layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_installed: list[tuple[Any, Any]] = []  # at most one: the hook's handle, and a warnings filter
+_alone: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of WAITING, trained with no other rank
+_installed: list[tuple[Any, ...]] = []  # at most one: the hooks' handles, and a warnings filter
 
 
 def _after_conversion(model: nn.Module) -> None:
@@ -63,15 +62,17 @@ def _after_conversion(model: nn.Module) -> None:
     _without_layers.clear()
     launched = dist.is_available() and dist.is_torchelastic_launched()
     if (is_one_of_many() or launched) and not _installed:
-        handle = register_module_forward_pre_hook(_before_forward)
+        forward = register_module_forward_pre_hook(_before_forward)
+        step = register_optimizer_step_post_hook(_after_step)
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global")
-        _installed.append((handle, warnings.filters[0]))
+        _installed.append((forward, step, warnings.filters[0]))
 
 
 def _uninstall() -> None:
     while _installed:
-        handle, ignored = _installed.pop()
-        handle.remove()
+        forward, step, ignored = _installed.pop()
+        forward.remove()
+        step.remove()
         if ignored in warnings.filters:
             warnings.filters.remove(ignored)  # type: ignore[attr-defined]
 
@@ -81,6 +82,13 @@ def _before_forward(module: nn.Module, args: Any) -> None:
         return
     if WAITING:
         compare_before(module, FORWARD)
+    if not WAITING:
+        _uninstall()
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for model in list(_alone):
+        WAITING.discard(model)
     if not WAITING:
         _uninstall()
 
@@ -103,14 +111,15 @@ def compare_before(model: nn.Module, entry: str) -> None:
         return
     trains = model.training and torch.is_grad_enabled()
     wrapped = [m for m in modules if isinstance(m, DistributedDataParallel)]
-    if wrapped and not trains:
-        return  # a rank may evaluate alone
+    if wrapped and not (trains and all(m.require_backward_grad_sync for m in wrapped)):
+        return  # a rank may do that alone
     if is_one_of_many():
         by_ranks = _facts_by_ranks(model)
-        if not by_ranks and not trains:
-            return  # it may be wrapped yet
+        if not by_ranks:
+            _alone.update(roots if trains else [])
+            return
         for ranks, facts in sorted(by_ranks.items()):
-            explain = partial(difference, list(ranks), _ADVICE)
+            explain = partial(difference, list(ranks), "")
             compare_ranks(list(ranks), entry, facts, explain)
         _expect_second_scales(model)
         _warn_of_weights_that_are_not_gathered(model)
@@ -140,12 +149,17 @@ def _facts_by_ranks(model: nn.Module) -> dict[tuple[int, ...], dict[str, Facts]]
         elif isinstance(module, _wrappers()):
             inner: Any = module
             ranks = sorted(dist.get_process_group_ranks(inner.process_group))
-            found[tuple(ranks)] |= _facts_in_order(inner.module)
+            found[tuple(ranks)] |= _facts_in_order(inner)
     return {ranks: facts for ranks, facts in found.items() if len(ranks) > 1}
 
 
-def _facts_in_order(model: nn.Module) -> dict[str, Facts]:
-    layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
+def _facts_in_order(wrapper: Any) -> dict[str, Facts]:
+    model, ignored = wrapper.module, getattr(wrapper, "parameters_to_ignore", ())
+    layers = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, Float8Linear) and f"{name}.weight" not in ignored
+    ]
     places = {layer: ("the model", place) for place, layer in enumerate(layers)}
     return {
         name: facts_of([(name, module)])[name] | _place(places[module])
