@@ -62,7 +62,7 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
         ValueError: this rank is not in ``group``.
     """
     groups = _process_groups(group)
-    casts = [module for _, module in modules_by_name(model) if isinstance(module, DelayedCast)]
+    casts = [cast for _, cast in modules_by_name(model, DelayedCast)]
     # In a group of one rank too: it may be the wrong group.
     if _is_one_of_many() and _is_first(model, casts):
         for check in FIRST_SYNC_CHECKS:
@@ -83,24 +83,35 @@ _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 AFTER_SYNC: list[Callable[[nn.Module], None]] = []
 
 
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+_WRAPPERS = ("._orig_mod", "._checkpoint_wrapped_module", "._fsdp_wrapped_module")
 
 
-def modules_by_name(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Each module once, under the first of its names, in alphabetical order of the names.
+def modules_by_name(model: nn.Module, kind: Any = nn.Module) -> list[tuple[str, Any]]:
+    """Each module of a type, or of several types, once, in alphabetical order of the names.
 
-    Ranks that registered the same modules in another order list them alike. Names do not tell
-    whether a module was compiled or checkpointed, which ranks may do differently.
+    A module with several names has the first of them. Ranks that registered the same modules in
+    another order list them alike. Names do not tell whether a module was compiled or checkpointed,
+    which ranks may do differently.
     """
-    named = []
-    for fqn, module in model.named_modules(remove_duplicate=False):
-        named.append((".".join(n for n in fqn.split(".") if n not in _WRAPPERS), module))
+    named = [
+        (_without_wrappers(fqn), module)
+        for fqn, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, kind)
+    ]
     found, seen = [], set()
     for name, module in sorted(named, key=lambda item: item[0]):
         if id(module) not in seen:
             seen.add(id(module))
             found.append((name, module))
     return found
+
+
+def _without_wrappers(fqn: str) -> str:
+    name = f".{fqn}"
+    for wrapper in _WRAPPERS:
+        if wrapper in name:
+            name = name.replace(wrapper, "")
+    return name[1:]
 
 
 def _ranks_of(group: Group | None) -> list[int]:

@@ -84,7 +84,8 @@ def check_before_sync(model: nn.Module, ranks: list[int]) -> None:
     entry = "calls sync_float8_amax_and_scale_history"
     trouble = _ranks_that_are_missing(model, ranks)
     explain = partial(difference, ranks, advice)
-    compare_ranks(ranks, entry, facts_of(modules_by_name(model)), explain, trouble)
+    modules = modules_by_name(model, (Float8Linear, DelayedCast))
+    compare_ranks(ranks, entry, facts_of(modules), explain, trouble)
 
 
 def difference(ranks: list[int], advice: str, a: Statement, b: Statement) -> str | None:

@@ -10,9 +10,9 @@ would warn that ``torch.compile`` calls it once more, which does no harm; that w
 Which ranks hold the same layers is read from the model: those of a DDP's or FSDP1's process group,
 and those of the device mesh of a parameter (FSDP2, tensor parallelism). So pipeline stages are
 compared with the ranks of their own stage. A model without either is not compared: its ranks may
-differ by design, or one of them tries it out before it is wrapped. The first step of an optimizer
-ends the wait for it. Where gradients or shards are exchanged by position (DDP and FSDP1; within one
-unit of FSDP2) the order of the layers is compared too.
+differ by design, or one of them tries it out before it is wrapped. The first step of an optimizer,
+or a hundred forwards, end the wait for it. Where gradients or shards are exchanged by position (DDP
+and FSDP1; within one unit of FSDP2) the order of the layers is compared too.
 
 With weights that are gathered in float8 ranks also have to find the scales in the same way, all by
 `precompute_float8_dynamic_scale_for_fsdp` or all in their gathers. What they do is compared when
@@ -23,12 +23,12 @@ Importing this file registers the callback of conversion.
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from float8.convert import AFTER_CONVERSION
 from float8.distributed.agreement import PLACE, difference, facts_of, is_gathered_in_float8
@@ -53,8 +53,10 @@ GATHER = "gathers weights without precompute_float8_dynamic_scale_for_fsdp"
 WAITING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # layers
 _without_layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_alone: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of WAITING, trained with no other rank
-_installed: list[tuple[Any, ...]] = []  # at most one: the hooks' handles, and a warnings filter
+# Of WAITING: how many forwards trained it with no other rank.
+_alone: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_MANY = 100  # of such forwards
+_installed: list[tuple[Any, Any]] = []  # at most one: the hook's handle, and a warnings filter
 
 
 def _after_conversion(model: nn.Module) -> None:
@@ -62,17 +64,22 @@ def _after_conversion(model: nn.Module) -> None:
     _without_layers.clear()
     launched = dist.is_available() and dist.is_torchelastic_launched()
     if (is_one_of_many() or launched) and not _installed:
-        forward = register_module_forward_pre_hook(_before_forward)
-        step = register_optimizer_step_post_hook(_after_step)
+        handle = register_module_forward_pre_hook(_before_forward)
+        _install_step_hook()
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global")
-        _installed.append((forward, step, warnings.filters[0]))
+        _installed.append((handle, warnings.filters[0]))
+
+
+@functools.cache
+def _install_step_hook() -> None:
+    # One hook for the process, never removed: torch iterates over its hooks while they run.
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _give_up_on(list(_alone)))
 
 
 def _uninstall() -> None:
     while _installed:
-        forward, step, ignored = _installed.pop()
-        forward.remove()
-        step.remove()
+        handle, ignored = _installed.pop()
+        handle.remove()
         if ignored in warnings.filters:
             warnings.filters.remove(ignored)  # type: ignore[attr-defined]
 
@@ -86,10 +93,11 @@ def _before_forward(module: nn.Module, args: Any) -> None:
         _uninstall()
 
 
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for model in list(_alone):
+def _give_up_on(models: list[nn.Module]) -> None:
+    for model in models:
+        _alone.pop(model, None)
         WAITING.discard(model)
-    if not WAITING:
+    if _installed and not WAITING:
         _uninstall()
 
 
@@ -116,10 +124,12 @@ def compare_before(model: nn.Module, entry: str) -> None:
     if is_one_of_many():
         by_ranks = _facts_by_ranks(model)
         if not by_ranks:
-            _alone.update(roots if trains else [])
+            for root in roots if trains else []:
+                _alone[root] = _alone.get(root, 0) + 1
+            _give_up_on([root for root, count in _alone.items() if count >= _MANY])
             return
         for ranks, facts in sorted(by_ranks.items()):
-            explain = partial(difference, list(ranks), "")
+            explain = functools.partial(difference, list(ranks), "")
             compare_ranks(list(ranks), entry, facts, explain)
         _expect_second_scales(model)
         _warn_of_weights_that_are_not_gathered(model)
@@ -141,7 +151,7 @@ def _facts_by_ranks(model: nn.Module) -> dict[tuple[int, ...], dict[str, Facts]]
         if hasattr(parameter, "device_mesh"):
             found[_ranks_of(parameter)] |= {}
     units = _places_in_units(model)
-    for name, module in modules_by_name(model):
+    for name, module in modules_by_name(model, (Float8Linear, *_wrappers())):
         weight: Any = module._parameters.get("weight")
         if isinstance(module, Float8Linear) and hasattr(weight, "device_mesh"):
             facts = facts_of([(name, module)])[name]
@@ -163,7 +173,7 @@ def _facts_in_order(wrapper: Any) -> dict[str, Facts]:
     places = {layer: ("the model", place) for place, layer in enumerate(layers)}
     return {
         name: facts_of([(name, module)])[name] | _place(places[module])
-        for name, module in modules_by_name(model)
+        for name, module in modules_by_name(model, Float8Linear)
         if module in places
     }
 
@@ -210,9 +220,8 @@ def _warn_of_weights_that_are_not_gathered(model: nn.Module) -> None:
         plain |= set(getattr(root.__dict__.get("float8_conversion"), _PLAIN, ()))
     found = [
         name
-        for name, layer in modules_by_name(model)
-        if isinstance(layer, Float8Linear)
-        and layer.config.enable_fsdp_float8_all_gather
+        for name, layer in modules_by_name(model, Float8Linear)
+        if layer.config.enable_fsdp_float8_all_gather
         and layer.fqn not in plain
         and not (layer in units and is_gathered_in_float8(layer))
     ]
@@ -269,7 +278,9 @@ def compare_before_finding_scales(layers: list[Any], entry: str) -> None:
         mine = [layer for layer in layers if layer in gathering.layers]
         if any(layer in gathering.found for layer in mine):
             GATHERINGS.remove(gathering)
-            compare_ranks(gathering.ranks, entry, {}, partial(difference, gathering.ranks, ""))
+            compare_ranks(
+                gathering.ranks, entry, {}, functools.partial(difference, gathering.ranks, "")
+            )
         gathering.found.update(mine)
 
 

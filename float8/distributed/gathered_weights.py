@@ -89,8 +89,8 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     by_ranks: dict[tuple[Any, str], list[Any]] = defaultdict(list)
     seen: set[int] = set()
     found: list[Float8Linear] = []
-    for _, layer in modules_by_name(model):
-        if not isinstance(layer, Float8Linear) or id(layer.weight) in seen:
+    for _, layer in modules_by_name(model, Float8Linear):
+        if id(layer.weight) in seen:
             continue
         weight: Any = layer.weight
         cast, local = layer.config.plan.output.b, getattr(weight, "_local_tensor", None)
