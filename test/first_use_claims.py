@@ -198,7 +198,10 @@ def orders_of_registration_may_differ(rank):
 
 def an_order_of_registration_is_seen(rank):
     """A planted fault: reductions in the order of ``named_modules``, and no comparison."""
-    in_order = lambda model: list(model.named_modules())  # noqa: E731
+
+    def in_order(model, kind):
+        return [found for found in model.named_modules() if isinstance(found[1], kind)]
+
     with (
         mock.patch.object(gathered_weights, "modules_by_name", in_order),
         mock.patch.object(sync, "modules_by_name", in_order),
