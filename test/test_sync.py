@@ -401,3 +401,14 @@ def test_a_group_of_one_rank_is_asked_too(monkeypatch):
     finally:
         torch.distributed.destroy_process_group()
     assert asked == [[0]]
+
+
+@pytest.mark.parametrize("names", ["abc", "cab"])
+def test_modules_are_listed_by_name_whatever_their_order(names):
+    """Each once, under the first of its names, and without the names of wrappers."""
+    layers = {name: nn.Linear(8, 8) for name in sorted(names)}
+    model = nn.ModuleDict({name: layers[name] for name in names})
+    model["b"] = torch.compile(model["b"], backend="eager")
+    model["again"] = nn.ModuleDict({"c": layers["c"]})
+    found = sync.modules_by_name(model, nn.Linear)
+    assert found == [("a", layers["a"]), ("again.c", layers["c"]), ("b", layers["b"])]
