@@ -9,7 +9,7 @@ import importlib
 from typing import Any
 
 import float8.dispatch as _dispatch  # noqa: F401  registers the operations of Float8Tensor
-import float8.distributed.agreement as _agreement  # noqa: F401  asked at the first sync
+import float8.distributed.first_use as _first_use  # noqa: F401  compares ranks
 from float8 import filters
 from float8.activations import saved_activations
 from float8.config import (

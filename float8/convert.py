@@ -29,7 +29,7 @@ from float8.formats import E4M3
 from float8.linear import Float8CastingLinear, Float8Linear
 from float8.refusals import refuses_layer
 from float8.resident_weight import make_plain
-from float8.sync import remind_to_sync
+from float8.sync import keep_ddp_from_broadcasting, remind_to_sync
 
 logger = logging.getLogger("float8")
 M = TypeVar("M", bound=nn.Module)
@@ -199,6 +199,8 @@ def convert_to_float8_training(
     if config.uses_delayed_scaling and swapped:
         remind_to_sync(module)
         keep_ddp_from_broadcasting(module)
+    for callback in AFTER_CONVERSION:
+        callback(module)
     return module
 
 
@@ -218,6 +220,8 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
     return module
 
 
+# Called with the model after each conversion: for packages above.
+AFTER_CONVERSION: list[Callable[[nn.Module], None]] = []
 # Modules with an attribute ``high_precision``, which that function counts up, and a method
 # ``to_float``: rooms above add theirs.
 FLOAT8_MODULES: list[type[nn.Module]] = [Float8Linear]
@@ -370,23 +374,6 @@ def replace_children(root: nn.Module, swapped: dict[nn.Module, nn.Module]) -> nn
             if child in swapped:
                 parent._modules[name] = swapped[child]
     return swapped.get(root, root)
-
-
-def keep_ddp_from_broadcasting(root: nn.Module) -> None:
-    """DDP copies rank 0's buffers at every forward, which would erase other ranks' amaxes.
-
-    DDP asks the module that it wraps, so that must be the one that was converted.
-    """
-    own = [
-        f"{fqn}.{name}" if fqn else name
-        for fqn, module in root.named_modules()
-        if isinstance(module, DelayedCast)
-        for name in module._buffers
-    ]
-    ignored = getattr(root, "_ddp_params_and_buffers_to_ignore", [])
-    # The attribute that DDP reads. Its private setter would also search every parameter and buffer
-    # of the model in the list.
-    root._ddp_params_and_buffers_to_ignore = [*ignored, *own]  # type: ignore[assignment]
 
 
 def tell(root: nn.Module, conversion: Conversion, by: str = "convert_to_float8_training") -> None:

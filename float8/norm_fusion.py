@@ -45,13 +45,13 @@ from float8.cast import DelayedCast
 from float8.config import Float8LinearConfig
 from float8.convert import (
     FLOAT8_MODULES,
-    keep_ddp_from_broadcasting,
     replace_children,
     runs_something_else,
 )
 from float8.fused import LayerNormCast, NormCast, RMSNormCast, refuses_config
 from float8.linear import Float8Linear
 from float8.norm_readers import Pairs, Readers, declared, traced
+from float8.sync import keep_ddp_from_broadcasting
 
 logger = logging.getLogger("float8")
 

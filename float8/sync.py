@@ -12,9 +12,8 @@ scales are to be found every few steps only (``DelayedScalingConfig.interval``),
 step all the same: the histories are rolled by each call, and it counts them itself.
 
 The collective is a maximum, element by element, so it means something only where all ranks list the
-same casts in the same order. `FIRST_SYNC_CHECKS` asks that before the first one. A dynamic scale is
-found anew in every cast, from values that are there: nothing of it outlives the step, so it needs
-no such agreement.
+same casts in the same order. The order is that of the casts' names (`modules_by_name`), whatever
+order they were registered in, and `FIRST_SYNC_CHECKS` compares the names before the first one.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
         ValueError: this rank is not in ``group``.
     """
     groups = _process_groups(group)
-    casts = [module for module in model.modules() if isinstance(module, DelayedCast)]
+    casts = [cast for _, cast in modules_by_name(model, DelayedCast)]
     # In a group of one rank too: it may be the wrong group.
     if _is_one_of_many() and _is_first(model, casts):
         for check in FIRST_SYNC_CHECKS:
-            check(model, groups)
+            check(model, _ranks_of(group))
         _checked.add(model)
     with torch.no_grad():
         _sync(casts, groups)
@@ -75,13 +74,53 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
         callback(model)
 
 
-# Asked before the first all-reduce, on all ranks of the groups: for rooms above, to raise where
-# ranks disagree.
-FIRST_SYNC_CHECKS: list[Callable[[nn.Module, list[dist.ProcessGroup]], None]] = []
+# Called before the first all-reduce with the model and the ranks that take part: for packages
+# above, to raise where ranks disagree.
+FIRST_SYNC_CHECKS: list[Callable[[nn.Module, list[int]], None]] = []
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 # Called with the model after each sync: for rooms above, which keep what follows from scales.
 AFTER_SYNC: list[Callable[[nn.Module], None]] = []
+
+
+_WRAPPERS = ("._orig_mod", "._checkpoint_wrapped_module", "._fsdp_wrapped_module")
+
+
+def modules_by_name(model: nn.Module, kind: Any = nn.Module) -> list[tuple[str, Any]]:
+    """Each module of a type, or of several types, once, in alphabetical order of the names.
+
+    A module with several names has the first of them. Ranks that registered the same modules in
+    another order list them alike. Names do not tell whether a module was compiled or checkpointed,
+    which ranks may do differently.
+    """
+    named = [
+        (_without_wrappers(fqn), module)
+        for fqn, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, kind)
+    ]
+    found, seen = [], set()
+    for name, module in sorted(named, key=lambda item: item[0]):
+        if id(module) not in seen:
+            seen.add(id(module))
+            found.append((name, module))
+    return found
+
+
+def _without_wrappers(fqn: str) -> str:
+    name = f".{fqn}"
+    for wrapper in _WRAPPERS:
+        if wrapper in name:
+            name = name.replace(wrapper, "")
+    return name[1:]
+
+
+def _ranks_of(group: Group | None) -> list[int]:
+    """The ranks of a group, all by default, in ascending order."""
+    if group is None:
+        return list(range(dist.get_world_size()))
+    if isinstance(group, dist.ProcessGroup):
+        return sorted(dist.get_process_group_ranks(group))
+    return sorted(group.mesh.flatten().tolist())
 
 
 def _process_groups(group: Group | None) -> list[dist.ProcessGroup]:
@@ -244,3 +283,20 @@ def _is_zero(lr: float | Tensor) -> bool:
 
 def _is_unsynced(layer: nn.Module) -> bool:
     return any(isinstance(c, DelayedCast) and not c.synced for c in layer.children())
+
+
+def keep_ddp_from_broadcasting(root: nn.Module) -> None:
+    """DDP copies rank 0's buffers at every forward, which would erase other ranks' amaxes.
+
+    DDP asks the module that it wraps, so that must be the one that was converted.
+    """
+    own = [
+        f"{fqn}.{name}" if fqn else name
+        for fqn, module in root.named_modules()
+        if isinstance(module, DelayedCast)
+        for name in module._buffers
+    ]
+    ignored = getattr(root, "_ddp_params_and_buffers_to_ignore", [])
+    # The attribute that DDP reads. Its private setter would also search every parameter and buffer
+    # of the model in the list.
+    root._ddp_params_and_buffers_to_ignore = [*ignored, *own]  # type: ignore[assignment]

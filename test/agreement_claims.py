@@ -5,6 +5,7 @@ A file of its own, because spawned processes import it by name.
 
 import contextlib
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -54,11 +55,13 @@ def gathered(x, group=None):
 
 # On rank 1, in place of the layers "a" and "b" with recipe delayed; and what the message says.
 OTHERS = {
-    "another name": (lambda: model_of("a", "c"), "'b' where rank 1 has 'c'"),
-    "another order": (lambda: model_of("b", "a"), "'a' where rank 1 has 'b'"),
-    "a layer more": (lambda: model_of("a", "b", "c"), "no further layer where rank 1 has 'c'"),
-    "a layer less": (lambda: model_of("a"), "'b' where rank 1 has no further layer"),
-    "no layer": (lambda: nn.ModuleDict({"a": nn.Linear(8, 8)}), "'a' where rank 1 has no further"),
+    "another name": (lambda: model_of("a", "c"), "b: rank 0 has such a float8 layer, and rank 1"),
+    "a layer more": (lambda: model_of("a", "b", "c"), "c: rank 1 has such a float8 layer, and ra"),
+    "a layer less": (lambda: model_of("a"), "b: rank 0 has such a float8 layer, and rank 1 has"),
+    "no layer": (
+        lambda: nn.ModuleDict({"a": nn.Linear(8, 8)}),
+        "a: rank 0 has such a float8 layer",
+    ),
     "another recipe": (
         lambda: model_of("a", "b", config=RECIPES["tensorwise"]),
         "a: cast_config_input is delayed tensorwise on rank 0 and dynamic tensorwise on rank 1",
@@ -79,6 +82,24 @@ def disagreement_is_told_on_every_rank(rank):
         assert "group=" in message, (what, message)
         assert time.monotonic() - began < 10, what
         dist.barrier()
+
+
+def orders_of_registration_may_differ(rank):
+    """Histories are reduced in the order of the names, which every rank knows."""
+    model = model_of("b", "a", "c") if rank == 1 else model_of("a", "b", "c")
+    expected = model_of("a", "b", "c")
+    model.load_state_dict(expected.state_dict())
+    for each in (model, expected):
+        torch.manual_seed(rank)
+        for factor, name in enumerate("abc", 1):
+            grad = torch.randn(16, 32)
+            each[name](torch.randn(16, 32) * factor * (rank + 1)).backward(grad)
+        sync_float8_amax_and_scale_history(each)
+    found = dict(model.named_buffers())
+    for name, buffer in expected.named_buffers():
+        parts = gathered(buffer)
+        assert all(torch.equal(part, parts[0]) for part in parts), name
+        assert torch.equal(found[name], buffer), name
 
 
 def error_of(act, kind=RuntimeError):
@@ -140,7 +161,7 @@ def stages_share_with_their_own_ranks_only(rank):
     for group in (mesh["dp"], mesh["dp"].get_group()):
         model = model_of("first") if stage == 0 else model_of("second", "third")
         message = error_of(lambda model=model: sync_float8_amax_and_scale_history(model))
-        assert "'first' where rank 2 has 'second'" in message
+        assert "first: rank 0 has such a float8 layer, and rank" in message
         seen(model, rank)
         sync_float8_amax_and_scale_history(model, group)
         parts = gathered(buffers(model), mesh["dp"].get_group())
@@ -168,7 +189,7 @@ def tensor_parallel_ranks_must_be_in_the_group(rank):
     model = parallelized(make_model(), mesh["tp"], sequence_parallel(), EXACT["delayed"], False)
     act = lambda: sync_float8_amax_and_scale_history(model, mesh["dp"])  # noqa: E731
     message = error_of(act)
-    assert message.startswith("gate: ranks [0, 1]" if rank % 2 == 0 else "gate: ranks"), message
+    assert message.startswith("gate: ranks ["), message
     sync_float8_amax_and_scale_history(model, mesh["tp"])
     sync_float8_amax_and_scale_history(model, mesh)
 
@@ -198,3 +219,42 @@ def amaxes_of_two_devices_meet(rank):
     seen(expected, rank)
     sync_float8_amax_and_scale_history(expected)
     assert torch.equal(buffers(model), buffers(expected))
+
+
+def amaxes_are_reduced_over_the_given_group_only(rank):
+    """On a mesh of replicas and tensor parallelism, where every rank has an amax of its own.
+
+    Megatron-LM#442 reduced them over the tensor-parallel ranks in place of all that share a scale.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    groups = {
+        "replicas": (mesh["dp"], [rank % 2, rank % 2 + 2]),
+        "replicas' group": (mesh["dp"].get_group(), [rank % 2, rank % 2 + 2]),
+        "tensor parallel": (mesh["tp"], [rank - rank % 2, rank - rank % 2 + 1]),
+        "both": (mesh, [0, 1, 2, 3]),
+    }
+    for what, (group, members) in groups.items():
+        amaxes_are_those_of(members, group, rank, what)
+
+
+def amaxes_are_those_of(members, group, rank, what):
+    model = model_of("a", "b")
+    seen(model, rank)
+    casts = [cast for layer in model.values() for cast in layer.casts]
+    own = gathered(torch.stack([cast.current_amax for cast in casts]))
+    assert len({part[0].item() for part in own}) == len(own)
+    expected = torch.stack([own[member] for member in members]).amax(0)
+    sync_float8_amax_and_scale_history(model, group)
+    found = torch.stack([cast.amax_history[0] for cast in casts])
+    assert torch.equal(found.reshape(-1), expected.reshape(-1)), what
+
+
+def a_wrong_group_is_seen(rank):
+    """A planted fault: every reduction is over all ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    all_reduce = dist.all_reduce
+    everywhere = lambda x, op, group: all_reduce(x, op)  # noqa: E731
+    members = [rank % 2, rank % 2 + 2]
+    with mock.patch.object(dist, "all_reduce", everywhere):
+        act = lambda: amaxes_are_those_of(members, mesh["dp"], rank, "wrong")  # noqa: E731
+        assert error_of(act, AssertionError) == "wrong"

@@ -351,6 +351,33 @@ def the_gathered_weight_is_the_operand(rank):
     assert layers[0].weight.grad.dtype == torch.float32
 
 
+def a_loss_curve_does_not_depend_on_the_gather(rank, recipe):
+    """The same losses, bit for bit, whether weights travel in float8 or in bfloat16.
+
+    A library whose precomputed scale is that of the float32 weight, and whose other scale is that
+    of the weight rounded to bfloat16, has two curves (ao#4300).
+    """
+    curves = []
+    for gathers, precompute in ((False, False), (True, False), (True, True)):
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        model = shard(convert(model_of(), recipe, gathers), mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        curve = []
+        for number in range(5):
+            x, target = data_of(number, rank, 32)
+            loss = nn.functional.mse_loss(model(x).float(), target)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sync_float8_amax_and_scale_history(model)
+            if precompute:
+                precompute_float8_dynamic_scale_for_fsdp(model)
+            curve.append(loss.item())
+        curves.append(curve)
+    assert curves[0] == curves[1] == curves[2], curves
+    assert len(set(curves[0])) == len(curves[0]), curves
+
+
 def accumulates(rank, recipe):
     single = convert(model_of(), recipe, gathers=False)
     model = sharded_model(recipe)

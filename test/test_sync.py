@@ -394,10 +394,21 @@ def test_a_rate_on_a_device_is_not_read():
 def test_a_group_of_one_rank_is_asked_too(monkeypatch):
     """It may be the wrong one: one that lacks the ranks that share the scales."""
     asked = []
-    monkeypatch.setattr(sync, "FIRST_SYNC_CHECKS", [lambda model, groups: asked.append(groups)])
+    monkeypatch.setattr(sync, "FIRST_SYNC_CHECKS", [lambda model, ranks: asked.append(ranks)])
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         sync_float8_amax_and_scale_history(_model(), torch.distributed.new_group([0]))
     finally:
         torch.distributed.destroy_process_group()
-    assert asked == [[]]
+    assert asked == [[0]]
+
+
+@pytest.mark.parametrize("names", ["abc", "cab"])
+def test_modules_are_listed_by_name_whatever_their_order(names):
+    """Each once, under the first of its names, and without the names of wrappers."""
+    layers = {name: nn.Linear(8, 8) for name in sorted(names)}
+    model = nn.ModuleDict({name: layers[name] for name in names})
+    model["b"] = torch.compile(model["b"], backend="eager")
+    model["again"] = nn.ModuleDict({"c": layers["c"]})
+    found = sync.modules_by_name(model, nn.Linear)
+    assert found == [("a", layers["a"]), ("again.c", layers["c"]), ("b", layers["b"])]

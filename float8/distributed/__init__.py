@@ -4,6 +4,7 @@
   `sharded_weight`, `replaced_parameters`). `float8.convert` has it imported when a config asks.
 - ``tensor_parallel.py``: activations of tensor-parallel layers travel as float8 (`shards` <
   `exchange` < `parallel_linear`).
-- ``agreement.py``: ranks that share scales hold the same layers.
+- ``first_use.py``: ranks that train one model hold the same layers, or are told where they differ
+  (`rank_comparison` < `agreement` < `first_use`).
 - ``gradients/``: gradients travel as float8 (`float8_gradients`).
 """

@@ -1,57 +1,50 @@
-"""Do the ranks that are about to share scales hold the same layers?
+"""Whether ranks that share scales hold the same layers.
 
-`float8.sync_float8_amax_and_scale_history` reduces the amaxes of all delayed casts in one
-collective, by position. If one rank's model had another layer, or another config, amaxes of
-different tensors would be mixed, or a rank would wait for a collective that never comes. Before the
-first reduction every rank therefore tells what it has: first a digest of it, and only where digests
-differ the names, so that every rank can say which layer is the first to differ. Nothing is kept and
-nothing travels afterwards. A rank that never arrives is the group's timeout's affair.
+Amaxes of many casts are reduced in one collective, weights of many layers are gathered in one, and
+gradients are averaged over ranks. If one rank's model had another layer, or another config, values
+of different tensors would be mixed in silence, or a rank would wait for a collective that never
+comes. So before the first of them every rank says what it has (`rank_comparison`), and if they
+differ every rank raises an error that names the first layer that differs. Nothing travels
+afterwards. This file says what is compared, and compares before the first ``sync``; `first_use`
+compares before everything else.
 
 Importing this file registers the check.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import Any, NamedTuple
+from functools import partial
 
-import torch.distributed as dist
 from torch import nn
 
 from float8.cast import DelayedCast
 from float8.config import CastConfig
-from float8.linear import Float8Linear
-from float8.sync import FIRST_SYNC_CHECKS
+from float8.distributed.rank_comparison import Facts, Statement, compare_ranks, said
+from float8.linear import STORED_WEIGHTS, Float8Linear
+from float8.sync import FIRST_SYNC_CHECKS, modules_by_name
 
-Facts = dict[str, str]
-
-
-class Said(NamedTuple):
-    """What one rank tells about a model."""
-
-    rank: int
-    digest: str
-    trouble: str | None
-
-
-# (layer) -> the ranks that must share its scales, or None: filled by files of this room.
+# (layer) -> the ranks that must share its scales, or None: filled by files of this package.
 SHARERS: list[Callable[[nn.Module], list[int] | None]] = []
 
+PLACE = "place among the layers of "  # begins the facts that tell an order
+_ORDER = (
+    ", with its layers registered in the same order (a Python set of names has another order in "
+    "each process)"
+)
 
-def layers_of(model: nn.Module) -> list[tuple[str, Facts]]:
-    """Name and facts of each float8 layer and each delayed cast, in the order of the model."""
-    found: list[tuple[str, Facts]] = []
-    for fqn, module in model.named_modules():
+
+def facts_of(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Facts]:
+    """Facts of each float8 layer and each delayed cast, by name."""
+    found: dict[str, Facts] = {}
+    for name, module in modules:
         if isinstance(module, Float8Linear):
-            found.append((fqn, _layer_facts(module)))
+            found[name] = _layer_facts(module)
         elif isinstance(module, DelayedCast):
-            facts = {
-                "cast": module.config.short_str.replace(" default", ""),
-                "format": module.format.name,
-            }
-            found.append((fqn, facts | {"delayed_scaling": repr(module.delayed)}))
+            cast = module.config.short_str.replace(" default", "")
+            found[name] = {"cast": cast, "format": module.format.name}
+            found[name]["delayed_scaling"] = repr(module.delayed)
     return found
 
 
@@ -62,89 +55,95 @@ def _layer_facts(layer: Float8Linear) -> Facts:
         if field.init:  # the others follow from these
             is_cast = isinstance(value, CastConfig)
             facts[field.name] = value.short_str.replace(" default", "") if is_cast else repr(value)
+    if layer.config.enable_fsdp_float8_all_gather:
+        facts["a weight that is gathered in float8"] = str(is_gathered_in_float8(layer))
     return facts
 
 
-def check_that_ranks_agree(model: nn.Module, groups: list[dist.ProcessGroup]) -> None:
-    """Raise, on every rank, if the ranks of ``groups`` hold different float8 layers.
+def is_gathered_in_float8(layer: Float8Linear) -> bool:
+    """Whether conversion stored the layer's weight so that FSDP2 gathers it in float8."""
+    weight = layer._parameters.get("weight")  # a wrapper may have put a property in its place
+    return weight is not None and any(stored.holds(weight) for stored in STORED_WEIGHTS)
+
+
+def check_before_sync(model: nn.Module, ranks: list[int]) -> None:
+    """Raise, on every rank, if ``ranks`` hold different float8 layers.
 
     Args:
         model: this rank's.
-        groups: one process group, or those of a mesh, one for each of its dimensions.
+        ranks: those that ``sync`` reduces over.
 
     Raises:
         RuntimeError: naming the first layer that differs, or one whose ranks are not all there.
     """
-    layers, rank = layers_of(model), dist.get_rank()
-    digest = hashlib.sha256(repr(layers).encode()).hexdigest()
-    said = _told_to_all(Said(rank, digest, None), groups)
-    if len({each.digest for each in said}) > 1:
-        raise RuntimeError(_difference(dict(_told_to_all((rank, layers), groups))))
-    trouble = _ranks_that_are_missing(model, {each.rank for each in said})
-    troubles = [each.trouble for each in _told_to_all(Said(rank, "", trouble), groups)]
-    if any(troubles):
-        raise RuntimeError(next(filter(None, troubles)))
-
-
-def _told_to_all(mine: Any, groups: list[dist.ProcessGroup]) -> list[Any]:
-    """What every rank of the groups says; over a mesh, dimension by dimension."""
-    told = [mine]
-    for group in groups:
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, told, group)
-        told = [each for part in gathered for each in part]
-    return told
-
-
-def _difference(by_rank: dict[int, list[tuple[str, Facts]]]) -> str:
-    first_rank = min(by_rank)
-    first = by_rank[first_rank]
-    other_rank, index = min(
-        (
-            (rank, _first_difference(first, layers))
-            for rank, layers in sorted(by_rank.items())
-            if layers != first
-        ),
-        key=lambda found: found[1],
+    advice = (
+        "; where ranks hold different layers by design, as pipeline stages do, pass "
+        "sync_float8_amax_and_scale_history(model, group=...) the process group or DeviceMesh of "
+        "the ranks that hold the same layers"
     )
-    mine, other = _at(first, index), _at(by_rank[other_rank], index)
-    if mine is not None and other is not None and mine[0] == other[0]:
-        what = [
-            f"{key} is {mine[1].get(key)} on rank {first_rank} and {other[1].get(key)} on rank "
-            f"{other_rank}"
-            for key in {**mine[1], **other[1]}
-            if mine[1].get(key) != other[1].get(key)
-        ]
-        told = f"{mine[0] or 'the model itself'}: {'; '.join(what)}"
+    entry = "calls sync_float8_amax_and_scale_history"
+    trouble = _ranks_that_are_missing(model, ranks)
+    explain = partial(difference, ranks, advice)
+    modules = modules_by_name(model, (Float8Linear, DelayedCast))
+    compare_ranks(ranks, entry, facts_of(modules), explain, trouble)
+
+
+def difference(ranks: list[int], advice: str, a: Statement, b: Statement) -> str | None:
+    """How the statements of two ranks differ, or None.
+
+    Args:
+        ranks: all that are compared, for the message.
+        advice: for its end.
+        a, b: the statements.
+    """
+    if a.rank > b.rank:
+        a, b = b, a
+    if a.entry != b.entry:
+        return (
+            f"rank {a.rank} {a.entry} where rank {b.rank} {b.entry}: all of {said(ranks)} must "
+            "call the same functions at the same point of a step"
+        )
+    name = _first_difference(a.layers, b.layers)
+    if name is None:
+        return None
+    if name in a.layers and name in b.layers:
+        mine, other = a.layers[name], b.layers[name]
+        told = "; ".join(
+            f"{key} is {mine.get(key)} on rank {a.rank} and {other.get(key)} on rank {b.rank}"
+            for key in {**mine, **other}
+            if mine.get(key) != other.get(key)
+        )
     else:
-        names = [_name(mine), _name(other)]
-        told = f"rank {first_rank} has {names[0]} where rank {other_rank} has {names[1]}"
+        has, has_not = (a, b) if name in a.layers else (b, a)
+        told = f"rank {has.rank} has such a float8 layer, and rank {has_not.rank} has none"
     return (
-        f"ranks {sorted(by_rank)} are to share float8 scales, and their layers differ. {told}. "
-        "Convert the same model with the same config on each of them; where ranks hold different "
-        "layers by design, as pipeline stages do, pass sync_float8_amax_and_scale_history(model, "
-        "group=...) the process group or DeviceMesh of the ranks that hold the same layers"
+        f"{said(ranks)} share float8 scales or gradients, and their layers differ. "
+        f"{name or 'the model itself'}: {told}. Convert the same model with the same config "
+        f"on each of them{_ORDER if PLACE in told else ''}{advice}"
     )
 
 
-def _first_difference(a: list[Any], b: list[Any]) -> int:
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+def _first_difference(a: dict[str, Facts], b: dict[str, Facts]) -> str | None:
+    # Places last: where a layer is missing, the places of those behind it differ too.
+    for left, right in ((_without_places(a), _without_places(b)), (a, b)):
+        for name in sorted(left.keys() | right.keys()):
+            if left.get(name) != right.get(name):
+                return name
+    return None
 
 
-def _at(layers: list[tuple[str, Facts]], index: int) -> tuple[str, Facts] | None:
-    return layers[index] if index < len(layers) else None
+def _without_places(layers: dict[str, Facts]) -> dict[str, Facts]:
+    return {
+        name: {key: fact for key, fact in facts.items() if not key.startswith(PLACE)}
+        for name, facts in layers.items()
+    }
 
 
-def _name(layer: tuple[str, Facts] | None) -> str:
-    return "no further layer" if layer is None else repr(layer[0] or "the model itself")
-
-
-def _ranks_that_are_missing(model: nn.Module, present: set[int]) -> str | None:
+def _ranks_that_are_missing(model: nn.Module, present: list[int]) -> str | None:
     for fqn, module in model.named_modules():
         for sharers in SHARERS:
             ranks = sharers(module)
-            if ranks is not None and not present.issuperset(ranks):
+            if ranks is not None and not set(present).issuperset(ranks):
                 return (
                     f"{fqn or 'the model itself'}: ranks {ranks} hold parts of it and send each "
                     f"other codes of one scale, and sync takes ranks {sorted(present)} only: its "
@@ -153,4 +152,4 @@ def _ranks_that_are_missing(model: nn.Module, present: set[int]) -> str | None:
     return None
 
 
-FIRST_SYNC_CHECKS.append(check_that_ranks_agree)
+FIRST_SYNC_CHECKS.append(check_before_sync)

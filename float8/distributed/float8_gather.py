@@ -17,6 +17,13 @@ from torch import Tensor
 from float8 import kernels
 from float8.autograd import version_of
 from float8.config import OperandCast, ScalingType
+from float8.distributed.first_use import (
+    GATHER,
+    GATHERINGS,
+    WAITING,
+    compare_before_finding_scales,
+    compare_before_gather,
+)
 from float8.distributed.known_amax import KnownAmax
 from float8.formats import on_device
 from float8.granularity import WHOLE
@@ -93,12 +100,14 @@ def cast_shard(
     Returns:
         float8 codes of the shard's shape, and the scale of the whole weight, (1, 1).
     """
+    if WAITING:
+        compare_before_gather(layer)
     cast, state = layer.config.plan.output.b, layer.casts[1].state
     assert cast is not None
     emulate, records = layer.config.emulate, state is not None and layer.training
     rounded = shard.to(dtype)  # first, as autocast, DDP and one process do
     if needs_amax(cast, state):
-        amax = _amax_of_all(shard, known, layer.weight, group).to(dtype).float()
+        amax = _amax_of_all(shard, known, layer, group).to(dtype).float()
         if records:
             assert state is not None
             kernels.record_amax(state.current_amax, amax)
@@ -115,9 +124,12 @@ def cast_shard(
     return data, scale if state is None else scale.clone()
 
 
-def _amax_of_all(shard: Tensor, known: KnownAmax, weight: Tensor, group: Any) -> Tensor:
+def _amax_of_all(shard: Tensor, known: KnownAmax, layer: Float8Linear, group: Any) -> Tensor:
+    weight = layer.weight
     amax = known.of(weight)
     if amax is None:
+        if GATHERINGS:
+            compare_before_finding_scales([layer], GATHER)
         amax = reduce_over(kernels.amax(shard, TENSORWISE), group)
         known.remember(amax, shard, version_of(weight))
     return amax

@@ -46,6 +46,12 @@ from float8.autograd import version_of
 from float8.config import Float8LinearConfig, ScalingType
 from float8.convert import WeightRule, register_weight_rule
 from float8.distributed.agreement import SHARERS
+from float8.distributed.first_use import (
+    PRECOMPUTE,
+    WAITING,
+    compare_before,
+    compare_before_finding_scales,
+)
 from float8.distributed.float8_gather import (
     TENSORWISE,
     GatheredWeight,
@@ -56,6 +62,7 @@ from float8.distributed.replaced_parameters import mark_replaced, unmark
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.kernels import amax, is_sharded
 from float8.linear import STORED_WEIGHTS, Float8Linear, StoredWeight
+from float8.sync import modules_by_name
 
 
 def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
@@ -66,16 +73,24 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     soon as a weight is written to again, by the next step or by anything else: a stale scale is
     never used, and forgetting the call costs time only. Weights that are gathered at the moment
     (``unshard()``), or whose scales do not follow from their values (static, delayed after its
-    first ``sync``), are left out.
+    first ``sync``), are left out. The all-reduce is by position, in alphabetical order of the
+    layers' names, so that ranks may register their layers in different orders.
 
     Args:
         model: converted with ``enable_fsdp_float8_all_gather=True`` and sharded by ``fully_shard``;
             any other is left alone. Weights on different meshes take one all-reduce per mesh.
+
+    Raises:
+        RuntimeError: on every rank, at the first two calls: the ranks' layers differ, or only some
+            ranks call this; the message names the first layer, or the ranks.
     """
+    if WAITING:
+        compare_before(model, PRECOMPUTE)
     by_ranks: dict[tuple[Any, str], list[Any]] = defaultdict(list)
     seen: set[int] = set()
-    for layer in model.modules():
-        if not isinstance(layer, Float8Linear) or id(layer.weight) in seen:
+    found: list[Float8Linear] = []
+    for _, layer in modules_by_name(model, Float8Linear):
+        if id(layer.weight) in seen:
             continue
         weight: Any = layer.weight
         cast, local = layer.config.plan.output.b, getattr(weight, "_local_tensor", None)
@@ -84,6 +99,8 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         if needs_amax(cast, layer.casts[1].state):
             seen.add(id(weight))
             by_ranks[_ranks_of(weight)].append(weight)
+            found.append(layer)
+    compare_before_finding_scales(found, PRECOMPUTE)
     for (group, device_type), weights in by_ranks.items():
         _agree(weights, group, device_type)
 

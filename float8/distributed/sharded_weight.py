@@ -76,7 +76,9 @@ class ShardedWeight(Tensor):
     def data(self, value: Tensor) -> None:
         raise RuntimeError(
             "the .data of a weight that is gathered in float8 was assigned to, which would leave "
-            "what it stores as it was: write weight.copy_(...) under torch.no_grad()"
+            "what it stores as it was: write weight.copy_(...) under torch.no_grad(). FSDP1 "
+            "assigns to it: shard with fully_shard (FSDP2), or convert without "
+            "enable_fsdp_float8_all_gather"
         )
 
     def data_ptr(self) -> int:

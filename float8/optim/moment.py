@@ -325,3 +325,6 @@ _OPS: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy_,
     aten.zero_.default: _zero_,
 }
+
+
+torch.serialization.add_safe_globals([Moment, _rebuild])

@@ -5,6 +5,9 @@ from processes import failures
 
 ON_FOUR = {
     "disagreement is told": ("disagreement_is_told_on_every_rank",),
+    "orders of registration": ("orders_of_registration_may_differ",),
+    "the given group only": ("amaxes_are_reduced_over_the_given_group_only",),
+    "a wrong group is seen": ("a_wrong_group_is_seen",),
     "one collective": ("one_collective_for_all_histories",),
     "equal bits": ("ranks_end_with_equal_bits",),
     "a rank outside of the group": ("a_rank_outside_of_the_group_is_told",),

@@ -45,6 +45,13 @@ ON_TWO = {
     "a stale scale is seen": ("a_stale_scale_is_seen", {}),
     "a missing all-reduce is seen": ("a_missing_all_reduce_is_seen", {}),
     "what was gathered is multiplied": ("the_gathered_weight_is_the_operand", {}),
+    **{
+        f"{recipe}: a loss curve does not depend on the gather": (
+            "a_loss_curve_does_not_depend_on_the_gather",
+            {"recipe": recipe},
+        )
+        for recipe in (*GATHERED, "rowwise")
+    },
     "gradients accumulate": ("accumulates", {"recipe": "tensorwise"}),
     "gradients accumulate, delayed": ("accumulates", {"recipe": "delayed"}),
     "tied weights": ("tied_weights_train", {"recipe": "tensorwise"}),

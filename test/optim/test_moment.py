@@ -8,6 +8,7 @@ import oracle
 import pytest
 import torch
 from assertions import assert_bitwise, sqnr
+from fresh import facts_of
 from shapes import pairs
 
 from float8.optim.moment import KINDS, Moment, matrix_shape
@@ -165,3 +166,29 @@ def test_rounding_at_random_is_right_on_average(kind):
     assert float((spread > 0)[inside].float().mean()) > 0.9
     if kind == "float8_expanded":
         assert bool((below[x > 0] > 0).all()), "a second moment became 0"
+
+
+SAFE_LOADING = """
+import io, torch
+import float8.optim as optim
+for cls in (optim.AdamW, optim.Adam, optim.SGD, optim.Lion):
+    p = torch.nn.Parameter(torch.randn(64, 96))
+    opt = cls([p], lr=0.1, **({"momentum": 0.9} if cls is optim.SGD else {}))
+    p.grad = torch.randn_like(p)
+    opt.step()
+    file = io.BytesIO()
+    torch.save(dict(opt.state[p]), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    state = {k: v for k, v in opt.state[p].items() if isinstance(v, optim.Moment)}
+    facts[cls.__name__] = [
+        bool(state),
+        all(type(loaded[k]) is optim.Moment for k in state),
+        all(torch.equal(loaded[k].dequantize(), v.dequantize()) for k, v in state.items()),
+    ]
+"""
+
+
+def test_the_states_of_every_optimizer_load_with_weights_only():
+    facts = facts_of(SAFE_LOADING)
+    assert facts == dict.fromkeys(("AdamW", "Adam", "SGD", "Lion"), [True] * 3)
