@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from float8.granularity import scale_shape
 from float8.kernels import reference
 from float8.kernels.gpu.launch import Variant, check_device, on_device_of, register
 
@@ -238,7 +239,7 @@ def _check(
             raise ValueError(
                 f"float8::blockwise_mm: {name}'s strides are {x.stride()}, not (..., 1)"
             )
-        expected = (-(-x.shape[0] // rows), -(-x.shape[1] // 128))
+        expected = scale_shape(x.shape, (rows, 128))
         if scale.shape != expected or scale.dtype != torch.float32:
             raise ValueError(
                 f"float8::blockwise_mm: {name}_scale is {scale.dtype} {tuple(scale.shape)}, "
