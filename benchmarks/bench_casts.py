@@ -6,11 +6,11 @@ reaches on this device, measured in the same rounds:
     of copy = (bytes per element that the kernel must move * elements / time) / copy bandwidth
 
 A kernel should reach 90 % of it. `bytes/element` is what the kernel's docstring promises for a
-bfloat16 source (read, written once per orientation; SwiGLU reads two). Three contenders do the same work: `kernel` is
-what the library runs on CUDA, `eager` the same op in plain PyTorch, `compiled` that under
-torch.compile. Every kernel is measured before anything else is, on the first shape and then on the
-others: that is what a machine with a GPU is asked first. On a CPU there are no kernels; `eager` is
-then what the library runs.
+bfloat16 source (read, written once per orientation; SwiGLU reads two). Three contenders do the same
+work: `kernel` is what the library runs on CUDA, `eager` the same op in plain PyTorch, `compiled`
+that under torch.compile. Every kernel is measured before anything else is, on the first shape and
+then on the others: that is what a machine with a GPU is asked first. On a CPU there are no kernels;
+`eager` is then what the library runs.
 
     python benchmarks/bench_casts.py -o casts.json
     python benchmarks/bench_casts.py --shapes 8192,8192 --casts "static both" --contenders kernel

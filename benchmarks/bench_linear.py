@@ -8,8 +8,9 @@ whole price:
 All layers of a shape share one weight and one input, and take turns on the clock. With `--modes
 eager compiled` each layer runs both ways, all of them eager first; eager is compared with eager,
 compiled with compiled. The file holds the rows of each mode as soon as they are measured, and
-`--stop-after` begins no other compilation: what was made by then is timed. Where torchao is importable its layer of the same recipe takes its turn as well
-(`--no-peer` leaves it out); a peer that cannot run shows its error and fails nothing.
+`--stop-after` begins no other compilation: what was made by then is timed. Where torchao is
+importable its layer of the same recipe takes its turn as well (`--no-peer` leaves it out); a peer
+that cannot run shows its error and fails nothing.
 
 `saved` is what autograd keeps from forward for backward: unique storages, parameters excluded.
 `SQNR` compares a layer's output with nn.Linear's. `launches` counts what a step puts on the CUDA

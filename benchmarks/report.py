@@ -140,7 +140,7 @@ def write(
     columns: Columns,
     targets: Sequence[Row] = (),
 ) -> Row:
-    """What `publish` does, without printing: called after each row, it keeps what a kill would lose.
+    """`publish` without printing; called after each row, it keeps what a kill would lose.
 
     The file is replaced as a whole, so that it can be read at any moment.
     """

@@ -55,7 +55,7 @@ def test_rows_compare_with_a_copy(tmp_path):
 
 
 def test_every_kernel_comes_before_every_other_contender(tmp_path, monkeypatch, capsys):
-    """On a GPU, which a clock stands for here; rows are in the file as soon as they are measured."""
+    """On a GPU, for which a stand-in answers; rows are in the file as soon as they are measured."""
     file, seen = tmp_path / "casts.json", []
     of_copy = {"static both": 0.95, "dynamic rows": 0.7}
 
