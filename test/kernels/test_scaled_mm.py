@@ -470,7 +470,12 @@ def test_torch_compile_traces_the_choice(dynamic, monkeypatch):
 
 @pytest.mark.cuda
 @EVERY_PRODUCT
-@pytest.mark.parametrize("sizes", [(48, 272, 160), (256, 384, 128), (5, 123, 7)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    # whole tiles; odd; few rows, of which cuBLASLt takes fours where scales are of 128
+    [(48, 272, 160), (256, 384, 128), (5, 123, 7), *((M, 272, 160) for M in (1, 2, 3, 5))],
+    ids=str,
+)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("pad", [False, True])
 def test_a_gpu_multiplies_as_the_oracle_or_refuses(a_block, b_block, sizes, with_bias, pad):
@@ -489,3 +494,30 @@ def test_a_gpu_multiplies_as_the_oracle_or_refuses(a_block, b_block, sizes, with
         return
     actual = kernels.scaled_mm(*on_gpu, a_block, b_block, gpu_bias, out_dtype=BF16, pad=pad)
     assert_product_of(actual, parts, a_block, b_block, bias, (sizes, a_block, b_block))
+
+
+@pytest.mark.cuda
+@EVERY_PRODUCT
+@pytest.mark.parametrize("out_dtype", shapes.HIGH_PRECISION, ids=str)
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_gpu_writes_what_the_table_says_it_does(a_block, b_block, out_dtype, fast):
+    """Every dtype, with a bias and without; with fast accumulation where there is one."""
+    if fast and PRODUCTS[a_block, b_block] == "blockwise":
+        pytest.skip("no fast accumulation: the plan never asks for it")
+    product = (module.architecture(), a_block, b_block, out_dtype)
+    parts = operands(48, 272, 160, a_block, b_block)
+    for bias in (None, Case((160,), out_dtype, seed=3).make()):
+        given = [part.cuda() for part in parts], None if bias is None else bias.cuda()
+        options = {"out_dtype": out_dtype, "use_fast_accum": fast}
+        if (reason := module.refuses_device(*product)) is not None:
+            assert "does not run" in reason
+            with pytest.raises(ValueError, match="does not run"):
+                kernels.scaled_mm(*given[0], a_block, b_block, given[1], **options)
+            continue
+        actual = kernels.scaled_mm(*given[0], a_block, b_block, given[1], **options).cpu()
+        assert actual.dtype == out_dtype
+        exact = oracle.matmul(parts[0], parts[1], a_block, parts[2], parts[3], b_block)
+        exact = exact if bias is None else exact + bias.double()
+        # A tensor core's sum has 14 bits without promotion (arXiv 2412.19437, 3.3.2).
+        error = (actual.double() - exact).norm() / exact.norm()
+        assert error <= 2.0**-7, (a_block, b_block, out_dtype, fast, float(error))

@@ -61,7 +61,8 @@ class Tile(NamedTuple):
 
 
 # From the largest, which reads least per product, to the smallest, which leaves no multiprocessor
-# idle. Shared memory: 128 * (M + N) bytes a stage; sm_89 has 99 KiB of it and uses a stage less.
+# idle. Shared memory: 128 * (M + N) bytes a stage; sm_89 and sm_120 have 99 KiB of it and use a
+# stage less.
 TILES = (
     Tile(128, 128, 8, 4),
     Tile(128, 64, 8, 3),
