@@ -4,10 +4,10 @@ Legend: ``a`` (M, K) and ``b`` (N, K), the contraction K last; scales ``ceil(sha
 
 The library reads ``a`` row-major and ``b.T`` column-major, from addresses that are multiples of 16
 bytes, with K and N multiples of 16 (cuBLASLt documentation, "FP8 data types"). With 1x128 and
-128x128 scales M must be a multiple of 4 too ("1D and 2D block scaling": M % 4 == N % 4 == 0), for
-which torch has no check of its own. Everything else is copied, or padded with zeros, into that form
-here. Scales, too, have layouts of their own, from which torch tells what they are: see
-`_blockwise_scales`.
+128x128 scales M must be a multiple of 4 too ("128-element 1D and 128x128 2D block scaling for FP8
+data types" there), which torch does not check. Everything else is copied, or padded with zeros,
+into that form here. Scales, too, have layouts of their own, from which torch tells what they are:
+see `_blockwise_scales`.
 
 How the bias is added: torch 2.11 to 2.13 fuse one of the result's own 16-bit type into tensorwise
 and rowwise products. Their tests run that on sm_90 with CUDA 12.9, where cuBLASLt scales the rows
