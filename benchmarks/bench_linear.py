@@ -6,9 +6,11 @@ whole price:
     ratio = time(layer) / time(nn.Linear)          below 1 where float8 is faster
 
 All layers of a shape share one weight and one input, and take turns on the clock. With `--modes
-eager compiled` each layer runs both ways in one run, and eager is compared with eager, compiled
-with compiled. Where torchao is importable its layer of the same recipe takes its turn as well
-(`--no-peer` leaves it out); a peer that cannot run shows its error and fails nothing.
+eager compiled` each layer runs both ways, all of them eager first; eager is compared with eager,
+compiled with compiled. The file holds the rows of each mode as soon as they are measured, and
+`--stop-after` begins no other compilation: what was made by then is timed. Where torchao is
+importable its layer of the same recipe takes its turn as well (`--no-peer` leaves it out); a peer
+that cannot run shows its error and fails nothing.
 
 `saved` is what autograd keeps from forward for backward: unique storages, parameters excluded.
 `SQNR` compares a layer's output with nn.Linear's. `launches` counts what a step puts on the CUDA
@@ -83,27 +85,28 @@ def makers(mode: str, operands: Operands, options: argparse.Namespace) -> dict[s
     return {key(mode, n): partial(candidate, n, mode, operands) for n in names(options)}
 
 
-def measure(shape: Shape, options: argparse.Namespace) -> list[harness.Row]:
-    """One row per layer and mode, all timed in the same rounds."""
-    torch.compiler.reset()  # so that no shape pays for the guards of the one before it
+def measure(
+    shape: Shape, mode: str, options: argparse.Namespace, late: harness.Late = harness.never
+) -> list[harness.Row]:
+    """One row per layer, all timed in the same rounds."""
+    torch.compiler.reset()  # so that nothing pays for the guards of what was compiled before it
     operands = Operands.random(shape, options.device, options.seed)
-    groups = [makers(mode, operands, options) for mode in options.modes]
-    if options.limit:
+    groups = [makers(mode, operands, options)]
+    if options.limit:  # before what may take long to compile
         configs = [contenders.config_of(recipe, operands) for recipe in options.recipes]
-        groups.append(limit.makers(configs, operands))
+        groups.insert(0, limit.makers(configs, operands))
     rows: list[harness.Row] = []
     with room_to_compile():
-        rounds = harness.take_turns(groups, options)
-        for mode in options.modes:
-            for name in names(options):
-                row: harness.Row = {**shape.row, "layer": name, "mode": mode}
-                row |= rounds.row(key(mode, name), key(mode, BASELINE))
-                mine, base = rounds.runs.get(key(mode, name)), rounds.runs[key(mode, BASELINE)]
-                if isinstance(mine, Step) and isinstance(base, Step):
-                    row["tflops"] = 3 * shape.flops / row["ms"] / 1e9  # three products a step
-                    row |= weigh(mine, base, options.device)
-                    row |= nearness(name, mode, shape, operands, rounds)
-                rows.append(row)
+        rounds = harness.take_turns(groups, options, late)
+        for name in names(options):
+            row: harness.Row = {**shape.row, "layer": name, "mode": mode}
+            row |= rounds.row(key(mode, name), key(mode, BASELINE))
+            mine, base = rounds.runs.get(key(mode, name)), rounds.runs[key(mode, BASELINE)]
+            if isinstance(mine, Step) and isinstance(base, Step):
+                row["tflops"] = 3 * shape.flops / row["ms"] / 1e9  # three products a step
+                row |= weigh(mine, base, options.device)
+                row |= nearness(name, mode, shape, operands, rounds)
+            rows.append(row)
     return rows
 
 
@@ -167,11 +170,15 @@ def main(argv: Sequence[str]) -> int:
     for file in COMPILED if options.compiled_casts else ():
         COMPILED[file] = (options.compiled_casts, "asked for")
     rows: list[harness.Row] = []
+    on_cuda = torch.device(options.device).type == "cuda"
+    late = harness.countdown(options.stop_after)
+    work = [(shape, mode) for shape in options.shapes for mode in options.modes]
     try:
-        for shape in harness.in_time(options.shapes, options.stop_after):
-            rows += measure(shape, options)
+        for shape, mode in harness.in_time(work, options.stop_after):
+            rows += measure(shape, mode, options, late)
+            report.write("bench_linear", argv, options, rows, COLUMNS)
     finally:  # an interrupted run keeps what it measured
-        judged = targets.summary(rows) if torch.device(options.device).type == "cuda" else ()
+        judged = targets.summary(rows) if on_cuda else ()
         made = report.publish("bench_linear", argv, options, rows, COLUMNS, judged)
         if options.plot is not None and rows:
             plots.save(made, options.plot)

@@ -115,6 +115,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         for shape in harness.in_time(options.shapes, options.stop_after):
             rows += measure(shape, options)
+            report.write("bench_matmul", argv, options, rows, COLUMNS)
     finally:  # an interrupted run keeps what it measured
         report.publish("bench_matmul", argv, options, rows, COLUMNS)
     return int(any(not row.get("refused", True) for row in rows))

@@ -89,7 +89,9 @@ def peak_bytes(step: Step, device: str) -> int | None:
     return torch.cuda.max_memory_allocated()
 
 
-def measure(mode: str, sizes: Sizes, options: argparse.Namespace) -> list[harness.Row]:
+def measure(
+    mode: str, sizes: Sizes, options: argparse.Namespace, late: harness.Late = harness.never
+) -> list[harness.Row]:
     """One row per contender, all timed in the same rounds."""
     torch.manual_seed(options.seed)
     random = partial(torch.randn, device=options.device, dtype=torch.bfloat16)
@@ -100,7 +102,7 @@ def measure(mode: str, sizes: Sizes, options: argparse.Namespace) -> list[harnes
     makers = {name: partial(step, name, mode, plain, x, grad_output) for name in names}
     rows: list[harness.Row] = []
     with room_to_compile():
-        rounds = harness.take_turns([makers], options)
+        rounds = harness.take_turns([makers], options, late)
         base = rounds.runs[BASELINE]
         assert isinstance(base, Step)
         for name in names:
@@ -145,9 +147,11 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     sizes = replace(SIZES[options.size], blocks=options.blocks)
     rows: list[harness.Row] = []
+    late = harness.countdown(options.stop_after)
     try:
         for mode in harness.in_time(options.modes, options.stop_after):
-            rows += measure(mode, sizes, options)
+            rows += measure(mode, sizes, options, late)
+            report.write("bench_model", argv, options, rows, COLUMNS)
     finally:  # an interrupted run keeps what it measured
         report.publish("bench_model", argv, options, rows, COLUMNS)
     ours = [row for row in rows if not row["layer"].startswith(PEER)]

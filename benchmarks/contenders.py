@@ -140,7 +140,11 @@ def add_options(parser: argparse.ArgumentParser, recipes: tuple[str, ...]) -> No
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuse what this machine cannot do; leave torchao out where it is not installed."""
+    """Refuse what this machine cannot do; leave torchao out where it is not installed.
+
+    Eager comes before compiled, so that a compilation that is cut off costs nothing else.
+    """
+    options.modes = sorted(options.modes, key=MODES.index)
     on_cpu = torch.device(options.device).type == "cpu"
     if "compiled" in options.modes and on_cpu and not any(map(shutil.which, COMPILERS)):
         parser.error(

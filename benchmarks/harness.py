@@ -62,15 +62,34 @@ def timer_for(device: str) -> Timer:
     return cuda_seconds if torch.device(device).type == "cuda" else host_timer()
 
 
-def runnable(makers: Mapping[str, Callable[[], C]]) -> tuple[dict[str, C], dict[str, Row]]:
+Late = Callable[[], bool]
+
+
+def never() -> bool:
+    return False
+
+
+def countdown(seconds: float | None, now: Callable[[], float] = time.monotonic) -> Late:
+    """Asked whether so many seconds have passed since this call; None is forever."""
+    start = now()
+    return never if seconds is None else lambda: now() - start > seconds
+
+
+def runnable(
+    makers: Mapping[str, Callable[[], C]], late: Late = never
+) -> tuple[dict[str, C], dict[str, Row]]:
     """Make and try every candidate: those that run, and for the others why they do not.
 
     One candidate's failure is a row of the table, not the end of the run. The first is what the
-    others are compared with: its failure is raised.
+    others are compared with: its failure is raised. Compiling one takes up to a minute, so that no
+    other is begun once it is late.
     """
     able: dict[str, C] = {}
     errors: dict[str, Row] = {}
     for name, make in makers.items():
+        if able and late():
+            errors[name] = {"error": "not measured, for lack of time", "refused": True}
+            continue
         try:
             candidate = make()
             candidate()
@@ -133,16 +152,18 @@ class Rounds:
 
 
 def take_turns(
-    groups: Sequence[Mapping[str, Callable[[], Callable[[], object]]]], options: argparse.Namespace
+    groups: Sequence[Mapping[str, Callable[[], Callable[[], object]]]],
+    options: argparse.Namespace,
+    late: Late = never,
 ) -> Rounds:
     """Make all candidates, and time those that run in the same rounds.
 
-    Of each group, the first one is needed (`runnable`).
+    Of each group, the first one is needed (`runnable`); no other is begun once it is late.
     """
     runs: dict[str, Callable[[], object]] = {}
     errors: dict[str, Row] = {}
     for group in groups:
-        able, unable = runnable(group)
+        able, unable = runnable(group, late)
         runs |= able
         errors |= unable
     return Rounds(runs, errors, time_in_turns(runs, options))
@@ -175,9 +196,9 @@ def in_time(
     items: Sequence[T], seconds: float | None, now: Callable[[], float] = time.monotonic
 ) -> Iterator[T]:
     """Items one by one, at least one, until so many seconds have passed; the others are named."""
-    start = now()
+    late = countdown(seconds, now)
     for index, item in enumerate(items):
-        if seconds is not None and index > 0 and now() - start > seconds:
+        if index > 0 and late():
             print(f"not measured, for lack of time: {', '.join(map(str, items[index:]))}")
             return
         yield item

@@ -20,7 +20,6 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
 from benchmarks.harness import Row
 
@@ -39,15 +38,26 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def table(rows: Sequence[Row], columns: Columns) -> str:
-    """Rows as text. A key that a row lacks is an empty cell, one that all lack no column."""
+    """Rows as text. A key that a row lacks is an empty cell, one that all lack no column.
+
+    Numbers are aligned at the right. Spelt out, because a machine with a GPU may lack tabulate.
+    """
     columns = {key: column for key, column in columns.items() if any(key in row for row in rows)}
-    cells = [
+    lines = [[header for header, _ in columns.values()]]
+    lines += [
         [format(row[key], spec) if key in row else "" for key, (_, spec) in columns.items()]
         for row in rows
     ]
-    headers = [header for header, _ in columns.values()]
-    align = ["right" if spec[-1:] in ("f", "g") else "left" for _, spec in columns.values()]
-    return tabulate(cells, headers, disable_numparse=True, colalign=align if rows else None)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    aligned = [">" if spec[-1:] in ("f", "g") else "<" for _, spec in columns.values()]
+    return "\n".join(
+        "  ".join(
+            format(cell, f"{side}{width}")
+            for cell, side, width in zip(line, aligned, widths, strict=True)
+        ).rstrip()
+        for line in lines
+    )
 
 
 def _git(*arguments: str) -> str:
@@ -113,26 +123,43 @@ def publish(
     `targets` say what should have been measured: rows with layer, mode, against, target, measured
     and met. Returns what is written.
     """
-    text = table(rows, columns)
-    where = environment(options.device)
+    report = write(name, argv, options, rows, columns, targets)
+    where = report["environment"]
     print(f"{name}: {where['device']}, torch {where['torch']}, {where['threads']} threads")
-    print(text)
+    print("\n".join(report["table"]))
     if targets:
         print(table(targets, TARGET_COLUMNS))
+    return report
+
+
+def write(
+    name: str,
+    argv: Sequence[str],
+    options: argparse.Namespace,
+    rows: Sequence[Row],
+    columns: Columns,
+    targets: Sequence[Row] = (),
+) -> Row:
+    """`publish` without printing; called after each row, it keeps what a kill would lose.
+
+    The file is replaced as a whole, so that it can be read at any moment.
+    """
     report = {
         "schema": SCHEMA,
         "benchmark": name,
         "command": shlex.join(["python", f"benchmarks/{name}.py", *argv]),
         "options": {key: str(value) for key, value in vars(options).items()},
-        "environment": where,
+        "environment": environment(options.device),
         "columns": {key: header for key, (header, _) in columns.items()},
         "rows": list(rows),
-        "table": text.splitlines(),
+        "table": table(rows, columns).splitlines(),
     }
     if targets:
         report["targets"] = list(targets)
     if options.output is None:
         return report
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    part = options.output.with_name(options.output.name + ".part")
+    part.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    part.replace(options.output)
     return report

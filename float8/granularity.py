@@ -78,9 +78,19 @@ class Blockwise(Granularity):
 def scale_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
     """``ceil(shape / block)``: the shape of the scales of a tensor."""
     return tuple(
-        1 if extent == WHOLE else -(-size // extent)
+        1 if extent == WHOLE else ceil_div(size, extent)
         for size, extent in zip(shape, block, strict=True)
     )
+
+
+def ceil_div(size: int, extent: int) -> int:
+    """``ceil(size / extent)``, in the one spelling that torch.compile can work with.
+
+    The lowering of ``_scaled_mm`` (torch/_inductor/kernel/mm.py, `get_scaling_options`) must prove
+    that the scales have ``CeilDiv(size, 128)`` elements. That is ``(size + 127) // 128`` to sympy;
+    the other spelling, ``-(-size // 128)``, it cannot prove equal for a dynamic size.
+    """
+    return (size + extent - 1) // extent
 
 
 def transpose_block(block: Block) -> Block:

@@ -7,23 +7,26 @@ compiled graphs of other tests are forgotten, and sums are taken by one thread. 
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import zlib
 
-import hypothesis
 import pytest
 import torch
 
-hypothesis.settings.register_profile(
-    "float8",
-    derandomize=True,
-    database=None,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.load_profile("float8")
 torch.set_num_threads(1)
+if importlib.util.find_spec("hypothesis") is not None:  # scripts/gpu_check.sh does without it
+    import hypothesis
+
+    hypothesis.settings.register_profile(
+        "float8",
+        derandomize=True,
+        database=None,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("float8")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -89,8 +89,10 @@ def install_torch_scaled_mm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         assert not a.dtype == b.dtype == E5M2
         assert scale_a.dtype == scale_b.dtype == torch.float32
         a_block, b_block = _blocks_of(scale_a, scale_b, M, K, N)
-        if (a_block, b_block) != (TENSOR, TENSOR):
-            assert out_dtype == BF16
+        if PRODUCTS[a_block, b_block] == "blockwise":
+            assert M % 4 == N % 4 == 0, "cuBLASLt: M and N in fours for scales of 128"
+            assert not use_fast_accum, "CUDABlas.cpp: no fast accumulation with scales of 128"
+            assert out_dtype in (BF16, torch.float32)
         out = oracle.matmul(
             a, scale_a.reshape(oracle.scale_shape((M, K), a_block)), a_block,
             b.t(), scale_b.t().reshape(oracle.scale_shape((N, K), b_block)), b_block,
@@ -98,6 +100,8 @@ def install_torch_scaled_mm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         if bias is not None:
             assert bias.dtype == out_dtype != torch.float32
             assert bias.shape == (N,)
+            assert bias.is_contiguous(), "torch hands over the address alone"
+            assert bias.storage_offset() * bias.element_size() % 16 == 0, "bias starts unaligned"
             out = out + plain(bias).double()
         return out.to(out_dtype)
 

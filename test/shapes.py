@@ -20,7 +20,6 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from float8.granularity import Blockwise, Granularity, Rowwise, Tensorwise
@@ -190,31 +189,34 @@ def _meetings(row: Sequence[int]) -> Iterator[tuple[tuple[int, int], ...]]:
     return itertools.combinations(enumerate(row), 2)
 
 
-@st.composite
-def cases(
-    draw: st.DrawFn,
-    shape: st.SearchStrategy[tuple[int, ...]] | None = None,
-    finite: bool = False,
-    max_size: int = 40,
-) -> Case:
-    """Draw a `Case`: a matrix unless ``shape`` says otherwise.
+def cases(shape: Any = None, finite: bool = False, max_size: int = 40) -> Any:
+    """A strategy that draws a `Case`: a matrix unless ``shape`` says otherwise.
+
+    Hypothesis is imported here, because a machine with a GPU may lack it, and most tests need the
+    other lists alone.
 
     Args:
-        draw: given by hypothesis.
-        shape: draws the shape; by default a weird one, or up to ``max_size`` a side.
+        shape: the strategy of the shape; by default a weird one, or up to ``max_size`` a side.
         finite: leave inf and NaN out.
         max_size: of the default shapes.
     """
-    dimension = st.integers(0, max_size)
-    shape = shape or st.one_of(st.sampled_from(WEIRD_SHAPES), st.tuples(dimension, dimension))
+    from hypothesis import strategies as st
+
     names = [n for n in SPECIALS if not (finite and n in ("inf", "negative_inf", "nan"))]
-    dtype = draw(st.sampled_from(HIGH_PRECISION))
-    return Case(
-        shape=draw(shape),
-        dtype=dtype,
-        exponent=draw(st.integers(*EXPONENTS[dtype])),
-        fill=draw(st.sampled_from(FILLS)),
-        layout=draw(st.sampled_from(LAYOUTS)),
-        specials=tuple(draw(st.lists(st.sampled_from(names), max_size=2, unique=True))),
-        seed=draw(st.integers(0, 2**16)),
-    )
+    dimension = st.integers(0, max_size)
+    shapes = shape or st.one_of(st.sampled_from(WEIRD_SHAPES), st.tuples(dimension, dimension))
+
+    @st.composite
+    def case(draw: st.DrawFn) -> Case:
+        dtype = draw(st.sampled_from(HIGH_PRECISION))
+        return Case(
+            shape=draw(shapes),
+            dtype=dtype,
+            exponent=draw(st.integers(*EXPONENTS[dtype])),
+            fill=draw(st.sampled_from(FILLS)),
+            layout=draw(st.sampled_from(LAYOUTS)),
+            specials=tuple(draw(st.lists(st.sampled_from(names), max_size=2, unique=True))),
+            seed=draw(st.integers(0, 2**16)),
+        )
+
+    return case()

@@ -5,13 +5,18 @@ because both run the same GEMM on the CPU.
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from assertions import assert_bitwise, assert_sqnr_at_least
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from float8 import (
     Float8Linear,
@@ -145,6 +150,50 @@ def test_compiled_checkpointing_records_and_computes_as_eager(recipe):
         for a, b in zip(_step(compiled, run, x, g), _step(eager, eager, x, g), strict=True):
             assert_bitwise(a, b, recipe)
         for a, b in zip(compiled.buffers(), eager.buffers(), strict=True):
+            assert_bitwise(a, b, recipe)
+
+
+def _keeps_products(ctx, op, *args, **kwargs):
+    """Of torch.utils.checkpoint's selective policy: products are kept, all else computed again."""
+    kept = op in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Gated(nn.Module):
+    """What a cast may be fused with: a norm before one layer, an activation before the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(64), nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.silu(self.up(self.norm(x))))
+
+
+def _selectively(model, x):
+    contexts = partial(create_selective_checkpoint_contexts, _keeps_products)
+    return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["rowwise"])
+def test_compiled_selective_checkpointing_computes_as_eager(recipe):
+    """torchtitan#1056, #865: NaN where casts were computed again from other bits.
+
+    Of loud and quiet rows, which rowwise scales tell apart. Inductor may fuse a cast with what
+    comes before it, in the forward or in the backward alone (pytorch#150859); what that may change
+    is in test_reference.py: test_an_operand_computed_again_by_other_bits_is_no_nan.
+    """
+    eager = _Gated().bfloat16()
+    convert_to_float8_training(eager, config=RECIPES[recipe])
+    compiled = copy.deepcopy(eager)
+    backend = "aot_eager_decomp_partition"
+    run = torch.compile(partial(_selectively, compiled), backend=backend, fullgraph=True)
+    loudness = torch.exp2(torch.arange(32) % 17 - 8.0)[:, None]
+    for _ in range(2):
+        x, g = (torch.randn(32, 64) * loudness).bfloat16(), torch.randn(32, 64).bfloat16()
+        for a, b in zip(_step(compiled, run, x, g), _step(eager, eager, x, g), strict=True):
+            assert a.isfinite().all()
             assert_bitwise(a, b, recipe)
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import oracle
 import pytest
 import shapes
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._inductor.sizevars import SizeVarAllocator
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.functions import CeilDiv
 
 from float8.granularity import (
     Blockwise,
@@ -109,3 +113,15 @@ def test_equal_granularities_are_one_key():
     }
     assert Rowwise() != Tensorwise()
     assert Blockwise(1, 128) != Blockwise(128, 1)
+
+
+def test_a_compiler_can_prove_how_many_scales_a_dynamic_size_has():
+    """As the lowering of _scaled_mm asks for it: test/kernels/test_dynamic_shapes.py."""
+    env = ShapeEnv()
+    size = env.create_unbacked_symint()
+    torch._check(size >= 0)
+    known = SizeVarAllocator(env).statically_known_equals
+    rows, cols = scale_shape((size, 640), (128, 128))
+    assert cols == 5
+    assert known(rows.node.expr, CeilDiv(size.node.expr, 128))
+    assert not known((-(-size // 128)).node.expr, CeilDiv(size.node.expr, 128))

@@ -205,6 +205,9 @@ def test_reduce_overhead(name):
     layer = layer_of(name).to("cuda")
     compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
     for _ in range(4):
+        # Gradients live in the graph's memory: the next step would write over those that are
+        # accumulated into (pytorch#169545).
+        layer.zero_grad()
         x = torch.randn(64, 48, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         out = compiled(x).clone()
         out.backward(torch.randn_like(out))

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from float8 import (
     Float8Linear,
     Float8LinearConfig,
     Float8Tensor,
+    GemmConfig,
     ScalingType,
     convert_to_float8_training,
     float8_linear,
@@ -50,6 +52,31 @@ def test_results_hold_in_every_dtype(recipe, dtype):
 @pytest.mark.parametrize("shape", [(64, 256, 128), (256, 1024, 512)])
 def test_results_hold_on_float8_tensor_cores(recipe, shape):
     check_layer(recipe, shape, torch.bfloat16, seed=3, device="cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "by hand"])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5])
+def test_few_tokens_run_on_float8_tensor_cores(recipe, tokens):
+    """As generation has them; in training their gradients contract them, padded.
+
+    "By hand" leaves fast accumulation at its default, which products of blocks do not have.
+    """
+    config = RECIPES["blockwise" if recipe == "by hand" else recipe]
+    if recipe == "by hand":
+        config = replace(config, gemm_config_output=GemmConfig(use_fast_accum=True))
+    linear = nn.Linear(256, 128, dtype=torch.bfloat16, device="cuda")
+    x, g = (torch.randn(tokens, n, dtype=torch.bfloat16, device="cuda") for n in (256, 128))
+    with torch.no_grad():
+        out = Float8Linear.from_float(linear, config=config)(x)
+        exact = Float8Linear.from_float(linear, config=replace(config, emulate=True))(x)
+    assert (out - exact).float().norm() <= 0.01 * exact.float().norm()
+    padded, emulated = (
+        run(Float8Linear.from_float(linear, config=replace(config, **option)), x, g)
+        for option in ({"pad_inner_dim": True}, {"emulate": True})
+    )
+    for name, mine in padded.items():
+        assert (mine - emulated[name]).float().norm() <= 0.02 * emulated[name].float().norm(), name
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -54,12 +54,24 @@ def test_a_frozen_weight_does_not_restrict_the_number_of_tokens():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_only_rowwise_products_are_written_in_bfloat16_alone(dtype):
-    reason = _reason("rowwise", dtype=dtype)
+def test_rowwise_products_are_written_in_bfloat16_alone_but_on_hopper(dtype):
+    reason = _reason("rowwise", dtype=dtype, arch="sm_100")
     assert reason is not None
     assert "bfloat16 only" in reason
-    assert _reason("tensorwise", dtype=dtype) is None
-    assert _reason("blockwise", dtype=dtype) is None
+    for recipe in ("tensorwise", "rowwise", "blockwise"):
+        assert _reason(recipe, dtype=dtype) is None
+    for recipe in ("tensorwise", "blockwise"):
+        assert _reason(recipe, dtype=dtype, arch="sm_100") is None
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5])
+def test_any_number_of_tokens_is_taken_where_no_gradient_follows(tokens):
+    """A last batch in evaluation, a token in generation: rows are no contraction there."""
+    for recipe in ("tensorwise", "rowwise", "blockwise"):
+        layer = Float8Linear(64, 48, config=RECIPES[recipe])
+        call = (layer.config, layer.weight, tokens, torch.bfloat16, "sm_90")
+        assert refuses_call(*call, False) is None
+        assert f"contraction={tokens} not a multiple of 16" in refuses_call(*call, True)
 
 
 @pytest.mark.parametrize("arch", ["sm_89", "sm_100"])

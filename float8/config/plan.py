@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from float8.config.casts import OperandCast
 from float8.formats import E5M2, Format
+from float8.granularity import WHOLE
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,9 @@ class GemmConfig:
 
     Args:
         use_fast_accum: accumulate in the tensor core's reduced-precision accumulator instead of
-            promoting partial sums to float32 (a Hopper option). The reference path has no such
-            accumulator and ignores it.
+            promoting partial sums to float32 (a Hopper option). Products whose scales change along
+            the contraction (blockwise) are promoted at each change, so they have no such option
+            and ignore it, as the plan shows. The reference path ignores it too.
     """
 
     use_fast_accum: bool = False
@@ -77,7 +79,8 @@ def gemm(
             f"the {product} GEMM would multiply E5M2 by E5M2 ({name_a}, {name_b}), which no "
             "hardware does; set target_dtype=torch.float8_e4m3fn for one of them"
         )
-    return Gemm(a, b, config.use_fast_accum)
+    has_fast_accum = a is None or b is None or a.block[1] == b.block[1] == WHOLE
+    return Gemm(a, b, config.use_fast_accum and has_fast_accum)
 
 
 def _is_e5m2(fmt: Format) -> bool:

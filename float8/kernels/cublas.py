@@ -3,9 +3,18 @@
 Legend: ``a`` (M, K) and ``b`` (N, K), the contraction K last; scales ``ceil(shape / block)``.
 
 The library reads ``a`` row-major and ``b.T`` column-major, from addresses that are multiples of 16
-bytes, with K and N multiples of 16 (cuBLASLt documentation, "FP8 data types"). Everything else is
-copied, or padded with zeros, into that form here. Scales, too, have layouts of their own, from
-which torch tells what they are: see `_blockwise_scales`.
+bytes, with K and N multiples of 16 (cuBLASLt documentation, "FP8 data types"). With 1x128 and
+128x128 scales M must be a multiple of 4 too ("128-element 1D and 128x128 2D block scaling for FP8
+data types" there), which torch does not check. Everything else is copied, or padded with zeros,
+into that form here. Scales, too, have layouts of their own, from which torch tells what they are:
+see `_blockwise_scales`.
+
+How the bias is added: torch 2.11 to 2.13 fuse one of the result's own 16-bit type into tensorwise
+and rowwise products. Their tests run that on sm_90 with CUDA 12.9, where cuBLASLt scales the rows
+(pytorch#166744: test_scaled_mm_vs_emulated_row_wise), and with fast accumulation and M of 1, 3 and
+33 (test/inductor/test_fp8.py). cuBLASLt refuses a fused float32 bias (CUBLAS_STATUS_NOT_SUPPORTED,
+pytorch#190538), so that one is added by an operation of its own, as is the bias of a blockwise
+product, which none of torch's tests fuses.
 """
 
 from __future__ import annotations
@@ -16,9 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8.granularity import WHOLE, Block
+from float8.granularity import WHOLE, Block, scale_shape
 
 ALIGNMENT = 16
+_BLOCK_ROWS = 4  # what M has to be a multiple of where a scale covers 128 of the contraction
 
 
 def multiply(
@@ -33,15 +43,14 @@ def multiply(
     use_fast_accum: bool,
 ) -> Tensor:
     """`float8.kernels.scaled_mm.scaled_mm` by ``torch._scaled_mm``; odd sizes are padded."""
-    columns, inner = b_NK.shape
-    if columns % ALIGNMENT or inner % ALIGNMENT:
-        a_MK = pad_codes(a_MK, 0, -inner % ALIGNMENT)
-        b_NK, b_scale, bias_N = _pad_b(b_NK, b_scale, b_block, bias_N)
+    rows, columns = a_MK.shape[0], b_NK.shape[0]
     is_blockwise = a_block[1] != WHOLE
+    inner = _missing_of_contraction(a_scale, b_NK.shape[1], a_block, b_block)
+    a_MK, a_scale = _pad(a_MK, a_scale, a_block, -rows % _BLOCK_ROWS if is_blockwise else 0, inner)
+    b_NK, b_scale = _pad(b_NK, b_scale, b_block, -columns % ALIGNMENT, inner)
+    if bias_N is not None and columns % ALIGNMENT:
+        bias_N = F.pad(bias_N, (0, -columns % ALIGNMENT))
     if is_blockwise:
-        if (128, 128) in (a_block, b_block) or a_MK.shape[0] == 1:
-            a_MK, a_scale = _whole_rows_of_scales(a_MK, a_scale)
-            b_NK, b_scale = _whole_rows_of_scales(b_NK, b_scale)
         a_scale = _blockwise_scales(a_scale, a_block)
         b_scale = _blockwise_scales(b_scale, b_block).t()
     elif a_block[0] == b_block[0] == WHOLE:
@@ -49,7 +58,6 @@ def multiply(
     else:
         a_scale = contraction_last(a_scale.expand(a_MK.shape[0], 1))
         b_scale = contraction_last(b_scale.expand(b_NK.shape[0], 1)).reshape(1, -1)
-    # torch fuses a bias of the output's own 16-bit type into tensorwise and rowwise products.
     fuses_bias = (
         bias_N is not None and not is_blockwise and bias_N.dtype == out_dtype != torch.float32
     )
@@ -58,26 +66,37 @@ def multiply(
         contraction_last(b_NK).t(),
         scale_a=a_scale,
         scale_b=b_scale,
-        bias=bias_N if fuses_bias else None,
+        bias=_aligned_vector(bias_N) if bias_N is not None and fuses_bias else None,
         out_dtype=out_dtype,
         use_fast_accum=use_fast_accum,
     )
     if bias_N is not None and not fuses_bias:
         out = (out + bias_N).to(out_dtype)
-    return out if out.shape[1] == columns else out.narrow(1, 0, columns)
+    if out.shape[1] != columns:
+        out = out.narrow(1, 0, columns)
+    return out if out.shape[0] == rows else out.narrow(0, 0, rows)
 
 
-def contraction_last(x: Tensor) -> Tensor:
-    """A row-major matrix that starts at a multiple of 16 bytes: x itself, or a copy.
+def _aligned_vector(x: Tensor) -> Tensor:
+    """A vector as torch hands it over: by its address alone, so without strides, and aligned."""
+    if x.stride(0) == 1 and _starts_aligned(x):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _starts_aligned(x: Tensor) -> bool:
+    """Whether x starts at a multiple of 16 bytes.
 
     Storages start aligned (torch's allocator sees to it), parts of them may not. Compilers do not
     trace the question; what they hand over starts its storage.
     """
+    return torch.compiler.is_compiling() or (x.storage_offset() * x.element_size() % ALIGNMENT == 0)
+
+
+def contraction_last(x: Tensor) -> Tensor:
+    """A row-major matrix that starts at a multiple of 16 bytes: x itself, or a copy."""
     # By strides: one row of any strides counts as contiguous, and hardware reads the strides.
-    is_aligned = torch.compiler.is_compiling() or (
-        x.storage_offset() * x.element_size() % ALIGNMENT == 0
-    )
-    if is_aligned and x.stride() == (x.shape[1], 1):
+    if _starts_aligned(x) and x.stride() == (x.shape[1], 1):
         return x
     if x.element_size() == 1 and x.stride(0) == 1 and not is_sharded(x):
         _load_transpose()
@@ -105,28 +124,29 @@ def pad_codes(data: Tensor, rows: int, cols: int) -> Tensor:
     return F.pad(data.view(torch.uint8), (0, cols, 0, rows)).view(data.dtype)
 
 
-def _pad_b(
-    b_NK: Tensor, scale: Tensor, block: Block, bias_N: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    rows = -b_NK.shape[0] % ALIGNMENT
-    data = pad_codes(b_NK, rows, -b_NK.shape[1] % ALIGNMENT)
-    if block[0] == 1:
-        scale = F.pad(scale, (0, 0, 0, rows), value=1.0)
-    elif block[0] != WHOLE:
-        missing = -(-data.shape[0] // block[0]) - scale.shape[0]
-        scale = F.pad(scale, (0, 0, 0, missing), value=1.0)
-    return data, scale, None if bias_N is None else F.pad(bias_N, (0, rows))
+def _missing_of_contraction(a_scale: Tensor, inner: int, a_block: Block, b_block: Block) -> int:
+    """How many zeros the contraction of a product needs at its end.
 
-
-def _whole_rows_of_scales(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    Where scales vary along it, it is padded to whole blocks of 128, which the product takes anyway:
+    of a contraction padded to a multiple of 16, torch.compile could not prove how many scales it
+    has (see `float8.granularity.ceil_div`).
+    """
+    if a_block[1] == WHOLE:
+        return -inner % ALIGNMENT
+    blocks = a_scale.shape[1]
     # cuBLASLt reads 128x128 scales in rows aligned to 16 bytes, whatever torch lets through, and
-    # otherwise returns wrong numbers (pytorch/pytorch#166752): pad the contraction with zeros. The
-    # 1x128 scales of a single row have the shape of 128x128 ones, for which torch takes them.
-    missing = -scale.shape[1] % 4
-    if not missing:
+    # otherwise returns wrong numbers (pytorch/pytorch#166752).
+    missing = -blocks % 4 if (128, 128) in (a_block, b_block) else 0
+    return (blocks + missing) * 128 - inner if missing or inner % ALIGNMENT else 0
+
+
+def _pad(data: Tensor, scale: Tensor, block: Block, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    """An operand with so many rows and columns of zeros more, and scales of 1 for them."""
+    if not rows and not cols:
         return data, scale
-    padded = pad_codes(data, 0, (scale.shape[1] + missing) * 128 - data.shape[1])
-    return padded, F.pad(scale, (0, missing), value=1.0)
+    data = pad_codes(data, rows, cols)
+    down, across = scale_shape(data.shape, block)
+    return data, F.pad(scale, (0, across - scale.shape[1], 0, down - scale.shape[0]), value=1.0)
 
 
 def _blockwise_scales(scale: Tensor, block: Block) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8.granularity import WHOLE, Block, scale_shape
+from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 
 MIN_SCALE = torch.finfo(torch.float32).tiny  # 2^-126
 _SMALL = 8192  # elements below which, in eager mode, fewer calls beat faster passes
@@ -76,7 +76,7 @@ def _tiles(x: Tensor, block: Block) -> tuple[Tensor, list[int]]:
     for size, extent in zip(x.shape, block, strict=True):
         is_split = extent not in (WHOLE, 1)
         padding.append(-size % extent if is_split else 0)
-        shape += [-(-size // extent), extent] if is_split else [size]
+        shape += [ceil_div(size, extent), extent] if is_split else [size]
         if extent != 1:
             inside.append(len(shape) - 1)
     if any(padding):

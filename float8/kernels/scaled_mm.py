@@ -5,10 +5,10 @@ On CUDA the first of `CANDIDATES` runs that does not refuse:
 =============  ======================================  ===========================================
 candidate      products                                refuses
 =============  ======================================  ===========================================
-torch          tensorwise, rowwise; blockwise on       sizes that are not multiples of 16 (unless
-(`cublas`)     sm_90 with CUDA 12.9                    padded); rowwise and blockwise results in
-                                                       another dtype than bfloat16
-Triton         blockwise                               AMD GPUs, on which nobody has looked at it
+torch          tensorwise, rowwise; blockwise on       contraction or columns that are not
+(`cublas`)     sm_90 with CUDA 12.9                    multiples of 16 (unless padded); results in
+                                                       another dtype than `written_dtypes` says
+Triton         blockwise                               AMD GPUs, on which it is untested
 (`gpu/`)
 =============  ======================================  ===========================================
 
@@ -51,18 +51,28 @@ _PRODUCTS: dict[tuple[str, str], str] = {
     ("1x128", "1x128"): BLOCKWISE,
 }
 # Every architecture with float8 tensor cores that the library knows -> product -> None where
-# torch._scaled_mm runs it, else the reason why not. Blockwise: ATen/native/cuda/ScaledBlas.cpp,
-# _check_deepseek_support.
+# torch._scaled_mm runs it, else the reason why not. Sources, in torch 2.11 and 2.13:
+# - ATen/native/cuda/ScaledBlasDeviceUtils.cpp: 8.9, and everything from 9.0 on;
+# - tensorwise: cuBLASLt, on all of these (sm_120: pytorch#192707 runs it);
+# - rowwise: ScaledBlas.cpp gives it to cuBLASLt on sm_90 with CUDA 12.9, elsewhere to the CUTLASS
+#   kernels of RowwiseScaledMM.cu, which dispatches on 8.9, 9.x, 10.x, 11.x and 12.x (sm_120:
+#   pytorch#155991); the Linux wheels contain them for 8.9, 9.0, 10.0, 10.3, 12.0 and 12.1;
+# - blockwise: ScaledBlas.cpp, _check_deepseek_support.
 _NO_128 = "takes 1x128 and 128x128 scales on sm_90 only"
+_ALL_BUT_128: dict[str, str | None] = {TENSORWISE: None, ROWWISE: None, BLOCKWISE: _NO_128}
 SUPPORT: dict[str, dict[str, str | None]] = {
-    "sm_89": {TENSORWISE: None, ROWWISE: None, BLOCKWISE: _NO_128},
-    "sm_90": {TENSORWISE: None, ROWWISE: None, BLOCKWISE: None},
-    "sm_100": {TENSORWISE: None, ROWWISE: None, BLOCKWISE: _NO_128},
-    "gfx94": {TENSORWISE: None, ROWWISE: None, BLOCKWISE: _NO_128},
-    "gfx95": {TENSORWISE: None, ROWWISE: None, BLOCKWISE: _NO_128},
+    "sm_89": {**_ALL_BUT_128},
+    "sm_90": {**_ALL_BUT_128, BLOCKWISE: None},
+    "sm_100": {**_ALL_BUT_128},
+    "sm_103": {**_ALL_BUT_128},
+    "sm_120": {**_ALL_BUT_128},
+    "sm_121": {**_ALL_BUT_128},
+    "gfx94": {**_ALL_BUT_128},
+    "gfx95": {**_ALL_BUT_128},
 }
-# cuBLASLt takes 1x128 and 128x128 scales from this CUDA version on (cuBLAS 12.9 release notes).
-_BLOCKWISE_CUDA = (12, 9)
+# cuBLASLt takes scales of rows and of 128-wide blocks from this CUDA version on, on sm_90 alone
+# (cuBLAS 12.9 release notes).
+_CUBLASLT_CUDA = (12, 9)
 _EMULATE = "set emulate=True to run it in plain PyTorch"
 
 
@@ -85,23 +95,43 @@ def _architecture(device_index: int | None) -> str:
     if torch.version.hip is not None:
         return str(torch.cuda.get_device_properties(device_index or 0).gcnArchName)[:5]
     major, minor = torch.cuda.get_device_capability(device_index)
-    return f"sm_{major}{minor}" if major < 10 else f"sm_{major}0"
+    return f"sm_{major}{minor}"
 
 
 # --- the candidates
 
 
+def written_dtypes(arch: str, product: str) -> tuple[torch.dtype, ...]:
+    """The dtypes in which ``torch._scaled_mm`` writes a product that it runs, on any torch >= 2.11.
+
+    Rowwise by cuBLASLt (its OUTER_VEC_32F scales) has all three, as torch's own
+    test_scaled_mm_vs_emulated_row_wise shows. The CUTLASS kernels of torch 2.11 write bfloat16
+    whatever they are asked for (pytorch#187569), hipBLASLt takes nothing else. Torch does not check
+    the dtype of a blockwise result; its test_scaled_mm_block_wise_numerics covers two.
+    """
+    if product == ROWWISE and not _scales_rows_by_cublaslt(arch):
+        return (torch.bfloat16,)
+    if product == BLOCKWISE:
+        return (torch.bfloat16, torch.float32)
+    return (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _scales_rows_by_cublaslt(arch: str) -> bool:
+    return arch == "sm_90" and _cuda_version() >= _CUBLASLT_CUDA
+
+
 def _torch_refuses(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
     if (reason := SUPPORT[arch][product]) is not None:
         return reason
-    if product == BLOCKWISE and _cuda_version() < _BLOCKWISE_CUDA:
+    if product == BLOCKWISE and _cuda_version() < _CUBLASLT_CUDA:
         return (
             f"takes 1x128 and 128x128 scales from CUDA 12.9 on, and this torch was built with "
             f"{torch.version.cuda}"
         )
-    if product != TENSORWISE and out_dtype != torch.bfloat16:
+    if out_dtype not in (written := written_dtypes(arch, product)):
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in written)
         return (
-            f"writes a {product} product in bfloat16 only, not {out_dtype}: use bfloat16 "
+            f"writes a {product} product in {names} only, not {out_dtype}: use bfloat16 "
             "(model.bfloat16() or torch.autocast) or a tensorwise recipe"
         )
     return None
@@ -118,13 +148,13 @@ def _torch_refuses_sizes(contraction: int, columns: int) -> str | None:
 
 def _cuda_version() -> tuple[int, ...]:
     if torch.version.cuda is None:  # a CPU build tracing FakeTensors
-        return _BLOCKWISE_CUDA
+        return _CUBLASLT_CUDA
     return tuple(int(part) for part in torch.version.cuda.split(".")[:2])
 
 
 def _triton_refuses(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
     if not arch.startswith("sm_"):
-        return "is for NVIDIA GPUs: nobody has looked at it on others"
+        return "is for NVIDIA GPUs and untested on others"
     return None if _has_triton() else "needs Triton, which is not installed: `pip install triton`"
 
 
@@ -257,7 +287,11 @@ def refuses_sizes(
 ) -> str | None:
     """The reason why the candidate that runs does not take these sizes as they are, or None.
 
-    The next candidate is not asked: a batch of odd size would change to a slower GEMM unasked.
+    The next candidate is not asked: a batch of odd size would change to a slower GEMM unasked. Nor
+    is the number of rows. Tensorwise and rowwise products take any; where blockwise ones by torch
+    need a multiple of 4, `cublas.multiply` copies ``a`` with up to three rows of zeros more, which
+    costs less than the cast that wrote it, so that a last batch in evaluation or a single token in
+    generation runs by the same GEMM as all others.
     """
     willing = _willing(arch, a_block, b_block, out_dtype)
     return willing[0].refuses_sizes(contraction, columns) if willing else None
@@ -331,8 +365,8 @@ def scaled_mm(
         a_scale, b_scale: float32, ``ceil(shape / block)``.
         a_block, b_block: the extents that share a scale; -1 is the whole dimension.
         bias_N: added before rounding where the hardware can, or None.
-        out_dtype: float32, bfloat16 or float16; rowwise on CUDA: bfloat16.
-        use_fast_accum: see `GemmConfig`; a blockwise product by Triton has no such thing.
+        out_dtype: float32, bfloat16 or float16; on CUDA see `written_dtypes`.
+        use_fast_accum: see `GemmConfig`; there is no such thing for blockwise products.
         emulate: run the reference on a CUDA device too.
         pad: pad sizes that are no multiple of 16 with zeros instead of refusing.
 

@@ -117,6 +117,26 @@ def test_eager_and_compiled_are_measured_in_one_run(tmp_path, compiled):
     assert_ratios_are_paired(rows)
 
 
+def test_eager_is_in_the_file_before_anything_is_compiled(tmp_path, monkeypatch):
+    """Asked for in the other order too; a compilation that ends the run costs no eager row."""
+
+    file = tmp_path / "out.json"
+
+    def killed(model, **kwargs):
+        assert len(json.loads(file.read_text())["rows"]) == 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "compile", killed)
+    arguments = ["--modes", "compiled", "eager", "--recipes", "rowwise", "--no-floor", "--no-peer"]
+    with pytest.raises(KeyboardInterrupt):
+        bench_linear.main([*TINY, *arguments, "-o", str(file)])
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["mode"], row["layer"]) for row in rows] == [
+        ("eager", "nn.Linear"),
+        ("eager", "rowwise"),
+    ]
+
+
 def test_compiled_is_compared_with_compiled(tmp_path, compiled):
     rows = run(tmp_path, "--compile", "--recipes", "rowwise")
     assert [row["mode"] for row in rows] == ["compiled"] * 3

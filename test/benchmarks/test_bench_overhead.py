@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks import bench_overhead
 from benchmarks.by_hand import FUNCTIONS
@@ -28,7 +31,31 @@ def test_every_recipe_is_compared_with_its_layer_by_hand(tmp_path):
     assert len(rows) == 1 + 2 * len(FUNCTIONS)
 
 
-def test_it_is_a_question_to_the_host(capsys):
-    with pytest.raises(SystemExit):
-        bench_overhead.main([*TINY, "--device", "meta"])
-    assert "on a CPU only" in capsys.readouterr().err
+def test_on_a_gpu_the_hosts_time_is_measured_beside_nn_linear(monkeypatch):
+    """A clock that sees the host's work and the device's; launches are counted."""
+    operands = SimpleNamespace(
+        x=SimpleNamespace(device=torch.device("cuda")), linear=nn.Linear(1, 1)
+    )
+    monkeypatch.setattr(bench_overhead, "pair", lambda recipe, operands: (f"ours {recipe}", "hand"))
+    made = bench_overhead.makers(["tensorwise", "rowwise"], operands)
+    assert list(made) == ["nn.Linear", "tensorwise", "rowwise"]
+
+    done, now = [], [0.0]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: now.__setitem__(0, now[0] + 5.0))
+    monkeypatch.setattr(
+        bench_overhead.harness,
+        "host_timer",
+        lambda: lambda fn, calls: -now[0] + (fn(), now[0])[1],
+    )
+    assert bench_overhead.until_it_is_done(lambda: done.append(1), 3) == 5.0
+    assert len(done) == 3
+
+
+@pytest.mark.cuda
+def test_a_gpu_says_what_the_host_costs(tmp_path):
+    file = tmp_path / "out.json"
+    arguments = ["--device", "cuda", "--shapes", "16,16,16", "--repeats", "3", "-o", str(file)]
+    assert bench_overhead.main(arguments) == 0
+    rows = {row["layer"]: row for row in json.loads(file.read_text())["rows"]}
+    assert set(rows) == {"nn.Linear", *FUNCTIONS}
+    assert all(row["launches"] > 0 and row["us"] > 0 for row in rows.values())

@@ -5,45 +5,79 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_linear, bench_model, bench_unit, report, targets
+from benchmarks import bench_casts, bench_linear, bench_model, bench_unit, report, targets
 
 SCRIPT = report.ROOT / "scripts" / "gpu_check.sh"
 NINE_MINUTES = 9 * 60
+# What it is told to fail, to lack, to write and to hang on comes from the environment.
 PYTHON = """#!/usr/bin/env bash
-echo "$@" >>"$NOTES"
-case "$*" in *"$FAILS"*) exit 1 ;; esac
+visible=${CUDA_VISIBLE_DEVICES-all}
+echo "${visible:-none} $@" >>"$NOTES"
+case "$*" in
+    "-c import $LACKS") exit 1 ;;
+    *"benchmarks/$HANGS.py"*) trap '' INT; sleep 60 & wait ;;
+    *"$FAILS"*) exit 1 ;;
+esac
+if [ "${@: -2:1}" = -o ]; then head -c "$BYTES" /dev/urandom >"${@: -1}"; fi
+echo "output of $1"
 """
 
 
-def run(tmp_path: Path, fails: str = "nothing") -> tuple[int, list[list[str]], str]:
-    """Exit status, the commands that python3 was given, and the report."""
-    python, notes, out = tmp_path / "bin" / "python3", tmp_path / "notes", tmp_path / "out"
-    python.parent.mkdir()
-    python.write_text(PYTHON)
-    python.chmod(0o755)
-    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "NOTES": str(notes), "FAILS": fails}
-    command = ["bash", str(SCRIPT), str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    commands = [line.split() for line in notes.read_text().splitlines()]
-    return done.returncode, commands, (out / "report.txt").read_text()
+class Run:
+    """One run: its exit status, the commands that python3 was given, its report, its archive."""
+
+    def __init__(self, tmp_path: Path, script: Path = SCRIPT, **environment: object) -> None:
+        python, notes, self.out = tmp_path / "bin" / "python3", tmp_path / "notes", tmp_path / "out"
+        python.parent.mkdir()
+        python.write_text(PYTHON)
+        python.chmod(0o755)
+        asked = {"FAILS": "nothing", "LACKS": "nothing", "HANGS": "nothing", "BYTES": 100}
+        env = {
+            **{k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"},
+            "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+            "NOTES": str(notes),
+            **{key: str(value) for key, value in (asked | environment).items()},
+        }
+        done = subprocess.run(
+            ["bash", str(script), str(self.out)],
+            env=env, capture_output=True, text=True, check=False, timeout=120,
+        )  # fmt: skip
+        self.status = done.returncode
+        said = [line.split() for line in notes.read_text().splitlines()]
+        # A line is what CUDA_VISIBLE_DEVICES was, or "all", and the command.
+        self.commands = [words[1:] for words in said if words[1][0] != "-" or words[1] == "-m"]
+        self.hidden = [words[1:] for words in said if words[0] == "none" and words[1] == "-m"]
+        self.report = (self.out / "report.txt").read_text()
+
+    def options_of(self, script: str) -> list[list[str]]:
+        """What a benchmark is called with, each time."""
+        return [rest for program, *rest in self.commands if program == f"benchmarks/{script}.py"]
+
+    def archived(self) -> dict[str, int]:
+        with tarfile.open(self.out / "results.tar.gz") as archive:
+            return {Path(member.name).name: member.size for member in archive if member.isfile()}
 
 
-def options_of(commands: list[list[str]], script: str) -> list[list[str]]:
-    """What a benchmark is called with, each time."""
-    return [arguments for program, *arguments in commands if program == f"benchmarks/{script}.py"]
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    """A run in which nothing goes wrong."""
+    return Run(tmp_path_factory.mktemp("run"))
 
 
-def test_it_attempts_every_part_and_the_target_first(tmp_path):
-    status, commands, written = run(tmp_path)
-    assert status == 0
-    assert "all parts passed" in written
-    benchmarks = [command[0] for command in commands if command[0].startswith("benchmarks/")]
-    assert benchmarks[0] == "benchmarks/bench_linear.py"
+def files_of(command: list[str]) -> list[str]:
+    return [word for word in command if word.startswith("test/")]
+
+
+def test_it_attempts_every_part_and_the_most_important_first(run):
+    assert run.status == 0
+    assert "all parts passed" in run.report
+    benchmarks = [command[0] for command in run.commands if command[0].startswith("benchmarks/")]
+    assert benchmarks[:2] == ["benchmarks/bench_casts.py", "benchmarks/bench_linear.py"]
     assert {Path(name).stem for name in benchmarks} == {
         "bench_linear",
         "bench_matmul",
@@ -55,25 +89,115 @@ def test_it_attempts_every_part_and_the_target_first(tmp_path):
         "bench_overhead",
         "bench_unit",
     }
-    assert ["-m", "float8.estimate", "--check"] in [command[:3] for command in commands]
+    assert ["-m", "float8.estimate", "--check"] in [command[:3] for command in run.commands]
 
 
 def test_a_part_that_fails_is_named_and_starves_no_other(tmp_path):
-    status, commands, written = run(tmp_path, fails="bench_matmul")
-    assert status == 1
-    assert "gpu_check: failed: bench_matmul" in written
-    assert options_of(commands, "bench_overhead")
+    run = Run(tmp_path, FAILS="bench_matmul")
+    assert run.status == 1
+    assert "gpu_check: failed: bench_matmul" in run.report
+    assert run.options_of("bench_overhead")
 
 
 def test_its_limits_together_stay_under_nine_minutes():
-    limits = re.findall(r'^(?:tests \w+|benchmark \w+|part ".*") (\d+)', SCRIPT.read_text(), re.M)
-    assert len(limits) == 14
-    assert sum(map(int, limits)) < NINE_MINUTES
+    parts = r'^(?:CUDA_VISIBLE_DEVICES=\'\' )?(?:tests \w+|benchmark \w+|part ".*"|part \w+) (\d+)'
+    limits = re.findall(parts, SCRIPT.read_text(), re.M)
+    assert len(limits) == 16
+    assert sum(map(int, limits)) <= NINE_MINUTES
+    assert f"seconds_in_all={NINE_MINUTES}" in SCRIPT.read_text()
 
 
-def test_its_options_are_understood_and_show_every_target(tmp_path):
-    _, commands, _ = run(tmp_path)
-    first, aten, sweep = (bench_linear.parse(o) for o in options_of(commands, "bench_linear"))
+def test_a_part_that_hangs_is_killed_and_the_next_ones_run_in_what_is_left(tmp_path):
+    """It ignores the interrupt; what it had written down is in the report and the archive."""
+    text = SCRIPT.read_text()
+    text = text.replace("kill-after=10", "kill-after=1").replace(
+        "seconds_in_all=540", "seconds_in_all=12"
+    )
+    text = re.sub(r"^benchmark bench_matmul 25", "benchmark bench_matmul 1", text, flags=re.M)
+    run = Run(tmp_path, changed(tmp_path, text), HANGS="bench_matmul")
+    assert run.status == 1
+    assert "== bench_matmul: FAILED: stopped after 1 s" in run.report
+    assert run.options_of("bench_overhead")
+    assert "gpu_check: failed: bench_matmul" in run.report
+
+
+def test_the_archive_has_every_result(run):
+    names = set(run.archived())
+    assert {"report.txt", "bench_linear.json", "bench_casts.json", "tests_cuda.log"} <= names
+    assert names == {path.name for path in run.out.iterdir()} - {"results.tar.gz"}
+
+
+def test_an_archive_that_would_be_too_large_holds_the_report_and_the_tables(tmp_path):
+    """Noise, which cannot be packed, of more bytes than a table has."""
+    text = SCRIPT.read_text().replace("-size -1024k", "-size -3k")
+    script = changed(tmp_path, text.replace("16 * 1024 * 1024", "20 * 1024"))
+    run = Run(tmp_path, script, BYTES=5_000)
+    assert run.status == 0
+    assert set(run.archived()) == {"report.txt"}
+    assert (run.out / "results.tar.gz").stat().st_size <= 20 * 1024
+
+
+def changed(tmp_path: Path, text: str) -> Path:
+    script = tmp_path / "scripts" / "gpu_check.sh"
+    script.parent.mkdir()
+    script.write_text(text)
+    return script
+
+
+def test_the_archive_is_there_while_the_parts_still_run(tmp_path):
+    """What a call that is cut off leaves behind."""
+    text = SCRIPT.read_text().partition("benchmark bench_matmul")[0] + "exit 3\n"
+    run = Run(tmp_path, changed(tmp_path, text))
+    assert run.status == 3
+    assert {"report.txt", "bench_linear.json", "bench_casts.json"} <= set(run.archived())
+
+
+@pytest.mark.parametrize("package", ["pytest", "xdist", "hypothesis"])
+def test_a_missing_package_costs_its_own_part_alone(tmp_path, package):
+    run = Run(tmp_path, LACKS=package)
+    assert f"not installed: {package}" in run.report
+    assert (run.status, "left out, python3 lacks pytest" in run.report) == (
+        (1, True) if package == "pytest" else (0, False)
+    )
+    assert run.options_of("bench_linear")
+    parallel = [command for command in run.commands if command[:2] == ["-m", "pytest"]]
+    assert bool(parallel) == (package != "pytest")
+    if package == "xdist":
+        assert not any("-n" in command for command in parallel)
+
+
+def test_every_file_with_cuda_tests_is_named_once(run):
+    """Named, because collecting the whole suite in every worker takes longer than its tests."""
+    on_gpu = [c for c in run.commands if c[:2] == ["-m", "pytest"] and "not" not in c]
+    named = [file for command in on_gpu for file in files_of(command)]
+    inside = {
+        str(path.relative_to(report.ROOT))
+        for path in (report.ROOT / "test").rglob("test_*.py")
+        if re.search(
+            r"pytest\.mark\.cuda|^from shapes import .*\bDEVICES\b", path.read_text(), re.M
+        )
+    }
+    inside -= {"test/benchmarks/test_gpu_check.py"}
+    covered = {file for file in inside if any(file.startswith(name) for name in named)}
+    assert covered == inside
+    assert len(named) == len(set(named))
+
+
+def test_timings_are_measured_by_one_worker_alone(run):
+    (timing,) = (c for c in run.commands if "test/estimate/test_measure.py" in c)
+    assert "-n" not in timing
+    assert "test/benchmarks/test_harness.py" in timing
+
+
+def test_tests_that_need_no_gpu_do_not_see_it(run):
+    (command,) = run.hidden
+    assert command[:2] == ["-m", "pytest"]
+    assert "-m not cuda" in " ".join(command)
+    assert [c for c in run.commands if "not" in c] == [command]
+
+
+def test_its_options_are_understood_and_show_every_target(run):
+    first, aten, sweep = (bench_linear.parse(o) for o in run.options_of("bench_linear"))
     assert [(shape.M, shape.K, shape.N) for shape in first.shapes] == [targets.SIZES]
     shown = {(recipe, mode) for recipe in first.recipes for mode in first.modes}
     assert {(target.layer, target.mode) for target in targets.TARGETS} - shown == {
@@ -81,10 +205,13 @@ def test_its_options_are_understood_and_show_every_target(tmp_path):
     }
     assert (aten.shapes, aten.compiled_casts) == (first.shapes, "aten")
     assert sweep.shapes[-1].label == "16384"
-    (model,) = (bench_model.parse(o) for o in options_of(commands, "bench_model"))
+    (model,) = (bench_model.parse(o) for o in run.options_of("bench_model"))
     assert model.modes == ["eager", "compiled"]
-    (unit,) = (bench_unit.parse(o) for o in options_of(commands, "bench_unit"))
+    (unit,) = (bench_unit.parse(o) for o in run.options_of("bench_unit"))
     assert "unit" in unit.recipes
+    (casts,) = run.options_of("bench_casts")
+    assert "--casts" not in casts, "all of them"
+    assert bench_casts.CONTENDERS[0] == "kernel"
 
 
 @pytest.mark.parametrize("arguments", [[], ["one", "two"]])

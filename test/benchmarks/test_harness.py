@@ -140,6 +140,23 @@ def test_groups_share_their_rounds_and_each_needs_its_first():
         harness.take_turns([groups[0], {"base": lambda: fail(RuntimeError("boom"))}], options)
 
 
+def test_a_candidate_that_would_begin_late_is_a_row_that_says_so():
+    """Compiling one may take a minute: those that are ready are timed."""
+    made = []
+
+    def maker(name):
+        return lambda: lambda: made.append(name)
+
+    able, errors = harness.runnable(
+        {name: maker(name) for name in ("base", "quick", "slow")}, lambda: "quick" in made
+    )
+    assert list(able) == ["base", "quick"] == made
+    assert errors == {"slow": {"error": "not measured, for lack of time", "refused": True}}
+    late = harness.countdown(3.0, iter([1.0, 3.9, 4.1]).__next__)
+    assert [late(), late()] == [False, True]
+    assert not harness.countdown(None)()
+
+
 def test_what_no_time_is_left_for_is_named(capsys):
     clock = iter((0.0, 4.0, 6.0))
     assert list(harness.in_time(["a", "b", "c", "d"], 5.0, lambda: next(clock))) == ["a", "b"]
@@ -213,6 +230,17 @@ def test_every_field_of_a_report_is_explained(tmp_path):
     for bench in (bench_linear, bench_matmul, bench_model, bench_overhead):
         fields += bench.COLUMNS
     assert [field for field in fields if f"`{field}`" not in guide] == []
+
+
+def test_rows_can_be_written_while_more_are_measured(tmp_path, capsys):
+    """The file is whole at any moment, and a part that was being written is none."""
+    file = tmp_path / "rows.json"
+    options = argparse.Namespace(output=file, device="cpu")
+    for count in (1, 2):
+        report.write("bench_x", [], options, ROWS[:count], COLUMNS)
+        assert len(json.loads(file.read_text())["rows"]) == count
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_result_that_is_no_number_is_not_written(tmp_path):

@@ -135,6 +135,15 @@ def test_the_gemm_configs_reach_their_gemms():
             assert getattr(plan, other).use_fast_accum == (other == name)
 
 
+@pytest.mark.parametrize("block", [(1, 128), (128, 128), (3, 5)], ids=str)
+def test_products_of_blocks_have_no_fast_accumulation(block):
+    """Torch raises for it (CUDABlas.cpp), and it is the default of the first product."""
+    blocks = CastConfig(granularity=Blockwise(*block), target_dtype=torch.float8_e4m3fn)
+    plan = Float8LinearConfig(blocks, blocks, blocks).plan
+    assert not any(g.use_fast_accum for g in (plan.output, plan.grad_input, plan.grad_weight))
+    assert Float8LinearConfig().plan.output.use_fast_accum
+
+
 # --- what contradicts itself
 
 BAD_LINEARS = {

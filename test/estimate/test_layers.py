@@ -137,11 +137,12 @@ def test_sizes_are_refused_for_the_products_that_run(shape, use, said):
     assert refuses(Layer("l", shape), TENSORWISE, CPU, use) is None
 
 
-def test_a_rowwise_product_is_not_written_in_float16():
+def test_a_rowwise_product_is_written_in_float16_on_hopper_alone():
     half = replace(CUBE, dtype=torch.float16)
-    assert "bfloat16 only" in refuses(half, RECIPES["rowwise"], H100, Use())
-    assert refuses(half, TENSORWISE, H100, Use()) is None
-    assert refuses(replace(CUBE, dtype=torch.float32), RECIPES["rowwise"], H100, Use()) is None
+    assert "bfloat16 only" in refuses(half, RECIPES["rowwise"], B200, Use())
+    assert refuses(half, TENSORWISE, B200, Use()) is None
+    for dtype in (torch.float16, torch.float32):
+        assert refuses(replace(CUBE, dtype=dtype), RECIPES["rowwise"], H100, Use()) is None
 
 
 def test_float64_is_refused_everywhere():

@@ -30,6 +30,9 @@ from float8.kernels import cublas
 module = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
 
 
+BLOCKWISE = [pair for pair, product in PRODUCTS.items() if product == "blockwise"]
+
+
 @pytest.fixture
 def hardware(monkeypatch):
     """``torch._scaled_mm`` on an sm_90; its calls are kept in the list."""
@@ -111,11 +114,38 @@ def test_one_row_of_any_strides_reaches_the_hardware_in_its_layout(hardware):
     assert_bitwise(multiply(strided, ROW, ROW), multiply(parts, ROW, ROW))
 
 
-def test_one_row_of_1x128_scales_is_laid_out_as_what_torch_takes_it_for(hardware):
-    """As 128x128 ones, which have the same shape: so the contraction has whole rows of scales."""
-    parts = operands(1, 384, 16, B1, B1)
-    assert_product_of(multiply(parts, B1, B1), parts, B1, B1, None, "1 row of 3 scales")
-    assert plain(hardware[0].a).shape == (1, 512)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 127, 130])
+@pytest.mark.parametrize(("a_block", "b_block"), BLOCKWISE, ids=str)
+def test_rows_of_blockwise_products_come_in_fours(hardware, a_block, b_block, rows):
+    """What cuBLASLt wants of them, and no more: whole fours are not copied."""
+    parts = operands(rows, 512, 16, a_block, b_block)
+    bias = Case((16,), BF16, seed=3).make()
+    actual = multiply(parts, a_block, b_block, bias)
+    assert actual.shape == (rows, 16)
+    assert_product_of(actual, parts, a_block, b_block, bias, (rows, a_block, b_block))
+    assert plain(hardware[0].a).shape == (rows + -rows % 4, 512)
+    assert (hardware[0].a.data_ptr() == parts[0].data_ptr()) == (rows % 4 == 0)
+
+
+@pytest.mark.parametrize("K", [272, 301])
+@pytest.mark.parametrize(("a_block", "b_block"), BLOCKWISE, ids=str)
+def test_a_contraction_in_blocks_is_padded_to_whole_ones(hardware, a_block, b_block, K):
+    """To four of them where a side has 128x128 scales, whose rows cuBLASLt reads by 16 bytes."""
+    parts = operands(8, K, 16, a_block, b_block)
+    assert_product_of(multiply(parts, a_block, b_block, pad=True), parts, a_block, b_block, None, K)
+    in_fours = B128 in (a_block, b_block)
+    assert plain(hardware[0].a).shape[1] == (512 if in_fours else 384 if K % 16 else K)
+
+
+@pytest.mark.parametrize("layout", ["strided", "unaligned", "as it should be"])
+def test_a_fused_bias_of_any_layout_is_the_bias(hardware, layout):
+    """Torch gives cuBLASLt its address, and looks at no stride."""
+    parts = operands(16, 32, 16, TENSOR, TENSOR)
+    wide = Case((48,), BF16, seed=3).make()
+    bias = {"strided": wide[::3], "unaligned": wide[1:17], "as it should be": wide[:16]}[layout]
+    actual = multiply(parts, TENSOR, TENSOR, bias)
+    assert_product_of(actual, parts, TENSOR, TENSOR, bias, layout)
+    assert (hardware[0].bias.data_ptr() == bias.data_ptr()) == (layout == "as it should be")
 
 
 def test_any_number_of_rows_is_taken(hardware):
@@ -126,14 +156,15 @@ def test_any_number_of_rows_is_taken(hardware):
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, BF16], ids=str)
 @pytest.mark.parametrize("fast", [False, True])
-def test_out_dtype_and_accumulation_reach_the_hardware(hardware, out_dtype, fast):
-    parts = operands(16, 32, 16, TENSOR, TENSOR)
+@pytest.mark.parametrize("block", [TENSOR, ROW], ids=str)
+def test_out_dtype_and_accumulation_reach_the_hardware(hardware, out_dtype, fast, block):
+    parts = operands(16, 32, 16, block, block)
     bias = Case((16,), out_dtype, seed=3).make()
-    actual = multiply(parts, TENSOR, TENSOR, bias, out_dtype, use_fast_accum=fast)
+    actual = multiply(parts, block, block, bias, out_dtype, use_fast_accum=fast)
     assert actual.dtype == out_dtype
     assert hardware[0].out_dtype == out_dtype
     assert hardware[0].fast == fast
-    assert_product_of(actual, parts, TENSOR, TENSOR, bias, (out_dtype, fast))
+    assert_product_of(actual, parts, block, block, bias, (out_dtype, fast))
 
 
 def test_padded_codes_are_zeros():

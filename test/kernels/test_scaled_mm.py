@@ -47,11 +47,13 @@ BY_TORCH, BY_TRITON = "torch._scaled_mm", "the Triton GEMM"
 RUNS = {
     "sm_89": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH, "blockwise": BY_TRITON},
     "sm_90": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH, "blockwise": BY_TORCH},
-    "sm_100": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH, "blockwise": BY_TRITON},
+    **{
+        arch: {"tensorwise": BY_TORCH, "rowwise": BY_TORCH, "blockwise": BY_TRITON}
+        for arch in ("sm_100", "sm_103", "sm_120", "sm_121")
+    },
     "gfx94": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH},
     "gfx95": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH},
     "sm_80": {},
-    "sm_120": {},
     "gfx90": {},
 }
 
@@ -114,17 +116,48 @@ def test_a_pair_of_blocks_is_a_product_or_is_refused_everywhere(pair):
     assert module.refuses_device("sm_90", a_block, b_block, BF16) == reason
 
 
+# (architecture, CUDA) -> product -> who writes float32 and who float16; None: refused
+WRITERS = {
+    ("sm_90", "13.0"): {
+        "tensorwise": (BY_TORCH, BY_TORCH),
+        "rowwise": (BY_TORCH, BY_TORCH),  # by cuBLASLt
+        "blockwise": (BY_TORCH, BY_TRITON),
+    },
+    ("sm_90", "12.8"): {
+        "tensorwise": (BY_TORCH, BY_TORCH),
+        "rowwise": (None, None),  # by CUTLASS
+        "blockwise": (BY_TRITON, BY_TRITON),
+    },
+    ("sm_120", "13.0"): {
+        "tensorwise": (BY_TORCH, BY_TORCH),
+        "rowwise": (None, None),
+        "blockwise": (BY_TRITON, BY_TRITON),
+    },
+    ("gfx94", None): {
+        "tensorwise": (BY_TORCH, BY_TORCH),
+        "rowwise": (None, None),
+        "blockwise": (None, None),
+    },
+}
+
+
 @EVERY_PRODUCT
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16], ids=str)
-def test_only_rowwise_products_are_written_in_bfloat16_alone(a_block, b_block, out_dtype):
-    reason = module.refuses_device("sm_90", a_block, b_block, out_dtype)
-    if PRODUCTS[a_block, b_block] == "rowwise":
-        assert f"in bfloat16 only, not {out_dtype}" in reason
-        assert "torch.autocast" in reason
-        return
-    assert reason is None
-    chosen = module.choose("sm_90", a_block, b_block, out_dtype, 512, 512).name
-    assert chosen == (BY_TORCH if a_block == TENSOR else BY_TRITON)
+@pytest.mark.parametrize("which", WRITERS, ids=str)
+def test_who_writes_other_dtypes_than_bfloat16(a_block, b_block, which, monkeypatch):
+    arch, cuda = which
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    product = PRODUCTS[a_block, b_block]
+    for out_dtype, chosen in zip(
+        (torch.float32, torch.float16), WRITERS[which][product], strict=True
+    ):
+        reason = module.refuses_device(arch, a_block, b_block, out_dtype)
+        if chosen is not None:
+            assert reason is None
+            found = module.choose(arch, a_block, b_block, out_dtype, 512, 512)
+            assert found.name == chosen
+        elif product == "rowwise":
+            assert f"in bfloat16 only, not {out_dtype}" in reason
+            assert "torch.autocast" in reason
 
 
 @pytest.mark.parametrize(
@@ -171,7 +204,7 @@ def test_blockwise_products_by_torch_need_a_cuda_that_has_them(cuda, chosen, mon
     [
         ("sm_89", "13.0", BF16, ["on sm_90 only"]),
         ("sm_90", "12.8", BF16, ["from CUDA 12.9 on", "12.8"]),
-        ("sm_90", "13.0", torch.float16, ["bfloat16 only"]),
+        ("sm_90", "13.0", torch.float16, ["bfloat16 or float32 only"]),
     ],
 )
 @pytest.mark.usefixtures("no_triton")
@@ -204,7 +237,7 @@ def fresh_architecture():
 @pytest.mark.parametrize(
     ("capability", "arch"),
     [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90"), ((10, 0), "sm_100"),
-     ((10, 3), "sm_100"), ((12, 0), "sm_120")],
+     ((10, 3), "sm_103"), ((12, 0), "sm_120"), ((12, 1), "sm_121")],
 )  # fmt: skip
 @pytest.mark.usefixtures("fresh_architecture")
 def test_the_architecture_of_an_nvidia_device(capability, arch, monkeypatch):
@@ -291,7 +324,7 @@ def test_operands_of_several_devices_are_refused(name):
         ((3, 5), B128, BF16, "sm_90", "no hardware multiplies"),
         (TENSOR, TENSOR, BF16, "sm_80", "not known to have float8 tensor cores"),
         (B1, B128, BF16, "gfx94", "does not run a blockwise product"),
-        (ROW, ROW, torch.float32, "sm_90", "bfloat16 only"),
+        (ROW, ROW, torch.float32, "sm_120", "bfloat16 only"),
     ],
 )
 def test_a_refused_product_is_an_error_unless_emulated(
@@ -437,7 +470,12 @@ def test_torch_compile_traces_the_choice(dynamic, monkeypatch):
 
 @pytest.mark.cuda
 @EVERY_PRODUCT
-@pytest.mark.parametrize("sizes", [(48, 272, 160), (256, 384, 128), (5, 123, 7)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    # whole tiles; odd; few rows, of which cuBLASLt takes fours where scales are of 128
+    [(48, 272, 160), (256, 384, 128), (5, 123, 7), *((M, 272, 160) for M in (1, 2, 3, 5))],
+    ids=str,
+)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("pad", [False, True])
 def test_a_gpu_multiplies_as_the_oracle_or_refuses(a_block, b_block, sizes, with_bias, pad):
@@ -456,3 +494,30 @@ def test_a_gpu_multiplies_as_the_oracle_or_refuses(a_block, b_block, sizes, with
         return
     actual = kernels.scaled_mm(*on_gpu, a_block, b_block, gpu_bias, out_dtype=BF16, pad=pad)
     assert_product_of(actual, parts, a_block, b_block, bias, (sizes, a_block, b_block))
+
+
+@pytest.mark.cuda
+@EVERY_PRODUCT
+@pytest.mark.parametrize("out_dtype", shapes.HIGH_PRECISION, ids=str)
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_gpu_writes_what_the_table_says_it_does(a_block, b_block, out_dtype, fast):
+    """Every dtype, with a bias and without; with fast accumulation where there is one."""
+    if fast and PRODUCTS[a_block, b_block] == "blockwise":
+        pytest.skip("no fast accumulation: the plan never asks for it")
+    product = (module.architecture(), a_block, b_block, out_dtype)
+    parts = operands(48, 272, 160, a_block, b_block)
+    for bias in (None, Case((160,), out_dtype, seed=3).make()):
+        given = [part.cuda() for part in parts], None if bias is None else bias.cuda()
+        options = {"out_dtype": out_dtype, "use_fast_accum": fast}
+        if (reason := module.refuses_device(*product)) is not None:
+            assert "does not run" in reason
+            with pytest.raises(ValueError, match="does not run"):
+                kernels.scaled_mm(*given[0], a_block, b_block, given[1], **options)
+            continue
+        actual = kernels.scaled_mm(*given[0], a_block, b_block, given[1], **options).cpu()
+        assert actual.dtype == out_dtype
+        exact = oracle.matmul(parts[0], parts[1], a_block, parts[2], parts[3], b_block)
+        exact = exact if bias is None else exact + bias.double()
+        # A tensor core's sum has 14 bits without promotion (arXiv 2412.19437, 3.3.2).
+        error = (actual.double() - exact).norm() / exact.norm()
+        assert error <= 2.0**-7, (a_block, b_block, out_dtype, fast, float(error))

@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from float8.granularity import scale_shape
 from float8.kernels import reference
 from float8.kernels.gpu.launch import Variant, check_device, on_device_of, register
 
@@ -60,7 +61,8 @@ class Tile(NamedTuple):
 
 
 # From the largest, which reads least per product, to the smallest, which leaves no multiprocessor
-# idle. Shared memory: 128 * (M + N) bytes a stage; sm_89 has 99 KiB of it and uses a stage less.
+# idle. Shared memory: 128 * (M + N) bytes a stage; sm_89 and sm_120 have 99 KiB of it and use a
+# stage less.
 TILES = (
     Tile(128, 128, 8, 4),
     Tile(128, 64, 8, 3),
@@ -238,7 +240,7 @@ def _check(
             raise ValueError(
                 f"float8::blockwise_mm: {name}'s strides are {x.stride()}, not (..., 1)"
             )
-        expected = (-(-x.shape[0] // rows), -(-x.shape[1] // 128))
+        expected = scale_shape(x.shape, (rows, 128))
         if scale.shape != expected or scale.dtype != torch.float32:
             raise ValueError(
                 f"float8::blockwise_mm: {name}_scale is {scale.dtype} {tuple(scale.shape)}, "

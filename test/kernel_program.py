@@ -1,0 +1,139 @@
+"""A program for a process of its own: the kernels' sources, interpreted, against the reference.
+
+    TRITON_INTERPRET=1 python kernel_program.py large      tensors of more than 2^31 elements
+    TRITON_INTERPRET=1 python kernel_program.py small      odd sizes, all of them
+
+Exits with 1 and says which op differs. `test_large_tensors.py` starts it on the library, and on
+copies of it with a fault planted, which it has to see.
+
+Of a large tensor only the last program of each launch runs, which reads and writes the last tile.
+All else is memory that nothing touches, and so takes no room; it reads as zeros. Where a 32-bit
+offset overflows, that program reads or writes elsewhere, or the process dies of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import sys
+
+import torch
+from interpreter import _mend_float8_casts
+from torch import Tensor
+
+from float8.kernels import reference
+
+GPU = "float8.kernels.gpu"
+importlib.import_module(f"{GPU}.launch").register = lambda schema, *, kernel, **_: kernel
+E4M3 = torch.float8_e4m3fn
+WHOLE, BY_128, SQUARE = (-1, -1), (1, 128), (128, 128)
+COLUMNS = 128  # one tile: the last program has every column of the last rows
+ROWS = 3 * 2**23  # times COLUMNS, half as much again as 32 bits count
+TAIL = 64
+
+
+def op(file: str, name: str):
+    return getattr(importlib.import_module(f"{GPU}.{file}"), name)
+
+
+def untouched(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Zeros that take no room until they are written to."""
+    memory = mmap.mmap(-1, rows * columns * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(rows, columns)
+
+
+def only_last_programs() -> None:
+    """Make Triton's interpreter run the last program of each launch, on the tensors themselves."""
+    from triton.runtime import interpreter
+
+    executor, builder = interpreter.GridExecutor, interpreter.interpreter_builder
+    call, place = executor.__call__, builder.set_grid_idx
+
+    def last(self, *args, **kwargs):
+        dims = (*self.grid, 1, 1)[:3]
+        self.grid = (1,)
+        builder.set_grid_dim = lambda *_: setattr(builder, "grid_dim", dims)
+        builder.set_grid_idx = lambda *_: place(*(dim - 1 for dim in dims))
+        return call(self, *args, **kwargs)
+
+    executor.__call__ = last
+    executor._restore_args_dev = lambda self, *_: None  # the host's arguments are the device's
+
+
+def same(what: str, actual: Tensor, expected: Tensor) -> None:
+    actual, expected = (
+        x.contiguous().view(torch.uint8) if x.element_size() == 1 else x for x in (actual, expected)
+    )
+    if not torch.equal(actual, expected):
+        sys.exit(f"{what}: {int((actual != expected).sum())} of {expected.numel()} differ")
+
+
+def same_blocks(what: str, source: Tensor, block, data: Tensor, scale: Tensor) -> None:
+    expected = reference.scale_from_amax(reference.amax(source, block), 448.0, True)
+    same(f"{what} scales", scale, expected)
+    same(what, data, reference.cast(source, expected, block, E4M3, True))
+
+
+def check(rows: int, columns: int, tail: int) -> None:
+    """Every kernel on (rows, columns), all of it zero but the last rows, which are compared."""
+    torch.manual_seed(0)
+    x, end = untouched(rows, columns, torch.bfloat16), torch.randn(tail, columns).bfloat16()
+    x[-tail:] = end
+    size = f"({rows}, {columns})"
+
+    scale = torch.full((1, 1), 0.01)
+    data, data_t = op("cast", "cast")(x, scale, E4M3, True, True)
+    codes = reference.cast(end, scale, WHOLE, E4M3)
+    same(f"cast {size}", data[-tail:], codes)
+    same(f"cast {size} transposed", data_t[:, -tail:], codes.t())
+    del data_t
+
+    same(f"transpose {size}", op("transpose", "_launch")(data)[:, -tail:], codes.t())
+    del data
+
+    data, scale, *_ = op("cast_rowwise", "cast_rowwise")(x, E4M3, True, True, False)
+    few = min(rows, 16)  # a program has more
+    same_blocks(f"cast_rowwise {size}", x[-few:], (1, -1), data[-few:], scale[-few:])
+    del data
+
+    last = rows % 128 or 128  # rows of the last blocks
+    for block in (BY_128, SQUARE):
+        data, scale, data_t, scale_t = op("cast_blockwise", "cast_blockwise")(
+            x, E4M3, True, *block, True, True
+        )
+        downs = last if block[0] == 1 else 1
+        same_blocks(
+            f"cast_blockwise {block} {size}", x[-last:], block, data[-last:], scale[-downs:]
+        )
+        ends = data_t[:, -last:], scale_t[:, -1:]
+        same_blocks(f"cast_blockwise {block} {size} transposed", x[-last:].t(), block, *ends)
+        del data, data_t
+
+    a = untouched(rows, columns, torch.uint8)
+    a[-tail:] = torch.randint(0x60, (tail, columns), dtype=torch.uint8)
+    b = torch.randint(0x60, (columns, columns), dtype=torch.uint8).view(E4M3)
+    blocks = -(-columns // 128)
+    a_scale = untouched(rows, blocks, torch.float32)
+    a_scale[-tail:] = 2.0 ** torch.arange(blocks)
+    b_scale = torch.ones(columns, blocks)
+    parts = a.view(E4M3), a_scale, b, b_scale
+    out = op("blockwise_mm", "launch")(*parts, 1, 1, None, torch.float32)
+    ends = a[-tail:].view(E4M3), a_scale[-tail:], b, b_scale
+    exact = reference.scaled_mm(*ends, BY_128, BY_128, None, torch.float32)
+    error = (out[-tail:] - exact).norm() / exact.norm()
+    if not error < 1e-5:
+        sys.exit(f"blockwise_mm {size}: error {error}")
+
+
+def main(which: str) -> None:
+    _mend_float8_casts()
+    if which == "small":
+        for rows, columns in ((48, 37), (5, 123), (130, 257)):
+            check(rows, columns, rows)
+        return
+    only_last_programs()
+    check(ROWS + TAIL, COLUMNS, TAIL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

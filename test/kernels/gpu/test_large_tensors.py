@@ -1,0 +1,135 @@
+"""Tensors of more than 2^31 elements, and masks: faults that other libraries' kernels have had.
+
+On a CPU the kernels' sources run interpreted in a process of their own (`kernel_program.py`), and
+so do copies of the library with the fault planted (ao#4201: 32-bit offsets; ao#4584: the axes of a
+transposed store's mask). On a GPU the compiled kernels cast a tensor of 4 GiB.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from assertions import assert_bitwise
+
+from float8 import kernels
+from float8.kernels import reference
+from float8.kernels.casts import KERNELS
+from float8.kernels.gpu.blockwise_mm import blockwise_mm
+
+for file in KERNELS.values():
+    importlib.import_module(f"float8.kernels.gpu.{file}")
+
+ROOT = Path(__file__).resolve().parents[3]
+E4M3 = torch.float8_e4m3fn
+WHOLE, ROW, BY_128, SQUARE = (-1, -1), (1, -1), (1, 128), (128, 128)
+# fault -> what a copy's kernels say (a regular expression), what instead, who has to see it
+FAULTS = {
+    "offsets of 32 bits": (r"\btl\.int64\b", "tl.int32", "large"),
+    "a transposed store's mask with its axes swapped": (
+        r"\(k < K\)\[:, None\] & \((m4?) < (M4?)\)\[None, :\]",
+        r"(k < \2)[:, None] & (\1 < K)[None, :]",
+        "small",
+    ),
+    "a mask of rows that is one too far": (r"\(m \+ i < M\)", "(m + i <= M)", "small"),
+}
+
+
+def run(which: str, library: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join(str(path) for path in (library, ROOT / "test"))
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    command = [sys.executable, str(ROOT / "test" / "kernel_program.py"), which]
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+@pytest.mark.parametrize("which", ["large", "small"])
+def test_the_interpreted_kernels_write_where_they_should(which):
+    done = run(which)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, tmp_path):
+    """The program finds other bits, or the kernel writes over what is not its own and it dies."""
+    pattern, instead, which = FAULTS[fault]
+    shutil.copytree(ROOT / "float8", tmp_path / "float8", ignore=shutil.ignore_patterns("*.pyc"))
+    planted = 0
+    for path in (tmp_path / "float8" / "kernels" / "gpu").glob("*.py"):
+        text, count = re.subn(pattern, instead, path.read_text())
+        path.write_text(text)
+        planted += count
+    assert planted, f"no kernel says {pattern}: plant the fault in what it says now"
+    done = run(which, tmp_path)
+    assert done.returncode != 0
+    assert done.returncode < 0 or "differ" in done.stderr or "blockwise_mm" in done.stderr
+
+
+# --- on a GPU
+
+LARGE = (3 * 2**23 + 64, 128)  # half as much again as 32 bits count; the bfloat16 takes 6 GiB
+GPU_MEMORY = 40 * 2**30
+
+
+@pytest.mark.cuda
+def test_a_gpu_takes_more_than_2_to_the_31_elements():
+    """One test, so that one worker alone has the memory.
+
+    Zeros but for the last rows, whose columns' scales are those of the whole.
+    """
+    if torch.cuda.get_device_properties(0).total_memory < GPU_MEMORY:
+        pytest.skip(f"needs {GPU_MEMORY >> 30} GiB")
+    x = torch.zeros(LARGE, dtype=torch.bfloat16, device="cuda")
+    x[-64:] = torch.randn(64, LARGE[1], device="cuda").bfloat16()
+    for block in (WHOLE, ROW, BY_128, SQUARE):
+        got = kernels.cast_operand(x, block, E4M3, power_of_two=True, rows=True, cols=True)
+        assert not got.data[:-64].view(torch.uint8).count_nonzero()
+        rows = 64 if block[0] == 1 else 1  # of scales
+        for data, scale, source in (
+            (got.data[-64:], got.scale[-rows:], x[-64:]),
+            (got.data_t[:, -64:], got.scale_t[:, -1:], x[-64:].t()),
+        ):
+            expected = reference.scale_from_amax(reference.amax(source, block), 448.0, True)
+            assert_bitwise(scale, expected, block, "scales")
+            assert_bitwise(data, reference.cast(source, expected, block, E4M3, True), block)
+        del got
+    a, a_scale, *_ = kernels.cast_operand(x, BY_128, E4M3, power_of_two=True)
+    b, b_scale, *_ = kernels.cast_operand(x[-128:], BY_128, E4M3, power_of_two=True)
+    out = blockwise_mm(a, a_scale, b, b_scale, 1, 1, None, torch.bfloat16)
+    parts = a[-64:], a_scale[-64:], b, b_scale
+    exact = reference.scaled_mm(*parts, BY_128, BY_128, None, torch.float32)
+    assert (out[-64:].float() - exact).norm() <= 0.01 * exact.norm()
+    assert not out[:-64].count_nonzero()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA device")
+@pytest.mark.parametrize("block", [WHOLE, ROW, BY_128, SQUARE], ids=str)
+def test_a_second_device_casts_and_multiplies(block):
+    """While another one is current: its kernels are launched there, on its own memory."""
+    x = torch.randn(256, 256, device="cuda:1").bfloat16()
+    assert torch.cuda.current_device() == 0
+    got = kernels.cast_operand(x, block, E4M3, power_of_two=True, rows=True, cols=True)
+    expected = kernels.cast_operand(x.to("cuda:0"), block, E4M3, True, rows=True, cols=True)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine.device == x.device
+        assert_bitwise(mine.cpu(), theirs.cpu(), block)
+    other = BY_128 if block == SQUARE else block
+    b = kernels.cast_operand(x, other, E4M3, power_of_two=True)
+    blocks = block, other
+    parts = got.data, got.scale, b.data, b.scale
+    actual = kernels.scaled_mm(*parts, *blocks, out_dtype=torch.bfloat16)
+    assert actual.device == x.device
+    exact = reference.scaled_mm(*(p.cpu() for p in parts), *blocks, None, torch.float32)
+    assert (actual.cpu().float() - exact).norm() <= 0.01 * exact.norm()

@@ -1,0 +1,122 @@
+"""Compiled with a dynamic number of tokens, every product is one that torch.compile can lower.
+
+The lowering of ``_scaled_mm`` has to prove from symbolic sizes which kind of scales it is given
+(`get_scaling_options` of torch/_inductor/kernel/mm.py), and raises where it cannot. It runs on CUDA
+alone, so that function is asked here about the products of fake CUDA tensors.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._inductor.kernel.mm import get_scaling_options
+from torch._inductor.sizevars import SizeVarAllocator
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")  # the casts of CUDA tensors are its kernels
+
+from float8 import Float8Linear, granularity, kernels
+from float8.config import RECIPES
+from float8.scaling import quantize_both
+
+module = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
+RECIPE_NAMES = ("tensorwise", "rowwise", "blockwise")
+
+
+class Lowerings(TorchDispatchMode):
+    """Asks inductor about each product, as it would when it lowers the graph."""
+
+    def __init__(self, env: ShapeEnv) -> None:
+        super().__init__()
+        self.sizes, self.kinds = SizeVarAllocator(env), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._scaled_mm.default:
+            a, b, scale_a, scale_b = ([expression(d) for d in x.shape] for x in args[:4])
+            sides = [SimpleNamespace(get_size=lambda sizes=sizes: sizes) for sizes in (a, b)]
+            with V.set_graph_handler(SimpleNamespace(sizevars=self.sizes)):
+                self.kinds.append(get_scaling_options(*sides, scale_a, scale_b))
+        return func(*args, **(kwargs or {}))
+
+
+def expression(size):
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def lower(recipe: str, tokens: int) -> list:
+    """The kinds of scales of the three products of a layer, for so many tokens, dynamic."""
+    env = ShapeEnv()
+    example = torch.empty(tokens, 0)
+    plan = replace(RECIPES[recipe], pad_inner_dim=True).plan
+    with FakeTensorMode(shape_env=env) as mode:
+        dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+        size = mode.from_tensor(example, symbolic_context=dynamic).shape[0]
+        assert isinstance(size, torch.SymInt)
+        with torch.no_grad(), enable_python_dispatcher(), Lowerings(env) as lowerings:
+            x, g, w = (fake(*shape) for shape in ((size, 640), (size, 256), (256, 640)))
+            both_x = quantize_both(x, plan.output.a, plan.grad_weight.b, plan.reuses_input)
+            both_w = quantize_both(w, plan.output.b, plan.grad_input.b, plan.reuses_weight)
+            both_g = quantize_both(
+                g, plan.grad_input.a, plan.grad_weight.a, plan.reuses_grad_output
+            )
+            for gemm, a, b in (
+                (plan.output, both_x[0], both_w[0]),
+                (plan.grad_input, both_g[0], both_w[1]),
+                (plan.grad_weight, both_g[1], both_x[1]),
+            ):
+                blocks = gemm.a.block, gemm.b.block
+                kernels.scaled_mm(*a, *b, *blocks, out_dtype=torch.bfloat16, pad=True)
+    return lowerings.kinds
+
+
+def fake(*shape) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+
+
+# Whole tiles of everything; odd; no multiple of 4; fewer than a block, where scales of blocks and
+# of rows are the same.
+@pytest.mark.parametrize("tokens", [512, 453, 454, 48, 3])
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_the_lowering_knows_the_scales_of_every_product(recipe, tokens, monkeypatch):
+    monkeypatch.setattr(module, "architecture", lambda index=None: "sm_90")
+    assert len(lower(recipe, tokens)) == 3
+
+
+def test_a_number_of_scales_that_it_cannot_prove_is_seen(monkeypatch):
+    monkeypatch.setattr(module, "architecture", lambda index=None: "sm_90")
+    monkeypatch.setattr(granularity, "ceil_div", lambda size, extent: -(-size // extent))
+    with pytest.raises(AssertionError, match=r"does not support scale_a\.shape"):
+        lower("blockwise", 512)
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_a_compiled_layer_takes_any_number_of_tokens(recipe):
+    config = replace(RECIPES[recipe], pad_inner_dim=True)
+    layer = Float8Linear(256, 128, dtype=torch.bfloat16, device="cuda", config=config)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for tokens in (512, 1024, 453, 454, 48):
+        x = torch.randn(tokens, 256, dtype=torch.bfloat16, device="cuda")
+        g = torch.randn(tokens, 128, dtype=torch.bfloat16, device="cuda")
+        results = []
+        for run in (compiled, layer):
+            leaf = x.clone().requires_grad_()
+            out = run(leaf)
+            results.append([out, *torch.autograd.grad(out, (leaf, layer.weight), g)])
+        for mine, theirs in zip(*results, strict=True):
+            error = (mine.float() - theirs.float()).norm()
+            assert error <= 0.01 * theirs.float().norm(), (recipe, tokens)
