@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from float8.arguments import check_module
 from float8.autograd import version_of
 from float8.config import Float8LinearConfig, ScalingType
 from float8.convert import WeightRule, register_weight_rule
@@ -72,6 +73,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         model: converted with ``enable_fsdp_float8_all_gather=True`` and sharded by ``fully_shard``;
             any other is left alone. Weights on different meshes take one all-reduce per mesh.
     """
+    check_module(model, "precompute_float8_dynamic_scale_for_fsdp")
     by_ranks: dict[tuple[Any, str], list[Any]] = defaultdict(list)
     seen: set[int] = set()
     for layer in model.modules():

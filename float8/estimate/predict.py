@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from float8.arguments import described
 from float8.config import RECIPES, Float8LinearConfig
 from float8.estimate.casts import Use
 from float8.estimate.devices import Device
@@ -64,7 +65,7 @@ def _config(recipe: object) -> Float8LinearConfig:
         return recipe
     if isinstance(recipe, str):
         return Float8LinearConfig.from_recipe_name(recipe)
-    raise ValueError(f"a recipe is a name or a Float8LinearConfig, got {recipe!r}")
+    raise TypeError(f"a recipe is a name or a Float8LinearConfig, got {described(recipe)}")
 
 
 def _name(recipe: object, number: int) -> str:
