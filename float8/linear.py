@@ -87,12 +87,9 @@ class Float8Linear(nn.Linear):
         """A Float8Linear with the parameters, hooks and mode of ``linear``, which it shares.
 
         Args:
-            linear: the layer; it stays usable.
+            linear: the layer, an ``nn.Linear``; it stays usable.
             config: dynamic tensorwise by default.
             fqn: the layer's name in its model, for error messages.
-
-        Raises:
-            TypeError, ValueError: as the class, or ``linear`` is something else.
         """
         check_type(linear, nn.Linear, f"{cls.__name__}.from_float", "linear", "an nn.Linear")
         self = with_state_of(linear, cls)
@@ -133,6 +130,7 @@ class Float8Linear(nn.Linear):
         multiplied as it is; its gradient comes back in the dtype that it stands for.
 
         Raises:
+            RuntimeError: torch.func, torch.jit or torch.fx runs it; the message has the way out.
             TypeError: the input's dtype is not the weight's (outside autocast) or not supported.
             ValueError: wrong last dimension, or a product that the device does not run; the
                 message names the layer and the fix.
@@ -142,9 +140,9 @@ class Float8Linear(nn.Linear):
                 input.dequantize() if isinstance(input, Float8Tensor) else input
             )
         if self.config.enable_pre_and_post_forward:
-            if (reason := refuses_transform(input)) is not None:
-                raise RuntimeError(f"{self._name}: {reason}")
-            error = refuses_input(input, self.weight, autocasts(input.device.type))
+            error = refuses_transform(input) or refuses_input(
+                input, self.weight, autocasts(input.device.type)
+            )
             if error is not None:
                 raise type(error)(f"{self._name}: {error}")
             self._check_float8(input)
@@ -220,7 +218,7 @@ class Float8Linear(nn.Linear):
 
     def _check_device(self, input: Tensor) -> None:
         if input.device.type != "cuda" or self.config.emulate:
-            tell_once_of_tokens(self._name, self.config, self.weight, input)
+            tell_once_of_tokens(self, self.config, input)
             return
         tokens, grad = input.numel() // max(self.in_features, 1), torch.is_grad_enabled()
         arch = architecture(input.device.index)

@@ -19,7 +19,7 @@ MAX_LINES = 400
 FLOORS = {
     "formats": 0,
     "granularity": 0,
-    "arguments": 0,
+    "arguments": -1,
     "config": 0.5,  # which speaks of formats and granularities
     "kernels": 1,
     "scaling": 2.0,

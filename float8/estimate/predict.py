@@ -6,7 +6,7 @@ library's own checks for what the device would refuse.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -53,6 +53,11 @@ def named_configs(recipes: Recipes) -> dict[str, Float8LinearConfig]:
     """
     if isinstance(recipes, (str, Float8LinearConfig)):
         recipes = [recipes]
+    if not isinstance(recipes, Iterable | None):
+        raise TypeError(
+            "recipes must be names of recipes or Float8LinearConfigs, one or several, got "
+            f"{described(recipes)}"
+        )
     if not recipes:
         raise ValueError(f"no recipe given; known: {', '.join(RECIPES)}")
     if isinstance(recipes, Mapping):

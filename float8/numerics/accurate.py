@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -111,6 +111,8 @@ def _checked(
 ) -> Sequence[str]:
     if isinstance(by, str):
         raise ValueError(f"by must be a sequence of names, as ({by!r},)")
+    if by is not None:
+        check_type(by, Collection, "accurate_layers", "by", "a sequence of names")
     wrong = [name for name in by or () if name not in known]
     if wrong or (by is not None and not by):
         raise ValueError(f"by takes some of {', '.join(known)}, got {list(by or ())}")

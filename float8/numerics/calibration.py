@@ -238,6 +238,8 @@ def calibrate(
 
 def _count(seen: Distribution, layer: nn.Module, args: Any, kwargs: Any) -> None:
     x = args[0] if args else kwargs["input"]
+    if not isinstance(x, Tensor):
+        return  # the layer says so
     seen.add(x.to(compute_dtype(x)))  # what conversion casts, under autocast too
 
 
@@ -268,6 +270,7 @@ def _checked_method(method: str) -> str:
 
 def _check_numbers(method: str, percentile: float, steps_per_octave: int) -> None:
     _checked_method(method)
+    check_type(percentile, (int, float), "calibrate", "percentile", "a number in (0, 100]")
     if not 0 < percentile <= 100:
         raise ValueError(f"percentile must be in (0, 100], got {percentile}")
     if not isinstance(steps_per_octave, int) or steps_per_octave < 1:

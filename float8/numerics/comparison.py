@@ -33,7 +33,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -244,6 +244,8 @@ def _chosen(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, Float
         return known
     if isinstance(patterns, str):
         raise TypeError(f"layers must be a sequence of names, got the string {patterns!r}")
+    if not isinstance(patterns, Collection) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(f"layers must be a sequence of names, got {described(patterns)}")
     for pattern in patterns:
         if not fnmatch.filter(known, pattern):
             some = ", ".join(list(known)[:5])
