@@ -128,7 +128,7 @@ TRANSFORMS = {
     "func.vmap": lambda m, x: torch.func.vmap(m)(x[None]),
     "func.jvp": lambda m, x: torch.func.jvp(m, (x,), (x,)),
     "func.jacrev": lambda m, x: torch.func.jacrev(m)(x),
-    "jit.trace": lambda m, x: torch.jit.trace(m, x),
+    "jit.trace": torch.jit.trace,
     "fx.symbolic_trace": lambda m, x: torch.fx.symbolic_trace(m),
     "onnx.export": lambda m, x: torch.onnx.export(m, (x,), io.BytesIO(), dynamo=False),
 }

@@ -348,6 +348,6 @@ def test_sharded_weights_are_refused():
 
 
 def test_a_model_without_float8_layers_is_said_to_have_none():
-    with pytest.warns(UserWarning, match="Sequential has no float8 layer, so nothing is cached"):
-        with cached_weights(nn.Sequential(nn.Linear(16, 16))):
-            pass
+    words = "Sequential has no float8 layer, so nothing is cached"
+    with pytest.warns(UserWarning, match=words), cached_weights(nn.Sequential(nn.Linear(16, 16))):
+        pass
