@@ -183,9 +183,7 @@ _LIBRARY.define(
     "mark_ready(Tensor(a!)[] scales, int[] numbers) -> ()", tags=(torch.Tag.cudagraph_unsafe,)
 )
 _LIBRARY.impl("mark_ready", _mark_ready_now, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "float8::mark_ready", lambda scales, numbers: None, lib=_LIBRARY, allow_override=True
-)
+torch.library.register_fake("float8::mark_ready", lambda scales, numbers: None, lib=_LIBRARY)
 
 
 def _groups(casts: list[DelayedCast]) -> dict[Key, list[DelayedCast]]:

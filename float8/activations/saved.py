@@ -139,9 +139,7 @@ class saved_activations:
             check_module(model, "saved_activations")
         dtype = format_of(fmt).dtype
         if not isinstance(group, int) or group < 1:
-            raise ValueError(
-                f"group={described(group)} must be a number of elements, 128 or 16 say"
-            )
+            raise ValueError(f"group={group!r} must be a number of elements, 128 or 16 say")
         check_bool(power_of_two_scale, "saved_activations: power_of_two_scale")
         check_integer(min_size, "saved_activations: min_size", 0)
         keeper = Keeper(Groups(group, dtype, power_of_two_scale), max(min_size, 1))

@@ -49,7 +49,8 @@ def named_configs(recipes: Recipes) -> dict[str, Float8LinearConfig]:
     """Recipe names and configs as name -> config, in order.
 
     Raises:
-        ValueError: no recipe, an unknown name, or something that is neither.
+        TypeError: something that is neither.
+        ValueError: no recipe, or an unknown name.
     """
     if isinstance(recipes, (str, Float8LinearConfig)):
         recipes = [recipes]
@@ -113,7 +114,8 @@ def estimate(
         The rows, totals and the table as ``str``.
 
     Raises:
-        TypeError: ``model`` is neither a module nor shapes, or ``device`` is none of the above.
+        TypeError: ``model`` is neither a module nor shapes, or ``device`` or a recipe is
+            none of the above.
         ValueError: an unknown device or recipe, ``tokens`` < 1, or a model without ``nn.Linear``.
     """
     configs, layers = named_configs(recipes), layers_of(model, tokens)
