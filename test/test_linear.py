@@ -310,7 +310,7 @@ def test_double_backward_is_refused_clearly():
 
 
 def test_vmap_is_refused_with_the_way_out():
-    with pytest.raises(RuntimeError, match=r"torch\.func .* high_precision\(model\)"):
+    with pytest.raises(RuntimeError, match=r"torch\.func .*high_precision\(model\)"):
         torch.func.vmap(Float8Linear(16, 16))(torch.randn(2, 4, 16))
 
 
