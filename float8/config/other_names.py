@@ -54,7 +54,6 @@ NAMES = {
     "TensorScalingType": "it is called ScalingType here",
     "Float8TensorCastConfig": "it is called CastConfig here",
     "Float8DynamicLinear": "use Float8Linear, whose default config casts dynamically",
-    "Float8DelayedLinear": 'use Float8Linear with Float8LinearConfig.from_recipe_name("delayed")',
     "get_float8_layers": "use [m for m in model.modules() if isinstance(m, Float8Linear)]",
     "hp_tensor_to_float8_dynamic": _CAST,
     "hp_tensor_and_scale_to_float8": _CAST,
@@ -64,7 +63,7 @@ NAMES = {
 
 
 def called_here(name: str) -> str:
-    """For the message of an unknown name: ``"; torchao's ..."``, or nothing."""
+    """For the message of an unknown name: ``"; a script for torchao ..."``, or nothing."""
     if name not in NAMES:
         return ""
     return f"; a script for torchao or float8_experimental imports it: {NAMES[name]}"
