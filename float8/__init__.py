@@ -6,6 +6,7 @@ package is in CONTRIBUTING.md. This file is the composition root: it alone impor
 """
 
 import importlib
+import sys
 from typing import Any
 
 import float8.dispatch as _dispatch  # noqa: F401  registers the operations of Float8Tensor
@@ -19,6 +20,7 @@ from float8.config import (
     GemmConfig,
     ScalingType,
 )
+from float8.config.other_names import called_here
 from float8.convert import (
     WEIGHT_RULE_SOURCES,
     convert_from_float8_training,
@@ -60,9 +62,14 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_ON_DEMAND[name]), name)
         globals()[name] = value  # for next time; and importing float8.ms_amp has bound the module
         return value
-    raise AttributeError(f"module 'float8' has no attribute {name!r}")
+    hint = called_here(name)
+    # Of an AttributeError ``from float8 import X`` shows another message, without the hint.
+    if hint and sys._getframe(1).f_code.co_name == "_handle_fromlist":
+        raise ImportError(f"cannot import name {name!r} from 'float8'{hint}")
+    raise AttributeError(f"module 'float8' has no attribute {name!r}{hint}")
 
 
+# float8.inspect is left out: ``from float8 import *`` would replace Python's inspect.
 __all__ = [
     "E4M3",
     "E5M2",
@@ -97,7 +104,6 @@ __all__ = [
     "float8_linear",
     "fuse_norms",
     "high_precision",
-    "inspect",
     "inspect_every",
     "ms_amp",
     "precompute_float8_dynamic_scale_for_fsdp",

@@ -20,6 +20,8 @@ The buffers stay float32 whatever ``module.to(dtype)`` asks for, come to life ag
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +98,11 @@ class NoCast(Cast):
         return x
 
 
+# Number -> cast, for the op by which ``sync`` marks casts as ready.
+DELAYED_CASTS: weakref.WeakValueDictionary[int, DelayedCast] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
 class DelayedCast(Cast):
     """The scale comes from the amaxes of past steps.
 
@@ -134,6 +141,16 @@ class DelayedCast(Cast):
             for name, shape in shapes.items():
                 self.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device))
         self.reset_parameters()
+        self._enrol()
+
+    def _enrol(self) -> None:
+        self.number = next(_numbers)  # unique in this process
+        DELAYED_CASTS[self.number] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """For copies and pickles, which have numbers of their own."""
+        super().__setstate__(state)
+        self._enrol()
 
     def reset_parameters(self) -> None:
         """Forget the history."""

@@ -1,8 +1,8 @@
 """Swap a model's linear layers for float8 ones, and back.
 
 Conversion checks everything before it changes anything, shares every parameter, and says what it
-did: the returned module carries a `Conversion` under ``float8_conversion`` that lists what was
-converted and what was left alone, and why.
+did: the returned module carries a `float8.conversion.Conversion` under ``float8_conversion`` that
+lists what was converted and what was left alone, and why.
 
 Converted are modules whose type is exactly ``nn.Linear``, or a type for which a room above has
 registered a rule (`register_module_rule`). Others are reported, among them the two torch modules
@@ -12,18 +12,19 @@ itself, and ``nn.TransformerEncoderLayer`` has a fused fast path for inference.
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from float8.arguments import check_module, described
 from float8.cast import DelayedCast
-from float8.config import RECIPES, Float8LinearConfig
+from float8.config import RECIPES, Float8LinearConfig, check_config
+from float8.conversion import Conversion, report_bypasses, tell
 from float8.filters import ModuleFilter
 from float8.formats import E4M3
 from float8.linear import Float8CastingLinear, Float8Linear
@@ -31,7 +32,6 @@ from float8.refusals import refuses_layer
 from float8.resident_weight import make_plain
 from float8.sync import keep_ddp_from_broadcasting, remind_to_sync
 
-logger = logging.getLogger("float8")
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -132,25 +132,6 @@ def check_model(module: nn.Module) -> None:
             raise ValueError(f"nothing was converted: {reason}")
 
 
-@dataclass
-class Conversion:
-    """What a conversion did: names of converted layers, and name -> reason of the others."""
-
-    converted: list[str] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
-    # Under enable_fsdp_float8_all_gather: whose weight is gathered in high precision, and why.
-    gathered_in_high_precision: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        lines = [f"converted to float8: {len(self.converted)} layers"]
-        lines += [f"  left alone: {fqn}: {reason}" for fqn, reason in self.skipped.items()]
-        lines += [
-            f"  weight gathered in high precision: {fqn}: {reason}"
-            for fqn, reason in self.gathered_in_high_precision.items()
-        ]
-        return "\n".join(lines)
-
-
 def convert_to_float8_training(
     module: nn.Module,
     *,
@@ -177,8 +158,9 @@ def convert_to_float8_training(
     Raises:
         ValueError: layers that cannot be converted, each with its name and the reason; nothing
             has been changed then.
+        TypeError: an argument of another type.
     """
-    check_arguments(config, module_filter_fn)
+    check_arguments(module, "module", config, module_filter_fn, "convert_to_float8_training")
     config = config or Float8LinearConfig()
     check_model(module)
     conversion = Conversion()
@@ -195,7 +177,7 @@ def convert_to_float8_training(
         layers = {fqn: swapped[layer] for fqn, layer in chosen}
         conversion.gathered_in_high_precision = _weight_rule().wrap(module, layers)
     module.float8_conversion = conversion  # type: ignore[assignment]
-    tell(module, conversion)
+    tell(module, conversion, module_filter_fn)
     if config.uses_delayed_scaling and swapped:
         remind_to_sync(module)
         keep_ddp_from_broadcasting(module)
@@ -210,7 +192,11 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
     The inverse of `convert_to_float8_training`: parameters, mode and hooks are shared, and the
     state dict has plain keys. Weights that live in float8 are dequantised. Modules that write
     float8 for the layers become plain with them.
+
+    Raises:
+        TypeError: ``module`` is no module.
     """
+    check_module(module, "convert_from_float8_training", "module")
     for rule in WEIGHT_RULES:
         rule.unwrap(module)
     make_plain(module)
@@ -237,7 +223,11 @@ def high_precision(model: M) -> Iterator[M]:
 
     Within it a ``state_dict()`` has the keys of the plain model. A weight that FSDP2 has gathered
     in float8 is multiplied in high precision as it came: rounded to float8.
+
+    Raises:
+        TypeError: ``model`` is no module.
     """
+    check_module(model, "high_precision")
     layers = _float8_modules(model)
     casts = [m for m in model.modules() if isinstance(m, DelayedCast)]
 
@@ -254,17 +244,28 @@ def high_precision(model: M) -> Iterator[M]:
         enter(-1)
 
 
-def check_arguments(config: object, module_filter_fn: object) -> None:
-    """Raise if a conversion was given something else than a config and a filter."""
-    if config is not None and not isinstance(config, Float8LinearConfig):
-        raise TypeError(
-            f"config must be a Float8LinearConfig, got {config!r}; a recipe is "
-            'Float8LinearConfig.from_recipe_name("tensorwise")'
-        )
+def check_arguments(
+    model: object, name: str, config: object, module_filter_fn: object, caller: str
+) -> None:
+    """Raise if a conversion was given something else than a model, a config and a filter.
+
+    Args:
+        model: what the caller was given as the parameter ``name``.
+        name: of the parameter.
+        config: None for the default.
+        module_filter_fn: None for every layer.
+        caller: the public function, for the message.
+
+    Raises:
+        TypeError: one of them is something else; the message says what to give.
+    """
+    check_module(model, caller, name)
+    if config is not None:
+        check_config(config, caller)
     if module_filter_fn is not None and not callable(module_filter_fn):
         raise TypeError(
-            f"module_filter_fn must be callable, got {module_filter_fn!r}; to skip layers by name "
-            'use float8.filters.skip_names("lm_head")'
+            f"{caller}: module_filter_fn must be callable, got {described(module_filter_fn)}; to "
+            'skip layers by name use float8.filters.skip_names("lm_head")'
         )
 
 
@@ -322,21 +323,6 @@ def check_all(layers: list[tuple[str, nn.Module]], config: Float8LinearConfig) -
         )
 
 
-def report_bypasses(root: nn.Module, conversion: Conversion) -> None:
-    """Report the modules that go around their own Linears."""
-    for fqn, module in root.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
-            conversion.skipped[fqn] = (
-                "nn.MultiheadAttention multiplies by its weights itself and stays in high "
-                "precision; write q, k, v and output projections as nn.Linear to convert them"
-            )
-        elif isinstance(module, nn.TransformerEncoderLayer):
-            conversion.skipped[fqn] = (
-                "nn.TransformerEncoderLayer has a fused inference path that goes around its float8 "
-                "layers; torch.backends.mha.set_fastpath_enabled(False) avoids it"
-            )
-
-
 def warn_of_fixed_scales(layers: list[tuple[str, nn.Module]], config: Float8LinearConfig) -> None:
     """Recipe ``unit`` has no scale to move a tensor into the format's range with: warn of it."""
     plain = [(fqn, m) for fqn, m in layers if not MODULE_RULES[type(m)].unit_scaled]
@@ -374,13 +360,3 @@ def replace_children(root: nn.Module, swapped: dict[nn.Module, nn.Module]) -> nn
             if child in swapped:
                 parent._modules[name] = swapped[child]
     return swapped.get(root, root)
-
-
-def tell(root: nn.Module, conversion: Conversion, by: str = "convert_to_float8_training") -> None:
-    """Log what a conversion did, and warn if it left the model without a float8 layer."""
-    logger.info("%s", conversion)
-    has_float8 = any(isinstance(m, Float8Linear) for m in root.modules())
-    if not conversion.converted and not has_float8:
-        reasons = "".join(f"\n  {fqn}: {why}" for fqn, why in conversion.skipped.items())
-        found = reasons or "the model has no nn.Linear"
-        warnings.warn(f"{by} converted no layer: {found}", stacklevel=3)

@@ -6,52 +6,133 @@ returns True to convert it. Any function will do; these cover what people write 
     convert_to_float8_training(
         model, module_filter_fn=all_of(skip_names("lm_head", "*.gate"), divisible_by(16))
     )
+
+``filter_fqns`` of torchao and torchtitan are substrings of names; the patterns of `skip_names` are
+whole names. ``filter_fqns=["output"]`` is ``skip_names("*output*")`` here.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
+from float8.arguments import check_integer, described
+from float8.config.suggestions import did_you_mean
+
 ModuleFilter = Callable[[nn.Module, str], bool]
+
+
+class _SkipNames:
+    """A filter that knows its patterns: a conversion reports those that match nothing."""
+
+    def __init__(self, patterns: tuple[str, ...]) -> None:
+        self.patterns = patterns
+
+    def __call__(self, module: nn.Module, fqn: str) -> bool:
+        return not any(_matches(pattern, fqn) for pattern in self.patterns)
+
+
+class _AllOf:
+    """A filter that asks several."""
+
+    def __init__(self, filters: tuple[ModuleFilter, ...]) -> None:
+        self.filters = filters
+
+    def __call__(self, module: nn.Module, fqn: str) -> bool:
+        return all(f(module, fqn) for f in self.filters)
 
 
 def skip_names(*patterns: str) -> ModuleFilter:
     """Skip layers whose name matches a shell pattern (``*`` also crosses dots).
 
     A pattern without wildcards also skips everything below that name. Names are whole, as in
-    ``named_modules()``: write ``*lm_head`` where the head is ``model.lm_head``.
+    ``named_modules()``: write ``*lm_head`` where the head is ``model.lm_head``. A substring, as in
+    torchao's ``filter_fqns``, is ``*substring*``. The report of the conversion
+    (``model.float8_conversion``) names patterns that match no layer.
+
+    Raises:
+        TypeError: a pattern is not a string.
     """
-    return lambda module, fqn: (
-        not any(
-            fnmatch.fnmatchcase(fqn, pattern) or fqn.startswith(pattern + ".")
-            for pattern in patterns
-        )
-    )
+    given: tuple[object, ...] = patterns
+    for pattern in given:
+        if not isinstance(pattern, str):
+            way_out = ""
+            if isinstance(pattern, (list, tuple, set)):
+                way_out = "; unpack them: skip_names(*names)"
+            raise TypeError(f"skip_names takes strings, got {described(pattern)}{way_out}")
+    return _SkipNames(patterns)
 
 
 def min_size(weight_elements: int) -> ModuleFilter:
     """Skip layers whose weight has fewer elements: small products do not repay their casts."""
+    check_integer(weight_elements, "min_size: weight_elements", 0)
     return lambda module, fqn: _features(module)[0] * _features(module)[1] >= weight_elements
 
 
 def min_features(in_features: int = 0, out_features: int = 0) -> ModuleFilter:
     """Skip layers with fewer input or output features."""
+    check_integer(in_features, "min_features: in_features", 0)
+    check_integer(out_features, "min_features: out_features", 0)
     return lambda module, fqn: (
         _features(module)[0] >= in_features and _features(module)[1] >= out_features
     )
 
 
 def divisible_by(multiple: int = 16) -> ModuleFilter:
-    """Skip layers with a dimension that is no multiple of 16, which tensor cores do not take."""
+    """Skip layers with a dimension that is no multiple of 16, which tensor cores do not take.
+
+    Raises:
+        TypeError, ValueError: ``multiple`` is no integer of at least 1.
+    """
+    check_integer(multiple, "divisible_by: multiple", 1)
     return lambda module, fqn: all(size % multiple == 0 for size in _features(module))
 
 
 def all_of(*filters: ModuleFilter) -> ModuleFilter:
-    """Convert a layer only if every filter says so."""
-    return lambda module, fqn: all(f(module, fqn) for f in filters)
+    """Convert a layer only if every filter says so.
+
+    Raises:
+        TypeError: a filter cannot be called.
+    """
+    for each in filters:
+        if not callable(each) or isinstance(each, type):
+            raise TypeError(
+                f"all_of takes filters, called as filter(module, name), got {described(each)}"
+            )
+    return _AllOf(filters)
+
+
+def unmatched_patterns(module_filter_fn: object, names: Iterable[str]) -> list[str]:
+    """The patterns of a filter's `skip_names` that match none of these layers, as a report says it.
+
+    Args:
+        module_filter_fn: any filter; of functions that a user wrote nothing is known.
+        names: of all layers that there are, converted or not.
+    """
+    names = list(names)
+    if isinstance(module_filter_fn, _AllOf):
+        each = [unmatched_patterns(f, names) for f in module_filter_fn.filters]
+        return [pattern for found in each for pattern in found]
+    if not isinstance(module_filter_fn, _SkipNames):
+        return []
+    return [
+        f"{pattern!r}{_near(pattern, names)}"
+        for pattern in module_filter_fn.patterns
+        if not any(_matches(pattern, name) for name in names)
+    ]
+
+
+def _near(pattern: str, names: Sequence[str]) -> str:
+    below = [name for name in names if name.endswith("." + pattern)]
+    if below:  # torchao's filter_fqns would match it
+        return f"; names are whole: write {'*' + pattern!r} for {below[0]!r}"
+    return did_you_mean(pattern, names)
+
+
+def _matches(pattern: str, fqn: str) -> bool:
+    return fnmatch.fnmatchcase(fqn, pattern) or fqn.startswith(pattern + ".")
 
 
 def _features(module: nn.Module) -> tuple[int, int]:

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 
 import torch
 
+from float8.arguments import described
+
 # What may be cast to float8. float64 is left out: no float8 GEMM accumulates or returns it.
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -65,9 +67,9 @@ def format_of(format_or_dtype: Format | torch.dtype) -> Format:
     """
     if isinstance(format_or_dtype, Format):
         return format_or_dtype
-    if format_or_dtype not in FORMATS:
+    if not isinstance(format_or_dtype, torch.dtype) or format_or_dtype not in FORMATS:
         known = ", ".join(str(dtype) for dtype in FORMATS)
-        raise TypeError(f"{format_or_dtype} is not a float8 format; use one of {known}")
+        raise TypeError(f"{described(format_or_dtype)} is not a float8 format; use one of {known}")
     return FORMATS[format_or_dtype]
 
 

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from float8.autograd import compute_dtype
 from float8.cast import Cast, DelayedCast, make_cast
-from float8.config import Float8LinearConfig
+from float8.config import Float8LinearConfig, check_config
 from float8.convert import FLOAT8_MODULES
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.fused_autograd import (
@@ -79,11 +79,8 @@ class _Producer(nn.Module):
     shares_cast: bool = False  # whether cast_output is a layer's cast_input, no child of this
 
     def _set_up(self, config: Float8LinearConfig | None, device: Any, fqn: str = "") -> None:
-        if config is not None and not isinstance(config, Float8LinearConfig):
-            raise TypeError(
-                f"{type(self).__name__}: config must be a Float8LinearConfig, got {config!r}; a "
-                'recipe is Float8LinearConfig.from_recipe_name("tensorwise")'
-            )
+        if config is not None:
+            check_config(config, type(self).__name__)
         config = config or Float8LinearConfig()
         if (reason := refuses_config(config)) is not None:
             raise ValueError(

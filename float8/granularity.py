@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from float8.arguments import check_integer
+
 Block = tuple[int, ...]
 WHOLE = -1
 
@@ -65,8 +67,8 @@ class Blockwise(Granularity):
     cols: int
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.cols < 1:
-            raise ValueError(f"Blockwise needs positive extents, got ({self.rows}, {self.cols})")
+        for name, extent in (("rows", self.rows), ("cols", self.cols)):
+            check_integer(extent, f"Blockwise: {name}", 1)
 
     def block_of(self, shape: Sequence[int]) -> Block:
         """``rows`` and ``cols`` along the last two dimensions, 1 along the others."""

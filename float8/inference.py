@@ -36,17 +36,15 @@ from torch import Tensor, nn
 
 from float8.cast import make_cast
 from float8.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
+from float8.conversion import Conversion, report_bypasses, tell
 from float8.convert import (
     FLOAT8_MODULES,
     MODULE_RULES,
-    Conversion,
     candidates,
     check_all,
     check_arguments,
     check_model,
     replace_children,
-    report_bypasses,
-    tell,
     warn_of_fixed_scales,
 )
 from float8.filters import ModuleFilter
@@ -91,7 +89,7 @@ def convert_to_float8_inference(
             nothing has been changed then.
         TypeError: arguments of other types.
     """
-    check_arguments(config, module_filter_fn)
+    check_arguments(model, "model", config, module_filter_fn, "convert_to_float8_inference")
     if static_scales is not None and not isinstance(static_scales, Mapping):
         raise TypeError(
             "static_scales must map layer names to the scales of their inputs, as "
@@ -120,7 +118,7 @@ def convert_to_float8_inference(
     hide_from_ddp(model)
     conversion.converted = list(layers)
     model.float8_conversion = conversion  # type: ignore[assignment]
-    tell(model, conversion, "convert_to_float8_inference")
+    tell(model, conversion, module_filter_fn, "convert_to_float8_inference")
     return model
 
 

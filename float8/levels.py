@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig
-from float8.convert import Conversion, candidates, check_all
+from float8.conversion import Conversion
+from float8.convert import candidates, check_all
 from float8.distributed.gradients import Float8Gradients
 from float8.filters import ModuleFilter
 from float8.formats import E4M3

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from float8.arguments import check_tensors, check_type
 from float8.autograd import (
     STATELESS,
     CachedWeight,
@@ -25,10 +26,18 @@ from float8.autograd import (
     linear_in_float8,
 )
 from float8.cast import Cast, DelayedCast, make_cast
-from float8.config import Float8LinearConfig
+from float8.config import Float8LinearConfig, check_config
 from float8.formats import E4M3, E5M2
 from float8.kernels.scaled_mm import architecture
-from float8.refusals import refuses_call, refuses_float8_input, refuses_input, refuses_layer
+from float8.refusals import (
+    REFUSES_SCRIPT,
+    refuses_call,
+    refuses_float8_input,
+    refuses_input,
+    refuses_layer,
+    refuses_transform,
+    tell_once_of_tokens,
+)
 from float8.resident_weight import (
     is_resident,
     join_loaded,
@@ -52,6 +61,7 @@ class Float8Linear(nn.Linear):
         config: recipe or own configuration; dynamic tensorwise by default.
 
     Raises:
+        TypeError: ``config`` is something else, such as a recipe's name or torchao's config.
         ValueError: the config asks for a product that no hardware runs, and not for emulation.
     """
 
@@ -68,7 +78,7 @@ class Float8Linear(nn.Linear):
         config: Float8LinearConfig | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._set_up(config or Float8LinearConfig())
+        self._set_up(Float8LinearConfig() if config is None else config)
 
     @classmethod
     def from_float(
@@ -77,12 +87,13 @@ class Float8Linear(nn.Linear):
         """A Float8Linear with the parameters, hooks and mode of ``linear``, which it shares.
 
         Args:
-            linear: the layer; it stays usable.
+            linear: the layer, an ``nn.Linear``; it stays usable.
             config: dynamic tensorwise by default.
             fqn: the layer's name in its model, for error messages.
         """
+        check_type(linear, nn.Linear, f"{cls.__name__}.from_float", "linear", "an nn.Linear")
         self = with_state_of(linear, cls)
-        self._set_up(config or Float8LinearConfig(), fqn)
+        self._set_up(Float8LinearConfig() if config is None else config, fqn)
         return self
 
     def to_float(self) -> nn.Linear:
@@ -94,6 +105,7 @@ class Float8Linear(nn.Linear):
         return plain
 
     def _set_up(self, config: Float8LinearConfig, fqn: str = "") -> None:
+        check_config(config, fqn or type(self).__name__)
         if (reason := refuses_layer(self.weight, config)) is not None:
             raise ValueError(f"{fqn or 'Float8Linear'}: {reason}")
         self.config = config
@@ -118,6 +130,7 @@ class Float8Linear(nn.Linear):
         multiplied as it is; its gradient comes back in the dtype that it stands for.
 
         Raises:
+            RuntimeError: torch.func, torch.jit or torch.fx runs it; the message has the way out.
             TypeError: the input's dtype is not the weight's (outside autocast) or not supported.
             ValueError: wrong last dimension, or a product that the device does not run; the
                 message names the layer and the fix.
@@ -127,7 +140,9 @@ class Float8Linear(nn.Linear):
                 input.dequantize() if isinstance(input, Float8Tensor) else input
             )
         if self.config.enable_pre_and_post_forward:
-            error = refuses_input(input, self.weight, autocasts(input.device.type))
+            error = refuses_transform(input) or refuses_input(
+                input, self.weight, autocasts(input.device.type)
+            )
             if error is not None:
                 raise type(error)(f"{self._name}: {error}")
             self._check_float8(input)
@@ -203,14 +218,18 @@ class Float8Linear(nn.Linear):
 
     def _check_device(self, input: Tensor) -> None:
         if input.device.type != "cuda" or self.config.emulate:
+            tell_once_of_tokens(self, self.config, input)
             return
-        tokens = input.numel() // max(self.in_features, 1)
-        grad = torch.is_grad_enabled()
+        tokens, grad = input.numel() // max(self.in_features, 1), torch.is_grad_enabled()
         arch = architecture(input.device.index)
         dtype = compute_dtype(input)
         reason = refuses_call(self.config, self.weight, tokens, dtype, arch, grad)
         if reason is not None:
             raise ValueError(f"{self._name}: {reason}")
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What torch.jit.script asks for."""
+        raise RuntimeError(f"{self._name}: {REFUSES_SCRIPT}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         stored = _stored(self.weight)
@@ -355,9 +374,12 @@ def float8_linear(
     Raises:
         ValueError: the config is delayed, which needs a module to keep its history, or asks for a
             product that no hardware runs.
-        TypeError: dtypes differ or are not supported.
+        TypeError: an argument of another type, or dtypes that differ or are not supported.
     """
-    config = config or Float8LinearConfig()
+    optional = {} if bias is None else {"bias": bias}
+    check_tensors("float8_linear", input=input, weight=weight, **optional)
+    config = Float8LinearConfig() if config is None else config
+    check_config(config, "float8_linear")
     if config.uses_delayed_scaling:
         raise ValueError(
             "float8_linear keeps no amax history; use Float8Linear for delayed scaling, or a "

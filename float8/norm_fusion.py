@@ -41,6 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8.arguments import check_module, described
 from float8.cast import DelayedCast
 from float8.config import Float8LinearConfig
 from float8.convert import (
@@ -165,10 +166,11 @@ def fuse_norms(model: nn.Module, pairs: Pairs | None = None) -> NormFusion:
 
 
 def _check(model: nn.Module, pairs: object) -> None:
+    check_module(model, "fuse_norms")
     if pairs is not None and not hasattr(pairs, "items"):
         raise TypeError(
-            f"pairs must map norms to the layers that read them, got {pairs!r}; for example "
-            '{"layers.*.norm": ["layers.*.attention.q", "layers.*.attention.k"]}'
+            f"pairs must map norms to the layers that read them, got {described(pairs)}; for "
+            'example {"layers.*.norm": ["layers.*.attention.q", "layers.*.attention.k"]}'
         )
     for fqn, module in model.named_modules():
         if isinstance(module, tuple(FLOAT8_MODULES)) and module.high_precision:  # type: ignore[attr-defined]

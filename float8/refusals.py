@@ -7,14 +7,29 @@ can name the layer, its sizes and the way out instead of the kernel's.
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from float8.arguments import described
 from float8.config import Float8LinearConfig, Gemm, LinearPlan
 from float8.formats import HIGH_PRECISION_DTYPES, on_device
 from float8.granularity import WHOLE
-from float8.kernels.scaled_mm import refuses_device, refuses_granularity, refuses_sizes
+from float8.kernels.scaled_mm import ALIGNMENT, refuses_device, refuses_granularity, refuses_sizes
 from float8.tensor import Float8Tensor
+
+logger = logging.getLogger("float8")
+
+_IN_HIGH_PRECISION = (
+    "run it in `with float8.high_precision(model):`, or on what "
+    "float8.convert_from_float8_training(model) returns"
+)
+REFUSES_SCRIPT = (
+    "torch.jit.script does not work on a float8 layer; script what "
+    "float8.convert_from_float8_training(model) returns"
+)
 
 
 def refuses_layer(weight: Tensor, config: Float8LinearConfig) -> str | None:
@@ -30,6 +45,26 @@ def refuses_layer(weight: Tensor, config: Float8LinearConfig) -> str | None:
             if reason is not None:
                 return f"{name}: {reason}"
     return None
+
+
+def refuses_transform(input: object) -> TypeError | RuntimeError | None:
+    """What is wrong with a call before its tensors are looked at, as the error to raise, or None.
+
+    A transform that runs around a layer and cannot see through it, or an input that is no tensor.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    if torch._C._are_functorch_transforms_active():
+        name = "torch.func (grad, vmap, jvp, jacrev)"
+    elif torch._C._get_tracing_state() is not None:
+        name = "torch.jit.trace or torch.onnx.export"
+    elif isinstance(input, torch.fx.Proxy):
+        name = "torch.fx.symbolic_trace"
+    elif isinstance(input, Tensor):
+        return None
+    else:
+        return TypeError(f"input must be a torch.Tensor, got {described(input)}")
+    return RuntimeError(f"{name} does not work on a float8 layer; {_IN_HIGH_PRECISION}")
 
 
 def refuses_input(input: Tensor, weight: Tensor, autocasts: bool) -> TypeError | ValueError | None:
@@ -81,6 +116,47 @@ def _gemms(plan: LinearPlan) -> tuple[tuple[str, Gemm], ...]:
         ("grad_input", plan.grad_input),
         ("grad_weight", plan.grad_weight),
     )
+
+
+def refuses_on_gpu(
+    config: Float8LinearConfig, weight: Tensor, tokens: int, grad: bool
+) -> str | None:
+    """The reason why a GPU (an H100, in bfloat16) refuses sizes that a CPU runs, or None.
+
+    Args:
+        config: of the layer.
+        weight: (out_features, in_features) of the layer.
+        tokens: rows of the input.
+        grad: whether a backward may follow.
+    """
+    if config.emulate:
+        return None
+    return refuses_call(config, weight, tokens, torch.bfloat16, "sm_90", grad)
+
+
+def tell_once_of_tokens(layer: Any, config: Float8LinearConfig, input: Tensor) -> None:
+    """Log a warning, once in a process, if a GPU refuses the batch that a CPU runs.
+
+    Args:
+        layer: a `Float8Linear`; its name is read where there is something to tell only, because
+            torch.compile would guard on it.
+        config: of the layer.
+        input: the batch, of any device.
+    """
+    if torch.compiler.is_compiling() or _told or not torch.is_grad_enabled():
+        return
+    weight: Tensor = layer.weight
+    tokens = input.numel() // max(weight.shape[1], 1)
+    if tokens % ALIGNMENT == 0:  # the layer's own sizes are in the conversion's report
+        return
+    if (reason := refuses_on_gpu(config, weight, tokens, grad=True)) is not None:
+        _told.append(reason)
+        logger.warning(
+            "%s: a GPU will refuse this batch, which a CPU runs: %s", layer._name, reason
+        )
+
+
+_told: list[str] = []
 
 
 def refuses_call(

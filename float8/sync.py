@@ -3,7 +3,8 @@
 `sync_float8_amax_and_scale_history` works on all delayed casts of a model at once: the recorded
 amaxes are stacked, reduced over ranks in one collective, rolled into the histories, and turned into
 scales, with a number of kernels that does not grow with the number of layers (stack, update,
-``_foreach_copy_``). It may be compiled: after the first step, in one graph.
+``_foreach_copy_``). It may be compiled, in one graph; there is one more while casts have no scale
+yet.
 
 Call it once per optimizer step, before or after ``optimizer.step()``, never between a forward and
 its backward: autograd would then find the scales changed that forward saved. Forgetting it leaves
@@ -29,7 +30,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from float8.cast import DelayedCast
+from float8.arguments import check_module, described
+from float8.cast import DELAYED_CASTS, Cast, DelayedCast
 from float8.config import DelayedScalingConfig
 from float8.scaling import updated_history
 
@@ -61,8 +63,11 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
         TypeError: ``group`` is neither.
         ValueError: this rank is not in ``group``.
     """
+    check_module(model, "sync_float8_amax_and_scale_history")
     groups = _process_groups(group)
     casts = [cast for _, cast in modules_by_name(model, DelayedCast)]
+    if not casts:
+        _warn_of_plain(model)
     # In a group of one rank too: it may be the wrong group.
     if _is_one_of_many() and _is_first(model, casts):
         for check in FIRST_SYNC_CHECKS:
@@ -72,6 +77,16 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
         _sync(casts, groups)
     for callback in AFTER_SYNC:
         callback(model)
+
+
+def _warn_of_plain(model: nn.Module) -> None:
+    is_converted = any(isinstance(module, Cast) for module in model.modules())
+    if not is_converted and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"sync_float8_amax_and_scale_history: {type(model).__name__} has no float8 layer; "
+            "pass what convert_to_float8_training(model) returns",
+            stacklevel=3,
+        )
 
 
 # Called before the first all-reduce with the model and the ranks that take part: for packages
@@ -125,17 +140,26 @@ def _ranks_of(group: Group | None) -> list[int]:
 
 def _process_groups(group: Group | None) -> list[dist.ProcessGroup]:
     """The groups to reduce over in turn; none where there is nothing to agree about."""
+    _check_group(group)
     if not (dist.is_available() and dist.is_initialized()):
         return []
     if group is None:
         return [_default_group()] if dist.get_world_size() > 1 else []
     if isinstance(group, dist.ProcessGroup):
         return [group] if dist.get_world_size(group) > 1 else []
-    if group == dist.GroupMember.NON_GROUP_MEMBER:  # an int
+    return [each for each in group.get_all_groups() if dist.get_world_size(each) > 1]
+
+
+def _check_group(group: object) -> None:
+    """Raise if it is no group; in a single process too, so that a mistake shows there."""
+    if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        return
+    if dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER:  # an int
         raise ValueError("this rank is not in the group that sync was given: pass its own one")
     if not hasattr(group, "get_all_groups"):  # by name: DeviceMesh takes long to import
-        raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {group!r}")
-    return [each for each in group.get_all_groups() if dist.get_world_size(each) > 1]
+        raise TypeError(
+            f"group must be a ProcessGroup, a DeviceMesh or None, got {described(group)}"
+        )
 
 
 def _default_group() -> dist.ProcessGroup:
@@ -179,11 +203,26 @@ def _mark_ready(casts: list[DelayedCast]) -> None:
     """Note which operands have their first scale; the others stay dynamic.
 
     An operand without an amax (an expert that no token reached, a frozen layer in eval mode) has no
-    scale yet. Only then is the device asked, usually once in a training.
+    scale yet. Only then is the device asked, usually once in a training. An op asks, so that a
+    compiled sync stays one graph.
     """
     if casts:
-        for cast, scale in zip(casts, torch.stack([c.scale for c in casts]).tolist(), strict=True):
-            cast.history_ready = scale > 0
+        torch.ops.float8.mark_ready.default([c.scale for c in casts], [c.number for c in casts])
+
+
+def _mark_ready_now(scales: list[Tensor], numbers: list[int]) -> None:
+    for number, scale in zip(numbers, torch.stack(scales).tolist(), strict=True):
+        DELAYED_CASTS[number].history_ready = scale > 0
+
+
+_LIBRARY = torch.library.Library("float8", "FRAGMENT")
+# The scales are declared as written, which they are not: an op without effect would be dropped. It
+# reads the device, which the capture of a CUDA graph cannot.
+_LIBRARY.define(
+    "mark_ready(Tensor(a!)[] scales, int[] numbers) -> ()", tags=(torch.Tag.cudagraph_unsafe,)
+)
+_LIBRARY.impl("mark_ready", _mark_ready_now, "CompositeExplicitAutograd")
+torch.library.register_fake("float8::mark_ready", lambda scales, numbers: None, lib=_LIBRARY)
 
 
 def _groups(casts: list[DelayedCast]) -> dict[Key, list[DelayedCast]]:

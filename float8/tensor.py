@@ -13,7 +13,6 @@ Every operation is registered in ``float8/dispatch/``; one that is not says so a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,9 +21,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from float8 import kernels
+from float8.arguments import check_bool, check_tensors, check_type
 from float8.formats import FORMATS, HIGH_PRECISION_DTYPES, Format, format_of
-from float8.granularity import Block, Granularity, Tensorwise, scale_shape
+from float8.granularity import Block, Granularity, Tensorwise
 from float8.running_module import innermost_module
+from float8.tensor_parts import check_parts, given_scale, has_no_values
 
 # aten overload -> implementation; filled by float8.dispatch through `implements`.
 OP_TABLE: dict[Any, Callable[..., Any]] = {}
@@ -64,6 +65,7 @@ class Float8Tensor(Tensor):
         data_t: Tensor | None = None,
     ) -> Float8Tensor:
         """See the class."""
+        check_tensors("Float8Tensor", data=data, scale=scale)
         # A view of a tensor from outside inference_mode is, like its base, no inference tensor.
         if torch.is_inference_mode_enabled() and not data.is_inference():
             with torch.inference_mode(False):
@@ -88,7 +90,7 @@ class Float8Tensor(Tensor):
         dtype: torch.dtype,
         data_t: Tensor | None = None,
     ) -> None:
-        _check_parts(data, scale, block, dtype, data_t)
+        check_parts(data, scale, block, dtype, data_t)
         self._data = data
         self._scale = scale
         self._block = tuple(block)
@@ -113,19 +115,26 @@ class Float8Tensor(Tensor):
             power_of_two_scale: round a computed scale up to a power of two.
 
         Raises:
-            TypeError: x is not of a high-precision dtype, or scale is not float32.
+            TypeError: x is no tensor of a high-precision dtype, scale is not float32, or an
+                argument is of another type.
             ValueError: scale has the wrong shape or is not finite and > 0.
         """
+        caller = "Float8Tensor.from_high_precision"
+        check_tensors(caller, x=x)
+        check_bool(power_of_two_scale, f"{caller}: power_of_two_scale")
+        granularity = Tensorwise() if granularity is None else granularity
+        such_as = "a Granularity, such as Rowwise()"
+        check_type(granularity, Granularity, caller, "granularity", such_as)
         if x.dtype not in HIGH_PRECISION_DTYPES:
             known = ", ".join(str(d) for d in HIGH_PRECISION_DTYPES)
             raise TypeError(f"cannot cast {x.dtype} to float8: convert it to one of {known} first")
         fmt = format_of(format_or_dtype)
-        block = (granularity or Tensorwise()).block_of(x.shape)
+        block = granularity.block_of(x.shape)
         if scale is None:
             amax = kernels.amax(x.detach(), block)
             scale_tensor = kernels.scale_from_amax(amax, fmt.max, power_of_two_scale)
         else:
-            scale_tensor = _given_scale(scale, x, block)
+            scale_tensor = given_scale(scale, x, block)
         fits = scale is None
         result: Float8Tensor = _ToFloat8.apply(x, scale_tensor, block, fmt.dtype, fits)
         return result
@@ -134,6 +143,16 @@ class Float8Tensor(Tensor):
         """``data * scale`` in ``dtype`` (the original one by default). Gradients pass through."""
         result: Tensor = _Dequantize.apply(self, dtype or self.dtype)
         return result
+
+    @property
+    def float8_data(self) -> Tensor:
+        """The float8 codes, of the tensor's shape; ``data`` is torch's."""
+        return self._data
+
+    @property
+    def scale(self) -> Tensor:
+        """The dequantisation scale, of shape ``ceil(shape / block)``."""
+        return self._scale
 
     @property
     def data_and_scale(self) -> tuple[Tensor, Tensor]:
@@ -212,7 +231,9 @@ class Float8Tensor(Tensor):
         """Shape, format, granularity and values, as ``torch.Tensor`` shows its own."""
         scale = (
             f"scale={self._scale.item():.6g}"
-            if self._scale.numel() == 1 and self._scale.device.type != "meta" and not _fake(self)
+            if self._scale.numel() == 1
+            and self._scale.device.type != "meta"
+            and not has_no_values(self)
             else f"scale of shape {tuple(self._scale.shape)}"
         )
         return (
@@ -241,9 +262,21 @@ class Float8Tensor(Tensor):
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        raise NotImplementedError(
-            f"{func} is not defined for Float8Tensor; call .dequantize() on it first" + blame(args)
-        )
+        raise NotImplementedError(_not_defined(func, args) + blame(args))
+
+
+def _not_defined(func: Any, args: Sequence[Any]) -> str:
+    schema = getattr(func, "_schema", None)
+    for argument, value in zip(schema.arguments if schema else (), args, strict=False):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written and any(isinstance(x, Float8Tensor) for x in tree_leaves(value)):
+            return (
+                f"{func} is not defined for Float8Tensor; to write into a Float8Tensor x, compute "
+                "the new values from x.dequantize() and write them with x.copy_(values), which "
+                "casts them. For weights of a model, as PEFT's merge_and_unload changes them, call "
+                "float8.convert_from_float8_training(model) first"
+            )
+    return f"{func} is not defined for Float8Tensor; call .dequantize() on it first"
 
 
 def blame(args: Sequence[Any]) -> str:
@@ -298,67 +331,6 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None
-
-
-def _check_parts(
-    data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, data_t: Tensor | None
-) -> None:
-    format_of(data.dtype)
-    if dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"a Float8Tensor stands for a float32, bfloat16 or float16, not {dtype}")
-    if scale.dtype != torch.float32:
-        raise TypeError(f"scale must be float32, got {scale.dtype}")
-    if len(block) != data.dim():
-        raise ValueError(f"block {tuple(block)} does not fit shape {tuple(data.shape)}")
-    if tuple(scale.shape) != (expected := scale_shape(data.shape, block)):
-        raise ValueError(
-            f"scale must have shape {expected} for data of shape {tuple(data.shape)} and block "
-            f"{tuple(block)}, got {tuple(scale.shape)}"
-        )
-    if data_t is not None:
-        expected = (data.shape[-1], math.prod(data.shape[:-1]))
-        if (data_t.dtype, data_t.shape) != (data.dtype, expected):
-            raise ValueError(
-                f"data_t must be {data.dtype} of shape {tuple(expected)} for data of shape "
-                f"{tuple(data.shape)}, got {data_t.dtype} {tuple(data_t.shape)}"
-            )
-    # On a device the look would stall the stream; fake and traced tensors have nothing to look at.
-    is_plain_cpu = type(scale) is Tensor and scale.device.type == "cpu"
-    if is_plain_cpu and not torch.compiler.is_compiling() and bool((scale <= 0).any()):
-        raise ValueError(f"scale must be > 0, got {scale[scale <= 0][0].item()}")
-
-
-def _given_scale(scale: Tensor | float, x: Tensor, block: Block) -> Tensor:
-    shape = scale_shape(x.shape, block)
-    if not isinstance(scale, Tensor):
-        _check_scale_value(scale)
-        scale = torch.full(shape, scale, dtype=torch.float32, device=x.device)
-    if scale.dtype != torch.float32:
-        raise TypeError(f"scale must be float32, got {scale.dtype}")
-    scale = scale.expand(shape) if scale.dim() == 0 else scale
-    if tuple(scale.shape) != shape:
-        raise ValueError(
-            f"scale must have shape {shape} for x of shape {tuple(x.shape)} and block {block}, "
-            f"got {tuple(scale.shape)}"
-        )
-    # A CPU tensor is checked at once; on a device the check would stall the stream.
-    if scale.device.type == "cpu" and not torch.compiler.is_compiling() and not _fake(scale):
-        bad = scale[~(scale.isfinite() & (scale >= kernels.MIN_SCALE))]
-        if bad.numel():
-            _check_scale_value(bad[0].item())
-    return scale.clone(memory_format=torch.contiguous_format)  # the caller's may change
-
-
-def _check_scale_value(scale: float) -> None:
-    # Below 2^-126 the reciprocal is infinite, and zeros would become NaN.
-    if not kernels.MIN_SCALE <= scale <= torch.finfo(torch.float32).max:
-        raise ValueError(f"scale must be finite and > 0 (at least 2^-126), got {scale}")
-
-
-def _fake(x: Tensor) -> bool:
-    from torch._subclasses.fake_tensor import is_fake
-
-    return is_fake(x)
 
 
 def _rebuild(

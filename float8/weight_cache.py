@@ -38,6 +38,7 @@ constants. Bits are those of the layer without a cache.
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,7 +49,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from float8.arguments import check_bool, check_module, described
 from float8.autograd import WeightCodes, autocasts, cast_weight, compute_dtype
+from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
 from float8.resident_weight import is_resident
 from float8.sync import AFTER_SYNC
@@ -125,10 +128,21 @@ def cached_weights(
 
     Raises:
         RuntimeError: the model is in another `cached_weights` already.
-        TypeError: a weight is sharded (DTensor): what forward multiplies exists only after the
-            gather.
+        TypeError: an argument of another type; or a weight is sharded (DTensor): what forward
+            multiplies exists only after the gather.
     """
+    check_module(model, "cached_weights")
+    check_bool(in_place, "cached_weights: in_place")
+    if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
+        known = ", ".join(str(each) for each in HIGH_PRECISION_DTYPES)
+        raise TypeError(f"cached_weights: dtype must be one of {known}, got {described(dtype)}")
     cache = WeightCache(model, in_place, dtype)
+    if not any(isinstance(module, Float8Linear) for module in model.modules()):
+        warnings.warn(
+            f"cached_weights: {type(model).__name__} has no float8 layer, so nothing is cached; "
+            "pass what convert_to_float8_training(model) returns",
+            stacklevel=3,
+        )
     for layer in cache.dtypes:
         if (reason := _refuses(layer)) is not None:
             raise reason

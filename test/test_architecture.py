@@ -20,10 +20,12 @@ FLOORS = {
     "version": 0,
     "formats": 0,
     "granularity": 0,
+    "arguments": -1,
     "config": 0.5,  # which speaks of formats and granularities
     "kernels": 1,
     "scaling": 2.0,
     "running_module": 2.0,
+    "tensor_parts": 2.05,
     "tensor": 2.1,
     "dispatch": 2.2,
     "cast": 2.2,
@@ -34,6 +36,7 @@ FLOORS = {
     "filters": 3.0,
     "sync": 3.0,
     "weight_cache": 3.1,
+    "conversion": 3.08,  # what a conversion did
     "convert": 3.1,  # which puts layers into models
     "unit_scaling": 4,
     "distributed": 4,

@@ -3,7 +3,14 @@
 import pytest
 from torch import nn
 
-from float8.filters import all_of, divisible_by, min_features, min_size, skip_names
+from float8.filters import (
+    all_of,
+    divisible_by,
+    min_features,
+    min_size,
+    skip_names,
+    unmatched_patterns,
+)
 
 
 @pytest.mark.parametrize(
@@ -35,3 +42,44 @@ def test_all_of_needs_every_filter():
     assert all_of(skip_names("a"), min_size(1))(layer, "b")
     assert not all_of(skip_names("a"), min_size(1))(layer, "a")
     assert not all_of(skip_names("a"), divisible_by(16))(layer, "b")
+
+
+# --- what a filter refuses, and what it tells
+
+
+@pytest.mark.parametrize("bad", [["a", "b"], ("a",), {"a"}])
+def test_a_list_of_names_is_to_be_unpacked(bad):
+    with pytest.raises(
+        TypeError, match=r"skip_names takes strings, got a \w+; unpack them: skip_n"
+    ):
+        skip_names(bad)
+    assert skip_names(*bad)(nn.Linear(1, 1), "a") is False
+
+
+@pytest.mark.parametrize("multiple", [0, -16])
+def test_a_multiple_is_at_least_one(multiple):
+    with pytest.raises(ValueError, match=f"multiple must be an integer >= 1, got {multiple}"):
+        divisible_by(multiple)
+
+
+NAMES = ["model.lm_head", "model.layers.0.ffn", "model.layers.1.ffn"]
+
+
+@pytest.mark.parametrize(
+    ("function", "reported"),
+    [
+        (skip_names("model.lm_head", "*.0.ffn", "model.layers"), []),
+        (skip_names("model.lm_haed"), ["'model.lm_haed'; did you mean 'model.lm_head'?"]),
+        (skip_names("*lm_head", "zzz"), ["'zzz'"]),
+        (
+            skip_names("lm_head"),
+            ["'lm_head'; names are whole: write '*lm_head' for 'model.lm_head'"],
+        ),
+        (all_of(skip_names("zzz"), divisible_by(16), all_of(skip_names("y"))), ["'zzz'", "'y'"]),
+        (divisible_by(16), []),
+        (lambda module, fqn: True, []),
+        (None, []),
+    ],
+)
+def test_patterns_that_match_nothing_are_reported(function, reported):
+    assert unmatched_patterns(function, NAMES) == reported

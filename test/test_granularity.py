@@ -80,7 +80,7 @@ def test_a_transpose_swaps_block_and_scales(granularity, shape):
 
 @pytest.mark.parametrize("extents", [(0, 128), (128, 0), (-1, 128), (1, -1)])
 def test_a_block_has_positive_extents(extents):
-    with pytest.raises(ValueError, match="positive extents"):
+    with pytest.raises(ValueError, match="must be an integer >= 1"):
         Blockwise(*extents)
 
 

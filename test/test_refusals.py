@@ -1,9 +1,12 @@
 """What a GPU does not take is refused before it runs, with the reason and a way out."""
 
+import io
 import re
 
 import pytest
 import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from float8 import (
     E4M3,
@@ -15,6 +18,10 @@ from float8 import (
     Float8Tensor,
     Rowwise,
     ScalingType,
+    convert_from_float8_training,
+    convert_to_float8_inference,
+    convert_to_float8_training,
+    high_precision,
 )
 from float8.config import RECIPES
 from float8.refusals import refuses_call, refuses_float8_input, refuses_layer
@@ -116,3 +123,85 @@ def test_an_input_in_float8_must_be_what_the_config_makes():
     off = CastConfig(scaling_type=ScalingType.DISABLED)
     plain = Float8LinearConfig(off, off, off)
     assert "keeps inputs in high precision" in refuses_float8_input(fits, plain, True)
+
+
+# --- transforms that do not see through a float8 layer
+
+
+def _trained():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
+    return convert_to_float8_training(model)
+
+
+TRANSFORMS = {
+    "func.grad": lambda m, x: torch.func.grad(lambda p: torch.func.functional_call(m, p, x).sum())(
+        dict(m.named_parameters())
+    ),
+    "func.vmap": lambda m, x: torch.func.vmap(m)(x[None]),
+    "func.jvp": lambda m, x: torch.func.jvp(m, (x,), (x,)),
+    "func.jacrev": lambda m, x: torch.func.jacrev(m)(x),
+    "jit.trace": torch.jit.trace,
+    "fx.symbolic_trace": lambda m, x: torch.fx.symbolic_trace(m),
+    "onnx.export": lambda m, x: torch.onnx.export(m, (x,), io.BytesIO(), dynamo=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_that_cannot_see_a_float8_layer_says_so(name):
+    model, x = _trained(), torch.randn(16, 32)
+    way_out = (
+        r"^0: .*does not work on a float8 layer; run it in `with float8\.high_precision\(model"
+    )
+    with pytest.raises(RuntimeError, match=way_out):
+        TRANSFORMS[name](model, x)
+    if name != "onnx.export":  # which needs the package onnx
+        with high_precision(model):
+            TRANSFORMS[name](model, x)
+        TRANSFORMS[name](convert_from_float8_training(model), x)
+    assert torch.func.functional_call(_trained(), {}, x).shape == (16, 16)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_is_scripted_after_conversion_back():
+    model = _trained()
+    words = (
+        r"0: torch\.jit\.script does not work on a float8 layer; script what float8\.convert_from"
+    )
+    with pytest.raises(RuntimeError, match=words):
+        torch.jit.script(model)
+    torch.jit.script(convert_from_float8_training(model))
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_adapters_merge_after_conversion_back(safe):
+    """What PEFT's merge_and_unload does to the weight of a base layer."""
+    model = convert_to_float8_inference(nn.Sequential(nn.Linear(32, 32)))
+    delta = torch.randn(32, 32)
+
+    def merge(layer):
+        if safe:
+            merged = layer.weight.data.clone()
+            merged += delta
+            layer.weight.data = merged
+        else:
+            layer.weight.data += delta
+
+    with pytest.raises(NotImplementedError, match=r"merge_and_unload .* call float8\.convert_from"):
+        merge(model[0])
+    before = model[0].weight.dequantize()
+    plain = convert_from_float8_training(model)
+    merge(plain[0])
+    assert torch.equal(plain[0].weight, before + delta)
+
+
+def test_a_compiled_graph_is_shared_by_layers_of_other_names():
+    """The checks of a call read the layer's name only to raise."""
+    graphs = CompileCounter()
+    layers = convert_to_float8_training(
+        nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32)})
+    )
+    call = torch.compile(lambda layer, x: layer(x), backend=graphs, fullgraph=True)
+    for layer in layers.values():
+        call(layer, torch.randn(7, 32))
+    assert graphs.frame_count == 1

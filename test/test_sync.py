@@ -2,12 +2,13 @@
 
 import copy
 import gc
+import pickle
 import warnings
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -238,7 +239,8 @@ def test_without_delayed_casts_sync_does_nothing():
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
     before = copy.deepcopy(model.state_dict())
     sync_float8_amax_and_scale_history(model)
-    sync_float8_amax_and_scale_history(nn.ReLU())
+    with pytest.warns(UserWarning, match=r"ReLU has no float8 layer; pass what convert_to_float8"):
+        sync_float8_amax_and_scale_history(nn.ReLU())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
@@ -412,3 +414,46 @@ def test_modules_are_listed_by_name_whatever_their_order(names):
     model["again"] = nn.ModuleDict({"c": layers["c"]})
     found = sync.modules_by_name(model, nn.Linear)
     assert found == [("a", layers["a"]), ("again.c", layers["c"]), ("b", layers["b"])]
+
+
+@pytest.mark.parametrize("group", ["nccl", [0, 1], 3, object()])
+def test_what_is_no_group_is_refused_in_one_process_too(group):
+    with pytest.raises(TypeError, match="group must be a ProcessGroup, a DeviceMesh or None, got "):
+        sync_float8_amax_and_scale_history(_model(1), group)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_sync_is_one_graph_while_casts_have_no_scale(backend):
+    torch.manual_seed(3)
+    eager = _model(3)
+    eager[1].eval()  # records no amax, and so has no scale
+    compiled = copy.deepcopy(eager)
+    graphs = CompileCounterWithBackend(backend)
+    sync = torch.compile(sync_float8_amax_and_scale_history, backend=graphs, fullgraph=True)
+    ready = []
+    for step in range(4):
+        if step == 3:
+            for model in (eager, compiled):
+                model[1].train()
+        x, g = torch.randn(16, 32) * 2**step, torch.randn(16, 32)
+        for model in (eager, compiled):
+            _backward(model, x, g)
+        sync_float8_amax_and_scale_history(eager)
+        sync(compiled)
+        for a, b in zip(eager.buffers(), compiled.buffers(), strict=True):
+            assert torch.equal(a, b), step
+        each = [[c.history_ready for c in model[1].casts] for model in (eager, compiled)]
+        assert each[0] == each[1] == [step == 3] * 3
+        ready = [c.history_ready for c in compiled[0].casts + compiled[2].casts]
+        assert all(ready), step
+    assert graphs.frame_count == 2  # before any scale, and after; one graph each
+
+
+def test_copies_of_casts_are_marked_on_their_own():
+    model = _model(1)
+    _backward(model, torch.randn(16, 32), torch.randn(16, 32))
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    sync_float8_amax_and_scale_history(twins[0])
+    assert [m[0].cast_input.history_ready for m in (model, *twins)] == [False, True, False]
+    sync_float8_amax_and_scale_history(twins[1])
+    assert [m[0].cast_input.history_ready for m in (model, *twins)] == [False, True, True]

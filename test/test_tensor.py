@@ -199,7 +199,7 @@ def test_a_granularity_that_the_rank_does_not_have_is_refused(granularity):
         (lambda q: q + q, "aten.add"),
         (lambda q: q * 2, "aten.mul"),
         (lambda q: torch.ones(6, 40).bfloat16() * q, "aten.mul"),
-        (lambda q: q.sum(), "aten.sum"),
+        (lambda q: q.mean(), "aten.mean"),
         (torch.relu, "aten.relu"),
         (lambda q: q.add_(1), "aten.add_"),
         (lambda q: torch.bmm(q[None], q[None]), "aten.bmm"),
@@ -450,3 +450,27 @@ def test_another_kind_is_another_graph():
         assert_bitwise(run(q), function(q), repr(q))
     assert len({q._stable_hash_for_caching() for q in kinds}) == len(kinds)
     assert example()._stable_hash_for_caching() == example()._stable_hash_for_caching()
+
+
+@pytest.mark.parametrize("granularity", [Tensorwise(), Rowwise(), Blockwise(1, 8)], ids=str)
+def test_the_public_face_is_what_the_tensor_carries(granularity):
+    x = torch.randn(6, 24)
+    q = Float8Tensor.from_high_precision(x, E4M3, granularity)
+    assert q.float8_data is q._data and q.scale is q._scale
+    assert q.float8_data.dtype == torch.float8_e4m3fn and q.scale.dtype == torch.float32
+    assert (q.format, q.block) == (E4M3, granularity.block_of(x.shape))
+    assert type(q.data) is Float8Tensor  # torch's
+    built = Float8Tensor(q.float8_data, q.scale, q.block, q.dtype)
+    assert_bitwise(built.dequantize(), q.dequantize())
+    twin = pickle.loads(pickle.dumps(q))
+    assert torch.equal(twin.scale, q.scale)
+
+
+def test_the_public_face_can_be_read_in_a_compiled_function():
+    q = Float8Tensor.from_high_precision(torch.randn(6, 24), E4M3)
+
+    def values(q):
+        return q.float8_data.float() * q.scale
+
+    compiled = torch.compile(values, fullgraph=True, backend="eager")
+    assert_bitwise(compiled(q), q.dequantize())

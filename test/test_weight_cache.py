@@ -345,3 +345,9 @@ def test_sharded_weights_are_refused():
     error = pytest.raises(TypeError, match="weight is a TwoTensor; cached_weights casts whole")
     with error, cached_weights(layer):
         pass
+
+
+def test_a_model_without_float8_layers_is_said_to_have_none():
+    words = "Sequential has no float8 layer, so nothing is cached"
+    with pytest.warns(UserWarning, match=words), cached_weights(nn.Sequential(nn.Linear(16, 16))):
+        pass

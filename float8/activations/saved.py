@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from float8.activations.groups import Groups
 from float8.activations.keeper import Keeper
 from float8.activations.ops import OPS, OPTIONAL, Saving
+from float8.arguments import check_bool, check_integer, check_module, described
 from float8.formats import E4M3, Format, format_of
 
 
@@ -134,11 +135,13 @@ class saved_activations:
         also: Sequence[str] = (),
         min_size: int = 4096,
     ) -> None:
-        if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}: give an nn.Module, or None")
+        if model is not None:
+            check_module(model, "saved_activations")
         dtype = format_of(fmt).dtype
         if not isinstance(group, int) or group < 1:
             raise ValueError(f"group={group!r} must be a number of elements, 128 or 16 say")
+        check_bool(power_of_two_scale, "saved_activations: power_of_two_scale")
+        check_integer(min_size, "saved_activations: min_size", 0)
         keeper = Keeper(Groups(group, dtype, power_of_two_scale), max(min_size, 1))
         self.model, self._mode = model, _Mode(_chosen(skip, also), keeper)
         self._undo: list[Callable[[], Any]] = []
@@ -162,6 +165,8 @@ def _chosen(skip: Sequence[str], also: Sequence[str]) -> list[Saving]:
     for argument, names in (("skip", skip), ("also", also)):
         if isinstance(names, str):
             raise ValueError(f'{argument}="{names}" is a string: give ("{names}",)')
+        if not isinstance(names, Collection) or not all(isinstance(n, str) for n in names):
+            raise TypeError(f"{argument} must be a sequence of names, got {described(names)}")
         if unknown := sorted([name for name in names if name not in OPS]):
             raise ValueError(f"{argument}: no op is called {unknown}; known: {sorted(OPS)}")
     names = [name for name in OPS if name not in OPTIONAL or name in also]

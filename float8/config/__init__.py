@@ -19,6 +19,7 @@ changed behind the user's back.
 ``torchao.py``                    torchao's configurations, translated
 ``linear.py``                     the configuration of a layer, and `RECIPES`
 ``suggestions.py``                the nearest known name
+``other_names.py``                what names of torchao and float8_experimental are called here
 ================================= ==================================================================
 """
 
@@ -29,7 +30,7 @@ from float8.config.casts import (
     OperandCast,
     ScalingType,
 )
-from float8.config.linear import RECIPES, Float8LinearConfig
+from float8.config.linear import RECIPES, Float8LinearConfig, check_config
 from float8.config.plan import Gemm, GemmConfig, LinearPlan
 
 __all__ = [
@@ -43,4 +44,5 @@ __all__ = [
     "LinearPlan",
     "OperandCast",
     "ScalingType",
+    "check_config",
 ]

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import enum
 import math
+import numbers
 from dataclasses import dataclass, replace
 
 import torch
 
+from float8.arguments import check_bool, described
+from float8.config.other_names import explains_unknown_fields
 from float8.formats import Format, format_of
 from float8.granularity import Block, Blockwise, Granularity, Tensorwise, transpose_block
 
@@ -27,6 +30,7 @@ class ScalingType(enum.Enum):
     DISABLED = "disabled"  # not cast: the GEMM runs in high precision
 
 
+@explains_unknown_fields
 @dataclass(frozen=True)
 class CastConfig:
     """How one operand becomes float8.
@@ -40,7 +44,7 @@ class CastConfig:
         static_scale: with ``STATIC`` only: the dequantisation scale, ``value = data * scale``.
 
     Raises:
-        TypeError: ``target_dtype`` is not a float8 dtype.
+        TypeError: a field is of another type, such as torchao's enums.
         ValueError: the fields contradict each other; the message says which and what to set.
     """
 
@@ -52,9 +56,10 @@ class CastConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.scaling_type, ScalingType):
-            raise TypeError(f"scaling_type must be a ScalingType, got {self.scaling_type!r}")
+            raise TypeError(_wrong_kind("scaling_type", "ScalingType", self.scaling_type))
         if not isinstance(self.granularity, Granularity):
-            raise TypeError(f"granularity must be a Granularity, got {self.granularity!r}")
+            raise TypeError(_wrong_kind("granularity", "Granularity", self.granularity))
+        check_bool(self.power_of_two_scale, "power_of_two_scale")
         if self.target_dtype is not None:
             format_of(self.target_dtype)
         if self.scaling_type in (ScalingType.DELAYED, ScalingType.STATIC):
@@ -77,6 +82,9 @@ class CastConfig:
             )
         if self.static_scale is None:
             return
+        given: object = self.static_scale
+        if isinstance(given, bool) or not isinstance(given, numbers.Real):
+            raise TypeError(f"static_scale must be a float, got {described(self.static_scale)}")
         float32 = torch.finfo(torch.float32)
         if not float32.tiny <= self.static_scale <= float32.max:  # or its reciprocal is infinite
             raise ValueError(
@@ -134,6 +142,7 @@ class OperandCast:
         return replace(self, block=transpose_block(self.block))
 
 
+@explains_unknown_fields
 @dataclass(frozen=True)
 class DelayedScalingConfig:
     """How delayed scales follow from the history of amaxes.
@@ -173,10 +182,31 @@ class DelayedScalingConfig:
                 f"margin is an exponent of two, an integer within {MAX_MARGIN} of 0, "
                 f"got {self.margin!r}"
             )
-        if not isinstance(self.remember_nonfinite, bool):
-            raise ValueError(
-                f"remember_nonfinite must be True or False, got {self.remember_nonfinite!r}"
-            )
+        check_bool(self.remember_nonfinite, "remember_nonfinite")
+
+
+# What stands for a value of another library's enum, or for a string: the value here.
+_MEANT = {
+    "dynamic": "ScalingType.DYNAMIC",
+    "delayed": "ScalingType.DELAYED",
+    "static": "ScalingType.STATIC",
+    "disabled": "ScalingType.DISABLED",
+    "tensorwise": "Tensorwise()",
+    "axiswise": "Rowwise()",
+    "rowwise": "Rowwise()",
+    "blockwise": "Blockwise(1, 128)",
+}
+
+
+def _wrong_kind(name: str, kind: str, value: object) -> str:
+    """The message of a scaling type or granularity that is another library's, a string, or else."""
+    spelt = value.value if isinstance(value, enum.Enum) else value
+    if isinstance(value, type):
+        return f"{name} must be a {kind}, got {described(value)}; write {value.__name__}(...)"
+    meant = _MEANT.get(spelt.lower()) if isinstance(spelt, str) else None
+    way_out = "" if meant is None else f"; write {name}={meant}, of float8"
+    given = str(value) if isinstance(value, enum.Enum) else described(value)
+    return f"{name} must be a {kind}, got {given}{way_out}"
 
 
 def _is_integer(value: object) -> bool:

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, overload
 
+from float8.arguments import check_bool, described
 from float8.config.casts import CastConfig, DelayedScalingConfig, ScalingType
+from float8.config.other_names import explains_unknown_fields
 from float8.config.plan import GemmConfig, LinearPlan, gemm, same_bytes
 from float8.config.suggestions import did_you_mean
 from float8.config.torchao import fields_of_torchao
@@ -17,11 +20,12 @@ from float8.config.transformer_engine import fields_of_te_recipe
 from float8.formats import E4M3, E5M2
 from float8.granularity import Blockwise, Rowwise
 
-# Frozen, so that every config may share them.
-_DYNAMIC, _HISTORY = CastConfig(), DelayedScalingConfig()
-_FAST, _PRECISE = GemmConfig(use_fast_accum=True), GemmConfig()
+
+def _fast() -> GemmConfig:
+    return GemmConfig(use_fast_accum=True)
 
 
+@explains_unknown_fields
 @dataclass(frozen=True)
 class Float8LinearConfig:
     """The configuration of a `Float8Linear`.
@@ -48,22 +52,24 @@ class Float8LinearConfig:
             called.
 
     Raises:
+        TypeError: a field is of another type, or unknown; the message says what to write.
         ValueError: a GEMM that no hardware runs: one operand in float8 and the other not, or E5M2
             for both; or a delayed second use beside another first one; or settings of delayed
             scaling where no cast is delayed. The message names the GEMM, the fields, and what to
             set.
     """
 
-    cast_config_input: CastConfig = _DYNAMIC
-    cast_config_weight: CastConfig = _DYNAMIC
-    cast_config_grad_output: CastConfig = _DYNAMIC
+    # Made anew for each config, so that no two configs share a part that could be changed.
+    cast_config_input: CastConfig = field(default_factory=CastConfig)
+    cast_config_weight: CastConfig = field(default_factory=CastConfig)
+    cast_config_grad_output: CastConfig = field(default_factory=CastConfig)
     cast_config_input_for_grad_weight: CastConfig | None = None
     cast_config_weight_for_grad_input: CastConfig | None = None
     cast_config_grad_output_for_grad_weight: CastConfig | None = None
-    gemm_config_output: GemmConfig = _FAST
-    gemm_config_grad_input: GemmConfig = _PRECISE
-    gemm_config_grad_weight: GemmConfig = _PRECISE
-    delayed_scaling: DelayedScalingConfig = _HISTORY
+    gemm_config_output: GemmConfig = field(default_factory=_fast)
+    gemm_config_grad_input: GemmConfig = field(default_factory=GemmConfig)
+    gemm_config_grad_weight: GemmConfig = field(default_factory=GemmConfig)
+    delayed_scaling: DelayedScalingConfig = field(default_factory=DelayedScalingConfig)
     enable_fsdp_float8_all_gather: bool = False
     pad_inner_dim: bool = False
     emulate: bool = False
@@ -74,11 +80,12 @@ class Float8LinearConfig:
     uses_delayed_scaling: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check_second_uses()
         object.__setattr__(self, "plan", self._resolve())
         delayed = any(c.scaling_type is ScalingType.DELAYED for c in self.operand_casts)
         object.__setattr__(self, "uses_delayed_scaling", delayed)
-        if not delayed and self.delayed_scaling != _HISTORY:
+        if not delayed and self.delayed_scaling != DelayedScalingConfig():
             raise ValueError(
                 f"delayed_scaling={self.delayed_scaling} is for casts with ScalingType.DELAYED, "
                 "and none of this config's casts is delayed; give one that scaling_type, or leave "
@@ -99,17 +106,23 @@ class Float8LinearConfig:
 
     @classmethod
     def from_recipe_name(cls, name: str) -> Float8LinearConfig:
-        """The config of a row of `RECIPES`.
+        """A copy of the config of a row of `RECIPES`, down to its casts and GEMMs.
 
         Raises:
+            TypeError: not a string; of another library's enum the message has the name.
             ValueError: unknown name; the message suggests the nearest and lists the known ones.
         """
+        given: object = name
+        if not isinstance(given, str):
+            value = given.value if isinstance(given, Enum) else None
+            meant = f'; write from_recipe_name("{value}")' if value in list(RECIPES) else ""
+            raise TypeError(f"a recipe is named by a string, got {described(given)}{meant}")
         if name not in RECIPES:
             raise ValueError(
                 f"unknown recipe {name!r}; known recipes: {', '.join(RECIPES)}"
                 f"{did_you_mean(name, RECIPES)}"
             )
-        return RECIPES[name]
+        return deepcopy(RECIPES[name])
 
     @overload
     @classmethod
@@ -200,6 +213,13 @@ class Float8LinearConfig:
             reuses_grad_output=same_bytes(grad_input.a, grad_weight.a),
         )
 
+    def _check_types(self) -> None:
+        for name in ("output", "grad_input", "grad_weight"):
+            _check(f"gemm_config_{name}", getattr(self, f"gemm_config_{name}"), GemmConfig)
+        _check("delayed_scaling", self.delayed_scaling, DelayedScalingConfig)
+        for name in _FLAGS:
+            check_bool(getattr(self, name), name)
+
     def _check_second_uses(self) -> None:
         # A history belongs to an operand, and an operand has one: that of its first float8 use.
         for operand, second_name in (
@@ -207,10 +227,11 @@ class Float8LinearConfig:
             ("weight", "cast_config_weight_for_grad_input"),
             ("grad_output", "cast_config_grad_output_for_grad_weight"),
         ):
-            first = _checked(f"cast_config_{operand}", getattr(self, f"cast_config_{operand}"))
-            if getattr(self, second_name) is None:
+            first, second = getattr(self, f"cast_config_{operand}"), getattr(self, second_name)
+            _check(f"cast_config_{operand}", first, CastConfig)
+            if second is None:
                 continue
-            second = _checked(second_name, getattr(self, second_name))
+            _check(second_name, second, CastConfig)
             is_delayed = second.scaling_type is ScalingType.DELAYED
             if is_delayed and first.scaling_type is not ScalingType.DISABLED and second != first:
                 raise ValueError(
@@ -225,10 +246,58 @@ def _owner(first: CastConfig, second: CastConfig | None) -> CastConfig:
     return second if second is not None and second.scaling_type is ScalingType.DELAYED else first
 
 
-def _checked(name: str, value: object) -> CastConfig:
-    if not isinstance(value, CastConfig):
-        raise TypeError(f"{name} must be a CastConfig, got {value!r}")
-    return value
+_FLAGS = (
+    "enable_fsdp_float8_all_gather",
+    "pad_inner_dim",
+    "emulate",
+    "enable_amax_init",
+    "enable_pre_and_post_forward",
+)
+
+
+def _check(name: str, value: object, wanted: type) -> None:
+    if isinstance(value, wanted):
+        return
+    way_out = f"leave it out for the default, or give {wanted.__name__}(...)"
+    if type(value).__module__.startswith("torchao."):
+        way_out = (
+            "it is torchao's: import it from float8, or translate the whole config with "
+            "Float8LinearConfig.from_torchao(config)"
+        )
+    raise TypeError(f"{name} must be a {wanted.__name__}, got {described(value)}; {way_out}")
+
+
+def check_config(config: object, caller: str = "") -> None:
+    """Raise unless ``config`` is a `Float8LinearConfig`.
+
+    Args:
+        config: what the caller was given; a None that stands for a default is the caller's to
+            handle.
+        caller: the public function, for the message.
+
+    Raises:
+        TypeError: it is something else; the message says how to make a config of it.
+    """
+    if isinstance(config, Float8LinearConfig):
+        return
+    library = type(config).__module__.partition(".")[0]
+    name = config.value if isinstance(config, Enum) else config
+    given, way_out = described(config), 'write Float8LinearConfig.from_recipe_name("tensorwise")'
+    if isinstance(name, str) and name in RECIPES:
+        way_out = f'write Float8LinearConfig.from_recipe_name("{name}")'
+    elif isinstance(name, str):
+        known = f"recipes are {', '.join(RECIPES)}{did_you_mean(name, RECIPES)}"
+        way_out = f"write Float8LinearConfig.from_recipe_name(name); {known}"
+    elif library == "torchao":
+        given = f"torchao's {type(config).__name__}"
+        way_out = "write Float8LinearConfig.from_torchao(config)"
+    elif library == "transformer_engine":
+        given = f"TransformerEngine's {type(config).__name__}"
+        way_out = "write Float8LinearConfig.from_te_recipe(config)"
+    elif isinstance(config, CastConfig):
+        way_out = "a CastConfig is of one operand: write Float8LinearConfig(cast_config_input=...)"
+    where = f"{caller}: " if caller else ""
+    raise TypeError(f"{where}config must be a Float8LinearConfig, got {given}; {way_out}")
 
 
 def _recipes() -> dict[str, Float8LinearConfig]:

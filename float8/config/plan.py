@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from float8.arguments import check_bool
 from float8.config.casts import OperandCast
+from float8.config.other_names import explains_unknown_fields
 from float8.formats import E5M2, Format
 from float8.granularity import WHOLE
 
 
+@explains_unknown_fields
 @dataclass(frozen=True)
 class GemmConfig:
     """How one GEMM runs.
@@ -26,6 +29,9 @@ class GemmConfig:
     """
 
     use_fast_accum: bool = False
+
+    def __post_init__(self) -> None:
+        check_bool(self.use_fast_accum, "use_fast_accum")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@
 data and scale together. ``copy_`` from a high-precision tensor casts with the destination's own
 scales' granularity and format, computing new scales; from a Float8Tensor of the same kind it copies
 bytes. Into a view of part of a tensor it casts with the scales that are there, which other elements
-share. The ``*_like`` and ``new_*`` functions make Float8Tensors of the same kind with scale 1.
+share; ``x[indices] = values`` does too. The ``*_like`` and ``new_*`` functions make Float8Tensors
+of the same kind with scale 1.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.formats import HIGH_PRECISION_DTYPES
-from float8.granularity import scale_shape
+from float8.granularity import WHOLE, scale_shape
 from float8.tensor import Float8Tensor, implements
 
 aten = torch.ops.aten
@@ -72,6 +73,41 @@ def _copy_(func: Any, destination: Tensor, source: Tensor, non_blocking: bool = 
     destination._data.copy_(source._data, non_blocking)
     destination._scale.copy_(source._scale, non_blocking)
     return destination
+
+
+@implements(aten.index_put_.default)
+def _index_put_(
+    func: Any,
+    x: Tensor,
+    indices: Sequence[Tensor | None],
+    values: Tensor,
+    accumulate: bool = False,
+) -> Tensor:
+    """``x[indices] = values`` with the scales that are there, which other elements share."""
+    plain = values.dequantize() if isinstance(values, Float8Tensor) else values
+    if not isinstance(x, Float8Tensor):
+        return func(x, indices, plain, accumulate)
+    if accumulate:
+        raise NotImplementedError(
+            f"{func} with accumulate=True does not write into a Float8Tensor x: compute the sums "
+            "from x.dequantize() and write them with x.copy_(sums), which casts them"
+        )
+    if plain.dtype not in HIGH_PRECISION_DTYPES:
+        known = ", ".join(str(d) for d in HIGH_PRECISION_DTYPES)
+        raise TypeError(f"cannot write {plain.dtype} into a Float8Tensor: convert it to {known}")
+    scale = aten.index.Tensor(_scale_of_each_element(x), indices)
+    plain = plain.to(x.device).expand(scale.shape)
+    codes = kernels.cast(plain, scale, (1,) * plain.dim(), x._data.dtype)
+    func(x._data.view(torch.uint8), indices, codes.view(torch.uint8))
+    return x
+
+
+def _scale_of_each_element(x: Float8Tensor) -> Tensor:
+    scale = x._scale
+    for dim, extent in enumerate(x._block):
+        if extent not in (WHOLE, 1):
+            scale = scale.repeat_interleave(extent, dim).narrow(dim, 0, x.shape[dim])
+    return scale.expand(x.shape)
 
 
 def is_part(x: Float8Tensor) -> bool:
@@ -137,6 +173,11 @@ def _check_dtype(func: Any, dtype: torch.dtype | None) -> None:
             f"{func}: a Float8Tensor can stand for {known}, not {dtype}; for another dtype call "
             ".dequantize() first"
         )
+
+
+@implements(aten.is_same_size.default)
+def _is_same_size(func: Any, x: Tensor, other: Tensor) -> bool:
+    return x.shape == other.shape
 
 
 @implements(aten.equal.default)

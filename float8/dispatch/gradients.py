@@ -2,8 +2,8 @@
 
 So a gradient in float8 goes through ``clip_grad_norm_``, ``clip_grad_value_``, ``GradScaler`` and
 ``zero_grad`` as another does. A product with a number, or a quotient, changes the scale and leaves
-the codes; where the scale would fall below the smallest one, 2^-126, the values are 0. Norms and
-checks dequantise to float32, one tensor at a time. What is NaN stays NaN; nothing here rounds a
+the codes; where the scale would fall below the smallest one, 2^-126, the values are 0. Norms, sums
+and checks dequantise to float32, one tensor at a time. What is NaN stays NaN; nothing here rounds a
 second time but ``clamp_``, and ``mul_`` or ``div_`` of a tensor with many scales.
 
 ``add_`` is not here: a weight that an ordinary optimizer added small updates to would round them
@@ -73,6 +73,13 @@ def _clamp_(
 ) -> Float8Tensor:
     x.copy_(x.dequantize(torch.float32).clamp_(min, max))
     return x
+
+
+@implements(aten.sum.default, aten.sum.dim_IntList)
+def _sum(func: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    dtype = kwargs.pop("dtype", None) or x.dtype
+    result: Tensor = func(x.dequantize(torch.float32), *args, **kwargs)
+    return result.to(dtype)
 
 
 @implements(aten.linalg_vector_norm.default)

@@ -5,12 +5,14 @@ can be sliced anywhere; one of extent B only at multiples of B, because a partia
 the others. Dimensions may be merged or split where the scale has the same structure:
 
 - tensorwise: any reshape, the scale stays a single number;
-- otherwise leading dimensions of extent 1 merge and split freely while the blocked trailing ones
-  stay as they are (`x.view(-1, K)` of a rowwise tensor).
+- otherwise dimensions of extent 1 merge and split freely before the first blocked dimension and
+  after the last one; those between stay as they are (``x.view(-1, K)`` of a rowwise tensor,
+  ``x.view(M, -1)`` of one that is scaled over dim 0).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,15 +35,19 @@ def _view(func: Any, x: Float8Tensor, shape: Sequence[int]) -> Float8Tensor:
 def _reshaped_block(x: Float8Tensor, shape: Sequence[int]) -> Block:
     if all(extent == WHOLE for extent in x._block):
         return (WHOLE,) * len(shape)
-    # The dimensions from the first on whose extent is not 1 carry the blocks.
-    kept = len(x._block) - next(i for i, extent in enumerate((*x._block, WHOLE)) if extent != 1)
+    # From the first to the last dimension whose extent is not 1: they carry the blocks and stay.
+    blocked = [dim for dim, extent in enumerate(x._block) if extent != 1]
+    first, end = (blocked[0], blocked[-1] + 1) if blocked else (len(x._block), len(x._block))
     before, after = tuple(x.shape), tuple(shape)
-    if len(after) < kept or after[len(after) - kept :] != before[len(before) - kept :]:
-        raise ValueError(
-            f"cannot view a Float8Tensor of shape {before} and block {x._block} as {after}: "
-            f"its last {kept} dimension(s) share scales and must stay; call .dequantize() first"
-        )
-    return (1,) * (len(after) - kept) + tuple(x._block[len(before) - kept :])
+    for start in range(len(after) - (end - first), -1, -1):
+        stop = start + end - first
+        same_elements = x.numel() == 0 or math.prod(after[:start]) == math.prod(before[:first])
+        if same_elements and after[start:stop] == before[first:end]:
+            return (1,) * start + tuple(x._block[first:end]) + (1,) * (len(after) - stop)
+    raise ValueError(
+        f"cannot view a Float8Tensor of shape {before} and block {x._block} as {after}: its "
+        f"dimensions {first} to {end - 1} share scales and must stay; call .dequantize() first"
+    )
 
 
 @implements(aten.t.default)

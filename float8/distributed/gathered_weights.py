@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from float8.arguments import check_module
 from float8.autograd import version_of
 from float8.config import Float8LinearConfig, ScalingType
 from float8.convert import WeightRule, register_weight_rule
@@ -84,6 +85,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         RuntimeError: on every rank, at the first two calls: the ranks' layers differ, or only some
             ranks call this; the message names the first layer, or the ranks.
     """
+    check_module(model, "precompute_float8_dynamic_scale_for_fsdp")
     if WAITING:
         compare_before(model, PRECOMPUTE)
     by_ranks: dict[tuple[Any, str], list[Any]] = defaultdict(list)

@@ -6,12 +6,13 @@ library's own checks for what the device would refuse.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from float8.arguments import described
 from float8.config import RECIPES, Float8LinearConfig
 from float8.estimate.casts import Use
 from float8.estimate.devices import Device
@@ -48,10 +49,16 @@ def named_configs(recipes: Recipes) -> dict[str, Float8LinearConfig]:
     """Recipe names and configs as name -> config, in order.
 
     Raises:
-        ValueError: no recipe, an unknown name, or something that is neither.
+        TypeError: something that is neither.
+        ValueError: no recipe, or an unknown name.
     """
     if isinstance(recipes, (str, Float8LinearConfig)):
         recipes = [recipes]
+    if not isinstance(recipes, Iterable | None):
+        raise TypeError(
+            "recipes must be names of recipes or Float8LinearConfigs, one or several, got "
+            f"{described(recipes)}"
+        )
     if not recipes:
         raise ValueError(f"no recipe given; known: {', '.join(RECIPES)}")
     if isinstance(recipes, Mapping):
@@ -64,7 +71,7 @@ def _config(recipe: object) -> Float8LinearConfig:
         return recipe
     if isinstance(recipe, str):
         return Float8LinearConfig.from_recipe_name(recipe)
-    raise ValueError(f"a recipe is a name or a Float8LinearConfig, got {recipe!r}")
+    raise TypeError(f"a recipe is a name or a Float8LinearConfig, got {described(recipe)}")
 
 
 def _name(recipe: object, number: int) -> str:
@@ -107,7 +114,8 @@ def estimate(
         The rows, totals and the table as ``str``.
 
     Raises:
-        TypeError: ``model`` is neither a module nor shapes, or ``device`` is none of the above.
+        TypeError: ``model`` is neither a module nor shapes, or ``device`` or a recipe is
+            none of the above.
         ValueError: an unknown device or recipe, ``tokens`` < 1, or a model without ``nn.Linear``.
     """
     configs, layers = named_configs(recipes), layers_of(model, tokens)

@@ -53,12 +53,11 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from float8.cast import DelayedCast, DynamicCast, NoCast, StaticCast
-from float8.config import Float8LinearConfig
+from float8.config import Float8LinearConfig, check_config
+from float8.conversion import Conversion
 from float8.convert import (
     WEIGHT_RULES,
-    Conversion,
     check_all,
-    check_arguments,
     warn_of_fixed_scales,
 )
 from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
@@ -216,7 +215,8 @@ class Float8Converter(QuantizationConverter):
         names = config.filter_fqns  # of a string, the letters would be names
         if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
             raise TypeError(f"filter_fqns must be a list of names, got {names!r}")
-        check_arguments(config.config, None)
+        if config.config is not None:
+            check_config(config.config)
         if config.config is not None and config.recipe != "tensorwise":
             raise ValueError(f"recipe={config.recipe!r} beside config: give one of them")
         self.options = config

@@ -211,9 +211,19 @@ def _number_or_tensor(x: int | Tensor) -> tuple[int | None, Tensor | None]:
 
 
 def packed(rule: Rule) -> tuple[str, list[float], Tensor | None, Tensor | None]:
-    """A rule as an op takes it: its name, its numbers, and lr and step where they are tensors."""
-    fields = rule._asdict()
-    name = next(name for name, kind in RULES.items() if type(rule) is kind)
+    """A rule as an op takes it: its name, its numbers, and lr and step where they are tensors.
+
+    Raises:
+        TypeError: the kernel has no such rule.
+    """
+    names = {kind: name for name, kind in RULES.items()}
+    if type(rule) not in names:
+        raise TypeError(
+            f"the kernel has no rule {type(rule).__name__} (it has {', '.join(RULES)}): give the "
+            "optimizer fused=False, or add the rule to RULES in kernels/optimizer_step.py and "
+            "kernels/gpu/optimizer_step.py"
+        )
+    fields, name = rule._asdict(), names[type(rule)]
     numbers = [0.0 if isinstance(x, Tensor) else float(x) for x in fields.values()]
     tensors = [x if isinstance(x, Tensor) else None for x in (fields["lr"], fields.get("step"))]
     return name, numbers, tensors[0], tensors[1]

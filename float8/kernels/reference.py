@@ -13,7 +13,10 @@ rounded float32 operation that no compiler may rewrite:
 3. ``data = round_to_nearest_even(clamp(float32(x) * float32(1 / scale)))``.
 
 Special values: NaN stays NaN; an infinite x makes a dynamic scale infinite and every product with
-the tensor NaN; under a given scale it becomes NaN itself. Nothing finite becomes inf or NaN.
+the tensor NaN; under a given scale it becomes NaN itself. A cast makes nothing finite infinite or
+NaN. Dequantising may: a scale that was rounded up to a power of two can be larger than
+``amax / max(format)``, and ``data * scale`` round to the power of two above the largest number of
+the dtype. float16's 65504 becomes code 256 with scale 256, and 65536 is inf in float16.
 
 Products are defined up to the order of accumulation. See `scaled_mm`.
 """

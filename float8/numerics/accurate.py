@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
 
+from float8.arguments import check_type, described
 from float8.filters import ModuleFilter
 from float8.numerics.comparison import COLUMNS, Comparison
 from float8.numerics.inspection import name_in_model
@@ -61,8 +62,9 @@ def accurate_layers(
 
     Raises:
         ValueError: ``by`` names something else or what no layer has, or ``min_sqnr`` is NaN.
-        TypeError: ``report`` is neither.
+        TypeError: ``report`` is neither, or ``min_sqnr`` no number.
     """
+    check_type(min_sqnr, (int, float), "accurate_layers", "min_sqnr", "a number of dB")
     if math.isnan(min_sqnr):
         raise ValueError("min_sqnr must be a number of dB, got nan")
     lowest = _lowest(report, by)
@@ -89,7 +91,7 @@ def _lowest(report: Report | Comparison, by: Sequence[str] | None) -> dict[str, 
     else:
         raise TypeError(
             "accurate_layers takes what float8.inspect or float8.compare returned, got "
-            f"{type(report).__name__}"
+            f"{described(report)}"
         )
     lowest: dict[str, float] = {}
     for layer, sqnr in pairs:
@@ -109,6 +111,8 @@ def _checked(
 ) -> Sequence[str]:
     if isinstance(by, str):
         raise ValueError(f"by must be a sequence of names, as ({by!r},)")
+    if by is not None:
+        check_type(by, Collection, "accurate_layers", "by", "a sequence of names")
     wrong = [name for name in by or () if name not in known]
     if wrong or (by is not None and not by):
         raise ValueError(f"by takes some of {', '.join(known)}, got {list(by or ())}")

@@ -41,9 +41,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8.arguments import check_type
 from float8.autograd import compute_dtype
 from float8.config import Float8LinearConfig
-from float8.convert import Conversion, check_arguments, check_model, high_precision
+from float8.conversion import Conversion
+from float8.convert import check_arguments, check_model, high_precision
 from float8.filters import ModuleFilter
 from float8.formats import Format, on_device
 from float8.inference import layers_for_inference
@@ -204,12 +206,13 @@ def calibrate(
             makes no sense; a layer whose config casts no inputs.
         TypeError: ``batches`` is a batch and no iterable of them.
     """
-    check_arguments(config, module_filter_fn)
+    check_arguments(model, "model", config, module_filter_fn, "calibrate")
     _check_numbers(method, percentile, steps_per_octave)
     if isinstance(batches, (Tensor, Mapping, str)):
         raise TypeError(
             f"batches must be an iterable of batches, got one {type(batches).__name__}: [batch]"
         )
+    check_type(batches, Iterable, "calibrate", "batches", "an iterable of batches")
     config = config or Float8LinearConfig()
     check_model(model)
     conversion = Conversion()
@@ -235,6 +238,8 @@ def calibrate(
 
 def _count(seen: Distribution, layer: nn.Module, args: Any, kwargs: Any) -> None:
     x = args[0] if args else kwargs["input"]
+    if not isinstance(x, Tensor):
+        return  # the layer says so
     seen.add(x.to(compute_dtype(x)))  # what conversion casts, under autocast too
 
 
@@ -265,6 +270,7 @@ def _checked_method(method: str) -> str:
 
 def _check_numbers(method: str, percentile: float, steps_per_octave: int) -> None:
     _checked_method(method)
+    check_type(percentile, (int, float), "calibrate", "percentile", "a number in (0, 100]")
     if not 0 < percentile <= 100:
         raise ValueError(f"percentile must be in (0, 100], got {percentile}")
     if not isinstance(steps_per_octave, int) or steps_per_octave < 1:

@@ -33,13 +33,14 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from float8.arguments import check_module, described
 from float8.linear import Float8Linear
 from float8.numerics.batches import LossFn, is_one_of_many
 from float8.numerics.passes import Noise, Pass, Watch, only_in_float8, run_pass
@@ -166,7 +167,11 @@ def compare(
     Raises:
         ValueError: the model has no float8 layer, runs under `high_precision`, or is not finite in
             high precision; or a name fits no layer.
+        TypeError: ``model`` is no module, or ``loss_fn`` no function.
     """
+    check_module(model, "compare")
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"compare: loss_fn must be a function, got {described(loss_fn)}")
     chosen = _chosen(model, layers)
     with untouched(model):
         kept: defaultdict[tuple[str, str], list[Tensor]] = defaultdict(list)
@@ -239,6 +244,8 @@ def _chosen(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, Float
         return known
     if isinstance(patterns, str):
         raise TypeError(f"layers must be a sequence of names, got the string {patterns!r}")
+    if not isinstance(patterns, Collection) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(f"layers must be a sequence of names, got {described(patterns)}")
     for pattern in patterns:
         if not fnmatch.filter(known, pattern):
             some = ", ".join(list(known)[:5])

@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
+from float8.arguments import check_module
 from float8.autograd import as_matrix, autocasts, compute_dtype
 from float8.config import LinearPlan, OperandCast, ScalingType
 from float8.formats import FORMATS
@@ -73,8 +74,10 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
 
     Raises:
         ValueError: the model has no float8 layer.
+        TypeError: ``model`` is no module.
         RuntimeError: it is opened in a compiled function.
     """
+    check_module(model, "inspect")
     model = _unwrapped(model)
     layers = {
         name_in_model(fqn): module

@@ -35,6 +35,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from float8.arguments import check_module, described
 from float8.numerics.inspection import inspect
 from float8.numerics.snapshot import Report, as_json, load_run, write_run
 
@@ -61,7 +62,7 @@ def inspect_every(
     Raises:
         ValueError: n or keep is not positive, or ``path`` holds something else than a run. A step
             raises it where the model has no float8 layer.
-        TypeError: ``writer`` has no ``add_scalar``.
+        TypeError: ``model`` is no module, or ``writer`` has no ``add_scalar``.
     """
     return Monitor(model, n, path, writer, step, keep)
 
@@ -83,9 +84,12 @@ class Monitor:
         step: int,
         keep: int,
     ) -> None:
+        check_module(model, "inspect_every")
         for name, value in (("n", n), ("keep", keep)):
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"inspect_every: {name} is an integer >= 1, got {value!r}")
+                raise ValueError(
+                    f"inspect_every: {name} is an integer >= 1, got {described(value)}"
+                )
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
             raise TypeError(
                 f"inspect_every: a {type(writer).__name__} has no add_scalar(tag, value, step), as "

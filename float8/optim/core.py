@@ -40,9 +40,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
 
+from float8.arguments import described
 from float8.kernels.optimizer_step import Rule
 from float8.optim import checks, masters, state_dicts
 from float8.optim.moment import Moment, matrix_of
@@ -77,6 +79,15 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
     # of float8/kernels/moments.py: (p, g, *moments, **rule) -> (p, *moments)
     update: Update
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        if isinstance(params, nn.Module) or not isinstance(params, Iterable):
+            way_out = "; give model.parameters()" if isinstance(params, nn.Module) else ""
+            raise TypeError(
+                f"{type(self).__name__}: params must be an iterable of tensors or of groups (dicts)"
+                f", got {described(params)}{way_out}"
+            )
+        super().__init__(params, defaults)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

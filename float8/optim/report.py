@@ -15,6 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from float8.arguments import check_type
 from float8.optim.core import QuantizedOptimizer, local
 from float8.optim.moment import Moment, matrix_shape
 
@@ -55,6 +56,7 @@ def report(
     Returns:
         name of the state -> `StateReport`.
     """
+    check_type(optimizer, QuantizedOptimizer, "report", "optimizer", "an optimizer of float8.optim")
     names = [*optimizer.moment_options, "master"]
     reports: dict[str, StateReport] = {}
     power: dict[str, list[float]] = {name: [0.0, 0.0] for name in names}

@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from float8.arguments import check_type
 from float8.optim import checks, masters
 from float8.optim.moment import Moment, matrix_shape
 from float8.tensor import Float8Tensor
@@ -67,6 +68,13 @@ def float32_state_dict(optimizer: QuantizedOptimizer) -> dict[str, Any]:
         ``{"state": ..., "param_groups": ...}``. Masters of float8 parameters are left out: they are
         weights, and belong into the model of whoever goes on without float8.
     """
+    check_type(
+        optimizer,
+        torch.optim.Optimizer,
+        "float32_state_dict",
+        "optimizer",
+        "an optimizer of float8.optim",
+    )
     packed = torch.optim.Optimizer.state_dict(optimizer)
     params = _parameters(optimizer)
     state = {

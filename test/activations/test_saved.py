@@ -167,7 +167,7 @@ def test_scopes_nest_and_the_inner_one_is_asked_first():
         ({"group": 0}, ValueError, "group=0 must be a number of elements"),
         ({"group": (1, 128)}, ValueError, r"group=\(1, 128\)"),
         ({"fmt": torch.bfloat16}, TypeError, "not a float8 format"),
-        ({"model": [nn.SiLU()]}, TypeError, "model is a list"),
+        ({"model": [nn.SiLU()]}, TypeError, r"model must be an nn\.Module, got a list"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(options, error, words):

@@ -72,7 +72,7 @@ def test_a_power_of_two_is_a_static_power_of_two_scale(scale):
         ({"history_len": 1.5}, ValueError, "history_len"),
         ({"history_len": True}, ValueError, "history_len must be an integer >= 1, got True"),
         ({"interval": 0}, ValueError, "interval must be an integer >= 1, got 0"),
-        ({"remember_nonfinite": 1}, ValueError, "remember_nonfinite must be True or False, got 1"),
+        ({"remember_nonfinite": 1}, TypeError, "remember_nonfinite must be True or False, got 1"),
         ({"amax_compute_algo": "mean"}, ValueError, "'max' or 'most_recent', got 'mean'"),
         ({"margin": 0.5}, ValueError, "margin is an exponent of two, an integer .*, got 0.5"),
         ({"margin": 33}, ValueError, "within 32 of 0, got 33"),

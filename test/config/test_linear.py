@@ -144,3 +144,55 @@ def test_a_config_survives_copying_and_is_a_key(recipe):
 def test_a_config_is_frozen(value):
     with pytest.raises(FrozenInstanceError):
         setattr(value, fields(value)[0].name, None)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_a_copy_down_to_its_parts(recipe):
+    before = copy.deepcopy(RECIPES[recipe])
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    assert config == before
+    assert config.plan == before.plan
+    # As scripts for torchao change a frozen config.
+    object.__setattr__(config, "emulate", True)
+    object.__setattr__(config.cast_config_input, "power_of_two_scale", "changed")
+    object.__setattr__(config.gemm_config_output, "use_fast_accum", "changed")
+    object.__setattr__(config.delayed_scaling, "margin", 7)
+    object.__setattr__(config.plan.grad_input, "a", "changed")
+    assert RECIPES[recipe] == before == Float8LinearConfig.from_recipe_name(recipe)
+    assert RECIPES[recipe].plan == before.plan
+
+
+def test_default_parts_are_shared_by_no_two_configs():
+    one, other = Float8LinearConfig(), Float8LinearConfig()
+    object.__setattr__(one.cast_config_input, "power_of_two_scale", True)
+    object.__setattr__(one.cast_config_weight, "power_of_two_scale", False)
+    assert not other.cast_config_input.power_of_two_scale
+    assert not CastConfig().power_of_two_scale
+    parts = [getattr(one, f.name) for f in fields(one) if f.init]
+    others = [getattr(other, f.name) for f in fields(other) if f.init]
+    shared = [a for a, b in zip(parts, others, strict=True) if a is b]
+    assert all(isinstance(value, bool | None) for value in shared)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "enable_fsdp_float8_all_gather",
+        "pad_inner_dim",
+        "emulate",
+        "enable_amax_init",
+        "enable_pre_and_post_forward",
+    ],
+)
+@pytest.mark.parametrize("value", ["false", "True", 0, 1, None])
+def test_a_flag_takes_true_and_false_only(field, value):
+    with pytest.raises(TypeError, match=f"{field} must be True or False, got {value!r}"):
+        Float8LinearConfig(**{field: value})
+
+
+def test_every_boolean_field_of_every_config_is_checked():
+    for kind in (CastConfig, DelayedScalingConfig, Float8LinearConfig, GemmConfig):
+        flags = [f.name for f in fields(kind) if f.init and f.type in ("bool", bool)]
+        for name in flags:
+            with pytest.raises(TypeError, match=f"{name} must be True or False, got 'false'"):
+                kind(**{name: "false"})

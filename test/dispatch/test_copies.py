@@ -179,3 +179,68 @@ def test_equal_to_a_plain_tensor_is_an_error():
     for pair in ((example(), torch.ones(6, 24)), (torch.ones(6, 24), example())):
         with pytest.raises(TypeError, match="dequantize"):
             torch.equal(*pair)
+
+
+# --- writing by indices
+
+
+INDICES = {
+    "rows": (torch.tensor([4, 0]),),
+    "elements": (torch.tensor([0, 5, 2]), torch.tensor([3, 3, 23])),
+    "columns": (slice(None), torch.tensor([1, 20])),
+    "a mask": (torch.arange(6 * 24).view(6, 24) % 7 == 0,),
+}
+
+
+@pytest.mark.parametrize("kind", INDICES)
+@pytest.mark.parametrize(
+    "granularity", [Tensorwise(), Rowwise(), Blockwise(1, 8), Blockwise(4, 16)], ids=str
+)
+@pytest.mark.parametrize("in_float8", [False, True])
+def test_index_put_casts_with_the_scales_that_are_there(kind, granularity, in_float8):
+    x = Case((6, 24), fill="wide", seed=3).make()
+    q, indices = Float8Tensor.from_high_precision(x, E4M3, granularity), INDICES[kind]
+    before, scale = q.dequantize(), q.scale.clone()
+    where = torch.zeros(6, 24, dtype=torch.bool)
+    where[indices] = True
+    values = torch.randn(before[indices].shape)
+    if in_float8:
+        values = Float8Tensor.from_high_precision(values, E5M2, Tensorwise())
+    q[indices] = values
+    assert torch.equal(q.scale, scale)
+    assert_bitwise(q.dequantize()[~where], before[~where])
+    # The oracle: each number that was written is the code nearest to value / scale, in float64.
+    plain = values.dequantize() if in_float8 else values
+    written = torch.zeros(6, 24)
+    written[indices] = plain
+    each = oracle.spread(scale, (6, 24), q.block).double()
+    codes = oracle.encode((written.double() / each).clamp(-448, 448), torch.float8_e4m3fn)
+    assert torch.equal(q.float8_data.view(torch.uint8)[where], codes[where])
+
+
+def test_a_mask_may_set_elements_to_a_number():
+    q = Float8Tensor.from_high_precision(torch.randn(6, 24), E4M3, Rowwise())
+    mask = q.dequantize() < 0
+    q[mask] = 0.0
+    assert bool((q.dequantize() >= 0).all()) and bool((q.dequantize()[mask] == 0).all())
+
+
+def test_index_put_of_a_float8_tensor_into_a_plain_one():
+    q = Float8Tensor.from_high_precision(torch.randn(2, 24), E4M3)
+    plain = torch.zeros(6, 24).index_put_((torch.tensor([5, 1]),), q)
+    assert_bitwise(plain[torch.tensor([5, 1])], q.dequantize())
+
+
+def test_index_put_refuses_what_it_cannot_do():
+    q = Float8Tensor.from_high_precision(torch.randn(6, 24), E4M3)
+    rows = (torch.tensor([0]),)
+    with pytest.raises(NotImplementedError, match=r"accumulate=True .* x\.copy_\(sums\)"):
+        q.index_put_(rows, torch.ones(24), accumulate=True)
+    with pytest.raises(TypeError, match=r"cannot write torch\.float64 into a Float8Tensor"):
+        q.index_put_(rows, torch.ones(24, dtype=torch.float64))
+
+
+def test_is_same_size_compares_shapes():
+    q = Float8Tensor.from_high_precision(torch.randn(6, 24), E4M3, Rowwise())
+    assert q.is_same_size(torch.empty(6, 24)) and torch.empty(6, 24).is_same_size(q)
+    assert not q.is_same_size(q[:5])

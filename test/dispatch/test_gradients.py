@@ -141,3 +141,40 @@ def test_what_would_lose_updates_in_silence_is_refused():
     torch.testing.assert_close(
         product.dequantize(), example().dequantize() * torch.arange(24.0), rtol=2**-3, atol=0.1
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("granularity", KINDS, ids=str)
+def test_a_sum_is_that_of_the_values(granularity, dtype):
+    x = Float8Tensor.from_high_precision(torch.randn(6, 24, dtype=dtype), E4M3, granularity)
+    exact = x.dequantize(torch.float32).double()
+    for dims in ([], [0], [1], [-1, 0]):
+        found = x.sum(dims) if dims else x.sum()
+        assert type(found) is Tensor and found.dtype == dtype
+        expected = exact.sum(dims) if dims else exact.sum()
+        torch.testing.assert_close(
+            found.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-4
+        )
+    assert x.sum(0, keepdim=True).shape == (1, 24)
+    assert x.sum(dtype=torch.float64).dtype == torch.float64
+
+
+def test_a_sum_is_differentiable():
+    x = example().requires_grad_()
+    x.sum(0).backward(g := torch.randn(24))
+    assert_bitwise(x.grad, g.expand(6, 24))
+
+
+def test_an_op_that_would_write_says_how_to_write():
+    delta = torch.ones(6, 24)
+    for write in (lambda x: x.add_(delta), lambda x: x.data.add_(delta), lambda x: x.fill_(1.0)):
+        with pytest.raises(NotImplementedError) as error:
+            write(example())
+        assert "x.copy_(values)" in str(error.value)
+        assert "convert_from_float8_training(model)" in str(error.value)
+    with pytest.raises(NotImplementedError, match=r"call \.dequantize\(\) on it first$"):
+        delta.add_(example())  # reads it only
+    # What the message says to do works.
+    x = example()
+    x.copy_(x.dequantize() + delta)
+    torch.testing.assert_close(x.dequantize(), example().dequantize() + delta, rtol=2**-4, atol=0.1)

@@ -49,8 +49,12 @@ def test_a_view_shares_data_and_scale(view):
 @pytest.mark.parametrize(
     ("granularity", "run", "words"),
     [
-        (Rowwise(), lambda q: q.view(-1), ["(6, 24)", "(1, -1)", "(144,)", "last 1 dimension"]),
-        (Blockwise(3, 4), lambda q: q.view(2, 3, 24), ["(3, 4)", "(2, 3, 24)", "last 2 dim"]),
+        (Rowwise(), lambda q: q.view(-1), ["(6, 24)", "(1, -1)", "(144,)", "dimensions 1 to 1"]),
+        (
+            Blockwise(3, 4),
+            lambda q: q.view(2, 3, 24),
+            ["(3, 4)", "(2, 3, 24)", "dimensions 0 to 1"],
+        ),
         (Blockwise(1, 8), lambda q: q[:, 4:], ["[4:24:1]", "dim 1", "(1, 8)", "multiples of 8"]),
         (Blockwise(1, 8), lambda q: q[:, :4], ["[0:4:1]", "multiples of 8"]),
         (Blockwise(1, 8), lambda q: q[:, ::8], ["[0:24:8]"]),
@@ -152,3 +156,39 @@ def test_a_plain_tensor_is_not_joined():
         with pytest.raises(TypeError, match="cannot cat a Float8Tensor with a plain") as error:
             torch.cat(pair)
         assert "dequantize" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "view"),
+    [
+        ((6, 4, 5), (-1, 1, 1), (6, 20)),  # scaled over dim 0, trailing dimensions merge
+        ((6, 20), (-1, 1), (6, 4, 5)),  # and split
+        ((6, 20), (-1, 1), (6, 2, 2, 5)),
+        ((2, 3, 8, 5), (1, 1, 4, 1), (6, 8, 5)),  # blocks in the middle: both sides are free
+        ((2, 3, 8, 4), (1, 1, 4, 1), (6, 8, 2, 2)),
+        ((1, 20), (-1, 1), (1, 4, 5)),
+        ((6, 4, 5), (1, 1, 1), (24, 5)),  # a scale for each element
+        ((0, 4, 5), (-1, 1, 1), (0, 20)),
+    ],
+)
+def test_dimensions_merge_and_split_on_both_sides_of_the_blocks(shape, block, view):
+    torch.manual_seed(7)
+    x = torch.randn(shape)
+    extents = [size if extent == -1 else extent for size, extent in zip(shape, block, strict=True)]
+    scales = [-(-s // e) if e else 1 for s, e in zip(shape, extents, strict=True)]
+    data = x.to(torch.float8_e4m3fn)
+    q = Float8Tensor(data, torch.rand(scales) + 0.5, block, torch.float32)
+    assert_bitwise(q.view(view).dequantize(), q.dequantize().view(view))
+    assert_same_float8(q.view(view).view(shape), q)
+
+
+@pytest.mark.parametrize(
+    ("block", "view"), [((-1, 1, 1), (24, 5)), ((-1, 1, 1), (120,)), ((2, 1, 1), (3, 8, 5))]
+)
+def test_a_blocked_leading_dimension_neither_merges_nor_splits(block, view):
+    scales = (1 if block[0] == -1 else 3, 4, 5)
+    q = Float8Tensor(
+        torch.randn(6, 4, 5).to(torch.float8_e4m3fn), torch.ones(scales), block, torch.float32
+    )
+    with pytest.raises(ValueError, match="dimensions 0 to 0 share scales and must stay"):
+        q.view(view)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -118,3 +119,16 @@ def test_fused_step_on_a_cpu_is_the_reference():
     data, scale = torch.zeros(3, 70).to(torch.float8_e4m3fn), torch.zeros(())
     optimizer_step.cast_weight(p, data, scale, 32, amax)
     assert (data.float() * scale - value).abs().max() <= amax / 28  # half a spacing of the largest
+
+
+def test_a_rule_that_the_kernel_does_not_have_is_refused_by_name():
+    class Sign(NamedTuple):
+        lr: float = 1e-3
+
+    with pytest.raises(
+        TypeError, match=r"the kernel has no rule Sign \(it has adamw, .*fused=False"
+    ):
+        optimizer_step.packed(Sign())
+    for name, kind in optimizer_step.RULES.items():
+        numbers = {field: 0.5 for field in kind._fields}
+        assert optimizer_step.packed(kind(**numbers))[0] == name

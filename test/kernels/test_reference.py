@@ -528,3 +528,15 @@ def test_a_layer_norm_has_the_error_of_torchs(affine, dtype):
     assert_error_within_baseline(mean, wide.mean(1, keepdim=True), x.float().mean(1, keepdim=True))
     exact = (wide.var(1, correction=0, keepdim=True) + 1e-5).rsqrt()
     assert_error_within_baseline(rstd, exact, exact.float(), 4.0)
+
+
+def test_dequantising_with_a_power_of_two_scale_may_overflow_where_the_cast_did_not():
+    """What the docstring of the file says of float16's largest number."""
+    x = torch.full((1, 16), 65504.0, dtype=torch.float16)
+    amax = reference.amax(x, (-1, -1))
+    for power_of_two, finite in ((True, False), (False, True)):
+        scale = reference.scale_from_amax(amax, 448.0, power_of_two)
+        data = reference.cast(x, scale, (-1, -1), torch.float8_e4m3fn)
+        assert bool(data.float().isfinite().all())
+        plain = reference.dequantize(data, scale, (-1, -1), torch.float16)
+        assert bool(plain.isfinite().all()) is finite

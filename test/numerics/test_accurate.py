@@ -159,5 +159,5 @@ def test_numbers_that_no_layer_has_are_refused():
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="nan"):
         accurate_layers(report(), math.nan)
-    with pytest.raises(TypeError, match="got dict"):
+    with pytest.raises(TypeError, match="got a dict"):
         accurate_layers({"layer": 3}, 20)

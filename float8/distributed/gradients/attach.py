@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from float8.arguments import check_module
 from float8.distributed.gradients.controller import ScalingController
 from float8.distributed.gradients.state import Float8Gradients
 from float8.distributed.gradients.wire import TILE
@@ -66,6 +67,7 @@ def float8_gradients(
     """
     from torch.nn.parallel import DistributedDataParallel
 
+    check_module(model, "float8_gradients")
     model = getattr(model, "_orig_mod", model)  # what torch.compile(model) compiles
     if isinstance(model, DistributedDataParallel):
         from float8.distributed.gradients import ddp

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from float8.autograd import STATELESS, Factors, autocasts, compute_dtype, linear_in_float8
-from float8.config import RECIPES, Float8LinearConfig
+from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.convert import MODEL_CHECKS
 from float8.filters import ModuleFilter
 from float8.kernels.scaled_mm import architecture
@@ -165,11 +165,7 @@ def float8(
         ValueError: delayed scaling, or a model that has been converted or has this transform.
     """
     config = RECIPES["unit"] if config is None else config
-    if not isinstance(config, Float8LinearConfig):
-        raise TypeError(
-            f"config must be a Float8LinearConfig, got {config!r}; a recipe is "
-            'Float8LinearConfig.from_recipe_name("unit")'
-        )
+    check_config(config)
     if config.uses_delayed_scaling:
         raise ValueError(
             "the float8 transform keeps no amax history: take a dynamic or static recipe, or "

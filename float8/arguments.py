@@ -1,0 +1,99 @@
+"""Checks of arguments: a TypeError that names what is wanted, what came, and what to write.
+
+Public functions ask these before anything else, so that a wrong argument never shows as an
+AttributeError from the middle of the library.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def described(value: object) -> str:
+    """A few words for an error message: ``None``, ``'x'``, ``a list``, ``the class Linear``."""
+    if value is None or isinstance(value, (bool, int, float, torch.dtype)):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value if len(value) <= 60 else value[:57] + "...")
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def check_module(value: object, caller: str, argument: str = "model") -> None:
+    """Raise unless ``value`` is an ``nn.Module``.
+
+    Args:
+        value: what the caller was given.
+        caller: the public function, for the message.
+        argument: the name of its parameter.
+
+    Raises:
+        TypeError: it is something else; the message says what to give.
+    """
+    if isinstance(value, nn.Module):
+        return
+    way_out = ""
+    if isinstance(value, torch.optim.Optimizer):
+        way_out = "; give the model whose parameters it steps"
+    elif isinstance(value, type) and issubclass(value, nn.Module):
+        way_out = f"; give an instance, such as {value.__name__}(...)"
+    elif isinstance(value, (list, tuple, dict)):
+        container = "ModuleDict" if isinstance(value, dict) else "ModuleList"
+        way_out = f"; give the model that holds them, or nn.{container}(...) of them"
+    raise TypeError(f"{caller}: {argument} must be an nn.Module, got {described(value)}{way_out}")
+
+
+def check_bool(value: object, name: str) -> None:
+    """Raise unless ``value`` is True or False: the string "false" is true to ``if``.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {described(value)}")
+
+
+def check_type(value: object, wanted: Any, caller: str, argument: str, such_as: str) -> None:
+    """Raise unless ``value`` is of a type.
+
+    Args:
+        value: what the caller was given.
+        wanted: a type, or a tuple of types.
+        caller: the public function, for the message.
+        argument: the name of its parameter.
+        such_as: what to give, in words.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(value, wanted):
+        raise TypeError(f"{caller}: {argument} must be {such_as}, got {described(value)}")
+
+
+def check_tensors(caller: str, **arguments: object) -> None:
+    """Raise unless all arguments, by name, are tensors.
+
+    Raises:
+        TypeError: one of them is something else.
+    """
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{caller}: {name} must be a torch.Tensor, got {described(value)}")
+
+
+def check_integer(value: object, name: str, least: int) -> None:
+    """Raise unless ``value`` is an integer that is large enough.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an integer >= {least}, got {described(value)}")
+    if value < least:
+        raise ValueError(f"{name} must be an integer >= {least}, got {value}")
