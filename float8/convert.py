@@ -29,6 +29,7 @@ from float8.formats import E4M3
 from float8.linear import Float8CastingLinear, Float8Linear
 from float8.refusals import refuses_layer
 from float8.resident_weight import make_plain
+from float8.switch import Switchable, switched_off
 from float8.sync import remind_to_sync
 
 logger = logging.getLogger("float8")
@@ -218,8 +219,7 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
     return module
 
 
-# Modules with an attribute ``high_precision``, which that function counts up, and a method
-# ``to_float``: rooms above add theirs.
+# Switchable modules with a method ``to_float``: rooms above add theirs.
 FLOAT8_MODULES: list[type[nn.Module]] = [Float8Linear]
 
 
@@ -233,21 +233,13 @@ def high_precision(model: M) -> Iterator[M]:
 
     Within it a ``state_dict()`` has the keys of the plain model. A weight that FSDP2 has gathered
     in float8 is multiplied in high precision as it came: rounded to float8.
+
+    It holds for the thread that enters it, and for the modules that the model has then; contexts
+    may nest and overlap. The backward of a forward within it is in high precision too, wherever it
+    runs, with activation checkpointing as without.
     """
-    layers = _float8_modules(model)
-    casts = [m for m in model.modules() if isinstance(m, DelayedCast)]
-
-    def enter(depth: int) -> None:  # counted, so that contexts may overlap
-        for layer in layers:
-            layer.high_precision += depth
-        for cast in casts:
-            cast.hidden += depth
-
-    enter(1)
-    try:
+    with switched_off([m for m in model.modules() if isinstance(m, Switchable)]):
         yield model
-    finally:
-        enter(-1)
 
 
 def check_arguments(config: object, module_filter_fn: object) -> None:
