@@ -246,7 +246,7 @@ class Float8Linear(Switchable, nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: a copied weight changes on its own, so its cache stays behind."""
-        return super().__getstate__() | {"cached_weight": None}
+        return self.__dict__ | {"cached_weight": None}
 
     def extra_repr(self) -> str:
         """As ``nn.Linear``, and what differs from the casts printed below it."""

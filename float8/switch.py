@@ -38,6 +38,10 @@ class Switch(threading.local):
         self.scopes = set(scopes)
         self.is_off = bool(scopes)  # torch.compile guards on it: one graph per value
 
+    def __reduce__(self) -> tuple[type[Switch], tuple[()]]:
+        """Of copies and pickles, which are in no scope: none could end for them."""
+        return Switch, ()
+
 
 _THREAD = Switch()  # every scope of a thread, whatever its modules
 
@@ -60,11 +64,8 @@ class Switchable(nn.Module):
             self.evaluates_in_high_precision and not (self.training or torch.is_grad_enabled())
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, which are in no scope: it could not be left for them."""
-        return {name: value for name, value in self.__dict__.items() if name != "switch"}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of a module that was pickled before there were switches."""
         super().__setstate__(state)
         self._add_switch()
 

@@ -194,6 +194,17 @@ def test_a_copy_that_is_made_inside_is_in_no_scope(case, copied):
         assert_bitwise(model(x), quantised)
 
 
+def test_a_module_pickled_before_there_were_switches_runs(case):
+    model, x, plain, quantised = case
+    for layer in (model[0], model[2]):
+        state = {**layer.__dict__, "high_precision": 0}  # a count, then
+        del state["switch"]
+        layer.__setstate__(state)
+    assert_bitwise(model(x), quantised)
+    with high_precision(model):
+        assert_bitwise(model(x), plain)
+
+
 def test_replicas_of_data_parallel_follow_the_thread_that_made_them(case):
     model, x = case[:2]
 
