@@ -12,6 +12,11 @@
 # layer of the targets, eager and compiled, bench_linear_sweep.json all layers and squares, eager.
 # Parts come in order of importance; benchmarks stop by themselves before their limit and name what
 # they left out, as a rule the largest square.
+case " $* " in *" --help "* | *" -h "*)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+esac
 set -uo pipefail
 
 if [ $# -ne 1 ]; then
