@@ -157,8 +157,9 @@ def seed(text: str) -> int:
 def options_from(args: argparse.Namespace) -> Options:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        if torch.empty(0, device=device).is_meta:
+        if torch.device(device).type == "meta":
             raise RuntimeError("it computes no values")
+        torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # an assertion where CUDA was not compiled in
         raise ValueError(f"torch has no device {device!r} here: take --device cpu") from error
     given = {name: value for name, value in vars(args).items() if value is not None}

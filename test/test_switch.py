@@ -262,6 +262,27 @@ def test_a_scope_in_a_compiled_function(case):
         assert_bitwise(model(x), quantised)
 
 
+def test_a_graph_that_breaks_within_a_scope(case):
+    model, x, plain, quantised = case
+
+    def broken(x):
+        with high_precision(model):
+            first = model(x)
+            torch._dynamo.graph_break()
+            second = model(x)
+        return first, second, model(x)
+
+    compiled = torch.compile(broken, backend="eager")
+    for outer, expected in ((nothing, quantised), (high_precision, plain), (nothing, quantised)):
+        with outer(model):
+            first, second, third = compiled(x)
+            assert_bitwise(first, plain)
+            assert_bitwise(second, plain)
+            assert_bitwise(third, expected)
+        assert_bitwise(model(x), quantised)
+        assert not model[0].switch.scopes
+
+
 # --- backward, and what it computes again
 
 
