@@ -262,6 +262,7 @@ def test_a_scope_in_a_compiled_function(case):
         assert_bitwise(model(x), quantised)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which dynamo reads
 def test_a_graph_that_breaks_within_a_scope(case):
     model, x, plain, quantised = case
 
