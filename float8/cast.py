@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from float8.config import CastConfig, DelayedScalingConfig, ScalingType
 from float8.formats import Format, format_of, on_device
 from float8.scaling import DelayedState
+from float8.switch import Switchable
 from float8.tensor import Float8Tensor
 
 
@@ -103,7 +104,7 @@ DELAYED_CASTS: weakref.WeakValueDictionary[int, DelayedCast] = weakref.WeakValue
 _numbers = itertools.count()
 
 
-class DelayedCast(Cast):
+class DelayedCast(Switchable, Cast):
     """The scale comes from the amaxes of past steps.
 
     Args:
@@ -133,7 +134,8 @@ class DelayedCast(Cast):
         # and CUDA graphs. Compiled code is specialised on it, hence one recompile after step 1.
         self.history_ready = not amax_init
         self.synced = False  # whether sync has ever been called, for its reminder
-        self.hidden = 0  # how many float8.high_precision contexts want plain state dict keys
+        self.hidden = False  # whether state dicts leave the history out, under high_precision too
+        self._add_switch()
         shapes = {"amax_history": (delayed.history_len,), "scale": (), "current_amax": ()}
         if delayed.interval > 1:  # a tensor, so that a compiled sync counts without recompiling
             shapes["scale_age"] = ()
@@ -203,7 +205,7 @@ class DelayedCast(Cast):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        if not self.hidden:
+        if not (self.hidden or self.high_precision):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from float8.arguments import check_module, described
-from float8.cast import DelayedCast
 from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.conversion import Conversion, report_bypasses, tell
 from float8.filters import ModuleFilter
@@ -30,6 +29,7 @@ from float8.formats import E4M3
 from float8.linear import Float8CastingLinear, Float8Linear
 from float8.refusals import refuses_layer
 from float8.resident_weight import make_plain
+from float8.switch import Switchable, switched_off
 from float8.sync import keep_ddp_from_broadcasting, remind_to_sync
 
 M = TypeVar("M", bound=nn.Module)
@@ -208,8 +208,7 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
 
 # Called with the model after each conversion: for packages above.
 AFTER_CONVERSION: list[Callable[[nn.Module], None]] = []
-# Modules with an attribute ``high_precision``, which that function counts up, and a method
-# ``to_float``: rooms above add theirs.
+# Switchable modules with a method ``to_float``: rooms above add theirs.
 FLOAT8_MODULES: list[type[nn.Module]] = [Float8Linear]
 
 
@@ -224,24 +223,16 @@ def high_precision(model: M) -> Iterator[M]:
     Within it a ``state_dict()`` has the keys of the plain model. A weight that FSDP2 has gathered
     in float8 is multiplied in high precision as it came: rounded to float8.
 
+    It holds for the thread that enters it, and for the modules that the model has then; contexts
+    may nest and overlap. The backward of a forward within it is in high precision too, wherever it
+    runs, with activation checkpointing as without.
+
     Raises:
         TypeError: ``model`` is no module.
     """
     check_module(model, "high_precision")
-    layers = _float8_modules(model)
-    casts = [m for m in model.modules() if isinstance(m, DelayedCast)]
-
-    def enter(depth: int) -> None:  # counted, so that contexts may overlap
-        for layer in layers:
-            layer.high_precision += depth
-        for cast in casts:
-            cast.hidden += depth
-
-    enter(1)
-    try:
+    with switched_off([m for m in model.modules() if isinstance(m, Switchable)]):
         yield model
-    finally:
-        enter(-1)
 
 
 def check_arguments(

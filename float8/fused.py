@@ -52,10 +52,18 @@ from float8.fused_autograd import (
 )
 from float8.granularity import WHOLE
 from float8.linear import with_state_of
+from float8.switch import Switchable
 from float8.tensor import Float8Tensor
 
 _WHOLE = (WHOLE, WHOLE)
-_OWN_ATTRIBUTES = ("config", "fqn", "high_precision", "shares_cast", "cast_output")
+_OWN_ATTRIBUTES = (
+    "config",
+    "fqn",
+    "switch",
+    "evaluates_in_high_precision",
+    "shares_cast",
+    "cast_output",
+)
 N = TypeVar("N", bound="NormCast")
 
 
@@ -71,7 +79,7 @@ def refuses_config(config: Float8LinearConfig) -> str | None:
     )
 
 
-class _Producer(nn.Module):
+class _Producer(Switchable):
     """Abstract: a module that casts what it computes, with ``cast_output``."""
 
     plain: ClassVar[str]  # what to use where this module does not fit
@@ -90,7 +98,7 @@ class _Producer(nn.Module):
         self.config = config
         self.fqn = fqn
         self.shares_cast = False
-        self.high_precision = 0  # how many float8.high_precision contexts are open
+        self._add_switch()
         delayed, amax_init = config.delayed_scaling, config.enable_amax_init
         module = make_cast(config.cast_config_input, E4M3, delayed, amax_init, device)
         self.cast_output = module.train(self.training)

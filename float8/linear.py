@@ -45,10 +45,11 @@ from float8.resident_weight import (
     resident_codes,
     split_saved,
 )
+from float8.switch import Switchable
 from float8.tensor import Float8Tensor
 
 
-class Float8Linear(nn.Linear):
+class Float8Linear(Switchable, nn.Linear):
     """An ``nn.Linear`` that multiplies in float8; parameters, shapes and checkpoints are its own.
 
     ``weight`` is the high-precision parameter, so initialisation, clipping, averaging and
@@ -110,7 +111,7 @@ class Float8Linear(nn.Linear):
             raise ValueError(f"{fqn or 'Float8Linear'}: {reason}")
         self.config = config
         self.fqn = fqn
-        self.high_precision = 0  # how many float8.high_precision contexts are open
+        self._add_switch()
         self.cached_weight: CachedWeight | None = None  # written by float8.weight_cache only
         formats = (E4M3, E4M3, E5M2)
         for name, cast, fmt in zip(_CAST_NAMES, config.operand_casts, formats, strict=True):
@@ -255,7 +256,7 @@ class Float8Linear(nn.Linear):
         if stored is not None and not keep_vars and key in destination:
             destination[key] = stored.plain(self.weight)
         if is_resident(self.weight) and not keep_vars:
-            split_saved(self.weight, destination, prefix, plain=self.high_precision > 0)
+            split_saved(self.weight, destination, prefix, plain=self.high_precision)
 
     @property
     def weight_scale(self) -> Tensor | None:
@@ -325,7 +326,7 @@ class Float8CastingLinear(Float8Linear):
 
 
 _CAST_NAMES = ("cast_input", "cast_weight", "cast_grad_output")
-_OWN_ATTRIBUTES = ("config", "fqn", "high_precision", "cached_weight")
+_OWN_ATTRIBUTES = ("config", "fqn", "switch", "evaluates_in_high_precision", "cached_weight")
 
 
 class StoredWeight(NamedTuple):

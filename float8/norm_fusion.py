@@ -290,6 +290,7 @@ def _fuse(model: nn.Module, fqn: str, norm: nn.Module, layers: list[Any]) -> Non
     rule = NORM_RULES[type(norm)]
     attributes = None if rule.attributes is None else rule.attributes(norm)
     cast = rule.cast_type.from_float(norm, layers[0].config, fqn, attributes)
+    cast.evaluates_in_high_precision = layers[0].evaluates_in_high_precision
     replace_children(model, {norm: cast})
     if isinstance(cast.cast_output, DelayedCast):
         _share(model, cast, [layer.cast_input for layer in layers])

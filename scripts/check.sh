@@ -4,6 +4,11 @@
 #     bash scripts/check.sh
 #
 # Makes or reuses .venv. All four are run even if one fails; arguments go to scripts/test.sh.
+case " $* " in *" --help "* | *" -h "*)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+esac
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup_env.sh dev

@@ -1,6 +1,9 @@
 """Ctrl-C as a question between steps, so that a training ends with a checkpoint."""
 
+import os
 import signal
+import sys
+from collections.abc import Callable
 
 from options import processes
 
@@ -29,3 +32,13 @@ class CtrlC:
         self.pressed = True
         if processes() == 1:
             signal.signal(signal.SIGINT, self.previous)
+
+
+def at_once(main: Callable[[], int]) -> int:
+    """Run a program; what ends it by Ctrl-C, and not by a question, ends it without a traceback."""
+    try:
+        return main()
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("\nstopped at once: --resume goes on from the last checkpoint", file=sys.stderr)
+        return 130  # what a shell reports of a program that Ctrl-C ended

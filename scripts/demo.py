@@ -38,10 +38,11 @@ from pathlib import Path
 from typing import Any
 
 import corpus
-from ctrl_c import CtrlC
-from environment import environment, write_json
+from ctrl_c import CtrlC, at_once
+from environment import NotWritten, check_writable, environment, write_json
 from matplotlib.figure import Figure  # not pyplot: a file is all we want, and no display is needed
 from options import Options, give_up, options_from, parser, processes
+from options import seed as seed_of
 from parallel import launch, leave
 from savings import SAVED, parts_of
 from tabulate import tabulate
@@ -173,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     p = parser((__doc__ or "").partition("\n")[0])
     p.add_argument("--recipes", nargs="+", help=f"{' '.join(RECIPES)}; RECIPE+float8_adamw")
-    p.add_argument("--seeds", type=int, nargs="+", help="in place of --seed: train once with each")
+    p.add_argument("--seeds", type=seed_of, nargs="+", help="in place of --seed: one run each")
     p.add_argument("--out-dir", type=Path, default=Path("out/demo"))
     args = p.parse_args(argv)
     try:
@@ -183,11 +184,15 @@ def main(argv: list[str] | None = None) -> int:
             list(dict.fromkeys(x)) for x in (args.recipes or default, args.seeds or [options.seed])
         )
         launches = options.nproc > processes()
+        check_writable(args.out_dir / "demo.json", "--out-dir")
         own = replace(options, nproc=1) if launches else options
         team = trainers(own, recipes, seeds, args.out_dir)
     except (ValueError, OSError) as error:
         give_up("demo.py", error)
-    finished = _train(team, options, args.out_dir, beside=launches)
+    try:
+        finished = _train(team, options, args.out_dir, beside=launches)
+    except NotWritten as error:
+        give_up("demo.py", error)
     if finished and launches:
         team.clear()
         return launch(__file__, argv, options.nproc)
@@ -238,4 +243,4 @@ def _runs_of(alone: Path, options: Options) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(at_once(main))

@@ -1,6 +1,8 @@
 """What a reader of a run's numbers needs to judge and to repeat them, and the file they go into."""
 
+import contextlib
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -37,6 +39,50 @@ def machine(device: str) -> str:
     return f"{name}, {torch.get_num_threads()} threads"
 
 
+class NotWritten(OSError):
+    """A file could not be written; the message names it, the reason and the fix."""
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raise `NotWritten` before the work if a file could not be written after it.
+
+    Its folder is made. `option` is the one that names the file, or its folder. Of several processes
+    only the first writes.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    beside = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        beside.write_bytes(b" ")
+    except OSError as error:
+        raise NotWritten(
+            f"{path} cannot be written ({error.strerror or error}): take another {option}"
+        ) from error
+    finally:
+        remove(beside)
+
+
+def remove(path: Path) -> None:
+    """Without an error where it is not there, or cannot be removed."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    """Write a file as a whole, in a folder that is made.
+
+    Raises:
+        NotWritten: it could not be; an older file is still there.
+    """
+    beside = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise NotWritten(f"{path} could not be written ({error.strerror or error})") from error
+    finally:
+        remove(beside)

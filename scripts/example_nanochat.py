@@ -32,7 +32,7 @@ class GPT(nn.Module):
         return F.cross_entropy(self.lm_head(x).float().flatten(0, 1), targets.flatten())
 
 
-parser = argparse.ArgumentParser()
+parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=30)
 steps = parser.parse_args().steps
 with torch.device("meta"):

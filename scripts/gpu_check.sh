@@ -16,15 +16,15 @@
 # tables), a log and a JUnit file for each run of tests, and a JSON file per benchmark:
 # bench_linear.json is the layer of the targets, bench_linear_sweep.json all layers and squares. The
 # same files lie beside it. The archive stays below 16 MiB, of the report and the tables if need be.
+case " $* " in *" --help "* | *" -h "*)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+esac
 set -uo pipefail
 
-usage="usage: bash scripts/gpu_check.sh OUTDIR"
-if [ $# -eq 1 ] && { [ "$1" = --help ] || [ "$1" = -h ]; }; then
-    echo "$usage"
-    exit 0
-fi
 if [ $# -ne 1 ]; then
-    echo "$usage" >&2
+    echo "usage: bash scripts/gpu_check.sh OUTDIR" >&2
     exit 2
 fi
 python3 - <<'PYTHON' || exit 1
@@ -138,9 +138,9 @@ for package in pytest xdist hypothesis triton torchao; do
     has "$package" || say "   not installed: $package"
 done
 
-tests cuda 105 8 cuda test/kernels test/benchmarks/test_step.py test/benchmarks/test_bench_overhead.py \
-    test/dispatch/test_copies.py test/numerics/test_statistics.py test/test_fused.py \
-    test/test_kernel_path.py test/test_linear.py
+tests cuda 105 8 cuda test/kernels test/activations/test_ops.py test/benchmarks/test_step.py \
+    test/benchmarks/test_bench_overhead.py test/dispatch/test_copies.py \
+    test/numerics/test_statistics.py test/test_fused.py test/test_kernel_path.py test/test_linear.py
 benchmark bench_casts 45 benchmarks/bench_casts.py --repeats 5 --warmup 2 --stop-after 35
 benchmark bench_linear 90 benchmarks/bench_linear.py --shapes 70b.attn.wo --stop-after 60 \
     --modes eager compiled --recipes tensorwise static rowwise blockwise --repeats 10

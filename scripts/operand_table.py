@@ -19,7 +19,7 @@ from pathlib import Path
 import corpus
 import gpt
 import torch
-from environment import environment, write_json
+from environment import check_writable, environment, write_json
 from options import Options, options_from, parser
 from torch import Tensor
 
@@ -59,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
     try:
         options = options_from(args)
+        if args.out:
+            check_writable(args.out, "--out")
         found = tables(options)
     except (ValueError, OSError) as error:
         sys.exit(f"operand_table.py: {error}")

@@ -5,6 +5,7 @@ the same. Sizes depend on what the machine multiplies fast.
 """
 
 import argparse
+import math
 import os
 import sys
 from dataclasses import asdict, dataclass
@@ -25,6 +26,7 @@ SIZES: dict[str, dict[str, float]] = {
                  "steps": 600},
 }
 # fmt: on
+LARGEST_SEED = 2**42  # corpus.py multiplies it by a million: 64 bits hold that
 
 
 EPILOG = """\
@@ -99,14 +101,14 @@ def parser(description: str) -> argparse.ArgumentParser:
     sizes.add_argument("--context", type=positive, help="bytes in one training window")
     sizes.add_argument("--batch", type=positive, help="windows in one step")
     sizes.add_argument("--steps", type=positive)
-    p.add_argument("--learning-rate", type=float, help="its peak (1e-3 where no size has its own)")
+    p.add_argument("--learning-rate", type=rate, help="its peak (1e-3 where no size has its own)")
     p.add_argument(
         "--unit-learning-rate",
-        type=float,
+        type=rate,
         default=Options.unit_learning_rate,
         help="its peak where the model is unit-scaled, before u-muP's factors",
     )
-    p.add_argument("--seed", type=int, default=Options.seed, help="of the weights and the data")
+    p.add_argument("--seed", type=seed, default=Options.seed, help="of the weights and the data")
     p.add_argument("--data", type=Path, help="a folder of text files (the standard library's)")
     p.add_argument("--device", help="cuda where there is one, else cpu")
     p.add_argument(
@@ -138,9 +140,25 @@ def positive(text: str) -> int:
     return value
 
 
+def rate(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number >= 0")
+    return value
+
+
+def seed(text: str) -> int:
+    value = int(text)
+    if abs(value) > LARGEST_SEED:
+        raise argparse.ArgumentTypeError(f"{text} is beyond {LARGEST_SEED:,}")
+    return value
+
+
 def options_from(args: argparse.Namespace) -> Options:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
+        if torch.device(device).type == "meta":
+            raise RuntimeError("it computes no values")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # an assertion where CUDA was not compiled in
         raise ValueError(f"torch has no device {device!r} here: take --device cpu") from error

@@ -5,6 +5,11 @@
 #
 # Needs a Python >= 3.10 (PYTHON=python3.12 to choose one) and pip. A stamp per extra remembers what
 # was installed, so a second run takes no time until setup.py or constraints.txt change.
+case " $* " in *" --help "* | *" -h "*)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+esac
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,10 +1,16 @@
 #!/usr/bin/env bash
-# Run the whole test suite on a machine that has Python >= 3.10 and pip. Options go to pytest:
+# Run the whole test suite on a machine that has Python >= 3.10 and pip. Options go to pytest, whose
+# own are those of `.venv/bin/python -m pytest --help`:
 #
 #     bash scripts/test.sh test/scripts -k resume
 #     bash scripts/test.sh --cov=float8     # coverage; takes about three times as long
 #
 # A worker process per core, eight at most; -n 0 runs all in one process.
+case " $* " in *" --help "* | *" -h "*)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+esac
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup_env.sh test

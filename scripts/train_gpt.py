@@ -24,7 +24,6 @@ for as many processes.
 import contextlib
 import math
 import os
-import pickle
 import resource
 import statistics
 import sys
@@ -38,8 +37,8 @@ import corpus
 import gpt
 import savings
 import torch
-from ctrl_c import CtrlC
-from environment import environment, write_json
+from ctrl_c import CtrlC, at_once
+from environment import NotWritten, check_writable, environment, remove, write_json
 from half_products import HalfProducts
 from options import EPILOG, Options, give_up, options_from, parser, processes, row_of
 from parallel import Alone, launch, leave
@@ -53,6 +52,9 @@ UNIT_DECAY = 2**-13  # per step, whatever the learning rate (u-muP, arXiv:2407.1
 FINAL_LEARNING_RATE = 0.1  # of the peak: cosine, as Llama
 # Options that checkpoints of before do not name, and what they were trained with.
 SINCE = {"nproc": 1, "optimizer": "adamw", "saved_activations": False, "ms_amp": None}
+
+
+PARTS = {"identity": dict, "text": str, "model": dict, "optimizer": dict, "history": dict}
 
 
 @dataclass
@@ -201,10 +203,24 @@ class Trainer:
         }
         if self.team.rank > 0:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
-        torch.save(state, partial)
-        os.replace(partial, path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(state, partial)
+            os.replace(partial, path)
+        except (OSError, RuntimeError) as error:  # the latter is C++'s, of a full disk
+            raise NotWritten(self._why_unsaved(error)) from error
+        finally:
+            remove(partial)
+
+    def _why_unsaved(self, error: Exception) -> str:
+        path = self.options.checkpoint
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split("\n", 1)[0].split())
+        kept = f", after {path} was kept as it was" if path.is_file() else ""
+        return (
+            f"the checkpoint of step {self.step} could not be written to {path} ({reason}){kept}: "
+            "make room, or take another --checkpoint"
+        )
 
     def _load(self) -> None:
         path, state = self.options.checkpoint, self._read_checkpoint()
@@ -222,8 +238,12 @@ class Trainer:
                     f"{path} was trained with {flag} {theirs}, not {ours}: resume with "
                     f"{same}, or leave out --resume to start afresh"
                 )
-        self.team.load(self.model, self.optimizer, state)
-        self.history = History(**state["history"])
+        try:
+            self.history = History(**state["history"])
+            self.team.load(self.model, self.optimizer, state)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ValueError(_no_checkpoint(path, first)) from error
 
     def _read_checkpoint(self) -> dict[str, Any]:
         path = self.options.checkpoint
@@ -234,11 +254,11 @@ class Trainer:
             )
         try:
             state = torch.load(path, map_location=self.options.device, weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(
-                f"{path} is not a checkpoint of train_gpt.py: name another with --checkpoint, "
-                "or leave out --resume to start afresh"
-            ) from error
+        except Exception as error:  # junk may be any instruction of pickle, and fail in any way
+            raise ValueError(_no_checkpoint(path, "cut off, or something else")) from error
+        for part, kind in PARTS.items():
+            if not isinstance(state, dict) or not isinstance(state.get(part), kind):
+                raise ValueError(_no_checkpoint(path, f"it has no {part}"))
         return dict(state)
 
     def _adamw(self) -> torch.optim.Optimizer:
@@ -299,6 +319,13 @@ class Trainer:
         return loss
 
 
+def _no_checkpoint(path: Path, reason: str) -> str:
+    return (
+        f"{path} is not a whole checkpoint of train_gpt.py ({reason}): name another with "
+        "--checkpoint, or leave out --resume to start afresh"
+    )
+
+
 def multiplies_slowly(options: Options) -> bool:
     """Whether bf16 products gain from the detour of `HalfProducts`; tiny ones would lose."""
     large = options.batch * options.context * options.width >= 2**16
@@ -355,17 +382,23 @@ def main(argv: list[str] | None = None) -> int:
         options = options_from(args)
         if args.checkpoint is None:
             options = replace(options, checkpoint=Path(f"out/gpt_{options.run}.pt"))
+        check_writable(options.checkpoint, "--checkpoint")
+        if args.out:
+            check_writable(args.out, "--out")
         if options.nproc > processes():
             return launch(__file__, sys.argv[1:] if argv is None else argv, options.nproc)
         trainer = Trainer(options, corpus.load(options.data))
     except (ValueError, OSError) as error:
         give_up("train_gpt.py", error)
-    with CtrlC() as stop:
-        finished = trainer.fit(stop)
-    if finished:
-        _report(trainer, args.out)
-    elif trainer.team.rank == 0:
-        print(f"stopped after step {trainer.step}: continue with the same command and --resume")
+    try:
+        with CtrlC() as stop:
+            finished = trainer.fit(stop)
+        if finished:
+            _report(trainer, args.out)
+        elif trainer.team.rank == 0:
+            print(f"stopped after step {trainer.step}: continue with the same command and --resume")
+    except NotWritten as error:
+        give_up("train_gpt.py", error)
     trainer.team.close()
     return 0 if finished else 130  # what a shell reports of a program that Ctrl-C ended
 
@@ -381,4 +414,4 @@ def _report(trainer: Trainer, out: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(at_once(main))

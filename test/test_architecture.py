@@ -25,6 +25,7 @@ FLOORS = {
     "kernels": 1,
     "scaling": 2.0,
     "running_module": 2.0,
+    "switch": 2.0,
     "tensor_parts": 2.05,
     "tensor": 2.1,
     "dispatch": 2.2,

@@ -323,7 +323,7 @@ def test_a_history_of_another_length_is_an_error():
 
 def test_plain_keys_can_be_asked_for():
     cast = with_history()
-    cast.hidden = 1
+    cast.hidden = True
     assert list(nn.Sequential(cast, nn.Linear(2, 2)).state_dict()) == ["1.weight", "1.bias"]
 
 

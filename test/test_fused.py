@@ -482,7 +482,7 @@ def test_checkpoints_copies_and_pickles():
     assert not loaded.cast_output.history_ready
     gate = SwiGLUCast(CONFIGS["delayed"])
     gate.load_state_dict(SwiGLUCast(CONFIGS["delayed"]).state_dict())
-    norm.cast_output.hidden = 1
+    norm.cast_output.hidden = True
     assert list(norm.state_dict()) == ["weight"]
 
 
@@ -516,11 +516,11 @@ def test_from_float_shares_what_the_norm_has():
 
 def test_high_precision_is_the_plain_module():
     norm, gate, x = norm_of(), SwiGLUCast(), torch.randn(4, 2 * K)
-    norm.high_precision = gate.high_precision = 1
-    assert_bitwise(norm(x[:, :K]), F.rms_norm(x[:, :K], (K,), norm.weight, 1e-6))
     expected = F.silu(x[:, :K]) * x[:, K:]
-    assert_bitwise(gate(x), expected)
-    assert_bitwise(gate(x[:, :K], x[:, K:]), expected)
+    with high_precision(nn.ModuleList([norm, gate])):
+        assert_bitwise(norm(x[:, :K]), F.rms_norm(x[:, :K], (K,), norm.weight, 1e-6))
+        assert_bitwise(gate(x), expected)
+        assert_bitwise(gate(x[:, :K], x[:, K:]), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

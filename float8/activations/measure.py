@@ -8,6 +8,7 @@ one element of each 64 is 1000 times larger, as single features of a residual st
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -103,5 +104,15 @@ def table() -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the table."""
+    argparse.ArgumentParser(
+        prog="python -m float8.activations.measure",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    ).parse_args()
     print(table())
+
+
+if __name__ == "__main__":
+    main()

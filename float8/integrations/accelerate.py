@@ -37,9 +37,11 @@ join those of the next, whose slot stays empty where they overflowed.
 - Convert by hand instead, and ``accelerator.prepare`` works unpatched; the two calls after the step
   are then yours, under ``if accelerator.sync_gradients:``.
 
-Not with ``mixed_precision="fp8"``, by which Accelerate converts the model by other packages, nor
-with DeepSpeed, Megatron-LM or FSDP1, which have parameters or steps of their own. One optimizer per
-model: its step is the one that is counted. Tested with Accelerate 1.15.
+Not with ``mixed_precision="fp8"``, by which Accelerate converts the model by other packages. Where
+a file of ``accelerate config`` says so, move its ``fp8_config`` to `prepare_float8`, as a mapping,
+and write ``mixed_precision: bf16``. Nor with DeepSpeed, Megatron-LM or FSDP1, which have parameters
+or steps of their own. One optimizer per model: its step is the one that is counted. Tested with
+Accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ from float8.integrations.conversion import (
     check_optimizer,
     convert,
     evaluates_in_float8,
+    refuses_fp8,
 )
 from float8.integrations.evaluation import evaluate_in_high_precision
 from float8.integrations.versions import require
@@ -145,12 +148,12 @@ def _filter_of(config: Any, model: nn.Module) -> ModuleFilter | None:
 
 
 def _check_accelerator(accelerator: Accelerator) -> None:
-    if accelerator.mixed_precision == "fp8" or accelerator.fp8_backend != "NO":
+    reason = refuses_fp8(accelerator.mixed_precision, str(accelerator.fp8_backend.value))
+    if reason is not None:
         raise ValueError(
-            f"this Accelerator has mixed_precision={accelerator.mixed_precision!r} and the FP8 "
-            f"backend {accelerator.fp8_backend!s}: it converts models itself, by another package. "
-            'Take Accelerator(mixed_precision="bf16") with prepare_float8, which also reads '
-            "TERecipeKwargs and AORecipeKwargs as config, and unset ACCELERATE_FP8_BACKEND"
+            f'this Accelerator\'s {reason}; take Accelerator(mixed_precision="bf16"). What '
+            "fp8_config said of TransformerEngine's recipe goes to prepare_float8, as a mapping or "
+            "as TERecipeKwargs; so do AORecipeKwargs"
         )
     kind = accelerator.distributed_type
     is_fsdp1 = kind == DistributedType.FSDP and not accelerator.is_fsdp2

@@ -60,6 +60,23 @@ def as_config(config: Any) -> Float8LinearConfig | None:
     )
 
 
+def refuses_fp8(mixed_precision: str, backend: str) -> str | None:
+    """The reason why Accelerate's own FP8 leaves no room for this library's, or None.
+
+    Args:
+        mixed_precision: "no", "fp16", "bf16" or "fp8".
+        backend: "TE", "AO", "MSAMP", or "NO" where none is chosen.
+    """
+    if mixed_precision != "fp8" and backend.upper() == "NO":
+        return None
+    return (
+        f"mixed_precision={mixed_precision!r} and the FP8 backend {backend} have Accelerate "
+        "convert the model by itself, by another package. In the file of accelerate config, or of "
+        "accelerate launch --config_file, write `mixed_precision: bf16` and no `fp8_config` "
+        "(elsewhere leave out --mixed_precision fp8, --fp8_backend and ACCELERATE_FP8_BACKEND)"
+    )
+
+
 def evaluates_in_float8(config: Any) -> bool:
     """Whether Accelerate's settings ask for float8 in evaluation (``use_autocast_during_eval``)."""
     settings = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})

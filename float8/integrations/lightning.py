@@ -209,7 +209,7 @@ class Float8Precision(Precision):
         for other in set(self._models) - set(model.modules()):  # that the Trainer had before
             del self._models[other]
         for cast in set(self._delayed_casts().values()) - set(self._kept):
-            cast.hidden += 1
+            cast.hidden = True
             self._kept.add(cast)
         return super().connect(model, optimizers, lr_schedulers)
 

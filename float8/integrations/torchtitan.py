@@ -134,7 +134,7 @@ class Float8TitanLinear(Float8Linear, Linear):
         for cast in self.casts:
             cast.__class__ = _CASTS[type(cast)]
             if config.plain_checkpoint and isinstance(cast, DelayedCast):
-                cast.hidden += 1
+                cast.hidden = True
         if float8.enable_fsdp_float8_all_gather:
             WEIGHT_RULES[0].wrap(self, {config._fqn: self})
         if float8.uses_delayed_scaling or float8.enable_fsdp_float8_all_gather:

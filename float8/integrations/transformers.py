@@ -57,13 +57,14 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from float8.cast import DelayedCast
 from float8.config import Float8LinearConfig
@@ -189,6 +190,15 @@ class Float8Callback(TrainerCallback, ExportableState):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Convert; the optimizer is not built yet, or follows."""
+        backend = os.environ.get(
+            "ACCELERATE_FP8_BACKEND", "NO"
+        )  # accelerate launch's, or its file's
+        if (reason := conversion.refuses_fp8(args.mixed_precision, backend)) is not None:
+            raise ValueError(
+                f"this Trainer's {reason}; with TrainingArguments(bf16=True) it computes all else "
+                "in bf16. What fp8_config said of TransformerEngine's recipe goes to "
+                "Float8Callback, as a mapping"
+            )
         self._take(given["model"], given.get("optimizer"))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -211,7 +221,7 @@ class Float8Callback(TrainerCallback, ExportableState):
                 "which would update all histories in every step: give it one"
             )
         if state.global_step:  # of a checkpoint; otherwise these are the model's own
-            self._restore(stored)
+            self._restore(stored, "the trainer_state.json of the checkpoint that is resumed from")
         if self._is_inspecting:  # a step of an earlier call ended in an error
             self._is_inspecting = False
             self.monitor.__exit__(RuntimeError, None, None)
@@ -246,7 +256,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             file = Path(state.best_model_checkpoint, "trainer_state.json")
             stored = json.loads(file.read_text(encoding="utf-8"))["stateful_callbacks"]
             if type(self).__name__ in stored:  # its weights alone start new ones
-                self._restore(stored[type(self).__name__])
+                self._restore(stored[type(self).__name__], str(file))
 
     # --- the histories
 
@@ -262,13 +272,16 @@ class Float8Callback(TrainerCallback, ExportableState):
             "attributes": {"histories": {name: _packed(cast) for name, cast in casts.items()}},
         }
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def _restore(self, state: dict[str, Any], file: str) -> None:
         assert self._model is not None
-        histories = state["attributes"]["histories"]
+        histories = state.get("attributes", {}).get("histories")
+        if not isinstance(histories, dict):
+            raise ValueError(_unreadable("Float8Callback", file, "it has no histories"))
         casts = _casts(self._model)
-        for name, cast in casts.items():
-            if name in histories:
-                _unpack(name, cast, histories[name])
+        # All are read before one is changed.
+        found = {n: _unpacked(n, c, histories[n], file) for n, c in casts.items() if n in histories}
+        for name, buffers in found.items():
+            casts[name].load_state_dict(buffers)
         if casts and (missing := casts.keys() - histories.keys()):
             logger.info("%d delayed casts start a new history: %s", len(missing), sorted(missing))
 
@@ -300,13 +313,33 @@ def _packed(cast: DelayedCast) -> dict[str, str]:
     return {name: base64.b64encode(a.tobytes()).decode("ascii") for name, a in arrays.items()}
 
 
-def _unpack(name: str, cast: DelayedCast, packed: dict[str, str]) -> None:
-    arrays = {key: np.frombuffer(base64.b64decode(x), np.float32) for key, x in packed.items()}
-    values = {key: torch.from_numpy(array.copy()) for key, array in arrays.items()}
-    found, own = len(values["amax_history"]), cast.delayed.history_len
+def _unpacked(name: str, cast: DelayedCast, packed: Any, file: str) -> dict[str, Tensor]:
+    """The buffers of a cast, read from a file."""
+    try:
+        arrays = {
+            key: np.frombuffer(base64.b64decode(text, validate=True), np.float32)
+            for key, text in packed.items()
+        }
+        values = {key: torch.from_numpy(array.copy()) for key, array in arrays.items()}
+        found = len(values["amax_history"])
+        if any(len(v) != 1 for k, v in values.items() if k != "amax_history"):
+            raise ValueError("a buffer has another length")
+        if missing := {"scale", "current_amax"} - values.keys():
+            raise ValueError(f"it has no {min(missing)}")
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ValueError(_unreadable(name, file, error)) from error
+    own = cast.delayed.history_len
     if found != own:
         raise ValueError(
             f"{name}: the checkpoint has a history of {found} steps, this model one of {own}: "
             "resume with the DelayedScalingConfig of that run"
         )
-    cast.load_state_dict({k: v if k == "amax_history" else v[0] for k, v in values.items()})
+    return {k: v if k == "amax_history" else v[0] for k, v in values.items()}
+
+
+def _unreadable(name: str, file: str, reason: object) -> str:
+    return (
+        f"{name}: its history of amaxes in {file} cannot be read ({reason}): resume from another "
+        "checkpoint; or remove Float8Callback from stateful_callbacks in that file, and all "
+        "histories start anew"
+    )

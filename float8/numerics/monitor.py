@@ -27,6 +27,7 @@ report in ``monitor.report``, and is not written.
 from __future__ import annotations
 
 import os
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +38,7 @@ from torch import nn
 
 from float8.arguments import check_module, described
 from float8.numerics.inspection import inspect
-from float8.numerics.snapshot import Report, as_json, load_run, write_run
+from float8.numerics.snapshot import Report, as_json, check_writable, load_run, write_run
 
 
 def inspect_every(
@@ -60,6 +61,8 @@ def inspect_every(
         keep: how many snapshots the file holds at most; the oldest leave.
 
     Raises:
+        OSError: ``path`` cannot be written now. If it cannot be later, as on a disk that is full by
+            then, that is a warning, once: the training goes on, and the file keeps what it had.
         ValueError: n or keep is not positive, or ``path`` holds something else than a run. A step
             raises it where the model has no float8 layer.
         TypeError: ``model`` is no module, or ``writer`` has no ``add_scalar``.
@@ -98,10 +101,12 @@ class Monitor:
         self.model, self.n, self.writer, self.step, self.keep = model, n, writer, step, keep
         self.path = None if path is None else Path(path)
         self.report: Report | None = None
+        if self.path is not None and _is_first_rank():
+            check_writable(self.path)
         found = [] if self.path is None or not self.path.exists() else load_run(self.path)
         self._written = {r.step: as_json(r) for r in found if r.step is None or r.step < step}
         self._open: ExitStack | None = None
-        self._is_inside = False
+        self._is_inside = self._has_warned = False
 
     def start_step(self) -> None:
         """What ``with`` does at its beginning, for callbacks."""
@@ -139,7 +144,21 @@ class Monitor:
             self._written[step] = as_json(report)
             for oldest in list(self._written)[: -self.keep]:
                 del self._written[oldest]
-            write_run(self.path, report.model, list(self._written.values()))
+            try:
+                write_run(self.path, report.model, list(self._written.values()))
+            except OSError as error:
+                self._warn(step, error)
+
+    def _warn(self, step: int, error: OSError) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"inspect_every: {self.path} could not be written at step {step} "
+            f"({error.strerror or error}); the training goes on, and every report tries again, "
+            "without another warning",
+            stacklevel=2,
+        )
 
     def __enter__(self) -> Monitor:
         self.start_step()

@@ -32,6 +32,7 @@ from float8.numerics.batches import (
     tensors_of,
 )
 from float8.numerics.untouched import seed_everything
+from float8.switch import switched_off
 from float8.tensor import Float8Tensor
 
 Sink = Callable[[str, str, Tensor], None]
@@ -139,13 +140,8 @@ def only_in_float8(model: nn.Module, layers: Set[nn.Module] | None) -> Iterator[
     if layers is not None:
         kinds = tuple(FLOAT8_MODULES)
         others = [m for m in model.modules() if isinstance(m, kinds) and m not in layers]
-    for module in others:
-        module.high_precision += 1
-    try:
+    with switched_off(others):
         yield
-    finally:
-        for module in others:
-            module.high_precision -= 1
 
 
 class Watch:

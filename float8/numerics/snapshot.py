@@ -22,6 +22,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,7 +229,11 @@ def as_json(report: Report) -> str:
 
 
 def write_run(path: str | os.PathLike[str], model: str, snapshots: Sequence[str]) -> None:
-    """Write what `as_json` made; who reads the path meanwhile finds the old file or the new one."""
+    """Write what `as_json` made; a reader finds the old file or the new one, whatever happens.
+
+    Raises:
+        OSError: it could not be written; the old file is still there, and nothing beside it.
+    """
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -238,9 +243,39 @@ def write_run(path: str | os.PathLike[str], model: str, snapshots: Sequence[str]
     }
     text = f'{json.dumps(head)[:-1]}, "snapshots": [{", ".join(snapshots)}]}}'
     target = Path(path)
-    beside = target.with_name(f"{target.name}.{os.getpid()}.part")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(target)
+    beside = _beside(target)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(target)
+    except BaseException:
+        _remove(beside)
+        raise
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError, with the reason and the fix, if `write_run` could not write this file now."""
+    beside = _beside(path)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        beside.write_text(" ", encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or error
+        raise OSError(
+            f"{path} cannot be written ({reason}): name a file in a folder that exists, may be "
+            "written to and has space"
+        ) from error
+    finally:
+        _remove(beside)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{os.getpid()}.part")
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):  # nothing was made, or nothing here can be removed either
+        path.unlink()
 
 
 def load_run(path: str | os.PathLike[str]) -> list[Report]:

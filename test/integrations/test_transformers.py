@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import textwrap
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+import yaml
 from assertions import assert_bitwise
 from processes import failures
 from safetensors.torch import load_file
@@ -245,7 +248,8 @@ def test_accelerates_settings_mean_what_they_say():
         made = classmethod(lambda cls, given: given)
         patch.setattr(Float8LinearConfig, "from_torchao", made)
         callback = Float8Callback(kwargs(config=config, module_filter_func=one))
-    callback.on_init_end(None, None, None, model=(model := llama()))
+    arguments = SimpleNamespace(mixed_precision="bf16")
+    callback.on_init_end(arguments, None, None, model=(model := llama()))
     assert model.float8_conversion.converted == ["model.layers.0.mlp.up_proj"]
 
 
@@ -327,8 +331,118 @@ class TestRefusals:
 
 
 def test_a_layer_by_itself_is_refused(tmp_path):
+    arguments = SimpleNamespace(mixed_precision="no")
     with pytest.raises(ValueError, match="wrap it in a module"):
-        Float8Callback().on_init_end(None, None, None, model=nn.Linear(32, 32))
+        Float8Callback().on_init_end(arguments, None, None, model=nn.Linear(32, 32))
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        lambda packed: packed | {"scale": "not base64!"},
+        lambda packed: packed | {"scale": 7},
+        lambda packed: packed | {"scale": "AAA="},  # two bytes
+        lambda packed: packed | {"scale": packed["amax_history"]},
+        lambda packed: {"amax_history": packed["amax_history"]},
+        lambda packed: "packed",
+        lambda packed: None,
+    ],
+)
+def test_corrupt_histories_name_the_layer_the_file_and_the_fix(corrupt):
+    callback = Float8Callback("delayed")
+    callback._take(llama(), None)
+    before = {n: b.clone() for n, b in callback._model.named_buffers()}
+    state = callback.state()
+    histories = state["attributes"]["histories"]
+    name = list(histories)[-1]
+    for packed in histories.values():
+        packed["current_amax"] = "AACAPw=="  # 1.0: what comes first must not be loaded either
+    histories[name] = corrupt(histories[name])
+    expected = (
+        rf"^{name}: its history of amaxes in out/trainer_state\.json cannot be read \(.*\): "
+        "resume from another checkpoint"
+    )
+    with pytest.raises(ValueError, match=expected):
+        callback._restore(state, "out/trainer_state.json")
+    for n, buffer in callback._model.named_buffers():
+        assert torch.equal(buffer, before[n])
+    for empty in ({}, {"attributes": {"histories": []}}):
+        with pytest.raises(ValueError, match=r"trainer_state\.json cannot be read \(it has no"):
+            callback._restore(empty, "out/trainer_state.json")
+
+
+def test_a_corrupt_checkpoint_is_found_before_training(tmp_path):
+    trainer_of(tmp_path, llama(), Float8Callback("delayed"), max_steps=2).train()
+    file = tmp_path / "checkpoint-2" / "trainer_state.json"
+    state = json.loads(file.read_text())
+    histories = state["stateful_callbacks"]["Float8Callback"]["attributes"]["histories"]
+    name = next(iter(histories))
+    histories[name]["amax_history"] = histories[name]["amax_history"][:-5]
+    file.write_text(json.dumps(state))
+    trainer = trainer_of(tmp_path, llama(), Float8Callback("delayed"))
+    expected = rf"^{name}: its history of amaxes in the trainer_state\.json of the checkpoint"
+    with pytest.raises(ValueError, match=expected):
+        trainer.train(resume_from_checkpoint=True)
+
+
+# What `accelerate config` writes. Its launcher sets the environment, which the Trainer reads.
+FILES = {
+    "TE": """
+        mixed_precision: fp8
+        fp8_config: {backend: TE, fp8_format: HYBRID, amax_history_length: 8, margin: 0,
+                     amax_compute_algorithm: max, use_autocast_during_eval: true}
+    """,
+    "AO": """
+        mixed_precision: fp8
+        fp8_config: {backend: AO, enable_fsdp_float8_all_gather: false, pad_inner_dim: true}
+    """,
+    "bf16": "mixed_precision: bf16",
+}
+
+
+@pytest.fixture
+def launched(tmp_path, monkeypatch):
+    """Sets the environment that ``accelerate launch --config_file`` does, for one of `FILES`."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.state import AcceleratorState
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    def launch(name):
+        file = tmp_path / "accelerate.yaml"
+        text = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nuse_cpu: true\n"
+        file.write_text(text + textwrap.dedent(FILES[name]))
+        args = launch_command_parser().parse_args(["--config_file", str(file), "train.py"])
+        _, environment = prepare_simple_launcher_cmd_env(_validate_launch_command(args)[0])
+        for key, value in environment.items():
+            if key.startswith("ACCELERATE_"):
+                monkeypatch.setenv(key, value)
+        AcceleratorState._reset_state(True)
+
+    yield launch
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize(("name", "bf16"), [("AO", False), ("AO", True), ("TE", True)])
+def test_fp8_in_accelerates_config_file_is_refused_with_what_to_write(
+    name, bf16, launched, tmp_path
+):
+    launched(name)
+    model = llama()
+    expected = rf"backend {name} have Accelerate.*`mixed_precision: bf16` and no `fp8_config`.*bf16"
+    with pytest.raises(ValueError, match=expected):
+        trainer_of(tmp_path, model, Float8Callback(), bf16=bf16)
+    assert not any(isinstance(m, Float8Linear) for m in model.modules())
+
+
+def test_what_the_refusal_says_works(launched, tmp_path):
+    launched("bf16")
+    settings = yaml.safe_load(FILES["TE"])["fp8_config"]
+    callback = Float8Callback(settings)
+    trainer = trainer_of(tmp_path, llama(), callback, bf16=False, max_steps=1)
+    trainer.train()
+    assert trainer.accelerator.mixed_precision == "bf16"
+    assert callback.config.delayed_scaling.history_len == 8
+    assert callback.float8_in_evaluation
 
 
 def test_casts_that_a_checkpoint_does_not_have_start_anew_and_are_named(tmp_path, caplog):

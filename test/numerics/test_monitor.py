@@ -1,9 +1,11 @@
 """`inspect_every`: every n-th step, into a file that is always whole, and to a writer."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from disk import full_after
 from torch import nn
 
 from float8 import convert_to_float8_training
@@ -87,3 +89,65 @@ def test_misuse_is_an_error(tmp_path):
         monitor.start_step()
     with pytest.raises(ValueError, match="Linear has no float8 layer"):
         inspect_every(nn.Linear(2, 2)).start_step()
+
+
+# --- files that cannot be written
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("no/such/run.json", "No such file or directory"),
+        ("file/run.json", "Not a directory"),
+        ("folder", "it is a folder"),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_an_error_before_the_training(tmp_path, name, reason):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / name
+    with pytest.raises(OSError, match=rf"{path} cannot be written \({reason}\): name a file"):
+        inspect_every(model(), path=path)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]
+
+
+def test_a_disk_that_is_full_at_the_start_is_an_error_then(tmp_path):
+    path = tmp_path / "run.json"
+    with full_after(0), pytest.raises(OSError, match=rf"{path} cannot be written"):
+        inspect_every(model(), path=path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_full_later_is_one_warning_and_the_old_report_stays(tmp_path):
+    path, layers = tmp_path / "run.json", model()
+    monitor = inspect_every(layers, 1, path=path)
+
+    def train():
+        with monitor:
+            step(layers)
+
+    train()
+    before = path.read_bytes()
+    with full_after(100):
+        with pytest.warns(UserWarning, match=f"{path} could not be written at step 1") as caught:
+            train()
+        train()
+    assert len(caught) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+    assert path.read_bytes() == before
+    assert monitor.step == 3
+    train()  # there is space again
+    assert [r.step for r in load_run(path)] == [0, 1, 2, 3]
+
+
+def test_an_interrupted_write_leaves_nothing_beside_the_file(tmp_path, monkeypatch):
+    path, layers = tmp_path / "run.json", model()
+    monitor = inspect_every(layers, 1, path=path)
+
+    def interrupt(self, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt), monitor:
+        step(layers)
+    assert not list(tmp_path.iterdir())

@@ -1,6 +1,8 @@
 """Training stops and resumes without a trace; its errors name the fix."""
 
 import json
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import gpt
 import options as options_module
 import savings
 import train_gpt
+from disk import full_after
 from half_products import HalfProducts
 from options import SIZES, Options, options_from, parser
 from train_gpt import Trainer
@@ -173,6 +176,138 @@ def test_a_crash_while_saving_leaves_the_old_checkpoint(
     assert Trainer(replace(options, resume=True), text).step == 0
 
 
+# --- files that cannot be read or written: one line, that names them and the fix
+
+
+def given(data: Path, checkpoint: Path, *arguments: str) -> list[str]:
+    every = [*TINY, "--data", str(data), "--steps", "4", "--eval-interval", "2"]
+    return [*every, "--checkpoint", str(checkpoint), *arguments]
+
+
+def line_of(arguments: list[str]) -> str:
+    """What train_gpt.py says as it gives up."""
+    with pytest.raises(SystemExit) as caught:
+        train_gpt.main(arguments)
+    line = str(caught.value)
+    assert line.startswith("train_gpt.py: ")
+    assert "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "reason"),
+    [
+        ("--checkpoint", "folder", "it is a folder"),
+        ("--checkpoint", "file/gpt.pt", "File exists"),
+        ("--out", "folder", "it is a folder"),
+        ("--inspect", "no/run.json", "No such file"),
+    ],
+)
+def test_a_path_that_cannot_be_written_ends_it_before_training(
+    option: str, name: str, reason: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(Trainer, "fit", lambda *_: pytest.fail("it trained"))
+    path = tmp_path / name
+    arguments = given(data, tmp_path / "gpt.pt", "--recipe", "tensorwise", option, str(path))
+    assert f"{path} cannot be written ({reason}" in line_of(arguments)
+    assert {p.name for p in tmp_path.iterdir()} - {data.name} == {"folder", "file"}
+
+
+def test_a_disk_that_is_full_before_training_is_found_then(data: Path, tmp_path: Path) -> None:
+    with full_after(0):
+        line = line_of(given(data, tmp_path / "gpt.pt"))
+    assert f"{tmp_path / 'gpt.pt'} cannot be written (" in line
+    assert line.endswith("take another --checkpoint")
+    assert not list(tmp_path.glob("gpt*"))
+
+
+def test_a_disk_that_is_full_later_leaves_the_last_checkpoint_and_nothing_else(
+    data: Path, tmp_path: Path, options: Options, text: corpus.Corpus
+) -> None:
+    path = tmp_path / "gpt.pt"
+    Trainer(options, text).save()
+    before = path.read_bytes()
+    with full_after(1000):
+        line = line_of(given(data, path))
+    assert f"the checkpoint of step 2 could not be written to {path} (" in line
+    assert f"{path} was kept as it was" in line
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.glob("gpt*")] == ["gpt.pt"]
+
+
+def test_a_report_that_cannot_be_written_costs_a_line_and_not_the_checkpoint(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    original = train_gpt.write_json
+
+    def on_a_full_disk(path: Path, content: dict) -> None:
+        with full_after(10):
+            original(path, content)
+
+    monkeypatch.setattr(train_gpt, "write_json", on_a_full_disk)
+    assert f"{out} could not be written (" in line_of(
+        given(data, tmp_path / "gpt.pt", "--out", str(out))
+    )
+    assert "validation loss" in capsys.readouterr().out
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["gpt.pt"]
+
+
+def whole_checkpoint(options: Options, text: corpus.Corpus) -> bytes:
+    Trainer(options, text).save()
+    return options.checkpoint.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "junk", ["empty", "words", "bytes", "zip", "half", "list", "parts", "model"]
+)
+def test_whatever_is_no_checkpoint_is_one_line_that_names_the_file(
+    junk: str, options: Options, text: corpus.Corpus, tmp_path: Path
+) -> None:
+    whole = whole_checkpoint(options, text)
+    state = torch.load(options.checkpoint, weights_only=True)
+    path = tmp_path / "other.pt"
+    if junk == "list":
+        torch.save([1, 2], path)
+    elif junk == "parts":
+        torch.save({"text": text.digest}, path)
+    elif junk == "model":
+        state["model"].popitem()
+        torch.save(state, path)
+    else:
+        contents = {"empty": b"", "words": b"hello world this is junk", "half": whole[:20000]}
+        contents |= {"bytes": random.Random(1).randbytes(5000), "zip": b"PK\x03\x04" + bytes(99)}
+        path.write_bytes(contents[junk])
+    with pytest.raises(
+        ValueError, match=f"^{path} is not a whole checkpoint of .*--checkpoint"
+    ) as e:
+        Trainer(replace(options, checkpoint=path, resume=True), text)
+    assert "\n" not in str(e.value)
+
+
+def test_a_second_ctrl_c_prints_no_traceback(data: Path, tmp_path: Path) -> None:
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"sys.path.insert(0, {str(SCRIPTS)!r})\n"
+        "import train_gpt\n"
+        "from ctrl_c import at_once\n"
+        "def step(self):\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "train_gpt.Trainer._train_step = step\n"
+        f"sys.exit(at_once(lambda: train_gpt.main({given(data, tmp_path / 'gpt.pt')!r})))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "stopped at once: --resume goes on from the last checkpoint" in done.stderr
+    assert not list(tmp_path.glob("*.partial"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -191,6 +326,7 @@ def test_a_crash_while_saving_leaves_the_old_checkpoint(
             ["--recipe", "tensorwise", "--ms-amp", "O2", "--optimizer", "float8_adamw"],
             "leave out --optimizer float8_adamw",
         ),
+        (["--device", "meta"], "no device 'meta' here: take --device cpu"),
         (["--inspect", "run.json"], "--inspect looks at float8 layers; --recipe bf16 has none"),
     ],
 )
@@ -201,6 +337,25 @@ def test_bad_input_is_one_line_that_names_the_fix(
     with pytest.raises(SystemExit, match=message) as caught:
         train_gpt.main(given)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps: 0 is not a positive number"),
+        (["--batch", "-1"], "--batch: -1 is not a positive number"),
+        (["--seed", "1" + 20 * "0"], "--seed: 1.* is beyond"),
+        (["--learning-rate", "-1"], "--learning-rate: -1 is not a finite number >= 0"),
+        (["--learning-rate", "nan"], "--learning-rate: nan is not a finite number >= 0"),
+        (["--unit-learning-rate", "inf"], "--unit-learning-rate: inf is not a finite number"),
+    ],
+)
+def test_numbers_that_train_nothing_are_refused_by_name(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        train_gpt.main([*TINY, *arguments])
+    assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -243,13 +398,6 @@ def test_a_checkpoint_of_another_text_is_refused(options: Options, text: corpus.
     resumed = replace(options, resume=True)
     with pytest.raises(ValueError, match="trained on another text"):
         Trainer(resumed, other)
-
-
-def test_a_file_that_is_no_checkpoint_is_refused(options: Options, text: corpus.Corpus) -> None:
-    options.checkpoint.write_text("not a checkpoint")
-    resumed = replace(options, resume=True)
-    with pytest.raises(ValueError, match="is not a checkpoint"):
-        Trainer(resumed, text)
 
 
 def test_recipes_start_alike_and_leave_the_head_alone(

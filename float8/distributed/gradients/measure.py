@@ -124,10 +124,14 @@ def table(fmt: Format, gradient: Callable[[int, int], Tensor], ranks: tuple[int,
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m float8.distributed.gradients.measure",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="how many")
     ranks = tuple(parser.parse_args().ranks)
+    if min(ranks) < 1:
+        parser.error(f"argument --ranks: {min(ranks)} is not a positive number")
     for fmt in (E4M3, E5M2):
         for gradient in (independent, agreeing):
             print(f"\n{fmt}, {gradient.__name__} gradients\n{table(fmt, gradient, ranks)}")
