@@ -1,15 +1,15 @@
 """Before a cast's first launch on a device: the same kernel on a small matrix, bit for bit.
 
-Triton and ptxas have had faults that store wrong codes without any error (triton#11111), and a model
-trained on those may look healthy for long. So the first launch of an op of `_arguments` on a device
-is preceded by launches on a matrix of 80 x 144, whose results are compared with the op's definition
-in plain PyTorch; a difference raises. 80 and 144 are multiples of 16 and of no tile: the compiled
-forms are those of training, and both edges of a tile are masked.
+Triton and ptxas have had faults that store wrong codes without any error (triton#11111), and a
+model trained on those may look healthy for long. So the first launch of an op of `_CHECKED` on a
+device is preceded by launches on a matrix of 80 x 144, whose results are compared with the op's
+definition in plain PyTorch; a difference raises. 80 and 144 are multiples of 16 and of no tile: the
+compiled forms are those of training, and both edges of a tile are masked.
 
-It costs 1 to 2 ms an op, and once per machine the compilation of the forms that training itself
-does not use (those of `cast_dynamic`: a small matrix has fewer partial amaxes). Nothing is checked
-while a CUDA graph is captured: the next launch is. Under torch.compile and FakeTensorMode the ops
-are opaque, so that the check runs where the kernel runs and nowhere else.
+It costs a few milliseconds per op, and once per machine the compilation of forms that training does
+not use: `cast_dynamic` of a matrix with fewer partial amaxes, and the format that a recipe does not
+use. Nothing is checked while a CUDA graph is captured; the next launch is. Under torch.compile and
+FakeTensorMode the ops are opaque, so the check runs where the kernel runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def checked(op: str, kernel: Callable[..., Any], reference: Callable[..., Any]) 
 
     def check_once(device: torch.device) -> None:
         with lock:
-            if device in passed or torch.cuda.is_current_stream_capturing():
+            if device in passed or _is_capturing(device):
                 return
             if os.environ.get(SWITCH, "0") != "1":
                 # In a thread of its own, where no mode, no autocast, no memory pool and no stream
@@ -74,6 +74,10 @@ def check(
                 raise RuntimeError(_message(op, arguments[1:], what, device))
 
 
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _arguments(op: str) -> Iterator[tuple[Any, ...]]:
     """Of each launch of a check: a CPU matrix, and what else the op takes."""
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -89,7 +93,8 @@ def _arguments(op: str) -> Iterator[tuple[Any, ...]]:
     x[-1, -3:] = torch.tensor([float("inf"), -float("inf"), float("nan")], device="cpu")
     scale = torch.full((1, 1), 0.25, dtype=torch.float32, device="cpu")
     if op == "cast":
-        yield from ((x, scale, dtype, True, True) for dtype in (e4m3, e5m2))
+        amax = torch.zeros((), dtype=torch.float32, device="cpu")
+        yield from ((x, scale, dtype, True, True, amax) for dtype in (e4m3, e5m2))
     elif op == "cast_rowwise":
         yield from ((x, dtype, True, True, True) for dtype in (e4m3, e5m2))
     elif op == "cast_blockwise":

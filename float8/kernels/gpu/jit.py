@@ -48,7 +48,7 @@ prmt.b32 $3, b, d, 0x7632;
 def _is_e4m3(FORMAT):
     if FORMAT not in (tl.float8e4nv, tl.float8e5):
         raise ValueError(f"an NVIDIA GPU converts to float8e4nv and float8e5, not to {FORMAT}")
-    return FORMAT == tl.float8e4nv
+    return tl.float8e4nv == FORMAT
 
 
 @triton.jit
@@ -118,7 +118,9 @@ def convert_4(y0, y1, y2, y3, FORMAT: tl.constexpr):
             asm=_E4M3 if _is_e4m3(FORMAT) else _E5M2, constraints="=r,f,f,f,f",
             args=[y0, y1, y2, y3], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-    return pack_4(convert(y0, FORMAT), convert(y1, FORMAT), convert(y2, FORMAT), convert(y3, FORMAT))
+    return pack_4(
+        convert(y0, FORMAT), convert(y1, FORMAT), convert(y2, FORMAT), convert(y3, FORMAT)
+    )
 
 
 @triton.jit

@@ -15,9 +15,9 @@ from float8.kernels.gpu.jit import (
     convert,
     convert_4,
     magnitude_bits,
-    unpack_4,
     scale_from_amax,
     scaled,
+    unpack_4,
 )
 
 
