@@ -33,24 +33,24 @@ def checked(op: str, kernel: Callable[..., Any], reference: Callable[..., Any]) 
     """``kernel``, the launcher of ``op``, with a check before its first launch on each device."""
     if op not in _CHECKED:
         return kernel
-    passed: set[torch.device] = set()
+    passed: set[int] = set()  # indices of devices
     lock = threading.Lock()
 
     def launch(x: Tensor, *others: Any) -> Any:
-        if x.device not in passed:
-            check_once(x.device)
+        if x.get_device() not in passed:
+            check_once(x)
         return kernel(x, *others)
 
-    def check_once(device: torch.device) -> None:
+    def check_once(x: Tensor) -> None:
         with lock:
-            if device in passed or _is_capturing(device):
+            if x.get_device() in passed or _is_capturing(x.device):
                 return
             if os.environ.get(SWITCH, "0") != "1":
                 # In a thread of its own, where no mode, no autocast, no memory pool and no stream
                 # of the caller is active.
                 with ThreadPoolExecutor(1) as thread:
-                    thread.submit(check, op, kernel, reference, device).result()
-            passed.add(device)
+                    thread.submit(check, op, kernel, reference, x.device).result()
+            passed.add(x.get_device())
 
     return launch
 

@@ -17,7 +17,7 @@ from shapes import DEVICES
 
 from float8.kernels.gpu import cast, cast_blockwise, cast_rowwise, transpose  # noqa: F401
 from float8.kernels.gpu.first_use import SWITCH, check, checked
-from float8.kernels.gpu.launch import REFERENCES
+from float8.kernels.gpu.launch import REFERENCES, register
 
 E4M3 = torch.float8_e4m3fn
 X, ONE = torch.ones(16, 16), torch.ones(1, 1)
@@ -64,6 +64,19 @@ def test_one_wrong_byte_raises_at_every_launch(op):
     for said in (f"Triton {triton.__version__}", "ptxas", "CUDA 13.1 or later", f"{SWITCH}=1"):
         assert said in str(raised.value)
     assert kernel.launches == 2, "the caller's own launch must not happen"
+
+
+def test_the_launcher_for_cuda_is_registered_with_it():
+    kernel = Kernel(wrong=1)
+    with (
+        mock.patch("float8.kernels.gpu.launch.LIBRARY") as library,
+        mock.patch("torch.library.register_fake"),
+        mock.patch.dict(REFERENCES),
+    ):
+        register("cast(...)", kernel=kernel, reference=REFERENCES["cast"], fake=None)
+    launchers = {call.args[2]: call.args[1] for call in library.impl.call_args_list}
+    with pytest.raises(RuntimeError, match="float8::cast"):
+        launchers["CUDA"](X, ONE, E4M3, True, True)
 
 
 def test_what_is_not_a_number_may_have_any_of_its_codes():
