@@ -258,7 +258,7 @@ def _cast_kernel(
         steps = 1
         last_k = (pid % chunks) * COLS
     m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
-    seen = tl.zeros((ROWS_BY_4, COLS // 16), tl.int32)
+    seen = tl.zeros((ROWS_BY_4, COLS // 16), tl.int32)  # 16 neighbours are one thread's
     for step in range(steps):
         k = last_k - step * COLS + tl.arange(0, COLS)
         # All loads before the first store, which none of them may overtake.
@@ -267,7 +267,6 @@ def _cast_kernel(
             CENTRED, BIAS, DTYPE,
         )  # fmt: skip
         if RECORD and not PARTIALS:
-            # 16 neighbours are one thread's: a register of `seen` instead of 16.
             bits = tl.reshape(amax_bits_of(ys), (ROWS_BY_4, COLS // 16, 16))
             seen = tl.maximum(seen, tl.max(bits, 2))
         write_codes(
