@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from unittest import mock
 
@@ -16,7 +18,7 @@ from meter import CastMeter
 from shapes import DEVICES
 
 from float8.kernels.gpu import cast, cast_blockwise, cast_rowwise, transpose  # noqa: F401
-from float8.kernels.gpu.first_use import SWITCH, check, checked
+from float8.kernels.gpu.first_use import SWITCH, _compiler, check, checked
 from float8.kernels.gpu.launch import REFERENCES, register
 
 E4M3 = torch.float8_e4m3fn
@@ -64,6 +66,19 @@ def test_one_wrong_byte_raises_at_every_launch(op):
     for said in (f"Triton {triton.__version__}", "ptxas", "CUDA 13.1 or later", f"{SWITCH}=1"):
         assert said in str(raised.value)
     assert kernel.launches == 2, "the caller's own launch must not happen"
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
+def test_the_assembler_of_a_gpu_is_named(capability, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    compiler, variable = _compiler(torch.device("cuda", 0))
+    path = re.fullmatch(r"ptxas 1\d\.\d \((.*)\) for NVIDIA H200, sm_\d+", compiler)[1]
+    assert os.access(path, os.X_OK)
+    assert variable == {
+        "ptxas": "TRITON_PTXAS_PATH",
+        "ptxas-blackwell": "TRITON_PTXAS_BLACKWELL_PATH",
+    }.get(os.path.basename(path), variable)
 
 
 def test_the_launcher_for_cuda_is_registered_with_it():
