@@ -31,7 +31,6 @@ from float8.granularity import Block, scale_shape
 from float8.kernels.gpu.amax import is_transposed
 from float8.kernels.gpu.cast_rowwise import reference_rows
 from float8.kernels.gpu.jit import (
-    encode,
     encode_fitting,
     magnitude_bits,
     reciprocal,
@@ -45,17 +44,10 @@ from float8.kernels.gpu.launch import (
     on_device_of,
     register,
 )
-from float8.kernels.gpu.tiles import load_4_rows, store_packed
+from float8.kernels.gpu.tiles import load_4_rows, write_codes
 
 _BLOCKS: tuple[Block, ...] = ((1, 128), (128, 128))
 _TILE = {"BLOCK": 128, "BLOCK_BY_4": 32}
-
-
-@triton.jit
-def _encode(x32, factor, SQUARE: tl.constexpr, FORMAT_MAX: tl.constexpr, FORMAT: tl.constexpr):
-    if SQUARE:  # codes that are both stored and packed: ptxas 12.9 dies of encode_fitting for sm_89
-        return encode(x32, factor, FORMAT_MAX, FORMAT)
-    return encode_fitting(x32, factor, FORMAT)
 
 
 @triton.jit
@@ -113,19 +105,12 @@ def _blocks_kernel(
             tl.store(scale_ptr + block_m * blocks_k + block_k, scale_t)
         if SQUARE and WRITE_COLS:
             tl.store(scale_t_ptr + block_k * blocks_m + block_m, scale_t)
-        packed = tl.zeros((BLOCK_BY_4, BLOCK), tl.int32)
-        for i in tl.static_range(4):
-            inside = (m + i < M)[:, None] & (k < K)[None, :]
-            x = xs[i].to(tl.float32)
-            codes_t = _encode(x, factor_t, SQUARE, FORMAT_MAX, FORMAT)
-            if SQUARE and WRITE_ROWS:
-                tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes_t, inside)
-            if WRITE_COLS and PACK:
-                packed |= codes_t.to(tl.int32) << (8 * i)
-            elif WRITE_COLS:
-                tl.store(data_t_ptr + k[None, :] * M + (m + i)[:, None], codes_t, inside)
-        if WRITE_COLS and PACK:
-            store_packed(data_t_ptr, packed, first_m4, k, M, K)
+        x0, x1, x2, x3 = xs
+        ys = (x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32))
+        write_codes(
+            ys, factor_t, data_ptr, data_t_ptr, first_m4, k, M, K,
+            BLOCK_BY_4, FORMAT, FORMAT_MAX, True, SQUARE and WRITE_ROWS, WRITE_COLS, PACK,
+        )  # fmt: skip
 
 
 def _constants(

@@ -47,7 +47,7 @@ from float8.kernels.gpu.launch import (
     on_device_of,
     register,
 )
-from float8.kernels.gpu.tiles import load_4_rows, store_packed
+from float8.kernels.gpu.tiles import load_4_rows, write_codes
 
 _LONGEST_ROW = 16384  # what 8 warps hold in 90 registers a thread
 _CHUNK = 8192  # of longer rows
@@ -130,24 +130,21 @@ def _tiles_kernel(
     if pid < tiles_k:
         tl.store(scale_t_ptr + k, scale_t, k < K)
     factor_t = reciprocal(scale_t, POWER_OF_TWO)[None, :]
-    packed = tl.zeros((ROWS_BY_4, COLS), tl.int32)
-    for i in tl.static_range(4):
-        inside = (m + i < M)[:, None] & (k < K)[None, :]
-        x = xs[i].to(tl.float32)
-        if WRITE_ROWS:
+    if WRITE_ROWS:
+        for i in tl.static_range(4):
+            inside = (m + i < M)[:, None] & (k < K)[None, :]
             amax = tl.load(amax_ptr + m + i, m + i < M, 0).to(tl.float32, bitcast=True)
             scale = scale_from_amax(amax, FORMAT_MAX, POWER_OF_TWO)
             if pid % tiles_k == 0:
                 tl.store(scale_ptr + m + i, scale, m + i < M)
-            codes = encode_fitting(x, reciprocal(scale, POWER_OF_TWO)[:, None], FORMAT)
+            factor = reciprocal(scale, POWER_OF_TWO)[:, None]
+            codes = encode_fitting(xs[i].to(tl.float32), factor, FORMAT)
             tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
-        codes_t = encode_fitting(x, factor_t, FORMAT)
-        if PACK:
-            packed |= codes_t.to(tl.int32) << (8 * i)
-        else:
-            tl.store(data_t_ptr + k[None, :] * M + (m + i)[:, None], codes_t, inside)
-    if PACK:
-        store_packed(data_t_ptr, packed, first_m4, k, M, K)
+    ys = (xs[0].to(tl.float32), xs[1].to(tl.float32), xs[2].to(tl.float32), xs[3].to(tl.float32))
+    write_codes(
+        ys, factor_t, data_ptr, data_t_ptr, first_m4, k, M, K,
+        ROWS_BY_4, FORMAT, FORMAT_MAX, True, False, True, PACK,
+    )  # fmt: skip
 
 
 def _rows_constants(K: int) -> tuple[dict[str, Any], dict[str, Any]]:

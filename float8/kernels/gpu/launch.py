@@ -21,6 +21,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from float8.kernels.gpu.first_use import checked
+
 LIBRARY = torch.library.Library("float8", "FRAGMENT")
 
 TRITON_FORMATS: dict[torch.dtype, Any] = {
@@ -51,7 +53,7 @@ def register(
 
     Args:
         schema: as ``torch.library`` takes it, without the namespace.
-        kernel: launches on CUDA tensors.
+        kernel: launches on CUDA tensors; see `first_use` for the first time.
         reference: the same op in plain PyTorch, what CPU tensors get.
         fake: returns empty tensors of the right shapes, dtypes and strides.
 
@@ -61,7 +63,7 @@ def register(
     name = schema.partition("(")[0]
     REFERENCES[name] = reference
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, kernel, "CUDA")
+    LIBRARY.impl(name, checked(name, kernel, reference), "CUDA")
     LIBRARY.impl(name, reference, "CPU")
     torch.library.register_fake(f"float8::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.float8, name).default

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from float8.kernels import moments
-from float8.kernels.gpu.jit import encode, magnitude_bits, reciprocal, scale_from_amax
+from float8.kernels.gpu.jit import convert, encode, magnitude_bits, reciprocal, scale_from_amax
 
 # The forms of a `Stored`.
 DENSE = tl.constexpr(0)
@@ -124,7 +124,7 @@ def encode_linear(
         is_lost = (tl.abs(y) <= 2.0**-25) & (x != 0)
         codes = tl.where(is_lost, tl.where(x < 0, -(2.0**-24), 2.0**-24), y).to(tl.float16)
     elif RANDOM:
-        codes = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        codes = convert(y, tl.float8e4nv)
     else:
         codes = encode(x, factor, _E4M3_MAX, tl.float8e4nv)
     return codes, scale
@@ -187,7 +187,7 @@ def expanded(x, index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr)
 def encode_expanded(x, index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr):
     """Codes (GROUPS, GROUP), uint8, scales and exponents (GROUPS,); RANDOM: see `chances`."""
     y, scale, exponent = expanded(x, index, seed, offset, NUMBER, RANDOM)
-    return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), scale, exponent
+    return convert(y, tl.float8e4nv), scale, exponent
 
 
 @triton.jit

@@ -258,7 +258,7 @@ def _cast_kernel(
         steps = 1
         last_k = (pid % chunks) * COLS
     m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
-    seen = tl.zeros((ROWS_BY_4, COLS), tl.int32)
+    seen = tl.zeros((ROWS_BY_4, COLS // 16), tl.int32)  # 16 neighbours are one thread's
     for step in range(steps):
         k = last_k - step * COLS + tl.arange(0, COLS)
         # All loads before the first store, which none of them may overtake.
@@ -267,7 +267,8 @@ def _cast_kernel(
             CENTRED, BIAS, DTYPE,
         )  # fmt: skip
         if RECORD and not PARTIALS:
-            seen = tl.maximum(seen, amax_bits_of(ys))
+            bits = tl.reshape(amax_bits_of(ys), (ROWS_BY_4, COLS // 16, 16))
+            seen = tl.maximum(seen, tl.max(bits, 2))
         write_codes(
             ys, factor, data_ptr, data_t_ptr, first_m4, k, M, K,
             ROWS_BY_4, FORMAT, FORMAT_MAX, PARTIALS > 0, True, WRITE_COLS, PACK,

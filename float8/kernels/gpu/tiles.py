@@ -11,7 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from float8.kernels.gpu.jit import encode, encode_fitting, magnitude_bits, scale_from_amax
+from float8.kernels.gpu.jit import (
+    convert,
+    convert_4,
+    magnitude_bits,
+    scale_from_amax,
+    scaled,
+    unpack_4,
+)
 
 
 @triton.jit
@@ -31,7 +38,7 @@ def load_4_rows(x_ptr, m, k, M, K, stride_m, stride_k):
 @triton.jit
 def _load_row(x_ptr, m, k, M, K, stride_m, stride_k):
     offsets = m[:, None] * stride_m + k[None, :] * stride_k
-    return tl.load(x_ptr + offsets, (m < M)[:, None] & (k < K)[None, :], 0.0)
+    return tl.load(x_ptr + offsets, (m < M)[:, None] & (k < K)[None, :], 0)
 
 
 @triton.jit
@@ -104,20 +111,23 @@ def write_codes(
 ):
     """Write a tile of codes, row-major and transposed."""
     m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
-    packed = tl.zeros((ROWS_BY_4, k.shape[0]), tl.int32)
-    for i in tl.static_range(3, -1, -1):  # the last row first: see the packing
-        inside = (m + i < M)[:, None] & (k < K)[None, :]
-        if FITS:
-            codes = encode_fitting(ys[i], factor, FORMAT)
-        else:
-            codes = encode(ys[i], factor, FORMAT_MAX, FORMAT)
-        if WRITE_ROWS:
-            tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
-        if WRITE_COLS and PACK:
-            # Row by row into the low byte. `packed |= codes << (8 * i)` says the same, and ptxas of
-            # Triton 3.9 crashes on it for sm_89.
-            packed = (packed << 8) | codes.to(tl.int32)
-        elif WRITE_COLS:
-            tl.store(data_t_ptr + k.to(tl.int64)[None, :] * M + (m + i)[:, None], codes, inside)
     if WRITE_COLS and PACK:
+        packed = convert_4(
+            scaled(ys[0], factor, FORMAT_MAX, FITS),
+            scaled(ys[1], factor, FORMAT_MAX, FITS),
+            scaled(ys[2], factor, FORMAT_MAX, FITS),
+            scaled(ys[3], factor, FORMAT_MAX, FITS),
+            FORMAT,
+        )
         store_packed(data_t_ptr, packed, first_m4, k.to(tl.int64), M, K)
+        rows = unpack_4(packed)
+    for i in tl.static_range(4):
+        inside = (m + i < M)[:, None] & (k < K)[None, :]
+        if WRITE_COLS and PACK:
+            row = rows[i]
+        else:
+            row = convert(scaled(ys[i], factor, FORMAT_MAX, FITS), FORMAT)
+        if WRITE_ROWS:
+            tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], row, inside)
+        if WRITE_COLS and not PACK:
+            tl.store(data_t_ptr + k.to(tl.int64)[None, :] * M + (m + i)[:, None], row, inside)

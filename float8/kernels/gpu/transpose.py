@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from float8.kernels.gpu.jit import pack_4
 from float8.kernels.gpu.launch import NO_FUSION, Variant, new_codes, on_device_of, register
-from float8.kernels.gpu.tiles import store_packed
+from float8.kernels.gpu.tiles import load_4_rows, store_packed
 
 _TILE = {"ROWS_BY_4": 16, "COLS": 128}
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
@@ -36,17 +37,14 @@ def _transpose_kernel(
     first_m4 = (pid // tiles_k).to(tl.int64) * ROWS_BY_4
     m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
     k = (pid % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
-    packed = tl.zeros((ROWS_BY_4, COLS), tl.int32)
-    for i in tl.static_range(4):
-        inside = (m + i < M)[:, None] & (k < K)[None, :]
-        offsets = (m + i)[:, None] * stride_m + k[None, :] * stride_k
-        codes = tl.load(data_ptr + offsets, inside, 0)
-        if PACK:
-            packed |= codes.to(tl.int32) << (8 * i)
-        else:
-            tl.store(data_t_ptr + k[None, :] * M + (m + i)[:, None], codes, inside)
+    codes = load_4_rows(data_ptr, m, k, M, K, stride_m, stride_k)
     if PACK:
+        packed = pack_4(codes[0], codes[1], codes[2], codes[3])
         store_packed(data_t_ptr, packed, first_m4, k, M, K)
+    else:
+        for i in tl.static_range(4):
+            inside = (m + i < M)[:, None] & (k < K)[None, :]
+            tl.store(data_t_ptr + k[None, :] * M + (m + i)[:, None], codes[i], inside)
 
 
 def _launch(data: Tensor) -> Tensor:

@@ -1,0 +1,65 @@
+"""Float8 conversions are those of ``gpu/jit.py``: from float32, two of them in one 32-bit register.
+
+ptxas 12.8 and 12.9 compile a conversion wrongly whose 16-bit result is used twice (triton#11111),
+and some versions of Triton go through float16 on sm_89, which rounds twice.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import probe_conversions
+from assertions import assert_bitwise
+from interpreter import launcher
+from shapes import DEVICES, FORMATS
+
+from float8.kernels import reference
+from scripts.kernel_report import compile_for, variants
+
+# One form of each kernel that writes float8.
+FIRST = {
+    variant.kernel: variant
+    for variant in reversed(variants())
+    if ("FORMAT" in variant.constants and "mm" not in variant.name) or "step" in variant.name
+}.values()
+
+
+def others(ptx):
+    """The conversions to float8 in a PTX file that are not ours."""
+    found = re.findall(r"cvt\.\S*\.(e[45]m[23]x2\.\w+)\s+(\S+),", ptx)
+    assert found
+    return [f"{kind} {register}" for kind, register in found if not is_ours(kind, register)]
+
+
+def is_ours(kind, register):
+    return kind in ("e4m3x2.f32", "e5m2x2.f32") and register in ("low", "high")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", FIRST, ids=lambda v: v.name)
+def test_every_conversion_is_ours(variant):
+    assert not others(compile_for(variant, "sm_89").asm["ptx"])
+
+
+@pytest.mark.slow
+def test_a_conversion_of_tritons_is_seen():
+    assert others(compile_for(probe_conversions.PLAIN, "sm_89").asm["ptx"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_four_tiles_pack_and_unpack(dtype, device):
+    """In float32 with 16 mantissa bits more than float8, so that rounding twice would be seen."""
+    x = torch.randn(4, 512).mul(torch.randn(4, 512).exp2()).to(device)
+    x[0, :4] = torch.tensor([0.0, -0.0, float("nan"), -float("inf")])
+    x[1, :256] = 1 + 2.0**-4 + torch.arange(-128, 128, device=device) * 2.0**-20
+    packed, again, rows = launcher("probe_conversions", "pack", device)(x, dtype)
+    codes = reference.cast(x, torch.ones(1, device=device), (-1,), dtype)
+    assert_bitwise(rows.view(dtype), codes, what="unpacked")
+    assert_bitwise(packed.view(torch.uint8).view(512, 4).t().view(dtype), codes, what="packed")
+    assert_bitwise(again, packed, what="packed again")
