@@ -233,6 +233,7 @@ LOADS = {
 STORES = {
     "STG", "ST", "STS", "STSM", "STTM", "STL", "RED", "REDG", "REDS", "ATOM", "ATOMG", "ATOMS",
 }  # fmt: skip
+COMPUTED_JUMPS = {"BRX", "BRXU", "JMP", "JMX", "JMXU"}
 # They write no register, but perhaps predicates, memory, or what counts and waits.
 NO_RESULT = {
     "ISETP", "UISETP", "FSETP", "UFSETP", "DSETP", "HSETP2", "PLOP3", "UPLOP3", "FCHK", "R2P",
@@ -240,7 +241,7 @@ NO_RESULT = {
     "BAR", "WARPSYNC", "MEMBAR", "FENCE", "ERRBAR", "CCTL", "CCTLL", "DEPBAR", "NANOSLEEP",
     "LDGSTS", "LDGDEPBAR", "SYNCS", "ARRIVES", "ACQBULK", "PREEXIT", "USETMAXREG", "UTMALDG",
     "UTMASTG", "UTMAPF", "UTMACMDFLUSH", "UBLKCP", "UTCBAR", "UTCQMMA", "UTCHMMA", "UVIRTCOUNT",
-    "WARPGROUP", "UCGABAR_ARV", "UCGABAR_WAIT",
+    "WARPGROUP", "UCGABAR_ARV", "UCGABAR_WAIT", *COMPUTED_JUMPS,
 }  # fmt: skip
 
 

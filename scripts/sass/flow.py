@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sass.effects import Effect, Reader, State, effect
+from sass.effects import COMPUTED_JUMPS, Effect, Reader, State, effect
 from sass.instructions import Instruction, parse
 
+ENDS_BLOCK = {"BRA", "CALL", "RET", "EXIT", "KILL", *COMPUTED_JUMPS}
 Node = tuple[int, tuple[int, ...]]  # the first step of a block, and those its callers return to
 
 
@@ -39,7 +40,7 @@ class Flow:
         before: node -> the nodes from which control comes.
 
     Raises:
-        ValueError: a jump or a call cannot be followed.
+        ValueError: there are no instructions, or a jump or a call cannot be followed.
     """
 
     def __init__(self, name: str, listing: str) -> None:
@@ -48,6 +49,10 @@ class Flow:
         self.unknown: set[str] = set()
         self._labels: dict[str, int] = {}
         self._read(listing)
+        if not self.steps:
+            raise ValueError(
+                f"{name} has no instructions; is it of a listing of `nvdisasm -ndf -c`?"
+            )
         starts = self._block_starts()
         self._ends = dict(zip(starts, [*starts[1:], len(self.steps)], strict=True))
         self._after = self._graph()
@@ -80,14 +85,14 @@ class Flow:
     def _block_starts(self) -> list[int]:
         starts = {0, *self._labels.values()}
         for i, step in enumerate(self.steps):
-            if step.instruction.name in ("BRA", "CALL", "RET", "EXIT", "KILL"):
+            if step.instruction.name in ENDS_BLOCK:
                 starts.add(i + 1)
         return sorted(s for s in starts if s < len(self.steps))
 
     def _graph(self) -> dict[Node, dict[Node, str]]:
         """Block -> the blocks after it, each with the guard that holds there, "" if none does."""
         edges: dict[Node, dict[Node, str]] = {}
-        todo: list[Node] = [(0, ())] if self.steps else []
+        todo: list[Node] = [(0, ())]
         while todo:
             node = todo.pop()
             if node in edges:
@@ -119,7 +124,7 @@ class Flow:
             return [((stack[-1], stack[:-1]), last.guard), *skipped]
         if last.name in ("EXIT", "KILL"):
             return skipped
-        if last.name in ("BRX", "BRXU", "JMP", "JMX", "JMXU"):
+        if last.name in COMPUTED_JUMPS:
             raise ValueError(f"{self.name}: where does this jump to? {last}")
         return [(onward, "")]  # BSYNC too: it stands before the place where threads meet
 
