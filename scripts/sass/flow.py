@@ -135,11 +135,12 @@ class Flow:
         return self._labels[label[1]]
 
     def _check_return(self, end: int) -> None:
-        """The caller has put the address to return to, the next instruction's, into a register."""
+        """A call returns to the next instruction, whose address a caller or callee names."""
         address = f"0x{self.steps[end].instruction.address:x}"
-        before = self.steps[max(0, end - 100) : end]
-        if not any(s.instruction.operands[-1:] == (address,) for s in before):
-            raise ValueError(f"{self.name}: where does this return to? {before[-1].instruction}")
+        if not any(step.instruction.operands[-1:] == (address,) for step in self.steps):
+            raise ValueError(
+                f"{self.name}: where does this return to? {self.steps[end - 1].instruction}"
+            )
 
     # -- data flow
 
