@@ -67,7 +67,8 @@ def runs_kernel(device: torch.device, block: Block, emulate: bool) -> bool:
     """
     if device.type != "cuda" or emulate or block not in KERNELS or torch.version.hip is not None:
         return False
-    if torch.compiler.is_compiling() and _is_left_to_the_compiler(block):
+    is_left = torch.compiler.is_compiling() and _is_left_to_the_compiler(block)
+    if is_left and compiler_may_cast(device):
         return False
     _load(device.index)
     return True
