@@ -161,7 +161,8 @@ def transposed(pair: Pair) -> Pair:
 
 
 def _runs_kernel(x: Tensor, cast: OperandCast, emulate: bool) -> bool:
-    if cast.static_scale is not None and torch.compiler.is_compiling():
+    is_static = cast.static_scale is not None
+    if is_static and torch.compiler.is_compiling() and kernels.compiler_may_cast(x.device):
         # Elementwise by a constant: it joins the op that makes x, which then writes one byte and
         # no bfloat16, and a transposed copy is 1 + 1: 3 bytes per element. With a kernel, opaque to
         # the compiler, x is written (2) and read (2), both orientations are written (1 + 1): 6.

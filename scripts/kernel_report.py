@@ -6,6 +6,10 @@ Triton compiles for a GPU without one, and brings a disassembler. What a cubin t
 prints: registers and shared memory (how many programs fit a multiprocessor), spills (registers that
 went to memory), the narrowest and widest access to device memory in bytes per thread, and the
 instructions that convert float8. What it does not tell is time.
+
+The machine code is also scanned for stores of garbage, which some versions of ptxas emit
+(`sass/findings.py`). The exit status is 1 where there are any: below the table stands each kernel,
+and the way of the garbage to a store. A kernel that ptxas cannot compile ends the report.
 """
 
 from __future__ import annotations
@@ -14,9 +18,7 @@ import argparse
 import importlib
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +31,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # imported by a test
+
+from sass.findings import scan
+from sass.tools import listing, resources
 
 from float8.kernels.gpu.launch import Variant
 
@@ -46,7 +52,6 @@ FILES = (
     "cast_weight",
 )
 ARCHITECTURES = ("sm_89", "sm_90", "sm_100")
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class MachineCode:
     loads: dict[int, int]
     stores: dict[int, int]
     conversions: dict[str, int]
+    garbage: list[str]  # stores of bytes that no computation made, and how they come there
 
 
 def variants(files: Sequence[str] = FILES) -> list[Variant]:
@@ -83,12 +89,9 @@ def compile_for(variant: Variant, arch: str) -> Any:
 
 def read(cubin: bytes) -> MachineCode:
     """Disassemble a cubin with the tools that come with Triton."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = _run("cuobjdump", "-res-usage", file.name)
-        code = _run("nvdisasm", "-ndf", "-c", file.name)
+    usage, code = resources(cubin), listing(cubin)
     resource = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+    found = scan(code)
     opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_.]+)", code, re.M)
     return MachineCode(
         registers=resource["REG"],
@@ -98,12 +101,11 @@ def read(cubin: bytes) -> MachineCode:
         loads=_widths(opcodes, "LDG", "LDGSTS"),  # to registers, to shared memory
         stores=_widths(opcodes, "STG"),
         conversions=dict(Counter(op for op in opcodes if re.search(r"\.(E4M3|E5M2)", op))),
+        garbage=[
+            *map(str, found.findings),
+            *(f"{op} is not known" for op in sorted(found.unknown)),
+        ],
     )
-
-
-def _run(tool: str, *arguments: str) -> str:
-    command = [str(_TOOLS / tool), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _widths(opcodes: Sequence[str], *accesses: str) -> dict[int, int]:
@@ -151,7 +153,9 @@ def main(argv: Sequence[str]) -> int:
     if options.output is not None:
         report = {"triton": triton.__version__, "rows": rows}
         options.output.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
+    for found in (r for r in rows if r["garbage"]):
+        print(f"\n{found['kernel']}, {found['arch']}:", *found["garbage"], sep="\n")
+    return 1 if any(r["garbage"] for r in rows) else 0
 
 
 def _shown(found: dict[str, Any]) -> dict[str, Any]:
@@ -168,6 +172,7 @@ def _shown(found: dict[str, Any]) -> dict[str, Any]:
         "loads (n x bytes)": counts(found["loads"]),
         "stores (n x bytes)": counts(found["stores"]),
         "float8 conversions": counts({_short(k): n for k, n in found["conversions"].items()}),
+        "stores of garbage": len(found["garbage"]),
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -22,6 +23,7 @@ pytest.importorskip("triton")
 from float8 import Float8Linear, cached_weights, sync_float8_amax_and_scale_history
 from float8.autograd import STATELESS, linear_in_float8
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
+from float8.kernels import casts
 from float8.kernels.casts import KERNELS
 
 for file in KERNELS.values():
@@ -96,9 +98,23 @@ def test_a_static_step_launches_four_casts_and_three_products(factors):
     assert "aten::full" not in meters[1].ops
 
 
-def test_a_compiled_static_cast_is_left_to_the_compiler_to_fuse():
+@pytest.mark.parametrize(("ptxas", "static"), [("13.1", 0), ("13.10", 0), ("12.9", 2), ("9.9", 2)])
+def test_a_compiled_static_cast_is_left_to_the_compiler_where_ptxas_is_right(
+    ptxas, static, monkeypatch
+):
     """Its op is opaque: the product of one that joins its producer is a byte per element."""
-    for name, opaque in (("static", 0), ("delayed", 2)):
+    get_ptxas = "triton.backends.nvidia.compiler.get_ptxas"
+    monkeypatch.setattr(get_ptxas, lambda arch: SimpleNamespace(version=ptxas))
+    casts._keeps_conversions.cache_clear()
+    may_cast = casts.compiler_may_cast(torch.device("cuda", 0))
+    casts._keeps_conversions.cache_clear()
+
+    def compiler_may_cast(device):
+        return may_cast
+
+    compiler_may_cast._dynamo_marked_constant = True
+    monkeypatch.setattr("float8.kernels.compiler_may_cast", compiler_may_cast)
+    for name, opaque in (("static", static), ("delayed", 2)):
         graphs = []
 
         def backend(graph, inputs, graphs=graphs):
@@ -111,8 +127,8 @@ def test_a_compiled_static_cast_is_left_to_the_compiler_to_fuse():
         torch._dynamo.reset()
         with kernel_path(), torch.no_grad():
             torch.compile(layer, backend=backend, fullgraph=True)(torch.nn.functional.gelu(x))
-        casts = [node for node in graphs[0].graph.nodes if "float8.cast" in str(node.target)]
-        assert len(casts) == opaque, name
+        ops = [node for node in graphs[0].graph.nodes if "float8.cast" in str(node.target)]
+        assert len(ops) == opaque, name
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])

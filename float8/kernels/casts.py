@@ -7,7 +7,8 @@ one; every other cast, every device that is not CUDA, and ``emulate=True`` take 
 do AMD GPUs, until somebody has looked at the kernels there.
 
 Under torch.compile a cast is either our kernel, opaque to the compiler, or plain PyTorch, which
-inductor may fuse with the op that produced the operand. `COMPILED` holds the choice.
+inductor may fuse with the op that produced the operand. `COMPILED` holds the choice, and
+`compiler_may_cast` says where that choice is not free.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def runs_kernel(device: torch.device, block: Block, emulate: bool) -> bool:
     """
     if device.type != "cuda" or emulate or block not in KERNELS or torch.version.hip is not None:
         return False
-    if torch.compiler.is_compiling() and _is_left_to_the_compiler(block):
+    is_left = torch.compiler.is_compiling() and _is_left_to_the_compiler(block)
+    if is_left and compiler_may_cast(device):
         return False
     _load(device.index)
     return True
@@ -101,6 +103,36 @@ def _import_kernels(device_index: int | None) -> None:
                 "float8 casts on a GPU are Triton kernels, and triton is not installed: "
                 "`pip install triton`, or set emulate=True to run plain PyTorch"
             ) from error
+
+
+# ptxas 12.8 and 12.9 (of Triton 3.6 to 3.8, and of 3.9 below sm_90) lose results of float8
+# conversions that are used twice (triton#11111); 13.1 and later do not. What inductor of torch 2.13
+# writes for a static cast was compiled by Triton 3.6, 3.7.1, 3.8 and 3.9 and scanned by
+# scripts/machine_code.py. Where one kernel stores both orientations it stores garbage: in 5 of 8
+# tile sizes by Triton 3.7.1 for sm_89 and for sm_90, in all of 8 by 3.9 for sm_89. What our layers
+# compile to stores one orientation (the other is made by an op), and nothing was found there. But
+# what inductor fuses depends on the model around a cast: an older ptxas gets no conversion from it.
+_KEEPS_CONVERSIONS = (13, 1)
+
+
+def compiler_may_cast(device: torch.device) -> bool:
+    """Whether code that torch.compile makes for this device stores float8 right."""
+    return device.type != "cuda" or _keeps_conversions(device.index)
+
+
+@functools.cache
+def _keeps_conversions(device_index: int | None) -> bool:
+    name = architecture(device_index)
+    if not name.startswith("sm_"):
+        return True  # ptxas is NVIDIA's
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    version = get_ptxas(int(name.removeprefix("sm_"))).version
+    return tuple(int(part) for part in version.split(".")) >= _KEEPS_CONVERSIONS
+
+
+# For torch.compile: run once, while tracing. See `architecture`.
+compiler_may_cast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def cast_operand(

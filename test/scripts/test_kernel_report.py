@@ -13,7 +13,7 @@ import kernel_report
 
 ROW = {
     "registers": 1, "spills": 0, "shared": 0, "instructions": 1,
-    "loads": {16: 1}, "stores": {}, "conversions": {},
+    "loads": {16: 1}, "stores": {}, "conversions": {}, "garbage": [],
 }  # fmt: skip
 
 
@@ -65,3 +65,17 @@ def test_the_directory_is_there_before_compiling(compiled, monkeypatch, tmp_path
     assert kernel_report.main(["--only", "transpose", "--arch", "sm_90", "-o", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [(r["kernel"], r["arch"]) for r in rows] == compiled and compiled
+
+
+def test_a_store_of_garbage_is_shown_and_fails(compiled, monkeypatch, capsys):
+    row = kernel_report.row
+    way = "byte 0 of R8 may come from the stack pointer"
+
+    def stores_garbage_on_89(variant, arch):
+        return {**row(variant, arch), "garbage": [way] if arch == "sm_89" else []}
+
+    monkeypatch.setattr(kernel_report, "row", stores_garbage_on_89)
+    assert kernel_report.main(["--only", "transpose", "--arch", "sm_90"]) == 0
+    assert way not in capsys.readouterr().out
+    assert kernel_report.main(["--only", "transpose"]) == 1
+    assert f"transpose, sm_89:\n{way}" in capsys.readouterr().out

@@ -2,7 +2,8 @@
 
 No GPU is needed: Triton compiles for one that is not there, and `scripts/kernel_report.py` reads
 the cubin. Held: no registers spill, bulk accesses to device memory are 16 bytes wide, float8 comes
-from conversion instructions.
+from conversion instructions, and no store writes garbage (`test/scripts/test_machine_code.py` has
+the faults that the scan for it must find).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ CASES = [
 @pytest.mark.parametrize(("variant", "arch"), CASES)
 def test_machine_code(variant, arch):
     found = row(variant, arch)
+    assert not found["garbage"], "\n".join(found["garbage"])
     assert found["spills"] == 0
     assert found["registers"] <= 255
     for access in ("loads", "stores"):

@@ -1,0 +1,49 @@
+"""Does machine code store bytes that no computation made? Scan compiled Triton kernels for it.
+
+    python scripts/machine_code.py FILE_OR_DIRECTORY ...
+
+A file is a cubin, or a listing of `nvdisasm -ndf -c`; of a directory, such as ~/.triton/cache or
+the one that torch.compile keeps its kernels in, every cubin below it is read. Printed is, for each,
+what stores garbage and the way that it comes there; the exit status is 1 if anything does, or could
+not be read. What is looked for, what that proves and what not: scripts/sass/findings.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sass.findings import scan
+from sass.tools import listing
+
+
+def main(argv: Sequence[str]) -> int:
+    """Scan files and directories."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE_OR_DIRECTORY")
+    files = []
+    for given in parser.parse_args(argv).files:
+        below = sorted(given.rglob("*.cubin")) if given.is_dir() else [given]
+        if not below or not below[0].exists():
+            parser.error(f"{given}: no such file, or a directory without a .cubin")
+        files += below
+    return max([_report(file) for file in files])
+
+
+def _report(file: Path) -> int:
+    content = file.read_bytes()
+    try:
+        found = scan(listing(content) if content.startswith(b"\x7fELF") else content.decode())
+    except ValueError as error:
+        print(f"{file}: {error}")
+        return 1
+    print(f"{file}: {found}")
+    return 1 if found.findings or found.unknown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
