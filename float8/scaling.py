@@ -167,7 +167,11 @@ def _runs_kernel(x: Tensor, cast: OperandCast, emulate: bool) -> bool:
         # no bfloat16, and a transposed copy is 1 + 1: 3 bytes per element. With a kernel, opaque to
         # the compiler, x is written (2) and read (2), both orientations are written (1 + 1): 6.
         return False
-    return kernels.runs_kernel(x.device, cast.block, emulate) and not kernels.is_sharded(x)
+    if kernels.runs_kernel(x.device, cast.block, emulate) and not kernels.is_sharded(x):
+        return True
+    if torch.compiler.is_compiling():  # the compiler casts: DTensors, emulation
+        kernels.check_compiler(x.device)
+    return False
 
 
 def _by_kernel(

@@ -104,10 +104,10 @@ def test_a_compiled_static_cast_is_left_to_the_compiler_where_ptxas_is_right(
 ):
     """Its op is opaque: the product of one that joins its producer is a byte per element."""
     get_ptxas = "triton.backends.nvidia.compiler.get_ptxas"
-    monkeypatch.setattr(get_ptxas, lambda arch: SimpleNamespace(version=ptxas))
-    casts._keeps_conversions.cache_clear()
+    monkeypatch.setattr(get_ptxas, lambda arch: SimpleNamespace(version=ptxas, path="ptxas"))
+    casts._ptxas_that_loses_conversions.cache_clear()
     may_cast = casts.compiler_may_cast(torch.device("cuda", 0))
-    casts._keeps_conversions.cache_clear()
+    casts._ptxas_that_loses_conversions.cache_clear()
 
     def compiler_may_cast(device):
         return may_cast
@@ -129,6 +129,32 @@ def test_a_compiled_static_cast_is_left_to_the_compiler_where_ptxas_is_right(
             torch.compile(layer, backend=backend, fullgraph=True)(torch.nn.functional.gelu(x))
         ops = [node for node in graphs[0].graph.nodes if "float8.cast" in str(node.target)]
         assert len(ops) == opaque, name
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_cast_that_the_compiler_would_get_wrong_is_refused(name, fullgraph, monkeypatch):
+    """One that no kernel runs, as of a DTensor: eager mode is right, the compiler may not be."""
+    get_ptxas = "triton.backends.nvidia.compiler.get_ptxas"
+    monkeypatch.setattr(get_ptxas, lambda arch: SimpleNamespace(version="12.8", path="/a/ptxas"))
+    casts._ptxas_that_loses_conversions.cache_clear()
+    check, cuda = casts.check_compiler, torch.device("cuda", 0)
+
+    def check_compiler(device):
+        check(cuda)
+
+    check_compiler._dynamo_marked_constant = True
+    monkeypatch.setattr("float8.kernels.check_compiler", check_compiler)
+    monkeypatch.setattr("float8.kernels.compiler_may_cast", lambda device: False)
+    layer, x = layer_of(name), torch.randn(16, 48, dtype=torch.bfloat16)
+    layer(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="eager", fullgraph=fullgraph)
+    with pytest.raises(
+        Exception, match=r"ptxas 12.8 \(/a/ptxas\) for sm_90 loses.*TRITON_PTXAS_PATH"
+    ):
+        compiled(x)
+    casts._ptxas_that_loses_conversions.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])

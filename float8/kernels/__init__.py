@@ -8,7 +8,13 @@ new kernel is one file in ``gpu/`` and one row in a table of theirs.
 May import: ``float8.granularity``, ``float8.formats``, torch; ``gpu/`` also Triton.
 """
 
-from float8.kernels.casts import Orientations, cast_operand, compiler_may_cast, runs_kernel
+from float8.kernels.casts import (
+    Orientations,
+    cast_operand,
+    check_compiler,
+    compiler_may_cast,
+    runs_kernel,
+)
 from float8.kernels.cublas import is_sharded
 from float8.kernels.reference import (
     MIN_SCALE,
@@ -26,6 +32,7 @@ __all__ = [
     "amax",
     "cast",
     "cast_operand",
+    "check_compiler",
     "compiler_may_cast",
     "dequantize",
     "is_sharded",

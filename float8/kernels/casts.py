@@ -117,22 +117,42 @@ _KEEPS_CONVERSIONS = (13, 1)
 
 def compiler_may_cast(device: torch.device) -> bool:
     """Whether code that torch.compile makes for this device stores float8 right."""
-    return device.type != "cuda" or _keeps_conversions(device.index)
+    return device.type != "cuda" or _ptxas_that_loses_conversions(device.index) is None
+
+
+def check_compiler(device: torch.device) -> None:
+    """Refuse a cast that torch.compile would have to make where `compiler_may_cast` says no.
+
+    Raises:
+        RuntimeError: naming ptxas, and what to set.
+    """
+    if not compiler_may_cast(device):
+        ptxas = _ptxas_that_loses_conversions(device.index)
+        raise RuntimeError(
+            "torch.compile would compile this float8 cast itself, because the operand is a DTensor "
+            f"(tensor parallelism) or emulate=True, and {ptxas} loses results of float8 "
+            "conversions (triton#11111). Set TRITON_PTXAS_PATH (for Triton's ptxas-blackwell: "
+            "TRITON_PTXAS_BLACKWELL_PATH) to the ptxas of CUDA 13.1 or later, or run these layers "
+            "without torch.compile"
+        )
 
 
 @functools.cache
-def _keeps_conversions(device_index: int | None) -> bool:
+def _ptxas_that_loses_conversions(device_index: int | None) -> str | None:
     name = architecture(device_index)
     if not name.startswith("sm_"):
-        return True  # ptxas is NVIDIA's
+        return None  # ptxas is NVIDIA's
     from triton.backends.nvidia.compiler import get_ptxas
 
-    version = get_ptxas(int(name.removeprefix("sm_"))).version
-    return tuple(int(part) for part in version.split(".")) >= _KEEPS_CONVERSIONS
+    ptxas = get_ptxas(int(name.removeprefix("sm_")))
+    if tuple(int(part) for part in ptxas.version.split(".")) >= _KEEPS_CONVERSIONS:
+        return None
+    return f"ptxas {ptxas.version} ({ptxas.path}) for {name}"
 
 
-# For torch.compile: run once, while tracing. See `architecture`.
+# For torch.compile: both run once, while tracing. See `architecture`.
 compiler_may_cast._dynamo_marked_constant = True  # type: ignore[attr-defined]
+check_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def cast_operand(
