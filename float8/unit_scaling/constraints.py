@@ -83,7 +83,7 @@ def apply_constraint(constraint: Constraint, *scales: float) -> tuple[float, ...
 
     Args:
         constraint: the name of a function of this module; or a function of the scales, called
-            with the output's first and returning one scale; or None.
+            with the output's first and returning one scale, or a tuple of one for each; or None.
         scales: the ideal scales, the output's and those of the inputs' gradients.
 
     Returns:
@@ -96,7 +96,7 @@ def apply_constraint(constraint: Constraint, *scales: float) -> tuple[float, ...
     if constraint is None:
         return scales
     scale = _named(constraint, len(scales))(*scales)
-    return tuple(scale for _ in scales)
+    return scale if isinstance(scale, tuple) else tuple(scale for _ in scales)
 
 
 def _named(constraint: str | Callable[..., float], count: int) -> Callable[..., float]:

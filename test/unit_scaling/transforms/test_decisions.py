@@ -1,19 +1,21 @@
-"""Plans: what each call is to become, without a size in it."""
+"""Decisions: what each call becomes, and which rule it follows."""
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
+from decided import decisions_of, steps_of
 from torch import Tensor, nn
 
 from float8.unit_scaling import functional as U
 from float8.unit_scaling import registry
-from float8.unit_scaling.transforms.plan import rules_of
-from float8.unit_scaling.transforms.recording import Recorder
-from float8.unit_scaling.transforms.unit_scale import plan_for, unit_scale
+from float8.unit_scaling.transforms.rules import rules_of
+from float8.unit_scaling.transforms.unit_scale import unit_scale
 
 
 def silu_3(x):
@@ -30,31 +32,28 @@ class Model(nn.Module):
         return self.head(x) * (2 if double else 1)
 
 
-def plan_of(model, *shape, double=False):
-    arguments = ("tuple", ("tuple", "<tensor>"), ("dict", ("double", ("constant", double))))
-    return plan_for(id(model), arguments, torch.randn(shape))
-
-
-def test_one_plan_serves_all_sizes_and_another_rank_mode_or_constant_has_its_own():
-    model = unit_scale(Model())
-    first = plan_of(model, 2, 4)
-    assert plan_of(model, 7, 4) is first
-    assert plan_of(model, 2, 2, 4) is not first
-    assert plan_of(model, 2, 4, double=True) is not first
-    model.eval()
-    assert plan_of(model, 2, 4) is not first
-
-
-def test_steps_say_what_becomes_of_each_call():
-    plan = plan_of(unit_scale(Model()), 2, 4)
-    found = [(s.name, s.role, s.free, len(s.edges)) for s in plan.steps]
-    assert found == [
-        ("linear", "scaled", False, 1),
-        ("silu", "scaled", False, 0),
-        ("add", "residual", False, 1),
-        ("linear", "readout", True, 0),
+def test_decisions_say_what_becomes_of_each_call():
+    model, x = unit_scale(Model()), torch.randn(2, 4)
+    assert steps_of(model, x) == [
+        ("linear", False),
+        ("silu", False),
+        ("add", False),
+        ("linear", True),
     ]
-    hash(plan)  # a constant for compiled code
+    decisions = decisions_of(model, x)
+    assert [kind.name for kind in decisions.kinds.values()] == ["residual"]
+    reads = {(call, path) for call, path, _ in decisions.factors().reads}
+    assert reads == {(0, (0, 0)), (2, (0, 0))}  # of x, by the first linear layer and the addition
+
+
+def test_the_residual_layers_are_counted_once_and_copies_keep_the_number():
+    model, x = unit_scale(Model()), torch.randn(2, 4)
+    (transform,) = model.transforms
+    assert transform.layers is None
+    model(x)
+    assert transform.layers == 1
+    (other,) = pickle.loads(pickle.dumps(copy.deepcopy(model))).transforms
+    assert other.layers == 1
 
 
 def test_the_users_functions_come_before_the_registered_ones_and_those_before_the_products():
@@ -104,14 +103,13 @@ def test_what_is_done_is_logged_with_the_models_lines(caplog):
         assert text in caplog.text
 
 
-def test_a_forward_of_nothing_has_an_empty_plan():
+def test_a_forward_of_nothing_returns_its_input():
     class Nothing(nn.Module):
         def forward(self, x):
             return x
 
     model, x = unit_scale(Nothing()), torch.randn(3)
     assert model(x) is x
-    assert Recorder().calls == []
 
 
 @pytest.mark.parametrize("container", [tuple, list, lambda y: {"out": y}])
@@ -126,12 +124,9 @@ def test_results_may_be_nested(container):
             y = self.b(y), y.sum()
             return container(y)
 
-    model = unit_scale(Nested())
-    model(torch.randn(2, 4))
-    plan = plan_for(id(model), ("tuple", ("tuple", "<tensor>"), ("dict",)),
-                    torch.randn(2, 4))  # fmt: skip
     # y is read twice, by b and by the sum: b's input gradient has to agree with the sum's
-    assert [step.free for step in plan.steps] == [True, False]
+    steps = steps_of(unit_scale(Nested()), torch.randn(2, 4))
+    assert steps == [("linear", True), ("linear", False)]
 
 
 @pytest.mark.parametrize(
@@ -165,5 +160,5 @@ def test_a_parameter_that_is_none_of_the_models_is_refused_by_its_line():
         def forward(self, x):
             return self.layers[0](x)
 
-    with pytest.raises(ValueError, match=r"linear at .*test_plan.*\(4, 4\).* none of the model's"):
+    with pytest.raises(ValueError, match=r"linear at .*test_decisions.*\(4, 4\).* none of the model's"):
         unit_scale(Hidden())(torch.randn(2, 4))
