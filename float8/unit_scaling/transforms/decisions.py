@@ -48,6 +48,7 @@ from float8.unit_scaling.transforms.rules import (
     Rules,
     dropped_by,
     is_readout,
+    is_weight,
     may_be_free,
     options_of,
     refuse_unscaled,
@@ -174,9 +175,7 @@ class Decisions:
         self.results = [self.history.values[number] for number in results]
         if self.layers is None:
             self.layers = len(self.found)
-            self.found = [
-                replace(r, tau=tau_of(i, self.layers)) for i, r in enumerate(self.found)
-            ]
+            self.found = [replace(r, tau=tau_of(i, self.layers)) for i, r in enumerate(self.found)]
         if self.logs:
             self._log()
 
@@ -220,6 +219,8 @@ class Decisions:
 
     def _addition(self, number: int, call: Call, is_plain: bool) -> Step:
         kind = kind_of(self.history, self.kinds, call, is_plain)
+        if kind.name == RESIDUAL and self._is_read_as_weight(kind.root):
+            kind = Kind(SUM)
         if kind.name == RESIDUAL:
             # While the layers are counted any number will do: what tau is depends on it alone.
             tau = tau_of(len(self.found), self.layers or 1)
@@ -233,6 +234,14 @@ class Decisions:
         if kind.name == KEEP or torch.add not in self.rules:
             return Step(number, KEEP)
         return Step(number, may_be_free=may_be_free(call, self.rules[torch.add]))
+
+    def _is_read_as_weight(self, root: int) -> bool:
+        """Whether a parameter is a weight of its own branch: such reads multiply no gradient."""
+        return self.history.values[root].parameter is not None and any(
+            value.number == root and is_weight(path, call.function, self.rules)
+            for call in self.history.calls
+            for path, value in call.inputs
+        )
 
     def _free(self) -> set[int]:
         history = self.history

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from float8.unit_scaling import functional as U
 from float8.unit_scaling import registry
 from float8.unit_scaling.transforms.products import ADDED, PRODUCTS, RIGHT, UNSCALED
-from float8.unit_scaling.transforms.recording import MATRIX_PRODUCTS, Call, line_of_caller
+from float8.unit_scaling.transforms.recording import MATRIX_PRODUCTS, Call, Path, line_of_caller
 
 Function = Callable[..., Any]
 Rules = Mapping[Function, Function]
@@ -88,14 +88,15 @@ def dropped_by(rule: Function, defaults: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in defaults if name not in parameters)
 
 
+def is_weight(path: Path, function: Function, rules: Rules) -> bool:
+    """Whether a parameter at a place in the arguments of a function is its weight or bias."""
+    return function in rules and path not in ((0, 0), (1, "input"))
+
+
 def is_readout(call: Call, rules: Rules, output_weights: frozenset[str]) -> bool:
     """Whether a call is the linear layer of a weight of u-muP's type "output"."""
     weight = call.operand(1, "weight") if call.function is F.linear else None
-    return (
-        weight is not None
-        and weight.parameter in output_weights
-        and rules[F.linear] is U.linear
-    )
+    return weight is not None and weight.parameter in output_weights and rules[F.linear] is U.linear
 
 
 def _default_constraint(rule: Function) -> Any:

@@ -134,7 +134,9 @@ def _finish(key: int, results: tuple[int, ...]) -> None:
     _TRACES.found[key:] = [found]  # those that came after this one may be others now
     from torch._dynamo.exc import UnspecializeRestartAnalysis
 
-    raise UnspecializeRestartAnalysis(restart_reason="unit_scale: the factors of gradients are known now")
+    raise UnspecializeRestartAnalysis(
+        restart_reason="unit_scale: the factors of gradients are known now"
+    )
 
 
 for _function in (_start, _outside, _view, _begin, _end, _finish):

@@ -64,7 +64,7 @@ from float8.unit_scaling.transforms.recording import (
     with_tensors,
 )
 from float8.unit_scaling.transforms.replace import made_visible
-from float8.unit_scaling.transforms.rules import Rules, rules_of
+from float8.unit_scaling.transforms.rules import Rules, is_weight, rules_of
 from float8.unit_scaling.transforms.sums import ADDITIONS, KEEP, RESIDUAL
 from float8.unit_scaling.transforms.tracing import Traceable, TracedDecisions
 from float8.unit_scaling.transforms.transformed import (
@@ -233,7 +233,10 @@ class UnitScaleMode(Mode):
         return {
             path: scale_bwd(x, functools.partial(ask, step.number, path))
             for path, x in operands
-            if x.requires_grad and name_of(func) not in ALIASES
+            if x.requires_grad
+            and name_of(func) not in ALIASES
+            # A transform that this one calls may ask which weight it is.
+            and not (isinstance(x, nn.Parameter) and is_weight(path, func, self.handlers))
         }
 
     def _carry_out(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:

@@ -77,7 +77,8 @@ def test_weights_get_gradients_of_unit_scale(make):
     out = first_tensor(model(ids, attention_mask=torch.ones_like(ids)))
     out.backward(torch.randn_like(out))
     for name, parameter in model.named_parameters():
-        unused = ("wpe", "position", "token_type", "pooler")
+        # HuggingFace's eager attention multiplies scores of unit scale by 1/sqrt(d) once more.
+        unused = ("wpe", "position", "token_type", "pooler", "q_proj", "k_proj")
         if parameter.dim() >= 2 and not any(part in name for part in unused):
             scale = parameter.grad.square().mean().sqrt().item()
             assert 1 / 5 < scale < 5, f"{name}: {scale}"
