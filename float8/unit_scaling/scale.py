@@ -30,7 +30,6 @@ from torch import Tensor
 
 from float8.unit_scaling.constraints import Constraint, apply_constraint
 
-
 T = TypeVar("T")
 Later = Callable[[], float | None]  # a factor that is asked for in backward
 

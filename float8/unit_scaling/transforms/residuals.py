@@ -20,8 +20,9 @@ would compute::
     z = x + a(x) + m(x)  (y = x + a(x))      edge to a: b_y s_z   to y: s_y s_z   to m: b_z
 
 If two ways from one edge ask for different factors, no factor of the edge is right; the addition
-that brings the conflict is then a plain sum (`conflicts`). That does not happen to ``x + a(n(x)) + m(n(x))``, where ``n`` is on
-both ways: by the rule for ``tau`` below ``b_y s_z = b_z``.
+that brings the conflict is then a plain sum (`conflicts`). That does not happen to
+``x + a(n(x)) + m(n(x))``, where ``n`` is on both ways: by the rule for ``tau`` below
+``b_y s_z = b_z``.
 
 **tau** is that of `rules.transformer_residual_scaling_rule`, u-muP's appendix G with both of its
 multipliers 1, for all residual layers of the model in the order of their additions:
@@ -39,7 +40,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from float8.unit_scaling.rules import transformer_residual_scaling_rule
-from float8.unit_scaling.transforms.recording import ALIASES, Call, History, Path, Value
+from float8.unit_scaling.transforms.recording import ALIASES, Call, History, Path
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 Compiled code needs the factors of gradients as constants while the forward is traced, before it is
 over. So the forward is traced again: when the first trace ends, what it has found is stored, and
-dynamo is told to start over (``UnspecializeRestartAnalysis``, which it raises itself when a guess was wrong).
-The second trace begins with these `Factors` known. It takes the same path as the first, since it
-traces the same code under the same guards; if not, there is a third.
+dynamo is told to start over (``UnspecializeRestartAnalysis``, which it raises itself when a guess
+was wrong). The second trace begins with these `Factors` known. It takes the same path as the first,
+since it traces the same code under the same guards; if not, there is a third.
 
 Dynamo runs the functions below while it traces and takes their results for constants
 (``_dynamo_marked_constant``). They get numbers, names and functions; tensors stay outside.

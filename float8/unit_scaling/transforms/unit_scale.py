@@ -27,7 +27,7 @@ it runs, after the forward (`decisions`); the same holds for step 3. A model may
 another path in every forward: skip a mask, route tokens, leave out layers.
 
 ``torch.compile`` wants these factors as constants: it traces a forward twice, and finds them in the
-first trace (`tracing`).
+first trace (`tracing`). The forward has to be one graph.
 
 One number is needed before the forward: the depth rule divides by the number of residual layers.
 It is counted in the first forward, which runs once more on copies for it (`copies`), and stays.
@@ -179,6 +179,12 @@ class UnitScaleMode(Mode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if isinstance(self.decisions, TracedDecisions) != torch.compiler.is_dynamo_compiling():
+            raise RuntimeError(
+                "torch.compile breaks the graph inside a unit-scaled model, whose parts cannot be "
+                "compiled one by one: fullgraph=True names the place. Change it, or run the model "
+                "in eager mode"
+            )
         kwargs, func = kwargs or {}, respelt(func)
         if getattr(func, "implementation", None) in self.handlers:
             func = func.implementation  # replaced by the name that it had before made_visible

@@ -160,7 +160,5 @@ def test_a_parameter_that_is_none_of_the_models_is_refused_by_its_line():
         def forward(self, x):
             return self.layers[0](x)
 
-    with pytest.raises(
-        ValueError, match=r"linear at .*test_decisions.*\(4, 4\).* none of the model's"
-    ):
+    with pytest.raises(ValueError, match=r"test_decisions.*\(4, 4\).* none of the model's"):
         unit_scale(Hidden())(torch.randn(2, 4))
