@@ -198,8 +198,7 @@ class _Float8LinearFunction(torch.autograd.Function):
         x_KM, x_scale, w, w_scale = _saved_tensors(ctx)[:4]
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         _, factor_x, factor_w = ctx.factors
-        if callable(factor_x):
-            factor_x = factor_x()
+        factor_x = factor_x() if callable(factor_x) else factor_x
         g_MN = as_matrix(g)
         g_pair, g_col = quantize_both(
             g_MN * w_scale if ctx.folds else g_MN,

@@ -20,6 +20,7 @@ Operations take a constraint by name, as a function of the factors, or None.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 Constraint = str | Callable[..., float] | None
 
@@ -95,7 +96,7 @@ def apply_constraint(constraint: Constraint, *scales: float) -> tuple[float, ...
     """
     if constraint is None:
         return scales
-    scale = _named(constraint, len(scales))(*scales)
+    scale: Any = _named(constraint, len(scales))(*scales)
     return scale if isinstance(scale, tuple) else tuple(scale for _ in scales)
 
 

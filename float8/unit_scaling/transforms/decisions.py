@@ -258,10 +258,9 @@ class Decisions:
         }
 
     def _is_scaled(self, call: Call, number: int) -> bool:
-        if number in self.kinds:
-            function = torch.add if self.kinds[number].name == SUM else None
-        else:
-            function = call.function
+        if number in self.kinds and self.kinds[number].name != SUM:
+            return False
+        function = torch.add if number in self.kinds else call.function
         return function in self.rules and may_be_free(call, self.rules[function])
 
     def _log(self) -> None:

@@ -139,5 +139,6 @@ def _finish(key: int, results: tuple[int, ...]) -> None:
     )
 
 
-for _function in (_start, _outside, _view, _begin, _end, _finish):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_TRACED: tuple[Any, ...] = (_start, _outside, _view, _begin, _end, _finish)
+for _function in _TRACED:
+    _function._dynamo_marked_constant = True

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -214,63 +212,3 @@ def test_a_path_that_depends_on_values_has_the_numbers_of_its_own_hand_written_f
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         mine, theirs = (torch.autograd.grad(y, inputs, g) for y in (found, expected))
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-
-
-def test_chance_is_put_back_after_counting():
-    class Drops(Wavers):
-        def forward(self, x):
-            gate = torch.tensor(random.random() - 0.5) + torch.rand(()) - 0.5
-            return super().forward(x, gate)
-
-    plain, x = Drops(), torch.randn(2, 6, dtype=torch.float64)
-    random.seed(0), torch.manual_seed(0)
-    plain(x)
-    expected = random.random(), torch.rand(())
-    random.seed(0), torch.manual_seed(0)
-    unit_scale(plain)(x)
-    assert (random.random(), torch.rand(())) == expected
-
-
-def test_an_argument_that_cannot_be_copied_is_refused_the_first_time_only():
-    class Takes(nn.Linear):
-        def forward(self, x, items):
-            return x + super().forward(x)
-
-    model, x = unit_scale(Takes(4, 4)), torch.randn(2, 4)
-    with pytest.raises(ValueError, match=r"counts .* on copies .*generator"):
-        model(x, (i for i in range(3)))
-    model(x, None)
-    model(x, (i for i in range(3)))
-
-
-def test_a_tensor_that_needs_its_graph_is_an_argument_like_any_other():
-    model = unit_scale(Appends())
-    x = torch.randn(2, 4, requires_grad=True)
-    model(x * 2, {"states": [x.exp()]}).sum().backward()
-    assert x.grad is not None
-
-
-def test_one_compiled_function_may_call_several_models_and_one_twice():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(6, 6, dtype=torch.float64)
-
-        def forward(self, x):
-            return x + F.silu(self.a(x)) @ self.a.weight.T
-
-    one, other = unit_scale(Block()), unit_scale(Block())
-
-    def both(x):
-        return other(one(one(x)))
-
-    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
-    compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
-    mine, theirs = (torch.autograd.grad(run(x).square().sum(), x) for run in (compiled, both))
-    torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-
-
-def test_a_graph_that_breaks_inside_the_model_is_refused():
-    compiled = torch.compile(unit_scale(Wavers()), backend="eager")
-    with pytest.raises(RuntimeError, match="breaks the graph inside a unit-scaled model"):
-        compiled(torch.randn(3, 6, dtype=torch.float64), torch.tensor(1.0))
