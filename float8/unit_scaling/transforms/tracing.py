@@ -29,7 +29,7 @@ from float8.unit_scaling.transforms.transformed import Transform, Transformed, m
 class Traceable(Transform):
     """A transform that decides by `Decisions`; ``layers`` as there."""
 
-    layers: int | None
+    layers: int | None = None
 
     @abstractmethod
     def traced(self, model: nn.Module, known: Factors | None) -> Decisions:

@@ -130,7 +130,6 @@ class UnitScale(Traceable):
 
     def __init__(self, replace: tuple[tuple[Function, Function], ...] = ()) -> None:
         self.replace = replace
-        self.layers: int | None = None  # how many residual layers the model has; None: not counted
 
     def mode(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Mode:
         """The mode for one forward."""
