@@ -24,6 +24,7 @@ saved-tensor hooks and FSDP see ordinary tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ from float8.tensor import Float8Tensor
 
 # What output, grad_input and grad_weight are multiplied by, each by its own: they need not be the
 # gradients of one function. A bias is multiplied as the output is, its gradient as grad_weight.
-Factors = tuple[float, float, float]
+Factors = tuple[float, float | Callable[[], float], float]
 States = tuple[DelayedState | None, DelayedState | None, DelayedState | None]
 STATELESS: States = (None, None, None)
 # Dynamo of 2.11 (nobody has looked at 2.12) returns zeros for the gradients of a forward whose last
@@ -197,6 +198,7 @@ class _Float8LinearFunction(torch.autograd.Function):
         x_KM, x_scale, w, w_scale = _saved_tensors(ctx)[:4]
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         _, factor_x, factor_w = ctx.factors
+        factor_x = factor_x() if callable(factor_x) else factor_x
         g_MN = as_matrix(g)
         g_pair, g_col = quantize_both(
             g_MN * w_scale if ctx.folds else g_MN,
@@ -372,7 +374,8 @@ def linear_in_float8(
         states: of the delayed casts of input, weight and grad_output, None for others.
         record: whether delayed casts record amaxes.
         cached: the weight in float8, if it was cast before (`cast_weight`).
-        factors: what output, grad_input and grad_weight are multiplied by.
+        factors: what output, grad_input and grad_weight are multiplied by. That of grad_input may
+            also be a function, which backward calls.
 
     Returns:
         (..., N) in the compute dtype.

@@ -20,6 +20,7 @@ Operations take a constraint by name, as a function of the factors, or None.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 Constraint = str | Callable[..., float] | None
 
@@ -83,7 +84,7 @@ def apply_constraint(constraint_name: Constraint, *scales: float) -> tuple[float
 
     Args:
         constraint_name: the name of a function of this module; or a function of the scales, called
-            with the output's first and returning one scale; or None.
+            with the output's first and returning one scale, or a tuple of one for each; or None.
         scales: the ideal scales, the output's and those of the inputs' gradients.
 
     Returns:
@@ -95,8 +96,8 @@ def apply_constraint(constraint_name: Constraint, *scales: float) -> tuple[float
     """
     if constraint_name is None:
         return scales
-    scale = _named(constraint_name, len(scales))(*scales)
-    return tuple(scale for _ in scales)
+    scale: Any = _named(constraint_name, len(scales))(*scales)
+    return scale if isinstance(scale, tuple) else tuple(scale for _ in scales)
 
 
 def _named(constraint: str | Callable[..., float], count: int) -> Callable[..., float]:

@@ -12,6 +12,9 @@ Neither is the derivative of the other half: that is their point. An operation `
 ``scale_fwd(f(scale_bwd(x, b)), a)``, which `scale_elementwise` writes: its output is multiplied by
 ``a``, its gradient by ``b``, and the two factors never multiply each other.
 
+A factor may also be a function that returns it, or None for no factor: backward calls it. That is
+for factors that are only known when the forward is over.
+
 Factors are Python floats to the last: the tensor is multiplied once, with the float, so that a
 bfloat16 gradient is rounded once and its factor never. They are computed from sizes; under
 ``torch.compile`` with dynamic shapes a size is symbolic, and so is its factor.
@@ -20,12 +23,20 @@ bfloat16 gradient is rounded once and its factor never. They are computed from s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from float8.unit_scaling.constraints import Constraint, apply_constraint
+
+T = TypeVar("T")
+Later = Callable[[], float | None]  # a factor that is asked for in backward
+
+
+def known(factor: T | Callable[[], T]) -> T:
+    """A factor, now that backward runs."""
+    return factor() if callable(factor) else factor
 
 
 class _Scaled(torch.autograd.Function):
@@ -34,7 +45,9 @@ class _Scaled(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, fwd: float | Tensor | None, bwd: float | Tensor | None) -> Tensor:
+    def forward(
+        x: Tensor, fwd: float | Tensor | None, bwd: float | Tensor | Later | None
+    ) -> Tensor:
         return x.view_as(x) if fwd is None else _times(x, fwd)
 
     @staticmethod
@@ -43,7 +56,8 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (grad if ctx.bwd is None else _times(grad, ctx.bwd)), None, None
+        bwd = known(ctx.bwd)
+        return (grad if bwd is None else _times(grad, bwd)), None, None
 
 
 def _times(x: Tensor, factor: float | Tensor) -> Tensor:
@@ -71,12 +85,13 @@ def scale_fwd(input: Tensor, scale: float | Tensor) -> Tensor:
     return _Scaled.apply(input, _factor(scale, input), None)
 
 
-def scale_bwd(input: Tensor, scale: float | Tensor) -> Tensor:
+def scale_bwd(input: Tensor, scale: float | Tensor | Later) -> Tensor:
     """Multiplies the gradient of a tensor, not the tensor.
 
     Args:
         input: any shape, floating point.
-        scale: as for `scale_fwd`.
+        scale: as for `scale_fwd`; or a function that returns a number, or None for no factor, which
+            is called in backward.
 
     Returns:
         ``input`` (a view of it); its gradient reaches the input multiplied by ``scale``.
@@ -84,7 +99,7 @@ def scale_bwd(input: Tensor, scale: float | Tensor) -> Tensor:
     Raises:
         TypeError: as for `scale_fwd`.
     """
-    return _Scaled.apply(input, None, _factor(scale, input))
+    return _Scaled.apply(input, None, scale if callable(scale) else _factor(scale, input))
 
 
 def scale_elementwise(

@@ -67,3 +67,7 @@ def test_a_constraint_of_another_number_of_scales_is_refused(name, scales):
 def test_what_is_neither_name_nor_function_is_refused():
     with pytest.raises(TypeError, match="int 3"):
         apply_constraint(3, 1.0, 2.0)
+
+
+def test_a_function_may_return_one_scale_for_each():
+    assert apply_constraint(lambda *scales: scales[::-1], 1.0, 2.0, 3.0) == (3.0, 2.0, 1.0)

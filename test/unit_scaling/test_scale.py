@@ -126,3 +126,13 @@ def test_a_module_that_scales_is_copied_and_pickled():
 def test_autocast_leaves_the_factor_and_the_dtype_alone():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert scale_fwd(torch.ones(2), 1 / 3).dtype == torch.float32
+
+
+def test_a_gradients_factor_may_be_decided_after_the_forward():
+    for later, expected in ((0.5, 0.5), (None, 1.0)):
+        factors = []
+        x = torch.ones(3, requires_grad=True)
+        y = scale_bwd(x, lambda: factors[0])  # noqa: B023  which backward calls
+        factors.append(later)
+        y.backward(torch.ones(3))
+        assert torch.equal(x.grad, torch.full((3,), expected))

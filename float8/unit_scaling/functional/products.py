@@ -20,6 +20,8 @@ a float8 product has scales of its own and takes the factors into them.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, broadcast_shapes
 from torch import matmul as torch_matmul
 from torch.nn import functional as F
@@ -28,7 +30,8 @@ from float8.unit_scaling.constraints import Constraint, apply_constraint
 from float8.unit_scaling.override import overridable
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
-Factors = tuple[float, float, float]
+# That of the input's gradient may be a function, which backward calls (`scale_bwd`).
+Factors = tuple[float, Any, float]
 
 
 @overridable

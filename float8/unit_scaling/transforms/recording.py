@@ -1,33 +1,28 @@
-"""What a model would compute: its forward run once without arithmetic, call by call.
+"""What a forward has computed so far: its calls, and what each tensor was computed from.
 
-Some decisions about a call depend on what comes later: whether a tensor is the skip connection of
-a residual layer is known when the addition comes, long after the branch has read it. So the
-forward is run beforehand, on fake tensors: shapes and types without values, of a copy of the model
-whose parameters are fake too. Nothing of the model changes, nothing random is drawn, and a layer of
-any size takes as long.
+Each call of a function is a `Call`. Each floating-point tensor is a `Value` with a number; a tensor
+that an in-place function changes gets a new value. No tensor is kept here: `History` holds numbers
+only, so it can be filled while ``torch.compile`` traces, and kept until the backward pass.
 
-The result is a list of calls (`Call`). Tensors become values (`Value`), numbered as they appear:
-what an in-place call leaves in a tensor is another value. Of each value is known
+Of each value is known
 
-    origins     the values it was computed from, all the way up, by floating-point tensors;
-    alias       the value that it is another view, shape or precision of, itself if none;
-    learned     whether it was computed from parameters alone;
-    trained     whether it is a parameter that is trained.
+    origins     the values that it was computed from, all the way up: bit n stands for value n
+    terms       those among them that it is plain arithmetic of (see `sums`), as bits too
+    alias       the value that it is another view, shape or precision of; itself if there is none
+    learned     whether it was computed from parameters alone
+    trained     whether it is a parameter that is trained
+    scores      whether it is arithmetic of a product of two activations, as attention scores are
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
+from torch import Tensor
 
 Path = tuple[Any, ...]
 
@@ -42,32 +37,35 @@ ALIASES = frozenset(
 )
 
 
-@dataclass
+# Products whose operands may both be activations.
+MATRIX_PRODUCTS = frozenset({torch.matmul, torch.mm, torch.bmm, torch.baddbmm, torch.einsum})
+
+
+@dataclass(slots=True)
 class Value:
-    """What a tensor holds at one time."""
+    """What a tensor holds at one time; see the module."""
 
     number: int
     alias: int
-    origins: frozenset[int] = frozenset()
+    origins: int = 0
+    terms: int = 0
     learned: bool = False
     trained: bool = False
+    scores: bool = False
     parameter: str | None = None
     call: int | None = None
-    shape: tuple[int, ...] = ()
+    dims: int = 0
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
-    """One call of a function on tensors.
-
-    ``inputs`` are its floating-point operands, each with its path in ``(args, kwargs)``.
-    """
+    """One call of a function; ``inputs`` are its floating-point operands, each with its path in
+    ``(args, kwargs)``."""
 
     name: str
     function: Callable[..., Any]
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
     inputs: list[tuple[Path, Value]]
-    line: str
+    reads_integers: bool = False  # or booleans: tensors that are no values
     outputs: list[Value] = field(default_factory=list)
 
     def operand(self, position: int, name: str) -> Value | None:
@@ -78,99 +76,64 @@ class Call:
         return None
 
 
-def name_of(function: Any) -> str:
-    """A function's name, one for a method and its operator: ``mul`` for ``Tensor.__mul__``."""
-    name = getattr(function, "__name__", type(function).__name__)
-    return name if name == "__get__" else name.rstrip("_").removeprefix("__") or name
-
-
-# torch.compile calls it while tracing and takes its result for a constant.
-name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def tensors_in(arguments: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors in nested lists, tuples and dicts, with the way to each."""
-    if isinstance(arguments, Tensor):
-        yield path, arguments
-    elif isinstance(arguments, list | tuple):
-        for i, item in enumerate(arguments):
-            yield from tensors_in(item, (*path, i))
-    elif isinstance(arguments, dict):
-        for name, item in arguments.items():
-            yield from tensors_in(item, (*path, name))
-
-
-def at(whole: Any, path: Path) -> Any:
-    """What a path leads to."""
-    for step in path:
-        whole = whole[step]
-    return whole
-
-
-def with_at(whole: Any, path: Path, new: Any) -> Any:
-    """Nested lists, tuples and dicts with something else at a path."""
-    if not path:
-        return new
-    first, rest = path[0], path[1:]
-    if isinstance(whole, dict):
-        return {k: with_at(v, rest, new) if k == first else v for k, v in whole.items()}
-    items = [with_at(v, rest, new) if i == first else v for i, v in enumerate(whole)]
-    return items if isinstance(whole, list) else tuple(items)
-
-
-class Recorder:
-    """Numbers values and calls while a model runs."""
+class History:
+    """The calls of a forward, and its values."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.values: list[Value] = []
-        self._now: dict[int, Value] = {}  # id of a tensor -> what it holds now
-        self._alive: list[Tensor] = []  # whose ids must not be given to others
+        self.learned = 0  # the values that are learned, as bits
 
-    def value(self, tensor: Tensor, parameter: str | None = None) -> Value:
-        """What a tensor holds; a tensor that no call produced comes from outside."""
-        if id(tensor) not in self._now:
-            new = self._new(tensor)
-            new.parameter, new.learned = parameter, parameter is not None
-            new.trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-        return self._now[id(tensor)]
-
-    def _new(self, tensor: Tensor) -> Value:
-        number = len(self.values)
-        new = Value(number, alias=number, shape=tuple(tensor.shape))
-        self.values.append(new)
-        self._now[id(tensor)] = new
-        self._alive.append(tensor)
+    def outside(self, dims: int, parameter: str | None = None, trained: bool = False) -> Value:
+        """A value that no call has made: a parameter, a buffer, an input."""
+        new = self._new(dims, learned=parameter is not None)
+        new.parameter, new.trained = parameter, trained
         return new
 
-    def record(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a function and remember the call."""
-        where = args, kwargs
-        inputs = [(p, self.value(t)) for p, t in tensors_in(where) if t.is_floating_point()]
-        with torch._C.DisableTorchFunction():
-            result = function(*args, **kwargs)
-        call = Call(name_of(function), function, where, inputs, line_of_caller())
-        outputs = [t for _, t in tensors_in(result) if t.is_floating_point()]
-        if result is None and args and isinstance(args[0], Tensor):  # x[i] = y changes x
-            outputs = [args[0]]
-        for tensor in outputs:
-            if any(tensor is arg for _, arg in tensors_in(where)) and not is_in_place(function):
-                continue  # handed through, x.contiguous() for example
-            call.outputs.append(self._result(tensor, call))
-        self.calls.append(call)
-        return result
+    def result(self, dims: int, mixes: bool) -> Value:
+        """A value that the last call has made.
 
-    def _result(self, tensor: Tensor, call: Call) -> Value:
+        Args:
+            dims: how many dimensions the tensor has.
+            mixes: whether the result is no arithmetic of the operands but something new.
+        """
+        call = self.calls[-1]
         sources = [value for _, value in call.inputs]
-        new = self._new(tensor)
-        new.call = len(self.calls)
-        new.origins = frozenset().union(*({v.number} | v.origins for v in sources))
-        new.learned = bool(sources) and all(v.learned for v in sources)
-        if call.name in ALIASES and sources and not is_in_place(call.function):
+        learned = bool(sources) and not call.reads_integers and all(v.learned for v in sources)
+        new = self._new(dims, learned)
+        new.call = len(self.calls) - 1
+        for value in sources:
+            new.origins |= value.origins | 1 << value.number
+        is_alias = call.name in ALIASES and bool(sources) and not is_in_place(call.function)
+        if is_alias:
             new.alias = sources[0].alias
+        if sources and (is_alias or not mixes):
+            new.terms = 0
+            for value in sources:
+                new.terms |= value.terms
+        if call.function in MATRIX_PRODUCTS:
+            new.scores = all(self.values[v.alias].parameter is None for v in sources)
+        elif is_alias or not mixes or call.name == "add":
+            new.scores = any(v.scores for v in sources)
+        call.outputs.append(new)
         return new
+
+    def _new(self, dims: int, learned: bool) -> Value:
+        number = len(self.values)
+        new = Value(number, alias=number, terms=1 << number, learned=learned, dims=dims)
+        self.values.append(new)
+        self.learned |= learned << number
+        return new
+
+    def is_learned(self, value: Value) -> bool:
+        """Whether a value depends on a parameter."""
+        return value.learned or bool(value.origins & self.learned)
+
+
+def name_of(function: Any) -> str:
+    """A function's name, one for a method and its operator: ``mul`` for ``Tensor.__mul__``."""
+    name = getattr(function, "__name__", type(function).__name__)
+    return name if name == "__get__" else name.rstrip("_").removeprefix("__") or name
 
 
 def is_in_place(function: Any) -> bool:
@@ -179,56 +142,45 @@ def is_in_place(function: Any) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
+# torch.compile calls them while tracing and takes their results for constants.
+name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+is_in_place._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def tensors_in(arguments: Any, path: Path = ()) -> list[tuple[Path, Tensor]]:
+    """The tensors in nested lists, tuples and dicts, with the way to each."""
+    if isinstance(arguments, Tensor):
+        return [(path, arguments)]
+    found: list[tuple[Path, Tensor]] = []
+    if isinstance(arguments, list | tuple):
+        for i, item in enumerate(arguments):
+            found += tensors_in(item, (*path, i))
+    elif isinstance(arguments, dict):
+        for name, item in arguments.items():
+            found += tensors_in(item, (*path, name))
+    return found
+
+
+def with_tensors(whole: Any, new: dict[Path, Tensor], path: Path = ()) -> Any:
+    """Nested lists, tuples and dicts with other tensors at some paths."""
+    if path in new:
+        return new[path]
+    if isinstance(whole, dict):
+        return {name: with_tensors(item, new, (*path, name)) for name, item in whole.items()}
+    if type(whole) in (list, tuple):
+        items = [with_tensors(item, new, (*path, i)) for i, item in enumerate(whole)]
+        return items if isinstance(whole, list) else tuple(items)
+    return whole
+
+
 def line_of_caller() -> str:
-    """Where the model calls, as ``file:line``: the innermost line outside torch and this room."""
+    """Where the model calls, as ``file:line``: the innermost line outside torch and float8."""
     return next(_lines(traceback.walk_stack(None)), "an unknown line")
 
 
-def line_of_error(error: BaseException) -> str:
-    """Where the model made an error, in the same form."""
-    return [*_lines(traceback.walk_tb(error.__traceback__)), "an unknown line"][-2:][0]
-
-
 def _lines(frames: Iterator[tuple[Any, int]]) -> Iterator[str]:
-    torch_room, own_room = str(torch.__path__[0]), __file__.rpartition("/transforms/")[0]
+    torch_files, own_files = str(torch.__path__[0]), __file__.rpartition("/transforms/")[0]
     for frame, line in frames:
         name = frame.f_code.co_filename
-        if not name.startswith((torch_room, own_room, "<")):
+        if not name.startswith((torch_files, own_files, "<")):
             yield f"{name}:{line}"
-
-
-def on_fake_tensors(
-    model: nn.Module, flat: list[Any], run: Callable[[nn.Module, list[Any]], None]
-) -> None:
-    """Run a model's fake copy: ``run(copy, flat)``, with the tensors among ``flat`` made fake."""
-    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode, unset_fake_temporarily
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    with unset_fake_temporarily(), _unwatched():
-        # The environment is for sizes that depend on values: x[x > 0] has an unknown one.
-        fakes = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-        with fakes, FakeCopyMode(fakes):
-            twin = copy.deepcopy(model)
-        inputs = [
-            fakes.from_tensor(x.detach(), static_shapes=True) if isinstance(x, Tensor) else x
-            for x in flat
-        ]
-        with fakes, torch.no_grad():
-            run(twin, inputs)
-
-
-@contextlib.contextmanager
-def _unwatched() -> Iterator[None]:
-    """Without the modes of transformed models around this one, which would see what is no call."""
-    modes = []
-    while torch._C._len_torch_function_stack():
-        mode = _pop_mode()
-        if isinstance(mode, DeviceContext):  # torch.set_default_device's, always the last one
-            _push_mode(mode)
-            break
-        modes.append(mode)
-    try:
-        yield
-    finally:
-        for mode in reversed(modes):
-            _push_mode(mode)

@@ -19,9 +19,10 @@ would compute::
     y = x + i(x);  z = x + w(y)              edge to i: b_y b_z   to y: s_y b_z   to z: s_z
     z = x + a(x) + m(x)  (y = x + a(x))      edge to a: b_y s_z   to y: s_y s_z   to m: b_z
 
-If two ways from one edge ask for different factors, no factor of the edge is right; the last
-addition is then a plain sum. That does not happen to ``x + a(n(x)) + m(n(x))``, where ``n`` is on
-both ways: by the rule for ``tau`` below ``b_y s_z = b_z``.
+If two ways from one edge ask for different factors, no factor of the edge is right; the addition
+that brings the conflict is then a plain sum (`conflicts`). That does not happen to
+``x + a(n(x)) + m(n(x))``, where ``n`` is on both ways: by the rule for ``tau`` below
+``b_y s_z = b_z``.
 
 **tau** is that of `rules.transformer_residual_scaling_rule`, u-muP's appendix G with both of its
 multipliers 1, for all residual layers of the model in the order of their additions:
@@ -35,12 +36,11 @@ date from the time when tau was an interpolation weight, do not sum to any such 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from float8.unit_scaling.rules import transformer_residual_scaling_rule
-from float8.unit_scaling.transforms.recording import ALIASES, Call, Path, Value
-from float8.unit_scaling.transforms.sums import RESIDUAL, Kind
+from float8.unit_scaling.transforms.recording import ALIASES, Call, History, Path
 
 
 @dataclass(frozen=True)
@@ -58,86 +58,77 @@ class Residual:
         return weight / math.sqrt(1 + self.tau**2)
 
 
-@dataclass(frozen=True)
-class Edge:
-    """An operand of a call whose gradient is multiplied."""
-
-    call: int
-    path: Path
-    value: int
-    factor: float
-
-
 class Conflict(Exception):
-    """An addition that asks for another factor than one before it, on the same edge."""
-
-    def __init__(self, call: int) -> None:
-        super().__init__(call)
-        self.call = call
+    """Two residual additions ask for different factors of one edge."""
 
 
-def residuals(kinds: dict[int, Kind]) -> list[Residual]:
-    """The residual additions in order, each with its tau."""
-    found = [(call, kind) for call, kind in kinds.items() if kind.name == RESIDUAL]
-    tau = transformer_residual_scaling_rule()
-    return [
-        Residual(call, kind.skip, kind.root, tau(i, len(found)))
-        for i, (call, kind) in enumerate(found)
-    ]
+tau_of = transformer_residual_scaling_rule()
 
 
-def edges(calls: list[Call], values: list[Value], found: list[Residual]) -> list[Edge]:
-    """The operands whose gradients are multiplied, and by what.
+def conflicts(history: History, found: Sequence[Residual]) -> bool:
+    """Whether the last residual addition asks for another factor than the ones before it."""
+    root = found[-1].root
+    if all(r.root != root for r in found[:-1]):
+        return False
+    try:
+        list(_Root(root, history, _readers(history.calls), found).edges())
+    except Conflict:
+        return True
+    return False
 
-    Raises:
-        Conflict: no factors are right for all the additions.
-    """
-    readers: dict[int, list[tuple[int, Path]]] = {}
+
+def edges(history: History, found: Sequence[Residual]) -> dict[tuple[int, Path], float]:
+    """The operands whose gradients are multiplied, (call, path in its arguments), and by what."""
+    readers = _readers(history.calls)
+    roots = dict.fromkeys(r.root for r in found)
+    return {
+        edge: factor
+        for root in roots
+        for edge, factor in _Root(root, history, readers, found).edges()
+    }
+
+
+Readers = dict[int, list[tuple[int, Path]]]
+
+
+def _readers(calls: Sequence[Call]) -> Readers:
+    readers: Readers = {}
     for index, call in enumerate(calls):
         for path, value in call.inputs:
             readers.setdefault(value.number, []).append((index, path))
-    roots = dict.fromkeys(r.root for r in found)
-    return [edge for root in roots for edge in _Root(root, calls, values, found, readers).edges()]
+    return readers
 
 
 class _Root:
     """The edges from one value into its residual layers."""
 
     def __init__(
-        self,
-        root: int,
-        calls: list[Call],
-        values: list[Value],
-        found: list[Residual],
-        readers: dict[int, list[tuple[int, Path]]],
+        self, root: int, history: History, readers: Readers, found: Sequence[Residual]
     ) -> None:
-        self.calls, self.values, self.readers, self.root = calls, values, readers, root
+        self.calls, self.readers = history.calls, readers
+        self.same = [v for v in history.values if v.alias == root]
         self.additions = {r.call: r for r in found if r.root == root}
         self.after: dict[int, float | None] = {}  # addition -> the factors of those after it
 
-    def edges(self) -> Iterator[Edge]:
-        for value in self.values:
-            if value.alias != self.root:
-                continue
+    def edges(self) -> Iterator[tuple[tuple[int, Path], float]]:
+        for value in self.same:
             for call, path in self.readers.get(value.number, ()):
                 if self.calls[call].name in ALIASES:
                     continue  # its result is one of these values too
                 factor = self._factor([(call, path)])
                 if factor is not None:
-                    yield Edge(call, path, value.number, factor)
+                    yield (call, path), factor
 
     def _factor(self, starts: list[tuple[int, Path]]) -> float | None:
         """The product of the factors on the ways that begin with these reads; None: none does."""
-        factors: dict[int, float] = {}
+        agreed: float | None = None
         for call, operand in self._next_additions(starts):
             factor = self.additions[call].factor(operand)
             after = self._after(call)
-            factors[call] = factor if after is None else factor * after
-        agreed = next(iter(factors.values()), None)
-        for factor in factors.values():
-            assert agreed is not None
-            if not math.isclose(factor, agreed, rel_tol=1e-9):
-                raise Conflict(max(factors))
+            factor = factor if after is None else factor * after
+            if agreed is not None and not math.isclose(factor, agreed, rel_tol=1e-9):
+                raise Conflict
+            agreed = factor if agreed is None else agreed
         return agreed
 
     def _after(self, call: int) -> float | None:

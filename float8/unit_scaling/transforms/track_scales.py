@@ -174,7 +174,7 @@ class _Watching(Mode):
                 self._see_call(respelt(func), seen, result)
         return output
 
-    def finish(self) -> None:
+    def finish(self, result: Any) -> None:
         """Close the graph."""
         # What the forward returned is alive still; what is alive without users is most likely that.
         alive = set(self.nodes.values())

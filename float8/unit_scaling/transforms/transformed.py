@@ -55,8 +55,8 @@ class Mode(TorchFunctionMode):
         super().__init__()
         self.handlers = handlers
 
-    def finish(self) -> None:
-        """What is left to do, or to complain about, after an eager forward that did not fail."""
+    def finish(self, result: Any) -> None:
+        """What is left to do after a forward that returned ``result``."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -108,10 +108,11 @@ class Transformed:
         ordered = sorted(self.transforms, key=_depth, reverse=True)
         modes = [t.mode(self, plain, args, kwargs) for t in ordered]  # type: ignore[arg-type]
         if torch.compiler.is_compiling():  # which refuses checkpoints by itself
-            return _under(modes, plain, args, kwargs)
-        result = _finished(_under([*modes, RefusesCheckpointing()], plain, args, kwargs))
+            result = _under(modes, plain, args, kwargs)
+        else:
+            result = _finished(_under([*modes, RefusesCheckpointing()], plain, args, kwargs))
         for mode in modes:
-            mode.finish()
+            mode.finish(result)
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -19,46 +19,57 @@ model's own forward, however it is spelt, and calls the unit-scaled function in 
 4.  Weights are brought to standard deviation 1, biases to 0, and marked for the optimizers of
     u-muP (`unit_init`).
 
-Steps 2 and 3 look ahead, hence a plan (`plan`), made by running the model once on fake tensors when
-inputs of a new kind (number, rank, dtype, not size) come in, in training or not. Under
-``torch.compile`` it is made while tracing. A model whose path through its Python depends on the
-values in tensors, or on chance, cannot be planned, and says so.
+**No forward is predicted.** The mode notes what each tensor was computed from, in numbers, without
+keeping tensors (`recording`). When an addition comes, this says whether it is a residual layer. The
+branch has read its input by then, and that read multiplies the gradient by a factor which depends
+on the addition. So an operand is read through an identity whose backward asks for its factor when
+it runs, after the forward (`decisions`); the same holds for step 3. A model may therefore take
+another path in every forward: skip a mask, route tokens, leave out layers.
+
+``torch.compile`` wants these factors as constants: it traces a forward twice, and finds them in the
+first trace (`tracing`). The forward has to be one graph.
+
+One number is needed before the forward: the depth rule divides by the number of residual layers.
+It is counted in the first forward, which runs once more on copies for it (`copies`), and stays.
+It belongs to the model, as its weights do, and deepcopy and pickle take it along.
 """
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from float8.unit_scaling import functional as U
-from float8.unit_scaling import registry
 from float8.unit_scaling.scale import scale_bwd
 from float8.unit_scaling.spellings import respelt
+from float8.unit_scaling.transforms.copies import on_copies
+from float8.unit_scaling.transforms.decisions import (
+    Decisions,
+    Factors,
+    Step,
+)
 from float8.unit_scaling.transforms.decompositions import decomposition_of
-from float8.unit_scaling.transforms.inputs import filled, kind_of, skeleton_of
-from float8.unit_scaling.transforms.plan import Plan, Step, make_plan, results_of, rules_of
 from float8.unit_scaling.transforms.recording import (
+    ALIASES,
     Path,
-    Recorder,
-    Value,
-    at,
-    line_of_caller,
-    line_of_error,
+    is_in_place,
     name_of,
-    on_fake_tensors,
     tensors_in,
-    with_at,
+    with_tensors,
 )
 from float8.unit_scaling.transforms.replace import made_visible
+from float8.unit_scaling.transforms.rules import Rules, is_weight, rules_of
+from float8.unit_scaling.transforms.sums import ADDITIONS, KEEP, RESIDUAL
+from float8.unit_scaling.transforms.tracing import Traceable, TracedDecisions
 from float8.unit_scaling.transforms.transformed import (
     Mode,
-    Transform,
     Transformed,
-    model_of,
     transformed,
 )
 from float8.unit_scaling.transforms.unit_init import output_weights, unit_init
@@ -87,8 +98,9 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
     Raises:
         TypeError: ``module`` is no module, or a compiled one; ``replace`` holds no functions.
         ValueError: the module is unit-scaled already, or has parameters on the meta device; or a
-            key of ``replace`` is not found where the module would look for it. While running: the
-            forward cannot be planned, or takes another way than planned.
+            key of ``replace`` is not found where the module would look for it. While running: a
+            product has no unit-scaled version, or a trained parameter is none of the model's; or,
+            the first time, the arguments cannot be copied.
     """
     functions = dict(replace or {})
     for function in (*functions, *functions.values()):
@@ -111,7 +123,7 @@ def _refuse_products_in_float8(model: nn.Module) -> None:
             )
 
 
-class UnitScale(Transform):
+class UnitScale(Traceable):
     """Calls unit-scaled functions in place of a model's; see the module."""
 
     depth: ClassVar[int] = 1
@@ -120,30 +132,166 @@ class UnitScale(Transform):
         self.replace = replace
 
     def mode(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Mode:
-        """The mode that carries out the plan for these inputs."""
-        arguments = (args, kwargs)
-        tensors = [tensor for _, tensor in tensors_in(arguments)]
-        plan = plan_for(id(model), skeleton_of(arguments), *tensors)
-        return UnitScaleMode(plan, rules_of(dict(self.replace)))
+        """The mode for one forward."""
+        rules = rules_of(dict(self.replace))
+        if torch.compiler.is_dynamo_compiling():
+            return UnitScaleMode(TracedDecisions(id(model)), rules, model, {})
+        if self.layers is None:
+            self.layers = on_copies(model, args, kwargs, functools.partial(_count, rules))
+        decisions = Decisions(rules, output_weights(model), self.layers)
+        return UnitScaleMode(decisions, rules, model, WeakIdKeyDictionary())
+
+    def traced(self, model: nn.Module, known: Factors | None) -> Decisions:
+        """The decisions for a forward that is traced."""
+        rules = rules_of(dict(self.replace))
+        return Decisions(rules, output_weights(model), self.layers, known, logs=known is None)
 
 
-class _Watch(Mode):
-    """Sees the calls that `call` is to decide about, and enters what hides others."""
+def _count(rules: Rules, twin: nn.Module, args: Any, kwargs: Any) -> int:
+    for module in twin.modules():
+        if isinstance(module, Transformed):  # there are no values to watch or to round
+            module.transforms = tuple(t for t in module.transforms if isinstance(t, UnitScale))
+    decisions = Decisions(rules, output_weights(twin), logs=True)
+    forward = super(Transformed, twin).forward  # type: ignore[misc]
+    mode = UnitScaleMode(decisions, rules, twin, WeakIdKeyDictionary())
+    with mode:
+        result = forward(*args, **kwargs)
+    mode.finish(result)
+    return len(decisions.found)
+
+
+class UnitScaleMode(Mode):
+    """Carries out decisions about the calls of one forward."""
+
+    def __init__(
+        self, decisions: Decisions | TracedDecisions, rules: Rules, model: nn.Module, numbers: Any
+    ) -> None:
+        super().__init__(rules)
+        self.decisions, self.numbers = decisions, numbers
+        for name, parameter in model.named_parameters():
+            self._outside(parameter, name)
+
+    def finish(self, result: Any) -> None:
+        """The forward has returned ``result``."""
+        self.decisions.finish(tuple([self._number(x) for x in floats_of(result)]))
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if isinstance(self.decisions, TracedDecisions) != torch.compiler.is_dynamo_compiling():
+            raise RuntimeError(
+                "torch.compile breaks the graph inside a unit-scaled model, whose parts cannot be "
+                "compiled one by one: fullgraph=True names the place. Change it, or run the model "
+                "in eager mode"
+            )
         kwargs, func = kwargs or {}, respelt(func)
         if getattr(func, "implementation", None) in self.handlers:
             func = func.implementation  # replaced by the name that it had before made_visible
         elif func not in self.handlers and (inside := _opened(func)) is not None:
             with self:
                 return inside(*args, **kwargs)
-        return self.call(func, args, kwargs)
+        return self._call(func, args, kwargs)
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do what is to be done for a call."""
-        raise NotImplementedError
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with _out_of_sight():
+            tensors = tensors_in((args, kwargs))
+            operands = [(path, x) for path, x in tensors if x.is_floating_point()]
+            step = self.decisions.begin(
+                func,
+                tuple([(path, self._number(x)) for path, x in operands]),
+                len(operands) < len(tensors),
+                func in ADDITIONS and _is_plain(*args, **kwargs),
+                tuple([name for name, x in kwargs.items() if x is None or x is False]),
+            )
+        in_place = is_in_place(func) or kwargs.get("inplace") is True
+        changed = operands[0][1] if in_place and operands and func not in ADDITIONS else None
+        read = self._reads(step, func, [(path, x) for path, x in operands if x is not changed])
+        result = self._carry_out(step, func, *with_tensors((args, kwargs), read))
+        if func is Tensor.add_ and result is not args[0]:
+            result = args[0].copy_(result)
+        with _out_of_sight():
+            for path, x in operands:
+                if path in read and result is read[path]:
+                    result = x  # handed through, as dropout does in evaluation
+            effect = changed if result is None else None  # x[i] = y
+            outputs = [
+                x
+                for _, x in tensors_in((result, effect))
+                if x.is_floating_point()
+                and (in_place or not _is_any_of(x, [y for _, y in operands]))
+            ]
+            numbers = self.decisions.end(tuple([x.dim() for x in outputs]))
+            for x, number in zip(outputs, numbers, strict=True):
+                self.numbers[x] = number
+        return result
+
+    def _reads(
+        self, step: Step, func: Any, operands: list[tuple[Path, Tensor]]
+    ) -> dict[Path, Tensor]:
+        """What a call reads in place of its operands: identities that multiply gradients."""
+        if isinstance(self.decisions, TracedDecisions):
+            factors = dict(step.reads)
+            return {p: scale_bwd(x, factors[p]) for p, x in operands if p in factors}
+        if not torch.is_grad_enabled():
+            return {}
+        ask = self.decisions.factor_of_read
+        return {
+            path: scale_bwd(x, functools.partial(ask, step.number, path))
+            for path, x in operands
+            if x.requires_grad
+            and name_of(func) not in ALIASES
+            # A transform that this one calls may ask which weight it is.
+            and not (isinstance(x, nn.Parameter) and is_weight(path, func, self.handlers))
+        }
+
+    def _carry_out(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
+        if step.role == KEEP:
+            return func(*args, **kwargs)
+        if step.role == RESIDUAL:
+            pair = _addends(*args, **kwargs)
+            return U.residual_add(pair[1 - step.skip], pair[step.skip], step.tau)
+        if step.role == "readout":
+            return U.linear_readout(*args, **kwargs)
+        options: dict[str, Any] = {name: True for name in step.options}
+        if step.free:
+            options["constraint"] = None
+        elif step.may_be_free and isinstance(self.decisions, Decisions):
+            options["constraint"] = functools.partial(_undecided, self.decisions, step.number)
+        if step.dropped:
+            kwargs = {name: x for name, x in kwargs.items() if name not in step.dropped}
+        rule = self.handlers[torch.add if func is Tensor.add_ else func]
+        return rule(*args, **kwargs, **options)
+
+    def _number(self, x: Tensor) -> int:
+        number = self.numbers.get(x)
+        if number is not None:
+            return number
+        if torch.compiler.is_dynamo_compiling():  # which shows no mode that x.T is a call
+            base = x._base
+            number = None if base is None else self.numbers.get(base)
+            if number is not None:
+                self.numbers[x] = self.decisions.view(number, x.dim())
+                return self.numbers[x]
+        return self._outside(x, None)
+
+    def _outside(self, x: Tensor, name: str | None) -> int:
+        is_parameter = isinstance(x, nn.Parameter)
+        shape = tuple(x.shape) if is_parameter else ()
+        trained = is_parameter and x.requires_grad
+        if trained and name is None:
+            name = ""
+        number = self.decisions.outside(x.dim(), name, trained, shape)
+        self.numbers[x] = number
+        return number
+
+
+def _undecided(decisions: Decisions, call: int, output: float, *grads: float) -> tuple[Any, ...]:
+    """A constraint: that on the output's scale, or none, whichever it turns out to be."""
+
+    def choose(grad: float) -> float:
+        return grad if decisions.is_free(call) else output
+
+    return (output, *[functools.partial(choose, grad) for grad in grads])
 
 
 def _opened(func: Any) -> Function | None:
@@ -153,136 +301,37 @@ def _opened(func: Any) -> Function | None:
     return decomposition_of(func)
 
 
-class _Record(_Watch):
-    """Writes every call to a recorder."""
-
-    def __init__(self, rules: Mapping[Function, Function], recorder: Recorder) -> None:
-        super().__init__(rules)
-        self.recorder = recorder
-
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self.recorder.record(func, args, kwargs)
-
-
-class UnitScaleMode(_Watch):
-    """Carries out a plan: the n-th call that it concerns takes the n-th step."""
-
-    def __init__(self, plan: Plan, rules: Mapping[Function, Function]) -> None:
-        super().__init__(rules)
-        self.plan, self.at = plan, 0
-        self.read: dict[tuple[int, float], Tensor] = {}  # what residual branches begin with
-
-    def finish(self) -> None:
-        """Refuses a forward that stopped early: gradients were scaled for what did not follow."""
-        if self.at < len(self.plan.steps):
-            _refuse_detour(self.plan, self.at, "returns")
-
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Take the next step if it is a call that the plan concerns, else leave it."""
-        name = name_of(func)
-        if name not in self.plan.names:
-            return func(*args, **kwargs)
-        if self.at >= len(self.plan.steps) or self.plan.steps[self.at].name != name:
-            _refuse_detour(self.plan, self.at, f"calls {name} at {line_of_caller()}")
-        step = self.plan.steps[self.at]
-        self.at += 1
-        whole = args, kwargs
-        for path, value, factor in step.edges:
-            whole = self._branching(whole, path, value, factor)
-        result = self._carry_out(step, func, *whole)
-        if func is Tensor.add_ and result is not args[0]:
-            return args[0].copy_(result)
-        return result
-
-    def _branching(self, whole: Any, path: Path, value: int, factor: float) -> Any:
-        if (value, factor) not in self.read:
-            self.read[value, factor] = scale_bwd(at(whole, path), factor)
-        return with_at(whole, path, self.read[value, factor])
-
-    def _carry_out(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
-        if step.role == "keep":
-            return func(*args, **kwargs)
-        if step.role == "residual":
-            pair = _addends(*args, **kwargs)
-            return U.residual_add(pair[1 - step.skip], pair[step.skip], step.tau)
-        if step.role == "readout":
-            return U.linear_readout(*args, **kwargs)
-        options: dict[str, Any] = {name: True for name in ("weight", "mix") if getattr(step, name)}
-        if step.free:
-            options["constraint"] = None
-        if step.dropped:
-            kwargs = {name: x for name, x in kwargs.items() if name not in step.dropped}
-        rule = self.handlers[torch.add if func is Tensor.add_ else func]
-        return rule(*args, **kwargs, **options)
-
-
 def _addends(input: Tensor, other: Tensor, alpha: float = 1) -> tuple[Tensor, Tensor]:
     return input, other
 
 
-def _refuse_detour(plan: Plan, at: int, what: str) -> None:
-    expected = plan.steps[at].name if at < len(plan.steps) else "the end of the forward"
-    raise RuntimeError(
-        f"unit_scale: the model {what}, where its plan has {expected}: "
-        "it takes another way than when it was planned for inputs of this kind. A model whose "
-        "control flow depends on values, on chance or on state cannot be unit-scaled as it is; "
-        "after a change of the model call unit_scale again"
-    )
+def _is_plain(input: Any, other: Any, *, alpha: float = 1, out: Any = None) -> bool:
+    if not isinstance(input, Tensor) or not isinstance(other, Tensor):
+        return False
+    if alpha != 1 or out is not None:
+        return False
+    return True if input.shape == other.shape else False  # noqa: SIM210  a guard of dynamo's
 
 
-def plan_for(number: int, skeleton: Any, *tensors: Tensor) -> Plan:
-    """The plan for a call of a model, made once for each kind of call.
-
-    Args:
-        number: the id of the transformed model.
-        skeleton: its arguments without tensors (`inputs.skeleton_of`).
-        tensors: those of its arguments, in order.
-    """
-    model = model_of(number)
-    kinds = tuple((t.dtype, t.dim()) for t in tensors)
-    training = tuple(m.training for m in model.modules())
-    key = kind_of(skeleton), kinds, training, tuple(registry.torch_map.items())
-    plans = _PLANS.setdefault(model, {})
-    if key not in plans:
-        plans[key] = _planned(model, skeleton, tensors)
-    return plans[key]
+def _is_any_of(x: Tensor, others: list[Tensor]) -> bool:
+    return any(x is y for y in others)
 
 
-# torch.compile runs it while tracing, with the example inputs, and takes its result for a constant.
-plan_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-_PLANS: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan]] = weakref.WeakKeyDictionary()
-
-
-def _planned(model: nn.Module, skeleton: Any, tensors: tuple[Tensor, ...]) -> Plan:
-    assert isinstance(model, Transformed)
-    (transform,) = (t for t in model.transforms if isinstance(t, UnitScale))
-    recorder, rules = Recorder(), rules_of(dict(transform.replace))
-    results: list[Value] = []
-
-    def run(twin: nn.Module, fakes: list[Any]) -> None:
-        for name, parameter in twin.named_parameters():
-            recorder.value(parameter, name)
-        for module in twin.modules():
-            if isinstance(module, Transformed):  # there are no values to watch or to round
-                module.transforms = tuple(t for t in module.transforms if isinstance(t, UnitScale))
-        args, kwargs = filled(skeleton, iter(fakes))
-        forward = super(Transformed, twin).forward  # type: ignore[misc]
-        with _Record(rules, recorder):
-            returned = forward(*args, **kwargs)
-        results.extend(results_of(recorder, returned))
-
-    try:
-        on_fake_tensors(model, list(tensors), run)
-    except Exception as error:
-        raise ValueError(
-            f"unit_scale: {type(model).__mro__[2].__name__} cannot be planned; it stops at "
-            f"{line_of_error(error)} with {type(error).__name__}: {_first_line(error)}. Its "
-            "forward is run once on tensors that have shapes but no values: control flow that "
-            "reads values (if tensor: ..., range(tensor.item())) is not covered"
-        ) from error
-    return make_plan(rules, recorder, results, output_weights(model))
+def _out_of_sight() -> Any:
+    """Where looking at a tensor is no call that a mode sees; dynamo does not trace this context."""
+    if torch.compiler.is_dynamo_compiling():
+        return nullcontext()
+    return torch._C.DisableTorchFunction()
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0].rstrip(".")
+def floats_of(returned: Any) -> list[Tensor]:
+    """The floating-point tensors in nested lists, tuples, dicts and dataclasses."""
+    if isinstance(returned, Tensor):
+        return [returned] if returned.is_floating_point() else []
+    if isinstance(returned, Mapping):
+        returned = list(returned.values())
+    elif hasattr(returned, "__dict__") and not isinstance(returned, nn.Module):
+        returned = list(vars(returned).values())
+    if isinstance(returned, list | tuple):
+        return [x for item in returned for x in floats_of(item)]
+    return []

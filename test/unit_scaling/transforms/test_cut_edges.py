@@ -42,9 +42,7 @@ def test_a_chain_of_ten_thousand_calls_is_no_matter_of_recursion():
 
 
 def call(inputs, output):
-    made = Call("f", len, ((), {}), [((0, i), v) for i, v in enumerate(inputs)], "")
-    made.outputs.append(output)
-    return made
+    return Call("f", len, [((0, i), v) for i, v in enumerate(inputs)], outputs=[output])
 
 
 def test_calls_between_two_ways_are_not_on_cut_edges_and_weights_do_not_count():

@@ -1,38 +1,30 @@
-"""What is recorded of a forward, and what recording leaves alone."""
+"""What is known of a value by how it was computed."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
+from decided import decisions_of
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from float8.unit_scaling.transforms.recording import (
-    Recorder,
-    at,
-    line_of_error,
-    name_of,
-    on_fake_tensors,
-    tensors_in,
-    with_at,
-)
+from float8.unit_scaling.transforms.recording import name_of, tensors_in, with_tensors
+from float8.unit_scaling.transforms.unit_scale import unit_scale
 
 
-class Watch(TorchFunctionMode):
-    def __init__(self, recorder):
+class Runs(nn.Module):
+    def __init__(self, body):
         super().__init__()
-        self.recorder = recorder
+        self.w, self.body = nn.Parameter(torch.randn(3, 3)), body
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return self.recorder.record(func, args, kwargs or {})
+    def forward(self, x):
+        return self.body(self.w, x)
 
 
-def recorded(run):
-    recorder = Recorder()
-    with Watch(recorder):
-        result = run(recorder)
-    return recorder, result
+def recorded(body, x):
+    """The history of a forward, and the values that it returned."""
+    decisions = decisions_of(unit_scale(Runs(body)), x)
+    return decisions.history, decisions.results
 
 
 def test_a_name_is_one_for_a_method_and_its_operators():
@@ -43,86 +35,68 @@ def test_a_name_is_one_for_a_method_and_its_operators():
 
 
 def test_values_know_what_they_come_from():
-    x, y = torch.randn(2, 3), torch.randn(2, 3)
-    recorder, z = recorded(lambda r: (x * 2 + y).exp())
-    value = recorder.value(z)
-    assert {recorder.value(x).number, recorder.value(y).number} <= value.origins
-    assert recorder.calls[-1].name == "exp" and __file__ in recorder.calls[-1].line
+    history, (x, y, z) = recorded(lambda w, x: (x, y := x * 2, (y + x).exp()), torch.randn(2, 3))
+    assert [bool(z.origins >> v.number & 1) for v in (x, y, z)] == [True, True, False]
+    assert history.calls[-1].name == "exp" and z.call == len(history.calls) - 1
 
 
 def test_views_and_casts_are_aliases_and_what_has_changed_in_place_is_not():
-    x = torch.randn(2, 3)
+    def views(w, x):
+        same = [x, x.t(), x.T, x.view(6), x.double(), x.reshape(3, 2).contiguous(), x.contiguous()]
+        return same, x.clone().add_(1)
 
-    def run(recorder):
-        before = recorder.value(x)
-        views = [x.t(), x.T, x.view(6), x.double(), x.reshape(3, 2).contiguous(), x.contiguous()]
-        assert {recorder.value(v).alias for v in views} == {before.number}
-        x.add_(1)
-        after = recorder.value(x)
-        assert after.alias == after.number != before.number
-        assert before.number in after.origins
-        x[0] = 0.0
-        assert recorder.value(x) is not after
-
-    recorded(run)
+    _, (*same, changed) = recorded(views, torch.randn(2, 3))
+    assert {v.alias for v in same} == {same[0].number}
+    assert changed.alias == changed.number and changed.origins >> same[0].number & 1
 
 
-def test_what_comes_from_parameters_alone_is_learned():
-    w, x = nn.Parameter(torch.randn(3, 3)), torch.randn(2, 3)
+def test_a_tensor_that_was_changed_has_another_value():
+    def changes(w, x):
+        y = x * 2
+        y.mul_(2)
+        y[0] = 0.0
+        return y
 
-    def run(recorder):
-        recorder.value(w, "w")
-        assert recorder.value(w.t() * 2).learned and not recorder.value(x @ w).learned
+    history, (y,) = recorded(changes, torch.randn(2, 3))
+    names = [call.name for call in history.calls]
+    assert names == ["mul", "mul", "setitem"] and y.call == 2
 
-    recorded(run)
+
+def test_what_comes_from_parameters_alone_is_learned_but_not_what_ids_choose():
+    ids = torch.tensor([0, 2])
+    bodies = {
+        "weight": (lambda w, x: w.t() * 2, True),
+        "product": (lambda w, x: x @ w, False),
+        "embedding": (lambda w, x: F.embedding(ids, w), False),
+    }
+    for name, (body, expected) in bodies.items():
+        history, (value,) = recorded(body, torch.randn(2, 3))
+        assert value.learned == expected, name
+        assert history.is_learned(value), name
+
+
+def test_scores_are_products_of_activations_up_to_the_next_rule():
+    def attends(w, x):
+        q = x @ w
+        scores = q @ x.t()
+        return q, scores / 2, scores.view(-1), F.softmax(scores, -1)
+
+    _, values = recorded(attends, torch.randn(2, 3))
+    assert [v.scores for v in values] == [False, True, True, False]
 
 
 def test_integers_are_not_followed():
-    x = torch.arange(3)
-    recorder, _ = recorded(lambda r: x + 1)
-    assert recorder.values == [] and recorder.calls[0].inputs == []
+    history, results = recorded(lambda w, x: x + 1, torch.arange(3))
+    assert results == [] and history.calls[0].inputs == []
 
 
-def test_paths_lead_to_tensors_and_replace_them():
-    x, y = torch.randn(2), torch.randn(2)
-    whole = (([x, 1],), {"mask": y})
-    for path, tensor in tensors_in(whole):
-        assert at(whole, path) is tensor
-        new = with_at(whole, path, 7)
-        assert at(new, path) == 7
-        assert next(t for _, t in tensors_in(new)) is (x if tensor is y else y)
-    assert whole[0][0][0] is x
-
-
-class Busy(nn.Module):
-    """Draws numbers, changes buffers, and keeps tensors in attributes."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-        self.seen = None
-        self.shift = torch.zeros(3)
-
-    def forward(self, x):
-        self.seen = x
-        self.shift += 1
-        return self.norm(F.dropout(x + torch.rand(3) + self.shift, 0.5))
-
-
-def test_running_on_fake_tensors_changes_nothing_of_the_model():
-    model = Busy()
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    x, shapes = torch.randn(4, 3), []
-    state = torch.get_rng_state()
-    on_fake_tensors(model, [x], lambda m, flat: shapes.append(m(*flat).shape))
-    assert shapes == [(4, 3)]
-    assert model.seen is None and torch.equal(model.shift, torch.zeros(3))
-    assert torch.equal(torch.get_rng_state(), state)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
-
-
-def test_the_line_of_an_error_is_the_models():
-    with pytest.raises(RuntimeError) as caught:
-        F.linear(torch.randn(2, 3), torch.randn(2, 4))
-    assert __file__ in line_of_error(caught.value)
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_paths_lead_to_tensors_and_replace_them(kind):
+    x, y, z = torch.randn(3, 2).unbind()
+    whole = ((kind([x, 1]),), {"mask": y})
+    places = tensors_in(whole)
+    assert [path for path, _ in places] == [(0, 0, 0), (1, "mask")]
+    for path, _ in places:
+        new = tensors_in(with_tensors(whole, {path: z}))
+        assert [t is z for _, t in new] == [p == path for p, _ in places]
+    assert whole[0][0][0] is x and type(with_tensors(whole, {})[0][0]) is kind

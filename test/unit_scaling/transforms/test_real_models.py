@@ -1,0 +1,216 @@
+"""`unit_scale` on models that nobody wrote for it: HuggingFace's, and ones whose path varies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from assertions import assert_bitwise
+from torch import nn
+from torch._subclasses import FakeTensor
+
+from float8.unit_scaling import functional as U
+from float8.unit_scaling.transforms import unit_scale
+
+VOCABULARY, WIDTH = 96, 64
+
+
+def bert():
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return BertModel(BertConfig(vocab_size=VOCABULARY, intermediate_size=128, **sizes))
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=2, n_head=4))
+
+
+def llama(attention="sdpa"):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=VOCABULARY, intermediate_size=128, **sizes)
+    config._attn_implementation = attention
+    return LlamaForCausalLM(config)
+
+
+def eager_llama():
+    return llama("eager")
+
+
+def masks(batch, length):
+    padded = torch.ones(batch, length, dtype=torch.long)
+    padded[0, -3:] = 0
+    return {"none": None, "ones": torch.ones_like(padded), "padded": padded}
+
+
+def first_tensor(output):
+    return output[0]
+
+
+@pytest.mark.parametrize("make", [bert, gpt2, llama, eager_llama])
+def test_masks_of_any_kind_follow_one_another(make):
+    """HuggingFace leaves out the arithmetic of a mask of ones: another path in each forward."""
+    model, ids = unit_scale(make()).eval(), torch.randint(VOCABULARY, (4, 16))
+    found = {}
+    for kind, mask in [*masks(4, 16).items(), *masks(4, 16).items()]:
+        out = first_tensor(model(ids, attention_mask=mask))
+        out.square().mean().backward()
+        found.setdefault(kind, []).append(out.detach())
+    for kind, outputs in found.items():
+        assert_bitwise(*outputs, kind)
+    # Attention has a factor for causal masks, which HuggingFace drops for ones, and one for others.
+    torch.testing.assert_close(found["none"][0], found["ones"][0])
+    assert not torch.allclose(found["none"][0][0], found["padded"][0][0])
+
+
+@pytest.mark.parametrize("make", [bert, gpt2, llama, eager_llama])
+def test_weights_get_gradients_of_unit_scale(make):
+    """Within a factor of 5: words repeat, and so do gradients; the plain model's are far off."""
+    model, ids = unit_scale(make()), torch.randint(VOCABULARY, (16, 32))
+    out = first_tensor(model(ids, attention_mask=torch.ones_like(ids)))
+    out.backward(torch.randn_like(out))
+    for name, parameter in model.named_parameters():
+        # HuggingFace's eager attention multiplies scores of unit scale by 1/sqrt(d) once more.
+        unused = ("wpe", "position", "token_type", "pooler", "q_proj", "k_proj")
+        if parameter.dim() >= 2 and not any(part in name for part in unused):
+            scale = parameter.grad.square().mean().sqrt().item()
+            assert 1 / 5 < scale < 5, f"{name}: {scale}"
+
+
+def test_rotary_embeddings_change_no_scale():
+    """``q * cos + rotate(q) * sin`` is a rotation, not a sum of signals."""
+    model, scales = unit_scale(llama("eager")).eval(), []
+    attention = model.model.layers[0].self_attn
+    attention.k_proj.register_forward_hook(lambda m, args, out: scales.append(out.std()))
+    cache = model(torch.randint(VOCABULARY, (4, 32)), use_cache=True).past_key_values
+    torch.testing.assert_close(cache.layers[0].keys.std(), scales[-1], rtol=1e-4, atol=0)
+
+
+def test_a_cache_is_filled_once_and_with_real_tensors():
+    from transformers import DynamicCache
+
+    counted, ids = unit_scale(gpt2()).eval(), torch.randint(VOCABULARY, (2, 8))
+    counted(ids)
+    model = unit_scale(gpt2()).eval()
+    model.load_state_dict(counted.state_dict())
+    found = []
+    for each in (model, counted):  # the first forward of one, which counts, and none of the other
+        cache = DynamicCache()
+        logits = [each(part, past_key_values=cache).logits for part in ids.split(5, dim=1)]
+        assert cache.get_seq_length() == 8
+        keys = [layer.keys for layer in cache.layers]
+        assert not any(isinstance(x, FakeTensor) for x in keys)
+        found.append([*logits, *keys])
+    for mine, theirs in zip(*found, strict=True):
+        assert_bitwise(mine, theirs)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_generation_is_greedy_search_by_forwards(make):
+    model, ids = unit_scale(make()).eval(), torch.randint(VOCABULARY, (2, 6))
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    mask = torch.ones_like(ids)
+    model.generation_config.eos_token_id = None
+    found = model.generate(ids, attention_mask=mask, use_cache=False, **options)
+    expected = ids
+    for _ in range(4):
+        with torch.no_grad():
+            chosen = model(expected).logits[:, -1:].argmax(-1)
+        expected = torch.cat([expected, chosen.squeeze(1)[:, None]], dim=1)
+    assert torch.equal(found, expected)
+    cached = model.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(cached[:, :7], found[:, :7]) and cached.shape == found.shape
+
+
+def test_compiled_numbers_are_eager_ones():
+    """Of a mask of ones HuggingFace makes nothing in eager mode and a mask in compiled code, where
+    attention has another factor; but it runs."""
+    model, ids = unit_scale(gpt2()).eval(), torch.randint(VOCABULARY, (2, 8))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    kinds, grads = masks(2, 8), []
+    for run in (compiled, model):
+        model.zero_grad()
+        assert run(ids, attention_mask=kinds["ones"], use_cache=False).logits.isfinite().all()
+        logits = run(ids, attention_mask=kinds["padded"], use_cache=False).logits
+        logits.backward(torch.ones_like(logits))
+        grads.append([logits.detach(), *(p.grad.clone() for p in model.parameters())])
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_arguments_may_be_one_tensor(need_weights):
+    model, x = unit_scale(nn.MultiheadAttention(64, 4, batch_first=True)), torch.randn(2, 8, 64)
+    out, _ = model(x, x, x, need_weights=need_weights)
+    heads = U.linear(x, model.in_proj_weight).view(2, 8, 3, 4, -1)
+    q, k, v = heads.permute(2, 0, 3, 1, 4)
+    if need_weights:  # which torch divides by the root of the head's width
+        a = U.matmul(U.softmax(U.matmul(q / 4, k.mT), -1), v)
+    else:
+        a = U.scaled_dot_product_attention(q, k, v)
+    expected = U.linear(a.transpose(1, 2).reshape(x.shape), model.out_proj.weight)
+    torch.testing.assert_close(out, expected)
+    y = x.clone()
+    torch.testing.assert_close(model(y, x, x, need_weights=need_weights)[0], out)
+
+
+# --- models whose path varies
+
+
+class Appends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(4, 4), []
+
+    def forward(self, x, box):
+        self.seen.append(x)
+        box["states"].append(self.layer(x))
+        return x + self.layer(x)
+
+
+def test_what_a_model_keeps_is_kept_once_and_is_real():
+    model, box = unit_scale(Appends()), {"states": []}
+    for times in (1, 2):
+        model(torch.randn(2, 4), box)
+        kept = [*model.seen, *box["states"]]
+        assert len(model.seen) == len(box["states"]) == times
+        assert not any(isinstance(x, FakeTensor) for x in kept)
+
+
+class Wavers(nn.Module):
+    """Leaves out a layer, or not, by a number that it reads from a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x, gate):
+        x = x + F.silu(self.a(x))
+        if gate.sum() > 0:
+            x = x + self.b(x)
+        return x
+
+
+def by_hand(model, x, is_open):
+    """With two layers, as the first forward, an open one, has counted."""
+    first, second = 1.0, 0.5**0.5
+    r, s = U.residual_split(x, first)
+    x = U.residual_add(U.silu(U.linear(r, model.a.weight, model.a.bias)), s, first)
+    if is_open:
+        r, s = U.residual_split(x, second)
+        x = U.residual_add(U.linear(r, model.b.weight, model.b.bias), s, second)
+    return x
+
+
+def test_a_path_that_depends_on_values_has_the_numbers_of_its_own_hand_written_form():
+    model, g = unit_scale(Wavers()), torch.randn(3, 6, dtype=torch.float64)
+    for gate in (1.0, -1.0, 1.0):
+        x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+        inputs = [x, model.a.weight]
+        found, expected = model(x, torch.tensor(gate)), by_hand(model, x, gate > 0)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        mine, theirs = (torch.autograd.grad(y, inputs, g) for y in (found, expected))
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
