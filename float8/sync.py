@@ -20,6 +20,7 @@ order they were registered in, and `FIRST_SYNC_CHECKS` compares the names before
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 import weakref
 from collections.abc import Callable
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     Group: TypeAlias = dist.ProcessGroup | DeviceMesh
 
+logger = logging.getLogger("float8")
 Key = tuple[DelayedScalingConfig, float, bool]
 
 
@@ -67,7 +69,7 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
     groups = _process_groups(group)
     casts = [cast for _, cast in modules_by_name(model, DelayedCast)]
     if not casts:
-        _warn_of_plain(model)
+        _tell_of_plain(model)
     # In a group of one rank too: it may be the wrong group.
     if _is_one_of_many() and _is_first(model, casts):
         for check in FIRST_SYNC_CHECKS:
@@ -79,15 +81,20 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
         callback(model)
 
 
-def _warn_of_plain(model: nn.Module) -> None:
-    is_converted = any(isinstance(module, Cast) for module in model.modules())
-    if not is_converted and not torch.compiler.is_compiling():
-        warnings.warn(
-            f"sync_float8_amax_and_scale_history: {type(model).__name__} has no float8 layer; "
-            "pass what convert_to_float8_training(model) returns",
-            stacklevel=3,
+def _tell_of_plain(model: nn.Module) -> None:
+    """Log a warning, once per model: it may be the wrong one, or a baseline in high precision."""
+    if torch.compiler.is_compiling() or model in _plain:
+        return
+    if not any(isinstance(module, Cast) for module in model.modules()):
+        _plain.add(model)
+        logger.warning(
+            "sync_float8_amax_and_scale_history: %s has no float8 layer; pass what "
+            "convert_to_float8_training(model) returns",
+            type(model).__name__,
         )
 
+
+_plain: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 # Called before the first all-reduce with the model and the ranks that take part: for packages
 # above, to raise where ranks disagree.
