@@ -8,8 +8,9 @@ attribute of the first, read in the thread that calls, and cannot trace the seco
 **Recomputation.** Activation checkpointing runs a part of the forward again during backward: later,
 when the scope may have ended, and on a GPU in one of autograd's own threads.
 `torch.utils.checkpoint` restores autocast and random state for that, and takes nothing more from
-outside. So the first `Switchable` of a process wraps the two places where it keeps the function of
-a region: the recomputation runs under the scopes that were open where the region began.
+outside. So the first scope of a process wraps the two places where it keeps the function of a
+region: the recomputation of every later region runs under the scopes that were open where that
+region began.
 """
 
 from __future__ import annotations
@@ -54,7 +55,6 @@ class Switchable(nn.Module):
     evaluates_in_high_precision: bool = False
 
     def _add_switch(self) -> None:
-        _carry_scopes_into_recomputations()
         self.switch = Switch()
 
     @property
@@ -127,6 +127,7 @@ def switched_off(modules: Iterable[Switchable]) -> Iterator[None]:
             for switch, was_off in switches:
                 switch.is_off = was_off
         return
+    _carry_scopes_into_recomputations()
     scope = Scope(modules)
     try:
         scope.open()
