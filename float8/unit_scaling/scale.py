@@ -74,9 +74,7 @@ class _Eager(torch.autograd.Function):
     backward = _Scaled.backward
 
 
-def _scaled(
-    x: Tensor, fwd: float | Tensor | None, bwd: float | Tensor | Later | None
-) -> Tensor:
+def _scaled(x: Tensor, fwd: float | Tensor | None, bwd: float | Tensor | Later | None) -> Tensor:
     is_eager = not torch.compiler.is_compiling()
     if is_eager and torch._C._functorch.peek_interpreter_stack() is None:
         return _Eager.apply(x, fwd, bwd)

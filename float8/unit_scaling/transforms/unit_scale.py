@@ -160,9 +160,7 @@ class UnitScale(Traceable):
         return Decisions(rules, outputs, self.layers, known, logs=known is None)
 
 
-def _count(
-    rules: Rules, outputs: frozenset[str], twin: nn.Module, args: Any, kwargs: Any
-) -> int:
+def _count(rules: Rules, outputs: frozenset[str], twin: nn.Module, args: Any, kwargs: Any) -> int:
     for module in twin.modules():
         if isinstance(module, Transformed):  # there are no values to watch or to round
             module.transforms = tuple(t for t in module.transforms if isinstance(t, UnitScale))
