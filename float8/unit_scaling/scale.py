@@ -60,6 +60,27 @@ class _Scaled(torch.autograd.Function):
         return (grad if bwd is None else _times(grad, bwd)), None, None
 
 
+class _Eager(torch.autograd.Function):
+    """`_Scaled` without functorch: torch inspects the signature of a forward without ``ctx`` in
+    every call, which takes longer than the rest."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, fwd: float | Tensor | None, bwd: float | Tensor | Later | None
+    ) -> Tensor:
+        ctx.bwd = bwd
+        return _Scaled.forward(x, fwd, bwd)
+
+    backward = _Scaled.backward
+
+
+def _scaled(x: Tensor, fwd: float | Tensor | None, bwd: float | Tensor | Later | None) -> Tensor:
+    is_eager = not torch.compiler.is_compiling()
+    if is_eager and torch._C._functorch.peek_interpreter_stack() is None:
+        return _Eager.apply(x, fwd, bwd)
+    return _Scaled.apply(x, fwd, bwd)
+
+
 def _times(x: Tensor, factor: float | Tensor) -> Tensor:
     if not isinstance(factor, Tensor):
         return x * factor
@@ -82,7 +103,7 @@ def scale_fwd(input: Tensor, scale: float | Tensor) -> Tensor:
     Raises:
         TypeError: ``scale`` is another tensor.
     """
-    return _Scaled.apply(input, _factor(scale, input), None)
+    return _scaled(input, _factor(scale, input), None)
 
 
 def scale_bwd(input: Tensor, scale: float | Tensor | Later) -> Tensor:
@@ -99,7 +120,7 @@ def scale_bwd(input: Tensor, scale: float | Tensor | Later) -> Tensor:
     Raises:
         TypeError: as for `scale_fwd`.
     """
-    return _Scaled.apply(input, None, scale if callable(scale) else _factor(scale, input))
+    return _scaled(input, None, scale if callable(scale) else _factor(scale, input))
 
 
 def scale_elementwise(

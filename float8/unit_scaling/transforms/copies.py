@@ -20,7 +20,7 @@ def on_copies(
     kwargs: Any,
     run: Callable[[nn.Module, Any, Any], Any],
 ) -> Any:
-    """``run(model, args, kwargs)`` with copies of all three, without gradients.
+    """``run(model, args, kwargs)`` with copies of all three.
 
     Parameters are shared, buffers and arguments are copied, and the random state is put back: the
     model, what it was called with, and what is drawn after it are as if it had not run. What a
@@ -29,7 +29,7 @@ def on_copies(
     Raises:
         ValueError: an argument, or a part of the model, cannot be copied.
     """
-    with _unwatched(), torch.no_grad(), _random_state_of(model):
+    with _unwatched(), _random_state_of(model):
         try:
             with _Detached():
                 shared: dict[int, Any] = {id(p): p for p in model.parameters()}
@@ -44,7 +44,11 @@ def on_copies(
 
 
 class _Detached(TorchFunctionMode):
-    """Tensors are copied without their graphs, which ``copy.deepcopy`` refuses to do."""
+    """Tensors are copied without their graphs, which ``copy.deepcopy`` refuses to do.
+
+    The forward may differentiate, or change in place, what it is called with: a copy requires
+    gradients where its tensor does, and is a leaf where its tensor is one.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -53,7 +57,11 @@ class _Detached(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         if id(tensor) not in memo:
-            memo[id(tensor)] = tensor.detach().clone()
+            new = tensor.detach().clone()
+            if tensor.requires_grad and torch.is_grad_enabled():
+                new.requires_grad_()
+                new = new if tensor.is_leaf else new.clone()
+            memo[id(tensor)] = new
         return memo[id(tensor)]
 
 

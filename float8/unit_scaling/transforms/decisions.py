@@ -145,7 +145,7 @@ class Decisions:
         """
         operands = [(path, self.history.values[number]) for path, number in inputs]
         call = Call(name_of(function), function, operands, reads_integers)
-        refuse_unscaled(call, self.rules, self.shapes)
+        refuse_unscaled(call, self.rules, self.history, self.shapes)
         self.history.calls.append(call)
         number = len(self.history.calls) - 1
         step = self._step(number, call, is_plain, defaults)

@@ -161,6 +161,7 @@ UNSCALED = frozenset(
     {
         *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc", "bilinear"),
         "embedding_bag",
+        *("grouped_mm", "_grouped_mm", "grouped_mm_fallback"),
         *("mv", "addmv", "addbmm", "inner", "tensordot", "chain_matmul", "multi_dot"),
         *("lstm", "gru", "rnn_tanh", "rnn_relu"),
         *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),

@@ -108,6 +108,7 @@ class _Root:
         self.calls, self.readers = history.calls, readers
         self.same = [v for v in history.values if v.alias == root]
         self.additions = {r.call: r for r in found if r.root == root}
+        self.last = max(self.additions)  # calls after it lead to no other
         self.after: dict[int, float | None] = {}  # addition -> the factors of those after it
 
     def edges(self) -> Iterator[tuple[tuple[int, Path], float]]:
@@ -144,6 +145,8 @@ class _Root:
         waiting = list(starts)
         while waiting:
             call, path = waiting.pop()
+            if call > self.last:
+                continue
             operand = 0 if path in ((0, 0), (1, "input")) else 1
             key = (call, operand if call in self.additions else 0)
             if key in seen:

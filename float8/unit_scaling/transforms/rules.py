@@ -13,7 +13,13 @@ import torch.nn.functional as F
 from float8.unit_scaling import functional as U
 from float8.unit_scaling import registry
 from float8.unit_scaling.transforms.products import ADDED, PRODUCTS, RIGHT, UNSCALED
-from float8.unit_scaling.transforms.recording import MATRIX_PRODUCTS, Call, Path, line_of_caller
+from float8.unit_scaling.transforms.recording import (
+    MATRIX_PRODUCTS,
+    Call,
+    History,
+    Path,
+    line_of_caller,
+)
 
 Function = Callable[..., Any]
 Rules = Mapping[Function, Function]
@@ -31,19 +37,24 @@ def rules_of(replace: Rules) -> dict[Function, Function]:
     return rules
 
 
-def refuse_unscaled(call: Call, rules: Rules, shapes: Mapping[int, tuple[int, ...]]) -> None:
+def refuse_unscaled(
+    call: Call, rules: Rules, history: History, shapes: Mapping[int, tuple[int, ...]]
+) -> None:
     """Refuses a product whose weight nothing would make up for.
 
     Args:
         call: the call, before it is made.
         rules: `rules_of` the transform.
+        history: the calls before.
         shapes: the shapes of the parameters, by the numbers of their values.
 
     Raises:
         ValueError: a trained parameter is none of the model's, or is read by a product that has
             no unit-scaled version.
     """
-    for weight in (v for _, v in call.inputs if v.trained):
+    for weight in (history.values[v.alias] for _, v in call.inputs):  # not its transpose
+        if not weight.trained:
+            continue
         if weight.parameter == "":
             raise ValueError(
                 f"unit_scale: {call.name} at {line_of_caller()} reads a trained parameter of shape "

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -81,21 +82,20 @@ def _roots(
 ) -> Iterator[tuple[int, int]]:
     """Where branch and skip part, and which operand is the skip; the nearest first."""
     operands = (left, right)
-    streams = [_stream(history, earlier, value) for value in operands]
-    for depth in range(max(map(len, streams))):
-        for skip, stream in enumerate(streams):
-            if depth < len(stream) and operands[1 - skip].origins >> stream[depth] & 1:
-                yield stream[depth], skip
+    for roots in zip_longest(*[_stream(history, earlier, value) for value in operands]):
+        for skip, root in enumerate(roots):
+            if root is not None and operands[1 - skip].origins >> root & 1:
+                yield root, skip
 
 
-def _stream(history: History, earlier: Mapping[int, Kind], value: Value) -> list[int]:
+def _stream(history: History, earlier: Mapping[int, Kind], value: Value) -> Iterator[int]:
     """A value, and what came into the residual layers that it is the result of."""
-    found = [value.alias]
-    while (call := history.values[found[-1]].call) is not None:
+    yield value.alias
+    while (call := history.values[value.alias].call) is not None:
         kind = earlier.get(call)
         if kind is None or kind.name != RESIDUAL:
             break
         skip = history.calls[call].operand(kind.skip, ("input", "other")[kind.skip])
         assert skip is not None
-        found.append(skip.alias)
-    return found
+        value = skip
+        yield value.alias

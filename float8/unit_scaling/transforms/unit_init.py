@@ -78,10 +78,17 @@ def is_norm(module: nn.Module) -> bool:
     )
 
 
-def output_weights(model: nn.Module) -> frozenset[str]:
-    """The names of the parameters of type "output"."""
-    named = model.named_parameters()
-    return frozenset(name for name, p in named if getattr(p, "mup_type", None) == "output")
+def output_weights(model: nn.Module, before: frozenset[str] = frozenset()) -> frozenset[str]:
+    """The names of the parameters of type "output".
+
+    ``before`` has those that were so earlier. What stands there now may have no type at all: a
+    tensor of ``torch.func.functional_call``, or of ``load_state_dict(..., assign=True)``.
+    """
+    return frozenset(
+        name
+        for name, parameter in model.named_parameters()
+        if getattr(parameter, "mup_type", "output" if name in before else None) == "output"
+    )
 
 
 def _type(bias: bool, norm: bool, output: bool) -> MupType:

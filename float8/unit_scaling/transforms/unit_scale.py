@@ -79,6 +79,14 @@ M = TypeVar("M", bound=nn.Module)
 
 OURS = "float8.unit_scaling.functional"  # what is unit-scaled already
 
+# What concerns a tensor itself and its place in the graph, and does not read its values.
+_OF_THE_GRAPH = frozenset(
+    {
+        *(torch.autograd.grad, torch.autograd.backward),
+        *(Tensor.backward, Tensor.register_hook, Tensor.retain_grad),
+    }
+)
+
 
 def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) -> M:
     """A unit-scaled copy of a model.
@@ -106,9 +114,11 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
     for function in (*functions, *functions.values()):
         if not callable(function):
             raise TypeError(f"replace maps functions to functions, got {function!r}")
-    new = transformed(module, UnitScale(tuple(functions.items())))
+    transform = UnitScale(tuple(functions.items()))
+    new = transformed(module, transform)
     _refuse_products_in_float8(new)
     unit_init(new)
+    transform.outputs = output_weights(new)
     made_visible(new, [f for f in functions if f not in functions.values()])
     return new
 
@@ -127,6 +137,7 @@ class UnitScale(Traceable):
     """Calls unit-scaled functions in place of a model's; see the module."""
 
     depth: ClassVar[int] = 1
+    outputs: frozenset[str] = frozenset()  # the output weights, as `unit_init` has found them
 
     def __init__(self, replace: tuple[tuple[Function, Function], ...] = ()) -> None:
         self.replace = replace
@@ -137,21 +148,23 @@ class UnitScale(Traceable):
         if torch.compiler.is_dynamo_compiling():
             return UnitScaleMode(TracedDecisions(id(model)), rules, model, {})
         if self.layers is None:
-            self.layers = on_copies(model, args, kwargs, functools.partial(_count, rules))
-        decisions = Decisions(rules, output_weights(model), self.layers)
+            count = functools.partial(_count, rules, self.outputs)
+            self.layers = on_copies(model, args, kwargs, count)
+        decisions = Decisions(rules, output_weights(model, self.outputs), self.layers)
         return UnitScaleMode(decisions, rules, model, WeakIdKeyDictionary())
 
     def traced(self, model: nn.Module, known: Factors | None) -> Decisions:
         """The decisions for a forward that is traced."""
         rules = rules_of(dict(self.replace))
-        return Decisions(rules, output_weights(model), self.layers, known, logs=known is None)
+        outputs = output_weights(model, self.outputs)
+        return Decisions(rules, outputs, self.layers, known, logs=known is None)
 
 
-def _count(rules: Rules, twin: nn.Module, args: Any, kwargs: Any) -> int:
+def _count(rules: Rules, outputs: frozenset[str], twin: nn.Module, args: Any, kwargs: Any) -> int:
     for module in twin.modules():
         if isinstance(module, Transformed):  # there are no values to watch or to round
             module.transforms = tuple(t for t in module.transforms if isinstance(t, UnitScale))
-    decisions = Decisions(rules, output_weights(twin), logs=True)
+    decisions = Decisions(rules, output_weights(twin, outputs), logs=True)
     forward = super(Transformed, twin).forward  # type: ignore[misc]
     mode = UnitScaleMode(decisions, rules, twin, WeakIdKeyDictionary())
     with mode:
@@ -232,7 +245,7 @@ class UnitScaleMode(Mode):
         if isinstance(self.decisions, TracedDecisions):
             factors = dict(step.reads)
             return {p: scale_bwd(x, factors[p]) for p, x in operands if p in factors}
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or func in _OF_THE_GRAPH:
             return {}
         ask = self.decisions.factor_of_read
         return {

@@ -372,3 +372,64 @@ def test_an_embedding_bag_is_refused_by_its_weight():
     # Its sums and means of rows have no factor that would give them unit scale.
     with pytest.raises(ValueError, match=r"embedding_bag at .* bag\.weight"):
         unit_scale(Bag())(torch.randint(10, (6, 5)))
+
+
+class Named(nn.Module):
+    """A residual layer, and an output layer by its usual name."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(x + F.silu(self.a(x)))
+
+
+def test_an_output_layer_stays_one_where_its_weight_has_lost_its_type():
+    model, x = unit_scale(Named()), torch.randn(3, 16)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    first = torch.func.functional_call(model, weights, (x,))  # counts the layers, too
+    assert torch.equal(first, model(x))
+    model.load_state_dict(weights, assign=True)
+    assert not hasattr(model.head.weight, "mup_type") and torch.equal(first, model(x))
+
+
+def test_a_forward_may_differentiate_and_hook_what_it_has_computed():
+    class Force(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy, self.seen = Named(), []
+
+        def forward(self, x):
+            x.requires_grad_()
+            hidden = x * 2
+            hidden.retain_grad()
+            hidden.register_hook(self.seen.append)
+            energy = self.energy(hidden).sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+            return energy, force, hidden
+
+    model, x = unit_scale(Force()), torch.randn(3, 16)
+    energy, force, hidden = model(x)
+    assert len(model.seen) == 1
+    (expected,) = torch.autograd.grad(energy, x, retain_graph=True)
+    # Up to one factor: what comes over cut-edges is only known when the forward is over.
+    torch.testing.assert_close(force / force.norm(), expected / expected.norm())
+    energy.backward()
+    assert len(model.seen) == 3
+    torch.testing.assert_close(hidden.grad, sum(model.seen).detach())
+
+
+def test_a_grouped_product_by_a_weight_is_refused_transposed_too():
+    class Experts(nn.Module):
+        def __init__(self, product):
+            super().__init__()
+            self.weight, self.product = nn.Parameter(torch.randn(2, 16, 16)), product
+
+        def forward(self, x):
+            ends = torch.tensor([2, 4], dtype=torch.int32)
+            return self.product(x, self.weight.transpose(-2, -1), offs=ends)
+
+    for product in (torch._grouped_mm, F.grouped_mm):
+        with pytest.raises(ValueError, match=r"grouped_mm at .* multiplies by weight"):
+            unit_scale(Experts(product))(torch.randn(4, 16))
