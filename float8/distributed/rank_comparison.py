@@ -44,7 +44,6 @@ class Statement(NamedTuple):
     layers: dict[str, Facts]
 
 
-
 def is_one_of_many() -> bool:
     """Whether there is another process to compare with."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
