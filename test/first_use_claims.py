@@ -329,6 +329,22 @@ def a_trial_with_an_optimizer_on_one_rank_is_left_alone(rank):
     assert "dynamic rowwise" in message_of(lambda: trained(model))
 
 
+def a_trial_before_the_group_is_made_is_left_alone(rank):
+    """As torchrun starts processes: it compares nothing, and does not count as a comparison."""
+    gc.collect()
+    with (
+        mock.patch.object(dist, "is_torchelastic_launched", return_value=True),
+        mock.patch.object(dist, "is_initialized", return_value=False),
+    ):
+        model = converted()
+        if rank == 0:
+            trained(model)
+    model = ddp(model)
+    trained(model)
+    assert model.module.layers["k"] in first_use._compared
+    assert not torch_module._global_forward_pre_hooks
+
+
 def a_sample_of_one_rank_is_left_alone(rank):
     """Of a generator, before it is wrapped, where its critic steps first."""
     gc.collect()

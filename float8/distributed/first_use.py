@@ -77,12 +77,17 @@ def _after_conversion(model: nn.Module) -> None:
 def _wait_for(model: nn.Module) -> None:
     WAITING.add(model)
     _without_layers.clear()
-    launched = dist.is_available() and dist.is_torchelastic_launched()
-    if (is_one_of_many() or launched) and not _installed:
+    if _may_be_one_of_many() and not _installed:
         handle = register_module_forward_pre_hook(_before_forward)
         _install_lasting_hooks()
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global")
         _installed.append((handle, warnings.filters[0]))
+
+
+def _may_be_one_of_many() -> bool:
+    """Whether there are other processes, or may be as soon as the process group is made."""
+    launched = dist.is_available() and dist.is_torchelastic_launched()
+    return is_one_of_many() or (launched and not dist.is_initialized())
 
 
 @functools.cache
@@ -154,7 +159,7 @@ def compare_before(model: nn.Module, entry: str) -> None:
     wrapped = [m for m in modules if isinstance(m, DistributedDataParallel)]
     if wrapped and not (trains and all(m.require_backward_grad_sync for m in wrapped)):
         return  # a rank may do that alone
-    if is_one_of_many():
+    if _may_be_one_of_many():
         by_ranks = _facts_by_ranks(model)
         if not by_ranks:
             for root in roots:

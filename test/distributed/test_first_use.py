@@ -21,6 +21,7 @@ ON_TWO = {
     "a gather that never meets fsdp2": ("a_gather_that_never_meets_fsdp2_is_told",),
     "a compiled function": ("the_entry_of_a_model_in_a_function_that_is_compiled",),
     "a trial with an optimizer": ("a_trial_with_an_optimizer_on_one_rank_is_left_alone",),
+    "a trial before the group": ("a_trial_before_the_group_is_made_is_left_alone",),
     "a sample of one rank": ("a_sample_of_one_rank_is_left_alone",),
     "a teacher": ("a_teacher_does_not_keep_the_hook",),
     "parts of a model": ("parts_that_run_by_themselves_are_compared",),
