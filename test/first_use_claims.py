@@ -231,6 +231,19 @@ def a_rank_that_does_not_arrive_is_named(rank):
         store.set_timeout(kept)
 
 
+def a_new_process_group_begins_anew(rank):
+    """Also behind a comparison that not all ranks made: their counts would differ."""
+    a_rank_that_does_not_arrive_is_named(rank)
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    dist.destroy_process_group()
+    anew = dist.PrefixStore("anew", store)
+    dist.init_process_group("gloo", store=anew, rank=rank, world_size=2)
+    trained(ddp(converted()))
+    model = ddp(converted(recipe="rowwise" if rank == 1 else "tensorwise"))
+    assert "dynamic rowwise" in message_of(lambda: trained(model))
+
+
 def ddp_without_collectives(model):
     """DDP, whose constructor would need rank 1: as it is when ranks differ in the first forward."""
     wrapped = DistributedDataParallel(model, process_group=dist.new_group([0]))
@@ -296,6 +309,77 @@ def a_trial_of_one_rank_is_left_alone(rank):
             trained(model)
     trained(model)
     assert model.module.layers["k"] in first_use._compared
+
+
+def a_trial_with_an_optimizer_on_one_rank_is_left_alone(rank):
+    """The wait that its step ends begins again with DDP."""
+    gc.collect()
+
+    def tried(recipe="tensorwise"):
+        model = converted(recipe=recipe)
+        if rank == 0:
+            trained(model)
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            assert not torch_module._global_forward_pre_hooks
+        return ddp(model)
+
+    trained(tried())
+    assert not torch_module._global_forward_pre_hooks
+    model = tried("rowwise" if rank == 1 else "tensorwise")
+    assert "dynamic rowwise" in message_of(lambda: trained(model))
+
+
+def a_trial_before_the_group_is_made_is_left_alone(rank):
+    """As torchrun starts processes: it compares nothing, and does not count as a comparison."""
+    gc.collect()
+    with (
+        mock.patch.object(dist, "is_torchelastic_launched", return_value=True),
+        mock.patch.object(dist, "is_initialized", return_value=False),
+    ):
+        model = converted()
+        if rank == 0:
+            trained(model)
+    model = ddp(model)
+    trained(model)
+    assert model.module.layers["k"] in first_use._compared
+    assert not torch_module._global_forward_pre_hooks
+
+
+def a_sample_of_one_rank_is_left_alone(rank):
+    """Of a generator, before it is wrapped, where its critic steps first."""
+    gc.collect()
+    for wrap in (ddp, fsdp2):
+        generator, critic = converted(), wrap(converted())
+        if rank == 0:
+            with torch.no_grad():
+                generator(torch.randn(16, 32))
+        generator = wrap(generator)
+        trained(critic)
+        torch.optim.SGD(critic.parameters(), lr=0.1).step()
+        trained(generator)
+        assert not torch_module._global_forward_pre_hooks
+
+
+def a_teacher_does_not_keep_the_hook(rank):
+    """A plain one, the same on all ranks, that only ever runs without gradients."""
+    gc.collect()
+    teacher, student = converted().eval(), ddp(converted())
+    with torch.no_grad():
+        teacher(torch.randn(16, 32))
+    trained(student)
+    torch.optim.SGD(student.parameters(), lr=0.1).step()
+    assert not torch_module._global_forward_pre_hooks
+
+
+def parts_that_run_by_themselves_are_compared(rank):
+    """The root that was converted never runs, as its encoder and decoder do."""
+    gc.collect()
+    for wrap in (ddp, fsdp2):
+        model = convert_to_float8_training(nn.ModuleList([Layers(), Layers()]))
+        for part in [wrap(part) for part in model]:
+            trained(part)
+        assert not first_use.WAITING
+        assert not torch_module._global_forward_pre_hooks
 
 
 def models_without_data_parallelism_may_differ(rank):

@@ -11,8 +11,13 @@ Which ranks hold the same layers is read from the model: those of a DDP's or FSD
 and those of the device mesh of a parameter (FSDP2, tensor parallelism). So pipeline stages are
 compared with the ranks of their own stage. A model without either is not compared: its ranks may
 differ by design, or one of them tries it out before it is wrapped. The first step of an optimizer,
-or a hundred forwards, end the wait for it. Where gradients or shards are exchanged by position (DDP
-and FSDP1; within one unit of FSDP2) the order of the layers is compared too.
+or a hundred forwards, end the wait for it, until DDP or FSDP1 wraps it. Where gradients or shards
+are exchanged by position (DDP and FSDP1; within one unit of FSDP2) the order of the layers is
+compared too.
+
+An outermost module that was compiled in place (``model.compile()``) calls no hook outside of its
+graph. It is compared only by its first gather in float8 and by the first ``sync``. While it waits
+the hook stays, which costs compiled code nothing; its removal would compile that again.
 
 With weights that are gathered in float8 ranks also have to find the scales in the same way, all by
 `precompute_float8_dynamic_scale_for_fsdp` or all in their gathers. What they do is compared when
@@ -34,7 +39,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_pre_hook,
+    register_module_module_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -53,30 +61,55 @@ GATHER = "gathers weights without precompute_float8_dynamic_scale_for_fsdp"
 WAITING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # layers
 _without_layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# Of WAITING: how many forwards trained it with no other rank.
+# Of WAITING: those that ran with no other rank, and how many of these forwards trained.
 _alone: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_given_up: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # not of WAITING any more, after that
 _MANY = 100  # of such forwards
 _installed: list[tuple[Any, Any]] = []  # at most one: the hook's handle, and a warnings filter
 
 
 def _after_conversion(model: nn.Module) -> None:
-    layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
-    if layers and all(layer in _compared for layer in layers):
+    if _is_compared(model):
         return  # nothing was converted that had not been before
+    _wait_for(model)
+
+
+def _wait_for(model: nn.Module) -> None:
     WAITING.add(model)
     _without_layers.clear()
-    launched = dist.is_available() and dist.is_torchelastic_launched()
-    if (is_one_of_many() or launched) and not _installed:
+    if _may_be_one_of_many() and not _installed:
         handle = register_module_forward_pre_hook(_before_forward)
-        _install_step_hook()
+        _install_lasting_hooks()
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global")
         _installed.append((handle, warnings.filters[0]))
 
 
+def _may_be_one_of_many() -> bool:
+    """Whether there are other processes, or may be as soon as the process group is made."""
+    launched = dist.is_available() and dist.is_torchelastic_launched()
+    return is_one_of_many() or (launched and not dist.is_initialized())
+
+
 @functools.cache
-def _install_step_hook() -> None:
-    # One hook for the process, never removed: torch iterates over its hooks while they run.
-    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _give_up_on(list(_alone)))
+def _install_lasting_hooks() -> None:
+    # Once for the process, never removed: torch iterates over its hooks while they run.
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _after_step())
+    register_module_module_registration_hook(_after_registration)
+
+
+def _after_step() -> None:
+    if _alone:
+        _give_up_on([model for model in _alone if not _is_sharded(model)])
+
+
+def _after_registration(wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
+    """Wait again for a model that one rank tried out before all of them wrap it."""
+    if (_alone or _given_up) and model is not None and isinstance(wrapper, _wrappers()):
+        for inner in model.modules():
+            _alone.pop(inner, None)
+            if inner in _given_up:
+                _given_up.discard(inner)
+                _wait_for(inner)
 
 
 def _uninstall() -> None:
@@ -99,7 +132,9 @@ def _before_forward(module: nn.Module, args: Any) -> None:
 def _give_up_on(models: list[nn.Module]) -> None:
     for model in models:
         _alone.pop(model, None)
-        WAITING.discard(model)
+        if model in WAITING:
+            WAITING.discard(model)
+            _given_up.add(model)
     if _installed and not WAITING:
         _uninstall()
 
@@ -124,11 +159,11 @@ def compare_before(model: nn.Module, entry: str) -> None:
     wrapped = [m for m in modules if isinstance(m, DistributedDataParallel)]
     if wrapped and not (trains and all(m.require_backward_grad_sync for m in wrapped)):
         return  # a rank may do that alone
-    if is_one_of_many():
+    if _may_be_one_of_many():
         by_ranks = _facts_by_ranks(model)
         if not by_ranks:
-            for root in roots if trains else []:
-                _alone[root] = _alone.get(root, 0) + 1
+            for root in roots:
+                _alone[root] = _alone.get(root, 0) + trains
             _give_up_on([root for root, count in _alone.items() if count >= _MANY])
             return
         for ranks, facts in sorted(by_ranks.items()):
@@ -137,8 +172,15 @@ def compare_before(model: nn.Module, entry: str) -> None:
         _expect_second_scales(model)
         _warn_of_weights_that_are_not_gathered(model)
     _compared.update(layers)
-    for root in roots:
-        WAITING.discard(root)
+    for root in list(WAITING):
+        if root in modules or _is_compared(root):
+            WAITING.discard(root)
+
+
+def _is_compared(root: nn.Module) -> bool:
+    """Whether all layers of a model were compared, which may run in parts only."""
+    layers = [module for module in root.modules() if isinstance(module, Float8Linear)]
+    return bool(layers) and all(layer in _compared for layer in layers)
 
 
 def compare_before_gather(layer: nn.Module) -> None:
@@ -187,6 +229,10 @@ def _place(found: tuple[str, int] | None) -> Facts:
 
 def _ranks_of(parameter: Any) -> tuple[int, ...]:
     return tuple(sorted(parameter.device_mesh.mesh.flatten().tolist()))
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(hasattr(p, "device_mesh") and len(_ranks_of(p)) > 1 for p in model.parameters())
 
 
 def _wrappers() -> tuple[type[nn.Module], ...]:

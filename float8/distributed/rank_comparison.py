@@ -10,7 +10,10 @@ A rank that does not arrive is not an error yet: it may be compiling or loading.
 it in a warning after `NOTICE` seconds, and raise after the timeout of ``init_process_group``: the
 collective that follows a comparison would not wait longer either.
 
-One comparison costs each rank about five requests to the store, and one for each poll.
+Comparisons have numbers, which each rank counts in the store: a process that replaces another one
+goes on with the numbers of its rank, and a new store begins anew.
+
+One comparison costs each rank about six requests to the store, and one for each poll.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ import json
 import logging
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,9 +42,6 @@ class Statement(NamedTuple):
     rank: int
     entry: str
     layers: dict[str, Facts]
-
-
-_numbers: Counter[tuple[int, ...]] = Counter()  # comparisons so far, which all ranks count alike
 
 
 def is_one_of_many() -> bool:
@@ -71,9 +70,8 @@ def compare_ranks(
         RuntimeError: with what ``explain`` said, or naming the ranks that did not arrive in time.
     """
     if len(ranks) > 1 and is_one_of_many():
-        board = _Board(ranks)
         mine = Statement(dist.get_rank(), entry, layers)
-        trouble = board.verdict_on(mine, explain, trouble)
+        trouble = _Board(ranks, mine.rank).verdict_on(mine, explain, trouble)
     if trouble:
         raise RuntimeError(trouble)
 
@@ -81,12 +79,12 @@ def compare_ranks(
 class _Board:
     """The keys of one comparison in the store."""
 
-    def __init__(self, ranks: list[int]) -> None:
-        _numbers[tuple(ranks)] += 1
-        name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-        self.prefix = f"float8/{name}/{_numbers[tuple(ranks)]}/"
+    def __init__(self, ranks: list[int], rank: int) -> None:
         self.ranks = ranks
         self.store: Any = dist.distributed_c10d._get_default_store()
+        name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        number = self.store.add(f"float8/{name}/comparisons of {rank}", 1)
+        self.prefix = f"float8/{name}/{number}/"
 
     def verdict_on(
         self,

@@ -20,7 +20,12 @@ ON_TWO = {
     "a first gather without the hook": ("a_first_gather_compares_without_the_hook",),
     "a gather that never meets fsdp2": ("a_gather_that_never_meets_fsdp2_is_told",),
     "a compiled function": ("the_entry_of_a_model_in_a_function_that_is_compiled",),
-    "a rank that does not arrive": ("a_rank_that_does_not_arrive_is_named",),
+    "a trial with an optimizer": ("a_trial_with_an_optimizer_on_one_rank_is_left_alone",),
+    "a trial before the group": ("a_trial_before_the_group_is_made_is_left_alone",),
+    "a sample of one rank": ("a_sample_of_one_rank_is_left_alone",),
+    "a teacher": ("a_teacher_does_not_keep_the_hook",),
+    "parts of a model": ("parts_that_run_by_themselves_are_compared",),
+    "a rank that does not arrive": ("a_new_process_group_begins_anew",),
 }
 ON_FOUR = {
     "pipeline stages": ("stages_are_compared_with_their_own_ranks",),

@@ -34,9 +34,7 @@ def verdicts(monkeypatch):
             trouble = "trouble of its own" if rank in troubles else None
             return board.verdict_on(mine, differing, trouble)
 
-        boards = [rank_comparison._Board(ranks) for _ in ranks]
-        for board in boards:
-            board.prefix = boards[0].prefix
+        boards = [rank_comparison._Board(ranks, rank) for rank in ranks]
         here = [rank for rank in ranks if layers[rank] is not None and rank != late]
         with ThreadPoolExecutor(len(ranks)) as pool:
             found = list(pool.map(lambda rank: verdict(rank, boards[rank]), here))
