@@ -134,7 +134,7 @@ part environment 20 python3 -c \
     'from benchmarks import report; print(*report.environment("cuda").items(), sep="\n")'
 tee -a "$report" <"$log"
 nvidia-smi 2>&1 | tee -a "$report"
-for package in pytest xdist hypothesis triton torchao; do
+for package in pytest xdist hypothesis tabulate triton torchao; do
     has "$package" || say "   not installed: $package"
 done
 
