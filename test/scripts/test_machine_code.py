@@ -5,6 +5,7 @@ Listings are written by hand; `test/kernels/gpu/test_machine_code.py` scans the 
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -281,6 +282,10 @@ def test_the_command_reads_files_and_directories(tmp_path, capsys):
     good.write_text("        /*0000*/  MOV R8, RZ ;\n        /*0010*/  STS [R8], R8 ;\n")
     bad.write_text("        /*0000*/  MOV R8, R1 ;\n        /*0010*/  STS [RZ], R8 ;\n")
     none.mkdir()
+    broken = tmp_path / "broken.cubin"
+    broken.write_bytes(b"\x7fELF and nothing more")
+    assert machine_code.main([str(broken), str(good)]) == 1, "and the next file is read"
+    assert re.search(r"nvdisasm of .* cannot read it(.|\n)*nothing found", capsys.readouterr().out)
     assert machine_code.main([str(good)]) == 0
     assert "nothing found" in capsys.readouterr().out
     assert machine_code.main([str(good), str(bad)]) == 1
