@@ -357,7 +357,7 @@ def _sizes(name: str, modifiers: Sequence[str]) -> tuple[int, int]:
     """Registers per operand and per result of a conversion between numbers of 32 and 64 bits."""
     if name == "F2F":
         return 2 if modifiers[-1] == "F64" else 1, 2 if "F64" in modifiers[:-1] else 1
-    if name == "I2F":
+    if name in ("I2F", "UI2F"):
         return 2 if {"U64", "S64"} & set(modifiers) else 1, 2 if "F64" in modifiers else 1
     return 1, 1
 
@@ -460,14 +460,14 @@ _TABLE: dict[str, Entry] = {
     **dict.fromkeys(("SGXT", "USGXT"), _one(_extended)),
     **dict.fromkeys(("LEA", "ULEA"), _one(_scaled_sum)),
     **dict.fromkeys(("IMAD", "UIMAD"), _multiplied),
-    **dict.fromkeys(("IADD3", "UIADD3", "VIADD"), _added),
+    **dict.fromkeys(("IADD", "IADD3", "UIADD3", "VIADD"), _added),
     **dict.fromkeys(
         ("IABS", "IMNMX", "UIMNMX", "VIMNMX", "UVIMNMX", "VIMNMX3", "VIADDMNMX", "POPC", "UPOPC",
          "FLO", "UFLO", "BREV", "UBREV", *_MAKES_INTEGERS), _integers,
     ),
     **dict.fromkeys(
-        ("FADD", "FMUL", "FFMA", "FHADD", "FMNMX", "FMNMX3", "MUFU", "FRND", "I2F", "I2FP",
-         "F2F", *_PACKED, *_PAIRS, *_DOUBLES), _floats,
+        ("FADD", "FMUL", "FFMA", "UFFMA", "FHADD", "FMNMX", "FMNMX3", "MUFU", "FRND", "I2F", "UI2F",
+         "I2FP", "F2F", *_PACKED, *_PAIRS, *_DOUBLES), _floats,
     ),
     **dict.fromkeys(("HMMA", "QMMA", "QGMMA"), _matrix),
     "F2FP": _one(_converted),
