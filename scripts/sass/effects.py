@@ -297,6 +297,17 @@ def _copied(read: Reader, instruction: Instruction) -> int:
     return read.operand(instruction.operands[1])
 
 
+def _moved(instruction: Instruction) -> tuple[int, Effect]:
+    """MOV, and UMOV.64 of a pair of registers or of a constant of 64 bits."""
+    source = instruction.operands[1]
+    if "64" not in instruction.modifiers:
+        return 1, lambda read: [read.operand(source)]
+    if immediate(source) is None:
+        return 2, lambda read: [read.operand(source), read.operand(source, 1)]
+    value = int(source, 0)
+    return 2, lambda read: [of_constant(value & WORD), of_constant(value >> 32 & WORD)]
+
+
 def _selected(read: Reader, instruction: Instruction) -> int:
     return read.operand(instruction.operands[1]) | read.operand(instruction.operands[2])
 
@@ -452,7 +463,8 @@ def _matrix(instruction: Instruction) -> tuple[int, Effect]:
 _TABLE: dict[str, Entry] = {
     **dict.fromkeys(LOADS, _load),
     **dict.fromkeys(("S2R", "S2UR", "CS2R", "LDC", "LDCU", "ULDC"), _special),
-    **dict.fromkeys(("MOV", "UMOV", "R2UR", "SHFL", "REDUX", "CREDUX"), _one(_copied)),
+    **dict.fromkeys(("MOV", "UMOV"), _moved),
+    **dict.fromkeys(("R2UR", "SHFL", "REDUX", "CREDUX"), _one(_copied)),
     **dict.fromkeys(("SEL", "USEL", "FSEL"), _one(_selected)),
     **dict.fromkeys(("LOP3", "ULOP3"), _one(_lut)),
     **dict.fromkeys(("PRMT", "UPRMT"), _one(_permuted)),
@@ -466,8 +478,8 @@ _TABLE: dict[str, Entry] = {
          "FLO", "UFLO", "BREV", "UBREV", *_MAKES_INTEGERS), _integers,
     ),
     **dict.fromkeys(
-        ("FADD", "FMUL", "FFMA", "UFFMA", "FHADD", "FMNMX", "FMNMX3", "MUFU", "FRND", "I2F", "UI2F",
-         "I2FP", "F2F", *_PACKED, *_PAIRS, *_DOUBLES), _floats,
+        ("FADD", "FMUL", "FFMA", "UFADD", "UFMUL", "UFFMA", "FHADD", "FMNMX", "FMNMX3", "MUFU",
+         "FRND", "I2F", "UI2F", "I2FP", "F2F", *_PACKED, *_PAIRS, *_DOUBLES), _floats,
     ),
     **dict.fromkeys(("HMMA", "QMMA", "QGMMA"), _matrix),
     "F2FP": _one(_converted),

@@ -118,6 +118,17 @@ FAULTS = {
         LOP3.LUT R8, R1, 0xff, RZ, 0xc0, !PT
         STS.U8 [R4], R8
         EXIT""",
+    "in the high word of a sum of 64 bits": """
+        MOV R0, R6
+        MOV R7, R6
+        IADD.64 R8, R0, R6
+        STG.E.64 desc[UR4][R2.64], R8
+        EXIT""",
+    "in the high word of a copy of 64 bits": """
+        MOV R0, R6
+        MOV.64 R8, R0
+        STG.E.64 desc[UR4][R2.64], R8
+        EXIT""",
     "through the lanes of a warp": f"""
         SHFL.BFLY PT, R8, R1, 0x2, 0x1f
         {STORE}""",
@@ -209,6 +220,19 @@ CLEAN = {
         STG.E.U16 desc[UR4][R2.64], R9
         MOV R8, R6
         {STORE}""",
+    "64 bits, and floats of uniform registers": """
+        UMOV.64 UR6, 0x3fe62e42fefa39ef
+        MOV R7, R6
+        IADD.64 R8, R6, UR6
+        STG.E.64 desc[UR4][R2.64], R8
+        IADD R9, -R6, UR7
+        UI2F.U32.RP UR8, UR6
+        UFFMA UR9, -UR8, UR7, 1
+        UFMUL UR9, UR9, UR8
+        UFADD UR9, UR9, UR8
+        MOV R8, UR9
+        STG.E.64 desc[UR4][R2.64], R8
+        EXIT""",
     "what one caller keeps": f"""
         MOV R11, R1
         MOV R10, 0xa0
