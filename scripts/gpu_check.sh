@@ -134,11 +134,11 @@ part environment 20 python3 -c \
     'from benchmarks import report; print(*report.environment("cuda").items(), sep="\n")'
 tee -a "$report" <"$log"
 nvidia-smi 2>&1 | tee -a "$report"
-for package in pytest xdist hypothesis triton torchao; do
+for package in pytest xdist hypothesis tabulate triton torchao; do
     has "$package" || say "   not installed: $package"
 done
 
-tests cuda 105 8 cuda test/kernels test/activations/test_ops.py test/benchmarks/test_step.py \
+tests cuda 105 14 cuda test/kernels test/activations/test_ops.py test/benchmarks/test_step.py \
     test/benchmarks/test_bench_overhead.py test/dispatch/test_copies.py \
     test/numerics/test_statistics.py test/test_fused.py test/test_kernel_path.py test/test_linear.py
 benchmark bench_casts 45 benchmarks/bench_casts.py --repeats 5 --warmup 2 --stop-after 35

@@ -297,6 +297,17 @@ def _copied(read: Reader, instruction: Instruction) -> int:
     return read.operand(instruction.operands[1])
 
 
+def _moved(instruction: Instruction) -> tuple[int, Effect]:
+    """MOV, and UMOV.64 of a pair of registers or of a constant of 64 bits."""
+    source = instruction.operands[1]
+    if "64" not in instruction.modifiers:
+        return 1, lambda read: [read.operand(source)]
+    if immediate(source) is None:
+        return 2, lambda read: [read.operand(source), read.operand(source, 1)]
+    value = int(source, 0)
+    return 2, lambda read: [of_constant(value & WORD), of_constant(value >> 32 & WORD)]
+
+
 def _selected(read: Reader, instruction: Instruction) -> int:
     return read.operand(instruction.operands[1]) | read.operand(instruction.operands[2])
 
@@ -357,7 +368,7 @@ def _sizes(name: str, modifiers: Sequence[str]) -> tuple[int, int]:
     """Registers per operand and per result of a conversion between numbers of 32 and 64 bits."""
     if name == "F2F":
         return 2 if modifiers[-1] == "F64" else 1, 2 if "F64" in modifiers[:-1] else 1
-    if name == "I2F":
+    if name in ("I2F", "UI2F"):
         return 2 if {"U64", "S64"} & set(modifiers) else 1, 2 if "F64" in modifiers else 1
     return 1, 1
 
@@ -452,7 +463,8 @@ def _matrix(instruction: Instruction) -> tuple[int, Effect]:
 _TABLE: dict[str, Entry] = {
     **dict.fromkeys(LOADS, _load),
     **dict.fromkeys(("S2R", "S2UR", "CS2R", "LDC", "LDCU", "ULDC"), _special),
-    **dict.fromkeys(("MOV", "UMOV", "R2UR", "SHFL", "REDUX", "CREDUX"), _one(_copied)),
+    **dict.fromkeys(("MOV", "UMOV"), _moved),
+    **dict.fromkeys(("R2UR", "SHFL", "REDUX", "CREDUX"), _one(_copied)),
     **dict.fromkeys(("SEL", "USEL", "FSEL"), _one(_selected)),
     **dict.fromkeys(("LOP3", "ULOP3"), _one(_lut)),
     **dict.fromkeys(("PRMT", "UPRMT"), _one(_permuted)),
@@ -460,14 +472,14 @@ _TABLE: dict[str, Entry] = {
     **dict.fromkeys(("SGXT", "USGXT"), _one(_extended)),
     **dict.fromkeys(("LEA", "ULEA"), _one(_scaled_sum)),
     **dict.fromkeys(("IMAD", "UIMAD"), _multiplied),
-    **dict.fromkeys(("IADD3", "UIADD3", "VIADD"), _added),
+    **dict.fromkeys(("IADD", "IADD3", "UIADD3", "VIADD"), _added),
     **dict.fromkeys(
         ("IABS", "IMNMX", "UIMNMX", "VIMNMX", "UVIMNMX", "VIMNMX3", "VIADDMNMX", "POPC", "UPOPC",
          "FLO", "UFLO", "BREV", "UBREV", *_MAKES_INTEGERS), _integers,
     ),
     **dict.fromkeys(
-        ("FADD", "FMUL", "FFMA", "FHADD", "FMNMX", "FMNMX3", "MUFU", "FRND", "I2F", "I2FP",
-         "F2F", *_PACKED, *_PAIRS, *_DOUBLES), _floats,
+        ("FADD", "FMUL", "FFMA", "UFADD", "UFMUL", "UFFMA", "FHADD", "FMNMX", "FMNMX3", "MUFU",
+         "FRND", "I2F", "UI2F", "I2FP", "F2F", *_PACKED, *_PAIRS, *_DOUBLES), _floats,
     ),
     **dict.fromkeys(("HMMA", "QMMA", "QGMMA"), _matrix),
     "F2FP": _one(_converted),

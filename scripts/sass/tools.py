@@ -12,7 +12,11 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def listing(cubin: bytes) -> str:
-    """The instructions of a cubin, as text."""
+    """The instructions of a cubin, as text.
+
+    Raises:
+        ValueError: Triton's nvdisasm cannot read it, as where a newer ptxas made it.
+    """
     return _run(cubin, "nvdisasm", "-ndf", "-c")
 
 
@@ -26,4 +30,7 @@ def _run(cubin: bytes, tool: str, *arguments: str) -> str:
         file.write(cubin)
         file.flush()
         command = [str(_TOOLS / tool), *arguments, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ValueError(f"{tool} of {_TOOLS} cannot read it: {done.stderr.strip()}")
+    return done.stdout

@@ -195,3 +195,15 @@ def test_compiling_without_a_compiler_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         bench_linear.main([*TINY, "--compile"])
     assert "needs a C++ compiler" in capsys.readouterr().err
+
+
+def test_casts_that_the_compiler_does_not_get_are_not_measured_as_its_own(
+    tmp_path, monkeypatch, capsys
+):
+    """With an older ptxas the kernels would run, under the name of the compiler's casts."""
+    monkeypatch.setattr(bench_linear, "compiler_may_cast", lambda device: False)
+    file = tmp_path / "out.json"
+    asked = [*TINY, "--no-peer", "--compile", "--compiled-casts", "aten", "-o", str(file)]
+    assert bench_linear.main(asked) == 0
+    assert "older than 13.1" in capsys.readouterr().out
+    assert not file.exists()

@@ -152,7 +152,7 @@ def test_the_archive_is_there_while_the_parts_still_run(tmp_path):
     assert {"report.txt", "bench_linear.json", "bench_casts.json"} <= set(run.archived())
 
 
-@pytest.mark.parametrize("package", ["pytest", "xdist", "hypothesis"])
+@pytest.mark.parametrize("package", ["pytest", "xdist", "hypothesis", "tabulate"])
 def test_a_missing_package_costs_its_own_part_alone(tmp_path, package):
     run = Run(tmp_path, LACKS=package)
     assert f"not installed: {package}" in run.report

@@ -5,6 +5,7 @@ Listings are written by hand; `test/kernels/gpu/test_machine_code.py` scans the 
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -117,6 +118,17 @@ FAULTS = {
         LOP3.LUT R8, R1, 0xff, RZ, 0xc0, !PT
         STS.U8 [R4], R8
         EXIT""",
+    "in the high word of a sum of 64 bits": """
+        MOV R0, R6
+        MOV R7, R6
+        IADD.64 R8, R0, R6
+        STG.E.64 desc[UR4][R2.64], R8
+        EXIT""",
+    "in the high word of a copy of 64 bits": """
+        MOV R0, R6
+        MOV.64 R8, R0
+        STG.E.64 desc[UR4][R2.64], R8
+        EXIT""",
     "through the lanes of a warp": f"""
         SHFL.BFLY PT, R8, R1, 0x2, 0x1f
         {STORE}""",
@@ -208,6 +220,19 @@ CLEAN = {
         STG.E.U16 desc[UR4][R2.64], R9
         MOV R8, R6
         {STORE}""",
+    "64 bits, and floats of uniform registers": """
+        UMOV.64 UR6, 0x3fe62e42fefa39ef
+        MOV R7, R6
+        IADD.64 R8, R6, UR6
+        STG.E.64 desc[UR4][R2.64], R8
+        IADD R9, -R6, UR7
+        UI2F.U32.RP UR8, UR6
+        UFFMA UR9, -UR8, UR7, 1
+        UFMUL UR9, UR9, UR8
+        UFADD UR9, UR9, UR8
+        MOV R8, UR9
+        STG.E.64 desc[UR4][R2.64], R8
+        EXIT""",
     "what one caller keeps": f"""
         MOV R11, R1
         MOV R10, 0xa0
@@ -281,6 +306,10 @@ def test_the_command_reads_files_and_directories(tmp_path, capsys):
     good.write_text("        /*0000*/  MOV R8, RZ ;\n        /*0010*/  STS [R8], R8 ;\n")
     bad.write_text("        /*0000*/  MOV R8, R1 ;\n        /*0010*/  STS [RZ], R8 ;\n")
     none.mkdir()
+    broken = tmp_path / "broken.cubin"
+    broken.write_bytes(b"\x7fELF and nothing more")
+    assert machine_code.main([str(broken), str(good)]) == 1, "and the next file is read"
+    assert re.search(r"nvdisasm of .* cannot read it(.|\n)*nothing found", capsys.readouterr().out)
     assert machine_code.main([str(good)]) == 0
     assert "nothing found" in capsys.readouterr().out
     assert machine_code.main([str(good), str(bad)]) == 1

@@ -63,6 +63,7 @@ def test_a_size_of_one_compiles(variant):
 
 
 def test_the_report_prints_and_writes_what_it_reads(tmp_path, capsys):
+    pytest.importorskip("tabulate")
     file = tmp_path / "report.json"
     assert main(["--arch", "sm_90", "--only", "transpose", "-o", str(file)]) == 0
     printed = capsys.readouterr().out
