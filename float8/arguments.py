@@ -6,6 +6,7 @@ AttributeError from the middle of the library.
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def check_integer(value: object, name: str, least: int) -> None:
         TypeError: it is no integer.
         ValueError: it is too small.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
         raise TypeError(f"{name} must be an integer >= {least}, got {described(value)}")
     if value < least:
         raise ValueError(f"{name} must be an integer >= {least}, got {value}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -34,6 +35,10 @@ class Conversion:
     gathered_in_high_precision: dict[str, str] = field(default_factory=dict)
     refused_on_gpu: dict[str, str] = field(default_factory=dict)
     unmatched_patterns: list[str] = field(default_factory=list)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of a report that was pickled when it had fewer attributes."""
+        vars(self).update(vars(Conversion()) | state)
 
     def __str__(self) -> str:
         lines = [f"converted to float8: {len(self.converted)} layers"]

@@ -147,8 +147,10 @@ def tell_once_of_tokens(layer: Any, config: Float8LinearConfig, input: Tensor) -
         return
     weight: Tensor = layer.weight
     tokens = input.numel() // max(weight.shape[1], 1)
-    if tokens % ALIGNMENT == 0:  # the layer's own sizes are in the conversion's report
+    if tokens % ALIGNMENT == 0:
         return
+    if refuses_on_gpu(config, weight, ALIGNMENT, grad=True) is not None:
+        return  # for the layer's own sizes, which are in the conversion's report
     if (reason := refuses_on_gpu(config, weight, tokens, grad=True)) is not None:
         _told.append(reason)
         logger.warning(

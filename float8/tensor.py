@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from float8 import kernels
-from float8.arguments import check_bool, check_tensors, check_type
+from float8.arguments import check_bool, check_tensors, check_type, described
 from float8.formats import FORMATS, HIGH_PRECISION_DTYPES, Format, format_of
 from float8.granularity import Block, Granularity, Tensorwise
 from float8.running_module import innermost_module
 from float8.tensor_parts import check_parts, given_scale, has_no_values
 
+_DATA: Any = vars(torch._C.TensorBase)["data"]  # torch's property
 # aten overload -> implementation; filled by float8.dispatch through `implements`.
 OP_TABLE: dict[Any, Callable[..., Any]] = {}
 
@@ -143,6 +144,25 @@ class Float8Tensor(Tensor):
         """``data * scale`` in ``dtype`` (the original one by default). Gradients pass through."""
         result: Tensor = _Dequantize.apply(self, dtype or self.dtype)
         return result
+
+    @property
+    def data(self) -> Tensor:
+        """As torch's: the same tensor without its history."""
+        result: Tensor = _DATA.__get__(self)
+        return result
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # By itself torch would change shape and dtype, and keep the codes and the scale.
+        if not isinstance(value, Float8Tensor):
+            raise TypeError(
+                f"x.data of a Float8Tensor x cannot become {described(value)}: write values with "
+                "x.copy_(values), which casts them, or replace the parameter, as in "
+                "module.weight = nn.Parameter(values)"
+            )
+        _DATA.__set__(self, value)
+        self._data, self._scale, self._data_t = value._data, value._scale, value._data_t
+        self._block = value._block
 
     @property
     def float8_data(self) -> Tensor:

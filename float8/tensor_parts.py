@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def given_scale(scale: Tensor | float, x: Tensor, block: Block) -> Tensor:
     """A scale that the caller gives, checked and of the shape that ``x`` needs."""
     shape = scale_shape(x.shape, block)
     if not isinstance(scale, Tensor):
-        check_type(scale, (int, float), "from_high_precision", "scale", "a float or a tensor")
+        check_type(scale, numbers.Real, "from_high_precision", "scale", "a float or a tensor")
         _check_scale_value(scale)
         scale = torch.full(shape, scale, dtype=torch.float32, device=x.device)
     if scale.dtype != torch.float32:

@@ -97,3 +97,21 @@ def test_a_pattern_matches_layers_that_were_converted_before():
 
 def test_a_report_of_nothing_says_so():
     assert str(Conversion()) == "converted to float8: 0 layers"
+
+
+def test_a_report_that_was_pickled_with_fewer_attributes_can_be_printed():
+    old = Conversion.__new__(Conversion)
+    old.__setstate__({"converted": ["up"], "skipped": {"down": "the filter said so"}})
+    assert str(old) == "converted to float8: 1 layers\n  left alone: down: the filter said so"
+
+
+def test_a_batch_is_told_of_for_its_tokens_and_not_for_a_layer_that_is_in_the_report(caplog):
+    converted = convert_to_float8_training(
+        nn.ModuleDict({"odd": nn.Linear(50, 32), "even": nn.Linear(32, 32)})
+    )
+    caplog.clear()
+    converted["odd"](torch.randn(7, 50))
+    assert caplog.records == []
+    converted["even"](torch.randn(7, 32))
+    [record] = caplog.records
+    assert "contraction=7 not a multiple of 16" in record.getMessage()

@@ -83,3 +83,8 @@ NAMES = ["model.lm_head", "model.layers.0.ffn", "model.layers.1.ffn"]
 )
 def test_patterns_that_match_nothing_are_reported(function, reported):
     assert unmatched_patterns(function, NAMES) == reported
+
+
+def test_sizes_may_be_integers_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    assert divisible_by(numpy.int64(16))(nn.Linear(16, 32), "")

@@ -474,3 +474,18 @@ def test_the_public_face_can_be_read_in_a_compiled_function():
 
     compiled = torch.compile(values, fullgraph=True, backend="eager")
     assert_bitwise(compiled(q), q.dequantize())
+
+
+def test_data_takes_the_codes_and_the_scale_of_another_float8_tensor_or_is_refused():
+    torch.manual_seed(0)
+    x = Float8Tensor.from_high_precision(torch.randn(16, 32), E4M3)
+    other = Float8Tensor.from_high_precision(torch.randn(8, 48).bfloat16(), E5M2, Rowwise())
+    parameter = nn.Parameter(x, requires_grad=False)
+    with pytest.raises(TypeError, match=r"cannot become a Tensor: .* x.copy_\(values\)"):
+        parameter.data = parameter.dequantize() + 1
+    assert parameter.equal(x)
+    parameter.data = other
+    assert parameter.equal(other)
+    assert parameter.dtype is torch.bfloat16
+    assert parameter.shape == (8, 48)
+    assert torch.equal(parameter.data.dequantize(), other.dequantize())

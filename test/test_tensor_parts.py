@@ -26,3 +26,8 @@ def test_fake_and_meta_tensors_have_no_values():
     assert has_no_values(torch.ones(1, device="meta"))
     with FakeTensorMode():
         assert has_no_values(torch.ones(1))
+
+
+def test_a_scale_may_be_a_number_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    assert given_scale(numpy.float32(0.5), torch.zeros(4, 4), (-1, -1)).item() == 0.5

@@ -11,6 +11,8 @@ A part of a model in training is meant too, if it is in eval mode and under ``to
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from float8.convert import FLOAT8_MODULES
@@ -23,3 +25,12 @@ def evaluate_in_high_precision(model: nn.Module) -> None:
         if isinstance(module, tuple(FLOAT8_MODULES)):
             assert isinstance(module, Switchable)
             module.evaluates_in_high_precision = True
+
+
+def _enter(module: Any, args: Any) -> None:
+    """The hook of models that were pickled by version 0.6.0, which load it by this name."""
+    module.evaluates_in_high_precision = True
+
+
+def _leave(module: Any, args: Any, output: Any) -> None:
+    """The other hook of such models; there is nothing left to do."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from float8 import RMSNormCast, convert_to_float8_training, fuse_norms, high_precision
+from float8.integrations import evaluation
 from float8.integrations.evaluation import evaluate_in_high_precision
 
 
@@ -164,3 +165,17 @@ def test_a_norm_that_is_fused_later_evaluates_as_its_readers_do():
     assert isinstance(model[0], RMSNormCast)
     with torch.no_grad():
         assert torch.equal(model(x), plain)
+
+
+def test_models_that_version_0_6_0_pickled_with_its_hooks_evaluate_in_high_precision():
+    model, x = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)), torch.randn(16, 32)
+    plain = model(x)
+    convert_to_float8_training(model)
+    for module in (model, *model):
+        module.is_evaluating = False
+        module.register_forward_pre_hook(evaluation._enter)
+        module.register_forward_hook(evaluation._leave, always_call=True)
+    loaded = pickle.loads(pickle.dumps(model)).eval()
+    assert not torch.equal(loaded(x), plain)
+    with torch.no_grad():
+        assert torch.equal(loaded(x), plain)
