@@ -87,6 +87,16 @@ def check_tensors(caller: str, **arguments: object) -> None:
             raise TypeError(f"{caller}: {name} must be a torch.Tensor, got {described(value)}")
 
 
+def check_function(value: object, caller: str, argument: str) -> None:
+    """Raise unless ``value`` can be called.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not callable(value):
+        raise TypeError(f"{caller}: {argument} must be a function, got {described(value)}")
+
+
 def check_integer(value: object, name: str, least: int) -> None:
     """Raise unless ``value`` is an integer that is large enough.
 

@@ -146,6 +146,8 @@ def tell_once_of_tokens(layer: Any, config: Float8LinearConfig, input: Tensor) -
     if torch.compiler.is_compiling() or _told or not torch.is_grad_enabled():
         return
     weight: Tensor = layer.weight
+    if config.pad_inner_dim or not weight.requires_grad:
+        return  # the number of tokens matters to grad_weight alone, and is padded there
     tokens = input.numel() // max(weight.shape[1], 1)
     if tokens % ALIGNMENT == 0:
         return

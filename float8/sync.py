@@ -73,7 +73,7 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
     # In a group of one rank too: it may be the wrong group.
     if _is_one_of_many() and _is_first(model, casts):
         for check in FIRST_SYNC_CHECKS:
-            check(model, _ranks_of(group))
+            check(model, ranks_of(group))
         _checked.add(model)
     with torch.no_grad():
         _sync(casts, groups)
@@ -136,7 +136,7 @@ def _without_wrappers(fqn: str) -> str:
     return name[1:]
 
 
-def _ranks_of(group: Group | None) -> list[int]:
+def ranks_of(group: Group | None) -> list[int]:
     """The ranks of a group, all by default, in ascending order."""
     if group is None:
         return list(range(dist.get_world_size()))

@@ -51,7 +51,7 @@ from float8.distributed.agreement import PLACE, difference, facts_of, is_gathere
 from float8.distributed.rank_comparison import Facts, compare_ranks, is_one_of_many
 from float8.linear import Float8Linear
 from float8.running_module import running_modules
-from float8.sync import modules_by_name
+from float8.sync import modules_by_name, ranks_of
 
 FORWARD = "runs its first forward"
 PRECOMPUTE = "calls precompute_float8_dynamic_scale_for_fsdp"
@@ -203,7 +203,7 @@ def _facts_by_ranks(model: nn.Module) -> dict[tuple[int, ...], dict[str, Facts]]
             found[_ranks_of(weight)][name] = facts | _place(units.get(module))
         elif isinstance(module, _wrappers()):
             inner: Any = module
-            ranks = sorted(dist.get_process_group_ranks(inner.process_group))
+            ranks = ranks_of(inner.process_group)
             found[tuple(ranks)] |= _facts_in_order(inner)
     return {ranks: facts for ranks, facts in found.items() if len(ranks) > 1}
 
@@ -228,7 +228,7 @@ def _place(found: tuple[str, int] | None) -> Facts:
 
 
 def _ranks_of(parameter: Any) -> tuple[int, ...]:
-    return tuple(sorted(parameter.device_mesh.mesh.flatten().tolist()))
+    return tuple(ranks_of(parameter.device_mesh))
 
 
 def _is_sharded(model: nn.Module) -> bool:

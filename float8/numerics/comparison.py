@@ -40,7 +40,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from float8.arguments import check_module, described
+from float8.arguments import check_function, check_module, described
 from float8.linear import Float8Linear
 from float8.numerics.batches import LossFn, is_one_of_many
 from float8.numerics.passes import Noise, Pass, Watch, only_in_float8, run_pass
@@ -170,8 +170,8 @@ def compare(
         TypeError: ``model`` is no module, or ``loss_fn`` no function.
     """
     check_module(model, "compare")
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(f"compare: loss_fn must be a function, got {described(loss_fn)}")
+    if loss_fn is not None:
+        check_function(loss_fn, "compare", "loss_fn")
     chosen = _chosen(model, layers)
     with untouched(model):
         kept: defaultdict[tuple[str, str], list[Tensor]] = defaultdict(list)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8.arguments import check_module, described
+from float8.arguments import check_function, check_module
 from float8.cast import DelayedCast
 from float8.linear import Float8Linear
 from float8.numerics.batches import (
@@ -72,8 +72,8 @@ def find_nan(
         TypeError: ``model`` is no module, or ``loss_fn`` no function.
     """
     check_module(model, "find_nan")
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(f"find_nan: loss_fn must be a function, got {described(loss_fn)}")
+    if loss_fn is not None:
+        check_function(loss_fn, "find_nan", "loss_fn")
     with untouched(model):
         search = _Search(model)
         try:
