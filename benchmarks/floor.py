@@ -23,7 +23,7 @@ from benchmarks.step import Step
 from float8 import kernels
 from float8.config import LinearPlan, OperandCast
 from float8.granularity import WHOLE
-from float8.scaling import quantize
+from float8.linear.scaling import quantize
 
 FLOOR = "floor "
 BY_ROW = ((WHOLE, WHOLE), (1, WHOLE))  # the codes themselves can be multiplied

@@ -32,7 +32,7 @@ from benchmarks.shapes import Shape
 from float8 import Float8LinearConfig, ScalingType, kernels
 from float8.config import Gemm, LinearPlan, OperandCast
 from float8.granularity import WHOLE
-from float8.scaling import quantize
+from float8.linear.scaling import quantize
 
 BF16_BYTES, FLOAT8_BYTES = 2, 1
 COPY = "copy"

@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from benchmarks.llama import LanguageModel, Sizes
 from float8 import Float8LinearConfig, convert_to_float8_training
 from float8.activations import saved_activations
-from float8.ms_amp import ms_amp
+from float8.ms_amp.ms_amp import ms_amp
 from float8.optim import AdamW
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))

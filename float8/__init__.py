@@ -1,17 +1,15 @@
 """Train PyTorch models with 8-bit floating point matrix products.
 
 Start with `convert_to_float8_training`; the recipes are in `float8.config.RECIPES`. The map of the
-package is in CONTRIBUTING.md. This file is the composition root: it alone imports
-``float8.dispatch``, which teaches `Float8Tensor` its operations.
+package is in CONTRIBUTING.md.
 """
 
 import importlib
 import sys
 from typing import Any
 
-import float8.dispatch as _dispatch  # noqa: F401  registers the operations of Float8Tensor
 import float8.distributed.first_use as _first_use  # noqa: F401  compares ranks
-from float8 import filters
+import float8.old_paths as _old_paths  # noqa: F401  modules that moved
 from float8.activations import saved_activations
 from float8.config import (
     CastConfig,
@@ -21,22 +19,23 @@ from float8.config import (
     ScalingType,
 )
 from float8.config.other_names import called_here
-from float8.convert import (
+from float8.convert import filters
+from float8.convert.convert import (
     WEIGHT_RULE_SOURCES,
     convert_from_float8_training,
     convert_to_float8_training,
     high_precision,
 )
+from float8.convert.inference import convert_to_float8_inference
 from float8.estimate import estimate, faster_layers
 from float8.formats import E4M3, E5M2, Format
-from float8.fused import LayerNormCast, RMSNormCast, SwiGLUCast
+from float8.fusion.fused import LayerNormCast, RMSNormCast, SwiGLUCast
 from float8.granularity import Blockwise, Rowwise, Tensorwise
-from float8.inference import convert_to_float8_inference
-from float8.linear import Float8Linear, float8_linear
-from float8.sync import sync_float8_amax_and_scale_history
+from float8.linear.layer import Float8Linear, float8_linear
+from float8.linear.sync import sync_float8_amax_and_scale_history
+from float8.linear.weight_cache import cached_weights
 from float8.tensor import Float8Tensor
 from float8.version import __version__ as __version__
-from float8.weight_cache import cached_weights
 
 # Imported when asked for: what stands on torch.distributed takes time to import, and most programs
 # look at no numbers.
@@ -48,7 +47,7 @@ _ON_DEMAND = {
     "calibrate": "float8.numerics",
     "compare": "float8.numerics",
     "find_nan": "float8.numerics",
-    "fuse_norms": "float8.norm_fusion",
+    "fuse_norms": "float8.fusion.norm_fusion",
     "inspect": "float8.numerics",
     "inspect_every": "float8.numerics",
     "ms_amp": "float8.ms_amp",

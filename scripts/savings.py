@@ -120,6 +120,6 @@ def in_level(
     model: nn.Module, optimizer: torch.optim.Optimizer, level: str
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model and the optimizer of an MS-AMP level; the head keeps its dtypes, as in recipes."""
-    from float8.ms_amp import ms_amp
+    from float8.ms_amp.ms_amp import ms_amp
 
     return ms_amp(model, optimizer, level, module_filter_fn=lambda _, fqn: fqn != "head")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from float8 import scaling, sync
-from float8.autograd import _Float8LinearFunction
 from float8.kernels import reference
+from float8.linear.autograd import _Float8LinearFunction
 
 Fault = Callable[[], Any]
 
@@ -129,6 +129,6 @@ def _amax_of_all_ranks(original: Any) -> Any:
     return lambda group, amax: original(torch.distributed.group.WORLD.group_name, amax)
 
 
-# Caught by tensor_parallel_claims.a_close_fit.
+# Caught by tensor_parallel_program.a_close_fit.
 no_group = _patched(scaling, "_largest_over", _amax_of_this_rank_alone)
 default_group = _patched(scaling, "_largest_over", _amax_of_all_ranks)

@@ -1,101 +1,84 @@
-"""The house keeps its plan: imports point down, files stay small, and importing costs little.
+"""Imports point down, every file opens with its idea, and importing costs little.
 
-CONTRIBUTING.md draws the map; this file enforces it. Imports are read from the syntax tree, so that
-an import inside a function counts too.
+CONTRIBUTING.md explains the levels; this file enforces them. Imports are read from the syntax tree,
+so that an import inside a function counts too.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
 from fresh import ROOT, facts_of
 
-FILES = sorted((ROOT / "float8").rglob("*.py"))
-MAX_LINES = 400
+from float8.old_paths import MOVED
 
-# room -> its floor. A room imports rooms of lower floors only, and itself.
-FLOORS = {
+FILES = sorted((ROOT / "float8").rglob("*.py"))
+
+# A package imports packages of lower levels only, and itself.
+LEVELS = {
+    "arguments": 0,
     "version": 0,
-    "formats": 0,
-    "granularity": 0,
-    "arguments": -1,
-    "config": 0.5,  # which speaks of formats and granularities
-    "kernels": 1,
-    "scaling": 2.0,
-    "running_module": 2.0,
-    "switch": 2.0,
-    "tensor_parts": 2.05,
-    "tensor": 2.1,
-    "dispatch": 2.2,
-    "cast": 2.2,
-    "refusals": 3.0,
-    "autograd": 3.0,
-    "resident_weight": 3.02,
-    "linear": 3.05,
-    "filters": 3.0,
-    "sync": 3.0,
-    "weight_cache": 3.1,
-    "conversion": 3.08,  # what a conversion did
-    "convert": 3.1,  # which puts layers into models
-    "unit_scaling": 4,
-    "distributed": 4,
-    "optim": 4,
-    "activations": 4,
-    "estimate": 4,
-    "numerics": 4,
-    "inference": 3.2,
-    "fused_autograd": 3.15,
-    "fused": 3.2,
-    "norm_readers": 3.2,
-    "norm_fusion": 3.3,
-    "levels": 4.9,
-    "ms_amp": 5,
-    "integrations": 5,
-    "__init__": 6,
+    "formats": 1,
+    "granularity": 1,
+    "config": 2,
+    "kernels": 2,
+    "tensor": 3,
+    "linear": 4,
+    "convert": 5,
+    "activations": 6,
+    "distributed": 6,
+    "estimate": 6,
+    "fusion": 6,
+    "numerics": 6,
+    "optim": 6,
+    "unit_scaling": 6,
+    "integrations": 7,
+    "ms_amp": 7,
+    "old_paths": 8,
+    "__init__": 9,
 }
-# A room that may not use all that is below it.
+# A package that may not use all that is below it.
 ONLY = {"kernels": {"formats", "granularity"}}
 
 
-def room_of(path: Path) -> str:
-    """The first part of a module's path in the package: ``kernels`` for kernels/reference.py."""
+def package_of(path: Path) -> str:
+    """The first part of a module's path in the library: ``kernels`` for kernels/casts.py."""
     return path.relative_to(ROOT / "float8").with_suffix("").parts[0]
 
 
-def rooms_imported(source: str) -> set[str]:
-    """The rooms of float8 that a source file imports, anywhere in it."""
-    rooms = set()
+def packages_imported(source: str) -> set[str]:
+    """The packages of float8 that a source file imports, anywhere in it."""
+    packages = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.level:
             raise AssertionError(f"line {node.lineno}: relative import; write `from float8...`")
         if isinstance(node, ast.ImportFrom) and node.module == "float8":
-            # A name that is no room comes from the package itself, which is the top floor.
+            # A name that is no package comes from float8/__init__.py, the top level.
             names = {alias.name for alias in node.names}
-            rooms |= {name if is_room(name) else "__init__" for name in names}
+            packages |= {name if is_package(name) else "__init__" for name in names}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("float8."):
-            rooms.add(node.module.split(".")[1])
+            packages.add(node.module.split(".")[1])
         elif isinstance(node, ast.Import):
             parts = [alias.name.split(".") for alias in node.names]
-            rooms |= {[*p, "__init__"][1] for p in parts if p[0] == "float8"}
-    return rooms
+            packages |= {[*p, "__init__"][1] for p in parts if p[0] == "float8"}
+    return packages
 
 
-def is_room(name: str) -> bool:
+def is_package(name: str) -> bool:
     return (ROOT / "float8" / name).is_dir() or (ROOT / "float8" / f"{name}.py").is_file()
 
 
 def why_not_allowed(importer: str, imported: str) -> str | None:
-    """The reason why one room may not import another, or None."""
+    """The reason why one package may not import another, or None."""
     if importer == imported:
         return None
     if importer in ONLY and imported not in ONLY[importer]:
         return f"{importer} may import {sorted(ONLY[importer])} only"
-    if FLOORS[imported] >= FLOORS[importer]:
-        return f"{importer} (floor {FLOORS[importer]}) is not above {imported} ({FLOORS[imported]})"
-    if imported == "dispatch" and importer != "__init__":
-        return "only float8/__init__.py imports dispatch"
+    if LEVELS[imported] >= LEVELS[importer]:
+        return f"{importer} (level {LEVELS[importer]}) is not above {imported} ({LEVELS[imported]})"
     return None
 
 
@@ -103,17 +86,18 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_every_room_has_its_floor():
-    missing = {room_of(path) for path in FILES} - FLOORS.keys()
-    assert missing == set(), "give each its floor here and in CONTRIBUTING.md"
+def test_every_package_has_a_level():
+    missing = {package_of(path) for path in FILES} - LEVELS.keys()
+    assert missing == set(), "give each its level here and in CONTRIBUTING.md"
+    assert {name for name in LEVELS if not is_package(name)} == set(), "these are gone"
 
 
 def test_imports_point_down():
     reasons = [
         f"{relative(path)}: {reason}"
         for path in FILES
-        for room in rooms_imported(path.read_text())
-        if (reason := why_not_allowed(room_of(path), room))
+        for package in packages_imported(path.read_text())
+        if (reason := why_not_allowed(package_of(path), package))
     ]
     assert reasons == []
 
@@ -125,49 +109,44 @@ def test_imports_point_down():
         ("config", "import float8.kernels"),
         ("kernels", "from float8.config import CastConfig"),
         ("kernels", "def f():\n    from float8.tensor import Float8Tensor"),
-        ("scaling", "if True:\n    from float8 import tensor"),
-        ("tensor", "from float8.dispatch import views"),
+        ("config", "if True:\n    from float8 import tensor"),
         ("tensor", "from float8 import Float8Linear"),
-        ("cast", "import float8.dispatch.views as v"),
+        ("tensor", "import float8.linear.cast as v"),
         ("linear", "from float8.convert import convert_to_float8_training"),
-        ("convert", "from float8 import dispatch"),
+        ("optim", "from float8.distributed.agreement import agreed"),
     ],
 )
 def test_an_import_that_points_up_is_seen(importer, line):
-    assert any(why_not_allowed(importer, room) for room in rooms_imported(line))
+    assert any(why_not_allowed(importer, package) for package in packages_imported(line))
 
 
 def test_a_relative_import_is_seen():
     with pytest.raises(AssertionError, match="relative import"):
-        rooms_imported("from . import tensor")
+        packages_imported("from . import tensor")
 
 
-def test_the_composition_root_teaches_the_tensor_its_operations():
-    assert "dispatch" in rooms_imported((ROOT / "float8/__init__.py").read_text())
-
-
-def test_a_file_is_small_enough_to_be_read():
-    lines = {relative(path): len(path.read_text().splitlines()) for path in FILES}
-    large = {path: count for path, count in lines.items() if count > MAX_LINES}
-    assert large == {}, f"over {MAX_LINES} lines: find the second idea in it"
-
-
-def test_a_file_opens_by_teaching_its_idea():
+def test_a_file_opens_with_its_idea():
     silent = [relative(p) for p in FILES if not ast.get_docstring(ast.parse(p.read_text()))]
     assert silent == []
 
 
-def test_there_are_no_drawers():
+def test_files_have_nouns_for_names():
     drawers = {"utils", "util", "helpers", "common", "misc"}
     found = [relative(path) for path in FILES if drawers & set(path.with_suffix("").parts)]
     # a name of the package unit-scaling, of one function
     assert found == ["float8/unit_scaling/utils.py"]
 
 
-def test_every_file_has_its_test_in_the_same_place():
-    inside = [path.relative_to(ROOT / "float8") for path in FILES if path.name != "__init__.py"]
-    tests = [ROOT / "test" / path.with_name(f"test_{path.name}") for path in inside]
-    assert [relative(test) for test in tests if not test.is_file()] == []
+def test_every_package_has_its_directory_of_tests():
+    packages = {
+        package_of(path) for path in FILES if len(path.relative_to(ROOT / "float8").parts) > 1
+    }
+    assert [name for name in sorted(packages) if not (ROOT / "test" / name).is_dir()] == []
+
+
+@pytest.mark.parametrize("old", sorted(MOVED))
+def test_an_old_import_path_is_the_module_at_its_new_place(old):
+    assert importlib.import_module(old) is importlib.import_module(MOVED[old])
 
 
 # --- importing

@@ -21,10 +21,10 @@ from meter import CastMeter
 pytest.importorskip("triton")
 
 from float8 import Float8Linear, cached_weights, sync_float8_amax_and_scale_history
-from float8.autograd import STATELESS, linear_in_float8
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
 from float8.kernels import casts
 from float8.kernels.casts import KERNELS
+from float8.linear.autograd import STATELESS, linear_in_float8
 
 for file in KERNELS.values():
     importlib.import_module(f"float8.kernels.gpu.{file}")
@@ -127,7 +127,7 @@ def test_a_compiled_static_cast_is_left_to_the_compiler_where_ptxas_is_right(
         torch._dynamo.reset()
         with kernel_path(), torch.no_grad():
             torch.compile(layer, backend=backend, fullgraph=True)(torch.nn.functional.gelu(x))
-        ops = [node for node in graphs[0].graph.nodes if "float8.cast" in str(node.target)]
+        ops = [node for node in graphs[0].graph.nodes if "float8.linear.cast" in str(node.target)]
         assert len(ops) == opaque, name
 
 

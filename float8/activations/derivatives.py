@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.autograd import as_matrix, autocasts
+from float8.linear.autograd import as_matrix, autocasts
 
 aten = torch.ops.aten
 Grads = tuple[Tensor | None, ...]

@@ -2,9 +2,8 @@
 
 Autograd functions on plain local tensors, in pairs that are each other's transposes: what is
 gathered in forward has its gradient summed and scattered in backward, and the other way round.
-Codes are cast by `float8.scaling` before they are sent; the products are those of
-`float8.autograd`. Results in float8 are made as in `float8.fused_autograd`: one function computes
-codes and takes the gradient, a second wraps the codes.
+Codes are cast by `float8.linear.scaling` before they are sent; the products are those of
+`float8.linear.autograd`. `tensor.differentiable` makes results in float8.
 """
 
 from __future__ import annotations
@@ -16,7 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from float8.autograd import (
+from float8.config import Float8LinearConfig, LinearPlan, OperandCast
+from float8.distributed.shards import Ranks, gather, part_of, reduce_scatter, sum_over
+from float8.granularity import WHOLE
+from float8.linear.autograd import (
     States,
     _Float8LinearFunction,
     _without_autocast,
@@ -24,12 +26,9 @@ from float8.autograd import (
     compute_dtype,
     refuse_double_backward,
 )
-from float8.config import Float8LinearConfig, LinearPlan, OperandCast
-from float8.distributed.shards import Ranks, gather, part_of, reduce_scatter, sum_over
-from float8.fused_autograd import _Wrap
-from float8.granularity import WHOLE
-from float8.scaling import DelayedState, quantize, spread
+from float8.linear.scaling import DelayedState, quantize, spread
 from float8.tensor import Float8Tensor
+from float8.tensor.differentiable import differentiable
 
 
 def sends_input(plan: LinearPlan) -> bool:
@@ -128,7 +127,7 @@ def gathered(
 
 
 def _wrap(carrier: Tensor, data: Tensor, data_t: Tensor | None, scale: Tensor) -> Tensor:
-    wrapped: Tensor = _Wrap.apply(carrier, data, data_t, scale)
+    wrapped = differentiable(carrier, data, data_t, scale)
     return wrapped
 
 
@@ -216,7 +215,7 @@ def summed_linear(
     Args:
         x: (..., K / ranks).
         weight: (N, K / ranks).
-        config, states, record: as for `float8.autograd.linear_in_float8`.
+        config, states, record: as for `float8.linear.autograd.linear_in_float8`.
         scatter: the dimension of the result of which this rank keeps its part; None keeps all.
         ranks: who holds the other parts.
 

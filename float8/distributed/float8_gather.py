@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8 import kernels
-from float8.autograd import version_of
 from float8.config import OperandCast, ScalingType
 from float8.distributed.first_use import (
     GATHER,
@@ -27,8 +26,9 @@ from float8.distributed.first_use import (
 from float8.distributed.known_amax import KnownAmax
 from float8.formats import on_device
 from float8.granularity import WHOLE
-from float8.linear import Float8Linear
-from float8.scaling import DelayedState, Pair, known_scale, quantize
+from float8.linear.autograd import version_of
+from float8.linear.layer import Float8Linear
+from float8.linear.scaling import DelayedState, Pair, known_scale, quantize
 from float8.tensor import Float8Tensor
 
 aten = torch.ops.aten

@@ -43,9 +43,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from float8.arguments import check_module
-from float8.autograd import version_of
 from float8.config import Float8LinearConfig, ScalingType
-from float8.convert import WeightRule, register_weight_rule
+from float8.convert.convert import WeightRule, register_weight_rule
 from float8.distributed.agreement import SHARERS
 from float8.distributed.first_use import (
     PRECOMPUTE,
@@ -62,8 +61,9 @@ from float8.distributed.float8_gather import (
 from float8.distributed.replaced_parameters import mark_replaced, unmark
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.kernels import amax, is_sharded
-from float8.linear import STORED_WEIGHTS, Float8Linear, StoredWeight
-from float8.sync import modules_by_name
+from float8.linear.autograd import version_of
+from float8.linear.layer import STORED_WEIGHTS, Float8Linear, StoredWeight
+from float8.linear.sync import modules_by_name
 
 
 def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from float8.distributed.float8_gather import TENSORWISE, GatheredWeight, cast_shard
 from float8.distributed.known_amax import KnownAmax
-from float8.linear import Float8Linear
+from float8.linear.layer import Float8Linear
 
 aten = torch.ops.aten
 

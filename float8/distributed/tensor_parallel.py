@@ -60,7 +60,7 @@ from float8.distributed.parallel_linear import (
     ParallelLinear,
 )
 from float8.distributed.shards import Ranks, check_even
-from float8.linear import Float8Linear
+from float8.linear.layer import Float8Linear
 
 
 class Float8ColwiseParallel(ColwiseParallel):

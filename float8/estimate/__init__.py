@@ -18,7 +18,7 @@
 The package exports the function `estimate` under this room's name, so that `float8.estimate(model)`
 works; the room itself is imported by ``from float8.estimate import ...``.
 
-May import: everything of lower levels but ``float8.dispatch``.
+May import: everything of lower levels but ``float8.tensor.dispatch``.
 """
 
 from float8.estimate.check import Check, predicted_against_measured

@@ -28,7 +28,7 @@ from float8.estimate.least_squares import explain
 from float8.formats import E4M3, on_device
 from float8.granularity import WHOLE, Block
 from float8.kernels.scaled_mm import architecture, refuses_device, scaled_mm
-from float8.scaling import quantize
+from float8.linear.scaling import quantize
 
 Size = tuple[int, int, int]
 Thunk = Callable[[], object]

@@ -14,13 +14,13 @@ from torch import nn
 
 from float8.arguments import described
 from float8.config import RECIPES, Float8LinearConfig
+from float8.convert.filters import ModuleFilter
 from float8.estimate.casts import Use
 from float8.estimate.devices import Device
 from float8.estimate.layers import Layer, Shapes, check_tokens, layer_of, layers_of, padded, refuses
 from float8.estimate.lookup import find_device
 from float8.estimate.roofline import layer_seconds, saved_bytes
 from float8.estimate.table import Estimate, Prediction, Row
-from float8.filters import ModuleFilter
 
 Recipe = str | Float8LinearConfig
 Recipes = Recipe | Sequence[Recipe] | Mapping[str, Recipe]

@@ -53,10 +53,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from float8.cast import DelayedCast
 from float8.config import Float8LinearConfig
+from float8.convert.filters import ModuleFilter, all_of, divisible_by
 from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
-from float8.filters import ModuleFilter, all_of, divisible_by
 from float8.integrations.conversion import (
     as_config,
     check_optimizer,
@@ -66,8 +65,9 @@ from float8.integrations.conversion import (
 )
 from float8.integrations.evaluation import evaluate_in_high_precision
 from float8.integrations.versions import require
-from float8.linear import Float8Linear
-from float8.sync import sync_float8_amax_and_scale_history
+from float8.linear.cast import DelayedCast
+from float8.linear.layer import Float8Linear
+from float8.linear.sync import sync_float8_amax_and_scale_history
 
 require("accelerate", "accelerate", ("1.15", "1.16"))
 

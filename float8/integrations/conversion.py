@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from float8.config import Float8LinearConfig
-from float8.convert import convert_to_float8_training
+from float8.convert.convert import convert_to_float8_training
+from float8.convert.filters import ModuleFilter
 from float8.distributed.replaced_parameters import refuses_optimizer
-from float8.filters import ModuleFilter
-from float8.linear import Float8Linear
+from float8.linear.layer import Float8Linear
 
 
 def as_config(config: Any) -> Float8LinearConfig | None:

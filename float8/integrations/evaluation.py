@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from float8.convert import FLOAT8_MODULES
-from float8.switch import Switchable
+from float8.convert.convert import FLOAT8_MODULES
+from float8.linear.switch import Switchable
 
 
 def evaluate_in_high_precision(model: nn.Module) -> None:

@@ -66,14 +66,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from float8.cast import DelayedCast
 from float8.config import Float8LinearConfig
+from float8.convert.filters import ModuleFilter, divisible_by
 from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
-from float8.filters import ModuleFilter, divisible_by
 from float8.integrations import conversion
 from float8.integrations.evaluation import evaluate_in_high_precision
 from float8.integrations.versions import require
-from float8.sync import sync_float8_amax_and_scale_history
+from float8.linear.cast import DelayedCast
+from float8.linear.sync import sync_float8_amax_and_scale_history
 
 require("transformers", "transformers", ("5.23", "5.24"))
 

@@ -48,8 +48,8 @@ KERNELS: dict[Block, str] = {
 # file of gpu/ -> what torch.compile does with it on CUDA: "kernel" or "aten", and the number that
 # says so. On a GPU `benchmarks/bench_linear.py --compiled-casts aten` measures the other choice.
 # None has been yet: the kernels' bytes per element of a bfloat16 operand are counted
-# (test/test_bytes.py), and their bits are those of eager mode. Inductor's part of the same work is
-# at best: a search for the amax in the producer's epilogue, then 2 + 1 for the cast, 1 + 1 for the
+# (test/linear/test_bytes.py), and their bits are those of eager mode. Inductor's part of the same
+# work is at best: a search for the amax in the producer's epilogue, then 2 + 1 for the cast, 1 + 1 for the
 # transposed copy that a GEMM needs: 5 bytes with a dynamic scale.
 COMPILED: dict[str, tuple[str, str]] = {
     "cast": ("kernel", "6 bytes, 4 with a delayed scale; no time measured"),

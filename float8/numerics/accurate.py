@@ -29,7 +29,7 @@ from typing import Any
 from torch import nn
 
 from float8.arguments import check_type, described
-from float8.filters import ModuleFilter
+from float8.convert.filters import ModuleFilter
 from float8.numerics.comparison import COLUMNS, Comparison
 from float8.numerics.inspection import name_in_model
 from float8.numerics.rows import OPERANDS

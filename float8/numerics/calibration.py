@@ -42,14 +42,14 @@ import torch
 from torch import Tensor, nn
 
 from float8.arguments import check_type
-from float8.autograd import compute_dtype
 from float8.config import Float8LinearConfig
-from float8.conversion import Conversion
-from float8.convert import check_arguments, check_model, high_precision
-from float8.filters import ModuleFilter
+from float8.convert.conversion import Conversion
+from float8.convert.convert import check_arguments, check_model, high_precision
+from float8.convert.filters import ModuleFilter
+from float8.convert.inference import layers_for_inference
 from float8.formats import Format, on_device
-from float8.inference import layers_for_inference
-from float8.linear import Float8Linear
+from float8.linear.autograd import compute_dtype
+from float8.linear.layer import Float8Linear
 from float8.numerics.batches import own_batch, run_model
 from float8.numerics.distribution import Distribution
 from float8.numerics.untouched import untouched

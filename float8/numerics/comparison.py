@@ -41,7 +41,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from float8.arguments import check_function, check_module, described
-from float8.linear import Float8Linear
+from float8.linear.layer import Float8Linear
 from float8.numerics.batches import LossFn, is_one_of_many
 from float8.numerics.passes import Noise, Pass, Watch, only_in_float8, run_pass
 from float8.numerics.rows import encoded

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.cast import Cast, DelayedCast, NoCast
 from float8.config import ScalingType
 from float8.formats import on_device
-from float8.linear import Float8Linear
+from float8.linear.cast import Cast, DelayedCast, NoCast
+from float8.linear.layer import Float8Linear
 from float8.numerics.batches import local
 from float8.tensor import Float8Tensor
 

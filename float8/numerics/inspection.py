@@ -8,7 +8,7 @@
 
 Hooks on every `Float8Linear` see its input, its weight as the layer sees it (gathered by FSDP2, in
 the dtype that autocast asks for), and the gradient of what it returned. Each is cast once more,
-exactly as the layer casts it (`float8.scaling.quantize` with its `OperandCast` and the scale that a
+exactly as the layer casts it (`linear.scaling.quantize` with its `OperandCast` and the scale that a
 delayed cast has), nothing is recorded, and `float8.numerics.statistics` compares. What the model
 computes stays the same to the bit: outputs, gradients, amax histories, random numbers.
 
@@ -44,17 +44,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from float8.arguments import check_module
-from float8.autograd import as_matrix, autocasts, compute_dtype
 from float8.config import LinearPlan, OperandCast, ScalingType
 from float8.formats import FORMATS
 from float8.granularity import WHOLE, Block
 from float8.kernels import is_sharded
-from float8.linear import Float8Linear
+from float8.linear.autograd import as_matrix, autocasts, compute_dtype
+from float8.linear.layer import Float8Linear
+from float8.linear.resident_weight import is_resident, resident_codes
+from float8.linear.scaling import DelayedState, quantize
 from float8.numerics.rows import OPERANDS
 from float8.numerics.snapshot import Report
 from float8.numerics.statistics import Coded, Measured, Tally, measure, rows_of
-from float8.resident_weight import is_resident, resident_codes
-from float8.scaling import DelayedState, quantize
 from float8.tensor import Float8Tensor
 
 GEMMS = ("output", "grad_input", "grad_weight")

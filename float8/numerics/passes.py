@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8.convert import FLOAT8_MODULES
+from float8.convert.convert import FLOAT8_MODULES
+from float8.linear.switch import switched_off
 from float8.numerics.batches import (
     LossFn,
     local,
@@ -32,7 +33,6 @@ from float8.numerics.batches import (
     tensors_of,
 )
 from float8.numerics.untouched import seed_everything
-from float8.switch import switched_off
 from float8.tensor import Float8Tensor
 
 Sink = Callable[[str, str, Tensor], None]

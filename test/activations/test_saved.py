@@ -376,4 +376,4 @@ def test_inductor():
 
 
 def test_fsdp2():
-    assert failures("activation_claims", {"fsdp2": ("trains_like_one_process",)}) == {}
+    assert failures("activation_program", {"fsdp2": ("trains_like_one_process",)}) == {}

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton")
 
 from benchmarks import traffic
-from float8.autograd import STATELESS, _Float8LinearFunction
 from float8.config import RECIPES
-from float8.scaling import DelayedState
+from float8.linear.autograd import STATELESS, _Float8LinearFunction
+from float8.linear.scaling import DelayedState
 from float8.unit_scaling import functional as U
 
 M, K, N = 512, 1024, 4096
@@ -46,7 +46,7 @@ def states_of(config):
 def metered(config, monkeypatch):
     with FakeTensorMode(), torch.no_grad(), CastMeter() as meter:
         one = empty(1, 1, dtype=torch.float32)
-        monkeypatch.setattr("float8.scaling.constant", lambda value, like: one)
+        monkeypatch.setattr("float8.linear.scaling.constant", lambda value, like: one)
         ctx = Context()
         args = (empty(M, K), empty(N, K), None, config, torch.bfloat16, states_of(config))
         _Float8LinearFunction.forward(ctx, *args, True, True, None, FACTORS)

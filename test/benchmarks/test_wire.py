@@ -13,4 +13,4 @@ CLAIMS = {
 
 
 def test_on_two_processes():
-    assert failures("wire_claims", CLAIMS) == {}
+    assert failures("wire_program", CLAIMS) == {}

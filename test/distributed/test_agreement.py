@@ -19,4 +19,4 @@ ON_FOUR = {
 
 @pytest.mark.slow
 def test_on_four_processes():
-    assert failures("agreement_claims", ON_FOUR, world=4) == {}
+    assert failures("agreement_program", ON_FOUR, world=4) == {}

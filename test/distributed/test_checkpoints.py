@@ -3,7 +3,7 @@
 And by a program that has never heard of float8.
 """
 
-import checkpoint_claims as claims
+import checkpoint_program as claims
 import pytest
 from fresh import facts_of
 from processes import failures
@@ -24,7 +24,7 @@ def saved(tmp_path_factory):
         f"{recipe}: saved by four": ("four_save_and_resume", recipe, path_of(folder, recipe))
         for recipe in claims.RECIPES
     }
-    return failures("checkpoint_claims", four, world=4), folder
+    return failures("checkpoint_program", four, world=4), folder
 
 
 @pytest.mark.slow
@@ -44,7 +44,7 @@ def test_two_processes_go_on_where_four_stopped(saved):
         for before, after in pairs
     }
     two["a lost history is seen"] = ("histories_travel", path_of(folder, "delayed"))
-    assert failures("checkpoint_claims", two) == {}
+    assert failures("checkpoint_program", two) == {}
 
 
 @pytest.mark.slow

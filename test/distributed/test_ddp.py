@@ -41,4 +41,4 @@ CLAIMS = {
 
 @pytest.mark.slow
 def test_on_two_processes():
-    assert failures("ddp_claims", CLAIMS) == {}
+    assert failures("ddp_program", CLAIMS) == {}

@@ -1,4 +1,4 @@
-"""Which recipes' codes may travel; that they do, on processes, tensor_parallel_claims shows."""
+"""Which recipes' codes may travel; that they do, on processes, tensor_parallel_program shows."""
 
 from types import SimpleNamespace
 

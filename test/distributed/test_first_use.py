@@ -35,9 +35,9 @@ ON_FOUR = {
 
 @pytest.mark.slow
 def test_on_two_processes():
-    assert failures("first_use_claims", ON_TWO) == {}
+    assert failures("first_use_program", ON_TWO) == {}
 
 
 @pytest.mark.slow
 def test_on_four_processes():
-    assert failures("first_use_claims", ON_FOUR, world=4) == {}
+    assert failures("first_use_program", ON_FOUR, world=4) == {}

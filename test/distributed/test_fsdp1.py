@@ -44,4 +44,4 @@ CLAIMS = {
 
 @pytest.mark.slow
 def test_on_four_processes():
-    assert failures("fsdp1_claims", CLAIMS, world=4) == {}
+    assert failures("fsdp1_program", CLAIMS, world=4) == {}

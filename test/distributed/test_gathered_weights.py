@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from fsdp_claims import convert, model_of
+from fsdp_program import convert, model_of
 from processes import failures
 from torch import nn
 
@@ -90,12 +90,12 @@ ON_FOUR = {
 
 @pytest.mark.slow
 def test_on_two_processes():
-    assert failures("fsdp_claims", _by_keyword(ON_TWO), 2) == {}
+    assert failures("fsdp_program", _by_keyword(ON_TWO), 2) == {}
 
 
 @pytest.mark.slow
 def test_on_four_processes():
-    assert failures("fsdp_claims", _by_keyword(ON_FOUR), 4) == {}
+    assert failures("fsdp_program", _by_keyword(ON_FOUR), 4) == {}
 
 
 def _by_keyword(claims):

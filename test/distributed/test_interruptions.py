@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import checkpoint_claims
-import fault_claims
+import checkpoint_program
+import fault_program
 import interrupted_training as training
 import pytest
 import torch
@@ -45,7 +45,7 @@ CLAIMS = {
 
 @pytest.mark.slow
 def test_values_on_two_processes():
-    assert failures("fault_claims", CLAIMS) == {}
+    assert failures("fault_program", CLAIMS) == {}
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_the_others_end_with_an_error_in_bounded_time():
         places.append(meeting_place())
         arguments = (places[-1].port, kind, how, seconds, told)
         pairs[kind] = [
-            context.Process(target=fault_claims.dies_in_mid_step, args=(rank, *arguments))
+            context.Process(target=fault_program.dies_in_mid_step, args=(rank, *arguments))
             for rank in range(2)
         ]
         for process in pairs[kind]:
@@ -93,12 +93,12 @@ def test_torchrun_goes_on_from_the_last_whole_checkpoint_to_the_same_losses(tmp_
     """A rank killed in mid-step, in the middle of a checkpoint that is being written."""
     done = subprocess.run(
         [sys.executable, *TORCHRUN.split(), "--monitor-interval", "0.1",
-         str(ROOT / "test/interrupted_training.py"), str(tmp_path)],
+         str(ROOT / "test/multiprocess/interrupted_training.py"), str(tmp_path)],
         env={**os.environ, **ENVIRONMENT},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    expected = checkpoint_claims.expected_losses("delayed")
+    expected = checkpoint_program.expected_losses("delayed")
     assert len(expected) == training.STEPS
     again = training.SAVED + 1
     steps = [(0, step) for step in range(training.KILLED)]

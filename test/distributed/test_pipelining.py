@@ -1,7 +1,7 @@
 """Pipelines of torch.distributed.pipelining over two processes: the bits of one process."""
 
 import pytest
-from pipeline_claims import SCHEDULES
+from pipeline_program import SCHEDULES
 from processes import failures
 
 RECIPES = ("tensorwise", "rowwise", "unit", "delayed")
@@ -17,4 +17,4 @@ CLAIMS = {
 
 @pytest.mark.slow
 def test_on_two_processes():
-    assert failures("pipeline_claims", CLAIMS) == {}
+    assert failures("pipeline_program", CLAIMS) == {}

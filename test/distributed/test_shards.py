@@ -1,4 +1,4 @@
-"""Which part of a dimension a rank holds; that parts make a whole, tensor_parallel_claims shows."""
+"""Which part of a dimension a rank holds; that parts make a whole is seen on processes."""
 
 import pytest
 import torch

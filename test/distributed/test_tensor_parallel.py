@@ -43,9 +43,9 @@ ON_FOUR = {
 
 @pytest.mark.slow
 def test_on_two_processes():
-    assert failures("tensor_parallel_claims", ON_TWO, patience=180) == {}
+    assert failures("tensor_parallel_program", ON_TWO, patience=180) == {}
 
 
 @pytest.mark.slow
 def test_on_four_processes():
-    assert failures("tensor_parallel_claims", ON_FOUR, world=4) == {}
+    assert failures("tensor_parallel_program", ON_FOUR, world=4) == {}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from float8.config import RECIPES, CastConfig, Float8LinearConfig
-from float8.convert import convert_to_float8_training
+from float8.convert.convert import convert_to_float8_training
 from float8.estimate.casts import Use
 from float8.estimate.devices import BF16, DEVICES
 from float8.estimate.layers import Layer, layers_of, padded, refuses

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from float8.config import RECIPES, Float8LinearConfig
-from float8.convert import convert_to_float8_training
+from float8.convert.convert import convert_to_float8_training
 from float8.estimate import DEVICES, estimate, faster_layers
 from float8.estimate.casts import Use
 from float8.estimate.layers import Layer
 from float8.estimate.predict import named_configs, plain_seconds, predict
 from float8.estimate.roofline import Shape, layer_seconds, saved_bytes
 from float8.kernels.scaled_mm import SUPPORT
-from float8.linear import Float8Linear
+from float8.linear.layer import Float8Linear
 
 H100 = DEVICES["H100"]
 TOKENS = 16384

@@ -27,8 +27,8 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
+from float8.convert.filters import skip_names
 from float8.distributed.sharded_weight import ShardedWeight
-from float8.filters import skip_names
 from float8.integrations import accelerate as integration
 from float8.integrations.accelerate import prepare_float8
 
@@ -387,4 +387,4 @@ CLAIMS = {
 
 @pytest.mark.slow
 def test_on_two_processes():
-    assert failures("accelerate_claims", CLAIMS) == {}
+    assert failures("accelerate_program", CLAIMS) == {}

@@ -9,7 +9,7 @@ import runpy
 import textwrap
 from importlib import metadata
 
-import lightning_claims as claims
+import lightning_program as claims
 import pytest
 import torch
 from processes import failures
@@ -371,7 +371,7 @@ def test_unknown_precisions_and_recipes_are_refused():
 
 def test_strategies_train_as_torch_does_on_two_processes():
     found = failures(
-        "lightning_claims",
+        "lightning_program",
         {
             "ddp, Trainer": ("ddp_under_the_trainer", "delayed"),
             "ddp, Fabric": ("ddp_under_fabric", "delayed"),

@@ -34,7 +34,7 @@ CLAIMS = {
 
 @pytest.mark.slow
 def test_on_two_processes():
-    assert failures("titan_claims", CLAIMS) == {}
+    assert failures("titan_program", CLAIMS) == {}
 
 
 def test_the_example_fits_on_a_page():

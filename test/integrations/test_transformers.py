@@ -462,4 +462,4 @@ CLAIMS = {
 
 @pytest.mark.slow
 def test_on_two_processes():
-    assert failures("transformers_claims", CLAIMS) == {}
+    assert failures("transformers_program", CLAIMS) == {}

@@ -30,7 +30,7 @@ pytest.importorskip("triton")  # the casts of CUDA tensors are its kernels
 
 from float8 import Float8Linear, granularity, kernels
 from float8.config import RECIPES
-from float8.scaling import quantize_both
+from float8.linear.scaling import quantize_both
 
 module = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
 RECIPE_NAMES = ("tensorwise", "rowwise", "blockwise")

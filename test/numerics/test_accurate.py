@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from float8.convert import convert_to_float8_training
-from float8.filters import all_of, skip_names
-from float8.linear import Float8Linear
+from float8.convert.convert import convert_to_float8_training
+from float8.convert.filters import all_of, skip_names
+from float8.linear.layer import Float8Linear
 from float8.numerics.accurate import accurate_layers
 from float8.numerics.comparison import Comparison, LayerComparison, compare
 from float8.numerics.inspection import inspect

@@ -18,10 +18,10 @@ from assertions import assert_bitwise
 from torch import Tensor, nn
 
 from float8.config import CastConfig, Float8LinearConfig, ScalingType
-from float8.convert import convert_to_float8_training
-from float8.filters import skip_names
-from float8.inference import convert_to_float8_inference
-from float8.linear import Float8Linear
+from float8.convert.convert import convert_to_float8_training
+from float8.convert.filters import skip_names
+from float8.convert.inference import convert_to_float8_inference
+from float8.linear.layer import Float8Linear
 from float8.numerics.calibration import Calibration, calibrate
 
 VOCABULARY, LENGTH = 32, 12

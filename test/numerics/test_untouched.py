@@ -12,7 +12,7 @@ from assertions import assert_bitwise
 from torch import nn
 
 from float8.config import Float8LinearConfig
-from float8.convert import convert_to_float8_training
+from float8.convert.convert import convert_to_float8_training
 from float8.numerics.untouched import seed_everything, untouched
 
 

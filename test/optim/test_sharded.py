@@ -1,6 +1,6 @@
 """FSDP2, HSDP and tensor parallel: states are sharded, saved and resharded, bit for bit."""
 
-import optim_claims as claims
+import optim_program as claims
 import pytest
 from processes import failures
 
@@ -20,6 +20,6 @@ def test_on_four_two_and_one_processes(tmp_path):
         "tensor parallel parameters": ("tensor_parallel_parameters",),
         "whole states are refused": ("plain_states_are_refused",),
     }
-    assert failures("optim_claims", four, world=4) == {}
-    assert failures("optim_claims", two) == {}
+    assert failures("optim_program", four, world=4) == {}
+    assert failures("optim_program", two) == {}
     claims.resume(0, path)

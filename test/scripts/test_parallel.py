@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import demo
 from options import options_from, parser
 from parallel import leave
-from parallel_claims import options_of, trained
+from parallel_program import options_of, trained
 from processes import failures
 from train_gpt import Trainer
 
@@ -71,7 +71,7 @@ def test_two_processes_train_as_one(
         "another number of processes": ("a_checkpoint_of_one_process_is_refused", text, folder),
         "bad input": ("bad_input_is_told_once", text, folder),
     }
-    assert failures("parallel_claims", claims) == {}
+    assert failures("parallel_program", claims) == {}
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from fresh import ROOT
+from scale_assertions import gradients
 from torch import nn
-from unit_scaling_claims import gradients
 
 import float8
 from float8.unit_scaling.formats import FPFormat

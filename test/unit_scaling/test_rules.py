@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from unit_scaling_claims import graphs_compiled
+from scale_assertions import graphs_compiled
 
 from float8.unit_scaling.rules import (
     log,

@@ -7,8 +7,8 @@ import pickle
 import pytest
 import torch
 from assertions import assert_bitwise
+from scale_assertions import gradients, graphs_compiled
 from torch import nn
-from unit_scaling_claims import gradients, graphs_compiled
 
 from float8.unit_scaling.scale import scale_bwd, scale_elementwise, scale_fwd
 

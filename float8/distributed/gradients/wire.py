@@ -38,7 +38,7 @@ from float8 import kernels
 from float8.formats import Format
 from float8.granularity import WHOLE
 from float8.kernels import reference
-from float8.scaling import constant
+from float8.linear.scaling import constant
 
 TILE = 1024  # elements: 4 bytes of scale beside them are 0.4 %
 _ALIGNED = 16  # bytes: a tile starts where vectorised copies like it

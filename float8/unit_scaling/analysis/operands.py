@@ -1,6 +1,6 @@
 """What float8 would lose of a model cast as it is: every operand of every linear product.
 
-A linear layer is three GEMMs of three tensors (`float8.autograd`)::
+A linear layer is three GEMMs of three tensors (`float8.linear.autograd`)::
 
     y_MN  = x_MK @ w_NK.T        input, weight
     gx_MK = g_MN @ w_NK          grad_output, weight

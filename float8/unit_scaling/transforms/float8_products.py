@@ -1,7 +1,7 @@
 """Matrix and attention products in float8, as functions that `float8` puts in torch's place.
 
 A product of matrices is a linear layer whose weight is the transpose of the right one, so each runs
-as the three GEMMs of `float8.autograd`, with the configuration's casts: the left operand is the
+as the three GEMMs of `linear.autograd`, with the configuration's casts: the left operand is the
 "input", the right one the "weight". Tensor cores multiply matrices, not batches of them: a batched
 product is one GEMM per matrix, each with scales of its own where the recipe finds scales.
 
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from float8.autograd import STATELESS, Factors, linear_in_float8
 from float8.config import Float8LinearConfig
 from float8.formats import HIGH_PRECISION_DTYPES
+from float8.linear.autograd import STATELESS, Factors, linear_in_float8
 from float8.unit_scaling.functional.attention import masked_logits, one_per_head
 
 # A power of two that every E4M3 holds (its maximum is 448, or 240 where it is fnuz).

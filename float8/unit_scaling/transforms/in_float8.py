@@ -3,7 +3,7 @@
 Conversion (`float8.convert_to_float8_training`) swaps modules, and so cannot reach a product that a
 forward writes as a function, nor one that another transform puts in its place. This transform
 watches functions: every ``F.linear`` and every product of a unit-scaled one runs as the three
-float8 GEMMs of `float8.autograd`, with the unit scaling factors in the GEMMs' scales::
+float8 GEMMs of `float8.linear.autograd`, with the unit scaling factors in the GEMMs' scales::
 
     model = float8(unit_scale(model))          # in either order
 
@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from float8.autograd import STATELESS, Factors, autocasts, compute_dtype, linear_in_float8
 from float8.config import RECIPES, Float8LinearConfig, check_config
-from float8.convert import MODEL_CHECKS
-from float8.filters import ModuleFilter
+from float8.convert.convert import MODEL_CHECKS
+from float8.convert.filters import ModuleFilter
 from float8.kernels.scaled_mm import architecture
-from float8.refusals import refuses_call, refuses_input, refuses_layer
+from float8.linear.autograd import STATELESS, Factors, autocasts, compute_dtype, linear_in_float8
+from float8.linear.refusals import refuses_call, refuses_input, refuses_layer
 from float8.unit_scaling.functional.products import scaled_linear, scaled_matmul
 from float8.unit_scaling.transforms.float8_products import float8_attention, float8_matmul
 from float8.unit_scaling.transforms.transformed import Mode, Transform, Transformed, transformed

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from float8.convert import FLOAT8_MODULES
+from float8.convert.convert import FLOAT8_MODULES
 from float8.unit_scaling.transforms.computed import refuse_computed_attributes
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)

@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from float8.autograd import autocasts
+from float8.linear.autograd import autocasts
 from float8.tensor import Float8Tensor
 from float8.unit_scaling.formats import FPFormat
 from float8.unit_scaling.transforms.transformed import Mode, Transform, transformed

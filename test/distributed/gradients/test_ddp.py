@@ -25,4 +25,4 @@ CLAIMS = {
 
 @pytest.mark.slow
 def test_on_two_processes():
-    assert failures("gradient_training_claims", CLAIMS) == {}
+    assert failures("gradient_training_program", CLAIMS) == {}

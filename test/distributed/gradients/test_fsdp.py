@@ -23,4 +23,4 @@ CLAIMS = {
 
 @pytest.mark.slow
 def test_on_four_processes():
-    assert failures("gradient_training_claims", CLAIMS, world=4) == {}
+    assert failures("gradient_training_program", CLAIMS, world=4) == {}

@@ -1,7 +1,7 @@
 """The collectives on two processes, and what float8 must never do to a gradient in them."""
 
 import pytest
-from gradient_claims import FAULTS
+from gradient_program import FAULTS
 from processes import failures
 
 SIZES = (1, 7, 31, 1000, 4099)
@@ -29,4 +29,4 @@ CLAIMS = {
 
 @pytest.mark.slow
 def test_on_two_processes():
-    assert failures("gradient_claims", CLAIMS) == {}
+    assert failures("gradient_program", CLAIMS) == {}

@@ -3,7 +3,7 @@
 import importlib
 
 import torch
-from unit_scaling_claims import assert_unit_scaled, gradients
+from scale_assertions import assert_unit_scaled, gradients
 
 import float8.unit_scaling as uu
 

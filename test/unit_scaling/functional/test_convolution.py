@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
+from scale_assertions import assert_unit_scaled, gradients, graphs_compiled, independent, spread
 from torch.nn import functional as F
-from unit_scaling_claims import assert_unit_scaled, gradients, graphs_compiled, independent, spread
 
 from float8.unit_scaling import functional as U
 

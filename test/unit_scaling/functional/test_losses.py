@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
+from scale_assertions import assert_unit_scaled, graphs_compiled, spread
 from torch.nn import functional as F
-from unit_scaling_claims import assert_unit_scaled, graphs_compiled, spread
 
 from float8.unit_scaling import functional as U
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from scale_assertions import assert_unit_scaled, gradients, graphs_compiled
 from torch.nn import functional as F
-from unit_scaling_claims import assert_unit_scaled, gradients, graphs_compiled
 
 from float8.unit_scaling import functional as U
 

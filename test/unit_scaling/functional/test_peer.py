@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from unit_scaling_claims import gradients
+from scale_assertions import gradients
 
 from float8.unit_scaling import functional as U
 

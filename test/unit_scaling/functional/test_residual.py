@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from assertions import assert_bitwise
-from unit_scaling_claims import assert_unit_scaled, gradients, graphs_compiled, spread
+from scale_assertions import assert_unit_scaled, gradients, graphs_compiled, spread
 
 from float8.unit_scaling import functional as U
 

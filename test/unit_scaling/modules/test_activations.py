@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 import torch
+from scale_assertions import assert_unit_scaled, gradients
 from torch import nn
-from unit_scaling_claims import assert_unit_scaled, gradients
 
 import float8.unit_scaling as uu
 from float8.unit_scaling import functional as U

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from unit_scaling_claims import assert_unit_scaled, gradients
+from scale_assertions import assert_unit_scaled, gradients
 
 import float8.unit_scaling as uu
 from float8.unit_scaling.modules.rotary import rotary

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from unit_scaling_claims import assert_unit_scaled, graphs_compiled
+from scale_assertions import assert_unit_scaled, graphs_compiled
 
 import float8.unit_scaling as uu
 from float8.unit_scaling import functional as U

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
+from scale_assertions import assert_unit_scaled
 from torch import nn
-from unit_scaling_claims import assert_unit_scaled
 
 import float8.unit_scaling as uu
 

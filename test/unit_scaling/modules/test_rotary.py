@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from unit_scaling_claims import gradients, graphs_compiled
+from scale_assertions import gradients, graphs_compiled
 
 from float8.unit_scaling.modules.rotary import rotary
 

@@ -9,8 +9,8 @@ import pickle
 
 import pytest
 import torch
+from scale_assertions import assert_unit_scaled, gradients, spread
 from torch import nn
-from unit_scaling_claims import assert_unit_scaled, gradients, spread
 
 import float8.unit_scaling as uu
 

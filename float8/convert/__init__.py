@@ -1,0 +1,23 @@
+"""Converting models: which layers to take, swapping them in and out, and what was done.
+
+``convert.py``: conversion for training, and back; ``filters.py``: which layers to take;
+``conversion.py``: the report; ``inference.py``: frozen float8 weights.
+"""
+
+from float8.convert.convert import (
+    convert_from_float8_training,
+    convert_to_float8_training,
+    high_precision,
+    register_linear_type,
+    register_module_rule,
+    register_weight_rule,
+)
+
+__all__ = [
+    "convert_from_float8_training",
+    "convert_to_float8_training",
+    "high_precision",
+    "register_linear_type",
+    "register_module_rule",
+    "register_weight_rule",
+]

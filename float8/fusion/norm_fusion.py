@@ -1,0 +1,313 @@
+"""`fuse_norms`: norms whose result only float8 layers read write it in float8, once.
+
+After conversion a norm writes bfloat16, and every layer behind it reads that, casts it and keeps
+its own copy: q, k and v three times. Fused, the norm casts what it computes itself, and the layers
+multiply one float8 tensor, of which one copy is kept::
+
+    convert_to_float8_training(model, config=config)
+    print(fuse_norms(model))                     # which were, and why others were not
+
+Which layers read a norm is never guessed. In this order it is known from
+
+1. ``pairs``, or `register_norm_pairs` for a block's type: somebody says so. Checked are types,
+   sizes and configs; whoever else reads the result, unless it is a float8 layer of the same input
+   cast, raises at the first forward an error that names the norm and the reader.
+2. torch.fx, of the whole model or of the largest blocks that can be traced, in training and in
+   evaluation, with optional arguments and without (`norm_readers` says what that cannot see;
+   it too raises by name); the order within an ``nn.Sequential`` that cannot.
+
+Every reader has to be a `Float8Linear`, all with one input cast, whose scale is the tensor's. Fused
+are modules whose type is exactly ``nn.RMSNorm`` or ``nn.LayerNorm``, or was registered
+(`register_norm`).
+
+Values and gradients are those of the norm and layers apart, but for float32's rounding within the
+norm. Parameters and their names stay, so plain checkpoints load; `convert_from_float8_training`
+makes the norms plain again. Under delayed scaling the layers' ``cast_input`` becomes one module,
+with the largest amaxes and scale of the histories that the layers had, and the norm casts with it,
+so that checkpoints of the fused and of the converted model are each other's, and ``sync`` asks
+nobody for an amax that nobody records.
+
+Fuse after converting and before wrapping, compiling and ``fully_shard``; compile a norm and its
+readers in one graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8.arguments import check_module, described
+from float8.config import Float8LinearConfig
+from float8.convert.convert import (
+    FLOAT8_MODULES,
+    replace_children,
+    runs_something_else,
+)
+from float8.fusion.fused import LayerNormCast, NormCast, RMSNormCast, refuses_config
+from float8.fusion.norm_readers import Pairs, Readers, declared, traced
+from float8.linear.cast import DelayedCast
+from float8.linear.layer import Float8Linear
+from float8.linear.sync import keep_ddp_from_broadcasting
+
+logger = logging.getLogger("float8")
+
+
+@dataclass(frozen=True)
+class NormRule:
+    """How a norm's type is fused: into what, and what attributes of torch's norm it lacks."""
+
+    cast_type: type[NormCast]
+    attributes: Callable[[nn.Module], dict[str, Any]] | None = None
+
+
+NORM_RULES: dict[type[nn.Module], NormRule] = {
+    nn.RMSNorm: NormRule(RMSNormCast),
+    nn.LayerNorm: NormRule(LayerNormCast),
+}
+NORM_PAIRS: dict[type[nn.Module], Pairs] = {}
+
+
+def register_norm(
+    norm_type: type[nn.Module], cast_type: type[NormCast], eps: Callable[[Any], float]
+) -> None:
+    """Let `fuse_norms` fuse norms of another type, which must compute what torch's does.
+
+    Args:
+        norm_type: exactly this type. Its parameters are ``weight`` (K,), and for a `LayerNormCast`
+            ``bias`` or none; a norm that multiplies by ``1 + weight`` is another norm.
+        cast_type: `RMSNormCast` or `LayerNormCast`.
+        eps: (norm) -> what it adds to the mean square or the variance.
+
+    Raises:
+        ValueError: the type has a rule already.
+    """
+    if norm_type in NORM_RULES:
+        raise ValueError(f"{norm_type.__name__} can be fused already")
+
+    def attributes(norm: nn.Module) -> dict[str, Any]:
+        shape = tuple(norm.get_parameter("weight").shape)
+        found = {"normalized_shape": shape, "eps": eps(norm), "elementwise_affine": True}
+        return found if hasattr(norm, "bias") else found | {"bias": None}
+
+    NORM_RULES[norm_type] = NormRule(cast_type, attributes)
+
+
+def register_norm_pairs(block_type: type[nn.Module], pairs: Pairs) -> None:
+    """Declare which layers read the norms of every module of exactly this type.
+
+    Args:
+        block_type: such as a decoder layer.
+        pairs: norm -> layer or layers, as `fuse_norms` takes them, by their names in the block:
+            ``{"norm1": ["attention.q", "attention.k", "attention.v"], "norm2": "mlp.up"}``.
+
+    Raises:
+        ValueError: the type has pairs already.
+    """
+    if block_type in NORM_PAIRS:
+        raise ValueError(f"{block_type.__name__} has norm pairs already")
+    NORM_PAIRS[block_type] = dict(pairs)
+
+
+@dataclass
+class NormFusion:
+    """What `fuse_norms` did: norms with the layers that read them, and norm -> reason of others."""
+
+    fused: list[tuple[str, list[str]]] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"fused with the cast behind them: {len(self.fused)} norms"]
+        lines += [f"  {norm} -> {', '.join(layers)}" for norm, layers in self.fused]
+        lines += [f"  left alone: {fqn}: {reason}" for fqn, reason in self.skipped.items()]
+        return "\n".join(lines)
+
+
+def fuse_norms(model: nn.Module, pairs: Pairs | None = None) -> NormFusion:
+    """Have norms write float8 where converted layers alone read them, in place.
+
+    Args:
+        model: converted. Fusing again fuses what was not.
+        pairs: norm -> layer or layers that read it, and nobody else: names in the model, in which
+            ``*`` stands for one part, the same one on both sides. A norm that is named here, or by
+            `register_norm_pairs`, is not looked for in the model's forward.
+
+    Returns:
+        what was fused, and why the others were not; it is logged too.
+
+    Raises:
+        TypeError: pairs that are no mapping of names to names.
+        ValueError: pairs that name no module, or the model is within ``high_precision``; nothing
+            has been changed then.
+    """
+    _check(model, pairs)
+    fusion = NormFusion()
+    modules = dict(model.named_modules())
+    readers = _declared_readers(model, pairs or {}, fusion)
+    norms = _candidates(modules, readers, fusion)
+    unknown = [fqn for fqn in norms if fqn not in readers]
+    readers |= traced(model, unknown, _is_leaf) if unknown else {}
+    for fqn, norm in norms.items():
+        layers = readers[fqn]
+        reason = _refuses(norm, layers, modules)
+        if reason is not None:
+            fusion.skipped[fqn] = reason
+        elif not isinstance(layers, str):
+            _fuse(model, fqn, norm, [modules[name] for name in layers])
+            fusion.fused.append((fqn, layers))
+    if any(isinstance(module, DelayedCast) for module in model.modules()):
+        keep_ddp_from_broadcasting(model)
+    logger.info("%s", fusion)
+    return fusion
+
+
+def _check(model: nn.Module, pairs: object) -> None:
+    check_module(model, "fuse_norms")
+    if pairs is not None and not hasattr(pairs, "items"):
+        raise TypeError(
+            f"pairs must map norms to the layers that read them, got {described(pairs)}; for "
+            'example {"layers.*.norm": ["layers.*.attention.q", "layers.*.attention.k"]}'
+        )
+    for fqn, module in model.named_modules():
+        if isinstance(module, tuple(FLOAT8_MODULES)) and module.high_precision:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{fqn or 'the model'} runs in high precision now: call fuse_norms outside of "
+                "float8.high_precision(model)"
+            )
+
+
+def _declared_readers(model: nn.Module, pairs: Pairs, fusion: NormFusion) -> dict[str, Readers]:
+    """Norm, by its first name, -> what somebody has said of it; ``pairs`` before blocks' own."""
+    every = dict(model.named_modules(remove_duplicate=False))
+    first = {module: fqn for fqn, module in model.named_modules()}
+    said: dict[str, list[str]] = {}
+    for fqn, block in model.named_modules():
+        if type(block) in NORM_PAIRS:
+            try:
+                said |= declared(every, NORM_PAIRS[type(block)], f"{fqn}." if fqn else "")
+            except ValueError as error:
+                fusion.skipped[fqn] = f"its pairs, of {type(block).__name__}: {error}"
+    said |= declared(every, pairs)
+    readers: dict[str, dict[str, None]] = {}
+    for fqn, layers in said.items():  # a norm of two names has the readers of both
+        known = readers.setdefault(first[every[fqn]], {})
+        known |= dict.fromkeys(first[every[name]] for name in layers)
+    return {fqn: list(layers) for fqn, layers in readers.items()}
+
+
+def _candidates(
+    modules: dict[str, nn.Module], readers: dict[str, Readers], fusion: NormFusion
+) -> dict[str, nn.Module]:
+    """The norms that can be fused if the right layers read them; reasons for the others."""
+    chosen = {}
+    for fqn, module in modules.items():
+        is_norm = type(module) in NORM_RULES or isinstance(module, (nn.RMSNorm, nn.LayerNorm))
+        # A name decides only whether the report speaks of it: nothing is fused for its name.
+        is_called_norm = type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
+        if not is_norm and not is_called_norm and fqn not in readers:
+            continue
+        if (reason := _refuses_norm(fqn, module)) is not None:
+            fusion.skipped[fqn] = reason
+        else:
+            chosen[fqn] = module
+    return chosen
+
+
+def _refuses_norm(fqn: str, norm: nn.Module) -> str | None:
+    """The reason why this module cannot write float8, whoever reads it, or None."""
+    if isinstance(norm, NormCast):
+        return "it writes float8 already"
+    if type(norm) not in NORM_RULES:
+        return (
+            f"its type is {type(norm).__name__}, not nn.RMSNorm or nn.LayerNorm; if it computes "
+            "the same, float8.norm_fusion.register_norm can say so"
+        )
+    if len(_attributes(norm)["normalized_shape"]) != 1:
+        return "it normalises more than the last dimension"
+    if norm._forward_hooks or norm._backward_hooks or norm._backward_pre_hooks:
+        return "it has hooks, which would see a Float8Tensor"
+    weight = norm._parameters.get("weight")
+    if weight is not None and type(weight) not in (Tensor, nn.Parameter):
+        return f"its weight is a {type(weight).__name__}; fuse before sharding the model"
+    return runs_something_else(norm, fqn)
+
+
+def _attributes(norm: nn.Module) -> dict[str, Any]:
+    attributes = NORM_RULES[type(norm)].attributes
+    return norm.__dict__ if attributes is None else attributes(norm)
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return type(module) in NORM_RULES or isinstance(module, tuple(FLOAT8_MODULES))
+
+
+def _refuses(norm: nn.Module, layers: Readers, modules: dict[str, nn.Module]) -> str | None:
+    """The reason why these layers cannot read the norm's result in float8, or None."""
+    if isinstance(layers, str):
+        return layers
+    for name in layers:
+        if (reason := _refuses_reader(norm, name, modules[name])) is not None:
+            return reason
+    first: Any = modules[layers[0]]
+    for name in layers[1:]:
+        other: Any = modules[name]
+        if _input_cast(other.config) != _input_cast(first.config):
+            return f"{layers[0]} and {name} read it, and cast their inputs by different configs"
+    return None
+
+
+def _refuses_reader(norm: nn.Module, name: str, layer: nn.Module) -> str | None:
+    if type(layer) is not Float8Linear:
+        return f"{name} reads it, a {type(layer).__name__}, not a Float8Linear"
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        return f"{name} reads it and has forward hooks, which would see a Float8Tensor"
+    if (reason := runs_something_else(layer, name)) is not None:
+        return f"{name} reads it: {reason}"
+    if (reason := refuses_config(layer.config)) is not None:
+        return f"{name} reads it, and a norm {reason}"
+    size = _attributes(norm)["normalized_shape"][0]
+    if layer.in_features != size:
+        return f"{name} has in_features={layer.in_features}, the norm {size}: it cannot read it"
+    return None
+
+
+def _input_cast(config: Float8LinearConfig) -> tuple[object, ...]:
+    """What of a config says how an input is cast."""
+    return (
+        config.plan.output.a,
+        config.cast_config_input,
+        config.delayed_scaling,
+        config.enable_amax_init,
+        config.emulate,
+    )
+
+
+def _fuse(model: nn.Module, fqn: str, norm: nn.Module, layers: list[Any]) -> None:
+    rule = NORM_RULES[type(norm)]
+    attributes = None if rule.attributes is None else rule.attributes(norm)
+    cast = rule.cast_type.from_float(norm, layers[0].config, fqn, attributes)
+    cast.evaluates_in_high_precision = layers[0].evaluates_in_high_precision
+    replace_children(model, {norm: cast})
+    if isinstance(cast.cast_output, DelayedCast):
+        _share(model, cast, [layer.cast_input for layer in layers])
+
+
+def _share(model: nn.Module, norm: NormCast, casts: list[DelayedCast]) -> None:
+    """Make one cast of the layers', and of what these share already, for the norm too."""
+    kept = casts[0]
+    with torch.no_grad():
+        for name, buffer in kept.named_buffers():
+            buffer.copy_(torch.stack([cast.get_buffer(name) for cast in casts]).amax(0))
+    kept.history_ready = any(cast.history_ready for cast in casts)
+    kept.synced = any(cast.synced for cast in casts)
+    norm.share_cast(kept)
+    merged = set(casts)
+    for module in list(model.modules()):
+        if module._modules.get("cast_input") in merged:
+            module._modules["cast_input"] = kept
+        if isinstance(module, NormCast) and module.cast_output in merged:
+            module.share_cast(kept)

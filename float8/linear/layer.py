@@ -1,0 +1,399 @@
+"""`Float8Linear`: an ``nn.Linear`` whose three GEMMs run in float8 (see `float8.linear.autograd`).
+
+The layer owns what a layer has: parameters, configuration, the three casts and their state, checks
+with its name in the message. `float8_linear` is the functional form, for recipes without state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from float8.arguments import check_tensors, check_type
+from float8.config import Float8LinearConfig, check_config
+from float8.formats import E4M3, E5M2
+from float8.kernels.scaled_mm import architecture
+from float8.linear.autograd import (
+    STATELESS,
+    CachedWeight,
+    Factors,
+    States,
+    WeightCodes,
+    autocasts,
+    codes_of,
+    compute_dtype,
+    linear_in_float8,
+)
+from float8.linear.cast import Cast, DelayedCast, make_cast
+from float8.linear.refusals import (
+    REFUSES_SCRIPT,
+    refuses_call,
+    refuses_float8_input,
+    refuses_input,
+    refuses_layer,
+    refuses_transform,
+    tell_once_of_tokens,
+)
+from float8.linear.resident_weight import (
+    is_resident,
+    join_loaded,
+    refuses_training,
+    resident_codes,
+    split_saved,
+)
+from float8.linear.switch import Switchable
+from float8.tensor import Float8Tensor
+
+
+class Float8Linear(Switchable, nn.Linear):
+    """An ``nn.Linear`` that multiplies in float8; parameters, shapes and checkpoints are its own.
+
+    ``weight`` is the high-precision parameter, so initialisation, clipping, averaging and
+    optimizers see what they expect. While FSDP2 has it gathered in float8, forward finds a
+    `Float8Tensor` in its place, and multiplies that as it is; so it does with one that lives there
+    (`float8.linear.resident_weight`).
+
+    Args:
+        in_features, out_features, bias, device, dtype: as ``nn.Linear``.
+        config: recipe or own configuration; dynamic tensorwise by default.
+
+    Raises:
+        TypeError: ``config`` is something else, such as a recipe's name or torchao's config.
+        ValueError: the config asks for a product that no hardware runs, and not for emulation.
+    """
+
+    plain_type: ClassVar[type[nn.Linear]] = nn.Linear  # what it was, and becomes by `to_float`
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        config: Float8LinearConfig | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._set_up(Float8LinearConfig() if config is None else config)
+
+    @classmethod
+    def from_float(
+        cls, linear: nn.Linear, config: Float8LinearConfig | None = None, fqn: str = ""
+    ) -> Float8Linear:
+        """A Float8Linear with the parameters, hooks and mode of ``linear``, which it shares.
+
+        Args:
+            linear: the layer, an ``nn.Linear``; it stays usable.
+            config: dynamic tensorwise by default.
+            fqn: the layer's name in its model, for error messages.
+        """
+        check_type(linear, nn.Linear, f"{cls.__name__}.from_float", "linear", "an nn.Linear")
+        self = with_state_of(linear, cls)
+        self._set_up(Float8LinearConfig() if config is None else config, fqn)
+        return self
+
+    def to_float(self) -> nn.Linear:
+        """The plain ``nn.Linear``; the inverse of `from_float`, parameters shared."""
+        plain: nn.Linear = with_state_of(self, self.plain_type)
+        for name in (*_CAST_NAMES, *_OWN_ATTRIBUTES):
+            plain._modules.pop(name, None)
+            plain.__dict__.pop(name, None)
+        return plain
+
+    def _set_up(self, config: Float8LinearConfig, fqn: str = "") -> None:
+        check_config(config, fqn or type(self).__name__)
+        if (reason := refuses_layer(self.weight, config)) is not None:
+            raise ValueError(f"{fqn or 'Float8Linear'}: {reason}")
+        self.config = config
+        self.fqn = fqn
+        self._add_switch()
+        self.cached_weight: CachedWeight | None = None  # written by float8.weight_cache only
+        formats = (E4M3, E4M3, E5M2)
+        for name, cast, fmt in zip(_CAST_NAMES, config.operand_casts, formats, strict=True):
+            delayed, amax_init = config.delayed_scaling, config.enable_amax_init
+            module = make_cast(cast, fmt, delayed, amax_init, self.weight.device)
+            self.add_module(name, module.train(self.training))
+
+    @property
+    def casts(self) -> tuple[Cast, Cast, Cast]:
+        """The casts of input, weight and grad_output."""
+        return self.cast_input, self.cast_weight, self.cast_grad_output  # type: ignore[return-value]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input @ weight.T + bias``: (..., in_features) -> (..., out_features).
+
+        An input that is a `Float8Tensor` already, in the format and granularity of the config, is
+        multiplied as it is; its gradient comes back in the dtype that it stands for.
+
+        Raises:
+            RuntimeError: torch.func, torch.jit or torch.fx runs it; the message has the way out.
+            TypeError: the input's dtype is not the weight's (outside autocast) or not supported.
+            ValueError: wrong last dimension, or a product that the device does not run; the
+                message names the layer and the fix.
+        """
+        if self.high_precision:
+            return self._plain_forward(
+                input.dequantize() if isinstance(input, Float8Tensor) else input
+            )
+        if self.config.enable_pre_and_post_forward:
+            error = refuses_transform(input) or refuses_input(
+                input, self.weight, autocasts(input.device.type)
+            )
+            if error is not None:
+                raise type(error)(f"{self._name}: {error}")
+            self._check_float8(input)
+            self._check_device(input)
+        record = self.training and torch.is_grad_enabled()
+        return linear_in_float8(
+            input,
+            self.weight,
+            self.bias,
+            self.config,
+            self._states(),
+            record,
+            self._codes(input),
+            self._factors(input),
+        )
+
+    def _codes(self, input: Tensor) -> WeightCodes | None:
+        """The weight in float8, if somebody has cast it before this call."""
+        weight, cached = self.weight, self.cached_weight
+        if is_resident(weight):
+            if (reason := refuses_training(weight)) is not None:
+                raise ValueError(f"{self._name}: {reason}")
+            return resident_codes(weight, self.config.plan, compute_dtype(input))
+        if isinstance(weight, Float8Tensor):
+            if weight.dtype != (dtype := compute_dtype(input)):
+                raise ValueError(
+                    f"{self._name}: its weight was gathered for {weight.dtype} and is used in "
+                    f"{dtype}; give fully_shard the dtype, as MixedPrecisionPolicy(param_dtype="
+                    f"{dtype}), in place of autocast"
+                )
+            return codes_of(weight)
+        if cached is not None and not torch.compiler.is_compiling() and not cached.is_of(weight):
+            return None  # a write that nobody announced, or another weight in its place
+        return None if cached is None else cached.codes
+
+    def _plain_forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self._plain_weight(), self.bias)
+
+    def _plain_weight(self) -> Tensor:
+        """The weight in high precision; what was gathered in float8 is rounded to that."""
+        weight = self.weight
+        return weight.dequantize() if isinstance(weight, Float8Tensor) else weight
+
+    def _factors(self, input: Tensor) -> Factors | None:
+        """What the three products of this call are multiplied by, if by anything."""
+        return None
+
+    def _states(self) -> States:
+        if not self.config.uses_delayed_scaling:
+            return STATELESS
+        x_cast, w_cast, g_cast = self.casts
+        return x_cast.state, w_cast.state, g_cast.state
+
+    def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
+        """What a call with this input casts in this process: input, weight, and states of casts."""
+        return input, self.weight, self._states()
+
+    def local_grad_output(self, grad_output: Tensor) -> Tensor:
+        """Of a gradient of what the layer returned, what this process casts in backward."""
+        return grad_output
+
+    @property
+    def _name(self) -> str:
+        # For messages only: torch.compile guards on what forward reads, and layers share graphs.
+        return self.fqn or type(self).__name__
+
+    def _check_float8(self, input: Tensor) -> None:
+        if isinstance(input, Float8Tensor):
+            needs_grad_weight = self.weight.requires_grad and torch.is_grad_enabled()
+            reason = refuses_float8_input(input, self.config, needs_grad_weight)
+            if reason is not None:
+                raise ValueError(f"{self._name}: {reason}")
+
+    def _check_device(self, input: Tensor) -> None:
+        if input.device.type != "cuda" or self.config.emulate:
+            tell_once_of_tokens(self, self.config, input)
+            return
+        tokens, grad = input.numel() // max(self.in_features, 1), torch.is_grad_enabled()
+        arch = architecture(input.device.index)
+        dtype = compute_dtype(input)
+        reason = refuses_call(self.config, self.weight, tokens, dtype, arch, grad)
+        if reason is not None:
+            raise ValueError(f"{self._name}: {reason}")
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What torch.jit.script asks for."""
+        raise RuntimeError(f"{self._name}: {REFUSES_SCRIPT}")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        stored = _stored(self.weight)
+        join_loaded(self.weight, state_dict, prefix, self.config, errors=args[-1])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if stored is not None and not stored.holds(self.weight):  # assign=True
+            like = stored.wrap(self.weight)
+            self.weight = nn.Parameter(like, self.weight.requires_grad)
+        weight = state_dict.get(prefix + "weight")
+        if weight is None:
+            return  # a part of the model, such as adapters: what is here stays
+        for name, cast in zip(_CAST_NAMES, self.casts, strict=True):
+            if not isinstance(cast, DelayedCast):
+                continue
+            if not any(key.startswith(f"{prefix}{name}.") for key in state_dict):
+                cast.start_beside(weight)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        stored, key = _stored(self.weight), prefix + "weight"
+        if stored is not None and not keep_vars and key in destination:
+            destination[key] = stored.plain(self.weight)
+        if is_resident(self.weight) and not keep_vars:
+            split_saved(self.weight, destination, prefix, plain=self.high_precision)
+
+    @property
+    def weight_scale(self) -> Tensor | None:
+        """The scale of a weight that lives in float8, as checkpoints call it; else None."""
+        return self.weight._scale if is_resident(self.weight) else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: a copied weight changes on its own, so its cache stays behind."""
+        return self.__dict__ | {"cached_weight": None}
+
+    def extra_repr(self) -> str:
+        """As ``nn.Linear``, and what differs from the casts printed below it."""
+        parts = [super().extra_repr()]
+        for operand, cast in zip(("input", "weight", "grad_output"), self.casts, strict=True):
+            first = getattr(self.config, f"cast_config_{operand}")
+            if cast.config != first:  # the state is its second use's
+                parts.append(f"{operand}={first.short_str}")
+        for field in (
+            "cast_config_input_for_grad_weight",
+            "cast_config_weight_for_grad_input",
+            "cast_config_grad_output_for_grad_weight",
+        ):
+            override = getattr(self.config, field)
+            if override is not None:
+                parts.append(f"{field.removeprefix('cast_config_')}={override.short_str}")
+        return ", ".join(parts)
+
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class Float8CastingLinear(Float8Linear):
+    """Of a layer that casts its own weight: a float32 weight multiplies a bfloat16 input.
+
+    What scripts without autocast write as ``F.linear(x, self.weight.to(x.dtype), self.bias)``; see
+    `float8.convert.convert.register_linear_type`.
+    """
+
+    @classmethod
+    def from_float(
+        cls, linear: nn.Linear, config: Float8LinearConfig | None = None, fqn: str = ""
+    ) -> Float8Linear:
+        """As `Float8Linear.from_float`; ``to_float`` gives the type of ``linear`` again."""
+        self = super().from_float(linear, config, fqn)
+        self.plain_type = type(linear)  # type: ignore[misc]
+        return self
+
+    def to_float(self) -> nn.Linear:
+        """The layer that it was, parameters shared."""
+        plain = super().to_float()
+        del plain.plain_type
+        return plain
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As `Float8Linear`, in the dtype of ``input``: the weight's, bfloat16 or float16."""
+        dtype = input.dtype
+        if self.high_precision or dtype == self.weight.dtype or dtype not in _HALVES:
+            return super().forward(input)
+        if input.device.type == "meta":  # which has no autocast, and no values
+            return self._plain_forward(input)
+        with torch.autocast(input.device.type, dtype):
+            return super().forward(input)
+
+    def _plain_forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return F.linear(input, self._plain_weight().to(input.dtype), bias)
+
+
+_CAST_NAMES = ("cast_input", "cast_weight", "cast_grad_output")
+_OWN_ATTRIBUTES = ("config", "fqn", "switch", "evaluates_in_high_precision", "cached_weight")
+
+
+class StoredWeight(NamedTuple):
+    """A type in which a room above has a layer's weight stored; checkpoints hold plain tensors."""
+
+    holds: Callable[[Tensor], bool]  # whether a weight is of this type
+    plain: Callable[[Tensor], Tensor]  # the same data as an ordinary tensor
+    wrap: Callable[[Tensor], Tensor]  # and back
+
+
+STORED_WEIGHTS: list[StoredWeight] = []
+
+
+def _stored(weight: Tensor) -> StoredWeight | None:
+    return next((stored for stored in STORED_WEIGHTS if stored.holds(weight)), None)
+
+
+def with_state_of(source: nn.Module, cls: Any) -> Any:
+    """A ``cls`` with the parameters, buffers, hooks and attributes of ``source``."""
+    new = cls.__new__(cls)
+    new.__dict__ = dict(source.__dict__)
+    # Own dicts for what either module may replace; the hook dicts stay shared, because the
+    # handles that users hold remove hooks from them.
+    for name in ("_parameters", "_buffers", "_modules"):
+        new.__dict__[name] = dict(source.__dict__[name])
+    return new
+
+
+def float8_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    config: Float8LinearConfig | None = None,
+) -> Tensor:
+    """``input @ weight.T + bias`` in float8: the functional form, for recipes without state.
+
+    Args:
+        input: (..., K), float32, bfloat16 or float16; or a `Float8Tensor` that the config fits.
+        weight: (N, K) of the same dtype; of a float32 weight ``weight.to(input.dtype)``.
+        bias: (N,) or None.
+        config: dynamic tensorwise by default.
+
+    Returns:
+        (..., N).
+
+    Raises:
+        ValueError: the config is delayed, which needs a module to keep its history, or asks for a
+            product that no hardware runs.
+        TypeError: an argument of another type, or dtypes that differ or are not supported.
+    """
+    optional = {} if bias is None else {"bias": bias}
+    check_tensors("float8_linear", input=input, weight=weight, **optional)
+    config = Float8LinearConfig() if config is None else config
+    check_config(config, "float8_linear")
+    if config.uses_delayed_scaling:
+        raise ValueError(
+            "float8_linear keeps no amax history; use Float8Linear for delayed scaling, or a "
+            "dynamic or static recipe"
+        )
+    if (reason := refuses_layer(weight, config)) is not None:
+        raise ValueError(f"float8_linear: {reason}")
+    if weight.dim() != 2:
+        raise ValueError(f"float8_linear: weight must be (N, K), got {tuple(weight.shape)}")
+    if (error := refuses_input(input, weight, autocasts(input.device.type))) is not None:
+        raise type(error)(f"float8_linear: {error}")
+    if isinstance(input, Float8Tensor):
+        needs_grad_weight = weight.requires_grad and torch.is_grad_enabled()
+        if (reason := refuses_float8_input(input, config, needs_grad_weight)) is not None:
+            raise ValueError(f"float8_linear: {reason}")
+    return linear_in_float8(input, weight, bias, config, STATELESS, record=False)

@@ -1,0 +1,214 @@
+"""Weights that live in float8: a `Float8Linear` whose ``.weight`` is a `Float8Tensor` Parameter.
+
+There is no high-precision copy: one byte per element and the scales are all that is held. Frozen,
+such a weight is the base under adapters, or a model that is evaluated (`float8.convert.inference`);
+trainable, it is MS-AMP's level O3 (`float8.ms_amp.ms_amp`).
+
+The weight w_NK = codes_NK * scale is read by two GEMMs. The output contracts K, and reads it as it
+is. grad_input contracts N, and reads the same codes, never a second rounding of them:
+
+=============== ===================== ==========================================================
+block of w_NK   scale                 grad_input_MK = g_MN @ w_NK
+=============== ===================== ==========================================================
+whole tensor    (1, 1)                the codes' transpose, the same scale
+128x128         (N / 128, K / 128)    the codes' transpose, the scale's transpose
+row (1, K)      (N, 1), along the     (g_MN * scale_N), cast along its rows, times the codes'
+                contraction           transpose with a scale of 1
+=============== ===================== ==========================================================
+
+On a CPU the transpose is a view. A GPU's GEMM reads rows only, so it is copied while that GEMM
+runs: one byte per element of one layer, held by nobody.
+
+Codes need no compute dtype: float16, bfloat16 and float32 products read the same ones, under
+autocast or not. ``weight.dtype`` is what the weight stands for: what it dequantises to, and the
+dtype of its gradient, which is an ordinary tensor.
+
+A checkpoint holds two plain tensors, ``weight`` (float8 codes) and ``weight_scale`` (float32). A
+``weight`` in high precision loads too: it is quantised. Codes load into a layer with a
+high-precision weight: they are dequantised.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from float8.config import Float8LinearConfig, LinearPlan
+from float8.formats import FORMATS, HIGH_PRECISION_DTYPES
+from float8.granularity import WHOLE, scale_shape
+from float8.linear.autograd import WeightCodes
+from float8.linear.scaling import DelayedState, quantize
+from float8.tensor import Float8Tensor
+
+TENSORWISE = (WHOLE, WHOLE)
+ROWWISE = (1, WHOLE)
+SCALE_KEY = "weight_scale"
+
+
+def is_resident(weight: Tensor) -> TypeGuard[Float8Tensor]:
+    """Whether a weight lives in float8; what FSDP2 gathers in float8 is of another type."""
+    return type(weight) is Float8Tensor
+
+
+def refuses_resident(config: Float8LinearConfig) -> str | None:
+    """The reason why this config's weights cannot live in float8, or None."""
+    output, grad_input = config.plan.output.b, config.plan.grad_input.b
+    if output is None or grad_input is None:
+        name = "output" if output is None else "grad_input"
+        return (
+            f"its {name} GEMM runs in high precision, and would dequantise the weight every time; "
+            "take a config without that (a converted model is made plain first, by "
+            "convert_from_float8_training)"
+        )
+    if output.format != grad_input.format:
+        return (
+            f"its two GEMMs read the weight in {output.format} and {grad_input.format}, and one "
+            "set of codes is kept; leave cast_config_weight_for_grad_input at None"
+        )
+    if output.block in (TENSORWISE, ROWWISE) or output.transposed().block == grad_input.block:
+        return None
+    return (
+        f"its weight has a scale for each {output.block} (-1: the whole dimension), with which "
+        "grad_input cannot read it; use Tensorwise(), Rowwise() or Blockwise(128, 128) weights"
+    )
+
+
+def refuses_training(weight: Float8Tensor) -> str | None:
+    """The reason why this weight can get no gradient, or None."""
+    if not weight.requires_grad or weight._block == TENSORWISE:
+        return None
+    return (
+        f"its weight lives in float8 with a scale for each {tuple(weight._block)} and requires a "
+        "gradient; only tensorwise float8 weights train. Freeze it with "
+        "weight.requires_grad_(False), or convert with a tensorwise recipe"
+    )
+
+
+def resident_codes(weight: Float8Tensor, plan: LinearPlan, dtype: torch.dtype) -> WeightCodes:
+    """A weight that lives in float8, as both GEMMs read it; nothing is copied.
+
+    Args:
+        weight: (N, K).
+        plan: of a config that `refuses_resident` accepts.
+        dtype: the compute dtype.
+    """
+    # By attribute: torch.compile does not trace a subclass's properties.
+    codes_NK, scale = weight._data, weight._scale
+    cast = plan.grad_input.b
+    assert cast is not None
+    cols_scale, folds = scale.t(), weight._block == ROWWISE
+    if weight._block == TENSORWISE:
+        cols_scale = scale.expand(scale_shape(codes_NK.t().shape, cast.block))
+    return WeightCodes((codes_NK, scale), (codes_NK.t(), cols_scale), dtype, None, folds)
+
+
+def to_resident(
+    weight: Tensor, config: Float8LinearConfig, state: DelayedState | None = None
+) -> Float8Tensor:
+    """A high-precision weight (N, K) in float8, as the layer's output GEMM casts it.
+
+    Args:
+        weight: float32, bfloat16 or float16.
+        config: one that `refuses_resident` accepts.
+        state: of a delayed cast: its scale is used if it has one.
+    """
+    cast = config.plan.output.b
+    assert cast is not None
+    with torch.no_grad(), torch.inference_mode(False):
+        source = weight.clone() if weight.is_inference() else weight.detach()
+        data, scale = quantize(source, cast, state, emulate=config.emulate)
+        # A delayed or static scale is shared with others; the weight's own is written to.
+        return Float8Tensor(data, scale.clone(), cast.block, weight.dtype)
+
+
+def as_parameter(old: Tensor, data: Tensor, requires_grad: bool) -> nn.Parameter:
+    """A Parameter of other data with the attributes that users have set on ``old``.
+
+    Functions are left out: they may hold ``old``, and its memory with it.
+    """
+    new = nn.Parameter(data, requires_grad)
+    for key, value in vars(old).items():
+        if not key.startswith("_") and not callable(value):
+            setattr(new, key, value)
+    return new
+
+
+@torch.no_grad()
+def make_plain(model: nn.Module) -> None:
+    """Dequantise every weight of ``model`` that lives in float8; shared ones stay shared."""
+    plain: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is None or not is_resident(weight):
+            continue
+        if id(weight) not in plain:
+            plain[id(weight)] = as_parameter(weight, weight.dequantize(), weight.requires_grad)
+        module._parameters["weight"] = plain[id(weight)]
+
+
+def split_saved(
+    weight: Float8Tensor, destination: dict[str, Any], prefix: str, plain: bool
+) -> None:
+    """Put a weight into a state dict: codes and scale, sharing memory; or dequantised."""
+    if plain:
+        destination[prefix + "weight"] = weight.detach().dequantize()
+        return
+    destination[prefix + "weight"] = weight._data.detach()
+    destination[prefix + SCALE_KEY] = weight._scale.detach()
+
+
+def join_loaded(
+    weight: Tensor,
+    state_dict: dict[str, Any],
+    prefix: str,
+    config: Float8LinearConfig,
+    errors: list[str],
+) -> None:
+    """Make what a state dict says of a layer's weight into what the layer holds, in place.
+
+    Args:
+        weight: the layer's, in float8 or not.
+        state_dict: its ``weight`` is replaced and its ``weight_scale`` taken out where need be.
+        prefix: of the layer's keys.
+        config: of the layer.
+        errors: where problems are noted.
+    """
+    key = prefix + "weight"
+    joined: Tensor
+    loaded, scale = state_dict.get(key), state_dict.get(prefix + SCALE_KEY)
+    if loaded is None or isinstance(loaded, Float8Tensor) or loaded.shape != weight.shape:
+        return  # nothing to do, or torch says what is wrong
+    if loaded.dtype in FORMATS:
+        try:
+            joined = _joined(loaded, scale, weight, config)
+        except (TypeError, ValueError) as error:
+            errors.append(f"{key}: float8 codes do not load: {error}")
+            joined = weight  # into itself
+        state_dict.pop(prefix + SCALE_KEY, None)
+        state_dict[key] = joined if is_resident(weight) else _dequantized(joined)
+    elif is_resident(weight) and loaded.dtype in HIGH_PRECISION_DTYPES:
+        state_dict[key] = to_resident(loaded.to(weight.dtype), config)
+    elif is_resident(weight):
+        known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
+        errors.append(f"{key}: it is {loaded.dtype}; float8 is cast from {known}")
+        state_dict[key] = weight  # into itself
+
+
+def _joined(
+    codes: Tensor, scale: Tensor | None, weight: Tensor, config: Float8LinearConfig
+) -> Float8Tensor:
+    cast = config.plan.output.b
+    if scale is None:
+        raise ValueError(f"the checkpoint has no {SCALE_KEY} beside them")
+    if cast is None:
+        raise ValueError("this layer multiplies its weight in high precision")
+    block = weight._block if is_resident(weight) else cast.block
+    if is_resident(weight) and codes.dtype != weight._data.dtype:
+        raise ValueError(f"they are {codes.dtype}, the layer's weight is {weight._data.dtype}")
+    return Float8Tensor(codes.detach(), scale.detach(), block, weight.dtype)
+
+
+def _dequantized(x: Tensor) -> Tensor:
+    return x.dequantize() if isinstance(x, Float8Tensor) else x

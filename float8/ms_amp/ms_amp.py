@@ -1,0 +1,365 @@
+"""L5: MS-AMP's optimization levels with one call: what is held in which dtype.
+
+::
+
+    model, optimizer = float8.ms_amp(model, torch.optim.AdamW(model.parameters()), level="O2")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+Of the weights of converted ``nn.Linear`` layers each level holds (MS-AMP's documentation,
+"Optimization Level"; FP8-LM, arXiv 2310.18313, sections 2.1 and 2.2; bytes per element):
+
+===== ======= ==== ====== ====== ======== ==================== =====
+level product sent weight master gradient moments              bytes
+===== ======= ==== ====== ====== ======== ==================== =====
+O1    FP8     E4M3 FP16   none   E4M3     FP32 and FP32        11
+O2    FP8     E4M3 FP16   none   E4M3     E4M3 and scaled FP16 6
+O3    FP8     E4M3 E4M3   scaled E4M3     E4M3 and scaled FP16 7
+                          FP16
+===== ======= ==== ====== ====== ======== ==================== =====
+
+and a scale per group of 128 (moments, master) or per tensor (weight, gradient). O3 saves bytes
+where weights travel or are read, not where they rest. Rounding to nearest would lose each update of
+a float16 weight by less than 2^-12 of it, at fine-tuning rates nearly all: such weights and masters
+are rounded up or down at random, the same in every run. All other parameters (biases, norms,
+embeddings, what is tied to them, layers that a filter leaves out, frozen weights) stay as they are,
+with plain gradients; the moments of those with fewer than ``min_size`` elements stay FP32. Where
+this differs from MS-AMP's own: its FP16 weights of O1 and O2 have a scale, these are torch.float16,
+in which numbers below 6e-5 are 6e-8 apart.
+
+**Autocast.** Under O1 and O2 weights are float16 and activations are not: train under
+``torch.autocast(device, torch.bfloat16)``, or with ``torch.float16`` and a ``GradScaler``. O3 runs
+under any autocast or none. Gradients are computed in the autocast dtype and not rounded to float16
+(the weights' ``grad_dtype`` is float32), so that bfloat16 needs no loss scaling; but see below.
+
+**Checkpoints.** ``state_dict()`` of model and optimizer hold plain tensors, and training goes on
+from them to the same bits. Under O3 the optimizer's master is the truth: a model's checkpoint that
+is loaded alone starts the masters anew, from its codes. Load a high-precision one before `ms_amp`,
+and move or cast the model before it: ``model.to`` swaps float8 weights, which then get plain
+gradients. A model that `convert_from_float8_training` made plain needs a new optimizer.
+
+**Compilation.** Compile the model after this call. Of float16 weights (O1, O2) torch.compile does
+round gradients to float16, of which 6e-8 is the smallest: take a ``GradScaler`` there, with
+bfloat16 too. A compiled ``optimizer.step`` reads gradients that are held in float8 under O3 only
+(torch 2.13 cannot trace a plain parameter whose gradient is of another type).
+
+**Several processes.** A wrapper owns the memory of weights and gradients. Convert, wrap, build the
+optimizer, then call `ms_amp` on the wrapped model, on all ranks::
+
+    convert_to_float8_training(model, config=config)
+    model = DistributedDataParallel(model)            # or fully_shard(...)
+    model, optimizer = ms_amp(model, torch.optim.AdamW(model.parameters()), "O2")
+
+Gradients then travel as float8 (`float8.distributed.gradients`), weights and gradients keep their
+dtypes, and the moments are the level's. O3 is for FSDP2 alone, converted with
+``enable_fsdp_float8_all_gather=True``: the sharded high-precision weight is the master, and what is
+gathered is float8. DDP replicates weights by collectives and buckets that know no float8.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8.config import Float8LinearConfig
+from float8.convert.convert import convert_to_float8_training
+from float8.convert.filters import ModuleFilter
+from float8.distributed.gradients import float8_gradients
+from float8.distributed.replaced_parameters import mark_replaced
+from float8.distributed.sharded_weight import ShardedWeight
+from float8.linear.layer import Float8Linear
+from float8.ms_amp.levels import LEVELS, Level, MsAmp, check_weights, held, layers_of
+from float8.optim import Adam, AdamW
+from float8.optim.gradients import hold_gradients_in_float8
+from float8.optim.masters import follow
+from float8.tensor import Float8Tensor
+
+OPTIMIZERS: dict[type[torch.optim.Optimizer], type[AdamW]] = {
+    torch.optim.AdamW: AdamW,
+    torch.optim.Adam: Adam,
+    AdamW: AdamW,
+    Adam: Adam,
+}
+
+
+def ms_amp(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    level: str = "O2",
+    *,
+    config: Float8LinearConfig | None = None,
+    module_filter_fn: ModuleFilter | None = None,
+    **storage: Any,
+) -> tuple[nn.Module, AdamW]:
+    """Hold a model's weights, gradients and moments as a level of MS-AMP does, in place.
+
+    Linear layers are converted first, as by `convert_to_float8_training`; converted ones keep their
+    config. Replaced weights are new Parameters: use the optimizer that is returned, let go of the
+    old one, which holds the old weights, and build LR schedulers and ``torch.compile`` after this
+    call. Gradients that are there are dropped. A deep copy is for evaluation: hooks do not copy, so
+    that its gradients would be plain ones, in the weights' dtypes.
+
+    Args:
+        model: on one process; or a `DistributedDataParallel`, or one that `fully_shard` has taken,
+            converted before.
+        optimizer: AdamW or Adam, of torch.optim or `float8.optim`: hyperparameters, groups and
+            states are taken over.
+        level: "O1", "O2" or "O3".
+        config: of layers that are not converted yet; O3 needs tensorwise weights.
+        module_filter_fn: called with each candidate and its name; False leaves it alone.
+        storage: of the optimizer: ``group_size``, ``min_size``, ``stochastic_rounding`` (True by
+            default where float16 weights come from an optimizer of torch.optim), ``fused`` (see
+            `float8.optim.AdamW`).
+
+    Returns:
+        The model (or the new layer, if it was an ``nn.Linear`` itself), and a `float8.optim.AdamW`
+        or `Adam`.
+
+    Raises:
+        ValueError: unknown level, no layers, or layers, weights or options that do not fit.
+        TypeError: another optimizer, or arguments of other types.
+        RuntimeError: the model has a level already.
+
+        Nothing has been changed then.
+    """
+    row = _checked_level(model, optimizer, level)
+    _check_options(model, optimizer, storage)
+    if _is_wrapped(model):
+        return _of_wrapped(model, optimizer, level, config, module_filter_fn, storage)
+    report = MsAmp(level)
+    plan = config or Float8LinearConfig()
+    layers = layers_of(model, plan, module_filter_fn, optimizer, report)
+    check_weights(layers, plan, row)
+    if row.weight == "float16" and "stochastic_rounding" not in optimizer.defaults:
+        storage = {"stochastic_rounding": True} | storage
+    # On the old parameters: whatever is wrong with options or states shows before a change.
+    _new_optimizer(optimizer, row, {}, storage)
+    model = convert_to_float8_training(model, config=config, module_filter_fn=module_filter_fn)
+    named = dict(model.named_modules())
+    replaced: dict[Tensor, nn.Parameter] = {}
+    for fqn in layers:
+        layer: Any = named[fqn]
+        old = layer.weight
+        if old not in replaced:
+            replaced[old] = held(old, layer, row)
+        layer.weight = replaced[old]
+    report.weights = list(layers)
+    new = _new_optimizer(optimizer, row, replaced, storage)
+    _retire(replaced, new, row)
+    hold_gradients_in_float8(replaced.values())
+    for fqn in layers:
+        named[fqn].register_load_state_dict_post_hook(_AfterLoad(new))
+    model.ms_amp = report  # type: ignore[assignment]
+    return model, new
+
+
+def _checked_level(model: nn.Module, optimizer: torch.optim.Optimizer, level: str) -> Level:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"ms_amp takes (model, optimizer, level), got {type(model).__name__} first")
+    if level not in tuple(LEVELS):
+        raise ValueError(f"unknown level {level!r}; known levels: {', '.join(LEVELS)}")
+    for module in model.modules():
+        if isinstance(done := getattr(module, "ms_amp", None), MsAmp):
+            raise RuntimeError(
+                f"ms_amp: the model has level {done.level} already; load its weights into a new "
+                "model to change it"
+            )
+    if type(optimizer) not in OPTIMIZERS:
+        raise TypeError(
+            "ms_amp takes an AdamW or Adam, of torch.optim or float8.optim, not "
+            f"{type(optimizer).__module__}.{type(optimizer).__name__}; for others convert the "
+            "model and use float8.optim and float8.optim.gradients by themselves"
+        )
+    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+        raise ValueError(
+            "ms_amp: an LR scheduler holds the optimizer, which is replaced here; build the "
+            "scheduler from the optimizer that ms_amp returns"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError("ms_amp: differentiable=True is not supported by float8.optim")
+    return LEVELS[level]
+
+
+def _check_options(
+    model: nn.Module, optimizer: torch.optim.Optimizer, storage: dict[str, Any]
+) -> None:
+    for name in ("first_moment", "second_moment"):
+        if name in storage:
+            raise ValueError(f"ms_amp: the level says what {name} is held in; leave it out")
+    if any(getattr(optimizer, name) for name in _OPTIMIZER_HOOKS):
+        raise ValueError(
+            "ms_amp: the optimizer, which is replaced here, has hooks, which would not run any "
+            "more; register them on the one that ms_amp returns"
+        )
+    if (reason := _refuses_wrapper(model)) is not None:
+        raise ValueError(f"ms_amp: {reason}")
+
+
+_OPTIMIZER_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+# What groups of torch.optim hold that is no hyperparameter, or that a level decides.
+_NOT_CARRIED = {"params", "param_names", "foreach", "fused", "differentiable"} | {
+    "decoupled_weight_decay",
+    "first_moment",
+    "second_moment",
+}
+
+
+def _new_optimizer(
+    old: torch.optim.Optimizer,
+    row: Level,
+    replaced: dict[Tensor, nn.Parameter],
+    storage: dict[str, Any],
+) -> AdamW:
+    groups = []
+    for group in old.param_groups:
+        params: list[Any] = [replaced.get(p, p) for p in group["params"]]
+        if "param_names" in group:
+            params = list(zip(group["param_names"], params, strict=True))
+        groups.append({**_carried(group), **storage, "params": params})
+    moments: dict[str, Any] = {"first_moment": row.first_moment, "second_moment": row.second_moment}
+    defaults = _carried(old.defaults) | storage | moments  # of groups that are added later
+    new = OPTIMIZERS[type(old)](groups, **defaults)
+    if old.state:
+        carried = {"state": old.state_dict()["state"]}
+        new.load_state_dict(carried | {"param_groups": new.state_dict()["param_groups"]})
+    return new
+
+
+def _carried(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key not in _NOT_CARRIED}
+
+
+def _retire(replaced: dict[Tensor, nn.Parameter], new: AdamW, row: Level) -> None:
+    for old, parameter in replaced.items():
+        if row.weight == "float8":
+            new.start_master(parameter, old.detach())
+        mark_replaced(
+            old,
+            "the model",
+            "this optimizer holds a weight that ms_amp has replaced, so that it would step what "
+            "{} does not use: step the optimizer that ms_amp returned",
+        )
+
+
+class _AfterLoad:
+    """After a checkpoint was loaded into a layer, its master must be one of the new weight.
+
+    Otherwise the next step would bring the old weight back. A master whose cast is the weight
+    already stays, with the bits that the codes do not have: that of an optimizer loaded before.
+    """
+
+    def __init__(self, optimizer: AdamW | None) -> None:
+        self.optimizer = optimizer
+
+    @torch.no_grad()
+    def __call__(self, layer: Any, incompatible_keys: Any) -> None:
+        weight = layer.weight
+        if self.optimizer is None or not isinstance(layer, Float8Linear):
+            return
+        stepped = any(weight is p for g in self.optimizer.param_groups for p in g["params"])
+        if weight.requires_grad and not stepped:
+            raise RuntimeError(
+                f"{layer.fqn or 'Float8Linear'}: load_state_dict(assign=True) has replaced a "
+                "weight that the optimizer of ms_amp holds; load with assign=False"
+            )
+        if not stepped or not isinstance(weight, Float8Tensor):
+            return
+        cast: Any = weight.detach().clone()
+        follow(cast, self.optimizer.state[weight]["master"])
+        if not all(map(torch.equal, cast.data_and_scale, weight.data_and_scale)):
+            self.optimizer.start_master(weight, weight.dequantize(torch.float32))
+
+    def __reduce__(self) -> Any:
+        # Copies of the model are not this optimizer's, and must not copy it.
+        return _AfterLoad, (None,)
+
+
+def _refuses_wrapper(model: nn.Module) -> str | None:
+    """The reason why ms_amp would break what a wrapper within ``model`` does, or None."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    for fqn, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            return "FullyShardedDataParallel owns all weights; shard with fully_shard (FSDP2)"
+        if isinstance(module, DistributedDataParallel) and fqn:
+            return (
+                f"{fqn} is a DistributedDataParallel, which would not reduce the gradients of "
+                "replaced weights; give ms_amp the wrapper itself, before torch.compile"
+            )
+    return None
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.parallel import DistributedDataParallel
+
+    return isinstance(model, DistributedDataParallel) or any(
+        isinstance(module, FSDPModule) for module in model.modules()
+    )
+
+
+def _of_wrapped(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    level: str,
+    config: Float8LinearConfig | None,
+    module_filter_fn: ModuleFilter | None,
+    storage: dict[str, Any],
+) -> tuple[nn.Module, AdamW]:
+    """The level of a model that a distributed wrapper has taken: moments and communication."""
+    row = LEVELS[level]
+    layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Float8Linear)}
+    if config is not None or module_filter_fn is not None or not layers:
+        raise ValueError(
+            "ms_amp: layers cannot be converted once a distributed wrapper has taken the model; "
+            "call convert_to_float8_training with config and module_filter_fn first, then wrap, "
+            "then ms_amp without them"
+        )
+    if row.weight == "float8":
+        _check_gathered(layers)
+    new = _new_optimizer(optimizer, row, {}, storage)
+    state = float8_gradients(model)
+    left = dict.fromkeys(layers, "a distributed wrapper owns its memory: it keeps its dtype")
+    model.ms_amp = MsAmp(level, [], left, state)  # type: ignore[assignment]
+    return model, new
+
+
+def _check_gathered(layers: dict[str, Any]) -> None:
+    plain = [
+        fqn
+        for fqn, layer in layers.items()
+        if not isinstance(getattr(layer.weight, "_local_tensor", None), ShardedWeight)
+    ]
+    if plain:
+        raise ValueError(
+            "ms_amp: level O3 of a wrapped model is FSDP2 with weights gathered in float8, and "
+            f"{len(plain)} of {len(layers)} layers (first: {plain[0]}) gather or replicate theirs "
+            "in high precision; convert with enable_fsdp_float8_all_gather=True before "
+            "fully_shard, or take level O2, which DistributedDataParallel can run too"
+        )
+
+
+class _Callable(ModuleType):
+    """Importing a submodule binds its name in the package: ``float8.ms_amp.ms_amp`` is both."""
+
+    __call__ = staticmethod(ms_amp)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -1,0 +1,47 @@
+"""Modules that moved: their old import paths keep working, for scripts and for pickles.
+
+An old path imports the module at its new place: both names are one module object.
+``float8.linear``, ``float8.tensor``, ``float8.convert`` and ``float8.ms_amp`` are packages now,
+which export the public names that the modules had.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+# old path -> new path, up to version 0.7
+MOVED = {
+    "float8.autograd": "float8.linear.autograd",
+    "float8.cast": "float8.linear.cast",
+    "float8.conversion": "float8.convert.conversion",
+    "float8.filters": "float8.convert.filters",
+    "float8.fused": "float8.fusion.fused",
+    "float8.inference": "float8.convert.inference",
+    "float8.levels": "float8.ms_amp.levels",
+    "float8.norm_fusion": "float8.fusion.norm_fusion",
+    "float8.refusals": "float8.linear.refusals",
+    "float8.resident_weight": "float8.linear.resident_weight",
+    "float8.scaling": "float8.linear.scaling",
+    "float8.sync": "float8.linear.sync",
+    "float8.weight_cache": "float8.linear.weight_cache",
+}
+
+
+class _Moved(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return importlib.util.spec_from_loader(name, self) if name in MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system returns what sys.modules holds after this call.
+        sys.modules[module.__name__] = importlib.import_module(MOVED[module.__name__])
+
+
+sys.meta_path.append(_Moved())

@@ -1,0 +1,43 @@
+"""A `Float8Tensor` as the differentiable result of an op that computes float8 data.
+
+It takes two autograd functions. The first computes the data and takes the gradient; the second
+wraps the data. Between them the gradient travels along a *carrier*, a tensor of one element
+expanded to the shape of the result, because torch.compile traces a backward with the type of the
+forward's output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8.granularity import WHOLE
+from float8.tensor.tensor import Float8Tensor
+
+
+class _Wrap(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, carrier: Tensor, data: Tensor, data_t: Tensor | None, scale: Tensor
+    ) -> Tensor:
+        shape, dims = carrier.shape, carrier.dim()
+        block, scale = (WHOLE,) * dims, scale.reshape((1,) * dims)
+        return Float8Tensor(data.reshape(shape), scale, block, carrier.dtype, data_t)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return g, None, None, None
+
+
+def differentiable(carrier: Tensor, data: Tensor, data_t: Tensor | None, scale: Tensor) -> Tensor:
+    """The tensorwise `Float8Tensor` of this data, whose gradient goes to the carrier.
+
+    Args:
+        carrier: has the shape and the high-precision dtype of the result.
+        data: the float8 data, of as many elements; data_t: its transpose, if there is one.
+        scale: one element.
+    """
+    wrapped: Tensor = _Wrap.apply(carrier, data, data_t, scale)
+    return wrapped

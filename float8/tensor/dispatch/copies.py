@@ -1,0 +1,189 @@
+"""Copies, casts, moves and creation: every result keeps scale, block and dtype.
+
+``x.to(dtype)`` changes the dtype that the tensor stands for, not its bytes; ``x.to(device)`` moves
+data and scale together. ``copy_`` from a high-precision tensor casts with the destination's own
+scales' granularity and format, computing new scales; from a Float8Tensor of the same kind it copies
+bytes. Into a view of part of a tensor it casts with the scales that are there, which other elements
+share; ``x[indices] = values`` does too. The ``*_like`` and ``new_*`` functions make Float8Tensors
+of the same kind with scale 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8 import kernels
+from float8.formats import HIGH_PRECISION_DTYPES
+from float8.granularity import WHOLE, scale_shape
+from float8.tensor.tensor import Float8Tensor, implements
+
+aten = torch.ops.aten
+
+
+@implements(aten.detach.default, aten.alias.default)
+def _detach(func: Any, x: Float8Tensor) -> Float8Tensor:
+    return x._replace(func(x._data), func(x._scale))
+
+
+@implements(aten.clone.default)
+def _clone(
+    func: Any, x: Float8Tensor, *, memory_format: torch.memory_format = torch.preserve_format
+) -> Float8Tensor:
+    return x._replace(x._data.clone(memory_format=memory_format), x._scale.clone())
+
+
+@implements(aten._to_copy.default)
+def _to_copy(
+    func: Any,
+    x: Float8Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format = torch.preserve_format,
+    **_: Any,
+) -> Float8Tensor:
+    _check_dtype(func, dtype)
+    data = func(x._data, device=device, non_blocking=non_blocking, memory_format=memory_format)
+    scale = func(x._scale, device=device, non_blocking=non_blocking)
+    return x._replace(data, scale, dtype=dtype)
+
+
+@implements(aten.copy_.default)
+def _copy_(func: Any, destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(destination, Float8Tensor):
+        assert isinstance(source, Float8Tensor)
+        return func(destination, source.dequantize(), non_blocking)
+    if is_part(destination):
+        # Its scales may serve elements outside of this view: they stay, and the source saturates.
+        plain = source.dequantize() if isinstance(source, Float8Tensor) else source
+        destination._data.copy_(_cast_like(destination, plain, destination._scale)._data)
+        return destination
+    if not isinstance(source, Float8Tensor):
+        source = _cast_like(destination, source)
+    if (source._block, source.format) != (destination._block, destination.format):
+        raise ValueError(
+            f"cannot copy a Float8Tensor of {source.format}, block {source._block} into one of "
+            f"{destination.format}, block {destination._block}; copy source.dequantize() instead"
+        )
+    destination._data.copy_(source._data, non_blocking)
+    destination._scale.copy_(source._scale, non_blocking)
+    return destination
+
+
+@implements(aten.index_put_.default)
+def _index_put_(
+    func: Any,
+    x: Tensor,
+    indices: Sequence[Tensor | None],
+    values: Tensor,
+    accumulate: bool = False,
+) -> Tensor:
+    """``x[indices] = values`` with the scales that are there, which other elements share."""
+    plain = values.dequantize() if isinstance(values, Float8Tensor) else values
+    if not isinstance(x, Float8Tensor):
+        return func(x, indices, plain, accumulate)
+    if accumulate:
+        raise NotImplementedError(
+            f"{func} with accumulate=True does not write into a Float8Tensor x: compute the sums "
+            "from x.dequantize() and write them with x.copy_(sums), which casts them"
+        )
+    if plain.dtype not in HIGH_PRECISION_DTYPES:
+        known = ", ".join(str(d) for d in HIGH_PRECISION_DTYPES)
+        raise TypeError(f"cannot write {plain.dtype} into a Float8Tensor: convert it to {known}")
+    scale = aten.index.Tensor(_scale_of_each_element(x), indices)
+    plain = plain.to(x.device).expand(scale.shape)
+    codes = kernels.cast(plain, scale, (1,) * plain.dim(), x._data.dtype)
+    func(x._data.view(torch.uint8), indices, codes.view(torch.uint8))
+    return x
+
+
+def _scale_of_each_element(x: Float8Tensor) -> Tensor:
+    scale = x._scale
+    for dim, extent in enumerate(x._block):
+        if extent not in (WHOLE, 1):
+            scale = scale.repeat_interleave(extent, dim).narrow(dim, 0, x.shape[dim])
+    return scale.expand(x.shape)
+
+
+def is_part(x: Float8Tensor) -> bool:
+    """Whether x is a view of some elements of a larger tensor."""
+    return x._data.numel() * x._data.element_size() != x._data.untyped_storage().nbytes()
+
+
+def _cast_like(
+    destination: Float8Tensor, source: Tensor, scale: Tensor | None = None
+) -> Float8Tensor:
+    if source.dtype not in HIGH_PRECISION_DTYPES:
+        known = ", ".join(str(d) for d in HIGH_PRECISION_DTYPES)
+        raise TypeError(f"cannot copy {source.dtype} into a Float8Tensor: convert it to {known}")
+    source = source.to(destination.device).expand(destination.shape)
+    fmt, block = destination.format, destination._block
+    fits = scale is None
+    if scale is None:
+        scale = kernels.scale_from_amax(kernels.amax(source, block), fmt.max)
+    return destination._replace(kernels.cast(source, scale, block, fmt.dtype, fits), scale)
+
+
+@implements(aten.empty_like.default, aten.zeros_like.default)
+def _like(
+    func: Any,
+    x: Float8Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    memory_format: torch.memory_format = torch.preserve_format,
+    **_: Any,
+) -> Float8Tensor:
+    _check_dtype(func, dtype)
+    data = func(x._data.view(torch.uint8), device=device, memory_format=memory_format)
+    scale = torch.ones_like(x._scale, device=device)
+    return x._replace(data.view(x._data.dtype), scale, dtype=dtype)
+
+
+@implements(aten.new_empty.default, aten.new_zeros.default)
+def _new(
+    func: Any,
+    x: Float8Tensor,
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **_: Any,
+) -> Float8Tensor:
+    _check_dtype(func, dtype)
+    if len(size) != x.dim():
+        raise ValueError(
+            f"{func} of shape {tuple(size)} from a Float8Tensor with block {x._block}: the number "
+            "of dimensions must stay, because the block has one extent for each"
+        )
+    data = func(x._data.view(torch.uint8), size, device=device).view(x._data.dtype)
+    scale = x._scale.new_ones(scale_shape(size, x._block), device=device)
+    return x._replace(data, scale, dtype=dtype)
+
+
+def _check_dtype(func: Any, dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
+        known = ", ".join(str(d) for d in HIGH_PRECISION_DTYPES)
+        raise TypeError(
+            f"{func}: a Float8Tensor can stand for {known}, not {dtype}; for another dtype call "
+            ".dequantize() first"
+        )
+
+
+@implements(aten.is_same_size.default)
+def _is_same_size(func: Any, x: Tensor, other: Tensor) -> bool:
+    return x.shape == other.shape
+
+
+@implements(aten.equal.default)
+def _equal(func: Any, x: Float8Tensor, other: Tensor) -> bool:
+    if not isinstance(x, Float8Tensor) or not isinstance(other, Float8Tensor):
+        raise TypeError(
+            "torch.equal of a Float8Tensor and a plain tensor: call .dequantize() on the former"
+        )
+    return x.shape == other.shape and bool(torch.equal(x.dequantize(), other.dequantize()))

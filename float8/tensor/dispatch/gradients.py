@@ -1,0 +1,133 @@
+"""What is done to gradients between backward and step: norms, scaling, clipping, zeroing.
+
+So a gradient in float8 goes through ``clip_grad_norm_``, ``clip_grad_value_``, ``GradScaler`` and
+``zero_grad`` as another does. A product with a number, or a quotient, changes the scale and leaves
+the codes; where the scale would fall below the smallest one, 2^-126, the values are 0. Norms, sums
+and checks dequantise to float32, one tensor at a time. What is NaN stays NaN; nothing here rounds a
+second time but ``clamp_``, and ``mul_`` or ``div_`` of a tensor with many scales.
+
+``add_`` is not here: a weight that an ordinary optimizer added small updates to would round them
+away in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8 import kernels
+from float8.tensor.dispatch.copies import is_part
+from float8.tensor.tensor import Float8Tensor, implements
+
+aten = torch.ops.aten
+
+
+@implements(aten.zero_.default)
+def _zero_(func: Any, x: Float8Tensor) -> Float8Tensor:
+    x._data.view(torch.uint8).zero_()
+    if not is_part(x):
+        x._scale.fill_(1.0)
+    return x
+
+
+@implements(aten.mul_.Tensor, aten.mul_.Scalar)
+def _mul_(func: Any, x: Tensor, factor: Tensor | float) -> Tensor:
+    if not isinstance(x, Float8Tensor) or isinstance(factor, Float8Tensor):
+        raise TypeError(f"{func} by a Float8Tensor: call .dequantize() on it first")
+    if not _is_for_the_scale(x, factor):
+        return x.copy_(x.dequantize(torch.float32) * factor)
+    return _with_scale(x, x._scale * factor)
+
+
+@implements(aten.div_.Tensor, aten.div_.Scalar)
+def _div_(func: Any, x: Tensor, divisor: Tensor | float) -> Tensor:
+    if not isinstance(x, Float8Tensor) or isinstance(divisor, Float8Tensor):
+        raise TypeError(f"{func} by a Float8Tensor: call .dequantize() on it first")
+    if not _is_for_the_scale(x, divisor):
+        return x.copy_(x.dequantize(torch.float32) / divisor)
+    return _with_scale(x, x._scale / divisor)
+
+
+def _is_for_the_scale(x: Float8Tensor, factor: Tensor | float) -> bool:
+    is_one = not isinstance(factor, Tensor) or factor.numel() == 1
+    return is_one and x._scale.numel() == 1 and not is_part(x)
+
+
+def _with_scale(x: Float8Tensor, scale: Tensor) -> Float8Tensor:
+    """The codes with another scale, of any sign and dtype; in place."""
+    scale = scale.float().reshape(x._scale.shape)
+    codes = x._data.view(torch.uint8)
+    codes.bitwise_xor_((scale < 0).to(torch.uint8).view((1,) * x.dim()) << 7)  # the sign bit
+    vanish = (scale.abs() < kernels.MIN_SCALE).view((1,) * x.dim())
+    codes.masked_fill_(vanish & x._data.to(torch.bfloat16).isfinite(), 0)
+    x._scale.copy_(scale.abs().clamp(min=kernels.MIN_SCALE))
+    return x
+
+
+@implements(aten.clamp_.default)
+def _clamp_(
+    func: Any, x: Float8Tensor, min: float | None = None, max: float | None = None
+) -> Float8Tensor:
+    x.copy_(x.dequantize(torch.float32).clamp_(min, max))
+    return x
+
+
+@implements(aten.sum.default, aten.sum.dim_IntList)
+def _sum(func: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    dtype = kwargs.pop("dtype", None) or x.dtype
+    result: Tensor = func(x.dequantize(torch.float32), *args, **kwargs)
+    return result.to(dtype)
+
+
+@implements(aten.linalg_vector_norm.default)
+def _vector_norm(func: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    result: Tensor = func(x.dequantize(torch.float32), *args, **kwargs)
+    return result
+
+
+@implements(aten._foreach_norm.Scalar)
+def _foreach_norm(
+    func: Any, tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    return [torch.linalg.vector_norm(x, order, dtype=dtype) for x in tensors]
+
+
+@implements(aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar)
+def _foreach_mul_(func: Any, tensors: Sequence[Tensor], factor: Tensor | float) -> None:
+    for x in tensors:
+        x.mul_(factor)
+
+
+@implements(aten._foreach_clamp_min_.Scalar)
+def _foreach_clamp_min_(func: Any, tensors: Sequence[Tensor], least: float) -> None:
+    for x in tensors:
+        x.clamp_(min=least)
+
+
+@implements(aten._foreach_clamp_max_.Scalar)
+def _foreach_clamp_max_(func: Any, tensors: Sequence[Tensor], most: float) -> None:
+    for x in tensors:
+        x.clamp_(max=most)
+
+
+@implements(aten._foreach_zero_.default)
+def _foreach_zero_(func: Any, tensors: Sequence[Tensor]) -> None:
+    for x in tensors:
+        x.zero_()
+
+
+@implements(aten._amp_foreach_non_finite_check_and_unscale_.default)
+def _unscale_(
+    func: Any, tensors: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor
+) -> None:
+    plain = [x for x in tensors if not isinstance(x, Float8Tensor)]
+    if plain:
+        func(plain, found_inf, inverse_scale)
+    for x in tensors:
+        if isinstance(x, Float8Tensor):
+            is_bad = ~x.dequantize(torch.float32).isfinite().all()
+            found_inf.copy_(found_inf.bool() | is_bad)
+            x.mul_(inverse_scale)

@@ -1,0 +1,378 @@
+"""`Float8Tensor`: float8 data, its scale, and the high-precision dtype that it stands for.
+
+``value = data.float() * scale``, with one scale per ``block`` (see `float8.granularity`). The
+tensor reports the dtype that it was made from, so that autograd, modules and optimizers treat it
+as one of theirs; its bytes are one per element.
+
+A Float8Tensor is for what outlives or crosses a layer: gathered weights, activations between
+tensor-parallel ranks, parameters at rest, inspection. `Float8Linear` itself works on the plain
+``(data, scale)`` pairs inside; both end in the same kernel.
+
+Every operation is registered in ``float8/dispatch/``; one that is not says so and how to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from float8 import kernels
+from float8.arguments import check_bool, check_tensors, check_type, described
+from float8.formats import FORMATS, HIGH_PRECISION_DTYPES, Format, format_of
+from float8.granularity import Block, Granularity, Tensorwise
+from float8.tensor.parts import check_parts, given_scale, has_no_values
+from float8.tensor.running_module import innermost_module
+
+_DATA: Any = vars(torch._C.TensorBase)["data"]  # torch's property
+# aten overload -> implementation; filled by float8.dispatch through `implements`.
+OP_TABLE: dict[Any, Callable[..., Any]] = {}
+
+
+class Float8Tensor(Tensor):
+    """A tensor stored in float8.
+
+    Args:
+        data: float8 codes, of the tensor's shape.
+        scale: float32 > 0 of shape ``ceil(shape / block)``; ``value = data * scale``.
+        block: one extent per dimension, -1 for the whole dimension.
+        dtype: the high-precision dtype that the tensor reports and dequantises to.
+        data_t: the codes of the transpose, row-major, of the matrix that the tensor is with its
+            leading dimensions flattened: (K, M) for (..., K). For the GEMM that contracts M, so
+            that nobody need transpose; every op on the tensor leaves it behind.
+
+    Raises:
+        TypeError: data is not float8, scale not float32, or dtype not a high-precision one.
+        ValueError: scale has another shape than ``ceil(shape / block)``.
+    """
+
+    _data: Tensor
+    _scale: Tensor
+    _block: Block
+    _data_t: Tensor | None
+    # The module that wrote it, for the error message of an op that cannot read it; in eager mode.
+    made_by: str = ""
+
+    @staticmethod
+    def __new__(
+        cls,
+        data: Tensor,
+        scale: Tensor,
+        block: Block,
+        dtype: torch.dtype,
+        data_t: Tensor | None = None,
+    ) -> Float8Tensor:
+        """See the class."""
+        check_tensors("Float8Tensor", data=data, scale=scale)
+        # A view of a tensor from outside inference_mode is, like its base, no inference tensor.
+        if torch.is_inference_mode_enabled() and not data.is_inference():
+            with torch.inference_mode(False):
+                return Float8Tensor.__new__(cls, data, scale, block, dtype, data_t)
+        self: Float8Tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            data.size(),
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=dtype,
+            layout=data.layout,
+            device=data.device,
+            requires_grad=False,
+        )
+        return self
+
+    def __init__(
+        self,
+        data: Tensor,
+        scale: Tensor,
+        block: Block,
+        dtype: torch.dtype,
+        data_t: Tensor | None = None,
+    ) -> None:
+        check_parts(data, scale, block, dtype, data_t)
+        self._data = data
+        self._scale = scale
+        self._block = tuple(block)
+        self._data_t = data_t
+
+    @staticmethod
+    def from_high_precision(
+        x: Tensor,
+        format_or_dtype: Format | torch.dtype,
+        granularity: Granularity | None = None,
+        scale: Tensor | float | None = None,
+        power_of_two_scale: bool = False,
+    ) -> Float8Tensor:
+        """Cast ``x`` to float8. Gradients pass straight through, unrounded.
+
+        Args:
+            x: float32, bfloat16 or float16.
+            format_or_dtype: `E4M3`, `E5M2` or a torch float8 dtype.
+            granularity: which elements share a scale; `Tensorwise` by default.
+            scale: the scale to use, a float or a float32 tensor of shape ``ceil(shape / block)``;
+                None computes it from x.
+            power_of_two_scale: round a computed scale up to a power of two.
+
+        Raises:
+            TypeError: x is no tensor of a high-precision dtype, scale is not float32, or an
+                argument is of another type.
+            ValueError: scale has the wrong shape or is not finite and > 0.
+        """
+        caller = "Float8Tensor.from_high_precision"
+        check_tensors(caller, x=x)
+        check_bool(power_of_two_scale, f"{caller}: power_of_two_scale")
+        granularity = Tensorwise() if granularity is None else granularity
+        such_as = "a Granularity, such as Rowwise()"
+        check_type(granularity, Granularity, caller, "granularity", such_as)
+        if x.dtype not in HIGH_PRECISION_DTYPES:
+            known = ", ".join(str(d) for d in HIGH_PRECISION_DTYPES)
+            raise TypeError(f"cannot cast {x.dtype} to float8: convert it to one of {known} first")
+        fmt = format_of(format_or_dtype)
+        block = granularity.block_of(x.shape)
+        if scale is None:
+            amax = kernels.amax(x.detach(), block)
+            scale_tensor = kernels.scale_from_amax(amax, fmt.max, power_of_two_scale)
+        else:
+            scale_tensor = given_scale(scale, x, block)
+        fits = scale is None
+        result: Float8Tensor = _ToFloat8.apply(x, scale_tensor, block, fmt.dtype, fits)
+        return result
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """``data * scale`` in ``dtype`` (the original one by default). Gradients pass through."""
+        result: Tensor = _Dequantize.apply(self, dtype or self.dtype)
+        return result
+
+    @property
+    def data(self) -> Tensor:
+        """As torch's: the same tensor without its history."""
+        result: Tensor = _DATA.__get__(self)
+        return result
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # By itself torch would change shape and dtype, and keep the codes and the scale.
+        if not isinstance(value, Float8Tensor):
+            raise TypeError(
+                f"x.data of a Float8Tensor x cannot become {described(value)}: write values with "
+                "x.copy_(values), which casts them, or replace the parameter, as in "
+                "module.weight = nn.Parameter(values)"
+            )
+        _DATA.__set__(self, value)
+        self._data, self._scale, self._data_t = value._data, value._scale, value._data_t
+        self._block = value._block
+
+    @property
+    def float8_data(self) -> Tensor:
+        """The float8 codes, of the tensor's shape; ``data`` is torch's."""
+        return self._data
+
+    @property
+    def scale(self) -> Tensor:
+        """The dequantisation scale, of shape ``ceil(shape / block)``."""
+        return self._scale
+
+    @property
+    def data_and_scale(self) -> tuple[Tensor, Tensor]:
+        """The float8 codes and the dequantisation scale."""
+        return self._data, self._scale
+
+    @property
+    def data_t(self) -> Tensor | None:
+        """The codes of the transpose, row-major, if whoever made the tensor made them too."""
+        return self._data_t
+
+    @property
+    def block(self) -> Block:
+        """The extent per dimension that shares a scale; -1 is the whole dimension."""
+        return self._block
+
+    @property
+    def format(self) -> Format:
+        """The float8 format of the codes."""
+        return FORMATS[self._data.dtype]
+
+    def _replace(
+        self,
+        data: Tensor | None = None,
+        scale: Tensor | None = None,
+        block: Block | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Float8Tensor:
+        """A copy with some parts replaced: the one way in which ops make a new Float8Tensor."""
+        new = Float8Tensor(
+            self._data if data is None else data,
+            self._scale if scale is None else scale,
+            self._block if block is None else block,
+            self.dtype if dtype is None else dtype,
+        )
+        if self.made_by:
+            new.made_by = self.made_by
+        return new
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Block, torch.dtype]]:
+        parts = ["_data", "_scale"] + ([] if self._data_t is None else ["_data_t"])
+        return parts, (self._block, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: tuple[Block, torch.dtype], size: Any, stride: Any
+    ) -> Float8Tensor:
+        block, dtype = meta
+        return Float8Tensor(inner["_data"], inner["_scale"], block, dtype, inner.get("_data_t"))
+
+    def _stable_hash_for_caching(self) -> str:
+        """A key for torch.compile's cache on disk: all that its graphs depend on."""
+        tensors = [*self.data_and_scale, *([] if self._data_t is None else [self._data_t])]
+        parts = [(t.dtype, t.device, tuple(t.shape), t.stride()) for t in tensors]
+        return repr((parts, self._block, self.dtype, self.requires_grad))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Plain float8 tensors do not pickle outside torch.save; bytes always do.
+        bytes_ = self._data.detach().view(torch.uint8)
+        parts = (bytes_, self._data.dtype, self._scale, self._block, self.dtype)
+        return _rebuild, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
+
+    def share_memory_(self) -> Float8Tensor:
+        """Refused: torch would move the storage of the wrapper, which has none."""
+        raise NotImplementedError(
+            "Float8Tensor.share_memory_: share the parts of .data_and_scale instead"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:
+        copy = self._replace(self._data.detach().clone(), self._scale.detach().clone())
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        memo[id(self)] = result = _with_autograd(copy, self.requires_grad, is_parameter)
+        return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Shape, format, granularity and values, as ``torch.Tensor`` shows its own."""
+        scale = (
+            f"scale={self._scale.item():.6g}"
+            if self._scale.numel() == 1
+            and self._scale.device.type != "meta"
+            and not has_no_values(self)
+            else f"scale of shape {tuple(self._scale.shape)}"
+        )
+        return (
+            f"Float8Tensor({self.format}, shape={tuple(self.shape)}, block={self._block}, {scale}, "
+            f"dtype={self.dtype}, device='{self.device}'"
+            + (", requires_grad=True" if self.requires_grad else "")
+            + f", data={self._data.detach()!r})"
+        )
+
+    # Operations reach __torch_dispatch__ alone.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Look the operation up in the table that ``float8/dispatch/`` fills."""
+        if func in OP_TABLE:
+            return OP_TABLE[func](func, *args, **(kwargs or {}))
+        # Under inference_mode composite operations arrive before torch has taken them apart.
+        if isinstance(func, torch._ops.OpOverload):
+            result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        raise NotImplementedError(_not_defined(func, args) + blame(args))
+
+
+def _not_defined(func: Any, args: Sequence[Any]) -> str:
+    schema = getattr(func, "_schema", None)
+    for argument, value in zip(schema.arguments if schema else (), args, strict=False):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written and any(isinstance(x, Float8Tensor) for x in tree_leaves(value)):
+            return (
+                f"{func} is not defined for Float8Tensor; to write into a Float8Tensor x, compute "
+                "the new values from x.dequantize() and write them with x.copy_(values), which "
+                "casts them. For weights of a model, as PEFT's merge_and_unload changes them, call "
+                "float8.convert_from_float8_training(model) first"
+            )
+    return f"{func} is not defined for Float8Tensor; call .dequantize() on it first"
+
+
+def blame(args: Sequence[Any]) -> str:
+    """For an error message: which module wrote a Float8Tensor, and which one reads it."""
+    leaves = tree_leaves(args)  # some ops take lists
+    makers = [x.made_by for x in leaves if isinstance(x, Float8Tensor) and x.made_by]
+    if not makers:
+        return ""
+    reader = innermost_module()
+    return (
+        f". {makers[0]} wrote it in float8, for Float8Linear layers alone"
+        + (f", and {reader} reads it" if reader else "")
+        + ": convert that, or keep the plain norm or gate"
+    )
+
+
+def implements(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as the implementation of aten overloads on Float8Tensor.
+
+    The function is called as ``f(func, *args, **kwargs)``. Registering an overload twice is an
+    error: an op has one implementation.
+    """
+
+    def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
+        for func in funcs:
+            if func in OP_TABLE:
+                raise ValueError(f"{func} is already implemented by {OP_TABLE[func].__name__}")
+            OP_TABLE[func] = implementation
+        return implementation
+
+    return register
+
+
+class _ToFloat8(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool
+    ) -> Float8Tensor:
+        return Float8Tensor(kernels.cast(x, scale, block, dtype, fits), scale, block, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return grad, None, None, None, None
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Float8Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        return kernels.dequantize(x._data, x._scale, x._block, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
+def _rebuild(
+    bytes_: Tensor,
+    data_dtype: torch.dtype,
+    scale: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    requires_grad: bool,
+    is_parameter: bool,
+) -> Float8Tensor:
+    """Unpickle a Float8Tensor."""
+    tensor = Float8Tensor(bytes_.view(data_dtype), scale, block, dtype)
+    return _with_autograd(tensor, requires_grad, is_parameter)
+
+
+def _with_autograd(x: Float8Tensor, requires_grad: bool, is_parameter: bool) -> Float8Tensor:
+    # A parameter of a subclass is an instance with a mark; nn.Parameter sets it.
+    if is_parameter:
+        return torch.nn.Parameter(x, requires_grad)  # type: ignore[return-value]
+    x.requires_grad_(requires_grad)
+    return x
+
+
+torch.serialization.add_safe_globals([Float8Tensor, _rebuild])

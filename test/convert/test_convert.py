@@ -1,0 +1,346 @@
+"""Conversion shares parameters, changes all or nothing, reports what it did, and can be undone."""
+
+import copy
+import dataclasses
+import io
+import logging
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from float8 import (
+    Blockwise,
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    convert_from_float8_training,
+    convert_to_float8_training,
+    high_precision,
+    sync_float8_amax_and_scale_history,
+)
+from float8.config import RECIPES
+from float8.convert.convert import (
+    MODULE_RULES,
+    WEIGHT_RULE_SOURCES,
+    WEIGHT_RULES,
+    Conversion,
+    ModuleRule,
+    WeightRule,
+    register_module_rule,
+    register_weight_rule,
+)
+
+DELAYED = RECIPES["delayed"]
+
+
+def _mlp(dtype=torch.float32, device=None):
+    return nn.Sequential(
+        nn.Linear(32, 64, dtype=dtype, device=device),
+        nn.GELU(),
+        nn.Linear(64, 32, bias=False, dtype=dtype, device=device),
+    )
+
+
+def _train_step(model, x):
+    model(x).square().mean().backward()
+    sync_float8_amax_and_scale_history(model)
+
+
+def test_parameters_mode_and_attributes_are_those_of_the_plain_layer():
+    model = _mlp(torch.bfloat16).eval()
+    model[0].weight.requires_grad_(False)
+    model[0].note = "kept"
+    before = {name: (p, p.data_ptr()) for name, p in model.named_parameters()}
+    converted = convert_to_float8_training(model)
+    assert converted is model
+    assert isinstance(model[0], Float8Linear) and isinstance(model[0], nn.Linear)
+    after = {name: (p, p.data_ptr()) for name, p in model.named_parameters()}
+    assert after.keys() == before.keys()
+    assert all(after[k][0] is before[k][0] and after[k][1] == before[k][1] for k in before)
+    assert not any(m.training for m in model.modules())
+    assert model[0].note == "kept" and not model[0].weight.requires_grad
+
+
+def test_hooks_survive_and_their_handles_still_remove_them():
+    model, calls = _mlp(), []
+    handle = model[0].register_forward_hook(lambda *_: calls.append("hook"))
+    convert_to_float8_training(model)
+    x = torch.randn(4, 32)
+    model(x)
+    handle.remove()
+    model(x)
+    assert calls == ["hook"]
+
+
+def test_meta_models_convert_and_stay_on_meta():
+    model = convert_to_float8_training(_mlp(device="meta"), config=DELAYED)
+    assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+
+def test_tied_weights_stay_tied_and_a_shared_layer_stays_one_layer():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(64, 32)
+            self.head = nn.Linear(32, 64, bias=False)
+            self.head.weight = self.embed.weight
+            self.also_head = self.head
+
+    model = convert_to_float8_training(Tied())
+    assert isinstance(model.head, Float8Linear)
+    assert model.head is model.also_head
+    assert model.head.weight is model.embed.weight
+
+
+def test_the_root_itself_may_be_a_linear():
+    linear = nn.Linear(16, 16)
+    converted = convert_to_float8_training(linear)
+    assert isinstance(converted, Float8Linear) and converted.weight is linear.weight
+    assert type(convert_from_float8_training(converted)) is nn.Linear
+
+
+def test_converting_twice_changes_nothing():
+    model = convert_to_float8_training(_mlp())
+    layers = list(model.modules())
+    convert_to_float8_training(model, config=RECIPES["rowwise"])
+    assert list(model.modules()) == layers
+    assert model[0].config == RECIPES["tensorwise"]
+    assert "with another config" in model.float8_conversion.skipped["0"]
+    convert_to_float8_training(model, config=RECIPES["tensorwise"])
+    assert model.float8_conversion.skipped["0"] == "it is a Float8Linear already"
+
+
+def test_only_filtered_layers_convert_and_the_report_says_why(caplog):
+    class MyLinear(nn.Linear):
+        pass
+
+    model = nn.ModuleDict(
+        {
+            "a": nn.Linear(16, 16),
+            "head": nn.Linear(16, 16),
+            "mine": MyLinear(16, 16),
+            "attention": nn.MultiheadAttention(16, 2),
+            "encoder": nn.TransformerEncoderLayer(16, 2, 32),
+        }
+    )
+    with caplog.at_level(logging.INFO, logger="float8"):
+        convert_to_float8_training(model, module_filter_fn=lambda m, fqn: fqn != "head")
+    report = model.float8_conversion
+    assert report.converted == ["a", "encoder.linear1", "encoder.linear2"]
+    assert "module_filter_fn" in report.skipped["head"]
+    assert "MyLinear" in report.skipped["mine"]
+    assert "weights itself" in report.skipped["attention"]
+    assert "set_fastpath_enabled(False)" in report.skipped["encoder"]
+    assert type(model["head"]) is nn.Linear and type(model["mine"]) is MyLinear
+    assert len(caplog.records) == 1 and "head: module_filter_fn" in caplog.records[0].getMessage()
+
+
+def test_parametrised_layers_are_left_alone():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    nn.utils.parametrizations.weight_norm(model[0])
+    convert_to_float8_training(model)
+    assert model.float8_conversion.converted == ["1"]
+    assert model(torch.randn(2, 16)).shape == (2, 16)
+
+
+def test_a_layer_whose_call_would_not_change_is_left_alone():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    model[0].forward = model[0].forward  # as tools that wrap forward leave it
+    model[1].compile(backend="eager")
+    convert_to_float8_training(model)
+    assert model.float8_conversion.converted == ["2"]
+    assert "forward was replaced" in model.float8_conversion.skipped["0"]
+    assert "convert, then compile" in model.float8_conversion.skipped["1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": "tensorwise"}, r"from_recipe_name\(\"tensorwise\"\)"),
+        ({"module_filter_fn": "lm_head"}, r"skip_names\(\"lm_head\"\)"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_name_the_right_one(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        convert_to_float8_training(_mlp(), **arguments)
+
+
+def test_nothing_is_converted_if_one_layer_cannot_be():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"nothing was converted(.|\n)*1: weight is torch.float64"):
+        convert_to_float8_training(model)
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_granularity_that_no_hardware_multiplies_names_layer_gemm_and_fix():
+    odd = CastConfig(granularity=Blockwise(1, 64))
+    config = Float8LinearConfig(odd, odd, CastConfig(target_dtype=torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match=r"0: output: no hardware(.|\n)*emulate=True"):
+        convert_to_float8_training(_mlp(), config=config)
+
+
+def test_converting_no_layer_warns():
+    with pytest.warns(UserWarning, match="module_filter_fn returned False"):
+        convert_to_float8_training(_mlp(), module_filter_fn=lambda m, fqn: False)
+    with pytest.warns(UserWarning, match=r"has no nn\.Linear"):
+        convert_to_float8_training(nn.ReLU())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_converting_back_gives_the_plain_model(recipe):
+    model = _mlp()
+    reference, keys, x = copy.deepcopy(model), list(model.state_dict()), torch.randn(4, 32)
+    convert_to_float8_training(model, config=RECIPES[recipe])
+    _train_step(model, x)
+    parameters = list(model.parameters())
+    model = convert_from_float8_training(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in reference.modules()]
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert list(model.state_dict()) == keys
+    assert torch.equal(model(x), reference(x))
+    assert not hasattr(model, "float8_conversion")
+
+
+def test_high_precision_runs_the_plain_layer_and_saves_plain_keys():
+    plain = _mlp()
+    model = convert_to_float8_training(copy.deepcopy(plain), config=DELAYED)
+    x = torch.randn(4, 32)
+    _train_step(model, x)
+    scales = [c.scale.clone() for c in model[0].casts]
+    float8_out = model(x)
+    with high_precision(model) as inside:
+        assert inside is model
+        assert torch.equal(model(x), plain(x))
+        assert model.state_dict().keys() == plain.state_dict().keys()
+        with high_precision(model):
+            pass
+        assert torch.equal(model(x), plain(x))  # leaving the inner context restores, not resets
+    assert torch.equal(model(x), float8_out)
+    assert all(torch.equal(a, c.scale) for a, c in zip(scales, model[0].casts, strict=True))
+
+
+def test_high_precision_contexts_may_overlap():
+    plain = _mlp()
+    model = convert_to_float8_training(copy.deepcopy(plain), config=DELAYED)
+    x = torch.randn(4, 32)
+    float8_out = model(x)
+    first, second = high_precision(model), high_precision(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.equal(model(x), plain(x))
+    second.__exit__(None, None, None)
+    assert torch.equal(model(x), float8_out)
+    assert "0.cast_input.scale" in model.state_dict()
+
+
+def test_high_precision_is_left_when_an_exception_passes():
+    model = convert_to_float8_training(_mlp())
+    with pytest.raises(KeyError), high_precision(model):
+        raise KeyError
+    assert not model[0].high_precision
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_plain_checkpoints_load_strictly_both_ways(recipe):
+    plain = _mlp()
+    model = convert_to_float8_training(_mlp(), config=RECIPES[recipe])
+    model.load_state_dict(plain.state_dict(), strict=True)
+    assert torch.equal(model[0].weight, plain[0].weight)
+    with high_precision(model):
+        _mlp().load_state_dict(model.state_dict(), strict=True)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_of_a_trained_delayed_model_compute_the_same(how):
+    model = convert_to_float8_training(_mlp(), config=DELAYED)
+    x = torch.randn(4, 32)
+    _train_step(model, x)
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        other = convert_to_float8_training(_mlp(), config=DELAYED)
+        other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other(x), model(x))
+    assert other[0].cast_input.history_ready
+
+
+def test_the_naive_nn_modules_that_bypass_their_linears_stay_correct():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).eval()
+    x = torch.randn(2, 4, 16)
+    with torch.no_grad():
+        expected = layer(x)
+        converted = convert_to_float8_training(layer)
+        fast = converted(x)  # torch's fused path: high precision, as reported
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            slow = converted(x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert torch.allclose(fast, expected, atol=1e-6)
+    assert not torch.equal(slow, expected)
+
+
+def test_rooms_above_register_module_types():
+    class MyLinear(nn.Linear):
+        pass
+
+    rule = ModuleRule(lambda m, c: None, Float8Linear.from_float)
+    register_module_rule(MyLinear, rule)
+    try:
+        model = convert_to_float8_training(nn.Sequential(MyLinear(16, 16)))
+        assert model.float8_conversion.converted == ["0"]
+        with pytest.raises(ValueError, match="already has a conversion rule"):
+            register_module_rule(MyLinear, rule)
+    finally:
+        del MODULE_RULES[MyLinear]
+
+
+def test_a_rule_for_gathered_weights_refuses_wraps_and_unwraps(monkeypatch):
+    calls = []
+    rule = WeightRule(
+        refuses=lambda layer, config: "too odd" if layer.weight.shape[0] % 2 else None,
+        wrap=lambda root, layers: calls.append(list(layers)) or {"0": "a reason"},
+        unwrap=lambda root: calls.append("unwrapped"),
+    )
+    monkeypatch.setattr("float8.convert.convert.WEIGHT_RULES", rules := [])
+    monkeypatch.setattr(
+        "float8.convert.convert.WEIGHT_RULE_SOURCES", [lambda: rules or register_weight_rule(rule)]
+    )
+    config = dataclasses.replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True)
+    with pytest.raises(ValueError, match=r"nothing was converted.*\n  0: too odd"):
+        convert_to_float8_training(nn.Sequential(nn.Linear(16, 3)), config=config)
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 4)), config=config)
+    assert "gathered in high precision: 0: a reason" in str(model.float8_conversion)
+    convert_from_float8_training(model)
+    assert calls == [["0"], "unwrapped"]
+    with pytest.raises(ValueError, match="there is a rule"):
+        register_weight_rule(rule)
+
+
+def test_the_package_names_who_registers_the_rule_for_gathered_weights():
+    for source in WEIGHT_RULE_SOURCES:
+        source()
+    assert len(WEIGHT_RULES) == 1
+    assert str(Conversion()) == "converted to float8: 0 layers"
+
+
+def test_printing_shows_the_casts_of_each_operand():
+    text = repr(convert_to_float8_training(_mlp(), config=RECIPES["rowwise_with_gw_hp"]))
+    assert "(cast_grad_output): DynamicCast(dynamic rowwise e4m3 pow2)" in text
+    assert "input_for_grad_weight=high precision" in text
+
+
+def test_conversion_is_silent_where_nothing_is_wrong():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        convert_to_float8_training(_mlp())
+    assert caught == []

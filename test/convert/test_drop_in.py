@@ -1,0 +1,248 @@
+"""What nanochat-style scripts do with a float8 module, done with this one.
+
+They build on the meta device, convert by a filter, count by type or by its name, train compiled,
+and evaluate without float8: by `high_precision`, or by swapping layers by hand. Others pass the
+product on as a function.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from float8 import (
+    Float8Linear,
+    Float8LinearConfig,
+    convert_from_float8_training,
+    convert_to_float8_training,
+    estimate,
+    float8_linear,
+    high_precision,
+)
+from float8.convert.convert import MODULE_RULES, register_linear_type
+
+
+class Casting(nn.Linear):
+    """Float32 weights; products in the dtype of the input."""
+
+    def forward(self, x):
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class Model(nn.Module):
+    def __init__(self, linear=nn.Linear):
+        super().__init__()
+        self.embed = nn.Embedding(16, 32)
+        self.mlp = nn.Sequential(linear(32, 128), nn.ReLU(), linear(128, 32, bias=False))
+        self.gate = linear(12, 32)
+        self.head = linear(32, 16, bias=False)
+
+    def forward(self, x):
+        return self.head(x + self.mlp(x) + self.gate(x[..., :12]))
+
+
+def large(module, fqn):
+    """As their filters: by type, by shape, by name."""
+    if not isinstance(module, nn.Linear) or fqn == "head":
+        return False
+    return module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+
+def converted(linear=nn.Linear, recipe="tensorwise"):
+    model = Model(linear)
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    assert convert_to_float8_training(model, config=config, module_filter_fn=large) is model
+    return model
+
+
+@pytest.fixture
+def casting():
+    register_linear_type(Casting)
+    yield Casting
+    del MODULE_RULES[Casting]
+
+
+def test_layers_are_counted_by_type_and_by_name():
+    model = converted()
+    by_type = [fqn for fqn, m in model.named_modules() if isinstance(m, Float8Linear)]
+    by_name = [fqn for fqn, m in model.named_modules() if "Float8" in type(m).__name__]
+    assert by_type == by_name == ["mlp.0", "mlp.2"]
+    assert sum(isinstance(m, nn.Linear) for m in model.modules()) == 4
+
+
+def test_a_model_on_the_meta_device_is_converted_and_then_initialised():
+    with torch.device("meta"):
+        model = converted(recipe="delayed")
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.02)
+    model(torch.randn(4, 32)).backward(torch.randn(4, 16))
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    assert model.mlp[0].cast_input.amax_history.eq(0).all()
+
+
+@contextmanager
+def swapped_by_hand(model, linear=nn.Linear):
+    """As they do it: plain layers of their own, made anew each time, that share the weights."""
+    places = []
+    for fqn, layer in list(model.named_modules()):
+        if "Float8" in type(layer).__name__:
+            plain = linear(
+                layer.in_features, layer.out_features, bias=layer.bias is not None,
+                device="meta", dtype=layer.weight.dtype,
+            )  # fmt: skip
+            plain.weight = layer.weight
+            if layer.bias is not None:
+                plain.bias = layer.bias
+            parent, _, name = fqn.rpartition(".")
+            setattr(model.get_submodule(parent), name, plain)
+            places.append((model.get_submodule(parent), name, layer))
+    yield
+    for parent, name, layer in places:
+        setattr(parent, name, layer)
+
+
+def compiled_into(graphs, model):
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    return torch.compile(model, backend=backend, dynamic=False)
+
+
+def test_layers_swapped_by_hand_run_without_float8_and_come_back(casting):
+    """Compiled, too: two graphs, however often layers are swapped."""
+    model, x, graphs = converted(casting), torch.randn(8, 32).bfloat16(), []
+    plain = convert_from_float8_training(copy.deepcopy(model))
+    compiled = compiled_into(graphs, model)
+    in_float8 = compiled(x)
+    for _ in range(2):
+        with torch.no_grad(), swapped_by_hand(compiled, casting):
+            assert torch.equal(compiled.eval()(x), plain(x))
+        assert torch.equal(compiled.train()(x), in_float8)
+    assert not torch.equal(in_float8, plain(x))
+    assert len(graphs) == 2
+    with swapped_by_hand(model := converted()):
+        assert {type(m) for m in model.modules()} == {type(m) for m in Model().modules()}
+
+
+def test_a_compiled_model_evaluates_without_float8_in_a_graph_of_its_own():
+    """Two graphs and no more, however often evaluation comes: the count of contexts is guarded."""
+    model, x = converted(), torch.randn(8, 32)
+    plain, graphs = convert_from_float8_training(copy.deepcopy(model)), []
+    compiled = compiled_into(graphs, model)
+    for _ in range(3):
+        in_float8 = compiled(x)
+        in_float8.backward(torch.randn(8, 16))
+        with torch.no_grad(), high_precision(model):
+            assert torch.equal(compiled(x), plain(x))
+        assert torch.equal(compiled(x), in_float8)
+        assert not torch.equal(in_float8, plain(x))
+    assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_selective_checkpointing_may_keep_the_products(recipe):
+    """As torchtitan does by default; nothing may then be written over them."""
+    model, x, g = converted(recipe=recipe), torch.randn(8, 32), torch.randn(8, 16)
+    model(x).backward(g)
+    plain = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    checkpoint(model, x, use_reentrant=False, context_fn=contexts).backward(g)
+    for p, q in zip(model.parameters(), plain, strict=True):
+        assert p.grad is q is None or torch.equal(p.grad, q)
+
+
+def test_a_layer_that_casts_its_weight_is_left_alone_until_somebody_says_what_it_is():
+    model = Model(Casting)
+    with pytest.warns(UserWarning, match=r"float8.convert.convert.register_linear_type"):
+        convert_to_float8_training(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_layer_that_casts_its_weight_multiplies_in_its_inputs_dtype(casting, recipe, dtype):
+    torch.manual_seed(0)
+    model = converted(casting, recipe)
+    like = convert_to_float8_training(
+        copy.deepcopy(convert_from_float8_training(copy.deepcopy(model))).to(dtype),
+        config=Float8LinearConfig.from_recipe_name(recipe),
+        module_filter_fn=large,
+    )
+    for m in like.modules():  # the plain float8 layer of a weight that was rounded before
+        if isinstance(m, Float8Linear):
+            m.__class__ = Float8Linear
+    x, g = torch.randn(8, 32).to(dtype), torch.randn(8, 16).to(dtype)
+    for each in (model, like):
+        y = each(x)
+        y.backward(g)
+        each.y = y
+    assert model.y.dtype == dtype
+    assert torch.equal(model.y, like.y)
+    for (name, p), q in zip(model.named_parameters(), like.parameters(), strict=True):
+        if p.grad is not None:
+            assert p.grad.dtype == torch.float32
+            assert torch.equal(p.grad.to(dtype), q.grad), name
+
+
+def test_a_layer_that_casts_its_weight_comes_back_as_it_was(casting):
+    model = converted(casting)
+    x = torch.randn(8, 32, dtype=torch.bfloat16)
+    plain = convert_from_float8_training(pickle.loads(pickle.dumps(model)))
+    assert type(plain.mlp[0]) is casting
+    assert vars(plain.mlp[0]).keys() == vars(casting(1, 1)).keys()
+    with high_precision(model):
+        assert torch.equal(model(x), plain(x))
+    assert not torch.equal(model(x), plain(x))
+
+
+def test_a_type_may_be_registered_again_and_must_be_a_linear_layers(casting):
+    register_linear_type(casting)  # as a cell of a notebook does
+    for wrong in (nn.Conv2d, nn.Linear(1, 1), "Linear"):
+        with pytest.raises(TypeError, match=r"a subclass of nn.Linear, got"):
+            register_linear_type(wrong)
+    with pytest.raises(ValueError, match="already has a conversion rule"):
+        register_linear_type(nn.Linear)
+
+
+def test_predictions_are_of_the_layers_that_conversion_takes(casting):
+    rows = estimate(Model(casting), 1024, show=False).rows
+    assert [row.layer for row in rows] == ["mlp.0", "mlp.2", "gate", "head"]
+
+
+def test_a_layer_that_casts_its_weight_up_does_so_without_float8_alone(casting):
+    """Bfloat16 weights and a float32 input: products in float32, or a refusal that says so."""
+    model, x = converted(casting).to(torch.bfloat16), torch.randn(8, 32)
+    with pytest.raises(TypeError, match=r"mlp.0: input is torch.float32 and weight torch.bfloat16"):
+        model(x)
+    plain = convert_from_float8_training(copy.deepcopy(model))
+    with high_precision(model):
+        assert torch.equal(model(x), plain(x))
+
+
+def test_a_layer_that_casts_its_weight_knows_its_shapes_on_the_meta_device(casting):
+    model = converted(casting).to("meta")
+    y = model(torch.empty(8, 32, dtype=torch.bfloat16, device="meta"))
+    assert (y.shape, y.dtype) == ((8, 16), torch.bfloat16)
+
+
+def test_a_product_may_be_passed_on_as_a_function(casting):
+    """In place of ``lambda x, w: x @ w.to(x.dtype).T``, of float32 weights."""
+    layer = converted(casting).mlp[2]
+    x, g = torch.randn(8, 128).bfloat16(), torch.randn(8, 32).bfloat16()
+    weight = layer.weight.detach().clone().requires_grad_()
+    y = float8_linear(x, weight.to(x.dtype))
+    y.backward(g)
+    layer(x).backward(g)
+    assert torch.equal(y, layer(x))
+    assert torch.equal(weight.grad, layer.weight.grad)

@@ -1,0 +1,90 @@
+"""Filters answer "convert this layer?" from its name and its sizes."""
+
+import pytest
+from torch import nn
+
+from float8.convert.filters import (
+    all_of,
+    divisible_by,
+    min_features,
+    min_size,
+    skip_names,
+    unmatched_patterns,
+)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "fqn", "converts"),
+    [
+        (("lm_head",), "lm_head", False),
+        (("lm_head",), "lm_head2", True),
+        (("layers.0",), "layers.0.ffn.w1", False),
+        (("layers.0",), "layers.01.ffn.w1", True),
+        (("*.gate",), "layers.3.moe.gate", False),
+        (("*.gate", "lm_head"), "layers.3.moe.up", True),
+    ],
+)
+def test_skip_names_matches_names_and_what_lies_below(patterns, fqn, converts):
+    assert skip_names(*patterns)(nn.Linear(1, 1), fqn) is converts
+
+
+def test_size_filters_look_at_both_features():
+    layer = nn.Linear(32, 48)
+    assert min_size(32 * 48)(layer, "") and not min_size(32 * 48 + 1)(layer, "")
+    assert min_features(32, 48)(layer, "")
+    assert not min_features(in_features=33)(layer, "")
+    assert not min_features(out_features=49)(layer, "")
+    assert divisible_by(16)(layer, "") and not divisible_by(32)(layer, "")
+
+
+def test_all_of_needs_every_filter():
+    layer = nn.Linear(32, 24)
+    assert all_of(skip_names("a"), min_size(1))(layer, "b")
+    assert not all_of(skip_names("a"), min_size(1))(layer, "a")
+    assert not all_of(skip_names("a"), divisible_by(16))(layer, "b")
+
+
+# --- what a filter refuses, and what it tells
+
+
+@pytest.mark.parametrize("bad", [["a", "b"], ("a",), {"a"}])
+def test_a_list_of_names_is_to_be_unpacked(bad):
+    with pytest.raises(
+        TypeError, match=r"skip_names takes strings, got a \w+; unpack them: skip_n"
+    ):
+        skip_names(bad)
+    assert skip_names(*bad)(nn.Linear(1, 1), "a") is False
+
+
+@pytest.mark.parametrize("multiple", [0, -16])
+def test_a_multiple_is_at_least_one(multiple):
+    with pytest.raises(ValueError, match=f"multiple must be an integer >= 1, got {multiple}"):
+        divisible_by(multiple)
+
+
+NAMES = ["model.lm_head", "model.layers.0.ffn", "model.layers.1.ffn"]
+
+
+@pytest.mark.parametrize(
+    ("function", "reported"),
+    [
+        (skip_names("model.lm_head", "*.0.ffn", "model.layers"), []),
+        (skip_names("model.lm_haed"), ["'model.lm_haed'; did you mean 'model.lm_head'?"]),
+        (skip_names("*lm_head", "zzz"), ["'zzz'"]),
+        (
+            skip_names("lm_head"),
+            ["'lm_head'; names are whole: write '*lm_head' for 'model.lm_head'"],
+        ),
+        (all_of(skip_names("zzz"), divisible_by(16), all_of(skip_names("y"))), ["'zzz'", "'y'"]),
+        (divisible_by(16), []),
+        (lambda module, fqn: True, []),
+        (None, []),
+    ],
+)
+def test_patterns_that_match_nothing_are_reported(function, reported):
+    assert unmatched_patterns(function, NAMES) == reported
+
+
+def test_sizes_may_be_integers_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    assert divisible_by(numpy.int64(16))(nn.Linear(16, 32), "")

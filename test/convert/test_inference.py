@@ -1,0 +1,561 @@
+"""Layers that keep only the float8 copy of a frozen weight: bits, bytes, checkpoints, adapters."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import importlib.util
+import io
+import math
+import pickle
+import re
+import weakref
+
+import oracle
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+import torch.nn.utils.prune as prune
+from assertions import assert_bitwise, assert_error_within_baseline, assert_sqnr_at_least
+from shapes import pairs
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from float8 import (
+    CastConfig,
+    DelayedScalingConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    ScalingType,
+    convert_from_float8_training,
+    convert_to_float8_training,
+    high_precision,
+    sync_float8_amax_and_scale_history,
+)
+from float8.convert.inference import convert_to_float8_inference, refuses_device
+from float8.linear.resident_weight import to_resident
+
+BLOCKS = {"tensorwise": (-1, -1), "rowwise": (1, -1), "blockwise": (128, 128)}
+POWER_OF_TWO = {"tensorwise": False, "rowwise": True, "blockwise": True}
+SHAPES = [(48, 160, 96), (1, 16, 16), (5, 123, 7), (130, 257, 131), (3, 1, 1)]
+
+
+def config_of(recipe: str) -> Float8LinearConfig:
+    return Float8LinearConfig.from_recipe_name(recipe)
+
+
+def mlp(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(48, 160), nn.GELU(), nn.Linear(160, 32)).to(dtype)
+
+
+def resident(recipe: str = "tensorwise", dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    return convert_to_float8_inference(mlp(dtype), config=config_of(recipe))
+
+
+def example(rows: int = 24, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(rows, 48, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pairs(recipe=list(BLOCKS), shape=SHAPES, dtype=[torch.float32, torch.bfloat16, torch.float16])
+def test_codes_are_the_oracles_and_both_gemms_read_them(recipe, shape, dtype):
+    """grad_input is ``g @ (codes * scale)`` but for g's own cast: no second rounding of w."""
+    m, k, n = shape
+    torch.manual_seed(2)
+    layer = nn.Linear(k, n).to(dtype)
+    spread = torch.logspace(-2, 1, n).unsqueeze(1)  # rows of different sizes: scales must matter
+    layer.weight.data *= spread.to(dtype)
+    w = layer.weight.detach().clone()
+    layer = convert_to_float8_inference(layer, config=config_of(recipe))
+    codes, _ = oracle.quantize(w, BLOCKS[recipe], torch.float8_e4m3fn, POWER_OF_TWO[recipe])
+    assert_bitwise(layer.weight._data, codes)
+    exact_w = oracle.values(layer.weight._data, layer.weight._scale, BLOCKS[recipe])
+    x = torch.randn(m, k).to(dtype).requires_grad_()
+    g = torch.randn(m, n).to(dtype)
+    out = layer(x)
+    out.backward(g)
+    assert layer.weight.grad is None
+    assert x.grad.dtype == dtype
+    # 28 dB: a cast to E4M3 with three mantissa bits is near 31.5, to E5M2 near 25.
+    exact_out = x.detach().double() @ exact_w.t() + layer.bias.detach().double()
+    if m * k > 100:
+        assert_sqnr_at_least(out, exact_out, 28, (recipe, shape, dtype))
+        assert_sqnr_at_least(x.grad, g.double() @ exact_w, 23, (recipe, shape, dtype))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_scales_along_the_contraction_join_grad_output(recipe):
+    """``g * scale`` cast along its rows, times the codes, to float32's error."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 40)
+    layer.weight.data[:20] *= 1000
+    layer = convert_to_float8_inference(layer, config=config_of(recipe))
+    x, g = torch.randn(12, 64, requires_grad=True), torch.randn(12, 40)
+    layer(x).backward(g)
+    folded = g * layer.weight._scale.t()
+    g8, g_scale = oracle.quantize(folded, (1, -1), torch.float8_e4m3fn, True)
+    values = oracle.table(torch.float8_e4m3fn)[g8.long()]
+    codes = layer.weight._data.double()
+    exact = (values @ codes) * g_scale.double()
+    baseline = (values.float() @ codes.float()) * g_scale
+    assert_error_within_baseline(x.grad, exact, baseline)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "unit", "blockwise"])
+def test_the_output_and_the_gradient_are_those_of_the_training_layer(recipe):
+    model = convert_to_float8_training(mlp(), config=config_of(recipe))
+    if recipe == "delayed":
+        model(example()).sum().backward()
+        sync_float8_amax_and_scale_history(model)
+    model.eval()
+    x, g = example().requires_grad_(), torch.randn(24, 32).bfloat16()
+    out = model(x)
+    (grad,) = torch.autograd.grad(out, x, g)
+    assert convert_to_float8_inference(model) is model
+    assert model.float8_conversion.converted == ["0", "2"]
+    assert_bitwise(model(x), out)
+    assert_bitwise(torch.autograd.grad(model(x), x, g)[0], grad)
+    model.train()
+    model(x).backward(g)  # a mode like any other: the weight stays frozen
+    assert model[0].weight.grad is None
+
+
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_the_high_precision_weight_is_freed_and_half_of_the_bytes_remain(recipe):
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 256, bias=False))
+    model = model.bfloat16()
+    plain = sum(w.untyped_storage().nbytes() for w in model.parameters())
+    gone = [weakref.ref(layer.weight.untyped_storage()) for layer in model]
+    old = [weakref.ref(w) for w in model.parameters()]
+    model = convert_to_float8_inference(model, config=config_of(recipe))
+    assert all(ref() is None for ref in (*old, *gone))
+    held = [part for w in model.parameters() for part in w.data_and_scale]
+    assert sum(part.untyped_storage().nbytes() for part in held) <= 0.51 * plain
+    assert all(part.dtype in (torch.float8_e4m3fn, torch.float32) for part in held)
+    assert not any(isinstance(b, Tensor) for b in model.buffers())
+
+
+def test_weights_are_freed_one_by_one_while_others_are_cast(monkeypatch):
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    weights = [weakref.ref(layer.weight) for layer in model]
+    alive = []
+
+    def watched(*args):
+        alive.append(sum(ref() is not None for ref in weights))
+        return to_resident(*args)
+
+    monkeypatch.setattr("float8.convert.inference.to_resident", watched)
+    convert_to_float8_inference(model)
+    assert alive == [3, 2, 1]
+
+
+def test_static_scales_are_used_and_checked_by_name():
+    scales = {"0": 0.02, "2": torch.tensor(0.005)}
+    model = convert_to_float8_inference(mlp(torch.float32), scales)
+    with torch.no_grad():
+        x = example(dtype=torch.float32)
+        codes = oracle.cast(x, torch.full((1, 1), 0.02), (-1, -1), torch.float8_e4m3fn)
+        x8 = oracle.table(torch.float8_e4m3fn)[codes.long()] * float(torch.tensor(0.02))
+        exact = x8 @ model[0].weight.dequantize().double().t() + model[0].bias.double()
+        assert_sqnr_at_least(model[0](x), exact, 100)
+    assert model[0].config.cast_config_input.static_scale == 0.02
+    kept = convert_to_float8_inference(convert_to_float8_training(mlp()), scales)
+    assert kept[2].config.cast_config_input.scaling_type is ScalingType.STATIC
+
+
+@pytest.mark.parametrize(
+    ("scales", "recipe", "message"),
+    [
+        ({"0": 1.0}, "tensorwise", "no scale for 2"),
+        ({"0": 1.0, "2": 1.0, "3": 1.0}, "tensorwise", "a scale for 3: there is no layer"),
+        ({"0": 1.0, "2": math.inf}, "tensorwise", "2: .*finite and > 0, got inf"),
+        ({"0": 1.0, "2": 0.0}, "tensorwise", "2: .*finite and > 0, got 0"),
+        ({"0": torch.ones(3), "2": 1.0}, "tensorwise", r"0: .*tensor of \(3,\)"),
+        ({"0": 1.0, "2": 1.0}, "rowwise", "static scales are for tensorwise"),
+    ],
+)
+@pytest.mark.parametrize("converted", [False, True])
+def test_bad_scales_are_refused_and_change_nothing(scales, recipe, message, converted):
+    model = mlp()
+    if converted:
+        convert_to_float8_training(model, config=config_of(recipe))
+    layers, weights = list(model), list(model.parameters())
+    configs = [getattr(layer, "config", None) for layer in model]
+    with pytest.raises(ValueError, match=r"(?s)nothing was converted.*" + message):
+        convert_to_float8_inference(model, scales, config=config_of(recipe))
+    assert all(a is b for a, b in zip(layers, model, strict=True))
+    assert all(a is b for a, b in zip(weights, model.parameters(), strict=True))
+    assert [getattr(layer, "config", None) for layer in model] == configs
+
+
+OFF = CastConfig(scaling_type=ScalingType.DISABLED)
+E5M2_CAST = CastConfig(target_dtype=torch.float8_e5m2)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Float8LinearConfig(cast_config_input=OFF, cast_config_weight=OFF,
+                            cast_config_input_for_grad_weight=CastConfig(),
+                            cast_config_weight_for_grad_input=CastConfig()),
+         "its output GEMM runs in high precision"),
+        (Float8LinearConfig(cast_config_grad_output=OFF, cast_config_weight_for_grad_input=OFF,
+                            cast_config_grad_output_for_grad_weight=CastConfig()),
+         "its grad_input GEMM runs in high precision"),
+        (Float8LinearConfig(cast_config_weight=E5M2_CAST,
+                            cast_config_weight_for_grad_input=CastConfig()),
+         "reads? the weight in float8_e5m2 and|e5m2"),
+    ],
+)  # fmt: skip
+def test_configs_whose_weight_cannot_live_in_float8_are_refused(config, message):
+    model = mlp()
+    with pytest.raises(ValueError, match=r"(?si)nothing was converted.*0: .*" + message):
+        convert_to_float8_inference(model, config=config)
+    assert type(model[0]) is nn.Linear
+
+
+def test_recipe_unit_warns_of_weights_that_it_would_flush_for_good():
+    model = mlp()
+    model[0].weight.data *= 1e-3
+    with pytest.warns(UserWarning, match=r'"unit".*% of their weights flush to zero'):
+        convert_to_float8_inference(model, config=config_of("unit"))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_a_weight_that_is_not_finite_is_refused(recipe, bad):
+    """As codes one NaN would be every value's that shares its scale."""
+    model = mlp()
+    model[2].weight.data[3, 4] = bad
+    with pytest.raises(ValueError, match=r"(?s)nothing was converted.*2: its weight has NaN"):
+        convert_to_float8_inference(model, config=config_of(recipe))
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_weight_that_a_hook_computes_is_refused():
+    model = mlp()
+    prune.l1_unstructured(model[2], "weight", 0.5)
+    with pytest.raises(ValueError, match=r"2: its weight is computed by a hook.*prune\.remove"):
+        convert_to_float8_inference(model)
+    prune.remove(model[2], "weight")
+    assert convert_to_float8_inference(model)(example()).shape == (24, 32)
+
+
+def test_what_no_gpu_multiplies_is_refused_while_the_weight_is_still_there():
+    gpu = torch.device("cuda")
+    for recipe in BLOCKS:
+        config = config_of(recipe)
+        assert refuses_device(torch.zeros(256, 128), config, gpu) is None
+        reason = refuses_device(torch.zeros(250, 128), config, gpu) or ""
+        assert re.search(r"out_features=250.*filter the layer out .*pad_inner_dim", reason)
+        padded = dataclasses.replace(config, pad_inner_dim=True)
+        assert refuses_device(torch.zeros(250, 128), padded, gpu) is None
+        assert refuses_device(torch.zeros(250, 128), config, torch.device("cpu")) is None
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(TypeError, match=r"static_scales must map layer names.*got a float"):
+        convert_to_float8_inference(mlp(), 0.5)
+    with pytest.raises(ValueError, match="0: enable_fsdp_float8_all_gather=True is for"):
+        convert_to_float8_inference(
+            mlp(), config=Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        )
+    with pytest.raises(TypeError, match="config must be"):
+        convert_to_float8_inference(mlp(), config="rowwise")
+    with pytest.warns(UserWarning, match="convert_to_float8_inference converted no layer"):
+        convert_to_float8_inference(nn.ReLU())
+
+
+def test_a_weight_that_an_embedding_reads_too_stays_and_is_reported():
+    model = nn.ModuleDict({"embed": nn.Embedding(64, 48), "head": nn.Linear(48, 64, bias=False)})
+    model["body"] = nn.Linear(48, 48)
+    model["head"].weight = model["embed"].weight
+    convert_to_float8_inference(model)
+    assert model.float8_conversion.converted == ["body"]
+    assert "also embed.weight (Embedding)" in model.float8_conversion.skipped["head"]
+    assert model["head"].weight is model["embed"].weight
+    with pytest.raises(ValueError, match=r"a scale for head: .*embed"):
+        convert_to_float8_inference(model, {"body": 1.0, "head": 1.0})
+
+
+def test_two_layers_of_one_weight_and_one_layer_under_two_names_stay_shared():
+    model = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+    model[1].weight = model[0].weight
+    model.append(model[0])
+    convert_to_float8_inference(model)
+    assert model[0] is model[2]
+    assert model[0].weight is model[1].weight
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert twin[0].weight is twin[1].weight
+    plain = convert_from_float8_training(twin)
+    assert plain[0].weight is plain[1].weight
+    assert type(plain[0].weight) is nn.Parameter
+
+
+def test_converting_again_changes_nothing_and_a_filter_leaves_layers_alone():
+    model = resident()
+    weights = list(model.parameters())
+    convert_to_float8_inference(model)
+    assert all(a is b for a, b in zip(weights, model.parameters(), strict=True))
+    model = convert_to_float8_inference(mlp(), module_filter_fn=lambda _, name: name != "2")
+    assert type(model[2]) is nn.Linear
+    assert model.float8_conversion.skipped == {"2": "module_filter_fn returned False"}
+    root = convert_to_float8_inference(nn.Linear(32, 16))
+    assert isinstance(root, Float8Linear)
+
+
+def test_unit_scaled_layers_keep_their_factors_and_attributes():
+    import float8.unit_scaling as uu
+
+    torch.manual_seed(0)
+    layer = uu.Linear(64, 32)
+    trained = convert_to_float8_training(copy.deepcopy(layer))
+    x, g = torch.randn(16, 64, requires_grad=True), torch.randn(16, 32)
+    expected = torch.autograd.grad(trained(x), x, g)[0]
+    layer = convert_to_float8_inference(layer)
+    assert layer.weight.mup_type == "weight"
+    assert_bitwise(layer(x), trained(x))
+    assert_bitwise(torch.autograd.grad(layer(x), x, g)[0], expected)
+
+
+# --- checkpoints, copies, moves
+
+
+@pytest.mark.parametrize("recipe", BLOCKS)
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_checkpoint_holds_plain_codes_and_loads_strictly(recipe, assign):
+    model, x = resident(recipe), example()
+    state = model.state_dict()
+    assert set(state) == {f"{i}.{n}" for i in (0, 2) for n in ("weight", "weight_scale", "bias")}
+    assert all(type(value) is Tensor for value in state.values())
+    assert state["0.weight"].dtype == torch.float8_e4m3fn
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    other = convert_to_float8_inference(mlp(seed=5), config=config_of(recipe))
+    assert not torch.equal(other(x), model(x))
+    other.load_state_dict(torch.load(file, weights_only=True), strict=True, assign=assign)
+    assert_bitwise(other(x), model(x))
+    assert isinstance(other[0].weight, nn.Parameter)
+    assert not other[0].weight.requires_grad
+
+
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_a_plain_checkpoint_is_quantised_and_codes_load_into_a_training_model(recipe):
+    plain, x = mlp(), example()
+    model = convert_to_float8_inference(mlp(seed=5), config=config_of(recipe))
+    model.load_state_dict(plain.state_dict())
+    expected = convert_to_float8_inference(plain, config=config_of(recipe))
+    assert_bitwise(model(x), expected(x))
+    trained = convert_to_float8_training(mlp(seed=6), config=config_of(recipe))
+    trained.load_state_dict(model.state_dict())
+    assert_bitwise(trained[0].weight, model[0].weight.dequantize())
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name():
+    model = resident()
+    before = model[0].weight.dequantize()
+    without = {k: v for k, v in model.state_dict().items() if k != "0.weight_scale"}
+    with pytest.raises(RuntimeError, match=r"0\.weight: .*no weight_scale beside"):
+        resident().load_state_dict(without)
+    with pytest.raises(RuntimeError, match=r"0\.weight: .*scale must have shape \(1, 1\)"):
+        model.load_state_dict(resident("rowwise").state_dict())
+    assert_bitwise(model[0].weight.dequantize(), before)
+    for assign in (False, True):  # which would leave a layer in high precision
+        with pytest.raises(RuntimeError, match=r"0\.weight: it is torch\.float64; float8 is"):
+            model.load_state_dict(mlp().double().state_dict(), assign=assign)
+        assert_bitwise(model[0].weight.dequantize(), before)
+    with pytest.raises(RuntimeError, match=r"weight_scale"):  # a plain model has no such key
+        mlp().load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+        model.load_state_dict({"0.weight": torch.zeros(3, 3)}, strict=False)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_distributed_checkpoint_holds_the_same_plain_tensors(tmp_path):
+    model, x = resident("rowwise"), example()
+    state = get_model_state_dict(model)
+    assert set(state) == set(model.state_dict())
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    other = convert_to_float8_inference(mlp(seed=5), config=config_of("rowwise"))
+    into = get_model_state_dict(other)
+    dcp.load(into, checkpoint_id=tmp_path, no_dist=True)
+    set_model_state_dict(other, into)
+    assert_bitwise(other(x), model(x))
+
+
+def test_the_state_of_high_precision_is_plain():
+    model = resident()
+    with high_precision(model):
+        state, out = model.state_dict(), model[0](example())
+    plain = mlp(seed=9)
+    plain.load_state_dict(state)
+    assert_bitwise(plain[0](example()), out)
+    assert_bitwise(state["0.weight"], model[0].weight.dequantize())
+    assert_bitwise(convert_from_float8_training(model)[0].weight, state["0.weight"])
+
+
+def test_copies_pickles_and_dtypes_keep_the_bytes():
+    model, x = resident("rowwise"), example()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_bitwise(twin(x), model(x))
+        assert not twin[0].weight.requires_grad
+        assert twin[0].weight._data.data_ptr() != model[0].weight._data.data_ptr()
+    codes = model[0].weight._data.view(torch.uint8).clone()
+    for dtype in (torch.float16, torch.float32, torch.bfloat16):
+        model.to(dtype)
+        assert_bitwise(model[0].weight._data.view(torch.uint8), codes)
+        assert model[0].weight.dtype == dtype
+        assert model(x.to(dtype)).dtype == dtype
+
+
+def test_meta_models_convert_and_take_a_checkpoint():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(48, 160), nn.GELU(), nn.Linear(160, 32)).bfloat16()
+    convert_to_float8_inference(model)
+    assert model[0].weight.device.type == "meta"
+    assert model(example().to("meta")).shape == (24, 32)
+    state = resident().state_dict()
+    model.load_state_dict(state, assign=True)
+    assert_bitwise(model(example()), resident()(example()))
+    with torch.device("meta"):
+        other = nn.Linear(48, 160).bfloat16()
+    other = convert_to_float8_inference(other).to_empty(device="cpu")
+    other.load_state_dict(mlp()[0].state_dict())
+    assert_bitwise(other(example()), resident()[0](example()))
+
+
+def test_autocast_reads_the_same_codes():
+    model = resident(dtype=torch.float32)
+    x = example(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        out = model[0](x)
+    expected = resident(dtype=torch.float32)
+    expected[0].bias.data = expected[0].bias.data.bfloat16()
+    expected[0].weight.data = expected[0].weight.data.to(torch.bfloat16)
+    assert_bitwise(out, expected[0](x.bfloat16()))
+    with pytest.raises(TypeError, match=r"input is torch.bfloat16 and weight torch.float32"):
+        model(x.bfloat16())
+
+
+def test_a_rowwise_weight_that_asks_for_gradients_is_refused():
+    model = resident("rowwise")
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"0: .*only tensorwise float8 weights train"):
+        model(example())
+
+
+def test_an_encoder_layer_s_fast_path_never_meets_float8():
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dropout=0.0)
+        return nn.Sequential(layer).eval()
+
+    x = torch.randn(2, 5, 32)
+    left = convert_to_float8_inference(nn.Sequential(model(), nn.Linear(32, 32)))
+    assert left.float8_conversion.converted == ["1"]
+    assert "set_fastpath_enabled(False)" in left.float8_conversion.skipped["0.0.linear1"]
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        converted = convert_to_float8_inference(model())
+        with torch.no_grad():
+            assert converted.float8_conversion.converted == ["0.linear1", "0.linear2"]
+            assert_sqnr_at_least(converted(x), model()(x), 20)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+# --- adapters
+
+
+class Lora(nn.Module):
+    """A frozen layer and a trainable low-rank correction (arXiv 2106.09685, equation 3)."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Linear(base.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def losses_of(model: nn.Module, steps: int = 30) -> list[float]:
+    torch.manual_seed(3)
+    x = torch.randn(64, 48)
+    wanted = F.gelu(x @ torch.randn(48, 160) / 7) @ torch.randn(160, 32) / 12
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = F.mse_loss(model(x), wanted)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def with_adapters(base: nn.Sequential) -> nn.Sequential:
+    torch.manual_seed(4)
+    for parameter in base.parameters():
+        parameter.requires_grad_(False)
+    return nn.Sequential(Lora(base[0]), base[1], Lora(base[2]))
+
+
+@functools.cache
+def losses_of_plain_adapters() -> list[float]:
+    return losses_of(with_adapters(mlp(torch.float32)))
+
+
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_adapters_on_a_float8_base_train_as_on_a_plain_one(recipe):
+    plain = losses_of_plain_adapters()
+    model = with_adapters(resident(recipe, torch.float32))
+    codes = model[0].base.weight._data.view(torch.uint8).clone()
+    losses = losses_of(model)
+    assert losses[-1] < 0.7 * losses[0]
+    assert losses[-1] <= plain[-1] * 1.05
+    assert_bitwise(model[0].base.weight._data.view(torch.uint8), codes)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_adapters_of_peft_train():
+    import peft
+
+    model = peft.get_peft_model(
+        resident("rowwise", torch.float32), peft.LoraConfig(r=4, target_modules=["0", "2"])
+    )
+    losses = losses_of(model)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_static_inputs_need_no_settings_of_the_history_that_they_replace():
+    delayed = CastConfig(ScalingType.DELAYED)
+    config = Float8LinearConfig(
+        cast_config_input=delayed, delayed_scaling=DelayedScalingConfig(history_len=4)
+    )
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config=config)
+    convert_to_float8_inference(model, {"0": 0.5})
+    assert model[0].cast_input.config == CastConfig(ScalingType.STATIC, static_scale=0.5)
+    assert model[0].config.delayed_scaling == DelayedScalingConfig()
+
+
+def test_what_never_trained_starts_from_no_scale_of_one():
+    te = Float8LinearConfig.from_te_recipe()  # whose trainings do
+    found = convert_to_float8_inference(mlp(), config=te)
+    assert torch.equal(found(example()), resident("delayed")(example()))
+
+
+def test_compiled_is_eager():
+    model = resident("rowwise", torch.float32)[0]
+    x, g = example(dtype=torch.float32).requires_grad_(), torch.randn(24, 160)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    out = compiled(x)
+    assert_bitwise(out, model(x))
+    expected = torch.autograd.grad(model(x), x, g)[0]
+    assert_bitwise(torch.autograd.grad(out, x, g)[0], expected)

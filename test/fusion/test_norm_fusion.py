@@ -1,0 +1,499 @@
+"""`fuse_norms`: the numbers of the norm and its layers apart, from one copy of what they read."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from assertions import assert_bitwise, assert_error_within_baseline
+from meter import saved_bytes
+from torch import nn
+
+import float8
+from float8 import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    ScalingType,
+    convert_from_float8_training,
+    convert_to_float8_training,
+    high_precision,
+    saved_activations,
+    sync_float8_amax_and_scale_history,
+)
+from float8.config import RECIPES
+from float8.fusion import autograd as fused_autograd
+from float8.fusion.fused import LayerNormCast, RMSNormCast
+from float8.fusion.norm_fusion import NORM_PAIRS, NORM_RULES, register_norm, register_norm_pairs
+from float8.fusion.norm_fusion import fuse_norms as fuse
+
+D = 32
+STATIC = CastConfig(scaling_type=ScalingType.STATIC, static_scale=0.02)
+CONFIGS = {
+    "tensorwise": RECIPES["tensorwise"],
+    "delayed": RECIPES["delayed"],
+    "static": Float8LinearConfig(STATIC),
+}
+PAIRS = {"norm1": ["q", "k", "v"], "norm2": ["up"]}
+
+
+class Block(nn.Module):
+    """Attention behind a LayerNorm, a feed-forward layer behind an RMSNorm."""
+
+    def __init__(self, dim=D):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(dim, dim, bias=False) for _ in range(3))
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.RMSNorm(dim)
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+        for norm in (self.norm1, self.norm2):
+            nn.init.normal_(norm.weight, 1.0, 0.3)
+
+    def forward(self, x):
+        h = self.norm1(x)
+        x = x + F.scaled_dot_product_attention(self.q(h), self.k(h), self.v(h))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def converted(model=None, config=None, keep=()):
+    model = Block() if model is None else model
+    return convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda m, fqn: fqn not in keep
+    )
+
+
+def gradients(model, x, g):
+    out = model(x)
+    return [out, *torch.autograd.grad(out, list(model.parameters()), g)]
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_and_gradients_are_those_of_norms_and_layers_apart(dtype, config):
+    torch.manual_seed(5)
+    exact = Block().double()
+    apart = converted(copy.deepcopy(exact).to(dtype), config)
+    together = copy.deepcopy(apart)
+    names = list(dict(apart.named_parameters()))
+    fusion = fuse(together)
+    assert fusion.fused == [("norm1", ["q", "k", "v"]), ("norm2", ["up"])]
+    assert list(dict(together.named_parameters())) == names
+    for step in range(2):  # delayed: dynamic, then by its history
+        x, g = torch.randn(2, 16, D).to(dtype), torch.randn(2, 16, D).to(dtype)
+        found, baseline = gradients(together, x, g), gradients(apart, x, g)
+        want = gradients(exact, x.double(), g.double())
+        for name, a, e, b in zip(["output", *names], found, want, baseline, strict=True):
+            # The bits of a bfloat16 norm may differ where float32's rounding meets a tie.
+            assert_error_within_baseline(a, e, b, 1.05, f"step {step}, {dtype}", name)
+        for model in (apart, together):
+            sync_float8_amax_and_scale_history(model)
+    if config.uses_delayed_scaling:
+        assert_error_within_baseline(
+            together.norm1.cast_output.amax_history, apart.q.cast_input.amax_history.double(),
+            apart.k.cast_input.amax_history,
+        )  # fmt: skip
+
+
+def test_one_copy_is_kept_of_what_three_layers_read():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(256)  # torch's keeps its input, and two floats a row
+            self.q, self.k, self.v = (nn.Linear(256, 64, bias=False) for _ in range(3))
+
+        def forward(self, x):
+            h = self.norm(x * 1)
+            return self.q(h) + self.k(h) + self.v(h)
+
+    model = converted(Reads().bfloat16())
+    x = torch.randn(128, 256, dtype=torch.bfloat16, requires_grad=True)
+    before = saved_bytes(lambda: model(x), model)
+    assert fuse(model).fused
+    after = saved_bytes(lambda: model(x), model)
+    one_copy, small = 128 * 256, 2 * 4 * 128 + 64
+    assert abs(before - after - 2 * one_copy) <= small, "two of three copies are gone"
+    assert after <= 3 * one_copy + small, "the norm's input in bfloat16, its result in float8"
+
+
+def test_the_package_exports_the_function_under_its_files_name():
+    assert float8.fuse_norms is fuse
+
+
+def test_what_was_done_is_said_and_logged_once(caplog):
+    model = converted(keep=("k", "down"))
+    with caplog.at_level(logging.INFO, "float8"):
+        said = str(fuse(model))
+    assert [r.getMessage() for r in caplog.records if "fused" in r.getMessage()] == [said]
+    assert said == (
+        "fused with the cast behind them: 1 norms\n  norm2 -> up\n"
+        "  left alone: norm1: k reads it, a Linear, not a Float8Linear"
+    )
+    again = fuse(model)
+    assert again.fused == [] and again.skipped["norm2"] == "it writes float8 already"
+    assert isinstance(model.norm2, RMSNormCast)
+
+
+def test_a_model_without_norms_or_without_float8_is_left_alone():
+    assert fuse(nn.Linear(4, 4)).fused == []
+    model = Block()
+    assert fuse(model).skipped["norm2"] == "up reads it, a Linear, not a Float8Linear"
+    assert type(model.norm2) is nn.RMSNorm
+
+
+def spoil(model, how):
+    if how == "hook":
+        model.norm2.register_forward_hook(lambda *_: None)
+    elif how == "reader's hook":
+        model.up.register_forward_pre_hook(lambda *_: None)
+    elif how == "replaced forward":
+        model.norm2.forward = model.norm2.forward
+    elif how == "two dimensions":
+        model.norm2 = nn.LayerNorm((16, D))
+    elif how == "subclass":
+        model.norm2 = type("Own", (nn.RMSNorm,), {})(D)
+    elif how == "rowwise":
+        model.up = Float8Linear(D, 2 * D, config=RECIPES["rowwise"])
+    elif how == "two configs":
+        model.forward = lambda x: model.up(h := model.norm2(x)).sum() + model.q(h).sum()
+        model.q = Float8Linear(D, D, config=Float8LinearConfig(STATIC))
+    elif how == "sizes":
+        model.up = Float8Linear(D // 2, D)
+    elif how == "compiled":
+        model.norm2._compiled_call_impl = model.norm2.forward  # as its compile() does, at once
+
+
+def test_a_norm_and_a_block_of_two_names_are_fused_under_both():
+    block = converted()
+    model = nn.Sequential(block, block)
+    fused_under_first = fuse(model).fused
+    assert fused_under_first == [("0.norm1", ["0.q", "0.k", "0.v"]), ("0.norm2", ["0.up"])]
+    assert isinstance(model[1].norm1, LayerNormCast) and model[0].norm1 is model[1].norm1
+    model(torch.randn(2, 16, D)).sum().backward()
+
+
+def test_a_layer_that_reads_two_norms_joins_all_their_histories():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.RMSNorm(D), nn.LayerNorm(D)
+            self.shared, self.own = nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, x):
+            h = self.b(-x)
+            return self.shared(self.a(x)) + self.shared(h) + self.own(h)
+
+    model = converted(Shared(), RECIPES["delayed"])
+    assert len(fuse(model).fused) == 2
+    cast = model.shared.cast_input
+    assert cast is model.own.cast_input is model.a.cast_output is model.b.cast_output
+    model(torch.randn(16, D)).sum().backward()
+    sync_float8_amax_and_scale_history(model)
+    assert cast.history_ready
+
+
+SPOILT = {
+    "hook": "it has hooks, which would see a Float8Tensor",
+    "reader's hook": "up reads it and has forward hooks, which",
+    "replaced forward": "its forward was replaced",
+    "two dimensions": "it normalises more than the last dimension",
+    "subclass": "its type is Own, not nn.RMSNorm or nn.LayerNorm",
+    "rowwise": "up reads it, and a norm casts once, by one scale per tensor; cast_config_input is",
+    "two configs": "up and q read it, and cast their inputs by different configs",
+    "sizes": "up has in_features=16, the norm 32",
+    "compiled": "it was compiled on its own",
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_what_cannot_be_fused_says_why(how):
+    model = converted()
+    spoil(model, how)
+    pairs = {"norm2": ["up", "q"] if how == "two configs" else "up"}
+    fusion = fuse(model, pairs)
+    assert fusion.skipped["norm2"].startswith(SPOILT[how])
+    assert not isinstance(model.norm2, (RMSNormCast, LayerNormCast))
+
+
+# --- declarations
+
+
+def test_a_declared_pair_needs_no_trace():
+    class Untraceable(Block):
+        def forward(self, x):
+            return super().forward(x) if float(x.sum()) else x
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([Untraceable(), Untraceable()])
+    converted(model)
+    assert "cannot be traced by torch.fx" in fuse(copy.deepcopy(model)).skipped["layers.1.norm1"]
+    pairs = {"layers.*.norm1": [f"layers.*.{n}" for n in "qkv"], "layers.0.norm2": "layers.0.up"}
+    found = dict(fuse(model, pairs).fused)
+    assert found == {
+        "layers.0.norm1": ["layers.0.q", "layers.0.k", "layers.0.v"],
+        "layers.0.norm2": ["layers.0.up"],
+        "layers.1.norm1": ["layers.1.q", "layers.1.k", "layers.1.v"],
+    }
+    model.layers[0](torch.randn(2, 16, D)).sum().backward()
+
+
+def test_a_blocks_type_declares_for_every_model():
+    class Own(Block):
+        def forward(self, x):
+            return super().forward(x) if float(x.sum()) else x
+
+    register_norm_pairs(Own, PAIRS)
+    try:
+        fusion = fuse(converted(nn.ModuleList([Own(), Own()])))
+        assert len(fusion.fused) == 4 and not fusion.skipped
+        with pytest.raises(ValueError, match="Own has norm pairs already"):
+            register_norm_pairs(Own, PAIRS)
+        broken = Own()
+        del broken.v
+        assert "its pairs, of Own: the model has no layer" in fuse(broken).skipped[""]
+        assert dict(fuse(converted(Own()), {"norm1": "q"}).fused)["norm1"] == ["q"]
+    finally:
+        del NORM_PAIRS[Own]
+
+
+def test_a_norm_that_is_declared_under_two_names_has_the_readers_of_both():
+    model = nn.ModuleList([Block(), Block()])
+    model[1].norm2 = model[0].norm2
+    pairs = {"*.norm2": "*.up"}
+    reason = fuse(converted(copy.deepcopy(model), keep=("0.up",)), pairs).skipped["0.norm2"]
+    assert reason == "0.up reads it, a Linear, not a Float8Linear"
+    assert ("0.norm2", ["0.up", "1.up"]) in fuse(converted(model), pairs).fused
+
+
+def test_a_wrong_declaration_is_seen_at_the_first_forward_by_name():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x):
+            return self.block(x)
+
+    model, x = converted(Model(), keep=("block.k",)), torch.randn(2, 16, D)
+    fuse(model, {"block.norm1": ["block.q", "block.v"], "block.norm2": "block.up"})
+    with pytest.raises(ValueError, match=r"block.norm1 \(LayerNormCast\) wrote it in float8.* and "
+                       r"block.k \(Linear\) reads it: convert that"):  # fmt: skip
+        model(x)
+    model.block.k = model.block.q
+    model.block.forward = lambda x: model.block.norm1(x) + 1
+    with pytest.raises(NotImplementedError, match=r"block.norm1 \(LayerNormCast\) wrote it in flo"):
+        model(x)
+    for joins, error in ((torch.cat, TypeError), (torch.stack, NotImplementedError)):
+        model.block.forward = lambda x, joins=joins: joins([x, model.block.norm1(x)])
+        with pytest.raises(error, match=r"block.norm1 \(LayerNormCast\) wrote it in float8"):
+            model(x)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "error", "message"),
+    [
+        ({"norm3": "up"}, ValueError, "no norm 'norm3'; did you mean 'norm"),
+        ({"norm2": "upp"}, ValueError, "no layer .of norm2. 'upp'; did you mean 'up'"),
+        (["norm2"], TypeError, "pairs must map norms to the layers"),
+        ({"norm2": [1]}, TypeError, "norm pairs are names"),
+    ],
+)
+def test_refuses_pairs_that_mean_nothing(pairs, error, message):
+    model = converted()
+    with pytest.raises(error, match=message):
+        fuse(model, pairs)
+    assert type(model.norm1) is nn.LayerNorm
+
+
+def test_a_declared_module_that_is_no_norm_is_left_alone():
+    skipped = fuse(converted(), {"q": "up"}).skipped
+    assert skipped["q"].startswith("its type is Float8Linear, not nn.RMSNorm")
+
+
+def test_refuses_within_high_precision():
+    model = converted()
+    with high_precision(model), pytest.raises(ValueError, match=r"outside of float8\.high_prec"):
+        fuse(model)
+    fuse(model)
+    x = torch.randn(2, 16, D)
+    with high_precision(model):
+        assert_bitwise(model(x).detach(), convert_from_float8_training(copy.deepcopy(model))(x))
+
+
+# --- other norms
+
+
+class LikeLlama(nn.Module):
+    """An RMS norm as model libraries write them."""
+
+    def __init__(self, size, eps=1e-4):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x):
+        x32 = x.float()
+        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * x32.to(x.dtype)
+
+
+class LikeT5LayerNorm(LikeLlama):
+    """Named as model libraries name theirs."""
+
+
+def test_what_is_called_a_norm_and_cannot_be_fused_is_not_passed_over_in_silence():
+    model = converted(nn.Sequential(LikeT5LayerNorm(D), nn.Linear(D, D), nn.BatchNorm1d(D)))
+    fusion = fuse(model)
+    assert fusion.fused == [] and list(fusion.skipped) == ["0"]
+    assert "LikeT5LayerNorm" in fusion.skipped["0"]
+    assert "float8.fusion.norm_fusion.register_norm" in fusion.skipped["0"], "where to find it"
+
+
+def test_a_norm_of_another_type_is_registered():
+    plain = nn.Sequential(LikeLlama(D), nn.Linear(D, D))
+    model = converted(copy.deepcopy(plain))
+    apart = copy.deepcopy(model)
+    assert fuse(model).skipped == {}, "who knows that it is a norm?"
+    declared = fuse(model, {"0": "1"}).skipped["0"]
+    assert declared.startswith("its type is LikeLlama") and "register_norm can say so" in declared
+    register_norm(LikeLlama, RMSNormCast, eps=lambda norm: norm.variance_epsilon)
+    try:
+        with pytest.raises(ValueError, match="LikeLlama can be fused already"):
+            register_norm(LikeLlama, RMSNormCast, eps=lambda norm: 1.0)
+        assert fuse(model).fused == [("0", ["1"])]
+    finally:
+        del NORM_RULES[LikeLlama]
+    x = torch.randn(16, D) / 100  # of which eps is half
+    assert_error_within_baseline(model(x), plain.double()(x.double()), apart(x), 1.05)
+    with high_precision(model):
+        assert model[0](x).dtype == torch.float32
+    back = convert_from_float8_training(model)[0]
+    assert type(back) is LikeLlama and vars(back).keys() == vars(plain[0]).keys()
+
+
+# --- state
+
+
+def test_histories_are_joined_and_checkpoints_carry_them_on():
+    model, x = converted(config=RECIPES["delayed"]), torch.randn(2, 16, D)
+    model(x).sum().backward()
+    sync_float8_amax_and_scale_history(model)
+    before, scale = copy.deepcopy(model.state_dict()), model.q.cast_input.scale.clone()
+    with torch.no_grad():
+        model.k.cast_input.scale.mul_(2)  # as of a layer that had also read something larger
+    fuse(model)
+    cast = model.norm1.cast_output
+    assert cast is model.q.cast_input is model.k.cast_input is model.v.cast_input
+    assert cast.history_ready and cast.scale == 2 * scale
+    model.load_state_dict(before)  # strict, from before: the histories of the layers
+    assert cast.history_ready and cast.scale == scale
+    fused = copy.deepcopy(model.state_dict())
+    assert fused.keys() == before.keys(), "a model that is not fused loads it too"
+    model.load_state_dict(fused)
+    assert cast.scale == scale and cast is model.norm1.cast_output
+    twin = copy.deepcopy(model)
+    assert twin.norm1.cast_output is twin.v.cast_input is not cast
+    model.load_state_dict(Block().state_dict())  # a plain one, strict: a new history
+    assert not cast.history_ready
+    with high_precision(model):
+        assert model.state_dict().keys() == Block().state_dict().keys()
+
+
+def test_a_model_on_meta_comes_to_life_with_new_histories():
+    with torch.device("meta"):
+        model = converted(config=RECIPES["delayed"])
+    fuse(model)
+
+    def unwritten(t, device):
+        return torch.full(t.shape, torch.nan, device=device)
+
+    with mock.patch.object(torch, "empty_like", unwritten):
+        model.to_empty(device="cpu")
+    assert model.norm1.weight.isnan().all()
+    assert {float(buffer.sum()) for buffer in model.buffers()} == {0.0}
+    assert model.norm1.cast_output is model.v.cast_input
+
+
+def test_ddp_is_told_to_leave_the_new_buffers_alone():
+    model = converted(config=RECIPES["delayed"])
+    fuse(model)
+    ignored = set(model._ddp_params_and_buffers_to_ignore)
+    assert {name for name, _ in model.named_buffers()} <= ignored
+
+
+def test_sync_waits_for_no_amax_that_nobody_records():
+    """Every delayed cast has its scale after one step: a cast without asks the device each time."""
+    model = converted(config=RECIPES["delayed"])
+    fuse(model)
+    model(torch.randn(2, 16, D)).sum().backward()
+    sync_float8_amax_and_scale_history(model)
+    casts = [m for m in model.modules() if hasattr(m, "history_ready")]
+    assert casts and all(cast.history_ready for cast in casts)
+
+
+def test_evaluation_and_the_way_back():
+    plain = Block().eval()
+    model = converted(copy.deepcopy(plain))
+    model.norm1.register_forward_pre_hook(lambda *_: None)  # it sees the input, which is plain
+    fuse(model)
+    assert not model.norm1.cast_output.training and model.norm1._forward_pre_hooks
+    with torch.no_grad():
+        model(torch.randn(2, 16, D))
+    parameters = list(model.parameters())
+    back = convert_from_float8_training(model)
+    assert {n: type(m) for n, m in back.named_modules()} == {
+        n: type(m) for n, m in plain.named_modules()
+    }
+    assert all(a is b for a, b in zip(back.parameters(), parameters, strict=True))
+    assert vars(back.norm2).keys() == vars(plain.norm2).keys()
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_calibrated_scales_are_what_fused_layers_multiply_by(config):
+    model, x = converted(config=config), torch.randn(2, 16, D)
+    fuse(model)
+    scales = float8.calibrate(model, [x]).static_scales()
+    scales |= dict.fromkeys(("q", "k", "v"), 0.125)
+    float8.convert_to_float8_inference(model, static_scales=scales)
+    assert type(model.norm1) is nn.LayerNorm
+    apart = model(x)
+    assert fuse(model).fused == [("norm1", ["q", "k", "v"]), ("norm2", ["up"])]
+    assert float(model.norm1(x)._scale) == 0.125
+    assert_bitwise(model(x), apart)
+
+
+def test_saved_activations_around_it_change_no_value():
+    model = converted()
+    fuse(model)
+    x, g = torch.randn(2, 16, D), torch.randn(2, 16, D)
+    expected = gradients(model, x, g)
+    with saved_activations(model):
+        found = gradients(model, x, g)
+    assert_bitwise(found[0].detach(), expected[0].detach())
+    for a, b in zip(found[1:], expected[1:], strict=True):
+        assert (a - b).norm() <= 0.1 * b.norm()
+
+
+def test_a_fused_model_compiles_to_one_graph_with_the_bits_of_eager():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.q, self.k = nn.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, x):
+            h = self.norm(x)
+            return self.q(h) * self.k(h)
+
+    model = converted(Two(), RECIPES["delayed"])
+    fuse(model)
+    twin = copy.deepcopy(model)
+    run = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    x, g = torch.randn(16, D), torch.randn(16, D)
+    with mock.patch.object(fused_autograd, "_load"):
+        out = run(x)
+        found = [out, *torch.autograd.grad(out, list(twin.parameters()), g)]
+    for a, b in zip(found, gradients(model, x, g), strict=True):
+        assert_bitwise(a.detach(), b.detach())
+    for a, b in zip(twin.buffers(), model.buffers(), strict=True):
+        assert_bitwise(a, b)

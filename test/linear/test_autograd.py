@@ -1,0 +1,137 @@
+"""The CUDA path without a GPU: FakeTensors go through the layer's forward and backward.
+
+What can be held here: which ops run, with which layouts, dtypes and scale shapes, and what is
+saved. Autograd itself cannot handle CUDA tensors in a CPU build, so the autograd function's two
+halves are called directly.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from float8 import Float8Tensor
+from float8.config import RECIPES
+from float8.linear.autograd import STATELESS, _Float8LinearFunction, codes_of
+from float8.linear.scaling import DelayedState
+
+aten = torch.ops.aten
+SAVING = ["tensorwise", "delayed", "rowwise", "blockwise"]
+
+
+class _Context:
+    """What the autograd function needs of its context."""
+
+    needs_input_grad = (True,) * 8
+
+    def save_for_backward(self, *tensors):
+        self.saved_tensors = tensors
+
+
+class _ScaledMms(TorchDispatchMode):
+    """Records the operands of every scaled_mm, and refuses what the hardware would refuse."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is aten._scaled_mm.default:
+            a, b, scale_a, scale_b = args[:4]
+            assert a.stride() == (a.shape[1], 1), "a must be row-major"
+            assert b.stride() == (1, b.shape[0]), "b must be column-major"
+            assert a.shape[1] % 16 == b.shape[1] % 16 == 0
+            assert (a.dtype, b.dtype) != (torch.float8_e5m2,) * 2
+            assert scale_a.dtype == scale_b.dtype == torch.float32
+            self.scales.append((tuple(scale_a.shape), tuple(scale_b.shape)))
+        assert func not in (aten.mm.default, aten.addmm.default) or "hp" in self.allowed
+        return func(*args, **kwargs)
+
+
+def _run(config, m=512, k=1024, n=4096, allowed=()):
+    """Forward and backward on fake CUDA tensors: the mode, the context, results."""
+
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, device="cuda", dtype=dtype)
+
+    with FakeTensorMode(), torch.no_grad(), _ScaledMms() as mode:
+        mode.allowed = allowed
+        x, w, bias, g = empty(m, k), empty(n, k), empty(n), empty(m, n)
+        scalar = {"dtype": torch.float32}
+        states = STATELESS
+        if config.uses_delayed_scaling:
+            states = tuple(DelayedState(empty(**scalar), empty(**scalar), True) for _ in range(3))
+        ctx = _Context()
+        forward = _Float8LinearFunction.forward
+        out = forward(ctx, x, w, bias, config, torch.bfloat16, states, True, True)
+        grads = _Float8LinearFunction.backward(ctx, g)[:3]
+        return mode, ctx, (out, *grads), w
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_all_products_reach_the_tensor_cores_in_the_right_layout(recipe):
+    allowed = ("hp",) if recipe == "rowwise_with_gw_hp" else ()
+    mode, _, (out, grad_x, grad_w, grad_b), _ = _run(RECIPES[recipe], allowed=allowed)
+    assert len(mode.scales) == (2 if allowed else 3)
+    assert (out.shape, grad_x.shape) == ((512, 4096), (512, 1024))
+    assert (grad_w.shape, grad_b.shape) == ((4096, 1024), (4096,))
+    assert {t.dtype for t in (out, grad_x, grad_w, grad_b)} == {torch.bfloat16}
+
+
+def test_scales_have_the_shapes_that_the_hardware_reads():
+    assert _run(RECIPES["tensorwise"])[0].scales == [((), ())] * 3
+    rows = _run(RECIPES["rowwise"])[0].scales
+    assert rows == [((512, 1), (1, 4096)), ((512, 1), (1, 1024)), ((4096, 1), (1, 1024))]
+    blocks = _run(RECIPES["blockwise"])[0].scales
+    assert blocks == [((512, 8), (8, 32)), ((512, 32), (32, 8)), ((4096, 4), (4, 1024))]
+
+
+def test_rows_of_128x128_scales_are_aligned_to_16_bytes():
+    seen = []
+
+    class Strides(_ScaledMms):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is aten._scaled_mm.default:
+                seen.append((args[2].stride(), args[3].stride()))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    with Strides() as mode:
+        mode.allowed = ()
+        _run(RECIPES["blockwise"], 256, 640, 768)
+    # Scales of (256, 5) and (6, 5), of (256, 6) and (5, 6), of (768, 2) and (640, 2).
+    assert seen == [((1, 256), (1, 8)), ((1, 256), (1, 8)), ((1, 768), (640, 1))]
+
+
+@pytest.mark.parametrize("recipe", SAVING)
+@pytest.mark.parametrize("shape", [(512, 1024, 4096), (4096, 512, 512)])
+def test_backward_saves_one_byte_per_input_element(recipe, shape):
+    m, k, _ = shape
+    _, ctx, _, weight = _run(RECIPES[recipe], *shape)
+    saved = {t.untyped_storage(): t for t in ctx.saved_tensors if t is not None and t is not weight}
+    found = sum(t.numel() * t.element_size() for t in saved.values())
+    assert any(t is weight for t in ctx.saved_tensors)
+    assert found <= 0.52 * (2 * m * k)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("shape", [(24, 40, 72), (64, 64, 1), (1, 64, 64), (64, 1, 64)])
+def test_sizes_that_need_padding_are_padded_when_asked(recipe, shape):
+    m, k, n = shape
+    config = replace(RECIPES[recipe], pad_inner_dim=True)
+    mode, _, (out, grad_x, grad_w, _), _ = _run(config, m, k, n)
+    assert len(mode.scales) == 3
+    assert (out.shape, grad_x.shape, grad_w.shape) == ((m, n), (m, k), (n, k))
+
+
+def test_the_codes_of_a_weight_in_float8_are_its_own_bytes():
+    weight = Float8Tensor.from_high_precision(torch.randn(8, 4), torch.float8_e4m3fn)
+    codes = codes_of(weight)
+    assert codes.rows[0] is weight._data
+    assert codes.cols[0].data_ptr() == weight._data.data_ptr()
+    assert codes.cols[0].shape == (4, 8)
+    assert codes.rows[1] is weight._scale
+    assert codes.dtype == torch.float32
+    assert codes.amax is None  # whoever gathered it has recorded it

@@ -1,0 +1,129 @@
+"""How many bytes of device memory, and how many launches, a training step's casts cost on CUDA.
+
+Counted without a GPU: FakeTensors go through the layer's forward and backward, and a `CastMeter`
+adds up what the ops that run read and write. The bounds are those of the best kernels there can be
+for a bfloat16 operand that two GEMMs read: 2 (for the amax) + 2 (for the cast) + 1 + 1 bytes per
+element with dynamic scales, 2 + 1 + 1 with scales that are known before.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from meter import CastMeter
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip("triton")
+
+from float8.config import RECIPES
+from float8.linear.autograd import STATELESS, CachedWeight, _Float8LinearFunction, cast_weight
+from float8.linear.scaling import DelayedState
+
+M, K, N = 512, 1024, 4096  # three products of two that differ
+
+
+class Context:
+    """What the autograd function needs of its context."""
+
+    needs_input_grad = (True, True, False, *(False,) * 6)
+
+    def save_for_backward(self, *tensors):
+        self.saved_tensors = tensors
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, device="cuda", dtype=dtype)
+
+
+def states_of(config):
+    if not config.uses_delayed_scaling:
+        return STATELESS
+    scalar = {"dtype": torch.float32}
+    return tuple(DelayedState(empty(**scalar), empty(**scalar), True) for _ in range(3))
+
+
+def step(config, cached=False, microbatches=1):
+    """The meter of one optimizer step's forwards and backwards, after the first.
+
+    Static scales are there by then (`test_kernel_path.py` sees that nothing is filled in again).
+    """
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(torch.no_grad())
+        meter = stack.enter_context(CastMeter())
+        scale = empty(1, 1, dtype=torch.float32)
+        stack.enter_context(mock.patch("float8.linear.scaling.constant", return_value=scale))
+        states, w_NK, weight = states_of(config), empty(N, K), None
+        if cached:
+            cached_weight = cast_weight(w_NK, torch.bfloat16, config, states[1])
+            assert isinstance(cached_weight, CachedWeight)
+            weight = cached_weight.codes
+        for _ in range(microbatches):
+            ctx = Context()
+            args = (empty(M, K), w_NK, None, config, torch.bfloat16, states, True, True, weight)
+            _Float8LinearFunction.forward(ctx, *args)
+            _Float8LinearFunction.backward(ctx, empty(M, N))
+    return meter
+
+
+def bytes_per_element(meter, rows, cols):
+    # Scales are a few bytes more: four per 128 elements where there are most.
+    return round(meter.bytes_by_numel.get(rows * cols, 0) / (rows * cols), 0)
+
+
+# bytes per element of: x, g, w cast twice a step (unless cached), w cast for both GEMMs at once
+BYTES = {
+    "tensorwise": (6, 6, 5 + 3, 6),
+    "delayed": (4, 4, 3 + 3, 4),
+    "unit": (4, 4, 3 + 3, 4),
+    "rowwise": (6, 6, 3 + 5, 6),
+    "rowwise_with_gw_hp": (3, 3, 3 + 5, 3 + 5),  # w: rows, then one scale for the tensor
+    "blockwise": (4, 4, 3 + 3, 4),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_per_element(name):
+    x, g, w, cached = BYTES[name]
+    meter = step(RECIPES[name])
+    assert bytes_per_element(meter, M, K) == x
+    assert bytes_per_element(meter, M, N) == g
+    assert bytes_per_element(meter, N, K) == w
+    assert bytes_per_element(step(RECIPES[name], cached=True), N, K) == cached
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_a_cached_weight_is_cast_once_for_all_microbatches(name):
+    meter = step(RECIPES[name], cached=True, microbatches=4)
+    assert bytes_per_element(meter, N, K) == BYTES[name][3]
+    assert bytes_per_element(meter, M, K) == 4 * BYTES[name][0]
+
+
+# Two launches per dynamic tensorwise cast (amax; scale and cast), one per other; w is cast twice,
+# the second time with the scale that the first one found. Columns of one scale each take a zeroed
+# buffer, an amax pass and the cast. A tensorwise scale beside a rowwise one is repeated for every
+# row.
+LAUNCHES = {
+    "tensorwise": 2 + 2 + 2 + 1,
+    "delayed": 4,
+    "unit": 4,
+    "rowwise": 3 + 1 + 3 + 3,
+    "rowwise_with_gw_hp": 1 + 1 + 1 + 2 + 1,
+    "blockwise": 4,
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_step_launches_what_a_hand_written_one_would(name):
+    assert step(RECIPES[name]).launches == LAUNCHES[name] + 3
+
+
+def test_the_meter_notices_plain_pytorch():
+    """The planted fault: the emulated casts move many times the bytes in many launches."""
+    meter = step(replace(RECIPES["tensorwise"], emulate=True))
+    assert bytes_per_element(meter, M, K) > 12
+    assert meter.launches > 30

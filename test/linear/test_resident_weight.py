@@ -1,0 +1,145 @@
+"""Weights that live in float8 and train: gradients, dtypes, leaves, what is saved."""
+
+from __future__ import annotations
+
+import copy
+
+import oracle
+import pytest
+import torch
+from assertions import assert_bitwise, assert_sqnr_at_least
+from meter import saved_bytes
+from shapes import pairs
+from torch import Tensor, nn
+
+from float8 import Float8Linear, Float8LinearConfig, convert_to_float8_training
+from float8.config import RECIPES
+from float8.linear.resident_weight import (
+    is_resident,
+    make_plain,
+    refuses_resident,
+    refuses_training,
+    resident_codes,
+    to_resident,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def layer_of(dtype: torch.dtype = torch.float32, recipe: str = "tensorwise") -> Float8Linear:
+    torch.manual_seed(0)
+    layer = Float8Linear(48, 40, dtype=dtype, config=Float8LinearConfig.from_recipe_name(recipe))
+    layer.weight = nn.Parameter(to_resident(layer.weight, layer.config))
+    return layer
+
+
+def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, g = torch.randn(24, 48, generator=generator), torch.randn(24, 40, generator=generator)
+    return x.to(dtype).requires_grad_(), g
+
+
+@pairs(recipe=["tensorwise", "delayed", "unit"], stored=DTYPES, computed=[None, *DTYPES[1:]])
+def test_one_set_of_codes_serves_every_compute_dtype(recipe, stored, computed):
+    """The gradient is an ordinary tensor in the dtype that the weight stands for."""
+    layer = layer_of(stored, recipe)
+    x, g = batch(stored)
+    with torch.autocast("cpu", computed or torch.bfloat16, enabled=computed is not None):
+        out = layer(x)
+    assert out.dtype == (computed or stored)
+    out.backward(g.to(out.dtype))
+    w = oracle.values(layer.weight._data, layer.weight._scale, (-1, -1))
+    assert_sqnr_at_least(out, x.double() @ w.t() + layer.bias.double(), 25)
+    assert_sqnr_at_least(x.grad, g.double() @ w, 20)
+    assert type(layer.weight.grad) is Tensor
+    assert layer.weight.grad.dtype == stored
+    assert_sqnr_at_least(layer.weight.grad, g.double().t() @ x.detach().double(), 20)
+
+
+def test_a_leaf_in_float8_accumulates_gradients_as_another_leaf_does():
+    layer, plain = layer_of(), Float8Linear(48, 40)
+    plain.load_state_dict(copy.deepcopy(layer).state_dict())  # dequantised: casts to the same codes
+    for _ in range(2):
+        for model in (layer, plain):
+            x, g = batch()
+            model(x).backward(g)
+    assert_bitwise(layer.weight.grad, plain.weight.grad)
+    assert is_resident(layer.weight)
+
+
+def test_a_plain_step_of_sgd_by_hand_trains_and_torchs_is_refused():
+    torch.manual_seed(0)
+    layer = layer_of()
+    teacher, x = torch.randn(40, 48) / 7, torch.randn(64, 48)
+    master, losses = layer.weight.detach().dequantize(), []
+    for _ in range(30):
+        loss = (layer(x) - x @ teacher.t()).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        master -= 5.0 * layer.weight.grad
+        with torch.no_grad():
+            layer.weight.copy_(master)  # casts: codes and scale are written in place
+        layer.zero_grad()
+    assert losses[-1] < 0.05 * losses[0]
+    layer(x).sum().backward()
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"Float8Tensor|float8"):
+        torch.optim.SGD([layer.weight], lr=1.0, foreach=False).step()
+
+
+def test_backward_saves_the_input_in_float8_and_the_weight_by_reference():
+    layer = layer_of(torch.bfloat16)
+    x, _ = batch(torch.bfloat16)
+    parts = (*layer.weight.data_and_scale, layer.bias)
+    held = nn.ParameterList([nn.Parameter(part, requires_grad=False) for part in parts])
+    assert saved_bytes(lambda: layer(x), held) <= x.numel() + 64
+
+
+def test_float16_gradients_underflow_only_where_the_parameter_wants_float16():
+    """``grad_dtype`` of a float16 weight lets a small bfloat16 gradient through."""
+    x, g = batch()
+    for wanted in (None, torch.float32):
+        layer = Float8Linear(48, 40, bias=False, dtype=torch.float16)
+        if wanted is not None:
+            layer.weight.grad_dtype = wanted
+        with torch.autocast("cpu", torch.bfloat16):
+            out = layer(x)
+        out.backward((g * 1e-12).bfloat16())
+        assert layer.weight.grad.dtype == (wanted or torch.float16)
+        assert bool(layer.weight.grad.any()) == (wanted is not None)
+
+
+def test_a_compiled_layer_accumulates_onto_a_leaf_in_float8():
+    layer = layer_of()
+    twin, compiled = copy.deepcopy(layer), torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        for model in (compiled, twin):
+            x, g = batch()
+            model(x).backward(g)
+    assert_bitwise(layer.weight.grad, twin.weight.grad)
+    layer.weight.data.copy_(torch.randn(40, 48))  # new codes and another scale, no new graph
+    with torch.compiler.set_stance("fail_on_recompile"):
+        out = compiled(batch()[0])
+    assert_bitwise(out, layer(batch()[0]))
+
+
+def test_reasons():
+    assert refuses_resident(RECIPES["rowwise"]) is None
+    frozen = to_resident(torch.randn(4, 6), RECIPES["rowwise"])
+    assert refuses_training(frozen) is None
+    assert "only tensorwise" in str(refuses_training(nn.Parameter(frozen)))
+    codes = resident_codes(frozen, RECIPES["rowwise"].plan, torch.float32)
+    assert codes.folds
+    assert codes.rows[1].shape == (4, 1)
+    assert not is_resident(torch.zeros(2))
+
+
+def test_dequantising_a_model_leaves_its_other_parameters():
+    model = nn.Sequential(layer_of(), nn.LayerNorm(40))
+    norm, wanted = model[1].weight, model[0].weight.dequantize()
+    model[0].weight.role = "head"
+    make_plain(model)
+    assert_bitwise(model[0].weight, wanted)
+    assert model[0].weight.role == "head"
+    assert model[0].weight.requires_grad
+    assert model[1].weight is norm
+    assert convert_to_float8_training(nn.Linear(3, 4)).weight_scale is None

@@ -1,0 +1,353 @@
+"""`cached_weights`: the same bits with fewer casts, and never those of an old weight."""
+
+from __future__ import annotations
+
+import copy
+import io
+from unittest import mock
+
+import pytest
+import torch
+from assertions import assert_bitwise
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+
+import float8.linear.autograd
+from float8 import (
+    Float8Linear,
+    Float8LinearConfig,
+    cached_weights,
+    convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
+)
+from float8.config import RECIPES
+
+STATELESS = [name for name in RECIPES if name != "delayed"]
+
+
+def model(recipe="tensorwise", dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16)).to(dtype)
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return convert_to_float8_training(plain, config=config)
+
+
+def optimizer_of(net):
+    return torch.optim.SGD(net.parameters(), lr=0.5)
+
+
+def microbatch(net, seed, run=None):
+    torch.manual_seed(seed)
+    x = torch.randn(16, 32, dtype=net[0].weight.dtype, requires_grad=True)
+    out = (run or net)(x)
+    out.backward(torch.randn_like(out))
+    return out.detach(), x.grad
+
+
+def train(net, steps=3, microbatches=2, sync=False, sync_first=False):
+    optimizer = optimizer_of(net)
+    seen = []
+    for step in range(steps):
+        seen += [t for i in range(microbatches) for t in microbatch(net, 10 * step + i)]
+        if sync and sync_first:
+            sync_float8_amax_and_scale_history(net)
+        optimizer.step()
+        optimizer.zero_grad()
+        if sync and not sync_first:
+            sync_float8_amax_and_scale_history(net)
+    return [*seen, *net.parameters()]
+
+
+def assert_all_bitwise(actual, expected, replay=""):
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert_bitwise(mine, theirs, replay)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("recipe", STATELESS)
+def test_training_has_the_same_bits(recipe, in_place):
+    net = model(recipe)
+    with cached_weights(net, in_place):
+        got = train(net)
+    assert_all_bitwise(got, train(model(recipe)), recipe)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("sync_first", [False, True])
+def test_delayed_training_has_the_same_bits_and_history(sync_first, in_place):
+    net, plain = model("delayed"), model("delayed")
+    with cached_weights(net, in_place):
+        got = train(net, sync=True, sync_first=sync_first)
+    assert_all_bitwise(got, train(plain, sync=True, sync_first=sync_first))
+    assert_all_bitwise(net.buffers(), plain.buffers())
+
+
+def test_amaxes_are_recorded_by_forwards_in_training_whenever_the_weight_was_cast():
+    net = model("delayed").eval()
+    with cached_weights(net):
+        assert net[0].cast_weight.current_amax == 0
+        microbatch(net, 1)
+        assert net[0].cast_weight.current_amax == 0, "an evaluation records nothing"
+        microbatch(net.train(), 1)
+        assert net[0].cast_weight.current_amax == net[0].weight.abs().max()
+
+
+def casts_of_weights(net, run):
+    """How often a matrix of the first layer's weight's elements is cast while ``run`` runs."""
+    with mock.patch("float8.kernels.cast", wraps=float8.kernels.cast) as cast:
+        run()
+    return sum(call.args[0].numel() == net[0].weight.numel() for call in cast.call_args_list)
+
+
+def test_a_weight_is_cast_once_per_optimizer_step():
+    net = model("tensorwise")
+    optimizer = optimizer_of(net)
+    with cached_weights(net):
+        assert casts_of_weights(net, lambda: [microbatch(net, i) for i in range(4)]) == 0
+        assert casts_of_weights(net, optimizer.step) == 1
+    assert casts_of_weights(net, lambda: microbatch(net, 0)) == 2
+
+
+def test_another_models_optimizer_casts_nothing():
+    net, other = model(), model()
+    microbatch(other, 0)
+    with cached_weights(net):
+        assert casts_of_weights(net, optimizer_of(other).step) == 0
+
+
+def fresh(net):
+    """What the model gives without the cache."""
+    return microbatch(copy.deepcopy(net), 3)
+
+
+def load(net):
+    net.load_state_dict({k: v * 2 for k, v in net.state_dict().items()})
+
+
+def load_by_assignment(net):
+    net.load_state_dict({k: v * 2 for k, v in net.state_dict().items()}, assign=True)
+
+
+def load_into_one_layer(net):
+    net[0].load_state_dict({k: v * 2 for k, v in net[0].state_dict().items()})
+
+
+@pytest.mark.parametrize("write", [load, load_by_assignment, load_into_one_layer])
+def test_loading_casts_again(write):
+    net = model()
+    with cached_weights(net):
+        before = fresh(net)[0]
+        write(net)
+        got = microbatch(net, 3)
+        assert_all_bitwise(got, fresh(net))
+        assert not torch.equal(got[0], before)
+
+
+def test_writes_that_nobody_counts_need_refresh():
+    """The stated contract, both halves: unseen until ``refresh``."""
+    net = model()
+    with cached_weights(net) as cache:
+        before = microbatch(net, 3)[0]
+        net[0].weight.data.mul_(2)
+        assert_bitwise(microbatch(net, 3)[0], before)
+        cache.refresh()
+        assert_all_bitwise(microbatch(net, 3), fresh(net))
+
+
+def copy_masters(net):
+    with torch.no_grad():
+        torch._foreach_copy_(list(net.parameters()), [2 * p for p in net.parameters()])
+
+
+def replace_weight(net):
+    net[0].weight = nn.Parameter(2 * net[0].weight.detach())
+
+
+def parametrize(net):
+    torch.nn.utils.parametrizations.weight_norm(net[0])
+    with torch.no_grad():
+        net[0].parametrizations.weight.original0.mul_(2)
+
+
+@pytest.mark.parametrize("write", [copy_masters, replace_weight, parametrize])
+def test_any_other_write_is_seen_where_it_is_used(write):
+    net = model()
+    with cached_weights(net):
+        before = microbatch(net, 3)[0]
+        write(net)
+        got = microbatch(net, 3)
+    assert_all_bitwise(got, microbatch(net, 3))
+    assert not torch.equal(got[0], before)
+
+
+def test_a_functional_call_multiplies_by_what_it_is_given():
+    net, x = model(), torch.randn(16, 32, dtype=torch.bfloat16)
+    doubled = {name: 2 * p for name, p in net.named_parameters()}
+    expected = torch.func.functional_call(net, doubled, (x,))
+    with cached_weights(net):
+        assert_bitwise(torch.func.functional_call(net, doubled, (x,)), expected)
+
+
+def test_lbfgs_moves_weights_between_its_closures():
+    def losses(net):
+        optimizer = torch.optim.LBFGS(net.parameters(), max_iter=4)
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+
+        def closure():
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            return loss
+
+        return [optimizer.step(closure).detach() for _ in range(3)]
+
+    net = model(dtype=torch.float32)
+    with cached_weights(net):
+        got = losses(net)
+    assert_all_bitwise(got, losses(model(dtype=torch.float32)))
+
+
+def test_a_copy_made_inside_is_on_its_own():
+    net = model()
+    with cached_weights(net):
+        average = copy.deepcopy(net)
+    average.load_state_dict(net.state_dict())
+    assert average[0].cached_weight is None
+
+
+def test_a_refresh_in_inference_mode_serves_training():
+    net = model()
+    with cached_weights(net) as cache:
+        with torch.inference_mode():
+            cache.refresh()
+        assert_all_bitwise(microbatch(net, 1), microbatch(model(), 1))
+
+
+def test_a_model_that_changes_its_dtype_is_cast_from_the_new_one():
+    net = model(dtype=torch.float32)
+    with cached_weights(net) as cache:
+        net.bfloat16()
+        cache.refresh()
+        assert_all_bitwise(microbatch(net, 1), microbatch(copy.deepcopy(net), 1))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(use_reentrant):
+    net = model()
+
+    def run(x):
+        return checkpoint(net, x, use_reentrant=use_reentrant)
+
+    with cached_weights(net):
+        got = microbatch(net, 1, run)
+    assert_all_bitwise(got, microbatch(model(), 1))
+
+
+def test_compiled_without_a_graph_break():
+    net = model()
+    optimizer = optimizer_of(net)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    with cached_weights(net, in_place=True):
+        for step in range(3):
+            microbatch(net, step, compiled)
+            optimizer.step()
+            optimizer.zero_grad()
+        got = compiled(torch.ones(16, 32, dtype=torch.bfloat16))
+    expected = net(torch.ones(16, 32, dtype=torch.bfloat16))
+    assert (got - expected).abs().max() <= 0.02 * expected.abs().max()
+
+
+def test_in_place_refresh_between_forward_and_backward_is_an_error():
+    net = model()
+    with cached_weights(net, in_place=True) as cache:
+        out = net(torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True))
+        cache.refresh()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_refresh_between_forward_and_backward_keeps_the_weights_of_the_forward():
+    net = model()
+    expected = microbatch(model(), 1)[1]
+    with cached_weights(net) as cache:
+        torch.manual_seed(1)
+        x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+        out = net(x)
+        grad_output = torch.randn_like(out)
+        net[0].weight.data.zero_()
+        cache.refresh()
+        out.backward(grad_output)
+        assert_bitwise(x.grad, expected)
+
+
+def test_copies_and_pickles_leave_the_cache_behind():
+    net = model()
+    with cached_weights(net):
+        copied = copy.deepcopy(net)
+        buffer = io.BytesIO()
+        torch.save(net, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        assert net[0].cached_weight is not None
+    for each in (copied, loaded, net):
+        assert each[0].cached_weight is None
+        assert "cached_weight" not in each[0].state_dict()
+
+
+def test_the_scope_ends_with_an_exception_too():
+    net = model()
+    with pytest.raises(ZeroDivisionError), cached_weights(net):
+        raise ZeroDivisionError
+    assert all(layer.cached_weight is None for layer in (net[0], net[2]))
+    assert not net[0]._load_state_dict_post_hooks
+
+
+def test_one_model_has_one_cache():
+    net = model()
+    error = pytest.raises(RuntimeError, match="0: its weight is cached by another")
+    with cached_weights(net), error, cached_weights(net):
+        pass
+
+
+def test_autocast_is_that_of_the_entry():
+    net = model(dtype=torch.float32)
+    x = torch.randn(16, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = net(x)
+        with cached_weights(net):
+            assert_bitwise(net(x), expected)
+    error = pytest.raises(ValueError, match=r"cached_weights\(model, dtype=torch.bfloat16\)")
+    with cached_weights(net), torch.autocast("cpu", torch.bfloat16), error:
+        net(x)
+    with cached_weights(net, dtype=torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
+        assert net[0].cached_weight.is_of(net[0].weight)
+        assert_bitwise(net(x), expected)
+
+
+def test_frozen_weights_and_layers_that_stay_in_high_precision():
+    off = {"scaling_type": float8.ScalingType.DISABLED}
+    config = Float8LinearConfig(*[float8.CastConfig(**off)] * 3)
+    layer = Float8Linear(32, 16, config=config)
+    x = torch.randn(8, 32)
+    with cached_weights(layer):
+        assert layer.cached_weight is None
+        assert_bitwise(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    net = model()
+    net.requires_grad_(False)
+    with cached_weights(net):
+        assert_all_bitwise(microbatch(net, 1), microbatch(model(), 1))
+
+
+def test_sharded_weights_are_refused():
+    layer = Float8Linear(32, 16, bias=False)
+    layer.weight = nn.Parameter(TwoTensor(torch.ones(16, 32), torch.ones(16, 32)))
+    error = pytest.raises(TypeError, match="weight is a TwoTensor; cached_weights casts whole")
+    with error, cached_weights(layer):
+        pass
+
+
+def test_a_model_without_float8_layers_is_said_to_have_none():
+    words = "Sequential has no float8 layer, so nothing is cached"
+    with pytest.warns(UserWarning, match=words), cached_weights(nn.Sequential(nn.Linear(16, 16))):
+        pass

@@ -1,0 +1,64 @@
+"""MS-AMP's table, and which weights a level is for."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+from assertions import assert_bitwise
+from torch import nn
+
+from float8 import Float8LinearConfig, Float8Tensor, convert_to_float8_training
+from float8.ms_amp.levels import LEVELS, Level, MsAmp, check_weights, held, layers_of
+
+CONFIG = Float8LinearConfig()
+
+
+def test_the_table_is_that_of_ms_amps_documentation():
+    assert {
+        "O1": Level(weight="float16", first_moment="float32", second_moment="float32"),
+        "O2": Level(weight="float16", first_moment="float8", second_moment="float16"),
+        "O3": Level(weight="float8", first_moment="float8", second_moment="float16"),
+    } == LEVELS
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_is_cast_once_and_keeps_its_attributes(level, dtype):
+    torch.manual_seed(0)
+    layer = convert_to_float8_training(nn.Linear(24, 40).to(dtype))
+    layer.weight.role = "output"
+    new = held(layer.weight, layer, LEVELS[level])
+    assert new.requires_grad
+    assert new.role == "output"
+    if level == "O3":
+        codes, scale = oracle.quantize(layer.weight.detach(), (-1, -1), torch.float8_e4m3fn)
+        assert isinstance(new, Float8Tensor)
+        assert_bitwise(new._data, codes)
+        assert_bitwise(new._scale, scale)
+        assert new.dtype == dtype
+    else:
+        assert_bitwise(new.detach(), layer.weight.detach().half())
+        assert new.grad_dtype == torch.float32
+
+
+def test_layers_that_the_optimizer_does_not_step_are_left_with_a_reason():
+    model = nn.Sequential(nn.Linear(8, 8), convert_to_float8_training(nn.Linear(8, 8)))
+    report = MsAmp("O1")
+    optimizer = torch.optim.AdamW(model[1].parameters())
+    assert list(layers_of(model, CONFIG, None, optimizer, report)) == ["1"]
+    assert report.left == {"0": "the optimizer does not hold its weight"}
+
+
+@pytest.mark.parametrize(
+    ("config", "level", "message"),
+    [
+        (Float8LinearConfig.from_recipe_name("blockwise"), "O3", r"0: .*\(128, 128\); O3 is for"),
+        (Float8LinearConfig(enable_fsdp_float8_all_gather=True), "O1", "is for FSDP2"),
+    ],
+)
+def test_weights_that_a_level_cannot_hold_are_refused(config, level, message):
+    layers = {"0": nn.Linear(8, 8)}
+    check_weights(layers, CONFIG, LEVELS[level])
+    with pytest.raises(ValueError, match=message):
+        check_weights(layers, config, LEVELS[level])

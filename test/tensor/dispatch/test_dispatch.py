@@ -1,0 +1,271 @@
+"""Every operation on a `Float8Tensor` keeps all metadata, or says why it cannot run.
+
+One table of operations, run eagerly, under ``inference_mode``, compiled, on fake tensors and on
+meta. An operation that moves values about must move the same ones as on the plain tensor, bit for
+bit, and leave scale, block, format, dtype, device and strides consistent with each other. For each
+operation the table says which granularities have no way to do it; those must say so.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import oracle
+import pytest
+import torch
+from assertions import assert_bitwise, assert_same_float8
+from shapes import Case
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from float8 import E5M2, Blockwise, Float8Tensor, Rowwise, Tensorwise
+from float8.tensor.tensor import OP_TABLE
+
+SHAPE = (6, 24)
+GRANULARITIES = {
+    "tensorwise": Tensorwise(),
+    "rowwise": Rowwise(),
+    "1x8": Blockwise(1, 8),
+    "3x4": Blockwise(3, 4),
+    "4x16": Blockwise(4, 16),  # which does not divide
+}
+ROWS = {"3x4", "4x16"}  # blocks of several rows
+SPLIT = {"1x8", "3x4", "4x16"}  # rows of several scales
+ALL = set(GRANULARITIES)
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operation on a (6, 24) tensor, and the granularities that refuse it."""
+
+    run: Callable[[Tensor], Tensor]
+    refused: frozenset[str] | set[str] = frozenset()
+    dtype: torch.dtype = torch.bfloat16
+
+
+# Operations that move values about: they give on the plain tensor what they give here.
+VIEWS = {
+    "view flat": Op(lambda q: q.view(-1), ALL - {"tensorwise"}),
+    "view": Op(lambda q: q.view(2, 3, 24), ROWS),
+    "view merges": Op(lambda q: q.view(2, 3, 24).view(6, 24), ROWS),
+    "view adds a dimension": Op(lambda q: q.view(1, 6, 24)),
+    "view splits columns": Op(lambda q: q.view(6, 3, 8), ALL - {"tensorwise"}),
+    "view_as": Op(lambda q: q.view_as(q)),
+    "reshape": Op(lambda q: q.reshape(3, 2, -1), ROWS),
+    "reshape copies": Op(lambda q: q.t().reshape(4, 36), ALL - {"tensorwise"}),
+    "reshape of 3d copies": Op(lambda q: q.view(2, 3, 24).transpose(0, 1).reshape(6, 24), ROWS),
+    "flatten": Op(lambda q: q.flatten(), ALL - {"tensorwise"}),
+    "flatten leading": Op(lambda q: q.view(1, 6, 24).flatten(0, 1)),
+    "unflatten": Op(lambda q: q.unflatten(0, (2, 3)), ROWS),
+    "unsqueeze": Op(lambda q: q.unsqueeze(0)),
+    "unsqueeze last": Op(lambda q: q.unsqueeze(-1)),
+    "unsqueeze middle": Op(lambda q: q.unsqueeze(-2)),
+    "None index": Op(lambda q: q[None]),
+    "t": Op(lambda q: q.t()),
+    "T": Op(lambda q: q.T),
+    "mT": Op(lambda q: q.mT),
+    "t twice": Op(lambda q: q.t().t()),
+    "transpose": Op(lambda q: q.transpose(0, 1)),
+    "transpose negative": Op(lambda q: q.transpose(-1, 0)),
+    "transpose of 3d": Op(lambda q: q.view(1, 6, 24).transpose(0, 2)),
+    "permute": Op(lambda q: q.permute(1, 0)),
+    "permute of 3d": Op(lambda q: q.view(1, 6, 24).permute(-1, 0, 1)),
+    "movedim": Op(lambda q: q.movedim(0, 1)),
+    "swapaxes": Op(lambda q: q.swapaxes(0, 1)),
+    "slice rows": Op(lambda q: q[1:4], ROWS),
+    "slice blocks of rows": Op(lambda q: q[3:], {"4x16"}),
+    "slice last rows": Op(lambda q: q[4:], {"3x4"}),
+    "slice columns": Op(lambda q: q[:, 8:16], {"4x16"}),
+    "slice odd columns": Op(lambda q: q[:, 1:7], SPLIT),
+    "slice to the partial block": Op(lambda q: q[:, 16:]),
+    "slice nothing": Op(lambda q: q[:]),
+    "slice to empty": Op(lambda q: q[:0]),
+    "slice beyond": Op(lambda q: q[0:100]),
+    "slice negative": Op(lambda q: q[-2:], {"3x4"}),
+    "slice steps": Op(lambda q: q[::2], ROWS),
+    "slice steps of columns": Op(lambda q: q[:, ::2], SPLIT),
+    "slice of a transpose": Op(lambda q: q.t()[8:16], {"4x16"}),
+    "narrow": Op(lambda q: q.narrow(0, 0, 3), {"4x16"}),
+    "ellipsis": Op(lambda q: q[..., :8], {"4x16"}),
+    "select row": Op(lambda q: q[2], ROWS),
+    "select last row": Op(lambda q: q[-1], ROWS),
+    "select column": Op(lambda q: q[:, 3], SPLIT),
+    "split": Op(lambda q: q.split(3)[1], {"4x16"}),
+    "split unevenly": Op(lambda q: q.split(4)[1], {"3x4"}),
+    "split whole": Op(lambda q: q.split(100)[0]),
+    "split columns": Op(lambda q: q.split(8, -1)[2], {"4x16"}),
+    "split by sizes": Op(lambda q: q.split([3, 3])[1], {"4x16"}),
+    "split columns by sizes": Op(lambda q: q.split([16, 8], dim=-1)[1]),
+    "chunk": Op(lambda q: q.chunk(2)[1], {"4x16"}),
+    "chunk columns": Op(lambda q: q.chunk(3, dim=1)[2], {"4x16"}),
+    "tensor_split": Op(lambda q: q.tensor_split(2)[1], {"4x16"}),
+    "cat": Op(lambda q: torch.cat([q, q]), {"4x16"}),
+    "cat columns": Op(lambda q: torch.cat([q, q, q], dim=-1), {"4x16"}),
+    "cat of a split": Op(lambda q: torch.cat(q.split(3)), {"4x16"}),
+    "cat ends in a partial block": Op(lambda q: torch.cat([q[:4], q]), {"3x4"}),
+    "cat of one": Op(lambda q: torch.cat([q], 1)),
+}
+COPIES = {
+    "detach": Op(lambda q: q.detach()),
+    "alias": Op(torch.ops.aten.alias),
+    "data": Op(lambda q: q.data),
+    "clone": Op(lambda q: q.clone()),
+    "clone of a transpose": Op(lambda q: q.t().clone()),
+    "clone to contiguous": Op(lambda q: q.t().clone(memory_format=torch.contiguous_format)),
+    "contiguous": Op(lambda q: q.contiguous()),
+    "contiguous transpose": Op(lambda q: q.t().contiguous()),
+    "contiguous slice": Op(lambda q: q[:, 16:].contiguous()),
+    "to its own device": Op(lambda q: q.to("cpu")),
+    "to its own dtype": Op(lambda q: q.to(torch.bfloat16)),
+    "to a copy": Op(lambda q: q.to(torch.bfloat16, copy=True)),
+    "cpu": Op(lambda q: q.cpu()),
+    "zeros_like": Op(torch.zeros_like),
+    "zeros_like of a transpose": Op(lambda q: torch.zeros_like(q.t())),
+    "zeros_like in float32": Op(
+        lambda q: torch.zeros_like(q, dtype=torch.float32), dtype=torch.float32
+    ),
+    "new_zeros": Op(lambda q: q.new_zeros(5, 7)),
+    "new_zeros of none": Op(lambda q: q.new_zeros((0, 7))),
+    "new_zeros in another rank": Op(lambda q: q.new_zeros(5), ALL),
+    "copy_": Op(lambda q: torch.zeros_like(q).copy_(q)),
+    "copy_ of a row": Op(lambda q: torch.zeros_like(q).copy_(q[:1]), ROWS),
+}
+# What has no plain counterpart: the values are not defined, or change with the dtype.
+OTHERS = {
+    "to float32": Op(lambda q: q.to(torch.float32), dtype=torch.float32),
+    "float": Op(lambda q: q.float(), dtype=torch.float32),
+    "half": Op(lambda q: q.half(), dtype=torch.float16),
+    "type_as": Op(lambda q: q.type_as(torch.empty(0)), dtype=torch.float32),
+    "empty_like": Op(torch.empty_like),
+    "empty_like in float16": Op(
+        lambda q: torch.empty_like(q, dtype=torch.float16), dtype=torch.float16
+    ),
+    "new_empty": Op(lambda q: q.new_empty(3, 40)),
+}
+MOVES = {**VIEWS, **COPIES}
+EVERY_OP = {**MOVES, **OTHERS}
+EVERY_GRANULARITY = pytest.mark.parametrize("name", GRANULARITIES)
+
+
+def example(name: str, seed: int = 1) -> Float8Tensor:
+    """A tensor none of whose metadata is the default, and no two of whose scales are equal."""
+    x = Case(SHAPE, torch.bfloat16, fill="wide", seed=seed).make()
+    return Float8Tensor.from_high_precision(x, E5M2, GRANULARITIES[name])
+
+
+def assert_consistent(q: Float8Tensor, dtype: torch.dtype, replay) -> None:
+    """Block, scale, data and strides describe one tensor of the kind that `example` makes."""
+    assert isinstance(q, Float8Tensor), replay
+    assert (q.dtype, q.format) == (dtype, E5M2), replay
+    assert (q.shape, q.stride()) == (q._data.shape, q._data.stride()), replay
+    assert q.storage_offset() == q._data.storage_offset(), replay
+    assert q._scale.dtype == torch.float32, replay
+    assert tuple(q._scale.shape) == oracle.scale_shape(tuple(q.shape), q.block), replay
+    assert q.device == q._data.device == q._scale.device, replay
+
+
+def assert_refused(run, q, replay) -> None:
+    with pytest.raises(ValueError, match=r"Float8Tensor|cannot cat") as error:
+        run(q)
+    ways_out = ("call .dequantize()", "number of dimensions must stay")
+    assert any(words in str(error.value) for words in ways_out), replay
+
+
+def assert_kept(q: Float8Tensor, op: str, replay) -> None:
+    """The operation gives what it gives for the plain values, or refuses in words."""
+    case = EVERY_OP[op]
+    if replay[1] in case.refused:
+        assert_refused(case.run, q, replay)
+        return
+    result = case.run(q)
+    assert_consistent(result, case.dtype, replay)
+    if op in MOVES:
+        expected = case.run(q.dequantize())
+        assert_bitwise(result.dequantize(), expected, replay)
+        assert result.stride() == expected.stride() or expected.numel() == 0, replay
+
+
+@pytest.mark.parametrize("op", EVERY_OP)
+def test_every_operation_keeps_all_metadata(op):
+    for name in GRANULARITIES:
+        assert_kept(example(name), op, (op, name))
+
+
+@pytest.mark.parametrize("op", EVERY_OP)
+def test_inference_mode_changes_nothing(op):
+    for name in GRANULARITIES:
+        outside = example(name)
+        with torch.inference_mode():
+            assert_kept(outside, op, (op, name, "made outside"))
+            assert_kept(example(name), op, (op, name, "made inside"))
+
+
+def allowed(name: str, without: set[str] = frozenset()) -> dict[str, Op]:
+    return {op: c for op, c in EVERY_OP.items() if name not in c.refused and op not in without}
+
+
+@EVERY_GRANULARITY
+def test_fake_and_meta_tensors_take_every_operation(name):
+    # cat along a shared scale compares the scales' values, which a fake tensor does not have.
+    shared = {op for op in VIEWS if op.startswith("cat")}
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(example(name))
+        for op, case in allowed(name, shared).items():
+            result = case.run(fake)
+            assert_consistent(result, case.dtype, (op, name))
+            assert result.shape == case.run(example(name)).shape
+    meta = example(name).to("meta")
+    moves_device = {"to its own device", "cpu", "type_as"}
+    for op, case in allowed(name, shared | moves_device).items():
+        result = case.run(meta)
+        assert_consistent(result, case.dtype, (op, name))
+        assert result.device.type == "meta"
+
+
+@EVERY_GRANULARITY
+def test_every_operation_compiles_in_one_graph(name):
+    cases = allowed(name, {op for op in OTHERS if "empty" in op})
+
+    def every(q):
+        return {op: case.run(q) for op, case in cases.items()}
+
+    compiled = torch.compile(every, fullgraph=True, backend="aot_eager")(example(name))
+    for op, expected in every(example(name)).items():
+        assert_same_float8(compiled[op], expected, (op, name))
+        assert_consistent(compiled[op], cases[op].dtype, (op, name))
+
+
+def test_every_registered_operation_is_in_these_tables(monkeypatch):
+    gradients = "float8.tensor.dispatch.gradients"  # test_gradients.py
+    seen = {
+        func for func, implementation in OP_TABLE.items() if implementation.__module__ == gradients
+    }
+    for func, implementation in list(OP_TABLE.items()):
+
+        def recording(called, *args, _inner=implementation, _func=func, **kwargs):
+            seen.add(_func)
+            return _inner(called, *args, **kwargs)
+
+        monkeypatch.setitem(OP_TABLE, func, recording)
+    for name in GRANULARITIES:
+        for case in allowed(name).values():
+            case.run(example(name))
+    products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}  # test_matmul.py
+    collectives = {func for func in OP_TABLE if "c10d" in func.namespace}
+    not_seen = {str(func) for func in OP_TABLE if func not in seen | products | collectives}
+    # The first is what a compiled reshape becomes; the others are in test_copies.py.
+    others = {"aten.equal.default", "aten.is_same_size.default", "aten.index_put_.default"}
+    assert not_seen <= {"aten._unsafe_view.default", *others}
+
+
+@EVERY_GRANULARITY
+@pytest.mark.parametrize(
+    "twin", [copy.deepcopy, lambda q: pickle.loads(pickle.dumps(q))], ids=["deepcopy", "pickle"]
+)
+@pytest.mark.parametrize("op", ["t", "slice to the partial block", "unsqueeze", "to float32"])
+def test_what_an_operation_makes_can_be_copied(op, twin, name):
+    result = EVERY_OP[op].run(example(name))
+    assert_same_float8(twin(result), result, (op, name))
