@@ -4,7 +4,7 @@ Conversion checks everything before it changes anything, shares every parameter,
 did: the returned module carries a `Conversion` under ``float8_conversion`` that
 lists what was converted and what was left alone, and why.
 
-Converted are modules whose type is exactly ``nn.Linear``, or a type for which a room above has
+Converted are modules whose type is exactly ``nn.Linear``, or a type for which a package above has
 registered a rule (`register_module_rule`). Others are reported, among them the two torch modules
 that go around their own Linears: ``nn.MultiheadAttention`` multiplies by ``out_proj.weight``
 itself, and ``nn.TransformerEncoderLayer`` has a fused fast path for inference.
@@ -13,10 +13,9 @@ itself, and ``nn.TransformerEncoderLayer`` has a fused fast path for inference.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,37 +27,19 @@ from float8.convert.filters import ModuleFilter
 from float8.formats import E4M3
 from float8.linear.layer import Float8CastingLinear, Float8Linear
 from float8.linear.refusals import refuses_layer
+from float8.linear.registration import (
+    AFTER_CONVERSION,
+    MODEL_CHECKS,
+    MODULE_RULES,
+    WEIGHT_RULES,
+    ModuleRule,
+    register_module_rule,
+)
 from float8.linear.resident_weight import make_plain
-from float8.linear.switch import Switchable, switched_off
+from float8.linear.switch import Float8Module, Switchable, switched_off
 from float8.linear.sync import keep_ddp_from_broadcasting, remind_to_sync
 
 M = TypeVar("M", bound=nn.Module)
-
-
-@dataclass(frozen=True)
-class ModuleRule:
-    """How one module type becomes float8.
-
-    Args:
-        refuses: (module, config) -> the reason why it cannot be converted, or None.
-        convert: (module, config, fqn) -> the float8 module, parameters shared.
-        unit_scaled: whether the type keeps its operands near unit scale by itself, so that recipe
-            ``unit`` suits it.
-    """
-
-    refuses: Callable[[nn.Module, Float8LinearConfig], str | None]
-    convert: Callable[[nn.Module, Float8LinearConfig, str], nn.Module]
-    unit_scaled: bool = False
-
-
-MODULE_RULES: dict[type[nn.Module], ModuleRule] = {}
-
-
-def register_module_rule(module_type: type[nn.Module], rule: ModuleRule) -> None:
-    """Let conversion handle modules whose type is exactly ``module_type``."""
-    if module_type in MODULE_RULES:
-        raise ValueError(f"{module_type.__name__} already has a conversion rule")
-    MODULE_RULES[module_type] = rule
 
 
 register_module_rule(
@@ -86,47 +67,8 @@ def register_linear_type(linear_type: type[nn.Linear]) -> None:
         register_module_rule(linear_type, rule)
 
 
-@dataclass(frozen=True)
-class WeightRule:
-    """How weights are stored for ``enable_fsdp_float8_all_gather``.
-
-    Args:
-        refuses: (layer, config) -> the reason why its weight cannot be stored so, or None.
-        wrap: (model, name -> converted layer) -> name -> the reason, for weights left as they were.
-        unwrap: (model): the inverse.
-    """
-
-    refuses: Callable[[nn.Module, Float8LinearConfig], str | None]
-    wrap: Callable[[nn.Module, dict[str, nn.Module]], dict[str, str]]
-    unwrap: Callable[[nn.Module], None]
-
-
-# At most one; `WEIGHT_RULE_SOURCES` has the room imported that registers it.
-WEIGHT_RULES: list[WeightRule] = []
-WEIGHT_RULE_SOURCES: list[Callable[[], object]] = []
-
-
-def register_weight_rule(rule: WeightRule) -> None:
-    """Let conversion store weights so that FSDP2 gathers them in float8."""
-    if WEIGHT_RULES:
-        raise ValueError("there is a rule for enable_fsdp_float8_all_gather already")
-    WEIGHT_RULES.append(rule)
-
-
-def _weight_rule() -> WeightRule:
-    for source in WEIGHT_RULE_SOURCES:
-        source()
-    assert WEIGHT_RULES, "float8/__init__.py names who registers one"
-    return WEIGHT_RULES[0]
-
-
-# Questions that rooms above ask before anything is converted: (the whole module) -> the reason why
-# swapping its layers would be wrong, or None.
-MODEL_CHECKS: list[Callable[[nn.Module], str | None]] = []
-
-
 def check_model(module: nn.Module) -> None:
-    """Raise if a room above says that swapping this model's layers would be wrong."""
+    """Raise if a package above says that swapping this model's layers would be wrong."""
     for check in MODEL_CHECKS:
         if (reason := check(module)) is not None:
             raise ValueError(f"nothing was converted: {reason}")
@@ -175,7 +117,7 @@ def convert_to_float8_training(
     module = replace_children(module, swapped)
     if config.enable_fsdp_float8_all_gather:
         layers = {fqn: swapped[layer] for fqn, layer in chosen}
-        conversion.gathered_in_high_precision = _weight_rule().wrap(module, layers)
+        conversion.gathered_in_high_precision = WEIGHT_RULES[0].wrap(module, layers)
     module.float8_conversion = conversion  # type: ignore[assignment]
     tell(module, conversion, module_filter_fn)
     if config.uses_delayed_scaling and swapped:
@@ -200,20 +142,12 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
     for rule in WEIGHT_RULES:
         rule.unwrap(module)
     make_plain(module)
-    plain: dict[nn.Module, nn.Module] = {m: m.to_float() for m in _float8_modules(module)}
+    plain: dict[nn.Module, nn.Module] = {
+        m: m.to_float() for m in module.modules() if isinstance(m, Float8Module)
+    }
     module = replace_children(module, plain)
     module.__dict__.pop("float8_conversion", None)
     return module
-
-
-# Called with the model after each conversion: for packages above.
-AFTER_CONVERSION: list[Callable[[nn.Module], None]] = []
-# Switchable modules with a method ``to_float``: rooms above add theirs.
-FLOAT8_MODULES: list[type[nn.Module]] = [Float8Linear]
-
-
-def _float8_modules(model: nn.Module) -> list[Any]:
-    return [m for m in model.modules() if isinstance(m, tuple(FLOAT8_MODULES))]
 
 
 @contextmanager
@@ -301,7 +235,7 @@ def runs_something_else(module: nn.Module, fqn: str) -> str | None:
 
 def check_all(layers: list[tuple[str, nn.Module]], config: Float8LinearConfig) -> None:
     """Raise if any layer cannot be converted, with all their reasons."""
-    gathers = [_weight_rule().refuses] if config.enable_fsdp_float8_all_gather else []
+    gathers = [WEIGHT_RULES[0].refuses] if config.enable_fsdp_float8_all_gather else []
     problems = [
         f"{fqn or 'the module itself'}: {reason}"
         for fqn, layer in layers

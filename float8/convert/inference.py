@@ -37,8 +37,6 @@ from torch import Tensor, nn
 from float8.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
 from float8.convert.conversion import Conversion, report_bypasses, tell
 from float8.convert.convert import (
-    FLOAT8_MODULES,
-    MODULE_RULES,
     candidates,
     check_all,
     check_arguments,
@@ -54,7 +52,9 @@ from float8.kernels.scaled_mm import architecture
 from float8.linear.cast import make_cast
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_call
+from float8.linear.registration import MODULE_RULES
 from float8.linear.resident_weight import as_parameter, is_resident, refuses_resident, to_resident
+from float8.linear.switch import Float8Module
 
 
 def convert_to_float8_inference(
@@ -152,8 +152,7 @@ def _is_float8(layer: nn.Module) -> bool:
 
 def _producers(model: nn.Module) -> list[Any]:
     """The modules that write float8 for layers."""
-    kinds = tuple(FLOAT8_MODULES)
-    return [m for m in model.modules() if isinstance(m, kinds) and not _is_float8(m)]
+    return [m for m in model.modules() if isinstance(m, Float8Module) and not _is_float8(m)]
 
 
 def read_elsewhere(model: nn.Module, chosen: dict[str, Any]) -> dict[str, str]:

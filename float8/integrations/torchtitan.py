@@ -55,7 +55,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from float8.config import Float8LinearConfig, check_config
 from float8.convert.conversion import Conversion
 from float8.convert.convert import (
-    WEIGHT_RULES,
     check_all,
     warn_of_fixed_scales,
 )
@@ -65,6 +64,7 @@ from float8.estimate import faster_layers
 from float8.integrations.versions import require
 from float8.linear.cast import DelayedCast, DynamicCast, NoCast, StaticCast
 from float8.linear.layer import Float8Linear
+from float8.linear.registration import WEIGHT_RULES
 from float8.linear.sync import sync_float8_amax_and_scale_history
 
 require("torchtitan", "torchtitan", ("0.3", "0.4"))
