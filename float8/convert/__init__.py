@@ -1,7 +1,7 @@
-"""Converting models: which layers to take, swapping them in and out, and what was done.
+"""Converting models: which layers to convert, replacing them, and what was done.
 
-``convert.py``: conversion for training, and back; ``filters.py``: which layers to take;
-``conversion.py``: the report; ``inference.py``: frozen float8 weights.
+``filters.py``: a user's choice of layers; ``conversion.py``: the plan of a conversion and its
+report; ``convert.py``: conversion for training, and back; ``inference.py``: frozen float8 weights.
 """
 
 from float8.convert.convert import (

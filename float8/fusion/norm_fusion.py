@@ -43,10 +43,7 @@ from torch import Tensor, nn
 
 from float8.arguments import check_module, described
 from float8.config import Float8LinearConfig
-from float8.convert.convert import (
-    replace_children,
-    runs_something_else,
-)
+from float8.convert.conversion import replace_children, runs_something_else
 from float8.fusion.fused import LayerNormCast, NormCast, RMSNormCast, refuses_config
 from float8.fusion.norm_readers import Pairs, Readers, declared, traced
 from float8.linear.cast import DelayedCast

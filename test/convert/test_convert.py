@@ -302,7 +302,7 @@ def test_packages_above_register_module_types():
 
 
 def test_a_rule_for_gathered_weights_refuses_wraps_and_unwraps(monkeypatch):
-    calls = []
+    calls, rules = [], []
     rule = WeightRule(
         refuses=lambda layer, config: "too odd" if layer.weight.shape[0] % 2 else None,
         wrap=lambda root, layers: calls.append(list(layers)) or {"0": "a reason"},
@@ -311,8 +311,8 @@ def test_a_rule_for_gathered_weights_refuses_wraps_and_unwraps(monkeypatch):
         to_plain=lambda weight: weight,
         from_plain=lambda weight: weight,
     )
-    monkeypatch.setattr(registration, "WEIGHT_RULES", rules := [])
-    monkeypatch.setattr("float8.convert.convert.WEIGHT_RULES", rules)
+    for reader in ("linear.registration", "convert.conversion", "convert.convert"):
+        monkeypatch.setattr(f"float8.{reader}.WEIGHT_RULES", rules)
     register_weight_rule(rule)
     config = dataclasses.replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True)
     with pytest.raises(ValueError, match=r"nothing was converted.*\n  0: too odd"):
