@@ -31,7 +31,7 @@ from float8.linear.registration import (
     ModuleRule,
     register_module_rule,
 )
-from float8.linear.resident_weight import make_plain
+from float8.linear.float8_weight import make_plain
 from float8.linear.switch import Float8Module, Switchable, switched_off
 from float8.linear.sync import keep_ddp_from_broadcasting, remind_to_sync
 

@@ -27,7 +27,7 @@ from float8.kernels.reference import (
     record_amax,
     scale_from_amax,
 )
-from float8.kernels.scaled_mm import PLAIN, family_of, gemm_for, multiply, scaled_mm
+from float8.kernels.scaled_mm import PLAIN, family_of, gemm_for, is_aligned, multiply, scaled_mm
 
 __all__ = [
     "MIN_SCALE",
@@ -43,6 +43,7 @@ __all__ = [
     "dequantize",
     "family_of",
     "gemm_for",
+    "is_aligned",
     "is_sharded",
     "kernel_for",
     "multiply",

@@ -341,6 +341,11 @@ def _refuses_devices(device: torch.device, **others: Tensor | None) -> str | Non
 
 # --- the product
 
+def is_aligned(gemm: str) -> bool:
+    """Whether a GEMM takes only contractions and columns that are multiples of 16."""
+    return gemm in GEMMS and GEMMS[gemm].is_aligned
+
+
 def multiply(
     gemm: str,
     a_MK: Tensor,

@@ -61,9 +61,24 @@ class BoundPlan:
         output, grad_input, grad_weight: the GEMMs.
         dtype: the compute dtype, of the operands before their casts and of the results.
         has_delayed: whether any cast is delayed.
+        on_gpu: whether tensor cores multiply.
+        has_refusal: whether the device does not run one of the products, whatever its sizes.
+        is_aligned: whether sizes must be multiples of 16.
     """
 
-    __slots__ = ("dtype", "g", "grad_input", "grad_weight", "has_delayed", "output", "w", "x")
+    __slots__ = (
+        "dtype",
+        "g",
+        "grad_input",
+        "grad_weight",
+        "has_delayed",
+        "has_refusal",
+        "is_aligned",
+        "on_gpu",
+        "output",
+        "w",
+        "x",
+    )
 
     def __init__(
         self,
@@ -108,6 +123,10 @@ class BoundPlan:
         casts = (self.x.first, self.x.second, self.w.first, self.w.second)
         casts += (self.g.first, self.g.second)
         self.has_delayed = any(cast is not None and cast.is_delayed for cast in casts)
+        gemms = (self.output, self.grad_input, self.grad_weight)
+        self.on_gpu = device.type == "cuda" and not emulate
+        self.has_refusal = any(gemm.refusal is not None for gemm in gemms)
+        self.is_aligned = not pad and any(kernels.is_aligned(gemm.name) for gemm in gemms)
 
 
 def plan_on(config: Float8LinearConfig, device: torch.device, dtype: torch.dtype) -> BoundPlan:

@@ -41,7 +41,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from float8.config import Float8LinearConfig, LinearPlan
+from float8.config import Float8LinearConfig
 from float8.formats import FORMATS, HIGH_PRECISION_DTYPES
 from float8.granularity import WHOLE, scale_shape
 from float8.linear.bound_plan import BoundPlan

@@ -50,7 +50,7 @@ from float8.granularity import WHOLE, Block
 from float8.kernels import is_sharded
 from float8.linear.autograd import as_matrix, autocasts, compute_dtype
 from float8.linear.layer import Float8Linear
-from float8.linear.resident_weight import is_resident, resident_codes
+from float8.linear.float8_weight import is_resident, resident_codes
 from float8.linear.scaling import DelayedState, quantize
 from float8.numerics.rows import OPERANDS
 from float8.numerics.snapshot import Report
