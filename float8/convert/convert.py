@@ -26,11 +26,11 @@ from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.convert.conversion import Conversion, report_bypasses, tell
 from float8.convert.filters import ModuleFilter
 from float8.formats import E4M3
+from float8.linear.delayed import keep_ddp_from_broadcasting, remind_to_sync
 from float8.linear.layer import Float8CastingLinear, Float8Linear
 from float8.linear.refusals import refuses_layer
 from float8.linear.resident_weight import make_plain
 from float8.linear.switch import Switchable, switched_off
-from float8.linear.sync import keep_ddp_from_broadcasting, remind_to_sync
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -46,10 +46,11 @@ class Collectives(TorchDispatchMode):
         self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d" and "barrier" not in str(func):
+        is_collective = func.namespace in ("c10d", "_c10d_functional")
+        if is_collective and not any(name in str(func) for name in ("barrier", "wait_tensor")):
             sent = args[1] if "_base_" in str(func) else args[0]
             tensors = [sent] if isinstance(sent, torch.Tensor) else list(sent)
-            name = func._schema.name.removeprefix("c10d::").strip("_")
+            name = func._schema.name.rpartition(":")[2].strip("_").replace("all_", "all")
             for t in tensors:
                 self.calls.append((name, t.dtype, t.numel() * t.element_size()))
         return func(*args, **(kwargs or {}))
@@ -316,14 +317,14 @@ def a_stale_scale_is_seen(rank):
 
 
 def a_missing_all_reduce_is_seen(rank):
-    kept = float8_gather.reduce_over
-    float8_gather.reduce_over = lambda amaxes, group: amaxes
+    kept = float8_gather.max_over_ranks
+    float8_gather.max_over_ranks = lambda amax, group: amax
     try:
         trains_like_one_process(rank)
     except AssertionError:
         return
     finally:
-        float8_gather.reduce_over = kept
+        float8_gather.max_over_ranks = kept
     raise RuntimeError("scales of single shards were not seen")
 
 
@@ -395,14 +396,14 @@ def accumulates(rank, recipe):
 def shards_alone_agree(rank):
     """On a mesh of replicas and shards the amax is that of the ranks that share the weight."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model, groups, kept = sharded_model(mesh=mesh), [], float8_gather.reduce_over
+    model, groups, kept = sharded_model(mesh=mesh), [], float8_gather.max_over_ranks
 
     def noted(amaxes, group):
         groups.append(dist.get_process_group_ranks(group))
         return kept(amaxes, group)
 
     for module in (float8_gather, gathered_weights):
-        module.reduce_over = noted
+        module.max_over_ranks = noted
     try:
         step(model)
         with torch.no_grad():
@@ -410,7 +411,7 @@ def shards_alone_agree(rank):
         precompute_float8_dynamic_scale_for_fsdp(model)
     finally:
         for module in (float8_gather, gathered_weights):
-            module.reduce_over = kept
+            module.max_over_ranks = kept
     assert groups == [[0, 1] if rank < 2 else [2, 3]] * 5
 
 
