@@ -27,6 +27,7 @@ from float8.convert.convert import (
     high_precision,
 )
 from float8.convert.inference import convert_to_float8_inference
+from float8.distributed.after_step import after_step
 from float8.estimate import estimate, faster_layers
 from float8.formats import E4M3, E5M2, Format
 from float8.fusion.fused import LayerNormCast, RMSNormCast, SwiGLUCast
@@ -90,6 +91,7 @@ __all__ = [
     "SwiGLUCast",
     "Tensorwise",
     "accurate_layers",
+    "after_step",
     "cached_weights",
     "calibrate",
     "compare",

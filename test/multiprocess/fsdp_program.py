@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from float8 import (
     Float8Linear,
     Float8Tensor,
+    after_step,
     convert_from_float8_training,
     convert_to_float8_training,
     high_precision,
@@ -188,12 +189,10 @@ def trains_like_one_process(
             optimizer.step()
         for (name, p), q in zip(single.named_parameters(), sharded.parameters(), strict=True):
             equal(p, q, (recipe, step, name))
-        for model in (single, sharded):
-            sync_float8_amax_and_scale_history(model)
+        sync_float8_amax_and_scale_history(single)
+        (after_step if precompute else sync_float8_amax_and_scale_history)(sharded)
         for (name, b), c in zip(single.named_buffers(), sharded.buffers(), strict=True):
             equal(b, c, (recipe, step, name))
-        if precompute:
-            precompute_float8_dynamic_scale_for_fsdp(sharded)
 
 
 def by_keyword(rank, function, options):
@@ -251,6 +250,22 @@ def known_scales_need_no_all_reduce(rank):
                 step(model, number)
             assert collectives.count("allreduce") == (first > 0 and number == 0), recipe
             sync_float8_amax_and_scale_history(model)
+
+
+def after_step_does_what_a_recipe_needs(rank):
+    """One all-reduce for the histories, or one for the dynamic scales, or none."""
+    for recipe, expected in (("tensorwise", 1), ("delayed", 1), ("unit", 0), ("rowwise", 0)):
+        model = sharded_model(recipe)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for number in range(3):
+            with Collectives() as forward:
+                step(model, number)
+            assert number == 0 or forward.count("allreduce") == 0, recipe
+            optimizer.step()
+            optimizer.zero_grad()
+            with Collectives() as after:
+                after_step(model)
+            assert after.count("allreduce") == expected, (recipe, number)
 
 
 WRITES = {
