@@ -20,7 +20,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import Float8LinearConfig, Gemm, LinearPlan
 from float8.config.plan import plan_of_key
-from float8.linear.scaling import BoundCast, BoundOperand, Pair, scaled_by
+from float8.linear.scaling import BoundCast, BoundOperand, Pair, multiply_scale
 
 
 class BoundGemm:
@@ -169,7 +169,7 @@ def product(
         return out if factor is None else out * factor
     a_data, a_scale = a
     if factor is not None:
-        a_scale = scaled_by(a_scale, gemm.a, factor)
+        a_scale = multiply_scale(a_scale, gemm.a, factor)
         bias = None if bias is None else bias * factor
     return kernels.multiply(
         gemm.name,
