@@ -20,8 +20,6 @@ from float8.distributed.shards import Ranks, gather, part_of, reduce_scatter, su
 from float8.granularity import WHOLE
 from float8.linear.autograd import (
     States,
-    _Float8LinearFunction,
-    _without_autocast,
     as_matrix,
     compute_dtype,
     refuse_double_backward,

@@ -25,7 +25,7 @@ from float8.distributed.first_use import (
 from float8.distributed.known_amax import KnownAmax
 from float8.formats import on_device
 from float8.granularity import WHOLE
-from float8.linear.autograd import version_of
+from float8.linear.float8_weight import version_of
 from float8.linear.layer import Float8Linear
 from float8.linear.scaling import DelayedState, Pair, known_scale, max_over_ranks, quantize
 from float8.tensor import Float8Tensor

@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
+from float8.config import Float8LinearConfig
 from float8.granularity import scale_shape
-from float8.linear.bound_plan import BoundPlan, product
+from float8.linear.bound_plan import BoundPlan, plan_on, product
 from float8.linear.float8_weight import Float8Weight
 from float8.linear.scaling import DelayedState, Pair, cast_again, cast_both, cast_rows
 from float8.tensor import Float8Tensor
@@ -204,6 +205,18 @@ def compute_dtype(input: Tensor) -> torch.dtype:
     """What operands are rounded to before they are cast, and what the GEMMs return."""
     device_type = input.device.type
     return torch.get_autocast_dtype(device_type) if autocasts(device_type) else input.dtype
+
+
+def call_of(
+    config: Float8LinearConfig,
+    input: Tensor,
+    states: States = STATELESS,
+    record: bool = False,
+    factors: Factors = NO_FACTORS,
+) -> Call:
+    """A call with this input of a layer without a weight in float8; autocast is respected."""
+    plan = plan_on(config, input.device, compute_dtype(input))
+    return Call(plan, states, record, None, factors, torch.is_grad_enabled())
 
 
 def linear_in_float8(input: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:

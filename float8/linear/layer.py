@@ -23,6 +23,7 @@ from float8.linear.autograd import (
     Factors,
     States,
     autocasts,
+    call_of,
     compute_dtype,
     linear_in_float8,
 )
@@ -366,4 +367,4 @@ def float8_linear(
         needs_grad_weight = weight.requires_grad and torch.is_grad_enabled()
         if (reason := refuses_float8_input(input, config, needs_grad_weight)) is not None:
             raise ValueError(f"float8_linear: {reason}")
-    return linear_in_float8(input, weight, bias, config, STATELESS, record=False)
+    return linear_in_float8(input, weight, bias, call_of(config, input))
