@@ -40,9 +40,9 @@ from float8.granularity import WHOLE
 from float8.kernels import is_sharded
 from float8.kernels.scaled_mm import architecture
 from float8.linear.cast import make_cast
+from float8.linear.float8_weight import as_parameter, is_resident, refuses_resident, to_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_call
-from float8.linear.float8_weight import as_parameter, is_resident, refuses_resident, to_resident
 from float8.linear.switch import Float8Module
 
 

@@ -19,12 +19,15 @@ from float8.config import Float8LinearConfig, LinearPlan, OperandCast
 from float8.distributed.shards import Ranks, gather, part_of, reduce_scatter, sum_over
 from float8.granularity import WHOLE
 from float8.linear.autograd import (
-    States,
+    Call,
+    Float8LinearFunction,
     as_matrix,
     compute_dtype,
+    gradients,
     refuse_double_backward,
+    without_autocast,
 )
-from float8.linear.scaling import DelayedState, quantize, sharded_state
+from float8.linear.scaling import DelayedState, cast_rows, quantize, sharded_state
 from float8.tensor import Float8Tensor
 from float8.tensor.differentiable import differentiable
 
@@ -32,10 +35,6 @@ from float8.tensor.differentiable import differentiable
 def sends_input(plan: LinearPlan) -> bool:
     """Whether an input's codes serve all of its products, wherever they were cast."""
     return plan.reuses_input and _has_one_scale(plan.output.a)
-
-
-def _sends_grad_output(plan: LinearPlan) -> bool:
-    return plan.reuses_grad_output and _has_one_scale(plan.grad_input.a)
 
 
 def _has_one_scale(cast: OperandCast | None) -> bool:
@@ -159,20 +158,9 @@ class _SummedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        w_NK: Tensor,
-        config: Float8LinearConfig,
-        dtype: torch.dtype,
-        states: States,
-        record: bool,
-        grad_enabled: bool,
-        scatter: int | None,
-        ranks: Ranks,
+        ctx: Any, x: Tensor, w_NK: Tensor, call: Call, scatter: int | None, ranks: Ranks
     ) -> Tensor:
-        product = _Float8LinearFunction.forward(
-            ctx, x, w_NK, None, config, dtype, states, record, grad_enabled
-        )
+        product = Float8LinearFunction.forward(ctx, x, w_NK, None, call)
         ctx.scatter, ctx.ranks = scatter, ranks
         if scatter is None:
             return sum_over(product, ranks)
@@ -182,51 +170,41 @@ class _SummedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("Float8RowwiseParallel")
-        with _without_autocast(g.device.type):
+        with without_autocast(g):
             if ctx.scatter is not None:
                 g = _gathered_gradient(ctx, g)
-            grads = _Float8LinearFunction._gradients(ctx, g)
-        return grads[0], grads[1], *(None,) * 7
+            grad_x, grad_w, _ = gradients(ctx, g)
+        return grad_x, grad_w, None, None, None
 
 
 def _gathered_gradient(ctx: Any, g: Tensor) -> Tensor:
-    """grad_output of the whole, in float8 where the parts' codes serve both of its products."""
-    plan: LinearPlan = ctx.config.plan
-    if plan.grad_input.a is None or not _sends_grad_output(plan):
+    """grad_output of the whole, in float8 where one cast of the parts serves both its products."""
+    operand = ctx.plan.g
+    if operand.first is None or not (operand.is_shared and operand.first.is_whole):
         return gather(g, ctx.scatter, ctx.length, ctx.ranks)
     state = sharded_state(ctx.states[2], ctx.ranks.group)
-    cast, emulate = plan.grad_input.a, ctx.config.emulate
-    data, scale = quantize(as_matrix(g), cast, state, ctx.record, emulate=emulate)
+    data, scale = cast_rows(as_matrix(g), operand.first, state, ctx.record)
     data = gather(data.reshape(g.shape), ctx.scatter, ctx.length, ctx.ranks)
     return Float8Tensor(as_matrix(data), scale, (WHOLE, WHOLE), g.dtype)
 
 
 def summed_linear(
-    x: Tensor,
-    weight: Tensor,
-    config: Float8LinearConfig,
-    states: States,
-    record: bool,
-    scatter: int | None,
-    ranks: Ranks,
+    x: Tensor, weight: Tensor, call: Call, scatter: int | None, ranks: Ranks
 ) -> Tensor:
     """``x @ weight.T`` of operands whose contraction is cut, summed over ranks.
 
     Args:
         x: (..., K / ranks).
         weight: (N, K / ranks).
-        config, states, record: as for `float8.linear.autograd.linear_in_float8`.
+        call: as for `float8.linear.autograd.linear_in_float8`.
         scatter: the dimension of the result of which this rank keeps its part; None keeps all.
-        ranks: who holds the other parts.
+        ranks: the ranks that hold the other parts.
 
     Returns:
         (..., N), or this rank's part of it, in the compute dtype.
     """
-    dtype, grad_enabled = compute_dtype(x), torch.is_grad_enabled()
-    with _without_autocast(x.device.type):
-        result: Tensor = _SummedLinear.apply(
-            x, weight, config, dtype, states, record, grad_enabled, scatter, ranks
-        )
+    with without_autocast(x):
+        result: Tensor = _SummedLinear.apply(x, weight, call, scatter, ranks)
     return result
 
 

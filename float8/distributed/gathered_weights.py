@@ -59,8 +59,8 @@ from float8.distributed.float8_gather import (
 from float8.distributed.replaced_parameters import mark_replaced, unmark
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.kernels import amax, is_sharded
-from float8.linear.float8_weight import version_of
 from float8.linear.delayed import modules_by_name
+from float8.linear.float8_weight import version_of
 from float8.linear.layer import Float8Linear
 from float8.linear.registration import WeightRule, register_weight_rule
 from float8.linear.scaling import max_over_ranks

@@ -30,9 +30,14 @@ from float8.distributed.exchange import (
 )
 from float8.distributed.shards import Ranks, check_even, part_of
 from float8.kernels.scaled_mm import architecture
-from float8.linear.autograd import States, autocasts, compute_dtype, linear_in_float8
+from float8.linear.autograd import (
+    States,
+    call_of,
+    compute_dtype,
+    linear_in_float8,
+)
 from float8.linear.layer import Float8Linear
-from float8.linear.refusals import refuses_call, refuses_input, refuses_layer
+from float8.linear.refusals import refuses_call, refuses_layer
 from float8.linear.registration import ModuleRule, register_module_rule
 from float8.linear.scaling import sharded_state
 from float8.tensor import Float8Tensor
@@ -144,7 +149,7 @@ class Float8ParallelLinear(Float8Linear):
             sharded_state(w_state, ranks.group),
             sharded_state(g_state, ranks.group),
         )
-        out = linear_in_float8(x, weight, bias, self.config, states, self._records)
+        out = linear_in_float8(x, weight, bias, call_of(self.config, x, states, self._records))
         return self._laid_out(out, Shard(-1))
 
     def _whole(self, input: Tensor) -> Tensor:
@@ -185,7 +190,8 @@ class Float8ParallelLinear(Float8Linear):
             g_state,
         )
         scatter = wanted.dim % x.dim() if isinstance(wanted, Shard) else None
-        out = summed_linear(x, weight, self.config, states, self._records, scatter, ranks)
+        call = call_of(self.config, x, states, self._records)
+        out = summed_linear(x, weight, call, scatter, ranks)
         if self.bias is not None:
             bias = local(self.bias)
             bias = bias if scatter is None else with_summed_gradient(bias, ranks)
@@ -253,10 +259,7 @@ class Float8ParallelLinear(Float8Linear):
     def _check(self, input: Tensor, weight: Tensor) -> None:
         if not self.config.enable_pre_and_post_forward:
             return
-        error = refuses_input(input, weight, autocasts(input.device.type))
-        if error is not None:
-            raise type(error)(f"{self._name}: {error}")
-        self._check_float8(input)
+        self._check_input(input, weight)
         if input.device.type == "cuda" and not self.config.emulate:
             self._check_product(input, weight)
 

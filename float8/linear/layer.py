@@ -28,7 +28,7 @@ from float8.linear.autograd import (
     linear_in_float8,
 )
 from float8.linear.bound_plan import BoundPlan, plan_on
-from float8.linear.cast import make_cast
+from float8.linear.cast import Cast, make_cast
 from float8.linear.delayed import DelayedCast
 from float8.linear.float8_weight import (
     Float8Weight,
