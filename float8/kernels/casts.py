@@ -3,7 +3,7 @@
 A float8 GEMM reads its operands with the contraction contiguous, and training contracts both
 dimensions of an operand, so most operands are cast twice: their rows, and the rows of their
 transpose. The kernels of ``gpu/`` write both from one read. `KERNELS` says which granularities have
-one; every other cast, every device that is not CUDA, and ``emulate=True`` take ``reference.py``. So
+one; every other cast, every device that is not CUDA, and ``emulate=True`` take ``cpu.py``. So
 do AMD GPUs, until somebody has looked at the kernels there.
 
 Under torch.compile a cast is either our kernel, opaque to the compiler, or plain PyTorch, which

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from float8.granularity import WHOLE, Block
-from float8.kernels import cublas, reference
+from float8.kernels import cpu, cublas
 
 ALIGNMENT = cublas.ALIGNMENT
 TENSORWISE, ROWWISE, BLOCKWISE = "tensorwise", "rowwise", "blockwise"
@@ -340,7 +340,7 @@ def prepare(data: Tensor, emulate: bool = False) -> Tensor:
     The reference multiplies in bfloat16: codes that are read twice are decoded once. Hardware reads
     the codes themselves.
     """
-    return reference.decode(data) if runs_reference(data.device, emulate) else data
+    return cpu.decode(data) if runs_reference(data.device, emulate) else data
 
 
 def scaled_mm(
@@ -380,9 +380,7 @@ def scaled_mm(
     if (reason := refuses_formats(a_MK.dtype, b_NK.dtype)) is not None:
         raise ValueError(f"scaled_mm: {reason}")
     if runs_reference(a_MK.device, emulate) or 0 in (*a_MK.shape, *b_NK.shape):
-        return reference.scaled_mm(
-            a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype
-        )
+        return cpu.scaled_mm(a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype)
     reason = _refuses_devices(a_MK.device, a_scale=a_scale, b=b_NK, b_scale=b_scale, bias=bias_N)
     if reason is not None:
         raise ValueError(f"scaled_mm: {reason}")
