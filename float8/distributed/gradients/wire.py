@@ -37,7 +37,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.formats import Format
 from float8.granularity import WHOLE
-from float8.kernels import reference
+from float8.kernels import cpu
 from float8.linear.scaling import constant
 
 TILE = 1024  # elements: 4 bytes of scale beside them are 0.4 %
@@ -102,7 +102,7 @@ def encode(x_NTE: Tensor, scale_NT1: Tensor, fmt: Format) -> Tensor:
 
 def summed(codes_NTE: Tensor) -> Tensor:
     """The sum over N ranks of codes of one shard, (T, E), in float32: exact up to its rounding."""
-    return reference.decode(codes_NTE).sum(0, dtype=torch.float32)
+    return cpu.decode(codes_NTE).sum(0, dtype=torch.float32)
 
 
 def prescaled(sum_TE: Tensor, mu: Tensor, world: int) -> Tensor:
@@ -133,7 +133,7 @@ def saturates_above(fmt: Format) -> float:
 
 def lost(x: Tensor, codes: Tensor) -> Tensor:
     """How many nonzero elements of x have a code that is zero; int32."""
-    return (x.ne(0) & reference.decode(codes).eq(0)).sum(dtype=torch.int32)
+    return (x.ne(0) & cpu.decode(codes).eq(0)).sum(dtype=torch.int32)
 
 
 def saturated(mean_TE: Tensor, fmt: Format) -> Tensor:
