@@ -104,7 +104,7 @@ def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) ->
 
 
 def _scaled(x32: Tensor, factor: Tensor, block: Block) -> Tensor:
-    """float32 ``x * factor``, each block by a factor of its own; factor has the shape of a scale."""
+    """float32 ``x * factor``, each block by its own factor; factor has the shape of a scale."""
     if block.count(WHOLE) + block.count(1) == len(block):
         return x32 * factor
     if (tiles := _tiles(x32, block)) is not None:

@@ -198,11 +198,13 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def _check_sizes(self, input: Tensor, plan: BoundPlan) -> None:
         """Raise where the device does not run the products of this call."""
+        if not plan.on_gpu and torch.compiler.is_compiling():
+            return
         N, K = self.weight.shape
         tokens, grad = input.numel() // max(K, 1), torch.is_grad_enabled()
         is_odd = grad and self.weight.requires_grad and tokens % ALIGNMENT != 0
         if not plan.on_gpu:
-            if is_odd and not torch.compiler.is_compiling():
+            if is_odd:
                 tell_once_of_tokens(self, self.config, tokens)
         elif plan.has_refusal or (plan.is_aligned and (is_odd or K % ALIGNMENT or N % ALIGNMENT)):
             arch = architecture(input.device.index)
