@@ -192,9 +192,9 @@ def quantize(
 def cast_rows(
     x: Tensor,
     how: BoundCast | None,
-    state: DelayedState | None = None,
-    record: bool = False,
-    scale: Tensor | None = None,
+    state: DelayedState | None,
+    record: bool,
+    scale: Tensor | None,
 ) -> Pair:
     """Cast a matrix to float8 for one GEMM.
 
@@ -215,7 +215,8 @@ def cast_rows(
         return x, None
     if how.kernel is not None and not kernels.is_sharded(x):
         return _by_kernel(x, how, state, record, scale, rows=True, cols=False)[:2]
-    if torch.compiler.is_compiling():  # the compiler casts: static scales, DTensors, emulation
+    if x.device.type == "cuda" and torch.compiler.is_compiling():
+        # The compiler casts: static scales, DTensors, emulation.
         kernels.check_compiler(x.device)
     if scale is None:
         scale = _scale(x, how, state, record)
@@ -227,9 +228,9 @@ def cast_both(
     operand: BoundOperand,
     state: DelayedState | None,
     record: bool,
-    first: bool = True,
-    second: bool = True,
-    decode: bool = False,
+    first: bool,
+    second: bool,
+    decode: bool,
 ) -> tuple[Pair | None, Pair | None]:
     """Cast a matrix for the GEMM that contracts its rows and the one that contracts its columns.
 
@@ -250,16 +251,18 @@ def cast_both(
         pair = (x._data, x._scale)
         return (pair if first else None), (transposed(pair) if second else None)
     if not (first and second):
-        rows = cast_rows(x, operand.first, state, record) if first else None
-        cols = cast_rows(x.t(), operand.second, state, record) if second else None
+        rows = cast_rows(x, operand.first, state, record, None) if first else None
+        cols = cast_rows(x.t(), operand.second, state, record, None) if second else None
         return rows, cols
     if operand.at_once and not kernels.is_sharded(x):
+        assert operand.first is not None
         both = _by_kernel(x, operand.first, state, record, None, rows=True, cols=True)
         return both[:2], both[2:]
-    rows = cast_rows(x, operand.first, state, record)
+    rows = cast_rows(x, operand.first, state, record, None)
     if not operand.is_shared:
         # An amax is recorded once, by the cast that there is.
-        return rows, cast_rows(x.t(), operand.second, state, record and operand.first is None)
+        record = record and operand.first is None
+        return rows, cast_rows(x.t(), operand.second, state, record, None)
     if decode:
         rows = (kernels.decode(rows[0]), rows[1])
     return rows, transposed(rows)
@@ -276,7 +279,7 @@ def cast_again(x: Tensor, how: BoundCast, scale: Tensor) -> Pair:
     """
     if how.kernel is not None and not kernels.is_sharded(x):
         return _by_kernel(x, how, None, False, scale, rows=False, cols=True)[2:]
-    return transposed(cast_rows(x, how, scale=scale))
+    return transposed(cast_rows(x, how, None, False, scale))
 
 
 def transposed(pair: Pair) -> Pair:
