@@ -37,6 +37,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from float8.kernels.scaled_mm import EMULATED, architecture
+from float8.linear import bound_plan
+
 CUDA = torch.device("cuda", 0)
 
 

@@ -1,4 +1,4 @@
-"""How many functions of the library one training step of a layer calls, and what torch.compile guards.
+"""How many functions of the library a training step calls, and what torch.compile guards.
 
 Counted, not timed: `benchmarks/bench_overhead.py` measures the time. The calls are those of one
 warmed-up eager forward and backward of a layer without bias.
@@ -17,7 +17,8 @@ from torch._dynamo import guards
 
 import float8
 from float8 import Float8Linear, Float8LinearConfig, sync_float8_amax_and_scale_history
-from float8.kernels import Orientations, casts, scaled_mm
+from float8.kernels import Orientations, casts
+from float8.kernels.scaled_mm import GEMMS, TORCH
 from float8.linear import bound_plan
 
 M, K, N = 128, 256, 128
@@ -73,7 +74,8 @@ def as_on_cuda():
         return "sm_90"
 
     def cast(kernel, x, block, dtype, power_of_two, scale, rows, cols, amax):
-        blocks = [1 if extent == -1 else -(-size // extent) for size, extent in zip(x.shape, block)]
+        extents = zip(x.shape, block, strict=True)
+        blocks = [1 if extent == -1 else -(-size // extent) for size, extent in extents]
         scale = torch.ones(blocks)
         data = torch.empty(x.shape, dtype=dtype)
         return Orientations(data, scale, data.t().contiguous(), scale.t())
@@ -85,8 +87,8 @@ def as_on_cuda():
         for module in ("float8.kernels", "float8.kernels.casts", "float8.kernels.scaled_mm"):
             stack.enter_context(mock.patch(f"{module}.family_of", family_of))
         stack.enter_context(mock.patch("float8.kernels.cast_by_kernel", cast))
-        stub = scaled_mm.TORCH._replace(multiply=multiply)
-        stack.enter_context(mock.patch.dict(scaled_mm.GEMMS, {stub.name: stub}))
+        stub = TORCH._replace(multiply=multiply)
+        stack.enter_context(mock.patch.dict(GEMMS, {stub.name: stub}))
         stack.callback(bound_plan._remembered.cache_clear)
         bound_plan._remembered.cache_clear()
         yield
@@ -122,10 +124,8 @@ def test_a_plan_is_bound_once_per_device_and_dtype():
     cpu, meta = torch.device("cpu"), torch.device("meta")
     first = bound_plan.plan_on(config, cpu, torch.bfloat16)
     assert bound_plan.plan_on(config, cpu, torch.bfloat16) is first
-    assert (
-        bound_plan.plan_on(Float8LinearConfig.from_recipe_name("rowwise"), cpu, torch.bfloat16)
-        is first
-    )
+    equal = Float8LinearConfig.from_recipe_name("rowwise")
+    assert bound_plan.plan_on(equal, cpu, torch.bfloat16) is first
     assert bound_plan.plan_on(config, cpu, torch.float32) is not first
     assert bound_plan.plan_on(config, meta, torch.bfloat16) is not first
     assert casts.kernel_for(cpu, (1, -1)) is None
