@@ -43,7 +43,7 @@ module = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels h
 BLOCKS = {"tensorwise": TENSOR, "rowwise": ROW, "1x128": B1, "128x128": B128, "3x5": (3, 5)}
 BLOCKWISE = [pair for pair, product in PRODUCTS.items() if product == "blockwise"]
 BY_TORCH, BY_TRITON = "torch._scaled_mm", "the Triton GEMM"
-# architecture -> product -> who runs it in bfloat16
+# architecture -> product -> the candidate that runs it in bfloat16
 RUNS = {
     "sm_89": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH, "blockwise": BY_TRITON},
     "sm_90": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH, "blockwise": BY_TORCH},
@@ -114,7 +114,7 @@ def test_a_pair_of_blocks_is_a_product_or_is_refused_everywhere(pair):
     assert module.refuses_device("sm_90", a_block, b_block, BF16) == reason
 
 
-# (architecture, CUDA) -> product -> who writes float32 and who float16; None: refused
+# (architecture, CUDA) -> product -> candidates that write float32, float16; None: refused
 WRITERS = {
     ("sm_90", "13.0"): {
         "tensorwise": (BY_TORCH, BY_TORCH),
@@ -141,7 +141,7 @@ WRITERS = {
 
 @EVERY_PRODUCT
 @pytest.mark.parametrize("which", WRITERS, ids=str)
-def test_who_writes_other_dtypes_than_bfloat16(a_block, b_block, which, monkeypatch):
+def test_candidates_that_write_other_dtypes_than_bfloat16(a_block, b_block, which, monkeypatch):
     arch, cuda = which
     monkeypatch.setattr(torch.version, "cuda", cuda)
     product = PRODUCTS[a_block, b_block]
@@ -275,7 +275,7 @@ def test_sizes_that_the_hardware_does_not_take_are_refused_with_the_fix(torch_ca
 def test_triton_multiplies_blockwise_in_any_dtype_and_size(
     torch_calls, monkeypatch, a_block, b_block, sizes, bias_dtype
 ):
-    """Its op, that is, which on a CPU is the reference."""
+    """By its op, which on a CPU is the definition."""
     monkeypatch.setattr(module, "architecture", lambda index=None: "sm_89")
     parts = operands(*sizes, a_block, b_block)
     bias = None if bias_dtype is None else Case(sizes[2:], bias_dtype, seed=3).make()
