@@ -224,7 +224,7 @@ class _Against:
     def columns(self, layer: str) -> dict[str, float | None]:
         """The SQNR of each kind; None where the layer was not called as often as before."""
         return {
-            kind: self.noise[layer, kind].decibels
+            kind: self.noise[layer, kind].sqnr
             for kind in ("output", "grad_input")
             if self.calls[layer, kind] == len(self.kept.get((layer, kind), []))
         }
@@ -260,4 +260,4 @@ def _on_host(value: Tensor) -> Tensor:
 def _sqnr_of_weight(layer: Float8Linear, reference: Pass, other: Pass) -> float | None:
     noise = Noise()
     noise.add(reference.gradients.get(id(layer.weight)), other.gradients.get(id(layer.weight)))
-    return noise.decibels
+    return noise.sqnr

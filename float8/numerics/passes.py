@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.convert.convert import FLOAT8_MODULES
+from float8.kernels.sqnr import decibels, power
 from float8.linear.switch import switched_off
 from float8.numerics.batches import (
     LossFn,
@@ -49,29 +50,23 @@ class Noise:
     def add(self, reference: Tensor | None, other: Tensor | None) -> None:
         """Take in two tensors of one meaning; None stands for zeros."""
         if reference is None:
-            self.noise += 0.0 if other is None else _power(other)
+            self.noise += 0.0 if other is None else power(other)
         elif other is None:
-            self.signal += _power(reference)
-            self.noise += _power(reference)
+            self.signal += power(reference)
+            self.noise += power(reference)
         elif reference.shape != other.shape:  # tokens were routed in another way
             self.is_comparable = False
         else:
             exact = reference.detach().to(other.device).double()
-            self.signal += _power(exact)
-            self.noise += _power(exact - other.detach())
+            self.signal += power(exact)
+            self.noise += power(exact - other.detach())
 
     @property
-    def decibels(self) -> float | None:
+    def sqnr(self) -> float | None:
         """The SQNR; None without a finite signal, -inf where the other is not finite."""
         if not self.is_comparable or not self.signal or not math.isfinite(self.signal):
             return None
-        if not math.isfinite(self.noise):
-            return -math.inf
-        return 10 * math.log10(self.signal / self.noise) if self.noise else math.inf
-
-
-def _power(x: Tensor) -> float:
-    return float(x.detach().double().square().sum())
+        return decibels(self.signal, self.noise)
 
 
 @dataclass
@@ -93,14 +88,14 @@ class Pass:
         """Of another pass's output, against this one's."""
         noise = Noise()
         noise.add(self.output, other.output)
-        return noise.decibels
+        return noise.sqnr
 
     def sqnr_of_gradients(self, other: Pass) -> float | None:
         """Of all gradients as one vector."""
         noise = Noise()
         for key in self.gradients | other.gradients:
             noise.add(self.gradients.get(key), other.gradients.get(key))
-        return noise.decibels
+        return noise.sqnr
 
     @property
     def is_finite(self) -> bool:

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from float8.formats import FORMATS
+from float8.kernels.sqnr import decibels
 
 OPERANDS = ("input", "weight", "grad_output")
 Key = tuple[str, str, str]
@@ -186,9 +187,7 @@ def sqnr_of(sums: Sums) -> float | None:
     """In dB; see `Row`."""
     if sums.noise is None or sums.second == 0:
         return None
-    if not math.isfinite(sums.noise):
-        return -math.inf
-    return math.inf if sums.noise == 0 else 10 * math.log10(sums.second / sums.noise)
+    return decibels(sums.second, sums.noise)
 
 
 # Of E[x^2]. Sums of powers lose the square of this ratio times some 1e-14 to rounding: 1e-4 of a

@@ -29,7 +29,7 @@ def test_noise_is_the_signal_to_noise_ratio_of_all_that_was_added():
     noise.add(a, c)
     noise.add(b, d)
     exact = sqnr(torch.cat([c, d.flatten().double()]), torch.cat([a, b.flatten().double()]))
-    assert noise.decibels == pytest.approx(exact, rel=1e-9)
+    assert noise.sqnr == pytest.approx(exact, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_noise_is_the_signal_to_noise_ratio_of_all_that_was_added():
 def test_noise_at_its_edges(reference, other, expected):
     noise = Noise()
     noise.add(reference, other)
-    assert noise.decibels == expected
+    assert noise.sqnr == expected
 
 
 def test_only_the_chosen_layers_are_in_float8():
