@@ -64,7 +64,7 @@ function castRow(row) {
 function cellOf(row, column) {
   const first = column.key === "sqnr"; // where the badge stands
   const isNoisy = first && row.sqnr !== null && row.sqnr < run.formats[row.format].noisy;
-  const concerned = isNoisy || CAUSES.some((key, i) => key === column.key && row.broken & (1 << i));
+  const concerned = isNoisy || CAUSES.some((key, i) => key === column.key && row.problems & (1 << i));
   const several = column.key === "scale_max" && row.scale_min !== row.scale_max;
   return el("td", { "data-label": column.label, class: `level-${concerned ? row.level : 0} ${column.key}` },
     el("span", { class: "value" }, column.show(row)),
@@ -102,10 +102,10 @@ function unfold(tr, row) {
   if (many)
     figure.append(lines([{ name: "SQNR", values: trends[row.cast] }], width, 110, true));
   cell.append(el("div", { class: "panes" }, figure, list));
-  run.rules.forEach((rule, i) => {
-    if (row.broken & (1 << i))
-      cell.append(el("p", { class: "advice" }, el("b", {}, `It ${rule.one}. `),
-        rule.advice));
+  run.kinds.forEach((kind, i) => {
+    if (row.problems & (1 << i))
+      cell.append(el("p", { class: "advice" }, el("b", {}, `It ${kind.one}. `),
+        kind.advice));
   });
 }
 function drawMore() {
@@ -134,7 +134,7 @@ function drawTable() {
   at("sort").value = `${state.sort} ${state.desc ? "desc" : "asc"}`;
 }
 const levelOf = (step) =>
-  Math.max(0, ...run.snapshots[step].findings.map((finding) => finding.level));
+  Math.max(0, ...run.snapshots[step].problems.map((problem) => problem.level));
 function drawHealth() {
   const snapshot = run.snapshots[state.step];
   const level = levelOf(state.step);
@@ -142,18 +142,18 @@ function drawHealth() {
   const title = snapshot.rows.length ? titles[level] : "Nothing seen";
   at("health").className = `card level-${level}`;
   at("health").replaceChildren(el("h2", {}, many ? `${title} at ${nameOf(state.step)}` : title),
-    el("p", {}, snapshot.verdict));
+    el("p", {}, snapshot.summary));
   const list = el("div", { class: "findings" });
-  for (const finding of snapshot.findings) {
+  for (const problem of snapshot.problems) {
     const show = el("button", { type: "button", class: "link" }, "Show it");
-    show.addEventListener("click", () => reveal(finding.cast));
+    show.addEventListener("click", () => reveal(problem.cast));
     list.append(el("div", { class: "finding" },
-      el("h3", {}, el("span", { class: `badge level-${finding.level}` }, LOOKS[finding.level]),
-        finding.title),
-      el("p", {}, `${finding.text} `, show),
-      el("p", { class: "muted" }, run.rules[finding.rule].advice)));
+      el("h3", {}, el("span", { class: `badge level-${problem.level}` }, LOOKS[problem.level]),
+        problem.title),
+      el("p", {}, `${problem.text} `, show),
+      el("p", { class: "muted" }, run.kinds[problem.kind].advice)));
   }
-  if (snapshot.findings.length) at("health").append(list);
+  if (snapshot.problems.length) at("health").append(list);
   if (snapshot.skipped.length)
     at("health").append(el("details", { class: "finding" },
       el("summary", {}, `${plural(snapshot.skipped.length, "layer")} not seen, or not wholly`),

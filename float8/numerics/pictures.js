@@ -58,8 +58,7 @@ const scales = (row) =>
 
 // --- the run
 
-const NAMES = ["layer", "operand", "gemm", "format", "scaling", "granularity"];
-const casts = run.casts.map((cast) => Object.fromEntries(NAMES.map((name, i) => [name, cast[i]])));
+const casts = run.casts.map((cast) => Object.fromEntries(run.labels.map((name, i) => [name, cast[i]])));
 const TEXTS = new Set(["shares"]);
 const rowOf = (values) => {
   const row = {};

@@ -1,5 +1,7 @@
 """`inspect` sees the very casts that layers make, and changes nothing of what they compute."""
 
+from __future__ import annotations
+
 import copy
 import math
 import pickle

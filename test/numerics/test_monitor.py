@@ -1,5 +1,7 @@
 """`inspect_every`: every n-th step, into a file that is always whole, and to a writer."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 

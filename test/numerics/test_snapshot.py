@@ -1,5 +1,7 @@
 """Reports: files that come back the same, errors that say what is wrong, scales, scalars."""
 
+from __future__ import annotations
+
 import json
 import math
 import sys
@@ -7,12 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from report_rows import ROW
+from runs import ROW
 from torch import nn
 
 from float8 import convert_to_float8_inference
-from float8.numerics import Report, load_run
-from float8.numerics.snapshot import save_run
+from float8.numerics import Report
+from float8.numerics.snapshot import as_json, cast_from_json, load_run, strict_json, write_run
+from float8.numerics.statistics import Histogram, Sums
 
 WEIGHT = replace(ROW, layer="b", operand="weight", sqnr=20.0)
 
@@ -31,7 +34,7 @@ def test_a_file_gives_the_report_back(tmp_path):
 
 def test_a_run_holds_many(tmp_path):
     path = tmp_path / "run.json"
-    save_run(path, [Report([ROW], model="M", step=step) for step in (0, 50)])
+    write_run(path, "M", [as_json(Report([ROW], step=step)) for step in (0, 50)])
     assert [report.step for report in load_run(path)] == [0, 50]
     with pytest.raises(ValueError, match=r"2 snapshots; float8\.numerics\.load_run"):
         Report.load(path)
@@ -115,7 +118,6 @@ def test_a_static_scale_is_that_of_all_that_the_layer_read():
 @pytest.mark.parametrize(
     ("row", "arguments", "message"),
     [
-        (ROW, {"method": "sqnr"}, "a report knows amaxes alone"),
         (ROW, {"operand": "weight"}, "no row for operand 'weight'"),
         (replace(ROW, amax=0.0), {}, "nan: its input had amax 0"),
         (replace(ROW, nonfinite=2), {}, "2 elements that are not finite"),
@@ -138,3 +140,35 @@ def test_a_picture_needs_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         Report([ROW]).plot(tmp_path / "x.png")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ROW,
+        replace(ROW, sqnr=math.inf, scale_max=math.inf),
+        replace(ROW, sqnr=-math.inf, sums=Sums(0.0, 1.0, 0.0, 1.0, math.inf)),
+        replace(ROW, flushed=None, saturated=None, sqnr=None, staleness=None, sums=None),
+        replace(ROW, histogram=Histogram()),
+    ],
+)
+def test_a_row_survives_strict_json(row):
+    text = json.dumps(strict_json(row.as_dict()), allow_nan=False)
+    assert cast_from_json(json.loads(text)) == row
+    nan = replace(row, scale_min=math.nan)
+    assert math.isnan(cast_from_json(json.loads(json.dumps(strict_json(nan.as_dict())))).scale_min)
+
+
+def test_a_row_of_another_shape_is_refused():
+    found = strict_json(ROW.as_dict())
+    with pytest.raises(ValueError, match=r"missing: \['amax'\]"):
+        cast_from_json({name: value for name, value in found.items() if name != "amax"})
+    with pytest.raises(ValueError, match=r"unknown: \['colour'\]"):
+        cast_from_json(found | {"colour": "red"})
+
+
+def test_worst_comes_first_and_nothing_known_last():
+    found = [replace(ROW, sqnr=s) for s in (math.inf, None, 3.0, -math.inf, 20.0)]
+    assert [row.sqnr for row in Report(found).casts] == [-math.inf, 3.0, 20.0, math.inf, None]
+    broken = [replace(found[0], sqnr=None, nonfinite=9), replace(found[0], sqnr=31.0, nonfinite=1)]
+    assert Report([*found, *broken]).casts[1:3] == broken, "beside what left nothing finite"
