@@ -39,8 +39,10 @@ from torch import Tensor, nn
 from float8 import kernels
 from float8.config import ScalingType
 from float8.formats import on_device
-from float8.linear.cast import Cast, DelayedCast, NoCast
+from float8.linear.cast import NoCast
+from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
+from float8.linear.scaling import Cast
 from float8.numerics.passes import (
     LossFn,
     check_run,

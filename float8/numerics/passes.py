@@ -38,9 +38,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from float8.arguments import check_function, check_module
-from float8.convert.convert import FLOAT8_MODULES
 from float8.kernels.sqnr import decibels, power
-from float8.linear.switch import switched_off
+from float8.linear.switch import Float8Module, switched_off
 from float8.tensor import Float8Tensor
 
 LossFn = Callable[[Any], Tensor]
@@ -378,8 +377,7 @@ def run_pass(
 @contextmanager
 def only_in_float8(model: nn.Module, layers: Set[nn.Module]) -> Iterator[None]:
     """Switch all float8 modules of a model but ``layers`` to high precision."""
-    kinds = tuple(FLOAT8_MODULES)
-    others: list[Any] = [m for m in model.modules() if isinstance(m, kinds) and m not in layers]
+    others = [m for m in model.modules() if isinstance(m, Float8Module) and m not in layers]
     with switched_off(others):
         yield
 

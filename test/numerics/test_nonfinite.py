@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from float8.config import CastConfig, Float8LinearConfig, ScalingType
 from float8.convert.convert import convert_to_float8_training
 from float8.convert.inference import convert_to_float8_inference
+from float8.linear.delayed import sync_float8_amax_and_scale_history
 from float8.linear.layer import Float8Linear
-from float8.linear.sync import sync_float8_amax_and_scale_history
 from float8.numerics.nonfinite import amax_of, find_nan, finding_of, remarks_of
 
 Fault = Callable[[Tensor], Tensor]

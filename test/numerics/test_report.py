@@ -206,8 +206,8 @@ function look(facts) {
   facts.closed = wide.querySelectorAll("tr.detail").length;
   wide.getElementById("problems").click();
   facts.phoneOpen = phone.querySelectorAll("tr.detail").length;
-  facts.troubled = phone.getElementById("troubled").innerText;
-  phone.querySelector("#troubled button").click();
+  facts.troubled = phone.getElementById("problem-steps").innerText;
+  phone.querySelector("#problem-steps button").click();
   facts.gone = phone.querySelector("#health h2").innerText;
   facts.background = [wide, phone].map((page) => getComputedStyle(page.body).backgroundColor);
 }
