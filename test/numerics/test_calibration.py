@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from assertions import assert_bitwise, sqnr
 from shapes import FORMATS, Case, pairs
 from torch import Tensor, nn
+from unchanged import assert_model_unchanged
 
 from float8.config import CastConfig, Float8LinearConfig, ScalingType
 from float8.convert.convert import convert_to_float8_training
@@ -25,7 +26,7 @@ from float8.convert.filters import skip_names
 from float8.convert.inference import convert_to_float8_inference
 from float8.formats import E4M3, E5M2, format_of
 from float8.linear.layer import Float8Linear
-from float8.numerics.calibration import Calibration, Distribution, calibrate
+from float8.numerics.calibration import Distribution, calibrate
 
 VOCABULARY, LENGTH = 32, 12
 
@@ -47,7 +48,7 @@ class Block(nn.Module):
 
 
 class Classifier(nn.Module):
-    def __init__(self, width: int = 48, depth: int = 2, heads: int = 4) -> None:
+    def __init__(self, width: int = 48, depth: int = 1, heads: int = 4) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
         self.norm = nn.LayerNorm(width)
@@ -103,7 +104,7 @@ def test_a_classifier_quantised_after_training_keeps_its_accuracy():
 
     def quantised(scales: dict[str, float]) -> float:
         copied = convert_to_float8_inference(copy.deepcopy(model), static_scales=scales)
-        assert sum(isinstance(module, Float8Linear) for module in copied.modules()) == 10
+        assert sum(isinstance(module, Float8Linear) for module in copied.modules()) == 6
         return accuracy(copied, held_out)
 
     for method in ("sqnr", "amax"):
@@ -186,18 +187,10 @@ def test_nothing_of_the_model_changes():
     model = convert_to_float8_training(mlp(), config=Float8LinearConfig.from_recipe_name("delayed"))
     model[1].eval()
     model(batches()[0]).sum().backward()
-    before, modes = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
-    grads = [p.grad for p in model.parameters()]
-    random_state = torch.get_rng_state()
-    calibrate(model, batches())
-    with pytest.raises(RuntimeError):
-        calibrate(model, [torch.ones(3, 5)])
-    for name, value in model.state_dict().items():
-        assert_bitwise(value, before[name], name)
-    assert [m.training for m in model.modules()] == modes
-    assert all(a is b for a, b in zip(grads, (p.grad for p in model.parameters()), strict=True))
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert not any(m._forward_pre_hooks for m in model.modules())
+    with assert_model_unchanged(model):
+        calibrate(model, batches())
+        with pytest.raises(RuntimeError):
+            calibrate(model, [torch.ones(3, 5)])
 
 
 class MergesInEval(nn.Linear):
@@ -259,28 +252,6 @@ def test_layers_without_a_scale_are_all_named(value):
     assert "zero: its input was all zero" in text
 
 
-OFF = CastConfig(scaling_type=ScalingType.DISABLED)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"method": "mse"}, "method must be one of sqnr, amax, percentile"),
-        ({"percentile": 0}, r"percentile must be in \(0, 100\]"),
-        ({"percentile": 100.5}, r"percentile must be in \(0, 100\], got 100.5"),
-        ({"batches": iter(())}, "batches was empty"),
-        ({"module_filter_fn": lambda m, fqn: False}, "no linear layer to calibrate"),
-        (
-            {"config": Float8LinearConfig(OFF, OFF, OFF)},
-            "its config casts no input",
-        ),
-    ],
-)
-def test_bad_input_is_refused(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        calibrate(mlp(), **{"batches": batches(), **kwargs})
-
-
 def test_the_hundredth_percentile_is_the_amax():
     model = mlp()
     found = calibrate(model, batches(), method="percentile", percentile=100)
@@ -288,25 +259,6 @@ def test_the_hundredth_percentile_is_the_amax():
     smallest = calibrate(model, batches(), method="percentile", percentile=1e-9)
     for layer, scale in smallest.static_scales().items():
         assert scale < found.static_scales()[layer]
-
-
-def test_why_no_layer_is_left_is_said():
-    model = nn.TransformerEncoderLayer(16, 2, 32)
-    with pytest.raises(ValueError, match=r"linear1: in eval mode .*set_fastpath_enabled\(False\)"):
-        calibrate(model, batches())
-
-
-@pytest.mark.parametrize("batch", [torch.randn(4, 16), {"x": torch.randn(4, 16)}])
-def test_one_batch_in_place_of_many_is_refused(batch):
-    with pytest.raises(TypeError, match="iterable of batches, got one"):
-        calibrate(mlp(), batch)
-
-
-def test_an_unknown_method_is_refused_later_too():
-    found = calibrate(mlp(), batches())
-    assert isinstance(found, Calibration)
-    with pytest.raises(ValueError, match="got 'best'"):
-        found.static_scales("best")
 
 
 BFLOAT16 = torch.bfloat16

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections import OrderedDict, UserDict, namedtuple
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from assertions import assert_bitwise, assert_sqnr_at_least, sqnr
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from unchanged import assert_model_unchanged
 
 from float8.config import Float8LinearConfig
 from float8.convert.convert import convert_to_float8_training, high_precision
@@ -127,11 +128,6 @@ def test_the_main_tensor_is_the_first_that_is_no_scalar(output):
     assert torch.equal(main_tensor(output), torch.ones(2, 3))
 
 
-def test_an_output_without_numbers_is_refused():
-    with pytest.raises(TypeError, match="tuple without a floating point tensor"):
-        main_tensor((torch.tensor([1]), "text"))
-
-
 @pytest.mark.parametrize(
     "output",
     [
@@ -170,12 +166,6 @@ def test_nothing_runs_backward_where_nothing_asks_for_a_gradient():
     assert not start_of_backward(torch.ones(3), None, 0).backward()
 
 
-@pytest.mark.parametrize("bad", [torch.ones(3), 1.0, None])
-def test_a_loss_that_is_no_scalar_is_refused(bad):
-    with pytest.raises(TypeError, match="loss_fn must return a scalar tensor"):
-        start_of_backward(torch.ones(3), lambda out: bad, 0)
-
-
 def a_model() -> nn.Module:
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 16))
     config = Float8LinearConfig.from_recipe_name("delayed")
@@ -198,35 +188,12 @@ def test_nothing_is_left_behind(raises):
     model[2].eval()  # modes differ from module to module
     model(torch.randn(8, 16)).sum().backward()
     model[3].bias.grad = None
-    before = copy.deepcopy(model.state_dict())
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    values = {name: None if g is None else g.clone() for name, g in grads.items()}
-    modes = {name: m.training for name, m in model.named_modules()}
-    buffers = dict(model.named_buffers())
-    random_states = torch.get_rng_state(), random.getstate()
 
-    def run():
-        with model_unchanged(model):
-            disturb(model)
-            if raises:
-                raise KeyError("inside")
-
-    if raises:
-        with pytest.raises(KeyError):
-            run()
-    else:
-        run()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is grads[name]
-        if parameter.grad is not None:
-            assert_bitwise(parameter.grad, values[name], name)
-    for name, value in model.state_dict().items():
-        assert_bitwise(value, before[name], name)
-    for name, buffer in model.named_buffers():
-        assert buffer is buffers[name]
-    assert {name: m.training for name, m in model.named_modules()} == modes
-    assert torch.equal(torch.get_rng_state(), random_states[0])
-    assert random.getstate() == random_states[1]
+    expected = pytest.raises(KeyError) if raises else nullcontext()
+    with assert_model_unchanged(model), expected, model_unchanged(model):
+        disturb(model)
+        if raises:
+            raise KeyError("inside")
 
 
 def test_an_optimizer_inside_backward_rests():

@@ -92,12 +92,6 @@ def test_a_large_run_stays_small():
     assert more < 110 * len(small[0])  # bytes for each cast and snapshot; its JSON has 650
 
 
-def test_an_empty_run_is_refused_and_an_empty_snapshot_said():
-    with pytest.raises(ValueError, match="no snapshot"):
-        page([], ABOUT)
-    assert "was the model converted" in page([Report([], model="M")], ABOUT)
-
-
 # --- what it says
 
 
