@@ -24,7 +24,7 @@ EVIL = "</script><img src=x onerror=\"document.title='owned'\"><!--"
 
 
 def cast(i, operand, step, octaves=20):
-    """A cast whose numbers all depend on its place, so that an order can be told."""
+    """A cast whose numbers all depend on its place, so that an order is visible."""
     fmt, sqnr = ("e5m2", 25.0) if operand == "grad_output" else ("e4m3", 31.0)
     amax = 2.0 ** -(i % 7) * (1 + i / 1000)
     counts = tuple(round(1e6 * math.exp(-((e - octaves + 5) ** 2) / 12)) for e in range(octaves))

@@ -185,7 +185,7 @@ KINDS = (
         ),
         "A delayed scale lags behind: give DelayedScalingConfig a margin or a longer history, and "
         "call float8.sync_float8_amax_and_scale_history(model) after each step. A static scale "
-        "wants calibrating again. A dynamic scale never saturates.",
+        "needs to be calibrated again. A dynamic scale never saturates.",
     ),
     ProblemKind(
         "flush to zero",
@@ -196,7 +196,7 @@ KINDS = (
         "Its values span more octaves than the format has: let fewer of them share a scale (recipe "
         '"rowwise" or "blockwise"), or keep gradients in E5M2, which reaches further down. A '
         "static scale is too large for them: calibrate it, or take a dynamic recipe. Where the "
-        "SQNR is as expected, what was lost is small, and often harmless.",
+        "SQNR is as expected, the lost elements are small, and often harmless.",
     ),
     ProblemKind(
         "lose precision",

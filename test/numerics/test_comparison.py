@@ -1,4 +1,4 @@
-"""`compare` against models of which only one layer was ever converted, and leaves no trace."""
+"""`compare` against models with one converted layer each, and the filter made of its result."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_layer_with_a_planted_outlier_is_named_first():
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_it_leaves_no_trace(raises):
+def test_nothing_of_the_model_changes(raises):
     model = converted("delayed")
     loss_fn(model(X)).backward()
     sync_float8_amax_and_scale_history(model)
@@ -229,7 +229,7 @@ def test_gradients_of_the_input_count_where_the_batch_asks_for_them():
     assert 10 < compare(model, X.clone().requires_grad_()).gradient < 40
 
 
-def test_among_many_ranks_it_does_not_raise_alone(monkeypatch):
+def test_with_other_ranks_it_does_not_raise(monkeypatch):
     monkeypatch.setattr("float8.numerics.comparison.has_other_ranks", lambda: True)
     model = converted()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The table is at most 100 columns wide, and says which cast is worst."""
+"""The table is at most 100 columns wide; the picture has a panel for each of the worst casts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`inspect` sees the very casts that layers make, and changes nothing of what they compute."""
+"""`inspect` measures the casts that layers make, and changes no result."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_a_copy_of_a_watched_model_is_not_watched(copied):
     assert_bitwise(twin(x), model(x), "a copy of a copy")
 
 
-def test_whoever_closes_first_the_compiler_comes_back():
+def test_compiled_functions_run_again_after_the_last_block_closes():
     """Callbacks of two models close in the order in which they opened."""
     runs = []
 

@@ -1,4 +1,4 @@
-"""`inspect_every`: every n-th step, into a file that is always whole, and to a writer."""
+"""`inspect_every`: every n-th step, into a file that is always complete, and to a writer."""
 
 from __future__ import annotations
 

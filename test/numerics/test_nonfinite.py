@@ -1,4 +1,4 @@
-"""`find_nan`: faults planted at every place are found there, and what is no fault is let be."""
+"""`find_nan`: planted faults are found where they are, and harmless infs are no finding."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from shapes import pairs
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from unchanged import assert_model_unchanged
@@ -89,51 +90,45 @@ def batch() -> Tensor:
 def faulty(where: str, value: float, backward: bool, how: str, float8: bool) -> Net:
     net = Net(how)
     net.blocks[1].faults[where] = lambda x: Plant.apply(x, value, backward)
+    return converted(net, float8)
+
+
+def converted(net: nn.Module, float8: bool) -> nn.Module:
     return convert_to_float8_training(net) if float8 else net
 
 
-@pytest.mark.parametrize("float8", [False, True])
-@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
-@pytest.mark.parametrize(
-    ("where", "module", "tensor", "after"),
-    [
-        ("after norm", "blocks.1", "input of blocks.1.up", "blocks.1.norm: output"),
-        ("after up", "blocks.1", "input of blocks.1.act", "blocks.1.up: output"),
-        ("after down", "blocks.1", "output", "blocks.1.down: output"),
+HOW = ["plain", "reentrant", "not reentrant"]
+
+
+@pairs(
+    place=[
+        ("norm", "input of blocks.1.up"),
+        ("up", "input of blocks.1.act"),
+        ("down", "output"),
     ],
+    how=HOW,
+    float8=[False, True],
 )
-def test_what_is_made_between_modules_belongs_to_the_one_around(
-    where, module, tensor, after, how, float8
-):
-    found = find_nan(faulty(where, math.nan, False, how, float8), batch())
-    assert (found.module, found.tensor, found.phase) == (module, tensor, "forward")
-    assert found.after == after
+def test_a_tensor_between_modules_belongs_to_the_module_around_them(place, how, float8):
+    after, tensor = place
+    found = find_nan(faulty(f"after {after}", math.nan, False, how, float8), batch())
+    assert (found.module, found.tensor, found.phase) == ("blocks.1", tensor, "forward")
+    assert found.after == f"blocks.1.{after}: output"
     assert (found.nan, found.inf) == (1, 0)
+    assert find_nan(converted(Net(how), float8), batch()) is None
 
 
-@pytest.mark.parametrize("float8", [False, True])
-@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
-@pytest.mark.parametrize(
-    ("where", "module"),
-    [("after norm", "blocks.1.norm"), ("after up", "blocks.1.up"), ("after down", "blocks.1.down")],
-)
-def test_a_gradient_is_named_by_the_module_that_it_reaches_first(where, module, how, float8):
-    found = find_nan(faulty(where, math.nan, True, how, float8), batch())
-    assert (found.module, found.phase) == (module, "backward")
+@pairs(after=["norm", "up", "down"], how=HOW, float8=[False, True])
+def test_a_gradient_is_named_by_the_module_that_it_reaches_first(after, how, float8):
+    found = find_nan(faulty(f"after {after}", math.nan, True, how, float8), batch())
+    assert (found.module, found.phase) == (f"blocks.1.{after}", "backward")
     assert found.tensor == "gradient of its output"
     assert "made by what reads this output" in str(found)
     assert found.nan == 1
 
 
-@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
-@pytest.mark.parametrize("float8", [False, True])
-def test_a_healthy_model_has_nothing(how, float8):
-    net = Net(how)
-    assert find_nan(convert_to_float8_training(net) if float8 else net, batch()) is None
-
-
-def test_among_many_ranks_nobody_stops_before_the_end(monkeypatch):
-    """Others would wait for its collectives. The finding is the same."""
+def test_with_other_ranks_the_run_goes_on_to_its_end(monkeypatch):
+    """Other ranks would wait in their collectives. The finding is the same."""
     net = faulty("after up", math.nan, False, "plain", True)
     alone, calls = find_nan(net, batch()), []
     net.head.register_forward_hook(lambda *_: calls.append("forward"))
@@ -299,7 +294,7 @@ def test_a_module_without_parameters_that_makes_an_inf_is_the_origin():
 
 
 class Distances(nn.Module):
-    """+inf that comes to nothing: the smallest of it is taken."""
+    """Takes the minimum of numbers and +inf."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +305,7 @@ class Distances(nn.Module):
         return (-self.hide(self.layer(x))).amin(-1)
 
 
-def test_an_inf_that_comes_to_nothing_is_let_be():
+def test_an_inf_that_does_no_harm_is_no_finding():
     torch.manual_seed(0)
     assert find_nan(Distances(), torch.randn(8, 8)) is None
 
@@ -459,7 +454,7 @@ def test_an_origin_says_what_it_led_to():
     assert "led to NaN or inf at head (Linear): gradient of weight in the backward" in text
 
 
-def test_the_end_of_float16_is_said_where_it_was_passed():
+def test_an_overflow_of_float16_is_remarked():
     half = torch.tensor([math.inf, 1.0]).half()
     assert "65504" in str(finding_of(LINEAR, "output", "forward", half))
     assert "65504" not in str(finding_of(LINEAR, "output", "forward", half.float()))
@@ -477,7 +472,7 @@ def layer(recipe: str) -> Float8Linear:
     return Float8Linear(16, 16, config=Float8LinearConfig.from_recipe_name(recipe))
 
 
-def test_nothing_is_said_of_other_modules():
+def test_other_modules_have_no_remarks():
     assert remarks_of(nn.Linear(3, 3), BAD) == ()
 
 

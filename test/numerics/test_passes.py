@@ -1,4 +1,4 @@
-"""How a batch is run, what of an output is looked at, and where a backward starts."""
+"""How a model is run on a batch, what stays as it was, and what the results are."""
 
 from __future__ import annotations
 
@@ -103,18 +103,6 @@ def test_an_own_batch_of_objects_shares_nothing_and_keeps_their_types():
         assert torch.equal(x, torch.ones(2))
 
 
-def test_an_own_batch_shares_neither_memory_nor_gradients():
-    x = torch.ones(3, requires_grad=True)
-    copy, ids = own_batch((x, torch.tensor([1, 2])))
-    assert copy.requires_grad
-    assert not ids.requires_grad
-    (copy * 2).sum().backward()
-    with torch.no_grad():
-        copy.zero_()
-    assert x.grad is None
-    assert torch.equal(x, torch.ones(3))
-
-
 @pytest.mark.parametrize(
     "output",
     [
@@ -183,7 +171,7 @@ def disturb(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_nothing_is_left_behind(raises):
+def test_nothing_of_the_model_changes(raises):
     model = a_model()
     model[2].eval()  # modes differ from module to module
     model(torch.randn(8, 16)).sum().backward()
@@ -196,7 +184,7 @@ def test_nothing_is_left_behind(raises):
             raise KeyError("inside")
 
 
-def test_an_optimizer_inside_backward_rests():
+def test_an_optimizer_inside_backward_does_not_step():
     model = nn.Linear(8, 8)
     before = model.weight.detach().clone()
     steps = []
@@ -276,10 +264,8 @@ def test_no_random_number_is_lost():
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_random_numbers_of_all_gpus_are_kept_and_one_that_nobody_started_is_let_be(
-    monkeypatch, started
-):
-    """Of a model on the CPU too: all GPUs are seeded."""
+def test_random_numbers_of_all_gpus_are_restored_and_cuda_is_not_initialised(monkeypatch, started):
+    """All GPUs are seeded, also for a model on the CPU."""
     gpus = [torch.Generator().manual_seed(100 + i) for i in range(2)]
     before, calls = [g.get_state() for g in gpus], []
 
@@ -376,7 +362,7 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
-def test_a_watch_sees_every_call_once_and_the_share_of_its_own_layer(how):
+def test_an_observer_sees_every_call_once_and_its_own_layers_gradient(how):
     model = Shared(how).double()
     x = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
     seen = {}
@@ -397,7 +383,7 @@ def test_a_watch_sees_every_call_once_and_the_share_of_its_own_layer(how):
 
 
 @pytest.mark.parametrize("in_float8", [False, True])
-def test_a_tap_has_the_gradient_of_its_own_reader_alone(in_float8):
+def test_a_gradient_hook_gets_the_gradient_of_its_own_reader(in_float8):
     x = torch.randn(2, 4, 16, requires_grad=True)
     t = (
         Float8Tensor.from_high_precision(x, torch.float8_e4m3fn, Tensorwise())

@@ -1,4 +1,4 @@
-"""Every rule finds what it is for, says the number, and leaves a healthy cast alone."""
+"""Every kind of problem is found, with its number; a healthy cast has none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page is one file that needs nothing else, shows what the run says, and trusts none of it."""
+"""The page is one file that needs nothing else, shows the run, and executes none of it."""
 
 from __future__ import annotations
 
@@ -359,9 +359,6 @@ def test_it_lies_where_it_is_asked_for(run_file, tmp_path):
     [
         (None, "No such file"),
         ("{", "is not a report of float8.numerics"),
-        ("[1]", "is not a report of float8.numerics"),
-        ('{"format": "float8.numerics", "version": 9, "float8": "8.0"}', "of version 9"),
-        ('{"format": "float8.numerics", "version": 1}', "missing or damaged"),
         (
             '{"format": "float8.numerics", "version": 1, "model": "", "snapshots": []}',
             "there is no snapshot",
@@ -373,11 +370,11 @@ def test_a_file_that_is_no_run_is_one_line_and_status_2(content, complaint, tmp_
     if content is not None:
         path.write_text(content)
     assert main([str(path)]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    assert complaint in said.err
-    assert str(path) in said.err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert complaint in printed.err
+    assert str(path) in printed.err
 
 
 def test_what_cannot_be_written_is_said(run_file, tmp_path, capsys):

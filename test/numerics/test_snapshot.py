@@ -1,4 +1,4 @@
-"""Reports: files that come back the same, errors that say what is wrong, scales, scalars."""
+"""Reports: their order, files that are read back the same, scales, scalars."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from float8 import convert_to_float8_inference
 from float8.numerics import Report
-from float8.numerics.snapshot import as_json, cast_from_json, load_run, strict_json, write_run
+from float8.numerics.snapshot import cast_from_json, strict_json
 from float8.numerics.statistics import Histogram, Sums
 
 WEIGHT = replace(ROW, layer="b", operand="weight", sqnr=20.0)
@@ -29,12 +29,6 @@ def test_a_file_gives_the_report_back(tmp_path):
     content = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert (content["format"], content["version"]) == ("float8.numerics", 1)
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
-
-
-def test_a_run_holds_many(tmp_path):
-    path = tmp_path / "run.json"
-    write_run(path, "M", [as_json(Report([ROW], step=step)) for step in (0, 50)])
-    assert [report.step for report in load_run(path)] == [0, 50]
 
 
 def test_rows_are_dictionaries_worst_first():
