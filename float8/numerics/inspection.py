@@ -56,10 +56,10 @@ from float8.numerics.snapshot import Report
 from float8.numerics.statistics import (
     IN_FLOAT8,
     OPERANDS,
+    CastKey,
     CastLabels,
     CastTotals,
     Float8Matrix,
-    Key,
     measure_cast,
     statistics_of,
 )
@@ -205,7 +205,7 @@ class _Inspection:
 
     def __init__(self, layers: dict[str, Float8Linear]) -> None:
         self.layers = layers
-        self.found: dict[tuple[Key, bool], Found] = {}
+        self.found: dict[tuple[CastKey, bool], Found] = {}
         self.seen: set[str] = set()
         self.reasons: dict[str, str] = {}
         self.is_open = True

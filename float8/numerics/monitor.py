@@ -37,7 +37,7 @@ from torch import nn
 
 from float8.arguments import check_module, described
 from float8.numerics.inspection import inspect
-from float8.numerics.snapshot import Report, as_json, check_writable, load_run, write_run
+from float8.numerics.snapshot import Report, as_json, load_run, try_writing, write_run
 
 
 def inspect_every(
@@ -101,7 +101,7 @@ class Monitor:
         self.path = None if path is None else Path(path)
         self.report: Report | None = None
         if self.path is not None and _is_first_rank():
-            check_writable(self.path)
+            _check_writable(self.path)
         found = [] if self.path is None or not self.path.exists() else load_run(self.path)
         self._written = {r.step: as_json(r) for r in found if r.step is None or r.step < step}
         self._open: ExitStack | None = None
@@ -170,6 +170,16 @@ class Monitor:
         trace: TracebackType | None,
     ) -> None:
         self._close(failed=kind is not None)
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        try_writing(path)
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be written ({error.strerror or error}): name a file in a folder that "
+            "exists, may be written to and has space"
+        ) from error
 
 
 def _is_first_rank() -> bool:

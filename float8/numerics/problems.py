@@ -76,7 +76,7 @@ class Problem:
 def problems_of(casts: Sequence[CastStatistics]) -> list[Problem]:
     """The problems of these casts, the worst kind first."""
     found = []
-    for kind in KINDS:
+    for kind in PROBLEM_KINDS:
         concerned = [cast for cast in casts if kind.level(cast) > FINE]
         if concerned:
             concerned.sort(key=lambda cast: (kind.level(cast), kind.severity(cast)), reverse=True)
@@ -85,13 +85,13 @@ def problems_of(casts: Sequence[CastStatistics]) -> list[Problem]:
 
 
 def kinds_of(cast: CastStatistics) -> list[int]:
-    """The indices in `KINDS` of one cast's problems."""
-    return [i for i, kind in enumerate(KINDS) if kind.level(cast) > FINE]
+    """The indices in `PROBLEM_KINDS` of one cast's problems."""
+    return [i for i, kind in enumerate(PROBLEM_KINDS) if kind.level(cast) > FINE]
 
 
 def level_of(cast: CastStatistics) -> int:
     """The worst level of a cast."""
-    return max(kind.level(cast) for kind in KINDS)
+    return max(kind.level(cast) for kind in PROBLEM_KINDS)
 
 
 def noisy_below(format_name: str) -> float:
@@ -165,7 +165,7 @@ def _staleness_message(cast: CastStatistics) -> str:
     return f"Its amax lies {octaves:.1f} octaves {side} what its {cast.scaling} scale was made for."
 
 
-KINDS = (
+PROBLEM_KINDS = (
     ProblemKind(
         "met inf or NaN",
         "met inf or NaN",

@@ -13,10 +13,10 @@ against the format's range, and how it changed over the steps. The file needs no
 # last snapshot are there as a plain table.
 #
 # To stay small with 2,000 casts and 20 snapshots, names are written once, a snapshot is an array
-# per cast (COLUMNS), numbers have four digits, and a histogram is a string: a character per power
-# of two, whose place in LEVELS is the share of the elements, on a logarithmic scale:
+# per cast (ROW_COLUMNS), numbers have four digits, and a histogram is a string: a character per
+# power of two, whose place in SHARE_LEVELS is the share of the elements, on a logarithmic scale:
 #
-#     share = 10^(DECADES * (level / (len(LEVELS) - 1) - 1)),   level 0: none
+#     share = 10^(DECADES * (level / (len(SHARE_LEVELS) - 1) - 1)),   level 0: none
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ import torch
 from float8.formats import FORMATS
 from float8.numerics.problems import (
     EXPECTED_SQNR,
-    KINDS,
+    PROBLEM_KINDS,
     Problem,
     kinds_of,
     level_of,
@@ -49,9 +49,9 @@ from float8.numerics.snapshot import Report, load_run
 from float8.numerics.statistics import CastLabels, CastStatistics, Histogram
 
 DECADES = 8
-LEVELS = "".join(chr(code) for code in range(35, 127) if chr(code) not in "<>&\\")
+SHARE_LEVELS = "".join(chr(code) for code in range(35, 127) if chr(code) not in "<>&\\")
 ROWS_WITHOUT_SCRIPT = 200
-COLUMNS = (
+ROW_COLUMNS = (
     "cast", "sqnr", "amax", "scale_min", "scale_max", "flushed", "saturated", "kurtosis",
     "staleness", "elements", "calls", "zeros", "nonfinite", "level", "problems", "lowest", "shares",
 )  # fmt: skip
@@ -104,11 +104,11 @@ def content(reports: Sequence[Report], about: Mapping[str, str]) -> dict[str, An
         "model": reports[-1].model,
         "about": dict(about),
         "labels": CastLabels._fields,
-        "columns": COLUMNS,
-        "levels": LEVELS,
+        "columns": ROW_COLUMNS,
+        "levels": SHARE_LEVELS,
         "decades": DECADES,
         "formats": formats,
-        "kinds": [{"one": kind.one, "advice": kind.advice} for kind in KINDS],
+        "kinds": [{"one": kind.one, "advice": kind.advice} for kind in PROBLEM_KINDS],
         "casts": list(casts),
         "snapshots": snapshots,
     }
@@ -124,7 +124,7 @@ def _snapshot(report: Report, casts: dict[CastLabels, int]) -> dict[str, Any]:
         "problems": [
             {
                 "level": problem.level,
-                "kind": KINDS.index(problem.kind),
+                "kind": PROBLEM_KINDS.index(problem.kind),
                 "title": problem.title,
                 "text": problem.text,
                 "cast": casts[_labels(problem.casts[0])],
@@ -159,7 +159,7 @@ def _numbers(cast: CastStatistics, number: int) -> list[Any]:
         "lowest": cast.histogram.lowest,
         "shares": shares(cast.histogram),
     }
-    return [_rounded(named[name]) for name in COLUMNS]
+    return [_rounded(named[name]) for name in ROW_COLUMNS]
 
 
 def _rounded(value: Any) -> Any:
@@ -174,12 +174,12 @@ def _rounded(value: Any) -> Any:
 
 def shares(histogram: Histogram) -> str:
     """A histogram as a string; see the top of this file."""
-    total, top = sum(histogram.counts), len(LEVELS) - 1
+    total, top = sum(histogram.counts), len(SHARE_LEVELS) - 1
     levels = (
         max(1, round(top * (1 + math.log10(count / total) / DECADES))) if count else 0
         for count in histogram.counts
     )
-    return "".join(LEVELS[level] for level in levels)
+    return "".join(SHARE_LEVELS[level] for level in levels)
 
 
 def _plain_table(casts: Sequence[CastStatistics]) -> str:

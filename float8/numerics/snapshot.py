@@ -241,15 +241,12 @@ def as_json(report: Report) -> str:
 
 
 def write_run(path: str | os.PathLike[str], model: str, snapshots: Sequence[str]) -> None:
-    """Write snapshots to a file. A reader finds the old file or the new one, both complete.
+    """Write snapshots to a file; see `replace_file`.
 
     Args:
         path: of the file.
         model: the name of the model's class.
         snapshots: each as `as_json` returns it.
-
-    Raises:
-        OSError: it could not be written. The old file is unchanged, and no other file is left.
     """
     head = {
         "format": FORMAT,
@@ -259,29 +256,30 @@ def write_run(path: str | os.PathLike[str], model: str, snapshots: Sequence[str]
         "model": model,
     }
     text = f'{json.dumps(head)[:-1]}, "snapshots": [{", ".join(snapshots)}]}}'
-    target = Path(path)
-    temporary = _temporary(target)
+    replace_file(Path(path), text)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a whole file. A reader finds the old content or the new one, whatever happens.
+
+    Raises:
+        OSError: it could not be written. The old file is unchanged, and no other file is left.
+    """
+    temporary = _temporary(path)
     try:
         temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
-    except BaseException:
+        temporary.replace(path)
+    finally:
         _remove(temporary)
-        raise
 
 
-def check_writable(path: Path) -> None:
-    """Raise OSError, with the reason and the fix, if `write_run` could not write this file now."""
+def try_writing(path: Path) -> None:
+    """Raise OSError if `replace_file` could not write a file now."""
     temporary = _temporary(path)
     try:
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
         temporary.write_text(" ", encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or error
-        raise OSError(
-            f"{path} cannot be written ({reason}): name a file in a folder that exists, may be "
-            "written to and has space"
-        ) from error
     finally:
         _remove(temporary)
 

@@ -47,7 +47,7 @@ from float8.kernels.sqnr import decibels
 OPERANDS = ("input", "weight", "grad_output")
 IN_FLOAT8 = "float8"  # the scaling of an operand that arrived in float8
 FORMAT_OF = {fmt.name: fmt for fmt in FORMATS.values()}
-Key = tuple[str, str, str]
+CastKey = tuple[str, str, str]
 
 # Of E[x^2]. Rounding changes a kurtosis by some 1e-14 over the square of this ratio: by 1e-4 here,
 # by all of it at 1e-7.
@@ -171,7 +171,7 @@ class CastStatistics:
     sums: Sums | None = None
 
     @property
-    def key(self) -> Key:
+    def key(self) -> CastKey:
         """Layer, operand and GEMM."""
         return self.layer, self.operand, self.gemm
 
@@ -203,7 +203,7 @@ def merged(casts: Iterable[CastStatistics]) -> list[CastStatistics]:
     Raises:
         ValueError: two of one key are of different casts, or have no sums.
     """
-    by_key: dict[tuple[Key, bool], CastStatistics] = {}
+    by_key: dict[tuple[CastKey, bool], CastStatistics] = {}
     for cast in casts:
         key = cast.key, cast.scaling == IN_FLOAT8
         by_key[key] = cast if key not in by_key else _merged(by_key[key], cast)

@@ -17,7 +17,7 @@ import pytest
 from fresh import ROOT
 from runs import EVIL, HEALTHY, run
 
-from float8.numerics.report import COLUMNS, DECADES, LEVELS, content, main, page, shares
+from float8.numerics.report import DECADES, ROW_COLUMNS, SHARE_LEVELS, content, main, page, shares
 from float8.numerics.snapshot import Report
 from float8.numerics.statistics import Histogram
 
@@ -101,7 +101,7 @@ def test_the_numbers_are_those_of_the_run_in_four_digits():
     for report, snapshot in zip(reports, found["snapshots"], strict=True):
         assert snapshot["step"] == report.step
         for row, values in zip(report.casts, snapshot["rows"], strict=True):
-            said = dict(zip(COLUMNS, values, strict=True))
+            said = dict(zip(ROW_COLUMNS, values, strict=True))
             named = (*row.key, row.format, row.scaling, row.granularity)
             assert tuple(found["casts"][said["cast"]]) == named
             for name in ("amax", "sqnr", "flushed", "scale_max", "kurtosis", "nonfinite"):
@@ -114,14 +114,14 @@ def test_the_numbers_are_those_of_the_run_in_four_digits():
 def test_a_histogram_as_a_string_keeps_its_shares():
     counts = (1, 0, 30, 10**4, 10**7, 123_456_789)
     text = shares(Histogram(-5, counts))
-    assert text[1] == LEVELS[0]
+    assert text[1] == SHARE_LEVELS[0]
     for character, count in zip(text, counts, strict=True):
-        level = LEVELS.index(character) / (len(LEVELS) - 1)
+        level = SHARE_LEVELS.index(character) / (len(SHARE_LEVELS) - 1)
         if count > 1:  # one in 10^8 is below what it tells apart
             assert 10 ** (DECADES * (level - 1)) == pytest.approx(count / sum(counts), rel=0.12)
         assert (level > 0) == (count > 0)
-    assert len(set(LEVELS)) == len(LEVELS)
-    assert not set(LEVELS) & set('<>&\\"')
+    assert len(set(SHARE_LEVELS)) == len(SHARE_LEVELS)
+    assert not set(SHARE_LEVELS) & set('<>&\\"')
 
 
 def test_the_summary_is_a_sentence():
