@@ -148,18 +148,7 @@ _LEGEND = (
 def plot_casts(
     casts: Sequence[CastStatistics], path: str | os.PathLike[str], title: str = "", top: int = 24
 ) -> None:
-    """Draw the first ``top`` casts that have a nonzero finite element.
-
-    Args:
-        casts: in the order of the panels.
-        path: of the picture; its suffix is the format, as ``.png`` or ``.svg``.
-        title: above the panels.
-        top: how many.
-
-    Raises:
-        ValueError: there is nothing to draw.
-        ImportError: matplotlib is not installed.
-    """
+    """Draw the first ``top`` casts that have a nonzero finite element; see `Report.plot`."""
     shown = [cast for cast in casts if cast.histogram.counts][:top]
     if not shown:
         raise ValueError("the report has nothing to draw: no operand had a nonzero finite element")

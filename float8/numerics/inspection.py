@@ -112,11 +112,8 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
 
 # Of torch.compile, FSDP1, checkpoint_wrapper and Lightning's Fabric.
 _WRAPPERS = {
-    "_orig_mod",
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-    "_forward_module",
-}
+    "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module",
+}  # fmt: skip
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -29,7 +29,6 @@ import os
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -89,9 +88,8 @@ class Monitor:
         check_module(model, "inspect_every")
         for name, value in (("n", n), ("keep", keep)):
             if not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"inspect_every: {name} is an integer >= 1, got {described(value)}"
-                )
+                got = described(value)
+                raise ValueError(f"inspect_every: {name} is an integer >= 1, got {got}")
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
             raise TypeError(
                 f"inspect_every: a {type(writer).__name__} has no add_scalar(tag, value, step), as "
@@ -163,12 +161,7 @@ class Monitor:
         self.start_step()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._close(failed=kind is not None)
 
 

@@ -134,10 +134,7 @@ class BackwardStart(NamedTuple):
 def start_of_backward(output: Any, loss_fn: LossFn | None, seed: int) -> BackwardStart:
     """Where the backward of an output starts; see the top of this file.
 
-    Args:
-        output: of the model.
-        loss_fn: of the output, or None.
-        seed: of the random cotangent; it gives the same numbers on every device.
+    The random cotangent of a seed is the same on every device.
 
     Raises:
         TypeError: ``loss_fn`` did not return a scalar tensor.
@@ -178,11 +175,9 @@ def model_unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def seed_everything(seed: int, model: nn.Module | None = None) -> None:
-    """Seed all random numbers: runs that start here have the same dropout masks.
+    """Seed torch, Python, NumPy, and the ``torch.Generator`` attributes of a model's modules.
 
-    Args:
-        seed: of torch, Python and NumPy.
-        model: its modules' own ``torch.Generator`` attributes are seeded too.
+    Runs that start from one seed have the same dropout masks.
     """
     # Not torch.manual_seed: it would also seed a CUDA that is not initialised yet, for good.
     torch.default_generator.manual_seed(seed)

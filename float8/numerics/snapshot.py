@@ -241,13 +241,7 @@ def as_json(report: Report) -> str:
 
 
 def write_run(path: str | os.PathLike[str], model: str, snapshots: Sequence[str]) -> None:
-    """Write snapshots to a file; see `replace_file`.
-
-    Args:
-        path: of the file.
-        model: the name of the model's class.
-        snapshots: each as `as_json` returns it.
-    """
+    """Write snapshots, each as `as_json` returns it, to a file; see `replace_file`."""
     head = {
         "format": FORMAT,
         "version": VERSION,
