@@ -1,4 +1,4 @@
-"""Every rule finds what it is for, says the number, and leaves a healthy cast alone."""
+"""Every kind of problem is found, with its number; a healthy cast has none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from runs import HEALTHY
 
-from float8.numerics.findings import BAD, FINE, SUSPICIOUS, findings, level_of
+from float8.numerics.problems import BAD, FINE, SUSPICIOUS, level_of, problems_of
 
 
 def test_a_healthy_cast_is_left_alone():
@@ -16,7 +16,7 @@ def test_a_healthy_cast_is_left_alone():
     exact = replace(HEALTHY, sqnr=math.inf, staleness=None)
     roomy = replace(HEALTHY, scaling="static", staleness=-8.0)
     rows = [HEALTHY, unknown, exact, roomy, replace(HEALTHY, format="e5m2", sqnr=25.0)]
-    assert findings(rows) == []
+    assert problems_of(rows) == []
     assert [level_of(row) for row in rows] == [FINE] * 5
 
 
@@ -47,38 +47,38 @@ def test_a_healthy_cast_is_left_alone():
 )
 def test_each_rule_finds_what_it_is_for(change, level, title, text):
     row = replace(HEALTHY, layer="head", **change)
-    (found,) = findings([HEALTHY, row])
-    assert (found.level, found.title, found.rows) == (level, title, (row,))
+    (found,) = problems_of([HEALTHY, row])
+    assert (found.level, found.title, found.casts) == (level, title, (row,))
     assert found.text.startswith("head, input. ")
     assert text in found.text
 
 
 def test_a_cast_that_left_nothing_finite_is_not_called_imprecise():
-    (found,) = findings([replace(HEALTHY, sqnr=-math.inf, flushed=0.9)])
-    assert found.rule.one == "met inf or NaN"
+    (found,) = problems_of([replace(HEALTHY, sqnr=-math.inf, flushed=0.9)])
+    assert found.kind.one == "met inf or NaN"
 
 
 def test_what_flushes_without_a_loss_of_sqnr_weighs_less():
     softmax = replace(HEALTHY, operand="grad_output", format="e5m2", sqnr=25.9, flushed=0.4)
-    assert findings([softmax]) == []
+    assert problems_of([softmax]) == []
     worse = [replace(softmax, flushed=0.9), replace(softmax, flushed=0.6, sqnr=9.0)]
-    (found,) = findings(worse)
-    assert (found.level, found.rows) == (BAD, tuple(reversed(worse)))
+    (found,) = problems_of(worse)
+    assert (found.level, found.casts) == (BAD, tuple(reversed(worse)))
 
 
 def test_noise_is_said_where_nothing_else_explains_it():
     saturated = replace(HEALTHY, saturated=0.005, sqnr=20.0)
-    assert [each.rule.one for each in findings([saturated])] == ["saturates"]
+    assert [each.kind.one for each in problems_of([saturated])] == ["saturates"]
     noisier = replace(saturated, sqnr=8.0)
-    assert [each.rule.one for each in findings([noisier])] == ["loses precision", "saturates"]
+    assert [each.kind.one for each in problems_of([noisier])] == ["loses precision", "saturates"]
 
 
 def test_the_worst_kind_and_the_worst_row_come_first():
     rows = [replace(HEALTHY, layer=str(i), flushed=0.2 + i / 100, sqnr=20.0) for i in range(3)]
     rows.append(replace(HEALTHY, layer="small ones", flushed=0.6))
     rows.append(replace(HEALTHY, layer="nan", nonfinite=1))
-    first, second = findings(rows)
-    assert first.rows[0].layer == "nan"
+    first, second = problems_of(rows)
+    assert first.casts[0].layer == "nan"
     assert second.title == "4 casts flush to zero"
-    assert [row.layer for row in second.rows] == ["small ones", "2", "1", "0"]
+    assert [row.layer for row in second.casts] == ["small ones", "2", "1", "0"]
     assert second.text.startswith("The worst: small ones, input.")
