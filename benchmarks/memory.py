@@ -242,9 +242,9 @@ def as_on_cuda() -> Iterator[None]:
     replaced: dict[str, Any] = {
         "float8.kernels.runs_kernel": partial(_with_cuda, runs_kernel),
         "float8.kernels.scaled_mm.runs_reference": lambda device, emulate: emulate,
-        "float8.optim.tiles.TILE": sys.maxsize,  # of thousands each would be traced
-        "float8.optim.core.advance": lambda *_: None,
-        "float8.optim.core.advance_together": lambda *_: None,
+        "float8.optim.moment.TILE": sys.maxsize,  # of thousands each would be traced
+        "float8.optim.optimizer.advance": lambda *_: None,
+        "float8.optim.optimizer.advance_together": lambda *_: None,
     }
     with ExitStack() as stack:
         stack.enter_context(_FusedOps())

@@ -1,4 +1,4 @@
-"""The core that every optimizer here shares: which states it keeps, in what, and one step.
+"""`QuantizedOptimizer`: which states an optimizer keeps, in which form, and one step of all of it.
 
 An optimizer names its states (`QuantizedOptimizer.moment_options`) and gives its update rule
 (`QuantizedOptimizer.rule`); everything else is here. ``state[p]`` holds
@@ -13,30 +13,39 @@ A DTensor's states are those of its local shard: a step touches nothing else, ea
 elements that share a scale then lives on one rank, and no collective is needed. In a state dict
 they become DTensors again (``state_dicts.py``).
 
-The options of storage (``first_moment``, ``second_moment``, ``group_size``, ``min_size``,
-``stochastic_rounding``, ``state_rounding``) belong to the parameter group, as learning rates do.
+How a state is rounded. With beta2 = 0.999 a second moment changes by about 0.1 % in a step, but
+E4M3 values are 6 to 12 % apart: nearest rounding hardly ever moves it. Where all elements of a
+group fade alike their scale follows; an element that fades alone stays. Measured on 8192 elements
+over 3000 steps, against float32 states:
 
-How a state is rounded. A second moment with beta2 = 0.999 moves by some 0.1 % in a step, and E4M3
-codes are 6 to 12 % apart: rounded to nearest it hardly ever moves. Where all elements of a group
-fade alike the scale does it for them; where one fades alone it stays. Measured on 8192 elements
-over 3000 steps against float32, half of them with gradients fading by 0.2 % a step: these ended 11
-times too large on (geometric) average and up to 100 times, and the parameters' error was 79 %;
-rounded up and down at random, 0.89 times on average, at most 8, and the error was 14 %. Gradients
-that drop to 3 % half way: 2.3 times and 29 %, against 0.93 times and 15 %. Steady ones: 1.11 times
-and 14 %, against 0.96 times (the arithmetic average is 0.997) and 15 %. So a state that forgets
-less than `SLOW` in a step is rounded at random, and a faster one to nearest, which is less noisy
-(30 dB against 27 for a first moment of beta1 = 0.9); ``state_rounding`` may say otherwise. A second
-moment in float16 needs no chance (4 % on average, and an error of 5 %); a float16 master does, or
-updates below 2^-11 of a weight would be lost. Random numbers are a hash of parameter, step and
-element: the same in every run, on replicas, and for rows of another rank's shard as for those of
-one process; nobody's generator is touched.
+=================================== ===================== ================ ==================
+gradients                           rounding              second moment    parameters' error
+=================================== ===================== ================ ==================
+half of them fade by 0.2 % a step   nearest               11x (up to 100x) 79 %
+half of them fade by 0.2 % a step   stochastic            0.89x (up to 8x) 14 %
+they drop to 3 % half way           nearest               2.3x             29 %
+they drop to 3 % half way           stochastic            0.93x            15 %
+steady                              nearest               1.11x            14 %
+steady                              stochastic            0.96x            15 %
+=================================== ===================== ================ ==================
+
+(Second moments as a geometric mean of ratios; the arithmetic mean of the last row is 0.997.) So a
+state that forgets less than `SLOW` in a step is rounded stochastically. A faster one is rounded to
+nearest, which has less noise (30 dB against 27 for a first moment of beta1 = 0.9). The option
+``state_rounding`` overrides both. A second moment in float16 is precise enough to round to nearest
+(4 % on average, and an error of 5 %). A float16 master is not: updates below 2^-11 of a weight
+would be lost. Random numbers are a hash of parameter, step and element: the same in every run, on
+replicas, and for the rows of a shard as for the same rows in one process. No random number
+generator is read.
+
+What a step costs on a CPU. An eager step is computed in plain PyTorch, tile by tile. A compiled one
+is CPU_COST
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -45,24 +54,27 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from float8.arguments import described
-from float8.kernels.optimizer_step import Rule
-from float8.optim import checks, masters, state_dicts
+from float8.kernels.moments import StateMatrix
+from float8.kernels.update_rules import UpdateRule
+from float8.optim import options
 from float8.optim.moment import Moment, matrix_of
-from float8.optim.update import (
-    Update,
+from float8.optim.state_dicts import parameters_of, read_states, with_plain_entries
+from float8.optim.step import (
     Work,
     advance,
     advance_fused,
     advance_together,
     buckets,
+    cast_from_master,
     gradient_of,
     may_be_batched,
+    new_master,
     takes_kernel,
 )
 from float8.tensor import Float8Tensor
 
-# Half the largest distance between neighbouring E4M3 codes, as a share of their value. An average
-# that changes by less in a step stays where it is when it is rounded to nearest.
+# Half the largest distance between neighbouring E4M3 values, relative to them. An average that
+# changes by less in a step stays where it is when it is rounded to nearest.
 SLOW = 2.0**-4
 
 
@@ -71,42 +83,36 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
     Args:
         params: tensors, (name, tensor) pairs, or groups (dicts), as in torch.optim.
-        defaults: the options of groups that do not set their own.
+        given: the options of `float8.optim.options.Options` that the user chose.
+        hyperparameters: those of the update rule, lr and weight_decay among them.
     """
 
     # state's name -> the option of the group that says how it is kept
     moment_options: ClassVar[dict[str, str]]
 
-    # of float8/kernels/moments.py: (p, g, *moments, **rule) -> (p, *moments)
-    update: Update
-
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+    def __init__(self, params: ParamsT, given: Mapping[str, Any], **hyperparameters: Any) -> None:
+        name = type(self).__name__
         if isinstance(params, nn.Module) or not isinstance(params, Iterable):
             way_out = "; give model.parameters()" if isinstance(params, nn.Module) else ""
             raise TypeError(
-                f"{type(self).__name__}: params must be an iterable of tensors or of groups (dicts)"
+                f"{name}: params must be an iterable of tensors or of groups (dicts)"
                 f", got {described(params)}{way_out}"
             )
-        super().__init__(params, defaults)
+        known = options.with_defaults(name, self.moment_options, given)
+        super().__init__(params, {**hyperparameters, **known})
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What GradScaler asks: whether to leave unscaling and skipping to the step's kernel."""
+        """What GradScaler asks: whether the step's kernel unscales and skips by itself."""
         return bool(self.defaults["fused"])
 
-    def rule(self, group: dict[str, Any], step: float | Tensor) -> Rule:
-        """The numbers that the update takes in this step."""
-        raise NotImplementedError(f"{type(self).__name__} is abstract")
-
-    def decay(self, group: dict[str, Any], name: str) -> float:
-        """What is left of a moment after a step: beta1, beta2 or the momentum."""
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
+        """The update rule with the group's numbers."""
         raise NotImplementedError(f"{type(self).__name__} is abstract")
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError or TypeError for a group's hyperparameters."""
-        checks.check_storage(group)
-        checks.check_number("lr", group["lr"], 0.0)
-        checks.check_number("weight_decay", group["weight_decay"], 0.0)
+        """Raise ValueError or TypeError for a group's hyperparameters and options."""
+        options.check_options(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; a group that is refused leaves the optimizer as it was."""
@@ -116,8 +122,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             for group in self.param_groups[before:]:
                 self.check_group(group)
                 for index, p in enumerate(group["params"]):
-                    what = checks.describe(index, p, group.get("param_names"))
-                    checks.check_parameter(p, what)
+                    options.check_parameter(p, options.describe(index, p, group))
         except Exception:
             del self.param_groups[before:]
             raise
@@ -137,9 +142,9 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_gradients()
-        gathered = self._gather() if torch.compiler.is_compiling() else self._works(False)
-        for group, works in gathered:
-            self._run(group, works)
+        works = self._traced_works() if torch.compiler.is_compiling() else self._works(False)
+        for group, of_group in works:
+            self._run(group, of_group)
         return loss
 
     @torch.compiler.disable
@@ -148,20 +153,19 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for index, p in enumerate(group["params"]):
                 if p.grad is not None:
-                    what = checks.describe(index, p, group.get("param_names"))
-                    checks.check_gradient(p.grad, what)
+                    options.check_gradient(p.grad, options.describe(index, p, group))
 
     @torch.compiler.disable
-    def _gather(self) -> list[tuple[dict[str, Any], list[Work]]]:
-        """What is to be done, for torch.compile, which does not see into this.
+    def _traced_works(self) -> list[tuple[dict[str, Any], list[Work]]]:
+        """`_works` for torch.compile, which does not trace this function.
 
-        Subclasses, shards and dictionaries stay outside of the graph, which takes tensors alone and
-        is the same in every step.
+        Subclasses, shards and dictionaries stay outside of the graph, which takes plain tensors
+        alone and is the same in every step.
         """
         return [(group, list(works)) for group, works in self._works(True)]
 
     def _works(self, is_compiling: bool) -> Iterator[tuple[dict[str, Any], Iterator[Work]]]:
-        """Every group and what is to be done for it; made one by one, as they may hold copies."""
+        """Every group and its works; made one by one, as they may hold copies."""
         for number, group in enumerate(self.param_groups):
             yield (
                 group,
@@ -173,28 +177,19 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             )
 
     def _run(self, group: dict[str, Any], works: Iterable[Work]) -> None:
-        fused = group["fused"]
+        fused, rule = group["fused"], self.rule(group)
         batches: dict[Any, list[Work]] = {}
         for work in works:
             if not fused and isinstance(work.step, float) and may_be_batched(work):
                 key = (work.step, work.parameter.dtype, work.parameter.device)
                 batches.setdefault(key, []).append(work)
-            elif takes_kernel(fused, work):
-                advance_fused(work, self.rule(group, work.step), *self._amp())
+            elif takes_kernel(fused, work, rule):
+                advance_fused(work, rule, *self._amp())
             else:
-                advance(work, self._filled_in(group, work.step))
-        for (step, *_), alike in batches.items():
+                advance(work, rule)
+        for alike in batches.values():
             for bucket in buckets(alike):
-                advance_together(bucket, self._filled_in(group, step))
-
-    def _is_stochastic(self, group: dict[str, Any], name: str) -> bool:
-        if group["state_rounding"] == "auto":
-            in_float8 = group[self.moment_options[name]] == "float8"
-            return in_float8 and 1 - self.decay(group, name) < SLOW
-        return group["state_rounding"] == "stochastic"
-
-    def _filled_in(self, group: dict[str, Any], step: float | Tensor) -> Update:
-        return partial(self.update, **self.rule(group, step)._asdict())
+                advance_together(bucket, rule)
 
     def _amp(self) -> tuple[Tensor | None, Tensor | None]:
         """What GradScaler leaves on a fused optimizer: ``grad_scale`` and ``found_inf``."""
@@ -205,24 +200,36 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         state = self._state_of(p, group)
         state["step"].add_(1)
         if group["fused"] and (found_inf := self._amp()[1]) is not None:
-            state["step"].sub_(found_inf.reshape(()))  # a step that writes nothing is none
+            state["step"].sub_(found_inf.reshape(()))  # a skipped step does not count
         in_memory = [local(state[name]) for name in self.moment_options]
-        plain, scale = p.data_and_scale if isinstance(p, Float8Tensor) else (local(p), None)
+        plain, scale, master = local(p), None, None
+        rounds_target = group["stochastic_rounding"]
+        if isinstance(p, Float8Tensor):
+            (plain, scale), master = p.data_and_scale, state["master"].matrix()
+            rounds_target = group["state_rounding"] != "nearest"
         return Work(
-            matrix_of(plain.contiguous()),
-            scale,
-            state["master"].parts() if isinstance(p, Float8Tensor) else None,
-            gradient_of(local(p.grad)),
-            [m.parts() if isinstance(m, Moment) else matrix_of(m) for m in in_memory],
-            next((m.group for m in in_memory if isinstance(m, Moment)), group["group_size"]),
-            seed,
-            group["stochastic_rounding"],
-            group["state_rounding"] != "nearest",
-            [self._is_stochastic(group, name) for name in self.moment_options],
-            state["step"] if is_compiling else _number(state["step"]),
-            None if plain.is_contiguous() else plain,
-            first_element(p),
+            parameter=matrix_of(plain.contiguous()),
+            scale=scale,
+            master=master,
+            gradient=gradient_of(local(p.grad)),
+            states=[
+                m.matrix() if isinstance(m, Moment) else StateMatrix(matrix_of(m))
+                for m in in_memory
+            ],
+            group=next((m.group for m in in_memory if isinstance(m, Moment)), group["group_size"]),
+            seed=seed,
+            at_random=[rounds_target, *self.stochastic_states(group)],
+            step=state["step"] if is_compiling else _number(state["step"]),
+            original=None if plain.is_contiguous() else plain,
+            first=first_element(p),
         )
+
+    def stochastic_states(self, group: dict[str, Any]) -> list[bool]:
+        """Whether each of the moments is rounded stochastically, if it is in few bits."""
+        if group["state_rounding"] != "auto":
+            return [group["state_rounding"] == "stochastic"] * len(self.moment_options)
+        decays = zip(self.moment_options.values(), self.rule(group).decays, strict=True)
+        return [group[option] == "float8" and 1 - decay < SLOW for option, decay in decays]
 
     def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
@@ -230,39 +237,30 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             on_device = group["capturable"] or group["fused"]
             device = p.device if on_device else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        for name in self.moment_options:
+        for name, kind in self.kinds_of(p, group).items():
             if name not in state:
-                state[name] = self._new_moment(p, group, name)
+                state[name] = _new_moment(p, kind, group["group_size"])
             elif isinstance(state[name], dict):
                 raise ValueError(
                     f"the {name} of a parameter of shape {tuple(p.shape)} is an entry of a state "
-                    "dict, which somebody wrote into optimizer.state; load it with this "
-                    "optimizer's load_state_dict (ZeroRedundancyOptimizer does not: shard with "
-                    "FSDP2 instead)"
+                    "dict, written into optimizer.state; load it with this optimizer's "
+                    "load_state_dict (ZeroRedundancyOptimizer does not: shard with FSDP2 instead)"
                 )
         if isinstance(p, Float8Tensor) and "master" not in state:
-            state["master"] = masters.new_master(p, group["group_size"])
+            state["master"] = new_master(p, group["group_size"])
         return state
 
-    def _new_moment(self, p: Tensor, group: dict[str, Any], name: str) -> Tensor:
-        kind = self.kind_of(p, group, name)
-        if kind is None:
-            if isinstance(p, DTensor):
-                return torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
-            return torch.zeros(p.shape, dtype=torch.float32, device=p.device)
-        return Moment.zeros(local(p).shape, kind, group["group_size"], p.device)
-
-    def kind_of(self, p: Tensor, group: dict[str, Any], name: str) -> str | None:
-        """How a moment of p is kept: one of `float8.optim.moment.KINDS`, or None for float32."""
-        if p.numel() < group["min_size"]:
-            return None
-        option = self.moment_options[name]
-        known = checks.FIRST_MOMENTS if option == "first_moment" else checks.SECOND_MOMENTS
-        return known[group[option]]
+    def kinds_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, str | None]:
+        """State's name -> one of `float8.optim.moment.KINDS`, or None for float32."""
+        is_small = p.numel() < group["min_size"]
+        return {
+            name: None if is_small else options.KINDS[option][group[option]]
+            for name, option in self.moment_options.items()
+        }
 
     @torch.no_grad()
     def start_master(self, p: Tensor, value: Tensor) -> None:
-        """Give a float8 parameter's master its value, and the parameter what follows from it.
+        """Give a float8 parameter's master its value, and cast the parameter from it.
 
         Args:
             p: a `Float8Tensor` of this optimizer.
@@ -285,15 +283,15 @@ class QuantizedOptimizer(torch.optim.Optimizer):
                 f"the master of a parameter of shape {tuple(p.shape)} cannot start from a value of "
                 f"shape {tuple(value.shape)}"
             )
-        master = masters.new_master(p, group["group_size"], value)
+        master = new_master(p, group["group_size"], value)
         self.state[p]["master"] = master
-        masters.follow(p, master)
+        cast_from_master(p, master)
 
     def state_dict(self) -> dict[str, Any]:
         """The states as plain tensors; see ``state_dicts.py`` for the entries."""
         # As the first hook, so that those of others see plain tensors too.
         hook = self.register_state_dict_post_hook(
-            lambda _, packed: state_dicts.quantized_state_dict(self, packed), prepend=True
+            lambda _, packed: with_plain_entries(parameters_of(self), packed), prepend=True
         )
         try:
             return super().state_dict()
@@ -301,23 +299,48 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             hook.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, here or in torch.optim, of any storage options.
+        """Load what `state_dict` gave, here or in torch.optim, of any options of storage.
 
         The hyperparameters are those of the state dict; how states are kept is this optimizer's
-        own choice, and what was kept otherwise is quantised anew.
+        own choice, and states that were kept otherwise are quantised again.
 
         Raises:
             ValueError: another number of parameters, states of another shape, or amsgrad.
         """
-        with state_dicts.Loading(self):
+        states: dict[Tensor, dict[str, Any]] = {}
+
+        def take(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+            rest, read = read_states(given, self.param_groups, self.kinds_of, type(self).__name__)
+            for group in rest["param_groups"]:
+                self.check_group({**self.defaults, **group})
+            states.update(read)
+            return rest
+
+        # The last hook before torch loads, and the first one after it.
+        before = self.register_load_state_dict_pre_hook(take)
+        after = self.register_load_state_dict_post_hook(
+            lambda _: self.state.update(states), prepend=True
+        )
+        try:
             super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # which torch adds here: no option of ours
+        self.defaults.pop("differentiable", None)  # torch adds it here: no option of ours
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+
+
+def _new_moment(p: Tensor, kind: str | None, group_size: int) -> Tensor:
+    if kind is not None:
+        return Moment.zeros(local(p).shape, kind, group_size, p.device)
+    if isinstance(p, DTensor):
+        return torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
+    return torch.zeros(p.shape, dtype=torch.float32, device=p.device)
 
 
 def local(x: Tensor) -> Tensor:
@@ -341,7 +364,7 @@ def first_element(p: Tensor) -> int:
 
 
 def _number(step: Tensor) -> float | Tensor:
-    """A Python number, unless reading it would stall a stream."""
+    """A Python number, unless reading it would synchronise a device."""
     if type(step) is not Tensor or step.device.type != "cpu":
         return step
     return step.item()
