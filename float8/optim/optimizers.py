@@ -78,14 +78,9 @@ class AdamW(QuantizedOptimizer):
 
     def rule(self, group: dict[str, Any]) -> update_rules.AdamW:
         """The update rule with the group's numbers."""
-        return update_rules.AdamW(
-            group["lr"],
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            decoupled=self.decoupled,
-            maximize=group["maximize"],
-        )
+        beta1, beta2 = group["betas"]
+        numbers = {name: group[name] for name in ("lr", "eps", "weight_decay", "maximize")}
+        return update_rules.AdamW(beta1=beta1, beta2=beta2, decoupled=self.decoupled, **numbers)
 
 
 class Adam(AdamW):
@@ -161,7 +156,7 @@ class SGD(QuantizedOptimizer):
     def rule(self, group: dict[str, Any]) -> update_rules.SGDMomentum:
         """The update rule with the group's numbers."""
         numbers = ("lr", "momentum", "dampening", "nesterov", "weight_decay", "maximize")
-        return update_rules.SGDMomentum(*(group[name] for name in numbers))
+        return update_rules.SGDMomentum(**{name: group[name] for name in numbers})
 
 
 class Lion(QuantizedOptimizer):
@@ -200,6 +195,6 @@ class Lion(QuantizedOptimizer):
 
     def rule(self, group: dict[str, Any]) -> update_rules.Lion:
         """The update rule with the group's numbers."""
-        return update_rules.Lion(
-            group["lr"], *group["betas"], group["weight_decay"], group["maximize"]
-        )
+        beta1, beta2 = group["betas"]
+        numbers = {name: group[name] for name in ("lr", "weight_decay", "maximize")}
+        return update_rules.Lion(beta1=beta1, beta2=beta2, **numbers)

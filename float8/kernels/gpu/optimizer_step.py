@@ -76,8 +76,8 @@ def _positions(
 @triton.jit
 def _adam_factors(lr, step, LOG2_BETA1: tl.constexpr, LOG2_BETA2: tl.constexpr):
     """`float8.kernels.update_rules.adam_factors`."""
-    step64 = step.to(tl.float64)
-    step_size = lr.to(tl.float64) / (1.0 - tl.exp2(step64 * LOG2_BETA1))
+    step64 = tl.cast(step, tl.float64)
+    step_size = tl.cast(lr, tl.float64) / (1.0 - tl.exp2(step64 * LOG2_BETA1))
     root = 1.0 / tl.sqrt(1.0 - tl.exp2(step64 * LOG2_BETA2))
     return step_size.to(tl.float32), root.to(tl.float32)
 
@@ -213,7 +213,7 @@ def _step_kernel(
         kept = 1.0 - lr * weight_decay
     if STEP_IS_TENSOR:
         step = tl.load(step)
-    number = step.to(tl.int32)
+    number = tl.cast(step, tl.int32)  # a Python float in the interpreter
     if SCALED:
         g = tl.div_rn(g, tl.load(grad_scale_ptr) + tl.zeros_like(g))
     if MAXIMIZE:
@@ -249,20 +249,20 @@ def _form(scale: Tensor | None, exponent: Tensor | None = None) -> int:
     return (DENSE if scale is None else LINEAR if exponent is None else EXPANDED).value
 
 
-def _numbers(rule: Any, step: float, is_captured: bool) -> tuple[dict[str, float], dict[str, Any]]:
+def _numbers(rule: Any, step: float, is_captured: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """The kernel's arguments from ``kept`` to ``root``, and what of a rule is compiled in.
 
     Args:
         rule: one of `KERNEL_RULES`; a learning rate that is a tensor counts as 0.
-        step: which step this is; any number where it is a tensor.
+        step: which step this is; 0 where it is a tensor.
         is_captured: whether the learning rate or the step is a tensor.
     """
-    numbers = {
+    numbers: dict[str, Any] = {
         "kept": 1 - rule.lr * rule.weight_decay,
         "weight_decay": rule.weight_decay,
         **dict.fromkeys(("beta1", "rest1", "beta2", "rest2", "eps", "step_size", "root"), 0.0),
     }
-    constants = {"NESTEROV": False, "MAXIMIZE": bool(rule.maximize)}
+    constants: dict[str, Any] = {"NESTEROV": False, "MAXIMIZE": bool(rule.maximize)}
     constants |= {"LOG2_BETA1": 0.0, "LOG2_BETA2": 0.0}
     decay = _DECOUPLED
     if isinstance(rule, update_rules.SGDMomentum):
