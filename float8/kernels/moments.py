@@ -39,8 +39,7 @@ Codes are rounded to nearest, or, with a ``chance`` per element, up or down so t
 of the value is x (``stochastic.py``).
 
 Linear codes and scales are defined to the bit (see ``reference.py``). Expanded codes depend on the
-last bits of ``log2`` and ``exp2``, which differ between backends and, on some CPUs, with the number
-of elements in one call: a code may then be the neighbouring one.
+last bits of ``log2`` and ``exp2``, which differ between backends: a code may be the neighbouring one.
 
 Compiled for a CPU, this is many times slower than the arithmetic of the step: Inductor (2.13)
 converts float8 numbers one by one. The eager step is the faster one there; on CUDA
@@ -234,7 +233,7 @@ def encode_expanded(
         if chance is not None:
             factor = factor * (1 + 2.0**-22)  # the largest must not come out just below 448
         ratio = (tiles.abs() * factor).clamp(max=1.0)
-        y = torch.exp2(torch.log2(ratio) * reference.reciprocal(exponent)) * E4M3_MAX
+        y = _exp2(_log2(ratio) * reference.reciprocal(exponent)) * E4M3_MAX
         y = y.clamp(SMALLEST_CODE, E4M3_MAX)
         if chance is not None:
             y = stochastic.on_expanded_grid(y, _groups(chance, group), exponent)
@@ -245,13 +244,23 @@ def encode_expanded(
     return codes, scale, exponent
 
 
+def _log2(x: Tensor) -> Tensor:
+    # In float64, rounded once: the last bit of torch's float32 logarithms and exponentials on a CPU
+    # may depend on the number of elements, and a shard of a state must equal its rows of the whole.
+    return x.to(torch.float64).log2().to(torch.float32)
+
+
+def _exp2(x: Tensor) -> Tensor:
+    return x.to(torch.float64).exp2().to(torch.float32)
+
+
 def _range_of(tiles: Tensor) -> tuple[Tensor, Tensor]:
     """scale and exponent (R, G, 1) of the nonzero finite magnitudes of each group."""
     magnitude = tiles.abs()
     finite = torch.where(magnitude < math.inf, magnitude, 0.0)
     largest = finite.amax(2, keepdim=True).clamp(min=2.0**-126)
     smallest = torch.where(finite > 0, finite, math.inf).amin(2, keepdim=True)
-    log2_range = largest.log2() - smallest.log2()  # -inf for a group of zeros
+    log2_range = _log2(largest) - _log2(smallest)  # -inf for a group of zeros
     return largest, (log2_range * (1 / LOG2_RANGE)).clamp(MIN_EXPONENT, MAX_EXPONENT)
 
 
@@ -260,8 +269,8 @@ def decode_expanded(codes_RC: Tensor, scale_RG: Tensor, exponent_RG: Tensor, gro
 
     def whole(codes: Tensor, scale: Tensor, exponent: Tensor) -> tuple[Tensor]:
         x = _groups(codes, group).to(torch.float32)
-        log2_ratio = torch.log2(x.abs() * (1 / E4M3_MAX))
-        value = torch.exp2(log2_ratio * exponent.unsqueeze(2)).copysign(x) * scale.unsqueeze(2)
+        log2_ratio = _log2(x.abs() * (1 / E4M3_MAX))
+        value = _exp2(log2_ratio * exponent.unsqueeze(2)).copysign(x) * scale.unsqueeze(2)
         return (value.reshape(codes.shape),)
 
     return _in_whole_groups(whole, group, codes_RC, scale_RG, exponent_RG)[0]
