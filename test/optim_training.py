@@ -1,4 +1,4 @@
-"""A small training that every optimizer of the room is tried on, and what it is compared with."""
+"""A small training for the tests of the optimizers."""
 
 import torch
 from torch import nn
@@ -35,13 +35,3 @@ def train(model, optimizer, steps):
         losses.append(loss.item())
     last = losses[-max(steps // 10, 1) :]
     return sum(last) / len(last)
-
-
-class BfloatStates(torch.optim.AdamW):
-    """torch's AdamW, its moments rounded to bfloat16 after every step."""
-
-    def step(self, closure=None):
-        super().step(closure)
-        for state in self.state.values():
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name].copy_(state[name].bfloat16())
