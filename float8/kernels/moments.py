@@ -39,11 +39,7 @@ Codes are rounded to nearest, or, with a ``chance`` per element, up or down so t
 of the value is x (``stochastic.py``).
 
 Linear codes and scales are defined to the bit (see ``reference.py``). Expanded codes depend on the
-last bits of ``log2`` and ``exp2``, which differ between backends: a code may be the neighbouring one.
-
-Compiled for a CPU, this is many times slower than the arithmetic of the step: Inductor (2.13)
-converts float8 numbers one by one. The eager step is the faster one there; on CUDA
-the Triton kernel runs, compiled or not.
+last bits of ``log2`` and ``exp2``, which differ between backends: a code may be off by one.
 """
 
 from __future__ import annotations

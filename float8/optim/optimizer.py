@@ -38,8 +38,11 @@ would be lost. Random numbers are a hash of parameter, step and element: the sam
 replicas, and for the rows of a shard as for the same rows in one process. No random number
 generator is read.
 
-What a step costs on a CPU. An eager step is computed in plain PyTorch, tile by tile. A compiled one
-is CPU_COST
+What a step costs on a CPU. Of AdamW's default options a compiled step takes 0.55 of the time of an
+eager one, 7 times that of torch's foreach AdamW: logarithms, powers and float8 conversions take it.
+With the second moment in float16 it takes 0.24 of the eager one's, 1.7 times foreach's. (One thread
+of a Xeon, torch 2.13, 16.8 million parameters, one run of ``python benchmarks/bench_optim.py
+--options float8 "float8 + float16" --repeats 3 --warmup 1``.)
 """
 
 from __future__ import annotations
