@@ -30,10 +30,10 @@ has k = 64. At 4 every value below 2^-71 of the largest is raised to that.
 
 Exact in every form: zeros, and in the expanded form the largest magnitude. A nonzero element
 becomes 0 only in linear E4M3. An infinite or NaN element is coded as NaN and takes no part in the
-range of its group, so its neighbours are coded as beside a zero. The square of a finite gradient
+range of its group; the other elements are coded as if it were 0. The square of a finite gradient
 beyond 2^64 overflows float32, so it is such an element: its weight becomes NaN in the next step.
-(torch keeps inf, which stops the weight for good without a sign of it. A second moment clamped to
-the largest float32 would stop its neighbours too: their moments would rise to 2^57.)
+(torch keeps inf, and the weight never changes again, without an error. A second moment clamped to
+the largest float32 would do the same to its group, whose moments would be at least 2^57.)
 
 Codes are rounded to nearest, or, with a ``chance`` per element, up or down so that the expectation
 of the value is x (``stochastic.py``).
@@ -67,7 +67,7 @@ class StateMatrix(NamedTuple):
         codes: (R, C), float8_e4m3fn or float16; without a scale, the values in any float dtype.
         scale: (R, ceil(C / group)), float32; None where ``codes`` are the values.
         exponent: as scale, or None where the range is not expanded.
-        group: how many neighbours in a row share a scale.
+        group: how many consecutive elements of a row share a scale.
     """
 
     codes: Tensor

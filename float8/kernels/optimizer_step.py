@@ -4,8 +4,8 @@ A step decodes the states to float32, applies an update rule (``update_rules.py`
 again, in place. `plain_step` does it in PyTorch on any device and is the definition. On CUDA one
 Triton kernel does it (``gpu/optimizer_step.py``): a program holds whole groups in registers, reads
 gradient, parameter, codes and scales once, and writes once. Both have the same precision: linear
-codes and parameters are equal to the bit, what follows from expanded codes may differ by a
-neighbouring code (see ``moments.py``).
+codes and parameters are equal to the bit; what follows from expanded codes may differ by one code
+(see ``moments.py``).
 
 `refusal` says why the kernel does not take a step. `takes_kernel` decides: ``fused=True`` raises
 that reason. ``fused=None`` takes the kernel where it runs; on CUDA it warns of the reason where it

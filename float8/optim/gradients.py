@@ -10,10 +10,10 @@ FP8-LM (arXiv 2310.18313, section 2.1) holds weight gradients so. When autograd 
 computed: the whole model's gradients in high precision never exist at once.
 
 The scale follows from the largest finite magnitude. So a NaN or inf becomes one NaN, which
-clipping and `GradScaler` see, and its neighbours keep their values. A second backward before the
-step adds in float32, ``data * scale + new``, and casts the sum: each microbatch after the first
-rounds once more. ``p.grad`` may be zeroed, clipped, unscaled and read by ``.dequantize()``; the
-optimizers of `float8.optim` read it as it is.
+clipping and `GradScaler` see, and the other elements keep their values. A second backward before
+the step adds in float32, ``data * scale + new``, and casts the sum: each microbatch after the
+first rounds once more. ``p.grad`` may be zeroed, clipped, unscaled and read by ``.dequantize()``;
+the optimizers of `float8.optim` read it as it is.
 
 DDP and FSDP2 own the memory of the gradients that they reduce: DDP's buckets and FSDP2's shards
 stay in high precision. (They may be sent in float8: `float8.distributed.gradients`.)

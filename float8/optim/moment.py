@@ -56,7 +56,7 @@ def tiles(
 
     Args:
         shape: (R, C).
-        group: how many neighbours in a row share a scale.
+        group: how many consecutive elements of a row share a scale.
         size: the most elements that a tile may have, `TILE` by default; one group is the least.
     """
     rows, cols = shape
@@ -95,7 +95,7 @@ class Moment(Tensor):
         codes: float8_e4m3fn or float16, contiguous, of the tensor's shape.
         scale: float32 of shape (R, ceil(C / group)); see the head of this file.
         exponent: float32 of scale's shape, or None.
-        group: how many neighbours in a row share a scale.
+        group: how many consecutive elements of a row share a scale.
 
     Raises:
         ValueError: the shapes do not fit each other.
@@ -133,7 +133,7 @@ class Moment(Tensor):
         Args:
             shape: of the parameter.
             kind: one of `KINDS`.
-            group: how many neighbours in a row share a scale.
+            group: how many consecutive elements of a row share a scale.
             device: where it lives.
         """
         if kind not in KINDS:

@@ -28,7 +28,7 @@ class Options(TypedDict, total=False):
             above 2048. It warns once on a GPU or of an option that the kernel does not take.
         first_moment: "float8" or "float32".
         second_moment: "float8" (with expanded range), "float16" (with a scale) or "float32".
-        group_size: how many neighbours in a row share a scale.
+        group_size: how many consecutive elements of a row share a scale.
         min_size: parameters with fewer elements keep float32 moments.
         stochastic_rounding: round bfloat16 and float16 parameters stochastically, so that small
             updates are not lost; the same numbers in every run.
@@ -174,8 +174,8 @@ def check_gradient(grad: Tensor, what: str) -> None:
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"the gradient of {what} is sparse ({grad.layout}): states are kept in groups of "
-            "neighbours, which a sparse gradient would decode for every touched element; use "
-            "sparse=False in the embedding, or torch.optim.SparseAdam for this parameter"
+            "elements, and every element that a sparse gradient touches would decode its group; "
+            "use sparse=False in the embedding, or torch.optim.SparseAdam for this parameter"
         )
     if grad.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(

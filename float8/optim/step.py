@@ -42,7 +42,7 @@ class Work(NamedTuple):
         master: of a float8 parameter; written. None for others.
         gradient: (R, C), see `gradient_of`.
         states: the moments; written.
-        group: how many neighbours in a row share a scale.
+        group: how many consecutive elements of a row share a scale.
         seed: which parameter this is, for stochastic rounding.
         at_random: whether the parameter (or its master) and each of the states are rounded so.
         step: which step this is, a Python number or a 0-dim tensor, counted from 1.

@@ -1,4 +1,4 @@
-"""A moment is a float32 tensor to its readers, and bytes and scales in memory."""
+"""A moment reads as a float32 tensor and is bytes and scales in memory."""
 
 import copy
 import io

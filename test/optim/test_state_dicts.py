@@ -110,7 +110,7 @@ def test_torch_loads_ours_and_we_load_torchs(cls):
         {"min_size": 10**9},
     ],
 )
-def test_what_was_kept_otherwise_is_quantised_anew(options):
+def test_states_kept_otherwise_are_quantised_again(options):
     model, optimizer = trained()
     twin = AdamW(copy.deepcopy(model).parameters(), **{**SMALL, **options})
     back = AdamW(copy.deepcopy(model).parameters(), **SMALL)
@@ -127,7 +127,7 @@ def test_what_was_kept_otherwise_is_quantised_anew(options):
             assert sqnr(third[name] + 0, first[name] + 0) > 20
 
 
-def test_masters_travel():
+def test_masters_are_saved_and_loaded():
     value = torch.randn(20, 64)
     results = []
     p = nn.Parameter(Float8Tensor.from_high_precision(value, E4M3))
@@ -201,7 +201,7 @@ def test_hooks_and_foreign_entries_are_respected():
 
 @pytest.mark.parametrize(("cls", "other"), [(AdamW, Lion), (AdamW, SGD), (Lion, SGD)])
 def test_another_optimizers_state_is_refused_and_nothing_changes(cls, other):
-    """A second moment from zero, with a step that says it is old, would be a leap."""
+    """A second moment of zero beside a large step count would move the weights far too much."""
     model, optimizer = trained(other)
     twin = cls(model.parameters(), **SMALL)
     theirs = torch.optim.SGD(model.parameters(), momentum=0.9)
@@ -213,7 +213,7 @@ def test_another_optimizers_state_is_refused_and_nothing_changes(cls, other):
         assert "momentum" not in twin.param_groups[0]
 
 
-def test_hyperparameters_that_nobody_could_have_chosen_do_not_load():
+def test_hyperparameters_that_are_refused_do_not_load():
     model = make()
     theirs = torch.optim.SGD(model.parameters(), lr=0.1)  # without momentum
     train(model, theirs, 1)
@@ -223,7 +223,7 @@ def test_hyperparameters_that_nobody_could_have_chosen_do_not_load():
     assert twin.param_groups[0]["momentum"] == 0.9
 
 
-def test_what_others_keep_in_the_state_travels():
+def test_entries_of_other_libraries_are_kept():
     model, optimizer = trained()
     average = optimizer.state[model[0].weight]["average"] = torch.randn(3)
     twin = AdamW(model.parameters(), **SMALL)

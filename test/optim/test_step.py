@@ -1,6 +1,6 @@
 """A step in tiles, or of many parameters together, is the step of each parameter at once.
 
-Of parameters kept in float8 the float16 master is updated, and the parameter is cast from it.
+Of a parameter kept in float8 the float16 master is updated, and the parameter is cast from it.
 """
 
 import copy
@@ -77,7 +77,7 @@ def test_together_is_one_by_one():
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
 
 
-def test_what_is_coded_large_or_rounded_at_random_goes_alone():
+def test_large_quantised_and_stochastically_rounded_parameters_are_not_batched():
     assert not may_be_batched(made((3, 4)))
     assert not may_be_batched(made((3, 4), kinds=(None, None), random=True))
     assert not may_be_batched(made((600, 600), kinds=(None, None)))
@@ -158,7 +158,7 @@ def test_a_parameter_rounded_at_random_moves_on_average():
     [
         ((5, 123), 16, 50),
         ((1, 1000), 128, 256),
-        ((7, 300), 128, 64),  # a group is more than a tile may have: one group it is
+        ((7, 300), 128, 64),  # a tile has at least one group
         ((3, 128), 128, 10**6),
         ((0, 7), 4, 8),
         ((7, 0), 4, 8),
@@ -187,8 +187,8 @@ def parameter(x, fmt=E4M3):
     return nn.Parameter(Float8Tensor.from_high_precision(x, fmt))
 
 
-def follows(p, master):
-    """Whether the codes and the scale are those of the master's values, cast anew."""
+def assert_cast_from_master(p, master):
+    """Assert that data and scale are the cast of the master's values."""
     values = master.dequantize()
     scale = scale_from_amax(amax(values, (-1, -1)), 448.0)
     data, mine = p.data_and_scale
@@ -210,7 +210,7 @@ def test_small_updates_add_up_in_the_master(lr):
         p.grad, q.grad = g, g.clone()
         ours.step()
         exact.step()
-        follows(p, ours.state[p]["master"])
+        assert_cast_from_master(p, ours.state[p]["master"])
     assert p.data_and_scale[0].data_ptr() == where, "the model and its wrappers hold this memory"
     assert sqnr(ours.state[p]["master"].dequantize(), q) > 50
     moved = q.detach() - value
@@ -242,7 +242,7 @@ def test_the_first_value_counts_or_else_what_the_codes_hold():
     assert sqnr(optimizer.state[p]["master"].dequantize(), p.dequantize()) > 65
     optimizer.start_master(p, value)
     assert sqnr(optimizer.state[p]["master"].dequantize(), value) > 65
-    follows(p, optimizer.state[p]["master"])
+    assert_cast_from_master(p, optimizer.state[p]["master"])
 
 
 def test_float8_gradients_are_decoded():
@@ -279,7 +279,7 @@ def test_transposed_codes_are_written_too():
     optimizer.start_master(p, value.t())
     p.grad = torch.ones(48, 64)
     optimizer.step()
-    follows(p, optimizer.state[p]["master"])
+    assert_cast_from_master(p, optimizer.state[p]["master"])
     assert bool((p.dequantize() != value.t()).all())
 
 

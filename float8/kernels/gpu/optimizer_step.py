@@ -290,8 +290,8 @@ def _log2(beta: float) -> float:
     return math.log2(beta) if beta > 0 else -math.inf
 
 
-def _bytes(codes: Tensor) -> Tensor:
-    return codes.view(torch.uint8) if codes.element_size() == 1 else codes
+def _bytes(codes: Tensor | None) -> Tensor | None:
+    return codes if codes is None or codes.element_size() > 1 else codes.view(torch.uint8)
 
 
 def _launch(
@@ -310,30 +310,21 @@ def _launch(
         return
     R, C = p.shape
     plain = host.unpacked(rule, numbers, None)
-    is_captured = lr is not None or step_tensor is not None
-    arguments, constants = _numbers(plain, step, is_captured)
+    arguments, constants = _numbers(plain, step, lr is not None or step_tensor is not None)
     if p_scale is not None and amax is None:
         amax = torch.zeros(1, dtype=torch.float32, device=p.device)
-    v = m if v is None else v
+    tensors = (
+        p, p_scale, g, _bytes(m), m_scale, m_exponent, _bytes(v), v_scale, v_exponent,
+        None if amax is None else amax.view(torch.int32), grad_scale, found_inf,
+    )  # fmt: skip
     p_random, m_random, v_random = (
-        r and x.dtype != torch.float32
+        r and x is not None and x.dtype != torch.float32
         for r, x in zip((*at_random, False)[:3], (p, m, v), strict=True)
     )
     groups = max(1, _ELEMENTS // group)
     with on_device_of(p):
         _step_kernel[(triton.cdiv(R * triton.cdiv(C, group), groups),)](
-            p,
-            p if p_scale is None else p_scale,
-            g,
-            _bytes(m),
-            m if m_scale is None else m_scale,
-            m if m_exponent is None else m_exponent,
-            _bytes(v),
-            v if v_scale is None else v_scale,
-            v if v_exponent is None else v_exponent,
-            p if amax is None else amax.view(torch.int32),
-            p if grad_scale is None else grad_scale,
-            p if found_inf is None else found_inf,
+            *(p if x is None else x for x in tensors),  # a pointer that is not read needs a value
             plain.lr if lr is None else lr,
             step if step_tensor is None else step_tensor,
             stochastic.as_int32(seed),
