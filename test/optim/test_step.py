@@ -15,10 +15,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8 import E4M3, E5M2, Float8Tensor
-from float8.kernels import amax, cast, scale_from_amax
+from float8.kernels import amax, cast, optimizer_step, scale_from_amax
 from float8.kernels.moments import StateMatrix
 from float8.kernels.update_rules import AdamW as Rule
 from float8.optim import SGD, AdamW, moment
+from float8.optim import optimizer as optimizer_module
 from float8.optim import step as step_module
 from float8.optim.moment import Moment, matrix_of, tiles
 from float8.optim.step import Work, advance, advance_together, buckets, may_be_batched
@@ -303,3 +304,45 @@ def test_what_has_no_master_cannot_start_one():
         optimizer.start_master(p, torch.ones(2, 2))
     with pytest.raises(ValueError, match="not in this optimizer"):
         optimizer.start_master(parameter(torch.randn(8, 8)), torch.ones(8, 8))
+
+
+@pytest.mark.parametrize("grad", [torch.Tensor.clone, Float8Tensor.from_high_precision])
+@pytest.mark.parametrize("kept", [nn.Parameter, parameter])
+def test_a_fused_step_is_the_step_in_tiles(kept, grad, monkeypatch):
+    """On the CPU the kernel's op is `plain_step`; GradScaler's protocol is the op's."""
+    pytest.importorskip("triton")
+    assert optimizer_step._no_kernel(None) is None  # registers the ops
+    g = grad(torch.randn(40, 130), *([E5M2] if grad is not torch.Tensor.clone else []))
+    results = []
+    for is_fused in (False, True):
+        monkeypatch.setattr(optimizer_module, "takes_kernel", lambda *_, fused=is_fused: fused)
+        torch.manual_seed(0)
+        p = kept(torch.randn(40, 130))
+        optimizer = AdamW([p], lr=0.1, min_size=0, fused=is_fused)
+        for found_inf in (0.0, 1.0, 0.0):
+            p.grad = g
+            if is_fused:
+                optimizer.grad_scale, optimizer.found_inf = torch.ones(1), torch.tensor(found_inf)
+            if is_fused or not found_inf:  # a plain optimizer's step is skipped by GradScaler
+                optimizer.step()
+        state = optimizer.state[p]
+        results.append([p.detach(), *(state[name] for name in sorted(state))])
+    for pair in zip(*results, strict=True):
+        assert_bitwise(*(x.dequantize() if type(x) is not torch.Tensor else x for x in pair))
+
+
+def test_a_fused_step_divides_the_gradient_by_the_scale(monkeypatch):
+    pytest.importorskip("triton")
+    assert optimizer_step._no_kernel(None) is None
+    monkeypatch.setattr(optimizer_module, "takes_kernel", lambda *_: True)
+    results = []
+    for scale in (1.0, 1024.0):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(8, 64))
+        p.grad = torch.randn(8, 64) * scale
+        optimizer = AdamW([p], min_size=0, fused=True)
+        assert optimizer._step_supports_amp_scaling
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor([scale]), torch.zeros(1)
+        optimizer.step()
+        results.append(p.detach())
+    assert_bitwise(*results)
