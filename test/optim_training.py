@@ -1,7 +1,10 @@
-"""A small training for the tests of the optimizers."""
+"""A small training for the tests of the optimizers, and what is compared after it."""
 
 import torch
+from assertions import assert_bitwise
 from torch import nn
+
+from float8.optim import Moment
 
 SHAPE = (96, 130)
 
@@ -35,3 +38,20 @@ def train(model, optimizer, steps):
         losses.append(loss.item())
     last = losses[-max(steps // 10, 1) :]
     return sum(last) / len(last)
+
+
+def assert_same_states(a, b):
+    """Two optimizers hold the same states, bit for bit."""
+    for p, q in zip(a.state.values(), b.state.values(), strict=True):
+        assert p.keys() == q.keys()
+        for name in p:
+            assert type(p[name]) is type(q[name]), name
+            pair = [x.tensors() if isinstance(x, Moment) else [x] for x in (p[name], q[name])]
+            for x, y in zip(*pair, strict=True):
+                assert_bitwise(x, y, name)
+
+
+def assert_same_models(a, b):
+    """Two models hold the same parameters, bit for bit."""
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert_bitwise(p.detach(), q.detach())

@@ -6,8 +6,7 @@ import pickle
 
 import pytest
 import torch
-from assertions import assert_bitwise
-from optim_training import loss_of, make, train
+from optim_training import assert_same_models, assert_same_states, loss_of, make, train
 from torch import nn
 
 from float8.optim import SGD, Adam, AdamW, Lion
@@ -16,24 +15,6 @@ from float8.optim.moment import Moment
 
 ALL = (AdamW, Adam, SGD, Lion)
 SMALL = {"min_size": 64, "lr": 1e-3}
-
-
-def same_states(a, b):
-    for p, q in zip(a.state.values(), b.state.values(), strict=True):
-        assert p.keys() == q.keys()
-        for name in p:
-            mine, theirs = p[name], q[name]
-            assert type(mine) is type(theirs), name
-            if isinstance(mine, Moment):
-                for x, y in zip(mine.tensors(), theirs.tensors(), strict=True):
-                    assert_bitwise(x, y, name)
-            else:
-                assert_bitwise(mine, theirs, name)
-
-
-def same_models(a, b):
-    for p, q in zip(a.parameters(), b.parameters(), strict=True):
-        assert_bitwise(p.detach(), q.detach())
 
 
 @pytest.mark.parametrize("cls", ALL)
@@ -45,14 +26,14 @@ def test_copies_and_pickles_go_on_alike(cls):
     for again in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
         other, twin = again((model, optimizer))
         assert twin.param_groups[0]["params"][0] is other[0].weight
-        same_states(twin, optimizer)
+        assert_same_states(twin, optimizer)
         assert twin.param_groups[0].keys() == optimizer.param_groups[0].keys()
         train(other, twin, 2)
         twins.append((other, twin))
     train(model, optimizer, 2)
     for other, twin in twins:
-        same_models(other, model)
-        same_states(twin, optimizer)
+        assert_same_models(other, model)
+        assert_same_states(twin, optimizer)
 
 
 def test_an_entry_of_a_state_dict_is_no_state():
@@ -160,8 +141,8 @@ def test_a_scaler_skips_a_step_with_an_infinite_gradient():
     model[0].weight.grad[0, 0] = math.inf
     scaler.step(optimizer)
     scaler.update()
-    same_models(model, twin_model)
-    same_states(optimizer, twin)
+    assert_same_models(model, twin_model)
+    assert_same_states(optimizer, twin)
     assert scaler.get_scale() == 512.0
 
 
@@ -243,7 +224,7 @@ def test_states_may_wait_elsewhere():
             state[name] = value.to("cpu", copy=True)  # there is no other device here
     train(model, optimizer, 1)
     train(twin_model, twin, 1)
-    same_models(model, twin_model)
+    assert_same_models(model, twin_model)
     average = {p: s["exp_avg"].clone() for p, s in optimizer.state.items()}
     for p, s in optimizer.state.items():
         mixed = average[p].lerp(s["exp_avg"], 0.5)
