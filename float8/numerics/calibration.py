@@ -117,7 +117,7 @@ class Distribution:
         values_V, counts_V = self.values
         scale_C1 = scales.float().unsqueeze(1)
         exact_CV = values_V.expand(len(scales), -1)
-        data_CV = kernels.reference.cast(exact_CV, scale_C1, (1, WHOLE), fmt.dtype)
+        data_CV = kernels.cast(exact_CV, scale_C1, (1, WHOLE), fmt.dtype)
         cast_CV = data_CV.double() * scale_C1.double()
         noise_C = ((cast_CV - values_V.double()).square() * counts_V).sum(1)
         signal = (values_V.double().square() * counts_V).sum()

@@ -126,7 +126,7 @@ def wrong_rows_are_seen(rank, path):
 
 
 def options_of_state_dicts(rank):
-    """Flat, whole or on the CPU: the same bits; and what was loaded once is saved like the rest."""
+    """Flat, whole or on the CPU: the same bits, also when a loaded state is saved again."""
     first = make(mesh_of_all())
     train(*first, range(BEFORE))
     expected, _ = after(BEFORE)
@@ -142,7 +142,7 @@ def options_of_state_dicts(rank):
 
 
 def replicas_stay_alike(rank):
-    """HSDP: chance falls alike on replicas, and as in one process."""
+    """HSDP: random numbers are the same on replicas, and in one process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, optimizer = make(mesh)
     train(model, optimizer, range(BEFORE))
@@ -195,7 +195,7 @@ def step(optimizer, p, grad, q=None, single=None):
 
 
 def plain_states_are_refused(rank):
-    """What torch would put anywhere is refused where rows would be wrong."""
+    """A whole state would give a shard the wrong rows: it is refused."""
     mesh = init_device_mesh("cpu", (2,))
     p = nn.Parameter(distribute_tensor(torch.randn(48, 40), mesh, [Shard(0)]))
     q = nn.Parameter(torch.randn(48, 40))

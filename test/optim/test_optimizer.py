@@ -1,4 +1,4 @@
-"""The interface of torch.optim, on what every optimizer of the room shares."""
+"""The interface of torch.optim, which every optimizer here shares."""
 
 import copy
 import math
@@ -6,33 +6,15 @@ import pickle
 
 import pytest
 import torch
-from assertions import assert_bitwise
-from optim_training import batch, loss_of, make, train
+from optim_training import assert_same_models, assert_same_states, loss_of, make, train
 from torch import nn
 
-from float8.optim import SGD, Adam, AdamW, Lion, core
+from float8.optim import SGD, Adam, AdamW, Lion
+from float8.optim import optimizer as optimizer_module
 from float8.optim.moment import Moment
 
 ALL = (AdamW, Adam, SGD, Lion)
 SMALL = {"min_size": 64, "lr": 1e-3}
-
-
-def same_states(a, b):
-    for p, q in zip(a.state.values(), b.state.values(), strict=True):
-        assert p.keys() == q.keys()
-        for name in p:
-            mine, theirs = p[name], q[name]
-            assert type(mine) is type(theirs), name
-            if isinstance(mine, Moment):
-                for x, y in zip(mine.tensors(), theirs.tensors(), strict=True):
-                    assert_bitwise(x, y, name)
-            else:
-                assert_bitwise(mine, theirs, name)
-
-
-def same_models(a, b):
-    for p, q in zip(a.parameters(), b.parameters(), strict=True):
-        assert_bitwise(p.detach(), q.detach())
 
 
 @pytest.mark.parametrize("cls", ALL)
@@ -44,14 +26,14 @@ def test_copies_and_pickles_go_on_alike(cls):
     for again in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
         other, twin = again((model, optimizer))
         assert twin.param_groups[0]["params"][0] is other[0].weight
-        same_states(twin, optimizer)
+        assert_same_states(twin, optimizer)
         assert twin.param_groups[0].keys() == optimizer.param_groups[0].keys()
         train(other, twin, 2)
         twins.append((other, twin))
     train(model, optimizer, 2)
     for other, twin in twins:
-        same_models(other, model)
-        same_states(twin, optimizer)
+        assert_same_models(other, model)
+        assert_same_states(twin, optimizer)
 
 
 def test_an_entry_of_a_state_dict_is_no_state():
@@ -159,8 +141,8 @@ def test_a_scaler_skips_a_step_with_an_infinite_gradient():
     model[0].weight.grad[0, 0] = math.inf
     scaler.step(optimizer)
     scaler.update()
-    same_models(model, twin_model)
-    same_states(optimizer, twin)
+    assert_same_models(model, twin_model)
+    assert_same_states(optimizer, twin)
     assert scaler.get_scale() == 512.0
 
 
@@ -242,7 +224,7 @@ def test_states_may_wait_elsewhere():
             state[name] = value.to("cpu", copy=True)  # there is no other device here
     train(model, optimizer, 1)
     train(twin_model, twin, 1)
-    same_models(model, twin_model)
+    assert_same_models(model, twin_model)
     average = {p: s["exp_avg"].clone() for p, s in optimizer.state.items()}
     for p, s in optimizer.state.items():
         mixed = average[p].lerp(s["exp_avg"], 0.5)
@@ -283,7 +265,7 @@ def test_on_cuda_the_default_options_take_the_kernel(cls, monkeypatch):
 
     pytest.importorskip("triton")
     taken = []
-    monkeypatch.setattr(core, "advance_fused", lambda work, *_: taken.append(work))
+    monkeypatch.setattr(optimizer_module, "advance_fused", lambda work, *_: taken.append(work))
     with FakeTensorMode():
         for fused in (None, True):
             p = nn.Parameter(torch.empty(64, 256, device="cuda", dtype=torch.bfloat16))
@@ -317,9 +299,3 @@ def test_the_compiled_step_is_one_graph_and_equals_the_eager_one():
         assert isinstance(compiled[name], Moment)
         codes = [s[name].codes.view(torch.uint8).int() for s in (eager, compiled)]
         assert float((codes[0] != codes[1]).float().mean()) < 0.05, name
-
-
-def test_batches_are_the_same_every_time():
-    x, y = batch(3)
-    assert torch.equal(x, batch(3)[0])
-    assert torch.equal(y, batch(3)[1])
