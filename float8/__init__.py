@@ -29,7 +29,7 @@ from float8.convert.convert import (
 from float8.convert.inference import convert_to_float8_inference
 from float8.estimate import estimate, faster_layers
 from float8.formats import E4M3, E5M2, Format
-from float8.fusion.fused import LayerNormCast, RMSNormCast, SwiGLUCast
+from float8.fusion import LayerNormCast, RMSNormCast, SwiGLUCast, fuse_norms
 from float8.granularity import Blockwise, Rowwise, Tensorwise
 from float8.linear.layer import Float8Linear, float8_linear
 from float8.linear.sync import sync_float8_amax_and_scale_history
@@ -47,7 +47,6 @@ _ON_DEMAND = {
     "calibrate": "float8.numerics",
     "compare": "float8.numerics",
     "find_nan": "float8.numerics",
-    "fuse_norms": "float8.fusion.norm_fusion",
     "inspect": "float8.numerics",
     "inspect_every": "float8.numerics",
     "ms_amp": "float8.ms_amp",

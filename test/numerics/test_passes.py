@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from float8.convert.convert import convert_to_float8_training, high_precision
-from float8.fusion.fused import RMSNormCast
+from float8.fusion.producers import RMSNormCast
 from float8.granularity import Tensorwise
 from float8.numerics.passes import Noise, Watch, only_in_float8, run_pass, tapped
 from float8.tensor import Float8Tensor
