@@ -116,19 +116,20 @@ class ConversionPlan:
         """Name -> layer, of those that are not in float8 yet."""
         return {fqn: m for fqn, m in self.layers.items() if not isinstance(m, Float8Linear)}
 
-    def check(self, further: Iterable[tuple[str, str]] = ()) -> None:
+    def check(self, further: Iterable[tuple[str, str | None]] = ()) -> None:
         """Raise if any layer cannot be converted, with all reasons.
 
         Args:
-            further: (name, reason) of layers that the caller refuses for reasons of its own.
+            further: (name, the reason why the caller refuses the layer, or None).
         """
-        problems = [
-            (fqn, reason)
-            for fqn, layer in self.plain_layers.items()
-            for refuses in _refusals(layer, self.configs[fqn])
-            if (reason := refuses(layer, self.configs[fqn])) is not None
-        ]
-        if problems := [*problems, *further]:
+        problems: list[tuple[str, str | None]] = []
+        for fqn, layer in self.plain_layers.items():
+            config = self.configs[fqn]
+            problems.append((fqn, MODULE_RULES[type(layer)].refuses(layer, config)))
+            if config.enable_fsdp_float8_all_gather:
+                problems.append((fqn, WEIGHT_RULES[0].refuses(layer, config)))
+        problems = [problem for problem in (*problems, *further) if problem[1] is not None]
+        if problems:
             raise ValueError(
                 "nothing was converted, because some layers cannot be:"
                 + "".join(f"\n  {named(fqn)}: {reason}" for fqn, reason in problems)
@@ -168,7 +169,11 @@ class ConversionPlan:
         report = self.report
         layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Float8Linear)}
         for fqn in report.converted:
-            if fqn in layers and (reason := _refused_on_gpu(layers[fqn])) is not None:
+            layer = layers.get(fqn)
+            if layer is None or layer.weight.device.type == "cuda":
+                continue  # the first call on a GPU refuses it
+            reason = refuses_on_gpu(layer.config, layer.weight, tokens=16, grad=True)
+            if reason is not None:
                 report.refused_on_gpu[fqn] = reason
         names = [*layers, *report.skipped]
         report.unmatched_patterns = unmatched_patterns(self.module_filter_fn, names)
@@ -305,12 +310,6 @@ def _read_by_the_fast_path(encoder_layer: str, layers: dict[str, Any]) -> dict[s
     return {fqn: reason for fqn in names if fqn in layers}
 
 
-def _refusals(layer: nn.Module, config: Float8LinearConfig) -> list[Any]:
-    """What may refuse a layer: (layer, config) -> the reason, or None."""
-    of_type = MODULE_RULES[type(layer)].refuses
-    return [of_type, *([WEIGHT_RULES[0].refuses] if config.enable_fsdp_float8_all_gather else [])]
-
-
 def named(fqn: str) -> str:
     """A module's name, for messages."""
     return fqn or "the module itself"
@@ -328,12 +327,6 @@ def _flushed(weights: list[Tensor]) -> str:
         f": {zero / total:.1%} of their weights flush to zero and {coarse / total:.1%} lose "
         "precision as subnormals"
     )
-
-
-def _refused_on_gpu(layer: Float8Linear) -> str | None:
-    if layer.weight.device.type == "cuda":
-        return None  # its first call says so, for the GPU at hand
-    return refuses_on_gpu(layer.config, layer.weight, tokens=16, grad=True)
 
 
 def replace_children(root: nn.Module, swapped: dict[nn.Module, nn.Module]) -> nn.Module:
