@@ -56,14 +56,7 @@ from float8.linear.switch import Float8Module
 from float8.tensor import Float8Tensor
 
 _WHOLE = (WHOLE, WHOLE)
-_OWN_ATTRIBUTES = (
-    "config",
-    "fqn",
-    "switch",
-    "evaluates_in_high_precision",
-    "shares_cast",
-    "cast_output",
-)
+_OWN_ATTRIBUTES = ("config", "fqn", "switch", "evaluates_in_high_precision", "cast_output")
 N = TypeVar("N", bound="NormCast")
 
 
@@ -84,7 +77,6 @@ class _Producer(Float8Module):
 
     plain: ClassVar[str]  # what to use where this module does not fit
     fqn: str = ""  # a default for older pickles, which have none
-    shares_cast: bool = False  # whether cast_output is a layer's cast_input, no child of this
 
     def _set_up(self, config: Float8LinearConfig | None, device: Any, fqn: str = "") -> None:
         if config is not None:
@@ -97,7 +89,6 @@ class _Producer(Float8Module):
             )
         self.config = config
         self.fqn = fqn
-        self.shares_cast = False
         self._add_switch()
         delayed, amax_init = config.delayed_scaling, config.enable_amax_init
         module = make_cast(config.cast_config_input, E4M3, delayed, amax_init, device)
@@ -106,8 +97,7 @@ class _Producer(Float8Module):
     def share_cast(self, cast: Cast) -> None:
         """Cast with the ``cast_input`` of a layer, which saves, loads and moves it."""
         self._modules.pop("cast_output", None)
-        self.__dict__["cast_output"] = cast
-        self.shares_cast = True
+        self.__dict__["cast_output"] = cast  # no child of this module
 
     def _as_plain(self, cls: Any) -> Any:
         """A ``cls`` with the parameters, buffers, hooks and attributes of this module."""
@@ -156,8 +146,9 @@ class _Producer(Float8Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         cast = self.cast_output
+        is_child = "cast_output" in self._modules
         has_history = any(key.startswith(f"{prefix}cast_output.") for key in state_dict)
-        if has_history or self.shares_cast or not isinstance(cast, DelayedCast):
+        if has_history or not is_child or not isinstance(cast, DelayedCast):
             return
         # A checkpoint without histories: the history starts anew.
         weight = state_dict.get(prefix + "weight")

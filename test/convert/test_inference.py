@@ -63,8 +63,8 @@ def test_codes_are_the_oracles_and_both_gemms_read_them(recipe, shape, dtype):
     m, k, n = shape
     torch.manual_seed(2)
     layer = nn.Linear(k, n).to(dtype)
-    spread = torch.logspace(-2, 1, n).unsqueeze(1)  # rows of different sizes: scales must matter
-    layer.weight.data *= spread.to(dtype)
+    sizes = torch.logspace(-2, 1, n).unsqueeze(1)  # rows of different sizes: scales must matter
+    layer.weight.data *= sizes.to(dtype)
     w = layer.weight.detach().clone()
     layer = convert_to_float8_inference(layer, config=config_of(recipe))
     codes, _ = oracle.quantize(w, BLOCKS[recipe], torch.float8_e4m3fn, POWER_OF_TWO[recipe])
@@ -129,9 +129,9 @@ def test_the_high_precision_weight_is_freed_and_half_of_the_bytes_remain(recipe)
     old = [weakref.ref(w) for w in model.parameters()]
     model = convert_to_float8_inference(model, config=config_of(recipe))
     assert all(ref() is None for ref in (*old, *gone))
-    held = [part for w in model.parameters() for part in w.data_and_scale]
-    assert sum(part.untyped_storage().nbytes() for part in held) <= 0.51 * plain
-    assert all(part.dtype in (torch.float8_e4m3fn, torch.float32) for part in held)
+    parts = [part for w in model.parameters() for part in w.data_and_scale]
+    assert sum(part.untyped_storage().nbytes() for part in parts) <= 0.51 * plain
+    assert all(part.dtype in (torch.float8_e4m3fn, torch.float32) for part in parts)
     assert not any(isinstance(b, Tensor) for b in model.buffers())
 
 
@@ -206,6 +206,14 @@ def test_two_layers_of_one_weight_and_one_layer_under_two_names_stay_shared():
     plain = convert_from_float8_training(twin)
     assert plain[0].weight is plain[1].weight
     assert type(plain[0].weight) is nn.Parameter
+
+
+def test_layers_that_cast_one_weight_in_two_ways_are_refused():
+    model = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+    model[1].weight = model[0].weight
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: name == "0")
+    with pytest.raises(ValueError, match="1: its weight is 0's, which casts it in another way"):
+        convert_to_float8_inference(model, config=config_of("rowwise"))
 
 
 def test_converting_again_changes_nothing_and_a_filter_leaves_layers_alone():

@@ -159,6 +159,8 @@ def spoil(model, how):
         model.norm2.register_forward_hook(lambda *_: None)
     elif how == "reader's hook":
         model.up.register_forward_pre_hook(lambda *_: None)
+    elif how == "reader's forward":
+        model.up.forward = model.up.forward
     elif how == "replaced forward":
         model.norm2.forward = model.norm2.forward
     elif how == "two dimensions":
@@ -208,6 +210,7 @@ def test_a_layer_that_reads_two_norms_joins_all_their_histories():
 SPOILT = {
     "hook": "it has hooks, which would see a Float8Tensor",
     "reader's hook": "up reads it and has forward hooks, which",
+    "reader's forward": "up reads it: its forward was replaced",
     "replaced forward": "its forward was replaced",
     "two dimensions": "it normalises more than the last dimension",
     "subclass": "its type is Own, not nn.RMSNorm or nn.LayerNorm",
@@ -377,7 +380,7 @@ def test_a_norm_of_another_type_is_registered():
     plain = nn.Sequential(LikeLlama(D), nn.Linear(D, D))
     model = converted(copy.deepcopy(plain))
     apart = copy.deepcopy(model)
-    assert fuse(model).skipped == {}, "who knows that it is a norm?"
+    assert fuse(model).skipped == {}, "nothing marks it as a norm"
     declared = fuse(model, {"0": "1"}).skipped["0"]
     assert declared.startswith("its type is LikeLlama") and "register_norm" in declared
     register_norm(LikeLlama, RMSNormCast, eps=lambda norm: norm.variance_epsilon)

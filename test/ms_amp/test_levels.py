@@ -8,8 +8,16 @@ import torch
 from assertions import assert_bitwise
 from torch import nn
 
-from float8 import Float8LinearConfig, Float8Tensor, convert_to_float8_training
+from float8 import (
+    CastConfig,
+    Float8LinearConfig,
+    Float8Tensor,
+    ScalingType,
+    convert_to_float8_training,
+)
 from float8.ms_amp.levels import LEVELS, Level, plan_weights, stored_weight
+
+OFF = CastConfig(scaling_type=ScalingType.DISABLED)
 
 
 def test_the_table_is_that_of_ms_amps_documentation():
@@ -52,6 +60,7 @@ def test_layers_that_the_optimizer_does_not_step_are_left_with_a_reason():
     ("config", "level", "message"),
     [
         (Float8LinearConfig.from_recipe_name("blockwise"), "O3", r"0: .*\(128, 128\); O3 is for"),
+        (Float8LinearConfig(*[OFF] * 3), "O3", "0: its output GEMM runs in high precision"),
         (Float8LinearConfig(enable_fsdp_float8_all_gather=True), "O1", "is for FSDP2"),
     ],
 )
