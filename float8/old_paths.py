@@ -33,7 +33,7 @@ MOVED = {
     "float8.resident_weight": "float8.linear.resident_weight",
     "float8.scaling": "float8.linear.scaling",
     "float8.switch": "float8.linear.switch",
-    "float8.sync": "float8.linear.sync",
+    "float8.sync": "float8.linear.delayed",
     "float8.weight_cache": "float8.linear.weight_cache",
 }
 

@@ -50,7 +50,8 @@ from float8.fusion.autograd import (
 )
 from float8.granularity import WHOLE
 from float8.linear.autograd import compute_dtype
-from float8.linear.cast import Cast, DelayedCast, make_cast
+from float8.linear.cast import Cast, make_cast
+from float8.linear.delayed import DelayedCast
 from float8.linear.layer import with_state_of
 from float8.linear.switch import Float8Module
 from float8.tensor import Float8Tensor
