@@ -82,7 +82,7 @@ class Conversion:
 
 @dataclass
 class ConversionPlan:
-    """The layers that a conversion takes, and its report.
+    """The layers that a conversion takes.
 
     Attributes:
         caller: the public function, for messages.
@@ -90,7 +90,7 @@ class ConversionPlan:
         module_filter_fn: the user's filter.
         layers: name -> layer, each once, under its first name.
         configs: name -> the layer's config: its own, where it is in float8 already.
-        report: why the other layers are left alone; after `convert`, what was converted.
+        conversion: why the other layers are left alone; after `convert`, what was converted.
     """
 
     caller: str
@@ -98,7 +98,7 @@ class ConversionPlan:
     module_filter_fn: ModuleFilter | None = None
     layers: dict[str, Any] = field(default_factory=dict)
     configs: dict[str, Float8LinearConfig] = field(default_factory=dict)
-    report: Conversion = field(default_factory=Conversion)
+    conversion: Conversion = field(default_factory=Conversion)
 
     def take(self, fqn: str, layer: nn.Module) -> None:
         """Add a layer to the plan."""
@@ -109,7 +109,7 @@ class ConversionPlan:
         """Leave a layer as it is, for this reason."""
         self.layers.pop(fqn, None)
         self.configs.pop(fqn, None)
-        self.report.skipped[fqn] = reason
+        self.conversion.skipped[fqn] = reason
 
     @property
     def plain_layers(self) -> dict[str, Any]:
@@ -161,41 +161,41 @@ class ConversionPlan:
             for fqn, layer in self.plain_layers.items()
         }
         self.layers = {fqn: swapped.get(layer, layer) for fqn, layer in self.layers.items()}
-        self.report.converted = list(self.layers)
+        self.conversion.converted = list(self.layers)
         return replace_children(model, swapped)
 
     def finish(self, model: nn.Module) -> None:
         """Complete the report, attach it to the model, log it, and warn if no layer is float8."""
-        report = self.report
+        conversion = self.conversion
         layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Float8Linear)}
-        for fqn in report.converted:
+        for fqn in conversion.converted:
             layer = layers.get(fqn)
             if layer is None or layer.weight.device.type == "cuda":
                 continue  # the first call on a GPU refuses it
             reason = refuses_on_gpu(layer.config, layer.weight, tokens=16, grad=True)
             if reason is not None:
-                report.refused_on_gpu[fqn] = reason
-        names = [*layers, *report.skipped]
-        report.unmatched_patterns = unmatched_patterns(self.module_filter_fn, names)
-        model.float8_conversion = report  # type: ignore[assignment]
-        logger.info("%s", report)
-        if report.refused_on_gpu:
-            fqn, reason = next(iter(report.refused_on_gpu.items()))
+                conversion.refused_on_gpu[fqn] = reason
+        names = [*layers, *conversion.skipped]
+        conversion.unmatched_patterns = unmatched_patterns(self.module_filter_fn, names)
+        model.float8_conversion = conversion  # type: ignore[assignment]
+        logger.info("%s", conversion)
+        if conversion.refused_on_gpu:
+            fqn, reason = next(iter(conversion.refused_on_gpu.items()))
             logger.warning(
                 "a GPU will refuse %d of the %d converted layers, which a CPU runs; the first is "
                 "%s: %s. model.float8_conversion lists them all",
-                len(report.refused_on_gpu),
-                len(report.converted),
+                len(conversion.refused_on_gpu),
+                len(conversion.converted),
                 named(fqn),
                 reason,
             )
-        if not layers and not report.converted:
+        if not layers and not conversion.converted:
             warnings.warn(f"{self.caller} converted no layer:{self.reasons}", stacklevel=3)
 
     @property
     def reasons(self) -> str:
         """Why layers were left alone, a line each, for messages."""
-        lines = [f"\n  {named(fqn)}: {reason}" for fqn, reason in self.report.skipped.items()]
+        lines = [f"\n  {named(fqn)}: {reason}" for fqn, reason in self.conversion.skipped.items()]
         return "".join(lines) or " the model has no nn.Linear"
 
 

@@ -112,7 +112,7 @@ def _cast_inputs_with(scales: Mapping[str, float | Tensor], plan: ConversionPlan
     problems = [f"no scale for {named(fqn)}" for fqn in plan.layers if fqn not in scales]
     for fqn, scale in scales.items():
         if fqn not in plan.layers:
-            why = plan.report.skipped.get(fqn, "there is no layer of this name to convert")
+            why = plan.conversion.skipped.get(fqn, "there is no layer of this name to convert")
             problems.append(f"a scale for {fqn}: {why}")
             continue
         try:

@@ -66,7 +66,7 @@ def plan_weights(
     optimizer: torch.optim.Optimizer,
     level: Level,
 ) -> ConversionPlan:
-    """Find the layers whose weight a level stores; the plan's report says why others are left.
+    """Find the layers whose weight a level stores; the plan says why others are left.
 
     Args:
         model: not wrapped.

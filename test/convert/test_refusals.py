@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,98 +24,80 @@ from float8.convert import WeightRule, register_linear_type, register_weight_rul
 from float8.convert import filters as f
 
 OFF = CastConfig(scaling_type=ScalingType.DISABLED)
+E4M3_CAST = CastConfig(target_dtype=torch.float8_e4m3fn)
 E5M2_CAST = CastConfig(target_dtype=torch.float8_e5m2)
 ODD_CAST = CastConfig(granularity=Blockwise(1, 64))
+NO_HARDWARE = Float8LinearConfig(ODD_CAST, ODD_CAST, E4M3_CAST)
+NO_OUTPUT = Float8LinearConfig(
+    OFF,
+    OFF,
+    cast_config_input_for_grad_weight=CastConfig(),
+    cast_config_weight_for_grad_input=CastConfig(),
+)
+NO_GRAD_INPUT = Float8LinearConfig(
+    cast_config_grad_output=OFF,
+    cast_config_weight_for_grad_input=OFF,
+    cast_config_grad_output_for_grad_weight=CastConfig(),
+)
+TWO_FORMATS = Float8LinearConfig(
+    cast_config_weight=E5M2_CAST, cast_config_weight_for_grad_input=CastConfig()
+)
 GATHER = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-CONFIGS = {
-    "no hardware": Float8LinearConfig(
-        ODD_CAST, ODD_CAST, CastConfig(target_dtype=torch.float8_e4m3fn)
-    ),
-    "no output": Float8LinearConfig(
-        cast_config_input=OFF,
-        cast_config_weight=OFF,
-        cast_config_input_for_grad_weight=CastConfig(),
-        cast_config_weight_for_grad_input=CastConfig(),
-    ),
-    "no grad_input": Float8LinearConfig(
-        cast_config_grad_output=OFF,
-        cast_config_weight_for_grad_input=OFF,
-        cast_config_grad_output_for_grad_weight=CastConfig(),
-    ),
-    "two formats": Float8LinearConfig(
-        cast_config_weight=E5M2_CAST, cast_config_weight_for_grad_input=CastConfig()
-    ),
-}
+ROWWISE = RECIPES["rowwise"]
 
 
-def training(**options):
-    return lambda model: convert_to_float8_training(model, **options)
+def training(config=None, filter_fn=None):
+    return lambda m: convert_to_float8_training(m, config=config, module_filter_fn=filter_fn)
 
 
-def inference(*scales, recipe=None, **options):
-    config = {} if recipe is None else {"config": RECIPES[recipe]}
-    return lambda model: convert_to_float8_inference(model, *scales, **config, **options)
+def inference(scales=None, config=None):
+    return lambda m: convert_to_float8_inference(m, scales, config=config)
 
 
 def value(x):
-    def spoil(model):
-        model[2].weight.data[3, 4] = x
-
-    return spoil
+    return lambda m: m[2].weight.data[3, 4].fill_(x)
 
 
-def pruned(model):
-    prune.l1_unstructured(model[2], "weight", 0.5)
+def plain(model):
+    """Leave the model as it is."""
 
 
-class Case(NamedTuple):
-    """Preparing a model, a call, and the message of its error."""
-
-    call: Callable[[nn.Module], object]
-    message: str
-    error: type[Exception] = ValueError
-    prepare: Callable[[nn.Module], object] = lambda model: None
-
-
-SCALES = {
-    "too few": ({"0": 1.0}, "no scale for 2"),
-    "too many": ({"0": 1.0, "2": 1.0, "3": 1.0}, "a scale for 3: there is no layer"),
-    "not finite": ({"0": 1.0, "2": math.inf}, "2: .*finite and > 0, got inf"),
-    "zero": ({"0": 1.0, "2": 0.0}, "2: .*finite and > 0, got 0"),
-    "several": ({"0": torch.ones(3), "2": 1.0}, r"0: .*tensor of \(3,\)"),
-}
-ROWS = {"0": 1.0, "2": 1.0}, "static scales are for tensorwise"
-CASES = {
-    "dtype": Case(training(), "2: weight is torch.float64", prepare=lambda m: m[2].double()),
-    "granularity": Case(training(config=CONFIGS["no hardware"]), "0: output: no.*emulate=True"),
-    "config": Case(training(config="rowwise"), r"from_recipe_name\(\"rowwise\"\)", TypeError),
-    "filter": Case(training(module_filter_fn="head"), r"skip_names\(\"lm_head\"\)", TypeError),
-    "config for inference": Case(inference(config="rowwise"), "config must be", TypeError),
-    "scales": Case(inference(0.5), "static_scales must map layer names.*a float", TypeError),
-    "gathered": Case(inference(config=GATHER), "0: enable_fsdp_float8_all_gather=True is for"),
-    "no output": Case(
-        inference(config=CONFIGS["no output"]), "0: its output GEMM runs in high precision"
+# (prepare the model, call, the message)
+VALUE_ERRORS = [
+    (lambda m: m[2].double(), training(), "2: weight is torch.float64"),
+    (plain, training(NO_HARDWARE), "0: output: no hardware.*emulate=True"),
+    (plain, inference(config=GATHER), "0: enable_fsdp_float8_all_gather=True is for"),
+    (plain, inference(config=NO_OUTPUT), "0: its output GEMM runs in high precision"),
+    (plain, inference(config=NO_GRAD_INPUT), "0: its grad_input GEMM runs in high precision"),
+    (plain, inference(config=TWO_FORMATS), "0: .*[eE]5[mM]2"),
+    (value(math.nan), inference(), "2: its weight has NaN or inf"),
+    (value(math.inf), inference(config=ROWWISE), "2: its weight has NaN or inf"),
+    (value(-math.inf), inference(config=RECIPES["blockwise"]), "2: its weight has NaN or inf"),
+    (
+        lambda m: prune.l1_unstructured(m[2], "weight", 0.5),
+        inference(),
+        r"2: its weight is computed by a hook.*prune\.remove",
     ),
-    "no grad_input": Case(
-        inference(config=CONFIGS["no grad_input"]), "0: its grad_input GEMM runs in high precision"
+    (plain, inference({"0": 1.0, "2": 1.0}, ROWWISE), "static scales are for tensorwise"),
+    (training(ROWWISE), inference({"0": 1.0, "2": 1.0}), "static scales are for tensorwise"),
+    *(
+        (prepare, inference(scales), message)
+        for prepare in (plain, training())
+        for scales, message in (
+            ({"0": 1.0}, "no scale for 2"),
+            ({"0": 1.0, "2": 1.0, "3": 1.0}, "a scale for 3: there is no layer"),
+            ({"0": 1.0, "2": math.inf}, "2: .*finite and > 0, got inf"),
+            ({"0": 1.0, "2": 0.0}, "2: .*finite and > 0, got 0"),
+            ({"0": torch.ones(3), "2": 1.0}, r"0: .*tensor of \(3,\)"),
+        )
     ),
-    "two formats": Case(inference(config=CONFIGS["two formats"]), "0: .*[eE]5[mM]2"),
-    "NaN": Case(inference(), "2: its weight has NaN", prepare=value(math.nan)),
-    "inf": Case(inference(recipe="rowwise"), "2: its weight has NaN", prepare=value(math.inf)),
-    "-inf": Case(inference(recipe="blockwise"), "2: its weight has", prepare=value(-math.inf)),
-    "a hook's weight": Case(
-        inference(), r"2: its weight is computed by a hook.*prune\.remove", prepare=pruned
-    ),
-    **{f"scales: {name}": Case(inference(scales), why) for name, (scales, why) in SCALES.items()},
-    **{
-        f"scales, converted: {name}": Case(inference(scales), why, prepare=training())
-        for name, (scales, why) in SCALES.items()
-    },
-    "scales, rowwise": Case(inference(ROWS[0], recipe="rowwise"), ROWS[1]),
-    "scales, converted rowwise": Case(
-        inference(ROWS[0]), ROWS[1], prepare=training(config=RECIPES["rowwise"])
-    ),
-}
+]
+TYPE_ERRORS = [
+    (plain, training("rowwise"), r"from_recipe_name\(\"rowwise\"\)"),
+    (plain, training(None, "head"), r"skip_names\(\"lm_head\"\)"),
+    (plain, inference(config="rowwise"), "config must be"),
+    (plain, inference(0.5), "static_scales must map layer names.*got a float"),
+]
 
 
 def facts_of(model):
@@ -125,9 +105,11 @@ def facts_of(model):
     return layers, [id(p) for p in model.parameters()]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_error_says_why_and_nothing_is_changed(name):
-    call, message, error, prepare = CASES[name]
+@pytest.mark.parametrize(
+    ("error", "prepare", "call", "message"),
+    [(ValueError, *case) for case in VALUE_ERRORS] + [(TypeError, *case) for case in TYPE_ERRORS],
+)
+def test_the_error_says_why_and_nothing_is_changed(error, prepare, call, message):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(48, 160), nn.GELU(), nn.Linear(160, 32)).bfloat16()
     prepare(model)

@@ -53,7 +53,7 @@ def test_layers_that_the_optimizer_does_not_step_are_left_with_a_reason():
     optimizer = torch.optim.AdamW(model[1].parameters())
     plan = plan_weights(model, None, None, optimizer, LEVELS["O1"])
     assert list(plan.layers) == ["1"]
-    assert plan.report.skipped == {"0": "the optimizer does not hold its weight"}
+    assert plan.conversion.skipped == {"0": "the optimizer does not hold its weight"}
 
 
 @pytest.mark.parametrize(
