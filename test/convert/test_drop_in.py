@@ -164,7 +164,7 @@ def test_selective_checkpointing_may_keep_the_products(recipe):
         assert p.grad is q is None or torch.equal(p.grad, q)
 
 
-def test_a_layer_that_casts_its_weight_is_left_alone_until_somebody_says_what_it_is():
+def test_a_layer_that_casts_its_weight_is_left_alone_until_its_type_is_registered():
     model = Model(Casting)
     with pytest.warns(UserWarning, match=r"float8.convert.register_linear_type"):
         convert_to_float8_training(model)

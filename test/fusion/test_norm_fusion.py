@@ -368,7 +368,7 @@ class LikeT5LayerNorm(LikeLlama):
     """Named as model libraries name theirs."""
 
 
-def test_what_is_called_a_norm_and_cannot_be_fused_is_not_passed_over_in_silence():
+def test_modules_that_are_named_norms_are_reported():
     model = converted(nn.Sequential(LikeT5LayerNorm(D), nn.Linear(D, D), nn.BatchNorm1d(D)))
     fusion = fuse(model)
     assert fusion.fused == [] and list(fusion.skipped) == ["0"]
@@ -407,7 +407,7 @@ def test_histories_are_joined_and_checkpoints_carry_them_on():
     sync_float8_amax_and_scale_history(model)
     before, scale = copy.deepcopy(model.state_dict()), model.q.cast_input.scale.clone()
     with torch.no_grad():
-        model.k.cast_input.scale.mul_(2)  # as of a layer that had also read something larger
+        model.k.cast_input.scale.mul_(2)  # as if the layer had also read larger inputs
     fuse(model)
     cast = model.norm1.cast_output
     assert cast is model.q.cast_input is model.k.cast_input is model.v.cast_input
@@ -426,7 +426,7 @@ def test_histories_are_joined_and_checkpoints_carry_them_on():
         assert model.state_dict().keys() == Block().state_dict().keys()
 
 
-def test_a_model_on_meta_comes_to_life_with_new_histories():
+def test_a_model_made_on_meta_starts_with_new_histories():
     with torch.device("meta"):
         model = converted(config=RECIPES["delayed"])
     fuse(model)
@@ -441,15 +441,15 @@ def test_a_model_on_meta_comes_to_life_with_new_histories():
     assert model.norm1.cast_output is model.v.cast_input
 
 
-def test_ddp_is_told_to_leave_the_new_buffers_alone():
+def test_ddp_does_not_broadcast_the_new_buffers():
     model = converted(config=RECIPES["delayed"])
     fuse(model)
     ignored = set(model._ddp_params_and_buffers_to_ignore)
     assert {name for name, _ in model.named_buffers()} <= ignored
 
 
-def test_sync_waits_for_no_amax_that_nobody_records():
-    """Every delayed cast has its scale after one step: a cast without asks the device each time."""
+def test_every_cast_has_a_scale_after_one_step():
+    """A cast without a scale reads the device at each sync."""
     model = converted(config=RECIPES["delayed"])
     fuse(model)
     model(torch.randn(2, 16, D)).sum().backward()

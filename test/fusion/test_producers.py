@@ -470,7 +470,7 @@ def test_checkpoints_copies_and_pickles():
     assert list(norm.state_dict()) == ["weight"]
 
 
-def test_a_model_made_on_meta_comes_to_life():
+def test_modules_made_on_meta_run_once_they_have_values():
     with torch.device("meta"):
         norm, gate = RMSNormCast(K, config=CONFIGS["delayed"]), SwiGLUCast(CONFIGS["delayed"])
     assert norm(torch.empty(4, K, device="meta")).shape == (4, K)
@@ -665,7 +665,7 @@ def test_the_way_back_is_plain(config):
 
 
 @pytest.mark.parametrize("make", [lambda: RMSNormCast(64), SwiGLUCast], ids=["norm", "gate"])
-def test_one_that_was_pickled_before_it_kept_its_name_runs_on(make):
+def test_pickles_without_a_name_run(make):
     old = make()
     del old.__dict__["fqn"]
     x = torch.randn(4, 64)
