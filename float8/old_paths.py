@@ -25,12 +25,11 @@ MOVED = {
     "float8.cast": "float8.linear.cast",
     "float8.conversion": "float8.convert.conversion",
     "float8.filters": "float8.convert.filters",
-    "float8.fused": "float8.fusion.fused",
+    "float8.fused": "float8.fusion.producers",
     "float8.inference": "float8.convert.inference",
     "float8.kernels.reference": "float8.kernels.cpu",
     "float8.levels": "float8.ms_amp.levels",
-    "float8.norm_fusion": "float8.fusion.norm_fusion",
-<<<<<<< HEAD
+    "float8.norm_fusion": "float8.fusion",
     "float8.numerics.accurate": "float8.numerics.comparison",
     "float8.numerics.batches": "float8.numerics.passes",
     "float8.numerics.culprit": "float8.numerics.nonfinite",
@@ -41,13 +40,10 @@ MOVED = {
     "float8.numerics.rows": "float8.numerics.statistics",
     "float8.numerics.table": "float8.numerics.display",
     "float8.numerics.untouched": "float8.numerics.passes",
-=======
     "float8.optim.adamw": "float8.optim.optimizers",
     "float8.optim.core": "float8.optim.optimizer",
     "float8.optim.lion": "float8.optim.optimizers",
     "float8.optim.sgd": "float8.optim.optimizers",
->>>>>>> optim
-    "float8.linear.sync": "float8.linear.delayed",
     "float8.refusals": "float8.linear.refusals",
     "float8.resident_weight": "float8.linear.float8_weight",
     "float8.scaling": "float8.linear.scaling",

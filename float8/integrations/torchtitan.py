@@ -250,17 +250,17 @@ class Float8Converter(QuantizationConverter):
         tied = getattr(model_config, "enable_weight_tying", False)
         for fqn, (linear, parent, attr) in places.items():
             new = self._converted(fqn, linear, tied and fqn == "lm_head")
-            plan.report.converted.append(fqn)
-            plan.report.gathered_in_high_precision |= _stays_plain(fqn, new)
+            plan.conversion.converted.append(fqn)
+            plan.conversion.gathered_in_high_precision |= _stays_plain(fqn, new)
             if parent is None:
                 model_config = new
             elif isinstance(parent, list):
                 parent[attr] = new
             else:
                 setattr(parent, attr, new)
-        logger.info("%s", plan.report)
-        if not plan.report.converted:
-            warnings.warn(f"Float8Converter: {plan.report}", stacklevel=2)
+        logger.info("%s", plan.conversion)
+        if not plan.conversion.converted:
+            warnings.warn(f"Float8Converter: {plan.conversion}", stacklevel=2)
         return model_config
 
     def _check_names(self, fqns: list[str]) -> None:

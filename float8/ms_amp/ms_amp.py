@@ -157,7 +157,7 @@ def ms_amp(
     hold_gradients_in_float8(replaced.values())
     for layer in layers:
         layer.register_load_state_dict_post_hook(_AfterLoad(new))
-    model.ms_amp = MsAmp(level, list(plan.layers), plan.report.skipped)  # type: ignore[assignment]
+    model.ms_amp = MsAmp(level, list(plan.layers), plan.conversion.skipped)  # type: ignore[assignment]
     return model, new
 
 

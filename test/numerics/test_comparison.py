@@ -20,7 +20,7 @@ from float8.config import Float8LinearConfig
 from float8.convert.convert import convert_to_float8_training
 from float8.convert.filters import all_of, skip_names
 from float8.convert.inference import convert_to_float8_inference
-from float8.fusion.fused import RMSNormCast
+from float8.fusion.producers import RMSNormCast
 from float8.linear.delayed import sync_float8_amax_and_scale_history
 from float8.linear.layer import Float8Linear
 from float8.numerics.comparison import (

@@ -18,7 +18,7 @@ from unchanged import assert_model_unchanged
 
 from float8.config import Float8LinearConfig
 from float8.convert.convert import convert_to_float8_training, high_precision
-from float8.fusion.fused import RMSNormCast
+from float8.fusion.producers import RMSNormCast
 from float8.granularity import Tensorwise
 from float8.numerics.passes import (
     LayerObserver,

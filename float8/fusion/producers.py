@@ -1,8 +1,8 @@
-"""Producers that write float8: `RMSNormCast`, `LayerNormCast`, `SwiGLUCast`, inputs already cast.
+"""Modules that return float8: `RMSNormCast`, `LayerNormCast` and `SwiGLUCast`.
 
-What a norm or a gate computes is often read by GEMMs alone. Written in bfloat16 and cast by the
-layers behind it, it crosses memory two to five times; these modules write it once, as a
-`Float8Tensor` with its transpose for the weight gradient, which `Float8Linear` takes as it is::
+Often only GEMMs read the result of a norm or a gate. Written in bfloat16 and cast by the layers
+that read it, it crosses memory two to five times. These modules write it once, as a `Float8Tensor`
+with its transpose for the weight gradient, and `Float8Linear` takes that as its input::
 
     config = Float8LinearConfig.from_recipe_name("delayed")
 
@@ -19,15 +19,16 @@ layers behind it, it crosses memory two to five times; these modules write it on
 
     model = convert_to_float8_training(FeedForward(64, 128), config=config)
 
-The modules and the layers behind them take the same config, whose input cast is tensorwise:
-dynamic, delayed or static. ``cast_output`` stands for the layers' ``cast_input`` and keeps its
-state, where ``sync_float8_amax_and_scale_history(model)`` finds it. Compile a module together with
-the layers that read it, in one graph: torch.compile cannot hand the gradient of a float8 result
-from one graph to another. `float8.fuse_norms` puts norms into a model that is converted already.
+The modules and the layers that read them take the same config, whose input cast is tensorwise:
+dynamic, delayed or static. ``cast_output`` replaces the layers' ``cast_input`` and has its state,
+which ``sync_float8_amax_and_scale_history(model)`` updates. Compile a module together with the
+layers that read it, in one graph: torch.compile cannot pass the gradient of a float8 result from
+one graph to another. `float8.fuse_norms` replaces the norms of a model that is converted already.
 
-Values are computed in float32, rounded once to the compute dtype and then cast. On a GPU that is
-a Triton kernel (two for a dynamic scale, or few rows); elsewhere, and with ``emulate=True``, plain
-PyTorch. Roots, sums and exponentials may differ between them by float32 ulps; equal values do not.
+Values are computed in float32, rounded once to the compute dtype and then cast. On a GPU a Triton
+kernel does that (two for a dynamic scale, or few rows); elsewhere, and with ``emulate=True``, plain
+PyTorch. Roots, sums and exponentials may differ between the two by float32 ulps; equal float32
+values are cast to equal bits.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from torch import Tensor, nn
 from float8.config import Float8LinearConfig, check_config
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.fusion.autograd import (
-    Output,
+    OutputCast,
     layer_norm_cast,
     rms_norm_cast,
     runs_kernel,
@@ -49,25 +50,19 @@ from float8.fusion.autograd import (
 )
 from float8.granularity import WHOLE
 from float8.linear.autograd import compute_dtype
-from float8.linear.cast import Cast, DelayedCast, make_cast
+from float8.linear.cast import Cast, make_cast
+from float8.linear.delayed import DelayedCast
 from float8.linear.layer import with_state_of
 from float8.linear.switch import Float8Module
 from float8.tensor import Float8Tensor
 
 _WHOLE = (WHOLE, WHOLE)
-_OWN_ATTRIBUTES = (
-    "config",
-    "fqn",
-    "switch",
-    "evaluates_in_high_precision",
-    "shares_cast",
-    "cast_output",
-)
+_OWN_ATTRIBUTES = ("config", "fqn", "switch", "evaluates_in_high_precision", "cast_output")
 N = TypeVar("N", bound="NormCast")
 
 
 def refuses_config(config: Float8LinearConfig) -> str | None:
-    """The reason why nobody can cast an input before a layer of this config does, or None."""
+    """The reason why the input of a layer of this config cannot be cast before it, or None."""
     cast, second = config.plan.output.a, config.cast_config_input_for_grad_weight
     if cast is not None and cast.block == _WHOLE and config.plan.reuses_input:
         return None
@@ -82,8 +77,7 @@ class _Producer(Float8Module):
     """Abstract: a module that casts what it computes, with ``cast_output``."""
 
     plain: ClassVar[str]  # what to use where this module does not fit
-    fqn: str = ""  # here too, for pickles of before it was kept
-    shares_cast: bool = False  # whether cast_output is a layer's cast_input, no child of this
+    fqn: str = ""  # a default for older pickles, which have none
 
     def _set_up(self, config: Float8LinearConfig | None, device: Any, fqn: str = "") -> None:
         if config is not None:
@@ -96,17 +90,15 @@ class _Producer(Float8Module):
             )
         self.config = config
         self.fqn = fqn
-        self.shares_cast = False
         self._add_switch()
         delayed, amax_init = config.delayed_scaling, config.enable_amax_init
         module = make_cast(config.cast_config_input, E4M3, delayed, amax_init, device)
         self.cast_output = module.train(self.training)
 
     def share_cast(self, cast: Cast) -> None:
-        """Cast by the ``cast_input`` of a layer, which saves and loads it, and moves it along."""
+        """Cast with the ``cast_input`` of a layer, which saves, loads and moves it."""
         self._modules.pop("cast_output", None)
-        self.__dict__["cast_output"] = cast
-        self.shares_cast = True
+        self.__dict__["cast_output"] = cast  # no child of this module
 
     def _as_plain(self, cls: Any) -> Any:
         """A ``cls`` with the parameters, buffers, hooks and attributes of this module."""
@@ -121,17 +113,17 @@ class _Producer(Float8Module):
         # For messages only, as of `Float8Linear`.
         return f"{self.fqn} ({type(self).__name__})" if self.fqn else type(self).__name__
 
-    def _signed(self, y: Tensor) -> Tensor:
-        """y, which says who made it, to whoever cannot read it."""
+    def _with_name(self, y: Tensor) -> Tensor:
+        """y with the name of this module, for the errors of ops that take no float8."""
         if not torch.compiler.is_compiling():
             y.made_by = self._name  # type: ignore[attr-defined]
         return y
 
-    def _output(self, x: Tensor) -> Output:
+    def _output(self, x: Tensor) -> OutputCast:
         """How to cast what is computed from x."""
         cast, grad = self.config.plan.output.a, torch.is_grad_enabled()
         assert cast is not None
-        return Output(
+        return OutputCast(
             cast,
             self.cast_output.state,
             self.training and grad,
@@ -155,10 +147,11 @@ class _Producer(Float8Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         cast = self.cast_output
+        is_child = "cast_output" in self._modules
         has_history = any(key.startswith(f"{prefix}cast_output.") for key in state_dict)
-        if has_history or self.shares_cast or not isinstance(cast, DelayedCast):
+        if has_history or not is_child or not isinstance(cast, DelayedCast):
             return
-        # A plain checkpoint, or the part of one that is nobody's: a new history, in either case.
+        # A checkpoint without histories: the history starts anew.
         weight = state_dict.get(prefix + "weight")
         if weight is not None:
             cast.start_beside(weight)
@@ -171,8 +164,7 @@ class NormCast(_Producer):
 
     plain_type: type[nn.Module]  # what it was, and becomes by `to_float`
     normalized_shape: tuple[int, ...]
-    # Attributes that `from_float` added to those of a norm of another type.
-    added: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()  # attributes that `from_float` gave a norm of another type
 
     @classmethod
     def from_float(
@@ -188,8 +180,8 @@ class NormCast(_Producer):
             norm: of the class's ``plain_type``.
             config: of the layers that read the result; dynamic tensorwise by default.
             fqn: the norm's name in its model, for error messages.
-            attributes: of a norm of another type that computes the same, what it lacks of torch's
-                ``normalized_shape``, ``eps`` and ``elementwise_affine``.
+            attributes: for a norm of another type that computes the same: those of torch's
+                ``normalized_shape``, ``eps`` and ``elementwise_affine`` that it lacks.
 
         Raises:
             TypeError: another type, and no attributes.
@@ -235,7 +227,7 @@ class NormCast(_Producer):
         if x.dim() == 0 or x.shape[-1] != self.normalized_shape[0]:
             expected = f"(..., {self.normalized_shape[0]})"
             raise ValueError(f"{self._name}: input is {tuple(x.shape)}, expected {expected}")
-        return self._signed(self._normed(x))
+        return self._with_name(self._normed(x))
 
     def _normed(self, x: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} is abstract")
@@ -324,7 +316,7 @@ def _check_eps(norm: nn.Module, eps: object) -> None:
 
 
 class SwiGLU(nn.Module):
-    """``silu(gate) * up`` in high precision: what `SwiGLUCast` is without its cast."""
+    """``silu(gate) * up`` in high precision: `SwiGLUCast` without its cast."""
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         """Of two (..., F), or of one (..., 2 F) that holds both, the gate first: (..., F)."""
@@ -359,9 +351,9 @@ class SwiGLUCast(_Producer):
         """``silu(gate) * up``: two (..., F), or one (..., 2 F) -> a `Float8Tensor` (..., F).
 
         Args:
-            gate: the gate; or, without ``up``, both, the gate first: the result of one projection.
-                Its gradient is then one tensor too.
-            up: what is gated, of gate's shape and dtype.
+            gate: the gate; without ``up``, the result of one projection that holds both, the gate
+                first. Its gradient is then one tensor too.
+            up: of gate's shape and dtype.
 
         Raises:
             TypeError: not float32, bfloat16 or float16, or two dtypes.
@@ -370,7 +362,7 @@ class SwiGLUCast(_Producer):
         if self.high_precision:
             return SwiGLU.forward(self, gate, up)  # type: ignore[arg-type]
         self._check(gate, up)
-        return self._signed(swiglu_cast(gate, up, self._output(gate)))
+        return self._with_name(swiglu_cast(gate, up, self._output(gate)))
 
     def _check(self, gate: Tensor, up: Tensor | None) -> None:
         self._check_input(gate)

@@ -1,4 +1,4 @@
-"""`RMSNormCast`, `SwiGLUCast`: the numbers of the unfused chain, and its state."""
+"""Norms and gates that return float8: the numbers of the unfused chain, and their state."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import copy
 import inspect
 import pickle
 import re
+from collections.abc import Callable
+from typing import NamedTuple
 from unittest import mock
 
 import oracle
@@ -14,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from assertions import assert_bitwise, assert_error_within_baseline, assert_same_float8
 from meter import saved_bytes
-from torch import nn
+from shapes import pairs
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from float8 import (
@@ -25,13 +29,14 @@ from float8 import (
     ScalingType,
     convert_from_float8_training,
     convert_to_float8_training,
-    fused,
     high_precision,
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
-from float8.fusion import autograd as fused_autograd
-from float8.fusion.fused import LayerNormCast, RMSNormCast, SwiGLUCast
+from float8.fusion import autograd as fusion_autograd
+from float8.fusion import producers
+from float8.fusion.autograd import _norm_backward, runs_kernel
+from float8.fusion.producers import LayerNormCast, RMSNormCast, SwiGLUCast
 from float8.kernels import definition
 
 K = 48
@@ -58,6 +63,36 @@ def layer_norm_of(config=None, dtype=torch.float32, size=K):
     return norm
 
 
+def torchs_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
+
+
+def one_order_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Summed in the order of the library; torch's own CPU kernel sums in another one."""
+    return definition.layer_norm(x.flatten(0, -2), weight, bias, 1e-5)[0].reshape(x.shape)
+
+
+class Kind(NamedTuple):
+    """A module that returns float8, and the same in plain PyTorch."""
+
+    make: Callable[..., nn.Module]  # (config, dtype, size of the result)
+    plain: Callable[..., Tensor]  # (inputs and parameters)
+    inputs: int = 1
+    bits: Callable[..., Tensor] | None = None  # where plain sums in another order
+
+
+KINDS = {
+    "rms norm": Kind(norm_of, lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-6)),
+    "layer norm": Kind(layer_norm_of, torchs_layer_norm, bits=one_order_layer_norm),
+    "gate": Kind(
+        lambda config=None, dtype=None, size=K: SwiGLUCast(config),
+        lambda a, b: F.silu(a) * b,
+        inputs=2,
+    ),
+}
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
 def block(config, dim=K, hidden=64):
     """The feed-forward block of the module's docstring."""
     return Block(dim, hidden, config)
@@ -78,8 +113,8 @@ class Block(nn.Module):
 def by_ops():
     """Take the path of a GPU on the CPU: the ops, which run their references here."""
     pytest.importorskip("triton")
-    fused_autograd._load()
-    return mock.patch.object(fused, "runs_kernel", lambda device, emulate: not emulate)
+    fusion_autograd._load()
+    return mock.patch.object(producers, "runs_kernel", lambda device, emulate: not emulate)
 
 
 def grads(out, g, *tensors):
@@ -89,152 +124,89 @@ def grads(out, g, *tensors):
 # --- values and gradients
 
 
-@EVERY_CONFIG
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_norm_is_the_plain_norm_and_the_layers_own_cast(dtype, config):
-    norm = norm_of(config, dtype)
-    layer = Float8Linear(K, 32, dtype=dtype, config=config)
+@EVERY_KIND
+@pairs(dtype=DTYPES, config=list(CONFIGS))
+def test_the_result_is_the_plain_one_and_the_layers_own_cast(kind, dtype, config):
+    module = kind.make(CONFIGS[config], dtype, K)
+    layer = Float8Linear(K, 32, dtype=dtype, config=CONFIGS[config])
     twin = copy.deepcopy(layer)
+    plain_of = kind.bits or kind.plain
     for _ in range(2):  # delayed: dynamic, then by its history
-        x, g = torch.randn(2, 16, K).to(dtype), torch.randn(2, 16, 32).to(dtype)
-        y = norm(x)
-        plain = F.rms_norm(x, (K,), norm.weight, 1e-6).detach().requires_grad_()
-        assert isinstance(y, Float8Tensor) and y.dtype == dtype and y.shape == x.shape
-        found, expected = layer(y), twin(plain)
+        inputs = [(1 + torch.randn(2, 16, K)).to(dtype) for _ in range(kind.inputs)]
+        g = torch.randn(2, 16, 32).to(dtype)
+        y = module(*inputs)
+        # In float32 and rounded once.
+        plain = plain_of(*(t.detach().float() for t in (*inputs, *module.parameters())))
+        plain = plain.to(dtype).requires_grad_()
+        y_leaf = y if y.requires_grad else y.requires_grad_()
+        assert isinstance(y, Float8Tensor) and y.dtype == dtype and y.shape == inputs[0].shape
+        found, expected = layer(y_leaf), twin(plain)
         assert_bitwise(found.detach(), expected.detach())
-        for a, b in zip(
-            grads(found, g, y, layer.weight), grads(expected, g, plain, twin.weight), strict=True
-        ):
+        of_y = grads(found, g, y_leaf, layer.weight)
+        for a, b in zip(of_y, grads(expected, g, plain, twin.weight), strict=True):
             assert_bitwise(a, b)
-        for model in (norm, layer, twin):
+        for model in (module, layer, twin):
             sync_float8_amax_and_scale_history(model)
-        for name, buffer in norm.cast_output.named_buffers():
+        for name, buffer in module.cast_output.named_buffers():
             assert_bitwise(buffer, getattr(twin.cast_input, name), "", name)
 
 
-@EVERY_CONFIG
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_layer_norm_is_the_plain_one_and_the_layers_own_cast(dtype, config):
-    norm, layer = layer_norm_of(config, dtype), Float8Linear(K, 32, dtype=dtype, config=config)
-    twin = copy.deepcopy(layer)
-    for _ in range(2):  # delayed: dynamic, then by its history
-        x, g = (2 + torch.randn(2, 16, K)).to(dtype), torch.randn(2, 16, 32).to(dtype)
-        y = norm(x)
-        # In float32 and rounded once; torch's own CPU kernel sums in another order.
-        plain = definition.layer_norm(x.flatten(0, 1), norm.weight, norm.bias, norm.eps)[0]
-        plain = plain.reshape(x.shape).to(dtype).detach().requires_grad_()
-        assert isinstance(y, Float8Tensor) and y.dtype == dtype and y.shape == x.shape
-        found, expected = layer(y), twin(plain)
-        assert_bitwise(found.detach(), expected.detach())
-        pair = grads(found, g, y, layer.weight), grads(expected, g, plain, twin.weight)
-        for a, b in zip(*pair, strict=True):
-            assert_bitwise(a, b)
-        for model in (norm, layer, twin):
-            sync_float8_amax_and_scale_history(model)
-        for name, buffer in norm.cast_output.named_buffers():
-            assert_bitwise(buffer, getattr(twin.cast_input, name), "", name)
-
-
-@EVERY_CONFIG
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gate_is_the_plain_gate_and_the_layers_own_cast(dtype, config):
-    gate, layer = SwiGLUCast(config), Float8Linear(K, 32, dtype=dtype, config=config)
-    twin = copy.deepcopy(layer)
-    for _ in range(2):
-        x, g = torch.randn(16, 2 * K).to(dtype), torch.randn(16, 32).to(dtype)
-        y = gate(x)
-        a, b = x.float().chunk(2, -1)
-        plain = (F.silu(a) * b).to(dtype).requires_grad_()
-        found, expected = layer(y), twin(plain)
-        assert_bitwise(found.detach(), expected.detach())
-        assert_bitwise(grads(found, g, layer.weight)[0], grads(expected, g, twin.weight)[0])
-        for model in (gate, layer, twin):
-            sync_float8_amax_and_scale_history(model)
-        for name, buffer in gate.cast_output.named_buffers():
-            assert_bitwise(buffer, getattr(twin.cast_input, name), "", name)
-
-
-def check_norm(dtype, shape=(7, 48), by=None):
-    """Gradients of x and weight against float64, with a random gradient."""
-    norm = norm_of(None, dtype, shape[-1])
-    x, g = (torch.randn(shape).to(dtype).requires_grad_(), torch.randn(shape).to(dtype))
-    found = grads(norm(x), g, x, norm.weight)
-
-    def plain(to):
-        x_, w = x.detach().to(to).requires_grad_(), norm.weight.detach().to(to).requires_grad_()
-        return grads(F.rms_norm(x_, shape[-1:], w, 1e-6), g.to(to), x_, w)
-
-    exact, baseline = plain(torch.float64), [t.to(dtype) for t in plain(torch.float32)]
-    for name, a, e, b in zip(("grad_x", "grad_weight"), found, exact, baseline, strict=True):
-        assert_error_within_baseline(a, e, b, 2.0, f"check_norm({dtype}, {shape})", name)
-
-
-def check_layer_norm(dtype, shape=(7, 48), mean=0.5):
-    """Gradients of x, weight and bias against float64, with a random gradient."""
-    norm = layer_norm_of(None, dtype, shape[-1])
-    x, g = (mean + torch.randn(shape)).to(dtype).requires_grad_(), torch.randn(shape).to(dtype)
-    found = grads(norm(x), g, x, norm.weight, norm.bias)
-
-    def plain(to):
-        x_, w, b = (t.detach().to(to).requires_grad_() for t in (x, norm.weight, norm.bias))
-        return grads(F.layer_norm(x_, shape[-1:], w, b, norm.eps), g.to(to), x_, w, b)
-
-    exact, baseline = plain(torch.float64), [t.to(dtype) for t in plain(torch.float32)]
-    names = ("grad_x", "grad_weight", "grad_bias")
-    for name, a, e, b in zip(names, found, exact, baseline, strict=True):
-        assert_error_within_baseline(a, e, b, 2.0, f"check_layer_norm({dtype}, {shape})", name)
-
-
-def check_gate(dtype, together, shape=(7, 48)):
-    """Gradients of gate and up against float64, with a random gradient."""
-    a, b = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(2))
+def check_gradients(kind, dtype, shape=(7, 48), together=False):
+    """Gradients of inputs and parameters against float64, with a random gradient."""
+    module = kind.make(None, dtype, shape[-1])
+    leaves = [(0.5 + torch.randn(shape)).to(dtype).requires_grad_() for _ in range(kind.inputs)]
     g = torch.randn(shape).to(dtype)
-    out = SwiGLUCast()(torch.cat([a, b], -1)) if together else SwiGLUCast()(a, b)
-    found = grads(out, g, a, b)
+    y = module(torch.cat(leaves, -1)) if together else module(*leaves)
+    leaves += list(module.parameters())
+    found = grads(y, g, *leaves)
 
     def plain(to):
-        a_, b_ = (t.detach().to(to).requires_grad_() for t in (a, b))
-        return grads(F.silu(a_) * b_, g.to(to), a_, b_)
+        copies = [t.detach().to(to).requires_grad_() for t in leaves]
+        return grads(kind.plain(*copies), g.to(to), *copies)
 
     exact, baseline = plain(torch.float64), [t.to(dtype) for t in plain(torch.float32)]
-    for name, x, e, y in zip(("grad_gate", "grad_up"), found, exact, baseline, strict=True):
-        assert_error_within_baseline(x, e, y, 2.0, f"check_gate({dtype}, {together})", name)
+    for i, (a, e, b) in enumerate(zip(found, exact, baseline, strict=True)):
+        assert_error_within_baseline(a, e, b, 2.0, f"check_gradients({dtype}, {shape})", f"{i}")
+
+
+@EVERY_KIND
+@pairs(dtype=DTYPES, shape=[(7, 48), (2, 3, 33), (37, 1), (257,)])
+def test_gradients(kind, dtype, shape):
+    if kind.make is not layer_norm_of or shape[-1] > 1:  # of which nothing is left, centred
+        check_gradients(kind, dtype, shape)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(7, 48), (2, 3, 33), (37, 1), (257,)])
-def test_gradients_of_a_norm(dtype, shape):
-    check_norm(dtype, shape)
+def test_gradients_of_one_tensor_that_holds_gate_and_up(dtype):
+    check_gradients(KINDS["gate"], dtype, (2, 3, 33), together=True)
+    gate, up = torch.randn(4, K).to(dtype), torch.randn(4, K).to(dtype)
+    assert_same_float8(SwiGLUCast()(torch.cat([gate, up], 1)), SwiGLUCast()(gate, up))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(7, 48), (2, 3, 33), (257,)])
-def test_gradients_of_a_layer_norm(dtype, shape):
-    check_layer_norm(dtype, shape)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("shape", [(7, 48), (2, 3, 33), (257,)])
-def test_gradients_of_a_gate(dtype, together, shape):
-    check_gate(dtype, together, shape)
-
-
+# what is wrong -> the kind whose gradients it spoils, the function, the wrong one
 FAULTS = {
     "no projection": (
-        "_rms_norm_backward",
-        lambda g, x, w, rstd, needs: (rstd * (g * w), (g * x * rstd).sum(0)),
+        "rms norm",
+        lambda g, x, w, b, m, rstd, needs: (rstd * (g * w), (g * x * rstd).sum(0), None),
     ),
     "sign-only gradient": (
-        "_rms_norm_backward",
-        lambda g, x, w, rstd, needs: (g.sign() * g.abs().mean(), (g * x * rstd).sum(0)),
+        "rms norm",
+        lambda g, x, w, b, m, rstd, needs: (
+            g.sign() * g.abs().mean(),
+            (g * x * rstd).sum(0),
+            None,
+        ),
     ),
     "weight's gradient without rstd": (
-        "_rms_norm_backward",
-        lambda g, x, w, rstd, needs: (g * 0, (g * x).sum(0)),
+        "rms norm",
+        lambda g, x, w, b, m, rstd, needs: (
+            _norm_backward(g, x, w, b, m, rstd, needs)[0],
+            (g * x).sum(0),
+            None,
+        ),
     ),
     "mean of the gradient kept": (
-        "_layer_norm_backward",
+        "layer norm",
         lambda g, x, w, b, m, rstd, needs: (
             rstd * (g * w - (x - m) * rstd * (g * w * (x - m) * rstd).mean(1, keepdim=True)),
             (g * (x - m) * rstd).sum(0),
@@ -242,15 +214,19 @@ FAULTS = {
         ),
     ),
     "weight's gradient not centred": (
-        "_layer_norm_backward",
-        lambda g, x, w, b, m, rstd, needs: (g * 0, (g * x * rstd).sum(0), g.sum(0)),
+        "layer norm",
+        lambda g, x, w, b, m, rstd, needs: (
+            _norm_backward(g, x, w, b, m, rstd, needs)[0],
+            (g * x * rstd).sum(0),
+            g.sum(0),
+        ),
     ),
     "halves exchanged": (
-        "swiglu_backward",
+        "gate",
         lambda g, a, b: torch.cat([g * F.silu(a), g * b * a.sigmoid()], 1),
     ),
     "sigmoid's own slope forgotten": (
-        "swiglu_backward",
+        "gate",
         lambda g, a, b: torch.cat([g * b * a.sigmoid(), g * F.silu(a)], 1),
     ),
 }
@@ -258,16 +234,33 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(fault):
-    name, wrong = FAULTS[fault]
-    checks = {"_rms_norm_backward": check_norm, "_layer_norm_backward": check_layer_norm}
-    check = checks.get(name, lambda dtype: check_gate(dtype, True))
-    check(torch.float32)
-    home = fused_autograd if "norm" in name else definition
-    with (
-        mock.patch.object(home, name, wrong),
-        pytest.raises(AssertionError, match="replay"),
-    ):
-        check(torch.float32)
+    kind, wrong = FAULTS[fault]
+    check_gradients(KINDS[kind], torch.float32)
+    of_gate = reference, "swiglu_backward"
+    place, name = of_gate if kind == "gate" else (fusion_autograd, "_norm_backward")
+    with mock.patch.object(place, name, wrong), pytest.raises(AssertionError, match="replay"):
+        check_gradients(KINDS[kind], torch.float32)
+
+
+@pytest.mark.parametrize("affine", ["weight and bias", "weight", "neither"])
+@pytest.mark.parametrize("centred", [True, False])
+def test_torchs_own_backward_takes_its_arguments(affine, centred):
+    """On CUDA tensors without CUDA: the op exists, and returns what autograd expects."""
+    with FakeTensorMode():
+        x, (mean, rstd) = torch.empty(6, K, device="cuda"), torch.empty(2, 6, 1, device="cuda")
+        weight = torch.empty(K, device="cuda") if "weight" in affine else None
+        bias = torch.empty(K, device="cuda") if "bias" in affine and centred else None
+        for x_needs in (True, False):
+            needs = (x_needs, weight is not None, bias is not None)
+            of = _norm_backward(x, x, weight, bias, mean if centred else None, rstd, needs)
+            assert of[0].shape == x.shape if x_needs else of[0] is None
+            for grad, parameter in zip(of[1:], (weight, bias), strict=True):
+                assert grad is None if parameter is None else grad.shape == (K,)
+
+
+def test_kernels_are_for_cuda():
+    assert not runs_kernel(torch.device("cpu"), emulate=False)
+    assert not runs_kernel(torch.device("cuda"), emulate=True)
 
 
 def test_the_gradient_of_one_projection_is_one_tensor():
@@ -378,7 +371,7 @@ def test_the_ops_compute_what_plain_torch_does(config):
         sync_float8_amax_and_scale_history(ops)
 
 
-def test_the_transpose_comes_with_it_where_backward_may_want_it():
+def test_results_have_a_transpose_where_backward_may_need_it():
     norm, gate, x = norm_of(), SwiGLUCast(), torch.randn(2, 8, 2 * K)
     with by_ops():
         half = x[..., :K]
@@ -387,41 +380,32 @@ def test_the_transpose_comes_with_it_where_backward_may_want_it():
             assert y.data_t.is_contiguous()
         with torch.no_grad():
             assert norm(x[..., :K]).data_t is None
-    assert norm_of()(x[..., :K]).data_t is None  # on a CPU it is a view for whoever reads it
+    assert norm_of()(x[..., :K]).data_t is None  # on a CPU a reader takes a view
 
 
 @pytest.mark.cuda
+@EVERY_KIND
 @EVERY_CONFIG
-def test_on_a_gpu_it_is_close_to_the_unfused_chain(config):
-    norm = norm_of(config, torch.bfloat16, 256).cuda()
-    centred = layer_norm_of(config, torch.bfloat16, 256).cuda()
-    gate = SwiGLUCast(config, "cuda")
+def test_on_a_gpu_it_is_close_to_the_unfused_chain(kind, config):
+    module = kind.make(config, torch.bfloat16, 256).cuda()
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    inputs = [x, x * 2][: kind.inputs]
     g = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
-    for module, inputs, plain in (
-        (norm, (x,), lambda x: F.rms_norm(x, (256,), norm.weight.to(x.dtype), 1e-6)),
-        (
-            centred,
-            (x,),
-            lambda x: F.layer_norm(
-                x, (256,), centred.weight.to(x.dtype), centred.bias.to(x.dtype), 1e-5
-            ),
-        ),
-        (gate, (x, x * 2), lambda a, b: F.silu(a) * b),
-    ):
-        y = module(*inputs)
-        exact = plain(*(t.detach().double() for t in inputs))
-        scale = y._scale.reshape(1, 1)
-        baseline = Float8Tensor.from_high_precision(
-            plain(*inputs).detach(), y.format, scale=scale
-        ).dequantize()
-        assert_error_within_baseline(y.detach().dequantize(), exact, baseline)
-        assert_bitwise(y.data_t, y._data.t())
-        x64 = [t.detach().double().requires_grad_() for t in inputs]
-        want = torch.autograd.grad(plain(*x64), x64, g.double())
-        base = torch.autograd.grad(plain(*inputs), inputs, g)
-        for a, b, c in zip(torch.autograd.grad(y, inputs, g), want, base, strict=True):
-            assert_error_within_baseline(a, b, c, 2.0)
+
+    def plain(*inputs):
+        return kind.plain(*inputs, *(p.to(inputs[0].dtype) for p in module.parameters()))
+
+    y = module(*inputs)
+    exact = plain(*(t.detach().double() for t in inputs))
+    scale = y._scale.reshape(1, 1)
+    baseline = Float8Tensor.from_high_precision(plain(*inputs).detach(), y.format, scale=scale)
+    assert_error_within_baseline(y.detach().dequantize(), exact, baseline.dequantize())
+    assert_bitwise(y.data_t, y._data.t())
+    x64 = [t.detach().double().requires_grad_() for t in inputs]
+    want = torch.autograd.grad(plain(*x64), x64, g.double())
+    base = torch.autograd.grad(plain(*inputs), inputs, g)
+    for a, b, c in zip(torch.autograd.grad(y, inputs, g), want, base, strict=True):
+        assert_error_within_baseline(a, b, c, 2.0)
 
 
 # --- state
@@ -486,7 +470,7 @@ def test_checkpoints_copies_and_pickles():
     assert list(norm.state_dict()) == ["weight"]
 
 
-def test_a_model_made_on_meta_comes_to_life():
+def test_modules_made_on_meta_run_once_they_have_values():
     with torch.device("meta"):
         norm, gate = RMSNormCast(K, config=CONFIGS["delayed"]), SwiGLUCast(CONFIGS["delayed"])
     assert norm(torch.empty(4, K, device="meta")).shape == (4, K)
@@ -504,14 +488,8 @@ def test_from_float_shares_what_the_norm_has():
     assert norm.weight is plain.weight and norm.eps == 1e-3 and not norm.cast_output.training
     assert list(plain.state_dict()) == ["weight"]
     assert isinstance(norm, nn.RMSNorm)
-    centred = LayerNormCast.from_float(nn.LayerNorm(K, eps=1e-3), fqn="layers.0.norm")
+    centred = LayerNormCast.from_float(nn.LayerNorm(K, eps=1e-3))
     assert centred.eps == 1e-3 and centred.bias is not None and isinstance(centred, nn.LayerNorm)
-    with pytest.raises(TypeError, match=r"RMSNormCast: a LayerNorm is not nn\.RMSNorm, of"):
-        RMSNormCast.from_float(nn.LayerNorm(K))
-    with pytest.raises(TypeError, match=r"layers.0.norm \(LayerNormCast\): input is torch.float64"):
-        centred(torch.randn(4, K).double())
-    with pytest.raises(ValueError, match=r"layers.0.norm \(LayerNormCast\): input is \(4, 8\)"):
-        centred(torch.randn(4, 8))
 
 
 def test_high_precision_is_the_plain_module():
@@ -555,7 +533,7 @@ def test_a_block_compiles_to_one_graph_with_the_bits_of_eager(recipe, ops):
     eager = block(CONFIGS[recipe])
     compiled = copy.deepcopy(eager)
     run = torch.compile(compiled, backend="aot_eager", fullgraph=True)
-    with by_ops() if ops else mock.patch.object(fused_autograd, "_load"):
+    with by_ops() if ops else mock.patch.object(fusion_autograd, "_load"):
         for step in range(2):
             x, g = torch.randn(16, K), torch.randn(16, K)
             found = grads(run(x), g, *compiled.parameters())
@@ -570,54 +548,70 @@ def test_a_block_compiles_to_one_graph_with_the_bits_of_eager(recipe, ops):
 # --- refusals
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise"])
-def test_refuses_casts_with_more_than_one_scale(recipe):
-    with pytest.raises(
-        ValueError, match=r"'dynamic (rowwise|1x128) e4m3 pow2'.*: use nn.RMSNorm and"
-    ):
-        RMSNormCast(K, config=RECIPES[recipe])
-    with pytest.raises(
-        ValueError, match=r"SwiGLUCast casts once.* use F.silu\(gate\) \* up and let"
-    ):
-        SwiGLUCast(RECIPES[recipe])
+OFF = CastConfig(scaling_type=ScalingType.DISABLED)
+X = torch.randn(4, K)
+NO_CAST = Float8LinearConfig(OFF, OFF, OFF)
+TWO_CASTS = Float8LinearConfig(cast_config_input_for_grad_weight=STATIC)
+NAMED = LayerNormCast.from_float(nn.LayerNorm(K), fqn="a.norm")
+REFUSALS = {
+    ValueError: (
+        (
+            lambda: RMSNormCast(K, config=RECIPES["rowwise"]),
+            "'dynamic rowwise.*: use nn.RMSNorm and",
+        ),
+        (
+            lambda: RMSNormCast(K, config=RECIPES["rowwise_with_gw_hp"]),
+            "'dynamic rowwise e4m3 pow2'",
+        ),
+        (
+            lambda: SwiGLUCast(RECIPES["blockwise"]),
+            r"SwiGLUCast casts once.*x128.* F.silu\(gate\) \* ",
+        ),
+        (
+            lambda: RMSNormCast(K, config=NO_CAST),
+            "cast_config_input is 'high precision': use nn.RMS",
+        ),
+        (
+            lambda: RMSNormCast(K, config=TWO_CASTS),
+            ", for grad_weight 'static .*0.125': use nn.RMSNo",
+        ),
+        (lambda: RMSNormCast((4, K)), r"normalized_shape is \(4, 48\); a GEMM reads rows"),
+        (lambda: norm_of()(X[:, :16]), r"RMSNormCast: input is \(4, 16\), expected \(..., 48\)"),
+        (lambda: NAMED(X[:, :8]), r"a.norm \(LayerNormCast\): input is \(4, 8\)"),
+        (lambda: SwiGLUCast()(X[:, :5]), r"SwiGLUCast: gate and up have no halves in \(4, 5\)"),
+        (lambda: SwiGLUCast()(X, X[:2]), r"SwiGLUCast: gate is \(4, 48\) and up \(2, 48\)"),
+        (lambda: nn.Linear(K, 16)(norm_of()(X)), "SwiGLUCast, convert the layer that reads"),
+    ),
+    TypeError: (
+        (lambda: norm_of()(X.double()), "RMSNormCast: input is torch.float64, expected torch.f"),
+        (lambda: NAMED(X.double()), r"a.norm \(LayerNormCast\): input is torch.float64"),
+        (lambda: norm_of()(norm_of()(X)), "RMSNormCast: input is a Float8Tensor, expected torch.f"),
+        (lambda: SwiGLUCast()(X, X.bfloat16()), "gate is torch.float32 and up torch.bfloat16"),
+        (
+            lambda: SwiGLUCast("tensorwise"),
+            "SwiGLUCast: config must be a Float8LinearConfig, got 't",
+        ),
+        (lambda: RMSNormCast(K, NO_CAST), "RMSNormCast: eps must be a number.*config is a keyword"),
+        (
+            lambda: LayerNormCast(K, NO_CAST),
+            "LayerNormCast: eps must be a number.*config is a keyw",
+        ),
+        (lambda: RMSNormCast.from_float(nn.LayerNorm(K)), r"a LayerNorm is not nn\.RMSNorm, of"),
+    ),
+}
 
 
-def test_refuses_a_disabled_cast():
-    off = CastConfig(scaling_type=ScalingType.DISABLED)
-    with pytest.raises(ValueError, match=r"cast_config_input is 'high precision': use nn.RMSNorm"):
-        RMSNormCast(K, config=Float8LinearConfig(off, off, off))
+@pytest.mark.parametrize("error", REFUSALS)
+def test_refusals_name_the_module_and_the_way_out(error):
+    for call, message in REFUSALS[error]:
+        with pytest.raises(error, match=message):
+            call()
 
 
-def test_refuses_a_second_cast_for_the_weight_gradient():
-    config = Float8LinearConfig(cast_config_input_for_grad_weight=STATIC)
-    with pytest.raises(ValueError, match=r", for grad_weight 'static .*scale=0.125': use nn.RMSN"):
-        RMSNormCast(K, config=config)
-
-
-def test_refuses_inputs_by_name():
-    norm, gate, x = norm_of(), SwiGLUCast(), torch.randn(4, K)
-    with pytest.raises(ValueError, match=r"normalized_shape is \(4, 48\); a GEMM reads rows"):
-        RMSNormCast((4, K))
-    with pytest.raises(TypeError, match=r"RMSNormCast: input is torch.float64, expected torch.f"):
-        norm(x.double())
-    with pytest.raises(TypeError, match=r"RMSNormCast: input is a Float8Tensor, expected torch.f"):
-        norm(norm(x))
-    with pytest.raises(ValueError, match=r"RMSNormCast: input is \(4, 16\), expected \(..., 48\)"):
-        norm(x[:, :16])
-    with pytest.raises(ValueError, match=r"SwiGLUCast: gate and up have no halves in \(4, 5\)"):
-        gate(x[:, :5])
-    with pytest.raises(TypeError, match=r"SwiGLUCast: gate is torch.float32 and up torch.bfloat16"):
-        gate(x, x.bfloat16())
-    with pytest.raises(ValueError, match=r"SwiGLUCast: gate is \(4, 48\) and up \(2, 48\)"):
-        gate(x, x[:2])
-
-
-@pytest.mark.parametrize(
-    "module", [norm_of(), layer_norm_of(), SwiGLUCast()], ids=["norm", "layer norm", "gate"]
-)
-def test_refuses_a_second_derivative(module):
+@EVERY_KIND
+def test_refuses_a_second_derivative(kind):
     x = torch.randn(4, K, requires_grad=True)
-    y = module(x)
+    y = kind.make()(*[x] * kind.inputs)
     with pytest.raises(RuntimeError, match="Cast has no second derivative"):
         torch.autograd.grad(y, x, torch.ones(y.shape), create_graph=True)
 
@@ -626,8 +620,8 @@ def test_refuses_a_second_derivative(module):
 
 
 def test_the_example_of_the_docstring_trains():
-    example = re.search(r"::\n\n((?:    .*\n|\n)+)", fused.__doc__).group(1)
-    names = vars(fused) | {"convert_to_float8_training": convert_to_float8_training}
+    example = re.search(r"::\n\n((?:    .*\n|\n)+)", producers.__doc__).group(1)
+    names = vars(producers) | {"convert_to_float8_training": convert_to_float8_training}
     scope = dict(names)
     exec(inspect.cleandoc(example), scope)
     model = scope["model"]
@@ -663,32 +657,17 @@ def test_the_way_back_is_plain(config):
         expected, keys = model(x), set(model.state_dict())
     parameters = [p.data_ptr() for p in model.parameters()]
     convert_from_float8_training(model)
-    assert (type(model.norm), type(model.gate)) == (nn.RMSNorm, fused.SwiGLU)
+    assert (type(model.norm), type(model.gate)) == (nn.RMSNorm, producers.SwiGLU)
     assert_bitwise(model(x), expected)
     assert set(model.state_dict()) == keys
     assert [p.data_ptr() for p in model.parameters()] == parameters
     assert not hasattr(model.norm, "config")
 
 
-def test_a_plain_layer_behind_a_producer_is_told_what_to_do():
-    with pytest.raises(ValueError, match="Cast or SwiGLUCast, convert the layer that reads"):
-        nn.Linear(K, 16)(norm_of()(torch.randn(4, K)))
-
-
-def test_refuses_arguments_that_are_no_config():
-    with pytest.raises(TypeError, match=r"SwiGLUCast: config must be a Float8LinearConfig, got 't"):
-        SwiGLUCast("tensorwise")
-    with pytest.raises(TypeError, match=r"RMSNormCast: eps must be a number.*config is a keyword"):
-        RMSNormCast(K, Float8LinearConfig())
-    with pytest.raises(TypeError, match=r"LayerNormCast: eps must be a number.*config is a keywo"):
-        LayerNormCast(K, Float8LinearConfig())
-
-
 @pytest.mark.parametrize("make", [lambda: RMSNormCast(64), SwiGLUCast], ids=["norm", "gate"])
-def test_one_that_was_pickled_before_it_kept_its_name_runs_on(make):
+def test_pickles_without_a_name_run(make):
     old = make()
-    for name in ("fqn", "shares_cast"):
-        del old.__dict__[name]
+    del old.__dict__["fqn"]
     x = torch.randn(4, 64)
     assert_same_float8(pickle.loads(pickle.dumps(old))(x), make()(x), "old")
     assert old.to_float()(x).dtype == x.dtype
