@@ -305,7 +305,7 @@ class TestRefusals:
     def test_a_callback_that_comes_too_late_or_twice(self, tmp_path):
         trainer = trainer_of(tmp_path, llama(), None)
         trainer.add_callback(Float8Callback)
-        with pytest.raises(ValueError, match=r"joined the Trainer after that was made.*callbacks="):
+        with pytest.raises(ValueError, match=r"added to an existing Trainer.*callbacks="):
             trainer.train()
         trainer = trainer_of(tmp_path, llama(), Float8Callback("delayed"))
         trainer.add_callback(Float8Callback("delayed"))

@@ -8,7 +8,7 @@ import torch
 import float8
 from float8 import CastConfig, DelayedScalingConfig, Float8Linear, Float8LinearConfig, ScalingType
 from float8.config import check_config
-from float8.config.other_names import FIELDS, NAMES
+from float8.integrations.torchao import FIELDS, NAMES
 
 FIELD_OF = {
     "scaling_granularity": CastConfig,
