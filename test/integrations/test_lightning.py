@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 import runpy
-import textwrap
 from importlib import metadata
 
 import lightning_program as claims
 import pytest
 import torch
+from fresh import example_of
+from one_process import assert_same_model
 from processes import failures
 from torch import nn
 
@@ -110,7 +110,7 @@ def test_the_trainer_equals_the_bare_loop(recipe, precision, clip):
     losses = by_hand(expected.to(dtype or torch.float32), dtype, clip)
     fit(module, Float8Precision(recipe, precision=precision), gradient_clip_val=clip)
     assert module.losses == losses
-    claims.assert_same(module.model, expected)
+    assert_same_model(module.model, expected, "lightning")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_fabric_equals_the_bare_loop(recipe, precision):
             optimizer.zero_grad()
     dtype = torch.bfloat16 if precision == "bf16-true" else None
     by_hand(expected.to(dtype or torch.float32), dtype)
-    claims.assert_same(model, expected)
+    assert_same_model(model, expected, "lightning")
 
 
 def test_32_true_leaves_the_dtype_alone():
@@ -223,20 +223,20 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_went_on(tmp_path):
     resumed = Module()
     fit(resumed, Float8Precision("delayed"), file, max_epochs=2)
     assert resumed.losses == whole.losses[len(resumed.losses) :]
-    claims.assert_same(resumed, whole)
+    assert_same_model(resumed, whole, "lightning")
 
     saved = torch.load(file, weights_only=False)
     assert saved["state_dict"].keys() == Module().state_dict().keys()
     lost = {**saved, "Float8Precision": {}}  # planted: what forgetting the histories would do
     torch.save(lost, file)
-    with pytest.raises(AssertionError, match="weight"):
+    with pytest.raises(AssertionError, match="parameters"):
         _resume_and_compare(file, whole)
 
 
 def _resume_and_compare(file, whole):
     resumed = Module()
     fit(resumed, Float8Precision("delayed"), file, max_epochs=2)
-    claims.assert_same(resumed, whole)
+    assert_same_model(resumed, whole, "lightning")
 
 
 def test_a_checkpoint_crosses_recipes_with_a_word_about_histories(tmp_path):
@@ -246,7 +246,8 @@ def test_a_checkpoint_crosses_recipes_with_a_word_about_histories(tmp_path):
         fit(Module(), Float8Precision("tensorwise"), file, max_epochs=2)
     plain = Module()
     fit(plain, None, file)  # a Trainer without float8
-    claims.assert_same(plain, Module.load_from_checkpoint(file, weights_only=False))
+    loaded = Module.load_from_checkpoint(file, weights_only=False)
+    assert_same_model(plain, loaded, "lightning")
 
 
 def test_fabric_saves_histories_with_the_model(tmp_path):
@@ -258,7 +259,7 @@ def test_fabric_saves_histories_with_the_model(tmp_path):
     fabric.save(tmp_path / "a", {"model": first})
     second = fabric.setup(claims.network())
     fabric.load(tmp_path / "a", {"model": second})
-    claims.assert_same(second, first)
+    assert_same_model(second, first, "lightning")
     assert second.module[0].cast_input.history_ready
 
 
@@ -284,7 +285,7 @@ def test_the_monitor_looks_at_every_nth_batch_and_changes_nothing(tmp_path):
     options = {"logger": logger, "callbacks": [monitor], "log_every_n_steps": 1}
     trainer = fit(watched, Float8Precision("delayed"), **options)
     trainer.save_checkpoint(tmp_path / "a.ckpt", weights_only=False)
-    claims.assert_same(watched, plain)
+    assert_same_model(watched, plain, "lightning")
     assert [report.step for report in load_run(file)] == [0, 4]
     assert monitor.report.rows() == load_run(file)[-1].rows()
     seen = {name for metrics in logger.told.values() for name in metrics}
@@ -384,8 +385,7 @@ def test_strategies_train_as_torch_does_on_two_processes():
 @pytest.mark.filterwarnings("ignore")  # Lightning has advice for every short run
 def test_the_examples_run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"::\n\n((?:    .*\n|\n)+)", plugin_file.__doc__)
-    code = "\n".join(textwrap.dedent(block) for block in blocks)
+    code = example_of(plugin_file.__doc__)
     assert 20 < len(code.splitlines()) < 60
     # As a user would: a module's classes are looked up where they were defined.
     exec(compile(code, "an example", "exec"), {"__name__": "example"})
