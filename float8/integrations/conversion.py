@@ -26,7 +26,7 @@ from torch.torch_version import TorchVersion
 
 from float8.config import Float8LinearConfig
 from float8.config.suggestions import dialect_of
-from float8.convert.convert import FLOAT8_MODULES, convert_to_float8_training
+from float8.convert.convert import convert_to_float8_training
 from float8.convert.filters import ModuleFilter
 from float8.distributed.replaced_parameters import refuses_optimizer
 from float8.integrations.accelerate_settings import (
@@ -36,7 +36,7 @@ from float8.integrations.accelerate_settings import (
 )
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
-from float8.linear.switch import Switchable
+from float8.linear.switch import Float8Module
 
 
 def require(package: str, extra: str, tested: tuple[str, str]) -> None:
@@ -176,8 +176,7 @@ def evaluate_in_high_precision(model: nn.Module) -> None:
     model in training leaves float8 too, if it is in eval mode and under ``torch.no_grad()``.
     """
     for module in model.modules():
-        if isinstance(module, tuple(FLOAT8_MODULES)):
-            assert isinstance(module, Switchable)
+        if isinstance(module, Float8Module):
             module.evaluates_in_high_precision = True
 
 

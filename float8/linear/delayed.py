@@ -61,6 +61,7 @@ from float8 import kernels
 from float8.arguments import check_module, described
 from float8.config import CastConfig, DelayedScalingConfig
 from float8.formats import Format, on_device
+from float8.linear.registration import AFTER_SYNC, FIRST_SYNC_CHECKS
 from float8.linear.scaling import Cast, DelayedState, max_over_ranks
 from float8.linear.switch import Switchable
 
@@ -289,13 +290,8 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
         callback(model)
 
 
-# Called before the first all-reduce with the model and the ranks that take part. Packages above
-# register functions that raise where ranks disagree.
-FIRST_SYNC_CHECKS: list[Callable[[nn.Module, list[int]], None]] = []
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-# Called with the model after each sync, by those who keep what follows from scales.
-AFTER_SYNC: list[Callable[[nn.Module], None]] = []
 
 
 def _warn_of_plain(model: nn.Module) -> None:
