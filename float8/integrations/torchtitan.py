@@ -149,7 +149,7 @@ class Float8TitanLinear(Float8Linear, Linear):
         """The plain layer, parameters shared.
 
         Raises:
-            ValueError: torchtitan has wrapped ``forward``, which would go on in float8.
+            ValueError: torchtitan has wrapped ``forward``, which would still run in float8.
         """
         if "forward" in self.__dict__:
             raise ValueError(

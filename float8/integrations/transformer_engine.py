@@ -71,7 +71,7 @@ def from_te_recipe(
 ) -> Float8LinearConfig: ...
 
 
-# Without defaults here, so that an argument that is given beside a recipe can be told from others.
+# Without defaults here: an argument that is given beside a recipe must not contradict it.
 def from_te_recipe(
     cls: type[Float8LinearConfig], recipe: Any = None, **arguments: Any
 ) -> Float8LinearConfig:

@@ -337,7 +337,7 @@ class TestRefusals:
 
 
 FSDP = {}
-CLAIMS = {
+CASES = {
     "DDP": ("trains_like_one_process", "delayed"),
     "FSDP2": ("trains_like_one_process", "delayed", FSDP),
     "FSDP2, gathered": ("trains_like_one_process", "gathered tensorwise", FSDP),
@@ -364,4 +364,4 @@ CLAIMS = {
 
 @pytest.mark.slow
 def test_on_two_processes():
-    assert failures("accelerate_program", CLAIMS) == {}
+    assert failures("accelerate_program", CASES) == {}

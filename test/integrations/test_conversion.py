@@ -70,7 +70,7 @@ class TestConfigs:
         assert not evaluates_in_float8(TERecipeKwargs())
 
     @pytest.mark.parametrize("key", ["use_autocast_during_eval", "FP8_USE_AUTOCAST_DURING_EVAL"])
-    def test_how_to_evaluate_is_asked_apart_from_what_to_compute(self, key):
+    def test_how_to_evaluate_is_no_part_of_a_config(self, key):
         for wanted in (False, True):
             assert as_config({key: wanted}) == Float8LinearConfig.from_te_recipe()
             assert evaluates_in_float8({key: wanted}) == wanted
@@ -93,7 +93,7 @@ class TestConfigs:
             assert as_config(given) == RECIPES["rowwise"]
         assert seen == [theirs, theirs]
 
-    def test_of_nobody(self):
+    def test_other_types_are_refused(self):
         with pytest.raises(TypeError, match=r"config must be .*got 7"):
             as_config(7)
 
@@ -227,7 +227,7 @@ def test_eval_mode_without_gradients_is_high_precision_and_nothing_else(case):
     assert not any(layer.high_precision for layer in model if isinstance(layer, nn.Linear))
 
 
-def test_a_part_that_is_called_by_itself_does_as_the_model_does(case):
+def test_a_part_that_is_called_by_itself_evaluates_as_the_model_does(case):
     model, x, _, _ = case
     layer = model[0]
     plain, quantised = nn.functional.linear(x, layer.weight, layer.bias), layer(x)
@@ -241,7 +241,7 @@ def test_a_part_that_is_called_by_itself_does_as_the_model_does(case):
     assert torch.equal(layer(x), quantised)
 
 
-def test_contexts_that_are_open_stay_so(case):
+def test_an_open_high_precision_context_stays_open(case):
     model, x, plain, quantised = case
     with high_precision(model):
         with torch.no_grad():
@@ -250,7 +250,7 @@ def test_contexts_that_are_open_stay_so(case):
     assert torch.equal(model(x), quantised)
 
 
-def test_an_error_on_the_way_leaves_nothing_open(case):
+def test_after_an_error_training_is_in_float8(case):
     model, x, _, quantised = case
     with torch.no_grad(), pytest.raises(RuntimeError, match="empty"):
         model.eval()(x[:0])
@@ -264,7 +264,7 @@ class Interrupt(BaseException):
 @pytest.mark.parametrize("error", [Interrupt, ValueError])
 @pytest.mark.parametrize("part", ["", "0", "2"])
 @pytest.mark.parametrize("prepend", [True, False])
-def test_what_an_error_or_ctrl_c_breaks_off_is_over_at_the_next_call(error, part, prepend):
+def test_an_interrupted_evaluation_changes_nothing(error, part, prepend):
     model, x = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16)), torch.randn(16, 32)
     convert_to_float8_training(model)
     quantised = model(x)
@@ -281,7 +281,7 @@ def test_what_an_error_or_ctrl_c_breaks_off_is_over_at_the_next_call(error, part
     assert not any((model[0].high_precision, model[2].high_precision))
 
 
-def test_copies_and_pickles_do_as_the_model_does(case):
+def test_copies_and_pickles_evaluate_as_the_model_does(case):
     model, x, plain, quantised = case
     model.eval()
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -332,7 +332,7 @@ def test_a_thread_that_evaluates_changes_nothing_of_one_that_infers_in_float8(ca
     model[1] = gelu
 
 
-def test_a_norm_that_is_fused_later_evaluates_as_its_readers_do():
+def test_a_norm_that_is_fused_later_evaluates_as_its_consumers_do():
     model = nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 16)).eval()
     x = torch.randn(16, 32)
     plain = model(x)

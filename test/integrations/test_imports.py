@@ -1,4 +1,4 @@
-"""Frameworks stay outside: nobody pays for one that is not used, and a missing one is named.
+"""Importing float8 imports no framework, and a missing framework is named.
 
 Facts about importing are those of fresh processes: one that imports the core and every integration
 while all frameworks are missing, and one that imports each integration that is installed.

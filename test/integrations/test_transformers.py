@@ -448,7 +448,7 @@ def test_casts_that_a_checkpoint_does_not_have_start_anew_and_are_named(tmp_path
     assert "3 delayed casts start a new history: ['lm_head.cast_grad_output'" in caplog.text
 
 
-CLAIMS = {
+CASES = {
     "DDP": ("resumes", "delayed", False),
     "FSDP2, gathered": ("resumes", "gathered delayed", True),
 }
@@ -456,4 +456,4 @@ CLAIMS = {
 
 @pytest.mark.slow
 def test_on_two_processes():
-    assert failures("transformers_program", CLAIMS) == {}
+    assert failures("transformers_program", CASES) == {}

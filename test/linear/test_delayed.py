@@ -216,8 +216,8 @@ def test_without_delayed_casts_sync_does_nothing(caplog):
     plain = nn.ReLU()
     for _ in range(2):
         sync_float8_amax_and_scale_history(plain)
-    (told,) = caplog.messages
-    assert "ReLU has no float8 layer; pass what convert_to_float8_training" in told
+    (message,) = caplog.messages
+    assert "ReLU has no float8 layer; pass what convert_to_float8_training" in message
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
@@ -275,13 +275,13 @@ def _steps(model, optimizer, count, sync=False):
     return [str(w.message) for w in caught]
 
 
-def test_forgetting_sync_is_told_once_with_the_fix():
+def test_a_forgotten_sync_raises_one_warning_with_the_fix():
     model = _model()
     messages = _steps(model, torch.optim.SGD(model.parameters()), 4)
     assert len(messages) == 1 and "sync_float8_amax_and_scale_history(model)" in messages[0]
 
 
-def test_two_optimizers_of_one_model_are_two_clocks():
+def test_two_optimizers_of_one_model_are_counted_apart():
     model = _model()
     first = torch.optim.SGD(model[0].parameters())
     second = torch.optim.SGD(model[1].parameters())
@@ -312,7 +312,7 @@ class _Backend:
         self._device_types = [torch.device(kind) for kind in types]
 
 
-def test_amaxes_meet_on_a_device_that_the_backend_knows():
+def test_amaxes_are_reduced_on_a_device_of_the_backend():
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     assert delayed._reducing_device([cpu, cuda], _Backend("cuda")) == cuda
     assert delayed._reducing_device([cpu, cuda], _Backend("cpu", "cuda")) == cpu
