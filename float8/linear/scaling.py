@@ -53,7 +53,7 @@ def sharded_state(state: DelayedState | None, group: str | None) -> DelayedState
     """
     if group is None:
         return state
-    if state is None:  # not delayed: only the group is read, see `_of_delayed`
+    if state is None:  # not delayed: only the group is read
         return DelayedState(None, None, False, group)  # type: ignore[arg-type]
     return state._replace(group=group)
 
@@ -131,7 +131,7 @@ def quantize(
         return _by_kernel(x, cast, state, record, scale, rows=True, cols=False)[:2]
     fits = cast.scaling_type is ScalingType.DYNAMIC
     if scale is None:
-        scale = _scale(x, cast, fmt.max, state, record)
+        scale = _find_scale(x, cast, state, record)
     return kernels.cast(x, scale, cast.block, fmt.dtype, fits), scale
 
 
@@ -224,9 +224,8 @@ def _by_kernel(
 ) -> kernels.Orientations:
     fmt = on_device(cast.format, x.device)
     scale = known_scale(cast, state, x) if scale is None else scale
-    if scale is None and (group := _shares_amax(cast, state)) is not None:
-        found = max_over_ranks(kernels.amax(x, cast.block), group)
-        scale = kernels.scale_from_amax(found, fmt.max, cast.power_of_two_scale)
+    if scale is None and _shares_amax(cast, state) is not None:
+        scale = _scale_from(kernels.amax(x, cast.block), x, cast, state)
     amax = amax_to_record(cast, state, record)
     return kernels.cast_operand(
         x, cast.block, fmt.dtype, cast.power_of_two_scale, scale, rows, cols, amax
@@ -240,24 +239,19 @@ def known_scale(cast: OperandCast, state: DelayedState | None, x: Tensor) -> Ten
         cast, state: see `quantize`.
         x: what is cast, or a tensor beside it.
     """
-    state = _of_delayed(cast, state)
-    if state is None:
-        return _static_scale(cast, x)
-    return state.scale.reshape(1, 1) if state.ready else None
+    if cast.static_scale is not None:
+        return constant(float(cast.static_scale), x)
+    is_delayed = cast.scaling_type is ScalingType.DELAYED
+    if is_delayed and state is not None and state.ready:
+        return state.scale.reshape(1, 1)
+    return None
 
 
 def amax_to_record(cast: OperandCast, state: DelayedState | None, record: bool) -> Tensor | None:
     """Where a cast writes the largest magnitude that it sees, or None."""
-    state = _of_delayed(cast, state)
-    return None if state is None or not record else state.current_amax
-
-
-def _of_delayed(cast: OperandCast, state: DelayedState | None) -> DelayedState | None:
-    return state if cast.scaling_type is ScalingType.DELAYED else None
-
-
-def _static_scale(cast: OperandCast, x: Tensor) -> Tensor | None:
-    return None if cast.static_scale is None else constant(float(cast.static_scale), x)
+    if state is None or not record or cast.scaling_type is not ScalingType.DELAYED:
+        return None
+    return state.current_amax
 
 
 def multiply_scale(scale: Tensor, cast: OperandCast, factor: float) -> Tensor:
@@ -270,8 +264,8 @@ def multiply_scale(scale: Tensor, cast: OperandCast, factor: float) -> Tensor:
 def constant(value: float, like: Tensor) -> Tensor:
     """(1, 1) float32 on the device of ``like``, read-only.
 
-    Filled once per value and device, not at every step. What a tracer or a CUDA graph would fill
-    is never kept, and none of it is handed what was kept: there ``like`` is no plain tensor.
+    Filled once per value and device, not at every step. Tracers, where ``like`` is no plain tensor,
+    neither read nor fill this cache; the capture of a CUDA graph does not fill it.
     """
     if torch.compiler.is_compiling() or type(like) not in (Tensor, nn.Parameter):
         return torch.full((1, 1), value, dtype=torch.float32, device=like.device)
@@ -295,26 +289,25 @@ def _captures(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _scale(
-    x: Tensor, cast: OperandCast, format_max: float, state: DelayedState | None, record: bool
-) -> Tensor:
-    if (static := _static_scale(cast, x)) is not None:
-        return static
-    delayed = _of_delayed(cast, state)
-    if delayed is not None and delayed.ready and not record:
-        return delayed.scale.reshape(1, 1)
+def _find_scale(x: Tensor, cast: OperandCast, state: DelayedState | None, record: bool) -> Tensor:
+    scale, recorded = known_scale(cast, state, x), amax_to_record(cast, state, record)
+    if scale is not None and recorded is None:
+        return scale
     amax = kernels.amax(x, cast.block)
-    if delayed is not None and record:
-        kernels.record_amax(delayed.current_amax, amax)
-    if delayed is not None and delayed.ready:
-        return delayed.scale.reshape(1, 1)
+    if recorded is not None:
+        kernels.record_amax(recorded, amax)
+    return _scale_from(amax, x, cast, state) if scale is None else scale
+
+
+def _scale_from(amax: Tensor, x: Tensor, cast: OperandCast, state: DelayedState | None) -> Tensor:
     if (group := _shares_amax(cast, state)) is not None:
         amax = max_over_ranks(amax, group)
+    format_max = on_device(cast.format, x.device).max
     return kernels.scale_from_amax(amax, format_max, cast.power_of_two_scale)
 
 
 def _shares_amax(cast: OperandCast, state: DelayedState | None) -> str | None:
-    """The group over whose ranks one scale of this operand reaches, or None."""
+    """The group whose ranks share one scale of this operand, or None."""
     whole = cast.block.count(WHOLE) == len(cast.block)
     return None if state is None or not whole else state.group
 
