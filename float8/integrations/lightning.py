@@ -134,23 +134,18 @@ class Float8Precision(Precision):
         self.precision = precision
         self.float8_in_evaluation = float8_in_evaluation
         is_true = precision == "bf16-true"
-        self._true: Precision = HalfPrecision("bf16-true") if is_true else Precision()
+        self._dtype: Precision = HalfPrecision("bf16-true") if is_true else Precision()
         self._by_trainer = False
-        self._know_no_model()
-
-    def _know_no_model(self) -> None:
         # In the order of their conversion, in which all ranks sync them.
         self._models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
-        # The casts whose histories are in the Trainer's checkpoints and not in state dicts.
-        self._kept: weakref.WeakSet[DelayedCast] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the models out: a copy, as a spawned process gets it, converts its own."""
-        return {name: v for name, v in vars(self).items() if name not in ("_models", "_kept")}
+        return {name: value for name, value in vars(self).items() if name != "_models"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._know_no_model()
+        self._models = weakref.WeakKeyDictionary()
 
     # --- the model
 
@@ -164,7 +159,7 @@ class Float8Precision(Precision):
         if not is_converted(module):
             _refuse_sharded(module)
         module = convert(module, self.config, self.module_filter_fn)
-        module = self._true.convert_module(module)
+        module = self._dtype.convert_module(module)
         for part in set(self._models) & set(module.modules()):
             del self._models[part]
         self._models[module] = None
@@ -172,20 +167,20 @@ class Float8Precision(Precision):
 
     def tensor_init_context(self) -> AbstractContextManager:
         """New tensors get the parameters' dtype."""
-        return self._true.tensor_init_context()
+        return self._dtype.tensor_init_context()
 
     def module_init_context(self) -> AbstractContextManager:
         """New parameters get their dtype; conversion comes later."""
-        return self._true.module_init_context()
+        return self._dtype.module_init_context()
 
     def convert_input(self, data: Any) -> Any:
         """With ``"bf16-true"``, floating point inputs in bfloat16."""
-        return self._true.convert_input(data)
+        return self._dtype.convert_input(data)
 
     def forward_context(self) -> AbstractContextManager:
         """Autocast, or bfloat16 as the default; high precision where a model is evaluated."""
         stack = ExitStack()
-        stack.enter_context(self._true.forward_context())
+        stack.enter_context(self._dtype.forward_context())
         if self.precision == "bf16-mixed":
             for device in {_device_of(model) for model in self._models} or {"cpu"}:
                 stack.enter_context(torch.autocast(device, torch.bfloat16, cache_enabled=False))
@@ -214,9 +209,8 @@ class Float8Precision(Precision):
                 _check_average(callback, model)
         for other in set(self._models) - set(model.modules()):  # of an earlier fit
             del self._models[other]
-        for cast in set(self._delayed_casts().values()) - set(self._kept):
-            cast.hidden = True
-            self._kept.add(cast)
+        for cast in self._delayed_casts().values():
+            cast.hidden = True  # in state dicts: `state_dict` of this plugin has the histories
         return super().connect(model, optimizers, lr_schedulers)
 
     @property

@@ -65,7 +65,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -303,32 +302,31 @@ class Float8Callback(TrainerCallback, ExportableState):
 
 def _packed(cast: DelayedCast) -> dict[str, str]:
     """A cast's buffers in base64: the exact bits, whatever digits JSON would write."""
-    arrays = {name: buffer.detach().cpu().numpy() for name, buffer in cast.named_buffers()}
-    return {name: base64.b64encode(a.tobytes()).decode("ascii") for name, a in arrays.items()}
+    as_bytes = {n: b.detach().cpu().numpy().tobytes() for n, b in cast.named_buffers()}
+    return {name: base64.b64encode(data).decode("ascii") for name, data in as_bytes.items()}
 
 
 def _unpacked(name: str, cast: DelayedCast, packed: Any, file: str) -> dict[str, Tensor]:
     """The buffers of a cast, read from a file."""
     try:
-        arrays = {
-            key: np.frombuffer(base64.b64decode(text, validate=True), np.float32)
-            for key, text in packed.items()
+        as_bytes = {n: base64.b64decode(text, validate=True) for n, text in packed.items()}
+        values = {
+            n: torch.frombuffer(bytearray(b), dtype=torch.float32) for n, b in as_bytes.items()
         }
-        values = {key: torch.from_numpy(array.copy()) for key, array in arrays.items()}
-        found = len(values["amax_history"])
-        if any(len(v) != 1 for k, v in values.items() if k != "amax_history"):
+        history = values.pop("amax_history")
+        if any(len(value) != 1 for value in values.values()):
             raise ValueError("a buffer has another length")
         if missing := {"scale", "current_amax"} - values.keys():
             raise ValueError(f"it has no {min(missing)}")
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(_unreadable(name, file, error)) from error
-    own = cast.delayed.history_len
+    found, own = len(history), cast.delayed.history_len
     if found != own:
         raise ValueError(
             f"{name}: the checkpoint has a history of {found} steps, this model one of {own}: "
             "resume with the DelayedScalingConfig of that run"
         )
-    return {k: v if k == "amax_history" else v[0] for k, v in values.items()}
+    return {"amax_history": history, **{n: value[0] for n, value in values.items()}}
 
 
 def _unreadable(name: str, file: str, reason: object) -> str:
