@@ -279,12 +279,46 @@ def test_torchao_settings_bring_their_filter(own_filter, converted, monkeypatch)
     assert model[int(converted)].config == RECIPES["rowwise"]
 
 
-class TestRefusals:
-    def test_another_config(self):
-        model = convert_to_float8_training(make())
-        with pytest.raises(ValueError, match=r"^0 was converted before with another config"):
-            prepare_float8(accelerator_of(), model, one.adamw(model), "rowwise")
+def replaced(model):
+    """(model, an optimizer from before its conversion)"""
+    stale = one.adamw(model)
+    return convert_to_float8_training(model, config=GATHERING), stale
 
+
+# What follows the accelerator in a call, made of a model; the error; what it must say.
+REFUSED = {
+    "another config": (
+        lambda m: (convert_to_float8_training(m), one.adamw(m), "rowwise"),
+        (ValueError, r"^0 was converted before with another config"),
+    ),
+    "replaced parameters": (
+        replaced,
+        (ValueError, r"weight of 0 that.*then build the optimizer"),
+    ),
+    "an optimizer of another model": (
+        lambda m: (m, one.adamw(make())),
+        (ValueError, r"none of the 4 parameters of this AdamW"),
+    ),
+    "a loader as config": (
+        lambda m: (m, one.adamw(m), torch.utils.data.DataLoader(torch.zeros(8, 2))),
+        (TypeError, "config must be"),
+    ),
+    "no optimizer": (lambda m: (m, None), (TypeError, "optimizer must be")),
+    "an unknown recipe": (
+        lambda m: (m, one.adamw(m), "rowwize"),
+        (ValueError, "unknown recipe 'rowwize'"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_arguments_that_do_not_go_together_are_refused(case):
+    arguments, (error, message) = REFUSED[case]
+    with pytest.raises(error, match=message):
+        prepare_float8(accelerator_of(), *arguments(make()))
+
+
+class TestRefusals:
     def test_a_prepared_model(self):
         accelerator = accelerator_of()
         model = make()
@@ -313,27 +347,6 @@ class TestRefusals:
         monkeypatch.setattr(type(accelerator), "is_fsdp2", False)
         with pytest.raises(ValueError, match=rf"fsdp_version=2\), not {kind}"):
             prepare_float8(accelerator, model, one.adamw(model))
-
-    def test_an_optimizer_of_replaced_parameters(self):
-        model = make()
-        stale = one.adamw(model)
-        convert_to_float8_training(model, config=GATHERING)
-        with pytest.raises(ValueError, match=r"weight of 0 that.*then build the optimizer"):
-            prepare_float8(accelerator_of(), model, stale)
-
-    def test_an_optimizer_of_another_model(self):
-        with pytest.raises(ValueError, match=r"none of the 4 parameters of this AdamW"):
-            prepare_float8(accelerator_of(), make(), one.adamw(make()))
-
-    def test_types(self):
-        model = make()
-        loader = torch.utils.data.DataLoader(torch.zeros(8, 2))
-        with pytest.raises(TypeError, match="config must be"):
-            prepare_float8(accelerator_of(), model, one.adamw(model), loader)
-        with pytest.raises(TypeError, match="optimizer must be"):
-            prepare_float8(accelerator_of(), model, None)
-        with pytest.raises(ValueError, match="unknown recipe 'rowwize'"):
-            prepare_float8(accelerator_of(), model, one.adamw(model), "rowwize")
 
 
 FSDP = {}

@@ -327,16 +327,19 @@ def test_a_rate_on_a_device_is_not_read():
     delayed._count_step(optimizer)
 
 
-def test_a_group_of_one_rank_is_asked_too(monkeypatch):
-    """It may be the wrong one: one that lacks the ranks that share the scales."""
+def test_the_first_sync_of_layers_compares_ranks(monkeypatch):
+    """In a group of one rank too, which may be the wrong one; and by layer, not by container."""
     asked = []
     monkeypatch.setattr(delayed, "FIRST_SYNC_CHECKS", [lambda model, ranks: asked.append(ranks)])
+    dynamic = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         sync_float8_amax_and_scale_history(_model(), torch.distributed.new_group([0]))
+        for model in (dynamic, dynamic, nn.ModuleList(dynamic)):
+            sync_float8_amax_and_scale_history(model)
     finally:
         torch.distributed.destroy_process_group()
-    assert asked == [[0]]
+    assert asked == [[0], [0, 1]]
 
 
 @pytest.mark.parametrize("names", ["abc", "cab"])
