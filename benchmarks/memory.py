@@ -241,20 +241,12 @@ def _family_on_cuda(device: torch.device, emulate: bool = False) -> str:
 def as_on_cuda() -> Iterator[None]:
     """What runs on the meta device takes the memory that it would on CUDA."""
     replaced: dict[str, Any] = {
-<<<<<<< HEAD
         "float8.kernels.family_of": _family_on_cuda,
         "float8.kernels.casts.family_of": _family_on_cuda,
         "float8.kernels.scaled_mm.family_of": _family_on_cuda,
-        "float8.optim.tiles.TILE": sys.maxsize,  # of thousands each would be traced
-        "float8.optim.core.advance": lambda *_: None,
-        "float8.optim.core.advance_together": lambda *_: None,
-=======
-        "float8.kernels.runs_kernel": partial(_with_cuda, runs_kernel),
-        "float8.kernels.scaled_mm.runs_reference": lambda device, emulate: emulate,
         "float8.optim.moment.TILE": sys.maxsize,  # of thousands each would be traced
         "float8.optim.optimizer.advance": lambda *_: None,
         "float8.optim.optimizer.advance_together": lambda *_: None,
->>>>>>> optim
     }
     with ExitStack() as stack:
         stack.enter_context(_FusedOps())

@@ -5,10 +5,12 @@ package is in CONTRIBUTING.md.
 """
 
 import importlib
-import sys
 from typing import Any
 
 import float8.distributed.first_use as _first_use  # noqa: F401  compares ranks
+import float8.distributed.gathered_weights as _gathered_weights  # noqa: F401  stores weights
+import float8.integrations.torchao as _torchao  # noqa: F401  Float8LinearConfig.from_torchao
+import float8.integrations.transformer_engine as _te  # noqa: F401  .from_te_recipe
 import float8.old_paths as _old_paths
 from float8.activations import saved_activations
 from float8.config import (
@@ -18,7 +20,7 @@ from float8.config import (
     GemmConfig,
     ScalingType,
 )
-from float8.config.other_names import called_here
+from float8.config.suggestions import refuse_name
 from float8.convert import filters
 from float8.convert.convert import (
     convert_from_float8_training,
@@ -60,11 +62,7 @@ def __getattr__(name: str) -> Any:
         return value
     if f"float8.{name}" in _old_paths.MOVED:
         return importlib.import_module(f"float8.{name}")
-    hint = called_here(name)
-    # Of an AttributeError ``from float8 import X`` shows another message, without the hint.
-    if hint and sys._getframe(1).f_code.co_name == "_handle_fromlist":
-        raise ImportError(f"cannot import name {name!r} from 'float8'{hint}")
-    raise AttributeError(f"module 'float8' has no attribute {name!r}{hint}")
+    refuse_name("float8", name)
 
 
 # float8.inspect is left out: ``from float8 import *`` would replace Python's inspect.

@@ -38,17 +38,8 @@ the largest float32 would do the same to its group, whose moments would be at le
 Codes are rounded to nearest, or, with a ``chance`` per element, up or down so that the expectation
 of the value is x (``stochastic.py``).
 
-<<<<<<< HEAD
-Linear codes and scales are defined to the bit (see ``definition.py``). Expanded ones depend on the
-last bits of ``log2`` and ``exp2``, which each backend has its own of: codes may be neighbours.
-
-Update rules are functions of dense float32 tensors, each step one operation that no compiler may
-contract, in the order in which the Triton twins take them. Their bits agree but for the square root
-of eager torch on a CPU, which MKL does not round correctly.
-=======
-Linear codes and scales are defined to the bit (see ``reference.py``). Expanded codes depend on the
+Linear codes and scales are defined to the bit (see ``definition.py``). Expanded codes depend on the
 last bits of ``log2`` and ``exp2``, which differ between backends: a code may be off by one.
->>>>>>> optim
 """
 
 from __future__ import annotations
@@ -61,11 +52,7 @@ import torch
 from torch import Tensor
 
 from float8.formats import E4M3
-<<<<<<< HEAD
-from float8.kernels import compiled_coding, cpu, stochastic
-=======
-from float8.kernels import reference, stochastic
->>>>>>> optim
+from float8.kernels import cpu, stochastic
 
 E4M3_MAX, SMALLEST_CODE = E4M3.max, E4M3.smallest_subnormal
 LOG2_RANGE = math.log2(E4M3_MAX / SMALLEST_CODE)  # of the E4M3 magnitudes
@@ -135,13 +122,8 @@ def _in_whole_groups(
 ) -> tuple[Tensor, ...]:
     """Apply ``function`` to the columns of whole groups, then to the rest; concatenate the results.
 
-<<<<<<< HEAD
-    Padding would be shorter and costs a copy; and inductor on a CPU (2.13) gets loops over groups
-    that do not divide wrong (see `float8.kernels.cpu`).
-=======
     Inductor on a CPU (2.13) miscompiles a loop over groups that do not divide a row (see
-    `float8.kernels.reference`), and padding would copy the whole matrix.
->>>>>>> optim
+    `float8.kernels.cpu`), and padding would copy the whole matrix.
 
     Args:
         function: ``(x, *matrices) -> results``.
@@ -191,26 +173,13 @@ def encode(
         tiles = _groups(x, group)
         magnitude = tiles.abs()
         amax = torch.where(magnitude < math.inf, magnitude, 0.0).amax(2, keepdim=True)
-<<<<<<< HEAD
         scale = cpu.scale_from_amax(amax, torch.finfo(dtype).max)
-        chances = [_tiles(c, group) for c in chance]
-        if dtype == torch.float8_e4m3fn and compiled_coding.applies(x):
-            y = (magnitude * cpu.reciprocal(scale)).clamp(max=E4M3_MAX)
-            rounded = compiled_coding.at_random if chance else compiled_coding.nearest
-            codes = compiled_coding.codes_of(rounded(y, *chances), tiles)
-        elif chance:
-            codes = _cast_at_random(tiles, scale, chances[0], dtype)
-        else:
-            codes = cpu.cast(tiles, scale, (1, 1, -1), dtype)
-=======
-        scale = reference.scale_from_amax(amax, torch.finfo(dtype).max)
         if chance is None:
-            codes = reference.cast(tiles, scale, (1, 1, -1), dtype)
+            codes = cpu.cast(tiles, scale, (1, 1, -1), dtype)
         else:
-            y = (magnitude * reference.reciprocal(scale)).clamp(max=torch.finfo(dtype).max)
+            y = (magnitude * cpu.reciprocal(scale)).clamp(max=torch.finfo(dtype).max)
             y = stochastic.on_grid(y, _groups(chance, group), dtype)
             codes = _signed(y, tiles).to(dtype)
->>>>>>> optim
         if dtype == torch.float16:
             smallest = torch.where(tiles < 0, -(2.0**-24), 2.0**-24).to(dtype)
             codes = torch.where((codes == 0) & (tiles != 0), smallest, codes)
@@ -220,18 +189,6 @@ def encode(
     return codes, scale
 
 
-<<<<<<< HEAD
-def _given(chance: Tensor | None) -> tuple[Tensor, ...]:
-    return () if chance is None else (chance,)
-
-
-def _cast_at_random(tiles: Tensor, scale: Tensor, chance: Tensor, dtype: torch.dtype) -> Tensor:
-    y = (tiles.abs() * cpu.reciprocal(scale)).clamp(max=torch.finfo(dtype).max)
-    return _signed(stochastic.on_grid(y, chance, dtype), tiles).to(dtype)
-
-
-=======
->>>>>>> optim
 def _signed(y: Tensor, x: Tensor) -> Tensor:
     """y with the sign of x, NaN where x is NaN or inf."""
     y = y * x.sign()  # a zero has no sign: it stays zero
@@ -268,11 +225,11 @@ def encode_expanded(
     def whole(x: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         tiles = _groups(x, group)
         scale, exponent = _range_of(tiles)
-        factor = reference.reciprocal(scale)
+        factor = cpu.reciprocal(scale)
         if chance is not None:
             factor = factor * (1 + 2.0**-22)  # the largest must not come out just below 448
         ratio = (tiles.abs() * factor).clamp(max=1.0)
-        y = _exp2(_log2(ratio) * reference.reciprocal(exponent)) * E4M3_MAX
+        y = _exp2(_log2(ratio) * cpu.reciprocal(exponent)) * E4M3_MAX
         y = y.clamp(SMALLEST_CODE, E4M3_MAX)
         if chance is not None:
             y = stochastic.on_expanded_grid(y, _groups(chance, group), exponent)
@@ -303,31 +260,6 @@ def _range_of(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return largest, (log2_range * (1 / LOG2_RANGE)).clamp(MIN_EXPONENT, MAX_EXPONENT)
 
 
-<<<<<<< HEAD
-def _expand(tiles: Tensor, scale: Tensor, exponent: Tensor, chance: Tensor | None = None) -> Tensor:
-    factor = cpu.reciprocal(scale)
-    if chance is not None:
-        factor = factor * (1 + 2.0**-22)  # the largest must not come out just below 448
-    ratio = (tiles.abs() * factor).clamp(max=1.0)
-    y = _exp2(_log2(ratio) * cpu.reciprocal(exponent)) * E4M3_MAX
-    y = y.clamp(SMALLEST_CODE, E4M3_MAX)
-    if compiled_coding.applies(tiles):
-        return _expand_compiled(y, tiles, exponent, chance)
-    if chance is not None:
-        y = stochastic.on_expanded_grid(y, chance, exponent)
-    return _signed(y, tiles).to(torch.float8_e4m3fn)
-
-
-def _expand_compiled(y: Tensor, x: Tensor, exponent: Tensor, chance: Tensor | None) -> Tensor:
-    if chance is None:
-        n = compiled_coding.nearest(y)
-    else:
-        n = compiled_coding.at_random_expanded(y, chance, exponent)
-    return compiled_coding.codes_of(torch.where(x == 0, 0.0, n), x)
-
-
-=======
->>>>>>> optim
 def decode_expanded(codes_RC: Tensor, scale_RG: Tensor, exponent_RG: Tensor, group: int) -> Tensor:
     """``sign * (|codes| / 448)^exponent * scale``: float32 (R, C) of expanded codes."""
 

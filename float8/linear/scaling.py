@@ -53,7 +53,7 @@ def sharded_state(state: DelayedState | None, group: str | None) -> DelayedState
     """
     if group is None:
         return state
-    if state is None:  # not delayed: only the group is read, see `_of_delayed`
+    if state is None:  # not delayed: only the group is read
         return DelayedState(None, None, False, group)  # type: ignore[arg-type]
     return state._replace(group=group)
 
@@ -326,24 +326,19 @@ def known_scale(cast: OperandCast, state: DelayedState | None, x: Tensor) -> Ten
         cast, state: see `quantize`.
         x: what is cast, or a tensor beside it.
     """
-    state = _of_delayed(cast, state)
-    if state is None:
-        return _static_scale(cast, x)
-    return state.scale.reshape(1, 1) if state.ready else None
+    if cast.static_scale is not None:
+        return constant(float(cast.static_scale), x)
+    is_delayed = cast.scaling_type is ScalingType.DELAYED
+    if is_delayed and state is not None and state.ready:
+        return state.scale.reshape(1, 1)
+    return None
 
 
 def amax_to_record(cast: OperandCast, state: DelayedState | None, record: bool) -> Tensor | None:
     """Where a cast writes the largest magnitude that it sees, or None."""
-    state = _of_delayed(cast, state)
-    return None if state is None or not record else state.current_amax
-
-
-def _of_delayed(cast: OperandCast, state: DelayedState | None) -> DelayedState | None:
-    return state if cast.scaling_type is ScalingType.DELAYED else None
-
-
-def _static_scale(cast: OperandCast, x: Tensor) -> Tensor | None:
-    return None if cast.static_scale is None else constant(float(cast.static_scale), x)
+    if state is None or not record or cast.scaling_type is not ScalingType.DELAYED:
+        return None
+    return state.current_amax
 
 
 def multiply_scale(scale: Tensor, how: BoundCast, factor: float) -> Tensor:
@@ -356,8 +351,8 @@ def multiply_scale(scale: Tensor, how: BoundCast, factor: float) -> Tensor:
 def constant(value: float, like: Tensor) -> Tensor:
     """(1, 1) float32 on the device of ``like``, read-only.
 
-    Filled once per value and device, not at every step. What a tracer or a CUDA graph would fill
-    is never kept, and none of it is handed what was kept: there ``like`` is no plain tensor.
+    Filled once per value and device, not at every step. Tracers, where ``like`` is no plain tensor,
+    neither read nor fill this cache; the capture of a CUDA graph does not fill it.
     """
     if torch.compiler.is_compiling() or type(like) not in (Tensor, nn.Parameter):
         return torch.full((1, 1), value, dtype=torch.float32, device=like.device)

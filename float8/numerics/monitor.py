@@ -119,6 +119,16 @@ class Monitor:
         """End a step, as ``with`` does; for callbacks."""
         self._close(failed=False)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has started and not ended."""
+        return self._is_inside
+
+    def abandon_step(self) -> None:
+        """End a step that failed, if one is open; its report is kept and not written."""
+        if self._is_inside:
+            self._close(failed=True)
+
     def _close(self, failed: bool) -> None:
         if not self._is_inside:
             raise RuntimeError("inspect_every: no step is open")

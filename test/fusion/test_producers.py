@@ -236,7 +236,7 @@ FAULTS = {
 def test_planted_faults_are_seen(fault):
     kind, wrong = FAULTS[fault]
     check_gradients(KINDS[kind], torch.float32)
-    of_gate = reference, "swiglu_backward"
+    of_gate = definition, "swiglu_backward"
     place, name = of_gate if kind == "gate" else (fusion_autograd, "_norm_backward")
     with mock.patch.object(place, name, wrong), pytest.raises(AssertionError, match="replay"):
         check_gradients(KINDS[kind], torch.float32)

@@ -8,7 +8,7 @@ import torch
 import float8
 from float8 import CastConfig, DelayedScalingConfig, Float8Linear, Float8LinearConfig, ScalingType
 from float8.config import check_config
-from float8.config.other_names import FIELDS, NAMES
+from float8.integrations.torchao import FIELDS, NAMES
 
 FIELD_OF = {
     "scaling_granularity": CastConfig,
@@ -37,19 +37,20 @@ def test_a_misspelt_field_suggests_the_nearest():
         Float8LinearConfig(frobnicate=True)
 
 
+@pytest.mark.parametrize("module", [float8, float8.config])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_missing_name_says_what_to_write(name):
-    assert not hasattr(float8, name)
+def test_a_missing_name_says_what_to_write(name, module):
+    assert not hasattr(module, name)
     with pytest.raises(AttributeError) as error:
-        getattr(float8, name)
+        getattr(module, name)
     with pytest.raises(ImportError) as imported:
-        exec(f"from float8 import {name}")
+        exec(f"from {module.__name__} import {name}")
     for text in (str(error.value), str(imported.value)):
         assert f"'{name}'" in text
         assert text.endswith(NAMES[name])
 
 
-def test_a_name_that_nobody_knows_is_an_ordinary_error():
+def test_an_unknown_name_is_an_ordinary_error():
     with pytest.raises(AttributeError, match=r"^module 'float8' has no attribute 'nonsense'$"):
         float8.nonsense  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'nonsense'"):

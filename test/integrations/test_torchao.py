@@ -12,8 +12,8 @@ from torch import nn
 
 from float8 import Float8Linear
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, GemmConfig, ScalingType
-from float8.config.torchao import KNOWN
 from float8.formats import E5M2
+from float8.integrations.torchao import KNOWN
 
 ao = pytest.importorskip("torchao.float8")
 aoc = pytest.importorskip("torchao.float8.config")

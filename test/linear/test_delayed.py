@@ -1,11 +1,23 @@
-"""``sync`` turns the amaxes of a step into the scales of the next, for all layers at once."""
+"""Delayed scaling: the rule, step by step, and ``sync``, which applies it to all layers at once.
+
+Scales follow TransformerEngine's rule over hundreds of random steps. `Published` is that rule in
+plain Python, in float64 and in TransformerEngine's own layout: slot 0 of the history is the running
+step; an update takes the maximum over all slots (or slot 0), rolls them by one and clears slot 0.
+"""
+
+from __future__ import annotations
 
 import copy
 import gc
+import math
 import pickle
+import random
 import warnings
+from dataclasses import replace
+from unittest import mock
 
 import pytest
+import shapes
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
@@ -19,18 +31,20 @@ from float8 import (
     Float8LinearConfig,
     ScalingType,
     convert_to_float8_training,
-    sync,
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
+from float8.formats import E4M3, E5M2
+from float8.linear import delayed
+from float8.linear.cast import DelayedCast, make_cast
 
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
 
 
-def _model(layers=2, **delayed):
+def _model(layers=2, **settings):
     cast = CastConfig(scaling_type=ScalingType.DELAYED)
     config = Float8LinearConfig(
-        cast, cast, cast, delayed_scaling=DelayedScalingConfig(**(delayed or {"history_len": 4}))
+        cast, cast, cast, delayed_scaling=DelayedScalingConfig(**(settings or {"history_len": 4}))
     )
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(layers)))
     return convert_to_float8_training(model, config=config)
@@ -81,24 +95,6 @@ def test_a_step_is_the_maximum_over_its_microbatches():
     assert model[0].cast_input.amax_history[0] == large.abs().max()
 
 
-@pytest.mark.parametrize("algo", ["max", "most_recent"])
-@pytest.mark.parametrize("margin", [0, 2])
-def test_history_algorithm_and_margin(algo, margin):
-    model = _model(1, history_len=3, amax_compute_algo=algo, margin=margin)
-    g, peaks = torch.randn(8, 32), [8.0, 1.0, 2.0, 4.0, 1.0]
-    for step, peak in enumerate(peaks):
-        _backward(model, torch.randn(8, 32).clamp(-1, 1) * 0.5 + 0.5 * peak * torch.eye(8, 32), g)
-        recorded = model[0].cast_input.current_amax.item()
-        sync_float8_amax_and_scale_history(model)
-        history = model[0].cast_input.amax_history
-        assert history[0].item() == recorded
-        amax = recorded if algo == "most_recent" else history.max().item()
-        assert len(history) == 3 and history.count_nonzero() == min(step + 1, 3)
-        assert model[0].cast_input.scale.item() == pytest.approx(
-            2**margin * amax / E4M3_MAX, rel=1e-6
-        )
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_non_finite_amax_enters_as_zero_and_keeps_the_scale(bad):
     model = _model(1, history_len=1)
@@ -113,29 +109,6 @@ def test_a_non_finite_amax_enters_as_zero_and_keeps_the_scale(bad):
     sync_float8_amax_and_scale_history(model)
     assert model[0].cast_input.amax_history.tolist() == [0.0]
     assert torch.equal(model[0].cast_input.scale, scale)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("algo", ["max", "most_recent"])
-def test_a_remembered_infinity_keeps_scales_for_as_long_as_it_counts(bad, algo):
-    model = _model(1, history_len=2, remember_nonfinite=True, amax_compute_algo=algo)
-    cast, found = model[0].cast_input, []
-    for amax in (4.0, bad, 2.0, 3.0):
-        cast.current_amax.fill_(amax)
-        sync_float8_amax_and_scale_history(model)
-        found.append(round(cast.scale.item() * E4M3_MAX, 3))
-    assert found == ([4.0, 4.0, 4.0, 3.0] if algo == "max" else [4.0, 4.0, 2.0, 3.0])
-
-
-def test_scales_are_found_anew_after_an_interval_and_histories_by_every_sync():
-    model = _model(1, history_len=2, interval=3)
-    cast, found = model[0].cast_input, []
-    for step in range(7):
-        cast.current_amax.fill_(step + 1)
-        sync_float8_amax_and_scale_history(model)
-        assert cast.amax_history.tolist() == [step + 1, step]
-        found.append(round(cast.scale.item() * E4M3_MAX, 3))
-    assert found == [1, 1, 1, 4, 4, 4, 7]
 
 
 def test_a_scale_that_is_due_waits_for_an_amax_and_no_longer():
@@ -243,8 +216,8 @@ def test_without_delayed_casts_sync_does_nothing(caplog):
     plain = nn.ReLU()
     for _ in range(2):
         sync_float8_amax_and_scale_history(plain)
-    (told,) = caplog.messages
-    assert "ReLU has no float8 layer; pass what convert_to_float8_training" in told
+    (message,) = caplog.messages
+    assert "ReLU has no float8 layer; pass what convert_to_float8_training" in message
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
@@ -291,24 +264,6 @@ def test_a_model_converted_under_inference_mode_trains():
     assert model[0].cast_input.history_ready
 
 
-def test_compiled_sync_equals_eager():
-    eager = _model(2)
-    x, g = torch.randn(8, 32), torch.randn(8, 32)
-    _backward(eager, x, g)
-    compiled = copy.deepcopy(eager)
-    sync_float8_amax_and_scale_history(eager)
-    first = torch.compile(sync_float8_amax_and_scale_history, backend="eager")
-    first(compiled)  # with a graph break: it asks once which casts are ready
-    for step in range(2):
-        for a, b in zip(eager.buffers(), compiled.buffers(), strict=True):
-            assert torch.equal(a, b)
-        assert all(cast.history_ready for layer in compiled for cast in layer.casts)
-        for model in (eager, compiled):
-            _backward(model, x * (step + 2), g)
-        sync_float8_amax_and_scale_history(eager)
-        torch.compile(sync_float8_amax_and_scale_history, fullgraph=True)(compiled)
-
-
 def _steps(model, optimizer, count, sync=False):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -320,13 +275,13 @@ def _steps(model, optimizer, count, sync=False):
     return [str(w.message) for w in caught]
 
 
-def test_forgetting_sync_is_told_once_with_the_fix():
+def test_a_forgotten_sync_raises_one_warning_with_the_fix():
     model = _model()
     messages = _steps(model, torch.optim.SGD(model.parameters()), 4)
     assert len(messages) == 1 and "sync_float8_amax_and_scale_history(model)" in messages[0]
 
 
-def test_two_optimizers_of_one_model_are_two_clocks():
+def test_two_optimizers_of_one_model_are_counted_apart():
     model = _model()
     first = torch.optim.SGD(model[0].parameters())
     second = torch.optim.SGD(model[1].parameters())
@@ -340,30 +295,14 @@ def test_two_optimizers_of_one_model_are_two_clocks():
     assert caught == []
 
 
-def test_who_syncs_is_not_told_and_neither_are_strangers():
-    model, stranger = _model(), nn.Sequential(nn.Linear(32, 32))
-    assert _steps(stranger, torch.optim.SGD(stranger.parameters()), 3) == []
+def test_a_synced_model_and_a_plain_one_raise_no_warning():
+    model, plain = _model(), nn.Sequential(nn.Linear(32, 32))
+    assert _steps(plain, torch.optim.SGD(plain.parameters()), 3) == []
     assert _steps(model, torch.optim.SGD(model.parameters()), 3, sync=True) == []
     frozen = _model()
     del frozen
     gc.collect()
-    assert _steps(stranger, torch.optim.SGD(stranger.parameters()), 3) == []
-
-
-def test_the_recipe_is_what_sync_finds():
-    model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config=RECIPES["delayed"])
-    assert model[0].cast_input.amax_history.shape == (16,)
-
-
-def test_a_group_in_a_single_process_is_checked_by_nobody_and_changes_nothing():
-    model, other = _model(1), _model(1)
-    x, g = torch.randn(8, 32), torch.randn(8, 32)
-    other.load_state_dict(model.state_dict())
-    for m in (model, other):
-        _backward(m, x, g)
-    sync_float8_amax_and_scale_history(model)
-    sync_float8_amax_and_scale_history(other, group=None)
-    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), other.buffers(), strict=True))
+    assert _steps(plain, torch.optim.SGD(plain.parameters()), 3) == []
 
 
 class _Backend:
@@ -373,20 +312,11 @@ class _Backend:
         self._device_types = [torch.device(kind) for kind in types]
 
 
-def test_amaxes_meet_on_a_device_that_the_backend_knows():
+def test_amaxes_are_reduced_on_a_device_of_the_backend():
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    assert sync._reducing_device([cpu, cuda], _Backend("cuda")) == cuda
-    assert sync._reducing_device([cpu, cuda], _Backend("cpu", "cuda")) == cpu
-    assert sync._reducing_device([cuda], _Backend("cuda")) == cuda
-
-
-def test_what_is_no_group_is_refused():
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        with pytest.raises(TypeError, match="group must be a ProcessGroup, a DeviceMesh or None"):
-            sync_float8_amax_and_scale_history(_model(1), group="data")
-    finally:
-        torch.distributed.destroy_process_group()
+    assert delayed._reducing_device([cpu, cuda], _Backend("cuda")) == cuda
+    assert delayed._reducing_device([cpu, cuda], _Backend("cpu", "cuda")) == cpu
+    assert delayed._reducing_device([cuda], _Backend("cuda")) == cuda
 
 
 def test_a_rate_on_a_device_is_not_read():
@@ -394,19 +324,22 @@ def test_a_rate_on_a_device_is_not_read():
     model = _model()
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")  # reading it raises
-    sync._count_step(optimizer)
+    delayed._count_step(optimizer)
 
 
-def test_a_group_of_one_rank_is_asked_too(monkeypatch):
-    """It may be the wrong one: one that lacks the ranks that share the scales."""
+def test_the_first_sync_of_layers_compares_ranks(monkeypatch):
+    """In a group of one rank too, which may be the wrong one; and by layer, not by container."""
     asked = []
-    monkeypatch.setattr(sync, "FIRST_SYNC_CHECKS", [lambda model, ranks: asked.append(ranks)])
+    monkeypatch.setattr(delayed, "FIRST_SYNC_CHECKS", [lambda model, ranks: asked.append(ranks)])
+    dynamic = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         sync_float8_amax_and_scale_history(_model(), torch.distributed.new_group([0]))
+        for model in (dynamic, dynamic, nn.ModuleList(dynamic)):
+            sync_float8_amax_and_scale_history(model)
     finally:
         torch.distributed.destroy_process_group()
-    assert asked == [[0]]
+    assert asked == [[0], [0, 1]]
 
 
 @pytest.mark.parametrize("names", ["abc", "cab"])
@@ -416,23 +349,35 @@ def test_modules_are_listed_by_name_whatever_their_order(names):
     model = nn.ModuleDict({name: layers[name] for name in names})
     model["b"] = torch.compile(model["b"], backend="eager")
     model["again"] = nn.ModuleDict({"c": layers["c"]})
-    found = sync.modules_by_name(model, nn.Linear)
+    found = delayed.modules_by_name(model, nn.Linear)
     assert found == [("a", layers["a"]), ("again.c", layers["c"]), ("b", layers["b"])]
 
 
 @pytest.mark.parametrize("group", ["nccl", [0, 1], 3, object()])
-def test_what_is_no_group_is_refused_in_one_process_too(group):
+def test_a_group_that_is_none_is_refused(group):
     with pytest.raises(TypeError, match="group must be a ProcessGroup, a DeviceMesh or None, got "):
         sync_float8_amax_and_scale_history(_model(1), group)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_sync_is_one_graph_while_casts_have_no_scale(backend):
+def test_sync_compiled_by_inductor_equals_eager():
+    eager = _model(1)
+    x, g = torch.randn(8, 32), torch.randn(8, 32)
+    _backward(eager, x, g)
+    sync_float8_amax_and_scale_history(eager)
+    _backward(eager, 2 * x, g)
+    compiled = copy.deepcopy(eager)
+    sync_float8_amax_and_scale_history(eager)
+    torch.compile(sync_float8_amax_and_scale_history, fullgraph=True)(compiled)
+    for a, b in zip(eager.buffers(), compiled.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_compiled_sync_is_one_graph_while_casts_have_no_scale():
     torch.manual_seed(3)
     eager = _model(3)
     eager[1].eval()  # records no amax, and so has no scale
     compiled = copy.deepcopy(eager)
-    graphs = CompileCounterWithBackend(backend)
+    graphs = CompileCounterWithBackend("aot_eager")
     sync = torch.compile(sync_float8_amax_and_scale_history, backend=graphs, fullgraph=True)
     ready = []
     for step in range(4):
@@ -461,3 +406,153 @@ def test_copies_of_casts_are_marked_on_their_own():
     assert [m[0].cast_input.history_ready for m in (model, *twins)] == [False, True, False]
     sync_float8_amax_and_scale_history(twins[1])
     assert [m[0].cast_input.history_ready for m in (model, *twins)] == [False, True, True]
+
+
+# --- the rule
+
+FLOAT32_MAX, SMALLEST_SCALE = torch.finfo(torch.float32).max, 2.0**-126
+ROUNDING = 2.0**-22  # two roundings to float32 of 2^-24 each, and then some
+STEPS = 300
+
+
+class Published:
+    """One operand as TransformerEngine keeps it; ``factor`` multiplies, as its ``scale`` does."""
+
+    def __init__(self, config: DelayedScalingConfig, format_max: float, pow2: bool) -> None:
+        self.config, self.format_max, self.pow2 = config, format_max, pow2
+        self.history, self.factor = [0.0] * config.history_len, 1.0
+        self.steps_left = 0  # before a scale is due
+
+    def step(self, amax: float) -> None:
+        self.history[0] = amax if math.isfinite(amax) else math.inf
+        found = max(self.history) if self.config.amax_compute_algo == "max" else self.history[0]
+        self.history = [*self.history[1:], self.history[0]]
+        self.history[0] = 0.0
+        if self.steps_left > 0:
+            self.steps_left -= 1
+        elif 0 < found < math.inf:
+            factor = min(self.format_max / found / 2.0**self.config.margin, 1 / SMALLEST_SCALE)
+            if self.pow2:  # its releases before 1.0: 2^(floor(log2(max / amax)) - margin)
+                factor = 2.0 ** (math.frexp(factor)[1] - 1)
+            if 1 / factor <= FLOAT32_MAX:  # ours alone: there such a factor is 0, or nearly so
+                self.factor, self.steps_left = factor, self.config.interval - 1
+
+    @property
+    def newest_first(self) -> list[float]:
+        """The past steps that count in the next update."""
+        return self.history[:0:-1]
+
+
+def an_amax(draw: random.Random) -> float:
+    kind = draw.random()
+    if kind < 0.15:
+        return 0.0
+    if kind < 0.19:
+        return draw.choice([math.inf, math.nan])
+    if kind < 0.25:
+        return draw.choice([2.0**-149, 2.0**-126, FLOAT32_MAX, 2.0**127, 448.0])
+    return float(torch.tensor(math.ldexp(1 + draw.random(), draw.randint(-130, 126))))
+
+
+CASES = [
+    (
+        DelayedScalingConfig(length, algo, margin, interval, remember_nonfinite=True),
+        fmt,
+        pow2,
+        seed,
+    )
+    for seed, (length, algo, margin, interval, fmt, pow2) in enumerate(
+        shapes.pairs(
+            length=[1, 2, 5, 64],
+            algo=["max", "most_recent"],
+            margin=[-3, 0, 1, 12],
+            interval=[1, 2, 7],
+            fmt=[E4M3, E5M2],
+            pow2=[False, True],
+        ).args[1]
+    )
+]
+
+
+def check_steps(cases=CASES, steps: int = STEPS) -> None:
+    """Every case at once: one sync per step serves them all."""
+    casts, published, draws = nn.ModuleList(), [], []
+    for config, fmt, pow2, seed in cases:
+        how = CastConfig(ScalingType.DELAYED, power_of_two_scale=pow2)
+        casts.append(make_cast(how, fmt, config, amax_init=False))
+        published.append(Published(config, fmt.max, pow2))
+        draws.append(random.Random(seed))
+    for step in range(steps):
+        for cast, rule, draw in zip(casts, published, draws, strict=True):
+            amax = an_amax(draw)
+            cast.current_amax.fill_(amax)
+            rule.step(amax)
+        sync_float8_amax_and_scale_history(casts)
+        for cast, rule, case in zip(casts, published, cases, strict=True):
+            assert_follows(cast, rule, f"step {step} of {case}")
+
+
+def assert_follows(cast: DelayedCast, rule: Published, replay: str) -> None:
+    past = cast.amax_history.tolist()[: len(rule.newest_first)]
+    assert past == rule.newest_first, replay
+    assert cast.scale.item() == pytest.approx(1 / rule.factor, rel=ROUNDING, abs=0), replay
+
+
+def test_hundreds_of_steps_follow_the_published_rule():
+    check_steps()
+
+
+def test_a_te_recipe_starts_from_a_factor_of_one_and_follows_it():
+    arguments = {"margin": 2, "amax_history_len": 3, "interval": 2}
+    config = Float8LinearConfig.from_te_recipe(**arguments)
+    cast = make_cast(config.cast_config_input, E4M3, config.delayed_scaling, amax_init=False)
+    assert cast.history_ready and cast.scale == 1
+    check_steps([(config.delayed_scaling, E4M3, False, 7)], steps=50)
+
+
+# --- the same check sees what could be wrong
+
+_updated = delayed.updated_history
+
+
+def _with(**changes):
+    """Scales by another config than the one that was given."""
+
+    def update(history, current, scale, config, format_max, pow2, age=None):
+        different = replace(config, **{k: change(config) for k, change in changes.items()})
+        return _updated(history, current, scale, different, format_max, pow2, age)
+
+    return update
+
+
+def _rolled_the_other_way(history, *rest):
+    return _updated(history.roll(-1, 1), *rest)  # drops the newest of the past, not the oldest
+
+
+def _one_step_late(history, current, scale, config, *rest):
+    kept, _, _ = _updated(history, current, scale, config, *rest)
+    late = history[:, 0] if config.amax_compute_algo == "most_recent" else current
+    return kept, *_updated(history, late, scale, config, *rest)[1:]
+
+
+FAULTS = {
+    "the history rolls the other way": _rolled_the_other_way,
+    "the margin has the other sign": _with(margin=lambda config: -config.margin),
+    "most_recent is the step before": _one_step_late,
+    "the interval is one longer": _with(interval=lambda config: config.interval + 1),
+    "an infinity is forgotten": _with(remember_nonfinite=lambda config: False),
+    "the other algorithm": _with(
+        amax_compute_algo=lambda config: (
+            "max" if config.amax_compute_algo != "max" else "most_recent"
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault):
+    with (
+        mock.patch.object(delayed, "updated_history", FAULTS[fault]),
+        pytest.raises(AssertionError),
+    ):
+        check_steps(steps=40)
