@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from float8.distributed.shards import Ranks, check_even, part_of
+from float8.distributed.exchange import Ranks, check_even, part_of
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

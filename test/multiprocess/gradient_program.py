@@ -16,8 +16,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from float8.distributed.gradients import ScalingController, reduce, wire
-from float8.distributed.gradients.measure import simulated
+from benchmarks.bench_gradients import simulated
+from float8.distributed.gradients import ScalingController, reduction
 from float8.formats import E4M3, E5M2
 
 COLLECTIVES = {  # name -> (where its payload is, how often each byte passes, per (N - 1) / N)
@@ -41,8 +41,8 @@ class Counter:
         for name in COLLECTIVES:
             if hasattr(dist, name):
                 self.stack.enter_context(mock.patch.object(dist, name, self._counting(name)))
-        gather = self._counting("all_gather_single", reduce._all_gather)
-        self.stack.enter_context(mock.patch.object(reduce, "_all_gather", gather))
+        gather = self._counting("all_gather_single", reduction._all_gather)
+        self.stack.enter_context(mock.patch.object(reduction, "_all_gather", gather))
         return self
 
     def __exit__(self, *error):
@@ -76,7 +76,7 @@ def gradients(n, dtype=torch.float32, seed=0, spread=3.0):
 def tile_peaks(every, tile):
     """The largest magnitude over ranks in each element's tile, found without `wire`'s folding."""
     world, n = len(every), every[0].numel()
-    tiles, extent = wire.extents(-(-n // world), tile)
+    tiles, extent = reduction.extents(-(-n // world), tile)
     peak = torch.stack([g.double().abs() for g in every]).amax(0)
     index = torch.arange(n) // extent
     found = torch.zeros(world * tiles, dtype=torch.float64)
@@ -108,10 +108,10 @@ def same_on_all_ranks(x):
 # --- the collectives
 
 
-def reduced(every, rank, fmt=E4M3, mu=1.0, tile=wire.TILE):
+def reduced(every, rank, fmt=E4M3, mu=1.0, tile=reduction.TILE):
     mine = every[rank].clone()
-    counts = reduce.all_reduce_mean(mine, torch.tensor(mu), dist.group.WORLD, fmt, tile)
-    return mine, wire.Counts(*counts.tolist())
+    counts = reduction.all_reduce_mean(mine, torch.tensor(mu), dist.group.WORLD, fmt, tile)
+    return mine, reduction.Counts(*counts.tolist())
 
 
 def is_the_mean(rank, fmt_name, dtype_name, sizes):
@@ -162,11 +162,11 @@ def saturation_is_counted(rank):
     world = dist.get_world_size()
     every = [torch.linspace(-1, 1, 256)] * world  # all agree, so the mean is as large as the parts
     found, counts = reduced(every, rank, mu=4.0)
-    limit = wire.saturates_above(E4M3) / E4M3.max / 4
+    limit = reduction.saturates_above(E4M3) / E4M3.max / 4
     edge = (every[0].abs() / limit - 1).abs() < 0.07  # rounding before the sum may cross it
     clipped = every[0].abs() > limit
     assert (clipped & ~edge).sum() <= counts.saturated <= (clipped | edge).sum()
-    peaks = tile_peaks(every, wire.TILE)
+    peaks = tile_peaks(every, reduction.TILE)
     assert (found.abs() <= peaks.float() / 4 * 1.001).all()
     assert reduced(every, rank, mu=1.0)[1].saturated == 0
 
@@ -207,7 +207,7 @@ def float8_travels(rank, n, most):
     world = dist.get_world_size()
     output, x_NC = torch.empty(n // world), every[rank].view(world, -1)
     with Counter() as ours:
-        reduce.reduce_scatter(output, x_NC, dist.group.WORLD, E4M3, mean=True)
+        reduction.reduce_scatter(output, x_NC, dist.group.WORLD, E4M3, mean=True)
     their_bytes = 2 * n  # of bfloat16, each passing once; gloo has no such collective to count
     assert 0 < ours.bytes <= most * their_bytes, ours.bytes / their_bytes
 
@@ -218,18 +218,18 @@ def the_device_is_never_asked(rank):
     controller = ScalingController()
     controller.prepare(torch.device("cpu"), dist.get_world_size())
     mine = gradients(2000)[rank]
-    reduce.all_reduce_mean(mine.clone(), controller.mu, dist.group.WORLD, E4M3)
+    reduction.all_reduce_mean(mine.clone(), controller.mu, dist.group.WORLD, E4M3)
     with contextlib.ExitStack() as stack:
         for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
             asked = AssertionError(f"Tensor.{name}")
             stack.enter_context(mock.patch.object(torch.Tensor, name, side_effect=asked))
-        counts = reduce.all_reduce_mean(mine, controller.mu, dist.group.WORLD, E4M3)
+        counts = reduction.all_reduce_mean(mine, controller.mu, dist.group.WORLD, E4M3)
         controller.update(counts[0], counts[3], 2000)
 
 
 @contextlib.contextmanager
 def planted(name, fault):
-    with mock.patch.object(wire if hasattr(wire, name) else reduce, name, fault):
+    with mock.patch.object(reduction, name, fault):
         yield
 
 
@@ -260,7 +260,7 @@ def a_planted_fault_is_seen(rank, name):
         with planted(*FAULTS[name]):
             found, _ = reduced(every, rank)
         off = (found.double() - exact_mean(every)).abs()
-        seen += ~(off <= bound(every, E4M3, wire.TILE)).all()  # NaN too
+        seen += ~(off <= bound(every, E4M3, reduction.TILE)).all()  # NaN too
     dist.all_reduce(seen)
     assert seen > 0
 
@@ -268,7 +268,7 @@ def a_planted_fault_is_seen(rank, name):
 def a_bad_value_would_hide_without_the_poison(rank):
     every = gradients(5000)
     every[-1][7] = float("inf")
-    plain = lambda amax, fmt: wire.kernels.scale_from_amax(amax, fmt.max)  # noqa: E731
+    plain = lambda amax, fmt: reduction.kernels.scale_from_amax(amax, fmt.max)  # noqa: E731
     with planted("shared_scale", plain):
         found, _ = reduced(every, rank)
     assert not found.isnan().all()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-import float8.distributed.agreement  # noqa: F401  which checks that ranks hold the same layers
+import float8.distributed.first_use  # noqa: F401  it compares the ranks' layers
 
 MICROBATCHES = 4
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}

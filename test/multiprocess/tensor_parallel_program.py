@@ -38,8 +38,8 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
-from float8.distributed import shards
-from float8.distributed.shards import Ranks
+from float8.distributed import exchange
+from float8.distributed.exchange import Ranks
 from float8.distributed.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -570,12 +570,12 @@ def parts_make_a_whole(rank):
             shape = [3, 2, 4]
             shape[dim] = length
             x = integers(*shape, seed=length)
-            mine = shards.part_of(x, dim, ranks)
+            mine = exchange.part_of(x, dim, ranks)
             assert mine.shape[dim] == ranks.length_here(length)
             for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
-                found = shards.gather(mine.to(dtype), dim, length, ranks)
+                found = exchange.gather(mine.to(dtype), dim, length, ranks)
                 assert found.dtype == dtype and torch.equal(found.float(), x), (dim, length, dtype)
             total = x * sum(range(1, ranks.size + 1))
-            assert torch.equal(shards.sum_over(x * (rank + 1), ranks), total)
-            found = shards.reduce_scatter(x * (rank + 1), dim, ranks)
-            assert torch.equal(found, shards.part_of(total, dim, ranks)), (dim, length)
+            assert torch.equal(exchange.sum_over(x * (rank + 1), ranks), total)
+            found = exchange.reduce_scatter(x * (rank + 1), dim, ranks)
+            assert torch.equal(found, exchange.part_of(total, dim, ranks)), (dim, length)

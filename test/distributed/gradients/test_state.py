@@ -49,7 +49,8 @@ def test_a_checkpoint_holds_plain_tensors_that_restore_everything():
 def test_a_unit_of_fsdp_is_a_step():
     state = Float8Gradients()
     counts = torch.tensor([0, 0, 5, 1], dtype=torch.int32)
-    state.count_unit(counts, elements=100, sampled=50)
+    state.count(counts, elements=100, sampled=50)
+    state.end_step()
     report = state.report()
     assert (report.steps, report.elements, report.sampled, report.flushed_before) == (1, 100, 50, 5)
     assert report.nonfinite == 1
