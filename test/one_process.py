@@ -164,7 +164,9 @@ def assert_same_training(
     for step, ranks in enumerate(steps):
         with autocast():
             expected = global_step(single, ranks)[rank % len(ranks)]
-        found = rank_step(parallel if forward is None else forward, ranks[rank % len(ranks)], without_sync)
+        found = rank_step(
+            parallel if forward is None else forward, ranks[rank % len(ranks)], without_sync
+        )
         assert found == expected, (replay, step, found, expected)
         update(single, optimizers[0])
         update(parallel, optimizers[1])

@@ -1,4 +1,4 @@
-"""The arithmetic of a byte on the wire, against numbers worked out by hand or in float64."""
+"""The arithmetic of a reduction, against numbers computed by hand or in float64."""
 
 import pytest
 import torch
@@ -16,19 +16,19 @@ def test_tiles_cover_a_shard_and_pad_little(columns):
 
 
 @pytest.mark.parametrize("tile", [1, 10, 16])
-def test_small_tiles_are_of_sixteen_elements_and_hold_only_gradient(tile):
+def test_small_tiles_have_sixteen_elements_and_no_padding(tile):
     assert reduction.extents(1 << 12, tile) == (1 << 8, 16)
 
 
-def test_folding_keeps_every_element_in_its_shard():
+def test_tiles_keep_every_element_in_its_shard():
     x = torch.arange(3 * 50.0).view(3, 50)
-    folded = reduction.in_tiles(x, 16)
-    assert folded.shape == (3, 4, 16)
-    assert torch.equal(folded.flatten(1)[:, :50], x)
-    assert folded.flatten(1)[:, 50:].eq(0).all()
+    tiles = reduction.in_tiles(x, 16)
+    assert tiles.shape == (3, 4, 16)
+    assert torch.equal(tiles.flatten(1)[:, :50], x)
+    assert tiles.flatten(1)[:, 50:].eq(0).all()
 
 
-def test_what_needs_no_padding_is_not_copied():
+def test_a_shard_that_needs_no_padding_is_not_copied():
     x = torch.randn(2, 2048)
     assert reduction.in_tiles(x).data_ptr() == x.data_ptr()
 
@@ -53,10 +53,10 @@ def test_nothing_saturates_where_all_ranks_agree_and_mu_is_one(fmt):
     x = torch.randn(1, 8, 64)
     scale = reduction.shared_scale(reduction.amax(x), fmt)
     for world in (1, 2, 3, 7):
-        codes = reduction.cast(x, scale, fmt).repeat(world, 1, 1)
-        mean = reduction.prescaled(reduction.summed(codes), torch.tensor(1.0), world)
+        data = reduction.cast(x, scale, fmt).repeat(world, 1, 1)
+        mean = reduction.prescaled(reduction.summed(data), torch.tensor(1.0), world)
         assert reduction.count_saturated(mean, fmt) == 0
-        assert torch.equal(reduction.recast(mean, fmt), codes[0]), "a mean of equals is exact"
+        assert torch.equal(reduction.recast(mean, fmt), data[0]), "a mean of equals is exact"
 
 
 @pytest.mark.parametrize(("fmt", "limit"), [(E4M3, 464.0), (E5M2, 61440.0)])
@@ -70,11 +70,11 @@ def test_saturation_begins_where_rounding_would_leave_the_format(fmt, limit):
 
 
 def test_the_sum_is_that_of_float64():
-    codes = (torch.randn(64, 4, 32) * 100).to(torch.float8_e4m3fn)
-    exact = codes.double().sum(0)
-    torch.testing.assert_close(reduction.summed(codes).double(), exact, rtol=1e-6, atol=1e-4)
+    data = (torch.randn(64, 4, 32) * 100).to(torch.float8_e4m3fn)
+    exact = data.double().sum(0)
+    torch.testing.assert_close(reduction.summed(data).double(), exact, rtol=1e-6, atol=1e-4)
 
 
-def test_lost_counts_nonzero_elements_without_a_code():
+def test_nonzero_elements_that_become_zero_are_counted():
     x = torch.tensor([0.0, 1.0, -1e-9, 1e-9, -2.0])
     assert reduction.count_flushed(x, x.to(torch.float8_e4m3fn)) == 2
