@@ -20,6 +20,8 @@ MOVED = {
     "float8.autograd": "float8.linear.autograd",
     "float8.cast": "float8.linear.cast",
     "float8.conversion": "float8.convert.conversion",
+    "float8.distributed.gradients.controller": "float8.distributed.gradients.state",
+    "float8.distributed.shards": "float8.distributed.exchange",
     "float8.filters": "float8.convert.filters",
     "float8.fused": "float8.fusion.fused",
     "float8.inference": "float8.convert.inference",
