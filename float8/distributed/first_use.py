@@ -49,7 +49,6 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from float8.convert.convert import AFTER_CONVERSION
 from float8.distributed.rank_comparison import (
     PLACE,
     SAME_LAYERS,
@@ -61,7 +60,8 @@ from float8.distributed.rank_comparison import (
 )
 from float8.linear.cast import DelayedCast
 from float8.linear.layer import Float8Linear
-from float8.linear.sync import FIRST_SYNC_CHECKS, modules_by_name, ranks_of
+from float8.linear.registration import AFTER_CONVERSION, FIRST_SYNC_CHECKS
+from float8.linear.sync import modules_by_name, ranks_of
 from float8.tensor.running_module import running_modules
 
 FORWARD = "runs its first forward"

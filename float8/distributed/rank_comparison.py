@@ -38,7 +38,8 @@ from torch import nn
 
 from float8.config import CastConfig
 from float8.linear.cast import DelayedCast
-from float8.linear.layer import STORED_WEIGHTS, Float8Linear
+from float8.linear.layer import Float8Linear
+from float8.linear.registration import WEIGHT_RULES
 
 logger = logging.getLogger("float8")
 NOTICE = 30.0  # seconds after which a waiting rank names the ranks that it waits for
@@ -240,7 +241,7 @@ def _cast_fact(config: CastConfig) -> str:
 def is_gathered_in_float8(layer: Float8Linear) -> bool:
     """Whether conversion stored the layer's weight so that FSDP2 gathers it in float8."""
     weight = layer._parameters.get("weight")  # a wrapper may have put a property in its place
-    return weight is not None and any(stored.holds(weight) for stored in STORED_WEIGHTS)
+    return weight is not None and any(rule.is_stored(weight) for rule in WEIGHT_RULES)
 
 
 def _first_difference(a: dict[str, Facts], b: dict[str, Facts]) -> str | None:
