@@ -144,12 +144,12 @@ def _padded(x: Tensor, dim: int, length: int) -> Tensor:
 # --- casts and products that exchange parts
 
 
-def sends_input(plan: LinearPlan) -> bool:
+def sends_input_in_float8(plan: LinearPlan) -> bool:
     """Whether all GEMMs that read an input can read the same float8 data, cast on any rank."""
     return plan.reuses_input and _has_one_scale(plan.output.a)
 
 
-def _sends_grad_output(plan: LinearPlan) -> bool:
+def _sends_grad_output_in_float8(plan: LinearPlan) -> bool:
     return plan.reuses_grad_output and _has_one_scale(plan.grad_input.a)
 
 
@@ -172,7 +172,7 @@ def _cast_and_gather(
 
 
 class _CastAndGather(torch.autograd.Function):
-    """(carrier of the gradient, float8 data, scale) of the whole input; see `gathered`."""
+    """(carrier of the gradient, float8 data, scale) of the whole input; see `gather_input`."""
 
     @staticmethod
     def forward(
@@ -185,11 +185,11 @@ class _CastAndGather(torch.autograd.Function):
         dim: int,
         length: int,
         ranks: Ranks,
-        sums: bool,
+        sums_gradient: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         data, scale = _cast_and_gather(x, cast, state, record, emulate, dim, length, ranks)
         scale = scale.clone()  # a delayed scale is a buffer, which sync changes
-        ctx.dim, ctx.ranks, ctx.sums = dim, ranks, sums
+        ctx.dim, ctx.ranks, ctx.sums_gradient = dim, ranks, sums_gradient
         ctx.mark_non_differentiable(data, scale)
         return x.new_empty(()).expand(data.shape), data, scale
 
@@ -199,11 +199,11 @@ class _CastAndGather(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The whole input in high precision; see `gathered`."""
+    """The whole input in high precision; see `gather_input`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, length: int, ranks: Ranks) -> Tensor:
-        ctx.dim, ctx.ranks, ctx.sums = dim, ranks, True
+        ctx.dim, ctx.ranks, ctx.sums_gradient = dim, ranks, True
         return gather(x, dim, length, ranks)
 
     @staticmethod
@@ -212,12 +212,12 @@ class _Gather(torch.autograd.Function):
 
 
 def _part_of_gradient(ctx: Any, g: Tensor) -> Tensor:
-    if ctx.sums:
+    if ctx.sums_gradient:
         return reduce_scatter(g, ctx.dim, ctx.ranks)
     return part_of(g, ctx.dim, ctx.ranks).contiguous()
 
 
-def gathered(
+def gather_input(
     x: Tensor,
     dim: int,
     length: int,
@@ -225,7 +225,7 @@ def gathered(
     config: Float8LinearConfig,
     state: DelayedState | None = None,
     record: bool = False,
-    sums: bool = True,
+    sums_gradient: bool = True,
 ) -> Tensor:
     """Gather an input that is cut along ``dim``, for layers that all have ``config``.
 
@@ -235,7 +235,8 @@ def gathered(
         config: of the layers.
         state: of the input's cast, if it is delayed.
         record: whether a delayed cast records amaxes.
-        sums: whether each rank computes one summand of the result's gradient, rather than the sum.
+        sums_gradient: whether the ranks compute summands of the result's gradient, rather than
+            each the whole sum.
 
     Returns:
         a `Float8Tensor` whose scale is that of the whole input; or a plain tensor in the compute
@@ -243,11 +244,11 @@ def gathered(
     """
     x, dim = x.to(compute_dtype(x)), dim % x.dim()
     cast = config.plan.output.a
-    if cast is None or not sends_input(config.plan):
-        assert sums
+    if cast is None or not sends_input_in_float8(config.plan):
+        assert sums_gradient
         whole: Tensor = _Gather.apply(x, dim, length, ranks)
         return whole
-    arguments = (record, config.emulate, dim, length, ranks, sums)
+    arguments = (record, config.emulate, dim, length, ranks, sums_gradient)
     carrier, data, scale = _CastAndGather.apply(x, cast, spread(state, ranks.group), *arguments)
     return differentiable(carrier, data, None, scale)
 
@@ -305,15 +306,15 @@ class _SummedLinear(torch.autograd.Function):
         refuse_double_backward("Float8RowwiseParallel")
         with _without_autocast(g.device.type):
             if ctx.scatter is not None:
-                g = _gathered_gradient(ctx, g)
+                g = _gather_grad_output(ctx, g)
             grads = _Float8LinearFunction._gradients(ctx, g)
         return grads[0], grads[1], *(None,) * 7
 
 
-def _gathered_gradient(ctx: Any, g: Tensor) -> Tensor:
+def _gather_grad_output(ctx: Any, g: Tensor) -> Tensor:
     """The whole grad_output, in float8 where both GEMMs that read it can read the same data."""
     plan: LinearPlan = ctx.config.plan
-    if plan.grad_input.a is None or not _sends_grad_output(plan):
+    if plan.grad_input.a is None or not _sends_grad_output_in_float8(plan):
         return gather(g, ctx.scatter, ctx.length, ctx.ranks)
     state = spread(ctx.states[2], ctx.ranks.group)
     arguments = (ctx.record, ctx.config.emulate, ctx.scatter, ctx.length, ctx.ranks)

@@ -26,7 +26,7 @@ from float8.distributed.exchange import (
     as_replicated,
     check_even,
     check_mesh,
-    gathered,
+    gather_input,
     part_of,
     summed_linear,
     with_summed_gradient,
@@ -180,7 +180,7 @@ class Float8ParallelLinear(Float8Linear):
 
     def _gathered(self, part: Tensor, placement: Any, length: int) -> Tensor:
         state, ranks = self._states()[0], self.layout.ranks
-        return gathered(part, placement.dim, length, ranks, self.config, state, self._records)
+        return gather_input(part, placement.dim, length, ranks, self.config, state, self._records)
 
     def _rowwise(self, input: Tensor) -> Tensor:
         weight, ranks, wanted = local(self.weight), self.layout.ranks, self.layout.output

@@ -57,8 +57,8 @@ from float8.distributed.exchange import (
     as_replicated,
     check_even,
     check_mesh,
-    gathered,
-    sends_input,
+    gather_input,
+    sends_input_in_float8,
 )
 from float8.distributed.parallel_linear import (
     COLWISE,
@@ -195,7 +195,9 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         else:
             check_even(x, dim, ranks, "PrepareFloat8ModuleInput")
             length, part = x.shape[dim] * ranks.size, x
-        whole = gathered(part, dim, length, ranks, config, sums=not self.use_local_output)
+        whole = gather_input(
+            part, dim, length, ranks, config, sums_gradient=not self.use_local_output
+        )
         return whole if self.use_local_output else as_replicated(whole, mesh)
 
 
@@ -215,4 +217,4 @@ def _config_of_layers(module: nn.Module, fqn: str | None) -> Float8LinearConfig 
                 "reads this input in fwd_config_submodule_fqn"
             )
     is_delayed = first.cast_config_input.scaling_type is ScalingType.DELAYED
-    return None if is_delayed or not sends_input(first.plan) else first
+    return None if is_delayed or not sends_input_in_float8(first.plan) else first

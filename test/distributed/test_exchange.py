@@ -11,14 +11,14 @@ import torch
 from float8 import Blockwise, CastConfig, Float8LinearConfig, Float8Tensor, ScalingType
 from float8.config import RECIPES
 from float8.distributed import exchange
-from float8.distributed.exchange import Ranks, check_even, part_of, sends_input
+from float8.distributed.exchange import Ranks, check_even, part_of, sends_input_in_float8
 
 SENT = {"tensorwise", "delayed", "unit"}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_inputs_travel_in_float8_where_one_scale_serves_all_gemms(recipe):
-    assert sends_input(RECIPES[recipe].plan) == (recipe in SENT)
+    assert sends_input_in_float8(RECIPES[recipe].plan) == (recipe in SENT)
 
 
 def test_an_input_with_a_second_cast_travels_in_high_precision():
@@ -29,9 +29,11 @@ def test_an_input_with_a_second_cast_travels_in_high_precision():
             cast_config_input_for_grad_weight=second,
             cast_config_grad_output_for_grad_weight=off if second is off else None,
         )
-        assert not sends_input(config.plan)
+        assert not sends_input_in_float8(config.plan)
     by_block = CastConfig(granularity=Blockwise(128, 128))
-    assert not sends_input(Float8LinearConfig(by_block, by_block, by_block, emulate=True).plan)
+    assert not sends_input_in_float8(
+        Float8LinearConfig(by_block, by_block, by_block, emulate=True).plan
+    )
 
 
 def gathered_gradient(config, monkeypatch):
@@ -42,7 +44,7 @@ def gathered_gradient(config, monkeypatch):
         config=config, scatter=0, length=32, record=False, states=(None, None, None),
         ranks=SimpleNamespace(group=None),
     )  # fmt: skip
-    return exchange._gathered_gradient(ctx, g), g
+    return exchange._gather_grad_output(ctx, g), g
 
 
 @pytest.mark.parametrize("recipe", sorted(SENT - {"delayed"}))  # which needs its state
