@@ -275,16 +275,7 @@ def all_reduce_mean(
     padding = world * tiles * extent - n
     padded = F.pad(gradient, (0, padding)) if padding else gradient
     half = scatter(padded.view(world, -1), group, fmt, extent)
-    data, counts = _second_cast(half, mu, world, on_device(fmt, gradient.device))
-    gathered, counts = _gather(data, counts, group)
-    mean = dequantize(gathered, half.scale_NT1 / mu, gradient.dtype)
-    gradient.copy_(mean.flatten()[:n])
-    return counts
-
-
-def _second_cast(half: Scattered, mu: Tensor, world: int, fmt: Format) -> tuple[Tensor, Tensor]:
-    """The float8 data of this rank's shard of the mean, and its `Counts`, int32 (4,)."""
-    mean_TE = prescaled(half.sum_TE, mu, world)
+    fmt, mean_TE = on_device(fmt, gradient.device), prescaled(half.sum_TE, mu, world)
     data = recast(mean_TE, fmt)
     counts = Counts(
         saturated=count_saturated(mean_TE, fmt),
@@ -292,7 +283,10 @@ def _second_cast(half: Scattered, mu: Tensor, world: int, fmt: Format) -> tuple[
         flushed_before=half.flushed,
         nonfinite=half.nonfinite,
     )
-    return data, torch.stack(counts)
+    data_NTE, counts_4 = _gather(data, torch.stack(counts), group)
+    mean_NTE = dequantize(data_NTE, half.scale_NT1 / mu, gradient.dtype)
+    gradient.copy_(mean_NTE.flatten()[:n])
+    return counts_4
 
 
 def _gather(data_TE: Tensor, counts_4: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
