@@ -33,7 +33,7 @@ from float8.linear.autograd import (
     compute_dtype,
     refuse_double_backward,
 )
-from float8.linear.scaling import DelayedState, quantize, spread
+from float8.linear.scaling import DelayedState, quantize, sharded_state
 from float8.tensor import Float8Tensor
 from float8.tensor.differentiable import differentiable
 
@@ -249,7 +249,9 @@ def gather_input(
         whole: Tensor = _Gather.apply(x, dim, length, ranks)
         return whole
     arguments = (record, config.emulate, dim, length, ranks, sums_gradient)
-    carrier, data, scale = _CastAndGather.apply(x, cast, spread(state, ranks.group), *arguments)
+    carrier, data, scale = _CastAndGather.apply(
+        x, cast, sharded_state(state, ranks.group), *arguments
+    )
     return differentiable(carrier, data, None, scale)
 
 
@@ -316,7 +318,7 @@ def _gather_grad_output(ctx: Any, g: Tensor) -> Tensor:
     plan: LinearPlan = ctx.config.plan
     if plan.grad_input.a is None or not _sends_grad_output_in_float8(plan):
         return gather(g, ctx.scatter, ctx.length, ctx.ranks)
-    state = spread(ctx.states[2], ctx.ranks.group)
+    state = sharded_state(ctx.states[2], ctx.ranks.group)
     arguments = (ctx.record, ctx.config.emulate, ctx.scatter, ctx.length, ctx.ranks)
     data, scale = _cast_and_gather(g, plan.grad_input.a, state, *arguments)
     return Float8Tensor(as_matrix(data), scale, (WHOLE, WHOLE), g.dtype)

@@ -37,7 +37,7 @@ from float8.linear.autograd import States, autocasts, compute_dtype, linear_in_f
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_call, refuses_input, refuses_layer
 from float8.linear.registration import ModuleRule, register_module_rule
-from float8.linear.scaling import spread
+from float8.linear.scaling import sharded_state
 from float8.tensor import Float8Tensor
 
 COLWISE, ROWWISE = "colwise", "rowwise"
@@ -138,9 +138,9 @@ class Float8ParallelLinear(Float8Linear):
         x_state, w_state, g_state = self._states()
         group = self.layout.ranks.group
         return (
-            spread(x_state, group) if input else x_state,
-            spread(w_state, group),
-            spread(g_state, group) if grad_output else g_state,
+            sharded_state(x_state, group) if input else x_state,
+            sharded_state(w_state, group),
+            sharded_state(g_state, group) if grad_output else g_state,
         )
 
     @property
