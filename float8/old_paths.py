@@ -28,6 +28,8 @@ MOVED = {
     "float8.config.transformer_engine": "float8.integrations.transformer_engine",
     "float8.config.transformer_engine_recipes": "float8.integrations.transformer_engine",
     "float8.conversion": "float8.convert.conversion",
+    "float8.distributed.gradients.controller": "float8.distributed.gradients.state",
+    "float8.distributed.shards": "float8.distributed.exchange",
     "float8.filters": "float8.convert.filters",
     "float8.fused": "float8.fusion.producers",
     "float8.inference": "float8.convert.inference",

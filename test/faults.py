@@ -1,7 +1,7 @@
-"""Faults that a float8 library has had somewhere, planted one at a time.
+"""Faults that float8 libraries have had, planted one at a time.
 
-Each is a context manager under a name; `test_faults.py` shows that the suite's own checks catch it.
-A check that lets one pass is worth nothing, and a fault that you fear belongs here.
+Each fault is a context manager with a name. `test_faults.py` and the checks named below show that
+the suite finds it. Add a fault here for each mistake that a change could make.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ def _patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Fault:
 
 
 def _truncating_cast(original: Any) -> Any:
-    """Round toward zero: shrink each value so that nearest-even picks the code below."""
+    """Round toward zero: subtract one from each byte whose value is too large."""
 
     def cast(
         x: Tensor, scale: Tensor, block: Any, dtype: torch.dtype, fits: bool = False
     ) -> Tensor:
         data = original(x, scale, block, dtype, fits)
         too_large = definition.dequantize(data, scale, block, torch.float32).abs() > x.abs().float()
-        codes = data.view(torch.uint8)
-        return (codes - too_large.to(torch.uint8)).view(dtype)
+        bytes_ = data.view(torch.uint8)
+        return (bytes_ - too_large.to(torch.uint8)).view(dtype)
 
     return cast
 
 
 def _swapped_scales(original: Any) -> Any:
-    """The scale of the other operand on each side of a product."""
+    """Multiply each operand of a GEMM by the scale of the other one."""
 
     def scaled_mm(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor, *rest: Any, **kw: Any) -> Tensor:
         return original(a, b_s[:1, :1].expand_as(a_s), b, a_s[:1, :1].expand_as(b_s), *rest, **kw)
@@ -56,12 +56,12 @@ def _swapped_scales(original: Any) -> Any:
 
 
 def _inverted_scale(original: Any) -> Any:
-    """A product that divides by the scales instead of multiplying."""
+    """Divide by the scales in a GEMM, instead of multiplying."""
     return lambda a, a_s, b, b_s, *rest, **kw: original(a, 1 / a_s, b, 1 / b_s, *rest, **kw)
 
 
 def _wrong_format(original: Any) -> Any:
-    """The format of another vendor's hardware, one exponent off."""
+    """Cast to the fnuz formats of other hardware, whose exponent bias differs by one."""
     other = {
         torch.float8_e4m3fn: torch.float8_e4m3fnuz,
         torch.float8_e5m2: torch.float8_e5m2fnuz,
@@ -70,17 +70,17 @@ def _wrong_format(original: Any) -> Any:
 
 
 def _format_maximum_of_fnuz(original: Any) -> Any:
-    """Scales for a largest value of 240, as another library's simulation has it."""
+    """Compute scales for a largest value of 240, as another library's simulation does."""
     return lambda amax, format_max, *rest: original(amax, min(format_max, 240.0), *rest)
 
 
 def _stale_scale(original: Any) -> Any:
-    """Scales that never follow the data."""
+    """Compute scales from an amax of 1, whatever the data."""
     return lambda amax, format_max, *rest: original(torch.ones_like(amax), format_max, *rest)
 
 
 def _one_scale_for_all_rows(original: Any) -> Any:
-    """The smallest block's amax for every block."""
+    """Use the smallest block's amax for every block."""
 
     def amax(x: Tensor, block: Any) -> Tensor:
         found: Tensor = original(x, block)
@@ -90,7 +90,7 @@ def _one_scale_for_all_rows(original: Any) -> Any:
 
 
 def _sign_only_gradient(original: Any) -> Any:
-    """A gradient that keeps only the sign of grad_output."""
+    """Keep only the sign of grad_output, and its mean magnitude."""
 
     def backward(ctx: Any, g: Tensor) -> Any:
         return original(ctx, g.sign() * g.abs().mean())
@@ -99,11 +99,11 @@ def _sign_only_gradient(original: Any) -> Any:
 
 
 def _forgotten_clamp(original: Any) -> Any:
-    """A cast that does not saturate."""
+    """Cast without saturation."""
     return lambda x, scale, block, dtype, fits=False: original(x, scale, block, dtype, True)
 
 
-# Caught by layer_check.check_layer.
+# Found by layer_check.check_layer.
 LAYER_FAULTS: dict[str, Fault] = {
     "truncating cast": _patched(scaling.kernels, "cast", _truncating_cast),
     "swapped scales": _patched(cpu, "scaled_mm", _swapped_scales),
@@ -114,20 +114,21 @@ LAYER_FAULTS: dict[str, Fault] = {
     "one scale for all rows": _patched(scaling.kernels, "amax", _one_scale_for_all_rows),
     "sign-only gradient": _patched(_Float8LinearFunction, "backward", _sign_only_gradient),
 }
-# Caught by a check of their own.
+# Found by test_faults.py, and by parallel_training_program.a_missing_all_reduce_is_found.
 forgotten_clamp = _patched(scaling.kernels, "cast", _forgotten_clamp)
 missing_all_reduce = _patched(delayed, "max_over_ranks", lambda original: lambda amax, group: amax)
 
 
 def _amax_of_this_rank_alone(original: Any) -> Any:
+    """Find the scale of a tensor that is cut over ranks from this rank's part."""
     return lambda amax, group: amax
 
 
 def _amax_of_all_ranks(original: Any) -> Any:
-    """Other replicas have other data, and with them other tensors."""
+    """Find the scale from the data of all replicas, rather than of the ranks of one tensor."""
     return lambda amax, group: original(amax, torch.distributed.group.WORLD)
 
 
-# Caught by tensor_parallel_program.a_close_fit.
+# Found by tensor_parallel_program.random_data_differ_by_rounding_only.
 no_group = _patched(scaling, "max_over_ranks", _amax_of_this_rank_alone)
 default_group = _patched(scaling, "max_over_ranks", _amax_of_all_ranks)

@@ -1,13 +1,14 @@
-"""Training in one process: what every parallel form of the same training has to equal.
+"""Training in one process: the reference of every parallel form of the same training.
 
-Data parallelism changes two things and no others. Each rank casts its own tokens, so one process
-has to cast the same microbatches, one by one. And the ranks' gradients are summed by a collective,
-so one process has to add them in the same order: first those of a rank's microbatches, then those
-of the ranks, pairwise. With that every bit is equal, under the **exact condition** that the number
-of ranks is a power of two (dividing by it rounds nothing) and that the collective adds pairs (two
-ranks, or 2 x 2: two floats have only one sum, three have several).
+Data parallelism changes two things only. Each rank casts its own tokens, so one process must cast
+the same microbatches, one by one. And a collective sums the ranks' gradients, so one process must
+add them in the same order: first those of a rank's microbatches, then those of the ranks, pairwise.
+Then every bit is equal, under the **exact condition** that the number of ranks is a power of two
+(dividing by it rounds nothing) and that the collective adds pairs (two ranks, or 2 x 2: two floats
+have only one sum, three have several).
 
-The loss is ``(model(x) * g).sum()``: its value tells outputs, its gradient is g, which is random.
+The loss is ``(model(x) * g).sum()``: its value depends on the outputs, and its gradient is g, which
+is random.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def batch(step: int, rank: int, microbatch: int = 0, width: int = WIDTH) -> Batch:
-    """What one rank reads in one microbatch: other values, and other scales, for each."""
+    """The batch of a rank in a microbatch; values and scales differ in each."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + microbatch)
     x, g = torch.randn(2, TOKENS, width, generator=generator)
     return x * (1 + rank), g / (1 + microbatch)
@@ -75,16 +76,16 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def rank_step(
-    model: nn.Module, microbatches: list[Batch], last: Any = nullcontext, others: Any = nullcontext
+    model: nn.Module, microbatches: list[Batch], without_sync: Any = nullcontext
 ) -> list[float]:
-    """Forward and backward of a rank's microbatches; ``others`` around all but the last.
+    """Run forward and backward of a rank's microbatches; ``without_sync`` around all but the last.
 
     Returns:
         their losses.
     """
     losses = []
     for i, microbatch in enumerate(microbatches):
-        with last() if i == len(microbatches) - 1 else others():
+        with nullcontext() if i == len(microbatches) - 1 else without_sync():
             loss = loss_of(model, microbatch)
             loss.backward()
         losses.append(loss.item())
@@ -92,7 +93,7 @@ def rank_step(
 
 
 def global_step(model: nn.Module, ranks: list[list[Batch]]) -> list[list[float]]:
-    """The same step for all ranks, one behind the other; gradients are the mean over ranks.
+    """Run the same step for all ranks, one after the other; gradients are the mean over ranks.
 
     Returns:
         the losses of each rank's microbatches.
@@ -115,21 +116,59 @@ def pairwise_sum(parts: list[Tensor]) -> Tensor:
 
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, group: Any = None) -> None:
-    """What ends a step; ``group`` is of the ranks that hold the same layers, by default all."""
+    """End a step; ``group`` has the ranks that hold the same layers, by default all."""
     optimizer.step()
     optimizer.zero_grad()
     sync_float8_amax_and_scale_history(model, group)
 
 
 def whole(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Sharded tensors gathered, others as they are."""
+    """Gather sharded tensors; return others as they are."""
     return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
 
 
 def assert_same_model(found: nn.Module, expected: nn.Module, replay: object) -> None:
-    """Equal bits of all parameters and buffers, whatever wrapper is around ``found``."""
+    """Compare the bits of all parameters and buffers; ``found`` may have a wrapper."""
     for kind in ("parameters", "buffers"):
         mine, theirs = (whole(getattr(m, kind)()) for m in (found, expected))
         assert len(mine) == len(theirs), (replay, kind)
         for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             assert torch.equal(a, b), (replay, kind, i, (a - b).abs().max())
+
+
+def assert_same_training(
+    rank: int,
+    single: nn.Module,
+    parallel: nn.Module,
+    steps: list[list[list[Batch]]],
+    replay: object,
+    *,
+    forward: Any = None,
+    without_sync: Any = nullcontext,
+    autocast: Any = nullcontext,
+    whole_parameters: Any = nullcontext,
+) -> None:
+    """Train in one process and in parallel; compare losses, parameters and buffers, bit for bit.
+
+    Args:
+        rank: selects this rank's batches, modulo the number of ranks in ``steps``.
+        single, parallel: equal models, the second one wrapped or sharded.
+        steps: for each step, for each rank, its microbatches.
+        replay: says which case it is, for messages.
+        forward: runs instead of ``parallel``, such as its compiled form.
+        without_sync: around the microbatches of ``parallel`` whose gradients only accumulate.
+        autocast: around the steps of ``single``.
+        whole_parameters: around comparisons, where ``parallel`` shows whole parameters on request.
+    """
+    optimizers = adamw(single), adamw(parallel)
+    for step, ranks in enumerate(steps):
+        with autocast():
+            expected = global_step(single, ranks)[rank % len(ranks)]
+        found = rank_step(
+            parallel if forward is None else forward, ranks[rank % len(ranks)], without_sync
+        )
+        assert found == expected, (replay, step, found, expected)
+        update(single, optimizers[0])
+        update(parallel, optimizers[1])
+        with whole_parameters():
+            assert_same_model(parallel, single, (replay, step))

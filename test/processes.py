@@ -1,24 +1,27 @@
-"""Claims that have to hold on every rank of a few gloo processes, which end with the test.
+"""Run checks on a few gloo processes, which end with the test.
 
-A claim is a function ``claim(rank, *arguments)`` of a module that spawned processes can import by
-name (files of ``test/`` can be). Starting processes takes longer than most claims, so one set of
-them takes all claims in turn. A claim that fails, or hangs, ends the set, and a new one goes on
-behind it: one failure hides no other.
+A *multiprocess program* is a file of ``test/multiprocess/``, which started processes import by
+name. It contains checks: functions ``check(rank, *arguments)`` that raise where something is wrong.
+Starting processes takes longer than most checks, so one set of processes runs all checks in turn. A
+check that fails or hangs ends its set, and a new set continues with the next check: one failure
+hides no other.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PATIENCE = 120.0  # seconds for one claim
-# Forked from a process that has imported torch and nothing else: ready in a moment, and clean.
-# And they end at once: in Python's finalisation, by which a spawned process ends, a gloo thread
-# that lets go of its last tensor aborts the process.
+Check = tuple[Any, ...]
+PATIENCE = 120.0  # seconds for one check
+# Processes are forked from one that has imported torch and nothing else, which is fast. They end
+# at once: a spawned process ends by Python's finalisation, where a gloo thread that frees its last
+# tensor aborts the process.
 METHOD = "forkserver"
 PRELOAD = [
     "torch",
@@ -29,18 +32,18 @@ PRELOAD = [
 
 
 def forkserver() -> Any:
-    """The context whose processes are forked from the one that has imported torch."""
+    """The context that forks processes from one that has imported torch."""
     mp.set_forkserver_preload(PRELOAD)
     return mp.get_context(METHOD)
 
 
-def meeting_place() -> dist.TCPStore:
-    """Where processes find each other: a store of this one, at a port that nobody can take."""
+def new_store() -> dist.TCPStore:
+    """A store in this process, through which others find each other, at a free port."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def meet(port: int, rank: int, world: int, **options: Any) -> None:
-    """Join the processes that meet at a port of `meeting_place`."""
+def join_group(port: int, rank: int, world: int, **options: Any) -> None:
+    """Make the process group of all processes that use the store at a port."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     store.set(f"here {rank}", "")  # all are, before the timeouts of `options` begin to count
@@ -49,49 +52,56 @@ def meet(port: int, rank: int, world: int, **options: Any) -> None:
 
 
 def failures(
-    module: str, claims: dict[str, tuple], world: int = 2, patience: float = PATIENCE
+    program: str,
+    checks: Sequence[Check] | dict[str, Check],
+    world: int = 2,
+    patience: float = PATIENCE,
 ) -> dict[str, Exception]:
-    """Which claims do not hold on ``world`` processes, and why.
+    """Run checks on ``world`` processes; the errors of those that fail, by name.
 
     Args:
-        module: what the functions are in, a file of ``test/`` without ``.py``.
-        claims: name -> (function's name, *arguments).
-        world: how many processes.
-        patience: seconds that one claim may take before it counts as hanging.
+        program: a file of ``test/multiprocess/``, without ``.py``.
+        checks: (function's name, *arguments) of each check, perhaps by a name of its own.
+        world: the number of processes.
+        patience: seconds after which a check counts as hanging.
     """
+    if not isinstance(checks, dict):
+        checks = {" ".join(map(str, check)): check for check in checks}
     found: dict[str, Exception] = {}
-    left = list(claims)
+    left = list(checks)
     while left:
-        held = forkserver().Value("i", 0)
+        passed = forkserver().Value("i", 0)
         try:
-            _run(module, [claims[name] for name in left], world, held, patience)
-        except Exception as error:  # whatever it is, it belongs to this claim
-            found[left[min(held.value, len(left) - 1)]] = error
-        left = left[held.value + 1 :]
+            _run(program, [checks[name] for name in left], world, passed, patience)
+        except Exception as error:  # of any kind: it belongs to this check
+            found[left[min(passed.value, len(left) - 1)]] = error
+        left = left[passed.value + 1 :]
     return found
 
 
-def _run(module: str, claims: list[tuple], world: int, held: Any, patience: float) -> None:
-    place = meeting_place()
-    arguments = (world, place.port, module, claims, held)
+def _run(program: str, checks: list[Check], world: int, passed: Any, patience: float) -> None:
+    store = new_store()
+    arguments = (world, store.port, program, checks, passed)
     context = mp.start_processes(_start, arguments, world, join=False, start_method=METHOD)
     before, waited = 0, 0.0
     while not context.join(timeout=1.0):
-        waited = waited + 1 if held.value == before else 0.0
-        before = held.value
+        waited = waited + 1 if passed.value == before else 0.0
+        before = passed.value
         if waited > patience:
             for process in context.processes:
                 process.kill()
-            raise TimeoutError(f"{claims[held.value]} hangs on {world} processes")
+            raise TimeoutError(f"{checks[passed.value]} hangs on {world} processes")
 
 
-def _start(rank: int, world: int, port: int, module: str, claims: list[tuple], held: Any) -> None:
-    functions = importlib.import_module(module)
-    meet(port, rank, world)
+def _start(
+    rank: int, world: int, port: int, program: str, checks: list[Check], passed: Any
+) -> None:
+    functions = importlib.import_module(program)
+    join_group(port, rank, world)
     try:
-        for name, *arguments in claims:
+        for name, *arguments in checks:
             getattr(functions, name)(rank, *arguments)
             dist.barrier()
-            held.value += rank == 0
+            passed.value += rank == 0
     finally:
         dist.destroy_process_group()

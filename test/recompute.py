@@ -18,12 +18,12 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
 
 
 def _keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what every second product returns, recompute the rest."""
+    """Keep the results of products, recompute the rest."""
     return CheckpointPolicy.MUST_SAVE if op in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Checkpointed(nn.Module):
-    """``body``, of which only the input is kept, or for "selective" the results of products too."""
+    """``body``, of which only the input is saved, for "selective" the results of products too."""
 
     def __init__(self, body: nn.Module, kind: str) -> None:
         super().__init__()

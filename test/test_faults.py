@@ -1,4 +1,4 @@
-"""Every planted fault is caught by the check that claims to hold it."""
+"""Every planted fault of a layer fails the check of the layer."""
 
 from dataclasses import replace
 
@@ -10,11 +10,11 @@ from torch import nn
 
 from float8 import CastConfig, Float8LinearConfig, ScalingType, convert_to_float8_training
 
-# Where a fault cannot show, because it changes nothing.
+# Recipes in which a fault changes nothing.
 INVISIBLE = {
-    ("one scale for all rows", "tensorwise"),  # there is one anyway
-    ("swapped scales", "tensorwise"),  # a product of two numbers does not know their order
-    # Powers of two move codes by a binade, which changes no rounding but at the format's ends.
+    ("one scale for all rows", "tensorwise"),  # it has one scale
+    ("swapped scales", "tensorwise"),  # the product of two numbers does not depend on their order
+    # A scale twice as large changes rounding only at the ends of the format.
     ("format maximum of fnuz", "rowwise"),
     ("format maximum of fnuz", "blockwise"),
 }
@@ -24,7 +24,7 @@ INVISIBLE = {
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_a_planted_fault_fails_the_check_of_the_layer(fault, recipe):
     if (fault, recipe) in INVISIBLE:
-        pytest.skip("this recipe has nothing that the fault could change")
+        pytest.skip("the fault changes nothing in this recipe")
     check_layer(recipe)
     with faults.LAYER_FAULTS[fault](), pytest.raises(AssertionError, match="replay: check_layer"):
         check_layer(recipe)
@@ -40,7 +40,7 @@ def _saturates() -> bool:
     return bool(layer(torch.full((1, 16), 1e6)).isfinite().all())
 
 
-def test_a_forgotten_clamp_is_seen():
+def test_a_forgotten_clamp_is_found():
     assert _saturates()
     with faults.forgotten_clamp():
         assert not _saturates()

@@ -1,22 +1,29 @@
-"""Casts and products whose forward or backward exchanges parts of a tensor between ranks.
+"""Exchange parts of a tensor between the ranks of one mesh dimension.
 
-Autograd functions on plain local tensors, in pairs that are each other's transposes: what is
-gathered in forward has its gradient summed and scattered in backward, and the other way round.
-Codes are cast by `float8.linear.scaling` before they are sent; the products are those of
-`float8.linear.autograd`. `tensor.differentiable` makes results in float8.
+The first half gathers, sums and cuts plain tensors. The second half has autograd functions on plain
+local tensors, in pairs that are transposes of each other: where forward gathers, backward sums the
+gradients and scatters them; where forward sums and scatters, backward gathers.
+
+A dimension of ``length`` is cut into chunks of ``ceil(length / size)``, as ``torch.chunk`` and
+DTensor do: the last ranks may hold shorter parts, or nothing. Collectives move equal parts, so a
+short part is padded with zeros, which never reach a result.
+
+Float8 data travels as bytes: gloo has no float8 type, and NCCL must never sum it. The collectives
+are torch's functional ones, which ``torch.compile`` traces. Waiting for one orders streams and does
+not block the host.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from float8.config import Float8LinearConfig, LinearPlan, OperandCast
-from float8.distributed.shards import Ranks, gather, part_of, reduce_scatter, sum_over
 from float8.granularity import WHOLE
 from float8.linear.autograd import (
     Call,
@@ -32,8 +39,114 @@ from float8.tensor import Float8Tensor
 from float8.tensor.differentiable import differentiable
 
 
-def sends_input(plan: LinearPlan) -> bool:
-    """Whether an input's codes serve all of its products, wherever they were cast."""
+class Ranks(NamedTuple):
+    """The ranks of one mesh dimension: their group's name, their number, and this rank's index."""
+
+    group: str
+    size: int
+    rank: int
+
+    @staticmethod
+    def of(mesh: DeviceMesh) -> Ranks:
+        """The ranks of a mesh of one dimension."""
+        return Ranks(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+
+    def length_here(self, length: int) -> int:
+        """How much of a dimension this rank holds."""
+        chunk = -(-length // self.size)
+        return min(max(length - self.rank * chunk, 0), chunk)
+
+
+def gather(x: Tensor, dim: int, length: int, ranks: Ranks) -> Tensor:
+    """Gather a tensor that is cut along ``dim``.
+
+    Args:
+        x: this rank's part, of any dtype; float8 too.
+        dim: the dimension that is cut, >= 0.
+        length: the length of that dimension over all ranks.
+        ranks: the ranks that hold the parts.
+    """
+    bytes_ = x.view(torch.uint8) if x.element_size() == 1 else x
+    chunk = -(-length // ranks.size)
+    part = _padded(bytes_, dim, chunk).contiguous()
+    ops = torch.ops._c10d_functional
+    parts = ops.wait_tensor(ops.all_gather_into_tensor(part, ranks.size, ranks.group))
+    whole = parts if dim == 0 else torch.cat(parts.chunk(ranks.size), dim)
+    if whole.shape[dim] != length:
+        whole = whole.narrow(dim, 0, length).contiguous()
+    return whole.view(x.dtype)
+
+
+def reduce_scatter(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
+    """This rank's part, along ``dim``, of the sum over ranks of x; the transpose of `gather`."""
+    length = x.shape[dim]
+    whole = _padded(x, dim, -(-length // ranks.size) * ranks.size)
+    whole = whole if dim == 0 else torch.cat(whole.chunk(ranks.size, dim))
+    ops = torch.ops._c10d_functional
+    part = ops.reduce_scatter_tensor(whole.contiguous(), "sum", ranks.size, ranks.group)
+    part, here = ops.wait_tensor(part), ranks.length_here(length)
+    return part if part.shape[dim] == here else part.narrow(dim, 0, here).contiguous()
+
+
+def sum_over(x: Tensor, ranks: Ranks) -> Tensor:
+    """The sum over ranks of x."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", ranks.group))
+
+
+def part_of(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
+    """This rank's part, along ``dim``, of a tensor that every rank has."""
+    chunk = -(-x.shape[dim] // ranks.size)
+    start = min(ranks.rank * chunk, x.shape[dim])
+    return x.narrow(dim, start, ranks.length_here(x.shape[dim]))
+
+
+def check_mesh(x: DTensor, mesh: DeviceMesh, name: str) -> None:
+    """Refuse an input that lies on another mesh.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    if x.device_mesh != mesh:
+        raise ValueError(
+            f"{name}: the input lies on {x.device_mesh}, the parallel plan is for {mesh}; "
+            "redistribute it, or pass its local tensor"
+        )
+
+
+def check_even(x: Tensor, dim: int, ranks: Ranks, name: str) -> None:
+    """Refuse parts of unequal length, of plain tensors on a CPU.
+
+    On an accelerator this check would block the host. There, as with torch's own styles, the
+    collective raises (``TORCH_DISTRIBUTED_DEBUG=DETAIL`` makes that error a clear one).
+
+    Raises:
+        ValueError: on every rank.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    ops = torch.ops._c10d_functional
+    lengths = torch.tensor([x.shape[dim], -x.shape[dim]])
+    largest, smallest = ops.wait_tensor(ops.all_reduce(lengths, "max", ranks.group)).tolist()
+    if largest != -smallest:
+        raise ValueError(
+            f"{name}: the input is cut along dimension {dim} into parts of unequal length (here "
+            f"{x.shape[dim]}, the longest {largest}, the shortest {-smallest}), and a plain tensor "
+            "does not say how long the whole is: pass a DTensor, or pad the sequence to a multiple "
+            f"of {ranks.size}"
+        )
+
+
+def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+    missing = length - x.shape[dim]
+    return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
+
+
+# --- casts and GEMMs that exchange parts
+
+
+def sends_input_in_float8(plan: LinearPlan) -> bool:
+    """Whether all GEMMs that read an input can read the same float8 data, cast on any rank."""
     return plan.reuses_input and _has_one_scale(plan.output.a)
 
 
@@ -41,8 +154,22 @@ def _has_one_scale(cast: OperandCast | None) -> bool:
     return cast is not None and cast.block.count(WHOLE) == len(cast.block)
 
 
+def _cast_and_gather(
+    x: Tensor,
+    cast: OperandCast,
+    state: DelayedState | None,
+    record: bool,
+    emulate: bool,
+    dim: int,
+    length: int,
+    ranks: Ranks,
+) -> tuple[Tensor, Tensor]:
+    data, scale = quantize(as_matrix(x), cast, state, record, emulate=emulate)
+    return gather(data.reshape(x.shape), dim, length, ranks), scale
+
+
 class _CastAndGather(torch.autograd.Function):
-    """(carrier of the gradient, codes, scale); see `cast_and_gather`."""
+    """(carrier of the gradient, float8 data, scale) of the whole input; see `gather_input`."""
 
     @staticmethod
     def forward(
@@ -55,12 +182,11 @@ class _CastAndGather(torch.autograd.Function):
         dim: int,
         length: int,
         ranks: Ranks,
-        sums: bool,
+        sums_gradient: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        data, scale = quantize(as_matrix(x), cast, state, record, emulate=emulate)
-        data = gather(data.reshape(x.shape), dim, length, ranks)
+        data, scale = _cast_and_gather(x, cast, state, record, emulate, dim, length, ranks)
         scale = scale.clone()  # a delayed scale is a buffer, which sync changes
-        ctx.dim, ctx.ranks, ctx.sums = dim, ranks, sums
+        ctx.dim, ctx.ranks, ctx.sums_gradient = dim, ranks, sums_gradient
         ctx.mark_non_differentiable(data, scale)
         return x.new_empty(()).expand(data.shape), data, scale
 
@@ -70,11 +196,11 @@ class _CastAndGather(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """As `_CastAndGather`, in high precision."""
+    """The whole input in high precision; see `gather_input`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, length: int, ranks: Ranks) -> Tensor:
-        ctx.dim, ctx.ranks, ctx.sums = dim, ranks, True
+        ctx.dim, ctx.ranks, ctx.sums_gradient = dim, ranks, True
         return gather(x, dim, length, ranks)
 
     @staticmethod
@@ -83,12 +209,12 @@ class _Gather(torch.autograd.Function):
 
 
 def _part_of_gradient(ctx: Any, g: Tensor) -> Tensor:
-    if ctx.sums:
+    if ctx.sums_gradient:
         return reduce_scatter(g, ctx.dim, ctx.ranks)
     return part_of(g, ctx.dim, ctx.ranks).contiguous()
 
 
-def gathered(
+def gather_input(
     x: Tensor,
     dim: int,
     length: int,
@@ -96,42 +222,38 @@ def gathered(
     config: Float8LinearConfig,
     state: DelayedState | None = None,
     record: bool = False,
-    sums: bool = True,
+    sums_gradient: bool = True,
 ) -> Tensor:
-    """The whole of an input that is cut along ``dim``, for layers that all have ``config``.
+    """Gather an input that is cut along ``dim``, for layers that all have ``config``.
 
     Args:
         x: this rank's part, in high precision.
-        dim, length, ranks: see `float8.distributed.shards.gather`.
+        dim, length, ranks: see `gather`.
         config: of the layers.
         state: of the input's cast, if it is delayed.
         record: whether a delayed cast records amaxes.
-        sums: whether each rank's gradient of the result is its own summand, else it is the sum.
+        sums_gradient: whether the ranks compute summands of the result's gradient, rather than
+            each the whole sum.
 
     Returns:
-        a `Float8Tensor` whose scale is that of the whole, or (recipes of which the parts' codes
-        would not serve) a plain tensor; in the compute dtype.
+        a `Float8Tensor` whose scale is that of the whole input; or a plain tensor in the compute
+        dtype, for recipes whose GEMMs cannot all read the same float8 data.
     """
     x, dim = x.to(compute_dtype(x)), dim % x.dim()
     cast = config.plan.output.a
-    if cast is None or not sends_input(config.plan):
-        assert sums
+    if cast is None or not sends_input_in_float8(config.plan):
+        assert sums_gradient
         whole: Tensor = _Gather.apply(x, dim, length, ranks)
         return whole
-    arguments = (record, config.emulate, dim, length, ranks, sums)
+    arguments = (record, config.emulate, dim, length, ranks, sums_gradient)
     carrier, data, scale = _CastAndGather.apply(
         x, cast, sharded_state(state, ranks.group), *arguments
     )
-    return _wrap(carrier, data, None, scale)
-
-
-def _wrap(carrier: Tensor, data: Tensor, data_t: Tensor | None, scale: Tensor) -> Tensor:
-    wrapped = differentiable(carrier, data, data_t, scale)
-    return wrapped
+    return differentiable(carrier, data, None, scale)
 
 
 class _SumGradient(torch.autograd.Function):
-    """x, or for a Float8Tensor a carrier of its gradient."""
+    """x; for a Float8Tensor, a carrier of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -146,10 +268,10 @@ class _SumGradient(torch.autograd.Function):
 
 
 def with_summed_gradient(x: Tensor, ranks: Ranks) -> Tensor:
-    """x, which every rank has, and of whose gradient each computes a summand."""
+    """Return x, which every rank has, so that its gradient is summed over the ranks."""
     result: Tensor = _SumGradient.apply(x, ranks)
     if isinstance(x, Float8Tensor):
-        return _wrap(result, x._data, x._data_t, x._scale)
+        return differentiable(result, x._data, x._data_t, x._scale)
     return result
 
 
@@ -172,13 +294,13 @@ class _SummedLinear(torch.autograd.Function):
         refuse_double_backward("Float8RowwiseParallel")
         with without_autocast(g):
             if ctx.scatter is not None:
-                g = _gathered_gradient(ctx, g)
+                g = _gather_grad_output(ctx, g)
             grad_x, grad_w, _ = gradients(ctx, g)
         return grad_x, grad_w, None, None, None
 
 
-def _gathered_gradient(ctx: Any, g: Tensor) -> Tensor:
-    """grad_output of the whole, in float8 where one cast of the parts serves both its products."""
+def _gather_grad_output(ctx: Any, g: Tensor) -> Tensor:
+    """The whole grad_output, in float8 where both GEMMs that read it can read the same data."""
     operand = ctx.plan.g
     if operand.first is None or not (operand.is_shared and operand.first.is_whole):
         return gather(g, ctx.scatter, ctx.length, ctx.ranks)
@@ -191,7 +313,7 @@ def _gathered_gradient(ctx: Any, g: Tensor) -> Tensor:
 def summed_linear(
     x: Tensor, weight: Tensor, call: Call, scatter: int | None, ranks: Ranks
 ) -> Tensor:
-    """``x @ weight.T`` of operands whose contraction is cut, summed over ranks.
+    """``x @ weight.T`` summed over ranks, each of which holds a part of the contraction.
 
     Args:
         x: (..., K / ranks).
@@ -209,7 +331,7 @@ def summed_linear(
 
 
 class _AsReplicated(torch.autograd.Function):
-    """A tensor that every rank has as a DTensor, whose gradient stays a summand of each rank."""
+    """Make a DTensor of a tensor that every rank has; the gradient stays one summand per rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -220,17 +342,17 @@ class _AsReplicated(torch.autograd.Function):
     def backward(ctx: Any, g: Any) -> tuple[Tensor, None]:
         if g.placements[0].is_partial():
             return g.to_local(), None
-        whole = g.redistribute(placements=[Replicate()]).to_local()  # the sum already: count once
+        whole = g.redistribute(placements=[Replicate()]).to_local()  # the sum: count it once
         return whole if ctx.is_first else torch.zeros_like(whole), None
 
 
 def as_replicated(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """x, which every rank has and whose gradient wants a summand of each, as a DTensor."""
+    """A DTensor of x, which every rank has; each rank's gradient of x is its own summand."""
     result: Tensor = _AsReplicated.apply(x, mesh)
     return result
 
 
 def as_local_summand(x: DTensor) -> Tensor:
-    """The local tensor of a replicated DTensor, of whose gradient each rank gives a summand."""
+    """The local tensor of a replicated DTensor; each rank computes a summand of its gradient."""
     local: Tensor = x.to_local(grad_placements=[Partial()])
     return local

@@ -1,29 +1,32 @@
-"""Compare the ranks' float8 layers before a model's first forward, or whatever comes first.
+"""When the ranks' float8 layers are compared (`rank_comparison`), and which ranks compare.
 
-Under DDP ranks that cast differently would train on in silence; under FSDP2 they would gather
-different bytes and hang. Both start in the forward of the outermost module, FSDP2 in a hook that
-comes before all hooks of the modules themselves. So conversion in a program of several processes
-installs a hook that torch calls before the forward of *every* module. The first forward compares
-what the ranks hold, and removes the hook: later steps cost nothing. While it is installed, torch
-would warn that ``torch.compile`` calls it once more, which does no harm; that warning is silenced.
+**When**: before the first of these, whichever comes first in a process group:
 
-Which ranks hold the same layers is read from the model: those of a DDP's or FSDP1's process group,
-and those of the device mesh of a parameter (FSDP2, tensor parallelism). So pipeline stages are
-compared with the ranks of their own stage. A model without either is not compared: its ranks may
-differ by design, or one of them tries it out before it is wrapped. The first step of an optimizer,
-or a hundred forwards, end the wait for it, until DDP or FSDP1 wraps it. Where gradients or shards
-are exchanged by position (DDP and FSDP1; within one unit of FSDP2) the order of the layers is
-compared too.
+- a model's first forward. Under DDP, ranks that cast differently would train on without an error;
+  under FSDP2 they would gather different numbers of bytes and hang. FSDP2 gathers in a hook that
+  runs before all hooks of the modules themselves. So conversion installs a hook that torch calls
+  before the forward of *every* module. The first comparison removes it: later steps cost nothing;
+- the first gather of a weight in float8, where no hook was installed;
+- the first `precompute_float8_dynamic_scale_for_fsdp`, and the first ``sync``;
+- the second time that dynamic scales of gathered weights are found. Either all ranks find them by
+  `precompute_float8_dynamic_scale_for_fsdp` or all in their gathers, and from the second time on
+  ranks can differ in that.
 
-An outermost module that was compiled in place (``model.compile()``) calls no hook outside of its
-graph. It is compared only by its first gather in float8 and by the first ``sync``. While it waits
-the hook stays, which costs compiled code nothing; its removal would compile that again.
+**Which ranks**: those of a DDP's or FSDP1's process group, and those of the device mesh of a
+parameter (FSDP2, tensor parallelism). So a pipeline stage is compared with the ranks of its own
+stage. Where values are exchanged by position (DDP, FSDP1, within one unit of FSDP2) the order of
+the layers is compared too. ``sync`` compares the ranks that it reduces over.
 
-With weights that are gathered in float8 ranks also have to find the scales in the same way, all by
-`precompute_float8_dynamic_scale_for_fsdp` or all in their gathers. What they do is compared when
-the scales are found for the second time, which is in the first place where they can differ.
+A model without any of these is not compared: its ranks may differ by design, or one rank tries it
+out before it is wrapped. The first step of an optimizer, or a hundred training forwards, removes
+the hook. It is installed again when DDP or FSDP1 wraps such a model.
 
-Importing this file registers the callback of conversion.
+A root module that was compiled in place (``model.compile()``) calls no hook outside of its graph.
+Only its first gather in float8 and the first ``sync`` compare it. The hook stays until then. It
+costs compiled code nothing, and removing it would recompile that code. torch warns that
+``torch.compile`` calls such a hook once more, which is harmless here; the warning is silenced.
+
+Importing this file registers the callbacks of conversion and of ``sync``.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ import sys
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -46,36 +49,47 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from float8.distributed.agreement import PLACE, difference, facts_of, is_gathered_in_float8
-from float8.distributed.rank_comparison import Facts, compare_ranks, is_one_of_many
-from float8.linear.delayed import modules_by_name, ranks_of
+from float8.distributed.rank_comparison import (
+    PLACE,
+    SAME_LAYERS,
+    Facts,
+    compare_ranks,
+    facts_of,
+    is_gathered_in_float8,
+    is_one_of_many,
+)
+from float8.linear.delayed import DelayedCast, modules_by_name, ranks_of
 from float8.linear.layer import Float8Linear
-from float8.linear.registration import AFTER_CONVERSION
+from float8.linear.registration import AFTER_CONVERSION, FIRST_SYNC_CHECKS
 from float8.tensor.running_module import running_modules
 
 FORWARD = "runs its first forward"
 PRECOMPUTE = "calls precompute_float8_dynamic_scale_for_fsdp"
 GATHER = "gathers weights without precompute_float8_dynamic_scale_for_fsdp"
+SYNC = "calls sync_float8_amax_and_scale_history"
 
 # Converted models whose layers have not been compared yet.
 WAITING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # layers
 _without_layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# Of WAITING: those that ran with no other rank, and how many of these forwards trained.
-_alone: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-_given_up: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # not of WAITING any more, after that
-_MANY = 100  # of such forwards
+# Converted models that ran while no other rank had their layers -> how many training forwards.
+# Those that are not in WAITING wait again when they are wrapped.
+_ran_alone: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_MANY = 100  # such forwards, after which the hook is removed
 _installed: list[tuple[Any, Any]] = []  # at most one: the hook's handle, and a warnings filter
 
 
+# --- the hook, and when it is removed
+
+
 def _after_conversion(model: nn.Module) -> None:
-    if _is_compared(model):
-        return  # nothing was converted that had not been before
-    _wait_for(model)
+    if not _is_compared(model):  # else this conversion changed nothing
+        _wait_for(model)
 
 
 def _wait_for(model: nn.Module) -> None:
     WAITING.add(model)
+    _ran_alone.pop(model, None)
     _without_layers.clear()
     if _may_be_one_of_many() and not _installed:
         handle = register_module_forward_pre_hook(_before_forward)
@@ -85,31 +99,36 @@ def _wait_for(model: nn.Module) -> None:
 
 
 def _may_be_one_of_many() -> bool:
-    """Whether there are other processes, or may be as soon as the process group is made."""
+    """Whether there are other processes, or may be once the process group is made."""
     launched = dist.is_available() and dist.is_torchelastic_launched()
     return is_one_of_many() or (launched and not dist.is_initialized())
 
 
 @functools.cache
 def _install_lasting_hooks() -> None:
-    # Once for the process, never removed: torch iterates over its hooks while they run.
+    # Once per process, never removed: torch iterates over its hooks while they run.
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _after_step())
     register_module_module_registration_hook(_after_registration)
 
 
 def _after_step() -> None:
-    if _alone:
-        _give_up_on([model for model in _alone if not _is_sharded(model)])
+    if WAITING:
+        _stop_waiting_for(model for model in _ran_alone if not _is_sharded(model))
 
 
 def _after_registration(wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
-    """Wait again for a model that one rank tried out before all of them wrap it."""
-    if (_alone or _given_up) and model is not None and isinstance(wrapper, _wrappers()):
+    """Wait again for a model that one rank tried out before all ranks wrap it."""
+    if _ran_alone and model is not None and isinstance(wrapper, _wrappers()):
         for inner in model.modules():
-            _alone.pop(inner, None)
-            if inner in _given_up:
-                _given_up.discard(inner)
+            if inner in _ran_alone:
                 _wait_for(inner)
+
+
+def _stop_waiting_for(models: Iterable[nn.Module]) -> None:
+    for model in list(models):
+        WAITING.discard(model)
+    if not WAITING:
+        _uninstall()
 
 
 def _uninstall() -> None:
@@ -129,21 +148,14 @@ def _before_forward(module: nn.Module, args: Any) -> None:
         _uninstall()
 
 
-def _give_up_on(models: list[nn.Module]) -> None:
-    for model in models:
-        _alone.pop(model, None)
-        if model in WAITING:
-            WAITING.discard(model)
-            _given_up.add(model)
-    if _installed and not WAITING:
-        _uninstall()
+# --- comparing a model
 
 
 def compare_before(model: nn.Module, entry: str) -> None:
-    """Compare the ranks' layers of a model, unless they have been.
+    """Compare the ranks' layers of a model, unless they have been compared.
 
     Args:
-        model: whose forward is about to run, or that is about to be used otherwise.
+        model: the model that is about to run, or to be used otherwise.
         entry: what this rank does with it, for messages; all ranks must do the same first.
 
     Raises:
@@ -158,57 +170,56 @@ def compare_before(model: nn.Module, entry: str) -> None:
     trains = model.training and torch.is_grad_enabled()
     wrapped = [m for m in modules if isinstance(m, DistributedDataParallel)]
     if wrapped and not (trains and all(m.require_backward_grad_sync for m in wrapped)):
-        return  # a rank may do that alone
+        return  # one rank may do that alone
     if _may_be_one_of_many():
         by_ranks = _facts_by_ranks(model)
         if not by_ranks:
             for root in roots:
-                _alone[root] = _alone.get(root, 0) + trains
-            _give_up_on([root for root, count in _alone.items() if count >= _MANY])
+                _ran_alone[root] = _ran_alone.get(root, 0) + trains
+            _stop_waiting_for(root for root, count in _ran_alone.items() if count >= _MANY)
             return
         for ranks, facts in sorted(by_ranks.items()):
-            explain = functools.partial(difference, list(ranks), "")
-            compare_ranks(list(ranks), entry, facts, explain)
+            compare_ranks(list(ranks), entry, facts)
         _expect_second_scales(model)
         _warn_of_weights_that_are_not_gathered(model)
     _compared.update(layers)
     for root in list(WAITING):
         if root in modules or _is_compared(root):
             WAITING.discard(root)
+            _ran_alone.pop(root, None)
 
 
 def _is_compared(root: nn.Module) -> bool:
-    """Whether all layers of a model were compared, which may run in parts only."""
+    """Whether all layers of a model were compared; its parts may have run by themselves."""
     layers = [module for module in root.modules() if isinstance(module, Float8Linear)]
     return bool(layers) and all(layer in _compared for layer in layers)
 
 
 def compare_before_gather(layer: nn.Module) -> None:
-    """The same where no hook was installed: of the outermost module that runs."""
+    """Compare before the first gather in float8: the layers of the outermost running module."""
     running = [module for module in running_modules() if layer in set(module.modules())]
     compare_before(running[-1] if running else layer, FORWARD)
 
 
 def _facts_by_ranks(model: nn.Module) -> dict[tuple[int, ...], dict[str, Facts]]:
-    """For each set of ranks that hold the same layers, the facts of those layers."""
+    """The facts of a model's layers, by the ranks that must hold the same layers."""
     found: dict[tuple[int, ...], dict[str, Facts]] = defaultdict(dict)
     for parameter in model.parameters():
         if hasattr(parameter, "device_mesh"):
             found[_ranks_of(parameter)] |= {}
-    units = _places_in_units(model)
+    places = _places_in_units(model)
     for name, module in modules_by_name(model, (Float8Linear, *_wrappers())):
         weight: Any = module._parameters.get("weight")
         if isinstance(module, Float8Linear) and hasattr(weight, "device_mesh"):
-            facts = facts_of([(name, module)])[name]
-            found[_ranks_of(weight)][name] = facts | _place(units.get(module))
+            found[_ranks_of(weight)][name] = _facts_with_place(name, module, places.get(module))
         elif isinstance(module, _wrappers()):
             inner: Any = module
-            ranks = ranks_of(inner.process_group)
-            found[tuple(ranks)] |= _facts_in_order(inner)
+            found[tuple(ranks_of(inner.process_group))] |= _facts_in_order(inner)
     return {ranks: facts for ranks, facts in found.items() if len(ranks) > 1}
 
 
 def _facts_in_order(wrapper: Any) -> dict[str, Facts]:
+    """The facts of the layers that DDP or FSDP1 wraps."""
     model, ignored = wrapper.module, getattr(wrapper, "parameters_to_ignore", ())
     layers = [
         module
@@ -217,14 +228,15 @@ def _facts_in_order(wrapper: Any) -> dict[str, Facts]:
     ]
     places = {layer: ("the model", place) for place, layer in enumerate(layers)}
     return {
-        name: facts_of([(name, module)])[name] | _place(places[module])
+        name: _facts_with_place(name, module, places[module])
         for name, module in modules_by_name(model, Float8Linear)
         if module in places
     }
 
 
-def _place(found: tuple[str, int] | None) -> Facts:
-    return {} if found is None else {PLACE + found[0]: str(found[1])}
+def _facts_with_place(name: str, layer: nn.Module, place: tuple[str, int] | None) -> Facts:
+    facts = facts_of([(name, layer)])[name]
+    return facts if place is None else facts | {PLACE + place[0]: str(place[1])}
 
 
 def _ranks_of(parameter: Any) -> tuple[int, ...]:
@@ -236,13 +248,13 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 def _wrappers() -> tuple[type[nn.Module], ...]:
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # which takes long to import
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # slow to import
     own = (DistributedDataParallel,)
     return own if fsdp is None else (*own, fsdp.FullyShardedDataParallel)
 
 
 def _places_in_units(model: nn.Module) -> dict[nn.Module, tuple[str, int]]:
-    """Of each float8 layer the unit of FSDP2 that gathers it, and its place among the unit's."""
+    """For each float8 layer the unit of FSDP2 that gathers it, and its place in that unit."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return {}
@@ -262,16 +274,17 @@ def _places_in_units(model: nn.Module) -> dict[nn.Module, tuple[str, int]]:
 
 
 def _warn_of_weights_that_are_not_gathered(model: nn.Module) -> None:
-    """Tell of layers whose ``enable_fsdp_float8_all_gather`` has no effect."""
+    """Warn of layers on which ``enable_fsdp_float8_all_gather`` has no effect."""
     units = _places_in_units(model)
-    plain: set[str] = set()  # of which conversion's report says so
+    reported: set[str] = set()  # conversion's report names them
     for root in model.modules():
-        plain |= set(getattr(root.__dict__.get("float8_conversion"), _PLAIN, ()))
+        conversion = root.__dict__.get("float8_conversion")
+        reported |= set(getattr(conversion, "gathered_in_high_precision", ()))
     found = [
         name
         for name, layer in modules_by_name(model, Float8Linear)
         if layer.config.enable_fsdp_float8_all_gather
-        and layer.fqn not in plain
+        and layer.fqn not in reported
         and not (layer in units and is_gathered_in_float8(layer))
     ]
     if found:
@@ -284,10 +297,39 @@ def _warn_of_weights_that_are_not_gathered(model: nn.Module) -> None:
         )
 
 
-_PLAIN = "gathered_in_high_precision"
+# --- before the first sync
 
 
-# --- how ranks find scales
+# (layer) -> the ranks that must have equal delayed scales for it, or None. Files of this package
+# append theirs.
+RANKS_OF_ONE_SCALE: list[Callable[[nn.Module], list[int] | None]] = []
+
+
+def _compare_before_sync(model: nn.Module, ranks: list[int]) -> None:
+    """Raise, on every rank, if ``ranks`` (those that ``sync`` reduces over) differ in layers."""
+    remedy = SAME_LAYERS + (
+        "; where ranks hold different layers by design, as pipeline stages do, pass "
+        "sync_float8_amax_and_scale_history(model, group=...) the process group or DeviceMesh of "
+        "the ranks that hold the same layers"
+    )
+    facts = facts_of(modules_by_name(model, (Float8Linear, DelayedCast)))
+    compare_ranks(ranks, SYNC, facts, remedy, _error_of_missing_ranks(model, ranks))
+
+
+def _error_of_missing_ranks(model: nn.Module, present: list[int]) -> str | None:
+    for fqn, module in model.named_modules():
+        for ranks_of_one_scale in RANKS_OF_ONE_SCALE:
+            ranks = ranks_of_one_scale(module)
+            if ranks is not None and not set(present).issuperset(ranks):
+                return (
+                    f"{fqn or 'the model itself'}: ranks {ranks} hold parts of it and send each "
+                    f"other float8 data of one scale, and sync takes ranks {sorted(present)} only: "
+                    "its group must hold the ranks of tensor parallelism and of FSDP2's shards too"
+                )
+    return None
+
+
+# --- before the second time that dynamic scales of gathered weights are found
 
 
 class _Gathering:
@@ -317,7 +359,7 @@ def compare_before_finding_scales(layers: list[Any], entry: str) -> None:
     """Compare how ranks find dynamic scales, when they find those of a layer a second time.
 
     Args:
-        layers: whose scales are about to be found, by collectives.
+        layers: the layers whose scales this rank is about to find, by collectives.
         entry: `PRECOMPUTE` or `GATHER`.
 
     Raises:
@@ -327,10 +369,9 @@ def compare_before_finding_scales(layers: list[Any], entry: str) -> None:
         mine = [layer for layer in layers if layer in gathering.layers]
         if any(layer in gathering.found for layer in mine):
             GATHERINGS.remove(gathering)
-            compare_ranks(
-                gathering.ranks, entry, {}, functools.partial(difference, gathering.ranks, "")
-            )
+            compare_ranks(gathering.ranks, entry, {})
         gathering.found.update(mine)
 
 
 AFTER_CONVERSION.append(_after_conversion)
+FIRST_SYNC_CHECKS.append(_compare_before_sync)

@@ -44,9 +44,9 @@ from torch import Tensor, nn
 
 from float8.arguments import check_module
 from float8.config import Float8LinearConfig, ScalingType
-from float8.distributed.agreement import SHARERS
 from float8.distributed.first_use import (
     PRECOMPUTE,
+    RANKS_OF_ONE_SCALE,
     WAITING,
     compare_before,
     compare_before_finding_scales,
@@ -114,7 +114,7 @@ def _ranks_of(weight: Any) -> tuple[Any, str]:
     return weight.device_mesh.get_group(dims[0]), weight.device_mesh.device_type
 
 
-def _sharers(layer: nn.Module) -> list[int] | None:
+def _ranks_of_one_scale(layer: nn.Module) -> list[int] | None:
     """The ranks that must have equal delayed scales for this layer: each casts its own shard."""
     if not isinstance(layer, Float8Linear):
         return None
@@ -260,7 +260,7 @@ def _with_local(x: Any, local: Tensor) -> Tensor:
     )
 
 
-SHARERS.append(_sharers)
+RANKS_OF_ONE_SCALE.append(_ranks_of_one_scale)
 register_weight_rule(
     WeightRule(_refuses, _wrap, _unwrap, _is_stored, to_plain=_as_plain, from_plain=_as_stored)
 )

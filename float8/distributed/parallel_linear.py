@@ -1,9 +1,9 @@
 """`ParallelLinear` and `Float8ParallelLinear`: a linear layer cut over one mesh dimension.
 
 The styles of `float8.distributed.tensor_parallel` make them. Parameters are DTensors, as torch's
-styles leave them; forward works on the local tensors inside, so that kernels see plain ones, and
-knows from its `Layout` what to gather and what to sum. In high precision the layer does what
-torch's own styles do, by their code.
+styles leave them. Forward works on their local tensors, so that kernels see plain tensors. The
+layer's `Layout` says what to gather and what to sum. In high precision the layer runs the code of
+torch's own styles.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from float8.distributed.agreement import SHARERS
 from float8.distributed.exchange import (
+    Ranks,
     as_local_summand,
     as_replicated,
-    gathered,
+    check_even,
+    check_mesh,
+    gather_input,
+    part_of,
     summed_linear,
     with_summed_gradient,
 )
-from float8.distributed.shards import Ranks, check_even, part_of
+from float8.distributed.first_use import RANKS_OF_ONE_SCALE
 from float8.kernels.scaled_mm import architecture
 from float8.linear.autograd import (
     States,
@@ -47,7 +50,7 @@ COLWISE, ROWWISE = "colwise", "rowwise"
 
 @dataclass(frozen=True)
 class Layout:
-    """How a layer is cut, and what its plain inputs and its outputs are parts of.
+    """How a layer is cut, and the placements of its plain inputs and its outputs.
 
     Args:
         kind: ``"colwise"`` cuts out_features, ``"rowwise"`` in_features.
@@ -81,7 +84,7 @@ class Layout:
 
     @property
     def wanted_input(self) -> Placement:
-        """The placement in which the product reads its input."""
+        """The placement in which the GEMM reads its input."""
         return Replicate() if self.kind == COLWISE else Shard(-1)
 
 
@@ -92,7 +95,7 @@ def local(x: Any) -> Tensor:
 
 
 class ParallelLinear(nn.Linear):
-    """A parallelized ``nn.Linear`` in high precision: what torch's own styles do."""
+    """A parallelized ``nn.Linear`` in high precision; computes what torch's own styles do."""
 
     layout: Layout
 
@@ -115,8 +118,8 @@ class Float8ParallelLinear(Float8Linear):
         """``input @ weight.T + bias``, laid out as the style says.
 
         Args:
-            input: (..., in_features) as a DTensor of any placement; or plain, this rank's part of
-                it as ``input_layouts`` says; a `Float8Tensor` is multiplied as it is.
+            input: (..., in_features) as a DTensor of any placement; or a plain tensor, this rank's
+                part as ``input_layouts`` says. A `Float8Tensor` is multiplied as it is.
 
         Raises:
             TypeError, ValueError: as `Float8Linear`; and for an input on another mesh, or plain
@@ -124,36 +127,41 @@ class Float8ParallelLinear(Float8Linear):
         """
         if self.high_precision:
             return self._plain_forward(input)
-        if isinstance(input, DTensor) and input.device_mesh != self.layout.mesh:
-            raise ValueError(
-                f"{self._name}: the input lies on {input.device_mesh}, the layer on "
-                f"{self.layout.mesh}; redistribute it, or pass its local tensor"
-            )
+        if isinstance(input, DTensor):
+            check_mesh(input, self.layout.mesh, self._name)
         return self._colwise(input) if self.layout.kind == COLWISE else self._rowwise(input)
 
     def _plain_forward(self, input: Tensor) -> Tensor:
         return _in_high_precision(self, input)
+
+    def _states_of_parts(self, *, input: bool, grad_output: bool) -> States:
+        """The states of the three casts; an operand of which a rank casts a part shares its amax.
+
+        Args:
+            input, grad_output: whether this rank casts a part of it. It always does of the weight.
+        """
+        x_state, w_state, g_state = self._states()
+        group = self.layout.ranks.group
+        return (
+            sharded_state(x_state, group) if input else x_state,
+            sharded_state(w_state, group),
+            sharded_state(g_state, group) if grad_output else g_state,
+        )
 
     @property
     def _records(self) -> bool:
         return self.training and torch.is_grad_enabled()
 
     def _colwise(self, input: Tensor) -> Tensor:
-        weight, ranks = local(self.weight), self.layout.ranks
-        bias = None if self.bias is None else local(self.bias)
+        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         x = self._whole(input)
         self._check(x, weight)
-        _, w_state, g_state = states = self._states()
-        states = (
-            states[0],
-            sharded_state(w_state, ranks.group),
-            sharded_state(g_state, ranks.group),
-        )
+        states = self._states_of_parts(input=False, grad_output=True)
         out = linear_in_float8(x, weight, bias, call_of(self.config, x, states, self._records))
-        return self._laid_out(out, Shard(-1))
+        return self._laid_out(out)
 
     def _whole(self, input: Tensor) -> Tensor:
-        """All of a colwise layer's input, such that its gradient is summed over ranks."""
+        """The whole input of a colwise layer; its gradient is summed over ranks."""
         layout = self.layout
         if isinstance(input, DTensor):
             if input.placements[0].is_partial():
@@ -177,18 +185,13 @@ class Float8ParallelLinear(Float8Linear):
 
     def _gathered(self, part: Tensor, placement: Any, length: int) -> Tensor:
         state, ranks = self._states()[0], self.layout.ranks
-        return gathered(part, placement.dim, length, ranks, self.config, state, self._records)
+        return gather_input(part, placement.dim, length, ranks, self.config, state, self._records)
 
     def _rowwise(self, input: Tensor) -> Tensor:
         weight, ranks, wanted = local(self.weight), self.layout.ranks, self.layout.output
         x = self._part(input)
         self._check(x, weight)
-        x_state, w_state, g_state = self._states()
-        states: States = (
-            sharded_state(x_state, ranks.group),
-            sharded_state(w_state, ranks.group),
-            g_state,
-        )
+        states = self._states_of_parts(input=True, grad_output=False)
         scatter = wanted.dim % x.dim() if isinstance(wanted, Shard) else None
         call = call_of(self.config, x, states, self._records)
         out = summed_linear(x, weight, call, scatter, ranks)
@@ -217,36 +220,29 @@ class Float8ParallelLinear(Float8Linear):
         whole = DTensor.from_local(input, layout.mesh, [layout.input], run_check=False)
         return whole.redistribute(placements=[Shard(input.dim() - 1)]).to_local()
 
-    def _laid_out(self, out: Tensor, have: Shard) -> Tensor:
-        wanted, use_local = self.layout.output, self.layout.use_local_output
-        is_so = wanted in (have, Shard(out.dim() - 1))
-        if is_so and use_local:
+    def _laid_out(self, out: Tensor) -> Tensor:
+        """Return a colwise layer's output in the layout that the style asks for."""
+        wanted, use_local, columns = self.layout.output, self.layout.use_local_output, out.dim() - 1
+        is_wanted = wanted in (Shard(-1), Shard(columns))
+        if is_wanted and use_local:
             return out
         sizes = [*out.shape[:-1], self.weight.shape[0]]
-        placed = _placed(out, self.layout, Shard(out.dim() - 1), sizes)
-        placed = placed if is_so else placed.redistribute(placements=[wanted])
+        placed = _placed(out, self.layout, Shard(columns), sizes)
+        placed = placed if is_wanted else placed.redistribute(placements=[wanted])
         return placed.to_local() if use_local else placed
 
     def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
-        """What this rank casts: parts of the input and of the weight, or all where it has all."""
-        x_state, w_state, g_state = self._states()
-        group, is_colwise = self.layout.ranks.group, self.layout.kind == COLWISE
+        """The input and the weight that this rank casts, and the states of the three casts."""
+        is_colwise = self.layout.kind == COLWISE
         placement = input.placements[0] if isinstance(input, DTensor) else self.layout.input
-        x = local(input) if is_colwise else self._part(input)
-        cuts_x = placement.is_shard() or not is_colwise
-        cuts_g = self.layout.output.is_shard() or is_colwise
-        return (
-            x,
-            local(self.weight),
-            (
-                sharded_state(x_state, group) if cuts_x else x_state,
-                sharded_state(w_state, group),
-                sharded_state(g_state, group) if cuts_g else g_state,
-            ),
+        states = self._states_of_parts(
+            input=placement.is_shard() or not is_colwise,
+            grad_output=self.layout.output.is_shard() or is_colwise,
         )
+        return local(input) if is_colwise else self._part(input), local(self.weight), states
 
     def local_grad_output(self, grad_output: Tensor) -> Tensor:
-        """A colwise layer casts the gradient of its own columns, a rowwise one that of its part."""
+        """The part of the output's gradient that this rank casts."""
         layout, last = self.layout, grad_output.dim() - 1
         read = Shard(last) if layout.kind == COLWISE else layout.output
         if not isinstance(grad_output, DTensor):
@@ -281,7 +277,7 @@ def _described(layout: Layout) -> str:
 
 
 def _placed(out: Tensor, layout: Layout, placement: Placement, sizes: list[int]) -> DTensor:
-    """A DTensor of a given whole, whose parts need not be of one size."""
+    """A DTensor of whole shape ``sizes``, whose parts need not have one size."""
     strides = [1] * len(sizes)
     for dim in reversed(range(len(sizes) - 1)):
         strides[dim] = strides[dim + 1] * max(sizes[dim + 1], 1)
@@ -308,14 +304,14 @@ def _in_high_precision(layer: nn.Linear, input: Tensor) -> Tensor:
     return ColwiseParallel._prepare_output_fn(output, use_local, layer, out, layout.mesh)
 
 
-def _sharers(module: nn.Module) -> list[int] | None:
+def _ranks_of_one_scale(module: nn.Module) -> list[int] | None:
     """The ranks that must have equal delayed scales for this layer."""
     if isinstance(module, Float8ParallelLinear) and module.config.uses_delayed_scaling:
         return dist.get_process_group_ranks(module.layout.mesh.get_group())
     return None
 
 
-SHARERS.append(_sharers)
+RANKS_OF_ONE_SCALE.append(_ranks_of_one_scale)
 register_module_rule(
     ParallelLinear,
     ModuleRule(

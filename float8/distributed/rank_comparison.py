@@ -1,19 +1,25 @@
-"""Compare what ranks say, through the store by which the processes found each other.
+"""Compare what the ranks hold, and raise one error on every rank where they differ.
 
-A comparison that were a collective would hang where a rank does not take part, and would take
-another rank's collective for its own. The store of ``init_process_group`` has neither fault: a rank
-writes what it has to say, reads what the first rank of the group says, and all of them wait for a
-verdict. The first rank to find a difference writes it as the verdict, so that every rank raises the
-same error at once, whether or not the others have arrived.
+Ranks reduce the amaxes of many casts in one collective, gather the weights of many layers in one,
+and average gradients. All of these combine values by position. If one rank's model had another
+layer or another config, values of different tensors would be mixed without an error, or a rank
+would wait for a collective that never comes. So every rank states what it holds before the first
+collective. If the statements differ, every rank raises an error that names the first layer that
+differs, and no collective runs.
 
-A rank that does not arrive is not an error yet: it may be compiling or loading. Waiting ranks name
-it in a warning after `NOTICE` seconds, and raise after the timeout of ``init_process_group``: the
-collective that follows a comparison would not wait longer either.
+**Statements travel through the store** of ``init_process_group``. A collective would hang where a
+rank does not take part, and would be matched with another rank's next collective. With the store,
+each rank writes its statement and compares it with that of the first rank of the group. All ranks
+then wait for a verdict. The first rank that finds a difference writes it as the verdict, so every
+rank raises the same error at once, whether or not the others have arrived.
 
-Comparisons have numbers, which each rank counts in the store: a process that replaces another one
-goes on with the numbers of its rank, and a new store begins anew.
+A rank that has not arrived may be compiling or loading. Waiting ranks name it in a warning after
+`NOTICE` seconds. They raise after the timeout of ``init_process_group``, because the collective
+that follows would not wait longer either.
 
-One comparison costs each rank about six requests to the store, and one for each poll.
+Each rank counts its comparisons in the store. A process that replaces another one continues with
+the count of its rank. A new store starts at zero. One comparison costs each rank about six requests
+to the store, and one for each poll.
 """
 
 from __future__ import annotations
@@ -23,116 +29,150 @@ import json
 import logging
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import nn
+
+from float8.config import CastConfig
+from float8.linear.delayed import DelayedCast
+from float8.linear.layer import Float8Linear
+from float8.linear.registration import WEIGHT_RULES
 
 logger = logging.getLogger("float8")
-NOTICE = 30.0  # seconds after which a waiting rank tells for whom it waits
-Facts = dict[str, str]
+NOTICE = 30.0  # seconds after which a waiting rank names the ranks that it waits for
+Facts = dict[str, str]  # of one layer: name of a property -> its value
+PLACE = "place among the layers of "  # starts the name of a fact about the order of layers
+SAME_LAYERS = "Convert the same model with the same config on each of them"
+_ORDER = (
+    "Register the layers in the same order (a Python set of names has another order in each "
+    "process). "
+)
 
 
 class Statement(NamedTuple):
-    """What one rank says.
+    """What one rank states.
 
-    ``entry`` is what it does ("calls sync ..."), ``layers`` are the facts of each layer by name.
+    ``entry`` is what it does ("calls sync ..."). ``facts`` has the facts of each layer by name.
     """
 
     rank: int
     entry: str
-    layers: dict[str, Facts]
+    facts: dict[str, Facts]
 
 
 def is_one_of_many() -> bool:
     """Whether there is another process to compare with."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return False
-    return dist.get_backend() != "fake"  # whose other ranks do not exist
+    return dist.get_backend() != "fake"  # its other ranks do not exist
 
 
 def compare_ranks(
     ranks: list[int],
     entry: str,
-    layers: dict[str, Facts],
-    explain: Callable[[Statement, Statement], str | None],
-    trouble: str | None = None,
+    facts: dict[str, Facts],
+    remedy: str = SAME_LAYERS,
+    own_error: str | None = None,
+    subject: str = "layers",
 ) -> None:
-    """Raise, on every rank, if ``explain`` finds a difference to the first of ``ranks``.
+    """Raise the same error on every rank if their statements differ.
 
     Args:
-        ranks: global ranks, this one among them; all of them call this.
-        entry, layers: of this rank's `Statement`.
-        explain: (statement of ``ranks[0]``, own statement) -> how they differ, or None.
-        trouble: what this rank has found by itself, for all ranks to raise.
+        ranks: global ranks, this one among them; all of them must call this.
+        entry, facts: of this rank's `Statement`.
+        remedy: ends the message about facts that differ.
+        own_error: an error that this rank has found by itself, for all ranks to raise.
+        subject: what the facts are about, for the message.
 
     Raises:
-        RuntimeError: with what ``explain`` said, or naming the ranks that did not arrive in time.
+        RuntimeError: names the first difference, or the ranks that did not arrive in time.
     """
     if len(ranks) > 1 and is_one_of_many():
-        mine = Statement(dist.get_rank(), entry, layers)
-        trouble = _Board(ranks, mine.rank).verdict_on(mine, explain, trouble)
-    if trouble:
-        raise RuntimeError(trouble)
+        mine = Statement(dist.get_rank(), entry, facts)
+        comparison = _Comparison(ranks, mine.rank, subject, remedy)
+        own_error = comparison.verdict_on(mine, own_error)
+    if own_error:
+        raise RuntimeError(own_error)
 
 
-class _Board:
-    """The keys of one comparison in the store."""
+class _Comparison:
+    """One comparison: its keys in the store."""
 
-    def __init__(self, ranks: list[int], rank: int) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: list[int], rank: int, subject: str, remedy: str) -> None:
+        self.ranks, self.subject, self.remedy = ranks, subject, remedy
         self.store: Any = dist.distributed_c10d._get_default_store()
-        name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-        number = self.store.add(f"float8/{name}/comparisons of {rank}", 1)
-        self.prefix = f"float8/{name}/{number}/"
+        group = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        number = self.store.add(f"float8/{group}/comparisons of {rank}", 1)
+        self.prefix = f"float8/{group}/{number}/"
 
-    def verdict_on(
-        self,
-        mine: Statement,
-        explain: Callable[[Statement, Statement], str | None],
-        trouble: str | None,
-    ) -> str:
-        """The verdict of all ranks: empty if they agree."""
+    def verdict_on(self, mine: Statement, own_error: str | None) -> str:
+        """The verdict of all ranks: an error message, or empty if they agree."""
         self._set(f"here {mine.rank}", mine.entry.encode())
         if mine.rank == self.ranks[0]:
             self._set("first", _packed(mine))
-        elif self._wait_for("first", mine.entry) and not trouble:
-            trouble = explain(_unpacked(self._get("first")), mine)
-        if trouble:
-            self._set("verdict", trouble.encode())
-        elif not self._has("verdict") and self._agree() == len(self.ranks):
+        elif self._wait_for("first", mine.entry) and not own_error:
+            own_error = self._difference(_unpacked(self._get("first")), mine)
+        if own_error:
+            self._set("verdict", own_error.encode())
+        elif not self._has("verdict") and self._add("agreed") == len(self.ranks):
             self._set("verdict", b"")
         self._wait_for("verdict", mine.entry)
         return self._get("verdict").decode()
 
-    def _agree(self) -> int:
-        count: int = self.store.add(self.prefix + "agreed", 1)
-        return count
+    def _difference(self, first: Statement, mine: Statement) -> str | None:
+        """A message that says how two statements differ, or None."""
+        a, b = sorted((first, mine), key=lambda statement: statement.rank)
+        if a.entry != b.entry:
+            return (
+                f"rank {a.rank} {a.entry} where rank {b.rank} {b.entry}: all of "
+                f"{_in_words(self.ranks)} must call the same functions at the same point of a step"
+            )
+        name = _first_difference(a.facts, b.facts)
+        if name is None:
+            return None
+        if name in a.facts and name in b.facts:
+            differing = "; ".join(
+                f"{key} is {a.facts[name].get(key)} on rank {a.rank} and "
+                f"{b.facts[name].get(key)} on rank {b.rank}"
+                for key in {**a.facts[name], **b.facts[name]}
+                if a.facts[name].get(key) != b.facts[name].get(key)
+            )
+        else:
+            has, has_not = (a, b) if name in a.facts else (b, a)
+            differing = f"rank {has.rank} has such a float8 layer, and rank {has_not.rank} has none"
+        order = _ORDER if PLACE in differing else ""
+        return (
+            f"{_in_words(self.ranks)} share float8 scales or gradients, and their {self.subject} "
+            f"differ. {name or 'the model itself'}: {differing}. {order}{self.remedy}"
+        )
 
     def _wait_for(self, key: str, entry: str) -> bool:
-        """Wait until ``key`` is there, or a verdict: whether it is the key."""
+        """Wait until the store has ``key`` or a verdict; whether it has ``key``."""
         began, pause, noticed = time.monotonic(), 0.001, False
         while not self._has(key):
             if self._has("verdict"):
                 return False
             waited = time.monotonic() - began
             if waited > self.store.timeout.total_seconds():
-                # For ranks that come later yet, too.
+                # Also for ranks that arrive later.
                 self._set("verdict", self._missing(entry, waited).encode())
             elif waited > NOTICE and not noticed:
                 logger.warning("%s", self._missing(entry, waited))
                 noticed = True
-            time.sleep(pause)  # not Store.wait, which prints when it times out, and holds a lock
+            time.sleep(pause)  # Store.wait prints when it times out, and holds a lock
             pause = min(2 * pause, 0.25)
         return True
 
     def _missing(self, entry: str, waited: float) -> str:
         missing = [rank for rank in self.ranks if not self._has(f"here {rank}")]
         return (
-            f"rank {dist.get_rank()} {entry}, and has waited {waited:.0f} s for {said(missing)} to "
-            f"compare float8 layers with {said(self.ranks)}. A rank that is still loading or "
-            "compiling needs patience; one that has not converted its model, or does not make the "
-            "same calls, never comes"
+            f"rank {dist.get_rank()} {entry}, and has waited {waited:.0f} s for "
+            f"{_in_words(missing)} to compare float8 layers with {_in_words(self.ranks)}. A rank "
+            "that is still loading or compiling needs more time; one that has not converted its "
+            "model, or does not make the same calls, never arrives"
         )
 
     def _set(self, key: str, value: bytes) -> None:
@@ -142,16 +182,12 @@ class _Board:
         value: bytes = self.store.get(self.prefix + key)
         return value
 
+    def _add(self, key: str) -> int:
+        count: int = self.store.add(self.prefix + key, 1)
+        return count
+
     def _has(self, key: str) -> bool:
         return bool(self.store.check([self.prefix + key]))
-
-
-def said(ranks: list[int]) -> str:
-    """Ranks in a message: ``ranks [0, 1]``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks [{shown}]" if len(ranks) <= 8 else f"ranks [{shown}, ...] ({len(ranks)} in all)"
 
 
 def _packed(statement: Statement) -> bytes:
@@ -160,3 +196,65 @@ def _packed(statement: Statement) -> bytes:
 
 def _unpacked(data: bytes) -> Statement:
     return Statement(*json.loads(zlib.decompress(data)))
+
+
+def _in_words(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks [{shown}]" if len(ranks) <= 8 else f"ranks [{shown}, ...] ({len(ranks)} in all)"
+
+
+# --- the facts of layers
+
+
+def facts_of(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Facts]:
+    """The facts of each float8 layer and each delayed cast, by name."""
+    found: dict[str, Facts] = {}
+    for name, module in modules:
+        if isinstance(module, Float8Linear):
+            found[name] = _layer_facts(module)
+        elif isinstance(module, DelayedCast):
+            found[name] = {
+                "cast": _cast_fact(module.config),
+                "format": module.format.name,
+                "delayed_scaling": repr(module.delayed),
+            }
+    return found
+
+
+def _layer_facts(layer: Float8Linear) -> Facts:
+    facts = {"in_features": str(layer.in_features), "out_features": str(layer.out_features)}
+    for field in fields(layer.config):
+        value = getattr(layer.config, field.name)
+        if field.init:  # the others follow from these
+            facts[field.name] = _cast_fact(value) if isinstance(value, CastConfig) else repr(value)
+    if layer.config.enable_fsdp_float8_all_gather:
+        facts["a weight that is gathered in float8"] = str(is_gathered_in_float8(layer))
+    return facts
+
+
+def _cast_fact(config: CastConfig) -> str:
+    return config.short_str.replace(" default", "")
+
+
+def is_gathered_in_float8(layer: Float8Linear) -> bool:
+    """Whether conversion stored the layer's weight so that FSDP2 gathers it in float8."""
+    weight = layer._parameters.get("weight")  # a wrapper may have put a property in its place
+    return weight is not None and any(rule.is_stored(weight) for rule in WEIGHT_RULES)
+
+
+def _first_difference(a: dict[str, Facts], b: dict[str, Facts]) -> str | None:
+    # Places are compared last: a missing layer changes the places of all layers after it.
+    for left, right in ((_without_places(a), _without_places(b)), (a, b)):
+        for name in sorted(left.keys() | right.keys()):
+            if left.get(name) != right.get(name):
+                return name
+    return None
+
+
+def _without_places(layers: dict[str, Facts]) -> dict[str, Facts]:
+    return {
+        name: {key: fact for key, fact in facts.items() if not key.startswith(PLACE)}
+        for name, facts in layers.items()
+    }

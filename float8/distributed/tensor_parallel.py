@@ -1,25 +1,26 @@
 """Tensor and sequence parallel layers that send activations and gradients as float8.
 
-A pair of linear layers splits over the ranks of a mesh dimension as ``torch.distributed.tensor``
+A pair of linear layers is cut over the ranks of a mesh dimension as ``torch.distributed.tensor``
 does it: the first by columns of its output (`Float8ColwiseParallel`), the second by columns of its
-input (`Float8RowwiseParallel`); between them nothing is sent. Under sequence parallel, where norms
-and residuals see a part of each sequence, the first gathers its input and the second scatters its
-sum (Megatron-LM, arXiv 2205.05198). What travels is what the products read::
+input (`Float8RowwiseParallel`). Between them nothing is sent. Under sequence parallelism, where
+norms and residuals see a part of each sequence, the first layer gathers its input and the second
+scatters its sum (Megatron-LM, arXiv 2205.05198). The gathers send the float8 data that the GEMMs
+read::
 
     colwise  forward   x  (S / ranks, K)  -> cast, gather (S, K)      one byte per element
              backward  dx (S, K) partial  -> reduce-scatter           high precision: a sum
     rowwise  forward   y  (S, N) partial  -> reduce-scatter           high precision: a sum
              backward  dy (S / ranks, N)  -> cast, gather (S, N)      one byte per element
 
-The codes must have one scale, so its amax is the maximum over exactly the ranks of that mesh
-dimension. The same holds for every operand that the layout cuts (the weight always): there is one
-scale per tensor, wherever its parts lie, and the codes are those of one process, to the bit.
+All parts of a tensor must have one scale. So its amax is the maximum over exactly the ranks of that
+mesh dimension. This holds for every operand that the layout cuts, the weight included: there is one
+scale per tensor, and the float8 data are those of one process, to the bit.
 
-This needs casts whose codes serve both of an operand's products: one scale per tensor, dynamic,
-static or delayed. With other recipes tensors are gathered in high precision and cast where they
-arrive, and scales of rows or blocks are those of a rank's part, which is never coarser than what
-one process would do. A gather of a delayed operand needs equal scales on all ranks, hence a `sync`
-over them: the tensor parallel ranks must be within its group.
+This needs casts whose data both GEMMs of an operand can read: one scale per tensor, dynamic, static
+or delayed. With other recipes, tensors are gathered in high precision and cast by the receiving
+rank. Scales of rows or blocks are then those of a rank's part, which is never coarser than in one
+process. A gather of a delayed operand needs equal scales on all ranks: the group of `sync` must
+include the tensor-parallel ranks.
 
     mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))
     parallelize_module(model, mesh, {
@@ -31,9 +32,9 @@ over them: the tensor parallel ranks must be within its group.
         "ffn.down": Float8RowwiseParallel(output_layouts=Shard(1)),
     })
 
-Convert before or after. Inside, the layers work on plain local tensors; parameters are DTensors,
-as torch's styles leave them, so ``fully_shard`` over another mesh dimension, checkpoints and
-optimizers see nothing new.
+Convert before or after. The layers compute on plain local tensors. Parameters are DTensors, as
+torch's styles leave them, so that ``fully_shard`` over another mesh dimension, checkpoints and
+optimizers work as with those.
 """
 
 from __future__ import annotations
@@ -51,7 +52,14 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from float8.config import Float8LinearConfig, ScalingType
-from float8.distributed.exchange import as_replicated, gathered, sends_input
+from float8.distributed.exchange import (
+    Ranks,
+    as_replicated,
+    check_even,
+    check_mesh,
+    gather_input,
+    sends_input_in_float8,
+)
 from float8.distributed.parallel_linear import (
     COLWISE,
     ROWWISE,
@@ -59,7 +67,6 @@ from float8.distributed.parallel_linear import (
     Layout,
     ParallelLinear,
 )
-from float8.distributed.shards import Ranks, check_even
 from float8.linear.layer import Float8Linear
 
 
@@ -110,27 +117,26 @@ def _parallelized(module: nn.Module, partition: Any, layout: Layout) -> nn.Modul
             "fully_shard then gathers in high precision"
         )
     partition("", module, layout.mesh)
-    # FSDP2 does likewise: the module stays the same object, with its hooks and names.
+    # The module stays the same object, with its hooks and names. FSDP2 does it this way too.
     module.__class__ = cls
     module.layout = layout  # type: ignore[assignment]
     return module
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
-    """``PrepareModuleInput`` for float8: cast once and gathered as float8, for all readers.
+    """``PrepareModuleInput`` for float8: an input is cast once and gathered as float8.
 
-    Arguments as ``PrepareModuleInput``, and ``fwd_config_submodule_fqn``, the name, within the
-    module, of the `Float8Linear` whose config says how to cast; by default all of them must say the
-    same. Tensors whose layout goes from ``Shard`` to ``Replicate`` are gathered as float8, if the
-    layers cast inputs with one dynamic or static scale; all others, and those for layers with other
-    recipes or under `float8.high_precision`, are prepared as torch does.
+    Arguments as ``PrepareModuleInput``, and ``fwd_config_submodule_fqn``: the name, within the
+    module, of the `Float8Linear` whose config says how to cast. By default all layers must have the
+    same input cast. Tensors whose layout goes from ``Shard`` to ``Replicate`` are gathered as
+    float8, if the layers cast inputs with one dynamic or static scale. All others, and those for
+    layers with other recipes or under `float8.high_precision`, are prepared as torch does.
 
-    A prepared tensor is for `Float8ColwiseParallel` layers: a DTensor that holds a `Float8Tensor`,
-    whose gradients are summed over layers before they are summed over ranks, in one
-    reduce-scatter; or with ``use_local_output=True`` a `Float8Tensor`, whose gradient every layer
-    sums over ranks by itself. A layer of that style which was left in high precision reads the
-    values of the codes, rounded to float8. ``torch.compile`` must see the module and its caller in
-    one graph.
+    The prepared tensor is an input of `Float8ColwiseParallel` layers. It is a DTensor that holds a
+    `Float8Tensor`: gradients are summed over layers first, and then over ranks in one
+    reduce-scatter. With ``use_local_output=True`` it is a `Float8Tensor`, and every layer sums its
+    gradient over ranks by itself. A layer of that style that is in high precision reads the
+    dequantised values. ``torch.compile`` must see the module and its caller in one graph.
     """
 
     def __init__(self, *, fwd_config_submodule_fqn: str | None = None, **arguments: Any) -> None:
@@ -147,7 +153,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     def _prepared(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        config = _config_of_readers(module, self.fwd_config_submodule_fqn)
+        config = _config_of_layers(module, self.fwd_config_submodule_fqn)
         if self.input_layouts is not None:
             if len(args) != len(self.input_layouts):
                 raise ValueError(
@@ -184,21 +190,19 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             return self._prepare_input_arg(x, mesh, given, wanted)
         ranks, dim = Ranks.of(mesh), given.dim
         if isinstance(x, DTensor):
-            if x.device_mesh != mesh:
-                raise ValueError(
-                    f"PrepareFloat8ModuleInput: the input lies on {x.device_mesh}, the plan on "
-                    f"{mesh}; redistribute it, or pass its local tensor"
-                )
+            check_mesh(x, mesh, "PrepareFloat8ModuleInput")
             length, part = x.shape[dim], x.to_local()
         else:
             check_even(x, dim, ranks, "PrepareFloat8ModuleInput")
             length, part = x.shape[dim] * ranks.size, x
-        whole = gathered(part, dim, length, ranks, config, sums=not self.use_local_output)
+        whole = gather_input(
+            part, dim, length, ranks, config, sums_gradient=not self.use_local_output
+        )
         return whole if self.use_local_output else as_replicated(whole, mesh)
 
 
-def _config_of_readers(module: nn.Module, fqn: str | None) -> Float8LinearConfig | None:
-    """The config by which a module's input is cast, or None: it stays in high precision."""
+def _config_of_layers(module: nn.Module, fqn: str | None) -> Float8LinearConfig | None:
+    """The config that casts a module's input; None if the input stays in high precision."""
     below = module if fqn is None else module.get_submodule(fqn)
     layers = [m for m in below.modules() if isinstance(m, Float8Linear)]
     if not layers or any(layer.high_precision for layer in layers):
@@ -213,4 +217,4 @@ def _config_of_readers(module: nn.Module, fqn: str | None) -> Float8LinearConfig
                 "reads this input in fwd_config_submodule_fqn"
             )
     is_delayed = first.cast_config_input.scaling_type is ScalingType.DELAYED
-    return None if is_delayed or not sends_input(first.plan) else first
+    return None if is_delayed or not sends_input_in_float8(first.plan) else first

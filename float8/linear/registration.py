@@ -10,7 +10,7 @@ packages above fill when they are imported:
   ``enable_fsdp_float8_all_gather``, and layers when they load and save checkpoints.
 - ``MODEL_CHECKS``: `float8.unit_scaling.transforms` registers one; conversion reads it first.
 - ``AFTER_CONVERSION``: `float8.distributed.first_use` registers one; conversion calls it last.
-- ``FIRST_SYNC_CHECKS``: `float8.distributed.agreement` registers one; the first ``sync`` of a model
+- ``FIRST_SYNC_CHECKS``: `float8.distributed.first_use` registers one; the first ``sync`` of a model
   calls it.
 - ``AFTER_SYNC``: `float8.linear.weight_cache` registers one; every ``sync`` calls it last.
 """

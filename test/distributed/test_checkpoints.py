@@ -1,15 +1,29 @@
 """torch.distributed.checkpoint as it is: written by four processes, read by four, two and one.
 
-And by a program that has never heard of float8.
+And by a program that does not import float8.
 """
 
-import checkpoint_program as claims
+import checkpoint_program
 import pytest
 from fresh import facts_of
 from processes import failures
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 NO_GROUP = "ignore:torch.distributed is disabled:UserWarning"
+RECIPES = checkpoint_program.RECIPES
+# The recipe of two processes, and that of the checkpoint: equal casts, or other ones.
+RESUMED = (
+    ("delayed", "delayed"),
+    ("gathered tensorwise", "gathered tensorwise"),
+    ("gathered delayed", "delayed"),
+    ("tensorwise", "gathered tensorwise"),
+)
+CHANGED = (
+    ("delayed", None),
+    ("tensorwise", None),
+    (None, "delayed"),
+    ("delayed", "tensorwise"),
+)
 
 
 def path_of(folder, recipe):
@@ -18,13 +32,10 @@ def path_of(folder, recipe):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Four processes write one checkpoint for each recipe; what failed, and where they are."""
+    """Four processes write one checkpoint for each recipe; (failures, folder)."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    four = {
-        f"{recipe}: saved by four": ("four_save_and_resume", recipe, path_of(folder, recipe))
-        for recipe in claims.RECIPES
-    }
-    return failures("checkpoint_program", four, world=4), folder
+    checks = [("four_save_and_resume", recipe, path_of(folder, recipe)) for recipe in RECIPES]
+    return failures("checkpoint_program", checks, world=4), folder
 
 
 @pytest.mark.slow
@@ -33,25 +44,22 @@ def test_four_processes_save_and_resume_to_the_same_losses_and_bits(saved):
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_where_four_stopped(saved):
+def test_two_processes_resume_from_checkpoints_of_four(saved):
     folder = saved[1]
-    same = [(recipe, recipe) for recipe in claims.RECIPES]
-    gathered = [("delayed", "gathered delayed"), ("gathered tensorwise", "tensorwise")]
-    other = [(None, "delayed"), (None, "tensorwise"), ("delayed", None), ("tensorwise", "delayed")]
-    two = {
-        f"{before}, resumed by two as {after}": (claim, before, after, path_of(folder, before))
-        for claim, pairs in (("two_resume", same + gathered), ("float8_comes_and_goes", other))
-        for before, after in pairs
-    }
-    two["a lost history is seen"] = ("histories_travel", path_of(folder, "delayed"))
-    assert failures("checkpoint_program", two) == {}
+    checks = [
+        (check, after, before, path_of(folder, before))
+        for check, pairs in (("two_resume", RESUMED), ("two_resume_with_another_recipe", CHANGED))
+        for after, before in pairs
+    ]
+    checks.append(("a_lost_history_changes_the_losses", path_of(folder, "delayed")))
+    assert failures("checkpoint_program", checks) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(NO_GROUP)
-@pytest.mark.parametrize("recipe", claims.RECIPES)
-def test_one_process_goes_on_where_four_stopped(saved, recipe):
-    claims.resumes(recipe, recipe, path_of(saved[1], recipe))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_process_resumes_from_checkpoints_of_four(saved, recipe):
+    checkpoint_program.resumes(recipe, recipe, path_of(saved[1], recipe))
 
 
 READ = """
@@ -73,5 +81,5 @@ def test_the_files_hold_plain_tensors_for_a_program_without_float8(saved, tmp_pa
     assert not facts["float8"]
     assert facts["types"] == ["Tensor"]
     assert facts["optimizer"] == ["exp_avg", "exp_avg_sq", "step"]
-    expected = claims.one.make("delayed").state_dict()
+    expected = checkpoint_program.one.make("delayed").state_dict()
     assert facts["model"] == {k: [str(v.dtype), list(v.shape)] for k, v in expected.items()}

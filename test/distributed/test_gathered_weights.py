@@ -20,87 +20,70 @@ from float8.config import RECIPES, Float8LinearConfig
 from float8.distributed.sharded_weight import ShardedWeight
 
 BF16 = torch.bfloat16
-TRAINS = "trains_like_one_process"
 GATHERED = ("tensorwise", "delayed", "unit")
+ODD = (7, 5)  # widths, which make uneven shards
 
-ON_TWO = {
-    **{f"{recipe} has the bits of one process": (TRAINS, {"recipe": recipe}) for recipe in RECIPES},
-    "rounded to the compute dtype first": (TRAINS, {"dtype": BF16, "precompute": True}),
-    "delayed, in bfloat16": (TRAINS, {"recipe": "delayed", "dtype": BF16}),
-    "uneven shards": (TRAINS, {"recipe": "delayed", "dims": (7, 5)}),
-    "uneven shards, precomputed": (TRAINS, {"dims": (7, 5), "precompute": True}),
-    "more ranks than rows": (TRAINS, {"dims": (1, 1), "precompute": True}),
-    "not resharded after forward": (TRAINS, {"recipe": "delayed", "reshard_after_forward": False}),
-    "weights on the CPU": (TRAINS, {"offload": True, "precompute": True, "dims": (7, 5)}),
-    "made on the meta device": (TRAINS, {"meta": True, "recipe": "delayed", "dims": (7, 5)}),
-    "a frozen weight": (TRAINS, {"frozen": True}),
-    "checkpointed": (TRAINS, {"checkpointed": "not", "recipe": "delayed"}),
-    "checkpointed, reentrant": (TRAINS, {"checkpointed": "reentrant", "dtype": BF16}),
-    "compiled": (TRAINS, {"compiled": "aot_eager", "recipe": "delayed", "dtype": BF16}),
-    "one byte per element travels": ("codes_travel", {"dtype": BF16}),
-    "one all-reduce for all weights": ("one_all_reduce_for_all_weights", {}),
-    "after_step": ("after_step_does_what_a_recipe_needs", {}),
-    "known scales need no all-reduce": ("known_scales_need_no_all_reduce", {}),
-    "a compiled step is noticed": ("compiled_steps_are_noticed", {}),
-    "a write is noticed": ("writes_are_noticed", {}),
-    "a stale scale is seen": ("a_stale_scale_is_seen", {}),
-    "a missing all-reduce is seen": ("a_missing_all_reduce_is_seen", {}),
-    "what was gathered is multiplied": ("the_gathered_weight_is_the_operand", {}),
-    **{
-        f"{recipe}: a loss curve does not depend on the gather": (
-            "a_loss_curve_does_not_depend_on_the_gather",
-            {"recipe": recipe},
-        )
-        for recipe in (*GATHERED, "rowwise")
-    },
-    "gradients accumulate": ("accumulates", {"recipe": "tensorwise"}),
-    "gradients accumulate, delayed": ("accumulates", {"recipe": "delayed"}),
-    "tied weights": ("tied_weights_train", {"recipe": "tensorwise"}),
-    "tied weights, delayed": ("tied_weights_train", {"recipe": "delayed"}),
-    "sharded by columns": ("columns_can_be_sharded", {}),
-    "checkpoints are plain": ("checkpoints_are_plain", {"recipe": "delayed"}),
-    "checkpoints load onto the meta device": ("meta_models_load_checkpoints", {}),
-    "evaluation": ("evaluates", {}),
-    "clipping": ("clips_and_steps", {}),
-    "an unused weight": ("an_unused_weight_gets_zeros", {}),
-    "autocast is refused": ("refuses", {"what": "autocast", "message": "MixedPrecisionPolicy"}),
-    "a way back is refused": ("refuses", {"what": "back", "message": "get_model_state_dict"}),
-    "a way back while gathered is refused": (
-        "refuses",
-        {"what": "back, gathered", "message": "get_model_state_dict"},
-    ),
-    "sharded models are refused": (
-        "refuses",
-        {"what": "sharded", "message": "convert before fully_shard"},
-    ),
-}
-ON_FOUR = {
-    "two replicas of two shards": (
-        TRAINS,
-        {"hsdp": True, "same_data": True, "recipe": "delayed", "dims": (7, 5), "dtype": BF16},
-    ),
-    "four shards, some of them empty": (
-        TRAINS,
-        {"same_data": True, "dims": (9, 2), "precompute": True},
-    ),
-    "replicas are not asked": ("shards_alone_agree", {}),
-    "sync without the ranks of the shards": ("refuses", {"what": "group", "message": "shards too"}),
-    "torch refuses an integer": ("refuses", {"what": "integer", "message": "Error"}),
-}
+
+def trains(**options):
+    return "with_options", "trains_like_one_process", options
+
+
+def refuses(what, message):
+    return "refuses", what, message
+
+
+ON_TWO = [
+    *(trains(recipe=recipe) for recipe in RECIPES),
+    trains(dtype=BF16, precompute=True),
+    trains(dtype=BF16, recipe="delayed"),
+    trains(dims=ODD, recipe="delayed"),
+    trains(dims=ODD, precompute=True),
+    trains(dims=(1, 1), precompute=True),  # more ranks than rows
+    trains(recipe="delayed", reshard_after_forward=False),
+    trains(offload=True, precompute=True, dims=ODD),
+    trains(meta=True, recipe="delayed", dims=ODD),
+    trains(frozen=True),
+    trains(checkpointed="not", recipe="delayed"),
+    trains(checkpointed="reentrant", dtype=BF16),
+    trains(compiled="aot_eager", recipe="delayed", dtype=BF16),
+    ("one_byte_per_element_travels", BF16),
+    ("one_all_reduce_for_all_weights",),
+    ("after_step_does_what_a_recipe_needs",),
+    ("known_scales_need_no_all_reduce",),
+    ("a_compiled_step_forgets_the_amax",),
+    ("a_write_forgets_the_amax",),
+    ("a_stale_scale_is_found",),
+    ("a_missing_all_reduce_is_found",),
+    ("the_gathered_weight_is_the_operand",),
+    *(("losses_do_not_depend_on_the_gather", recipe) for recipe in (*GATHERED, "rowwise")),
+    ("accumulates", "tensorwise"),
+    ("accumulates", "delayed"),
+    ("tied_weights_train", "tensorwise"),
+    ("tied_weights_train", "delayed"),
+    ("columns_can_be_sharded",),
+    ("checkpoints_are_plain", "delayed"),
+    ("meta_models_load_checkpoints",),
+    ("evaluates",),
+    ("clips_and_steps",),
+    ("an_unused_weight_gets_zeros",),
+    refuses("autocast", "MixedPrecisionPolicy"),
+    refuses("back", "get_model_state_dict"),
+    refuses("back, gathered", "get_model_state_dict"),
+    refuses("sharded", "convert before fully_shard"),
+]
+ON_FOUR = [
+    trains(hsdp=True, same_data=True, recipe="delayed", dims=ODD, dtype=BF16),
+    trains(same_data=True, dims=(9, 2), precompute=True),  # some shards are empty
+    ("the_amax_is_reduced_over_shards_only",),
+    refuses("group", "shards too"),
+    refuses("integer", "Error"),
+]
 
 
 @pytest.mark.slow
-def test_on_two_processes():
-    assert failures("fsdp_program", _by_keyword(ON_TWO), 2) == {}
-
-
-@pytest.mark.slow
-def test_on_four_processes():
-    assert failures("fsdp_program", _by_keyword(ON_FOUR), 4) == {}
-
-
-def _by_keyword(claims):
-    return {name: ("by_keyword", function, options) for name, (function, options) in claims.items()}
+@pytest.mark.parametrize(("world", "checks"), [(2, ON_TWO), (4, ON_FOUR)])
+def test_bits_are_those_of_one_process(world, checks):
+    assert failures("fsdp_program", checks, world) == {}
 
 
 # --- one process: what conversion makes

@@ -1,4 +1,4 @@
-"""What ranks say is compared through a store: here one of this process, whose ranks are threads."""
+"""Statements of ranks compared through a store; the ranks are threads of this process."""
 
 import datetime
 import logging
@@ -8,37 +8,34 @@ import pytest
 import torch.distributed as dist
 
 from float8.distributed import rank_comparison
-from float8.distributed.rank_comparison import Statement, compare_ranks, said
+from float8.distributed.rank_comparison import Statement, compare_ranks
 
-
-def differing(first, mine):
-    if first.layers != mine.layers:
-        return f"rank {first.rank} and rank {mine.rank} differ"
-    return None
+DIFFERENT = "layer: kind is a on rank 0 and b on rank 1. remedy"
 
 
 @pytest.fixture
 def verdicts(monkeypatch):
-    """The verdict that each of the threads ends with; ranks that are None do not arrive."""
+    """The verdict that each rank ends with; ranks whose kind of layer is None do not arrive."""
     store = dist.HashStore()
     store.set_timeout(datetime.timedelta(seconds=60))
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
 
-    def run(*layers, timeout=60.0, troubles=(), late=None):
+    def run(*kinds, timeout=60.0, own_errors=(), late=None):
         store.set_timeout(datetime.timedelta(seconds=timeout))
-        ranks = list(range(len(layers)))
+        ranks = list(range(len(kinds)))
 
-        def verdict(rank, board):
-            mine = Statement(rank, "trains", {"layer": {"kind": layers[rank]}})
-            trouble = "trouble of its own" if rank in troubles else None
-            return board.verdict_on(mine, differing, trouble)
+        def verdict(rank, comparison):
+            mine = Statement(rank, "trains", {"layer": {"kind": kinds[rank]}})
+            return comparison.verdict_on(mine, "own error" if rank in own_errors else None)
 
-        boards = [rank_comparison._Board(ranks, rank) for rank in ranks]
-        here = [rank for rank in ranks if layers[rank] is not None and rank != late]
+        comparisons = [
+            rank_comparison._Comparison(ranks, rank, "layers", "remedy") for rank in ranks
+        ]
+        here = [rank for rank in ranks if kinds[rank] is not None and rank != late]
         with ThreadPoolExecutor(len(ranks)) as pool:
-            found = list(pool.map(lambda rank: verdict(rank, boards[rank]), here))
-        return found if late is None else [*found, verdict(late, boards[late])]
+            found = list(pool.map(lambda rank: verdict(rank, comparisons[rank]), here))
+        return found if late is None else [*found, verdict(late, comparisons[late])]
 
     return run
 
@@ -47,51 +44,50 @@ def test_ranks_that_agree_go_on(verdicts):
     assert verdicts("a", "a", "a") == [""] * 3
 
 
-def test_a_difference_is_told_to_all(verdicts):
-    assert verdicts("a", "b", "a") == ["rank 0 and rank 1 differ"] * 3
+@pytest.mark.parametrize("third", ["a", None])  # None: before all ranks have arrived
+def test_every_rank_gets_the_difference(verdicts, third):
+    found = verdicts("a", "b", third)
+    assert len(set(found)) == 1
+    assert found[0].endswith(DIFFERENT), found
 
 
-def test_a_difference_is_told_before_all_have_arrived(verdicts):
-    assert verdicts("a", "b", None) == ["rank 0 and rank 1 differ"] * 2
-
-
-def test_what_one_rank_finds_is_told_to_all(verdicts):
+def test_every_rank_gets_the_error_of_one(verdicts):
     for rank in range(3):
-        assert verdicts("a", "a", "a", troubles=[rank]) == ["trouble of its own"] * 3
+        assert verdicts("a", "a", "a", own_errors=[rank]) == ["own error"] * 3
 
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_rank_that_does_not_arrive_is_named(verdicts, missing):
-    layers = ["a", "a", "a"]
-    layers[missing] = None
-    found = verdicts(*layers, timeout=0.2)
-    assert all(
-        f"for rank {missing} to compare float8 layers with ranks [0, 1, 2]" in f for f in found
-    )
+    kinds = ["a", "a", "a"]
+    kinds[missing] = None
+    found = verdicts(*kinds, timeout=0.2)
     assert len(found) == 2
+    for message in found:
+        assert f"for rank {missing} to compare float8 layers with ranks [0, 1, 2]" in message
 
 
-def test_a_rank_that_comes_too_late_is_told_the_same(verdicts):
+def test_a_rank_that_arrives_too_late_gets_the_same_error(verdicts):
     *found, last = verdicts("a", "a", "a", timeout=0.2, late=2)
     assert "waited 0 s for rank 2" in last
     assert all("for rank 2" in each for each in found)
 
 
-def test_a_rank_that_waits_says_for_whom(verdicts, monkeypatch, caplog):
+def test_a_waiting_rank_warns_and_names_the_missing_rank(verdicts, monkeypatch, caplog):
     monkeypatch.setattr(rank_comparison, "NOTICE", 0.05)
     with caplog.at_level(logging.WARNING, "float8"):
-        verdicts("a", None, timeout=0.8)
+        verdicts("a", None, timeout=0.3)
     (record,) = caplog.records
     assert "has waited 0 s for rank 1" in record.getMessage()
 
 
-def test_one_rank_compares_with_nobody(monkeypatch):
-    compare_ranks([0], "trains", {}, differing)
-    with pytest.raises(RuntimeError, match="trouble"):
-        compare_ranks([0], "trains", {}, differing, "trouble")
+def test_a_single_rank_raises_its_own_error_only():
+    compare_ranks([0], "trains", {})
+    with pytest.raises(RuntimeError, match="own error"):
+        compare_ranks([0], "trains", {}, own_error="own error")
 
 
-def test_many_ranks_are_abbreviated():
-    assert said([3]) == "rank 3"
-    assert said([0, 2]) == "ranks [0, 2]"
-    assert said(list(range(1024))) == "ranks [0, 1, 2, 3, 4, 5, 6, 7, ...] (1024 in all)"
+def test_long_lists_of_ranks_are_abbreviated():
+    assert rank_comparison._in_words([3]) == "rank 3"
+    assert rank_comparison._in_words([0, 2]) == "ranks [0, 2]"
+    many = rank_comparison._in_words(list(range(1024)))
+    assert many == "ranks [0, 1, 2, 3, 4, 5, 6, 7, ...] (1024 in all)"

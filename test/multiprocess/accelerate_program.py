@@ -1,7 +1,7 @@
-"""What must be true of `prepare_float8` on two processes; `test_accelerate.py` starts them.
+"""`prepare_float8` on two processes; `test_accelerate.py` starts them.
 
-Accelerate (1.15) shards with FSDP2 on accelerators only; `accelerator_of` tells it that this is
-one, with the CPU for a device and gloo between the ranks, so that its own code runs.
+Accelerate (1.15) shards with FSDP2 on accelerators only. `accelerator_of` makes it take the CPU for
+an accelerator, with gloo between the ranks, so that its own code runs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ WORLD, MICROBATCHES = 2, 2
 
 
 def accelerator_of(rank, fsdp=None, **options):
-    """An Accelerator for the processes that have met already; ``fsdp``: the FSDP2 plugin's."""
+    """An Accelerator in an existing process group; ``fsdp``: options of the FSDP2 plugin."""
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
     os.environ.update({k: str(v) for k, v in ranks.items()}, MASTER_ADDR="127.0.0.1")
-    for name in [n for n in os.environ if "FSDP" in n]:  # which an accelerator before has set
+    for name in [n for n in os.environ if "FSDP" in n]:  # an earlier accelerator has set them
         del os.environ[name]
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
@@ -59,7 +59,7 @@ def prepared(rank, recipe, fsdp=None, seed=0, tied=False, build=torch.optim.Adam
 
 
 def train(accelerator, model, optimizer, batches, clip=1e9):
-    """Losses of the microbatches; by default clips at a norm that is never reached."""
+    """Train; return the losses of the microbatches. The default clips at a norm never reached."""
     losses = []
     for batch in batches:
         with accelerator.accumulate(model):
@@ -98,7 +98,7 @@ def trains_like_one_process(rank, recipe, fsdp=None, tied=False):
 
 
 def resumes(rank, recipe, fsdp=None, mixed_precision="bf16", build=torch.optim.AdamW):
-    """From a checkpoint, in another model with another optimizer, to the same losses."""
+    """Another model and optimizer resume from a checkpoint to the same losses."""
     folder = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
     options = {"mixed_precision": mixed_precision, "build": build}
@@ -113,12 +113,12 @@ def resumes(rank, recipe, fsdp=None, mixed_precision="bf16", build=torch.optim.A
 
 
 def float8_optimizer_resumes(rank, recipe, fsdp):
-    """With moments that live in float8."""
+    """With moments in float8."""
     resumes(rank, recipe, fsdp, build=lambda p, lr: float8.optim.AdamW(p, lr=lr, min_size=1))
 
 
 def a_bfloat16_model_is_upcast(rank):
-    """As Accelerate does it for FSDP2 under mixed precision, which it could not afterwards."""
+    """As Accelerate does for FSDP2 in mixed precision; it could not after `prepare_float8`."""
     losses = []
     for dtype in (torch.bfloat16, torch.float32):
         accelerator = accelerator_of(rank, {}, mixed_precision="bf16")
@@ -156,7 +156,7 @@ def clips_and_writes_plain_tensors(rank, recipe):
 
 
 def refuses_what_would_be_lost(rank):
-    """States of an optimizer, and buffers that Accelerate cannot distribute."""
+    """Optimizer states would be lost, and Accelerate cannot distribute buffers."""
     accelerator = accelerator_of(rank, {})
     model = make()
     optimizer = torch.optim.AdamW(model.parameters())

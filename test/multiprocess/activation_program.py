@@ -1,4 +1,4 @@
-"""What must be true of saved activations on each of a few gloo processes."""
+"""Saved activations under FSDP2 on two processes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class Layer(nn.Module):
 
 
 def trains_like_one_process(rank):
-    """Gradients of sharded parameters are those of one process, to the bit (both ranks' data are
-    the same, so that a mean is exact)."""
+    """Gradients equal those of one process: equal data on both ranks average exactly."""
     torch.manual_seed(0)
     whole = nn.Sequential(Layer(), Layer())
     sharded = copy.deepcopy(whole)

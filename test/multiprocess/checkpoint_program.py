@@ -1,11 +1,7 @@
-"""What must be true of distributed checkpoints on any number of processes.
+"""Distributed checkpoints, written by four processes and read by four, two and one.
 
-A checkpoint is written by four processes and read by four, two and one, with any recipe.
-`test_checkpoints.py` starts the processes. A file of its own, because spawned processes import it
-by name.
-
-All ranks read the same batch: 2 or 4 equal numbers add up, and divide, exactly, so that losses may
-be compared, bit for bit, between numbers of ranks.
+All ranks read the same batch: 2 or 4 equal numbers add up, and divide, exactly. So losses are
+equal, bit for bit, on any of these numbers of ranks. `test_checkpoints.py` starts the processes.
 """
 
 from __future__ import annotations
@@ -21,12 +17,12 @@ from torch.distributed.fsdp import fully_shard
 
 from float8 import high_precision
 
-BEFORE, AFTER = 3, 3  # steps in front of the checkpoint, and behind it
+BEFORE, AFTER = 3, 3  # steps before and after the checkpoint
 RECIPES = ("delayed", "tensorwise", "unit", None, "gathered tensorwise", "gathered delayed")
 
 
 def sharded(recipe):
-    """A model over all ranks, or whole where there is one process, and its optimizer."""
+    """A model, sharded over all ranks if there are several, and its optimizer."""
     model = one.make(recipe)
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -36,7 +32,7 @@ def sharded(recipe):
 
 
 def train(model, optimizer, steps):
-    """The losses of some steps; the same batch on every rank."""
+    """Train; return the losses. The batch is the same on every rank."""
     losses = []
     for step in steps:
         losses += one.rank_step(model, [one.batch(step, 0)])
@@ -45,7 +41,7 @@ def train(model, optimizer, steps):
 
 
 def state_of(model, optimizer):
-    """What is saved, and what is loaded into."""
+    """The state that is saved, or loaded into."""
     parts = get_state_dict(model, optimizer)
     return dict(zip(("model", "optimizer"), parts, strict=True))
 
@@ -55,7 +51,7 @@ def save(model, optimizer, path):
 
 
 def load(model, optimizer, path):
-    """From another number of ranks as from the same."""
+    """Load a checkpoint that any number of ranks has written."""
     state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=path)
     set_state_dict(
@@ -67,15 +63,15 @@ def load(model, optimizer, path):
 
 
 def expected_losses(recipe):
-    """Of an uninterrupted training in one process; on each rank of several, all alike."""
+    """The losses of an uninterrupted training in one process."""
     model = one.make(recipe)
     return train(model, one.adamw(model), range(BEFORE + AFTER))
 
 
 def resumes(recipe, saved, path):
-    """``recipe`` goes on where ``saved`` was written; with the same casts, to the same losses."""
+    """Resume with ``recipe`` from a checkpoint of ``saved``; equal casts give equal losses."""
     model, optimizer = sharded(recipe)
-    # A checkpoint without histories is asked for none, by the keys of the plain model.
+    # A checkpoint without histories has the keys of the plain model.
     is_plain = "delayed" in str(recipe) and "delayed" not in str(saved)
     with high_precision(model) if is_plain else nullcontext():
         load(model, optimizer, path)
@@ -95,12 +91,12 @@ def four_save_and_resume(rank, recipe, path):
     one.assert_same_model(again, model, recipe)
 
 
-def two_resume(rank, saved, recipe, path):
+def two_resume(rank, recipe, saved, path):
     resumes(recipe, saved, path)
 
 
-def float8_comes_and_goes(rank, saved, recipe, path):
-    """A model loads what another recipe wrote, and goes on as one process that changes it does."""
+def two_resume_with_another_recipe(rank, recipe, saved, path):
+    """A model loads a checkpoint of another recipe, and trains like one process that does so."""
     _, losses = resumes(recipe, saved, path)
     before, after = one.make(saved), one.make(None)
     optimizer = one.adamw(before)
@@ -113,8 +109,7 @@ def float8_comes_and_goes(rank, saved, recipe, path):
     assert losses == train(after, optimizer, range(BEFORE, BEFORE + AFTER)), (saved, recipe)
 
 
-def histories_travel(rank, path):
-    """A history that stayed behind is seen: the losses are others."""
+def a_lost_history_changes_the_losses(rank, path):
     model, optimizer = sharded("delayed")
     with high_precision(model):
         load(model, optimizer, path)

@@ -1,7 +1,7 @@
-"""What must be true of FSDP2 with weights gathered in float8, on each of a few gloo processes.
+"""FSDP2 with weights gathered in float8, on two and on four processes.
 
-`test/distributed/test_gathered_weights.py` starts them. The oracle is one process that runs the
-same recipe without the option, over the batches of all ranks in turn.
+The reference is one process that runs the same recipe without the option, over the batches of all
+ranks in turn. `test_gathered_weights.py` starts the processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from float8.distributed.sharded_weight import ShardedWeight
 
 
 class Collectives(TorchDispatchMode):
-    """Counts what reaches the process group: (collective, dtype) -> bytes of each call."""
+    """Record the calls at the process group: (collective, dtype, bytes)."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class Collectives(TorchDispatchMode):
 
 
 class Block(nn.Module):
-    """Two layers and something between them; odd sizes make uneven shards."""
+    """Two layers and a GELU; odd sizes make uneven shards."""
 
     def __init__(self, dims, checkpointed=False):
         super().__init__()
@@ -105,7 +105,7 @@ def data_of(step, rank, dim, dtype=None):
 
 
 def oracle_step(model, step, ranks, dim, dtype):
-    """Outputs of all ranks' batches; the gradients are left averaged."""
+    """Return the outputs of all ranks' batches; leave the averaged gradients in the model."""
     model.zero_grad()
     outs = []
     for rank in ranks:
@@ -195,8 +195,9 @@ def trains_like_one_process(
             equal(b, c, (recipe, step, name))
 
 
-def by_keyword(rank, function, options):
-    globals()[function](rank, **options)
+def with_options(rank, check, options):
+    """Run a check with keyword arguments."""
+    globals()[check](rank, **options)
 
 
 def step(model, number=0, dim=32, dtype=None):
@@ -210,8 +211,8 @@ def sharded_model(recipe="tensorwise", dims=(32, 48), **options):
     return shard(convert(model_of(dims), recipe, gathers=True), **options)
 
 
-def codes_travel(rank, dtype):
-    """Counted at the process group: the bytes of a step's all-gathers, and its all-reduces."""
+def one_byte_per_element_travels(rank, dtype):
+    """Count the bytes of a step's all-gathers, and its all-reduces, at the process group."""
     world, elements, biases = dist.get_world_size(), 4 * 32 * 48, 2 * 48
     policy = MixedPrecisionPolicy(dtype, torch.float32)
     sent = {}
@@ -229,7 +230,7 @@ def codes_travel(rank, dtype):
 
 
 def one_all_reduce_for_all_weights(rank):
-    """From the first step on, where FSDP2 has yet to pad short shards on some of the ranks."""
+    """From the first step on, in which FSDP2 pads short shards on some of the ranks."""
     model = sharded_model(dims=(7, 5))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for number in range(3):
@@ -281,7 +282,7 @@ WRITES = {
 }
 
 
-def writes_are_noticed(rank):
+def a_write_forgets_the_amax(rank):
     model = sharded_model(dims=(7, 5))
     weight = model[0].up.weight
     for what, write in WRITES.items():
@@ -298,12 +299,12 @@ def writes_are_noticed(rank):
     assert weight.to_local().known_amax is None
 
 
-def compiled_steps_are_noticed(rank):
-    """Inductor's code writes past every dispatch; only the parameter's version tells."""
+def a_compiled_step_forgets_the_amax(rank):
+    """Inductor's code passes no dispatch; only the parameter's version changes."""
     model = sharded_model()
     weight = model[0].up.weight
     optimizer = torch.optim.SGD([weight], lr=0.5)
-    # On one rank: the other one would only spend as long on the same code.
+    # Inductor on one rank only: compiling takes long.
     compiled = torch.compile(optimizer.step, backend="inductor" if rank == 0 else "aot_eager")
     for number in range(2):
         step(model, number)
@@ -318,8 +319,8 @@ def amax_of(weight):
     return full(weight.detach()).abs().amax().reshape(1, 1)
 
 
-def a_stale_scale_is_seen(rank):
-    """A planted fault: nobody forgets. Bits then differ from those of one process."""
+def a_stale_scale_is_found(rank):
+    """A planted fault: a write does not forget the amax. Bits then differ from one process."""
     kept = sharded_weight._forget
     sharded_weight._forget = lambda argument, value: None
     try:
@@ -328,10 +329,10 @@ def a_stale_scale_is_seen(rank):
         return
     finally:
         sharded_weight._forget = kept
-    raise RuntimeError("a stale scale was not seen")
+    raise RuntimeError("no check found a stale scale")
 
 
-def a_missing_all_reduce_is_seen(rank):
+def a_missing_all_reduce_is_found(rank):
     kept = float8_gather.max_over_ranks
     float8_gather.max_over_ranks = lambda amax, group: amax
     try:
@@ -340,11 +341,11 @@ def a_missing_all_reduce_is_seen(rank):
         return
     finally:
         float8_gather.max_over_ranks = kept
-    raise RuntimeError("scales of single shards were not seen")
+    raise RuntimeError("no check found scales of single shards")
 
 
 def the_gathered_weight_is_the_operand(rank):
-    """It is multiplied as it is, freed after forward, and gathered again for backward."""
+    """It is in float8, freed after forward, and gathered again for backward."""
     model = sharded_model(reshard_after_forward=True)
     seen = []
 
@@ -367,11 +368,11 @@ def the_gathered_weight_is_the_operand(rank):
     assert layers[0].weight.grad.dtype == torch.float32
 
 
-def a_loss_curve_does_not_depend_on_the_gather(rank, recipe):
-    """The same losses, bit for bit, whether weights travel in float8 or in bfloat16.
+def losses_do_not_depend_on_the_gather(rank, recipe):
+    """Losses are equal, bit for bit, whether weights travel in float8 or in bfloat16.
 
-    A library whose precomputed scale is that of the float32 weight, and whose other scale is that
-    of the weight rounded to bfloat16, has two curves (ao#4300).
+    They would differ if the precomputed scale were that of the float32 weight, and the other scale
+    that of the weight rounded to bfloat16 (ao#4300).
     """
     curves = []
     for gathers, precompute in ((False, False), (True, False), (True, True)):
@@ -403,13 +404,13 @@ def accumulates(rank, recipe):
         for other in range(dist.get_world_size()):
             x, g = data_of(number, other, 32)
             single(x).backward(g)
-    # Sums are in another order: ranks last here, ranks first there.
+    # Sums are in another order: FSDP2 adds microbatches first, one process adds ranks first.
     for p, q in zip(single.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(p.grad / dist.get_world_size(), full(q.grad))
 
 
-def shards_alone_agree(rank):
-    """On a mesh of replicas and shards the amax is that of the ranks that share the weight."""
+def the_amax_is_reduced_over_shards_only(rank):
+    """On a mesh of replicas and shards, over the ranks that share the weight."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, groups, kept = sharded_model(mesh=mesh), [], float8_gather.max_over_ranks
 
@@ -507,7 +508,7 @@ def meta_models_load_checkpoints(rank):
 
 
 def evaluates(rank):
-    """Without gradients; and in high precision, with the weights that were gathered."""
+    """Without gradients; and in high precision, with the gathered weights."""
     plain = model_of()
     single, model = convert(copy.deepcopy(plain), "tensorwise", False), sharded_model()
     x = data_of(0, rank, 32)[0]

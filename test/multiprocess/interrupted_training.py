@@ -1,14 +1,13 @@
-"""A training that dies once, and the way of saving that survives it; run by torchrun.
+"""A training that is killed once, and continues from its last complete checkpoint.
 
 ``torchrun --max-restarts 1 ... interrupted_training.py FOLDER``: FSDP2 over all ranks with delayed
-scaling, a distributed checkpoint each step. In the first attempt rank 1 is killed in the
-backward of step 3, while the checkpoint of step 2 is being written in the background: half a file
-is there. torchrun ends the others and starts all anew; they go on behind the newest checkpoint that
-is whole, that of step 1.
+scaling, a distributed checkpoint each step. In the first attempt rank 1 is killed in the backward
+of step 3, while the checkpoint of step 2 is half written in the background. torchrun ends the other
+rank and starts both again. They continue from the newest complete checkpoint, that of step 1.
 
 **How to save**: every checkpoint into a new directory. `torch.distributed.checkpoint` writes and
-syncs all data files first and ``.metadata`` last, by a rename: a directory with that file is whole,
-one without it never was a checkpoint. Delete older ones when a newer one is whole, not before.
+syncs all data files first and ``.metadata`` last, by a rename: a directory with that file is
+complete. Delete an older checkpoint only after a newer one is complete.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ import sys
 import threading
 from pathlib import Path
 
-import checkpoint_program as claims
+import checkpoint_program
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-STEPS, SAVED, KILLED = 6, 1, 3  # all, the last one whole, the one that rank 1 does not survive
+STEPS, SAVED, KILLED = 6, 1, 3  # all; the last one with a complete checkpoint; the killed one
 
 
 class HalfWriter(FileSystemWriter):
-    """A disk that stops in the middle of a file: what it looks like when the process dies there."""
+    """A writer that stops in the middle of a file, as a killed process does."""
 
     def write_data(self, plan, planner):
-        """Write, take half of it back, and never return."""
+        """Write half of each file, and never return."""
         super().write_data(plan, planner)
         for file in Path(self.path).glob("*.distcp"):
             os.truncate(file, file.stat().st_size // 2)
@@ -44,7 +43,7 @@ halfway = threading.Event()
 
 
 def newest(folder):
-    """The last checkpoint that is whole, or None."""
+    """The newest complete checkpoint, or None."""
     return max((p.parent for p in Path(folder).glob("step-*/.metadata")), default=None)
 
 
@@ -53,28 +52,28 @@ def main(folder):
     torch.set_num_threads(1)
     first, rank = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0", dist.get_rank()
     background = dist.new_group(backend="gloo")
-    model, optimizer = claims.sharded("delayed")
+    model, optimizer = checkpoint_program.sharded("delayed")
     start, last = 0, newest(folder)
     if last is not None:
-        claims.load(model, optimizer, last)
+        checkpoint_program.load(model, optimizer, last)
         start = int(last.name.removeprefix("step-")) + 1
     for step in range(start, STEPS):
         if first and step == KILLED and rank == 1:
             halfway.wait()
             model[2].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        (loss,) = claims.train(model, optimizer, [step])
+        (loss,) = checkpoint_program.train(model, optimizer, [step])
         with open(f"{folder}/losses-{rank}", "a") as file:
             print(start, step, loss.hex(), file=file)
         path = f"{folder}/step-{step}"
         if first and step > SAVED:
-            state = claims.state_of(model, optimizer)
+            state = checkpoint_program.state_of(model, optimizer)
             dcp.async_save(state, storage_writer=HalfWriter(path), process_group=background)
         else:
-            claims.save(model, optimizer, path)
+            checkpoint_program.save(model, optimizer, path)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(sys.argv[1])
-    os._exit(0)  # Python's finalisation may abort where FSDP2 still holds gloo's threads
+    os._exit(0)  # Python's finalisation may abort while FSDP2 holds gloo's threads

@@ -1,7 +1,4 @@
-"""What must be true of Lightning's strategies on two processes; `test_lightning.py` starts them.
-
-A file of its own, because spawned processes import it by name.
-"""
+"""Lightning's strategies on two processes; `test_lightning.py` starts them."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ def adamw(model):
 
 
 def by_hand(parallel, model, rank):
-    """The bare loop that a plugin stands for."""
+    """The training loop without Lightning."""
     optimizer = adamw(parallel)
     for index, x in enumerate(batches(rank)):
         last = index % MICROBATCHES == MICROBATCHES - 1
@@ -73,7 +70,7 @@ def by_hand(parallel, model, rank):
 
 
 def _environment(rank):
-    """What ``torchrun`` would say."""
+    """Set the environment variables that torchrun sets."""
     ours = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": WORLD}
     ours |= {"LOCAL_WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     os.environ.update({name: str(value) for name, value in ours.items()})
@@ -82,7 +79,7 @@ def _environment(rank):
 
 def _lightning(rank):
     _environment(rank)
-    warnings.simplefilter("ignore")  # of Lightning, about workers and the like
+    warnings.simplefilter("ignore")  # Lightning's, about workers and others
     import lightning.pytorch as pl
 
     class Module(pl.LightningModule):
@@ -152,7 +149,7 @@ def _shard(model, mesh):
 
 
 def fsdp2_under_the_trainer(rank, recipe):
-    """The plugin converts when ``configure_model`` asks it to, and says so where it is too late."""
+    """``configure_model`` must convert before it shards; else the plugin raises."""
     from float8.integrations.lightning import Float8Precision
 
     pl, module_type = _lightning(rank)

@@ -1,4 +1,4 @@
-"""What `ms_amp` must do with a wrapped model on each of two gloo processes."""
+"""`ms_amp` with a wrapped model on two processes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def adapters_over_frozen_float8_weights_train_under_ddp(rank: int) -> None:
         (alone(half).square().mean() / 2).backward()
     torch.testing.assert_close(shared[1].weight.grad, alone[1].weight.grad)
     direct = convert_to_float8_inference(nn.Sequential(nn.Linear(64, 8), nn.LayerNorm(8)))
-    DistributedDataParallel(direct)  # conversion has told it already
+    DistributedDataParallel(direct)  # conversion has hidden its weights already
 
 
 def layers_are_converted_before_the_wrapper(rank: int) -> None:
@@ -101,7 +101,7 @@ def layers_are_converted_before_the_wrapper(rank: int) -> None:
     for options in ({}, {"config": Float8LinearConfig()}):
         with pytest.raises(ValueError, match=r"convert_to_float8_training.* first, then wrap"):
             ms_amp(model, optimizer, "O1", **options)
-    # Within another module or a compiled one, DDP would not reduce what replaced its weights.
+    # Inside another module or a compiled one, DDP would not reduce gradients of new weights.
     for outer in (nn.Sequential(model), torch.compile(model)):
         with pytest.raises(ValueError, match=r"DistributedDataParallel.*give ms_amp the wrapper"):
             ms_amp(outer, torch.optim.AdamW(outer.parameters()), "O1")

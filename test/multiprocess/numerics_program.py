@@ -1,7 +1,6 @@
-"""What must be true of `inspect` on each of a few gloo processes.
+"""`inspect` on two processes.
 
-The oracle is one process that has all of what the ranks hold parts of. A file of its own, because
-spawned processes import it by name.
+The reference is one process that has the whole model and all data.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def data_parallel_reports_gather_to_that_of_one_process(rank, kind):
 
 
 def gathered_weights_are_those_of_one_process(rank):
-    """In float8 there is no operand in high precision any more: codes alone are measured."""
+    """A weight gathered in float8 has no high-precision values: only its data are measured."""
     alone, layers = model(), model(gathers=True)
     fully_shard(layers, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     with inspect(alone) as expected:
@@ -95,7 +94,7 @@ def gathered_weights_are_those_of_one_process(rank):
 
 
 def tensor_parallel_parts_gather_to_the_whole(rank, recipe, sequence):
-    """Each rank measures its part under the scale of the whole; what all have counts for each."""
+    """Each rank measures its part under the scale of the whole tensor."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     alone, layers = model(recipe), model(recipe)
     x, g = batch(0)
@@ -111,7 +110,7 @@ def tensor_parallel_parts_gather_to_the_whole(rank, recipe, sequence):
             run(layers, x[part] * (step + 1), g[part])
         found = report.gather()
         replay = (recipe, sequence, step)
-        if sequence:  # every operand is cut, so that the ranks' elements are those of the whole
+        if sequence:  # every operand is cut: the ranks' elements are those of the whole
             same(found, expected, replay)
         else:  # the first input and the last gradient are on both ranks
             same(found, expected, replay, ("weight",))

@@ -1,8 +1,7 @@
-"""What must be true of float8 optimizer states on any number of processes.
+"""Float8 optimizer states of sharded parameters.
 
-`test/optim/test_sharded.py` starts the processes. A file of its own, because spawned processes
-import it by name. All ranks read the same batch, so that losses, states and weights may be
-compared, bit for bit, with those of one process.
+All ranks read the same batch, so that losses, states and weights equal those of one process, bit
+for bit. `test/optim/test_sharded.py` starts the processes.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def mesh_of_all():
 
 
 def assert_same_as_one_process(model, optimizer, expected):
-    """Weights and states: this rank's rows of what one process holds."""
+    """Compare weights and states with this rank's rows of those of one process."""
     other, twin = expected
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(full(p.detach()), q), "weights"
@@ -80,7 +79,7 @@ def bits(x):
 
 
 def rows_of(p):
-    """Which rows of a parameter this rank has, asked of DTensor itself."""
+    """The rows of a parameter that this rank has, found by DTensor itself."""
     if not isinstance(p, DTensor):
         return slice(None)
     index = torch.arange(p.shape[0])[:, None].expand(p.shape).contiguous()
@@ -104,7 +103,7 @@ def four_train_save_and_resume(rank, path):
 
 
 def resume(rank, path):
-    """On this many processes, or on none: the states of the checkpoint, and what follows."""
+    """Load the checkpoint and continue, on several processes or in one."""
     model, optimizer = make(mesh_of_all() if dist.is_initialized() else None)
     load(model, optimizer, path)
     expected, _ = after(BEFORE)
@@ -126,7 +125,7 @@ def wrong_rows_are_seen(rank, path):
 
 
 def options_of_state_dicts(rank):
-    """Flat, whole or on the CPU: the same bits, also when a loaded state is saved again."""
+    """Flat, whole and on the CPU give the same bits; a loaded state can be saved again."""
     first = make(mesh_of_all())
     train(*first, range(BEFORE))
     expected, _ = after(BEFORE)
@@ -142,7 +141,7 @@ def options_of_state_dicts(rank):
 
 
 def replicas_stay_alike(rank):
-    """HSDP: random numbers are the same on replicas, and in one process."""
+    """HSDP: stochastic rounding is equal on replicas and in one process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, optimizer = make(mesh)
     train(model, optimizer, range(BEFORE))
@@ -153,7 +152,7 @@ def replicas_stay_alike(rank):
 
 
 def tensor_parallel_parameters(rank):
-    """Rows, aligned columns, ragged columns, vectors: steps and states are those of the whole."""
+    """Rows, aligned and unaligned columns, vectors: steps and states equal the unsharded ones."""
     mesh = init_device_mesh("cpu", (2,))
     cases = {
         "rows": ((48, 40), Shard(0), True),
@@ -181,7 +180,7 @@ def tensor_parallel_parameters(rank):
             if is_coded:
                 torch.testing.assert_close(p.full_tensor(), q, rtol=1e-6, atol=1e-7)
                 assert torch.equal(again.full_tensor(), p.full_tensor()), name
-            else:  # its groups are others; and the entry is rounded once more
+            else:  # its groups differ, and the state is rounded once more
                 torch.testing.assert_close(p.full_tensor(), q, rtol=0, atol=2e-3)
                 torch.testing.assert_close(again.full_tensor(), q, rtol=0, atol=2e-3)
 
@@ -195,7 +194,7 @@ def step(optimizer, p, grad, q=None, single=None):
 
 
 def plain_states_are_refused(rank):
-    """A whole state would give a shard the wrong rows: it is refused."""
+    """Loading a plain state into a sharded optimizer would mix up rows."""
     mesh = init_device_mesh("cpu", (2,))
     p = nn.Parameter(distribute_tensor(torch.randn(48, 40), mesh, [Shard(0)]))
     q = nn.Parameter(torch.randn(48, 40))

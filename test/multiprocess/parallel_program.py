@@ -1,7 +1,4 @@
-"""What must be true of a training in two gloo processes; `scripts/test_parallel.py` starts them.
-
-A file of its own, because spawned processes import it by name.
-"""
+"""Training by `scripts/train_gpt.py` in two processes, which `test_parallel.py` starts."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ def losses_equal_those_of_one_process(rank, recipe, data, folder, bound):
 
 
 def a_batch_that_is_not_divided_is_seen(rank, recipe, data, folder, bound):
-    """The bound above has teeth: both ranks train on the first part."""
+    """A planted fault: both ranks train on the first part."""
 
     def first(self: Sharded, batch: Any) -> Any:
         return tuple(whole.chunk(self.size)[0] for whole in batch)
@@ -70,7 +67,7 @@ def a_batch_that_is_not_divided_is_seen(rank, recipe, data, folder, bound):
         return
     finally:
         Sharded.part = divided
-    raise AssertionError("losses of half the data passed for those of all")
+    raise AssertionError("no check found that half of the data was used")
 
 
 def stopped_by_one_rank_it_resumes_to_the_same_losses(rank, recipe, data, folder):
@@ -118,7 +115,7 @@ def a_checkpoint_of_one_process_is_refused(rank, data, folder):
 
 
 def bad_input_is_told_once(rank, data, folder):
-    """By rank 0 alone, as torchrun names the ranks."""
+    """Rank 0 alone prints the message; the ranks are torchrun's."""
     os.environ.update(WORLD_SIZE=str(WORLD), RANK=str(rank))
     with pytest.raises(SystemExit) as ended:
         train_gpt.main(["--batch", "3", "--data", data])

@@ -1,8 +1,8 @@
-"""What must be true of tensor-parallel layers on each of a few gloo processes.
+"""Tensor and sequence parallel layers on two and on four processes.
 
-Oracles are the same model in one process. Where bits are compared the data are small integers and
-scales powers of two: then every product and every sum is exact, in whatever order, and a bit that
-differs is a bug. A file of its own, because spawned processes import it by name.
+The reference is the same model in one process. Where bits are compared, the data are small integers
+and scales are powers of two. Then every product and every sum is exact in any order, and a bit that
+differs is a bug. `test_tensor_parallel.py` starts the processes.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
-from float8.distributed import shards
-from float8.distributed.shards import Ranks
+from float8.distributed import exchange
+from float8.distributed.exchange import Ranks
 from float8.distributed.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -166,30 +166,30 @@ def assert_is_part_of(mine, one, mesh, dim, what):
 
 def equals_one_process(rank, recipes=tuple(EXACT), plans=tuple(PLANS), steps=2):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for plan in plans:
-        for recipe in recipes:
-            for convert_first in (False, True):
-                config, what = EXACT[recipe], (plan, recipe, convert_first)
-                one = convert_to_float8_training(make_model(), config=config)
-                model = parallelized(make_model(), mesh, PLANS[plan](), config, convert_first)
-                dim = CUT.get(plan, 1)
-                for seed in range(steps):
-                    x, g = integers(B, S, K, seed=seed), integers(B, S, K, seed=9 + seed)
-                    expected = step(one, x, g)
-                    found = step(model, part(x, mesh, dim), part(g, mesh, dim))
-                    assert_is_part_of(found, expected, mesh, dim, (*what, seed))
-                    if recipe == "delayed":
-                        sync_float8_amax_and_scale_history(model)
-                        sync_float8_amax_and_scale_history(one)
-                        if plan != "prepared":
-                            for a, b in zip(one.buffers(), model.buffers(), strict=True):
-                                assert torch.equal(a, b), what
-                    one.zero_grad()
-                    model.zero_grad()
+    for i, plan in enumerate(plans):
+        for j, recipe in enumerate(recipes):
+            convert_first = (i + j) % 2 == 1
+            config, what = EXACT[recipe], (plan, recipe, convert_first)
+            one = convert_to_float8_training(make_model(), config=config)
+            model = parallelized(make_model(), mesh, PLANS[plan](), config, convert_first)
+            dim = CUT.get(plan, 1)
+            for seed in range(steps):
+                x, g = integers(B, S, K, seed=seed), integers(B, S, K, seed=9 + seed)
+                expected = step(one, x, g)
+                found = step(model, part(x, mesh, dim), part(g, mesh, dim))
+                assert_is_part_of(found, expected, mesh, dim, (*what, seed))
+                if recipe == "delayed":
+                    sync_float8_amax_and_scale_history(model)
+                    sync_float8_amax_and_scale_history(one)
+                    if plan != "prepared":
+                        for a, b in zip(one.buffers(), model.buffers(), strict=True):
+                            assert torch.equal(a, b), what
+                one.zero_grad()
+                model.zero_grad()
 
 
 class Wire(TorchDispatchMode):
-    """What is handed to collectives: (name, dtype, elements)."""
+    """Record the calls of collectives: (name, dtype, elements)."""
 
     def __init__(self):
         super().__init__()
@@ -201,8 +201,8 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def what_travels(rank):
-    """Sequence parallel: codes are gathered, sums stay as they are, scales are single numbers."""
+def inputs_travel_as_float8(rank):
+    """Sequence parallel: inputs are gathered in float8, and sums are scattered in bfloat16."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     x = part(integers(B, S, K, seed=1), mesh, 1).bfloat16()
     g = part(integers(B, S, K, seed=2), mesh, 1).bfloat16()
@@ -213,25 +213,25 @@ def what_travels(rank):
             model(x.clone().requires_grad_()).backward(g)
         sent = [entry for entry in wire.sent if entry[0] != "all_reduce"]
         part_of_input = B * S // mesh.size() * K
-        codes = ("all_gather_into_tensor", torch.uint8, part_of_input)
+        data = ("all_gather_into_tensor", torch.uint8, part_of_input)
         sums = ("reduce_scatter_tensor", torch.bfloat16, B * S * K)
-        assert sent.count(codes) == gathers + 1, (plan, sent)  # and one in backward
+        assert sent.count(data) == gathers + 1, (plan, sent)  # and one in backward
         assert sent.count(sums) == gathers + 1, (plan, sent)
         assert len(sent) == 2 * gathers + 2, (plan, sent)
 
 
-def a_close_fit(rank, recipe, dtype_name, replicas=1, autocast=False):
-    """Random data: no further from one process than torch's own layers, cut, are from theirs.
+def random_data_differ_by_rounding_only(rank, recipe, dtype_name, replicas=1, autocast=False):
+    """Random data: as close to one process as torch's own parallel layers are to theirs.
 
-    Replicas have data of their own, with amaxes that must not reach each other. Under autocast
-    parameters are float32, and everything else of the dtype.
+    Each replica has its own data, and its amaxes must not change another replica's scales. Under
+    autocast parameters are float32, and everything else has the dtype.
     """
     ranks = dist.get_world_size() // replicas
     mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp", "tp"))
     dtype, replica = getattr(torch, dtype_name), mesh["dp"].get_local_rank()
     torch.manual_seed(replica)
     x, g = (torch.randn(B, S, n, dtype=dtype) * (1 + 2.7 * replica) for n in (K, H))
-    misfits = []
+    errors_above_bound = []
     for ours, torchs in COUNTERPARTS.items():
         errors = []
         for style in (ours, torchs):
@@ -250,8 +250,8 @@ def a_close_fit(rank, recipe, dtype_name, replicas=1, autocast=False):
             # One rounding of what is compared, where torch's own happened to agree to the bit.
             bound = 2 * allowed + torch.finfo(dtype).eps
             if not found <= bound:
-                misfits.append((recipe, ours.__name__, what, found, bound))
-    assert misfits == []  # now: all ranks have taken part in everything
+                errors_above_bound.append((recipe, ours.__name__, what, found, bound))
+    assert errors_above_bound == []  # at the end: all ranks have taken part in all collectives
 
 
 COUNTERPARTS = {Float8ColwiseParallel: ColwiseParallel, Float8RowwiseParallel: RowwiseParallel}
@@ -269,8 +269,8 @@ def _differences(one, other):
     return [((a - b).abs().max() / a.abs().max()).item() for a, b in pairs]
 
 
-def rows_and_blocks_are_cast_where_they_lie(rank, recipe):
-    """Scales of parts are never coarser: no further from high precision than one process is."""
+def rows_and_blocks_are_cast_by_the_receiving_rank(rank, recipe):
+    """Scales of parts are never coarser: as close to high precision as one process is."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(5)
     x, g = torch.randn(B, S, K), torch.randn(B, S, K)
@@ -288,7 +288,7 @@ def rows_and_blocks_are_cast_where_they_lie(rank, recipe):
             assert error[1] <= 1.25 * error[0] + 1e-6, (recipe, plan, error)
 
 
-def works_in_two_dimensions(rank):
+def trains_with_fully_shard(rank):
     """TP x FSDP2, 2 x 2: each replica has its own data; gradients are their mean."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     replica = mesh["dp"].get_local_rank()
@@ -315,15 +315,15 @@ def _in_two_dimensions(mesh, plan, config):
     return model
 
 
-def a_wrong_group_is_seen(rank, fault, replicas):
+def a_wrong_group_is_found(rank, fault, replicas):
     # The last replica's values are the largest: no other can raise its scales.
     is_last = replicas > 1 and rank >= dist.get_world_size() * (replicas - 1) // replicas
-    sees = contextlib.nullcontext() if is_last else pytest.raises(AssertionError)
-    with getattr(faults, fault)(), sees:
-        a_close_fit(rank, "tensorwise", "float32", replicas)
+    fails = contextlib.nullcontext() if is_last else pytest.raises(AssertionError)
+    with getattr(faults, fault)(), fails:
+        random_data_differ_by_rounding_only(rank, "tensorwise", "float32", replicas)
 
 
-def uneven_parts(rank):
+def sequences_that_do_not_divide(rank):
     """A DTensor says how long the whole is; plain parts of unequal length are refused."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     length = S - 1
@@ -344,8 +344,7 @@ def uneven_parts(rank):
             model(part(x, mesh, 1))
 
 
-def uneven_features(rank):
-    """Features that do not divide by the ranks."""
+def features_that_do_not_divide(rank):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     x, g = integers(B, S, K, seed=1), integers(B, S, K, seed=2)
     make = lambda: nn.Sequential(nn.Linear(K, 33), nn.ReLU(), nn.Linear(33, K))  # noqa: E731
@@ -362,7 +361,7 @@ def uneven_features(rank):
     assert_is_part_of(step(model, x, g), step(one, x, g), mesh, None, "features")
 
 
-def recomputed(rank):
+def recomputes(rank):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     x, g = (part(integers(B, S, K, seed=s), mesh, 1) for s in (1, 2))
     for recipe in ("dynamic", "delayed"):
@@ -384,7 +383,7 @@ def recomputed(rank):
 
 
 class Around(nn.Module):
-    """The graph holds the hooks of what it calls."""
+    """Call the block in the same graph, so that its hooks are traced."""
 
     def __init__(self, block):
         super().__init__()
@@ -426,7 +425,7 @@ def compiled_sync_is_one_graph(rank):
                 assert torch.equal(a, b), (group, factor)
 
 
-def in_high_precision_it_is_torchs_own(rank):
+def in_high_precision_equals_torchs_styles(rank):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(rank)
     x, g = torch.randn(B, S // 2, K), torch.randn(B, S // 2, K)
@@ -450,8 +449,8 @@ def in_high_precision_it_is_torchs_own(rank):
         assert torch.equal(step(convert_from_float8_training(model), x, g)[0], found[0]), plan
 
 
-def casts_once_for_all_readers(rank):
-    """What arrives at the layers is a Float8Tensor with the codes and scale of one process."""
+def an_input_is_cast_once_for_all_layers(rank):
+    """The layers get a Float8Tensor with the data and scale of one process."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(6)
     x = torch.randn(B, S, K)
@@ -474,8 +473,8 @@ class TakesKeywords(GatedFeedForward):
         return super().forward(x), mask
 
 
-def some_readers_are_not_converted(rank):
-    """They read the codes of the prepared input; its gradient is summed once."""
+def layers_in_high_precision_take_a_prepared_input(rank):
+    """They read the dequantised input; its gradient is summed once."""
     mesh, config = init_device_mesh("cpu", (dist.get_world_size(),)), EXACT["dynamic"]
     convert = functools.partial(
         convert_to_float8_training, config=config, module_filter_fn=lambda m, name: name != "up"
@@ -499,7 +498,7 @@ def an_input_on_another_mesh_is_refused(rank):
         model(distribute_tensor(integers(B, S, K, seed=1), mesh, [Shard(0), Shard(1)]))
 
 
-def keywords_are_prepared_and_others_left(rank):
+def keyword_inputs_are_prepared_and_others_are_not(rank):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     model = TakesKeywords()
@@ -522,8 +521,8 @@ def keywords_are_prepared_and_others_left(rank):
     assert gathers == [torch.uint8]
 
 
-def norms_that_write_float8(rank):
-    """What `RMSNormCast` wrote on every rank is multiplied as it is; its gradient is summed."""
+def takes_the_output_of_a_norm_in_float8(rank):
+    """The output of `RMSNormCast` is multiplied as it is; its gradient is summed."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     config = RECIPES["tensorwise"]
     torch.manual_seed(7)
@@ -548,7 +547,7 @@ def a_nan_on_one_rank_reaches_all(rank):
 
 
 def mixes_with_torchs_styles(rank):
-    """torch's own styles on converted layers beside ours."""
+    """torch's own styles work on converted layers beside ours."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     x, g = integers(B, S, K, seed=1), integers(B, S, K, seed=2)
     one = convert_to_float8_training(make_model(), config=EXACT["dynamic"])
@@ -562,20 +561,20 @@ def mixes_with_torchs_styles(rank):
     assert_is_part_of(step(model, x, g), step(one, x, g), mesh, None, "mixed")
 
 
-def parts_make_a_whole(rank):
-    """Any length, dimension and type; what is gathered comes back, sums are those of all ranks."""
+def parts_gather_to_the_whole(rank):
+    """For any length, dimension and dtype; sums are over all ranks."""
     ranks = Ranks.of(init_device_mesh("cpu", (dist.get_world_size(),)))
     for dim in (0, 1, 2):
         for length in (1, 5, 8):
             shape = [3, 2, 4]
             shape[dim] = length
             x = integers(*shape, seed=length)
-            mine = shards.part_of(x, dim, ranks)
+            mine = exchange.part_of(x, dim, ranks)
             assert mine.shape[dim] == ranks.length_here(length)
             for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
-                found = shards.gather(mine.to(dtype), dim, length, ranks)
+                found = exchange.gather(mine.to(dtype), dim, length, ranks)
                 assert found.dtype == dtype and torch.equal(found.float(), x), (dim, length, dtype)
             total = x * sum(range(1, ranks.size + 1))
-            assert torch.equal(shards.sum_over(x * (rank + 1), ranks), total)
-            found = shards.reduce_scatter(x * (rank + 1), dim, ranks)
-            assert torch.equal(found, shards.part_of(total, dim, ranks)), (dim, length)
+            assert torch.equal(exchange.sum_over(x * (rank + 1), ranks), total)
+            found = exchange.reduce_scatter(x * (rank + 1), dim, ranks)
+            assert torch.equal(found, exchange.part_of(total, dim, ranks)), (dim, length)

@@ -1,7 +1,7 @@
-"""What must be true of torchtitan with float8 layers, on each of two gloo processes.
+"""torchtitan with float8 layers on two processes.
 
-`test/integrations/test_torchtitan.py` starts them. torchtitan's own Trainer runs, by its own
-command line; what it asks of an accelerator is answered for the CPU here.
+torchtitan's own Trainer runs, by its own command line. It calls functions of an accelerator;
+`ANSWERS` has them for the CPU. `test/integrations/test_torchtitan.py` starts the processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-torch._utils._get_available_device_type = lambda: "cpu"  # asked when torchtitan is imported
+torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan's import calls it
 
 import torchtitan.distributed.fsdp as titan_fsdp  # noqa: E402
 import torchtitan.distributed.utils as titan_distributed  # noqa: E402
@@ -56,7 +56,7 @@ def sum_gradients(model):
 
 
 titan_fsdp.disable_fsdp_gradient_division = sum_gradients
-titan_distributed.set_pg_timeouts = lambda **_: None  # whose barrier names a CUDA device
+titan_distributed.set_pg_timeouts = lambda **_: None  # its barrier names a CUDA device
 titan_trainer.time = SimpleNamespace(sleep=lambda _: None, perf_counter=lambda: 0.0)
 
 TYPED = [
@@ -70,7 +70,7 @@ TYPED = [
 
 
 def trainer_of(*arguments):
-    """A Trainer by torchtitan's command line; ``losses`` are what it logs."""
+    """A Trainer made by torchtitan's command line; ``losses`` has the logged losses."""
     os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     torch.autograd.set_multithreading_enabled(False)  # as its init_distributed does
     config = ConfigManager().parse_args([*TYPED, *arguments])
@@ -83,7 +83,7 @@ def trainer_of(*arguments):
 
 @functools.cache
 def losses_of(*arguments, steps=3):
-    """What a run logs; the same arguments give the same."""
+    """The logged losses of a run; one run for the same arguments."""
     trainer = trainer_of("--training.steps", str(steps), *arguments)
     trainer.train()
     trainer.close()
@@ -104,7 +104,7 @@ def float8_layers(model):
 
 
 def small(**options):
-    """A config of two blocks, and of what a converter leaves alone."""
+    """A config of two blocks, with layers that a converter does not convert."""
     model = model_registry("debugmodel").model
     model.layers = model.layers[:2]
     odd = Linear.Config(in_features=256, out_features=2040)
@@ -155,7 +155,7 @@ def converter_says_what_is_wrong(rank):
 
 
 def converter_says_what_it_did(rank):
-    """What a layer keeps of an earlier conversion, and what an option does nothing for."""
+    """The report names layers of an earlier conversion, and options without effect."""
     model, said = small(), []
     ours.logger.info = lambda text, conversion: said.append(conversion)
     Float8Converter.Config(filter_fqns=["lm_head"]).build().convert(model)
@@ -182,7 +182,7 @@ def only_faster_layers(rank):
 
 
 def layers_keep_the_protocol(rank):
-    """Checked by torchtitan's own check; the same draws initialise the same weights."""
+    """torchtitan's own check passes; equal random numbers initialise equal weights."""
     converters = [
         Float8Converter.Config(recipe="delayed", plain_checkpoint=True),
         LoRAConverter.Config(rank=4, target_modules=["wo"]),
@@ -236,7 +236,7 @@ def what_parallelism_refuses(rank):
 
 
 def other_optimizers_are_left_alone(rank):
-    """One hook for the process, which nothing but torchtitan's container wakes, and holds none."""
+    """The process has one hook, for torchtitan's container only; it keeps no layer alive."""
     install, hooks = ours._install_hook, _global_optimizer_post_hooks
     config = Float8TitanLinear.Config(in_features=16, out_features=16, recipe="delayed")
     layer = config.build()
@@ -278,7 +278,7 @@ def chosen_in(model):
 
 
 def every_recipe_trains(rank):
-    """On one rank; what torchtitan does around it is the same for all."""
+    """On one rank: what torchtitan adds is the same for all recipes."""
     positions = torch.arange(16).expand(2, -1)
     outs = []
     for recipe in RECIPES:
@@ -296,7 +296,7 @@ def every_recipe_trains(rank):
 
 
 def gathers_in_float8(rank):
-    """By dynamic scales at first, then by delayed ones."""
+    """With dynamic scales at first, then with delayed ones."""
     gathers = by_override("delayed", enable_fsdp_float8_all_gather=True)
     trainer = trainer_of("--training.steps", "3", *gathers)
     weight = trainer.model_parts[0].layers["0"].feed_forward.w1.weight
@@ -307,13 +307,13 @@ def gathers_in_float8(rank):
 
 
 def recomputing_changes_nothing(rank):
-    """Selective checkpointing, the default, keeps products; full keeps nothing."""
+    """Selective checkpointing, the default, saves products; full saves nothing."""
     full = losses_of(*by_override("delayed"), "activation-checkpoint:full")
     assert full == losses_of(*by_override("delayed"))
 
 
 def compiling_changes_nothing(rank):
-    """By the override; what is not compiled, by the converter: beginnings of runs are equal."""
+    """The compiled run is configured by the override, the other one by the converter."""
     compiled = ("--compile.enable", "--compile.components", "model", "--compile.backend", "eager")
     losses = losses_of(*by_override("tensorwise"), *compiled, steps=2)
     assert losses == losses_of("--config", "llama3_float8", steps=6)[:2]

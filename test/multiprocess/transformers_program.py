@@ -1,6 +1,6 @@
-"""What must be true of the Trainer with `Float8Callback` on two processes.
+"""The Trainer of transformers with `Float8Callback` on two processes.
 
-`test_transformers.py` starts them, and `accelerate_program` has what Accelerate needs to shard on a
+`test_transformers.py` starts them. `accelerate_program` says what Accelerate needs to shard on a
 CPU.
 """
 
@@ -27,8 +27,8 @@ WORLD = 2
 
 
 def trainer_of(rank, folder, recipe, fsdp, seed=0):
-    """A Trainer for processes that have met already."""
-    gc.freeze()  # each ``train()`` collects garbage, among all objects of torch
+    """A Trainer in an existing process group."""
+    gc.freeze()  # ``train()`` collects garbage, which is slow with all objects of torch
     for name in [n for n in os.environ if "FSDP" in n]:
         del os.environ[name]
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
@@ -51,7 +51,7 @@ def trainer_of(rank, folder, recipe, fsdp, seed=0):
         ddp_find_unused_parameters=False,
         **options,
     )
-    assert arguments.world_size == WORLD  # which makes the PartialState
+    assert arguments.world_size == WORLD  # makes the PartialState
     if fsdp:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     config = one.convert(torch.nn.Linear(16, 16), recipe).config
@@ -60,7 +60,7 @@ def trainer_of(rank, folder, recipe, fsdp, seed=0):
 
 
 def resumes(rank, recipe, fsdp):
-    """To the losses, weights and histories of an uninterrupted run; ranks agree."""
+    """A run resumes to the losses, weights and histories of an uninterrupted one."""
     folder = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
     whole = trainer_of(rank, folder[0], recipe, fsdp)

@@ -1,7 +1,6 @@
-"""What `benchmarks.wire.Wire` must count on two gloo processes; `test_wire.py` starts them.
+"""The counts of `benchmarks.wire.Wire` on two processes; `test_wire.py` starts them.
 
-A file of its own, because spawned processes import it by name. Every expected number is computed
-by hand in the comment beside it.
+Every expected number is computed by hand in the comment beside it.
 """
 
 from __future__ import annotations

@@ -1,16 +1,41 @@
-"""`float8_gradients`: send the gradients of a parallel model as float8, with one call."""
+"""`float8_gradients`: send the gradients of a model under DDP or FSDP2 as float8.
+
+**DDP**: a communication hook replaces each bucket by its mean over ranks. DDP passes a bucket of
+flattened gradients as soon as backward has filled it, and takes a future of the reduced bucket. On
+CUDA the casts and collectives of all buckets run in one stream of their own, while backward
+continues in its stream. The future carries the event that DDP waits for; the host does not wait. On
+a CPU the hook returns when the bucket is reduced. Buckets are reduced in DDP's order, one after the
+other: all ranks then issue the same collectives in the same order, which callbacks of futures would
+not guarantee on gloo. The last bucket ends a step for the controller. Under ``no_sync`` DDP calls
+no hook.
+
+**FSDP2**: a reduce-scatter for ``set_custom_reduce_scatter``. FSDP2 lays the gradients of one unit
+out as (N ranks, shard) and calls `Float8ReduceScatter` in its own reduce-scatter stream. There is
+one cast and a float32 sum. Nothing can saturate (`reduction`), so there is no mu and no controller.
+The result is rounded once, to FSDP's ``reduce_dtype``: float32 is best, and sends no more bytes
+here. Under HSDP torch all-reduces the shards between replicas afterwards, in ``reduce_dtype``.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from float8.arguments import check_module
-from float8.distributed.gradients.controller import ScalingController
-from float8.distributed.gradients.state import Float8Gradients
-from float8.distributed.gradients.wire import TILE
+from float8.distributed.gradients.reduction import (
+    TILE,
+    all_reduce_mean,
+    check_gradient,
+    reduce_scatter,
+)
+from float8.distributed.gradients.state import Float8Gradients, ScalingController
 from float8.formats import E4M3, Format
 
 if TYPE_CHECKING:
@@ -27,12 +52,12 @@ def float8_gradients(
 
     Half the bytes of a bfloat16 reduction (0.502 from 65536 elements on, 0.506 of 2048), a quarter
     of a float32 one; one scale per tile of gradient, shared by all ranks; sums in float32. After
-    FP8-LM, arXiv 2310.18313, section 2.1 (`wire` says what differs). Call it once, after
+    FP8-LM, arXiv 2310.18313, section 2.1 (`reduction` says what differs). Call it once, after
     ``DistributedDataParallel(model)`` or ``fully_shard(model)`` and before the first backward, with
     the same arguments on all ranks. Whether the layers themselves are float8 does not matter.
 
     The error, as signal to noise of the reduced gradient against float64 (independent normal
-    gradients on each rank; ``python -m float8.distributed.gradients.measure``):
+    gradients on each rank; ``python benchmarks/bench_gradients.py``):
 
     ====== =============== ==================== =============== ===================
     ranks  E4M3 all-reduce E4M3 reduce-scatter  E5M2 all-reduce bfloat16 all-reduce
@@ -43,9 +68,10 @@ def float8_gradients(
     512    28.5            31.5                 22.6            31.4
     ====== =============== ==================== =============== ===================
 
-    in dB. Each cast costs what three (two) mantissa bits cost, however many ranks there are: the
-    sum is float32. A bfloat16 ring rounds at every hop, and gets worse. Where ranks agree on most
-    of the gradient, the errors of the first cast average out: 31.4 dB on 512 ranks, bfloat16 11.6.
+    in dB. The error of a cast is that of three (two) mantissa bits on any number of ranks, because
+    the sum is float32. A bfloat16 ring rounds at every hop, so its error grows. Where ranks agree
+    on most of the gradient, the errors of the first cast average out: 31.4 dB on 512 ranks,
+    bfloat16 11.6.
 
     Args:
         model: a `DistributedDataParallel`, or a module with FSDP2 units in it.
@@ -55,8 +81,8 @@ def float8_gradients(
         tile: elements that share a scale, at most; rounded up to a multiple of 16.
 
     Returns:
-        The state: ``report()`` counts what saturated and what was flushed to zero; ``state_dict()``
-        and ``load_state_dict()`` belong into the checkpoint.
+        The state: ``report()`` counts what saturated and what was flushed to zero. Save its
+        ``state_dict()`` in the checkpoint.
 
     Raises:
         TypeError: the model is neither, or a gradient's dtype cannot travel as float8.
@@ -65,15 +91,11 @@ def float8_gradients(
             only replicated (HSDP with shards of one rank, torch's ``replicate``), where FSDP2
             reduces without the reduce-scatter.
     """
-    from torch.nn.parallel import DistributedDataParallel
-
     check_module(model, "float8_gradients")
     model = getattr(model, "_orig_mod", model)  # what torch.compile(model) compiles
     if isinstance(model, DistributedDataParallel):
-        from float8.distributed.gradients import ddp
-
         state = Float8Gradients(fmt, controller or ScalingController(), tile)
-        ddp.attach(model, state)
+        _attach_to_ddp(model, state)
         return state
     units = _fsdp2_units(model)
     if not units:
@@ -92,10 +114,10 @@ def float8_gradients(
             "gradients in their own precision, and none would travel as float8. Shard it over more "
             "than one rank, or wrap it in DistributedDataParallel"
         )
-    from float8.distributed.gradients import fsdp
-
     state = Float8Gradients(fmt, None, tile)
-    fsdp.attach(units, state)
+    for name, unit in units:
+        comm = Float8ReduceScatter(state, name or "the root")
+        unit.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # the protocol is enough
     return state
 
 
@@ -108,10 +130,137 @@ def _fsdp2_units(model: nn.Module) -> list[tuple[str, FSDPModule]]:
 def _is_only_replicated(model: nn.Module) -> bool:
     from torch.distributed.tensor import DTensor
 
-    spread = [p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh.size() > 1]
-    cut = any(
+    on_many = [p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh.size() > 1]
+    is_sharded = any(
         not placement.is_replicate() and p.device_mesh.size(dim) > 1
-        for p in spread
+        for p in on_many
         for dim, placement in enumerate(p.placements)
     )
-    return bool(spread) and not cut
+    return bool(on_many) and not is_sharded
+
+
+# --- DDP
+
+
+def _attach_to_ddp(model: DistributedDataParallel, state: Float8Gradients) -> None:
+    """Register the hook; torch allows one per model, before the first backward.
+
+    Raises:
+        TypeError: a parameter's gradient cannot travel as float8.
+        RuntimeError: ranks have other settings.
+    """
+    trained = [
+        (name, p)
+        for name, p in model.module.named_parameters()
+        if p.requires_grad and name not in model.parameters_to_ignore
+    ]
+    for name, parameter in trained:
+        check_gradient(parameter, f"parameter {name!r}")
+    group = model.process_group
+    state.compare_ranks(group)
+    state.prepare(trained[0][1].device, group.size())  # DDP refuses models that train nothing
+
+    # Without annotations: DDP compares them with types, and here they would be strings.
+    def float8_hook(state, bucket):  # type: ignore[no-untyped-def]
+        return _reduce(state, bucket, group)
+
+    model.register_comm_hook(state, float8_hook)
+
+
+def _reduce(
+    state: Float8Gradients,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+    group: dist.ProcessGroup,
+) -> torch.futures.Future[Tensor]:
+    gradient = bucket.buffer()
+    check_gradient(gradient, f"bucket {bucket.index()}")
+    assert state.controller is not None
+    with torch.no_grad(), _beside_backward(gradient.device):
+        counts = all_reduce_mean(gradient, state.controller.mu, group, state.format, state.tile)
+        state.count(counts, elements=gradient.numel(), sampled=gradient.numel())
+        if bucket.is_last():
+            state.end_step()
+        return _future_of(gradient)
+
+
+def _future_of(gradient: Tensor) -> torch.futures.Future[Tensor]:
+    """A future that completes when the work queued in this stream so far has run."""
+    is_cuda = gradient.device.type == "cuda"
+    future: torch.futures.Future[Tensor] = torch.futures.Future(
+        devices=[gradient.device] if is_cuda else None
+    )
+    future.set_result(gradient)
+    return future
+
+
+def _beside_backward(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """The stream of the reductions, ordered after the work queued in this stream so far."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+# --- FSDP2
+
+
+class Float8ReduceScatter:
+    """What FSDP2 calls instead of ``reduce_scatter_tensor``; the protocol is torch's.
+
+    Args:
+        state: format, tile and counts, shared by all units.
+        unit: the unit's name, for messages.
+    """
+
+    def __init__(self, state: Float8Gradients, unit: str) -> None:
+        self.state = state
+        self.unit = unit
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """FSDP2's buffers: ordinary ones."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce in the current stream.
+
+        Args:
+            output_tensor: (C,): written, in its own dtype.
+            input_tensor: (N * C,): this rank's gradients, shard after shard.
+            group: the N ranks.
+            op: SUM or AVG.
+            async_op: always False in FSDP2's calls.
+
+        Raises:
+            TypeError: gradients that cannot travel as float8.
+            ValueError: another reduction.
+            RuntimeError: ranks have other settings (first call only).
+        """
+        assert not async_op
+        check_gradient(input_tensor, f"FSDP2 unit {self.unit!r}")
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(
+                f"float8_gradients: FSDP2 unit {self.unit!r} reduces with {op}, which hides its "
+                "factor; call set_force_sum_reduction_for_comms(True) beside "
+                "set_gradient_divide_factor(...)"
+            )
+        state, mean = self.state, op == dist.ReduceOp.AVG
+        x_NC = input_tensor.view(group.size(), -1)
+        state.compare_ranks(group)
+        lost = reduce_scatter(output_tensor, x_NC, group, state.format, mean, state.tile)
+        state.count(lost, elements=input_tensor.numel(), sampled=output_tensor.numel())
+        state.end_step()

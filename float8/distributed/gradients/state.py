@@ -1,11 +1,24 @@
-"""What the reductions of one model share: the format, mu, and counts of what was lost.
+"""The state of a model's float8 reductions: format, the factor mu, and counts of what was lost.
 
-Counts are tensors on the gradients' device, added to without waiting; `Float8Gradients.report`
-reads them. `state_dict` holds plain tensors (mu and the counts), so a checkpoint restores both.
+Counts are tensors on the gradients' device; adding to them does not wait for the device.
+`Float8Gradients.report` reads them. `Float8Gradients.state_dict` holds plain tensors (mu and the
+counts), so that a checkpoint restores both.
+
+**The rule of mu** is the auto-scaling of FP8-LM (arXiv 2310.18313, section 2.1). If more than
+0.001 % of the gradient values reach the largest float8 value, mu is halved for the next step.
+Otherwise mu grows exponentially, by a factor of two in 1000 steps. So mu approaches the largest
+value at which (almost) nothing saturates, and with it the least underflow. mu is a tensor beside
+the gradients, updated by a few kernels, so that no step waits for it. The counts are equal on all
+ranks, so mu is too, without a collective of its own.
+
+The paper leaves two cases open. *A ceiling*: N independent gradients can shrink their mean by
+sqrt(N), so a larger mu could only clip; that is the default ceiling here. *A step whose gradients
+are not finite* says nothing about saturation: mu stays as it is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,11 +26,87 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from float8.distributed.gradients.controller import ScalingController
-from float8.distributed.gradients.wire import TILE
+from float8.distributed.gradients.reduction import TILE, Counts
+from float8.distributed.rank_comparison import compare_ranks
 from float8.formats import E4M3, Format, format_of
+from float8.linear.delayed import ranks_of
 
-_ON_HOST = ("steps", "elements", "sampled")  # counts that no device has to be asked for
+_ON_HOST = ("steps", "elements", "sampled")  # counts that need no device
+
+
+class ScalingController:
+    """mu, halved on saturation and growing slowly otherwise.
+
+    Args:
+        initial: mu at the start; at 1 and below nothing saturates, whatever the gradients.
+        threshold: the share of saturated values above which mu is halved.
+        doubling_steps: how many steps without saturation double mu.
+        ceiling: mu never exceeds it; None is the square root of the number of ranks.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(
+        self,
+        initial: float = 1.0,
+        threshold: float = 1e-5,
+        doubling_steps: int = 1000,
+        ceiling: float | None = None,
+    ) -> None:
+        bounded = math.isfinite(initial) and initial > 0 and (ceiling is None or ceiling >= initial)
+        if not bounded:
+            raise ValueError(
+                f"ScalingController: needs 0 < initial <= ceiling, got {initial=}, {ceiling=}"
+            )
+        if not 0 <= threshold < 1:
+            raise ValueError(f"ScalingController: threshold is a share in [0, 1), got {threshold}")
+        if doubling_steps < 1:
+            raise ValueError(f"ScalingController: doubling_steps={doubling_steps} is below 1")
+        self.threshold = threshold
+        self.growth = 2.0 ** (1.0 / doubling_steps)
+        self.ceiling = ceiling
+        self.mu = torch.full((), initial, dtype=torch.float32)
+
+    def __repr__(self) -> str:  # exact: ranks compare it
+        return (
+            f"ScalingController(mu={float(self.mu):.9g}, threshold={self.threshold!r}, "
+            f"growth={self.growth!r}, ceiling={self.ceiling})"
+        )
+
+    def prepare(self, device: torch.device, world: int) -> None:
+        """Move mu to the gradients' device, and set the default ceiling."""
+        self.mu = self.mu.to(device)
+        if self.ceiling is None:
+            self.ceiling = max(math.sqrt(world), float(self.mu))
+
+    def update(self, saturated: Tensor, nonfinite: Tensor, elements: int) -> None:
+        """Update mu after one step; in place, without waiting for the device.
+
+        Args:
+            saturated: integer (): saturated values of the step, over all ranks.
+            nonfinite: integer (): positive if the step's gradients were not finite.
+            elements: how many values the step reduced.
+        """
+        share = saturated.to(torch.float32) / max(1, elements)
+        grown = (self.mu * self.growth).clamp(max=self.ceiling)
+        following = torch.where(share > self.threshold, self.mu * 0.5, grown)
+        self.mu.copy_(torch.where(nonfinite > 0, self.mu, following))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """A copy of mu."""
+        return {"mu": self.mu.detach().clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy mu from a `state_dict`, from any device.
+
+        Raises:
+            ValueError: mu is missing, or no positive finite number.
+        """
+        mu = state.get("mu")
+        if mu is None or not (torch.isfinite(mu).all() and (mu > 0).all()):
+            raise ValueError(f"ScalingController: a state needs a positive finite mu, got {mu}")
+        self.mu.copy_(mu)
 
 
 @dataclass(frozen=True)
@@ -25,16 +114,16 @@ class GradientReport:
     """What float8 cost the gradients since the start (or the last `Float8Gradients.reset`).
 
     Args:
-        steps: reductions of all gradients (microbatches that synchronise count each); of one
-            FSDP2 unit each.
+        steps: reductions of all gradients (each microbatch that synchronises counts); for FSDP2,
+            reductions of one unit each.
         elements: gradient values reduced in them.
         saturated: values of the mean that were clamped, over all ranks. FSDP2: always 0.
         flushed: nonzero values of the mean that became zero, over all ranks. FSDP2: always 0.
-        sampled: values of ranks' own gradients that were looked at before the sum: each rank looks
-            at the shard that it keeps. DDP: over all ranks; FSDP2: of this rank.
+        sampled: values of ranks' own gradients that were counted before the sum: each rank counts
+            those of the shard that it keeps. DDP: over all ranks; FSDP2: of this rank.
         flushed_before: nonzero ones of these that became zero.
-        nonfinite: reductions, of one bucket or unit each, that a NaN or an infinity entered.
-        mu: the pre-scaling factor now; None for FSDP2, whose half cannot saturate.
+        nonfinite: reductions, of one bucket or unit each, that had a NaN or an infinity.
+        mu: the pre-scaling factor now; None for FSDP2, where nothing can saturate.
     """
 
     steps: int
@@ -65,7 +154,7 @@ class Float8Gradients:
     """The state behind `float8_gradients`: read it with `report`, save it with the checkpoint.
 
     Args:
-        fmt: `E4M3`, `E5M2` or their dtypes: what travels.
+        fmt: `E4M3`, `E5M2` or their dtypes: the format that is sent.
         controller: finds mu; None where nothing can saturate (FSDP2).
         tile: how many elements share a scale, at most.
 
@@ -86,53 +175,57 @@ class Float8Gradients:
         self.controller = controller
         self.tile = tile
         self._counts = dict.fromkeys(_ON_HOST, 0)
-        self._lost = torch.zeros(4, dtype=torch.int64)  # wire.Counts, on the gradients' device
+        self._lost = torch.zeros(4, dtype=torch.int64)  # Counts, on the gradients' device
         self._of_step = torch.zeros(4, dtype=torch.int64)
         self._elements_of_step = 0
-        self._agreed: set[dist.ProcessGroup] = set()
+        self._compared: set[dist.ProcessGroup] = set()
 
     def prepare(self, device: torch.device, world: int) -> None:
-        """Move the counts and mu beside the gradients."""
+        """Move the counts and mu to the gradients' device."""
         self._lost, self._of_step = self._lost.to(device), self._of_step.to(device)
         if self.controller is not None:
             self.controller.prepare(device, world)
 
-    def agree(self, group: dist.ProcessGroup) -> None:
-        """Make sure, once per group, that all of its ranks have the same settings.
+    def compare_ranks(self, group: dist.ProcessGroup) -> None:
+        """Compare the settings of the ranks, once per group.
 
         Raises:
-            RuntimeError: on every rank, saying who has which.
+            RuntimeError: on every rank, naming a setting that differs.
         """
-        if group in self._agreed:
+        if group in self._compared:
             return
-        mu = "" if self.controller is None else f", {self.controller}"
-        mine = f"{self.format} in tiles of {self.tile}{mu}"
-        every: list[str | None] = [None] * group.size()
-        dist.all_gather_object(every, mine, group=group)
-        if len(set(every)) > 1:
-            said = "; ".join(f"rank {rank}: {settings}" for rank, settings in enumerate(every))
-            raise RuntimeError(
-                f"float8_gradients needs the same arguments on all ranks, got {said}"
-            )
-        self._agreed.add(group)
+        settings = {
+            "fmt": str(self.format),
+            "tile": str(self.tile),
+            "controller": repr(self.controller),
+        }
+        compare_ranks(
+            ranks_of(group),
+            "calls float8_gradients",
+            {"float8_gradients": settings},
+            "Pass float8_gradients the same arguments on all ranks",
+            subject="arguments",
+        )
+        self._compared.add(group)
 
     def count(self, counts_4: Tensor, elements: int, sampled: int) -> None:
-        """Add one reduction; `end_step` follows the last one of a step."""
+        """Add the reduction of one bucket or unit.
+
+        Args:
+            counts_4: `Counts`.
+            elements, sampled: see `GradientReport`.
+        """
+        if self._of_step.device != counts_4.device:  # FSDP2, once; parameters may be offloaded
+            self.prepare(counts_4.device, world=1)
         self._of_step += counts_4
         self._elements_of_step += elements
         self._counts["sampled"] += sampled
 
-    def count_unit(self, counts_4: Tensor, elements: int, sampled: int) -> None:
-        """Add one reduction that is a step of its own: an FSDP2 unit's."""
-        if self._lost.device != counts_4.device:  # once; its parameters may be offloaded
-            self._lost = self._lost.to(counts_4.device)
-        self._lost += counts_4
-        self._counts["steps"] += 1
-        self._counts["elements"] += elements
-        self._counts["sampled"] += sampled
-
     def end_step(self) -> None:
-        """Update mu from this step's counts. Every rank calls it with equal ones."""
+        """Update mu from the counts since the last step. Under DDP all ranks have equal ones.
+
+        A step is the reduction of all buckets under DDP, and of one unit under FSDP2.
+        """
         saturated, _, _, nonfinite = self._of_step.unbind()
         if self.controller is not None:
             self.controller.update(saturated, nonfinite, self._elements_of_step)
@@ -145,20 +238,12 @@ class Float8Gradients:
     def report(self) -> GradientReport:
         """What was lost so far. Waits for the device, but for no other rank."""
         self._wait()
-        saturated, flushed, flushed_before, nonfinite = self._lost.tolist()
-        return GradientReport(
-            steps=self._counts["steps"],
-            elements=self._counts["elements"],
-            saturated=saturated,
-            flushed=flushed,
-            sampled=self._counts["sampled"],
-            flushed_before=flushed_before,
-            nonfinite=nonfinite,
-            mu=None if self.controller is None else float(self.controller.mu),
-        )
+        lost = dict(zip(Counts._fields, self._lost.tolist(), strict=True))
+        mu = None if self.controller is None else float(self.controller.mu)
+        return GradientReport(**self._counts, **lost, mu=mu)
 
     def reset(self) -> None:
-        """Start counting anew; mu stays."""
+        """Set the counts to zero; mu stays."""
         self._wait()
         self._counts = dict.fromkeys(_ON_HOST, 0)
         self._lost.zero_()
@@ -166,7 +251,7 @@ class Float8Gradients:
     def state_dict(self) -> dict[str, Tensor]:
         """mu and the counts, as plain tensors, for `torch.distributed.checkpoint` too.
 
-        Equal on all ranks under DDP. FSDP2's are this rank's, and have no mu to lose.
+        Equal on all ranks under DDP. Under FSDP2 the counts are this rank's, and there is no mu.
         """
         self._wait()
         counts = torch.tensor([self._counts[name] for name in _ON_HOST])
@@ -174,10 +259,10 @@ class Float8Gradients:
         return state | (self.controller.state_dict() if self.controller is not None else {})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue where `state_dict` was taken; on every rank, with the same state.
+        """Continue from a `state_dict`; call it on every rank, with the same state.
 
-        Ranks decode with their own mu, and do not ask each other again: one that loads alone would
-        end up with other gradients than the rest.
+        Ranks dequantise with their own mu and do not compare it again. If one rank alone loaded a
+        state, its gradients would differ from those of the others.
 
         Raises:
             ValueError: entries are missing, or mu is no positive finite number.
@@ -191,6 +276,6 @@ class Float8Gradients:
         self._counts = dict(zip(_ON_HOST, state["counts"].tolist(), strict=True))
 
     def _wait(self) -> None:
-        # Reductions run in streams of their own; this is no hot path.
+        # Reductions run in streams of their own. This is not called in a step.
         if self._lost.device.type == "cuda":
             torch.cuda.synchronize(self._lost.device)

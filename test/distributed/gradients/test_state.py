@@ -1,4 +1,4 @@
-"""Counts add up, can be read, and move with a checkpoint."""
+"""The counts of reductions, and the rule of mu (FP8-LM's): both are in a checkpoint."""
 
 import pytest
 import torch
@@ -17,20 +17,20 @@ def counted():
     return state
 
 
-def test_buckets_and_steps_add_up():
+def test_counts_of_buckets_and_steps_add_up():
     report = counted().report()
     assert (report.steps, report.elements, report.sampled) == (2, 1200, 1200)
     assert (report.saturated, report.flushed, report.flushed_before) == (2, 40, 600)
     assert (report.nonfinite, report.mu) == (2, 1.0)
 
 
-def test_the_report_reads_as_a_sentence():
-    said = str(counted().report())
-    assert "2 reductions of 1200 gradient values" in said
-    assert "0.167% saturated" in said and "50.000% of the parts" in said and "mu 1" in said
+def test_the_report_as_text():
+    text = str(counted().report())
+    assert "2 reductions of 1200 gradient values" in text
+    assert "0.167% saturated" in text and "50.000% of the parts" in text and "mu 1" in text
 
 
-def test_a_new_count_begins_and_mu_stays():
+def test_reset_keeps_mu():
     state = counted()
     state.controller.mu.fill_(0.5)
     state.reset()
@@ -46,20 +46,103 @@ def test_a_checkpoint_holds_plain_tensors_that_restore_everything():
     assert other.report() == state.report()
 
 
-def test_a_unit_of_fsdp_is_a_step():
+def test_a_unit_of_fsdp2_counts_as_a_step():
     state = Float8Gradients()
     counts = torch.tensor([0, 0, 5, 1], dtype=torch.int32)
-    state.count_unit(counts, elements=100, sampled=50)
+    state.count(counts, elements=100, sampled=50)
+    state.end_step()
     report = state.report()
     assert (report.steps, report.elements, report.sampled, report.flushed_before) == (1, 100, 50, 5)
     assert report.nonfinite == 1
     assert report.mu is None and "mu" not in str(report)
 
 
-def test_nonsense_is_refused():
+def test_arguments_that_mean_nothing_are_refused():
     with pytest.raises(TypeError, match="float8 format"):
         Float8Gradients(torch.bfloat16)
     with pytest.raises(ValueError, match="tile of 0"):
         Float8Gradients(E4M3, tile=0)
     with pytest.raises(ValueError, match="lacks"):
         Float8Gradients().load_state_dict({})
+
+
+# --- mu
+
+NONE = torch.tensor(0)
+ELEMENTS = 1_000_000
+
+
+def controller(*args, ranks=64, **kwargs):
+    made = ScalingController(*args, **kwargs)
+    made.prepare(torch.device("cpu"), ranks)
+    return made
+
+
+@pytest.mark.parametrize(("saturated", "factor"), [(0, 2**0.001), (10, 2**0.001), (11, 0.5)])
+def test_mu_is_halved_above_a_thousandth_of_a_percent_saturated(saturated, factor):
+    made = controller()
+    made.update(torch.tensor(saturated), NONE, ELEMENTS)
+    assert made.mu.item() == pytest.approx(factor, rel=1e-6)
+
+
+def test_mu_doubles_in_a_thousand_steps():
+    made = controller()
+    made.update(torch.tensor(ELEMENTS), NONE, ELEMENTS)
+    assert made.mu == 0.5
+    for _ in range(1000):
+        made.update(NONE, NONE, ELEMENTS)
+    assert made.mu.item() == pytest.approx(1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "expected"), [(None, 64, 8.0), (3.0, 64, 3.0), (None, 1, 1)]
+)
+def test_mu_stops_at_the_ceiling(given, ranks, expected):
+    made = controller(doubling_steps=1, ceiling=given, ranks=ranks)
+    for _ in range(10):
+        made.update(NONE, NONE, ELEMENTS)
+    assert made.mu == expected
+
+
+def test_a_step_that_is_not_finite_leaves_mu():
+    made = controller(0.75)
+    made.update(torch.tensor(ELEMENTS), torch.tensor(2), ELEMENTS)
+    made.update(NONE, torch.tensor(1), ELEMENTS)
+    assert made.mu == 0.75
+
+
+def test_mu_stays_the_same_tensor():
+    made = controller()
+    mu = made.mu
+    made.update(torch.tensor(ELEMENTS), NONE, ELEMENTS)
+    made.load_state_dict({"mu": torch.tensor(3.0)})
+    assert made.mu is mu and mu == 3.0
+
+
+def test_a_saved_mu_is_a_copy():
+    made = controller()
+    saved = made.state_dict()
+    made.update(torch.tensor(ELEMENTS), NONE, ELEMENTS)
+    assert saved["mu"] == 1.0
+
+
+@pytest.mark.parametrize("state", [{}, {"mu": torch.tensor(0.0)}, {"mu": torch.tensor(torch.nan)}])
+def test_a_state_without_a_positive_finite_mu_is_refused(state):
+    with pytest.raises(ValueError, match="positive finite mu"):
+        controller().load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"initial": 0.0},
+        {"initial": float("inf")},
+        {"initial": 2.0, "ceiling": 1.0},
+        {"threshold": 1.0},
+        {"threshold": -1e-5},
+        {"doubling_steps": 0},
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments):
+    with pytest.raises(ValueError, match="ScalingController"):
+        ScalingController(**arguments)

@@ -1,12 +1,15 @@
-"""The error of float8 gradients against an exact mean, beside that of a bfloat16 all-reduce.
+"""How far is a gradient mean that travels in float8 from the exact mean?
 
-``python -m float8.distributed.gradients.measure`` prints it for several numbers of ranks; no
-processes are started. `simulated` runs the arithmetic of `reduce.all_reduce_mean` for N ranks in
-one process, to the same bits.
+Prints the error of `float8_gradients` for several numbers of ranks, beside that of a bfloat16
+all-reduce. No processes are started: `simulated` runs the arithmetic of
+`float8.distributed.gradients.reduction` for N ranks in one process, to the same bits.
 
 SQNR is ``10 log10(sum(mean^2) / sum((reduced - mean)^2))``, the mean in float64. The bfloat16
 all-reduce is a ring's: each rank's gradient over N in bfloat16, and every hop rounds its partial
 sum to bfloat16.
+
+    python benchmarks/bench_gradients.py
+    python benchmarks/bench_gradients.py --ranks 2 8
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8.distributed.gradients import wire
+from float8.distributed.gradients import reduction
 from float8.formats import E4M3, E5M2, Format
 
 RANKS = (2, 4, 8, 64, 512)
@@ -26,7 +29,7 @@ ELEMENTS = 1 << 15
 
 
 class Error(NamedTuple):
-    """SQNRs in dB: of the all-reduce, of its reduce-scatter half alone, and of bfloat16's."""
+    """SQNRs in dB: of the all-reduce, of its reduce-scatter alone, and of bfloat16's all-reduce."""
 
     ranks: int
     all_reduce: float
@@ -35,13 +38,13 @@ class Error(NamedTuple):
 
 
 def simulated(
-    gradients: list[Tensor], fmt: Format = E4M3, mu: float = 1.0, tile: int = wire.TILE
+    gradients: list[Tensor], fmt: Format = E4M3, mu: float = 1.0, tile: int = reduction.TILE
 ) -> tuple[Tensor, Tensor]:
-    """What N ranks reduce their flat gradients to.
+    """The reduced gradient of N ranks.
 
     Args:
         gradients: N of shape (n,), float32, bfloat16 or float16.
-        fmt: what travels.
+        fmt: the format that is sent.
         mu: the pre-scaling factor.
         tile: elements that share a scale.
 
@@ -50,20 +53,20 @@ def simulated(
         reduce-scatter alone.
     """
     world, n = len(gradients), gradients[0].numel()
-    tiles, extent = wire.extents(-(-n // world), tile)
+    tiles, extent = reduction.extents(-(-n // world), tile)
     padding = world * tiles * extent - n
-    folded = [
-        wire.folded(torch.nn.functional.pad(g, (0, padding)).view(world, -1), extent)
+    parts = [
+        reduction.in_tiles(torch.nn.functional.pad(g, (0, padding)).view(world, -1), extent)
         for g in gradients
     ]
-    amax = torch.stack([wire.amax(x) for x in folded]).amax(0)
-    scale = wire.shared_scale(amax, fmt)
-    codes = [wire.encode(x, scale, fmt) for x in folded]
-    sums = torch.stack([wire.summed(torch.stack(shards)) for shards in zip(*codes, strict=True)])
+    amax = torch.stack([reduction.amax(x) for x in parts]).amax(0)
+    scale = reduction.shared_scale(amax, fmt)
+    data = [reduction.cast(x, scale, fmt) for x in parts]
+    sums = torch.stack([reduction.summed(torch.stack(own)) for own in zip(*data, strict=True)])
     half = (sums / world * scale).flatten()[:n]
     factor = torch.tensor(mu)
-    mean_codes = wire.recast(wire.prescaled(sums, factor, world), fmt)
-    whole = wire.decode(mean_codes, scale / factor, gradients[0].dtype)
+    mean_data = reduction.recast(reduction.prescaled(sums, factor, world), fmt)
+    whole = reduction.dequantize(mean_data, scale / factor, gradients[0].dtype)
     return whole.flatten()[:n], half
 
 
@@ -83,22 +86,22 @@ def sqnr(found: Tensor, exact: Tensor) -> float:
 
 
 def independent(rank: int, n: int) -> Tensor:
-    """A gradient of which ranks have nothing in common: all noise."""
+    """Noise, independent on each rank."""
     return torch.randn(n, generator=torch.Generator().manual_seed(rank))
 
 
 def agreeing(rank: int, n: int) -> Tensor:
-    """A gradient of which ranks have most in common: a shared one, and noise a tenth of it."""
+    """A gradient that all ranks share, and independent noise of a tenth of its size."""
     return independent(1 << 40, n) + 0.1 * independent(rank, n)
 
 
-def measure(
+def error_on(
     ranks: int,
     gradient: Callable[[int, int], Tensor] = independent,
     fmt: Format = E4M3,
     n: int = ELEMENTS,
 ) -> Error:
-    """The error on ``ranks`` ranks; ``gradient(rank, n)`` makes each rank's."""
+    """The error on ``ranks`` ranks; ``gradient(rank, n)`` makes the gradient of each."""
     gradients = [gradient(rank, n) for rank in range(ranks)]
     exact = torch.zeros(n, dtype=torch.float64)
     for g in gradients:
@@ -112,7 +115,7 @@ def measure(
 
 def table(fmt: Format, gradient: Callable[[int, int], Tensor], ranks: tuple[int, ...]) -> str:
     """One row per number of ranks."""
-    rows = [measure(r, gradient, fmt) for r in ranks]
+    rows = [error_on(r, gradient, fmt) for r in ranks]
     lines = ["ranks   all-reduce   reduce-scatter   bfloat16 all-reduce"]
     lines += [
         f"{e.ranks:5} {e.all_reduce:9.1f} dB {e.reduce_scatter:13.1f} dB {e.bfloat16:18.1f} dB"
@@ -124,9 +127,7 @@ def table(fmt: Format, gradient: Callable[[int, int], Tensor], ranks: tuple[int,
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(
-        prog="python -m float8.distributed.gradients.measure",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="how many")
     ranks = tuple(parser.parse_args().ranks)
