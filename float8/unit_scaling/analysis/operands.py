@@ -1,4 +1,4 @@
-"""What float8 would lose of a model cast as it is: every operand of every linear product.
+"""`operand_table`: what a cast to float8 with scale 1 would lose of every operand of a model.
 
 A linear layer is three GEMMs of three tensors (`float8.linear.autograd`)::
 
@@ -20,8 +20,8 @@ out::
     print(format_operands(operand_table(model, tokens, targets)))
     print(format_operands(operand_table(unit_scale(model), tokens, targets)))
 
-A linear product is ``F.linear``, or ``torch.matmul``, ``mm`` or ``addmm`` by a parameter, however
-it is spelt, or the product of a unit-scaled function.
+Listed are the contractions of kind "linear" (`transforms.contractions`), and those of kind "matrix"
+whose right operand is a parameter or a view of one.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from float8.formats import E4M3, E5M2, Format
 from float8.tensor import Float8Tensor
-from float8.unit_scaling.functional.products import scaled_linear
+from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Contraction, Function
+from float8.unit_scaling.transforms.history import tensors_in
 from float8.unit_scaling.transforms.transformed import (
     Mode,
     Transform,
@@ -48,16 +48,6 @@ from float8.unit_scaling.transforms.transformed import (
 )
 
 FORMATS = {"input": E4M3, "weight": E4M3, "grad_output": E5M2}
-
-# torch function -> positions and names of the left operand and of the right one, the weight
-_PRODUCTS: dict[Callable[..., Any], tuple[tuple[int, str], tuple[int, str]]] = {
-    F.linear: ((0, "input"), (1, "weight")),
-    scaled_linear: ((0, "input"), (1, "weight")),
-    torch.matmul: ((0, "input"), (1, "other")),
-    torch.mm: ((0, "input"), (1, "mat2")),
-    torch.addmm: ((1, "mat1"), (2, "mat2")),
-}
-_ALWAYS = (F.linear, scaled_linear)  # products by a weight, even by one that was computed
 
 
 @dataclass(frozen=True)
@@ -156,7 +146,11 @@ class WatchOperands(Transform):
         """The mode that writes to the model's record."""
         record: _Record = model._operands  # type: ignore[assignment]
         return Mode(
-            {function: functools.partial(_see_call, record, function) for function in _PRODUCTS}
+            {
+                function: functools.partial(_see_call, record, function, contraction)
+                for function, contraction in CONTRACTIONS.items()
+                if contraction.kind in ("linear", "matrix")
+            }
         )
 
 
@@ -167,10 +161,11 @@ class _Record:
         self.names, self.uses = names, Counter[str]()
         self.calls: list[list[Operand]] = []
 
-    def is_learned(self, weight: Any) -> bool:
-        return isinstance(weight, Tensor) and self._parameter(weight) in self.names
+    def is_parameter(self, weight: Tensor) -> bool:
+        """Whether a tensor is a parameter of the model, or views one."""
+        return self._parameter(weight) in self.names
 
-    def see(self, input: Tensor, weight: Tensor, output: Tensor) -> None:
+    def add(self, input: Tensor, weight: Tensor, output: Tensor) -> None:
         """Notes two operands, and the third when the backward pass brings it."""
         name = self.names.get(self._parameter(weight), "").rpartition(".")[0] or "linear"
         self.uses[name] += 1
@@ -186,20 +181,21 @@ class _Record:
         return id(weight if weight._base is None else weight._base)
 
 
-def _see_call(record: _Record, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _see_call(
+    record: _Record, function: Function, contraction: Contraction, *args: Any, **kwargs: Any
+) -> Any:
     output = function(*args, **kwargs)
-    if is_in_functorch():  # whose tensors have no values to look at
+    if is_in_functorch():  # tensors have no values there
         return output
-    left, right = (_argument(place, args, kwargs) for place in _PRODUCTS[function])
+    tensors = dict(tensors_in((args, kwargs)))
+    left, right = (
+        next(tensors[path] for path in argument.paths if path in tensors)
+        for argument in contraction.operands
+    )
     with torch._C.DisableTorchFunction():  # no transform sees the statistics
-        if function in _ALWAYS or record.is_learned(right):
-            record.see(left, right, output)
+        if contraction.kind == "linear" or record.is_parameter(right):
+            record.add(left, right, output)
     return output
-
-
-def _argument(place: tuple[int, str], args: Any, kwargs: Any) -> Any:
-    position, name = place
-    return args[position] if position < len(args) else kwargs.get(name)
 
 
 def _row(product: str, operand: str, x: Tensor) -> Operand:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from float8.unit_scaling import functional as U
+from float8.unit_scaling.transforms import compile, simulate_fp8, unit_scale
 from float8.unit_scaling.transforms.transformed import Mode, Transform, model_of, transformed
 
 
@@ -110,3 +111,23 @@ def test_what_is_no_module_compiled_or_transformed_twice_is_refused():
         transformed(torch.compile(Model()), Doubles())
     with pytest.raises(ValueError, match="has the transform Doubles already"):
         transformed(transformed(Model(), Doubles()), Doubles())
+
+
+def test_a_transformed_model_compiles_to_one_graph_with_its_numbers_and_gradients():
+    model = simulate_fp8(unit_scale(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))))
+    compiled = compile(model, backend="eager", fullgraph=True)
+    assert isinstance(compiled, nn.Module)
+    x, grad = torch.randn(3, 8), torch.randn(3, 4)
+    found = []
+    for run in (model, compiled):
+        run.zero_grad()
+        run(x).backward(grad)
+        found.append([run(x), *(p.grad.clone() for p in model.parameters())])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_it_takes_modules_only_and_comes_last():
+    with pytest.raises(TypeError, match=r"takes an nn\.Module"):
+        compile(torch.relu)
+    with pytest.raises(TypeError, match="transform it first, then compile"):
+        unit_scale(compile(nn.Linear(2, 2)))

@@ -81,7 +81,7 @@ KINDS = {
 def test_an_addition_is_taken_for_what_it_is(name):
     body, expected = KINDS[name]
     decisions = decisions_of(unit_scale(Model(body)), torch.randn(2, 4, WIDTH))
-    assert [kind.name for kind in decisions.kinds.values()] == expected
+    assert [addition.kind for addition in decisions.additions.values()] == expected
 
 
 def test_what_is_kept_has_its_own_numbers():

@@ -1,6 +1,8 @@
-"""Residual layers, however written, have the numbers of hand-written splits and additions."""
+"""Residual layers have the gradients of hand-written splits; bridges are found as defined."""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from torch import nn
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.rules import transformer_residual_scaling_rule
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
-from float8.unit_scaling.transforms import residuals
+from float8.unit_scaling.transforms.additions import Addition
+from float8.unit_scaling.transforms.gradient_factors import bridges, calls_on_cut_edges
+from float8.unit_scaling.transforms.history import Call, Value
 from float8.unit_scaling.transforms.unit_scale import unit_scale
 
 WIDTH = 6
@@ -228,7 +232,7 @@ def test_the_gradient_with_respect_to_the_input_is_the_derivative_in_a_residual_
 
 
 def test_a_wrong_factor_would_be_noticed(monkeypatch):
-    monkeypatch.setattr(residuals.Residual, "factor", lambda self, operand: 0.9)
+    monkeypatch.setattr(Addition, "gradient_factor", lambda self, operand: 0.9)
     with pytest.raises(AssertionError):
         assert_same_numbers(ONE_LAYER["x + f(x)"], one_layer)
 
@@ -251,3 +255,52 @@ def test_an_addition_that_asks_for_another_factor_of_one_edge_is_a_plain_sum():
         return U.add(h, linear(n, layers[1]))
 
     assert_same_numbers(body, by_hand)
+
+
+# --- cut edges: bridges, against the definition
+
+
+def parts(nodes, links):
+    """How many connected components a graph has."""
+    left, count = set(nodes), 0
+    while left:
+        count += 1
+        front = [left.pop()]
+        while front:
+            node = front.pop()
+            for a, b in links:
+                for one, other in ((a, b), (b, a)):
+                    if one == node and other in left:
+                        left.discard(other)
+                        front.append(other)
+    return count
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_an_edge_is_a_bridge_if_the_graph_has_more_parts_without_it(seed):
+    rng = random.Random(seed)
+    nodes = range(rng.randint(1, 9))
+    links = [(rng.choice(nodes), rng.choice(nodes)) for _ in range(rng.randint(0, 12))]
+    whole = parts(nodes, links)
+    expected = {i for i in range(len(links)) if parts(nodes, links[:i] + links[i + 1 :]) > whole}
+    assert bridges(links) == expected
+
+
+def test_a_chain_of_ten_thousand_calls_is_no_matter_of_recursion():
+    links = [(i, i + 1) for i in range(10_000)]
+    assert bridges(links) == set(range(10_000))
+
+
+def call(inputs, output):
+    return Call("f", len, [((0, i), v) for i, v in enumerate(inputs)], outputs=[output])
+
+
+def test_calls_between_two_ways_are_not_on_cut_edges_and_weights_do_not_count():
+    x, w = Value(0, 0), Value(1, 1, is_learned=True)
+    a, b, c, d = (Value(2 + i, 2 + i, call=i) for i in range(4))
+    # a = f(x, w); b = f(a, w); c = f(a, w); d = f(b, c): the ways part at a
+    calls = [call([x, w], a), call([a, w], b), call([a, w], c), call([b, c], d)]
+    assert calls_on_cut_edges(calls, [d]) == {0}
+    # returning both ways joins them in the loss
+    assert calls_on_cut_edges(calls[:3], [b, c]) == {0}
+    assert calls_on_cut_edges(calls[:2], [b]) == {0, 1}

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from decided import decisions_of
 from torch import Tensor, nn
 
-from float8.unit_scaling.transforms.recording import name_of, tensors_in, with_tensors
+from float8.unit_scaling.transforms.history import name_of, tensors_in, with_tensors
 from float8.unit_scaling.transforms.unit_scale import unit_scale
 
 
@@ -71,8 +71,8 @@ def test_what_comes_from_parameters_alone_is_learned_but_not_what_ids_choose():
     }
     for name, (body, expected) in bodies.items():
         history, (value,) = recorded(body, torch.randn(2, 3))
-        assert value.learned == expected, name
-        assert history.is_learned(value), name
+        assert value.is_learned == expected, name
+        assert history.depends_on_parameters(value), name
 
 
 def test_scores_are_products_of_activations_up_to_the_next_rule():
@@ -82,7 +82,7 @@ def test_scores_are_products_of_activations_up_to_the_next_rule():
         return q, scores / 2, scores.view(-1), F.softmax(scores, -1)
 
     _, values = recorded(attends, torch.randn(2, 3))
-    assert [v.scores for v in values] == [False, True, True, False]
+    assert [v.is_scores for v in values] == [False, True, True, False]
 
 
 def test_integers_are_not_followed():
