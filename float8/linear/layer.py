@@ -292,7 +292,7 @@ class Float8CastingLinear(Float8Linear):
     """Of a layer that casts its own weight: a float32 weight multiplies a bfloat16 input.
 
     What scripts without autocast write as ``F.linear(x, self.weight.to(x.dtype), self.bias)``; see
-    `float8.convert.convert.register_linear_type`.
+    `float8.convert.register_linear_type`.
     """
 
     @classmethod

@@ -165,7 +165,7 @@ def test_selective_checkpointing_may_keep_the_products(recipe):
 
 def test_a_layer_that_casts_its_weight_is_left_alone_until_somebody_says_what_it_is():
     model = Model(Casting)
-    with pytest.warns(UserWarning, match=r"float8.convert.convert.register_linear_type"):
+    with pytest.warns(UserWarning, match=r"float8.convert.register_linear_type"):
         convert_to_float8_training(model)
 
 
