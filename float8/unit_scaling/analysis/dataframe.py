@@ -1,4 +1,4 @@
-"""The scales of a graph as a table: a row for each tensor and each direction.
+"""`graph_to_dataframe`: the scales of a graph as a table, a row for each tensor and direction.
 
 ================= ==============================================================================
 column            what

@@ -187,7 +187,7 @@ class Decisions:
         """What follows from the calls so far; once the forward is over, from all of them."""
         if self._final is not None:
             return self._final
-        self._reads = branch_factors(self.history, self.residuals)
+        self._reads = branch_factors(self.history, self.residuals, self.results or ())
         factors = GradientFactors(
             tuple((call, path, factor) for (call, path), factor in self._reads.items()),
             frozenset(self._unconstrained()),

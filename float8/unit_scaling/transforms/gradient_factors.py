@@ -15,6 +15,9 @@ the product of the factors of all additions on its way, as splits of splits woul
     y = x + i(x);  z = x + w(y)              edge to i: b_y b_z   to y: s_y b_z   to z: s_z
     z = x + a(x) + m(x)  (y = x + a(x))      edge to a: b_y s_z   to y: s_y s_z   to m: b_z
 
+An activation that does not descend from ``x`` may enter the branch too, as the encoder's output
+enters the attention of a decoder layer. Its edges carry the same factors (`_Root.side_edges`).
+
 If two ways from one edge ask for different factors, no factor of the edge is right; the addition
 that brings the conflict is then a plain sum (`has_conflict`). ``x + a(n(x)) + m(n(x))``, where
 ``n`` is on both ways, has no conflict: by the rule for ``tau`` ``b_y s_z = b_z``.
@@ -30,15 +33,17 @@ node, the loss that will be computed from them.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 from float8.unit_scaling.transforms.additions import OPERANDS, Addition
 from float8.unit_scaling.transforms.contractions import Path
 from float8.unit_scaling.transforms.history import ALIASES, Call, History, Value
 
 LOSS = -1  # the node of the loss in the graph of calls
-Readers = dict[int, list[tuple[int, Path]]]  # value -> the calls that read it, and as what
+Edge = tuple[int, Path]  # a call, and the path in its arguments at which it reads a value
+Reads = dict[int, list[Edge]]  # value -> the edges that read it
 
 
 class Conflict(Exception):
@@ -51,55 +56,115 @@ def has_conflict(history: History, residuals: Sequence[Addition]) -> bool:
     if all(r.root != root for r in residuals[:-1]):
         return False
     try:
-        list(_Root(root, history, _readers(history.calls), residuals).edges())
+        list(_Root(root, history, _Graph(history), residuals).edges())
     except Conflict:
         return True
     return False
 
 
 def branch_factors(
-    history: History, residuals: Sequence[Addition]
-) -> dict[tuple[int, Path], float]:
-    """The operands whose gradients are multiplied, (call, path in its arguments), and by what."""
-    readers = _readers(history.calls)
-    roots = dict.fromkeys(r.root for r in residuals)
-    return {
-        edge: factor
-        for root in roots
-        for edge, factor in _Root(root, history, readers, residuals).edges()
-    }
+    history: History, residuals: Sequence[Addition], results: Sequence[Value] = ()
+) -> dict[Edge, float]:
+    """The edges that multiply their gradients, and by what.
+
+    Args:
+        history: the calls so far.
+        residuals: the residual additions among them.
+        results: the values that the model returns.
+    """
+    graph, factors = _Graph(history), dict[Edge, float]()
+    returned = {value.alias for value in results}
+    for root in dict.fromkeys(r.root for r in residuals):
+        of_root = _Root(root, history, graph, residuals)
+        for edge, factor in (*of_root.edges(), *of_root.side_edges(returned)):
+            factors[edge] = factors.get(edge, 1.0) * factor
+    return factors
 
 
-def _readers(calls: Sequence[Call]) -> Readers:
-    readers: Readers = {}
-    for number, call in enumerate(calls):
-        for path, value in call.inputs:
-            readers.setdefault(value.number, []).append((number, path))
-    return readers
+class _Graph:
+    """The edges of a history by the values that they read."""
+
+    def __init__(self, history: History) -> None:
+        self.reads: Reads = {}  # of a value itself
+        self.reads_of_aliases: Reads = {}  # of a value or an alias, by calls that make no alias
+        for number, call in enumerate(history.calls):
+            for path, value in call.inputs:
+                self.reads.setdefault(value.number, []).append((number, path))
+                if call.name not in ALIASES:
+                    self.reads_of_aliases.setdefault(value.alias, []).append((number, path))
 
 
 class _Root:
-    """The edges from one value into its residual layers."""
+    """The edges from one value, and from others, into the residual layers that begin at it."""
 
     def __init__(
-        self, root: int, history: History, readers: Readers, residuals: Sequence[Addition]
+        self, root: int, history: History, graph: _Graph, residuals: Sequence[Addition]
     ) -> None:
-        self.calls, self.readers = history.calls, readers
-        self.same = [v for v in history.values if v.alias == root]
+        self.root, self.history, self.calls, self.graph = root, history, history.calls, graph
         self.additions = {r.call: r for r in residuals if r.root == root}
         self.last = max(self.additions)  # calls after it lead to no other
         self.after: dict[int, float | None] = {}  # addition -> the factors of those after it
 
-    def edges(self) -> Iterator[tuple[tuple[int, Path], float]]:
-        for value in self.same:
-            for call, path in self.readers.get(value.number, ()):
-                if self.calls[call].name in ALIASES:
-                    continue  # its result is one of these values too
-                factor = self._factor([(call, path)])
-                if factor is not None:
-                    yield (call, path), factor
+    def edges(self) -> Iterator[tuple[Edge, float]]:
+        """The edges that read the root, each with its factor."""
+        for edge in self.graph.reads_of_aliases.get(self.root, ()):
+            factor = self._factor([edge])
+            if factor is not None:
+                yield edge, factor
 
-    def _factor(self, starts: list[tuple[int, Path]]) -> float | None:
+    def side_edges(self, returned: Set[int]) -> Iterator[tuple[Edge, float]]:
+        """The edges by which other activations than the root enter its branches.
+
+        An edge is moved up over a call if all edges that read the call's results have its factor:
+        weights on the way then have gradients of unit scale.
+        """
+        entries = dict(self._entries())
+        writers = [-w for edge in entries if (w := self._base(edge).call) is not None]
+        heapq.heapify(writers)  # the last call first, so that its readers have been moved already
+        while writers:
+            writer = -heapq.heappop(writers)
+            outputs = {value.alias for value in self.calls[writer].outputs}
+            edges = [e for v in outputs for e in self.graph.reads_of_aliases.get(v, ())]
+            factors = {entries.get(edge) for edge in edges}
+            if outputs & returned or len(factors) != 1 or None in factors:
+                continue
+            factor = entries[edges[0]]
+            for edge in edges:
+                del entries[edge]
+            for path, value in self.calls[writer].inputs:
+                if not value.is_learned:
+                    entries[writer, path] = factor
+                    if (earlier := self._base((writer, path)).call) is not None:
+                        heapq.heappush(writers, -earlier)
+        yield from entries.items()
+
+    def _entries(self) -> Iterator[tuple[Edge, float]]:
+        """The edges from values that do not descend from the root to calls that do."""
+        start = self.history.values[self.root].call
+        for number in range(0 if start is None else start + 1, self.last):
+            call = self.calls[number]
+            if call.name in ALIASES or not any(map(self._descends, call.outputs)):
+                continue
+            for path, value in call.inputs:
+                if value.is_learned or self._descends(value):
+                    continue
+                try:
+                    factor = self._factor([(number, path)])
+                except Conflict:
+                    continue  # the additions stay residual; no factor of this edge is right
+                if factor is not None:
+                    yield (number, path), factor
+
+    def _descends(self, value: Value) -> bool:
+        return value.number == self.root or bool(value.origins >> self.root & 1)
+
+    def _base(self, edge: Edge) -> Value:
+        """The value that an edge reads, or that it reads an alias of."""
+        number, at = edge
+        value = next(value for path, value in self.calls[number].inputs if path == at)
+        return self.history.values[value.alias]
+
+    def _factor(self, starts: list[Edge]) -> float | None:
         """The factor on all ways that begin with these reads; None if none meets an addition."""
         agreed: float | None = None
         for call, operand in self._next_additions(starts):
@@ -114,11 +179,11 @@ class _Root:
     def _after(self, call: int) -> float | None:
         if call not in self.after:
             outputs = self.calls[call].outputs
-            starts = [read for v in outputs for read in self.readers.get(v.number, ())]
+            starts = [read for v in outputs for read in self.graph.reads.get(v.number, ())]
             self.after[call] = self._factor(starts)
         return self.after[call]
 
-    def _next_additions(self, starts: list[tuple[int, Path]]) -> Iterator[tuple[int, int]]:
+    def _next_additions(self, starts: list[Edge]) -> Iterator[tuple[int, int]]:
         """The additions of this root that are met first, each with the operand that is met."""
         seen: set[tuple[int, int]] = set()
         waiting = list(starts)
@@ -134,7 +199,7 @@ class _Root:
                 yield key
                 continue
             for value in self.calls[call].outputs:
-                waiting += self.readers.get(value.number, ())
+                waiting += self.graph.reads.get(value.number, ())
 
 
 def calls_on_cut_edges(calls: list[Call], results: Iterable[Value]) -> set[int]:

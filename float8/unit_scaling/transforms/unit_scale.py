@@ -242,7 +242,9 @@ class UnitScaleMode(Mode):
         """The tensors that a call reads in place of its operands; they multiply gradients."""
         if isinstance(self.decisions, TracedDecisions):
             factors = dict(step.reads)
-            return {p: scale_bwd(x, factors[p]) for p, x in operands if p in factors}
+            return {
+                p: scale_bwd(x, factors[p]) for p, x in operands if p in factors and x.requires_grad
+            }
         if not torch.is_grad_enabled() or func in _OF_THE_GRAPH:
             return {}
         ask = self.decisions.factor_of_read

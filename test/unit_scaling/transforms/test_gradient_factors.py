@@ -231,6 +231,70 @@ def test_the_gradient_with_respect_to_the_input_is_the_derivative_in_a_residual_
     torch.testing.assert_close(analytic, numeric, rtol=1e-6, atol=0)
 
 
+class TwoInputs(Layers):
+    """A decoder reads a memory, in every layer."""
+
+    def forward(self, x, memory):
+        return self.body(x, memory, *self.layers)
+
+
+def grads_of_both(model, x, memory, grad):
+    x, memory = x.clone().requires_grad_(), memory.clone().requires_grad_()
+    out = model(x, memory)
+    return [
+        out.detach(), *torch.autograd.grad(out, [x, memory, *model.parameters()], grad,
+                                           allow_unused=True)
+    ]  # fmt: skip
+
+
+def cross_attends(x, memory, a, b, c, _):
+    memory = memory + F.silu(a(memory))
+    x = x + b(x) * c(memory.view(5, WIDTH))
+    return x + c(x) * b(memory)
+
+
+def private_memory(x, memory, a, b, c, _):
+    keys, values = torch.cat([a(memory), b(memory)], -1).chunk(2, -1)
+    return x + c(x) * keys.t().t() * values
+
+
+def nested_branch(x, memory, a, b, c, d):
+    h = a(x)
+    h = h + b(h) * c(x) * d(memory)
+    return x + h
+
+
+@pytest.mark.parametrize("body", [cross_attends, private_memory, nested_branch])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_what_enters_a_branch_from_aside_are_the_derivatives(body, compiled):
+    """All layers are square and all factors those of the output, so that gradients are exact."""
+    model = unit_scale(TwoInputs(body))
+    x, memory, grad, *directions = torch.randn(5, 5, WIDTH, dtype=torch.float64)
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    found = grads_of_both(run, x, memory, grad)[1:3]
+    step = 1e-6
+    for position, (gradient, direction) in enumerate(zip(found, directions, strict=True)):
+        ends = [[x, memory] for _ in range(2)]
+        for end, sign in zip(ends, (1, -1), strict=True):
+            end[position] = end[position] + sign * step * direction
+        high, low = (model(*end).detach() for end in ends)
+        numeric = ((high - low) * grad).sum() / 2 / step
+        torch.testing.assert_close((gradient * direction).sum(), numeric, rtol=1e-6, atol=1e-9)
+
+
+def test_weights_beside_the_branch_have_the_gradients_of_a_split_memory():
+    def by_hand(x, memory, a, b, c, _):
+        (r, s), (m, _) = (U.residual_split(z, tau(0, 1)) for z in (x, memory))
+        keys, values = torch.cat([linear(m, a), linear(m, b)], -1).chunk(2, -1)
+        return U.residual_add(linear(r, c) * keys * values, s, tau(0, 1))
+
+    model, hand = unit_scale(TwoInputs(private_memory)), TwoInputs(by_hand)
+    hand.load_state_dict(model.state_dict())
+    inputs = torch.randn(3, 5, WIDTH, dtype=torch.float64)
+    found, expected = (grads_of_both(m, *inputs) for m in (model, hand))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_a_wrong_factor_would_be_noticed(monkeypatch):
     monkeypatch.setattr(Addition, "gradient_factor", lambda self, operand: 0.9)
     with pytest.raises(AssertionError):
