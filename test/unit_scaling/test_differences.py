@@ -252,6 +252,9 @@ REFUSED = {
     ],
     "`analyse_module(autowrap_modules=..., autowrap_functions=...)`": autowrapped,
     "`example_batch(dataset_path=..., dataset_name=...)`": with_data_set,
+    "`unit_scale(replace=...)` of a plain Python function": lambda lib: lib.transforms.unit_scale(
+        nn.GELU(), replace={normal: nn.functional.gelu}
+    ),
 }
 
 
