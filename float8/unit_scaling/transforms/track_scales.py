@@ -135,9 +135,7 @@ class TrackScales(Transform):
 
 
 class _RecordingMode(Mode):
-    """Records the calls of one forward."""
-
-    looks_inside = False
+    """Records the calls of one forward; a function of ``U`` is one call."""
 
     def __init__(self, recorded: Recorded, model: nn.Module) -> None:
         super().__init__({})

@@ -42,10 +42,8 @@ class Mode(TorchFunctionMode):
     Args:
         handlers: function -> what to call in its place. A handler runs with this mode off: its
             calls go to the modes below. Of other functions that are `overridable` the
-            implementation runs with this mode on, if ``looks_inside``.
+            implementation runs with this mode on.
     """
-
-    looks_inside = True
 
     def __init__(self, handlers: Mapping[Callable[..., Any], Handler]) -> None:
         super().__init__()
@@ -63,7 +61,7 @@ class Mode(TorchFunctionMode):
         if (decomposed := decomposition_of(func)) is not None:
             with self:
                 return decomposed(*args, **kwargs)
-        if self.looks_inside and hasattr(func, "implementation"):
+        if hasattr(func, "implementation"):
             with self:
                 return func.implementation(*args, **kwargs)
         return func(*args, **kwargs)

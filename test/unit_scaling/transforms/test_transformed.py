@@ -55,18 +55,10 @@ def test_the_call_goes_to_the_least_depth_first_whatever_the_order_of_applicatio
             torch.testing.assert_close(run(x), 2 * F.gelu(x) + 1)
 
 
-def test_a_mode_looks_inside_overridable_functions_unless_it_does_not_want_to():
+def test_a_mode_looks_inside_overridable_functions():
     x = torch.randn(3)
     model = transformed(Model(U.gelu), Doubles())
     torch.testing.assert_close(model(x), 2 * U.gelu(x))
-
-    class Outside(Doubles):
-        def mode(self, model, forward, args, kwargs):
-            mode = super().mode(model, forward, args, kwargs)
-            mode.looks_inside = False
-            return mode
-
-    assert torch.equal(transformed(Model(U.gelu), Outside())(x), U.gelu(x))
 
 
 def test_copies_and_pickles_keep_class_transforms_and_weights_of_their_own():
