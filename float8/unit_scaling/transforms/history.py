@@ -63,7 +63,7 @@ class Call:
 
     Args:
         name: see `name_of`.
-        function: what was called.
+        function: the function that the model calls.
         inputs: its floating-point operands, each with its path in ``(args, kwargs)``.
         reads_integers: whether it has tensor operands of integers or booleans, which are no values.
         outputs: its floating-point results.

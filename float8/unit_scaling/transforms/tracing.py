@@ -84,7 +84,7 @@ class TracedDecisions:
 def _start(model: int) -> int:
     trace = CompileContext.current_trace_id()
     assert trace is not None
-    if _TRACES.frame != trace.compile_id:
+    if _TRACES.frame is not trace.compile_id:  # equal ones may be of earlier frames, after a reset
         _TRACES.frame, _TRACES.found = trace.compile_id, []
         _TRACES.attempt = None
     if _TRACES.attempt != trace.attempt:

@@ -78,13 +78,13 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_addition_is_taken_for_what_it_is(name):
+def test_an_addition_has_its_kind(name):
     body, expected = KINDS[name]
     decisions = decisions_of(unit_scale(Model(body)), torch.randn(2, 4, WIDTH))
     assert [addition.kind for addition in decisions.additions.values()] == expected
 
 
-def test_what_is_kept_has_its_own_numbers():
+def test_a_kept_addition_computes_as_written():
     model = Model(rotary)
     x = torch.randn(2, 4, WIDTH)
     scaled = unit_scale(model)

@@ -275,7 +275,7 @@ def nested_branch(x, memory, a, b, c, d):
         (nested_branch, False),
     ],
 )
-def test_gradients_of_what_enters_a_branch_from_aside_are_the_derivatives(body, compiled):
+def test_gradients_of_other_activations_in_a_branch_are_the_derivatives(body, compiled):
     """All layers are square and all factors those of the output, so that gradients are exact."""
     model = unit_scale(TwoInputs(body))
     x, memory, grad, *directions = torch.randn(5, 5, WIDTH, dtype=torch.float64)
@@ -291,7 +291,7 @@ def test_gradients_of_what_enters_a_branch_from_aside_are_the_derivatives(body, 
         torch.testing.assert_close((gradient * direction).sum(), numeric, rtol=1e-6, atol=1e-9)
 
 
-def test_weights_beside_the_branch_have_the_gradients_of_a_split_memory():
+def test_weights_of_other_activations_have_the_gradients_of_a_split_memory():
     def by_hand(x, memory, a, b, c, _):
         (r, s), (m, _) = (U.residual_split(z, tau(0, 1)) for z in (x, memory))
         keys, values = torch.cat([linear(m, a), linear(m, b)], -1).chunk(2, -1)

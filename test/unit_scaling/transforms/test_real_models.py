@@ -1,4 +1,4 @@
-"""`unit_scale` on models that nobody wrote for it: HuggingFace's, and ones whose path varies."""
+"""`unit_scale` on models of other libraries, and on models whose path varies."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import prune, spectral_norm
 from torch.utils.checkpoint import checkpoint
 
-from float8.unit_scaling.transforms import float8, simulate_fp8, track_scales, unit_scale
+from float8.unit_scaling.transforms import compile, float8, simulate_fp8, track_scales, unit_scale
 
 TRANSFORMS = (unit_scale, simulate_fp8, track_scales, float8)
 
@@ -66,6 +66,8 @@ class Instance(nn.Linear):
             ValueError,
             "forward was assigned",
         ),
+        (lambda: torch.relu, TypeError, r"takes an nn\.Module, got builtin_function"),
+        (lambda: compile(nn.Linear(8, 8)), TypeError, "transform it first, then compile"),
         (lambda: nn.Sequential(torch.compile(nn.Linear(8, 8))), TypeError, "0 .* is compiled"),
         (lambda: nn.Sequential(scripted()), TypeError, "0 .* runs without Python"),
         (lambda: nn.DataParallel(nn.Linear(8, 8)), TypeError, "DataParallel.* then wrap it"),
@@ -79,6 +81,17 @@ class Instance(nn.Linear):
 def test_what_is_out_of_reach_is_refused_by_name(transform, make, error, message):
     with pytest.raises(error, match=message):
         transform(make())
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_second_transform_of_a_kind_is_refused(transform):
+    with pytest.raises(ValueError, match=r"has the transform \w+ already"):
+        transform(transform(nn.Linear(8, 8)))
+
+
+def test_compile_takes_modules_only():
+    with pytest.raises(TypeError, match=r"takes an nn\.Module"):
+        compile(torch.relu)
 
 
 def test_an_exported_module_is_refused():
