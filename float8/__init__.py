@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 import float8.distributed.first_use as _first_use  # noqa: F401  compares ranks
-import float8.old_paths as _old_paths  # noqa: F401  modules that moved
+import float8.distributed.gathered_weights as _gathered_weights  # noqa: F401  stores weights
+import float8.old_paths as _old_paths
 from float8.activations import saved_activations
 from float8.config import (
     CastConfig,
@@ -21,18 +22,18 @@ from float8.config import (
 from float8.config.other_names import called_here
 from float8.convert import filters
 from float8.convert.convert import (
-    WEIGHT_RULE_SOURCES,
     convert_from_float8_training,
     convert_to_float8_training,
     high_precision,
 )
 from float8.convert.inference import convert_to_float8_inference
+from float8.distributed.after_step import after_step
 from float8.estimate import estimate, faster_layers
 from float8.formats import E4M3, E5M2, Format
 from float8.fusion.fused import LayerNormCast, RMSNormCast, SwiGLUCast
 from float8.granularity import Blockwise, Rowwise, Tensorwise
+from float8.linear.delayed import sync_float8_amax_and_scale_history
 from float8.linear.layer import Float8Linear, float8_linear
-from float8.linear.sync import sync_float8_amax_and_scale_history
 from float8.linear.weight_cache import cached_weights
 from float8.tensor import Float8Tensor
 from float8.version import __version__ as __version__
@@ -53,7 +54,6 @@ _ON_DEMAND = {
     "ms_amp": "float8.ms_amp",
     "precompute_float8_dynamic_scale_for_fsdp": "float8.distributed.gathered_weights",
 }
-WEIGHT_RULE_SOURCES.append(lambda: importlib.import_module("float8.distributed.gathered_weights"))
 
 
 def __getattr__(name: str) -> Any:
@@ -61,6 +61,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_ON_DEMAND[name]), name)
         globals()[name] = value  # for next time; and importing float8.ms_amp has bound the module
         return value
+    if f"float8.{name}" in _old_paths.MOVED:
+        return importlib.import_module(f"float8.{name}")
     hint = called_here(name)
     # Of an AttributeError ``from float8 import X`` shows another message, without the hint.
     if hint and sys._getframe(1).f_code.co_name == "_handle_fromlist":
@@ -90,6 +92,7 @@ __all__ = [
     "SwiGLUCast",
     "Tensorwise",
     "accurate_layers",
+    "after_step",
     "cached_weights",
     "calibrate",
     "compare",

@@ -283,6 +283,10 @@ CALLS: dict[str, list[Call]] = {
             NONE,
         ),
     ],
+    "after_step": [
+        Call(f.after_step, f"after_step: model {MODULE}"),
+        Call(lambda v: f.after_step(converted(), v), "group must be a ProcessGroup", NONE),
+    ],
     # float8.config
     "check_config": [Call(f.config.check_config, CONFIG)],
     # float8.distributed.gradients
@@ -332,7 +336,11 @@ def public_callables() -> set[str]:
     for name in PACKAGES:
         package = importlib.import_module(name)
         if not hasattr(package, "__all__"):  # a module: what it defines
-            own = [k for k, v in vars(package).items() if getattr(v, "__module__", "") == name]
+            own = [
+                k
+                for k, v in vars(package).items()
+                if getattr(v, "__module__", "") == package.__name__
+            ]
             found |= {k for k in own if not k.startswith("_")}
         else:
             found |= {k for k in package.__all__ if callable(getattr(package, k))}

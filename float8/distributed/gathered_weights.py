@@ -44,7 +44,6 @@ from torch import Tensor, nn
 
 from float8.arguments import check_module
 from float8.config import Float8LinearConfig, ScalingType
-from float8.convert.convert import WeightRule, register_weight_rule
 from float8.distributed.agreement import SHARERS
 from float8.distributed.first_use import (
     PRECOMPUTE,
@@ -56,14 +55,15 @@ from float8.distributed.float8_gather import (
     TENSORWISE,
     GatheredWeight,
     needs_amax,
-    reduce_over,
 )
 from float8.distributed.replaced_parameters import mark_replaced, unmark
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.kernels import amax, is_sharded
 from float8.linear.autograd import version_of
-from float8.linear.layer import STORED_WEIGHTS, Float8Linear, StoredWeight
-from float8.linear.sync import modules_by_name
+from float8.linear.delayed import modules_by_name
+from float8.linear.layer import Float8Linear
+from float8.linear.registration import WeightRule, register_weight_rule
+from float8.linear.scaling import max_over_ranks
 
 
 def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
@@ -130,7 +130,7 @@ def _sharers(layer: nn.Module) -> list[int] | None:
 def _agree(weights: list[Any], group: Any, device_type: str) -> None:
     # Weights may be on the CPU (CPUOffloadPolicy), where NCCL cannot reach them.
     local = torch.stack([amax(w._local_tensor.plain, TENSORWISE) for w in weights]).to(device_type)
-    for weight, found in zip(weights, reduce_over(local, group).unbind(), strict=True):
+    for weight, found in zip(weights, max_over_ranks(local, group).unbind(), strict=True):
         weight._local_tensor.remember(found.to(weight.device), version_of(weight))
 
 
@@ -261,5 +261,6 @@ def _with_local(x: Any, local: Tensor) -> Tensor:
 
 
 SHARERS.append(_sharers)
-register_weight_rule(WeightRule(_refuses, _wrap, _unwrap))
-STORED_WEIGHTS.append(StoredWeight(_is_stored, _as_plain, _as_stored))
+register_weight_rule(
+    WeightRule(_refuses, _wrap, _unwrap, _is_stored, to_plain=_as_plain, from_plain=_as_stored)
+)

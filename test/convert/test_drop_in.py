@@ -27,7 +27,8 @@ from float8 import (
     float8_linear,
     high_precision,
 )
-from float8.convert.convert import MODULE_RULES, register_linear_type
+from float8.convert import register_linear_type
+from float8.linear.registration import MODULE_RULES
 
 
 class Casting(nn.Linear):

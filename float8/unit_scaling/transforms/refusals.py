@@ -36,7 +36,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from float8.convert.convert import FLOAT8_MODULES
+from float8.linear.switch import Float8Module
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _REENTRANT = CheckpointFunction.forward.__code__
@@ -61,7 +61,7 @@ def check_reach(model: Any) -> None:
         name = path or "the model"
         if (reason := _unreachable(module, module is model)) is not None:
             raise TypeError(f"{name} ({type(module).__name__}) {reason}")
-        if isinstance(module, tuple(FLOAT8_MODULES)):
+        if isinstance(module, Float8Module):
             raise ValueError(
                 f"{name} is converted to float8 already, and calls no function that a transform "
                 "could see: convert_from_float8_training(model), then transform it, with "
