@@ -31,6 +31,7 @@ SPELLINGS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.bmm: torch.bmm,
     Tensor.addmm: torch.addmm,
     Tensor.baddbmm: torch.baddbmm,
+    Tensor.addbmm: torch.addbmm,
     # sums; addition commutes, so that __radd__ is one more spelling
     Tensor.add: torch.add,
     Tensor.__add__: torch.add,

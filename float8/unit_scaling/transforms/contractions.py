@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -154,7 +154,8 @@ def _contraction(equation: str, dims: list[int]) -> tuple[str, str, str, str, st
     return batch, rows, inner, columns, result
 
 
-def conv2d(
+def _convolution(
+    function: Function,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -165,25 +166,13 @@ def conv2d(
     *,
     constraint: Constraint = DEFAULT,
 ) -> Tensor:
-    """``F.conv2d``: input (N, Cin, H, W) or (Cin, H, W), weight (Cout, Cin / groups, Kh, Kw)."""
+    """A convolution of input (N, Cin, ...) or (Cin, ...), weight (Cout, Cin / groups, ...)."""
     options = (stride, padding, dilation, groups)
-    return convolved(F.conv2d, input, weight, bias, *options, constraint)
+    return convolved(function, input, weight, bias, *options, constraint)
 
 
-def conv3d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Sizes = 1,
-    padding: Sizes | str = 0,
-    dilation: Sizes = 1,
-    groups: int = 1,
-    *,
-    constraint: Constraint = DEFAULT,
-) -> Tensor:
-    """``F.conv3d``: input (N, Cin, D, H, W), or without N, weight (Cout, Cin / groups, ...)."""
-    options = (stride, padding, dilation, groups)
-    return convolved(F.conv3d, input, weight, bias, *options, constraint)
+conv2d = partial(_convolution, F.conv2d)
+conv3d = partial(_convolution, F.conv3d)
 
 
 class Argument(NamedTuple):
@@ -226,7 +215,7 @@ _ATTENTION = (Argument(0, "query"), Argument(1, "key"), Argument(2, "value"))
 _INPUT, _BIAS = Argument(0, "input"), Argument(2, "bias")
 
 
-def _convolution(spatial_dims: int, unit_scaled: Function | None = None) -> Contraction:
+def _of_convolution(spatial_dims: int, unit_scaled: Function | None = None) -> Contraction:
     return Contraction("convolution", _LINEAR, _BIAS, spatial_dims, unit_scaled)
 
 
@@ -240,12 +229,12 @@ CONTRACTIONS: dict[Function, Contraction] = {
     torch.baddbmm: Contraction("matrix", _ADDBMM, _INPUT, unit_scaled=baddbmm),
     torch.addbmm: Contraction("matrix", _ADDBMM, _INPUT),
     torch.einsum: Contraction("einsum", _EINSUM, unit_scaled=einsum),
-    F.conv1d: _convolution(1),
-    F.conv2d: _convolution(2, conv2d),
-    F.conv3d: _convolution(3, conv3d),
-    F.conv_transpose1d: _convolution(1),
-    F.conv_transpose2d: _convolution(2),
-    F.conv_transpose3d: _convolution(3),
+    F.conv1d: _of_convolution(1),
+    F.conv2d: _of_convolution(2, conv2d),
+    F.conv3d: _of_convolution(3, conv3d),
+    F.conv_transpose1d: _of_convolution(1),
+    F.conv_transpose2d: _of_convolution(2),
+    F.conv_transpose3d: _of_convolution(3),
     F.scaled_dot_product_attention: Contraction("attention", _ATTENTION),
 }
 

@@ -66,6 +66,11 @@ PRODUCTS = {
     ),
     "Tensor.addmm": (lambda x, y, b: b.addmm(x, mat2=y), [(M, K), (K, N)], (M, N)),
     "baddbmm": (lambda x, y, b: torch.baddbmm(b, x, y), [(B, M, K), (B, K, N)], (1, M, 1)),
+    "Tensor.addbmm": (
+        lambda x, y, b: b.addbmm(x, y),
+        [(B, M, K), (B, K, N)],
+        (M, N),
+    ),
     "addbmm": (lambda x, y, b: torch.addbmm(b, x, y), [(B, M, K), (B, K, N)], (M, N)),
     "einsum": (lambda x, y: torch.einsum("bmk,nk->bnm", x, y), [(B, M, K), (N, K)], None),
     "einsum of a list": (lambda x, y: torch.einsum("mk,nk", [x, y]), [(M, K), (N, K)], None),
