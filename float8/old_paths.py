@@ -17,6 +17,7 @@ from types import ModuleType
 
 # old path -> new path, up to version 0.7
 MOVED = {
+    "float8.activations.saved": "float8.activations.scope",
     "float8.autograd": "float8.linear.autograd",
     "float8.cast": "float8.linear.cast",
     "float8.conversion": "float8.convert.conversion",

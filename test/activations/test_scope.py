@@ -56,7 +56,7 @@ def test_a_model_is_reached_only_inside_its_forward():
         inside = step(model, model, x)
         y = other(x.requires_grad_())
     assert torch.equal(inside[0], plain[0]) and not same(inside, plain)
-    assert "Keeping" not in y.grad_fn.name()
+    assert "SavedCopies" not in y.grad_fn.name()
     with saved_activations():
         everywhere = step(model, model, x)
     assert same(everywhere, inside)
@@ -68,8 +68,8 @@ def test_a_submodule_is_reached_through_the_whole_model():
     model, x = nn.Sequential(nn.Tanh(), nn.Tanh()), torch.randn(64, 128, requires_grad=True)
     with saved_activations(model[1]):
         y = model(x)
-    assert "Keeping" in y.grad_fn.name()
-    assert "Keeping" not in y.grad_fn.next_functions[0][0].name()
+    assert "SavedCopies" in y.grad_fn.name()
+    assert "SavedCopies" not in y.grad_fn.next_functions[0][0].name()
 
 
 def test_without_gradients_nothing_happens():
@@ -95,7 +95,7 @@ def test_tensors_of_4096_elements_are_kept_in_float8_unless_another_number_is_gi
         x = torch.randn(elements, requires_grad=True)
         with saved_activations(**options):
             y = torch.tanh(x)
-        assert ("Keeping" in y.grad_fn.name()) is is_kept, (elements, options)
+        assert ("SavedCopies" in y.grad_fn.name()) is is_kept, (elements, options)
 
 
 def test_a_copy_made_inside_is_plain():
@@ -125,9 +125,9 @@ def test_a_forward_that_is_put_over_the_scope_outlives_it():
     with saved_activations(model):
         inner = model.forward
         model.forward = lambda x: inner(x + 0)
-        assert "Keeping" in model(x).grad_fn.name()
+        assert "SavedCopies" in model(x).grad_fn.name()
     assert "forward" in model.__dict__
-    assert "Keeping" not in model(x).grad_fn.name()
+    assert "SavedCopies" not in model(x).grad_fn.name()
 
 
 def test_the_signature_of_forward_is_the_models():
@@ -144,7 +144,7 @@ def test_nested_tensors_are_left_to_torch():
         rows = [torch.randn(n, 128) for n in (64, 32)]
         x = torch.nested.nested_tensor(rows, layout=layout, requires_grad=True)
         with saved_activations():
-            assert "Keeping" not in F.gelu(x).grad_fn.name()
+            assert "SavedCopies" not in F.gelu(x).grad_fn.name()
 
 
 def test_scopes_nest_and_the_inner_one_is_asked_first():

@@ -1,11 +1,11 @@
-"""The autograd functions: masks of bits, what is refused, and what torch says of saved tensors."""
+"""The autograd functions: masks of bits, refusals, and torch's own checks of saved tensors."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from float8.activations import saved_activations
-from float8.activations.keeping import packed, unpacked
+from float8.activations.autograd import packed, unpacked
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (8,), (1,), (0, 4), (), (2, 2, 17)])
@@ -43,7 +43,7 @@ def test_a_weight_that_is_written_to_before_backward_is_noticed():
         y.sum().backward()
 
 
-def test_hooks_of_the_user_get_the_codes():
+def test_hooks_of_the_user_get_data_and_scale():
     # As torch's save_on_cpu does.
     seen = []
     x = torch.randn(64, 128, requires_grad=True)
@@ -64,10 +64,10 @@ def test_hooks_may_be_any_callable():
     with torch.autograd.graph.saved_tensors_hooks(clone, clone), saved_activations():
         y = torch.tanh(x)
     y.sum().backward()
-    assert "Keeping" in y.grad_fn.name()
+    assert "SavedCopies" in y.grad_fn.name()
 
 
-def test_relu_treats_what_is_not_finite_as_torch_does():
+def test_relu_treats_nan_and_inf_as_torch_does():
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0, -1.0, 2.0])
     x = x.repeat(1024).requires_grad_()
     g = torch.randn(8192)
