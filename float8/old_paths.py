@@ -30,6 +30,14 @@ MOVED = {
     "float8.resident_weight": "float8.linear.resident_weight",
     "float8.scaling": "float8.linear.scaling",
     "float8.sync": "float8.linear.sync",
+    "float8.unit_scaling.float8_layers": "float8.unit_scaling.modules.converted",
+    "float8.unit_scaling.learning_rates": "float8.unit_scaling.optim",
+    "float8.unit_scaling.modules.norms": "float8.unit_scaling.modules.layers",
+    "float8.unit_scaling.modules.rotary": "float8.unit_scaling.modules.attention",
+    "float8.unit_scaling.override": "float8.unit_scaling.registry",
+    "float8.unit_scaling.parameter_groups": "float8.unit_scaling.optim",
+    "float8.unit_scaling.rules": "float8.unit_scaling.core.functional",
+    "float8.unit_scaling.spellings": "float8.unit_scaling.registry",
     "float8.weight_cache": "float8.linear.weight_cache",
 }
 

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 
-def spread(x: Tensor, stat: str = "rms") -> float:
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """N(0, 1), the same values in every dtype up to rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def scale_of(x: Tensor, stat: str = "rms") -> float:
     """The root mean square of a tensor, or with ``stat="std"`` its standard deviation; float64."""
     x = x.detach().double()
     centred = x - x.mean() if stat == "std" else x
@@ -25,7 +31,7 @@ def spread(x: Tensor, stat: str = "rms") -> float:
 
 
 def sampling_error(x: Tensor, samples: int | None = None) -> float:
-    """The relative standard error of `spread` (see above)."""
+    """The relative standard error of `scale_of` (see above)."""
     x = x.detach().double()
     square = x.square()
     kurtosis = float(square.square().mean() / square.mean() ** 2)
@@ -49,7 +55,7 @@ def assert_unit_scaled(
     """The scale of ``x`` is ``expected``, within ``band`` (relative) and three sampling errors."""
     if x is None:
         raise AssertionError(f"{what} {replay}: there is no tensor, was backward run?")
-    found, error = spread(x, stat), 3 * sampling_error(x, samples)
+    found, error = scale_of(x, stat), 3 * sampling_error(x, samples)
     if not abs(found / expected - 1) <= band + error:  # a NaN is not
         raise AssertionError(
             f"{what} {replay}: {stat} {found:.4f}, claimed {expected:.4f} within {band:.1%} of "

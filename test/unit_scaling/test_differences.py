@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from fresh import ROOT
-from scale_assertions import gradients
+from scale_assertions import gradients, normal
 from torch import nn
 
 import float8
@@ -59,11 +59,6 @@ def theirs():
         warnings.simplefilter("ignore")
         pytest.importorskip("unit_scaling.parameter")  # this folder is a unit_scaling too
     return Library("unit_scaling")
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def grad_of(function, *inputs):

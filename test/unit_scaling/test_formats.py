@@ -260,27 +260,3 @@ def test_a_format_survives_tuples_copies_and_pickles_whole():
     assert FPFormat(4, 3, srbits=5).nearest() == FPFormat(4, 3, "nearest")
     assert str(FPFormat(4, 3, variant="fnuz")) == "E4M3FNUZ-SR"
     assert FPFormat(4, 3).bits == 8
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"exponent_bits": 1, "mantissa_bits": 3}, "exponent_bits=1 is not between 2 and 8"),
-        ({"exponent_bits": 4, "mantissa_bits": -1}, "mantissa_bits=-1 is not between 0 and 23"),
-        ({"exponent_bits": 4, "mantissa_bits": 24}, "mantissa_bits=24"),
-        ({"exponent_bits": 4, "mantissa_bits": 3, "rounding": "up"}, "rounding='up'.*'nearest'"),
-        ({"exponent_bits": 4, "mantissa_bits": 3, "variant": "nv"}, "variant='nv'.*'fnuz'"),
-        (
-            {"exponent_bits": 4, "mantissa_bits": 3, "rounding": "nearest", "srbits": 4},
-            "leave srbits out",
-        ),
-    ],
-)
-def test_what_is_no_format_is_refused_by_name(arguments, text):
-    with pytest.raises(ValueError, match=text):
-        FPFormat(**arguments)
-
-
-def test_what_is_no_high_precision_tensor_is_refused():
-    with pytest.raises(TypeError, match=r"torch\.int64"):
-        FPFormat(4, 3).quantise(torch.arange(3))

@@ -241,27 +241,6 @@ def test_a_compiled_module_computes_the_same_and_keeps_its_roles():
     assert list(roles(compiled).values()) == list(MINE.values())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "says"),
-    [
-        ((torch.zeros(2), "hidden"), ValueError, "'norm', 'output'; got 'hidden'"),
-        ((torch.zeros(2), None), ValueError, "got None"),
-        ((torch.zeros(2), "bias", 0), ValueError, "at least 1, got 0"),
-        ((torch.zeros(2), "bias", 2.0), TypeError, "an int; got 2.0"),
-        ((torch.zeros(2), "bias", True), TypeError, "an int; got True"),
-        (([0.0], "bias"), TypeError, "takes a tensor"),
-    ],
-)  # fmt: skip
-def test_what_makes_no_parameter_is_refused_in_words(arguments, error, says):
-    with pytest.raises(error, match=says):
-        uu.Parameter(*arguments)
-
-
-def test_a_tensor_that_is_no_parameter_is_refused():
-    with pytest.raises(TypeError, match=r"uu\.Parameter; got a Tensor"):
-        set_parameter_data(torch.zeros(2), "bias")
-
-
 def test_an_existing_parameter_is_marked_in_place():
     p = nn.Parameter(torch.zeros(2))
     assert not has_parameter_data(p)

@@ -7,17 +7,12 @@ import pickle
 import pytest
 import torch
 from assertions import assert_bitwise
-from scale_assertions import gradients, graphs_compiled
+from scale_assertions import gradients, graphs_compiled, normal
 from torch import nn
 
-from float8.unit_scaling.scale import scale_bwd, scale_elementwise, scale_fwd
+from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -62,26 +57,6 @@ def test_a_factor_of_float64_keeps_its_bits():
 
 def test_integers_are_not_truncated():
     assert scale_fwd(torch.arange(3), 0.5).tolist() == [0.0, 0.5, 1.0]
-
-
-@pytest.mark.parametrize("constraint", [None, "gmean"])
-def test_a_function_is_scaled_elementwise(constraint):
-    scaled = scale_elementwise(torch.pow, 0.25, 4.0, constraint)
-    out, grad = gradients(lambda x: scaled(x, exponent=3), normal(9))
-    plain_out, plain_grad = gradients(lambda x: x**3, normal(9))
-    a, b = (0.25, 4.0) if constraint is None else (1.0, 1.0)
-    torch.testing.assert_close((out, grad), (a * plain_out, b * plain_grad))
-
-
-def test_a_constraint_is_checked_before_the_function_is_called():
-    with pytest.raises(ValueError, match="'mean' is unknown"):
-        scale_elementwise(torch.tanh, 1.0, 1.0, "mean")
-
-
-@pytest.mark.parametrize("scale", [torch.ones(2), torch.ones((), requires_grad=True)])
-def test_a_factor_that_is_no_constant_is_refused(scale):
-    with pytest.raises(TypeError, match="0-d tensor without gradient"):
-        scale_fwd(torch.ones(2), scale)
 
 
 def test_the_gradient_of_the_gradient_is_scaled_twice():

@@ -9,18 +9,14 @@ from scale_assertions import (
     gradients,
     graphs_compiled,
     independent,
-    spread,
+    normal,
+    scale_of,
 )
 
 from float8.unit_scaling import functional as U
 
 DTYPES = [torch.float32, torch.bfloat16]
 CONSTRAINTS = [None, "gmean", "hmean", "amean", "to_output_scale", "to_grad_input_scale"]
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def linear_case(batch, k, n, dtype=torch.float32):
@@ -118,16 +114,6 @@ def test_the_weights_gradient_keeps_every_bit_of_its_factor():
     assert abs(ratio - 1) < 2e-4 < abs(rounded - 1) / 2
 
 
-def test_a_weight_that_is_no_matrix_is_refused():
-    with pytest.raises(ValueError, match=r"weight of shape \(out_features, in_features\), got \(7"):
-        U.linear(normal(3, 7), normal(7))
-
-
-def test_an_unknown_constraint_is_refused():
-    with pytest.raises(ValueError, match="'mean' is unknown: use one of gmean"):
-        U.linear(normal(3, 7), normal(5, 7), constraint="mean")
-
-
 # --- matmul
 
 
@@ -159,7 +145,7 @@ def test_a_matmul_without_constraint_has_unit_scale_everywhere(left, right, dtyp
 def test_a_constraint_chooses_which_result_has_unit_scale(constraint, unit):
     a, b = normal(90, 400), normal(400, 1500, seed=2)
     results = gradients(lambda a, b: U.matmul(a, b, constraint=constraint), a, b)
-    assert [abs(spread(x) - 1) < 0.02 for x in results] == [i == unit for i in range(3)]
+    assert [abs(scale_of(x) - 1) < 0.02 for x in results] == [i == unit for i in range(3)]
 
 
 def test_a_dot_product_is_a_matmul():
@@ -171,11 +157,6 @@ def test_a_matmul_of_nothing_is_empty():
     y, ga, gb = gradients(U.matmul, normal(0, 4), normal(4, 3))
     assert y.shape == (0, 3) and ga.shape == (0, 4) and not gb.any()
     assert not U.matmul(normal(3, 0), normal(0, 4)).any()
-
-
-def test_a_matmul_of_a_scalar_is_refused():
-    with pytest.raises(ValueError, match=r"got \(\) and \(3,\)"):
-        U.matmul(normal(), normal(3))
 
 
 # --- compiled

@@ -1,4 +1,4 @@
-"""Layers with weights compute unit-scaled functions of weights from N(0, 1)."""
+"""Modules with weights compute unit-scaled functions of weights from N(0, 1); norms are torch's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from scale_assertions import assert_unit_scaled, graphs_compiled
+from torch import nn
 
 import float8.unit_scaling as uu
 from float8.unit_scaling import functional as U
@@ -98,7 +99,7 @@ def test_a_compiled_layer_computes_the_same(make, take, role):
 
 def test_the_state_dict_is_that_of_torch():
     assert list(uu.Linear(3, 4, bias=True).state_dict()) == ["weight", "bias"]
-    uu.Linear(3, 4).load_state_dict(torch.nn.Linear(3, 4, bias=False).state_dict())
+    uu.Linear(3, 4).load_state_dict(nn.Linear(3, 4, bias=False).state_dict())
 
 
 # K inputs, N outputs, M rows: constraints that differ only where K and N do.
@@ -159,7 +160,7 @@ def test_a_convolution_obeys_its_constraint(constraint):
 def test_a_convolution_pads_once_and_as_torch(mode, padding):
     options = {"padding": padding, "padding_mode": mode, "dilation": 2, "bias": True}
     layer = uu.Conv1d(4, 6, 3, **options)
-    theirs = torch.nn.Conv1d(4, 6, 3, **options)
+    theirs = nn.Conv1d(4, 6, 3, **options)
     with torch.no_grad():
         layer.bias.normal_()
     theirs.load_state_dict(layer.state_dict())
@@ -196,13 +197,73 @@ def test_a_layer_says_what_it_is():
     assert "constraint=None" in repr(uu.Conv1d(3, 4, 2, constraint=None))
 
 
-def test_an_unknown_constraint_is_refused():
-    with pytest.raises(ValueError, match="to_output"):
-        uu.Linear(3, 4, constraint="to_output")(torch.randn(2, 3))
+# --- norms
+
+NORMS = [(uu.LayerNorm, nn.LayerNorm), (uu.RMSNorm, nn.RMSNorm)]
+EVERY_NORM = pytest.mark.parametrize(("ours", "theirs"), NORMS)
 
 
-def test_dividing_gradients_by_counts_is_refused_at_construction():
-    with pytest.raises(ValueError, match=r"scale_grad_by_freq=True .* pass False"):
-        uu.Embedding(5, 3, scale_grad_by_freq=True)
-    with pytest.raises(ValueError, match=r"scale_grad_by_freq=True .* pass False"):
-        uu.Embedding.from_pretrained(torch.randn(5, 3), scale_grad_by_freq=True)
+@EVERY_NORM
+@pytest.mark.parametrize("shape", [7, (7,), [3, 7]])
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_norm_computes_what_torchs_computes(ours, theirs, shape, affine):
+    mine = ours(shape, eps=1e-3, elementwise_affine=affine)
+    other = theirs(shape, eps=1e-3, elementwise_affine=affine)
+    for p in mine.parameters():
+        nn.init.normal_(p)
+    other.load_state_dict(mine.state_dict())
+    x, g = torch.randn(5, 3, 7), torch.randn(5, 3, 7)
+    x1, x2 = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y1, y2 = mine(x1), other(x2)
+    y1.backward(g)
+    y2.backward(g)
+    torch.testing.assert_close(y1, y2)
+    torch.testing.assert_close(x1.grad, x2.grad)
+    rows = x.numel() / (21 if isinstance(shape, list) else 7)
+    for p, q in zip(mine.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad * rows**-0.5)
+
+
+@EVERY_NORM
+def test_a_norm_has_no_weight_by_default(ours, theirs):
+    assert list(ours(7).parameters()) == []
+    assert ours(7).state_dict() == {}
+
+
+def test_weights_start_at_one_and_know_their_roles():
+    layer, rms = uu.LayerNorm(5, elementwise_affine=True), uu.RMSNorm(5, elementwise_affine=True)
+    assert torch.equal(layer.weight, torch.ones(5)) and torch.equal(rms.weight, torch.ones(5))
+    assert torch.equal(layer.bias, torch.zeros(5))
+    assert [p.mup_type for p in (layer.weight, layer.bias, rms.weight)] == ["norm", "bias", "norm"]
+    assert uu.LayerNorm(5, elementwise_affine=True, bias=False).bias is None
+
+
+@EVERY_NORM
+def test_scales_are_one_whatever_the_inputs_scale(ours, theirs):
+    norm = ours(64, elementwise_affine=True)
+    x = torch.randn(30, 50, 64)
+    y = norm(37 * x)
+    y.backward(torch.randn_like(y))
+    assert_unit_scaled(y, band=0.01)
+    for p in norm.parameters():
+        assert_unit_scaled(p.grad, band=0.05)
+
+
+@EVERY_NORM
+def test_a_norm_made_on_meta_or_in_another_dtype_works(ours, theirs):
+    with torch.device("meta"):
+        norm = ours(8, elementwise_affine=True)
+    norm.to_empty(device="cpu").reset_parameters()
+    assert norm.weight.mup_type == "norm"
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(norm(x), theirs(8, eps=1e-5)(x))
+    half = ours(8, elementwise_affine=True, dtype=torch.bfloat16)
+    assert half(x.bfloat16()).dtype == torch.bfloat16
+
+
+@EVERY_NORM
+def test_a_compiled_norm_computes_the_same(ours, theirs):
+    norm = ours((3, 4), elementwise_affine=True)
+    compiled = torch.compile(copy.deepcopy(norm), fullgraph=True, backend="aot_eager")
+    x = torch.randn(5, 3, 4)
+    torch.testing.assert_close(compiled(x), norm(x))

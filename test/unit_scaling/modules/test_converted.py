@@ -24,7 +24,7 @@ from float8 import (
 )
 from float8.config import RECIPES
 from float8.linear.autograd import STATELESS, linear_in_float8
-from float8.unit_scaling.float8_layers import Float8UnitLinear, Float8UnitLinearReadout
+from float8.unit_scaling.modules.converted import Float8UnitLinear, Float8UnitLinearReadout
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
