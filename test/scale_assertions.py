@@ -74,11 +74,15 @@ def gradients(
     return (output.detach(), *torch.autograd.grad(output, leaves, grad))
 
 
+LENGTHS = (5, 8, 40)
+
+
 def graphs_compiled(
     function: Callable[..., Tensor], calls: list[tuple[Tensor, ...]], backend: str = "aot_eager"
 ) -> int:
     """How many graphs ``torch.compile(fullgraph=True)`` makes of calls that differ in shape.
 
+    The sizes that differ are dynamic from the first call, unless a graph makes them constants.
     Every call must agree with eager, forward and backward.
     """
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -87,14 +91,23 @@ def graphs_compiled(
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(function, backend=counter, fullgraph=True)
     for inputs in calls:
-        found, expected = _both(compiled, inputs), _both(function, inputs)
+        found, expected = _both(compiled, inputs, calls), _both(function, inputs)
         torch.testing.assert_close(found, expected)
     torch._dynamo.reset()
     return int(counter.frame_count)
 
 
-def _both(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _both(
+    function: Callable[..., Tensor],
+    inputs: tuple[Tensor, ...],
+    calls: list[tuple[Tensor, ...]] | None = None,
+) -> tuple[Tensor, ...]:
+    """The output and the inputs' gradients; with ``calls`` the sizes that differ are dynamic."""
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+    for i, leaf in enumerate(leaves):
+        for dim in range(leaf.dim()):
+            if calls and len({call[i].shape[dim] for call in calls}) > 1:
+                torch._dynamo.maybe_mark_dynamic(leaf, dim)
     output = function(*leaves)
     wanted = [x for x in leaves if x.requires_grad]
     generator = torch.Generator().manual_seed(1)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from scale_assertions import assert_unit_scaled, gradients, graphs_compiled, normal
+from scale_assertions import assert_unit_scaled, gradients, normal
 
 import float8.unit_scaling as uu
 from float8.unit_scaling.core.functional import (
@@ -15,7 +15,6 @@ from float8.unit_scaling.core.functional import (
     scale_elementwise,
     transformer_residual_scaling_rule,
 )
-from float8.unit_scaling.scale import scale_fwd
 
 
 def test_every_name_is_there_under_the_top():
@@ -52,21 +51,6 @@ def test_interpolation_is_linear_in_logarithms(alpha, lower, upper):
 @pytest.mark.parametrize("x", [1, 2, 3, 1000, 2**31, 0.1])
 def test_log_is_the_natural_logarithm(x):
     assert log(x) == pytest.approx(math.log(x), rel=1e-14)
-
-
-def test_rules_of_a_size_compile_once_for_all_sizes():
-    def scaled(x):
-        return scale_fwd(x, logarithmic_interpolation(0.3, log(x.shape[0]), x.shape[0] ** 0.5))
-
-    assert graphs_compiled(scaled, [(torch.ones(n, 3),) for n in (4, 7, 16, 33, 65)]) <= 2
-
-
-def test_the_natural_logarithm_of_python_would_compile_for_each_size():
-    def scaled(x):
-        return scale_fwd(x, math.log(x.shape[0]))
-
-    calls = [(torch.ones(n, 3),) for n in (4, 7, 16, 33, 65)]
-    assert graphs_compiled(scaled, calls) == 5, "math.log traces: rules.log may become it"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -1,6 +1,5 @@
 """`float8.unit_scaling.functional.convolution`: terms counted, padding and all."""
 
-import functools
 import math
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from scale_assertions import (
     assert_unit_scaled,
     gradients,
-    graphs_compiled,
     independent,
     normal,
     scale_of,
@@ -123,10 +121,3 @@ def test_scale_power_is_the_exponent_of_each_count():
 def test_an_empty_batch_is_convolved():
     y, gx, gw = gradients(U.conv1d, normal(0, 4, 9), normal(6, 4, 3))
     assert y.shape == (0, 6, 7) and gx.shape == (0, 4, 9) and not gw.any()
-
-
-@pytest.mark.parametrize("options", [{}, {"padding": 2, "stride": 2}], ids=str)
-def test_a_convolution_compiles_once_for_all_lengths(options):
-    calls = [(normal(2, 3, n), normal(4, 3, 3)) for n in (9, 12, 17, 40, 64)]
-    function = functools.partial(U.conv1d, **options, constraint="gmean")
-    assert graphs_compiled(function, calls) <= 2

@@ -7,7 +7,6 @@ import torch
 from scale_assertions import (
     assert_unit_scaled,
     gradients,
-    graphs_compiled,
     independent,
     normal,
     scale_of,
@@ -157,29 +156,3 @@ def test_a_matmul_of_nothing_is_empty():
     y, ga, gb = gradients(U.matmul, normal(0, 4), normal(4, 3))
     assert y.shape == (0, 3) and ga.shape == (0, 4) and not gb.any()
     assert not U.matmul(normal(3, 0), normal(0, 4)).any()
-
-
-# --- compiled
-
-
-LENGTHS = (5, 8, 17, 40, 64)
-
-
-def test_linear_compiles_once_for_all_lengths():
-    def layers(x, w, b):
-        return U.linear_readout(U.linear(x, w, b, "gmean"), w, b, "hmean")
-
-    assert (
-        graphs_compiled(layers, [(normal(2, n, 8), normal(8, 8), normal(8)) for n in LENGTHS]) <= 2
-    )
-
-
-def test_matmul_compiles_once_for_all_lengths():
-    assert graphs_compiled(U.matmul, [(normal(2, n, 8), normal(2, 8, n)) for n in LENGTHS]) <= 2
-    assert graphs_compiled(U.matmul, [(normal(n, 8), normal(3, 8, n + 1)) for n in LENGTHS]) <= 2
-
-
-def test_every_constraint_compiles_once_for_all_lengths():
-    names = ("gmean", "hmean", "amean", "to_right_grad_scale")
-    calls = [(normal(2, n, 8), normal(2, 8, n)) for n in LENGTHS]
-    assert graphs_compiled(lambda a, b: sum(U.matmul(a, b, name) for name in names), calls) <= 2

@@ -175,12 +175,11 @@ def test_a_meta_model_is_warned_of_without_numbers():
         convert_to_float8_training(model, config=RECIPES["unit"])
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_compiled_in_one_graph_with_the_results_of_eager(dynamic):
+def test_compiled_in_one_graph_with_the_results_of_eager():
     model = in_float8(nn.Sequential(uu.Linear(32, 48), uu.GELU(), uu.LinearReadout(48, 16)))
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=dynamic)
-    for batch in (40, 56, 80, 112, 7):
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for batch in (40, 56, 7):
         x, g = torch.randn(batch, 32), torch.randn(batch, 16)
         grads = []
         for run in (model, compiled):
