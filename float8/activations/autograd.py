@@ -50,17 +50,17 @@ class CopyOp(SavingOp):
 
     Args:
         forward: torch's function, ``forward(*inputs, **options)``.
-        saves: the indices of the tensors that backward reads, given the inputs that need gradients.
         gradient: ``gradient(g, saved, needs, **options)`` returns one gradient, or None, per input:
             of any dtype and, where the op broadcasts, of the output's shape.
+        saves: the indices of the tensors that backward reads, given the inputs that need gradients.
         inputs: the number of inputs.
         exact: indices of the inputs that are saved as they are: weights.
         recompute: whether backward may recompute the result from the copy of its one input.
     """
 
     forward: Callable[..., Tensor]
-    saves: Callable[[Needs], tuple[int, ...]]
     gradient: Callable[..., Grads]
+    saves: Callable[[Needs], tuple[int, ...]] = lambda needs: (0,)
     inputs: int = 1
     exact: tuple[int, ...] = ()
     recompute: bool = False

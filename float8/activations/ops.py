@@ -147,16 +147,6 @@ def _layer_norm(
     return (input, weight, bias), {"normalized_shape": tuple(normalized_shape), "eps": eps}
 
 
-def _rms_norm_forward(x: Tensor, weight: Any, normalized_shape: Any, eps: float | None) -> Tensor:
-    return F.rms_norm(x, normalized_shape, weight, eps)
-
-
-def _layer_norm_forward(
-    x: Tensor, weight: Any, bias: Any, normalized_shape: Any, eps: float
-) -> Tensor:
-    return F.layer_norm(x, normalized_shape, weight, bias, eps)
-
-
 def _saves_norm(needs: Needs) -> tuple[int, ...]:
     return (0, 1) if needs[0] or needs[1] else ()
 
@@ -235,10 +225,6 @@ def _softmax(
     return None if out is not None else ((input,), {"dim": dim, "dtype": dtype})
 
 
-def _softmax_forward(x: Tensor, dim: int, dtype: Any) -> Tensor:
-    return torch.softmax(x, dim, dtype)
-
-
 def _softmax_gradient(g: Tensor, saved: list[Tensor], needs: Needs, dim: int, dtype: Any) -> Grads:
     """``y (g - sum(g y))``, y the output."""
     g32, y32 = g.to(torch.float32), saved[0].to(torch.float32)
@@ -275,52 +261,43 @@ def _dropout_forward(x: Tensor, p: float) -> Tensor:
     return with_mask("dropout", lambda x: x * noise, x, noise != 0, factor)
 
 
-def _saves_input(needs: Needs) -> tuple[int, ...]:
-    return (0,)
-
-
-def _saves_output(needs: Needs) -> tuple[int, ...]:
-    return (OUTPUT,)
-
-
 _TABLE: tuple[SavingOp, ...] = (
     CopyOp(
         "rms_norm", _read_by(_rms_norm, F.rms_norm, torch.rms_norm),
-        _rms_norm_forward, _saves_norm, _rms_norm_gradient, inputs=2, exact=(1,),
+        lambda x, w, **options: F.rms_norm(x, weight=w, **options),
+        _rms_norm_gradient, _saves_norm, inputs=2, exact=(1,),
     ),
     CopyOp(
         "layer_norm", _read_by(_layer_norm, F.layer_norm, torch.layer_norm),
-        _layer_norm_forward, _saves_norm, _layer_norm_gradient, inputs=3, exact=(1, 2),
+        lambda x, w, b, **options: F.layer_norm(x, weight=w, bias=b, **options),
+        _layer_norm_gradient, _saves_norm, inputs=3, exact=(1, 2),
     ),
     CopyOp(
         "silu", _read_by(_one, F.silu, torch._C._nn.silu),
-        F.silu, _saves_input, _elementwise(aten.silu_backward), recompute=True,
+        F.silu, _elementwise(aten.silu_backward), recompute=True,
     ),
     CopyOp(
-        "gelu", _read_by(_gelu, F.gelu),
-        F.gelu, _saves_input, _elementwise(aten.gelu_backward), recompute=True,
+        "gelu", _read_by(_gelu, F.gelu), F.gelu, _elementwise(aten.gelu_backward), recompute=True
     ),
-    # Of sigmoid and tanh the input is saved: of a float8 output y, 1 - y is mostly noise.
+    # sigmoid and tanh save the input: of a float8 output y, 1 - y is mostly noise.
     CopyOp(
         "sigmoid", _read_by(_one, torch.sigmoid, Tensor.sigmoid, F.sigmoid, torch.special.expit),
-        torch.sigmoid, _saves_input,
-        _elementwise(lambda g, x: aten.sigmoid_backward(g, x.sigmoid())), recompute=True,
+        torch.sigmoid, _elementwise(lambda g, x: aten.sigmoid_backward(g, x.sigmoid())),
+        recompute=True,
     ),
     CopyOp(
         "tanh", _read_by(_one, torch.tanh, Tensor.tanh, F.tanh),
-        torch.tanh, _saves_input,
-        _elementwise(lambda g, x: aten.tanh_backward(g, x.tanh())), recompute=True,
+        torch.tanh, _elementwise(lambda g, x: aten.tanh_backward(g, x.tanh())), recompute=True,
     ),
     CopyOp(
         "mul", _read_by(_two, torch.mul, torch.multiply, Tensor.mul, Tensor.multiply,
                         Tensor.__mul__, Tensor.__rmul__),
-        torch.mul, _saves_factors, _mul_gradient, inputs=2,
+        torch.mul, _mul_gradient, _saves_factors, inputs=2,
     ),
     CopyOp(
         "pow", _read_by(_pow, torch.pow, Tensor.pow, Tensor.__pow__)
         | _read_by(_square, torch.square, Tensor.square),
-        torch.pow, _saves_input,
-        _elementwise(lambda g, x, exponent: g * (exponent * x.pow(exponent - 1))),
+        torch.pow, _elementwise(lambda g, x, exponent: g * (exponent * x.pow(exponent - 1))),
     ),
     MaskOp("relu", _read_by(_one, F.relu, torch.relu, Tensor.relu), _relu),
     MaskOp(
@@ -330,11 +307,11 @@ _TABLE: tuple[SavingOp, ...] = (
     CopyOp(
         "softmax", _read_by(_f_softmax, F.softmax)
         | _read_by(_softmax, torch.softmax, Tensor.softmax, torch.special.softmax),
-        _softmax_forward, _saves_output, _softmax_gradient,
+        torch.softmax, _softmax_gradient, lambda needs: (OUTPUT,),
     ),
     CopyOp(
         "linear", _read_by(_linear, F.linear),
-        F.linear, _saves_factors, _linear_gradient, inputs=3, exact=(1, 2),
+        F.linear, _linear_gradient, _saves_factors, inputs=3, exact=(1, 2),
     ),
 )  # fmt: skip
 OPS = {op.name: op for op in _TABLE}
