@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 import float8.distributed.first_use as _first_use  # noqa: F401  compares ranks
-import float8.old_paths as _old_paths  # noqa: F401  modules that moved
+import float8.distributed.gathered_weights as _gathered_weights  # noqa: F401  stores weights
+import float8.old_paths as _old_paths
 from float8.activations import saved_activations
 from float8.config import (
     CastConfig,
@@ -21,7 +22,6 @@ from float8.config import (
 from float8.config.other_names import called_here
 from float8.convert import filters
 from float8.convert.convert import (
-    WEIGHT_RULE_SOURCES,
     convert_from_float8_training,
     convert_to_float8_training,
     high_precision,
@@ -53,7 +53,6 @@ _ON_DEMAND = {
     "ms_amp": "float8.ms_amp",
     "precompute_float8_dynamic_scale_for_fsdp": "float8.distributed.gathered_weights",
 }
-WEIGHT_RULE_SOURCES.append(lambda: importlib.import_module("float8.distributed.gathered_weights"))
 
 
 def __getattr__(name: str) -> Any:
@@ -61,6 +60,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_ON_DEMAND[name]), name)
         globals()[name] = value  # for next time; and importing float8.ms_amp has bound the module
         return value
+    if f"float8.{name}" in _old_paths.MOVED:
+        return importlib.import_module(f"float8.{name}")
     hint = called_here(name)
     # Of an AttributeError ``from float8 import X`` shows another message, without the hint.
     if hint and sys._getframe(1).f_code.co_name == "_handle_fromlist":

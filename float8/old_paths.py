@@ -2,7 +2,7 @@
 
 An old path imports the module at its new place: both names are one module object.
 ``float8.linear``, ``float8.tensor``, ``float8.convert`` and ``float8.ms_amp`` are packages now,
-which export the public names that the modules had.
+which export the public names that the modules had, and those that pickles contain.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+import torch
+
+from float8.tensor.tensor import Float8Tensor, _rebuild
 
 # old path -> new path, up to version 0.7
 MOVED = {
@@ -29,6 +33,7 @@ MOVED = {
     "float8.refusals": "float8.linear.refusals",
     "float8.resident_weight": "float8.linear.resident_weight",
     "float8.scaling": "float8.linear.scaling",
+    "float8.switch": "float8.linear.switch",
     "float8.sync": "float8.linear.sync",
     "float8.unit_scaling.float8_layers": "float8.unit_scaling.modules.converted",
     "float8.unit_scaling.learning_rates": "float8.unit_scaling.optim",
@@ -54,3 +59,7 @@ class _Moved(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 sys.meta_path.append(_Moved())
+# For torch.load(weights_only=True) of files that name a function or type by its old path.
+torch.serialization.add_safe_globals(
+    [(Float8Tensor, "float8.tensor.Float8Tensor"), (_rebuild, "float8.tensor._rebuild")]
+)

@@ -7,13 +7,10 @@ so that an import inside a function counts too.
 from __future__ import annotations
 
 import ast
-import importlib
 from pathlib import Path
 
 import pytest
 from fresh import ROOT, facts_of
-
-from float8.old_paths import MOVED
 
 FILES = sorted((ROOT / "float8").rglob("*.py"))
 
@@ -142,11 +139,6 @@ def test_every_package_has_its_directory_of_tests():
         package_of(path) for path in FILES if len(path.relative_to(ROOT / "float8").parts) > 1
     }
     assert [name for name in sorted(packages) if not (ROOT / "test" / name).is_dir()] == []
-
-
-@pytest.mark.parametrize("old", sorted(MOVED))
-def test_an_old_import_path_is_the_module_at_its_new_place(old):
-    assert importlib.import_module(old) is importlib.import_module(MOVED[old])
 
 
 # --- importing

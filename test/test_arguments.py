@@ -332,7 +332,11 @@ def public_callables() -> set[str]:
     for name in PACKAGES:
         package = importlib.import_module(name)
         if not hasattr(package, "__all__"):  # a module: what it defines
-            own = [k for k, v in vars(package).items() if getattr(v, "__module__", "") == name]
+            own = [
+                k
+                for k, v in vars(package).items()
+                if getattr(v, "__module__", "") == package.__name__
+            ]
             found |= {k for k in own if not k.startswith("_")}
         else:
             found |= {k for k in package.__all__ if callable(getattr(package, k))}

@@ -85,7 +85,7 @@ def test_every_framework_names_a_file_that_exists():
 
 
 def test_the_table_of_bytes_is_the_one_that_is_counted():
-    from test_bytes import BYTES, LAUNCHES
+    from linear.test_bytes import BYTES, LAUNCHES
 
     rows = re.findall(r"^\| `(\w+)` \| (\d) \| (\d) \| (\d) \| (\d+) \|", README, re.MULTILINE)
     assert [row[0] for row in rows] == list(RECIPES)

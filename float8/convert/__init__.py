@@ -1,7 +1,7 @@
-"""Converting models: which layers to take, swapping them in and out, and what was done.
+"""Converting models: which layers to convert, replacing them, and what was done.
 
-``convert.py``: conversion for training, and back; ``filters.py``: which layers to take;
-``conversion.py``: the report; ``inference.py``: frozen float8 weights.
+``filters.py``: a user's choice of layers; ``conversion.py``: the plan of a conversion and its
+report; ``convert.py``: conversion for training, and back; ``inference.py``: frozen float8 weights.
 """
 
 from float8.convert.convert import (
@@ -9,11 +9,17 @@ from float8.convert.convert import (
     convert_to_float8_training,
     high_precision,
     register_linear_type,
+)
+from float8.linear.registration import (
+    ModuleRule,
+    WeightRule,
     register_module_rule,
     register_weight_rule,
 )
 
 __all__ = [
+    "ModuleRule",
+    "WeightRule",
     "convert_from_float8_training",
     "convert_to_float8_training",
     "high_precision",

@@ -1,19 +1,46 @@
-"""What a conversion did: the report that a converted model carries as ``float8_conversion``."""
+"""The plan of a conversion, and the report that a converted model carries.
+
+`plan_conversion` decides which layers of a model become float8, by which config, and why the others
+do not. Conversion for training and for inference, `float8.calibrate` and `float8.ms_amp` start with
+it; torchtitan's converter fills a `ConversionPlan` from its own tree of configs. The steps are
+
+1. `plan_conversion`: choose the layers;
+2. `ConversionPlan.check`: raise, with all reasons, if one of them cannot be converted;
+3. `ConversionPlan.convert`: replace the layers, all parameters shared;
+4. `ConversionPlan.finish`: complete the report, attach it to the model and log it.
+
+Nothing is changed before the third.
+"""
 
 from __future__ import annotations
 
 import logging
 import warnings
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from float8.convert.filters import unmatched_patterns
+from float8.arguments import check_module, described
+from float8.config import RECIPES, Float8LinearConfig, check_config
+from float8.convert.filters import ModuleFilter, all_of, unmatched_patterns
+from float8.formats import E4M3
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_on_gpu
+from float8.linear.registration import MODEL_CHECKS, MODULE_RULES, WEIGHT_RULES
 
 logger = logging.getLogger("float8")
+
+# Modules that do not call all of their own linear layers.
+_BYPASSES: dict[type[nn.Module], str] = {
+    nn.MultiheadAttention: "nn.MultiheadAttention multiplies by its weights itself and stays in "
+    "high precision; write q, k, v and output projections as nn.Linear to convert them",
+    nn.TransformerEncoderLayer: "nn.TransformerEncoderLayer has a fused inference path that goes "
+    "around its float8 layers; torch.backends.mha.set_fastpath_enabled(False) avoids it",
+}
 
 
 @dataclass
@@ -37,78 +64,283 @@ class Conversion:
     unmatched_patterns: list[str] = field(default_factory=list)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also of a report that was pickled when it had fewer attributes."""
+        """Unpickle; reports of older versions have fewer attributes."""
         vars(self).update(vars(Conversion()) | state)
 
     def __str__(self) -> str:
+        told = {
+            "left alone": self.skipped,
+            "weight gathered in high precision": self.gathered_in_high_precision,
+            "a GPU will refuse": self.refused_on_gpu,
+        }
         lines = [f"converted to float8: {len(self.converted)} layers"]
-        lines += [f"  left alone: {fqn}: {reason}" for fqn, reason in self.skipped.items()]
-        lines += [
-            f"  weight gathered in high precision: {fqn}: {reason}"
-            for fqn, reason in self.gathered_in_high_precision.items()
-        ]
-        lines += [
-            f"  a GPU will refuse: {fqn}: {reason}" for fqn, reason in self.refused_on_gpu.items()
-        ]
-        lines += [
-            f"  skip_names: no layer is called {pattern}" for pattern in self.unmatched_patterns
-        ]
+        for what, reasons in told.items():
+            lines += [f"  {what}: {fqn}: {reason}" for fqn, reason in reasons.items()]
+        lines += [f"  skip_names: no layer is called {name}" for name in self.unmatched_patterns]
         return "\n".join(lines)
 
 
-def report_bypasses(root: nn.Module, conversion: Conversion) -> None:
-    """Report the modules that go around their own Linears."""
-    for fqn, module in root.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
-            conversion.skipped[fqn] = (
-                "nn.MultiheadAttention multiplies by its weights itself and stays in high "
-                "precision; write q, k, v and output projections as nn.Linear to convert them"
-            )
-        elif isinstance(module, nn.TransformerEncoderLayer):
-            conversion.skipped[fqn] = (
-                "nn.TransformerEncoderLayer has a fused inference path that goes around its float8 "
-                "layers; torch.backends.mha.set_fastpath_enabled(False) avoids it"
+@dataclass
+class ConversionPlan:
+    """The layers that a conversion takes, and its report.
+
+    Attributes:
+        caller: the public function, for messages.
+        config: of the layers that are not in float8 yet.
+        module_filter_fn: the user's filter.
+        layers: name -> layer, each once, under its first name.
+        configs: name -> the layer's config: its own, where it is in float8 already.
+        report: why the other layers are left alone; after `convert`, what was converted.
+    """
+
+    caller: str
+    config: Float8LinearConfig
+    module_filter_fn: ModuleFilter | None = None
+    layers: dict[str, Any] = field(default_factory=dict)
+    configs: dict[str, Float8LinearConfig] = field(default_factory=dict)
+    report: Conversion = field(default_factory=Conversion)
+
+    def take(self, fqn: str, layer: nn.Module) -> None:
+        """Add a layer to the plan."""
+        self.layers[fqn] = layer
+        self.configs[fqn] = layer.config if isinstance(layer, Float8Linear) else self.config
+
+    def leave(self, fqn: str, reason: str) -> None:
+        """Leave a layer as it is, for this reason."""
+        self.layers.pop(fqn, None)
+        self.configs.pop(fqn, None)
+        self.report.skipped[fqn] = reason
+
+    @property
+    def plain_layers(self) -> dict[str, Any]:
+        """Name -> layer, of those that are not in float8 yet."""
+        return {fqn: m for fqn, m in self.layers.items() if not isinstance(m, Float8Linear)}
+
+    def check(self, further: Iterable[tuple[str, str]] = ()) -> None:
+        """Raise if any layer cannot be converted, with all reasons.
+
+        Args:
+            further: (name, reason) of layers that the caller refuses for reasons of its own.
+        """
+        problems = [
+            (fqn, reason)
+            for fqn, layer in self.plain_layers.items()
+            for refuses in _refusals(layer, self.configs[fqn])
+            if (reason := refuses(layer, self.configs[fqn])) is not None
+        ]
+        if problems := [*problems, *further]:
+            raise ValueError(
+                "nothing was converted, because some layers cannot be:"
+                + "".join(f"\n  {named(fqn)}: {reason}" for fqn, reason in problems)
             )
 
+    def warn_of_fixed_scales(self) -> None:
+        """Warn of recipe ``unit``, whose scale of 1 moves no tensor into the format's range."""
+        layers = self.plain_layers
+        scaled = {f: m for f, m in layers.items() if not MODULE_RULES[type(m)].unit_scaled}
+        if self.config != RECIPES["unit"] or not scaled:
+            return
+        warnings.warn(
+            f'recipe "unit" casts with a scale of 1, and {len(scaled)} of {len(layers)} layers '
+            f"(first: {named(next(iter(scaled)))}) are not unit-scaled"
+            f"{_flushed([m.weight for m in scaled.values()])}; gradients are smaller yet. Build "
+            "the model from float8.unit_scaling's layers, transform it with unit_scale and float8 "
+            "of float8.unit_scaling.transforms, or take a dynamic recipe",
+            stacklevel=3,
+        )
 
-def tell(
-    root: nn.Module,
-    conversion: Conversion,
-    module_filter_fn: object = None,
-    by: str = "convert_to_float8_training",
-) -> None:
-    """Complete and log the report, and warn if the model is left without a float8 layer.
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Replace the layers that are not in float8 yet.
+
+        Returns:
+            ``model``, or the new layer if ``model`` itself was one.
+        """
+        swapped = {
+            layer: MODULE_RULES[type(layer)].convert(layer, self.configs[fqn], fqn)
+            for fqn, layer in self.plain_layers.items()
+        }
+        self.layers = {fqn: swapped.get(layer, layer) for fqn, layer in self.layers.items()}
+        self.report.converted = list(self.layers)
+        return replace_children(model, swapped)
+
+    def finish(self, model: nn.Module) -> None:
+        """Complete the report, attach it to the model, log it, and warn if no layer is float8."""
+        report = self.report
+        layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Float8Linear)}
+        for fqn in report.converted:
+            if fqn in layers and (reason := _refused_on_gpu(layers[fqn])) is not None:
+                report.refused_on_gpu[fqn] = reason
+        names = [*layers, *report.skipped]
+        report.unmatched_patterns = unmatched_patterns(self.module_filter_fn, names)
+        model.float8_conversion = report  # type: ignore[assignment]
+        logger.info("%s", report)
+        if report.refused_on_gpu:
+            fqn, reason = next(iter(report.refused_on_gpu.items()))
+            logger.warning(
+                "a GPU will refuse %d of the %d converted layers, which a CPU runs; the first is "
+                "%s: %s. model.float8_conversion lists them all",
+                len(report.refused_on_gpu),
+                len(report.converted),
+                named(fqn),
+                reason,
+            )
+        if not layers and not report.converted:
+            warnings.warn(f"{self.caller} converted no layer:{self.reasons}", stacklevel=3)
+
+    @property
+    def reasons(self) -> str:
+        """Why layers were left alone, a line each, for messages."""
+        lines = [f"\n  {named(fqn)}: {reason}" for fqn, reason in self.report.skipped.items()]
+        return "".join(lines) or " the model has no nn.Linear"
+
+
+def plan_conversion(
+    model: nn.Module,
+    config: Float8LinearConfig | None,
+    module_filter_fn: ModuleFilter | None,
+    caller: str,
+    *,
+    argument: str = "model",
+    replaces_weights: bool = False,
+) -> ConversionPlan:
+    """Choose the layers of a model that a conversion takes.
 
     Args:
-        root: the converted model.
-        conversion: what was done.
-        module_filter_fn: asked for patterns that match nothing.
-        by: the public function, for the warning.
+        model: what the caller was given as its parameter ``argument``.
+        config: of layers that are not in float8 yet; None for the default.
+        module_filter_fn: None for every layer; or called with each candidate and its name.
+        caller: the public function, for messages.
+        argument: the name of the caller's parameter.
+        replaces_weights: whether the caller replaces the high-precision weights. It then takes
+            layers that are in float8 already, and leaves those whose weight another module reads.
+
+    Raises:
+        TypeError: an argument of another type; the message says what to give.
+        ValueError: layers of this model cannot be swapped, as those of a transformed one.
     """
-    layers = {fqn: m for fqn, m in root.named_modules() if isinstance(m, Float8Linear)}
-    for fqn in conversion.converted:
-        if fqn in layers and (reason := _refused_on_gpu(layers[fqn])) is not None:
-            conversion.refused_on_gpu[fqn] = reason
-    names = [*layers, *conversion.skipped]
-    conversion.unmatched_patterns = unmatched_patterns(module_filter_fn, names)
-    logger.info("%s", conversion)
-    if conversion.refused_on_gpu:
-        fqn, reason = next(iter(conversion.refused_on_gpu.items()))
-        logger.warning(
-            "a GPU will refuse %d of the %d converted layers, which a CPU runs; the first is %s: "
-            "%s. model.float8_conversion lists them all",
-            len(conversion.refused_on_gpu),
-            len(conversion.converted),
-            fqn or "the module itself",
-            reason,
+    check_module(model, caller, argument)
+    if config is not None:
+        check_config(config, caller)
+    if module_filter_fn is not None and not callable(module_filter_fn):
+        raise TypeError(
+            f"{caller}: module_filter_fn must be callable, got {described(module_filter_fn)}; to "
+            'skip layers by name use float8.filters.skip_names("lm_head")'
         )
-    if not conversion.converted and not layers:
-        reasons = "".join(f"\n  {fqn}: {why}" for fqn, why in conversion.skipped.items())
-        found = reasons or "the model has no nn.Linear"
-        warnings.warn(f"{by} converted no layer: {found}", stacklevel=3)
+    for check in MODEL_CHECKS:
+        if (why := check(model)) is not None:
+            raise ValueError(f"nothing was converted: {why}")
+    plan = ConversionPlan(caller, config or Float8LinearConfig(), module_filter_fn)
+    is_wanted = module_filter_fn or all_of()
+    for fqn, module in model.named_modules():
+        is_candidate = type(module) in MODULE_RULES or isinstance(module, Float8Linear)
+        reason = _left_alone(module, fqn, plan.config, replaces_weights)
+        if reason is None and is_candidate and not is_wanted(module, fqn):
+            reason = "module_filter_fn returned False"
+        if reason is not None:
+            plan.leave(fqn, reason)
+        elif is_candidate:
+            plan.take(fqn, module)
+    if replaces_weights:
+        for fqn, reason in _read_elsewhere(model, plan.layers).items():
+            plan.leave(fqn, reason)
+    return plan
+
+
+def _left_alone(
+    module: nn.Module, fqn: str, config: Float8LinearConfig, replaces_weights: bool
+) -> str | None:
+    """The reason why a module stays as it is, whatever the filter says, or None."""
+    if isinstance(module, Float8Linear):
+        if replaces_weights:
+            return None
+        other = ", with another config: convert_from_float8_training first, to change it"
+        return "it is a Float8Linear already" + (other if module.config != config else "")
+    if type(module) in MODULE_RULES:
+        return runs_something_else(module, fqn)
+    if isinstance(module, nn.Linear):
+        return (
+            f"its type is {type(module).__name__}, not nn.Linear: its own forward may not be "
+            "that of a linear layer (float8.convert.register_linear_type says that it is)"
+        )
+    return next((why for kind, why in _BYPASSES.items() if isinstance(module, kind)), None)
+
+
+def runs_something_else(module: nn.Module, fqn: str) -> str | None:
+    """The reason why replacing the module would not change what runs, or None."""
+    if "forward" in module.__dict__:
+        return "its forward was replaced by a function that would still run; convert it before that"
+    if module._compiled_call_impl is not None or fqn.rpartition(".")[2] == "_orig_mod":
+        return "it was compiled on its own and its graph would still run; convert, then compile"
+    return None
+
+
+def _read_elsewhere(model: nn.Module, layers: dict[str, Any]) -> dict[str, str]:
+    """Name -> reason, of the layers whose weight something else reads in high precision."""
+    places: dict[int, list[tuple[str, nn.Module, str]]] = defaultdict(list)
+    found: dict[str, str] = {}
+    for fqn, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places[id(parameter)].append((fqn, module, name))
+        if isinstance(module, nn.TransformerEncoderLayer):
+            found |= _read_by_the_fast_path(fqn, layers)
+    chosen = set(layers.values())
+    return found | {
+        fqn: f"its weight is also {other}.{name} ({type(module).__name__}), which reads it in high "
+        "precision: untie the two to convert it"
+        for fqn, layer in layers.items()
+        for other, module, name in places[id(layer.weight)]
+        if module not in chosen or name != "weight"
+    }
+
+
+def _read_by_the_fast_path(encoder_layer: str, layers: dict[str, Any]) -> dict[str, str]:
+    if not torch.backends.mha.get_fastpath_enabled():
+        return {}
+    reason = (
+        "in eval mode nn.TransformerEncoderLayer reads its weight itself, and cannot read float8; "
+        "torch.backends.mha.set_fastpath_enabled(False) before the conversion lets the layer run"
+    )
+    names = [f"{encoder_layer}.{n}".removeprefix(".") for n in ("linear1", "linear2")]
+    return {fqn: reason for fqn in names if fqn in layers}
+
+
+def _refusals(layer: nn.Module, config: Float8LinearConfig) -> list[Any]:
+    """What may refuse a layer: (layer, config) -> the reason, or None."""
+    of_type = MODULE_RULES[type(layer)].refuses
+    return [of_type, *([WEIGHT_RULES[0].refuses] if config.enable_fsdp_float8_all_gather else [])]
+
+
+def named(fqn: str) -> str:
+    """A module's name, for messages."""
+    return fqn or "the module itself"
+
+
+def _flushed(weights: list[Tensor]) -> str:
+    """The fractions of weights that E4M3 flushes or coarsens at a scale of 1; meta has none."""
+    weights = [w.detach() for w in weights if w.device.type != "meta" and w.numel()]
+    if not weights:
+        return ""
+    zero = sum(int(((w != 0) & (w.abs() <= E4M3.smallest_subnormal / 2)).sum()) for w in weights)
+    coarse = sum(int((w.abs() < torch.finfo(E4M3.dtype).smallest_normal).sum()) for w in weights)
+    total = sum(w.numel() for w in weights)
+    return (
+        f": {zero / total:.1%} of their weights flush to zero and {coarse / total:.1%} lose "
+        "precision as subnormals"
+    )
 
 
 def _refused_on_gpu(layer: Float8Linear) -> str | None:
     if layer.weight.device.type == "cuda":
         return None  # its first call says so, for the GPU at hand
     return refuses_on_gpu(layer.config, layer.weight, tokens=16, grad=True)
+
+
+def replace_children(root: nn.Module, swapped: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Replace modules of a tree; returns the root, which may be one of them."""
+    # A list first: the tree must not change while it is walked.
+    for parent in list(root.modules()):
+        for name, child in parent._modules.items():
+            if child in swapped:
+                parent._modules[name] = swapped[child]
+    return swapped.get(root, root)

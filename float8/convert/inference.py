@@ -7,26 +7,24 @@
     add_adapters(model)                                               # or a frozen base: LoRA
     loss(model(x)).backward()                                         # reaches inputs and adapters
 
-What a layer holds, next to bfloat16, of a weight (N, K): ``1 / 2`` and 4 bytes (recipe
-``tensorwise``), ``1 / 2 + 2 / K`` (``rowwise``), ``1 / 2 + 1 / 8192`` (``blockwise``). Inputs are
-cast at every call, with the scale that the batch has or with a calibrated constant. Gradients reach
-the input: grad_input runs in float8 on the codes that are there (`linear.resident_weight` says how
-for each granularity, and what a checkpoint holds). The weight itself is frozen, in ``train()`` as
-in ``eval()``: the mode changes what dropout does and which amaxes a delayed recipe records, no
-more.
+The weight (N, K) of a layer takes this fraction of its bytes in bfloat16: ``1 / 2`` and 4 bytes
+(recipe ``tensorwise``), ``1 / 2 + 2 / K`` (``rowwise``), ``1 / 2 + 1 / 8192`` (``blockwise``).
+Inputs are cast at every call, with a dynamic scale or a calibrated constant. Gradients reach the
+input: grad_input runs in float8 with the same data (`float8.linear.resident_weight` says how for
+each granularity, and what a checkpoint contains). The weight itself is frozen, in ``train()`` as in
+``eval()``: the mode changes only dropout, and which amaxes a delayed recipe records.
 
 Under `DistributedDataParallel` adapters train after `hide_from_ddp`;
-`fully_shard` does not take weights that live in float8.
+`fully_shard` does not take weights that are in float8.
 
-``model.to(dtype)`` changes what weights stand for, not their bytes. What fits a plain model's
-checkpoint fits here, and is quantised on loading. `convert_from_float8_training` gives plain layers
-with the dequantised weights; so does a ``state_dict()`` under `high_precision`.
+``model.to(dtype)`` changes the dtype that the weights dequantise to, not their bytes. Checkpoints
+of the plain model load, and are cast on loading. `convert_from_float8_training` returns plain
+layers with the dequantised weights; so does a ``state_dict()`` under `high_precision`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -35,17 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
-from float8.convert.conversion import Conversion, report_bypasses, tell
-from float8.convert.convert import (
-    FLOAT8_MODULES,
-    MODULE_RULES,
-    candidates,
-    check_all,
-    check_arguments,
-    check_model,
-    replace_children,
-    warn_of_fixed_scales,
-)
+from float8.convert.conversion import ConversionPlan, named, plan_conversion, replace_children
 from float8.convert.filters import ModuleFilter
 from float8.formats import E4M3
 from float8.granularity import WHOLE
@@ -55,6 +43,7 @@ from float8.linear.cast import make_cast
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_call
 from float8.linear.resident_weight import as_parameter, is_resident, refuses_resident, to_resident
+from float8.linear.switch import Float8Module
 
 
 def convert_to_float8_inference(
@@ -66,18 +55,18 @@ def convert_to_float8_inference(
 ) -> nn.Module:
     """Keep only a frozen float8 copy of the linear layers' weights, in place.
 
-    Takes what `convert_to_float8_training` takes, and layers that it has converted, with the config
-    that they have. The high-precision weights are freed, as soon as nobody else holds them (an
-    optimizer does). Add adapters afterwards, or leave them out by ``module_filter_fn``. Layers
-    that cannot take part are left in high precision, with the reason in ``float8_conversion``:
-    those whose weight something else reads too, as an embedding that is tied to the head.
+    Takes the layers that `convert_to_float8_training` takes, and layers that it has converted, with
+    the config that they have. The high-precision weights are freed, unless something else refers to
+    them, such as an optimizer. Add adapters afterwards, or leave them out by ``module_filter_fn``.
+    Layers whose weight another module reads, as an embedding that is tied to the head, stay in high
+    precision; ``float8_conversion`` has the reason.
 
     Args:
         model: the model; it may itself be an ``nn.Linear``.
-        static_scales: layer name -> scale of its input (``value = code * scale``), for all layers
-            that are converted; norms and gates that wrote float8 by another scale become plain, and
-            `float8.fuse_norms` may fuse them again. None casts inputs with dynamic scales, or as a
-            converted layer does.
+        static_scales: layer name -> scale of its input (``value = data * scale``), for all layers
+            that are converted; norms and gates that returned float8 with another scale become
+            plain, and `float8.fuse_norms` may fuse them again. None casts inputs with dynamic
+            scales, or as a converted layer does.
         config: of layers that are no Float8Linear yet; dynamic tensorwise by default.
         module_filter_fn: called with each candidate and its name; False leaves it alone.
 
@@ -89,134 +78,52 @@ def convert_to_float8_inference(
             nothing has been changed then.
         TypeError: arguments of other types.
     """
-    check_arguments(model, "model", config, module_filter_fn, "convert_to_float8_inference")
-    if static_scales is not None and not isinstance(static_scales, Mapping):
-        raise TypeError(
-            "static_scales must map layer names to the scales of their inputs, as "
-            f'{{"layers.0.proj": 0.02}}, got a {type(static_scales).__name__}'
-        )
-    config = config or Float8LinearConfig()
-    check_model(model)
-    conversion = Conversion()
-    chosen = layers_for_inference(model, config, module_filter_fn, conversion)
-    plain = [(fqn, layer) for fqn, layer in chosen.items() if not _is_float8(layer)]
-    # No step comes first whose amaxes would replace a scale of 1.
-    new = replace(config, enable_amax_init=True)
-    configs = {fqn: layer.config if _is_float8(layer) else new for fqn, layer in chosen.items()}
-    configs = _with_static_inputs(configs, static_scales, conversion)
-    check_all(plain, config)
-    _check_weights(chosen, configs)
-    warn_of_fixed_scales(plain, config)
-    swapped = {m: MODULE_RULES[type(m)].convert(m, configs[fqn], fqn) for fqn, m in plain}
+    caller = "convert_to_float8_inference"
+    plan = plan_conversion(model, config, module_filter_fn, caller, replaces_weights=True)
+    for fqn in plan.plain_layers:
+        # Nothing trains, so that no first step would replace an initial scale of 1.
+        plan.configs[fqn] = replace(plan.config, enable_amax_init=True)
     if static_scales is not None:
-        swapped |= {m: m.to_float() for m in _producers(model)}
-    model = replace_children(model, swapped)
-    layers = {fqn: swapped.get(m, m) for fqn, m in chosen.items()}
-    del plain, chosen, swapped  # what else holds the old layers: weights are freed one by one
-    _keep_codes_only(layers, configs)
-    report_bypasses(model, conversion)
+        _cast_inputs_with(static_scales, plan)
+    plan.check(_refused_weights(plan))
+    plan.warn_of_fixed_scales()
+    if static_scales is not None:
+        model = replace_children(model, {m: m.to_float() for m in _producers(model)})
+    model = plan.convert(model)
+    _keep_float8_only(plan)
     hide_from_ddp(model)
-    conversion.converted = list(layers)
-    model.float8_conversion = conversion  # type: ignore[assignment]
-    tell(model, conversion, module_filter_fn, "convert_to_float8_inference")
+    plan.finish(model)
     return model
 
 
-def layers_for_inference(
-    model: nn.Module,
-    config: Float8LinearConfig,
-    module_filter_fn: ModuleFilter | None,
-    conversion: Conversion,
-) -> dict[str, Any]:
-    """Name -> layer that `convert_to_float8_inference` takes; reasons for the others are noted.
-
-    Calibration asks too: static scales have to name these layers.
-    """
-    chosen: dict[str, Any] = dict(candidates(model, config, module_filter_fn, conversion))
-    for fqn, module in model.named_modules():
-        if isinstance(module, Float8Linear):
-            del conversion.skipped[fqn]
-            if module_filter_fn is None or module_filter_fn(module, fqn):
-                chosen[fqn] = module
-            else:
-                conversion.skipped[fqn] = "module_filter_fn returned False"
-    for fqn, reason in read_elsewhere(model, chosen).items():
-        del chosen[fqn]
-        conversion.skipped[fqn] = reason
-    return chosen
-
-
-def _is_float8(layer: nn.Module) -> bool:
-    return isinstance(layer, Float8Linear)
-
-
 def _producers(model: nn.Module) -> list[Any]:
-    """The modules that write float8 for layers."""
-    kinds = tuple(FLOAT8_MODULES)
-    return [m for m in model.modules() if isinstance(m, kinds) and not _is_float8(m)]
+    """The norms and gates of a model that return float8."""
+    modules = [m for m in model.modules() if isinstance(m, Float8Module)]
+    return [m for m in modules if not isinstance(m, Float8Linear)]
 
 
-def read_elsewhere(model: nn.Module, chosen: dict[str, Any]) -> dict[str, str]:
-    """The chosen layers (name -> layer) whose weight something else reads too, and what does."""
-    places: dict[int, list[tuple[str, nn.Module, str]]] = defaultdict(list)
-    for fqn, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places[id(parameter)].append((fqn, module, name))
-    layers = set(chosen.values())
-    fused = _read_by_the_fast_path(model)
-    return {fqn: reason for fqn in chosen if (reason := fused.get(fqn)) is not None} | {
-        fqn: f"its weight is also {other}.{name} ({type(module).__name__}), which reads it in high "
-        "precision: untie the two to convert it"
-        for fqn, layer in chosen.items()
-        for other, module, name in places[id(layer.weight)]
-        if module not in layers or name != "weight"
-    }
-
-
-def _read_by_the_fast_path(model: nn.Module) -> dict[str, str]:
-    if not torch.backends.mha.get_fastpath_enabled():
-        return {}
-    return {
-        f"{fqn}.{name}"
-        if fqn
-        else name: "in eval mode nn.TransformerEncoderLayer reads its weight "
-        "itself, and cannot read float8; torch.backends.mha.set_fastpath_enabled(False) before the "
-        "conversion lets the layer run"
-        for fqn, module in model.named_modules()
-        if isinstance(module, nn.TransformerEncoderLayer)
-        for name in ("linear1", "linear2")
-    }
-
-
-def _with_static_inputs(
-    configs: dict[str, Float8LinearConfig],
-    scales: Mapping[str, float | Tensor] | None,
-    conversion: Conversion,
-) -> dict[str, Float8LinearConfig]:
-    """The configs, their inputs cast with the given scales."""
-    if scales is None:
-        return configs
-    problems = [
-        f"no scale for {fqn or 'the module itself'}" for fqn in configs if fqn not in scales
-    ]
-    for fqn in scales:
-        if fqn not in configs:
-            why = conversion.skipped.get(fqn, "there is no layer of this name to convert")
+def _cast_inputs_with(scales: Mapping[str, float | Tensor], plan: ConversionPlan) -> None:
+    """Have the layers of a plan cast their inputs with these scales, by name."""
+    if not isinstance(scales, Mapping):
+        raise TypeError(
+            "static_scales must map layer names to the scales of their inputs, as "
+            f'{{"layers.0.proj": 0.02}}, got a {type(scales).__name__}'
+        )
+    problems = [f"no scale for {named(fqn)}" for fqn in plan.layers if fqn not in scales]
+    for fqn, scale in scales.items():
+        if fqn not in plan.layers:
+            why = plan.report.skipped.get(fqn, "there is no layer of this name to convert")
             problems.append(f"a scale for {fqn}: {why}")
-    found: dict[str, Float8LinearConfig] = {}
-    for fqn, config in configs.items():
-        if fqn in scales:
-            try:
-                found[fqn] = _with_static_input(config, scales[fqn])
-            except (TypeError, ValueError) as error:
-                problems.append(f"{fqn}: {error}")
+            continue
+        try:
+            plan.configs[fqn] = _with_static_input(plan.configs[fqn], scale)
+        except (TypeError, ValueError) as error:
+            problems.append(f"{fqn}: {error}")
     if problems:
         raise ValueError(
             "nothing was converted, because static_scales must name the input scale of each layer "
             "that is converted and of no other:\n  " + "\n  ".join(problems)
         )
-    return found
 
 
 def _with_static_input(config: Float8LinearConfig, scale: float | Tensor) -> Float8LinearConfig:
@@ -239,41 +146,38 @@ def _with_static_input(config: Float8LinearConfig, scale: float | Tensor) -> Flo
     return replace(config, cast_config_input=static, delayed_scaling=delayed)
 
 
-def _check_weights(chosen: dict[str, Any], configs: dict[str, Float8LinearConfig]) -> None:
-    problems: list[str] = []
+def _refused_weights(plan: ConversionPlan) -> list[tuple[str, str]]:
+    """(name, reason) of the layers whose weight cannot be kept in float8 alone."""
+    refused: list[tuple[str, str]] = []
     casts: dict[int, tuple[str, Any]] = {}
-    for fqn, layer in chosen.items():
-        name, weight = fqn or "the module itself", layer.weight
-        cast = configs[fqn].plan.output.b
-        first, its_cast = casts.setdefault(id(weight), (name, cast))
+    for fqn, layer in plan.layers.items():
+        config, weight = plan.configs[fqn], layer.weight
+        first, its_cast = casts.setdefault(id(weight), (named(fqn), config.plan.output.b))
         reason = (
-            refuses_resident(configs[fqn])
+            refuses_resident(config)
             or _refuses_values(layer)
-            or refuses_device(weight, configs[fqn], weight.device)
+            or refuses_device(weight, config, weight.device)
         )
-        if reason is not None:
-            problems.append(f"{name}: {reason}")
-        elif configs[fqn].enable_fsdp_float8_all_gather:
-            problems.append(
-                f"{name}: enable_fsdp_float8_all_gather=True is for weights that train; frozen "
-                "float8 weights are not gathered. Leave it at False"
+        if reason is None and config.enable_fsdp_float8_all_gather:
+            reason = (
+                "enable_fsdp_float8_all_gather=True is for weights that train; frozen float8 "
+                "weights are not gathered. Leave it at False"
             )
-        elif is_sharded(weight) or type(weight) not in (Tensor, nn.Parameter):
-            if not is_resident(weight):
-                problems.append(
-                    f"{name}: its weight is a {type(weight).__name__}; convert plain weights, "
-                    "before any distributed wrapper"
-                )
-        elif its_cast != cast:
-            problems.append(f"{name}: its weight is {first}'s, which casts it in another way")
-    if problems:
-        raise ValueError(
-            "nothing was converted, because some layers cannot be:\n  " + "\n  ".join(problems)
-        )
+        is_plain = type(weight) in (Tensor, nn.Parameter) and not is_sharded(weight)
+        if reason is None and not is_plain and not is_resident(weight):
+            reason = (
+                f"its weight is a {type(weight).__name__}; convert plain weights, before any "
+                "distributed wrapper"
+            )
+        if reason is None and its_cast != config.plan.output.b:
+            reason = f"its weight is {first}'s, which casts it in another way"
+        if reason is not None:
+            refused.append((fqn, reason))
+    return refused
 
 
 def _refuses_values(layer: nn.Module) -> str | None:
-    """The reason why codes could not stand for a layer's weight, or None."""
+    """The reason why a layer's weight has no float8 copy, or None."""
     weight = layer._parameters.get("weight")
     if weight is None:
         return (
@@ -285,34 +189,36 @@ def _refuses_values(layer: nn.Module) -> str | None:
     with torch.no_grad():
         ends = torch.stack(torch.aminmax(weight))
     if weight.device.type != "meta" and not bool(ends.isfinite().all()):
-        return "its weight has NaN or inf, which would become those of every value with its scale"
+        return "its weight has NaN or inf, which would spread to every value with the same scale"
     return None
 
 
 def refuses_device(weight: Tensor, config: Float8LinearConfig, device: torch.device) -> str | None:
-    """The reason why no call of a layer could run on a device, or None: later is too late.
+    """The reason why no call of a layer could run on a device, or None.
+
+    Asked before the high-precision weight is freed.
 
     Args:
         weight: (N, K) of the layer.
         config: of the layer.
-        device: asked about if it is a GPU.
+        device: only a GPU refuses.
     """
     if device.type != "cuda" or config.emulate:
         return None
-    # One token in bfloat16: what depends on the batch is for the call to say.
+    # One token in bfloat16: each call checks what depends on its batch.
     arch = architecture(device.index)
     return refuses_call(config, weight, 1, torch.bfloat16, arch, grad=False)
 
 
 def hide_from_ddp(model: nn.Module) -> None:
-    """Tell `DistributedDataParallel` not to broadcast weights that live in float8.
+    """Exclude weights that are in float8 from the broadcast of `DistributedDataParallel`.
 
-    DDP concatenates what it broadcasts, in high precision. These are frozen: ranks that convert
-    the same checkpoint hold the same bits. `convert_to_float8_inference` has done it for ``model``;
-    call it again where adapters, added later, have changed names or put another module on top.
+    DDP concatenates what it broadcasts, in high precision. These weights are frozen, and ranks that
+    convert the same checkpoint have the same bits. `convert_to_float8_inference` calls this for
+    ``model``; call it again where adapters, added later, have changed names or wrapped the model.
 
     Args:
-        model: the module that DDP is going to be given.
+        model: the module that DDP will wrap.
     """
     own = [name for name, p in model.named_parameters(remove_duplicate=False) if is_resident(p)]
     if not own:
@@ -322,10 +228,11 @@ def hide_from_ddp(model: nn.Module) -> None:
     model._ddp_params_and_buffers_to_ignore = [*dict.fromkeys([*ignored, *own])]  # type: ignore[assignment]
 
 
-def _keep_codes_only(layers: dict[str, Any], configs: dict[str, Float8LinearConfig]) -> None:
+def _keep_float8_only(plan: ConversionPlan) -> None:
+    """Replace the weights of converted layers by frozen float8 ones, each freed before the next."""
     new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the old ones too: ids stay theirs
-    for fqn, layer in layers.items():
-        config, old = configs[fqn], layer.weight
+    for fqn, layer in plan.layers.items():
+        config, old = plan.configs[fqn], layer.weight
         if config != layer.config:
             layer.config = config
             layer.cast_input = make_cast(
@@ -335,9 +242,9 @@ def _keep_codes_only(layers: dict[str, Any], configs: dict[str, Float8LinearConf
             old.requires_grad_(False)
             continue
         if id(old) not in new:
-            codes = to_resident(old, config, layer.casts[1].state)
-            tied = sum(other.weight is old for other in layers.values()) > 1
-            layer.weight = as_parameter(old, codes, requires_grad=False)
+            float8_data = to_resident(old, config, layer.casts[1].state)
+            tied = sum(other.weight is old for other in plan.layers.values()) > 1
+            layer.weight = as_parameter(old, float8_data, requires_grad=False)
             if tied:
                 new[id(old)] = layer.weight, old
         layer.weight = new[id(old)][0] if id(old) in new else layer.weight

@@ -22,8 +22,9 @@ from torch import nn
 from float8.config import CastConfig
 from float8.distributed.rank_comparison import Facts, Statement, compare_ranks, said
 from float8.linear.cast import DelayedCast
-from float8.linear.layer import STORED_WEIGHTS, Float8Linear
-from float8.linear.sync import FIRST_SYNC_CHECKS, modules_by_name
+from float8.linear.layer import Float8Linear
+from float8.linear.registration import FIRST_SYNC_CHECKS, WEIGHT_RULES
+from float8.linear.sync import modules_by_name
 
 # (layer) -> the ranks that must share its scales, or None: filled by files of this package.
 SHARERS: list[Callable[[nn.Module], list[int] | None]] = []
@@ -63,7 +64,7 @@ def _layer_facts(layer: Float8Linear) -> Facts:
 def is_gathered_in_float8(layer: Float8Linear) -> bool:
     """Whether conversion stored the layer's weight so that FSDP2 gathers it in float8."""
     weight = layer._parameters.get("weight")  # a wrapper may have put a property in its place
-    return weight is not None and any(stored.holds(weight) for stored in STORED_WEIGHTS)
+    return weight is not None and any(rule.is_stored(weight) for rule in WEIGHT_RULES)
 
 
 def check_before_sync(model: nn.Module, ranks: list[int]) -> None:

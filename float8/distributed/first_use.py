@@ -46,10 +46,10 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from float8.convert.convert import AFTER_CONVERSION
 from float8.distributed.agreement import PLACE, difference, facts_of, is_gathered_in_float8
 from float8.distributed.rank_comparison import Facts, compare_ranks, is_one_of_many
 from float8.linear.layer import Float8Linear
+from float8.linear.registration import AFTER_CONVERSION
 from float8.linear.sync import modules_by_name, ranks_of
 from float8.tensor.running_module import running_modules
 

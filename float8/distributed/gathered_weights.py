@@ -44,7 +44,6 @@ from torch import Tensor, nn
 
 from float8.arguments import check_module
 from float8.config import Float8LinearConfig, ScalingType
-from float8.convert.convert import WeightRule, register_weight_rule
 from float8.distributed.agreement import SHARERS
 from float8.distributed.first_use import (
     PRECOMPUTE,
@@ -62,7 +61,8 @@ from float8.distributed.replaced_parameters import mark_replaced, unmark
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.kernels import amax, is_sharded
 from float8.linear.autograd import version_of
-from float8.linear.layer import STORED_WEIGHTS, Float8Linear, StoredWeight
+from float8.linear.layer import Float8Linear
+from float8.linear.registration import WeightRule, register_weight_rule
 from float8.linear.sync import modules_by_name
 
 
@@ -261,5 +261,6 @@ def _with_local(x: Any, local: Tensor) -> Tensor:
 
 
 SHARERS.append(_sharers)
-register_weight_rule(WeightRule(_refuses, _wrap, _unwrap))
-STORED_WEIGHTS.append(StoredWeight(_is_stored, _as_plain, _as_stored))
+register_weight_rule(
+    WeightRule(_refuses, _wrap, _unwrap, _is_stored, to_plain=_as_plain, from_plain=_as_stored)
+)

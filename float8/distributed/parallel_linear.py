@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from float8.convert.convert import ModuleRule, register_module_rule
 from float8.distributed.agreement import SHARERS
 from float8.distributed.exchange import (
     as_local_summand,
@@ -34,6 +33,7 @@ from float8.kernels.scaled_mm import architecture
 from float8.linear.autograd import States, autocasts, compute_dtype, linear_in_float8
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_call, refuses_input, refuses_layer
+from float8.linear.registration import ModuleRule, register_module_rule
 from float8.linear.scaling import spread
 from float8.tensor import Float8Tensor
 

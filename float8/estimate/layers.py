@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from float8.config import Float8LinearConfig
-from float8.convert.convert import MODULE_RULES
 from float8.estimate.casts import LARGEST, Use, is_count
 from float8.estimate.devices import Device
 from float8.estimate.roofline import Shape, kinds_of_plan
 from float8.kernels.cublas import ALIGNMENT
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_call, refuses_layer
+from float8.linear.registration import MODULE_RULES
 
 Shapes = Iterable[Shape | Sequence[int]]
 

@@ -39,7 +39,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig, check_config
-from float8.convert.convert import FLOAT8_MODULES
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.fusion.autograd import (
     Output,
@@ -52,7 +51,7 @@ from float8.granularity import WHOLE
 from float8.linear.autograd import compute_dtype
 from float8.linear.cast import Cast, DelayedCast, make_cast
 from float8.linear.layer import with_state_of
-from float8.linear.switch import Switchable
+from float8.linear.switch import Float8Module
 from float8.tensor import Float8Tensor
 
 _WHOLE = (WHOLE, WHOLE)
@@ -79,7 +78,7 @@ def refuses_config(config: Float8LinearConfig) -> str | None:
     )
 
 
-class _Producer(Switchable):
+class _Producer(Float8Module):
     """Abstract: a module that casts what it computes, with ``cast_output``."""
 
     plain: ClassVar[str]  # what to use where this module does not fit
@@ -381,6 +380,3 @@ class SwiGLUCast(_Producer):
             raise TypeError(f"SwiGLUCast: gate is {gate.dtype} and up {up.dtype}; convert one")
         if up is not None and (up.shape != gate.shape or gate.dim() == 0):
             raise ValueError(f"SwiGLUCast: gate is {tuple(gate.shape)} and up {tuple(up.shape)}")
-
-
-FLOAT8_MODULES += [RMSNormCast, LayerNormCast, SwiGLUCast]

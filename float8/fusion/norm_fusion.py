@@ -43,15 +43,12 @@ from torch import Tensor, nn
 
 from float8.arguments import check_module, described
 from float8.config import Float8LinearConfig
-from float8.convert.convert import (
-    FLOAT8_MODULES,
-    replace_children,
-    runs_something_else,
-)
+from float8.convert.conversion import replace_children, runs_something_else
 from float8.fusion.fused import LayerNormCast, NormCast, RMSNormCast, refuses_config
 from float8.fusion.norm_readers import Pairs, Readers, declared, traced
 from float8.linear.cast import DelayedCast
 from float8.linear.layer import Float8Linear
+from float8.linear.switch import Float8Module
 from float8.linear.sync import keep_ddp_from_broadcasting
 
 logger = logging.getLogger("float8")
@@ -173,7 +170,7 @@ def _check(model: nn.Module, pairs: object) -> None:
             'example {"layers.*.norm": ["layers.*.attention.q", "layers.*.attention.k"]}'
         )
     for fqn, module in model.named_modules():
-        if isinstance(module, tuple(FLOAT8_MODULES)) and module.high_precision:  # type: ignore[attr-defined]
+        if isinstance(module, Float8Module) and module.high_precision:
             raise ValueError(
                 f"{fqn or 'the model'} runs in high precision now: call fuse_norms outside of "
                 "float8.high_precision(model)"
@@ -242,7 +239,7 @@ def _attributes(norm: nn.Module) -> dict[str, Any]:
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    return type(module) in NORM_RULES or isinstance(module, tuple(FLOAT8_MODULES))
+    return type(module) in NORM_RULES or isinstance(module, Float8Module)
 
 
 def _refuses(norm: nn.Module, layers: Readers, modules: dict[str, nn.Module]) -> str | None:

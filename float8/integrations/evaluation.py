@@ -15,15 +15,13 @@ from typing import Any
 
 from torch import nn
 
-from float8.convert.convert import FLOAT8_MODULES
-from float8.linear.switch import Switchable
+from float8.linear.switch import Float8Module
 
 
 def evaluate_in_high_precision(model: nn.Module) -> None:
     """Have a model leave float8 in eval mode where gradients are disabled. Once is enough."""
     for module in model.modules():
-        if isinstance(module, tuple(FLOAT8_MODULES)):
-            assert isinstance(module, Switchable)
+        if isinstance(module, Float8Module):
             module.evaluates_in_high_precision = True
 
 

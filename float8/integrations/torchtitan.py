@@ -53,18 +53,14 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from float8.config import Float8LinearConfig, check_config
-from float8.convert.conversion import Conversion
-from float8.convert.convert import (
-    WEIGHT_RULES,
-    check_all,
-    warn_of_fixed_scales,
-)
+from float8.convert.conversion import ConversionPlan
 from float8.convert.filters import ModuleFilter, divisible_by
 from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
 from float8.estimate import faster_layers
 from float8.integrations.versions import require
 from float8.linear.cast import DelayedCast, DynamicCast, NoCast, StaticCast
 from float8.linear.layer import Float8Linear
+from float8.linear.registration import WEIGHT_RULES
 from float8.linear.sync import sync_float8_amax_and_scale_history
 
 require("torchtitan", "torchtitan", ("0.3", "0.4"))
@@ -237,8 +233,7 @@ class Float8Converter(QuantizationConverter):
             ValueError: layers that cannot be converted, each with its name and the reason; nothing
                 has been changed then.
         """
-        conversion = Conversion()
-        chosen = []
+        plan, places = ConversionPlan("Float8Converter", self.float8), {}
         found = list(model_config.traverse(Linear.Config))
         self._check_names([fqn for fqn, *_ in found])
         for fqn, linear, parent, attr in found:
@@ -246,26 +241,26 @@ class Float8Converter(QuantizationConverter):
                 linear.in_features, linear.out_features, device="meta", dtype=torch.bfloat16
             )
             if (reason := self._left_alone(fqn, linear, layer)) is not None:
-                conversion.skipped[fqn] = reason
+                plan.leave(fqn, reason)
             else:
-                chosen.append((fqn, layer, linear, parent, attr))
-        plain: list[tuple[str, nn.Module]] = [(fqn, layer) for fqn, layer, *_ in chosen]
-        check_all(plain, self.float8)
-        warn_of_fixed_scales(plain, self.float8)
+                plan.take(fqn, layer)
+                places[fqn] = linear, parent, attr
+        plan.check()
+        plan.warn_of_fixed_scales()
         tied = getattr(model_config, "enable_weight_tying", False)
-        for fqn, _, linear, parent, attr in chosen:
+        for fqn, (linear, parent, attr) in places.items():
             new = self._converted(fqn, linear, tied and fqn == "lm_head")
-            conversion.converted.append(fqn)
-            conversion.gathered_in_high_precision |= _stays_plain(fqn, new)
+            plan.report.converted.append(fqn)
+            plan.report.gathered_in_high_precision |= _stays_plain(fqn, new)
             if parent is None:
                 model_config = new
             elif isinstance(parent, list):
                 parent[attr] = new
             else:
                 setattr(parent, attr, new)
-        logger.info("%s", conversion)
-        if not conversion.converted:
-            warnings.warn(f"Float8Converter: {conversion}", stacklevel=2)
+        logger.info("%s", plan.report)
+        if not plan.report.converted:
+            warnings.warn(f"Float8Converter: {plan.report}", stacklevel=2)
         return model_config
 
     def _check_names(self, fqns: list[str]) -> None:

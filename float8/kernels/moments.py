@@ -201,13 +201,24 @@ def _no_codes(x_RC: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     return torch.empty_like(x_RC, dtype=dtype), x_RC.new_ones(rows, -(-columns // group))
 
 
+def _log2(x: Tensor) -> Tensor:
+    # In float64, rounded once: on a CPU, torch's float32 logarithm and exponential of a number may
+    # differ by an ulp with the number of elements beside it, and a shard of a state has to equal
+    # the same rows of the whole.
+    return x.to(torch.float64).log2().to(torch.float32)
+
+
+def _exp2(x: Tensor) -> Tensor:
+    return x.to(torch.float64).exp2().to(torch.float32)
+
+
 def _range_of(tiles: Tensor) -> tuple[Tensor, Tensor]:
     """scale and exponent (R, G, 1) of the nonzero finite magnitudes of each group."""
     magnitude = tiles.abs()
     finite = torch.where(magnitude < math.inf, magnitude, 0.0)
     largest = finite.amax(2, keepdim=True).clamp(min=2.0**-126)
     smallest = torch.where(finite > 0, finite, math.inf).amin(2, keepdim=True)
-    log2_range = largest.log2() - smallest.log2()  # -inf for a group of zeros
+    log2_range = _log2(largest) - _log2(smallest)  # -inf for a group of zeros
     return largest, (log2_range * (1 / LOG2_RANGE)).clamp(MIN_EXPONENT, MAX_EXPONENT)
 
 
@@ -216,7 +227,7 @@ def _expand(tiles: Tensor, scale: Tensor, exponent: Tensor, chance: Tensor | Non
     if chance is not None:
         factor = factor * (1 + 2.0**-22)  # the largest must not come out just below 448
     ratio = (tiles.abs() * factor).clamp(max=1.0)
-    y = torch.exp2(torch.log2(ratio) * reference.reciprocal(exponent)) * E4M3_MAX
+    y = _exp2(_log2(ratio) * reference.reciprocal(exponent)) * E4M3_MAX
     y = y.clamp(SMALLEST_CODE, E4M3_MAX)
     if compiled_coding.applies(tiles):
         return _expand_compiled(y, tiles, exponent, chance)
@@ -243,8 +254,8 @@ def decode_expanded(codes_RC: Tensor, scale_RG: Tensor, exponent_RG: Tensor, gro
             value = compiled_coding.expanded_values(n, exponent.unsqueeze(2))
         else:
             x = tiles.to(torch.float32)
-            log2_ratio = torch.log2(x.abs() * (1 / E4M3_MAX))
-            value = torch.exp2(log2_ratio * exponent.unsqueeze(2)).copysign(x)
+            log2_ratio = _log2(x.abs() * (1 / E4M3_MAX))
+            value = _exp2(log2_ratio * exponent.unsqueeze(2)).copysign(x)
         value = value * scale.unsqueeze(2)
         return (value.reshape(codes.shape),)
 

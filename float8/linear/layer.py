@@ -6,8 +6,7 @@ with its name in the message. `float8_linear` is the functional form, for recipe
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +37,7 @@ from float8.linear.refusals import (
     refuses_transform,
     tell_once_of_tokens,
 )
+from float8.linear.registration import WEIGHT_RULES, WeightRule
 from float8.linear.resident_weight import (
     is_resident,
     join_loaded,
@@ -45,11 +45,11 @@ from float8.linear.resident_weight import (
     resident_codes,
     split_saved,
 )
-from float8.linear.switch import Switchable
+from float8.linear.switch import Float8Module
 from float8.tensor import Float8Tensor
 
 
-class Float8Linear(Switchable, nn.Linear):
+class Float8Linear(Float8Module, nn.Linear):
     """An ``nn.Linear`` that multiplies in float8; parameters, shapes and checkpoints are its own.
 
     ``weight`` is the high-precision parameter, so initialisation, clipping, averaging and
@@ -236,8 +236,8 @@ class Float8Linear(Switchable, nn.Linear):
         stored = _stored(self.weight)
         join_loaded(self.weight, state_dict, prefix, self.config, errors=args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if stored is not None and not stored.holds(self.weight):  # assign=True
-            like = stored.wrap(self.weight)
+        if stored is not None and not stored.is_stored(self.weight):  # assign=True
+            like = stored.from_plain(self.weight)
             self.weight = nn.Parameter(like, self.weight.requires_grad)
         weight = state_dict.get(prefix + "weight")
         if weight is None:
@@ -254,7 +254,7 @@ class Float8Linear(Switchable, nn.Linear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         stored, key = _stored(self.weight), prefix + "weight"
         if stored is not None and not keep_vars and key in destination:
-            destination[key] = stored.plain(self.weight)
+            destination[key] = stored.to_plain(self.weight)
         if is_resident(self.weight) and not keep_vars:
             split_saved(self.weight, destination, prefix, plain=self.high_precision)
 
@@ -292,7 +292,7 @@ class Float8CastingLinear(Float8Linear):
     """Of a layer that casts its own weight: a float32 weight multiplies a bfloat16 input.
 
     What scripts without autocast write as ``F.linear(x, self.weight.to(x.dtype), self.bias)``; see
-    `float8.convert.convert.register_linear_type`.
+    `float8.convert.register_linear_type`.
     """
 
     @classmethod
@@ -329,19 +329,8 @@ _CAST_NAMES = ("cast_input", "cast_weight", "cast_grad_output")
 _OWN_ATTRIBUTES = ("config", "fqn", "switch", "evaluates_in_high_precision", "cached_weight")
 
 
-class StoredWeight(NamedTuple):
-    """A type in which a room above has a layer's weight stored; checkpoints hold plain tensors."""
-
-    holds: Callable[[Tensor], bool]  # whether a weight is of this type
-    plain: Callable[[Tensor], Tensor]  # the same data as an ordinary tensor
-    wrap: Callable[[Tensor], Tensor]  # and back
-
-
-STORED_WEIGHTS: list[StoredWeight] = []
-
-
-def _stored(weight: Tensor) -> StoredWeight | None:
-    return next((stored for stored in STORED_WEIGHTS if stored.holds(weight)), None)
+def _stored(weight: Tensor) -> WeightRule | None:
+    return next((rule for rule in WEIGHT_RULES if rule.is_stored(weight)), None)
 
 
 def with_state_of(source: nn.Module, cls: Any) -> Any:

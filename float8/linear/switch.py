@@ -76,6 +76,14 @@ class Switchable(nn.Module):
         return replica
 
 
+class Float8Module(Switchable):
+    """Abstract: a module that computes in float8 and can become the plain module again."""
+
+    def to_float(self) -> nn.Module:
+        """The plain module, parameters shared."""
+        raise NotImplementedError(f"{type(self).__name__} is abstract")
+
+
 class Scope:
     """Modules that one thread runs in high precision, from `open` to `close`."""
 

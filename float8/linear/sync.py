@@ -23,7 +23,6 @@ import functools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -34,6 +33,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from float8.arguments import check_module, described
 from float8.config import DelayedScalingConfig
 from float8.linear.cast import DELAYED_CASTS, Cast, DelayedCast
+from float8.linear.registration import AFTER_SYNC, FIRST_SYNC_CHECKS
 from float8.linear.scaling import updated_history
 
 if TYPE_CHECKING:
@@ -95,15 +95,7 @@ def _tell_of_plain(model: nn.Module) -> None:
 
 
 _plain: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-# Called before the first all-reduce with the model and the ranks that take part: for packages
-# above, to raise where ranks disagree.
-FIRST_SYNC_CHECKS: list[Callable[[nn.Module, list[int]], None]] = []
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-# Called with the model after each sync: for rooms above, which keep what follows from scales.
-AFTER_SYNC: list[Callable[[nn.Module], None]] = []
-
 
 _WRAPPERS = ("._orig_mod", "._checkpoint_wrapped_module", "._fsdp_wrapped_module")
 

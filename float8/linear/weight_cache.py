@@ -53,8 +53,8 @@ from float8.arguments import check_bool, check_module, described
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear.autograd import WeightCodes, autocasts, cast_weight, compute_dtype
 from float8.linear.layer import Float8Linear
+from float8.linear.registration import AFTER_SYNC
 from float8.linear.resident_weight import is_resident
-from float8.linear.sync import AFTER_SYNC
 
 
 class WeightCache:

@@ -1,8 +1,20 @@
 """MS-AMP's levels: float8 weights, gradients, optimizer states and communication together.
 
-``levels.py``: the table of levels; ``ms_amp.py``: applying one to a model.
+``levels.py``: the table of levels, and the weights that one stores; ``ms_amp.py``: applying a level
+to a model. ``float8.ms_amp`` is this package and the function that it exports: the package can be
+called.
 """
 
-from float8.ms_amp.ms_amp import ms_amp
+import sys
+from types import ModuleType
+
+from float8.ms_amp.ms_amp import _AfterLoad, ms_amp  # noqa: F401  pickles name both here
 
 __all__ = ["ms_amp"]
+
+
+class _CallablePackage(ModuleType):
+    __call__ = staticmethod(ms_amp)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

@@ -1,8 +1,7 @@
-"""MS-AMP's levels, as a table, and the weights of a model that a level is for.
+"""MS-AMP's levels as a table, and the weights of a model that a level stores.
 
-`LEVELS` has the rows of MS-AMP's table; `layers_of` finds the layers whose weight and gradient are
-held as a row says, and says of the others why not; `held` makes the Parameter. `ms_amp` puts
-them together.
+`plan_weights` finds the layers whose weight and gradient are stored as a row of `LEVELS` says, and
+the reasons of the others; `stored_weight` makes the Parameter. `float8.ms_amp` joins them.
 """
 
 from __future__ import annotations
@@ -14,14 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig
-from float8.convert.conversion import Conversion
-from float8.convert.convert import candidates, check_all
+from float8.convert.conversion import ConversionPlan, plan_conversion
 from float8.convert.filters import ModuleFilter
-from float8.convert.inference import read_elsewhere
 from float8.distributed.gradients import Float8Gradients
 from float8.formats import E4M3
 from float8.kernels import is_sharded
-from float8.linear.layer import Float8Linear
 from float8.linear.resident_weight import TENSORWISE, as_parameter, refuses_resident, to_resident
 
 
@@ -52,7 +48,7 @@ class MsAmp:
 
     Args:
         level: the level's name.
-        weights: the layers whose weight and gradient are held as the level says.
+        weights: the layers whose weight and gradient are stored as the level says.
         left: layer -> why its weight stayed as it was.
         communication: what `float8_gradients` returned, for reports and checkpoints; else None.
     """
@@ -63,81 +59,46 @@ class MsAmp:
     communication: Float8Gradients | None = None
 
 
-def layers_of(
+def plan_weights(
     model: nn.Module,
-    config: Float8LinearConfig,
+    config: Float8LinearConfig | None,
     module_filter_fn: ModuleFilter | None,
     optimizer: torch.optim.Optimizer,
-    report: MsAmp,
-) -> dict[str, Any]:
-    """The layers whose weight a level is for, by name.
+    level: Level,
+) -> ConversionPlan:
+    """Find the layers whose weight a level stores; the plan's report says why others are left.
 
     Args:
         model: not wrapped.
         config: of layers that are not converted yet.
         module_filter_fn: see `convert_to_float8_training`.
         optimizer: only weights that it steps take part.
-        report: its ``left`` is filled in.
+        level: the level.
 
     Raises:
-        ValueError: there are none, or some cannot be converted.
+        ValueError: there are none, or some cannot be converted or stored so, with all reasons.
     """
-    conversion = Conversion()
-    plain = candidates(model, config, module_filter_fn, conversion)
-    check_all(plain, config)
-    chosen: dict[str, Any] = dict(plain)
-    for fqn, module in model.named_modules():
-        if isinstance(module, Float8Linear):
-            del conversion.skipped[fqn]
-            chosen[fqn] = module
-    report.left = conversion.skipped
-    if not chosen:
-        reasons = "".join(f"\n  {fqn}: {why}" for fqn, why in report.left.items())
-        raise ValueError(f"ms_amp: the model has no nn.Linear to convert{reasons}")
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for fqn, layer in chosen.items():
-        if id(layer.weight) not in stepped:
-            report.left[fqn] = "the optimizer does not hold its weight"
-    report.left.update(read_elsewhere(model, chosen))
-    layers = {fqn: layer for fqn, layer in chosen.items() if fqn not in report.left}
-    if not layers:
-        raise ValueError(
-            "ms_amp: no layer's weight can be held as the level says:\n  "
-            + "\n  ".join(
-                f"{fqn or 'the module itself'}: {why}" for fqn, why in report.left.items()
-            )
-        )
-    return layers
-
-
-def check_weights(layers: dict[str, Any], config: Float8LinearConfig, row: Level) -> None:
-    """Raise ValueError, with all reasons, if a level cannot hold the weights of some layers.
-
-    Args:
-        layers: name -> layer, converted or not.
-        config: of those that are not.
-        row: the level.
-    """
-    if config.enable_fsdp_float8_all_gather:
+    plan = plan_conversion(model, config, module_filter_fn, "ms_amp", replaces_weights=True)
+    if plan.config.enable_fsdp_float8_all_gather:
         raise ValueError(
             "ms_amp: enable_fsdp_float8_all_gather=True is for FSDP2; convert, fully_shard the "
             "model, then call ms_amp without a config"
         )
-    problems = [
-        f"{fqn or 'the module itself'}: {reason}"
-        for fqn, layer in layers.items()
-        if (reason := _refuses_weight(layer, config, row)) is not None
-    ]
-    if problems:
-        raise ValueError(
-            "ms_amp: nothing was changed, because some layers cannot be held as the level says:\n  "
-            + "\n  ".join(problems)
-        )
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for fqn, layer in list(plan.layers.items()):
+        if id(layer.weight) not in stepped:
+            plan.leave(fqn, "the optimizer does not hold its weight")
+    if not plan.layers:
+        raise ValueError(f"ms_amp: no layer's weight can be stored as O1 to O3 do:{plan.reasons}")
+    reasons = {
+        fqn: _refuses_weight(layer.weight, plan.configs[fqn], level)
+        for fqn, layer in plan.layers.items()
+    }
+    plan.check((fqn, reason) for fqn, reason in reasons.items() if reason is not None)
+    return plan
 
 
-def _refuses_weight(layer: Any, config: Float8LinearConfig, row: Level) -> str | None:
-    weight: Tensor = layer.weight
-    config = layer.config if isinstance(layer, Float8Linear) else config
+def _refuses_weight(weight: Tensor, config: Float8LinearConfig, level: Level) -> str | None:
     if is_sharded(weight):
         return "its weight is a DTensor; fully_shard the model, or use float8.optim by itself"
     if type(weight) is not nn.Parameter:
@@ -149,7 +110,7 @@ def _refuses_weight(layer: Any, config: Float8LinearConfig, row: Level) -> str |
         )
     if not weight.requires_grad:
         return "the optimizer holds its weight, which requires no gradient"
-    return _refuses_float8(config) if row.weight == "float8" else _refuses_float16(weight)
+    return _refuses_float8(config) if level.weight == "float8" else _refuses_float16(weight)
 
 
 def _refuses_float16(weight: Tensor) -> str | None:
@@ -173,17 +134,17 @@ def _refuses_float8(config: Float8LinearConfig) -> str | None:
     )
 
 
-def held(weight: Tensor, layer: Any, row: Level) -> nn.Parameter:
-    """A layer's weight as a level holds it, its attributes kept; gradients come in float32.
+def stored_weight(weight: Tensor, layer: Any, level: Level) -> nn.Parameter:
+    """A layer's weight as a level stores it, its attributes kept; gradients come in float32.
 
     Args:
         weight: in high precision.
         layer: the `Float8Linear` that reads it.
-        row: the level.
+        level: the level.
     """
-    if row.weight == "float8":
-        codes = to_resident(weight, layer.config, layer.casts[1].state)
-        return as_parameter(weight, codes, requires_grad=True)
+    if level.weight == "float8":
+        float8_data = to_resident(weight, layer.config, layer.casts[1].state)
+        return as_parameter(weight, float8_data, requires_grad=True)
     new = as_parameter(weight, weight.detach().to(torch.float16), requires_grad=True)
     new.grad_dtype = torch.float32
     return new

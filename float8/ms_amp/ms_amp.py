@@ -1,4 +1,4 @@
-"""L5: MS-AMP's optimization levels with one call: what is held in which dtype.
+"""MS-AMP's optimization levels with one call: in which dtype each tensor of a training is stored.
 
 ::
 
@@ -9,7 +9,7 @@
     optimizer.step()
     optimizer.zero_grad()
 
-Of the weights of converted ``nn.Linear`` layers each level holds (MS-AMP's documentation,
+For the weights of converted ``nn.Linear`` layers each level stores (MS-AMP's documentation,
 "Optimization Level"; FP8-LM, arXiv 2310.18313, sections 2.1 and 2.2; bytes per element):
 
 ===== ======= ==== ====== ====== ======== ==================== =====
@@ -21,30 +21,31 @@ O3    FP8     E4M3 E4M3   scaled E4M3     E4M3 and scaled FP16 7
                           FP16
 ===== ======= ==== ====== ====== ======== ==================== =====
 
-and a scale per group of 128 (moments, master) or per tensor (weight, gradient). O3 saves bytes
-where weights travel or are read, not where they rest. Rounding to nearest would lose each update of
-a float16 weight by less than 2^-12 of it, at fine-tuning rates nearly all: such weights and masters
-are rounded up or down at random, the same in every run. All other parameters (biases, norms,
-embeddings, what is tied to them, layers that a filter leaves out, frozen weights) stay as they are,
-with plain gradients; the moments of those with fewer than ``min_size`` elements stay FP32. Where
-this differs from MS-AMP's own: its FP16 weights of O1 and O2 have a scale, these are torch.float16,
-in which numbers below 6e-5 are 6e-8 apart.
+There is a scale per group of 128 (moments, master) or per tensor (weight, gradient). O3 saves bytes
+where weights are sent or read, not where they are stored. Rounding to nearest would lose each
+update of a float16 weight by less than 2^-12 of it; at fine-tuning rates that is nearly all of
+them. Such weights and masters are rounded stochastically, in the same way in every run. All other
+parameters stay as they are, with plain gradients: biases, norms, embeddings and weights tied to
+them, layers that a filter leaves out, frozen weights. The moments of those with fewer than
+``min_size`` elements stay FP32. One thing differs from MS-AMP: its FP16 weights of O1 and O2 have a
+scale. These are torch.float16, whose numbers below 6e-5 are 6e-8 apart.
 
 **Autocast.** Under O1 and O2 weights are float16 and activations are not: train under
 ``torch.autocast(device, torch.bfloat16)``, or with ``torch.float16`` and a ``GradScaler``. O3 runs
 under any autocast or none. Gradients are computed in the autocast dtype and not rounded to float16
-(the weights' ``grad_dtype`` is float32), so that bfloat16 needs no loss scaling; but see below.
+(the weights' ``grad_dtype`` is float32), so that bfloat16 needs no loss scaling; compiled models
+are the exception.
 
-**Checkpoints.** ``state_dict()`` of model and optimizer hold plain tensors, and training goes on
-from them to the same bits. Under O3 the optimizer's master is the truth: a model's checkpoint that
-is loaded alone starts the masters anew, from its codes. Load a high-precision one before `ms_amp`,
-and move or cast the model before it: ``model.to`` swaps float8 weights, which then get plain
-gradients. A model that `convert_from_float8_training` made plain needs a new optimizer.
+**Checkpoints.** ``state_dict()`` of model and optimizer contain plain tensors, and training resumes
+from them to the same bits. Under O3 the optimizer's master defines a weight: loading a model's
+checkpoint alone starts the masters anew, from its float8 weights. Load a high-precision checkpoint,
+and move or cast the model, before `ms_amp`: ``model.to`` replaces float8 weights, which then get
+plain gradients. A model that `convert_from_float8_training` made plain needs a new optimizer.
 
-**Compilation.** Compile the model after this call. Of float16 weights (O1, O2) torch.compile does
-round gradients to float16, of which 6e-8 is the smallest: take a ``GradScaler`` there, with
-bfloat16 too. A compiled ``optimizer.step`` reads gradients that are held in float8 under O3 only
-(torch 2.13 cannot trace a plain parameter whose gradient is of another type).
+**Compilation.** Compile the model after this call. For float16 weights (O1, O2) torch.compile does
+round gradients to float16, whose smallest number is 6e-8: use a ``GradScaler`` there, with bfloat16
+too. A compiled ``optimizer.step`` reads gradients that are stored in float8 under O3 only (torch
+2.13 cannot trace a plain parameter whose gradient has another type).
 
 **Several processes.** A wrapper owns the memory of weights and gradients. Convert, wrap, build the
 optimizer, then call `ms_amp` on the wrapped model, on all ranks::
@@ -53,16 +54,14 @@ optimizer, then call `ms_amp` on the wrapped model, on all ranks::
     model = DistributedDataParallel(model)            # or fully_shard(...)
     model, optimizer = ms_amp(model, torch.optim.AdamW(model.parameters()), "O2")
 
-Gradients then travel as float8 (`float8.distributed.gradients`), weights and gradients keep their
-dtypes, and the moments are the level's. O3 is for FSDP2 alone, converted with
-``enable_fsdp_float8_all_gather=True``: the sharded high-precision weight is the master, and what is
-gathered is float8. DDP replicates weights by collectives and buckets that know no float8.
+Gradients are then sent as float8 (`float8.distributed.gradients`), weights and gradients keep their
+dtypes, and the moments are the level's. O3 requires FSDP2 and a model converted with
+``enable_fsdp_float8_all_gather=True``: the sharded high-precision weight is the master, and the
+gathered weight is float8. DDP broadcasts weights and buckets gradients in high precision.
 """
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -75,7 +74,7 @@ from float8.distributed.gradients import float8_gradients
 from float8.distributed.replaced_parameters import mark_replaced
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.linear.layer import Float8Linear
-from float8.ms_amp.levels import LEVELS, Level, MsAmp, check_weights, held, layers_of
+from float8.ms_amp.levels import LEVELS, Level, MsAmp, plan_weights, stored_weight
 from float8.optim import Adam, AdamW
 from float8.optim.gradients import hold_gradients_in_float8
 from float8.optim.masters import follow
@@ -86,6 +85,12 @@ OPTIMIZERS: dict[type[torch.optim.Optimizer], type[AdamW]] = {
     torch.optim.Adam: Adam,
     AdamW: AdamW,
     Adam: Adam,
+}
+# What groups of torch.optim have that is no hyperparameter, or that a level decides.
+_NOT_CARRIED = {"params", "param_names", "foreach", "fused", "differentiable"} | {
+    "decoupled_weight_decay",
+    "first_moment",
+    "second_moment",
 }
 
 
@@ -98,12 +103,12 @@ def ms_amp(
     module_filter_fn: ModuleFilter | None = None,
     **storage: Any,
 ) -> tuple[nn.Module, AdamW]:
-    """Hold a model's weights, gradients and moments as a level of MS-AMP does, in place.
+    """Store a model's weights, gradients and moments as a level of MS-AMP does, in place.
 
     Linear layers are converted first, as by `convert_to_float8_training`; converted ones keep their
-    config. Replaced weights are new Parameters: use the optimizer that is returned, let go of the
-    old one, which holds the old weights, and build LR schedulers and ``torch.compile`` after this
-    call. Gradients that are there are dropped. A deep copy is for evaluation: hooks do not copy, so
+    config. Replaced weights are new Parameters: use the optimizer that is returned, and drop the
+    old one, which refers to the old weights. Build LR schedulers and ``torch.compile`` after this
+    call. Existing gradients are dropped. A deep copy is for evaluation: hooks are not copied, so
     that its gradients would be plain ones, in the weights' dtypes.
 
     Args:
@@ -129,38 +134,36 @@ def ms_amp(
 
         Nothing has been changed then.
     """
-    row = _checked_level(model, optimizer, level)
-    _check_options(model, optimizer, storage)
+    _check_arguments(model, optimizer, level, storage)
+    row = LEVELS[level]
     if _is_wrapped(model):
         return _of_wrapped(model, optimizer, level, config, module_filter_fn, storage)
-    report = MsAmp(level)
-    plan = config or Float8LinearConfig()
-    layers = layers_of(model, plan, module_filter_fn, optimizer, report)
-    check_weights(layers, plan, row)
+    plan = plan_weights(model, config, module_filter_fn, optimizer, row)
     if row.weight == "float16" and "stochastic_rounding" not in optimizer.defaults:
         storage = {"stochastic_rounding": True} | storage
-    # On the old parameters: whatever is wrong with options or states shows before a change.
+    # With the old parameters: wrong options or states raise before anything is changed.
     _new_optimizer(optimizer, row, {}, storage)
     model = convert_to_float8_training(model, config=config, module_filter_fn=module_filter_fn)
-    named = dict(model.named_modules())
+    modules = dict(model.named_modules())
+    layers: list[Any] = [modules[fqn] for fqn in plan.layers]
     replaced: dict[Tensor, nn.Parameter] = {}
-    for fqn in layers:
-        layer: Any = named[fqn]
+    for layer in layers:
         old = layer.weight
         if old not in replaced:
-            replaced[old] = held(old, layer, row)
+            replaced[old] = stored_weight(old, layer, row)
         layer.weight = replaced[old]
-    report.weights = list(layers)
     new = _new_optimizer(optimizer, row, replaced, storage)
     _retire(replaced, new, row)
     hold_gradients_in_float8(replaced.values())
-    for fqn in layers:
-        named[fqn].register_load_state_dict_post_hook(_AfterLoad(new))
-    model.ms_amp = report  # type: ignore[assignment]
+    for layer in layers:
+        layer.register_load_state_dict_post_hook(_AfterLoad(new))
+    model.ms_amp = MsAmp(level, list(plan.layers), plan.report.skipped)  # type: ignore[assignment]
     return model, new
 
 
-def _checked_level(model: nn.Module, optimizer: torch.optim.Optimizer, level: str) -> Level:
+def _check_arguments(
+    model: nn.Module, optimizer: torch.optim.Optimizer, level: str, storage: dict[str, Any]
+) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"ms_amp takes (model, optimizer, level), got {type(model).__name__} first")
     if level not in tuple(LEVELS):
@@ -177,47 +180,34 @@ def _checked_level(model: nn.Module, optimizer: torch.optim.Optimizer, level: st
             f"{type(optimizer).__module__}.{type(optimizer).__name__}; for others convert the "
             "model and use float8.optim and float8.optim.gradients by themselves"
         )
-    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
-        raise ValueError(
-            "ms_amp: an LR scheduler holds the optimizer, which is replaced here; build the "
-            "scheduler from the optimizer that ms_amp returns"
-        )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError("ms_amp: differentiable=True is not supported by float8.optim")
-    return LEVELS[level]
-
-
-def _check_options(
-    model: nn.Module, optimizer: torch.optim.Optimizer, storage: dict[str, Any]
-) -> None:
+    reason = _refuses_optimizer(optimizer) or _refuses_wrapper(model)
     for name in ("first_moment", "second_moment"):
         if name in storage:
-            raise ValueError(f"ms_amp: the level says what {name} is held in; leave it out")
-    if any(getattr(optimizer, name) for name in _OPTIMIZER_HOOKS):
-        raise ValueError(
-            "ms_amp: the optimizer, which is replaced here, has hooks, which would not run any "
-            "more; register them on the one that ms_amp returns"
-        )
-    if (reason := _refuses_wrapper(model)) is not None:
+            reason = f"the level decides the dtype of {name}; leave it out"
+    if reason is not None:
         raise ValueError(f"ms_amp: {reason}")
 
 
-_OPTIMIZER_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-
-
-# What groups of torch.optim hold that is no hyperparameter, or that a level decides.
-_NOT_CARRIED = {"params", "param_names", "foreach", "fused", "differentiable"} | {
-    "decoupled_weight_decay",
-    "first_moment",
-    "second_moment",
-}
+def _refuses_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
+    """The reason why this optimizer cannot be replaced, or None."""
+    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+        return (
+            "an LR scheduler refers to the optimizer, which is replaced here; build the scheduler "
+            "from the optimizer that ms_amp returns"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "differentiable=True is not supported by float8.optim"
+    names = [
+        f"_optimizer_{event}_{when}_hooks"
+        for event in ("step", "state_dict", "load_state_dict")
+        for when in ("pre", "post")
+    ]
+    if any(getattr(optimizer, name) for name in names):
+        return (
+            "the optimizer, which is replaced here, has hooks, which would not run any more; "
+            "register them on the one that ms_amp returns"
+        )
+    return None
 
 
 def _new_optimizer(
@@ -252,16 +242,16 @@ def _retire(replaced: dict[Tensor, nn.Parameter], new: AdamW, row: Level) -> Non
         mark_replaced(
             old,
             "the model",
-            "this optimizer holds a weight that ms_amp has replaced, so that it would step what "
-            "{} does not use: step the optimizer that ms_amp returned",
+            "this optimizer has a weight that ms_amp has replaced, so that it would step what {} "
+            "does not use: step the optimizer that ms_amp returned",
         )
 
 
 class _AfterLoad:
-    """After a checkpoint was loaded into a layer, its master must be one of the new weight.
+    """Makes the master of a weight anew after a checkpoint was loaded into its layer.
 
-    Otherwise the next step would bring the old weight back. A master whose cast is the weight
-    already stays, with the bits that the codes do not have: that of an optimizer loaded before.
+    Otherwise the next step would restore the old weight. A master whose cast equals the loaded
+    weight stays, with the bits that float8 lost: the optimizer was loaded before.
     """
 
     def __init__(self, optimizer: AdamW | None) -> None:
@@ -276,7 +266,7 @@ class _AfterLoad:
         if weight.requires_grad and not stepped:
             raise RuntimeError(
                 f"{layer.fqn or 'Float8Linear'}: load_state_dict(assign=True) has replaced a "
-                "weight that the optimizer of ms_amp holds; load with assign=False"
+                "weight that the optimizer of ms_amp steps; load with assign=False"
             )
         if not stepped or not isinstance(weight, Float8Tensor):
             return
@@ -286,7 +276,7 @@ class _AfterLoad:
             self.optimizer.start_master(weight, weight.dequantize(torch.float32))
 
     def __reduce__(self) -> Any:
-        # Copies of the model are not this optimizer's, and must not copy it.
+        # This optimizer does not step copies of the model, and must not be copied with them.
         return _AfterLoad, (None,)
 
 
@@ -323,7 +313,7 @@ def _of_wrapped(
     module_filter_fn: ModuleFilter | None,
     storage: dict[str, Any],
 ) -> tuple[nn.Module, AdamW]:
-    """The level of a model that a distributed wrapper has taken: moments and communication."""
+    """Apply a level to a model in a distributed wrapper: moments and communication alone."""
     row = LEVELS[level]
     layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Float8Linear)}
     if config is not None or module_filter_fn is not None or not layers:
@@ -354,12 +344,3 @@ def _check_gathered(layers: dict[str, Any]) -> None:
             "in high precision; convert with enable_fsdp_float8_all_gather=True before "
             "fully_shard, or take level O2, which DistributedDataParallel can run too"
         )
-
-
-class _Callable(ModuleType):
-    """Importing a submodule binds its name in the package: ``float8.ms_amp.ms_amp`` is both."""
-
-    __call__ = staticmethod(ms_amp)
-
-
-sys.modules[__name__].__class__ = _Callable

@@ -43,13 +43,11 @@ from torch import Tensor, nn
 
 from float8.arguments import check_type
 from float8.config import Float8LinearConfig
-from float8.convert.conversion import Conversion
-from float8.convert.convert import check_arguments, check_model, high_precision
+from float8.convert.conversion import plan_conversion
+from float8.convert.convert import high_precision
 from float8.convert.filters import ModuleFilter
-from float8.convert.inference import layers_for_inference
 from float8.formats import Format, on_device
 from float8.linear.autograd import compute_dtype
-from float8.linear.layer import Float8Linear
 from float8.numerics.batches import own_batch, run_model
 from float8.numerics.distribution import Distribution
 from float8.numerics.untouched import untouched
@@ -206,21 +204,17 @@ def calibrate(
             makes no sense; a layer whose config casts no inputs.
         TypeError: ``batches`` is a batch and no iterable of them.
     """
-    check_arguments(model, "model", config, module_filter_fn, "calibrate")
+    plan = plan_conversion(model, config, module_filter_fn, "calibrate", replaces_weights=True)
     _check_numbers(method, percentile, steps_per_octave)
     if isinstance(batches, (Tensor, Mapping, str)):
         raise TypeError(
             f"batches must be an iterable of batches, got one {type(batches).__name__}: [batch]"
         )
     check_type(batches, Iterable, "calibrate", "batches", "an iterable of batches")
-    config = config or Float8LinearConfig()
-    check_model(model)
-    conversion = Conversion()
-    layers = layers_for_inference(model, config, module_filter_fn, conversion)
+    layers = plan.layers
     if not layers:
-        reasons = "".join(f"\n  {fqn}: {why}" for fqn, why in conversion.skipped.items())
-        raise ValueError(f"the model has no linear layer to calibrate{reasons}")
-    formats = {name: _format(name, layer, config) for name, layer in layers.items()}
+        raise ValueError(f"the model has no linear layer to calibrate:{plan.reasons}")
+    formats = {name: _format(name, layers[name], own) for name, own in plan.configs.items()}
     seen = {name: Distribution() for name in layers}
     count = 0
     with untouched(model), high_precision(model), ExitStack() as stack:
@@ -244,8 +238,7 @@ def _count(seen: Distribution, layer: nn.Module, args: Any, kwargs: Any) -> None
 
 
 def _format(name: str, layer: Any, config: Float8LinearConfig) -> Format:
-    own = layer.config if isinstance(layer, Float8Linear) else config
-    cast = own.plan.output.a
+    cast = config.plan.output.a
     if cast is None:
         raise ValueError(
             f"{name or 'the module itself'}: its config casts no input; leave it out by "

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8.convert.convert import FLOAT8_MODULES
-from float8.linear.switch import switched_off
+from float8.linear.switch import Float8Module, switched_off
 from float8.numerics.batches import (
     LossFn,
     local,
@@ -136,10 +135,9 @@ def run_pass(
 @contextmanager
 def only_in_float8(model: nn.Module, layers: Set[nn.Module] | None) -> Iterator[None]:
     """All of a model's float8 modules but ``layers`` in high precision; None: all in float8."""
-    others: list[Any] = []
+    others: list[Float8Module] = []
     if layers is not None:
-        kinds = tuple(FLOAT8_MODULES)
-        others = [m for m in model.modules() if isinstance(m, kinds) and m not in layers]
+        others = [m for m in model.modules() if isinstance(m, Float8Module) and m not in layers]
     with switched_off(others):
         yield
 

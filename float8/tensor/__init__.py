@@ -6,6 +6,6 @@ forward is running, for error messages.
 """
 
 from float8.tensor import dispatch as _dispatch  # noqa: F401  registers the aten ops
-from float8.tensor.tensor import Float8Tensor
+from float8.tensor.tensor import Float8Tensor, _rebuild  # noqa: F401  pickles name both here
 
 __all__ = ["Float8Tensor"]

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import float8.linear.refusals
 from float8 import (
     Float8LinearConfig,
     convert_to_float8_inference,
@@ -23,7 +22,7 @@ def model(features: int = 50) -> nn.Module:
 
 @pytest.fixture(autouse=True)
 def _nothing_told(monkeypatch):
-    monkeypatch.setattr(float8.refusals, "_told", [])
+    monkeypatch.setattr("float8.linear.refusals._told", [])
 
 
 def test_layers_that_a_gpu_refuses_are_in_the_report_and_in_the_log(caplog):

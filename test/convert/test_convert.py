@@ -22,16 +22,13 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
-from float8.convert.convert import (
-    MODULE_RULES,
-    WEIGHT_RULE_SOURCES,
-    WEIGHT_RULES,
-    Conversion,
+from float8.convert import (
     ModuleRule,
     WeightRule,
     register_module_rule,
     register_weight_rule,
 )
+from float8.linear import registration
 
 DELAYED = RECIPES["delayed"]
 
@@ -289,7 +286,7 @@ def test_the_naive_nn_modules_that_bypass_their_linears_stay_correct():
     assert not torch.equal(slow, expected)
 
 
-def test_rooms_above_register_module_types():
+def test_packages_above_register_module_types():
     class MyLinear(nn.Linear):
         pass
 
@@ -301,20 +298,22 @@ def test_rooms_above_register_module_types():
         with pytest.raises(ValueError, match="already has a conversion rule"):
             register_module_rule(MyLinear, rule)
     finally:
-        del MODULE_RULES[MyLinear]
+        del registration.MODULE_RULES[MyLinear]
 
 
 def test_a_rule_for_gathered_weights_refuses_wraps_and_unwraps(monkeypatch):
-    calls = []
+    calls, rules = [], []
     rule = WeightRule(
         refuses=lambda layer, config: "too odd" if layer.weight.shape[0] % 2 else None,
         wrap=lambda root, layers: calls.append(list(layers)) or {"0": "a reason"},
         unwrap=lambda root: calls.append("unwrapped"),
+        is_stored=lambda weight: False,
+        to_plain=lambda weight: weight,
+        from_plain=lambda weight: weight,
     )
-    monkeypatch.setattr("float8.convert.convert.WEIGHT_RULES", rules := [])
-    monkeypatch.setattr(
-        "float8.convert.convert.WEIGHT_RULE_SOURCES", [lambda: rules or register_weight_rule(rule)]
-    )
+    for reader in ("linear.registration", "convert.conversion", "convert.convert"):
+        monkeypatch.setattr(f"float8.{reader}.WEIGHT_RULES", rules)
+    register_weight_rule(rule)
     config = dataclasses.replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True)
     with pytest.raises(ValueError, match=r"nothing was converted.*\n  0: too odd"):
         convert_to_float8_training(nn.Sequential(nn.Linear(16, 3)), config=config)
@@ -324,13 +323,6 @@ def test_a_rule_for_gathered_weights_refuses_wraps_and_unwraps(monkeypatch):
     assert calls == [["0"], "unwrapped"]
     with pytest.raises(ValueError, match="there is a rule"):
         register_weight_rule(rule)
-
-
-def test_the_package_names_who_registers_the_rule_for_gathered_weights():
-    for source in WEIGHT_RULE_SOURCES:
-        source()
-    assert len(WEIGHT_RULES) == 1
-    assert str(Conversion()) == "converted to float8: 0 layers"
 
 
 def test_printing_shows_the_casts_of_each_operand():

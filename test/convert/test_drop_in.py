@@ -27,7 +27,8 @@ from float8 import (
     float8_linear,
     high_precision,
 )
-from float8.convert.convert import MODULE_RULES, register_linear_type
+from float8.convert import register_linear_type
+from float8.linear.registration import MODULE_RULES
 
 
 class Casting(nn.Linear):
@@ -165,7 +166,7 @@ def test_selective_checkpointing_may_keep_the_products(recipe):
 
 def test_a_layer_that_casts_its_weight_is_left_alone_until_somebody_says_what_it_is():
     model = Model(Casting)
-    with pytest.warns(UserWarning, match=r"float8.convert.convert.register_linear_type"):
+    with pytest.warns(UserWarning, match=r"float8.convert.register_linear_type"):
         convert_to_float8_training(model)
 
 

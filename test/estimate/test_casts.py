@@ -129,7 +129,7 @@ def test_blocks_that_no_hardware_takes_count_as_lines():
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
 def test_a_step_launches_what_the_layer_launches(recipe):
     pytest.importorskip("triton")
-    from test_bytes import LAUNCHES
+    from linear.test_bytes import LAUNCHES
 
     *operands, _ = passes_of_layer(RECIPES[recipe].plan, Use(), emulates=False)
     assert sum(len(passes) for passes in operands) == LAUNCHES[recipe]

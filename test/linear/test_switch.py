@@ -178,7 +178,7 @@ def test_an_interrupt_while_the_scope_opens_leaves_nothing_open(case, monkeypatc
 def float8_switch():
     import float8.linear.switch
 
-    return float8.switch
+    return float8.linear.switch
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

@@ -9,9 +9,7 @@ from assertions import assert_bitwise
 from torch import nn
 
 from float8 import Float8LinearConfig, Float8Tensor, convert_to_float8_training
-from float8.ms_amp.levels import LEVELS, Level, MsAmp, check_weights, held, layers_of
-
-CONFIG = Float8LinearConfig()
+from float8.ms_amp.levels import LEVELS, Level, plan_weights, stored_weight
 
 
 def test_the_table_is_that_of_ms_amps_documentation():
@@ -28,7 +26,7 @@ def test_a_weight_is_cast_once_and_keeps_its_attributes(level, dtype):
     torch.manual_seed(0)
     layer = convert_to_float8_training(nn.Linear(24, 40).to(dtype))
     layer.weight.role = "output"
-    new = held(layer.weight, layer, LEVELS[level])
+    new = stored_weight(layer.weight, layer, LEVELS[level])
     assert new.requires_grad
     assert new.role == "output"
     if level == "O3":
@@ -44,10 +42,10 @@ def test_a_weight_is_cast_once_and_keeps_its_attributes(level, dtype):
 
 def test_layers_that_the_optimizer_does_not_step_are_left_with_a_reason():
     model = nn.Sequential(nn.Linear(8, 8), convert_to_float8_training(nn.Linear(8, 8)))
-    report = MsAmp("O1")
     optimizer = torch.optim.AdamW(model[1].parameters())
-    assert list(layers_of(model, CONFIG, None, optimizer, report)) == ["1"]
-    assert report.left == {"0": "the optimizer does not hold its weight"}
+    plan = plan_weights(model, None, None, optimizer, LEVELS["O1"])
+    assert list(plan.layers) == ["1"]
+    assert plan.report.skipped == {"0": "the optimizer does not hold its weight"}
 
 
 @pytest.mark.parametrize(
@@ -58,7 +56,8 @@ def test_layers_that_the_optimizer_does_not_step_are_left_with_a_reason():
     ],
 )
 def test_weights_that_a_level_cannot_hold_are_refused(config, level, message):
-    layers = {"0": nn.Linear(8, 8)}
-    check_weights(layers, CONFIG, LEVELS[level])
+    model = nn.Sequential(nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan_weights(model, None, None, optimizer, LEVELS[level])
     with pytest.raises(ValueError, match=message):
-        check_weights(layers, config, LEVELS[level])
+        plan_weights(model, config, None, optimizer, LEVELS[level])

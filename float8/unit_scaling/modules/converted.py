@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from float8.convert.convert import ModuleRule, register_module_rule
 from float8.linear.autograd import Factors
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_layer
+from float8.linear.registration import ModuleRule, register_module_rule
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.functional.products import linear_factors
 from float8.unit_scaling.modules.layers import ConstrainedLayer, Linear, LinearReadout

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from float8.config import RECIPES, Float8LinearConfig, check_config
-from float8.convert.convert import MODEL_CHECKS
 from float8.convert.filters import ModuleFilter
 from float8.kernels.scaled_mm import architecture
 from float8.linear.autograd import STATELESS, Factors, autocasts, compute_dtype, linear_in_float8
 from float8.linear.refusals import refuses_call, refuses_input, refuses_layer
+from float8.linear.registration import MODEL_CHECKS
 from float8.unit_scaling.functional.products import scaled_linear, scaled_matmul
 from float8.unit_scaling.transforms.float8_products import float8_attention, float8_matmul
 from float8.unit_scaling.transforms.transformed import Mode, Transform, Transformed, transformed

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from float8.convert.convert import FLOAT8_MODULES
+from float8.linear.switch import Float8Module
 from float8.unit_scaling.transforms.computed import refuse_computed_attributes
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -40,7 +40,7 @@ def check_reach(model: Any) -> None:
     for name, module in model.named_modules():
         if (reason := _opaque(module, module is model)) is not None:
             raise TypeError(f"{name or 'the model'} ({type(module).__name__}) {reason}")
-        if isinstance(module, tuple(FLOAT8_MODULES)):
+        if isinstance(module, Float8Module):
             raise ValueError(
                 f"{name or 'the model'} is converted to float8 already, and calls no function that "
                 "a transform could see: convert_from_float8_training(model), then transform it, "

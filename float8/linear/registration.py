@@ -1,0 +1,94 @@
+"""Registration points: how packages above extend layers, `sync` and conversion.
+
+Imports point down, so a package cannot import what extends it. It reads these tables instead, which
+packages above fill when they are imported:
+
+- ``MODULE_RULES``: `float8.convert` registers ``nn.Linear``, `float8.unit_scaling` and
+  `float8.distributed` their layers, and users their own types; conversion and `float8.estimate`
+  read it.
+- ``WEIGHT_RULES``: `float8.distributed.gathered_weights` registers one; conversion reads it for
+  ``enable_fsdp_float8_all_gather``, and layers when they load and save checkpoints.
+- ``MODEL_CHECKS``: `float8.unit_scaling.transforms` registers one; conversion reads it first.
+- ``AFTER_CONVERSION``: `float8.distributed.first_use` registers one; conversion calls it last.
+- ``FIRST_SYNC_CHECKS``: `float8.distributed.agreement` registers one; the first ``sync`` of a model
+  calls it.
+- ``AFTER_SYNC``: `float8.linear.weight_cache` registers one; every ``sync`` calls it last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from float8.config import Float8LinearConfig
+
+
+@dataclass(frozen=True)
+class ModuleRule:
+    """How one module type becomes float8.
+
+    Args:
+        refuses: (module, config) -> the reason why it cannot be converted, or None.
+        convert: (module, config, fqn) -> the float8 module, parameters shared.
+        unit_scaled: whether the type keeps its operands near unit scale by itself, so that recipe
+            ``unit`` suits it.
+    """
+
+    refuses: Callable[[nn.Module, Float8LinearConfig], str | None]
+    convert: Callable[[nn.Module, Float8LinearConfig, str], nn.Module]
+    unit_scaled: bool = False
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    """How weights are stored for ``enable_fsdp_float8_all_gather``; checkpoints hold plain tensors.
+
+    Args:
+        refuses: (layer, config) -> the reason why its weight cannot be stored so, or None.
+        wrap: (model, name -> converted layer) -> name -> the reason, for weights left as they were.
+        unwrap: (model): the inverse of ``wrap``.
+        is_stored: (weight) -> whether it is stored so.
+        to_plain: (weight) -> the same data as an ordinary tensor.
+        from_plain: (tensor) -> the same data as a stored weight.
+    """
+
+    refuses: Callable[[nn.Module, Float8LinearConfig], str | None]
+    wrap: Callable[[nn.Module, dict[str, nn.Module]], dict[str, str]]
+    unwrap: Callable[[nn.Module], None]
+    is_stored: Callable[[Tensor], bool]
+    to_plain: Callable[[Tensor], Tensor]
+    from_plain: Callable[[Tensor], Tensor]
+
+
+MODULE_RULES: dict[type[nn.Module], ModuleRule] = {}
+WEIGHT_RULES: list[WeightRule] = []  # at most one
+# (the whole model) -> the reason why swapping its layers would be wrong, or None.
+MODEL_CHECKS: list[Callable[[nn.Module], str | None]] = []
+AFTER_CONVERSION: list[Callable[[nn.Module], None]] = []
+# (model, the ranks that take part): raises where ranks disagree, before the first all-reduce.
+FIRST_SYNC_CHECKS: list[Callable[[nn.Module, list[int]], None]] = []
+AFTER_SYNC: list[Callable[[nn.Module], None]] = []
+
+
+def register_module_rule(module_type: type[nn.Module], rule: ModuleRule) -> None:
+    """Let conversion handle modules whose type is exactly ``module_type``.
+
+    Raises:
+        ValueError: the type has a rule already.
+    """
+    if module_type in MODULE_RULES:
+        raise ValueError(f"{module_type.__name__} already has a conversion rule")
+    MODULE_RULES[module_type] = rule
+
+
+def register_weight_rule(rule: WeightRule) -> None:
+    """Let conversion store weights so that FSDP2 gathers them in float8.
+
+    Raises:
+        ValueError: there is a rule already.
+    """
+    if WEIGHT_RULES:
+        raise ValueError("there is a rule for enable_fsdp_float8_all_gather already")
+    WEIGHT_RULES.append(rule)
