@@ -1,4 +1,4 @@
-"""Float8 copies are the oracle's to the bit, and each tensor has one for as long as needed."""
+"""Float8 copies equal the oracle's to the bit; ops that read one tensor share one copy."""
 
 import gc
 
@@ -117,7 +117,7 @@ def test_other_elements_and_other_groups_have_copies_of_their_own():
     x, both = leaf(), leaf(64, 256)
     a, b = both.chunk(2, -1)
     assert bytes_of(lambda: F.silu(a) + torch.tanh(b)) == 2 * COPY
-    # Rows of 32 are less than a group: groups cross them, and there are as many all the same.
+    # Rows of 32 are shorter than a group: groups span rows, and their number is the same.
     assert bytes_of(lambda: F.silu(x.view(-1, 32)).sum() + torch.tanh(x.t()).sum()) == 2 * COPY
 
 

@@ -1,4 +1,4 @@
-"""Every op: torch's forward to the bit, the stated bytes, the gradient at the copy, its calls."""
+"""Every op: forward equal to torch's to the bit, saved bytes, gradients, ways to call it."""
 
 import operator
 from dataclasses import replace
@@ -84,7 +84,7 @@ def test_an_op_that_is_skipped_is_torchs_own(name):
     assert all(torch.equal(a, b) for a, b in zip(alone, plain, strict=True)) == exact
 
 
-def test_two_ops_are_off_unless_asked_for():
+def test_two_ops_are_off_by_default():
     x = torch.randn(64, 128, requires_grad=True)
     with saved_activations():
         for out in (torch.softmax(x, -1), F.linear(x, torch.randn(8, 128))):
@@ -111,8 +111,8 @@ def test_the_saved_copies_are_the_oracles():
     assert_bitwise(norm.grad_fn.saved_tensors[1], scale.to(torch.float8_e8m0fnu).view(torch.uint8))
 
 
-class SaysCuda(torch.Tensor):
-    """A tensor of the CPU that takes the way of CUDA: one kernel draws, scales and returns bits."""
+class ClaimsCuda(torch.Tensor):
+    """A CPU tensor on CUDA's code path: one kernel draws, scales and returns the mask."""
 
     is_cuda = True
 
@@ -120,7 +120,7 @@ class SaysCuda(torch.Tensor):
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.75])
 def test_dropout_as_cuda_draws_it(p):
     x, g = torch.randn(64, 128), torch.randn(64, 128)
-    leaf = x.as_subclass(SaysCuda).requires_grad_()
+    leaf = x.as_subclass(ClaimsCuda).requires_grad_()
     with mock.patch.object(torch, "native_dropout", wraps=torch.native_dropout) as kernel:
         with scope():
             torch.manual_seed(3)
@@ -231,7 +231,7 @@ def test_a_norm_over_two_dimensions():
 
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "silu(a) * b", "relu"])
 def test_several_gradients_at_once(name):
-    # As torch.autograd.functional.jacobian(vectorize=True) asks for them.
+    # torch.autograd.functional.jacobian(vectorize=True) does this.
     case = gradient_error.CASES[name]
     inputs = gradient_error.inputs_of(case)
     with scope():
@@ -397,7 +397,7 @@ def nodes_of(y: Tensor) -> set[str]:
 @pytest.mark.parametrize(
     ("node", "spelling"), [(node, name) for node, calls in CALLS.items() for name in calls]
 )
-def test_every_way_to_call_an_op_reaches_it_and_in_place_calls_are_torchs(node, spelling):
+def test_every_way_to_call_an_op_is_recognised(node, spelling):
     x, y = (torch.randn(64, 128, requires_grad=True) for _ in range(2))
     with saved_activations(also=OPTIONAL):
         torch.manual_seed(0)
@@ -444,7 +444,7 @@ def forward_is_torchs():
 
 
 def from_the_copy(x):
-    """A forward that sees what backward will see."""
+    """A forward that reads the copy."""
     return F.silu(copy_of(x).to(x.dtype))
 
 

@@ -1,4 +1,4 @@
-"""Simulated formats are the formats: every code, every tie, every dtype, and means in the mean."""
+"""Simulated formats round to the right value: every code, tie and dtype; stochastic on average."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_rounding_to_nearest_finds_the_nearest_of_all_values(fmt, dtype):
     assert_bitwise(fmt.quantise(x), nearest(fmt, x).to(dtype), (fmt, dtype))
 
 
-def test_the_oracle_tells_ties_to_even_from_ties_away():
+def test_the_oracle_rounds_ties_to_even():
     x = torch.tensor([1.0625, 1.1875], dtype=torch.float64)  # E4M3: between 1, 1.125, 1.25
     assert nearest(NATIVE[torch.float8_e4m3fn], x).tolist() == [1.0, 1.25]
 
@@ -151,7 +151,7 @@ def test_a_formats_numbers_are_the_published_ones(fmt, most, normal, subnormal):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fmt", [FPFormat(4, 3), FPFormat(5, 0)], ids=str)
-def test_stochastic_rounding_is_right_in_the_mean(fmt, dtype):
+def test_the_mean_of_stochastic_rounding_is_right(fmt, dtype):
     torch.manual_seed(2)
     points = torch.tensor([1.03, -1.09, 0.0007, 300.0, 0.9999, -3.3, 1e-5]).to(dtype)
     draws = 40_000
@@ -226,7 +226,7 @@ def test_a_second_derivative_passes_a_quantised_gradient():
     torch.testing.assert_close(second, FPFormat(5, 2, "nearest").quantise(6 * x.detach()))
 
 
-def test_strides_views_empty_and_scalar_tensors_are_as_good_as_any():
+def test_strided_empty_and_scalar_tensors_are_quantised():
     fmt = FPFormat(5, 2, "nearest")
     x = torch.randn(6, 8, 3)
     assert_bitwise(fmt.quantise(x.transpose(0, 2)), fmt.quantise(x).transpose(0, 2))

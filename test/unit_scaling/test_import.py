@@ -1,4 +1,4 @@
-"""Importing unit scaling costs little, and gives what it promises."""
+"""Importing unit scaling is quick and gives all public names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fresh():
     return facts_of(PROGRAM)
 
 
-def test_importing_it_is_quick_and_loads_no_compiler_no_plots_and_nothing_lazy(fresh):
+def test_importing_is_quick_and_loads_no_compiler_no_plots_and_nothing_lazy(fresh):
     heavy = ("triton", "torch._dynamo", "torch._inductor", "matplotlib", "pandas", "einops",
              "float8.unit_scaling.transforms", "float8.unit_scaling.analysis")  # fmt: skip
     assert [name for name in fresh["loaded"] if name.startswith(heavy)] == []

@@ -1,6 +1,6 @@
-"""Every error names what was called, the value, and what to do instead.
+"""Every error names the call, the value and the remedy: one table.
 
-Errors that must also leave an object as it was have their tests beside that object's.
+Errors after which an object must be unchanged are tested in the file of that object.
 """
 
 from __future__ import annotations

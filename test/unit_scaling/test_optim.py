@@ -53,8 +53,8 @@ def test_depth_alone_divides_by_its_root(depth):
     assert math.isclose(lr_scale_for_depth(p), (depth or 1) ** -0.5)
 
 
-def test_a_constrained_readout_shrinks_gradients_by_what_sgd_gives_back():
-    # Why the second table: the ratio of the gradients is the ratio of the learning rates.
+def test_sgds_scales_restore_what_a_constrained_readout_shrinks():
+    # The reason for the second table: gradients and learning rates have the same ratio.
     torch.manual_seed(0)
     width, rows, classes = 64, 256, 2048
     hidden, gradients = uu.Linear(width, width), {}
@@ -150,7 +150,7 @@ def test_groups_keep_their_own_options():
     ]
 
 
-def test_the_arguments_stay_as_they_were():
+def test_arguments_are_not_changed():
     m, lr = layers(), torch.tensor(2.0)
     group = {"params": list(m.parameters()), "betas": (0.5, 0.6)}
     scaled([group], lr=lr)
@@ -291,7 +291,7 @@ def test_a_schedule_that_sets_the_rate_takes_one_per_group():
 
 
 @every_optimizer
-def test_a_group_that_is_refused_leaves_nothing_behind(optimizer):
+def test_a_refused_group_changes_nothing(optimizer):
     m, late = model(), uu.Linear(64, 4)
     made = optimizer(m.parameters(), lr=0.5)
     before = [(g["lr"], g["params"]) for g in made.param_groups]
@@ -368,7 +368,7 @@ def test_sgd_knows_the_readouts_constraint():
 
 
 def test_updates_move_outputs_alike_at_every_width():
-    # What the rules are for: one step of Adam changes the output as much at width 64 as at 512.
+    # The purpose of the rules: one step of Adam changes the output as much at width 64 as at 512.
     def change(width):
         torch.manual_seed(3)
         m = nn.Sequential(uu.Linear(32, width), uu.Linear(width, width), uu.LinearReadout(width, 8))

@@ -1,4 +1,4 @@
-"""`float8.unit_scaling.registry`: one entry per function of torch, and modes that see our calls."""
+"""`float8.unit_scaling.registry`: entries for torch's functions, and calls that modes see."""
 
 from __future__ import annotations
 

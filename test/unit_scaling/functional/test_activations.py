@@ -1,4 +1,4 @@
-"""`float8.unit_scaling.functional.activations`: fitted factors, as good as they say."""
+"""`float8.unit_scaling.functional.activations`: fitted factors within their documented bands."""
 
 import math
 

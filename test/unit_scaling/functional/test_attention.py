@@ -1,4 +1,4 @@
-"""`float8.unit_scaling.functional.attention`: averages of values, brought back to unit scale."""
+"""`float8.unit_scaling.functional.attention`: averages of values, scaled to unit scale."""
 
 import math
 
@@ -119,7 +119,7 @@ def test_a_mask_is_the_fourth_argument(attention, mask):
 @pytest.mark.parametrize("mask", ["bool", "float"])
 def test_a_query_that_attends_to_nothing_gets_zero_and_sends_no_gradient(attention, mask):
     q, k, v = qkv(2, 6, 8)
-    attn_mask = torch.ones(6, 6, dtype=torch.bool).tril(-1)  # the first query sees nothing
+    attn_mask = torch.ones(6, 6, dtype=torch.bool).tril(-1)  # the first query attends to no key
     if mask == "float":
         attn_mask = torch.zeros(6, 6).masked_fill(~attn_mask, float("-inf"))
     y, gq, gk, gv = gradients(lambda *a: attention(*a, attn_mask), q, k, v)

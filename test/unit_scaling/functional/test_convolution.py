@@ -1,4 +1,4 @@
-"""`float8.unit_scaling.functional.convolution`: terms counted, padding and all."""
+"""`float8.unit_scaling.functional.convolution`: the terms of each product are counted."""
 
 import math
 
@@ -39,7 +39,7 @@ def case(options, dtype=torch.float32, length=47, batch=(12,), taps=5):
 
 
 def counted(options, x, w):
-    """(terms of an output, of an input's gradient, of a weight's): root mean squares, by counting.
+    """The terms of an input's gradient and of a weight's, on average, by counting.
 
     A convolution of ones by ones counts the terms of its output; its gradients count the others.
     """
@@ -84,12 +84,12 @@ def test_a_convolution_without_constraint_has_unit_scale_everywhere(options, dty
 
 
 def _padded_output(options, x, w):
-    """What the zeros of a padding leave of the output: the root of the mean share of terms."""
+    """The scale of a padded output: the root of the mean share of terms that are not padding."""
     y = F.conv1d(torch.ones_like(x.double()), torch.ones_like(w.double()), **options)
     return math.sqrt(float(y.mean()) / (w.shape[1] * w.shape[2]))
 
 
-def test_what_it_computes_does_not_depend_on_the_length():
+def test_values_do_not_depend_on_the_length():
     x, w, _ = case({}, length=60)
     for padding in (0, 3, "same"):
         whole, part = (U.conv1d(t, w, padding=padding) for t in (x, x[..., :30]))

@@ -72,7 +72,7 @@ def test_a_float64_loss_keeps_its_bits(weight):
 def test_the_mean_of_many_float16_losses_does_not_overflow():
     logits, target = normal(30000, 64, dtype=torch.float16), torch.zeros(30000, dtype=torch.long)
     total = U.cross_entropy(logits, target, reduction="sum")
-    assert total.isinf(), "this case is no test of overflow"
+    assert total.isinf(), "this case does not overflow"
     found = U.cross_entropy(logits, target)
     expected = F.cross_entropy(logits.double(), target)
     torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=0)
@@ -86,7 +86,7 @@ def test_the_mean_of_many_float16_losses_does_not_overflow():
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("classes", [2, 3, 50])
 def test_the_gradient_at_even_logits_has_unit_scale(classes, weighted, smoothing, reduction):
-    # every class once: the average over targets that the factor is derived for, exactly
+    # every class once: exactly the average over targets for which the factor is derived
     _, grad = loss_and_gradient(
         U.cross_entropy,
         torch.zeros(classes, classes, dtype=torch.float64),
@@ -110,7 +110,7 @@ def test_the_gradient_at_random_logits_has_unit_scale(scale, dtype):
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}, {"weight": weights_of(6)}])
 @pytest.mark.parametrize("mult", [1.0, 2.5])
-def test_the_gradient_is_torchs_of_the_sum_but_for_a_constant(mult, options):
+def test_the_gradient_is_a_multiple_of_torchs_of_the_sum(mult, options):
     logits, target = normal(9, 6), torch.tensor([0, 1, 2, 3, 4, 5, -100, 1, 0])
     _, found = loss_and_gradient(U.cross_entropy, logits, target, mult=mult, **options)
     _, plain = loss_and_gradient(F.cross_entropy, logits * mult, target, reduction="sum", **options)

@@ -1,4 +1,4 @@
-"""`float8.unit_scaling.functional.norms`: norms and embeddings, whose weights sum gradients."""
+"""`float8.unit_scaling.functional.norms`: gradients of the weights of norms and embeddings."""
 
 import pytest
 import torch

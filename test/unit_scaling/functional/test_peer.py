@@ -1,4 +1,4 @@
-"""Beside the package unit-scaling: the same numbers where both follow the papers.
+"""Functions of the package unit-scaling give the same numbers where both follow the papers.
 
 Skipped unless ``unit_scaling`` can be imported. Where the two differ on purpose is in
 docs/unit_scaling.md and ``test_differences.py``.
@@ -14,7 +14,7 @@ from float8.unit_scaling import functional as U
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    # this folder answers to the name unit_scaling too, but has no core.functional
+    # this directory can be imported as unit_scaling too, but has no core.functional
     peer_rules = pytest.importorskip("unit_scaling.core.functional")
     peer = pytest.importorskip("unit_scaling.functional")
 

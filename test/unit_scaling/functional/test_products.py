@@ -1,4 +1,4 @@
-"""`float8.unit_scaling.functional.products`: three products, a factor each, unit scale each."""
+"""`float8.unit_scaling.functional.products`: three products, a factor for each."""
 
 import math
 
@@ -63,7 +63,7 @@ def test_linear_has_the_scales_that_its_constraint_predicts(constraint, batch, k
         "to_output_scale": (ideal[0],) * 2,
         "to_grad_input_scale": (ideal[1],) * 2,
     }[constraint]
-    # the gradient that arrives has the output's shape
+    # the incoming gradient has the output's shape
     assert_unit_scaled(y, chosen[0] / ideal[0], samples=independent(x, w), what="output")
     assert_unit_scaled(gx, chosen[1] / ideal[1], samples=independent(y, w), what="input gradient")
     assert_unit_scaled(gw, samples=independent(y, x), what="weight gradient")

@@ -1,4 +1,4 @@
-"""Modules without weights do what their functions do, in training and in evaluation."""
+"""Modules without weights compute their functions, in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_compiled_modules_compute_the_same():
     torch.testing.assert_close(gradients(compiled, x), gradients(every, x))
 
 
-def test_modules_are_kinds_of_torchs():
+def test_modules_are_subclasses_of_torchs():
     assert isinstance(uu.GELU(), nn.GELU)
     assert isinstance(uu.SiLU(), nn.SiLU)
     assert isinstance(uu.Softmax(0), nn.Softmax)

@@ -40,7 +40,9 @@ def oracle(module, x):
 @pytest.mark.parametrize("rotary_base", [10000.0, None])
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(("hidden", "heads", "mult"), [(12, 3, 1.0), (6, 1, 2.0), (8, 4, 0.5)])
-def test_it_is_attention_times_a_scale(attention, rotary_base, is_causal, hidden, heads, mult):
+def test_the_output_is_attention_times_a_scale(
+    attention, rotary_base, is_causal, hidden, heads, mult
+):
     module = uu.MHSA(
         hidden, heads, is_causal, mult=mult, rotary_base=rotary_base, attention=attention
     )
@@ -72,7 +74,7 @@ def test_causal_attention_does_not_see_the_future():
     assert not torch.equal(module(x)[:, 6:], module(other)[:, 6:])
 
 
-def test_there_are_no_positions_unless_asked_for_and_any_head_size_goes():
+def test_there_is_no_rotary_embedding_by_default_and_heads_may_be_odd():
     module, x = uu.MHSA(9, 3, is_causal=False), torch.randn(2, 6, 9)
     assert module.rotary_base is None
     assert module(x).shape == x.shape
@@ -95,7 +97,7 @@ def test_positions_matter_with_rotary_embedding_and_not_without():
 
 @pytest.mark.parametrize("attention", ["softmax", "sqrt_softmax"])
 def test_dropout_ends_with_training(attention):
-    # The peer's goes on in evaluation.
+    # That of the package unit-scaling drops in evaluation too.
     module = uu.MHSA(8, 2, is_causal=True, dropout_p=0.5, attention=attention)
     x = torch.randn(2, 5, 8)
     assert not torch.equal(module(x), module(x))
@@ -133,7 +135,7 @@ def rotary_oracle(x, base):
 
 @pytest.mark.parametrize("shape", [(1, 2), (9, 6), (2, 3, 17, 8), (2, 0, 4), (5, 0)])
 @pytest.mark.parametrize("base", [10000.0, 7.5])
-def test_pairs_turn_by_their_angle(shape, base):
+def test_pairs_rotate_by_their_angle(shape, base):
     x = torch.randn(shape)
     y = rotary(x, base)
     torch.testing.assert_close(y.double(), rotary_oracle(x, base), rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Modules with weights compute unit-scaled functions of weights from N(0, 1); norms are torch's."""
+"""Modules with weights: initialisation, roles, and the unit-scaled functions that they call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from float8.unit_scaling import functional as U
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 
-# What makes a layer, an input it takes, its weight's role.
+# A layer, an input for it, its weight's role.
 LAYERS = {
     "linear": (lambda: uu.Linear(96, 48), lambda: torch.randn(3, 5, 96), "weight"),
     "linear, bias": (lambda: uu.Linear(9, 7, bias=True), lambda: torch.randn(1, 9), "weight"),
@@ -155,7 +155,7 @@ def test_an_embeddings_gradient_has_unit_scale():
     assert_unit_scaled(torch.cat((gw[:3], gw[4:])), band=0.05)
 
 
-def test_a_layer_says_what_it_is():
+def test_the_repr_of_a_layer():
     assert repr(uu.Linear(3, 4)) == (
         "Linear(in_features=3, out_features=4, bias=False, constraint='to_output_scale')"
     )
@@ -195,7 +195,7 @@ def test_a_norm_has_no_weight_by_default(ours, theirs):
     assert ours(7).state_dict() == {}
 
 
-def test_weights_start_at_one_and_know_their_roles():
+def test_weights_of_norms_start_at_one_and_have_roles():
     layer, rms = uu.LayerNorm(5, elementwise_affine=True), uu.RMSNorm(5, elementwise_affine=True)
     assert torch.equal(layer.weight, torch.ones(5)) and torch.equal(rms.weight, torch.ones(5))
     assert torch.equal(layer.bias, torch.zeros(5))
