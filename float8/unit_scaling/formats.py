@@ -90,11 +90,17 @@ class FPFormat:
     variant: str = "ocp"
 
     def __post_init__(self) -> None:
-        _check_range("exponent_bits", self.exponent_bits, 2, 8)
-        _check_range("mantissa_bits", self.mantissa_bits, 0, 23)
-        _check_range("srbits", self.srbits, 0, 23)
-        _check_choice("rounding", self.rounding, ROUNDINGS)
-        _check_choice("variant", self.variant, VARIANTS)
+        for name, low, high in (
+            ("exponent_bits", 2, 8),
+            ("mantissa_bits", 0, 23),
+            ("srbits", 0, 23),
+        ):
+            if not low <= (value := getattr(self, name)) <= high:
+                raise ValueError(f"{name}={value} is not between {low} and {high}")
+        for name, choices in (("rounding", ROUNDINGS), ("variant", VARIANTS)):
+            if (value := getattr(self, name)) not in choices:
+                known = ", ".join(map(repr, choices))
+                raise ValueError(f"{name}={value!r}; use one of {known}")
         if self.srbits and self.rounding != "stochastic":
             raise ValueError(
                 f"srbits={self.srbits} counts the bits of a stochastic rounding, but rounding is "
@@ -141,16 +147,11 @@ class FPFormat:
         rounding = {"stochastic": "SR", "nearest": "RN"}[self.rounding]
         return f"E{self.exponent_bits}M{self.mantissa_bits}{suffix}-{rounding}"
 
-    def nearest(self) -> FPFormat:
-        """This format, rounding to nearest."""
-        return dataclasses.replace(self, rounding="nearest", srbits=0)
-
-    def quantise(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def quantise(self, x: Tensor) -> Tensor:
         """x rounded to values of this format, without gradient.
 
         Args:
             x: float32, bfloat16, float16 or float64, any shape and strides.
-            generator: of the random bits; None for torch's default one.
 
         Returns:
             x's shape and dtype. A format of a wider range than x's dtype saturates at the largest
@@ -163,9 +164,9 @@ class FPFormat:
             known = ", ".join(str(dtype) for dtype in _SOURCES)
             raise TypeError(f"{self} quantises {known}; x is {x.dtype}")
         with torch.no_grad():
-            return self._quantise(x.detach(), generator)
+            return self._quantise(x.detach())
 
-    def _quantise(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _quantise(self, x: Tensor) -> Tensor:
         # With 8 exponent bits a quantum, or its reciprocal, can be beyond float32.
         is_narrow = x.dtype != torch.float64 and self.exponent_bits < 8
         wide = _WIDE if is_narrow else _WIDEST
@@ -175,22 +176,20 @@ class FPFormat:
         shift = field.clamp(min=wide.bias + 1 - self.bias) - self.mantissa_bits
         quantum = (shift << wide.mantissa).view(wide.dtype)
         per_quantum = ((2 * wide.bias - shift) << wide.mantissa).view(wide.dtype)
-        rounded = self._round(size * per_quantum, generator) * quantum
+        rounded = self._round(size * per_quantum) * quantum
         rounded = torch.where(x.isinf(), torch.nan, rounded)
         signed = torch.copysign(rounded, x.to(wide.dtype))
         if self._layout == "fnuz":  # which has no -0
             signed = torch.where(signed == 0, 0.0, signed)
         return signed if signed.dtype == x.dtype else signed.to(x.dtype)
 
-    def _round(self, quanta: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _round(self, quanta: Tensor) -> Tensor:
         """A number of quanta, >= 0, to a whole one."""
         if self.rounding == "nearest":
             return quanta.round()  # ties to even
         below = quanta.floor()
         bits = self.srbits or 23
-        drawn = torch.randint(
-            2**bits, quanta.shape, generator=generator, dtype=torch.int32, device=quanta.device
-        )
+        drawn = torch.randint(2**bits, quanta.shape, dtype=torch.int32, device=quanta.device)
         # Both sides are exact. Adding before a floor would not be: it could round up to the next.
         is_up = (drawn.to(quanta.dtype) + 0.5) * 2.0**-bits < quanta - below
         return below + is_up.to(quanta.dtype)
@@ -240,13 +239,3 @@ def format_to_tuple(format: FPFormat) -> tuple[int, int, str, int, str]:
 def tuple_to_format(t: tuple[Any, ...]) -> FPFormat:
     """The format of `format_to_tuple`; ``(exponent_bits, mantissa_bits)`` are enough."""
     return FPFormat(*t)
-
-
-def _check_range(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{name}={value} is not between {low} and {high}")
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}; use one of {', '.join(map(repr, choices))}")

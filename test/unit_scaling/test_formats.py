@@ -183,16 +183,12 @@ def test_few_random_bits_keep_the_mean_within_half_a_step_of_them():
     assert abs(share - 0.5) < 4 * 0.5 / 200  # 0.4 is nearest to 2/4
 
 
-def test_stochastic_rounding_draws_from_torchs_generator_or_from_the_one_given():
+def test_stochastic_rounding_draws_from_torchs_generator():
     fmt, x = FPFormat(4, 3), torch.randn(1000)
     torch.manual_seed(4)
     first = fmt.quantise(x)
     torch.manual_seed(4)
     assert_bitwise(fmt.quantise(x), first)
-    before = torch.get_rng_state()
-    mine = [fmt.quantise(x, generator=torch.Generator().manual_seed(5)) for _ in range(2)]
-    assert_bitwise(mine[0], mine[1])
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_format_wider_than_the_dtype_never_makes_an_infinity():
@@ -258,6 +254,5 @@ def test_a_format_survives_tuples_copies_and_pickles_whole():
         assert tuple_to_format(format_to_tuple(fmt)) == fmt
         assert copy.deepcopy(fmt) == fmt == pickle.loads(pickle.dumps(fmt))
     assert tuple_to_format((4, 3)) == FPFormat(4, 3)
-    assert FPFormat(4, 3, srbits=5).nearest() == FPFormat(4, 3, "nearest")
     assert str(FPFormat(4, 3, variant="fnuz")) == "E4M3FNUZ-SR"
     assert FPFormat(4, 3).bits == 8
