@@ -21,10 +21,9 @@ from torch import nn
 
 from float8.config import CastConfig
 from float8.distributed.rank_comparison import Facts, Statement, compare_ranks, said
-from float8.linear.cast import DelayedCast
+from float8.linear.delayed import DelayedCast, modules_by_name
 from float8.linear.layer import Float8Linear
 from float8.linear.registration import FIRST_SYNC_CHECKS, WEIGHT_RULES
-from float8.linear.sync import modules_by_name
 
 # (layer) -> the ranks that must share its scales, or None: filled by files of this package.
 SHARERS: list[Callable[[nn.Module], list[int] | None]] = []

@@ -26,7 +26,7 @@ from float8.linear.autograd import (
     compute_dtype,
     refuse_double_backward,
 )
-from float8.linear.scaling import DelayedState, quantize, spread
+from float8.linear.scaling import DelayedState, quantize, sharded_state
 from float8.tensor import Float8Tensor
 from float8.tensor.differentiable import differentiable
 
@@ -122,7 +122,9 @@ def gathered(
         whole: Tensor = _Gather.apply(x, dim, length, ranks)
         return whole
     arguments = (record, config.emulate, dim, length, ranks, sums)
-    carrier, data, scale = _CastAndGather.apply(x, cast, spread(state, ranks.group), *arguments)
+    carrier, data, scale = _CastAndGather.apply(
+        x, cast, sharded_state(state, ranks.group), *arguments
+    )
     return _wrap(carrier, data, None, scale)
 
 
@@ -194,7 +196,7 @@ def _gathered_gradient(ctx: Any, g: Tensor) -> Tensor:
     plan: LinearPlan = ctx.config.plan
     if plan.grad_input.a is None or not _sends_grad_output(plan):
         return gather(g, ctx.scatter, ctx.length, ctx.ranks)
-    state = spread(ctx.states[2], ctx.ranks.group)
+    state = sharded_state(ctx.states[2], ctx.ranks.group)
     cast, emulate = plan.grad_input.a, ctx.config.emulate
     data, scale = quantize(as_matrix(g), cast, state, ctx.record, emulate=emulate)
     data = gather(data.reshape(g.shape), ctx.scatter, ctx.length, ctx.ranks)

@@ -48,9 +48,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from float8.distributed.agreement import PLACE, difference, facts_of, is_gathered_in_float8
 from float8.distributed.rank_comparison import Facts, compare_ranks, is_one_of_many
+from float8.linear.delayed import modules_by_name, ranks_of
 from float8.linear.layer import Float8Linear
 from float8.linear.registration import AFTER_CONVERSION
-from float8.linear.sync import modules_by_name, ranks_of
 from float8.tensor.running_module import running_modules
 
 FORWARD = "runs its first forward"

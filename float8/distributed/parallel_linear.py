@@ -34,7 +34,7 @@ from float8.linear.autograd import States, autocasts, compute_dtype, linear_in_f
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_call, refuses_input, refuses_layer
 from float8.linear.registration import ModuleRule, register_module_rule
-from float8.linear.scaling import spread
+from float8.linear.scaling import sharded_state
 from float8.tensor import Float8Tensor
 
 COLWISE, ROWWISE = "colwise", "rowwise"
@@ -139,7 +139,11 @@ class Float8ParallelLinear(Float8Linear):
         x = self._whole(input)
         self._check(x, weight)
         _, w_state, g_state = states = self._states()
-        states = (states[0], spread(w_state, ranks.group), spread(g_state, ranks.group))
+        states = (
+            states[0],
+            sharded_state(w_state, ranks.group),
+            sharded_state(g_state, ranks.group),
+        )
         out = linear_in_float8(x, weight, bias, self.config, states, self._records)
         return self._laid_out(out, Shard(-1))
 
@@ -175,7 +179,11 @@ class Float8ParallelLinear(Float8Linear):
         x = self._part(input)
         self._check(x, weight)
         x_state, w_state, g_state = self._states()
-        states: States = (spread(x_state, ranks.group), spread(w_state, ranks.group), g_state)
+        states: States = (
+            sharded_state(x_state, ranks.group),
+            sharded_state(w_state, ranks.group),
+            g_state,
+        )
         scatter = wanted.dim % x.dim() if isinstance(wanted, Shard) else None
         out = summed_linear(x, weight, self.config, states, self._records, scatter, ranks)
         if self.bias is not None:
@@ -225,9 +233,9 @@ class Float8ParallelLinear(Float8Linear):
             x,
             local(self.weight),
             (
-                spread(x_state, group) if cuts_x else x_state,
-                spread(w_state, group),
-                spread(g_state, group) if cuts_g else g_state,
+                sharded_state(x_state, group) if cuts_x else x_state,
+                sharded_state(w_state, group),
+                sharded_state(g_state, group) if cuts_g else g_state,
             ),
         )
 

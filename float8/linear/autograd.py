@@ -39,10 +39,10 @@ from float8.granularity import scale_shape
 from float8.linear.scaling import (
     DelayedState,
     Pair,
+    multiply_scale,
     quantize,
     quantize_again,
     quantize_both,
-    times,
     transposed,
 )
 from float8.tensor import Float8Tensor
@@ -106,7 +106,7 @@ def _product(
     assert gemm.b is not None
     return kernels.scaled_mm(
         a[0],
-        a[1] if factor is None else times(a[1], gemm.a, factor),
+        a[1] if factor is None else multiply_scale(a[1], gemm.a, factor),
         *b,
         gemm.a.block,
         gemm.b.block,

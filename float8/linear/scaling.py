@@ -1,41 +1,38 @@
-"""Scales and casts of one operand: pure functions on plain tensors.
+"""Scale and cast of one operand: functions on plain tensors, and the base class of cast modules.
 
 `quantize` turns a matrix, in the orientation of the GEMM that reads it, into ``(data, scale)`` as
-its `OperandCast` says; `quantize_both` does it for the two GEMMs that contract its two dimensions,
-from one read where there is a kernel for it. Where the scale comes from is the whole difference
-between the types:
+its `OperandCast` says. `quantize_both` does it for the two GEMMs that contract its two dimensions,
+from one read where there is a kernel for it. The scaling type decides where the scale comes from:
 
-- dynamic: from the amax of this very tensor;
+- dynamic: from the amax of this tensor;
 - static: a constant;
-- delayed: from the amaxes of past steps. The operand has a `DelayedState`: ``scale`` is used,
-  ``current_amax`` records, and once per step `updated_history` turns records into scales.
+- delayed: from the amaxes of past steps. The operand has a `DelayedState`: ``scale`` is used, and
+  ``current_amax`` records the amax of this step. `float8.linear.delayed` turns records into scales.
 
-The update rule is that of TransformerEngine's ``DelayedScaling`` recipe: the newest amax enters the
-history at index 0, ``amax`` is the maximum over the history (or its newest entry) and
-``scale = 2**margin * amax / max(format)``; where the resulting amax is 0 or not finite the scale
-stays as it was. An amax that is not finite enters as infinity, as there, or as 0
-(``remember_nonfinite``). ``history[:, 0]`` is the most recent step.
+A tensorwise dynamic scale of a tensor whose parts lie on several ranks needs the amax over those
+ranks: `max_over_ranks`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.config import DelayedScalingConfig, OperandCast, ScalingType
-from float8.formats import on_device
+from float8.config import CastConfig, OperandCast, ScalingType
+from float8.formats import Format, format_of, on_device
 from float8.granularity import WHOLE
+from float8.tensor import Float8Tensor
 
 
 class DelayedState(NamedTuple):
     """The buffers of a delayed cast that a forward or backward touches; float32, 0-dim.
 
-    ``ready`` is False until the operand has a scale: until then the dynamic one is used. ``group``
-    names the process group over whose ranks the tensor is spread, None where a rank has all of it
-    (see `spread`).
+    ``ready`` is False until the operand has a scale: until then the dynamic scale is used.
+    ``group`` names the process group over whose ranks the tensor is sharded. It is None where a
+    rank has the whole tensor. See `sharded_state`.
     """
 
     scale: Tensor
@@ -44,11 +41,11 @@ class DelayedState(NamedTuple):
     group: str | None = None
 
 
-def spread(state: DelayedState | None, group: str | None) -> DelayedState | None:
-    """``state`` for an operand of which each rank of a process group holds a part.
+def sharded_state(state: DelayedState | None, group: str | None) -> DelayedState | None:
+    """The state of an operand of which each rank of a process group holds a part.
 
-    A scale that is found from such an operand and that all of it shares (tensorwise) is found from
-    the amax over exactly those ranks. Scales of rows and blocks stay those of the part.
+    A tensorwise scale of such an operand follows from the amax over exactly those ranks. Scales of
+    rows and blocks are those of the part.
 
     Args:
         state: of a delayed cast, or None.
@@ -56,9 +53,51 @@ def spread(state: DelayedState | None, group: str | None) -> DelayedState | None
     """
     if group is None:
         return state
-    if state is None:  # not delayed: there are no buffers, and `_of_delayed` keeps all from looking
+    if state is None:  # not delayed: only the group is read, see `_of_delayed`
         return DelayedState(None, None, False, group)  # type: ignore[arg-type]
     return state._replace(group=group)
+
+
+class Cast(nn.Module):
+    """Abstract: how one operand becomes a `Float8Tensor`. `float8.linear.cast.make_cast` makes one.
+
+    Args:
+        config: what the user asked for.
+        default_format: the format where ``config.target_dtype`` is None.
+    """
+
+    def __init__(self, config: CastConfig, default_format: Format) -> None:
+        super().__init__()
+        self.config = config
+        self.format = format_of(config.target_dtype or default_format)
+
+    @property
+    def state(self) -> DelayedState | None:
+        """The buffers that `quantize` reads and records in, or None."""
+        return None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Cast ``x`` of any shape, recording nothing; gradients pass straight through.
+
+        Returns:
+            a `Float8Tensor` of x's shape and dtype.
+        """
+        config = self.config
+        return Float8Tensor.from_high_precision(
+            x,
+            on_device(self.format, x.device),
+            config.granularity,
+            self._scale(),
+            config.power_of_two_scale,
+        )
+
+    def _scale(self) -> Tensor | float | None:
+        """The scale to cast with; None computes it from the tensor."""
+        raise NotImplementedError(f"{type(self).__name__} is abstract")
+
+    def extra_repr(self) -> str:
+        """The cast in a few words."""
+        return self.config.short_str.replace("default", self.format.name)
 
 
 Pair = tuple[Tensor, Tensor]
@@ -143,7 +182,7 @@ def quantize_both(
 def quantize_again(x: Tensor, cast: OperandCast, scale: Tensor, emulate: bool = False) -> Pair:
     """What an earlier ``quantize(x, cast)`` returned, transposed: the same bytes, from x again.
 
-    For an operand whose second use shares the first one's bytes, which nobody kept.
+    For an operand whose second use shares the first one's bytes, where those were not kept.
 
     Args:
         x, cast, emulate: as then.
@@ -186,7 +225,7 @@ def _by_kernel(
     fmt = on_device(cast.format, x.device)
     scale = known_scale(cast, state, x) if scale is None else scale
     if scale is None and (group := _shares_amax(cast, state)) is not None:
-        found = _largest_over(group, kernels.amax(x, cast.block))
+        found = max_over_ranks(kernels.amax(x, cast.block), group)
         scale = kernels.scale_from_amax(found, fmt.max, cast.power_of_two_scale)
     amax = amax_to_record(cast, state, record)
     return kernels.cast_operand(
@@ -221,8 +260,8 @@ def _static_scale(cast: OperandCast, x: Tensor) -> Tensor | None:
     return None if cast.static_scale is None else constant(float(cast.static_scale), x)
 
 
-def times(scale: Tensor, cast: OperandCast, factor: float) -> Tensor:
-    """``scale * factor``, where ``cast`` found ``scale``; eagerly no kernel for a static one."""
+def multiply_scale(scale: Tensor, cast: OperandCast, factor: float) -> Tensor:
+    """``scale * factor`` for a scale of ``cast``; eagerly a static one takes no kernel."""
     if cast.static_scale is None or torch.compiler.is_compiling():
         return scale * factor
     return constant(float(cast.static_scale) * factor, scale)
@@ -270,7 +309,7 @@ def _scale(
     if delayed is not None and delayed.ready:
         return delayed.scale.reshape(1, 1)
     if (group := _shares_amax(cast, state)) is not None:
-        amax = _largest_over(group, amax)
+        amax = max_over_ranks(amax, group)
     return kernels.scale_from_amax(amax, format_max, cast.power_of_two_scale)
 
 
@@ -280,48 +319,17 @@ def _shares_amax(cast: OperandCast, state: DelayedState | None) -> str | None:
     return None if state is None or not whole else state.group
 
 
-def _largest_over(group: str, amax: Tensor) -> Tensor:
-    # gloo's MAX loses a NaN that is not on rank 0; inf makes every product NaN just as well.
-    finite_or_inf = torch.where(amax.isfinite(), amax, torch.inf)
-    ops = torch.ops._c10d_functional  # by name, so that importing float8 imports no collectives
-    return ops.wait_tensor(ops.all_reduce(finite_or_inf, "max", group))
+def max_over_ranks(amax: Tensor, group: Any) -> Tensor:
+    """The element-wise maximum of amaxes over the ranks of a process group; inf if not finite.
 
-
-def updated_history(
-    history_NH: Tensor,
-    current_amax_N: Tensor,
-    scale_N: Tensor,
-    config: DelayedScalingConfig,
-    format_max: float,
-    power_of_two: bool,
-    age_N: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One step of delayed scaling for N operands that share format and config.
+    gloo's MAX loses a NaN that is not on rank 0. An infinity survives on every backend, and makes
+    the scale and every product NaN as well.
 
     Args:
-        history_NH: the last H amaxes of each operand, newest first.
-        current_amax_N: the amax of this step over all its microbatches and ranks.
-        scale_N: the scales in use; 0 where there has been none yet.
-        config: history length, algorithm, margin, interval, and what becomes of amaxes that are
-            not finite.
-        format_max: the largest finite value of the format.
-        power_of_two: round scales up to powers of two.
-        age_N: how many steps ago each scale was found, inf for one that never was; younger ones
-            than ``config.interval`` stay. None where the interval is 1: all are found anew.
-
-    Returns:
-        The new history, the new scales and their ages. Scales are finite; an operand that has never
-        had a nonzero amax keeps scale 0, which no cast uses.
+        amax: float32, of equal shape on all ranks, on a device that the group's backend reduces.
+        group: a ``ProcessGroup``, or its name: compiled code takes the name.
     """
-    spoilt = torch.inf if config.remember_nonfinite else 0.0
-    newest_N = torch.where(current_amax_N.isfinite(), current_amax_N, spoilt)
-    history_NH = torch.cat([newest_N.unsqueeze(1), history_NH[:, :-1]], dim=1)
-    amax_N = newest_N if config.amax_compute_algo == "most_recent" else history_NH.amax(1)
-    largest = format_max * 2.0**-config.margin  # what the amax is mapped to
-    scaled = kernels.scale_from_amax(amax_N, largest, power_of_two)
-    # A large margin may carry the scale out of float32's range: it is of no use then.
-    is_new = (amax_N > 0) & scaled.isfinite()
-    if age_N is not None:
-        is_new = is_new & (age_N + 1 >= config.interval)
-        age_N = torch.where(is_new, 0.0, age_N + 1)
-    return history_NH, torch.where(is_new, scaled, scale_N), age_N
+    name = group if isinstance(group, str) else group.group_name
+    ops = torch.ops._c10d_functional  # by name, so that importing float8 imports no collectives
+    finite_or_inf = torch.where(amax.isfinite(), amax, torch.inf)
+    return ops.wait_tensor(ops.all_reduce(finite_or_inf, "max", name))

@@ -39,6 +39,7 @@ ON_TWO = {
     "compiled": (TRAINS, {"compiled": "aot_eager", "recipe": "delayed", "dtype": BF16}),
     "one byte per element travels": ("codes_travel", {"dtype": BF16}),
     "one all-reduce for all weights": ("one_all_reduce_for_all_weights", {}),
+    "after_step": ("after_step_does_what_a_recipe_needs", {}),
     "known scales need no all-reduce": ("known_scales_need_no_all_reduce", {}),
     "a compiled step is noticed": ("compiled_steps_are_noticed", {}),
     "a write is noticed": ("writes_are_noticed", {}),

@@ -20,6 +20,8 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
+from float8.linear import delayed
+from float8.linear.scaling import max_over_ranks
 
 DELAYED = RECIPES["delayed"]
 SHORTER = Float8LinearConfig(
@@ -117,21 +119,22 @@ def one_collective_for_all_histories(rank):
     for model in (model_of("a", "b"), tensor_parallel):
         sync_float8_amax_and_scale_history(model)
         counts = _counted(lambda model=model: sync_float8_amax_and_scale_history(model))
-        assert counts == [("allreduce_", 9 if model is tensor_parallel else 6)], counts
+        assert counts == [("all_reduce", 9 if model is tensor_parallel else 6)], counts
     dynamic = model_of("a", config=RECIPES["tensorwise"])
     sync_float8_amax_and_scale_history(dynamic)
     assert _counted(lambda: sync_float8_amax_and_scale_history(dynamic)) == []
 
 
-class _AllOfC10d(Wire):
+class _Collectives(Wire):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.sent.append((func.__name__.split(".")[0], args[0][0].numel()))
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            sent = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+            self.sent.append((func.__name__.split(".")[0], sent.numel()))
         return func(*args, **(kwargs or {}))
 
 
 def _counted(act):
-    with _AllOfC10d() as wire:
+    with _Collectives() as wire:
         act()
     return wire.sent
 
@@ -252,9 +255,8 @@ def amaxes_are_those_of(members, group, rank, what):
 def a_wrong_group_is_seen(rank):
     """A planted fault: every reduction is over all ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    all_reduce = dist.all_reduce
-    everywhere = lambda x, op, group: all_reduce(x, op)  # noqa: E731
+    everywhere = lambda amax, group: max_over_ranks(amax, dist.group.WORLD)  # noqa: E731
     members = [rank % 2, rank % 2 + 2]
-    with mock.patch.object(dist, "all_reduce", everywhere):
+    with mock.patch.object(delayed, "max_over_ranks", everywhere):
         act = lambda: amaxes_are_those_of(members, mesh["dp"], rank, "wrong")  # noqa: E731
         assert error_of(act, AssertionError) == "wrong"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from float8.distributed.gradients import wire
 from float8.formats import HIGH_PRECISION_DTYPES, Format, on_device
+from float8.linear.scaling import max_over_ranks
 
 # torch 2.13 has a new name for it, and warns about the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,12 +55,6 @@ def check_gradient(gradient: Tensor, what: str) -> None:
             f"float8_gradients: {what} holds {kind} gradients; dense ones of {known} can travel as "
             "float8. Convert the parameters, or leave the default reduction for this model"
         )
-
-
-def max_over_ranks(amax_NT1: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The shared amaxes, in place: one all-reduce for all tiles."""
-    dist.all_reduce(amax_NT1, dist.ReduceOp.MAX, group=group)
-    return amax_NT1
 
 
 def scatter(x_NC: Tensor, group: dist.ProcessGroup, fmt: Format, tile: int) -> Scattered:
