@@ -64,6 +64,7 @@ SPELLINGS: dict[Function, Function] = {
     Tensor.bmm: torch.bmm,
     Tensor.addmm: torch.addmm,
     Tensor.baddbmm: torch.baddbmm,
+    Tensor.addbmm: torch.addbmm,
     # sums; addition commutes, so __radd__ is a spelling too
     Tensor.add: torch.add,
     Tensor.__add__: torch.add,

@@ -179,6 +179,7 @@ CALLS = {
     "a.bmm(b)": (lambda a, b: a[None].bmm(b[None])[0], torch.bmm),
     "a.addmm(a, b)": (lambda a, b: a.addmm(a, b), torch.addmm),
     "a.baddbmm": (lambda a, b: a[None].baddbmm(a[None], b[None])[0], torch.baddbmm),
+    "a.addbmm": (lambda a, b: a.addbmm(a[None], b[None]), torch.addbmm),
     "a + b": (lambda a, b: a + b, torch.add),
     "a.add(b)": (lambda a, b: a.add(b), torch.add),
     "a.__add__(b)": (lambda a, b: a.__add__(b), torch.add),
