@@ -176,7 +176,7 @@ class MupModule(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As ``nn.Module``'s; a ``param`` without a role gets that of its predecessor."""
-        self._learn(name)
+        self._record_role(name)
         super().register_parameter(name, param)
         table = self._table()
         data = _data_of(param)
@@ -196,38 +196,38 @@ class MupModule(nn.Module):
         self._table().pop(name, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._learn_all()
+        self._record_roles()
         return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._mark_all()
+        self._restore_roles()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        self._learn_all()
+        self._record_roles()
         result = super()._apply(fn, recurse)
-        self._mark_all()
+        self._restore_roles()
         return result
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._learn_all()
+        self._record_roles()
         super()._load_from_state_dict(*args, **kwargs)
-        self._mark_all()
+        self._restore_roles()
 
     def _table(self) -> dict[str, MupData]:
         table: dict[str, MupData] = self.__dict__.setdefault("_mup_data", {})
         return table
 
-    def _learn(self, name: str) -> None:
+    def _record_role(self, name: str) -> None:
         data = _data_of(self.__dict__.get("_parameters", {}).get(name))
         if data is not None:
             self._table()[name] = data
 
-    def _learn_all(self) -> None:
+    def _record_roles(self) -> None:
         for name in self._parameters:
-            self._learn(name)
+            self._record_role(name)
 
-    def _mark_all(self) -> None:
+    def _restore_roles(self) -> None:
         for name, data in self._table().items():
             parameter = self._parameters.get(name)
             if parameter is not None:
