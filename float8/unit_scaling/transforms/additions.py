@@ -18,8 +18,9 @@ softmax, sums and residual layers are new signals. *Scores* are arithmetic of a 
 activations, or a sum with one: ``q k^T`` before its softmax.
 
 A residual addition computes ``y = (tau f(x) + x) / sqrt(1 + tau**2)``. **tau** is that of
-`rules.transformer_residual_scaling_rule` (u-muP, arXiv 2407.17465, appendix G, both multipliers 1)
-for all residual layers of the model in the order of their additions: ``tau_i = 1 / sqrt(L/2 + i)``.
+`core.functional.transformer_residual_scaling_rule` (u-muP, arXiv 2407.17465, appendix G, both
+multipliers 1) for all residual layers of the model in the order of their additions,
+``tau_i = 1 / sqrt(L/2 + i)``.
 The stream's first value, all branches at even places and all at odd places (a transformer's
 attention and feed-forward layers) then contribute the same variance to the end of the stream. With
 these multipliers the rule gives the ``i``-th branch the same ``tau`` whether it is attention or
@@ -36,7 +37,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from float8.unit_scaling.rules import transformer_residual_scaling_rule
+from float8.unit_scaling.core.functional import transformer_residual_scaling_rule
 from float8.unit_scaling.transforms.contractions import Argument
 from float8.unit_scaling.transforms.history import Call, History, Value
 

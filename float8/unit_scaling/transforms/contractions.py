@@ -11,7 +11,7 @@ A contraction sums products of two operands over dimensions that both have and t
 `CONTRACTIONS` says for each function which arguments are the operands, what it adds to the result,
 and which function unit scaling calls in its place. Functions with an entry in `registry.torch_map`
 (``F.linear``, ``F.conv1d``, attention) are replaced by that entry. Methods and operators are other
-spellings of these functions (`spellings`).
+spellings of these functions (`registry.SPELLINGS`).
 
 The unit-scaled functions below take their factors from one of two rules. `U.linear` applies where
 the right operand is a weight: its gradient is a cut edge and has a factor of its own. `U.matmul`

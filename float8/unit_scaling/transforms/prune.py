@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from float8.unit_scaling.spellings import respelt
+from float8.unit_scaling.registry import respelt
 from float8.unit_scaling.transforms.metrics import Metrics
 
 

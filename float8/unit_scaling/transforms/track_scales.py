@@ -48,7 +48,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from float8.unit_scaling.spellings import respelt
+from float8.unit_scaling.registry import respelt
 from float8.unit_scaling.transforms.contractions import Function
 from float8.unit_scaling.transforms.decompositions import decomposition_of
 from float8.unit_scaling.transforms.metrics import Metrics

@@ -50,8 +50,8 @@ from torch.utils._device import DeviceContext
 from torch.utils.weak import WeakIdKeyDictionary
 
 from float8.unit_scaling import functional as U
+from float8.unit_scaling.registry import respelt
 from float8.unit_scaling.scale import scale_bwd
-from float8.unit_scaling.spellings import respelt
 from float8.unit_scaling.transforms.additions import ADDITIONS, KEEP, RESIDUAL
 from float8.unit_scaling.transforms.contractions import Function, Path
 from float8.unit_scaling.transforms.decisions import Decisions, GradientFactors, Step
@@ -88,7 +88,7 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
         module: any module. It stays as it is; the copy has parameters of its own.
         replace: functions that the model calls -> what to call in their place, before any other
             rule. A key is a function of torch, or a Python function that transforms see as one
-            call because its definition is decorated with `float8.unit_scaling.override.overridable`
+            call because its definition is decorated with `float8.unit_scaling.registry.overridable`
             (or because ``module.f = overridable(module.f)`` ran before the model's code looks it
             up). A value is called as it is given, except that a function of torch which has a
             unit-scaled version means that version (``{my_gelu: F.gelu}``). A function that is its
@@ -126,7 +126,7 @@ def _refuse_unseen(functions: Iterator[Function]) -> None:
             raise ValueError(
                 f"replace: {getattr(function, '__qualname__', function)} is a function whose calls "
                 "a transform does not see: torch's functions are seen, and Python functions that "
-                "are decorated with float8.unit_scaling.override.overridable. Decorate its "
+                "are decorated with float8.unit_scaling.registry.overridable. Decorate its "
                 "definition, or set module.f = overridable(module.f) in the module that defines "
                 "it before the model is built, and pass the decorated function"
             )

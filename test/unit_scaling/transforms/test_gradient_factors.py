@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from float8.unit_scaling import functional as U
-from float8.unit_scaling.rules import transformer_residual_scaling_rule
+from float8.unit_scaling.core.functional import transformer_residual_scaling_rule
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 from float8.unit_scaling.transforms.additions import Addition
 from float8.unit_scaling.transforms.gradient_factors import bridges, calls_on_cut_edges

@@ -9,7 +9,7 @@ from torch import nn
 
 from float8.unit_scaling import functional as U
 from float8.unit_scaling import registry
-from float8.unit_scaling.override import overridable
+from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.transforms.replacements import replacements_of
 from float8.unit_scaling.transforms.unit_scale import unit_scale
 
@@ -95,7 +95,7 @@ def test_they_are_replaced_in_compiled_code_too():
 @pytest.mark.parametrize(
     ("replace", "error", "message"),
     [
-        ({new_gelu: U.gelu}, ValueError, r"replace: new_gelu .*override\.overridable"),
+        ({new_gelu: U.gelu}, ValueError, r"replace: new_gelu .*registry\.overridable"),
         ({len: U.gelu}, ValueError, "replace: len .* a transform does not see"),
         ({new_gelu: "gelu"}, TypeError, "functions to functions"),
     ],

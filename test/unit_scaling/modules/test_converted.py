@@ -1,4 +1,4 @@
-"""Unit-scaled layers in float8: their products, their factors, and a way back."""
+"""Unit-scaled layers in float8: their products, factors, and conversion back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from float8 import (
 )
 from float8.config import RECIPES
 from float8.linear.autograd import STATELESS, linear_in_float8
-from float8.unit_scaling.float8_layers import Float8UnitLinear, Float8UnitLinearReadout
+from float8.unit_scaling.modules.converted import Float8UnitLinear, Float8UnitLinearReadout
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -100,7 +100,7 @@ def test_exchanged_factors_would_be_seen(wrong):
     "recipe", ["unit", "tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
 )
 def test_every_recipe_runs_a_unit_scaled_model(recipe):
-    """So that policies can be compared on one model: all come close to high precision."""
+    """All recipes come close to high precision on one model."""
     model = uu.MLP(128)
     x, g = torch.randn(64, 128), torch.randn(64, 128)
     model(x).backward(g)
@@ -115,7 +115,7 @@ def test_every_recipe_runs_a_unit_scaled_model(recipe):
 
 
 def test_the_unit_recipe_is_as_precise_as_scales_that_are_measured():
-    """What unit scaling is for: a scale of 1 loses nothing against an amax."""
+    """The purpose of unit scaling: a scale of 1 is as precise as one from an amax."""
     model = uu.TransformerDecoder(hidden_size=64, vocab_size=64, layers=2, heads=2)
     ids = torch.randint(64, (4, 32))
     model.loss(ids).backward()
@@ -129,7 +129,7 @@ def test_the_unit_recipe_is_as_precise_as_scales_that_are_measured():
     assert worst["unit"] > worst["tensorwise"] - 1.5
 
 
-def test_the_float8_layers_keep_what_the_plain_ones_know():
+def test_the_float8_layers_keep_roles_depths_and_options():
     model = uu.DepthSequential(uu.Linear(16, 16, constraint=None), uu.LinearReadout(16, 16))
     parameters = dict(model.named_parameters())
     converted = in_float8(model)
@@ -143,7 +143,7 @@ def test_the_float8_layers_keep_what_the_plain_ones_know():
     assert uu.optim.AdamW(converted.parameters(), lr=1.0).param_groups[0]["lr"] > 0
 
 
-def test_there_is_a_way_back_and_out_for_a_while():
+def test_conversion_is_undone_by_its_inverse_and_by_high_precision():
     model = nn.Sequential(uu.Linear(16, 16, bias=True), uu.LinearReadout(16, 16))
     x = torch.randn(8, 16)
     expected, keys = model(x), list(model.state_dict())
@@ -175,12 +175,11 @@ def test_a_meta_model_is_warned_of_without_numbers():
         convert_to_float8_training(model, config=RECIPES["unit"])
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_compiled_in_one_graph_with_the_results_of_eager(dynamic):
+def test_compiled_in_one_graph_with_the_results_of_eager():
     model = in_float8(nn.Sequential(uu.Linear(32, 48), uu.GELU(), uu.LinearReadout(48, 16)))
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=dynamic)
-    for batch in (40, 56, 80, 112, 7):
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for batch in (40, 56, 7):
         x, g = torch.randn(batch, 32), torch.randn(batch, 16)
         grads = []
         for run in (model, compiled):
@@ -190,7 +189,7 @@ def test_compiled_in_one_graph_with_the_results_of_eager(dynamic):
             out.backward(g)
             grads.append([out, leaf.grad, *(p.grad for p in model.parameters())])
         for mine, theirs in zip(*grads, strict=True):
-            assert sqnr(mine, theirs) > 30  # GELU rounds differently, and a code with it
+            assert sqnr(mine, theirs) > 30  # GELU rounds differently, and so does its cast
     assert counter.frame_count <= 2
 
 
@@ -209,7 +208,7 @@ def traced(model, x, g):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_unit_recipe_never_looks_at_its_operands(bias):
+def test_the_unit_recipe_reduces_no_operand(bias):
     """No reduction in the traced step but the bias's gradient; tensorwise has three and more."""
     x, g = torch.randn(16, 32, requires_grad=True), torch.randn(16, 48)
     reductions = {"amax", "amin", "aminmax", "max", "min", "sum", "mean", "norm"}
@@ -222,7 +221,7 @@ def test_the_unit_recipe_never_looks_at_its_operands(bias):
 
 
 def test_a_unit_step_has_as_many_ops_as_an_unscaled_static_one():
-    """The factors cost nothing that is as large as an operand."""
+    """The factors cost no op on a tensor as large as an operand."""
     x, g = torch.randn(16, 32, requires_grad=True), torch.randn(16, 48)
     scaled = traced(in_float8(nn.Sequential(uu.Linear(32, 48))), x, g)
     with warnings.catch_warnings():

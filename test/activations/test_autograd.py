@@ -1,15 +1,15 @@
-"""The autograd functions: masks of bits, what is refused, and what torch says of saved tensors."""
+"""The autograd functions: masks of bits, refusals, and torch's own checks of saved tensors."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from float8.activations import saved_activations
-from float8.activations.keeping import packed, unpacked
+from float8.activations.autograd import packed, unpacked
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (8,), (1,), (0, 4), (), (2, 2, 17)])
-def test_a_mask_takes_a_bit_per_element_and_comes_back(shape):
+def test_a_mask_is_packed_into_bits_and_unpacked(shape):
     mask = torch.rand(shape) < 0.5
     bits = packed(mask)
     assert bits.dtype == torch.uint8 and bits.numel() == -(-mask.numel() // 8)
@@ -32,7 +32,7 @@ def test_a_second_derivative_is_refused_by_name(function):
     torch.autograd.grad(y, x, create_graph=True)
 
 
-def test_a_weight_that_is_written_to_before_backward_is_noticed():
+def test_a_weight_that_changes_before_backward_is_an_error():
     x = torch.randn(64, 128, requires_grad=True)
     w = torch.ones(128, requires_grad=True)
     with saved_activations():
@@ -43,8 +43,8 @@ def test_a_weight_that_is_written_to_before_backward_is_noticed():
         y.sum().backward()
 
 
-def test_hooks_of_the_user_get_the_codes():
-    # As torch's save_on_cpu does.
+def test_hooks_of_the_user_get_data_and_scale():
+    # torch's save_on_cpu is such a hook.
     seen = []
     x = torch.randn(64, 128, requires_grad=True)
     pack = lambda t: seen.append(t.dtype) or t.clone()  # noqa: E731
@@ -58,16 +58,16 @@ def test_hooks_of_the_user_get_the_codes():
 
 
 def test_hooks_may_be_any_callable():
-    # A method of C has no __module__.
+    # A method that is implemented in C has no __module__.
     x = torch.randn(64, 128, requires_grad=True)
     clone = torch.Tensor.clone
     with torch.autograd.graph.saved_tensors_hooks(clone, clone), saved_activations():
         y = torch.tanh(x)
     y.sum().backward()
-    assert "Keeping" in y.grad_fn.name()
+    assert "SavedCopies" in y.grad_fn.name()
 
 
-def test_relu_treats_what_is_not_finite_as_torch_does():
+def test_relu_treats_nan_and_inf_as_torch_does():
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0, -1.0, 2.0])
     x = x.repeat(1024).requires_grad_()
     g = torch.randn(8192)

@@ -1,4 +1,4 @@
-"""The scope: what it reaches, what it leaves, and that training goes on as before."""
+"""The scope: which ops it changes, which it leaves to torch, and training inside it."""
 
 import copy
 import inspect
@@ -23,7 +23,7 @@ from float8.formats import E5M2
 
 
 class Net(nn.Module):
-    """A norm, SwiGLU and what else there is, small enough to compile."""
+    """A norm, SwiGLU and the other ops, small enough to compile."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ def test_a_model_is_reached_only_inside_its_forward():
         inside = step(model, model, x)
         y = other(x.requires_grad_())
     assert torch.equal(inside[0], plain[0]) and not same(inside, plain)
-    assert "Keeping" not in y.grad_fn.name()
+    assert "SavedCopies" not in y.grad_fn.name()
     with saved_activations():
         everywhere = step(model, model, x)
     assert same(everywhere, inside)
@@ -68,8 +68,8 @@ def test_a_submodule_is_reached_through_the_whole_model():
     model, x = nn.Sequential(nn.Tanh(), nn.Tanh()), torch.randn(64, 128, requires_grad=True)
     with saved_activations(model[1]):
         y = model(x)
-    assert "Keeping" in y.grad_fn.name()
-    assert "Keeping" not in y.grad_fn.next_functions[0][0].name()
+    assert "SavedCopies" in y.grad_fn.name()
+    assert "SavedCopies" not in y.grad_fn.next_functions[0][0].name()
 
 
 def test_without_gradients_nothing_happens():
@@ -85,8 +85,8 @@ def test_without_gradients_nothing_happens():
         assert h.is_inference() and F.silu(h).grad_fn is None
 
 
-def test_tensors_of_4096_elements_are_kept_in_float8_unless_another_number_is_given():
-    for elements, options, is_kept in (
+def test_tensors_of_4096_elements_are_copied_unless_min_size_differs():
+    for elements, options, is_copied in (
         (4096, {}, True),
         (4095, {}, False),
         (4096, {"min_size": 4097}, False),
@@ -95,7 +95,7 @@ def test_tensors_of_4096_elements_are_kept_in_float8_unless_another_number_is_gi
         x = torch.randn(elements, requires_grad=True)
         with saved_activations(**options):
             y = torch.tanh(x)
-        assert ("Keeping" in y.grad_fn.name()) is is_kept, (elements, options)
+        assert ("SavedCopies" in y.grad_fn.name()) is is_copied, (elements, options)
 
 
 def test_a_copy_made_inside_is_plain():
@@ -120,18 +120,18 @@ def test_scopes_are_left_in_any_order():
     assert "forward" not in model.__dict__
 
 
-def test_a_forward_that_is_put_over_the_scope_outlives_it():
+def test_a_forward_that_is_assigned_inside_stays():
     model, x = nn.Sequential(nn.Tanh()), torch.randn(64, 128, requires_grad=True)
     with saved_activations(model):
         inner = model.forward
         model.forward = lambda x: inner(x + 0)
-        assert "Keeping" in model(x).grad_fn.name()
+        assert "SavedCopies" in model(x).grad_fn.name()
     assert "forward" in model.__dict__
-    assert "Keeping" not in model(x).grad_fn.name()
+    assert "SavedCopies" not in model(x).grad_fn.name()
 
 
 def test_the_signature_of_forward_is_the_models():
-    # Trainers choose by it which columns of a data set the model wants.
+    # Trainers select the columns of a data set by it.
     model = Net()
     signature = inspect.signature(model.forward)
     with saved_activations(model):
@@ -144,7 +144,7 @@ def test_nested_tensors_are_left_to_torch():
         rows = [torch.randn(n, 128) for n in (64, 32)]
         x = torch.nested.nested_tensor(rows, layout=layout, requires_grad=True)
         with saved_activations():
-            assert "Keeping" not in F.gelu(x).grad_fn.name()
+            assert "SavedCopies" not in F.gelu(x).grad_fn.name()
 
 
 def test_scopes_nest_and_the_inner_one_is_asked_first():
@@ -170,14 +170,14 @@ def test_scopes_nest_and_the_inner_one_is_asked_first():
         ({"model": [nn.SiLU()]}, TypeError, r"model must be an nn\.Module, got a list"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options, error, words):
+def test_bad_arguments_are_refused(options, error, words):
     with pytest.raises(error, match=words):
         saved_activations(**options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backward_inside", [True, False])
-def test_a_checkpoint_keeps_nothing_and_recomputes_the_same(kind, backward_inside):
+def test_a_checkpoint_saves_no_copies_and_recomputes_the_same(kind, backward_inside):
     model, x = Net(), torch.randn(256, 64)
     plain = step(model, model, x)
     checkpointed = Checkpointed(model, kind)
@@ -192,7 +192,7 @@ def test_a_checkpoint_keeps_nothing_and_recomputes_the_same(kind, backward_insid
     assert same(found, plain) or (kind == "reentrant" and backward_inside)
 
 
-def test_functorch_is_left_alone():
+def test_functorch_computes_as_outside():
     x = torch.randn(64, 128)
     with saved_activations():
         found = torch.func.grad(lambda x: F.silu(x).sum())(x)
@@ -201,7 +201,7 @@ def test_functorch_is_left_alone():
     assert each.shape == x.shape
 
 
-def test_forward_mode_is_left_alone():
+def test_forward_mode_computes_as_outside():
     x = torch.randn(64, 128, requires_grad=True)
     with forward_ad.dual_level(), saved_activations():
         dual = forward_ad.make_dual(x, torch.ones_like(x))
@@ -209,7 +209,7 @@ def test_forward_mode_is_left_alone():
     assert torch.allclose(tangent, 1 - torch.tanh(x) ** 2)
 
 
-def test_functions_of_unit_scaling_are_looked_into():
+def test_ops_inside_unit_scaled_functions_are_reached():
     x = torch.randn(64, 128, requires_grad=True)
     plain = uu.functional.gelu(x)
     with saved_activations():
@@ -219,7 +219,7 @@ def test_functions_of_unit_scaling_are_looked_into():
     assert not torch.equal(a, b) and torch.allclose(a, b, atol=0.2)
 
 
-# --- what it is for
+# --- memory and training
 
 
 SIZES = Sizes(256, 896, 4, 2, batch=1, tokens=128, blocks=1)
@@ -233,7 +233,7 @@ def block(recipe="tensorwise"):
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
-def test_a_llama_block_keeps_at_most_060_of_the_bytes_of_bfloat16(recipe):
+def test_a_llama_block_saves_at_most_060_of_the_bytes_of_bfloat16(recipe):
     plain, converted = block(recipe)
     rotary = rotary_table(SIZES.tokens, SIZES.head_dim)
     x = torch.randn(1, SIZES.tokens, SIZES.hidden, dtype=torch.bfloat16, requires_grad=True)
@@ -247,8 +247,8 @@ def test_a_llama_block_keeps_at_most_060_of_the_bytes_of_bfloat16(recipe):
     assert ours <= 0.60 * SIZES.tokens * on_a_gpu
 
 
-def test_the_layers_of_a_block_keep_what_they_kept():
-    # The inputs that Float8Linear saves are not saved once more: bytes per element, by hand.
+def test_a_block_saves_the_bytes_of_its_layers_and_of_the_copies():
+    # The inputs that Float8Linear saves are not copied again; bytes per element, by hand.
     _, converted = block()
     rotary = rotary_table(SIZES.tokens, SIZES.head_dim)
     x = torch.randn(1, SIZES.tokens, SIZES.hidden, dtype=torch.bfloat16, requires_grad=True)
@@ -283,8 +283,8 @@ def losses(steps=40, seed=0, **options):
 def test_a_model_trains_as_well_as_without():
     plain, other, kept = losses(), losses(seed=1), losses(min_size=1024)
     assert plain[0] == kept[0], "the first forward is the same"
-    spread = abs(plain[-1] - other[-1])
-    assert abs(kept[-1] - plain[-1]) <= max(spread, 0.01 * plain[-1])
+    between_seeds = abs(plain[-1] - other[-1])
+    assert abs(kept[-1] - plain[-1]) <= max(between_seeds, 0.01 * plain[-1])
     assert kept[-1] < 0.8 * kept[0]
 
 
@@ -302,7 +302,7 @@ def test_with_a_gradient_scaler_and_autocast():
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_tensors_without_bytes(device):
-    # As one plans the memory of a model that is too large for the machine.
+    # So that the memory of a model can be estimated without allocating it.
     with torch.device("meta"):
         model, x = Net(), torch.empty(256, 64, requires_grad=True)
     with FakeTensorMode(allow_non_fake_inputs=True) if device == "cpu" else nullcontext():
@@ -319,7 +319,7 @@ def test_tensors_without_bytes(device):
 
 
 class Small(nn.Module):
-    """What compiling takes time for, once: a norm, and a product with what is computed again."""
+    """A norm, and a product with a recomputed factor: little to compile."""
 
     def __init__(self):
         super().__init__()
@@ -330,7 +330,7 @@ class Small(nn.Module):
         return F.silu(gate) * up
 
 
-def test_compiled_it_is_eagers_to_the_bit_and_as_small():
+def test_compiled_results_and_bytes_equal_eagers():
     model, x = Net(), torch.randn(256, 64)
     with saved_activations(model):
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -338,7 +338,9 @@ def test_compiled_it_is_eagers_to_the_bit_and_as_small():
         x.requires_grad_()
         assert saved_bytes(lambda: compiled(x), model) == saved_bytes(lambda: model(x), model)
     assert same(found, eager)
-    assert same(step(compiled, model, x), step(model, model, x)), "leaving the scope is noticed"
+    assert same(step(compiled, model, x), step(model, model, x)), (
+        "the graph is recompiled outside of the scope"
+    )
 
 
 def test_the_scope_of_all_ops_compiles_from_inside_and_outside():
@@ -354,7 +356,7 @@ def test_the_scope_of_all_ops_compiles_from_inside_and_outside():
         eager = step(model, model, x)
         outside = step(torch.compile(model, backend="aot_eager", fullgraph=True), model, x)
     assert torch.equal(outside[0], output)
-    # What is not remembered there is silu(gate), which has a copy of its own: 30 dB.
+    # Outside of the graph silu(gate) gets a copy of its own: 30 dB.
     for a, b in zip(outside, eager, strict=True):
         assert float((a - b).norm()) < 0.1 * float(b.norm())
     compiled = torch.compile(inside, backend="aot_eager", fullgraph=True)

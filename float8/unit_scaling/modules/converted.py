@@ -1,17 +1,15 @@
-"""Unit-scaled linear layers in float8: what conversion makes of `Linear` and `LinearReadout`.
+"""The float8 layers that `convert_to_float8_training` makes of `Linear` and `LinearReadout`.
 
-A unit-scaled layer divides each of its three products by what the product is known to multiply
-scales by. A float8 GEMM multiplies its result by the scales of its operands anyway, and with recipe
-``unit`` those are 1: the layer's factors take their place, so unit scaling costs no kernel::
+A unit-scaled layer divides each of its three products by the factor by which the product multiplies
+scales. A float8 GEMM multiplies its result by the scales of its operands anyway, and with recipe
+``unit`` these are 1. The layer's factors take their place, so unit scaling costs no kernel::
 
-    output      = codes(x) @ codes(w).T  * (1 * 1 * factor_output)
-    grad_input  = codes(g) @ codes(w)    * (1 * 1 * factor_grad_input)
-    grad_weight = codes(g).T @ codes(x)  * (1 * 1 * factor_grad_weight)
+    output      = float8(x) @ float8(w).T  * (1 * 1 * factor_output)
+    grad_input  = float8(g) @ float8(w)    * (1 * 1 * factor_grad_input)
+    grad_weight = float8(g).T @ float8(x)  * (1 * 1 * factor_grad_weight)
 
-With a dynamic or delayed recipe the factors multiply the scales that were found, so that policies
-can be compared on one model.
-
-Importing this file teaches `float8.convert_to_float8_training` the two types.
+With a dynamic or delayed recipe the factors multiply the measured scales, so that recipes can be
+compared on one model. Importing this file registers the two types for conversion.
 """
 
 from __future__ import annotations
@@ -23,25 +21,17 @@ from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_layer
 from float8.linear.registration import ModuleRule, register_module_rule
 from float8.unit_scaling import functional as U
-from float8.unit_scaling.constraints import Constraint
 from float8.unit_scaling.functional.products import linear_factors
-from float8.unit_scaling.modules.layers import Linear, LinearReadout
-from float8.unit_scaling.parameter import MupModule
+from float8.unit_scaling.modules.layers import ConstrainedLayer, Linear, LinearReadout
 
 
-class Float8UnitLinear(MupModule, Float8Linear):
+class Float8UnitLinear(ConstrainedLayer, Float8Linear):
     """A `float8.unit_scaling.Linear` whose three products run in float8.
 
     Parameters, their u-muP data, ``constraint`` and ``scale_power`` are those of the plain layer.
     """
 
     plain_type = Linear
-    constraint: Constraint
-    scale_power: tuple[float, float, float] = Linear.scale_power
-
-    def extra_repr(self) -> str:
-        """As `Float8Linear`'s, and the constraint."""
-        return f"{super().extra_repr()}, constraint={self.constraint!r}"
 
     def _factors(self, input: Tensor) -> Factors:
         return linear_factors(input, self.weight, self.constraint, self.scale_power)
@@ -54,7 +44,7 @@ class Float8UnitLinearReadout(Float8UnitLinear):
     """A `float8.unit_scaling.LinearReadout` whose three products run in float8."""
 
     plain_type = LinearReadout
-    scale_power: tuple[float, float, float] = LinearReadout.scale_power
+    scale_power = LinearReadout.scale_power
 
 
 for _float8 in (Float8UnitLinear, Float8UnitLinearReadout):
