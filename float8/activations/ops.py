@@ -152,61 +152,51 @@ def _saves_norm(needs: Needs) -> tuple[int, ...]:
 
 
 def _rms_norm_gradient(
-    g: Tensor,
-    saved: list[Tensor],
-    needs: Needs,
-    normalized_shape: tuple[int, ...],
-    eps: float | None,
+    g: Tensor, saved: list[Tensor], needs: Needs, normalized_shape: tuple[int, ...], eps: Any
 ) -> Grads:
     """``y = x rstd w``, ``rstd = 1 / sqrt(mean(x^2) + eps)`` (arXiv 1910.07467, equation 4).
 
     Without eps torch takes float32's epsilon for every dtype, since it normalises in float32.
     """
     eps = torch.finfo(torch.float32).eps if eps is None else eps
-    x_MK = _rows(saved[0], normalized_shape)
-    rstd = torch.rsqrt(x_MK.square().mean(1, keepdim=True) + eps)
-    needs = (*needs, False)
-    return _norm_gradient(g, x_MK * rstd, rstd, saved, needs, normalized_shape)[:2]
+    return _norm_gradient(g, saved, (*needs, False), normalized_shape, eps, centred=False)[:2]
 
 
 def _layer_norm_gradient(
     g: Tensor, saved: list[Tensor], needs: Needs, normalized_shape: tuple[int, ...], eps: float
 ) -> Grads:
     """``y = (x - mean) rstd w + b``, ``rstd = 1 / sqrt(var + eps)`` (arXiv 1607.06450, 3)."""
-    x_MK = _rows(saved[0], normalized_shape)
-    centred = x_MK - x_MK.mean(1, keepdim=True)
-    rstd = torch.rsqrt(centred.square().mean(1, keepdim=True) + eps)
-    grad_x, grad_w, grad_b = _norm_gradient(g, centred * rstd, rstd, saved, needs, normalized_shape)
-    if grad_x is not None:
-        grad_x = (rows := _rows(grad_x, normalized_shape)) - rows.mean(1, keepdim=True)
-        grad_x = grad_x.reshape(g.shape)
-    return grad_x, grad_w, grad_b
-
-
-def _rows(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
-    """x as float32 (M, K), K the elements that are normalised together."""
-    return x.to(torch.float32).reshape(-1, math.prod(normalized_shape))
+    return _norm_gradient(g, saved, needs, normalized_shape, eps, centred=True)
 
 
 def _norm_gradient(
     g: Tensor,
-    normed_MK: Tensor,
-    rstd: Tensor,
     saved: list[Tensor],
     needs: Needs,
     normalized_shape: tuple[int, ...],
+    eps: float,
+    centred: bool,
 ) -> Grads:
-    """Gradients of x (without the mean's part), weight and bias; ``saved``: x, and the weight."""
-    g_MK = _rows(g, normalized_shape)
+    """Gradients of x, weight and bias; saved are x and the weight, if there is one."""
+    x_MK, g_MK = (  # K: the elements that are normalised together
+        x.to(torch.float32).reshape(-1, math.prod(normalized_shape)) for x in (saved[0], g)
+    )
+    if centred:
+        x_MK = x_MK - x_MK.mean(1, keepdim=True)
+    rstd = torch.rsqrt(x_MK.square().mean(1, keepdim=True) + eps)
+    normed_MK = x_MK * rstd
     grad_x = grad_w = grad_b = None
+    if needs[0]:
+        gw = g_MK * saved[1].to(torch.float32).flatten() if len(saved) > 1 else g_MK
+        along = (gw * normed_MK).mean(1, keepdim=True)
+        grad_MK = rstd * (gw - normed_MK * along)
+        if centred:
+            grad_MK = grad_MK - grad_MK.mean(1, keepdim=True)
+        grad_x = grad_MK.reshape(g.shape)
     if needs[1]:
         grad_w = (g_MK * normed_MK).sum(0).reshape(normalized_shape)
     if needs[2]:
         grad_b = g_MK.sum(0).reshape(normalized_shape)
-    if needs[0]:
-        gw = g_MK * saved[1].to(torch.float32).flatten() if len(saved) > 1 else g_MK
-        along = (gw * normed_MK).mean(1, keepdim=True)
-        grad_x = (rstd * (gw - normed_MK * along)).reshape(g.shape)
     return grad_x, grad_w, grad_b
 
 

@@ -327,16 +327,9 @@ class SGD(_Scaled, torch.optim.SGD):
     """``torch.optim.SGD`` with the learning rates of u-muP.
 
     Args:
-        params: parameters, pairs, groups, or a module; see `scaled_parameters`.
-        lr: the global learning rate, a float or a tensor.
         args, kwargs: torch's further arguments, in its order (momentum, dampening, ...).
-        weight_decay: per step, see ``independent_weight_decay``.
-        independent_weight_decay: the decay does not depend on ``lr``.
-        allow_non_unit_scaling_params: let parameters without ``mup_type`` train with ``lr``.
         readout_constraint: the ``constraint`` of the model's `LinearReadout`.
-
-    Raises:
-        ValueError, TypeError: see `scaled_parameters` and `lr_scale_func_sgd`.
+        others: as of `scaled_parameters`.
     """
 
     def __init__(
@@ -363,9 +356,9 @@ class SGD(_Scaled, torch.optim.SGD):
 
 
 class Adam(_Scaled, torch.optim.Adam):
-    """``torch.optim.Adam`` with the learning rates of u-muP; arguments as of `SGD`.
+    """``torch.optim.Adam`` with the learning rates of u-muP; adds weight decay to the gradient.
 
-    ``weight_decay`` is added to the gradient. There is no ``readout_constraint``.
+    Its arguments are those of `SGD`, without ``readout_constraint``.
     """
 
 

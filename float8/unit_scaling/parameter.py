@@ -79,19 +79,14 @@ def Parameter(
 
 
 def set_parameter_data(parameter: P, mup_type: MupType, mup_scaling_depth: int | None = None) -> P:
-    """Mark a parameter with its role, in place.
+    """Mark an existing parameter with its role, in place.
 
     Args:
         parameter: any parameter, sharded ones (DTensors) too.
-        mup_type: as for `Parameter`.
-        mup_scaling_depth: as for `Parameter`.
+        mup_type, mup_scaling_depth: as for `Parameter`, with the same errors.
 
     Returns:
         The same object.
-
-    Raises:
-        ValueError: an unknown ``mup_type``, or a depth below 1.
-        TypeError: ``parameter`` is no parameter, or the depth no integer.
     """
     if not isinstance(parameter, nn.Parameter):
         raise TypeError(

@@ -221,9 +221,8 @@ def test_a_norm_over_two_dimensions():
     ):
         with scope():
             found = torch.autograd.grad(function(*inputs), inputs, g)
-        copies = [copy_of(x, 64).requires_grad_(), *(t.double() for t in inputs[1:])]
         # Rows of 64 are shorter than a group, so the whole tensor is one row of groups of 128.
-        copies[0] = copy_of(x).requires_grad_()
+        copies = [copy_of(x).requires_grad_(), *(t.double() for t in inputs[1:])]
         exact = torch.autograd.grad(function(*copies), copies, g.double())
         for a, e in zip(found, exact, strict=True):
             assert torch.allclose(a.double(), e, rtol=1e-4, atol=1e-4)

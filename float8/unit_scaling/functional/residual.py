@@ -111,9 +111,6 @@ def residual_add(residual: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
 
     Returns:
         ``(tau residual + skip) / sqrt(1 + tau**2)``; gradients reach both unchanged.
-
-    Raises:
-        ValueError: ``tau`` is negative or infinite.
     """
     branch, kept = _weights(tau)
     return scale_fwd(residual, branch) + scale_fwd(skip, kept)

@@ -149,17 +149,13 @@ class TransformerStack(DepthSequential):
 class TransformerDecoder(nn.Sequential):
     """A unit-scaled decoder: embedding, causal layers, norm, readout.
 
+    It maps input ids (batch, sequence) to logits (batch, sequence, vocab_size).
+
     Args:
         hidden_size: the width.
         vocab_size: the number of tokens.
-        layers: the number of transformer layers.
-        heads: the number of heads of a layer.
-        dropout_p: as for `TransformerLayer`.
-        residual_scaling: as for `TransformerStack`.
-        norm, rotary_base, attention: as for `TransformerLayer`.
-
-    Shape:
-        input ids (batch, sequence) -> logits (batch, sequence, vocab_size).
+        layers, residual_scaling: as for `TransformerStack`.
+        heads, dropout_p, norm, rotary_base, attention: as for `TransformerLayer`.
     """
 
     def __init__(
@@ -197,7 +193,7 @@ class TransformerDecoder(nn.Sequential):
             input_ids: (batch, sequence), with a sequence of 2 at least.
 
         Returns:
-            A scalar, whose gradient has unit scale at the logits.
+            A scalar; the gradient at the logits has unit scale.
         """
         # The last position's logits are computed and dropped: float8 products need a multiple of 16
         # rows, and the caller chose the number of positions.

@@ -233,6 +233,11 @@ def test_a_unit_step_has_as_many_ops_as_an_unscaled_static_one():
     assert 0 <= extra <= 3  # at most a multiplication of a (1, 1) scale per product
 
 
-def test_a_converted_layer_shows_its_constraint():
-    layer = in_float8(nn.Sequential(uu.Linear(16, 32, constraint="gmean")))[0]
+def test_a_converted_layer_resets_like_the_plain_one_and_shows_its_constraint():
+    layer = in_float8(nn.Sequential(uu.Linear(16, 32, bias=True, constraint="gmean")))[0]
+    plain = uu.Linear(16, 32, bias=True)
+    for one in (layer, plain):
+        torch.manual_seed(1)
+        one.reset_parameters()
+    assert torch.equal(layer.weight, plain.weight) and not layer.bias.any()
     assert "out_features=32" in repr(layer) and "constraint='gmean'" in repr(layer)
