@@ -21,6 +21,7 @@ from float8.tensor.tensor import Float8Tensor, _rebuild
 
 # old path -> new path, up to version 0.7
 MOVED = {
+    "float8.activations.saved": "float8.activations.scope",
     "float8.autograd": "float8.linear.autograd",
     "float8.cast": "float8.linear.cast",
     "float8.config.other_names": "float8.integrations.torchao",
@@ -57,6 +58,14 @@ MOVED = {
     "float8.scaling": "float8.linear.scaling",
     "float8.switch": "float8.linear.switch",
     "float8.sync": "float8.linear.delayed",
+    "float8.unit_scaling.float8_layers": "float8.unit_scaling.modules.converted",
+    "float8.unit_scaling.learning_rates": "float8.unit_scaling.optim",
+    "float8.unit_scaling.modules.norms": "float8.unit_scaling.modules.layers",
+    "float8.unit_scaling.modules.rotary": "float8.unit_scaling.modules.attention",
+    "float8.unit_scaling.override": "float8.unit_scaling.registry",
+    "float8.unit_scaling.parameter_groups": "float8.unit_scaling.optim",
+    "float8.unit_scaling.rules": "float8.unit_scaling.core.functional",
+    "float8.unit_scaling.spellings": "float8.unit_scaling.registry",
     "float8.weight_cache": "float8.linear.weight_cache",
 }
 
