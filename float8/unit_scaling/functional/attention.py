@@ -108,9 +108,9 @@ def sqrt_softmax_attention(
     """
     check_probability(dropout_p, "attention: dropout_p")
     if enable_gqa:
-        key, value = one_per_head(query, key, value)
+        key, value = _one_per_head(query, key, value)
     logits_LS = query @ key.transpose(-2, -1) * _temperature(query, mult, scale)
-    weights_LS = _root_of_softmax(masked_logits(logits_LS, attn_mask, is_causal))
+    weights_LS = _root_of_softmax(_masked_logits(logits_LS, attn_mask, is_causal))
     if dropout_p:
         weights_LS = F.dropout(weights_LS, dropout_p) * (1 - dropout_p) ** 0.5
     return weights_LS.to(value.dtype) @ value
@@ -124,13 +124,13 @@ def _root_of_softmax(logits_LS: Tensor) -> Tensor:
     return F.normalize(torch.exp((wide - shift) / 2), dim=-1)
 
 
-def one_per_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (..., H, S, D) that query heads share, repeated to one per query head."""
+def _one_per_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat keys and values (..., H, S, D) that query heads share, to one per query head."""
     repeats = query.shape[-3] // key.shape[-3]
     return key.repeat_interleave(repeats, dim=-3), value.repeat_interleave(repeats, dim=-3)
 
 
-def masked_logits(logits_LS: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+def _masked_logits(logits_LS: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
     """The logits with -inf where a query does not attend; masks as of torch's attention."""
     if is_causal:
         seen = torch.ones(logits_LS.shape[-2:], dtype=torch.bool, device=logits_LS.device).tril()
