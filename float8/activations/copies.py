@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES, format_of
-from float8.linear.autograd import version_of
+from float8.linear.float8_weight import version_of
 
 OUTPUT = -1  # as the index of a tensor: the op's result
 
