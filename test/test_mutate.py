@@ -1,0 +1,115 @@
+"""mutate.py finds what it may change, repeats its sample, and tells caught from surviving."""
+
+import ast
+
+import mutate
+import pytest
+
+TOY = '''"""A module: 1 + 1."""
+LIMIT = 3
+
+
+def clamp(x: int, low: int = 0) -> int:
+    """Keep x above low and up to 3."""
+    assert low < LIMIT, "low < 3"
+    if x < low and not isinstance(x, bool):
+        return low
+    if x > LIMIT:
+        raise ValueError("é: x > 3", 4 + 4)
+    return pow(x, LIMIT)
+'''
+TEST = "from float8.toy.clamp import clamp\n\ndef test_clamp():\n    assert clamp(-1) == 0\n"
+FAILS = "\n\ndef test_that_always_fails():\n    assert False\n"
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """A repository with one module and one test file, an area ``toy``."""
+    monkeypatch.setitem(mutate.PACKAGES, "toy", ("toy",))
+    for path, text in {
+        "float8/__init__.py": "",
+        "float8/toy/__init__.py": "",
+        "float8/toy/clamp.py": TOY,
+        "test/toy/test_clamp.py": TEST,
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    return tmp_path
+
+
+def test_mutants_change_what_runs_and_nothing_else():
+    mutants = mutate.mutants_of("clamp.py", TOY)
+    assert {(m.line, m.kind, m.before, m.after) for m in mutants} == {
+        (
+            8,
+            "and/or",
+            "x < low and not isinstance(x, bool)",
+            "(x < low or not isinstance(x, bool))",
+        ),
+        (8, "comparison", "x < low", "(x >= low)"),
+        (8, "boundary", "x < low", "(x <= low)"),
+        (
+            8,
+            "negation",
+            "x < low and not isinstance(x, bool)",
+            "(not (x < low and (not isinstance(x, bool))))",
+        ),
+        (8, "negation", "not isinstance(x, bool)", "(isinstance(x, bool))"),
+        (9, "return", "return low", "return None"),
+        (10, "comparison", "x > LIMIT", "(x <= LIMIT)"),
+        (10, "boundary", "x > LIMIT", "(x >= LIMIT)"),
+        (12, "return", "return pow(x, LIMIT)", "return None"),
+        (12, "argument order", "pow(x, LIMIT)", "(pow(LIMIT, x))"),
+    }
+    for mutant in mutants:
+        ast.parse(mutate.mutated(TOY.encode(), mutant))
+
+
+@pytest.mark.parametrize(
+    ("statement", "kind", "after"),
+    [
+        ("y = 2 * x", "arithmetic", "y = (2 / x)"),
+        ("y = 2 * x", "constant", "y = 3 * x"),
+        ("y = f(True)", "constant", "y = f(False)"),
+        ("f(x)", "deletion", "pass"),
+        ("self.x = x", "deletion", "pass"),
+    ],
+)
+def test_each_kind_of_change(statement, kind, after):
+    source = f"def g(self, x, f):\n    {statement}\n"
+    texts = {(m.kind, mutate.mutated(source.encode(), m)) for m in mutate.mutants_of("", source)}
+    assert (kind, f"def g(self, x, f):\n    {after}\n".encode()) in texts
+
+
+@pytest.mark.parametrize("statement", ["warnings.warn(x, 2)", "x: list[3]", "f(f'{x + 1}')"])
+def test_messages_and_annotations_stay(statement):
+    mutants = mutate.mutants_of("", f"def g(x):\n    {statement}\n")
+    assert {m.kind for m in mutants} <= {"deletion"}
+
+
+@pytest.mark.parametrize("area", sorted(mutate.PACKAGES))
+def test_a_seed_gives_one_sample(area):
+    first = mutate.sample(mutate.ROOT, area, 20, seed=1)
+    assert first == mutate.sample(mutate.ROOT, area, 20, seed=1)
+    assert len(set(first)) == 20
+    assert first != mutate.sample(mutate.ROOT, area, 20, seed=2)
+
+
+def test_the_nearest_tests_run_first():
+    tests = mutate.tests_of(mutate.ROOT, "float8/linear/layer.py", "core")
+    assert tests[0] == "test/linear/test_layer.py"
+    assert "test/tensor/test_tensor.py" in tests
+    assert not any("optim" in test or "kernels/gpu" in test for test in tests)
+
+
+def test_a_planted_mutant_is_caught(toy):
+    """The comparison is tested, its boundary is not, and a failing test proves nothing."""
+    (toy / "test/toy/test_clamp.py").write_text(TEST + FAILS)
+    mutants = mutate.mutants_of("float8/toy/clamp.py", TOY)
+    planted = [m for m in mutants if (m.line, m.kind) in [(8, "comparison"), (8, "boundary")]]
+    found = mutate.failures([toy], planted, "toy", [], limit=60)
+    assert found == {
+        planted[0]: ["test/toy/test_clamp.py::test_clamp"],
+        planted[1]: [],
+    }
+    assert (toy / "float8/toy/clamp.py").read_text() == TOY
