@@ -228,7 +228,8 @@ def failures(
     free: SimpleQueue[Path] = SimpleQueue()
     for copy in copies:
         free.put(copy)
-    excluded: set[str] = set()
+    all_tests = tests_of(copies[0], mutants[0].path, area)
+    excluded = set(run_tests(copies[0], ["--collect-only", *all_tests], limit) or ())
 
     def run(mutant: Mutant) -> list[str] | None:
         copy = free.get()

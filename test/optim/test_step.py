@@ -284,8 +284,8 @@ def test_transposed_codes_are_written_too():
     assert bool((p.dequantize() != value.t()).all())
 
 
-def test_one_nan_is_one_weight():
-    p = parameter(torch.randn(16, 64))
+def test_one_nan_is_one_weight_and_not_part_of_the_scale():
+    p = parameter(torch.randn(16, 64) * 0.01)
     optimizer = AdamW([p], lr=0.01)
     p.grad = torch.randn(16, 64)
     p.grad[2, 3] = float("nan")
@@ -293,6 +293,9 @@ def test_one_nan_is_one_weight():
     bad = p.dequantize().isnan()
     assert bool(bad[2, 3])
     assert int(bad.sum()) == 1
+    finite = optimizer.state[p]["master"].dequantize().nan_to_num(0.0)
+    scale = scale_from_amax(amax(finite, (-1, -1)), 448.0)
+    assert_bitwise(p.data_and_scale[1].reshape(1, 1), scale)
 
 
 def test_what_has_no_master_cannot_start_one():
