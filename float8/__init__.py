@@ -27,12 +27,13 @@ from float8.convert.convert import (
     high_precision,
 )
 from float8.convert.inference import convert_to_float8_inference
+from float8.distributed.after_step import after_step
 from float8.estimate import estimate, faster_layers
 from float8.formats import E4M3, E5M2, Format
 from float8.fusion.fused import LayerNormCast, RMSNormCast, SwiGLUCast
 from float8.granularity import Blockwise, Rowwise, Tensorwise
+from float8.linear.delayed import sync_float8_amax_and_scale_history
 from float8.linear.layer import Float8Linear, float8_linear
-from float8.linear.sync import sync_float8_amax_and_scale_history
 from float8.linear.weight_cache import cached_weights
 from float8.tensor import Float8Tensor
 from float8.version import __version__ as __version__
@@ -91,6 +92,7 @@ __all__ = [
     "SwiGLUCast",
     "Tensorwise",
     "accurate_layers",
+    "after_step",
     "cached_weights",
     "calibrate",
     "compare",

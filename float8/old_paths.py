@@ -31,11 +31,12 @@ MOVED = {
     "float8.inference": "float8.convert.inference",
     "float8.levels": "float8.ms_amp.levels",
     "float8.norm_fusion": "float8.fusion.norm_fusion",
+    "float8.linear.sync": "float8.linear.delayed",
     "float8.refusals": "float8.linear.refusals",
-    "float8.resident_weight": "float8.linear.resident_weight",
+    "float8.resident_weight": "float8.linear.float8_weight",
     "float8.scaling": "float8.linear.scaling",
     "float8.switch": "float8.linear.switch",
-    "float8.sync": "float8.linear.sync",
+    "float8.sync": "float8.linear.delayed",
     "float8.weight_cache": "float8.linear.weight_cache",
 }
 

@@ -66,9 +66,6 @@ class Alone:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 
-    def after_step(self, model: nn.Module) -> None:
-        """Once the optimizer has changed the weights."""
-
     def any(self, flag: bool) -> bool:
         """Whether one of the processes says so."""
         return flag

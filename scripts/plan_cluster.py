@@ -23,7 +23,7 @@ docs
   The formulas are at the top of scripts/cluster.py: bytes of rings, memory, time. float8 is
   dynamic or delayed scaling with one scale per weight, whose gathers take one byte per element
   (enable_fsdp_float8_all_gather=True) and one all-reduce per step for all scales
-  (precompute_float8_dynamic_scale_for_fsdp, or sync_float8_amax_and_scale_history). Gradients as
+  (float8.after_step). Gradients as
   float8 (float8.distributed.gradients) are --gradients float8. What is really sent can be counted
   on a laptop: python benchmarks/bench_comm.py. What a layer really takes: python
   benchmarks/bench_linear.py, and --device FILE takes figures that float8.estimate fitted to it.

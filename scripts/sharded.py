@@ -87,12 +87,6 @@ class Sharded(Alone):
             options=FROM_RANK_0,
         )
 
-    def after_step(self, model: nn.Module) -> None:
-        """The scales of all weights that travel as float8, in one all-reduce."""
-        from float8 import precompute_float8_dynamic_scale_for_fsdp
-
-        precompute_float8_dynamic_scale_for_fsdp(model)
-
     def any(self, flag: bool) -> bool:
         """Whether one of the processes says so: all stop at the same step, or some wait forever."""
         return self.mean(flag)[0] > 0

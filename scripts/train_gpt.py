@@ -2,9 +2,9 @@
 
     python scripts/train_gpt.py --recipe tensorwise --steps 300 --out out/tensorwise.json
 
-One step is: batch of the step's number, forward and backward, clip, AdamW, and, for delayed
-scaling, `sync_float8_amax_and_scale_history`: after the optimizer, where the amaxes of the whole
-step are known and the next forward finds its scales ready. A checkpoint is only ever taken between
+One step is: batch of the step's number, forward and backward, clip, AdamW, and `float8.after_step`:
+after the optimizer, where the amaxes of the whole step are known and the next forward finds its
+scales ready. A checkpoint is only ever taken between
 two such steps, so it holds no half-finished history.
 
 Beside its products a run may keep in float8 what AdamW remembers (`--optimizer float8_adamw`), what
@@ -82,8 +82,7 @@ class Trainer:
         torch.manual_seed(options.seed)  # every recipe starts from the same weights
         model = gpt.GPT(sizes).to(options.device)
         self.model = self.team.model(model, options.recipe)
-        names = (name for name, _ in self.model.named_buffers())
-        self.keeps_histories = any(name.endswith("amax_history") for name in names)  # delayed
+        self.is_float8 = any(hasattr(module, "cast_input") for module in self.model.modules())
         self.unit_scaled = options.recipe in gpt.UNIT
         self.optimizer = self._adamw()
         if options.ms_amp:
@@ -300,11 +299,10 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.team.after_step(self.model)
-        if self.keeps_histories:
-            from float8 import sync_float8_amax_and_scale_history
+        if self.is_float8:
+            from float8 import after_step  # here: the baseline needs nothing but PyTorch
 
-            sync_float8_amax_and_scale_history(self.model)
+            after_step(self.model)
         return self.team.mean(loss.item())[0]
 
     def _batch(self) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from float8 import scaling, sync
+from float8 import scaling
 from float8.kernels import reference
+from float8.linear import delayed
 from float8.linear.autograd import _Float8LinearFunction
 
 Fault = Callable[[], Any]
@@ -115,21 +116,19 @@ LAYER_FAULTS: dict[str, Fault] = {
 }
 # Found by test_faults.py, and by parallel_training_program.a_missing_all_reduce_is_found.
 forgotten_clamp = _patched(scaling.kernels, "cast", _forgotten_clamp)
-missing_all_reduce = _patched(
-    sync, "_reduced_over_ranks", lambda original: lambda currents, groups: currents
-)
+missing_all_reduce = _patched(delayed, "max_over_ranks", lambda original: lambda amax, group: amax)
 
 
 def _amax_of_this_rank_alone(original: Any) -> Any:
     """Find the scale of a tensor that is cut over ranks from this rank's part."""
-    return lambda group, amax: amax
+    return lambda amax, group: amax
 
 
 def _amax_of_all_ranks(original: Any) -> Any:
     """Find the scale from the data of all replicas, rather than of the ranks of one tensor."""
-    return lambda group, amax: original(torch.distributed.group.WORLD.group_name, amax)
+    return lambda amax, group: original(amax, torch.distributed.group.WORLD)
 
 
 # Found by tensor_parallel_program.random_data_differ_by_rounding_only.
-no_group = _patched(scaling, "_largest_over", _amax_of_this_rank_alone)
-default_group = _patched(scaling, "_largest_over", _amax_of_all_ranks)
+no_group = _patched(scaling, "max_over_ranks", _amax_of_this_rank_alone)
+default_group = _patched(scaling, "max_over_ranks", _amax_of_all_ranks)

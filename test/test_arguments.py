@@ -283,6 +283,10 @@ CALLS: dict[str, list[Call]] = {
             NONE,
         ),
     ],
+    "after_step": [
+        Call(f.after_step, f"after_step: model {MODULE}"),
+        Call(lambda v: f.after_step(converted(), v), "group must be a ProcessGroup", NONE),
+    ],
     # float8.config
     "check_config": [Call(f.config.check_config, CONFIG)],
     # float8.distributed.gradients

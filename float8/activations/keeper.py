@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.activations.groups import Codes, Groups, decode, encode, fits
-from float8.linear.autograd import version_of
+from float8.linear.float8_weight import version_of
 
 OUTPUT = -1  # as the index of a tensor: the op's result
 

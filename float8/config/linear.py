@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, overload
 
 from float8.arguments import check_bool, described
 from float8.config.casts import CastConfig, DelayedScalingConfig, ScalingType
 from float8.config.other_names import explains_unknown_fields
-from float8.config.plan import GemmConfig, LinearPlan, gemm, same_bytes
+from float8.config.plan import GemmConfig, LinearPlan, gemm, key_of_plan, same_bytes
 from float8.config.suggestions import did_you_mean
 from float8.config.torchao import fields_of_torchao
 from float8.config.transformer_engine import fields_of_te_recipe
@@ -48,6 +48,7 @@ class Float8LinearConfig:
 
     Attributes:
         plan: the three GEMMs and their casts.
+        key: a string that stands for the plan, ``emulate`` and ``pad_inner_dim``.
         uses_delayed_scaling: whether any operand keeps an amax history, so that ``sync`` must be
             called.
 
@@ -78,11 +79,14 @@ class Float8LinearConfig:
     # What all of this means, computed once: the layer reads it at every call.
     plan: LinearPlan = field(init=False, repr=False, compare=False)
     uses_delayed_scaling: bool = field(init=False, repr=False, compare=False)
+    key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check_types()
         self._check_second_uses()
-        object.__setattr__(self, "plan", self._resolve())
+        plan = self._resolve()
+        object.__setattr__(self, "plan", plan)
+        object.__setattr__(self, "key", key_of_plan(plan, self.emulate, self.pad_inner_dim))
         delayed = any(c.scaling_type is ScalingType.DELAYED for c in self.operand_casts)
         object.__setattr__(self, "uses_delayed_scaling", delayed)
         if not delayed and self.delayed_scaling != DelayedScalingConfig():
@@ -91,6 +95,11 @@ class Float8LinearConfig:
                 "and none of this config's casts is delayed; give one that scaling_type, or leave "
                 "delayed_scaling at its default"
             )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """For copies and pickles, also of earlier versions: everything computed is computed anew."""
+        names = {f.name for f in fields(self) if f.init}
+        self.__init__(**{k: v for k, v in state.items() if k in names})  # type: ignore[misc]
 
     @property
     def operand_casts(self) -> tuple[CastConfig, CastConfig, CastConfig]:

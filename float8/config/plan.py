@@ -55,6 +55,21 @@ class LinearPlan:
     reuses_grad_output: bool  # g_NM of grad_weight is the transpose of grad_input's g_MN
 
 
+_PLANS: dict[str, tuple[LinearPlan, bool, bool]] = {}
+
+
+def key_of_plan(plan: LinearPlan, emulate: bool, pad: bool) -> str:
+    """A string that stands for a plan and how it runs: equal for equal ones, quick to compare."""
+    key = repr((plan, emulate, pad))
+    _PLANS.setdefault(key, (plan, emulate, pad))
+    return key
+
+
+def plan_of_key(key: str) -> tuple[LinearPlan, bool, bool]:
+    """What `key_of_plan` was given: the plan, ``emulate`` and ``pad``."""
+    return _PLANS[key]
+
+
 def same_bytes(first: OperandCast | None, second: OperandCast | None) -> bool:
     """Whether the second use of an operand reads the transpose of the first use's bytes."""
     return first is not None and second is not None and first.transposed() == second

@@ -10,7 +10,7 @@
 The weight (N, K) of a layer takes this fraction of its bytes in bfloat16: ``1 / 2`` and 4 bytes
 (recipe ``tensorwise``), ``1 / 2 + 2 / K`` (``rowwise``), ``1 / 2 + 1 / 8192`` (``blockwise``).
 Inputs are cast at every call, with a dynamic scale or a calibrated constant. Gradients reach the
-input: grad_input runs in float8 with the same data (`float8.linear.resident_weight` says how for
+input: grad_input runs in float8 with the same data (`float8.linear.float8_weight` says how for
 each granularity, and what a checkpoint contains). The weight itself is frozen, in ``train()`` as in
 ``eval()``: the mode changes only dropout, and which amaxes a delayed recipe records.
 
@@ -40,9 +40,9 @@ from float8.granularity import WHOLE
 from float8.kernels import is_sharded
 from float8.kernels.scaled_mm import architecture
 from float8.linear.cast import make_cast
+from float8.linear.float8_weight import as_parameter, is_resident, refuses_resident, to_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_call
-from float8.linear.resident_weight import as_parameter, is_resident, refuses_resident, to_resident
 from float8.linear.switch import Float8Module
 
 

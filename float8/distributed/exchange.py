@@ -26,14 +26,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from float8.config import Float8LinearConfig, LinearPlan, OperandCast
 from float8.granularity import WHOLE
 from float8.linear.autograd import (
-    States,
-    _Float8LinearFunction,
-    _without_autocast,
+    Call,
+    Float8LinearFunction,
     as_matrix,
     compute_dtype,
+    gradients,
     refuse_double_backward,
+    without_autocast,
 )
-from float8.linear.scaling import DelayedState, quantize, spread
+from float8.linear.scaling import DelayedState, cast_rows, quantize, sharded_state
 from float8.tensor import Float8Tensor
 from float8.tensor.differentiable import differentiable
 
@@ -149,26 +150,8 @@ def sends_input_in_float8(plan: LinearPlan) -> bool:
     return plan.reuses_input and _has_one_scale(plan.output.a)
 
 
-def _sends_grad_output_in_float8(plan: LinearPlan) -> bool:
-    return plan.reuses_grad_output and _has_one_scale(plan.grad_input.a)
-
-
 def _has_one_scale(cast: OperandCast | None) -> bool:
     return cast is not None and cast.block.count(WHOLE) == len(cast.block)
-
-
-def _cast_and_gather(
-    x: Tensor,
-    cast: OperandCast,
-    state: DelayedState | None,
-    record: bool,
-    emulate: bool,
-    dim: int,
-    length: int,
-    ranks: Ranks,
-) -> tuple[Tensor, Tensor]:
-    data, scale = quantize(as_matrix(x), cast, state, record, emulate=emulate)
-    return gather(data.reshape(x.shape), dim, length, ranks), scale
 
 
 class _CastAndGather(torch.autograd.Function):
@@ -187,7 +170,8 @@ class _CastAndGather(torch.autograd.Function):
         ranks: Ranks,
         sums_gradient: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        data, scale = _cast_and_gather(x, cast, state, record, emulate, dim, length, ranks)
+        data, scale = quantize(as_matrix(x), cast, state, record, emulate=emulate)
+        data = gather(data.reshape(x.shape), dim, length, ranks)
         scale = scale.clone()  # a delayed scale is a buffer, which sync changes
         ctx.dim, ctx.ranks, ctx.sums_gradient = dim, ranks, sums_gradient
         ctx.mark_non_differentiable(data, scale)
@@ -249,7 +233,9 @@ def gather_input(
         whole: Tensor = _Gather.apply(x, dim, length, ranks)
         return whole
     arguments = (record, config.emulate, dim, length, ranks, sums_gradient)
-    carrier, data, scale = _CastAndGather.apply(x, cast, spread(state, ranks.group), *arguments)
+    carrier, data, scale = _CastAndGather.apply(
+        x, cast, sharded_state(state, ranks.group), *arguments
+    )
     return differentiable(carrier, data, None, scale)
 
 
@@ -281,20 +267,9 @@ class _SummedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        w_NK: Tensor,
-        config: Float8LinearConfig,
-        dtype: torch.dtype,
-        states: States,
-        record: bool,
-        grad_enabled: bool,
-        scatter: int | None,
-        ranks: Ranks,
+        ctx: Any, x: Tensor, w_NK: Tensor, call: Call, scatter: int | None, ranks: Ranks
     ) -> Tensor:
-        product = _Float8LinearFunction.forward(
-            ctx, x, w_NK, None, config, dtype, states, record, grad_enabled
-        )
+        product = Float8LinearFunction.forward(ctx, x, w_NK, None, call)
         ctx.scatter, ctx.ranks = scatter, ranks
         if scatter is None:
             return sum_over(product, ranks)
@@ -304,50 +279,41 @@ class _SummedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("Float8RowwiseParallel")
-        with _without_autocast(g.device.type):
+        with without_autocast(g):
             if ctx.scatter is not None:
                 g = _gather_grad_output(ctx, g)
-            grads = _Float8LinearFunction._gradients(ctx, g)
-        return grads[0], grads[1], *(None,) * 7
+            grad_x, grad_w, _ = gradients(ctx, g)
+        return grad_x, grad_w, None, None, None
 
 
 def _gather_grad_output(ctx: Any, g: Tensor) -> Tensor:
     """The whole grad_output, in float8 where both GEMMs that read it can read the same data."""
-    plan: LinearPlan = ctx.config.plan
-    if plan.grad_input.a is None or not _sends_grad_output_in_float8(plan):
+    operand = ctx.plan.g
+    if operand.first is None or not (operand.is_shared and operand.first.is_whole):
         return gather(g, ctx.scatter, ctx.length, ctx.ranks)
-    state = spread(ctx.states[2], ctx.ranks.group)
-    arguments = (ctx.record, ctx.config.emulate, ctx.scatter, ctx.length, ctx.ranks)
-    data, scale = _cast_and_gather(g, plan.grad_input.a, state, *arguments)
+    state = sharded_state(ctx.states[2], ctx.ranks.group)
+    data, scale = cast_rows(as_matrix(g), operand.first, state, ctx.record)
+    data = gather(data.reshape(g.shape), ctx.scatter, ctx.length, ctx.ranks)
     return Float8Tensor(as_matrix(data), scale, (WHOLE, WHOLE), g.dtype)
 
 
 def summed_linear(
-    x: Tensor,
-    weight: Tensor,
-    config: Float8LinearConfig,
-    states: States,
-    record: bool,
-    scatter: int | None,
-    ranks: Ranks,
+    x: Tensor, weight: Tensor, call: Call, scatter: int | None, ranks: Ranks
 ) -> Tensor:
     """``x @ weight.T`` summed over ranks, each of which holds a part of the contraction.
 
     Args:
         x: (..., K / ranks).
         weight: (N, K / ranks).
-        config, states, record: as for `float8.linear.autograd.linear_in_float8`.
+        call: as for `float8.linear.autograd.linear_in_float8`.
         scatter: the dimension of the result of which this rank keeps its part; None keeps all.
         ranks: the ranks that hold the other parts.
 
     Returns:
         (..., N), or this rank's part of it, in the compute dtype.
     """
-    dtype, grad_enabled = compute_dtype(x), torch.is_grad_enabled()
-    with _without_autocast(x.device.type):
-        result: Tensor = _SummedLinear.apply(
-            x, weight, config, dtype, states, record, grad_enabled, scatter, ranks
-        )
+    with without_autocast(x):
+        result: Tensor = _SummedLinear.apply(x, weight, call, scatter, ranks)
     return result
 
 

@@ -58,10 +58,9 @@ from float8.distributed.rank_comparison import (
     is_gathered_in_float8,
     is_one_of_many,
 )
-from float8.linear.cast import DelayedCast
+from float8.linear.delayed import DelayedCast, modules_by_name, ranks_of
 from float8.linear.layer import Float8Linear
 from float8.linear.registration import AFTER_CONVERSION, FIRST_SYNC_CHECKS
-from float8.linear.sync import modules_by_name, ranks_of
 from float8.tensor.running_module import running_modules
 
 FORWARD = "runs its first forward"

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from float8 import kernels
@@ -26,9 +25,9 @@ from float8.distributed.first_use import (
 from float8.distributed.known_amax import KnownAmax
 from float8.formats import on_device
 from float8.granularity import WHOLE
-from float8.linear.autograd import version_of
+from float8.linear.float8_weight import version_of
 from float8.linear.layer import Float8Linear
-from float8.linear.scaling import DelayedState, Pair, known_scale, quantize
+from float8.linear.scaling import DelayedState, Pair, known_scale, max_over_ranks, quantize
 from float8.tensor import Float8Tensor
 
 aten = torch.ops.aten
@@ -72,15 +71,6 @@ def needs_amax(cast: OperandCast, state: DelayedState | None) -> bool:
     if cast.scaling_type is ScalingType.DELAYED:
         return state is None or not state.ready
     return cast.scaling_type is ScalingType.DYNAMIC
-
-
-def reduce_over(amaxes: Tensor, group: Any) -> Tensor:
-    """The element-wise maximum over the ranks of a group; what is not finite becomes inf."""
-    # gloo's MAX loses a NaN that is not on rank 0; inf survives everywhere.
-    amaxes = torch.where(amaxes.isfinite(), amaxes, torch.inf)
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
-    return amaxes
 
 
 def cast_shard(
@@ -130,7 +120,7 @@ def _amax_of_all(shard: Tensor, known: KnownAmax, layer: Float8Linear, group: An
     if amax is None:
         if GATHERINGS:
             compare_before_finding_scales([layer], GATHER)
-        amax = reduce_over(kernels.amax(shard, TENSORWISE), group)
+        amax = max_over_ranks(kernels.amax(shard, TENSORWISE), group)
         known.remember(amax, shard, version_of(weight))
     return amax
 

@@ -55,15 +55,15 @@ from float8.distributed.float8_gather import (
     TENSORWISE,
     GatheredWeight,
     needs_amax,
-    reduce_over,
 )
 from float8.distributed.replaced_parameters import mark_replaced, unmark
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.kernels import amax, is_sharded
-from float8.linear.autograd import version_of
+from float8.linear.delayed import modules_by_name
+from float8.linear.float8_weight import version_of
 from float8.linear.layer import Float8Linear
 from float8.linear.registration import WeightRule, register_weight_rule
-from float8.linear.sync import modules_by_name
+from float8.linear.scaling import max_over_ranks
 
 
 def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
@@ -130,7 +130,7 @@ def _ranks_of_one_scale(layer: nn.Module) -> list[int] | None:
 def _agree(weights: list[Any], group: Any, device_type: str) -> None:
     # Weights may be on the CPU (CPUOffloadPolicy), where NCCL cannot reach them.
     local = torch.stack([amax(w._local_tensor.plain, TENSORWISE) for w in weights]).to(device_type)
-    for weight, found in zip(weights, reduce_over(local, group).unbind(), strict=True):
+    for weight, found in zip(weights, max_over_ranks(local, group).unbind(), strict=True):
         weight._local_tensor.remember(found.to(weight.device), version_of(weight))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from float8.linear.autograd import version_of
+from float8.linear.float8_weight import version_of
 
 
 class KnownAmax:

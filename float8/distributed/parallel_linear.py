@@ -33,11 +33,16 @@ from float8.distributed.exchange import (
 )
 from float8.distributed.first_use import RANKS_OF_ONE_SCALE
 from float8.kernels.scaled_mm import architecture
-from float8.linear.autograd import States, autocasts, compute_dtype, linear_in_float8
+from float8.linear.autograd import (
+    States,
+    call_of,
+    compute_dtype,
+    linear_in_float8,
+)
 from float8.linear.layer import Float8Linear
-from float8.linear.refusals import refuses_call, refuses_input, refuses_layer
+from float8.linear.refusals import refuses_call, refuses_layer
 from float8.linear.registration import ModuleRule, register_module_rule
-from float8.linear.scaling import spread
+from float8.linear.scaling import sharded_state
 from float8.tensor import Float8Tensor
 
 COLWISE, ROWWISE = "colwise", "rowwise"
@@ -138,9 +143,9 @@ class Float8ParallelLinear(Float8Linear):
         x_state, w_state, g_state = self._states()
         group = self.layout.ranks.group
         return (
-            spread(x_state, group) if input else x_state,
-            spread(w_state, group),
-            spread(g_state, group) if grad_output else g_state,
+            sharded_state(x_state, group) if input else x_state,
+            sharded_state(w_state, group),
+            sharded_state(g_state, group) if grad_output else g_state,
         )
 
     @property
@@ -152,7 +157,7 @@ class Float8ParallelLinear(Float8Linear):
         x = self._whole(input)
         self._check(x, weight)
         states = self._states_of_parts(input=False, grad_output=True)
-        out = linear_in_float8(x, weight, bias, self.config, states, self._records)
+        out = linear_in_float8(x, weight, bias, call_of(self.config, x, states, self._records))
         return self._laid_out(out)
 
     def _whole(self, input: Tensor) -> Tensor:
@@ -188,7 +193,8 @@ class Float8ParallelLinear(Float8Linear):
         self._check(x, weight)
         states = self._states_of_parts(input=True, grad_output=False)
         scatter = wanted.dim % x.dim() if isinstance(wanted, Shard) else None
-        out = summed_linear(x, weight, self.config, states, self._records, scatter, ranks)
+        call = call_of(self.config, x, states, self._records)
+        out = summed_linear(x, weight, call, scatter, ranks)
         if self.bias is not None:
             bias = local(self.bias)
             bias = bias if scatter is None else with_summed_gradient(bias, ranks)
@@ -249,10 +255,7 @@ class Float8ParallelLinear(Float8Linear):
     def _check(self, input: Tensor, weight: Tensor) -> None:
         if not self.config.enable_pre_and_post_forward:
             return
-        error = refuses_input(input, weight, autocasts(input.device.type))
-        if error is not None:
-            raise type(error)(f"{self._name}: {error}")
-        self._check_float8(input)
+        self._check_input(input, weight)
         if input.device.type == "cuda" and not self.config.emulate:
             self._check_product(input, weight)
 

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import nn
 
 from float8.config import CastConfig
-from float8.linear.cast import DelayedCast
+from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
 from float8.linear.registration import WEIGHT_RULES
 

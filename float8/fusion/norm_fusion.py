@@ -46,10 +46,9 @@ from float8.config import Float8LinearConfig
 from float8.convert.conversion import replace_children, runs_something_else
 from float8.fusion.fused import LayerNormCast, NormCast, RMSNormCast, refuses_config
 from float8.fusion.norm_readers import Pairs, Readers, declared, traced
-from float8.linear.cast import DelayedCast
+from float8.linear.delayed import DelayedCast, keep_ddp_from_broadcasting
 from float8.linear.layer import Float8Linear
 from float8.linear.switch import Float8Module
-from float8.linear.sync import keep_ddp_from_broadcasting
 
 logger = logging.getLogger("float8")
 

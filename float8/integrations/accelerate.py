@@ -65,9 +65,8 @@ from float8.integrations.conversion import (
 )
 from float8.integrations.evaluation import evaluate_in_high_precision
 from float8.integrations.versions import require
-from float8.linear.cast import DelayedCast
+from float8.linear.delayed import DelayedCast, sync_float8_amax_and_scale_history
 from float8.linear.layer import Float8Linear
-from float8.linear.sync import sync_float8_amax_and_scale_history
 
 require("accelerate", "accelerate", ("1.15", "1.16"))
 

@@ -76,9 +76,8 @@ from float8.convert.convert import high_precision
 from float8.convert.filters import ModuleFilter
 from float8.integrations.conversion import as_config, check_optimizer, convert, is_converted
 from float8.integrations.versions import require
-from float8.linear.cast import DelayedCast
+from float8.linear.delayed import DelayedCast, sync_float8_amax_and_scale_history
 from float8.linear.layer import Float8Linear
-from float8.linear.sync import sync_float8_amax_and_scale_history
 from float8.numerics.monitor import Monitor, inspect_every
 from float8.numerics.snapshot import Report
 

@@ -59,9 +59,9 @@ from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_
 from float8.estimate import faster_layers
 from float8.integrations.versions import require
 from float8.linear.cast import DelayedCast, DynamicCast, NoCast, StaticCast
+from float8.linear.delayed import sync_float8_amax_and_scale_history
 from float8.linear.layer import Float8Linear
 from float8.linear.registration import WEIGHT_RULES
-from float8.linear.sync import sync_float8_amax_and_scale_history
 
 require("torchtitan", "torchtitan", ("0.3", "0.4"))
 

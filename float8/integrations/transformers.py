@@ -72,8 +72,7 @@ from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_
 from float8.integrations import conversion
 from float8.integrations.evaluation import evaluate_in_high_precision
 from float8.integrations.versions import require
-from float8.linear.cast import DelayedCast
-from float8.linear.sync import sync_float8_amax_and_scale_history
+from float8.linear.delayed import DelayedCast, sync_float8_amax_and_scale_history
 
 require("transformers", "transformers", ("5.23", "5.24"))
 

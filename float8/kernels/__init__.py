@@ -10,9 +10,11 @@ May import: ``float8.granularity``, ``float8.formats``, torch; ``gpu/`` also Tri
 
 from float8.kernels.casts import (
     Orientations,
+    cast_by_kernel,
     cast_operand,
     check_compiler,
     compiler_may_cast,
+    kernel_for,
     runs_kernel,
 )
 from float8.kernels.cublas import is_sharded
@@ -20,23 +22,31 @@ from float8.kernels.reference import (
     MIN_SCALE,
     amax,
     cast,
+    decode,
     dequantize,
     record_amax,
     scale_from_amax,
 )
-from float8.kernels.scaled_mm import prepare, scaled_mm
+from float8.kernels.scaled_mm import PLAIN, family_of, gemm_for, is_aligned, multiply, scaled_mm
 
 __all__ = [
     "MIN_SCALE",
+    "PLAIN",
     "Orientations",
     "amax",
     "cast",
+    "cast_by_kernel",
     "cast_operand",
     "check_compiler",
     "compiler_may_cast",
+    "decode",
     "dequantize",
+    "family_of",
+    "gemm_for",
+    "is_aligned",
     "is_sharded",
-    "prepare",
+    "kernel_for",
+    "multiply",
     "record_amax",
     "runs_kernel",
     "scale_from_amax",

@@ -1,10 +1,10 @@
-"""Which cast runs: a Triton kernel for both orientations at once, or the reference one by one.
+"""Which kernel casts an operand: a table of device families and granularities.
 
 A float8 GEMM reads its operands with the contraction contiguous, and training contracts both
 dimensions of an operand, so most operands are cast twice: their rows, and the rows of their
 transpose. The kernels of ``gpu/`` write both from one read. `KERNELS` says which granularities have
-one; every other cast, every device that is not CUDA, and ``emulate=True`` take ``reference.py``. So
-do AMD GPUs, until somebody has looked at the kernels there.
+one, by device family; every other cast is plain PyTorch (``cpu.py``). AMD GPUs have no row yet: the
+kernels are untested there.
 
 Under torch.compile a cast is either our kernel, opaque to the compiler, or plain PyTorch, which
 inductor may fuse with the op that produced the operand. `COMPILED` holds the choice, and
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from float8.granularity import WHOLE, Block
-from float8.kernels.scaled_mm import SUPPORT, architecture
+from float8.kernels.scaled_mm import CPU, EMULATED, SUPPORT, architecture, family_of
 
 
 class Orientations(NamedTuple):
@@ -37,20 +37,24 @@ class Orientations(NamedTuple):
     scale_t: Tensor
 
 
-# block of a matrix in GEMM-operand orientation -> the file of gpu/ that casts it
-KERNELS: dict[Block, str] = {
+_TRITON: dict[Block, str] = {
     (WHOLE, WHOLE): "cast",
     (1, WHOLE): "cast_rowwise",
     (1, 128): "cast_blockwise",
     (128, 128): "cast_blockwise",
+}
+# device family (`family_of`) -> block of a matrix in GEMM-operand orientation -> the file of gpu/
+# that casts it. What is not listed is cast in plain PyTorch.
+KERNELS: dict[str, dict[Block, str]] = {
+    family: _TRITON for family in SUPPORT if family.startswith("sm_")
 }
 
 # file of gpu/ -> what torch.compile does with it on CUDA: "kernel" or "aten", and the number that
 # says so. On a GPU `benchmarks/bench_linear.py --compiled-casts aten` measures the other choice.
 # None has been yet: the kernels' bytes per element of a bfloat16 operand are counted
 # (test/linear/test_bytes.py), and their bits are those of eager mode. Inductor's part of the same
-# work is at best: a search for the amax in the producer's epilogue, then 2 + 1 for the cast, 1 + 1 for the
-# transposed copy that a GEMM needs: 5 bytes with a dynamic scale.
+# work is at best: a search for the amax in the producer's epilogue, then 2 + 1 for the cast, 1 + 1
+# for the transposed copy that a GEMM needs: 5 bytes with a dynamic scale.
 COMPILED: dict[str, tuple[str, str]] = {
     "cast": ("kernel", "6 bytes, 4 with a delayed scale; no time measured"),
     "cast_rowwise": ("kernel", "6 bytes, 3 for rows alone; no time measured"),
@@ -58,44 +62,51 @@ COMPILED: dict[str, tuple[str, str]] = {
 }
 
 
-def runs_kernel(device: torch.device, block: Block, emulate: bool) -> bool:
-    """Whether a cast of this granularity runs as a Triton kernel on this device.
+def kernel_for(
+    device: torch.device, block: Block, emulate: bool = False, compiling: bool = False
+) -> str | None:
+    """The file of gpu/ that casts matrices of this granularity; None for plain PyTorch.
+
+    Args:
+        device: where the operand lies.
+        block: in GEMM-operand orientation.
+        emulate: plain PyTorch is asked for.
+        compiling: the cast is traced by torch.compile.
 
     Raises:
         ValueError: the GPU has no float8 conversions.
         ModuleNotFoundError: Triton is not installed.
     """
-    if device.type != "cuda" or emulate or block not in KERNELS or torch.version.hip is not None:
-        return False
-    is_left = torch.compiler.is_compiling() and _is_left_to_the_compiler(block)
-    if is_left and compiler_may_cast(device):
-        return False
-    _load(device.index)
-    return True
+    family = family_of(device, emulate)
+    if family not in (*SUPPORT, CPU, EMULATED):
+        raise ValueError(
+            f"cast: {family} is not known to have float8 conversions (known: "
+            f"{', '.join(SUPPORT)}); set emulate=True to run it in plain PyTorch"
+        )
+    kernel = KERNELS.get(family, {}).get(block)
+    if kernel is None or (compiling and _is_left_to_the_compiler(kernel, device)):
+        return None
+    _import_kernels(family)
+    return kernel
 
 
-def _is_left_to_the_compiler(block: Block) -> bool:
-    return COMPILED[KERNELS[block]][0] == "aten"
+def runs_kernel(device: torch.device, block: Block, emulate: bool = False) -> bool:
+    """Whether a kernel casts matrices of this granularity; see `kernel_for`."""
+    return kernel_for(device, block, emulate, torch.compiler.is_compiling()) is not None
 
 
-def _load(device_index: int | None) -> None:
-    """Import the kernels, which registers their ops."""
-    _import_kernels(device_index)
+def _is_left_to_the_compiler(kernel: str, device: torch.device) -> bool:
+    return COMPILED[kernel][0] == "aten" and compiler_may_cast(device)
 
 
-# For torch.compile: both run once, while tracing. See `architecture`.
-_load._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_is_left_to_the_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# For torch.compile: it runs once, while tracing. See `architecture`.
+kernel_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _import_kernels(device_index: int | None) -> None:
-    if (arch := architecture(device_index)) not in SUPPORT:
-        raise ValueError(
-            f"cast: {arch} is not known to have float8 conversions (known: {', '.join(SUPPORT)}); "
-            "set emulate=True to run it in plain PyTorch"
-        )
-    for name in KERNELS.values():
+def _import_kernels(family: str) -> None:
+    """Import the kernels of a family, which registers their ops."""
+    for name in KERNELS[family].values():
         try:
             importlib.import_module(f"float8.kernels.gpu.{name}")
         except ModuleNotFoundError as error:
@@ -155,7 +166,8 @@ compiler_may_cast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 check_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def cast_operand(
+def cast_by_kernel(
+    kernel: str,
     x_MK: Tensor,
     block: Block,
     dtype: torch.dtype,
@@ -165,9 +177,10 @@ def cast_operand(
     cols: bool = False,
     amax: Tensor | None = None,
 ) -> Orientations:
-    """Cast a CUDA matrix by its kernel (`runs_kernel` must have said so).
+    """Cast a CUDA matrix by the kernel that `kernel_for` returned.
 
     Args:
+        kernel: the file of gpu/.
         x_MK: float32, bfloat16 or float16, any strides.
         block: of ``x`` for ``data``, and of ``x.t()`` for ``data_t``.
         dtype: the float8 dtype.
@@ -178,14 +191,27 @@ def cast_operand(
         amax: float32, 0-dim: a running maximum to record the amax of x in; whole tensors only.
     """
     ops = torch.ops.float8
-    if block == (WHOLE, WHOLE):
-        if scale is not None:
-            data, data_t = ops.cast.default(x_MK, scale, dtype, rows, cols, amax)
-        else:
-            data, data_t, scale = ops.cast_dynamic.default(
-                x_MK, dtype, power_of_two, rows, cols, amax
-            )
+    if kernel == "cast" and scale is not None:
+        data, data_t = ops.cast.default(x_MK, scale, dtype, rows, cols, amax)
         return Orientations(data, scale, data_t, scale)
-    if KERNELS[block] == "cast_rowwise":
+    if kernel == "cast":
+        data, data_t, scale = ops.cast_dynamic.default(x_MK, dtype, power_of_two, rows, cols, amax)
+        return Orientations(data, scale, data_t, scale)
+    if kernel == "cast_rowwise":
         return Orientations(*ops.cast_rowwise.default(x_MK, dtype, power_of_two, rows, cols))
     return Orientations(*ops.cast_blockwise.default(x_MK, dtype, power_of_two, *block, rows, cols))
+
+
+def cast_operand(
+    x_MK: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    power_of_two: bool = False,
+    scale: Tensor | None = None,
+    rows: bool = True,
+    cols: bool = False,
+    amax: Tensor | None = None,
+) -> Orientations:
+    """`cast_by_kernel` by the Triton kernel of this granularity."""
+    kernel = _TRITON[block]
+    return cast_by_kernel(kernel, x_MK, block, dtype, power_of_two, scale, rows, cols, amax)

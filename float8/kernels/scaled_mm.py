@@ -12,9 +12,12 @@ Triton         blockwise                               AMD GPUs, on which it is 
 (`gpu/`)
 =============  ======================================  ===========================================
 
-The reference serves every device that is not CUDA, and ``emulate=True``. A product that no
+Plain PyTorch serves every device that is not CUDA, and ``emulate=True``. A product that no
 candidate takes is refused, with every candidate's reason and what to do; it never runs in another
 precision, or in plain PyTorch, unasked. No hardware multiplies E5M2 by E5M2.
+
+`scaled_mm` decides and multiplies. A layer decides once (`gemm_for`), and then calls `multiply` at
+each step, which checks sizes and nothing else.
 """
 
 from __future__ import annotations
@@ -98,6 +101,20 @@ def _architecture(device_index: int | None) -> str:
     return f"sm_{major}{minor}"
 
 
+CPU, EMULATED = "cpu", "emulated"  # device families beside those of `SUPPORT`
+
+
+def family_of(device: torch.device, emulate: bool = False) -> str:
+    """The device family that decides which kernels run.
+
+    `EMULATED` where plain PyTorch is asked for, `CPU` for every device that is not CUDA, else the
+    `architecture`.
+    """
+    if emulate:
+        return EMULATED
+    return CPU if device.type != "cuda" else architecture(device.index)
+
+
 # --- the candidates
 
 
@@ -137,7 +154,8 @@ def _torch_refuses(arch: str, product: str, out_dtype: torch.dtype) -> str | Non
     return None
 
 
-def _torch_refuses_sizes(contraction: int, columns: int) -> str | None:
+def _unaligned(contraction: int, columns: int) -> str | None:
+    """The reason why a GEMM with `Candidate.is_aligned` does not take these sizes, or None."""
     bad = [
         f"{name}={size}"
         for name, size in (("contraction", contraction), ("columns", columns))
@@ -201,20 +219,22 @@ _load_triton_gemm._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class Candidate(NamedTuple):
     """One way to run a product on a GPU.
 
-    ``refuses(architecture, product, out_dtype)`` and ``refuses_sizes(contraction, columns)`` return
-    the reason why it does not, worded to follow ``name``, or None. ``multiply`` takes what
-    `scaled_mm` takes, and pads what its sizes need.
+    ``refuses(architecture, product, out_dtype)`` returns the reason why it does not, worded to
+    follow ``name``, or None. ``is_aligned`` says whether the contraction and the columns must be
+    multiples of 16; ``multiply`` pads what is not, so callers ask before.
     """
 
     name: str
     refuses: Callable[[str, str, torch.dtype], str | None]
-    refuses_sizes: Callable[[int, int], str | None]
+    is_aligned: bool
     multiply: Callable[..., Tensor]
 
 
-TORCH = Candidate("torch._scaled_mm", _torch_refuses, _torch_refuses_sizes, cublas.multiply)
-TRITON = Candidate("the Triton GEMM", _triton_refuses, lambda *_: None, _triton_multiply)
-# product -> who may run it, the fastest first (by repute: nobody has timed them here)
+PLAIN = "plain PyTorch"
+TORCH = Candidate("torch._scaled_mm", _torch_refuses, True, cublas.multiply)
+TRITON = Candidate("the Triton GEMM", _triton_refuses, False, _triton_multiply)
+GEMMS = {candidate.name: candidate for candidate in (TORCH, TRITON)}
+# product -> who may run it, the fastest first (by repute: no GPU has timed them)
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     TENSORWISE: (TORCH,),
     ROWWISE: (TORCH,),
@@ -294,29 +314,22 @@ def refuses_sizes(
     generation runs by the same GEMM as all others.
     """
     willing = _willing(arch, a_block, b_block, out_dtype)
-    return willing[0].refuses_sizes(contraction, columns) if willing else None
+    return _unaligned(contraction, columns) if willing and willing[0].is_aligned else None
 
 
-def choose(
-    arch: str,
-    a_block: Block,
-    b_block: Block,
-    out_dtype: torch.dtype,
-    contraction: int,
-    columns: int,
-    pad: bool = False,
-) -> Candidate:
-    """Who runs a product on a CUDA architecture; ``pad`` allows sizes to be padded.
+def gemm_for(
+    family: str, a_block: Block, b_block: Block, out_dtype: torch.dtype
+) -> tuple[str, str | None]:
+    """Which GEMM multiplies operands of two granularities, as `multiply` takes it.
 
-    Raises:
-        ValueError: no candidate does; the message has the reason of each.
+    Returns:
+        its name in `GEMMS`, "" where there is none; and why there is none, or None.
     """
-    willing = _willing(arch, a_block, b_block, out_dtype)
-    if not willing:
-        raise ValueError(f"scaled_mm: {refuses_device(arch, a_block, b_block, out_dtype)}")
-    if not pad and (reason := willing[0].refuses_sizes(contraction, columns)) is not None:
-        raise ValueError(f"scaled_mm: {reason}; pad the operands or set pad_inner_dim=True")
-    return willing[0]
+    if family in (CPU, EMULATED):
+        return PLAIN, None
+    if willing := _willing(family, a_block, b_block, out_dtype):
+        return willing[0].name, None
+    return "", refuses_device(family, a_block, b_block, out_dtype)
 
 
 def _refuses_devices(device: torch.device, **others: Tensor | None) -> str | None:
@@ -328,19 +341,47 @@ def _refuses_devices(device: torch.device, **others: Tensor | None) -> str | Non
 
 # --- the product
 
+def is_aligned(gemm: str) -> bool:
+    """Whether a GEMM takes only contractions and columns that are multiples of 16."""
+    return gemm in GEMMS and GEMMS[gemm].is_aligned
 
-def runs_reference(device: torch.device, emulate: bool) -> bool:
-    """Whether products on this device run in plain PyTorch."""
-    return emulate or device.type != "cuda"
 
+def multiply(
+    gemm: str,
+    a_MK: Tensor,
+    a_scale: Tensor,
+    b_NK: Tensor,
+    b_scale: Tensor,
+    a_block: Block,
+    b_block: Block,
+    bias_N: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    pad: bool,
+) -> Tensor:
+    """`scaled_mm` by the GEMM that `gemm_for` chose for these granularities.
 
-def prepare(data: Tensor, emulate: bool = False) -> Tensor:
-    """What several products with the same operand should be handed.
-
-    The reference multiplies in bfloat16: codes that are read twice are decoded once. Hardware reads
-    the codes themselves.
+    Raises:
+        ValueError: its sizes are no multiples of 16 and ``pad`` is False, or the operands are on
+            several devices.
     """
-    return reference.decode(data) if runs_reference(data.device, emulate) else data
+    if gemm == PLAIN or 0 in (*a_MK.shape, *b_NK.shape):
+        return reference.scaled_mm(
+            a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype
+        )
+    candidate = GEMMS[gemm]
+    if b_NK.device != a_MK.device:
+        raise ValueError(
+            f"scaled_mm: b is on {b_NK.device} and a on {a_MK.device}; move it with "
+            f".to({str(a_MK.device)!r})"
+        )
+    columns, contraction = b_NK.shape
+    if candidate.is_aligned and not pad and (columns % ALIGNMENT or contraction % ALIGNMENT):
+        reason = _unaligned(contraction, columns)
+        raise ValueError(f"scaled_mm: {reason}; pad the operands or set pad_inner_dim=True")
+    return candidate.multiply(
+        a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype, use_fast_accum
+    )
 
 
 def scaled_mm(
@@ -360,14 +401,14 @@ def scaled_mm(
     """``(a * a_scale) @ (b * b_scale).T + bias``, accumulated in float32.
 
     Args:
-        a_MK, b_NK: float8 matrices, or what `prepare` made of them; the contraction K last; any
-            strides (copied if need be).
+        a_MK, b_NK: float8 matrices, or on a CPU their data in bfloat16 (`decode`); the contraction
+            K last; any strides (copied if need be).
         a_scale, b_scale: float32, ``ceil(shape / block)``.
         a_block, b_block: the extents that share a scale; -1 is the whole dimension.
         bias_N: added before rounding where the hardware can, or None.
         out_dtype: float32, bfloat16 or float16; on CUDA see `written_dtypes`.
         use_fast_accum: see `GemmConfig`; there is no such thing for blockwise products.
-        emulate: run the reference on a CUDA device too.
+        emulate: run plain PyTorch on a CUDA device too.
         pad: pad sizes that are no multiple of 16 with zeros instead of refusing.
 
     Returns:
@@ -379,16 +420,18 @@ def scaled_mm(
     """
     if (reason := refuses_formats(a_MK.dtype, b_NK.dtype)) is not None:
         raise ValueError(f"scaled_mm: {reason}")
-    if runs_reference(a_MK.device, emulate) or 0 in (*a_MK.shape, *b_NK.shape):
-        return reference.scaled_mm(
-            a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype
+    if a_MK.device.type == "cuda" and not emulate:
+        reason = _refuses_devices(
+            a_MK.device, a_scale=a_scale, b=b_NK, b_scale=b_scale, bias=bias_N
         )
-    reason = _refuses_devices(a_MK.device, a_scale=a_scale, b=b_NK, b_scale=b_scale, bias=bias_N)
+        if reason is not None:
+            raise ValueError(f"scaled_mm: {reason}")
+    family = family_of(a_MK.device, emulate)
+    if 0 in (*a_MK.shape, *b_NK.shape):
+        family = EMULATED
+    gemm, reason = gemm_for(family, a_block, b_block, out_dtype)
     if reason is not None:
         raise ValueError(f"scaled_mm: {reason}")
-    arch = architecture(a_MK.device.index)
-    columns, contraction = b_NK.shape
-    candidate = choose(arch, a_block, b_block, out_dtype, contraction, columns, pad)
-    return candidate.multiply(
-        a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype, use_fast_accum
+    return multiply(
+        gemm, a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype, use_fast_accum, pad
     )

@@ -15,19 +15,28 @@ from torch import Tensor, nn
 from float8.arguments import check_tensors, check_type
 from float8.config import Float8LinearConfig, check_config
 from float8.formats import E4M3, E5M2
-from float8.kernels.scaled_mm import architecture
+from float8.kernels.scaled_mm import ALIGNMENT, architecture
 from float8.linear.autograd import (
+    NO_FACTORS,
     STATELESS,
-    CachedWeight,
+    Call,
     Factors,
     States,
-    WeightCodes,
     autocasts,
-    codes_of,
+    call_of,
     compute_dtype,
     linear_in_float8,
 )
-from float8.linear.cast import Cast, DelayedCast, make_cast
+from float8.linear.bound_plan import BoundPlan, plan_on
+from float8.linear.cast import Cast, make_cast
+from float8.linear.delayed import DelayedCast
+from float8.linear.float8_weight import (
+    Float8Weight,
+    float8_weight,
+    is_resident,
+    join_loaded,
+    split_saved,
+)
 from float8.linear.refusals import (
     REFUSES_SCRIPT,
     refuses_call,
@@ -38,13 +47,6 @@ from float8.linear.refusals import (
     tell_once_of_tokens,
 )
 from float8.linear.registration import WEIGHT_RULES, WeightRule
-from float8.linear.resident_weight import (
-    is_resident,
-    join_loaded,
-    refuses_training,
-    resident_codes,
-    split_saved,
-)
 from float8.linear.switch import Float8Module
 from float8.tensor import Float8Tensor
 
@@ -55,7 +57,7 @@ class Float8Linear(Float8Module, nn.Linear):
     ``weight`` is the high-precision parameter, so initialisation, clipping, averaging and
     optimizers see what they expect. While FSDP2 has it gathered in float8, forward finds a
     `Float8Tensor` in its place, and multiplies that as it is; so it does with one that lives there
-    (`float8.linear.resident_weight`).
+    (`float8.linear.float8_weight`).
 
     Args:
         in_features, out_features, bias, device, dtype: as ``nn.Linear``.
@@ -112,7 +114,7 @@ class Float8Linear(Float8Module, nn.Linear):
         self.config = config
         self.fqn = fqn
         self._add_switch()
-        self.cached_weight: CachedWeight | None = None  # written by float8.weight_cache only
+        self.cached_weight: Float8Weight | None = None  # written by float8.cached_weights only
         formats = (E4M3, E4M3, E5M2)
         for name, cast, fmt in zip(_CAST_NAMES, config.operand_casts, formats, strict=True):
             delayed, amax_init = config.delayed_scaling, config.enable_amax_init
@@ -141,43 +143,14 @@ class Float8Linear(Float8Module, nn.Linear):
                 input.dequantize() if isinstance(input, Float8Tensor) else input
             )
         if self.config.enable_pre_and_post_forward:
-            error = refuses_transform(input) or refuses_input(
-                input, self.weight, autocasts(input.device.type)
-            )
-            if error is not None:
-                raise type(error)(f"{self._name}: {error}")
-            self._check_float8(input)
-            self._check_device(input)
-        record = self.training and torch.is_grad_enabled()
-        return linear_in_float8(
-            input,
-            self.weight,
-            self.bias,
-            self.config,
-            self._states(),
-            record,
-            self._codes(input),
-            self._factors(input),
-        )
-
-    def _codes(self, input: Tensor) -> WeightCodes | None:
-        """The weight in float8, if somebody has cast it before this call."""
-        weight, cached = self.weight, self.cached_weight
-        if is_resident(weight):
-            if (reason := refuses_training(weight)) is not None:
-                raise ValueError(f"{self._name}: {reason}")
-            return resident_codes(weight, self.config.plan, compute_dtype(input))
-        if isinstance(weight, Float8Tensor):
-            if weight.dtype != (dtype := compute_dtype(input)):
-                raise ValueError(
-                    f"{self._name}: its weight was gathered for {weight.dtype} and is used in "
-                    f"{dtype}; give fully_shard the dtype, as MixedPrecisionPolicy(param_dtype="
-                    f"{dtype}), in place of autocast"
-                )
-            return codes_of(weight)
-        if cached is not None and not torch.compiler.is_compiling() and not cached.is_of(weight):
-            return None  # a write that nobody announced, or another weight in its place
-        return None if cached is None else cached.codes
+            self._check_input(input, self.weight)
+        plan = plan_on(self.config, input.device, compute_dtype(input))
+        if self.config.enable_pre_and_post_forward:
+            self._check_sizes(input, plan)
+        grad = torch.is_grad_enabled()
+        weight = float8_weight(self, plan)
+        call = Call(plan, self._states(), self.training and grad, weight, self._factors(input), grad)
+        return linear_in_float8(input, self.weight, self.bias, call)
 
     def _plain_forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self._plain_weight(), self.bias)
@@ -187,9 +160,9 @@ class Float8Linear(Float8Module, nn.Linear):
         weight = self.weight
         return weight.dequantize() if isinstance(weight, Float8Tensor) else weight
 
-    def _factors(self, input: Tensor) -> Factors | None:
-        """What the three products of this call are multiplied by, if by anything."""
-        return None
+    def _factors(self, input: Tensor) -> Factors:
+        """What the three products of this call are multiplied by."""
+        return NO_FACTORS
 
     def _states(self) -> States:
         if not self.config.uses_delayed_scaling:
@@ -210,23 +183,32 @@ class Float8Linear(Float8Module, nn.Linear):
         # For messages only: torch.compile guards on what forward reads, and layers share graphs.
         return self.fqn or type(self).__name__
 
-    def _check_float8(self, input: Tensor) -> None:
+    def _check_input(self, input: Tensor, weight: Tensor) -> None:
+        """Raise unless this input can be multiplied by this weight."""
+        error = refuses_transform(input) or refuses_input(
+            input, weight, autocasts(input.device.type)
+        )
+        if error is not None:
+            raise type(error)(f"{self._name}: {error}")
         if isinstance(input, Float8Tensor):
-            needs_grad_weight = self.weight.requires_grad and torch.is_grad_enabled()
+            needs_grad_weight = weight.requires_grad and torch.is_grad_enabled()
             reason = refuses_float8_input(input, self.config, needs_grad_weight)
             if reason is not None:
                 raise ValueError(f"{self._name}: {reason}")
 
-    def _check_device(self, input: Tensor) -> None:
-        if input.device.type != "cuda" or self.config.emulate:
-            tell_once_of_tokens(self, self.config, input)
-            return
-        tokens, grad = input.numel() // max(self.in_features, 1), torch.is_grad_enabled()
-        arch = architecture(input.device.index)
-        dtype = compute_dtype(input)
-        reason = refuses_call(self.config, self.weight, tokens, dtype, arch, grad)
-        if reason is not None:
-            raise ValueError(f"{self._name}: {reason}")
+    def _check_sizes(self, input: Tensor, plan: BoundPlan) -> None:
+        """Raise where the device does not run the products of this call."""
+        N, K = self.weight.shape
+        tokens, grad = input.numel() // max(K, 1), torch.is_grad_enabled()
+        is_odd = grad and self.weight.requires_grad and tokens % ALIGNMENT != 0
+        if not plan.on_gpu:
+            if is_odd and not torch.compiler.is_compiling():
+                tell_once_of_tokens(self, self.config, tokens)
+        elif plan.has_refusal or (plan.is_aligned and (is_odd or K % ALIGNMENT or N % ALIGNMENT)):
+            arch = architecture(input.device.index)
+            reason = refuses_call(self.config, self.weight, tokens, plan.dtype, arch, grad)
+            if reason is not None:
+                raise ValueError(f"{self._name}: {reason}")
 
     def __prepare_scriptable__(self) -> nn.Module:
         """What torch.jit.script asks for."""
@@ -385,4 +367,4 @@ def float8_linear(
         needs_grad_weight = weight.requires_grad and torch.is_grad_enabled()
         if (reason := refuses_float8_input(input, config, needs_grad_weight)) is not None:
             raise ValueError(f"float8_linear: {reason}")
-    return linear_in_float8(input, weight, bias, config, STATELESS, record=False)
+    return linear_in_float8(input, weight, bias, call_of(config, input))

@@ -134,22 +134,17 @@ def refuses_on_gpu(
     return refuses_call(config, weight, tokens, torch.bfloat16, "sm_90", grad)
 
 
-def tell_once_of_tokens(layer: Any, config: Float8LinearConfig, input: Tensor) -> None:
+def tell_once_of_tokens(layer: Any, config: Float8LinearConfig, tokens: int) -> None:
     """Log a warning, once in a process, if a GPU refuses the batch that a CPU runs.
 
     Args:
         layer: a `Float8Linear`; its name is read where there is something to tell only, because
             torch.compile would guard on it.
         config: of the layer.
-        input: the batch, of any device.
+        tokens: rows of the batch, no multiple of 16.
     """
-    if torch.compiler.is_compiling() or _told or not torch.is_grad_enabled():
-        return
     weight: Tensor = layer.weight
-    if config.pad_inner_dim or not weight.requires_grad:
-        return  # the number of tokens matters to grad_weight alone, and is padded there
-    tokens = input.numel() // max(weight.shape[1], 1)
-    if tokens % ALIGNMENT == 0:
+    if _told or config.pad_inner_dim:
         return
     if refuses_on_gpu(config, weight, ALIGNMENT, grad=True) is not None:
         return  # for the layer's own sizes, which are in the conversion's report

@@ -1,41 +1,38 @@
-"""Scales and casts of one operand: pure functions on plain tensors.
+"""Scale and cast of one operand: functions on plain tensors, and the base class of cast modules.
 
 `quantize` turns a matrix, in the orientation of the GEMM that reads it, into ``(data, scale)`` as
-its `OperandCast` says; `quantize_both` does it for the two GEMMs that contract its two dimensions,
-from one read where there is a kernel for it. Where the scale comes from is the whole difference
-between the types:
+its `OperandCast` says. `quantize_both` does it for the two GEMMs that contract its two dimensions,
+from one read where there is a kernel for it. The scaling type decides where the scale comes from:
 
-- dynamic: from the amax of this very tensor;
+- dynamic: from the amax of this tensor;
 - static: a constant;
-- delayed: from the amaxes of past steps. The operand has a `DelayedState`: ``scale`` is used,
-  ``current_amax`` records, and once per step `updated_history` turns records into scales.
+- delayed: from the amaxes of past steps. The operand has a `DelayedState`: ``scale`` is used, and
+  ``current_amax`` records the amax of this step. `float8.linear.delayed` turns records into scales.
 
-The update rule is that of TransformerEngine's ``DelayedScaling`` recipe: the newest amax enters the
-history at index 0, ``amax`` is the maximum over the history (or its newest entry) and
-``scale = 2**margin * amax / max(format)``; where the resulting amax is 0 or not finite the scale
-stays as it was. An amax that is not finite enters as infinity, as there, or as 0
-(``remember_nonfinite``). ``history[:, 0]`` is the most recent step.
+A tensorwise dynamic scale of a tensor whose parts lie on several ranks needs the amax over those
+ranks: `max_over_ranks`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.config import DelayedScalingConfig, OperandCast, ScalingType
-from float8.formats import on_device
+from float8.config import CastConfig, OperandCast, ScalingType
+from float8.formats import Format, format_of, on_device
 from float8.granularity import WHOLE
+from float8.tensor import Float8Tensor
 
 
 class DelayedState(NamedTuple):
     """The buffers of a delayed cast that a forward or backward touches; float32, 0-dim.
 
-    ``ready`` is False until the operand has a scale: until then the dynamic one is used. ``group``
-    names the process group over whose ranks the tensor is spread, None where a rank has all of it
-    (see `spread`).
+    ``ready`` is False until the operand has a scale: until then the dynamic scale is used.
+    ``group`` names the process group over whose ranks the tensor is sharded. It is None where a
+    rank has the whole tensor. See `sharded_state`.
     """
 
     scale: Tensor
@@ -44,11 +41,11 @@ class DelayedState(NamedTuple):
     group: str | None = None
 
 
-def spread(state: DelayedState | None, group: str | None) -> DelayedState | None:
-    """``state`` for an operand of which each rank of a process group holds a part.
+def sharded_state(state: DelayedState | None, group: str | None) -> DelayedState | None:
+    """The state of an operand of which each rank of a process group holds a part.
 
-    A scale that is found from such an operand and that all of it shares (tensorwise) is found from
-    the amax over exactly those ranks. Scales of rows and blocks stay those of the part.
+    A tensorwise scale of such an operand follows from the amax over exactly those ranks. Scales of
+    rows and blocks are those of the part.
 
     Args:
         state: of a delayed cast, or None.
@@ -56,12 +53,127 @@ def spread(state: DelayedState | None, group: str | None) -> DelayedState | None
     """
     if group is None:
         return state
-    if state is None:  # not delayed: there are no buffers, and `_of_delayed` keeps all from looking
+    if state is None:  # not delayed: only the group is read, see `_of_delayed`
         return DelayedState(None, None, False, group)  # type: ignore[arg-type]
     return state._replace(group=group)
 
 
-Pair = tuple[Tensor, Tensor]
+class Cast(nn.Module):
+    """Abstract: how one operand becomes a `Float8Tensor`. `float8.linear.cast.make_cast` makes one.
+
+    Args:
+        config: what the user asked for.
+        default_format: the format where ``config.target_dtype`` is None.
+    """
+
+    def __init__(self, config: CastConfig, default_format: Format) -> None:
+        super().__init__()
+        self.config = config
+        self.format = format_of(config.target_dtype or default_format)
+
+    @property
+    def state(self) -> DelayedState | None:
+        """The buffers that `quantize` reads and records in, or None."""
+        return None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Cast ``x`` of any shape, recording nothing; gradients pass straight through.
+
+        Returns:
+            a `Float8Tensor` of x's shape and dtype.
+        """
+        config = self.config
+        return Float8Tensor.from_high_precision(
+            x,
+            on_device(self.format, x.device),
+            config.granularity,
+            self._scale(),
+            config.power_of_two_scale,
+        )
+
+    def _scale(self) -> Tensor | float | None:
+        """The scale to cast with; None computes it from the tensor."""
+        raise NotImplementedError(f"{type(self).__name__} is abstract")
+
+    def extra_repr(self) -> str:
+        """The cast in a few words."""
+        return self.config.short_str.replace("default", self.format.name)
+
+
+Pair = tuple[Tensor, Any]  # data and scale; in high precision a matrix and None
+
+
+class BoundCast:
+    """An `OperandCast` on one device: what there is to know of it before the values are seen.
+
+    Data alone, and plain functions read it: torch.compile takes it as a constant, without guards.
+
+    Args:
+        cast: the cast, in the orientation of its GEMM.
+        device: where its operands lie.
+        emulate: cast in plain PyTorch on every device.
+        compiling: torch.compile traces the casts.
+
+    Attributes:
+        dtype: the float8 dtype that the device multiplies.
+        largest: the largest finite value of its format.
+        kernel: the Triton kernel, see `float8.kernels.kernel_for`; None for plain PyTorch.
+        static: the scale of a static cast.
+        is_whole: whether one scale serves the whole operand.
+    """
+
+    __slots__ = (
+        "block",
+        "dtype",
+        "is_delayed",
+        "is_dynamic",
+        "is_whole",
+        "kernel",
+        "largest",
+        "power_of_two",
+        "static",
+    )
+
+    def __init__(
+        self,
+        cast: OperandCast,
+        device: torch.device,
+        emulate: bool = False,
+        compiling: bool = False,
+    ) -> None:
+        fmt = on_device(cast.format, device)
+        self.dtype, self.largest = fmt.dtype, fmt.max
+        self.block, self.power_of_two = cast.block, cast.power_of_two_scale
+        self.is_whole = cast.block.count(WHOLE) == len(cast.block)
+        self.is_delayed = cast.scaling_type is ScalingType.DELAYED
+        self.is_dynamic = cast.scaling_type is ScalingType.DYNAMIC
+        self.static = None if cast.static_scale is None else float(cast.static_scale)
+        self.kernel = kernels.kernel_for(device, cast.block, emulate, compiling)
+        if self.static is not None and compiling and kernels.compiler_may_cast(device):
+            # Elementwise by a constant: it joins the op that makes x, which then writes one byte
+            # and no bfloat16, and a transposed copy is 1 + 1: 3 bytes per element. With a kernel,
+            # opaque to the compiler, x is written (2) and read (2), both orientations are written
+            # (1 + 1): 6.
+            self.kernel = None
+
+
+class BoundOperand:
+    """The two casts of one operand on one device.
+
+    Attributes:
+        first: for the GEMM that contracts the operand's rows; None for high precision.
+        second: for the GEMM that contracts its columns, stated for the transpose; or None.
+        is_shared: whether the second GEMM reads the transpose of the first one's bytes.
+        at_once: whether one kernel call casts both orientations.
+    """
+
+    __slots__ = ("at_once", "first", "is_shared", "second")
+
+    def __init__(
+        self, first: BoundCast | None, second: BoundCast | None, is_same: bool, is_shared: bool
+    ) -> None:
+        self.first, self.second, self.is_shared = first, second, is_shared
+        self.at_once = is_same and first is not None and first.kernel is not None
 
 
 def quantize(
@@ -72,86 +184,99 @@ def quantize(
     scale: Tensor | None = None,
     emulate: bool = False,
 ) -> Pair:
+    """`cast_rows` by a cast that is not bound yet."""
+    how = BoundCast(cast, x.device, emulate, torch.compiler.is_compiling())
+    return cast_rows(x, how, state, record, scale)
+
+
+def cast_rows(
+    x: Tensor,
+    how: BoundCast | None,
+    state: DelayedState | None = None,
+    record: bool = False,
+    scale: Tensor | None = None,
+) -> Pair:
     """Cast a matrix to float8 for one GEMM.
 
     Args:
         x: (rows, contraction), float32, bfloat16 or float16, any strides.
-        cast: the resolved cast, stated for this orientation.
+        how: the cast, stated for this orientation; None keeps x in high precision.
         state: the buffers of a delayed cast, else None.
         record: whether a delayed cast records the amax of x (as a maximum, so that a
             recomputation of the same forward changes nothing).
         scale: the scale that an earlier call found for this x (transposed with it), to save the
             second search.
-        emulate: run the reference on a CUDA device too.
 
     Returns:
-        float8 data of x's shape, and its float32 scale of shape ``ceil(shape / block)``.
+        float8 data of x's shape, and its float32 scale of shape ``ceil(shape / block)``; x and no
+        scale in high precision.
     """
-    fmt = on_device(cast.format, x.device)
-    if _runs_kernel(x, cast, emulate):
-        return _by_kernel(x, cast, state, record, scale, rows=True, cols=False)[:2]
-    fits = cast.scaling_type is ScalingType.DYNAMIC
+    if how is None:
+        return x, None
+    if how.kernel is not None and not kernels.is_sharded(x):
+        return _by_kernel(x, how, state, record, scale, rows=True, cols=False)[:2]
+    if torch.compiler.is_compiling():  # the compiler casts: static scales, DTensors, emulation
+        kernels.check_compiler(x.device)
     if scale is None:
-        scale = _scale(x, cast, fmt.max, state, record)
-    return kernels.cast(x, scale, cast.block, fmt.dtype, fits), scale
+        scale = _scale(x, how, state, record)
+    return kernels.cast(x, scale, how.block, how.dtype, how.is_dynamic), scale
 
 
-def quantize_both(
+def cast_both(
     x: Tensor,
-    by_row: OperandCast | None,
-    by_col: OperandCast | None,
-    share: bool,
-    state: DelayedState | None = None,
-    record: bool = False,
-    emulate: bool = False,
-    used_at_once: bool = False,
+    operand: BoundOperand,
+    state: DelayedState | None,
+    record: bool,
+    first: bool = True,
+    second: bool = True,
+    decode: bool = False,
 ) -> tuple[Pair | None, Pair | None]:
     """Cast a matrix for the GEMM that contracts its rows and the one that contracts its columns.
 
     Args:
         x: any strides; or a tensor in float8 already (one with ``_data`` and ``_scale``), which is
             not cast again: its one cast has to serve both.
-        by_row: the cast for the GEMM whose operand is x; None if there is no such GEMM.
-        by_col: the cast for the GEMM whose operand is ``x.t()``, stated for that; or None.
-        share: whether the two are one cast, so that the second has the first one's bytes.
-        state, record, emulate: see `quantize`; an amax is recorded once.
-        used_at_once: both pairs go into products and nowhere else, so what the reference would
-            decode for each is decoded once.
+        operand: the two casts.
+        state, record: see `cast_rows`; an amax is recorded once.
+        first, second: which of the two is wanted.
+        decode: only products in plain PyTorch read the two: data that both read is converted to
+            bfloat16 once.
 
     Returns:
-        the pair for x and the pair for ``x.t()``, None where not asked for. On a CPU the second
-        shares the first one's bytes where the casts allow it.
+        the pair for x and the pair for ``x.t()``, None where not wanted. On a CPU the second shares
+        the first one's bytes where the casts allow it.
     """
-    if hasattr(x, "_data"):  # by name: the tensor type lives above
-        pair = (x._data, x._scale)  # type: ignore[attr-defined]
-        return (None if by_row is None else pair), (None if by_col is None else transposed(pair))
-    if by_row is None or by_col is None:
-        rows = None if by_row is None else quantize(x, by_row, state, record, None, emulate)
-        cols = None if by_col is None else quantize(x.t(), by_col, state, record, None, emulate)
+    if isinstance(x, Float8Tensor):  # by attribute: torch.compile traces no properties of it
+        pair = (x._data, x._scale)
+        return (pair if first else None), (transposed(pair) if second else None)
+    if not (first and second):
+        rows = cast_rows(x, operand.first, state, record) if first else None
+        cols = cast_rows(x.t(), operand.second, state, record) if second else None
         return rows, cols
-    if _runs_kernel(x, by_row, emulate) and by_row == by_col:
-        both = _by_kernel(x, by_row, state, record, None, rows=True, cols=True)
+    if operand.at_once and not kernels.is_sharded(x):
+        both = _by_kernel(x, operand.first, state, record, None, rows=True, cols=True)
         return both[:2], both[2:]
-    rows = quantize(x, by_row, state, record, None, emulate)
-    if share and used_at_once:
-        rows = (kernels.prepare(rows[0], emulate), rows[1])
-    if share:
-        return rows, transposed(rows)
-    return rows, quantize(x.t(), by_col, state, False, None, emulate)
+    rows = cast_rows(x, operand.first, state, record)
+    if not operand.is_shared:
+        # An amax is recorded once, by the cast that there is.
+        return rows, cast_rows(x.t(), operand.second, state, record and operand.first is None)
+    if decode:
+        rows = (kernels.decode(rows[0]), rows[1])
+    return rows, transposed(rows)
 
 
-def quantize_again(x: Tensor, cast: OperandCast, scale: Tensor, emulate: bool = False) -> Pair:
-    """What an earlier ``quantize(x, cast)`` returned, transposed: the same bytes, from x again.
+def cast_again(x: Tensor, how: BoundCast, scale: Tensor) -> Pair:
+    """What an earlier ``cast_rows(x, how)`` returned, transposed: the same bytes, from x again.
 
-    For an operand whose second use shares the first one's bytes, which nobody kept.
+    For an operand whose second use shares the first one's bytes, which were not kept.
 
     Args:
-        x, cast, emulate: as then.
+        x, how: as then.
         scale: the scale that it found.
     """
-    if _runs_kernel(x, cast, emulate):
-        return _by_kernel(x, cast, None, False, scale, rows=False, cols=True)[2:]
-    return transposed(quantize(x, cast, scale=scale, emulate=emulate))
+    if how.kernel is not None and not kernels.is_sharded(x):
+        return _by_kernel(x, how, None, False, scale, rows=False, cols=True)[2:]
+    return transposed(cast_rows(x, how, scale=scale))
 
 
 def transposed(pair: Pair) -> Pair:
@@ -160,38 +285,35 @@ def transposed(pair: Pair) -> Pair:
     return data.t(), scale if scale.numel() == 1 else scale.t()
 
 
-def _runs_kernel(x: Tensor, cast: OperandCast, emulate: bool) -> bool:
-    is_static = cast.static_scale is not None
-    if is_static and torch.compiler.is_compiling() and kernels.compiler_may_cast(x.device):
-        # Elementwise by a constant: it joins the op that makes x, which then writes one byte and
-        # no bfloat16, and a transposed copy is 1 + 1: 3 bytes per element. With a kernel, opaque to
-        # the compiler, x is written (2) and read (2), both orientations are written (1 + 1): 6.
-        return False
-    if kernels.runs_kernel(x.device, cast.block, emulate) and not kernels.is_sharded(x):
-        return True
-    if torch.compiler.is_compiling():  # the compiler casts: DTensors, emulation
-        kernels.check_compiler(x.device)
-    return False
-
-
 def _by_kernel(
     x: Tensor,
-    cast: OperandCast,
+    how: BoundCast,
     state: DelayedState | None,
     record: bool,
     scale: Tensor | None,
     rows: bool,
     cols: bool,
 ) -> kernels.Orientations:
-    fmt = on_device(cast.format, x.device)
-    scale = known_scale(cast, state, x) if scale is None else scale
-    if scale is None and (group := _shares_amax(cast, state)) is not None:
-        found = _largest_over(group, kernels.amax(x, cast.block))
-        scale = kernels.scale_from_amax(found, fmt.max, cast.power_of_two_scale)
-    amax = amax_to_record(cast, state, record)
-    return kernels.cast_operand(
-        x, cast.block, fmt.dtype, cast.power_of_two_scale, scale, rows, cols, amax
+    assert how.kernel is not None
+    amax = None
+    if how.static is not None:
+        scale = constant(how.static, x) if scale is None else scale
+    elif state is not None:
+        amax = state.current_amax if how.is_delayed and record else None
+        scale = _scale_of_state(x, how, state) if scale is None else scale
+    return kernels.cast_by_kernel(
+        how.kernel, x, how.block, how.dtype, how.power_of_two, scale, rows, cols, amax
     )
+
+
+def _scale_of_state(x: Tensor, how: BoundCast, state: DelayedState) -> Tensor | None:
+    """The scale that past steps or the ranks of a group have found; None: the kernel finds it."""
+    if how.is_delayed and state.ready:
+        return state.scale.reshape(1, 1)
+    if not how.is_whole or state.group is None:
+        return None
+    found = max_over_ranks(kernels.amax(x, how.block), state.group)
+    return kernels.scale_from_amax(found, how.largest, how.power_of_two)
 
 
 def known_scale(cast: OperandCast, state: DelayedState | None, x: Tensor) -> Tensor | None:
@@ -221,11 +343,11 @@ def _static_scale(cast: OperandCast, x: Tensor) -> Tensor | None:
     return None if cast.static_scale is None else constant(float(cast.static_scale), x)
 
 
-def times(scale: Tensor, cast: OperandCast, factor: float) -> Tensor:
-    """``scale * factor``, where ``cast`` found ``scale``; eagerly no kernel for a static one."""
-    if cast.static_scale is None or torch.compiler.is_compiling():
+def multiply_scale(scale: Tensor, how: BoundCast, factor: float) -> Tensor:
+    """``scale * factor`` for a scale of ``how``; eagerly a static one takes no kernel."""
+    if how.static is None or torch.compiler.is_compiling():
         return scale * factor
-    return constant(float(cast.static_scale) * factor, scale)
+    return constant(how.static * factor, scale)
 
 
 def constant(value: float, like: Tensor) -> Tensor:
@@ -256,72 +378,35 @@ def _captures(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _scale(
-    x: Tensor, cast: OperandCast, format_max: float, state: DelayedState | None, record: bool
-) -> Tensor:
-    if (static := _static_scale(cast, x)) is not None:
-        return static
-    delayed = _of_delayed(cast, state)
-    if delayed is not None and delayed.ready and not record:
-        return delayed.scale.reshape(1, 1)
-    amax = kernels.amax(x, cast.block)
-    if delayed is not None and record:
-        kernels.record_amax(delayed.current_amax, amax)
-    if delayed is not None and delayed.ready:
-        return delayed.scale.reshape(1, 1)
-    if (group := _shares_amax(cast, state)) is not None:
-        amax = _largest_over(group, amax)
-    return kernels.scale_from_amax(amax, format_max, cast.power_of_two_scale)
+def _scale(x: Tensor, how: BoundCast, state: DelayedState | None, record: bool) -> Tensor:
+    if how.static is not None:
+        return constant(how.static, x)
+    if state is not None and how.is_delayed:
+        if state.ready and not record:
+            return state.scale.reshape(1, 1)
+        amax = kernels.amax(x, how.block)
+        if record:
+            kernels.record_amax(state.current_amax, amax)
+        if state.ready:
+            return state.scale.reshape(1, 1)
+    else:
+        amax = kernels.amax(x, how.block)
+    if state is not None and state.group is not None and how.is_whole:
+        amax = max_over_ranks(amax, state.group)
+    return kernels.scale_from_amax(amax, how.largest, how.power_of_two)
 
 
-def _shares_amax(cast: OperandCast, state: DelayedState | None) -> str | None:
-    """The group over whose ranks one scale of this operand reaches, or None."""
-    whole = cast.block.count(WHOLE) == len(cast.block)
-    return None if state is None or not whole else state.group
+def max_over_ranks(amax: Tensor, group: Any) -> Tensor:
+    """The element-wise maximum of amaxes over the ranks of a process group; inf if not finite.
 
-
-def _largest_over(group: str, amax: Tensor) -> Tensor:
-    # gloo's MAX loses a NaN that is not on rank 0; inf makes every product NaN just as well.
-    finite_or_inf = torch.where(amax.isfinite(), amax, torch.inf)
-    ops = torch.ops._c10d_functional  # by name, so that importing float8 imports no collectives
-    return ops.wait_tensor(ops.all_reduce(finite_or_inf, "max", group))
-
-
-def updated_history(
-    history_NH: Tensor,
-    current_amax_N: Tensor,
-    scale_N: Tensor,
-    config: DelayedScalingConfig,
-    format_max: float,
-    power_of_two: bool,
-    age_N: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One step of delayed scaling for N operands that share format and config.
+    gloo's MAX loses a NaN that is not on rank 0. An infinity survives on every backend, and makes
+    the scale and every product NaN as well.
 
     Args:
-        history_NH: the last H amaxes of each operand, newest first.
-        current_amax_N: the amax of this step over all its microbatches and ranks.
-        scale_N: the scales in use; 0 where there has been none yet.
-        config: history length, algorithm, margin, interval, and what becomes of amaxes that are
-            not finite.
-        format_max: the largest finite value of the format.
-        power_of_two: round scales up to powers of two.
-        age_N: how many steps ago each scale was found, inf for one that never was; younger ones
-            than ``config.interval`` stay. None where the interval is 1: all are found anew.
-
-    Returns:
-        The new history, the new scales and their ages. Scales are finite; an operand that has never
-        had a nonzero amax keeps scale 0, which no cast uses.
+        amax: float32, of equal shape on all ranks, on a device that the group's backend reduces.
+        group: a ``ProcessGroup``, or its name: compiled code takes the name.
     """
-    spoilt = torch.inf if config.remember_nonfinite else 0.0
-    newest_N = torch.where(current_amax_N.isfinite(), current_amax_N, spoilt)
-    history_NH = torch.cat([newest_N.unsqueeze(1), history_NH[:, :-1]], dim=1)
-    amax_N = newest_N if config.amax_compute_algo == "most_recent" else history_NH.amax(1)
-    largest = format_max * 2.0**-config.margin  # what the amax is mapped to
-    scaled = kernels.scale_from_amax(amax_N, largest, power_of_two)
-    # A large margin may carry the scale out of float32's range: it is of no use then.
-    is_new = (amax_N > 0) & scaled.isfinite()
-    if age_N is not None:
-        is_new = is_new & (age_N + 1 >= config.interval)
-        age_N = torch.where(is_new, 0.0, age_N + 1)
-    return history_NH, torch.where(is_new, scaled, scale_N), age_N
+    name = group if isinstance(group, str) else group.group_name
+    ops = torch.ops._c10d_functional  # by name, so that importing float8 imports no collectives
+    finite_or_inf = torch.where(amax.isfinite(), amax, torch.inf)
+    return ops.wait_tensor(ops.all_reduce(finite_or_inf, "max", name))

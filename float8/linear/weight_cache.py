@@ -29,7 +29,7 @@ faster until the next of the above. What torch does not count needs ``refresh()`
 step; in compiled code, every write that is not in the list. The layers are those that the model has
 when the scope opens.
 
-Weights that live in float8 (`float8.linear.resident_weight`) need no cast and are passed over.
+Weights that live in float8 (`float8.linear.float8_weight`) need no cast and are passed over.
 
 Forward and backward write no Python state: recomputation, torch.compile and CUDA graphs see
 constants. Bits are those of the layer without a cache.
@@ -42,7 +42,6 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,10 +50,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from float8.arguments import check_bool, check_module, described
 from float8.formats import HIGH_PRECISION_DTYPES
-from float8.linear.autograd import WeightCodes, autocasts, cast_weight, compute_dtype
+from float8.linear.autograd import autocasts, compute_dtype
+from float8.linear.bound_plan import plan_on
+from float8.linear.float8_weight import Float8Weight, cast_weight, is_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.registration import AFTER_SYNC
-from float8.linear.resident_weight import is_resident
 
 
 class WeightCache:
@@ -85,11 +85,12 @@ class WeightCache:
         weight = layer.weight
         dtype = self.dtypes[layer] or weight.dtype
         old = layer.cached_weight
-        new = cast_weight(weight, dtype, layer.config, layer.casts[1].state)
+        plan = plan_on(layer.config, weight.device, dtype)
+        new = cast_weight(weight, plan, layer.casts[1].state)
         if self.in_place and new is not None and old is not None:
-            for kept, fresh in zip(_tensors(old.codes), _tensors(new.codes), strict=True):
+            for kept, fresh in zip(old.tensors(), new.tensors(), strict=True):
                 kept.copy_(fresh)
-            new = replace(new, codes=old.codes)
+            new = Float8Weight(old.row_major, old.transposed, dtype, old.amax, source=weight)
         layer.cached_weight = new
 
     def holds(self, optimizer: Optimizer) -> list[Float8Linear]:
@@ -100,11 +101,6 @@ class WeightCache:
 
 def _autocast_dtype(weight: torch.Tensor) -> torch.dtype | None:
     return compute_dtype(weight) if autocasts(weight.device.type) else None
-
-
-def _tensors(codes: WeightCodes) -> list[torch.Tensor]:
-    amax = [] if codes.amax is None else [codes.amax]
-    return [*codes.rows, *codes.cols, *amax]
 
 
 _open: weakref.WeakSet[WeightCache] = weakref.WeakSet()

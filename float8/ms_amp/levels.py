@@ -18,7 +18,7 @@ from float8.convert.filters import ModuleFilter
 from float8.distributed.gradients import Float8Gradients
 from float8.formats import E4M3
 from float8.kernels import is_sharded
-from float8.linear.resident_weight import TENSORWISE, as_parameter, refuses_resident, to_resident
+from float8.linear.float8_weight import TENSORWISE, as_parameter, refuses_resident, to_resident
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,9 @@ from float8.formats import FORMATS
 from float8.granularity import WHOLE, Block
 from float8.kernels import is_sharded
 from float8.linear.autograd import as_matrix, autocasts, compute_dtype
+from float8.linear.bound_plan import plan_on
+from float8.linear.float8_weight import float8_weight, is_resident
 from float8.linear.layer import Float8Linear
-from float8.linear.resident_weight import is_resident, resident_codes
 from float8.linear.scaling import DelayedState, quantize
 from float8.numerics.rows import OPERANDS
 from float8.numerics.snapshot import Report
@@ -334,8 +335,8 @@ def _folded_into_gradient(layer: Float8Linear, dtype: torch.dtype) -> Tensor | N
     """The scales of a resident weight that multiply the gradient before its cast, if any do."""
     if not is_resident(layer.weight):
         return None
-    codes = resident_codes(layer.weight, layer.config.plan, dtype)
-    return codes.cols[1] if codes.folds else None
+    weight = float8_weight(layer, plan_on(layer.config, layer.weight.device, dtype))
+    return weight.transposed[1] if weight is not None and weight.scales_grad else None
 
 
 def _coded(x: Float8Tensor) -> Coded:

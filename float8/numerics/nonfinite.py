@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.arguments import check_function, check_module
-from float8.linear.cast import DelayedCast
+from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
 from float8.numerics.batches import (
     LossFn,

@@ -35,7 +35,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.convert.inference import convert_to_float8_inference, refuses_device
-from float8.linear.resident_weight import to_resident
+from float8.linear.float8_weight import to_resident
 
 BLOCKS = {"tensorwise": (-1, -1), "rowwise": (1, -1), "blockwise": (128, 128)}
 POWER_OF_TWO = {"tensorwise": False, "rowwise": True, "blockwise": True}

@@ -48,6 +48,7 @@ ON_TWO = [
     trains(compiled="aot_eager", recipe="delayed", dtype=BF16),
     ("one_byte_per_element_travels", BF16),
     ("one_all_reduce_for_all_weights",),
+    ("after_step_does_what_a_recipe_needs",),
     ("known_scales_need_no_all_reduce",),
     ("a_compiled_step_forgets_the_amax",),
     ("a_write_forgets_the_amax",),

@@ -17,9 +17,10 @@ import shapes
 import torch
 from torch import nn
 
-from float8 import scaling, sync, sync_float8_amax_and_scale_history
+from float8 import sync_float8_amax_and_scale_history
 from float8.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
 from float8.formats import E4M3, E5M2
+from float8.linear import delayed
 from float8.linear.cast import DelayedCast, make_cast
 
 FLOAT32_MAX, SMALLEST_SCALE = torch.finfo(torch.float32).max, 2.0**-126
@@ -124,7 +125,7 @@ def test_a_te_recipe_starts_from_a_factor_of_one_and_follows_it():
 
 # --- the same check sees what could be wrong
 
-_updated = scaling.updated_history
+_updated = delayed.updated_history
 
 
 def _with(**changes):
@@ -163,5 +164,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault):
-    with mock.patch.object(sync, "updated_history", FAULTS[fault]), pytest.raises(AssertionError):
+    with (
+        mock.patch.object(delayed, "updated_history", FAULTS[fault]),
+        pytest.raises(AssertionError),
+    ):
         check_steps(steps=40)

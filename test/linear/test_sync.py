@@ -375,9 +375,9 @@ class _Backend:
 
 def test_amaxes_meet_on_a_device_that_the_backend_knows():
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    assert sync._meeting_place([cpu, cuda], _Backend("cuda")) == cuda
-    assert sync._meeting_place([cpu, cuda], _Backend("cpu", "cuda")) == cpu
-    assert sync._meeting_place([cuda], _Backend("cuda")) == cuda
+    assert sync._reducing_device([cpu, cuda], _Backend("cuda")) == cuda
+    assert sync._reducing_device([cpu, cuda], _Backend("cpu", "cuda")) == cpu
+    assert sync._reducing_device([cuda], _Backend("cuda")) == cuda
 
 
 def test_what_is_no_group_is_refused():
@@ -394,7 +394,7 @@ def test_a_rate_on_a_device_is_not_read():
     model = _model()
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")  # reading it raises
-    sync._after_step(optimizer)
+    sync._count_step(optimizer)
 
 
 def test_a_group_of_one_rank_is_asked_too(monkeypatch):

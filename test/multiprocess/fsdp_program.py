@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from float8 import (
     Float8Linear,
     Float8Tensor,
+    after_step,
     convert_from_float8_training,
     convert_to_float8_training,
     high_precision,
@@ -46,10 +47,11 @@ class Collectives(TorchDispatchMode):
         self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d" and "barrier" not in str(func):
+        is_collective = func.namespace in ("c10d", "_c10d_functional")
+        if is_collective and not any(name in str(func) for name in ("barrier", "wait_tensor")):
             sent = args[1] if "_base_" in str(func) else args[0]
             tensors = [sent] if isinstance(sent, torch.Tensor) else list(sent)
-            name = func._schema.name.removeprefix("c10d::").strip("_")
+            name = func._schema.name.rpartition(":")[2].strip("_").replace("all_", "all")
             for t in tensors:
                 self.calls.append((name, t.dtype, t.numel() * t.element_size()))
         return func(*args, **(kwargs or {}))
@@ -187,12 +189,10 @@ def trains_like_one_process(
             optimizer.step()
         for (name, p), q in zip(single.named_parameters(), sharded.parameters(), strict=True):
             equal(p, q, (recipe, step, name))
-        for model in (single, sharded):
-            sync_float8_amax_and_scale_history(model)
+        sync_float8_amax_and_scale_history(single)
+        (after_step if precompute else sync_float8_amax_and_scale_history)(sharded)
         for (name, b), c in zip(single.named_buffers(), sharded.buffers(), strict=True):
             equal(b, c, (recipe, step, name))
-        if precompute:
-            precompute_float8_dynamic_scale_for_fsdp(sharded)
 
 
 def with_options(rank, check, options):
@@ -251,6 +251,22 @@ def known_scales_need_no_all_reduce(rank):
                 step(model, number)
             assert collectives.count("allreduce") == (first > 0 and number == 0), recipe
             sync_float8_amax_and_scale_history(model)
+
+
+def after_step_does_what_a_recipe_needs(rank):
+    """One all-reduce for the histories, or one for the dynamic scales, or none."""
+    for recipe, expected in (("tensorwise", 1), ("delayed", 1), ("unit", 0), ("rowwise", 0)):
+        model = sharded_model(recipe)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for number in range(3):
+            with Collectives() as forward:
+                step(model, number)
+            assert number == 0 or forward.count("allreduce") == 0, recipe
+            optimizer.step()
+            optimizer.zero_grad()
+            with Collectives() as after:
+                after_step(model)
+            assert after.count("allreduce") == expected, (recipe, number)
 
 
 WRITES = {
@@ -317,14 +333,14 @@ def a_stale_scale_is_found(rank):
 
 
 def a_missing_all_reduce_is_found(rank):
-    kept = float8_gather.reduce_over
-    float8_gather.reduce_over = lambda amaxes, group: amaxes
+    kept = float8_gather.max_over_ranks
+    float8_gather.max_over_ranks = lambda amax, group: amax
     try:
         trains_like_one_process(rank)
     except AssertionError:
         return
     finally:
-        float8_gather.reduce_over = kept
+        float8_gather.max_over_ranks = kept
     raise RuntimeError("no check found scales of single shards")
 
 
@@ -396,14 +412,14 @@ def accumulates(rank, recipe):
 def the_amax_is_reduced_over_shards_only(rank):
     """On a mesh of replicas and shards, over the ranks that share the weight."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model, groups, kept = sharded_model(mesh=mesh), [], float8_gather.reduce_over
+    model, groups, kept = sharded_model(mesh=mesh), [], float8_gather.max_over_ranks
 
     def noted(amaxes, group):
         groups.append(dist.get_process_group_ranks(group))
         return kept(amaxes, group)
 
     for module in (float8_gather, gathered_weights):
-        module.reduce_over = noted
+        module.max_over_ranks = noted
     try:
         step(model)
         with torch.no_grad():
@@ -411,7 +427,7 @@ def the_amax_is_reduced_over_shards_only(rank):
         precompute_float8_dynamic_scale_for_fsdp(model)
     finally:
         for module in (float8_gather, gathered_weights):
-            module.reduce_over = kept
+            module.max_over_ranks = kept
     assert groups == [[0, 1] if rank < 2 else [2, 3]] * 5
 
 

@@ -54,8 +54,12 @@ class Counter:
         for name in COLLECTIVES:
             if hasattr(dist, name):
                 self.stack.enter_context(mock.patch.object(dist, name, self._counting(name)))
-        gather = self._counting("all_gather_single", reduction._all_gather)
-        self.stack.enter_context(mock.patch.object(reduction, "_all_gather", gather))
+        for name, function in (
+            ("all_gather_single", "_all_gather"),
+            ("all_reduce", "max_over_ranks"),
+        ):
+            counting = self._counting(name, getattr(reduction, function))
+            self.stack.enter_context(mock.patch.object(reduction, function, counting))
         return self
 
     def __exit__(self, *error):

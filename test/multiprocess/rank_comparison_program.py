@@ -30,11 +30,12 @@ from float8 import (
     convert_from_float8_training,
     convert_to_float8_training,
     precompute_float8_dynamic_scale_for_fsdp,
-    sync,
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
 from float8.distributed import first_use, gathered_weights, rank_comparison
+from float8.linear import delayed
+from float8.linear.scaling import max_over_ranks
 
 SECONDS = 20  # of a machine that is busy; a comparison takes milliseconds
 NAMES = ("k", "q", "v")
@@ -219,7 +220,7 @@ def an_order_of_registration_is_found(rank):
 
     with (
         mock.patch.object(gathered_weights, "modules_by_name", in_order),
-        mock.patch.object(sync, "modules_by_name", in_order),
+        mock.patch.object(delayed, "modules_by_name", in_order),
     ):
         try:
             orders_of_registration_may_differ(rank)
@@ -592,21 +593,22 @@ def one_collective_for_all_histories(rank):
     for model in (model_of("a", "b"), tensor_parallel):
         sync_float8_amax_and_scale_history(model)
         counts = _counted(lambda model=model: sync_float8_amax_and_scale_history(model))
-        assert counts == [("allreduce_", 9 if model is tensor_parallel else 6)], counts
+        assert counts == [("all_reduce", 9 if model is tensor_parallel else 6)], counts
     dynamic = model_of("a", config=RECIPES["tensorwise"])
     sync_float8_amax_and_scale_history(dynamic)
     assert _counted(lambda: sync_float8_amax_and_scale_history(dynamic)) == []
 
 
-class _AllOfC10d(Wire):
+class _Collectives(Wire):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.sent.append((func.__name__.split(".")[0], args[0][0].numel()))
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            sent = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+            self.sent.append((func.__name__.split(".")[0], sent.numel()))
         return func(*args, **(kwargs or {}))
 
 
 def _counted(act):
-    with _AllOfC10d() as wire:
+    with _Collectives() as wire:
         act()
     return wire.sent
 
@@ -670,7 +672,7 @@ def tensor_parallel_ranks_must_be_in_the_group(rank):
 
 def amaxes_of_two_devices_take_one_collective(rank):
     """The amaxes of one device stand in for those of two."""
-    reduced = sync._reduced_over_ranks
+    reduced = delayed._reduced_over_ranks
 
     def in_two_parts(currents, groups):
         (amaxes,) = currents
@@ -682,7 +684,7 @@ def amaxes_of_two_devices_take_one_collective(rank):
     for function in (reduced, in_two_parts):
         model = model_of("a", "b")
         run_layers(model, rank)
-        with mock.patch.object(sync, "_reduced_over_ranks", function):
+        with mock.patch.object(delayed, "_reduced_over_ranks", function):
             sync_float8_amax_and_scale_history(model)
         found.append(buffers(model))
     assert torch.equal(*found)
@@ -719,9 +721,8 @@ def amaxes_are_those_of(members, group, rank, what):
 def a_wrong_group_is_found(rank):
     """A planted fault: every reduction is over all ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    all_reduce = dist.all_reduce
-    everywhere = lambda x, op, group: all_reduce(x, op)  # noqa: E731
+    everywhere = lambda amax, group: max_over_ranks(amax, dist.group.WORLD)  # noqa: E731
     members = [rank % 2, rank % 2 + 2]
-    with mock.patch.object(dist, "all_reduce", everywhere):
+    with mock.patch.object(delayed, "max_over_ranks", everywhere):
         arguments = (members, mesh["dp"], rank, "wrong")
         assert message_of(amaxes_are_those_of, *arguments, kind=AssertionError) == "wrong"

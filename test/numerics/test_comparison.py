@@ -18,7 +18,7 @@ from float8.config import Float8LinearConfig
 from float8.convert.convert import convert_to_float8_training, high_precision
 from float8.convert.inference import convert_to_float8_inference
 from float8.fusion.fused import RMSNormCast
-from float8.linear.sync import sync_float8_amax_and_scale_history
+from float8.linear.delayed import sync_float8_amax_and_scale_history
 from float8.numerics.comparison import COLUMNS, compare
 
 LAYERS = ["0", "3", "6"]

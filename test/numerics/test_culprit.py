@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from float8.config import CastConfig, Float8LinearConfig, ScalingType
+from float8.linear.delayed import sync_float8_amax_and_scale_history
 from float8.linear.layer import Float8Linear
-from float8.linear.sync import sync_float8_amax_and_scale_history
 from float8.numerics.culprit import amax_of, finding, remarks_of
 
 BAD = torch.tensor([[1.0, -7.0, math.nan], [math.inf, -math.inf, 2.0]])

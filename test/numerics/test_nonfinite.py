@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from float8.config import Float8LinearConfig
 from float8.convert.convert import convert_to_float8_training
 from float8.convert.inference import convert_to_float8_inference
-from float8.linear.sync import sync_float8_amax_and_scale_history
+from float8.linear.delayed import sync_float8_amax_and_scale_history
 from float8.numerics.nonfinite import find_nan
 
 Fault = Callable[[Tensor], Tensor]

@@ -53,7 +53,7 @@ from float8 import kernels
 from float8.formats import HIGH_PRECISION_DTYPES, Format, on_device
 from float8.granularity import WHOLE
 from float8.kernels import reference
-from float8.linear.scaling import constant
+from float8.linear.scaling import constant, max_over_ranks
 
 TILE = 1024  # elements: 4 bytes of scale beside them are 0.4 %
 _ALIGNED = 16  # bytes: the alignment of a tile that vectorised copies need
@@ -102,12 +102,8 @@ def in_tiles(x_NC: Tensor, tile: int = TILE) -> Tensor:
 
 
 def amax(x_NTE: Tensor) -> Tensor:
-    """(N, T, 1) float32: the largest magnitude of each tile; +inf where one is not finite.
-
-    An infinity survives a MAX over ranks on every backend; gloo loses a NaN that is not on rank 0.
-    """
-    found = kernels.amax(x_NTE, _BY_TILE)
-    return torch.where(found.isfinite(), found, torch.inf)
+    """(N, T, 1) float32: the largest magnitude of each tile."""
+    return kernels.amax(x_NTE, _BY_TILE)
 
 
 def shared_scale(amax_NT1: Tensor, fmt: Format) -> Tensor:
@@ -196,12 +192,6 @@ def check_gradient(gradient: Tensor, what: str) -> None:
             f"float8_gradients: {what} holds {kind} gradients; dense ones of {known} can travel as "
             "float8. Convert the parameters, or leave the default reduction for this model"
         )
-
-
-def max_over_ranks(amax_NT1: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The shared amaxes, in place: one all-reduce for all tiles."""
-    dist.all_reduce(amax_NT1, dist.ReduceOp.MAX, group=group)
-    return amax_NT1
 
 
 def scatter(x_NC: Tensor, group: dist.ProcessGroup, fmt: Format, tile: int) -> Scattered:

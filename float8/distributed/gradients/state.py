@@ -29,7 +29,7 @@ from torch import Tensor
 from float8.distributed.gradients.reduction import TILE
 from float8.distributed.rank_comparison import compare_ranks
 from float8.formats import E4M3, Format, format_of
-from float8.linear.sync import ranks_of
+from float8.linear.delayed import ranks_of
 
 _ON_HOST = ("steps", "elements", "sampled")  # counts that need no device
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from float8.config import Float8LinearConfig
 from float8.formats import HIGH_PRECISION_DTYPES
-from float8.linear.autograd import STATELESS, Factors, linear_in_float8
+from float8.linear.autograd import NO_FACTORS, Factors, call_of, linear_in_float8
 from float8.unit_scaling.functional.attention import masked_logits, one_per_head
 
 # A power of two that every E4M3 holds (its maximum is 448, or 240 where it is fnuz).
@@ -51,7 +51,7 @@ def float8_matmul(
     lefts = left.expand(*batch, *left.shape[-2:]).flatten(0, -3) if batch else left[None]
     rights = right.expand(*batch, *right.shape[-2:]).flatten(0, -3) if batch else right[None]
     products = [
-        linear_in_float8(x_MK, w_KN.t(), None, config, STATELESS, record=False, factors=factors)
+        linear_in_float8(x_MK, w_KN.t(), None, call_of(config, x_MK, factors=factors or NO_FACTORS))
         for x_MK, w_KN in zip(lefts.unbind(0), rights.unbind(0), strict=True)
     ]
     if not products:

@@ -28,7 +28,14 @@ from torch.nn import functional as F
 from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.convert.filters import ModuleFilter
 from float8.kernels.scaled_mm import architecture
-from float8.linear.autograd import STATELESS, Factors, autocasts, compute_dtype, linear_in_float8
+from float8.linear.autograd import (
+    NO_FACTORS,
+    Factors,
+    autocasts,
+    call_of,
+    compute_dtype,
+    linear_in_float8,
+)
 from float8.linear.refusals import refuses_call, refuses_input, refuses_layer
 from float8.linear.registration import MODEL_CHECKS
 from float8.unit_scaling.functional.products import scaled_linear, scaled_matmul
@@ -109,7 +116,7 @@ def _in_float8(
     factors: Factors | None,
 ) -> Tensor:
     _check(config, input, weight)
-    return linear_in_float8(input, weight, bias, config, STATELESS, record=False, factors=factors)
+    return linear_in_float8(input, weight, bias, call_of(config, input, factors=factors or NO_FACTORS))
 
 
 def _check(config: Float8LinearConfig, input: Tensor, weight: Tensor) -> None:

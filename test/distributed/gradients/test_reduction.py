@@ -38,7 +38,7 @@ def test_one_bad_element_makes_every_scale_nan(bad):
     x = torch.randn(2, 3, 16)
     x[1, 2, 5] = bad
     amax = reduction.amax(x)
-    assert amax[1, 2, 0] == torch.inf and amax.isfinite().sum() == 5
+    assert not amax[1, 2, 0].isfinite() and amax.isfinite().sum() == 5
     assert reduction.shared_scale(amax, E4M3).isnan().all()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from float8 import Float8Linear, Float8LinearConfig, convert_to_float8_training
 from float8.config import RECIPES
-from float8.linear.resident_weight import (
+from float8.linear.float8_weight import (
     is_resident,
     make_plain,
     refuses_resident,

@@ -1,31 +1,37 @@
-"""Weights that live in float8: a `Float8Linear` whose ``.weight`` is a `Float8Tensor` Parameter.
+"""Weights that are in float8 before the call: one type for all of them, `Float8Weight`.
 
-There is no high-precision copy: one byte per element and the scales are all that is held. Frozen,
-such a weight is the base under adapters, or a model that is evaluated (`float8.convert.inference`);
-trainable, it is MS-AMP's level O3 (`float8.ms_amp.ms_amp`).
+`float8_weight` obtains it, in whichever way a weight came to be in float8:
 
-The weight w_NK = codes_NK * scale is read by two GEMMs. The output contracts K, and reads it as it
-is. grad_input contracts N, and reads the same codes, never a second rounding of them:
+- *cached*: `float8.cached_weights` cast it when it changed (`cast_weight`);
+- *gathered*: FSDP2 gathered its shards in float8 (`float8.distributed.gathered_weights`);
+- *resident*: the layer's ``.weight`` is a `Float8Tensor` Parameter, described below.
+
+**Resident weights.** There is no high-precision copy: one byte per element and the scales are all that is stored.
+Frozen, such a weight is the base under adapters, or a model that is evaluated
+(`float8.convert.inference`); trainable, it is MS-AMP's level O3 (`float8.ms_amp`).
+
+The weight w_NK = data_NK * scale is read by two GEMMs. The output contracts K, and reads it as it
+is. grad_input contracts N, and reads the same data, never a second rounding of it:
 
 =============== ===================== ==========================================================
 block of w_NK   scale                 grad_input_MK = g_MN @ w_NK
 =============== ===================== ==========================================================
-whole tensor    (1, 1)                the codes' transpose, the same scale
-128x128         (N / 128, K / 128)    the codes' transpose, the scale's transpose
-row (1, K)      (N, 1), along the     (g_MN * scale_N), cast along its rows, times the codes'
+whole tensor    (1, 1)                the data's transpose, the same scale
+128x128         (N / 128, K / 128)    the data's transpose, the scale's transpose
+row (1, K)      (N, 1), along the     (g_MN * scale_N), cast along its rows, times the data's
                 contraction           transpose with a scale of 1
 =============== ===================== ==========================================================
 
 On a CPU the transpose is a view. A GPU's GEMM reads rows only, so it is copied while that GEMM
-runs: one byte per element of one layer, held by nobody.
+runs: one byte per element of one layer.
 
-Codes need no compute dtype: float16, bfloat16 and float32 products read the same ones, under
+Float8 data needs no compute dtype: float16, bfloat16 and float32 products read the same, under
 autocast or not. ``weight.dtype`` is what the weight stands for: what it dequantises to, and the
 dtype of its gradient, which is an ordinary tensor.
 
-A checkpoint holds two plain tensors, ``weight`` (float8 codes) and ``weight_scale`` (float32). A
-``weight`` in high precision loads too: it is quantised. Codes load into a layer with a
-high-precision weight: they are dequantised.
+A checkpoint holds two plain tensors, ``weight`` (float8) and ``weight_scale`` (float32). A
+``weight`` in high precision loads too: it is cast. Float8 data loads into a layer with a
+high-precision weight: it is dequantised.
 """
 
 from __future__ import annotations
@@ -35,16 +41,131 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from float8.config import Float8LinearConfig, LinearPlan
+from float8.config import Float8LinearConfig
 from float8.formats import FORMATS, HIGH_PRECISION_DTYPES
 from float8.granularity import WHOLE, scale_shape
-from float8.linear.autograd import WeightCodes
-from float8.linear.scaling import DelayedState, quantize
+from float8.linear.bound_plan import BoundPlan
+from float8.linear.scaling import DelayedState, Pair, cast_both, quantize
 from float8.tensor import Float8Tensor
 
 TENSORWISE = (WHOLE, WHOLE)
 ROWWISE = (1, WHOLE)
 SCALE_KEY = "weight_scale"
+
+
+class Float8Weight:
+    """A weight in float8, as both GEMMs that read it want it.
+
+    Args:
+        row_major: w_NK, for the output.
+        transposed: w_KN, for grad_input.
+        dtype: what it was rounded to before its cast; None where it has one value in any dtype.
+        amax: of a delayed cast: recorded by each forward that reads the data.
+        scales_grad: the scales of ``transposed`` run along the contraction of grad_input, so that
+            grad_output is multiplied by them before its cast.
+        source: the high-precision weight that was cast, where there is one.
+    """
+
+    __slots__ = ("amax", "dtype", "row_major", "scales_grad", "source", "transposed", "version")
+
+    def __init__(
+        self,
+        row_major: Pair,
+        transposed: Pair,
+        dtype: torch.dtype | None = None,
+        amax: Tensor | None = None,
+        scales_grad: bool = False,
+        source: Tensor | None = None,
+    ) -> None:
+        self.row_major, self.transposed, self.dtype = row_major, transposed, dtype
+        self.amax, self.scales_grad, self.source = amax, scales_grad, source
+        self.version = 0 if source is None else version_of(source)
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether the source is this weight, not written to since, where torch counts writes."""
+        return weight is self.source and version_of(weight) == self.version
+
+    def tensors(self) -> list[Tensor]:
+        """All that it stores."""
+        return [*self.row_major, *self.transposed, *([] if self.amax is None else [self.amax])]
+
+
+def version_of(x: Tensor) -> int:
+    """How often x was written to, where that is counted: not by ``.data``, nor in inference."""
+    return 0 if x.is_inference() else x._version
+
+
+def float8_weight(layer: Any, plan: BoundPlan) -> Float8Weight | None:
+    """The weight of a layer in float8, if it is in float8 before this call; else None.
+
+    Args:
+        layer: a `Float8Linear`; what its ``cached_weight`` holds counts only as long as it is of
+            the weight as it is.
+        plan: of the call.
+
+    Raises:
+        ValueError: the weight was cast for another compute dtype, or wants a gradient that its
+            scales do not allow.
+    """
+    weight, cached = layer.weight, layer.cached_weight
+    if isinstance(weight, Float8Tensor):
+        if (reason := refuses_training(weight) or _refuses_dtype(weight, plan)) is not None:
+            raise ValueError(f"{layer._name}: {reason}")
+        return _of_float8_tensor(weight, plan)
+    if cached is None or not (torch.compiler.is_compiling() or cached.is_of(weight)):
+        return None  # not cached; or written to since, or another weight in its place
+    if cached.dtype != plan.dtype:
+        raise ValueError(
+            f"{layer._name}: the weight was cached in {cached.dtype} and is used in {plan.dtype}: "
+            f"open the scope with cached_weights(model, dtype={plan.dtype})"
+        )
+    return cached
+
+
+def _refuses_dtype(weight: Float8Tensor, plan: BoundPlan) -> str | None:
+    if is_resident(weight) or weight.dtype == plan.dtype:
+        return None
+    return (
+        f"its weight was gathered for {weight.dtype} and is used in {plan.dtype}; give fully_shard "
+        f"the dtype, as MixedPrecisionPolicy(param_dtype={plan.dtype}), in place of autocast"
+    )
+
+
+def _of_float8_tensor(weight: Float8Tensor, plan: BoundPlan) -> Float8Weight:
+    """A resident or gathered weight, as both GEMMs read it; nothing is copied."""
+    # By attribute: torch.compile does not trace a subclass's properties.
+    data, scale, second = weight._data, weight._scale, plan.w.second
+    assert second is not None
+    scale_t = scale.t()
+    if weight._block == TENSORWISE and not second.is_whole:
+        scale_t = scale.expand(scale_shape(data.t().shape, second.block))
+    is_rowwise = weight._block == ROWWISE
+    return Float8Weight((data, scale), (data.t(), scale_t), scales_grad=is_rowwise)
+
+
+def cast_weight(
+    weight: Tensor, plan: BoundPlan, state: DelayedState | None
+) -> Float8Weight | None:
+    """A weight (N, K), rounded to the compute dtype and cast for both GEMMs.
+
+    Nothing is recorded in ``state``: the forwards do that. None if a GEMM is in high precision.
+    """
+    if plan.w.first is None or plan.w.second is None:
+        return None
+    # What is made in inference mode could not be saved for a backward.
+    with torch.no_grad(), torch.inference_mode(False):
+        source = weight.clone() if weight.is_inference() else weight.detach()
+        amax = None
+        if state is not None:
+            amax = torch.zeros_like(state.current_amax)
+            state = state._replace(current_amax=amax)
+        rows, cols = cast_both(source.to(plan.dtype), plan.w, state, state is not None)
+    assert rows is not None
+    assert cols is not None
+    return Float8Weight(rows, cols, plan.dtype, amax, source=weight)
+
+
+# --- resident weights
 
 
 def is_resident(weight: Tensor) -> TypeGuard[Float8Tensor]:
@@ -77,31 +198,13 @@ def refuses_resident(config: Float8LinearConfig) -> str | None:
 
 def refuses_training(weight: Float8Tensor) -> str | None:
     """The reason why this weight can get no gradient, or None."""
-    if not weight.requires_grad or weight._block == TENSORWISE:
+    if weight._block == TENSORWISE or not weight.requires_grad:
         return None
     return (
         f"its weight lives in float8 with a scale for each {tuple(weight._block)} and requires a "
         "gradient; only tensorwise float8 weights train. Freeze it with "
         "weight.requires_grad_(False), or convert with a tensorwise recipe"
     )
-
-
-def resident_codes(weight: Float8Tensor, plan: LinearPlan, dtype: torch.dtype) -> WeightCodes:
-    """A weight that lives in float8, as both GEMMs read it; nothing is copied.
-
-    Args:
-        weight: (N, K).
-        plan: of a config that `refuses_resident` accepts.
-        dtype: the compute dtype.
-    """
-    # By attribute: torch.compile does not trace a subclass's properties.
-    codes_NK, scale = weight._data, weight._scale
-    cast = plan.grad_input.b
-    assert cast is not None
-    cols_scale, folds = scale.t(), weight._block == ROWWISE
-    if weight._block == TENSORWISE:
-        cols_scale = scale.expand(scale_shape(codes_NK.t().shape, cast.block))
-    return WeightCodes((codes_NK, scale), (codes_NK.t(), cols_scale), dtype, None, folds)
 
 
 def to_resident(

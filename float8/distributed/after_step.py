@@ -1,0 +1,48 @@
+"""`after_step`: whatever a model's recipe needs once per optimizer step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from float8.arguments import check_module
+from float8.linear.delayed import sync_float8_amax_and_scale_history
+from float8.linear.layer import Float8Linear
+
+if TYPE_CHECKING:
+    from float8.linear.delayed import Group
+
+
+def after_step(model: nn.Module, group: Group | None = None) -> None:
+    """Do what a model's recipe needs after an optimizer step.
+
+    ::
+
+        optimizer.step()
+        float8.after_step(model)
+        optimizer.zero_grad()
+
+    With delayed scaling this step's amaxes become the next scales
+    (`sync_float8_amax_and_scale_history`). Then, for weights that FSDP2 gathers in float8, one
+    all-reduce finds the dynamic scales (`precompute_float8_dynamic_scale_for_fsdp`). The order
+    saves work: a delayed weight that has its first scale needs no dynamic one. Other models are
+    left as they are, so a training loop can call this for every recipe.
+
+    Args:
+        model: any module.
+        group: the ranks that hold the same layers, by default all; see
+            `sync_float8_amax_and_scale_history`.
+
+    Raises:
+        RuntimeError: on every rank, at the first call: the ranks' layers differ.
+        TypeError: ``model`` is no module, or ``group`` is no group.
+        ValueError: this rank is not in ``group``.
+    """
+    check_module(model, "after_step")
+    sync_float8_amax_and_scale_history(model, group)
+    layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    if any(layer.config.enable_fsdp_float8_all_gather for layer in layers):
+        from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
+
+        precompute_float8_dynamic_scale_for_fsdp(model)

@@ -1,0 +1,544 @@
+"""Delayed scaling: scales that follow from the amaxes of past steps.
+
+Training with a delayed recipe takes one call per optimizer step::
+
+    loss(model, batch).backward()                # records the amaxes of this step
+    optimizer.step()
+    sync_float8_amax_and_scale_history(model)    # computes the scales of the next step
+
+`updated_history` is the rule, that of TransformerEngine's ``DelayedScaling`` recipe: the newest
+amax enters the history at index 0, ``amax`` is the maximum over the history (or its newest entry),
+and ``scale = 2**margin * amax / max(format)``. Where that amax is 0 or not finite the scale stays.
+A non-finite amax of one step enters as infinity, as in TransformerEngine, or as 0
+(``remember_nonfinite``).
+
+`DelayedCast` owns the state, all of it in float32 buffers:
+
+=============== ======== =======================================================================
+buffer          shape    meaning, and who writes it
+=============== ======== =======================================================================
+amax_history    (H,)     the last H amaxes, newest first; written by ``sync`` and by loading
+scale           ()       the scale in use, 0 before the first; written by ``sync`` and by loading
+current_amax    ()       the running maximum since the last ``sync``; written by forward, backward
+scale_age       ()       with an ``interval`` > 1 only: how many syncs ago the scale was computed,
+                         inf before the first; written by ``sync`` and by loading
+=============== ======== =======================================================================
+
+The buffers stay float32 whatever ``module.to(dtype)`` asks for, and are reset after ``to_empty``.
+They are optional in a checkpoint: a plain one loads strictly and starts a new history.
+
+`sync_float8_amax_and_scale_history` updates all delayed casts of a model at once: it stacks the
+recorded amaxes, reduces them over ranks in one collective, and computes histories and scales, with
+a number of kernels that does not grow with the number of layers. It may be compiled, in one graph;
+there is one more graph while casts have no scale yet.
+
+Call it before or after ``optimizer.step()``, never between a forward and its backward: autograd
+would find that the saved scales changed. Without the call every cast stays dynamic, at its cost;
+the first optimizer that steps twice without it warns. With a ``DelayedScalingConfig.interval``
+above 1 call it once per step too: each call rolls the histories, and counts the interval itself.
+
+The collective is a maximum by position, so all ranks must list the same casts in the same order.
+The order is that of the casts' names (`modules_by_name`), whatever order they were registered in.
+`FIRST_SYNC_CHECKS` compares the names before the first collective.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from float8 import kernels
+from float8.arguments import check_module, described
+from float8.config import CastConfig, DelayedScalingConfig
+from float8.formats import Format, on_device
+from float8.linear.registration import AFTER_SYNC, FIRST_SYNC_CHECKS
+from float8.linear.scaling import Cast, DelayedState, max_over_ranks
+from float8.linear.switch import Switchable
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    Group: TypeAlias = dist.ProcessGroup | DeviceMesh
+
+logger = logging.getLogger("float8")
+
+
+def updated_history(
+    history_NH: Tensor,
+    current_amax_N: Tensor,
+    scale_N: Tensor,
+    config: DelayedScalingConfig,
+    format_max: float,
+    power_of_two: bool,
+    age_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One step of delayed scaling for N operands that share format and config.
+
+    Args:
+        history_NH: the last H amaxes of each operand, newest first.
+        current_amax_N: the amax of this step over all its microbatches and ranks.
+        scale_N: the scales in use; 0 where there has been none yet.
+        config: the rule's parameters.
+        format_max: the largest finite value of the format.
+        power_of_two: round scales up to powers of two.
+        age_N: how many steps ago each scale was computed, inf if never. Scales younger than
+            ``config.interval`` stay. None where the interval is 1.
+
+    Returns:
+        The new history, the new scales and their ages. Scales are finite. An operand that has never
+        had a nonzero amax keeps scale 0, which no cast uses.
+    """
+    nonfinite = torch.inf if config.remember_nonfinite else 0.0
+    newest_N = torch.where(current_amax_N.isfinite(), current_amax_N, nonfinite)
+    history_NH = torch.cat([newest_N.unsqueeze(1), history_NH[:, :-1]], dim=1)
+    amax_N = newest_N if config.amax_compute_algo == "most_recent" else history_NH.amax(1)
+    largest = format_max * 2.0**-config.margin  # what the amax is mapped to
+    scaled = kernels.scale_from_amax(amax_N, largest, power_of_two)
+    # A large margin may move the scale out of float32's range.
+    is_new = (amax_N > 0) & scaled.isfinite()
+    if age_N is not None:
+        is_new = is_new & (age_N + 1 >= config.interval)
+        age_N = torch.where(is_new, 0.0, age_N + 1)
+    return history_NH, torch.where(is_new, scaled, scale_N), age_N
+
+
+# --- the cast
+
+# Number -> cast, for the op by which `sync_float8_amax_and_scale_history` marks casts as ready.
+DELAYED_CASTS: weakref.WeakValueDictionary[int, DelayedCast] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class DelayedCast(Switchable, Cast):
+    """The cast whose scale follows from the amaxes of past steps.
+
+    Args:
+        config, default_format: see `Cast`.
+        delayed: how scales follow from the history.
+        amax_init: use the dynamic scale until the first ``sync``; False starts from scale 1.
+        device: where the buffers live.
+    """
+
+    amax_history: Tensor
+    scale: Tensor
+    current_amax: Tensor
+    scale_age: Tensor
+
+    def __init__(
+        self,
+        config: CastConfig,
+        default_format: Format,
+        delayed: DelayedScalingConfig,
+        amax_init: bool,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__(config, default_format)
+        self.delayed = delayed
+        self.amax_init = amax_init
+        # Written by sync and by loading only: recomputation and CUDA graphs replay forward and
+        # backward. Compiled code is specialised on it, hence one recompile after step 1.
+        self.history_ready = not amax_init
+        self.synced = False  # whether sync has ever been called
+        self.hidden = False  # whether state dicts always leave the history out
+        self._add_switch()
+        shapes = {"amax_history": (delayed.history_len,), "scale": (), "current_amax": ()}
+        if delayed.interval > 1:  # a tensor, so that a compiled sync counts without recompiling
+            shapes["scale_age"] = ()
+        with torch.inference_mode(False):  # or a model converted inside it could not train later
+            for name, shape in shapes.items():
+                self.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device))
+        self.reset_parameters()
+        self._enrol()
+
+    def _enrol(self) -> None:
+        self.number = next(_numbers)  # unique in this process
+        DELAYED_CASTS[self.number] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Give a copy, or what a pickle holds, a number of its own."""
+        super().__setstate__(state)
+        self._enrol()
+
+    def reset_parameters(self) -> None:
+        """Forget the history."""
+        self.amax_history.zero_()
+        self.scale.fill_(0.0 if self.amax_init else 1.0)
+        self.current_amax.zero_()
+        if "scale_age" in self._buffers:
+            self.scale_age.fill_(torch.inf)
+        self.history_ready = not self.amax_init
+
+    @property
+    def state(self) -> DelayedState:
+        """The buffers that `quantize` reads and records in.
+
+        Raises:
+            TypeError: they are not float32: FSDP1's ``buffer_dtype`` replaced them.
+        """
+        if self.scale.dtype != torch.float32:
+            raise TypeError(
+                f"a delayed cast keeps its scale and history in float32, found {self.scale.dtype}: "
+                "with FullyShardedDataParallel leave buffer_dtype of MixedPrecision at None"
+            )
+        return DelayedState(self.scale, self.current_amax, self.history_ready)
+
+    @property
+    def format_on_device(self) -> Format:
+        """The format that the device of the buffers multiplies."""
+        return on_device(self.format, self.scale.device)
+
+    def _scale(self) -> Tensor | None:
+        return self.scale if self.history_ready else None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedCast:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            assert old is not None
+            assert new is not None
+            if new.device == old.device:
+                # model.to(bfloat16) must not round the scales, and a second to_empty (of another
+                # layer that shares this cast) must not clear them.
+                self._buffers[name] = old
+            elif new.dtype != torch.float32:
+                self._buffers[name] = old.to(new.device)
+            if old.is_meta and not new.is_meta:  # by to_empty: the memory is uninitialised
+                self.reset_parameters()
+        return self
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        if not (self.hidden or self.high_precision):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if not any(prefix + name in state_dict for name in self._buffers):
+            return  # a plain checkpoint; if it brings a weight, the layer calls start_beside
+        self._take_age_from(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        for name, buffer in self._buffers.items():
+            assert buffer is not None
+            self._buffers[name] = buffer.float()  # assign=True keeps a checkpoint's dtype
+        scale = self.scale
+        self.history_ready = not scale.is_meta and bool(scale.isfinite() & (scale > 0))
+
+    def _take_age_from(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Load a checkpoint of another interval: without an age the next sync finds the scale."""
+        key = prefix + "scale_age"
+        if "scale_age" not in self._buffers:
+            state_dict.pop(key, None)
+        elif key not in state_dict:
+            state_dict[key] = torch.full_like(
+                state_dict.get(prefix + "scale", self.scale), torch.inf
+            )
+
+    def start_beside(self, weight: Tensor) -> None:
+        """Start a new history: ``weight`` was loaded from a checkpoint without one."""
+        if self.scale.is_meta and not weight.is_meta:  # load_state_dict(assign=True) onto meta
+            self.to_empty(device=weight.device)
+        self.reset_parameters()
+
+
+# --- once per step
+
+
+def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = None) -> None:
+    """Roll this step's amaxes into the histories and compute the next scales.
+
+    All ranks of the group take part with the same casts, in one MAX all-reduce for all of them, and
+    end with equal scales: an amax that is not finite on one rank is not finite on all. The first
+    call compares the ranks' layers, once. In a single process a model without delayed casts is left
+    alone.
+
+    Args:
+        model: any module; every delayed cast below it takes part.
+        group: the ranks that hold the same layers: by default all. Pipeline stages hold different
+            ones: pass the process group or ``DeviceMesh`` of the ranks of one stage (data and
+            tensor parallel together). A mesh of several dimensions takes one all-reduce for each.
+
+    Raises:
+        RuntimeError: on every rank, at the first call: the ranks' layers differ; the message names
+            the first one that does.
+        TypeError: ``group`` is neither.
+        ValueError: this rank is not in ``group``.
+    """
+    check_module(model, "sync_float8_amax_and_scale_history")
+    groups = _process_groups(group)
+    casts = [cast for _, cast in modules_by_name(model, DelayedCast)]
+    if not casts:
+        _warn_of_plain(model)
+    # In a group of one rank too: it may be the wrong group.
+    if _is_one_of_many() and _is_first(model, casts):
+        for check in FIRST_SYNC_CHECKS:
+            check(model, ranks_of(group))
+        _checked.update(_parts_checked(model))
+    with torch.no_grad():
+        _update_all(casts, groups)
+    for callback in AFTER_SYNC:
+        callback(model)
+
+
+_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+
+def _warn_of_plain(model: nn.Module) -> None:
+    """Log a warning, once per model: it may be the wrong one, or a baseline in high precision."""
+    if torch.compiler.is_compiling() or model in _plain:
+        return
+    if not any(isinstance(module, Cast) for module in model.modules()):
+        _plain.add(model)
+        logger.warning(
+            "sync_float8_amax_and_scale_history: %s has no float8 layer; pass what "
+            "convert_to_float8_training(model) returns",
+            type(model).__name__,
+        )
+
+
+_plain: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _is_first(model: nn.Module, casts: list[DelayedCast]) -> bool:
+    if casts:
+        return not all(cast.synced for cast in casts)
+    # Another rank's model may have delayed casts: it would wait for this rank.
+    return not torch.compiler.is_compiling() and not _checked.issuperset(_parts_checked(model))
+
+
+def _parts_checked(model: nn.Module) -> list[nn.Module]:
+    """The casts of a model: a new container of layers that were compared is not compared again."""
+    return [m for m in model.modules() if isinstance(m, Cast)] or [model]
+
+
+def modules_by_name(model: nn.Module, kind: Any = nn.Module) -> list[tuple[str, Any]]:
+    """Each module of a type, or of several types, once, in alphabetical order of the names.
+
+    A module with several names has the first of them. Ranks that registered the same modules in
+    another order list them alike. Names do not tell whether a module was compiled or checkpointed,
+    which ranks may do differently.
+    """
+    named = [
+        (_without_wrappers(fqn), module)
+        for fqn, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, kind)
+    ]
+    found, seen = [], set()
+    for name, module in sorted(named, key=lambda item: item[0]):
+        if id(module) not in seen:
+            seen.add(id(module))
+            found.append((name, module))
+    return found
+
+
+_WRAPPERS = ("._orig_mod", "._checkpoint_wrapped_module", "._fsdp_wrapped_module")
+
+
+def _without_wrappers(fqn: str) -> str:
+    name = f".{fqn}"
+    for wrapper in _WRAPPERS:
+        if wrapper in name:
+            name = name.replace(wrapper, "")
+    return name[1:]
+
+
+def ranks_of(group: Group | None) -> list[int]:
+    """The ranks of a group, all by default, in ascending order."""
+    if group is None:
+        return list(range(dist.get_world_size()))
+    if isinstance(group, dist.ProcessGroup):
+        return sorted(dist.get_process_group_ranks(group))
+    return sorted(group.mesh.flatten().tolist())
+
+
+def _process_groups(group: Any) -> list[dist.ProcessGroup]:
+    """The process groups to reduce over in turn; none where this rank is alone.
+
+    A wrong ``group`` is refused in a single process too, so that the mistake shows there.
+    """
+    groups: list[Any]
+    if group is None:
+        groups = [dist.group.WORLD] if _is_one_of_many() else []
+    elif dist.is_available() and isinstance(group, dist.ProcessGroup):
+        groups = [group]
+    elif dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER:  # an int
+        raise ValueError("this rank is not in the group that sync was given: pass its own group")
+    elif hasattr(group, "get_all_groups"):  # by name: DeviceMesh takes long to import
+        groups = group.get_all_groups()
+    else:
+        raise TypeError(
+            f"group must be a ProcessGroup, a DeviceMesh or None, got {described(group)}"
+        )
+    return [each for each in groups if _is_one_of_many() and dist.get_world_size(each) > 1]
+
+
+def _is_one_of_many() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+Key = tuple[DelayedScalingConfig, float, bool]  # see `updated_history`
+
+
+def _update_all(casts: list[DelayedCast], groups: list[dist.ProcessGroup]) -> None:
+    # Casts on one device with equal keys are updated together.
+    by_device: dict[torch.device, dict[Key, list[DelayedCast]]] = {}
+    for cast in casts:
+        key = (cast.delayed, cast.format_on_device.max, cast.config.power_of_two_scale)
+        by_device.setdefault(cast.scale.device, {}).setdefault(key, []).append(cast)
+    ordered = [[cast for same in own.values() for cast in same] for own in by_device.values()]
+    stacked = [torch.stack([cast.current_amax for cast in own]) for own in ordered]
+    reduced = _reduced_over_ranks(stacked, groups)
+    for by_key, own, currents in zip(by_device.values(), ordered, reduced, strict=True):
+        parts = currents.split([len(same) for same in by_key.values()])
+        for (key, same), part in zip(by_key.items(), parts, strict=True):
+            _update(same, part, key)
+        torch._foreach_zero_([cast.current_amax for cast in own])
+        for cast in own:
+            cast.synced = True
+        _mark_ready([cast for cast in own if not cast.history_ready])
+
+
+def _update(casts: list[DelayedCast], currents: Tensor, key: Key) -> None:
+    delayed, format_max, power_of_two = key
+    aged = [c.scale_age for c in casts] if delayed.interval > 1 else []
+    histories, scales, ages = updated_history(
+        torch.stack([c.amax_history for c in casts]),
+        currents,
+        torch.stack([c.scale for c in casts]),
+        delayed,
+        format_max,
+        power_of_two,
+        torch.stack(aged) if aged else None,
+    )
+    torch._foreach_copy_([c.amax_history for c in casts], list(histories.unbind()))
+    torch._foreach_copy_([c.scale for c in casts], list(scales.unbind()))
+    if ages is not None:
+        torch._foreach_copy_(aged, list(ages.unbind()))
+
+
+def _reduced_over_ranks(currents: list[Tensor], groups: list[dist.ProcessGroup]) -> list[Tensor]:
+    """The maximum over ranks of each device's amaxes: one collective for each group."""
+    if not groups or not currents:
+        return currents
+    device = _reducing_device([part.device for part in currents], groups[0])
+    together = torch.cat([part.to(device) for part in currents])
+    for group in groups:
+        together = max_over_ranks(together, group)
+    parts = together.split([len(part) for part in currents])
+    return [new.to(old.device) for new, old in zip(parts, currents, strict=True)]
+
+
+def _reducing_device(devices: list[torch.device], group: Any) -> torch.device:
+    """A device on which the group's backend reduces: one that has amaxes, if there is one."""
+    if torch.compiler.is_compiling():
+        return devices[0]
+    types = [device.type for device in group._device_types]
+    for device in devices:
+        if device.type in types:
+            return device
+    return torch.device(types[0], torch.accelerator.current_device_index())
+
+
+def _mark_ready(casts: list[DelayedCast]) -> None:
+    """Note which operands have their first scale; the others stay dynamic.
+
+    An operand without an amax (an expert without tokens, a frozen layer in eval mode) has no scale
+    yet. Only while there are such operands is the device read, usually once in a training. An op
+    reads it, so that a compiled sync stays one graph.
+    """
+    if casts:
+        torch.ops.float8.mark_ready.default([c.scale for c in casts], [c.number for c in casts])
+
+
+def _mark_ready_now(scales: list[Tensor], numbers: list[int]) -> None:
+    for number, scale in zip(numbers, torch.stack(scales).tolist(), strict=True):
+        DELAYED_CASTS[number].history_ready = scale > 0
+
+
+_LIBRARY = torch.library.Library("float8", "FRAGMENT")
+# The op does not write the scales, but is declared so: an op without effect would be dropped. It
+# reads the device, which the capture of a CUDA graph cannot.
+_LIBRARY.define(
+    "mark_ready(Tensor(a!)[] scales, int[] numbers) -> ()", tags=(torch.Tag.cudagraph_unsafe,)
+)
+_LIBRARY.impl("mark_ready", _mark_ready_now, "CompositeExplicitAutograd")
+torch.library.register_fake("float8::mark_ready", lambda scales, numbers: None, lib=_LIBRARY)
+
+
+# --- what conversion does for delayed casts
+
+# Converted models without a sync so far -> how often each of their optimizers has stepped.
+_unsynced: weakref.WeakKeyDictionary[nn.Module, dict[int, int]] = weakref.WeakKeyDictionary()
+
+
+def remind_to_sync(model: nn.Module) -> None:
+    """Warn, once, if an optimizer of this model steps twice and ``sync`` was never called."""
+    _unsynced[model] = {}
+    _install_hook()
+
+
+@functools.cache
+def _install_hook() -> None:
+    # One hook for the process, never removed: torch iterates over its hooks while they run.
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _count_step(optimizer))
+
+
+def _count_step(optimizer: Optimizer) -> None:
+    if not _unsynced or all(_is_zero(group.get("lr", 1)) for group in optimizer.param_groups):
+        return  # torch.distributed.checkpoint makes optimizers create their states by such a step
+    for model, steps in list(_unsynced.items()):
+        layers = [m for m in model.modules() if _is_unsynced(m)]
+        if not layers:
+            del _unsynced[model]
+            continue
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(p) in stepped for layer in layers for p in layer.parameters()):
+            continue
+        steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
+        if steps[id(optimizer)] == 2:
+            del _unsynced[model]
+            warnings.warn(
+                "this model uses delayed scaling, and its optimizer has stepped twice without "
+                "sync_float8_amax_and_scale_history(model): call it, or float8.after_step(model), "
+                "once per step. Without it the histories stay empty and all casts stay dynamic",
+                stacklevel=5,
+            )
+
+
+def _is_zero(lr: float | Tensor) -> bool:
+    # A tensor on a device is not read: that would wait for the device, and fail while a CUDA graph
+    # captures.
+    return not (isinstance(lr, Tensor) and lr.device.type != "cpu") and bool(lr == 0)
+
+
+def _is_unsynced(layer: nn.Module) -> bool:
+    return any(isinstance(c, DelayedCast) and not c.synced for c in layer.children())
+
+
+def keep_ddp_from_broadcasting(root: nn.Module) -> None:
+    """Exclude the buffers of delayed casts from DDP's broadcast.
+
+    DDP copies rank 0's buffers at every forward, which would erase other ranks' amaxes. It asks the
+    module that it wraps, so ``root`` must be the module that was converted.
+    """
+    own = [
+        f"{fqn}.{name}" if fqn else name
+        for fqn, module in root.named_modules()
+        if isinstance(module, DelayedCast)
+        for name in module._buffers
+    ]
+    ignored = getattr(root, "_ddp_params_and_buffers_to_ignore", [])
+    # The attribute that DDP reads. Its private setter would also search every parameter and buffer
+    # of the model in the list.
+    root._ddp_params_and_buffers_to_ignore = [*ignored, *own]  # type: ignore[assignment]
