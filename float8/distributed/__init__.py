@@ -6,5 +6,6 @@
   `parallel_linear`).
 - ``first_use.py``: ranks that train one model hold the same layers, or get an error that names the
   first difference (`rank_comparison`).
+- ``after_step.py``: one call for what a recipe needs after an optimizer step.
 - ``gradients/``: gradients travel as float8 (`float8_gradients`).
 """

@@ -142,7 +142,7 @@ def _padded(x: Tensor, dim: int, length: int) -> Tensor:
     return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
 
 
-# --- casts and products that exchange parts
+# --- casts and GEMMs that exchange parts
 
 
 def sends_input_in_float8(plan: LinearPlan) -> bool:

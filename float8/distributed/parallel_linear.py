@@ -84,7 +84,7 @@ class Layout:
 
     @property
     def wanted_input(self) -> Placement:
-        """The placement in which the product reads its input."""
+        """The placement in which the GEMM reads its input."""
         return Replicate() if self.kind == COLWISE else Shard(-1)
 
 

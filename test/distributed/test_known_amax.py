@@ -1,4 +1,4 @@
-"""What is known of a weight holds until somebody writes to it."""
+"""The amax of a weight is remembered until the weight is written to."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers without communication: what they are, become, and refuse."""
+"""Tensor-parallel layers on a fake process group: conversion, layouts and refusals."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""An optimizer that holds what the model no longer has is told so."""
+"""An optimizer that holds a replaced parameter raises at its first step."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A `ShardedWeight` is an ordinary tensor in all but its type, and notices who writes to it."""
+"""A `ShardedWeight` behaves as an ordinary tensor, and notices every write to it."""
 
 import io
 

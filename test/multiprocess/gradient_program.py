@@ -243,10 +243,10 @@ def no_value_moves_to_the_host(rank):
         controller.update(counts[0], counts[3], 2000)
 
 
-def _float8_sum(codes):
-    total = codes[0]
-    for c in codes[1:]:
-        total = (total.float() + c.float()).clamp(-448, 448).to(codes.dtype)
+def _float8_sum(data):
+    total = data[0]
+    for x in data[1:]:
+        total = (total.float() + x.float()).clamp(-448, 448).to(data.dtype)
     return total.float()
 
 
@@ -336,7 +336,7 @@ def ddp_reduces_every_form(rank):
     for form in forms:
         model = DistributedDataParallel(model_of(), **form)
         state = float8_gradients(model, tile=64)
-        for step in range(3):  # DDP builds its buckets anew after the first
+        for step in range(3):  # DDP rebuilds its buckets after the first
             model.zero_grad()
             loss_of(model, rank, 0).backward()
             close_to_the_mean(model.module)
