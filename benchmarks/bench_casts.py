@@ -75,7 +75,7 @@ class Cast:
     def in_torch(self, x: Tensor, compiled: bool = False) -> Callable[[], object]:
         """The op's definition in plain PyTorch."""
         importlib.import_module(f"float8.kernels.gpu.{self.file}")
-        function = importlib.import_module("float8.kernels.gpu.launch").REFERENCES[self.op]
+        function = importlib.import_module("float8.kernels.gpu.launch").DEFINITIONS[self.op]
         if compiled:
             function = torch.compile(function, fullgraph=True, dynamic=False)
         return partial(function, x, *self._arguments(x))
@@ -100,13 +100,13 @@ CASTS = {
     "rowwise both": Cast("cast_rowwise", "cast_rowwise", (E4M3, True, True, True), 6),
     "1x128 both": Cast("cast_blockwise", "cast_blockwise", (E4M3, True, 1, 128, True, True), 4),
     "128x128 both": Cast("cast_blockwise", "cast_blockwise", (E4M3, True, 128, 128, True, True), 4),
-    "static rms norm": Cast("rms_norm_cast", "rms_norm_cast", (None, 1e-5, SCALE, *NORMED), 4),
-    "dynamic rms norm": Cast("rms_norm_cast", "rms_norm_cast", (None, 1e-5, None, *NORMED), 6),
+    "static rms norm": Cast("norm_cast", "rms_norm_cast", (None, 1e-5, SCALE, *NORMED), 4),
+    "dynamic rms norm": Cast("norm_cast", "rms_norm_cast", (None, 1e-5, None, *NORMED), 6),
     "static layer norm": Cast(
-        "layer_norm_cast", "layer_norm_cast", (None, None, 1e-5, SCALE, *NORMED), 4
+        "norm_cast", "layer_norm_cast", (None, None, 1e-5, SCALE, *NORMED), 4
     ),
     "dynamic layer norm": Cast(
-        "layer_norm_cast", "layer_norm_cast", (None, None, 1e-5, None, *NORMED), 6
+        "norm_cast", "layer_norm_cast", (None, None, 1e-5, None, *NORMED), 6
     ),
     "static swiglu": Cast("swiglu_cast", "swiglu_cast", (ANOTHER, SCALE, *NORMED), 6),
     "dynamic swiglu": Cast("swiglu_cast", "swiglu_cast", (ANOTHER, None, *NORMED), 10),

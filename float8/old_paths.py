@@ -29,6 +29,7 @@ MOVED = {
     "float8.filters": "float8.convert.filters",
     "float8.fused": "float8.fusion.fused",
     "float8.inference": "float8.convert.inference",
+    "float8.kernels.reference": "float8.kernels.cpu",
     "float8.levels": "float8.ms_amp.levels",
     "float8.norm_fusion": "float8.fusion.norm_fusion",
     "float8.linear.sync": "float8.linear.delayed",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from float8 import scaling
-from float8.kernels import reference
+from float8.kernels import cpu, definition
 from float8.linear import delayed
 from float8.linear.autograd import _Float8LinearFunction
 
@@ -39,7 +39,7 @@ def _truncating_cast(original: Any) -> Any:
         x: Tensor, scale: Tensor, block: Any, dtype: torch.dtype, fits: bool = False
     ) -> Tensor:
         data = original(x, scale, block, dtype, fits)
-        too_large = reference.dequantize(data, scale, block, torch.float32).abs() > x.abs().float()
+        too_large = definition.dequantize(data, scale, block, torch.float32).abs() > x.abs().float()
         bytes_ = data.view(torch.uint8)
         return (bytes_ - too_large.to(torch.uint8)).view(dtype)
 
@@ -106,8 +106,8 @@ def _forgotten_clamp(original: Any) -> Any:
 # Found by layer_check.check_layer.
 LAYER_FAULTS: dict[str, Fault] = {
     "truncating cast": _patched(scaling.kernels, "cast", _truncating_cast),
-    "swapped scales": _patched(reference, "scaled_mm", _swapped_scales),
-    "inverted scale": _patched(reference, "scaled_mm", _inverted_scale),
+    "swapped scales": _patched(cpu, "scaled_mm", _swapped_scales),
+    "inverted scale": _patched(cpu, "scaled_mm", _inverted_scale),
     "wrong format": _patched(scaling.kernels, "cast", _wrong_format),
     "format maximum of fnuz": _patched(scaling.kernels, "scale_from_amax", _format_maximum_of_fnuz),
     "stale scale": _patched(scaling.kernels, "scale_from_amax", _stale_scale),

@@ -1,6 +1,6 @@
 """What float8 numbers are, worked out a second time, from the bit fields and in float64.
 
-Shares nothing with ``float8/kernels/reference.py``, nor with torch's own float8 conversions: a
+Shares nothing with ``float8/kernels/definition.py``, nor with torch's own float8 conversions: a
 format is four integers here, a code's value follows from its bit fields in pure Python, and a value
 is encoded by searching the 256-code table in float64. Where the library computes in float32, the
 oracle computes the exact result in float64 and rounds it once: the product of two float32 numbers

@@ -5,13 +5,17 @@ import triton
 import triton.language as tl
 
 from float8.kernels.gpu.jit import (
+    convert_4,
     encode,
     encode_fitting,
     magnitude_bits,
+    pack_4,
     reciprocal,
     scale_from_amax,
+    scaled,
+    unpack_4,
 )
-from float8.kernels.gpu.launch import NO_FUSION, TRITON_FORMATS
+from float8.kernels.gpu.launch import NO_FUSION, TRITON_FORMATS, Variant
 
 
 @triton.jit
@@ -57,3 +61,54 @@ def probe(x, dtype, power_of_two):
         **NO_FUSION,
     )
     return scale, factor, bits, codes.view(dtype), fitting.view(dtype)
+
+
+@triton.jit
+def _pack(
+    x_ptr,  # (4, N)
+    packed_ptr,
+    again_ptr,
+    rows_ptr,
+    N: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    at = tl.arange(0, N)
+    packed = convert_4(
+        scaled(tl.load(x_ptr + at), 1.0, FORMAT_MAX, False),
+        scaled(tl.load(x_ptr + N + at), 1.0, FORMAT_MAX, False),
+        scaled(tl.load(x_ptr + 2 * N + at), 1.0, FORMAT_MAX, False),
+        scaled(tl.load(x_ptr + 3 * N + at), 1.0, FORMAT_MAX, False),
+        FORMAT,
+    )
+    rows = unpack_4(packed)
+    tl.store(packed_ptr + at, packed)
+    tl.store(again_ptr + at, pack_4(rows[0], rows[1], rows[2], rows[3]))
+    for i in tl.static_range(4):
+        tl.store(rows_ptr + i * N + at, rows[i])
+
+
+def pack(x, dtype):
+    """Of x (4, N): codes packed, the same unpacked and packed again, and unpacked."""
+    packed, again = (torch.empty_like(x[0], dtype=torch.int32) for _ in range(2))
+    rows = torch.empty_like(x, dtype=torch.uint8)
+    _pack[(1,)](
+        x,
+        packed,
+        again,
+        rows,
+        N=x.shape[1],
+        FORMAT_MAX=torch.finfo(dtype).max,
+        FORMAT=TRITON_FORMATS[dtype],
+        **NO_FUSION,
+    )
+    return packed, again, rows
+
+
+@triton.jit
+def _plain(x_ptr, out_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(out_ptr + at, tl.load(x_ptr + at).to(tl.float8e4nv).to(tl.uint8, bitcast=True))
+
+
+PLAIN = Variant("plain", _plain, {"x_ptr": "*fp32", "out_ptr": "*u8"}, {"N": 512}, NO_FUSION)

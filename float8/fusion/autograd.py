@@ -15,7 +15,7 @@ from float8 import kernels
 from float8.config import OperandCast
 from float8.formats import on_device
 from float8.granularity import WHOLE
-from float8.kernels import reference
+from float8.kernels import definition
 from float8.linear.autograd import as_matrix, refuse_double_backward
 from float8.linear.scaling import DelayedState, amax_to_record, known_scale, quantize
 from float8.tensor.differentiable import differentiable
@@ -61,7 +61,7 @@ class _RMSNormCast(torch.autograd.Function):
                 x_MK, weight, eps, *out.kernel_arguments(x)
             )
         else:
-            y32, rstd = reference.rms_norm(x_MK, weight, eps)
+            y32, rstd = definition.rms_norm(x_MK, weight, eps)
             codes = out.in_plain_torch(y32)
         ctx.save_for_backward(x, weight, rstd)
         ctx.mark_non_differentiable(*codes)
@@ -110,7 +110,7 @@ class _LayerNormCast(torch.autograd.Function):
                 x_MK, weight, bias, eps, *out.kernel_arguments(x)
             )
         else:
-            y32, mean, rstd = reference.layer_norm(x_MK, weight, bias, eps)
+            y32, mean, rstd = definition.layer_norm(x_MK, weight, bias, eps)
             codes = out.in_plain_torch(y32)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.mark_non_differentiable(*codes)
@@ -165,7 +165,7 @@ class _SwiGLUCast(torch.autograd.Function):
                 gate_MF, up_MF, *out.kernel_arguments(gate)
             )
         else:
-            codes = out.in_plain_torch(reference.swiglu(gate_MF, up_MF))
+            codes = out.in_plain_torch(definition.swiglu(gate_MF, up_MF))
         ctx.save_for_backward(gate, up)
         ctx.mark_non_differentiable(*codes)
         ctx.by_kernel = out.by_kernel
@@ -178,7 +178,7 @@ class _SwiGLUCast(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         by_kernel = ctx.by_kernel
         gradient = (
-            torch.ops.float8.swiglu_backward.default if by_kernel else reference.swiglu_backward
+            torch.ops.float8.swiglu_backward.default if by_kernel else definition.swiglu_backward
         )
         both = gradient(as_matrix(g), *_gate_and_up(gate, up))
         if up is None:
@@ -209,7 +209,7 @@ def runs_kernel(device: torch.device, emulate: bool) -> bool:
 
 
 def _load() -> None:
-    for name in ("rms_norm_cast", "layer_norm_cast", "swiglu_cast"):  # which registers their ops
+    for name in ("norm_cast", "swiglu_cast"):  # which registers their ops
         importlib.import_module(f"float8.kernels.gpu.{name}")
 
 

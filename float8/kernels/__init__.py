@@ -1,9 +1,9 @@
-"""L1: ops on plain tensors. This room knows no Float8Tensor, no module and no config.
+"""Ops on plain tensors. This package knows no Float8Tensor, no module and no config.
 
-``reference.py`` defines every op in plain PyTorch, to the bit where bits are defined, and is the
-path that runs where there is no float8 hardware. ``scaled_mm.py`` chooses between it and the
-tensor cores, ``casts.py`` between it and the Triton kernels of ``gpu/``; both explain refusals. A
-new kernel is one file in ``gpu/`` and one row in a table of theirs.
+``definition.py`` defines every op in plain PyTorch, to the bit where bits are defined. ``cpu.py``
+runs the same ops where there is no float8 hardware, and faster. ``scaled_mm.py`` chooses between it
+and the tensor cores, ``casts.py`` between it and the Triton kernels of ``gpu/``; both give the
+reason for a refusal. A new kernel is one file in ``gpu/`` and one row in a table of theirs.
 
 May import: ``float8.granularity``, ``float8.formats``, torch; ``gpu/`` also Triton.
 """
@@ -17,8 +17,7 @@ from float8.kernels.casts import (
     kernel_for,
     runs_kernel,
 )
-from float8.kernels.cublas import is_sharded
-from float8.kernels.reference import (
+from float8.kernels.cpu import (
     MIN_SCALE,
     amax,
     cast,
@@ -27,6 +26,7 @@ from float8.kernels.reference import (
     record_amax,
     scale_from_amax,
 )
+from float8.kernels.cublas import is_sharded
 from float8.kernels.scaled_mm import PLAIN, family_of, gemm_for, is_aligned, multiply, scaled_mm
 
 __all__ = [

@@ -15,7 +15,7 @@ arithmetic:
 `fence` ends a loop. Without one inductor computes a value again for each of its readers, and a
 moment has four: the parameter, two reductions and the code. (A step of AdamW: 20 ns without.)
 
-Eager PyTorch converts by itself (`reference.cast`), to the same codes and values, bit for bit.
+Eager PyTorch converts by itself (`cpu.cast`), to the same codes and values, bit for bit.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ expanded   code, E4M3                 scale, exponent; ``value = sign * (|code| 
                                       * scale``
 ========== ========================== ========================================================
 
-*Linear* is ``reference.cast`` in blocks of (1, group), scaled by the group's own amax.
+*Linear* is ``definition.cast`` in blocks of (1, group), scaled by the group's own amax.
 
 *Expanded* is COAT's dynamic range expansion (arXiv 2410.19313, section 4.1). The magnitudes of a
 group of second moments span much less, or much more, than the E4M3 codes do (448 / 2^-9, about
@@ -37,7 +37,7 @@ at the largest float32 it would raise its neighbours' moments to 2^57, and freez
 Codes are rounded to nearest, or, with a ``chance`` per element, up or down so that the expectation
 of the value is x (``stochastic.py``).
 
-Linear codes and scales are defined to the bit (see ``reference.py``). Expanded ones depend on the
+Linear codes and scales are defined to the bit (see ``definition.py``). Expanded ones depend on the
 last bits of ``log2`` and ``exp2``, which each backend has its own of: codes may be neighbours.
 
 Update rules are functions of dense float32 tensors, each step one operation that no compiler may
@@ -54,7 +54,7 @@ import torch
 from torch import Tensor
 
 from float8.formats import E4M3
-from float8.kernels import compiled_coding, reference, stochastic
+from float8.kernels import compiled_coding, cpu, stochastic
 
 E4M3_MAX, SMALLEST_CODE = E4M3.max, E4M3.smallest_subnormal
 LOG2_RANGE = math.log2(E4M3_MAX / SMALLEST_CODE)  # of the E4M3 magnitudes
@@ -69,7 +69,7 @@ def _in_whole_groups(
     """Apply ``function`` to what whole groups cover, and to the rest; put the results together.
 
     Padding would be shorter and costs a copy; and inductor on a CPU (2.13) gets loops over groups
-    that do not divide wrong (see `float8.kernels.reference`).
+    that do not divide wrong (see `float8.kernels.cpu`).
 
     Args:
         columns: of the matrix that is coded.
@@ -111,16 +111,16 @@ def encode(
         tiles = _tiles(x, group)
         magnitude = tiles.abs()
         amax = torch.where(magnitude < math.inf, magnitude, 0.0).amax(2, keepdim=True)
-        scale = reference.scale_from_amax(amax, torch.finfo(dtype).max)
+        scale = cpu.scale_from_amax(amax, torch.finfo(dtype).max)
         chances = [_tiles(c, group) for c in chance]
         if dtype == torch.float8_e4m3fn and compiled_coding.applies(x):
-            y = (magnitude * reference.reciprocal(scale)).clamp(max=E4M3_MAX)
+            y = (magnitude * cpu.reciprocal(scale)).clamp(max=E4M3_MAX)
             rounded = compiled_coding.at_random if chance else compiled_coding.nearest
             codes = compiled_coding.codes_of(rounded(y, *chances), tiles)
         elif chance:
             codes = _cast_at_random(tiles, scale, chances[0], dtype)
         else:
-            codes = reference.cast(tiles, scale, (1, 1, -1), dtype)
+            codes = cpu.cast(tiles, scale, (1, 1, -1), dtype)
         if dtype == torch.float16:
             smallest = torch.where(tiles < 0, -(2.0**-24), 2.0**-24).to(dtype)
             codes = torch.where((codes == 0) & (tiles != 0), smallest, codes)
@@ -138,7 +138,7 @@ def _given(chance: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def _cast_at_random(tiles: Tensor, scale: Tensor, chance: Tensor, dtype: torch.dtype) -> Tensor:
-    y = (tiles.abs() * reference.reciprocal(scale)).clamp(max=torch.finfo(dtype).max)
+    y = (tiles.abs() * cpu.reciprocal(scale)).clamp(max=torch.finfo(dtype).max)
     return _signed(stochastic.on_grid(y, chance, dtype), tiles).to(dtype)
 
 
@@ -223,11 +223,11 @@ def _range_of(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _expand(tiles: Tensor, scale: Tensor, exponent: Tensor, chance: Tensor | None = None) -> Tensor:
-    factor = reference.reciprocal(scale)
+    factor = cpu.reciprocal(scale)
     if chance is not None:
         factor = factor * (1 + 2.0**-22)  # the largest must not come out just below 448
     ratio = (tiles.abs() * factor).clamp(max=1.0)
-    y = _exp2(_log2(ratio) * reference.reciprocal(exponent)) * E4M3_MAX
+    y = _exp2(_log2(ratio) * cpu.reciprocal(exponent)) * E4M3_MAX
     y = y.clamp(SMALLEST_CODE, E4M3_MAX)
     if compiled_coding.applies(tiles):
         return _expand_compiled(y, tiles, exponent, chance)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from float8.granularity import WHOLE, Block
-from float8.kernels import cublas, reference
+from float8.kernels import cpu, cublas
 
 ALIGNMENT = cublas.ALIGNMENT
 TENSORWISE, ROWWISE, BLOCKWISE = "tensorwise", "rowwise", "blockwise"
@@ -341,6 +341,7 @@ def _refuses_devices(device: torch.device, **others: Tensor | None) -> str | Non
 
 # --- the product
 
+
 def is_aligned(gemm: str) -> bool:
     """Whether a GEMM takes only contractions and columns that are multiples of 16."""
     return gemm in GEMMS and GEMMS[gemm].is_aligned
@@ -366,9 +367,7 @@ def multiply(
             several devices.
     """
     if gemm == PLAIN or 0 in (*a_MK.shape, *b_NK.shape):
-        return reference.scaled_mm(
-            a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype
-        )
+        return cpu.scaled_mm(a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype)
     candidate = GEMMS[gemm]
     if b_NK.device != a_MK.device:
         raise ValueError(

@@ -80,15 +80,17 @@ class Float8LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call) -> Tensor:
+        """(..., K), (N, K), (N,) -> (..., N), in the compute dtype."""
         plan = call.plan
-        needs_x, needs_w = (call.saves and needs for needs in ctx.needs_input_grad[:2])
+        needs_x = call.saves and ctx.needs_input_grad[0]
+        needs_w = call.saves and ctx.needs_input_grad[1]
         x8_MK, x8_KM = _cast_input(x, call, needs_w)
         w8_NK, saved_w = _cast_weight(w_NK, call)
         # Rounding to the compute dtype first makes autocast, DDP and FSDP cast the same bits.
         bias = None if bias_N is None else bias_N.to(plan.dtype)
         out_MN = product(plan.output, x8_MK, w8_NK, bias, call.factors[0])
         # The delayed scales too: autograd then notices a sync between forward and backward.
-        scales = [state.scale for state in call.states if state is not None]
+        scales = [state.scale for state in call.states if state] if plan.has_delayed else []
         ctx.save_for_backward(*x8_KM, *(saved_w if needs_x else (None, None)), *scales)
         # Not the call itself: its weight may be memory that FSDP2 frees after the forward.
         ctx.plan, ctx.states, ctx.record, ctx.factors = plan, call.states, call.record, call.factors
@@ -104,6 +106,7 @@ class Float8LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """See `gradients`."""
         refuse_double_backward("Float8Linear")
         with without_autocast(g):
             return (*gradients(ctx, g), None)

@@ -293,7 +293,6 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-
 def _warn_of_plain(model: nn.Module) -> None:
     """Log a warning, once per model: it may be the wrong one, or a baseline in high precision."""
     if torch.compiler.is_compiling() or model in _plain:

@@ -6,8 +6,8 @@
 - *gathered*: FSDP2 gathered its shards in float8 (`float8.distributed.gathered_weights`);
 - *resident*: the layer's ``.weight`` is a `Float8Tensor` Parameter, described below.
 
-**Resident weights.** There is no high-precision copy: one byte per element and the scales are all that is stored.
-Frozen, such a weight is the base under adapters, or a model that is evaluated
+**Resident weights.** There is no high-precision copy: one byte per element and the scales are all
+that is stored. Frozen, such a weight is the base under adapters, or a model that is evaluated
 (`float8.convert.inference`); trainable, it is MS-AMP's level O3 (`float8.ms_amp`).
 
 The weight w_NK = data_NK * scale is read by two GEMMs. The output contracts K, and reads it as it
@@ -143,9 +143,7 @@ def _of_float8_tensor(weight: Float8Tensor, plan: BoundPlan) -> Float8Weight:
     return Float8Weight((data, scale), (data.t(), scale_t), scales_grad=is_rowwise)
 
 
-def cast_weight(
-    weight: Tensor, plan: BoundPlan, state: DelayedState | None
-) -> Float8Weight | None:
+def cast_weight(weight: Tensor, plan: BoundPlan, state: DelayedState | None) -> Float8Weight | None:
     """A weight (N, K), rounded to the compute dtype and cast for both GEMMs.
 
     Nothing is recorded in ``state``: the forwards do that. None if a GEMM is in high precision.

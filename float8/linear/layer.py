@@ -147,9 +147,9 @@ class Float8Linear(Float8Module, nn.Linear):
         plan = plan_on(self.config, input.device, compute_dtype(input))
         if self.config.enable_pre_and_post_forward:
             self._check_sizes(input, plan)
-        grad = torch.is_grad_enabled()
-        weight = float8_weight(self, plan)
-        call = Call(plan, self._states(), self.training and grad, weight, self._factors(input), grad)
+        weight, grad = float8_weight(self, plan), torch.is_grad_enabled()
+        record = self.training and grad
+        call = Call(plan, self._states(), record, weight, self._factors(input), grad)
         return linear_in_float8(input, self.weight, self.bias, call)
 
     def _plain_forward(self, input: Tensor) -> Tensor:

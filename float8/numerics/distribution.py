@@ -75,7 +75,7 @@ class Distribution:
         values_V, counts_V = self.values
         scale_C1 = scales.float().unsqueeze(1)
         data_CV = values_V.expand(len(scales), -1)
-        codes_CV = kernels.reference.cast(data_CV, scale_C1, (1, WHOLE), fmt.dtype)
+        codes_CV = kernels.cast(data_CV, scale_C1, (1, WHOLE), fmt.dtype)
         cast_CV = codes_CV.double() * scale_C1.double()
         noise_C = ((cast_CV - values_V.double()).square() * counts_V).sum(1)
         signal = (values_V.double().square() * counts_V).sum()

@@ -32,7 +32,7 @@ from float8 import (
 from float8.config import RECIPES
 from float8.fusion import autograd as fused_autograd
 from float8.fusion.fused import LayerNormCast, RMSNormCast, SwiGLUCast
-from float8.kernels import reference
+from float8.kernels import definition
 
 K = 48
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -121,7 +121,7 @@ def test_a_layer_norm_is_the_plain_one_and_the_layers_own_cast(dtype, config):
         x, g = (2 + torch.randn(2, 16, K)).to(dtype), torch.randn(2, 16, 32).to(dtype)
         y = norm(x)
         # In float32 and rounded once; torch's own CPU kernel sums in another order.
-        plain = reference.layer_norm(x.flatten(0, 1), norm.weight, norm.bias, norm.eps)[0]
+        plain = definition.layer_norm(x.flatten(0, 1), norm.weight, norm.bias, norm.eps)[0]
         plain = plain.reshape(x.shape).to(dtype).detach().requires_grad_()
         assert isinstance(y, Float8Tensor) and y.dtype == dtype and y.shape == x.shape
         found, expected = layer(y), twin(plain)
@@ -262,7 +262,7 @@ def test_planted_faults_are_seen(fault):
     checks = {"_rms_norm_backward": check_norm, "_layer_norm_backward": check_layer_norm}
     check = checks.get(name, lambda dtype: check_gate(dtype, True))
     check(torch.float32)
-    home = fused_autograd if "norm" in name else reference
+    home = fused_autograd if "norm" in name else definition
     with (
         mock.patch.object(home, name, wrong),
         pytest.raises(AssertionError, match="replay"),

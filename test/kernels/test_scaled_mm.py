@@ -37,7 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8 import kernels
-from float8.kernels import reference
+from float8.kernels import definition
 
 module = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
 BLOCKS = {"tensorwise": TENSOR, "rowwise": ROW, "1x128": B1, "128x128": B128, "3x5": (3, 5)}
@@ -288,7 +288,7 @@ def test_triton_multiplies_blockwise_in_any_dtype_and_size(
     bias = None if bias_dtype is None else Case(sizes[2:], bias_dtype, seed=3).make()
     for out_dtype in shapes.HIGH_PRECISION:
         actual = multiply(parts, a_block, b_block, bias, out_dtype)
-        expected = reference.scaled_mm(*parts, a_block, b_block, bias, out_dtype)
+        expected = definition.scaled_mm(*parts, a_block, b_block, bias, out_dtype)
         assert actual.dtype == out_dtype
         exact = oracle.matmul(parts[0], parts[1], a_block, parts[2], parts[3], b_block)
         exact = exact if bias is None else exact + bias.double()
@@ -335,7 +335,7 @@ def test_a_refused_product_is_an_error_unless_emulated(
     with pytest.raises(ValueError, match=f"scaled_mm: .*{words}"):
         multiply(parts, a_block, b_block, out_dtype=out_dtype)
     emulated = multiply(parts, a_block, b_block, out_dtype=out_dtype, emulate=True)
-    expected = reference.scaled_mm(*parts, a_block, b_block, None, out_dtype)
+    expected = definition.scaled_mm(*parts, a_block, b_block, None, out_dtype)
     assert_bitwise(emulated, expected, (a_block, b_block, arch))
     assert torch_calls == []
 
@@ -353,7 +353,7 @@ def test_an_empty_product_asks_no_hardware(torch_calls, sizes, a_block, b_block)
 def test_a_cpu_never_asks_the_hardware(torch_calls):
     parts = operands(16, 24, 17, ROW, ROW)
     actual = kernels.scaled_mm(*parts, ROW, ROW, out_dtype=torch.float32)
-    expected = reference.scaled_mm(*parts, ROW, ROW, None, torch.float32)
+    expected = definition.scaled_mm(*parts, ROW, ROW, None, torch.float32)
     assert_bitwise(actual, expected)
     assert torch_calls == []
 
@@ -461,7 +461,7 @@ def test_torch_compile_traces_the_choice(dynamic, monkeypatch):
 
     for sizes in ((16, 256, 32), (48, 272, 160)):
         parts = operands(*sizes, B1, B128)
-        expected = reference.scaled_mm(*parts, B1, B128, None, torch.float16)
+        expected = definition.scaled_mm(*parts, B1, B128, None, torch.float16)
         assert_bitwise(product(parts), expected, sizes)
 
 

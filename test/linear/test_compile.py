@@ -182,7 +182,7 @@ def test_compiled_selective_checkpointing_computes_as_eager(recipe):
 
     Of loud and quiet rows, which rowwise scales tell apart. Inductor may fuse a cast with what
     comes before it, in the forward or in the backward alone (pytorch#150859); what that may change
-    is in test_reference.py: test_an_operand_computed_again_by_other_bits_is_no_nan.
+    is in test_definition.py: test_an_operand_computed_again_by_other_bits_is_no_nan.
     """
     eager = _Gated().bfloat16()
     convert_to_float8_training(eager, config=RECIPES[recipe])

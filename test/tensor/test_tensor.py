@@ -399,7 +399,7 @@ def compiled(function, **options):
     [*((name, "aot_eager") for name in shapes.GRANULARITIES), ("1x32", "inductor")],
 )
 def test_compiled_code_makes_reads_and_returns_it(name, backend):
-    """By inductor once: the bits of its casts are claimed in kernels/test_reference.py."""
+    """By inductor once: the bits of its casts are claimed in kernels/test_cpu.py."""
 
     def function(x, q):
         made = quantize(x, E5M2, shapes.GRANULARITIES[name])

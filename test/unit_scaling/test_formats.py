@@ -11,7 +11,7 @@ import torch
 from assertions import assert_bitwise
 
 from float8.granularity import Tensorwise
-from float8.kernels import reference
+from float8.kernels import definition
 from float8.unit_scaling.formats import FPFormat, format_to_tuple, tuple_to_format
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -114,7 +114,7 @@ def test_a_format_that_torch_has_rounds_to_the_bits_of_this_packages_casts(nativ
     x = torch.randn(64, 33).mul(10.0 ** torch.linspace(-6, 4, 33)).to(dtype)
     x[0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
     one = torch.ones(1, 1)
-    data = reference.cast(x, one, Tensorwise().block_of(x.shape), native)
+    data = definition.cast(x, one, Tensorwise().block_of(x.shape), native)
     assert_bitwise(NATIVE[native].quantise(x), data.to(dtype), native)
 
 

@@ -23,14 +23,23 @@ import triton.language as tl
 from torch import Tensor
 
 from float8.granularity import WHOLE, scale_shape
-from float8.kernels import reference
+from float8.kernels import definition
 from float8.kernels.gpu.jit import magnitude_bits
-from float8.kernels.gpu.launch import NO_FUSION, Variant, on_device_of, register
+from float8.kernels.gpu.launch import (
+    NO_FUSION,
+    Variant,
+    is_transposed,
+    launch,
+    meta,
+    register,
+    tiles_of,
+    variant,
+)
 
 MAX_PARTIALS = 512  # programs of the pass: about four per multiprocessor of an H100
 _TILE = {"ROWS": 64, "COLS": 128}
-_OPTIONS = {"num_warps": 4, **NO_FUSION}
 _SQUARE = {"ROWS": 128, "COLS": 128}
+_OPTIONS = {"num_warps": 4, **NO_FUSION}
 _SQUARE_OPTIONS = {"num_warps": 8, **NO_FUSION}
 
 
@@ -119,13 +128,21 @@ def _blocks_kernel(
     tl.store(amax_ptr + offsets, found.to(tl.float32, bitcast=True), inside)
 
 
-def partial_amaxes(x: Tensor) -> Tensor:
+def new_partials(x: Tensor, tiles: int, most: int) -> Tensor:
+    """int32 (P,), P a power of two: for the amaxes of at most ``most`` programs."""
+    count = min(most, triton.next_power_of_2(tiles))
+    return torch.empty(count, dtype=torch.int32, device=x.device)
+
+
+def partial_amaxes(x: Tensor, most: int = MAX_PARTIALS) -> Tensor:
     """int32 (P,), P a power of two: bits of amaxes whose maximum is that of the matrix x."""
     x = x.t() if is_transposed(x) else x
-    tiles = triton.cdiv(x.shape[0], _TILE["ROWS"]) * triton.cdiv(x.shape[1], _TILE["COLS"])
-    count = min(MAX_PARTIALS, triton.next_power_of_2(tiles))
-    partials = torch.empty(count, dtype=torch.int32, device=x.device)
-    _amax_kernel[(count,)](x, partials, *x.shape, *x.stride(), **_TILE, PARTIALS=count, **_OPTIONS)
+    partials = new_partials(x, tiles_of(x, _TILE), most)
+    count = partials.numel()
+    launch(
+        _amax_kernel, count, x, partials, *x.shape, *x.stride(),
+        **_TILE, PARTIALS=count, **_OPTIONS,
+    )  # fmt: skip
     return partials
 
 
@@ -139,34 +156,20 @@ def line_amaxes(x: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
     M, K = x.shape
     zeros = torch.zeros(M * rows + K * cols, dtype=torch.int32, device=x.device)
     of_rows, of_cols = zeros[: M * rows], zeros[M * rows :]
-    grid = (triton.cdiv(M, _TILE["ROWS"]) * triton.cdiv(K, _TILE["COLS"]),)
-    _lines_kernel[grid](
-        x, of_rows, of_cols, M, K, *x.stride(), **_TILE, OF_ROWS=rows, OF_COLS=cols, **_OPTIONS
-    )
+    launch(
+        _lines_kernel, tiles_of(x, _TILE), x, of_rows, of_cols, M, K, *x.stride(),
+        **_TILE, OF_ROWS=rows, OF_COLS=cols, **_OPTIONS,
+    )  # fmt: skip
     return of_rows, of_cols
-
-
-def is_transposed(x: Tensor) -> bool:
-    """Whether the matrix x is the transpose of a row-major one, so that it is read as that."""
-    return x.stride(0) == 1 and x.stride(1) != 1
 
 
 def _launch_blocks(x: Tensor, block: tuple[int, int], out: Tensor) -> None:
     if is_transposed(x):
         return _launch_blocks(x.t(), block[::-1], out.t())
-    M, K = x.shape
-    _blocks_kernel[(triton.cdiv(M, _SQUARE["ROWS"]) * triton.cdiv(K, _SQUARE["COLS"]),)](
-        x,
-        out,
-        M,
-        K,
-        *x.stride(),
-        *out.stride(),
-        **_SQUARE,
-        BLOCK_ROWS=block[0],
-        BLOCK_COLS=block[1],
-        **_SQUARE_OPTIONS,
-    )
+    launch(
+        _blocks_kernel, tiles_of(x, _SQUARE), x, out, *x.shape, *x.stride(), *out.stride(),
+        **_SQUARE, BLOCK_ROWS=block[0], BLOCK_COLS=block[1], **_SQUARE_OPTIONS,
+    )  # fmt: skip
 
 
 def _launch(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
@@ -174,14 +177,13 @@ def _launch(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
     out = _fake(x, *block)
     if x.numel() == 0:
         return out.zero_()
-    with on_device_of(x):
-        if block == (WHOLE, WHOLE):
-            return partial_amaxes(x).amax().view(torch.float32).reshape(out.shape)
-        if WHOLE in block:
-            found = line_amaxes(x, block[0] == 1, block[1] == 1)
-            return found[block[0] == WHOLE].view(torch.float32).reshape(out.shape)
-        _launch_blocks(x, block, out)
-        return out
+    if block == (WHOLE, WHOLE):
+        return partial_amaxes(x).amax().view(torch.float32).reshape(out.shape)
+    if WHOLE in block:
+        found = line_amaxes(x, block[0] == 1, block[1] == 1)
+        return found[block[0] == WHOLE].view(torch.float32).reshape(out.shape)
+    _launch_blocks(x, block, out)
+    return out
 
 
 def _checked(rows: int, cols: int) -> tuple[int, int]:
@@ -194,8 +196,8 @@ def _checked(rows: int, cols: int) -> tuple[int, int]:
     return rows, cols
 
 
-def _reference(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
-    return reference.amax(x, _checked(block_rows, block_cols)).contiguous()
+def _definition(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
+    return definition.amax(x, _checked(block_rows, block_cols)).contiguous()
 
 
 def _fake(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
@@ -206,35 +208,17 @@ def _fake(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
 amax = register(
     "amax(Tensor x, int block_rows, int block_cols) -> Tensor",
     kernel=_launch,
-    reference=_reference,
+    definition=_definition,
     fake=_fake,
 )
 
 
 def shipped() -> list[Variant]:
     """What reads a bfloat16 matrix on the way of the recipes, and one blocked form."""
-    x_types, sizes = {"x_ptr": "*bf16"}, dict.fromkeys(("M", "K", "stride_m"), "i32")
-    lines_types = x_types | {"rows_ptr": "*i32", "cols_ptr": "*i32"} | sizes
-    blocks_types = x_types | {"amax_ptr": "*fp32"} | sizes | {"amax_stride_m": "i32"}
-    columns = {"stride_k": 1, **_TILE, "OF_COLS": True}
-    blocks = {"stride_k": 1, "amax_stride_k": 1, **_SQUARE, "BLOCK_ROWS": 1, "BLOCK_COLS": 128}
+    x = meta(4096, 4096)
     return [
-        Variant(
-            "amax",
-            _amax_kernel,
-            x_types | {"partials_ptr": "*i32"} | sizes,
-            {"stride_k": 1, **_TILE, "PARTIALS": MAX_PARTIALS},
-            _OPTIONS,
-        ),
-        Variant(
-            "amax, rows and columns",
-            _lines_kernel,
-            lines_types,
-            columns | {"OF_ROWS": True},
-            _OPTIONS,
-        ),
-        Variant(
-            "amax, columns", _lines_kernel, lines_types, columns | {"OF_ROWS": False}, _OPTIONS
-        ),
-        Variant("amax, 1x128", _blocks_kernel, blocks_types, blocks, _SQUARE_OPTIONS),
+        variant("amax", partial_amaxes, x),
+        variant("amax, rows and columns", line_amaxes, x, True, True),
+        variant("amax, columns", line_amaxes, x, False, True),
+        variant("amax, 1x128", _launch, x, 1, 128),
     ]

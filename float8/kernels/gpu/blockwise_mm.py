@@ -35,8 +35,8 @@ import triton.language as tl
 from torch import Tensor
 
 from float8.granularity import scale_shape
-from float8.kernels import reference
-from float8.kernels.gpu.launch import Variant, check_device, on_device_of, register
+from float8.kernels import definition
+from float8.kernels.gpu.launch import Variant, check_device, launch, meta, register, variant
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
@@ -160,66 +160,35 @@ def _kernel(
     tl.store(out_ptr + offsets, out, inside_m[:, None] & inside_n[None, :])
 
 
-def launch(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    a_rows: int,
-    b_rows: int,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    tile: Tile | None = None,
-) -> Tensor:
-    """The kernel on CUDA tensors; a benchmark may name the tile."""
+def _launch(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_rows: int, b_rows: int,
+    bias: Tensor | None, out_dtype: torch.dtype, tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
+    """Launch; a test or a benchmark may name the tile."""
     _check(a, a_scale, b, b_scale, a_rows, b_rows, bias, out_dtype)
-    (M, K), N = a.shape, b.shape[0]
-    out = torch.empty((M, N), dtype=out_dtype, device=a.device)
+    out = _fake(a, a_scale, b, b_scale, a_rows, b_rows, bias, out_dtype)
     if out.numel() == 0:
         return out
+    (M, K), N = a.shape, b.shape[0]
     tile = tile or tile_of(M, N)
     if b_rows == 1 and b_scale.stride(0) != 1:
         # A thread reads the scales of up to 64 columns; loads one by one would spill.
         b_scale = b_scale.t().contiguous().t()
-    with on_device_of(a):
-        _kernel[(triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N),)](
-            a,
-            a_scale,
-            b,
-            b_scale,
-            a_scale if bias is None else bias,
-            out,
-            M,
-            N,
-            K,
-            a.stride(0),
-            b.stride(0),
-            1 if bias is None else bias.stride(0),
-            *a_scale.stride(),
-            *b_scale.stride(),
-            A_ROWS=a_rows,
-            B_ROWS=b_rows,
-            BIAS=bias is not None,
-            TILE_M=tile.M,
-            TILE_N=tile.N,
-            GROUP=_GROUP,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            **_FUSION,
-        )
+    launch(
+        _kernel, triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N),
+        a, a_scale, b, b_scale, a_scale if bias is None else bias, out, M, N, K,
+        a.stride(0), b.stride(0), 1 if bias is None else bias.stride(0),
+        *a_scale.stride(), *b_scale.stride(),
+        A_ROWS=a_rows, B_ROWS=b_rows, BIAS=bias is not None, TILE_M=tile.M, TILE_N=tile.N,
+        GROUP=_GROUP, num_warps=tile.warps, num_stages=tile.stages, **_FUSION,
+    )  # fmt: skip
     return out
 
 
 def _check(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    a_rows: int,
-    b_rows: int,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> None:
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_rows: int, b_rows: int,
+    bias: Tensor | None, out_dtype: torch.dtype,
+) -> None:  # fmt: skip
     """Refuse what the kernel would read past the end of, or take for something else."""
     check_device("blockwise_mm", a, a_scale=a_scale, b=b, b_scale=b_scale, bias=bias)
     wrong = None
@@ -248,83 +217,55 @@ def _check(
             )
 
 
-def _reference(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    a_rows: int,
-    b_rows: int,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _definition(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_rows: int, b_rows: int,
+    bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     _check(a, a_scale, b, b_scale, a_rows, b_rows, bias, out_dtype)
     blocks = (a_rows, 128), (b_rows, 128)
-    return reference.scaled_mm(a, a_scale, b, b_scale, *blocks, bias, out_dtype)
+    return definition.scaled_mm(a, a_scale, b, b_scale, *blocks, bias, out_dtype)
 
 
 def _fake(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    a_rows: int,
-    b_rows: int,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_rows: int, b_rows: int,
+    bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     return torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
 
 
 blockwise_mm = register(
     "blockwise_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, int a_rows, int b_rows, "
     "Tensor? bias, ScalarType out_dtype) -> Tensor",
-    kernel=launch,
-    reference=_reference,
+    kernel=_launch,
+    definition=_definition,
     fake=_fake,
 )
 
 
 def shipped() -> list[Variant]:
     """Every tile with the pairs of blocks that the recipe multiplies, and other forms once."""
-    forms = [(tile, *rows, "fp8e4nv", "*bf16") for tile in TILES for rows in ((1, 128), (1, 1))]
+    bf16 = torch.bfloat16
+    forms = [(tile, *rows, E4M3, bf16) for tile in TILES for rows in ((1, 128), (1, 1))]
     forms += [
-        (TILES[0], 128, 1, "fp8e4nv", "*bf16"),
-        (TILES[0], 1, 128, "fp8e5", "*bf16"),
-        (TILES[0], 1, 128, "fp8e4nv", "*fp32"),
+        (TILES[0], 128, 1, E4M3, bf16),
+        (TILES[0], 1, 128, E5M2, bf16),
+        (TILES[0], 1, 128, E4M3, torch.float32),
     ]
     return [_variant(*form) for form in forms]
 
 
-def _variant(tile: Tile, a_rows: int, b_rows: int, a_format: str, out: str) -> Variant:
-    types = {
-        "a_ptr": f"*{a_format}",
-        "a_scale_ptr": "*fp32",
-        "b_ptr": "*fp8e4nv",
-        "b_scale_ptr": "*fp32",
-        "bias_ptr": "*bf16",
-        "out_ptr": out,
-        **dict.fromkeys(("M", "N", "K", "stride_a", "stride_b"), "i32"),
-    }
-    constants = {
-        "stride_bias": 1,
-        "A_ROWS": a_rows,
-        "B_ROWS": b_rows,
-        "BIAS": out == "*fp32",
-        "TILE_M": tile.M,
-        "TILE_N": tile.N,
-        "GROUP": _GROUP,
-    }
-    # 1x128 scales as `cast` and cuBLASLt have them, outer dimension contiguous; 128x128 row-major.
-    for name, dim, rows in (("a", "m", a_rows), ("b", "n", b_rows)):
-        contiguous, other = (dim, "k") if rows == 1 else ("k", dim)
-        constants[f"stride_{name}_scale_{contiguous}"] = 1
-        types[f"stride_{name}_scale_{other}"] = "i32"
-    return Variant(
+def _variant(
+    tile: Tile, a_rows: int, b_rows: int, a_dtype: torch.dtype, out_dtype: torch.dtype
+) -> Variant:
+    """With scales as `cast_blockwise` and cuBLASLt have them; a bias where float32 is written."""
+    size = 4096
+    scales = {1: meta(size // 128, size, dtype=torch.float32).t()}
+    scales[128] = meta(size // 128, size // 128, dtype=torch.float32)
+    a, b = meta(size, size, dtype=a_dtype), meta(size, size, dtype=E4M3)
+    bias = meta(size) if out_dtype == torch.float32 else None
+    formats = {E4M3: "e4m3", E5M2: "e5m2", torch.bfloat16: "bf16", torch.float32: "fp32"}
+    return variant(
         f"blockwise_mm {tile.M}x{tile.N}, {a_rows}x128 by {b_rows}x128, "
-        f"{'e5m2' if a_format == 'fp8e5' else 'e4m3'} to {out[1:]}",
-        _kernel,
-        types,
-        constants,
-        {"num_warps": tile.warps, "num_stages": tile.stages, **_FUSION},
-    )
+        f"{formats[a_dtype]} to {formats[out_dtype]}",
+        _launch, a, scales[a_rows], b, scales[b_rows], a_rows, b_rows, bias, out_dtype, tile,
+    )  # fmt: skip

@@ -13,7 +13,7 @@ op              bytes per element    what it does
 
 `cast_dynamic` is two launches. The first leaves one partial amax per program; every program of the
 second reduces those again, two kilobytes from cache, and computes the scale itself, so that nothing
-is zeroed, waited for or copied between. How both orientations are written: ``tiles.py``.
+is zeroed, waited for or copied between. How both orientations are written: ``jit.py``.
 """
 
 from __future__ import annotations
@@ -24,19 +24,30 @@ import triton.language as tl
 from torch import Tensor
 
 from float8.granularity import WHOLE
-from float8.kernels import reference
-from float8.kernels.gpu.amax import MAX_PARTIALS, is_transposed, partial_amaxes
-from float8.kernels.gpu.jit import reciprocal
+from float8.kernels import definition
+from float8.kernels.gpu.amax import partial_amaxes
+from float8.kernels.gpu.jit import (
+    amax_bits_of,
+    load_4_rows,
+    place_of_tile,
+    reciprocal,
+    scale_of_tensor,
+    to_float32,
+    write_codes,
+)
 from float8.kernels.gpu.launch import (
     NO_FUSION,
-    TRITON_FORMATS,
     Variant,
     check_device,
-    new_codes,
-    on_device_of,
+    is_transposed,
+    launch,
+    meta,
+    new_data,
+    one_scale_arguments,
     register,
+    tiles_of,
+    variant,
 )
-from float8.kernels.gpu.tiles import amax_bits_of, load_4_rows, scale_of_tensor, write_codes
 
 _WHOLE = (WHOLE, WHOLE)
 _TILE = {"ROWS_BY_4": 16, "COLS": 128}
@@ -67,14 +78,8 @@ def _cast_kernel(
     RECORD: tl.constexpr,
     PACK: tl.constexpr,  # M is a multiple of 16
 ):
-    pid = tl.program_id(0)
-    tiles_k = tl.cdiv(K, COLS)
-    first_m4 = (pid // tiles_k).to(tl.int64) * ROWS_BY_4
-    m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
-    k = (pid % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
-
-    xs = load_4_rows(x_ptr, m, k, M, K, stride_m, stride_k)
-    ys = (xs[0].to(tl.float32), xs[1].to(tl.float32), xs[2].to(tl.float32), xs[3].to(tl.float32))
+    first_m4, m, k = place_of_tile(tl.program_id(0), K, ROWS_BY_4, COLS)
+    ys = to_float32(load_4_rows(x_ptr, m, k, M, K, stride_m, stride_k))
     scale = scale_of_tensor(
         given_ptr, scale_ptr, partials_ptr, amax_ptr,
         FORMAT_MAX, POWER_OF_TWO, PARTIALS, RECORD, PARTIALS > 0,
@@ -88,191 +93,127 @@ def _cast_kernel(
         tl.atomic_max(amax_ptr, tl.max(amax_bits_of(ys)), sem="relaxed")
 
 
-def _launch(
-    x: Tensor,
-    scale: Tensor,
-    partials: Tensor | None,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    rows: bool,
-    cols: bool,
-    amax: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+Outputs = tuple[Tensor, Tensor, Tensor]  # data, data_t, scale
+
+
+def new_outputs(x: Tensor, dtype: torch.dtype, rows: bool, cols: bool) -> Outputs:
+    """Empty results of a cast by one scale."""
     M, K = x.shape
-    data, data_t = new_codes(x, M, K, rows, dtype), new_codes(x, K, M, cols, dtype)
-    if is_transposed(x):
-        flags, outputs, (M, K) = (cols, rows), (data_t, data), (K, M)
-        x = x.t()
-    else:
-        flags, outputs = (rows, cols), (data, data_t)
-    pack = M % 16 == 0
-    first, second = (out.view(torch.uint8) for out in outputs)
-    # A byte view of nothing has no int32 view, and is not written.
-    second = second.view(torch.int32) if pack and flags[1] else second
-    grid = (triton.cdiv(M, 4 * _TILE["ROWS_BY_4"]) * triton.cdiv(K, _TILE["COLS"]),)
-    _cast_kernel[grid](
-        x,
-        scale,
-        scale,
-        scale.view(torch.int32) if partials is None else partials,
-        first,
-        second,
-        (scale if amax is None else amax).view(torch.int32),
-        M,
-        K,
-        *x.stride(),
-        **_TILE,
-        PARTIALS=0 if partials is None else partials.numel(),
-        FORMAT=TRITON_FORMATS[dtype],
-        FORMAT_MAX=torch.finfo(dtype).max,
-        POWER_OF_TWO=power_of_two,
-        WRITE_ROWS=flags[0],
-        WRITE_COLS=flags[1],
-        RECORD=amax is not None,
-        PACK=pack,
-        **_OPTIONS,
-    )
-    return data, data_t
+    scale = new_data(x, 1, 1, True, torch.float32)
+    return new_data(x, M, K, rows, dtype), new_data(x, K, M, cols, dtype), scale
 
 
-def _given_scale(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, cols: bool, amax: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    check_device("cast", x, scale=scale, amax=amax)
-    if x.numel() == 0:
-        return _fake_given_scale(x, scale, dtype, rows, cols, amax)
-    with on_device_of(x):
-        return _launch(x, scale, None, dtype, False, rows, cols, amax)
-
-
-def _dynamic_scale(
-    x: Tensor,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    rows: bool,
-    cols: bool,
-    amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_device("cast_dynamic", x, amax=amax)
-    if x.numel() == 0:
-        return _reference_dynamic_scale(x, dtype, power_of_two, rows, cols, amax)
-    scale = torch.empty((1, 1), dtype=torch.float32, device=x.device)
-    with on_device_of(x):
-        partials = partial_amaxes(x)
-        return *_launch(x, scale, partials, dtype, power_of_two, rows, cols, amax), scale
-
-
-def _reference_given_scale(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, cols: bool, amax: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def define(
+    x: Tensor, scale: Tensor | None, dtype: torch.dtype, power_of_two: bool, rows: bool,
+    cols: bool, amax: Tensor | None,
+) -> Outputs:  # fmt: skip
+    """A cast by one scale in plain PyTorch; ``scale`` None computes it from x."""
+    found = definition.amax(x, _WHOLE)
     if amax is not None:
-        reference.record_amax(amax, reference.amax(x, _WHOLE))
-    data = reference.cast(x, scale.reshape(1, 1), _WHOLE, dtype)
-    return _orientations(data, rows, cols)
-
-
-def _reference_dynamic_scale(
-    x: Tensor,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    rows: bool,
-    cols: bool,
-    amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    found = reference.amax(x, _WHOLE)
-    if amax is not None:
-        reference.record_amax(amax, found)
-    scale = reference.scale_from_amax(found, torch.finfo(dtype).max, power_of_two)
-    data = reference.cast(x, scale, _WHOLE, dtype, fits=True)
-    return *_orientations(data, rows, cols), scale
-
-
-def _orientations(data: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
+        definition.record_amax(amax, found)
+    if scale is None:
+        scale = definition.scale_from_amax(found, torch.finfo(dtype).max, power_of_two)
+    scale = scale.reshape(1, 1).clone()
+    data = definition.cast(x, scale, _WHOLE, dtype)
     nothing = data.new_empty((0, 0))
     return (
         data.contiguous() if rows else nothing,
         # A clone: of one row or column, contiguous() would be an alias.
         data.t().clone(memory_format=torch.contiguous_format) if cols else nothing,
+        scale,
     )
 
 
-def _fake_given_scale(
+def _launch(
+    x: Tensor, outputs: Outputs, given: Tensor | None, partials: Tensor | None,
+    power_of_two: bool, amax: Tensor | None,
+) -> None:  # fmt: skip
+    data, data_t, scale = outputs
+    if is_transposed(x):
+        x, data, data_t = x.t(), data_t, data
+    pointers, constants = one_scale_arguments(
+        data, data_t, scale, given, partials, amax, power_of_two
+    )
+    launch(
+        _cast_kernel, tiles_of(x, _TILE), x, *pointers, *x.shape, *x.stride(),
+        **_TILE, **constants, WRITE_ROWS=data.numel() > 0, **_OPTIONS,
+    )  # fmt: skip
+
+
+def _cast(
     x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, cols: bool, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    M, K = x.shape
-    return new_codes(x, M, K, rows, dtype), new_codes(x, K, M, cols, dtype)
+    check_device("cast", x, scale=scale, amax=amax)
+    data, data_t = _cast_fake(x, scale, dtype, rows, cols)
+    if x.numel() > 0:
+        _launch(x, (data, data_t, scale), scale, None, False, amax)
+    return data, data_t
 
 
-def _fake_dynamic_scale(
-    x: Tensor,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    rows: bool,
-    cols: bool,
+def _cast_definition(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, cols: bool, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return define(x, scale, dtype, False, rows, cols, amax)[:2]
+
+
+def _cast_fake(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, cols: bool, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return new_outputs(x, dtype, rows, cols)[:2]
+
+
+def _cast_dynamic(
+    x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, cols: bool,
     amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    scale = torch.empty((1, 1), dtype=torch.float32, device=x.device)
-    return *_fake_given_scale(x, scale, dtype, rows, cols, amax), scale
+) -> Outputs:  # fmt: skip
+    check_device("cast_dynamic", x, amax=amax)
+    if x.numel() == 0:
+        return _cast_dynamic_definition(x, dtype, power_of_two, rows, cols, amax)
+    outputs = new_outputs(x, dtype, rows, cols)
+    _launch(x, outputs, None, partial_amaxes(x), power_of_two, amax)
+    return outputs
+
+
+def _cast_dynamic_definition(
+    x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, cols: bool,
+    amax: Tensor | None = None,
+) -> Outputs:  # fmt: skip
+    return define(x, None, dtype, power_of_two, rows, cols, amax)
+
+
+def _cast_dynamic_fake(
+    x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, cols: bool,
+    amax: Tensor | None = None,
+) -> Outputs:  # fmt: skip
+    return new_outputs(x, dtype, rows, cols)
 
 
 cast = register(
     "cast(Tensor x, Tensor scale, ScalarType dtype, bool rows, bool cols, Tensor(a!)? amax=None)"
     " -> (Tensor data, Tensor data_t)",
-    kernel=_given_scale,
-    reference=_reference_given_scale,
-    fake=_fake_given_scale,
+    kernel=_cast,
+    definition=_cast_definition,
+    fake=_cast_fake,
 )
 cast_dynamic = register(
     "cast_dynamic(Tensor x, ScalarType dtype, bool power_of_two, bool rows, bool cols, "
     "Tensor(a!)? amax=None) -> (Tensor data, Tensor data_t, Tensor scale)",
-    kernel=_dynamic_scale,
-    reference=_reference_dynamic_scale,
-    fake=_fake_dynamic_scale,
+    kernel=_cast_dynamic,
+    definition=_cast_dynamic_definition,
+    fake=_cast_dynamic_fake,
 )
 
 
 def shipped() -> list[Variant]:
     """The forms that the recipes launch on bfloat16, and enough others to see each flag."""
-    forms = (
-        # format, partials, rows, cols, record
-        ("e4m3", MAX_PARTIALS, True, True, False),
-        ("e5m2", MAX_PARTIALS, True, True, False),
-        ("e4m3", MAX_PARTIALS, True, False, False),
-        ("e4m3", 0, True, True, False),
-        ("e5m2", 0, True, True, True),
-        ("e4m3", 0, False, True, False),
-    )
-    return [_variant(*form) for form in forms]
-
-
-def _variant(name: str, partials: int, rows: bool, cols: bool, record: bool) -> Variant:
-    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
-    written = " and ".join(w for w, wanted in (("rows", rows), ("columns", cols)) if wanted)
-    return Variant(
-        f"cast{'' if partials else ' by a given scale'}, {name}, {written}"
-        + (", amax" if record else ""),
-        _cast_kernel,
-        {
-            "x_ptr": "*bf16",
-            "given_ptr": "*fp32",
-            "scale_ptr": "*fp32",
-            "partials_ptr": "*i32",
-            "data_ptr": "*u8",
-            "data_t_ptr": "*i32" if cols else "*u8",
-            "amax_ptr": "*i32",
-            **dict.fromkeys(("M", "K", "stride_m"), "i32"),
-        },
-        {
-            "stride_k": 1,
-            **_TILE,
-            "PARTIALS": partials,
-            "FORMAT": TRITON_FORMATS[dtype],
-            "FORMAT_MAX": torch.finfo(dtype).max,
-            "POWER_OF_TWO": False,
-            "WRITE_ROWS": rows,
-            "WRITE_COLS": cols,
-            "RECORD": record,
-            "PACK": True,
-        },
-        _OPTIONS,
-    )
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    x, scale, amax = meta(4096, 4096), meta(1, 1, dtype=torch.float32), meta(dtype=torch.float32)
+    both, given = "rows and columns", "cast by a given scale"
+    return [
+        variant(f"cast, e4m3, {both}", _cast_dynamic, x, e4m3, False, True, True),
+        variant(f"cast, e5m2, {both}", _cast_dynamic, x, e5m2, False, True, True),
+        variant("cast, e4m3, rows", _cast_dynamic, x, e4m3, False, True, False),
+        variant(f"{given}, e4m3, {both}", _cast, x, scale, e4m3, True, True),
+        variant(f"{given}, e5m2, {both}, amax", _cast, x, scale, e5m2, True, True, amax),
+        variant(f"{given}, e4m3, columns", _cast, x, scale, e4m3, False, True),
+    ]

@@ -20,31 +20,35 @@ and packs the codes of a column into one int32, as ``cast.py`` explains.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from float8.granularity import Block, scale_shape
-from float8.kernels.gpu.amax import is_transposed
-from float8.kernels.gpu.cast_rowwise import reference_rows
 from float8.kernels.gpu.jit import (
     encode_fitting,
+    load_4_rows,
     magnitude_bits,
     reciprocal,
     scale_from_amax,
+    to_float32,
+    write_codes,
 )
 from float8.kernels.gpu.launch import (
     NO_FUSION,
-    TRITON_FORMATS,
+    BothWays,
     Variant,
-    new_codes,
-    on_device_of,
+    as_bytes,
+    define_both_ways,
+    format_constants,
+    launch,
+    meta,
+    new_data,
+    read_row_major,
     register,
+    variant,
 )
-from float8.kernels.gpu.tiles import load_4_rows, write_codes
 
 _BLOCKS: tuple[Block, ...] = ((1, 128), (128, 128))
 _TILE = {"BLOCK": 128, "BLOCK_BY_4": 32}
@@ -105,112 +109,60 @@ def _blocks_kernel(
             tl.store(scale_ptr + block_m * blocks_k + block_k, scale_t)
         if SQUARE and WRITE_COLS:
             tl.store(scale_t_ptr + block_k * blocks_m + block_m, scale_t)
-        x0, x1, x2, x3 = xs
-        ys = (x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32))
         write_codes(
-            ys, factor_t, data_ptr, data_t_ptr, first_m4, k, M, K,
+            to_float32(xs), factor_t, data_ptr, data_t_ptr, first_m4, k, M, K,
             BLOCK_BY_4, FORMAT, FORMAT_MAX, True, SQUARE and WRITE_ROWS, WRITE_COLS, PACK,
         )  # fmt: skip
 
 
-def _constants(
-    square: bool, dtype: torch.dtype, power_of_two: bool, pack: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Compile-time arguments, and options."""
-    constants = {
-        **_TILE,
-        "SQUARE": square,
-        "FORMAT": TRITON_FORMATS[dtype],
-        "FORMAT_MAX": torch.finfo(dtype).max,
-        "POWER_OF_TWO": power_of_two,
-        "PACK": pack,
-    }
+def _launch(
+    x: Tensor, dtype: torch.dtype, power_of_two: bool, block_rows: int, block_cols: int,
+    rows: bool, cols: bool,
+) -> BothWays:  # fmt: skip
+    outputs = _fake(x, dtype, power_of_two, block_rows, block_cols, rows, cols)
+    if x.numel() == 0 or not (rows or cols):
+        return outputs
+    x, (data, scale, data_t, scale_t) = read_row_major(x, outputs)
+    M, K = x.shape
+    pack, square = M % 16 == 0, block_rows != 1
+    write_rows, write_cols = data.numel() > 0, data_t.numel() > 0
     options = {"num_warps": 8, **NO_FUSION}
     if pack and power_of_two and not square and torch.version.hip is None:
         # Two programs on a multiprocessor, of 65536 registers. The compiler would take 145 each,
         # and lose nothing by the limit; divisions and single bytes need 180, and would spill.
         options["maxnreg"] = 128
-    return constants, options
-
-
-def _launch(
-    x: Tensor,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    block_rows: int,
-    block_cols: int,
-    rows: bool,
-    cols: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    outputs = _fake(x, dtype, power_of_two, block_rows, block_cols, rows, cols)
-    if x.numel() == 0 or not (rows or cols):
-        return outputs
-    wanted = [(rows, *outputs[:2]), (cols, *outputs[2:])]
-    if is_transposed(x):
-        x, wanted = x.t(), wanted[::-1]
-    (of_rows, data, scale), (of_cols, data_t, scale_t) = wanted
-    M, K = x.shape
-    pack = M % 16 == 0
-    constants, options = _constants(block_rows != 1, dtype, power_of_two, pack)
-    with on_device_of(x):
-        _blocks_kernel[(triton.cdiv(M, _TILE["BLOCK"]) * triton.cdiv(K, _TILE["BLOCK"]),)](
-            x,
-            data.view(torch.uint8),
-            scale,
-            data_t.view(torch.int32 if pack and of_cols else torch.uint8),
-            scale_t,
-            M,
-            K,
-            *x.stride(),
-            **constants,
-            WRITE_ROWS=of_rows,
-            WRITE_COLS=of_cols,
-            **options,
-        )
+    launch(
+        _blocks_kernel, triton.cdiv(M, _TILE["BLOCK"]) * triton.cdiv(K, _TILE["BLOCK"]), x,
+        as_bytes(data), scale, as_bytes(data_t, pack and write_cols), scale_t, M, K, *x.stride(),
+        **_TILE, **format_constants(dtype, power_of_two), SQUARE=square, PACK=pack,
+        WRITE_ROWS=write_rows, WRITE_COLS=write_cols, **options,
+    )  # fmt: skip
     return outputs
 
 
-def _checked(rows: int, cols: int) -> Block:
-    if (rows, cols) not in _BLOCKS:
-        raise ValueError(
-            f"float8::cast_blockwise: no kernel casts blocks ({rows}, {cols}); use one of {_BLOCKS}"
-        )
-    return rows, cols
-
-
-def _reference(
-    x: Tensor,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    block_rows: int,
-    block_cols: int,
-    rows: bool,
-    cols: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    outputs = _fake(x, dtype, power_of_two, block_rows, block_cols, rows, cols)
-    for wanted, source, data, scale in ((rows, x, *outputs[:2]), (cols, x.t(), *outputs[2:])):
-        if wanted:
-            found = reference_rows(source, (block_rows, block_cols), dtype, power_of_two)
-            data.copy_(found[0])
-            scale.copy_(found[1])
-    return outputs
+def _definition(
+    x: Tensor, dtype: torch.dtype, power_of_two: bool, block_rows: int, block_cols: int,
+    rows: bool, cols: bool,
+) -> BothWays:  # fmt: skip
+    block = (block_rows, block_cols)
+    outputs = _fake(x, dtype, power_of_two, *block, rows, cols)
+    return define_both_ways(x, outputs, rows, cols, block, power_of_two)
 
 
 def _fake(
-    x: Tensor,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    block_rows: int,
-    block_cols: int,
-    rows: bool,
-    cols: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    block = _checked(block_rows, block_cols)
+    x: Tensor, dtype: torch.dtype, power_of_two: bool, block_rows: int, block_cols: int,
+    rows: bool, cols: bool,
+) -> BothWays:  # fmt: skip
+    block = (block_rows, block_cols)
+    if block not in _BLOCKS:
+        raise ValueError(
+            f"float8::cast_blockwise: no kernel casts blocks {block}; use one of {_BLOCKS}"
+        )
     M, K = x.shape
     return (
-        new_codes(x, M, K, rows, dtype),
+        new_data(x, M, K, rows, dtype),
         _new_scale(x, M, K, rows, block),
-        new_codes(x, K, M, cols, dtype),
+        new_data(x, K, M, cols, dtype),
         _new_scale(x, K, M, cols, block),
     )
 
@@ -219,38 +171,29 @@ def _new_scale(x: Tensor, rows: int, cols: int, wanted: bool, block: Block) -> T
     """An empty scale of an operand (rows, cols), as cuBLASLt reads it."""
     down, across = scale_shape((rows, cols), block)
     if block[0] == 1:
-        return new_codes(x, across, down, wanted, torch.float32).t()
-    return new_codes(x, down, across, wanted, torch.float32)
+        return new_data(x, across, down, wanted, torch.float32).t()
+    return new_data(x, down, across, wanted, torch.float32)
 
 
 cast_blockwise = register(
     "cast_blockwise(Tensor x, ScalarType dtype, bool power_of_two, int block_rows, int block_cols, "
     "bool rows, bool cols) -> (Tensor data, Tensor scale, Tensor data_t, Tensor scale_t)",
     kernel=_launch,
-    reference=_reference,
+    definition=_definition,
     fake=_fake,
 )
 
 
 def shipped() -> list[Variant]:
     """The forms that the blockwise recipe launches on bfloat16."""
-    return [
-        _variant("1x128, rows and columns", False, True, True),
-        _variant("1x128, rows", False, True, False),
-        _variant("128x128, rows and columns", True, True, True),
-        _variant("128x128, columns", True, False, True),
-    ]
-
-
-def _variant(what: str, square: bool, rows: bool, cols: bool) -> Variant:
-    types = {
-        "x_ptr": "*bf16",
-        "data_ptr": "*u8",
-        "scale_ptr": "*fp32",
-        "data_t_ptr": "*i32" if cols else "*u8",
-        "scale_t_ptr": "*fp32",
-        **dict.fromkeys(("M", "K", "stride_m"), "i32"),
+    forms = {
+        "1x128, rows and columns": (1, 128, True, True),
+        "1x128, rows": (1, 128, True, False),
+        "128x128, rows and columns": (128, 128, True, True),
+        "128x128, columns": (128, 128, False, True),
     }
-    constants, options = _constants(square, torch.float8_e4m3fn, True, True)
-    constants |= {"stride_k": 1, "WRITE_ROWS": rows, "WRITE_COLS": cols}
-    return Variant(f"cast_blockwise, e4m3, {what}", _blocks_kernel, types, constants, options)
+    x, e4m3 = meta(4096, 4096), torch.float8_e4m3fn
+    return [
+        variant(f"cast_blockwise, e4m3, {name}", _launch, x, e4m3, True, *form)
+        for name, form in forms.items()
+    ]

@@ -30,24 +30,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.granularity import WHOLE, Block
-from float8.kernels import reference
-from float8.kernels.gpu.amax import is_transposed, line_amaxes
+from float8.granularity import WHOLE
+from float8.kernels.gpu.amax import line_amaxes
 from float8.kernels.gpu.jit import (
     encode_fitting,
+    load_4_rows,
     magnitude_bits,
+    place_of_tile,
     reciprocal,
     scale_from_amax,
+    to_float32,
+    write_codes,
 )
 from float8.kernels.gpu.launch import (
     NO_FUSION,
-    TRITON_FORMATS,
+    BothWays,
     Variant,
-    new_codes,
-    on_device_of,
+    as_bytes,
+    define_both_ways,
+    format_constants,
+    launch,
+    meta,
+    new_data,
+    read_row_major,
     register,
+    tiles_of,
+    variant,
 )
-from float8.kernels.gpu.tiles import load_4_rows, write_codes
 
 _LONGEST_ROW = 16384  # what 8 warps hold in 90 registers a thread
 _CHUNK = 8192  # of longer rows
@@ -120,9 +129,7 @@ def _tiles_kernel(
 ):
     pid = tl.program_id(0)
     tiles_k = tl.cdiv(K, COLS)
-    first_m4 = (pid // tiles_k).to(tl.int64) * ROWS_BY_4
-    m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
-    k = (pid % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
+    first_m4, m, k = place_of_tile(pid, K, ROWS_BY_4, COLS)
     xs = load_4_rows(x_ptr, m, k, M, K, stride_m, stride_k)
 
     amax_t = tl.load(amax_t_ptr + k, k < K, 0).to(tl.float32, bitcast=True)
@@ -140,9 +147,8 @@ def _tiles_kernel(
             factor = reciprocal(scale, POWER_OF_TWO)[:, None]
             codes = encode_fitting(xs[i].to(tl.float32), factor, FORMAT)
             tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
-    ys = (xs[0].to(tl.float32), xs[1].to(tl.float32), xs[2].to(tl.float32), xs[3].to(tl.float32))
     write_codes(
-        ys, factor_t, data_ptr, data_t_ptr, first_m4, k, M, K,
+        to_float32(xs), factor_t, data_ptr, data_t_ptr, first_m4, k, M, K,
         ROWS_BY_4, FORMAT, FORMAT_MAX, True, False, True, PACK,
     )  # fmt: skip
 
@@ -155,86 +161,43 @@ def _rows_constants(K: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return tile, {"num_warps": 4 if cols <= 4096 else 8, **NO_FUSION}
 
 
-def _format_constants(dtype: torch.dtype, power_of_two: bool) -> dict[str, Any]:
-    return {
-        "FORMAT": TRITON_FORMATS[dtype],
-        "FORMAT_MAX": torch.finfo(dtype).max,
-        "POWER_OF_TWO": power_of_two,
-    }
-
-
-def _launch(
-    x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, cols: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _launch(x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, cols: bool) -> BothWays:
     if x.numel() == 0 or not (rows or cols):
-        return _reference(x, dtype, power_of_two, rows, cols)
+        return _definition(x, dtype, power_of_two, rows, cols)
     outputs = _fake(x, dtype, power_of_two, rows, cols)
-    wanted = [(rows, *outputs[:2]), (cols, *outputs[2:])]
-    if is_transposed(x):
-        x, wanted = x.t(), wanted[::-1]
-    (of_rows, data, scale), (of_cols, data_t, scale_t) = wanted
+    x, (data, scale, data_t, scale_t) = read_row_major(x, outputs)
     M, K = x.shape
-    codes = _format_constants(dtype, power_of_two)
-    with on_device_of(x):
-        if not of_cols:
-            tile, options = _rows_constants(K)
-            _rows_kernel[(triton.cdiv(M, tile["ROWS"]),)](
-                x, data.view(torch.uint8), scale, M, K, *x.stride(), **tile, **codes, **options
-            )
-            return outputs
-        amax, amax_t = line_amaxes(x, of_rows, True)
-        pack = M % 16 == 0
-        grid = (triton.cdiv(M, 4 * _TILE["ROWS_BY_4"]) * triton.cdiv(K, _TILE["COLS"]),)
-        _tiles_kernel[grid](
-            x,
-            amax,
-            amax_t,
-            data.view(torch.uint8),
-            scale,
-            data_t.view(torch.int32 if pack else torch.uint8),
-            scale_t,
-            M,
-            K,
-            *x.stride(),
-            **_TILE,
-            **codes,
-            WRITE_ROWS=of_rows,
-            PACK=pack,
-            **_TILE_OPTIONS,
-        )
+    constants = format_constants(dtype, power_of_two)
+    if data_t.numel() == 0:
+        tile, options = _rows_constants(K)
+        launch(
+            _rows_kernel, triton.cdiv(M, tile["ROWS"]), x, as_bytes(data), scale, M, K,
+            *x.stride(), **tile, **constants, **options,
+        )  # fmt: skip
+        return outputs
+    write_rows, pack = data.numel() > 0, M % 16 == 0
+    launch(
+        _tiles_kernel, tiles_of(x, _TILE), x, *line_amaxes(x, write_rows, True),
+        as_bytes(data), scale, as_bytes(data_t, pack), scale_t, M, K, *x.stride(),
+        **_TILE, **constants, WRITE_ROWS=write_rows, PACK=pack, **_TILE_OPTIONS,
+    )  # fmt: skip
     return outputs
 
 
-def reference_rows(
-    x: Tensor, block: Block, dtype: torch.dtype, power_of_two: bool
-) -> tuple[Tensor, Tensor]:
-    """The codes of x, row-major, and its scales, in plain PyTorch."""
-    x = x.clone(memory_format=torch.contiguous_format)
-    found = reference.amax(x, block)
-    scale = reference.scale_from_amax(found, torch.finfo(dtype).max, power_of_two)
-    return reference.cast(x, scale, block, dtype, fits=True), scale
-
-
-def _reference(
+def _definition(
     x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, cols: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    data, scale, data_t, scale_t = _fake(x, dtype, power_of_two, rows, cols)
-    if rows:
-        data, scale = reference_rows(x, (1, WHOLE), dtype, power_of_two)
-    if cols:
-        data_t, scale_t = reference_rows(x.t(), (1, WHOLE), dtype, power_of_two)
-    return data, scale, data_t, scale_t
+) -> BothWays:
+    outputs = _fake(x, dtype, power_of_two, rows, cols)
+    return define_both_ways(x, outputs, rows, cols, (1, WHOLE), power_of_two)
 
 
-def _fake(
-    x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, cols: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake(x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, cols: bool) -> BothWays:
     M, K = x.shape
     return (
-        new_codes(x, M, K, rows, dtype),
-        new_codes(x, M, 1, rows, torch.float32),
-        new_codes(x, K, M, cols, dtype),
-        new_codes(x, K, 1, cols, torch.float32),
+        new_data(x, M, K, rows, dtype),
+        new_data(x, M, 1, rows, torch.float32),
+        new_data(x, K, M, cols, dtype),
+        new_data(x, K, 1, cols, torch.float32),
     )
 
 
@@ -242,48 +205,21 @@ cast_rowwise = register(
     "cast_rowwise(Tensor x, ScalarType dtype, bool power_of_two, bool rows, bool cols)"
     " -> (Tensor data, Tensor scale, Tensor data_t, Tensor scale_t)",
     kernel=_launch,
-    reference=_reference,
+    definition=_definition,
     fake=_fake,
 )
 
 
 def shipped() -> list[Variant]:
     """The forms that the rowwise recipe launches on bfloat16, and rows that do not fit."""
+    forms = {
+        "rows of 4096": (4096, True, False),
+        "rows in chunks": (2 * _LONGEST_ROW, True, False),
+        "rows and columns": (4096, True, True),
+        "columns": (4096, False, True),
+    }
+    e4m3 = torch.float8_e4m3fn
     return [
-        _rows_variant("rows of 4096", 4096),
-        _rows_variant("rows in chunks", 2 * _LONGEST_ROW),
-        _tiles_variant("rows and columns", True),
-        _tiles_variant("columns", False),
+        variant(f"cast_rowwise, e4m3, {name}", _launch, meta(4096, K), e4m3, True, rows, cols)
+        for name, (K, rows, cols) in forms.items()
     ]
-
-
-_SIZES = dict.fromkeys(("M", "K", "stride_m"), "i32")
-
-
-def _rows_variant(what: str, K: int) -> Variant:
-    types = {"x_ptr": "*bf16", "data_ptr": "*u8", "scale_ptr": "*fp32", **_SIZES}
-    tile, options = _rows_constants(K)
-    codes = _format_constants(torch.float8_e4m3fn, True)
-    constants = {"stride_k": 1, **tile, **codes}
-    return Variant(f"cast_rowwise, e4m3, {what}", _rows_kernel, types, constants, options)
-
-
-def _tiles_variant(what: str, rows: bool) -> Variant:
-    types = {
-        "x_ptr": "*bf16",
-        "amax_ptr": "*i32",
-        "amax_t_ptr": "*i32",
-        "data_ptr": "*u8",
-        "scale_ptr": "*fp32",
-        "data_t_ptr": "*i32",
-        "scale_t_ptr": "*fp32",
-        **_SIZES,
-    }
-    constants = {
-        "stride_k": 1,
-        **_TILE,
-        **_format_constants(torch.float8_e4m3fn, True),
-        "WRITE_ROWS": rows,
-        "PACK": True,
-    }
-    return Variant(f"cast_rowwise, e4m3, {what}", _tiles_kernel, types, constants, _TILE_OPTIONS)

@@ -6,22 +6,24 @@ An optimizer step has left the amax of the new master (``optimizer_step.py``), s
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.kernels import moments, reference
+from float8.granularity import WHOLE
+from float8.kernels import definition, moments
 from float8.kernels.gpu.jit import encode_fitting, reciprocal, scale_from_amax
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_FORMATS,
     Variant,
+    as_bytes,
     check_device,
-    on_device_of,
+    launch,
+    meta,
     register,
+    variant,
 )
 from float8.kernels.gpu.moments import LINEAR, load
 
@@ -80,59 +82,43 @@ def _launch(
     check_device("cast_weight", master, data=data, scale=scale, amax=amax, found_inf=found_inf)
     R, C = master.shape
     groups = max(1, _ELEMENTS // group)
-    with on_device_of(master):
-        _cast_weight_kernel[(triton.cdiv(R * triton.cdiv(C, group), groups),)](
-            master,
-            master_scale,
-            amax.view(torch.int32),
-            data.view(torch.uint8),
-            scale,
-            amax if found_inf is None else found_inf,
-            *(R, C, *data.stride()),
-            GROUPS=groups,
-            GROUP=group,
-            FLAT=C % group == 0 and data.is_contiguous(),
-            FORMAT=TRITON_FORMATS[data.dtype],
-            FORMAT_MAX=torch.finfo(data.dtype).max,
-            SKIPS=found_inf is not None,
-            **_OPTIONS,
-        )
+    launch(
+        _cast_weight_kernel, triton.cdiv(R * triton.cdiv(C, group), groups),
+        master, master_scale, amax.view(torch.int32), as_bytes(data), scale,
+        amax if found_inf is None else found_inf, R, C, *data.stride(),
+        GROUPS=groups, GROUP=group, FLAT=C % group == 0 and data.is_contiguous(),
+        FORMAT=TRITON_FORMATS[data.dtype], FORMAT_MAX=torch.finfo(data.dtype).max,
+        SKIPS=found_inf is not None, **_OPTIONS,
+    )  # fmt: skip
 
 
-def _reference(
+def _definition(
     master: Tensor, master_scale: Tensor, data: Tensor, scale: Tensor, group: int, amax: Tensor,
     found_inf: Tensor | None = None,
 ) -> None:  # fmt: skip
     x = moments.decode(master, master_scale, group)
-    new_scale = reference.scale_from_amax(amax.reshape(1, 1), torch.finfo(data.dtype).max)
-    codes = reference.cast(x, new_scale, (-1, -1), data.dtype, fits=True)
+    new_scale = definition.scale_from_amax(amax.reshape(1, 1), torch.finfo(data.dtype).max)
+    new_data = definition.cast(x, new_scale, (WHOLE, WHOLE), data.dtype)
     if found_inf is None or found_inf.item() == 0:
-        data.copy_(codes)
+        data.copy_(new_data)
         scale.copy_(new_scale.view(scale.shape))
-
-
-def _fake(*args: Any) -> None:
-    return None
 
 
 cast_weight = register(
     "cast_weight(Tensor master, Tensor master_scale, Tensor(a!) data, Tensor(b!) scale, int group, "
     "Tensor amax, Tensor? found_inf=None) -> ()",
     kernel=_launch,
-    reference=_reference,
-    fake=_fake,
+    definition=_definition,
+    fake=lambda *_: None,
 )
 
 
 def shipped() -> list[Variant]:
     """The form of a weight whose rows are whole groups."""
-    types = {
-        "master_ptr": "*fp16", "master_scale_ptr": "*fp32", "amax_ptr": "*i32", "data_ptr": "*u8",
-        "scale_ptr": "*fp32", "found_inf_ptr": "*fp32",
-        **dict.fromkeys(("R", "C", "stride_r"), "i32"),
-    }  # fmt: skip
-    constants = {
-        "stride_c": 1, "GROUPS": _ELEMENTS // 128, "GROUP": 128, "FLAT": True,
-        "FORMAT": tl.float8e4nv, "FORMAT_MAX": 448.0, "SKIPS": False,
-    }  # fmt: skip
-    return [Variant("cast_weight", _cast_weight_kernel, types, constants, _OPTIONS)]
+    master, master_scale = (
+        meta(4096, 4096, dtype=torch.float16),
+        meta(4096, 32, dtype=torch.float32),
+    )
+    data, scale = meta(4096, 4096, dtype=torch.float8_e4m3fn), meta(dtype=torch.float32)
+    arguments = master, master_scale, data, scale, 128, meta(1, dtype=torch.float32)
+    return [variant("cast_weight", _launch, *arguments)]

@@ -29,7 +29,7 @@ SWITCH = "FLOAT8_SKIP_KERNEL_CHECK"
 _CHECKED = ("cast", "cast_dynamic", "cast_rowwise", "cast_blockwise", "transpose")
 
 
-def checked(op: str, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Any:
+def checked(op: str, kernel: Callable[..., Any], definition: Callable[..., Any]) -> Any:
     """``kernel``, the launcher of ``op``, with a check before its first launch on each device."""
     if op not in _CHECKED:
         return kernel
@@ -49,23 +49,23 @@ def checked(op: str, kernel: Callable[..., Any], reference: Callable[..., Any]) 
                 # In a thread of its own, where no mode, no autocast, no memory pool and no stream
                 # of the caller is active.
                 with ThreadPoolExecutor(1) as thread:
-                    thread.submit(check, op, kernel, reference, x.device).result()
+                    thread.submit(check, op, kernel, definition, x.device).result()
             passed.add(x.get_device())
 
     return launch
 
 
 def check(
-    op: str, kernel: Callable[..., Any], reference: Callable[..., Any], device: torch.device
+    op: str, kernel: Callable[..., Any], definition: Callable[..., Any], device: torch.device
 ) -> None:
     """Launch ``op`` on small matrices.
 
     Raises:
-        RuntimeError: a result differs from that of ``reference`` on the CPU.
+        RuntimeError: a result differs from that of ``definition`` on the CPU.
     """
     for arguments in _arguments(op):
         found = kernel(*(a.to(device) if isinstance(a, Tensor) else a for a in arguments))
-        expected = reference(*arguments)
+        expected = definition(*arguments)
         found, expected = ((r,) if isinstance(r, Tensor) else r for r in (found, expected))
         for i, (mine, right) in enumerate(zip(found, expected, strict=True)):
             wrong = _differences(mine.cpu(), right)

@@ -1,8 +1,8 @@
-"""What every Triton kernel of this room shares: how it is registered, launched, and shipped.
+"""What the kernel files share on the host: registration, launches, and the forms that ship.
 
-A kernel file holds one op, whole: the ``@triton.jit`` kernel, the function that launches it on CUDA
-tensors, the same op in plain PyTorch (from ``reference.py``, for CPU tensors), the shapes that it
-returns (for FakeTensors), and the variants that ship. `register` makes an op of them,
+A kernel file holds one op: the ``@triton.jit`` kernel, the function that launches it on CUDA
+tensors, the op in plain PyTorch (from ``definition.py``, for CPU tensors), the shapes that it
+returns (for FakeTensors), and the forms that ship. `register` makes an op of them,
 ``torch.ops.float8.<name>``: torch.compile, CUDA graphs and FakeTensorMode treat it as one of
 torch's own.
 
@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
+from float8.granularity import Block
+from float8.kernels import definition
 from float8.kernels.gpu.first_use import checked
 
 LIBRARY = torch.library.Library("float8", "FRAGMENT")
@@ -31,47 +34,48 @@ TRITON_FORMATS: dict[torch.dtype, Any] = {
     torch.float8_e4m3fnuz: tl.float8e4b8,
     torch.float8_e5m2fnuz: tl.float8e5b16,
 }
-
-
 TRITON_DTYPES: dict[torch.dtype, Any] = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
+# What Triton calls a pointer to each dtype, without the star.
+_POINTERS = {dtype: str(t) for dtype, t in (TRITON_FORMATS | TRITON_DTYPES).items()}
+_POINTERS |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 
-REFERENCES: dict[str, Callable[..., Any]] = {}  # op -> the same in plain PyTorch
+DEFINITIONS: dict[str, Callable[..., Any]] = {}  # op -> the same in plain PyTorch
 
 
 def register(
     schema: str,
     *,
     kernel: Callable[..., Any],
-    reference: Callable[..., Any],
+    definition: Callable[..., Any],
     fake: Callable[..., Any],
 ) -> Any:
-    """Make an op of a kernel and its reference.
+    """Make an op of a kernel and its definition.
 
     Args:
         schema: as ``torch.library`` takes it, without the namespace.
-        kernel: launches on CUDA tensors; see `first_use` for the first time.
-        reference: the same op in plain PyTorch, what CPU tensors get.
+        kernel: launches on CUDA tensors; `first_use` checks it before the first launch.
+        definition: the same op in plain PyTorch, which CPU tensors get.
         fake: returns empty tensors of the right shapes, dtypes and strides.
 
     Returns:
         the op's only overload, for calling it with the least overhead.
     """
     name = schema.partition("(")[0]
-    REFERENCES[name] = reference
+    DEFINITIONS[name] = definition
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, checked(name, kernel, reference), "CUDA")
-    LIBRARY.impl(name, reference, "CPU")
+    LIBRARY.impl(name, checked(name, kernel, definition), "CUDA")
+    LIBRARY.impl(name, definition, "CPU")
     torch.library.register_fake(f"float8::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.float8, name).default
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One compiled form of a kernel that users get: what is inspected without a GPU.
+    """One compiled form of a kernel that ships, for inspection without a GPU.
 
     Args:
         name: for people.
@@ -92,6 +96,47 @@ class Variant:
 # Contracting a * b + c to one rounding would change bits; Triton's own default is about to change.
 NO_FUSION = {"enable_fp_fusion": False}
 
+_recorded: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+
+def launch(kernel: Any, programs: int, x: Tensor, *arguments: Any, **constants: Any) -> None:
+    """Run ``programs`` programs of a kernel on the device of its first argument, x.
+
+    Args:
+        kernel: the ``@triton.jit`` function.
+        programs: the size of the grid, which has one dimension.
+        x, arguments: the runtime arguments, in the order of the signature.
+        constants: the compile-time arguments and Triton's options.
+    """
+    if x.is_meta:  # no memory: see `variant`
+        _recorded.append((kernel, (x, *arguments), constants))
+        return
+    with on_device_of(x):
+        kernel[(programs,)](x, *arguments, **constants)
+
+
+def variant(name: str, launcher: Callable[..., Any], *arguments: Any, **options: Any) -> Variant:
+    """The form of the last kernel that ``launcher`` launches, for arguments on the meta device."""
+    _recorded.clear()
+    launcher(*arguments, **options)
+    kernel, values, keywords = _recorded.pop()
+    types, constants = {}, {}
+    for parameter, value in zip(kernel.arg_names, values, strict=False):
+        if isinstance(value, int) and value == 1:
+            constants[parameter] = 1  # Triton compiles it in
+        elif isinstance(value, Tensor):
+            types[parameter] = f"*{_POINTERS[value.dtype]}"
+        else:
+            types[parameter] = "i32" if isinstance(value, int) else "fp32"
+    constants |= {n: value for n, value in keywords.items() if n in kernel.arg_names}
+    compiler = {n: value for n, value in keywords.items() if n not in kernel.arg_names}
+    return Variant(name, kernel, types, constants, compiler)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor without memory, for `variant`."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Triton launches on the current device: make it x's."""
@@ -110,6 +155,101 @@ def check_device(op: str, x: Tensor, **others: Tensor | None) -> None:
             )
 
 
-def new_codes(x: Tensor, rows: int, cols: int, wanted: bool, dtype: torch.dtype) -> Tensor:
-    """An empty row-major matrix for float8 codes, of no elements if it is not wanted."""
+def tiles_of(x: Tensor, tile: Mapping[str, int]) -> int:
+    """How many tiles, of COLS columns and of ROWS or 4 ROWS_BY_4 rows, cover the matrix x."""
+    rows = tile["ROWS"] if "ROWS" in tile else 4 * tile["ROWS_BY_4"]
+    return int(triton.cdiv(x.shape[0], rows) * triton.cdiv(x.shape[1], tile["COLS"]))
+
+
+def is_transposed(x: Tensor) -> bool:
+    """Whether the matrix x is the transpose of a row-major one, so that it is read as that."""
+    return x.stride(0) == 1 and x.stride(1) != 1
+
+
+# data, scale, data_t, scale_t: of a matrix and of its transpose; of no elements if not wanted.
+BothWays = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def read_row_major(x: Tensor, outputs: BothWays) -> tuple[Tensor, BothWays]:
+    """The matrix x and its outputs; those of ``x.t()`` where that is row-major."""
+    return (x.t(), (*outputs[2:], *outputs[:2])) if is_transposed(x) else (x, outputs)
+
+
+def define_both_ways(
+    x: Tensor, outputs: BothWays, rows: bool, cols: bool, block: Block, power_of_two: bool
+) -> BothWays:
+    """``outputs``, filled by `definition.cast_dynamic`: a cast with scales smaller than x."""
+    for wanted, source, data, scale in ((rows, x, *outputs[:2]), (cols, x.t(), *outputs[2:])):
+        if wanted:
+            found = definition.cast_dynamic(source, block, data.dtype, power_of_two)
+            data.copy_(found[0])
+            scale.copy_(found[1])
+    return outputs
+
+
+def row_major(x: Tensor) -> Tensor:
+    """A matrix whose rows are contiguous: x itself, or a copy."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def new_data(x: Tensor, rows: int, cols: int, wanted: bool, dtype: torch.dtype) -> Tensor:
+    """An empty row-major matrix on x's device; of no elements if it is not wanted."""
     return torch.empty((rows, cols) if wanted else (0, 0), dtype=dtype, device=x.device)
+
+
+def as_bytes(data: Tensor, packed: bool = False) -> Tensor:
+    """What a kernel writes float8 through: uint8, or int32 of four bytes each."""
+    # A byte view of an empty tensor has no int32 view, and is not written.
+    codes = data.view(torch.uint8)
+    return codes.view(torch.int32) if packed else codes
+
+
+def format_constants(dtype: torch.dtype, power_of_two: bool) -> dict[str, Any]:
+    """The compile-time arguments of every cast."""
+    return {
+        "FORMAT": TRITON_FORMATS[dtype],
+        "FORMAT_MAX": torch.finfo(dtype).max,
+        "POWER_OF_TWO": power_of_two,
+    }
+
+
+def one_scale_arguments(
+    data: Tensor,
+    data_t: Tensor,
+    scale: Tensor,
+    given: Tensor | None,
+    partials: Tensor | None,
+    amax: Tensor | None,
+    power_of_two: bool,
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """What the kernels that cast by one scale take; see `float8.kernels.gpu.jit.scale_of_tensor`.
+
+    Args:
+        data (M, K), data_t (K, M): float8, to be written; data_t may have no elements.
+        scale: to be written, unless ``given`` is it.
+        given: the scale, or None to compute it from ``partials``.
+        partials: int32 bits of amaxes, or None.
+        amax: a running maximum to record the amax in, or None.
+        power_of_two: round a computed scale up.
+
+    Returns:
+        the arguments from ``given_ptr`` to ``amax_ptr``, and compile-time arguments.
+    """
+    cols = data_t.numel() > 0
+    pack = cols and data_t.shape[1] % 16 == 0
+    pointers = (
+        scale if given is None else given,
+        scale,
+        scale.view(torch.int32) if partials is None else partials,
+        as_bytes(data),
+        as_bytes(data_t, pack),
+        (scale if amax is None else amax).view(torch.int32),
+    )
+    constants = {
+        "PARTIALS": 0 if partials is None else partials.numel(),
+        **format_constants(data.dtype, power_of_two),
+        "WRITE_COLS": cols,
+        "RECORD": amax is not None,
+        "PACK": pack,
+    }
+    return pointers, constants

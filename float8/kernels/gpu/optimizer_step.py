@@ -350,7 +350,7 @@ optimizer_step = register(
     "Tensor? offset_tensor, int first, "
     "Tensor? grad_scale, Tensor? found_inf, Tensor(i!)? amax) -> ()",
     kernel=_launch,
-    reference=_reference,
+    definition=_reference,
     fake=_fake,
 )
 

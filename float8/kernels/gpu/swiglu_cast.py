@@ -25,21 +25,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.kernels import reference
-from float8.kernels.gpu.amax import MAX_PARTIALS
-from float8.kernels.gpu.cast import cast, cast_dynamic
-from float8.kernels.gpu.jit import magnitude_bits, reciprocal
+from float8.kernels import definition
+from float8.kernels.gpu.amax import MAX_PARTIALS, new_partials
+from float8.kernels.gpu.cast import Outputs, define, new_outputs
+from float8.kernels.gpu.jit import (
+    amax_bits_of,
+    magnitude_bits,
+    place_of_tile,
+    reciprocal,
+    scale_of_tensor,
+    write_codes,
+)
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_DTYPES,
-    TRITON_FORMATS,
     Variant,
     check_device,
-    new_codes,
-    on_device_of,
+    launch,
+    meta,
+    one_scale_arguments,
     register,
+    row_major,
+    tiles_of,
+    variant,
 )
-from float8.kernels.gpu.tiles import amax_bits_of, scale_of_tensor, write_codes
 
 _AMAX_TILE = {"ROWS": 32, "COLS": 128}
 _TILE = {"ROWS_BY_4": 8, "COLS": 256}
@@ -112,11 +121,7 @@ def _cast_kernel(
     RECORD: tl.constexpr,
     PACK: tl.constexpr,  # M is a multiple of 16
 ):
-    pid = tl.program_id(0)
-    tiles_k = tl.cdiv(K, COLS)
-    first_m4 = (pid // tiles_k).to(tl.int64) * ROWS_BY_4
-    m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
-    k = (pid % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
+    first_m4, m, k = place_of_tile(tl.program_id(0), K, ROWS_BY_4, COLS)
     scale = scale_of_tensor(
         given_ptr, scale_ptr, partials_ptr, amax_ptr,
         FORMAT_MAX, POWER_OF_TWO, PARTIALS, RECORD, True,
@@ -171,96 +176,45 @@ def _partial_amaxes(
     gate: Tensor, up: Tensor, dtype: torch.dtype, most: int = MAX_PARTIALS
 ) -> Tensor:
     """int32 (P,), P a power of two: bits of amaxes whose maximum is that of y."""
-    M, K = gate.shape
-    tiles = triton.cdiv(M, _AMAX_TILE["ROWS"]) * triton.cdiv(K, _AMAX_TILE["COLS"])
-    count = min(most, triton.next_power_of_2(tiles))
-    partials = torch.empty(count, dtype=torch.int32, device=gate.device)
-    _amax_kernel[(count,)](
-        gate,
-        up,
-        partials,
-        M,
-        K,
-        gate.stride(0),
-        up.stride(0),
-        **_AMAX_TILE,
-        PARTIALS=count,
-        DTYPE=TRITON_DTYPES[dtype],
-        **_OPTIONS,
-    )
+    partials = new_partials(gate, tiles_of(gate, _AMAX_TILE), most)
+    count = partials.numel()
+    launch(
+        _amax_kernel, count, gate, up, partials, *gate.shape, gate.stride(0), up.stride(0),
+        **_AMAX_TILE, PARTIALS=count, DTYPE=TRITON_DTYPES[dtype], **_OPTIONS,
+    )  # fmt: skip
     return partials
 
 
 def _launch(
-    gate: Tensor,
-    up: Tensor,
-    scale: Tensor | None,
-    compute_dtype: torch.dtype,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    cols: bool,
-    amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
+    power_of_two: bool, cols: bool, amax: Tensor | None = None,
+) -> Outputs:  # fmt: skip
     _check("swiglu_cast", gate, up=up)
     check_device("swiglu_cast", gate, scale=scale, amax=amax)
     if gate.numel() == 0:
-        return _reference(gate, up, scale, compute_dtype, dtype, power_of_two, cols, amax)
-    gate, up = _row_major(gate), _row_major(up)
-    data, data_t, found = _empty(gate, up, scale, compute_dtype, dtype, power_of_two, cols, amax)
-    M, K = gate.shape
-    pack = cols and M % 16 == 0
-    with on_device_of(gate):
-        partials = _partial_amaxes(gate, up, compute_dtype) if scale is None else None
-        tiles = triton.cdiv(M, 4 * _TILE["ROWS_BY_4"]) * triton.cdiv(K, _TILE["COLS"])
-        _cast_kernel[(tiles,)](
-            gate,
-            up,
-            found if scale is None else scale,
-            found,
-            found.view(torch.int32) if partials is None else partials,
-            data.view(torch.uint8),
-            data_t.view(torch.uint8).view(torch.int32) if pack else data_t.view(torch.uint8),
-            (found if amax is None else amax).view(torch.int32),
-            M,
-            K,
-            gate.stride(0),
-            up.stride(0),
-            **_TILE,
-            PARTIALS=0 if partials is None else partials.numel(),
-            DTYPE=TRITON_DTYPES[compute_dtype],
-            FORMAT=TRITON_FORMATS[dtype],
-            FORMAT_MAX=torch.finfo(dtype).max,
-            POWER_OF_TWO=power_of_two,
-            WRITE_COLS=cols,
-            RECORD=amax is not None,
-            PACK=pack,
-            **_OPTIONS,
-        )
-    return data, data_t, found
+        return _definition(gate, up, scale, compute_dtype, dtype, power_of_two, cols, amax)
+    gate, up = row_major(gate), row_major(up)
+    outputs = _fake(gate, up, scale, compute_dtype, dtype, power_of_two, cols, amax)
+    partials = _partial_amaxes(gate, up, compute_dtype) if scale is None else None
+    pointers, constants = one_scale_arguments(*outputs, scale, partials, amax, power_of_two)
+    launch(
+        _cast_kernel, tiles_of(gate, _TILE), gate, up, *pointers,
+        *gate.shape, gate.stride(0), up.stride(0),
+        **_TILE, **constants, DTYPE=TRITON_DTYPES[compute_dtype], **_OPTIONS,
+    )  # fmt: skip
+    return outputs
 
 
 def _launch_backward(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     _check("swiglu_backward", gate, up=up, grad=grad)
-    out = _empty_backward(grad, gate, up)
+    out = _backward_fake(grad, gate, up)
     if gate.numel() == 0:
         return out
-    grad, gate, up = _row_major(grad), _row_major(gate), _row_major(up)
-    M, K = gate.shape
-    tiles = triton.cdiv(M, _BACKWARD_TILE["ROWS"]) * triton.cdiv(K, _BACKWARD_TILE["COLS"])
-    with on_device_of(gate):
-        _backward_kernel[(tiles,)](
-            grad,
-            gate,
-            up,
-            out,
-            M,
-            K,
-            grad.stride(0),
-            gate.stride(0),
-            up.stride(0),
-            **_BACKWARD_TILE,
-            **_OPTIONS,
-        )
+    grad, gate, up = row_major(grad), row_major(gate), row_major(up)
+    launch(
+        _backward_kernel, tiles_of(gate, _BACKWARD_TILE), grad, gate, up, out,
+        *gate.shape, grad.stride(0), gate.stride(0), up.stride(0), **_BACKWARD_TILE, **_OPTIONS,
+    )  # fmt: skip
     return out
 
 
@@ -274,42 +228,22 @@ def _check(op: str, gate: Tensor, **others: Tensor) -> None:
             )
 
 
-def _row_major(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
+def _definition(
+    gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
+    power_of_two: bool, cols: bool, amax: Tensor | None = None,
+) -> Outputs:  # fmt: skip
+    y = definition.swiglu(gate, up).to(compute_dtype)
+    return define(y, scale, dtype, power_of_two, True, cols, amax)
 
 
-def _reference(
-    gate: Tensor,
-    up: Tensor,
-    scale: Tensor | None,
-    compute_dtype: torch.dtype,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    cols: bool,
-    amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    y = reference.swiglu(gate, up).to(compute_dtype)
-    if scale is None:
-        return cast_dynamic(y, dtype, power_of_two, True, cols, amax)
-    return *cast(y, scale, dtype, True, cols, amax), scale.reshape(1, 1).clone()
+def _fake(
+    gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
+    power_of_two: bool, cols: bool, amax: Tensor | None = None,
+) -> Outputs:  # fmt: skip
+    return new_outputs(gate, dtype, True, cols)
 
 
-def _empty(
-    gate: Tensor,
-    up: Tensor,
-    scale: Tensor | None,
-    compute_dtype: torch.dtype,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    cols: bool,
-    amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    M, K = gate.shape
-    found = gate.new_empty((1, 1), dtype=torch.float32)
-    return new_codes(gate, M, K, True, dtype), new_codes(gate, K, M, cols, dtype), found
-
-
-def _empty_backward(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+def _backward_fake(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty((gate.shape[0], 2 * gate.shape[1]))
 
 
@@ -318,63 +252,27 @@ swiglu_cast = register(
     "ScalarType dtype, bool power_of_two, bool cols, Tensor(a!)? amax=None)"
     " -> (Tensor data, Tensor data_t, Tensor scale_out)",
     kernel=_launch,
-    reference=_reference,
-    fake=_empty,
+    definition=_definition,
+    fake=_fake,
 )
 swiglu_backward = register(
     "swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> Tensor",
     kernel=_launch_backward,
-    reference=reference.swiglu_backward,
-    fake=_empty_backward,
+    definition=definition.swiglu_backward,
+    fake=_backward_fake,
 )
 
 
 def shipped() -> list[Variant]:
     """The forms that the recipes launch on bfloat16."""
+    gate, up = meta(4096, 4096), meta(4096, 4096)
+    scale, amax = meta(1, 1, dtype=torch.float32), meta(dtype=torch.float32)
+    cast_to = (torch.bfloat16, torch.float8_e4m3fn, False)
+    given = "swiglu_cast: a given scale"
     return [
-        Variant(
-            "swiglu_cast: amax",
-            _amax_kernel,
-            {**_SOURCES, "partials_ptr": "*i32", **_SIZES},
-            {**_AMAX_TILE, "PARTIALS": MAX_PARTIALS, "DTYPE": tl.bfloat16},
-            _OPTIONS,
-        ),
-        _cast_variant("tiles", MAX_PARTIALS, True, False),
-        _cast_variant("a given scale, amax", 0, True, True),
-        _cast_variant("a given scale, not transposed", 0, False, False),
-        Variant(
-            "swiglu_backward",
-            _backward_kernel,
-            {"grad_ptr": "*bf16", **_SOURCES, "out_ptr": "*bf16", "stride_grad": "i32", **_SIZES},
-            {**_BACKWARD_TILE},
-            _OPTIONS,
-        ),
+        variant("swiglu_cast: amax", _partial_amaxes, gate, up, torch.bfloat16),
+        variant("swiglu_cast: tiles", _launch, gate, up, None, *cast_to, True),
+        variant(f"{given}, amax", _launch, gate, up, scale, *cast_to, True, amax),
+        variant(f"{given}, not transposed", _launch, gate, up, scale, *cast_to, False),
+        variant("swiglu_backward", _launch_backward, gate, gate, up),
     ]
-
-
-_SOURCES = dict.fromkeys(("gate_ptr", "up_ptr"), "*bf16")
-_SIZES = dict.fromkeys(("M", "K", "stride_gate", "stride_up"), "i32")
-
-
-def _cast_variant(name: str, partials: int, cols: bool, record: bool) -> Variant:
-    types = {
-        **_SOURCES,
-        **dict.fromkeys(("given_ptr", "scale_ptr"), "*fp32"),
-        "partials_ptr": "*i32",
-        "data_ptr": "*u8",
-        "data_t_ptr": "*i32" if cols else "*u8",
-        "amax_ptr": "*i32",
-        **_SIZES,
-    }
-    constants = {
-        **_TILE,
-        "PARTIALS": partials,
-        "DTYPE": tl.bfloat16,
-        "FORMAT": tl.float8e4nv,
-        "FORMAT_MAX": torch.finfo(torch.float8_e4m3fn).max,
-        "POWER_OF_TWO": False,
-        "WRITE_COLS": cols,
-        "RECORD": record,
-        "PACK": cols,
-    }
-    return Variant(f"swiglu_cast: {name}", _cast_kernel, types, constants, _OPTIONS)

@@ -12,9 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.kernels.gpu.jit import pack_4
-from float8.kernels.gpu.launch import NO_FUSION, Variant, new_codes, on_device_of, register
-from float8.kernels.gpu.tiles import load_4_rows, store_packed
+from float8.kernels.gpu.jit import load_4_rows, pack_4, place_of_tile, store_packed
+from float8.kernels.gpu.launch import (
+    NO_FUSION,
+    Variant,
+    as_bytes,
+    launch,
+    meta,
+    new_data,
+    register,
+    tiles_of,
+    variant,
+)
 
 _TILE = {"ROWS_BY_4": 16, "COLS": 128}
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
@@ -32,11 +41,7 @@ def _transpose_kernel(
     COLS: tl.constexpr,
     PACK: tl.constexpr,  # M is a multiple of 16
 ):
-    pid = tl.program_id(0)
-    tiles_k = tl.cdiv(K, COLS)
-    first_m4 = (pid // tiles_k).to(tl.int64) * ROWS_BY_4
-    m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
-    k = (pid % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
+    first_m4, m, k = place_of_tile(tl.program_id(0), K, ROWS_BY_4, COLS)
     codes = load_4_rows(data_ptr, m, k, M, K, stride_m, stride_k)
     if PACK:
         packed = pack_4(codes[0], codes[1], codes[2], codes[3])
@@ -49,39 +54,32 @@ def _transpose_kernel(
 
 def _launch(data: Tensor) -> Tensor:
     M, K = data.shape
-    out = new_codes(data, K, M, True, data.dtype)
+    out = _fake(data)
     if data.numel() == 0:
         return out
     pack = M % 16 == 0
-    codes = out.view(torch.uint8)
-    grid = (triton.cdiv(M, 4 * _TILE["ROWS_BY_4"]) * triton.cdiv(K, _TILE["COLS"]),)
-    with on_device_of(data):
-        _transpose_kernel[grid](
-            data.view(torch.uint8),
-            codes.view(torch.int32) if pack else codes,
-            M,
-            K,
-            *data.stride(),
-            **_TILE,
-            PACK=pack,
-            **_OPTIONS,
-        )
+    launch(
+        _transpose_kernel, tiles_of(data, _TILE), as_bytes(data), as_bytes(out, pack), M, K,
+        *data.stride(), **_TILE, PACK=pack, **_OPTIONS,
+    )  # fmt: skip
     return out
 
 
-transpose = register(
-    "transpose(Tensor data) -> Tensor",
-    kernel=_launch,
+def _definition(data: Tensor) -> Tensor:
     # As bytes: copies of some strides are not defined for float8. A clone, never an alias.
-    reference=lambda data: (
-        data.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(data.dtype)
-    ),
-    fake=lambda data: new_codes(data, data.shape[1], data.shape[0], True, data.dtype),
+    codes = data.view(torch.uint8).t()
+    return codes.clone(memory_format=torch.contiguous_format).view(data.dtype)
+
+
+def _fake(data: Tensor) -> Tensor:
+    return new_data(data, data.shape[1], data.shape[0], True, data.dtype)
+
+
+transpose = register(
+    "transpose(Tensor data) -> Tensor", kernel=_launch, definition=_definition, fake=_fake
 )
 
 
 def shipped() -> list[Variant]:
     """The form that the recipes launch."""
-    types = {"data_ptr": "*u8", "data_t_ptr": "*i32", "M": "i32", "K": "i32", "stride_m": "i32"}
-    constants = {"stride_k": 1, **_TILE, "PACK": True}
-    return [Variant("transpose", _transpose_kernel, types, constants, _OPTIONS)]
+    return [variant("transpose", _launch, meta(4096, 4096, dtype=torch.float8_e4m3fn))]

@@ -116,7 +116,8 @@ def _in_float8(
     factors: Factors | None,
 ) -> Tensor:
     _check(config, input, weight)
-    return linear_in_float8(input, weight, bias, call_of(config, input, factors=factors or NO_FACTORS))
+    call = call_of(config, input, factors=factors or NO_FACTORS)
+    return linear_in_float8(input, weight, bias, call)
 
 
 def _check(config: Float8LinearConfig, input: Tensor, weight: Tensor) -> None:

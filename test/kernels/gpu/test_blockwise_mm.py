@@ -19,7 +19,7 @@ from interpreter import launcher
 from shapes import DEVICES, HIGH_PRECISION, SPECIALS, Case, pairs
 from torch import Tensor
 
-from float8.kernels import reference
+from float8.kernels import definition
 from float8.kernels.gpu import blockwise_mm as module
 from scripts import kernel_report
 
@@ -55,7 +55,7 @@ def exactly(parts, rows) -> Tensor:
 
 def multiply(parts, rows, device, bias=None, out_dtype=None, **options) -> Tensor:
     out_dtype = out_dtype or comparable(device)
-    return launcher("blockwise_mm", "launch", device)(*parts, *rows, bias, out_dtype, **options)
+    return launcher("blockwise_mm", "_launch", device)(*parts, *rows, bias, out_dtype, **options)
 
 
 def comparable(device: str) -> torch.dtype:
@@ -63,9 +63,9 @@ def comparable(device: str) -> torch.dtype:
 
 
 def check(actual, parts, rows, replay) -> None:
-    """The error is at most twice that of the reference, in the same dtype."""
+    """The error is at most twice that of the definition, in the same dtype."""
     blocks = BLOCKS[rows]
-    baseline = reference.scaled_mm(*(p.cpu() for p in parts), *blocks, None, actual.dtype)
+    baseline = definition.scaled_mm(*(p.cpu() for p in parts), *blocks, None, actual.dtype)
     assert_error_within_baseline(actual, exactly(parts, rows), baseline, replay=replay)
 
 
@@ -79,8 +79,7 @@ def test_the_product(shape, formats, rows, device):
 
 
 @EVERY_DEVICE
-@EVERY_PAIR
-@pytest.mark.parametrize("tile", module.TILES, ids=str)
+@pairs(tile=module.TILES, rows=module.ROWS)
 def test_every_tile(tile, rows, device):
     shape = (tile.M + 3, 144, tile.N + 16)
     parts = operands(shape, rows, device=device)
@@ -96,8 +95,7 @@ def test_every_tile_of_the_result_is_computed_once(device):
 
 
 @EVERY_DEVICE
-@EVERY_PAIR
-@pytest.mark.parametrize("bias_dtype", HIGH_PRECISION, ids=str)
+@pairs(bias_dtype=HIGH_PRECISION, rows=module.ROWS)
 def test_bias_is_added_before_rounding(bias_dtype, rows, device):
     shape = (5, 144, 24)
     parts = operands(shape, rows, device=device)
@@ -291,7 +289,7 @@ def test_what_it_cannot_take_is_refused(change, words):
         change.get(name, lambda v: v)(value) for name, value in zip(names, values, strict=True)
     ]
     with pytest.raises(ValueError, match=f"float8::blockwise_mm: .*{re.escape(words)}"):
-        module.launch(*arguments)
+        module._launch(*arguments)
 
 
 @EVERY_DEVICE
@@ -309,10 +307,10 @@ def test_opcheck(sizes, rows, device):
 
 
 @EVERY_PAIR
-def test_on_a_cpu_the_op_is_the_reference(rows):
+def test_on_a_cpu_the_op_is_its_definition(rows):
     parts = operands((5, 144, 24), rows)
     bias = Case((24,), torch.bfloat16).make()
-    expected = reference.scaled_mm(*parts, *BLOCKS[rows], bias, torch.float16)
+    expected = definition.scaled_mm(*parts, *BLOCKS[rows], bias, torch.float16)
     assert_bitwise(module.blockwise_mm(*parts, *rows, bias, torch.float16), expected, rows)
 
 

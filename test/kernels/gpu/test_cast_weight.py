@@ -1,4 +1,4 @@
-"""`cast_weight`: a float8 weight from its master, to the reference's bits."""
+"""`cast_weight`: a float8 weight from its master, to the definition's bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from interpreter import launcher
 from shapes import DEVICES, FORMATS, pairs
 
 from float8.kernels import moments
-from float8.kernels.gpu.cast_weight import _reference, cast_weight
+from float8.kernels.gpu.cast_weight import _definition, cast_weight
 
 
 def master(shape, group, device="cpu"):
@@ -45,8 +45,8 @@ def test_agrees(shape, group, dtype, transposed, device):
     assert_bitwise(weight_scale.reshape(1, 1), expected_scale, replay, "scale")
     assert_bitwise(data, expected, replay, "codes")
     again = torch.zeros_like(data.view(torch.uint8)).view(dtype)
-    _reference(codes, scale, again, weight_scale, group, amax)
-    assert_bitwise(data, again, replay, "the reference's codes")
+    _definition(codes, scale, again, weight_scale, group, amax)
+    assert_bitwise(data, again, replay, "the definition's data")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -19,14 +19,14 @@ from shapes import DEVICES
 
 from float8.kernels.gpu import cast, cast_blockwise, cast_rowwise, transpose  # noqa: F401
 from float8.kernels.gpu.first_use import SWITCH, _compiler, check, checked
-from float8.kernels.gpu.launch import REFERENCES, register
+from float8.kernels.gpu.launch import DEFINITIONS, register
 
 E4M3 = torch.float8_e4m3fn
 X, ONE = torch.ones(16, 16), torch.ones(1, 1)
 CPU = torch.device("cpu")
 LAUNCHERS = {
-    "cast": ("cast", "_given_scale"),
-    "cast_dynamic": ("cast", "_dynamic_scale"),
+    "cast": ("cast", "_cast"),
+    "cast_dynamic": ("cast", "_cast_dynamic"),
     "cast_rowwise": ("cast_rowwise", "_launch"),
     "cast_blockwise": ("cast_blockwise", "_launch"),
     "transpose": ("transpose", "_launch"),
@@ -43,7 +43,7 @@ class Kernel:
     def __call__(self, *arguments):
         self.launches += 1
         self.threads.add(threading.get_ident())
-        results = REFERENCES[self.op](*arguments)
+        results = DEFINITIONS[self.op](*arguments)
         if self.wrong:
             first = results if isinstance(results, torch.Tensor) else results[0]
             first.view(torch.uint8)[0, : self.wrong] ^= 1
@@ -53,13 +53,13 @@ class Kernel:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", LAUNCHERS)
 def test_the_kernels_pass(op, device):
-    check(op, launcher(*LAUNCHERS[op], device), REFERENCES[op], torch.device(device))
+    check(op, launcher(*LAUNCHERS[op], device), DEFINITIONS[op], torch.device(device))
 
 
 @pytest.mark.parametrize("op", LAUNCHERS)
 def test_one_wrong_byte_raises_at_every_launch(op):
     kernel = Kernel(op, wrong=1)
-    launch = checked(op, kernel, REFERENCES[op])
+    launch = checked(op, kernel, DEFINITIONS[op])
     for _ in range(2):
         with pytest.raises(RuntimeError, match=rf"float8::{op}\(.* differs .* 1 of") as raised:
             launch(X)
@@ -86,9 +86,9 @@ def test_the_launcher_for_cuda_is_registered_with_it():
     with (
         mock.patch("float8.kernels.gpu.launch.LIBRARY") as library,
         mock.patch("torch.library.register_fake"),
-        mock.patch.dict(REFERENCES),
+        mock.patch.dict(DEFINITIONS),
     ):
-        register("cast(...)", kernel=kernel, reference=REFERENCES["cast"], fake=None)
+        register("cast(...)", kernel=kernel, definition=DEFINITIONS["cast"], fake=None)
     launchers = {call.args[2]: call.args[1] for call in library.impl.call_args_list}
     with pytest.raises(RuntimeError, match="float8::cast"):
         launchers["CUDA"](X, ONE, E4M3, True, True)
@@ -96,17 +96,17 @@ def test_the_launcher_for_cuda_is_registered_with_it():
 
 def test_what_is_not_a_number_may_have_any_of_its_codes():
     def kernel(*arguments):
-        data, data_t = REFERENCES["cast"](*arguments)
+        data, data_t = DEFINITIONS["cast"](*arguments)
         return data, torch.where(data_t.float().isnan(), -data_t.float(), data_t.float()).to(
             data_t.dtype
         )
 
-    check("cast", kernel, REFERENCES["cast"], CPU)
+    check("cast", kernel, DEFINITIONS["cast"], CPU)
 
 
 def test_it_runs_once_in_several_threads_and_before_all_of_them():
     kernel = Kernel()
-    launch = checked("cast", kernel, REFERENCES["cast"])
+    launch = checked("cast", kernel, DEFINITIONS["cast"])
     launched = []
     threads = [
         threading.Thread(target=lambda: launched.append(launch(X, ONE, E4M3, True, True)))
@@ -123,13 +123,13 @@ def test_it_runs_once_in_several_threads_and_before_all_of_them():
 def test_the_switch_turns_it_off(monkeypatch):
     monkeypatch.setenv(SWITCH, "1")
     kernel = Kernel(wrong=1)
-    checked("cast", kernel, REFERENCES["cast"])(X, ONE, E4M3, True, True)
+    checked("cast", kernel, DEFINITIONS["cast"])(X, ONE, E4M3, True, True)
     assert kernel.launches == 1
 
 
 def test_a_capture_is_left_alone_and_the_next_launch_is_checked():
     kernel = Kernel(wrong=1)
-    launch = checked("cast", kernel, REFERENCES["cast"])
+    launch = checked("cast", kernel, DEFINITIONS["cast"])
     with mock.patch("float8.kernels.gpu.first_use._is_capturing", return_value=True):
         launch(X, ONE, E4M3, True, True)
     with pytest.raises(RuntimeError, match="differs"):
@@ -139,7 +139,7 @@ def test_a_capture_is_left_alone_and_the_next_launch_is_checked():
 def test_no_mode_of_the_caller_sees_it():
     """Neither a default device, nor inference mode, nor a mode that counts ops."""
     kernel, seen = Kernel(), []
-    launch = checked("cast", kernel, REFERENCES["cast"])
+    launch = checked("cast", kernel, DEFINITIONS["cast"])
     for _ in range(2):
         with torch.device("meta"), torch.inference_mode(), CastMeter() as meter:
             launch(X, ONE, E4M3, True, True)
@@ -153,7 +153,7 @@ def test_the_ops_of_cuda_tensors_are_checked_and_fake_ones_are_not():
     library = torch.library.Library("float8_first_use", "FRAGMENT")
     library.define("cast(Tensor x, Tensor scale) -> Tensor[]")
     kernel = Kernel(wrong=1)
-    launch = checked("cast", kernel, REFERENCES["cast"])
+    launch = checked("cast", kernel, DEFINITIONS["cast"])
     library.impl("cast", lambda x, scale: [*launch(x, scale, E4M3, True, True)], "CPU")
     torch.library.register_fake(
         "float8_first_use::cast",

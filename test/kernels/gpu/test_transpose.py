@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from interpreter import launcher
-from shapes import DEVICES
+from shapes import DEVICES, pairs
 
 from float8.kernels.gpu.transpose import transpose
 
@@ -14,8 +14,7 @@ SHAPES = ((80, 272), (5, 123), (1, 128), (37, 1), (130, 257), (0, 16))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "offset"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pairs(shape=SHAPES, layout=["contiguous", "transposed", "sliced", "offset"])
 def test_every_byte(shape, layout, device):
     M, K = shape
     codes = torch.randint(256, (2 * M + 1, 2 * K + 1), dtype=torch.uint8, device=device)

@@ -1,24 +1,34 @@
-"""Normalise rows and cast in one read: what `rms_norm_cast` and `layer_norm_cast` share.
+"""`rms_norm_cast`, `layer_norm_cast`: normalise rows and cast, in one op.
 
-``y = (x - mean) * rstd * weight + bias``, in float32 and rounded once, to the compute dtype, where
-an RMS norm has no mean and no bias (CENTRED is off). y is never written: its codes are, row-major
-and transposed, as ``cast.py`` casts a matrix that exists.
+``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(variance + eps)`` per row, in
+float32 and rounded once, to the compute dtype. An RMS norm has no mean and no bias, and its
+variance is mean(x^2). y is never written: its float8 data is, row-major and transposed, as
+``cast.py`` casts a matrix that exists. From bfloat16:
+
+====== =================== ================= ==============================================
+scale  bytes per element   norm, then cast
+====== =================== ================= ==============================================
+given  2 + 1 + 1           2 + 2 and 2+1+1   static, delayed; records the amax of y
+None   2 + 2 + 1 + 1       2 + 2 and 2+2+1+1 dynamic: a first pass finds statistics and amax
+====== =================== ================= ==============================================
 
 Two kernels. `_rows_kernel` takes 4 rows at a time, for their statistics and, if wanted, the amax of
-y; the second look at a row hits the cache. `_cast_kernel` writes codes: tile by tile, with
-statistics that are there already, or by whole rows (OWN): a program looks at its 16 rows and walks
-back over them, so that what was read last, and is in the cache, is read first. That is one pass,
-and needs rows enough to fill the GPU; of fewer the L2 cache holds x for the second launch.
+y; the second look at a row hits the cache. `_cast_kernel` writes float8: tile by tile, with
+statistics that are in memory already, or by whole rows (OWN): a program looks at its 16 rows and
+walks back over them, so that what was read last, and is in the cache, is read first. That is one
+pass, and needs rows enough to fill the GPU; of fewer the L2 cache holds x for the second launch.
 
-The variance takes one look as well, and no difference of two large sums: every lane follows the
-mean and the squared distances of the elements that it sees (Welford, 1962), lanes are joined by
-``sum(m2) + sum(n * (mean_of_lane - mean)^2)`` (Chan, Golub and LeVeque, 1979).
+The variance about the mean takes one look as well, and no difference of two large sums: every lane
+follows the mean and the squared distances of the elements that it sees (Welford, 1962). Lanes are
+joined by ``sum(m2) + sum(n * (mean_of_lane - mean)^2)`` (Chan, Golub and LeVeque, 1979).
 
-Given its statistics a row's bits are the reference's; they themselves depend on the order of a sum.
+Given its statistics a row's bits are the definition's; they themselves depend on the order of a
+sum.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,17 +36,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.kernels.gpu.amax import MAX_PARTIALS
-from float8.kernels.gpu.jit import magnitude_bits, reciprocal
+from float8.kernels import definition
+from float8.kernels.gpu.amax import MAX_PARTIALS, new_partials
+from float8.kernels.gpu.cast import define, new_outputs
+from float8.kernels.gpu.jit import (
+    amax_bits_of,
+    magnitude_bits,
+    reciprocal,
+    scale_of_tensor,
+    write_codes,
+)
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_DTYPES,
-    TRITON_FORMATS,
     Variant,
     check_device,
-    on_device_of,
+    launch,
+    meta,
+    new_data,
+    one_scale_arguments,
+    register,
+    row_major,
+    variant,
 )
-from float8.kernels.gpu.tiles import amax_bits_of, scale_of_tensor, write_codes
 
 _ROWS = {"ROWS": 4, "COLS": 1024}
 _TILE = {"ROWS_BY_4": 16, "COLS": 128}  # of cast.py
@@ -47,22 +69,16 @@ _ENOUGH = 256
 
 
 class Norm(NamedTuple):
-    """What a norm has beside its rows: a ``mean`` to be written where it is centred."""
+    """What a norm has beside its rows; ``is_centred`` subtracts the mean of each row."""
 
     weight: Tensor | None
     bias: Tensor | None
     eps: float
-    centred: bool
+    is_centred: bool
 
 
-class Codes(NamedTuple):
-    """What is written; ``mean`` and ``rstd`` are float32 (M, 1), mean None where there is none."""
-
-    data: Tensor
-    data_t: Tensor
-    scale: Tensor
-    mean: Tensor | None
-    rstd: Tensor
+# data (M, K), data_t (K, M), scale (1, 1), mean and rstd (M, 1); the mean is None in an RMS norm.
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
 
 
 @triton.jit
@@ -277,76 +293,19 @@ def _cast_kernel(
         tl.atomic_max(amax_ptr, tl.max(seen), sem="relaxed")
 
 
-def launch_rows(
+def _statistics(
     x: Tensor, norm: Norm, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype, amax: bool,
     most: int = MAX_PARTIALS,
-) -> Tensor:  # fmt: skip
+) -> Tensor | None:  # fmt: skip
     """Write the statistics; int32 (P,), P a power of two: bits whose maximum is the amax of y."""
-    blocks = triton.cdiv(x.shape[0], _ROWS["ROWS"])
-    count = min(most, triton.next_power_of_2(blocks))
-    partials = torch.empty(count if amax else 0, dtype=torch.int32, device=x.device)
-    _rows_kernel[(count,)](
-        x, *_pointers(norm, mean, rstd), partials if amax else rstd.view(torch.int32),
-        *x.shape, x.stride(0), norm.eps, **_flags(norm),
-        **_ROWS, PARTIALS=count, DTYPE=TRITON_DTYPES[dtype], AMAX=amax, **_OPTIONS,
+    partials = new_partials(x, triton.cdiv(x.shape[0], _ROWS["ROWS"]), most)
+    count = partials.numel()
+    launch(
+        _rows_kernel, count, x, *_pointers(norm, mean, rstd), partials, *x.shape, x.stride(0),
+        norm.eps, **_flags(norm), **_ROWS, PARTIALS=count, DTYPE=TRITON_DTYPES[dtype], AMAX=amax,
+        **_OPTIONS,
     )  # fmt: skip
-    return partials
-
-
-def check(op: str, x: Tensor, **others: Tensor | None) -> None:
-    """Raise if a kernel would read past a weight or a bias, or follow pointers elsewhere."""
-    check_device(op, x, **others)
-    for name in ("weight", "bias"):
-        tensor = others.get(name)
-        if tensor is not None and tensor.shape != x.shape[1:]:
-            raise ValueError(
-                f"float8::{op}: {name} is {tuple(tensor.shape)}, expected {tuple(x.shape[1:])}"
-            )
-
-
-def launch(
-    x: Tensor, norm: Norm, out: Codes, scale: Tensor | None, compute_dtype: torch.dtype,
-    power_of_two: bool, amax: Tensor | None, own: bool | None = None,
-) -> None:  # fmt: skip
-    """Write ``out``, of x (M, K) with elements; ``own`` is for tests, with little patience."""
-    x = x if x.stride(1) == 1 else x.contiguous()
-    weight = x.new_ones(x.shape[1]) if norm.weight is None else norm.weight.contiguous()
-    norm = norm._replace(
-        weight=weight, bias=norm.bias if norm.bias is None else norm.bias.contiguous()
-    )
-    (M, K), cols = x.shape, out.data_t.numel() > 0
-    if own is None:
-        own = scale is not None and triton.cdiv(M, 4 * _OWN_TILE["ROWS_BY_4"]) >= _ENOUGH
-    tile = _OWN_TILE if own else _TILE
-    programs = triton.cdiv(M, 4 * tile["ROWS_BY_4"])
-    pack, data_t = cols and M % 16 == 0, out.data_t.view(torch.uint8)
-    with on_device_of(x):
-        partials = None
-        if not own:
-            partials = launch_rows(x, norm, out.mean, out.rstd, compute_dtype, amax=scale is None)
-        _cast_kernel[(programs if own else programs * triton.cdiv(K, tile["COLS"]),)](
-            x,
-            *_pointers(norm, out.mean, out.rstd),
-            out.scale if scale is None else scale,
-            out.scale,
-            out.scale.view(torch.int32) if partials is None else partials,
-            out.data.view(torch.uint8),
-            data_t.view(torch.int32) if pack else data_t,
-            (out.scale if amax is None else amax).view(torch.int32),
-            *(M, K, x.stride(0), norm.eps),
-            **_flags(norm),
-            **tile,
-            OWN=own,
-            PARTIALS=partials.numel() if partials is not None and scale is None else 0,
-            DTYPE=TRITON_DTYPES[compute_dtype],
-            FORMAT=TRITON_FORMATS[out.data.dtype],
-            FORMAT_MAX=torch.finfo(out.data.dtype).max,
-            POWER_OF_TWO=power_of_two,
-            WRITE_COLS=cols,
-            RECORD=amax is not None,
-            PACK=pack,
-            **_OPTIONS,
-        )
+    return partials if amax else None
 
 
 def _pointers(norm: Norm, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor | None, ...]:
@@ -356,45 +315,135 @@ def _pointers(norm: Norm, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor | N
 
 
 def _flags(norm: Norm) -> dict[str, bool]:
-    return {"CENTRED": norm.centred, "BIAS": norm.bias is not None}
+    return {"CENTRED": norm.is_centred, "BIAS": norm.bias is not None}
 
 
-def shipped(op: str, centred: bool) -> list[Variant]:
+def _launch(
+    x: Tensor, norm: Norm, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
+    power_of_two: bool, cols: bool, amax: Tensor | None = None, own: bool | None = None,
+) -> Outputs:  # fmt: skip
+    """Launch; a test names ``own``, to have whole rows of a small matrix."""
+    _check(x, norm, scale, amax)
+    if x.numel() == 0:
+        return _definition(x, norm, scale, compute_dtype, dtype, power_of_two, cols, amax)
+    outputs = _fake(x, norm, scale, compute_dtype, dtype, power_of_two, cols)
+    data, data_t, found, mean, rstd = outputs
+    x = row_major(x)
+    (M, K), weight, bias = x.shape, norm.weight, norm.bias
+    norm = norm._replace(
+        weight=x.new_ones(K) if weight is None else weight.contiguous(),
+        bias=bias if bias is None else bias.contiguous(),
+    )
+    if own is None:
+        own = scale is not None and triton.cdiv(M, 4 * _OWN_TILE["ROWS_BY_4"]) >= _ENOUGH
+    tile, partials = _OWN_TILE if own else _TILE, None
+    if not own:
+        partials = _statistics(x, norm, mean, rstd, compute_dtype, amax=scale is None)
+    pointers, constants = one_scale_arguments(
+        data, data_t, found, scale, partials, amax, power_of_two
+    )
+    programs = triton.cdiv(M, 4 * tile["ROWS_BY_4"])
+    launch(
+        _cast_kernel, programs if own else programs * triton.cdiv(K, tile["COLS"]), x,
+        *_pointers(norm, mean, rstd), *pointers, M, K, x.stride(0), norm.eps,
+        **_flags(norm), **tile, OWN=own, **constants, DTYPE=TRITON_DTYPES[compute_dtype],
+        **_OPTIONS,
+    )  # fmt: skip
+    return outputs
+
+
+def _check(x: Tensor, norm: Norm, scale: Tensor | None, amax: Tensor | None) -> None:
+    """Raise if a kernel would read past a weight or a bias, or follow pointers elsewhere."""
+    op = "layer_norm_cast" if norm.is_centred else "rms_norm_cast"
+    check_device(op, x, weight=norm.weight, bias=norm.bias, scale=scale, amax=amax)
+    for name, tensor in (("weight", norm.weight), ("bias", norm.bias)):
+        if tensor is not None and tensor.shape != x.shape[1:]:
+            raise ValueError(
+                f"float8::{op}: {name} is {tuple(tensor.shape)}, expected {tuple(x.shape[1:])}"
+            )
+
+
+def _definition(
+    x: Tensor, norm: Norm, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
+    power_of_two: bool, cols: bool, amax: Tensor | None = None,
+) -> Outputs:  # fmt: skip
+    mean = None
+    if norm.is_centred:
+        y32, mean, rstd = definition.layer_norm(x, norm.weight, norm.bias, norm.eps)
+    else:
+        y32, rstd = definition.rms_norm(x, norm.weight, norm.eps)
+    written = define(y32.to(compute_dtype), scale, dtype, power_of_two, True, cols, amax)
+    return *written, mean, rstd
+
+
+def _fake(
+    x: Tensor, norm: Norm, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
+    power_of_two: bool, cols: bool, amax: Tensor | None = None,
+) -> Outputs:  # fmt: skip
+    mean, rstd = (new_data(x, x.shape[0], 1, True, torch.float32) for _ in range(2))
+    return *new_outputs(x, dtype, True, cols), mean if norm.is_centred else None, rstd
+
+
+def _of_rms_norm(function: Callable[..., Outputs]) -> Callable[..., Any]:
+    """``function``, with the arguments and the results of `rms_norm_cast`."""
+
+    def called(x: Tensor, weight: Tensor | None, eps: float, *arguments: Any) -> Any:
+        data, data_t, scale, _, rstd = function(x, Norm(weight, None, eps, False), *arguments)
+        return data, data_t, scale, rstd
+
+    return called
+
+
+def _of_layer_norm(function: Callable[..., Outputs]) -> Callable[..., Any]:
+    """``function``, with the arguments and the results of `layer_norm_cast`."""
+
+    def called(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *arguments: Any
+    ) -> Any:
+        return function(x, Norm(weight, bias, eps, True), *arguments)
+
+    return called
+
+
+_CAST = (
+    "Tensor? scale, ScalarType compute_dtype, ScalarType dtype, bool power_of_two, bool cols, "
+    "Tensor(a!)? amax=None) -> (Tensor data, Tensor data_t, Tensor scale_out, "
+)
+rms_norm_cast = register(
+    f"rms_norm_cast(Tensor x, Tensor? weight, float eps, {_CAST}Tensor rstd)",
+    kernel=_of_rms_norm(_launch),
+    definition=_of_rms_norm(_definition),
+    fake=_of_rms_norm(_fake),
+)
+layer_norm_cast = register(
+    "layer_norm_cast(Tensor x, Tensor? weight, Tensor? bias, float eps, "
+    f"{_CAST}Tensor mean, Tensor rstd)",
+    kernel=_of_layer_norm(_launch),
+    definition=_of_layer_norm(_definition),
+    fake=_of_layer_norm(_fake),
+)
+
+
+def shipped() -> list[Variant]:
     """The forms that the recipes launch on bfloat16."""
-    flags = {"CENTRED": centred, "BIAS": centred, "DTYPE": tl.bfloat16}
-    given = f"{op}: a given scale"
-    return [
-        _rows_variant(f"{op}: statistics and amax", flags, True),
-        _rows_variant(f"{op}: statistics", flags, False),
-        _cast_variant(f"{op}: tiles", flags, False, MAX_PARTIALS, True, False),
-        _cast_variant(f"{given}, tiles, amax", flags, False, 0, True, True),
-        _cast_variant(f"{given}, whole rows, amax", flags, True, 0, True, True),
-        _cast_variant(f"{given}, whole rows, not transposed", flags, True, 0, False, False),
-    ]
-
-
-_SOURCES = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr"), "*bf16")
-_STATISTICS = dict.fromkeys(("mean_ptr", "rstd_ptr"), "*fp32")
-_SIZES = {**dict.fromkeys(("M", "K", "stride_m"), "i32"), "eps": "fp32"}
-
-
-def _rows_variant(name: str, flags: dict[str, Any], amax: bool) -> Variant:
-    types = {**_SOURCES, **_STATISTICS, "partials_ptr": "*i32", **_SIZES}
-    constants = {**_ROWS, **flags, "PARTIALS": MAX_PARTIALS, "AMAX": amax}
-    return Variant(name, _rows_kernel, types, constants, _OPTIONS)
-
-
-def _cast_variant(
-    name: str, flags: dict[str, Any], own: bool, partials: int, cols: bool, record: bool
-) -> Variant:
-    types = {
-        **_SOURCES, **_STATISTICS, **dict.fromkeys(("given_ptr", "scale_ptr"), "*fp32"),
-        "partials_ptr": "*i32", "data_ptr": "*u8", "data_t_ptr": "*i32" if cols else "*u8",
-        "amax_ptr": "*i32", **_SIZES,
-    }  # fmt: skip
-    constants = {
-        **(_OWN_TILE if own else _TILE), **flags, "OWN": own, "PARTIALS": partials,
-        "FORMAT": tl.float8e4nv, "FORMAT_MAX": 448.0, "POWER_OF_TWO": False,
-        "WRITE_COLS": cols, "RECORD": record, "PACK": cols,
-    }  # fmt: skip
-    return Variant(name, _cast_kernel, types, constants, _OPTIONS)
+    x, weight = meta(4096, 4096), meta(4096)
+    statistic, scale = meta(4096, 1, dtype=torch.float32), meta(1, 1, dtype=torch.float32)
+    amax, cast_to = meta(dtype=torch.float32), (torch.bfloat16, torch.float8_e4m3fn, False)
+    forms = []
+    for op, bias in (("rms_norm_cast", None), ("layer_norm_cast", weight)):
+        norm = Norm(weight, bias, 1e-5, bias is not None)
+        known = (x, norm, None if bias is None else statistic, statistic, torch.bfloat16)
+        given = f"{op}: a given scale"
+        forms += [
+            variant(f"{op}: statistics and amax", _statistics, *known, True),
+            variant(f"{op}: statistics", _statistics, *known, False),
+            variant(f"{op}: tiles", _launch, x, norm, None, *cast_to, True),
+            variant(
+                f"{given}, tiles, amax", _launch, x, norm, scale, *cast_to, True, amax, own=False
+            ),
+            variant(f"{given}, whole rows, amax", _launch, x, norm, scale, *cast_to, True, amax),
+            variant(
+                f"{given}, whole rows, not transposed", _launch, x, norm, scale, *cast_to, False
+            ),
+        ]
+    return forms

@@ -1,0 +1,203 @@
+"""The ops of ``definition.py`` as they run in plain PyTorch: the same bits, faster on a CPU.
+
+These run wherever no kernel does: on every device that is not CUDA, with ``emulate=True``, on
+DTensors, and in code that torch.compile makes. `amax`, `cast`, `dequantize` and `scaled_mm` have a
+form of their own here; all other names are the definition's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from float8.granularity import WHOLE, Block
+from float8.kernels import definition
+from float8.kernels.definition import (
+    MIN_SCALE,
+    in_blocks,
+    layer_norm,
+    reciprocal,
+    record_amax,
+    rms_norm,
+    scale_from_amax,
+    swiglu,
+    swiglu_backward,
+)
+
+__all__ = [
+    "MIN_SCALE",
+    "amax",
+    "cast",
+    "decode",
+    "dequantize",
+    "layer_norm",
+    "reciprocal",
+    "record_amax",
+    "rms_norm",
+    "scale_from_amax",
+    "scaled_mm",
+    "swiglu",
+    "swiglu_backward",
+]
+
+_SMALL = 8192  # elements below which, in eager mode, fewer calls beat faster passes
+
+
+def amax(x: Tensor, block: Block) -> Tensor:
+    """`definition.amax`; whole tensors are read once."""
+    if x.numel() == 0:
+        return definition.amax(x, block)
+    if WHOLE not in block or block.count(WHOLE) + block.count(1) < len(block):
+        if (tiles := _tiles(x, block)) is None:
+            return definition.amax(x, block)
+        return tiles.abs().amax((1, 3)).float()
+    # In this order: a compiler would guard on the size.
+    is_small = not torch.compiler.is_compiling() and x.numel() < _SMALL
+    if 1 in block or is_small:
+        lines = []
+        for dim, extent in enumerate(block):
+            if extent == WHOLE:
+                lines.append(dim)
+        return x.abs().amax(lines, keepdim=True).float()
+    # aminmax reads x once and writes two numbers; in eager mode abs() would write all of |x|.
+    # In storage order: it is many times slower over columns.
+    in_order = x.t() if x.dim() == 2 and x.stride(0) == 1 else x
+    smallest, largest = torch.aminmax(in_order)
+    return torch.maximum(largest, -smallest).float().reshape((1,) * len(block))
+
+
+def _tiles(x: Tensor, block: Block) -> Tensor | None:
+    """A matrix as (blocks down, rows, blocks across, columns); None if blocks do not divide it."""
+    if len(block) != 2 or WHOLE in block or x.shape[0] % block[0] or x.shape[1] % block[1]:
+        return None
+    rows, cols = block
+    return x.reshape(x.shape[0] // rows, rows, x.shape[1] // cols, cols)
+
+
+def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool = False) -> Tensor:
+    """`definition.cast`, with one float32 buffer in eager mode.
+
+    ``fits`` promises that ``scale`` was computed from this very ``x``. Then no finite value exceeds
+    the format, and the clamp is not needed.
+    """
+    x32 = x.float()
+    factor = reciprocal(scale) if torch.compiler.is_compiling() else scale.reciprocal()
+    if block.count(WHOLE) + block.count(1) < len(block):
+        y = _scaled(x32, factor, block)
+    else:
+        y = x32.mul_(factor) if fits and x.dtype != torch.float32 else x32 * factor
+    if not fits:
+        largest = torch.finfo(dtype).max
+        y = y.clamp_(-largest, largest)
+        if torch.compiler.is_compiling():
+            y = torch.where(x32.abs() == torch.inf, torch.nan, y)  # isinf() is not vectorised
+        else:
+            # In eager mode one pass instead of three: 0 * inf is NaN, and adding a zero of x's own
+            # sign changes nothing else. Compilers fold the product to 0.
+            y = y.add_(x32, alpha=0)
+    return y.to(dtype)
+
+
+def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+    """`definition.dequantize`; right under torch.compile for every block."""
+    return _scaled(data.to(torch.float32), scale, block).to(dtype)
+
+
+def _scaled(x32: Tensor, factor: Tensor, block: Block) -> Tensor:
+    """float32 ``x * factor``, each block by a factor of its own; factor has the shape of a scale."""
+    if block.count(WHOLE) + block.count(1) == len(block):
+        return x32 * factor
+    if (tiles := _tiles(x32, block)) is not None:
+        return (tiles * factor[:, None, :, None]).reshape(x32.shape)
+    if all(size % extent == 0 for size, extent in zip(x32.shape, block, strict=True)):
+        shape: list[int] = []
+        for blocks, extent in zip(factor.shape, block, strict=True):
+            shape += [blocks] if extent in (WHOLE, 1) else [blocks, 1]
+        return (in_blocks(x32, block)[0] * factor.reshape(shape)).reshape(x32.shape)
+    # Blocks that do not divide: look up each element's factor. Repeating or padding would be
+    # simpler, but inductor on a CPU (2.13) makes size // extent whole blocks of a loop over
+    # `i // extent` and never runs the rest (CppScheduling.try_loop_split), whatever the division is
+    # spelt like; one in float64 is exact for these sizes, and inductor does not recognise it.
+    index_dtype = torch.float64 if x32.device.type == "cpu" else torch.int64
+    for dim, (size, extent) in enumerate(zip(x32.shape, block, strict=True)):
+        if extent not in (WHOLE, 1):
+            index = torch.arange(size, dtype=index_dtype, device=x32.device)
+            index = torch.div(index, extent, rounding_mode="floor").to(torch.int64)
+            factor = factor.index_select(dim, index)
+    return x32 * factor
+
+
+# format -> how far its exponent field is from bfloat16's, the fields that its bits fill there, and
+# the power of two between the exponent biases.
+_AS_BFLOAT16 = {
+    torch.float8_e4m3fn: (4, ~0x780F, 2.0**120),  # s eeee mmm -> s 0000eeee mmm0000
+    torch.float8_e5m2: (5, ~0x701F, 2.0**112),  # s eeeee mm -> s 000eeeee mm00000
+}
+_LARGEST_CODE = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}  # of the finite ones
+
+
+def decode(data: Tensor) -> Tensor:
+    """Float8 data as bfloat16, exactly (without any scale).
+
+    Both OCP formats are bit fields of a bfloat16, up to a shift and a power of two. In eager mode
+    on a CPU, integer operations on whole tensors are several times faster than torch's elementwise
+    conversion. Compiled code converts in registers. A bfloat16 tensor is returned as it is.
+    """
+    if data.dtype == torch.bfloat16:
+        return data
+    is_eager = not torch.compiler.is_compiling()
+    if is_eager and data.numel() < _SMALL:
+        return data.to(torch.bfloat16)
+    # In storage order: a compiler would transpose for real.
+    is_transposed = data.dim() == 2 and data.stride(0) == 1 and data.stride(1) != 1
+    in_order = data.t() if is_transposed else data
+    if is_eager and _can_move_bits(in_order):
+        shift, fields, power = _AS_BFLOAT16[data.dtype]
+        codes = in_order.view(torch.int8).to(torch.int16).bitwise_left_shift_(shift)
+        decoded = codes.bitwise_and_(fields).view(torch.bfloat16).mul_(power)
+    else:
+        decoded = in_order.to(torch.bfloat16)
+    return decoded.t() if is_transposed else decoded
+
+
+def _can_move_bits(data: Tensor) -> bool:
+    """Whether this is a plain finite tensor on a CPU that keeps subnormal numbers."""
+    if type(data) is not Tensor or data.device.type != "cpu" or data.dtype not in _AS_BFLOAT16:
+        return False
+    # The largest codes with either sign: what is above them is infinite or NaN.
+    largest = _LARGEST_CODE[data.dtype]
+    positive, negative = data.view(torch.int8).max(), data.view(torch.uint8).max()
+    if int(positive) > largest or int(negative) > largest + 0x80:
+        return False
+    # Small codes are subnormal bfloat16s for a moment; torch.set_flush_denormal makes them zero.
+    return bool(torch.full((1,), 2.0**-130).mul_(2.0**10) != 0)
+
+
+def scaled_mm(
+    a_MK: Tensor,
+    a_scale: Tensor,
+    b_NK: Tensor,
+    b_scale: Tensor,
+    a_block: Block,
+    b_block: Block,
+    bias_N: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`definition.scaled_mm`; a bfloat16 product of whole tensors has no float32 copy."""
+    by_row = ((WHOLE, WHOLE), (1, WHOLE))
+    if a_block not in by_row or b_block not in by_row:
+        a = dequantize(a_MK, a_scale, a_block, torch.float32)
+        b = dequantize(b_NK, b_scale, b_block, torch.float32)
+        out = a @ b.t()
+        return (out if bias_N is None else out + bias_N.to(torch.float32)).to(out_dtype)
+    if out_dtype == torch.bfloat16:
+        product = decode(a_MK) @ decode(b_NK).t()
+    else:
+        product = a_MK.to(torch.float32) @ b_NK.to(torch.float32).t()
+    if a_block[0] == WHOLE and b_block[0] == WHOLE and bias_N is None:
+        # A 0-dim factor scales in float32 without a float32 copy of the product. Not in place:
+        # selective activation checkpointing may have kept the product.
+        scaled = product * (a_scale * b_scale).reshape(())
+        return scaled if scaled.dtype == out_dtype else scaled.to(out_dtype)
+    scaled = (product.to(torch.float32) * a_scale).mul_(b_scale.t())
+    return (scaled if bias_N is None else scaled + bias_N.to(torch.float32)).to(out_dtype)

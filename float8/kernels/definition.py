@@ -1,0 +1,235 @@
+"""The definition of every float8 op, in plain PyTorch. Nothing here is written for speed.
+
+Legend: ``data`` float8; ``scale`` float32, ``value = data * scale``; ``block`` the extent per
+dimension that shares a scale (-1: the whole dimension); ``scale.shape == ceil(shape / block)``.
+
+The casts are defined to the bit, and all backends agree on them, because each step is one correctly
+rounded float32 operation that no compiler may rewrite:
+
+1. ``amax = max(|x|)`` over a block, NaN if the block holds a NaN.
+2. ``scale = max(amax * float32(1 / max(format)), 2^-126)``, on request rounded up to a power of
+   two. A multiplication, not a division: compilers turn division by a constant into one anyway.
+   2^-126 is the smallest scale whose reciprocal is finite and neither is subnormal.
+3. ``data = round_to_nearest_even(clamp(float32(x) * float32(1 / scale)))``.
+
+Special values: NaN stays NaN. An infinite x makes a dynamic scale infinite and every product with
+the tensor NaN; under a given scale it becomes NaN itself. A cast makes nothing finite infinite or
+NaN. Dequantising may: a scale that was rounded up to a power of two can be larger than
+``amax / max(format)``, and ``data * scale`` round to the power of two above the largest number of
+the dtype. float16's 65504 becomes 256 with scale 256, and 65536 is inf in float16.
+
+Products are defined up to the order of accumulation. See `scaled_mm`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from float8.granularity import WHOLE, Block, ceil_div, scale_shape
+
+MIN_SCALE = torch.finfo(torch.float32).tiny  # 2^-126
+
+
+def amax(x: Tensor, block: Block) -> Tensor:
+    """The largest magnitude of each block, in float32; 0 for an empty block, NaN if it has one.
+
+    Args:
+        x: float tensor of any shape.
+        block: one extent per dimension.
+
+    Returns:
+        float32 of shape ``ceil(x.shape / block)``.
+    """
+    shape = scale_shape(x.shape, block)
+    if x.numel() == 0:
+        return torch.zeros(shape, dtype=torch.float32, device=x.device)
+    blocks, inside = in_blocks(x, block)
+    found = blocks.abs().amax(inside) if inside else blocks.abs()
+    return found.to(torch.float32).reshape(shape)
+
+
+def in_blocks(x: Tensor, block: Block) -> tuple[Tensor, list[int]]:
+    """x, zero-padded, with each blocked dimension split in two: (blocks, extent).
+
+    Returns:
+        the view, and which of its dimensions lie inside a block.
+    """
+    padding: list[int] = []
+    shape: list[int] = []
+    inside: list[int] = []
+    for size, extent in zip(x.shape, block, strict=True):
+        is_split = extent not in (WHOLE, 1)
+        padding.append(-size % extent if is_split else 0)
+        shape += [ceil_div(size, extent), extent] if is_split else [size]
+        if extent != 1:
+            inside.append(len(shape) - 1)
+    if any(padding):
+        x = F.pad(x, [p for pad in reversed(padding) for p in (0, pad)])
+    return x.reshape(shape), inside
+
+
+def record_amax(current: Tensor, amax: Tensor) -> None:
+    """``current = max(current, amax)`` in place: a delayed cast's running maximum, NaN included."""
+    torch.maximum(current, amax.reshape(()), out=current)
+
+
+def scale_from_amax(amax: Tensor, format_max: float, power_of_two: bool = False) -> Tensor:
+    """The dequantisation scale that maps ``amax`` to the format's largest value.
+
+    ``scale = amax / max(format)`` (arXiv 2209.05433, section 3.1, there as its reciprocal), at
+    least 2^-126, so that it is positive for a block of zeros. The one function that computes
+    scales; every other backend is tested against its bits.
+
+    Args:
+        amax: float32, any shape.
+        format_max: the largest finite value of the float8 format.
+        power_of_two: round the scale up to a power of two, so that nothing saturates.
+
+    Returns:
+        float32 of amax's shape; NaN and inf stay what they are.
+    """
+    # MIN_SCALE as a literal: with dynamic shapes torch.compile would make an input of the global.
+    scale = (amax * (1.0 / format_max)).clamp(min=2.0**-126)
+    if not power_of_two:
+        return scale
+    # Adding the largest mantissa carries into the exponent unless the mantissa is zero already.
+    bits = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
+    return torch.maximum(bits.view(torch.float32), scale)  # a NaN overflowed to 0: bring it back
+
+
+def reciprocal(scale: Tensor) -> Tensor:
+    """``1 / scale`` in float32, correctly rounded, compiled or not."""
+    # Compilers may emit an approximate float32 division; a float64 one is exact enough that
+    # rounding it to float32 gives the correctly rounded quotient, which is what eager computes.
+    if torch.compiler.is_compiling():
+        return scale.to(torch.float64).reciprocal().to(torch.float32)
+    return scale.reciprocal()
+
+
+def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+    """Cast to float8 under given scales: nearest even, saturating, inf becomes NaN.
+
+    Args:
+        x: float32, bfloat16 or float16, any shape and strides.
+        scale: float32 of shape ``ceil(x.shape / block)``.
+        block: one extent per dimension.
+        dtype: the float8 dtype.
+
+    Returns:
+        float8 of x's shape.
+    """
+    x32, largest = x.to(torch.float32), torch.finfo(dtype).max
+    y = (x32 * _per_element(reciprocal(scale), x.shape, block)).clamp(-largest, largest)
+    return y.masked_fill(x32.isinf(), torch.nan).to(dtype)
+
+
+def cast_dynamic(
+    x: Tensor, block: Block, dtype: torch.dtype, power_of_two: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`cast` under the scales that follow from x's own amaxes.
+
+    Returns:
+        data of x's shape, and its scale.
+    """
+    scale = scale_from_amax(amax(x, block), torch.finfo(dtype).max, power_of_two)
+    return cast(x, scale, block, dtype), scale
+
+
+def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+    """``data * scale``, computed in float32 and rounded once to ``dtype``."""
+    return (data.to(torch.float32) * _per_element(scale, data.shape, block)).to(dtype)
+
+
+def _per_element(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
+    """Each block's scale repeated for its elements; broadcasts to ``shape``."""
+    for dim, (size, extent) in enumerate(zip(shape, block, strict=True)):
+        if extent not in (WHOLE, 1):
+            scale = scale.repeat_interleave(extent, dim).narrow(dim, 0, size)
+    return scale
+
+
+def rms_norm(x_MK: Tensor, weight_K: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """``x * rstd * weight``, ``rstd = 1 / sqrt(mean(x^2) + eps)`` per row (arXiv 1910.07467, 4).
+
+    Returns:
+        (M, K) and rstd (M, 1), both float32.
+    """
+    x32 = x_MK.to(torch.float32)
+    rstd = torch.rsqrt(x32.square().mean(1, keepdim=True) + eps)
+    y32 = x32 * rstd
+    return (y32 if weight_K is None else y32 * weight_K.to(torch.float32)), rstd
+
+
+def layer_norm(
+    x_MK: Tensor, weight_K: Tensor | None, bias_K: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(x - mean) * rstd * weight + bias`` per row (arXiv 1607.06450, equation 4).
+
+    ``rstd = 1 / sqrt(mean((x - mean)^2) + eps)``.
+
+    Returns:
+        (M, K), mean (M, 1) and rstd (M, 1), all float32.
+    """
+    x32 = x_MK.to(torch.float32)
+    mean = x32.mean(1, keepdim=True)
+    centred = x32 - mean
+    rstd = torch.rsqrt(centred.square().mean(1, keepdim=True) + eps)
+    y32 = centred * rstd
+    y32 = y32 if weight_K is None else y32 * weight_K.to(torch.float32)
+    return (y32 if bias_K is None else y32 + bias_K.to(torch.float32)), mean, rstd
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up`` in float32 (arXiv 2002.05202, equation 5)."""
+    return F.silu(gate.to(torch.float32)) * up.to(torch.float32)
+
+
+def swiglu_backward(grad_MF: Tensor, gate_MF: Tensor, up_MF: Tensor) -> Tensor:
+    """(M, 2 F): the gradients of gate and up, in gate's dtype."""
+    grad32, gate32 = grad_MF.to(torch.float32), gate_MF.to(torch.float32)
+    sigmoid = gate32.sigmoid()
+    grad_gate = grad32 * up_MF.to(torch.float32) * (sigmoid * (1 + gate32 * (1 - sigmoid)))
+    return torch.cat([grad_gate, grad32 * (gate32 * sigmoid)], dim=1).to(gate_MF.dtype)
+
+
+def scaled_mm(
+    a_MK: Tensor,
+    a_scale: Tensor,
+    b_NK: Tensor,
+    b_scale: Tensor,
+    a_block: Block,
+    b_block: Block,
+    bias_N: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``(a * a_scale) @ (b * b_scale).T + bias``, accumulated in float32.
+
+    Where each row of an operand has one scale, the data is multiplied and the scales are applied to
+    the product. Float8 values are exact in bfloat16, so a bfloat16 result comes from a bfloat16
+    GEMM (float32 accumulation); its product is then rounded once before and once after scaling,
+    which float8 hardware does once: up to one bfloat16 ulp apart, nothing when scales are powers of
+    two. Other results, and scales that vary along the contraction, use a float32 GEMM.
+
+    Args:
+        a_MK, b_NK: float8, or the same values in bfloat16; the contraction K last.
+        a_scale, b_scale: float32, shapes as a_block and b_block say.
+        bias_N: added in float32 before the result is rounded, or None.
+        out_dtype: float32, bfloat16 or float16.
+    """
+    tensorwise, rowwise = (WHOLE, WHOLE), (1, WHOLE)
+    if not {a_block, b_block} <= {tensorwise, rowwise}:
+        a32 = dequantize(a_MK, a_scale, a_block, torch.float32)
+        b32 = dequantize(b_NK, b_scale, b_block, torch.float32)
+        out32 = a32 @ b32.t()
+    else:
+        exact = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+        product32 = (a_MK.to(exact) @ b_NK.to(exact).t()).to(torch.float32)
+        if a_block == b_block == tensorwise and bias_N is None:
+            out32 = product32 * (a_scale * b_scale)
+        else:  # in turn: the product of two scales alone may leave float32's range
+            out32 = product32 * a_scale * b_scale.t()
+    if bias_N is not None:
+        out32 = out32 + bias_N.to(torch.float32)
+    return out32.to(out_dtype)

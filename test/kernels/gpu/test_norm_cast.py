@@ -1,0 +1,320 @@
+"""`rms_norm_cast`, `layer_norm_cast`: the oracle's data, given the statistics, bit for bit."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from assertions import assert_bitwise, assert_error_within_baseline, error
+from interpreter import launcher
+from shapes import DEVICES, FORMATS, LAYOUTS, Case, pairs
+
+from float8.kernels import definition
+from float8.kernels.gpu.norm_cast import Norm, layer_norm_cast, rms_norm_cast
+
+E4M3, EPS, WHOLE = torch.float8_e4m3fn, 1e-5, (-1, -1)
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+# How it runs -> (scale, whole rows). Many rows are needed before the launcher takes whole ones.
+FORMS = {"dynamic": (None, None), "tiles": (0.037, False), "whole rows": (0.037, True)}
+# norm -> has a weight, has a bias, is centred
+NORMS = {
+    "rms": (False, False, False),
+    "rms, weight": (True, False, False),
+    "layer": (False, False, True),
+    "layer, weight": (True, False, True),
+    "layer, weight and bias": (True, True, True),
+}
+BOTH = ("rms, weight", "layer, weight and bias")
+OPS = {False: rms_norm_cast, True: layer_norm_cast}
+
+
+def make(shape, norm, device, dtypes=(F32, F32), layout="contiguous", fill="normal", eps=EPS):
+    """What replays it, x, and the norm."""
+    has_weight, has_bias, is_centred = NORMS[norm]
+    case = Case(shape, dtypes[0], layout=layout, fill=fill, seed=3)
+    weight, bias = (
+        Case((shape[1],), dtypes[1], seed=seed).make(device) if wanted else None
+        for wanted, seed in ((has_weight, 4), (has_bias, 5))
+    )
+    x = case.make(device) + 0.5 if is_centred else case.make(device)
+    return (case, norm), x, Norm(weight, bias, eps, is_centred)
+
+
+def run(x, norm, form, compute=F32, dtype=E4M3, pow2=False, cols=True, amax=None):
+    """(data, data_t, scale, mean or None, rstd) of the kernel, on x's device."""
+    scale, whole_rows = FORMS[form]
+    scale = None if scale is None else torch.tensor([[scale]], device=x.device)
+    launch = launcher("norm_cast", "_launch", x.device.type)
+    return launch(x, norm, scale, compute, dtype, pow2, cols, amax, whole_rows)
+
+
+def op_of(x, norm, scale, compute):
+    """The same results of the registered op."""
+    bias = (norm.bias,) if norm.is_centred else ()
+    got = OPS[norm.is_centred](x, norm.weight, *bias, norm.eps, scale, compute, E4M3, False, True)
+    return got if norm.is_centred else (*got[:3], None, got[3])
+
+
+def y_of(x, norm, mean, rstd, compute):
+    y = (x.float() - mean if norm.is_centred else x.float()) * rstd
+    y = y if norm.weight is None else y * norm.weight.float()
+    return (y if norm.bias is None else y + norm.bias.float()).to(compute)
+
+
+def rstd_of(x, is_centred, eps=EPS):
+    x = x - x.mean(1, keepdim=True) if is_centred else x
+    return (x.square().mean(1, keepdim=True) + eps).rsqrt()
+
+
+def check(got, x, norm, compute, replay, dtype=E4M3):
+    """Statistics are right to a few ulps, and given them the data is the oracle's, both ways."""
+    data, data_t, scale, mean, rstd = (None if t is None else t.cpu() for t in got)
+    x = x.cpu()
+    norm = Norm(*(t.cpu() if isinstance(t, torch.Tensor) else t for t in norm))
+    exact, plain = (rstd_of(x.to(d), norm.is_centred, norm.eps) for d in (torch.float64, F32))
+    assert_error_within_baseline(rstd, exact, plain, 4.0, replay, "rstd")
+    if norm.is_centred:
+        means = x.double().mean(1, keepdim=True), x.float().mean(1, keepdim=True)
+        assert_error_within_baseline(mean, *means, 4.0, replay, "mean")
+    expected = oracle.cast(y_of(x, norm, mean, rstd, compute), scale, WHOLE, dtype)
+    assert_bitwise(data, expected, replay, "data")
+    assert_bitwise(data_t, expected.t(), replay, "data_t")
+    assert data.is_contiguous() and data_t.is_contiguous()
+
+
+def check_form(shape, norm, form, device, dtypes, layout, fill):
+    replay, x, norm = make(shape, norm, device, dtypes, layout, fill)
+    seen = torch.tensor(0.25, device=device)
+    got = run(x, norm, form, dtypes[2], amax=seen)
+    check(got, x, norm, dtypes[2], (replay, form))
+    amax = y_of(x, norm, *got[3:], dtypes[2]).abs().amax().float()
+    assert_bitwise(seen, amax.clamp(min=0.25), (replay, form), "recorded amax")
+    if form == "dynamic":
+        expected = definition.scale_from_amax(amax.reshape(1, 1), 448.0)
+        assert_bitwise(got[2], expected, replay, "scale")
+
+
+# The interpreter does not round to bfloat16, so no compute dtype is that.
+@pairs(
+    norm=list(NORMS),
+    form=list(FORMS),
+    shape=[(48, 144), (5, 123), (4, 1100), (37, 1)],
+    dtypes=[(F32, F32, F32), (BF16, F32, F32), (F16, F16, F16), (F32, BF16, F16)],
+    layout=LAYOUTS,
+    fill=["normal", "one_large"],
+)
+def test_data_and_amax(norm, form, shape, dtypes, layout, fill):
+    check_form(shape, norm, form, "cpu", dtypes, layout, fill)
+
+
+@pytest.mark.cuda
+@pairs(
+    norm=list(NORMS),
+    form=list(FORMS),
+    shape=[(80, 144), (5, 123), (20, 1100), (37, 1)],
+    dtypes=[(F32, F32, BF16), (BF16, BF16, BF16)],
+)
+def test_data_and_amax_on_a_gpu(norm, form, shape, dtypes):
+    check_form(shape, norm, form, "cuda", dtypes, "contiguous", "normal")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("norm", BOTH)
+def test_the_launcher_takes_whole_rows_where_there_are_many(norm):
+    replay, x, norm = make((4096, 96), norm, "cuda", (BF16, BF16))
+    scale = torch.tensor([[0.037]], device="cuda")
+    check(op_of(x, norm, scale, BF16), x, norm, BF16, replay)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pairs(norm=BOTH, dtype=FORMATS, pow2=[False, True])
+def test_formats_powers_of_two_and_rows_alone(norm, dtype, pow2, device):
+    replay, x, norm = make((16, 48), norm, device)
+    got = run(x, norm, "dynamic", F32, dtype, pow2)
+    check(got, x, norm, F32, replay, dtype)
+    assert not pow2 or float(got[2].log2()) % 1 == 0
+    rows = run(x, norm, "dynamic", F32, dtype, pow2, cols=False)
+    assert rows[1].shape == (0, 0)
+    assert_bitwise(rows[0], got[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pairs(form=list(FORMS), eps=[1e-6, 0.0])
+def test_special_rows_of_an_rms_norm(eps, form, device):
+    """Zeros stay zeros, or are NaN without eps; inf and NaN are seen; other rows are untouched."""
+    _, x, norm = make((6, 40), "rms, weight", device, eps=eps)
+    x[0], x[1, 3], x[2, 5] = 0.0, torch.inf, torch.nan
+    seen = torch.tensor(0.0, device=device)
+    data, data_t, scale, _, rstd = run(x, norm, form, amax=seen)
+    assert seen.isnan()
+    assert_bitwise(data_t, data.view(torch.uint8).t().contiguous().view(E4M3))
+    assert rstd[0].isinf() if eps == 0 else data[0].float().eq(0).all() or form == "dynamic"
+    assert rstd[1] == 0 and rstd[2].isnan()
+    if form != "dynamic":
+        y = y_of(x, norm, None, rstd, F32)
+        assert_bitwise(data, oracle.cast(y.cpu(), scale.cpu(), WHOLE, E4M3))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", FORMS)
+def test_special_rows_of_a_layer_norm(form, device):
+    """A constant row is its bias, also with a huge mean; inf and NaN stay in their rows."""
+    _, x, norm = make((6, 40), "layer, weight and bias", device)
+    x[0], x[1], x[2, 3], x[3, 5] = 0.0, 3e4, torch.inf, torch.nan
+    seen = torch.tensor(0.0, device=device)
+    data, data_t, scale, _, rstd = run(x, norm, form, amax=seen)
+    assert seen.isnan() and rstd[2:4].isnan().all()
+    assert_bitwise(data_t, data.view(torch.uint8).t().contiguous().view(E4M3))
+    if form != "dynamic":
+        bias = norm.bias.cpu().expand(2, -1).contiguous()
+        assert_bitwise(data[:2], oracle.cast(bias, scale.cpu(), WHOLE, E4M3))
+        assert data[2:4].float().isnan().all() and data[4:].float().isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_past_the_last_one_are_not_looked_at(device):
+    """Without eps a row of zeros is NaN."""
+    _, x, norm = make((5, 24), "rms, weight", device, eps=0.0)
+    seen = torch.tensor(0.0, device=device)
+    run(x, norm, "dynamic", amax=seen)
+    assert seen.isfinite()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pairs(norm=["rms", "layer"], form=["dynamic", "tiles"])
+def test_empty(norm, form, device):
+    x, seen = torch.empty(0, 16, device=device), torch.tensor(2.0, device=device)
+    norm = Norm(None, None, EPS, norm == "layer")
+    data, data_t, scale, mean, rstd = run(x, norm, form, amax=seen)
+    assert (data.shape, data_t.shape, rstd.shape) == ((0, 16), (16, 0), (0, 1))
+    assert mean.shape == (0, 1) if norm.is_centred else mean is None
+    assert_bitwise(scale.cpu(), torch.full((1, 1), FORMS[form][0] or definition.MIN_SCALE))
+    assert seen.item() == 2.0
+
+
+# --- the statistics
+
+
+def statistics(device, x, is_centred, amax=True):
+    """(partial amaxes, mean, rstd) of the first pass, by at most two programs."""
+    norm = Norm(torch.ones(x.shape[1], device=device), None, EPS, is_centred)
+    mean = torch.full((len(x), 1), torch.nan, device=device) if is_centred else None
+    rstd = torch.full((len(x), 1), torch.nan, device=device)
+    launch = launcher("norm_cast", "_statistics", device)
+    return launch(x, norm, mean, rstd, F32, amax, 2), mean, rstd
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_centred", [False, True])
+def test_more_rows_than_programs(is_centred, device):
+    """Each program of the first pass reads several blocks of rows, the last one too."""
+    generator = torch.Generator().manual_seed(3)
+    x = (1e-2 * torch.randn(4 * 5 - 1, 4, generator=generator)).to(device)
+    x[-1, 0] = 5.0
+    partials, mean, rstd = statistics(device, x, is_centred)
+    assert partials.shape == (2,)
+    off = x - mean if is_centred else x
+    assert_bitwise(partials.view(F32).max(), (off * rstd).abs().max())
+    exact, plain = (rstd_of(x.cpu().to(dtype), is_centred) for dtype in (torch.float64, F32))
+    assert_error_within_baseline(rstd, exact, plain, 4.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("columns", [5, 1023, 2500])
+def test_a_large_mean_costs_no_digits_of_the_variance(columns, device):
+    """mean(x^2) - mean(x)^2 in float32 would have none left: 1e3 squared is 1e6 variances."""
+    generator = torch.Generator().manual_seed(columns)
+    x = (1e3 + torch.randn(3, columns, generator=generator)).to(device)
+    x[1] = -x[1]
+    x[2, 0] = -1e4  # the first element says nothing of the others
+    _, mean, rstd = statistics(device, x, True, amax=False)
+    exact = x.double().cpu()
+    assert_error_within_baseline(
+        mean, exact.mean(1, keepdim=True), x.cpu().mean(1, keepdim=True), 4.0, what="mean"
+    )
+    square, of_mean = (t.cpu().float() for t in (x.square().mean(1), x.mean(1).square()))
+    lost = error((square - of_mean + EPS).rsqrt()[:2, None], rstd_of(exact, True)[:2])
+    assert error(rstd[:2], rstd_of(exact, True)[:2]) < 1e-3 * lost
+    assert_error_within_baseline(rstd[2:], rstd_of(exact, True)[2:], rstd_of(x.cpu(), True)[2:], 4)
+
+
+# --- the ops, and the check itself
+
+
+@pytest.mark.parametrize("norm", BOTH)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_the_definition_is_the_unfused_chain(norm, dtype):
+    replay, x, norm = make((9, 40), norm, "cpu", (dtype, dtype))
+    scale = torch.tensor([[0.02]])
+    got = op_of(x, norm, scale, dtype)
+    check(got, x, norm, dtype, replay)
+    assert_bitwise(got[2], scale)
+    y = y_of(x, norm, *got[3:], dtype)
+    function = F.layer_norm if norm.is_centred else F.rms_norm
+    exact, plain = (
+        function(x.to(d), (40,), *(t.to(d) for t in norm[:2] if t is not None), eps=norm.eps)
+        for d in (torch.float64, F32)
+    )
+    assert_error_within_baseline(y, exact, plain.to(dtype))
+
+
+def test_the_check_sees_faults():
+    """A forgotten weight, bias or mean, another row's rstd, a rounding too few, no transpose."""
+    scale = torch.tensor([[0.02]])
+    for name in BOTH:
+        replay, x, norm = make((32, 64), name, "cpu", (BF16, BF16))
+        good = op_of(x, norm, scale, BF16)
+        check(good, x, norm, BF16, replay)
+        unrounded = definition.cast(y_of(x, norm, *good[3:], F32), scale, WHOLE, E4M3)
+        bad = [
+            op_of(x, norm._replace(weight=None), scale, BF16),
+            op_of(x, norm._replace(is_centred=not norm.is_centred), scale, BF16)[:3] + good[3:],
+            (*good[:4], good[4].roll(1)),
+            (unrounded, unrounded.view(torch.uint8).t().contiguous().view(E4M3), *good[2:]),
+            (good[0], good[1].flip(0), *good[2:]),
+        ]
+        if norm.bias is not None:
+            bad.append(op_of(x, norm._replace(bias=None), scale, BF16))
+        for fault in bad:
+            with pytest.raises(AssertionError, match="replay"):
+                check(fault, x, norm, BF16, replay)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"weight": torch.ones(16, device="meta")}, "weight is on meta and the operand on cpu"),
+        ({"bias": torch.ones(16, device="meta")}, "bias is on meta and the operand on cpu"),
+        ({"scale": torch.ones((), device="meta")}, "scale is on meta and the operand on cpu"),
+        ({"amax": torch.ones((), device="meta")}, "amax is on meta and the operand on cpu"),
+        ({"weight": torch.ones(8)}, r"weight is \(8,\), expected \(16,\)"),
+        ({"bias": torch.ones(8)}, r"bias is \(8,\), expected \(16,\)"),
+    ],
+)
+def test_refuses_what_a_kernel_would_read_past(change, words):
+    norm = Norm(change.get("weight"), change.get("bias"), EPS, True)
+    scale, amax = change.get("scale"), change.get("amax")
+    launch = launcher("norm_cast", "_launch", "cpu")
+    with pytest.raises(ValueError, match=f"float8::layer_norm_cast: {words}"):
+        launch(torch.ones(4, 16), norm, scale, F32, E4M3, False, True, amax)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pairs(shape=[(32, 48), (1, 5), (0, 16)], norm=BOTH)
+def test_opcheck(shape, norm, device):
+    """Schema, fake and mutation are what the ops say, on every device."""
+    _, x, norm = make(shape, norm, device, (BF16, BF16))
+    bias = (norm.bias,) if norm.is_centred else ()
+    scale, seen = torch.ones(1, 1, device=device), torch.zeros((), device=device)
+    # test_fused.py compiles them, which traces them in whole.
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for weight, rest in (
+        (norm.weight, (EPS, scale, BF16, E4M3, False, True, seen)),
+        (None, (EPS, None, F32, E4M3, True, False)),
+    ):
+        arguments = (x, weight, *bias, *rest)
+        torch.library.opcheck(OPS[norm.is_centred], arguments, test_utils=utils)
