@@ -117,7 +117,7 @@ class _Comparison:
             own_error = self._difference(_unpacked(self._get("first")), mine)
         if own_error:
             self._set("verdict", own_error.encode())
-        elif not self._has("verdict") and self._count_agreement() == len(self.ranks):
+        elif not self._has("verdict") and self._add("agreed") == len(self.ranks):
             self._set("verdict", b"")
         self._wait_for("verdict", mine.entry)
         return self._get("verdict").decode()
@@ -148,10 +148,6 @@ class _Comparison:
             f"{_in_words(self.ranks)} share float8 scales or gradients, and their {self.subject} "
             f"differ. {name or 'the model itself'}: {differing}. {order}{self.remedy}"
         )
-
-    def _count_agreement(self) -> int:
-        count: int = self.store.add(self.prefix + "agreed", 1)
-        return count
 
     def _wait_for(self, key: str, entry: str) -> bool:
         """Wait until the store has ``key`` or a verdict; whether it has ``key``."""
@@ -185,6 +181,10 @@ class _Comparison:
     def _get(self, key: str) -> bytes:
         value: bytes = self.store.get(self.prefix + key)
         return value
+
+    def _add(self, key: str) -> int:
+        count: int = self.store.add(self.prefix + key, 1)
+        return count
 
     def _has(self, key: str) -> bool:
         return bool(self.store.check([self.prefix + key]))

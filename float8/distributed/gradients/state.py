@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from float8.distributed.gradients.reduction import TILE
+from float8.distributed.gradients.reduction import TILE, Counts
 from float8.distributed.rank_comparison import compare_ranks
 from float8.formats import E4M3, Format, format_of
 from float8.linear.delayed import ranks_of
@@ -175,7 +175,7 @@ class Float8Gradients:
         self.controller = controller
         self.tile = tile
         self._counts = dict.fromkeys(_ON_HOST, 0)
-        self._lost = torch.zeros(4, dtype=torch.int64)  # reduction.Counts, on the gradients' device
+        self._lost = torch.zeros(4, dtype=torch.int64)  # Counts, on the gradients' device
         self._of_step = torch.zeros(4, dtype=torch.int64)
         self._elements_of_step = 0
         self._compared: set[dist.ProcessGroup] = set()
@@ -238,17 +238,9 @@ class Float8Gradients:
     def report(self) -> GradientReport:
         """What was lost so far. Waits for the device, but for no other rank."""
         self._wait()
-        saturated, flushed, flushed_before, nonfinite = self._lost.tolist()
-        return GradientReport(
-            steps=self._counts["steps"],
-            elements=self._counts["elements"],
-            saturated=saturated,
-            flushed=flushed,
-            sampled=self._counts["sampled"],
-            flushed_before=flushed_before,
-            nonfinite=nonfinite,
-            mu=None if self.controller is None else float(self.controller.mu),
-        )
+        lost = dict(zip(Counts._fields, self._lost.tolist(), strict=True))
+        mu = None if self.controller is None else float(self.controller.mu)
+        return GradientReport(**self._counts, **lost, mu=mu)
 
     def reset(self) -> None:
         """Set the counts to zero; mu stays."""
