@@ -90,7 +90,6 @@ SCALE = torch.full((1, 1), 0.01)
 NORMED = (torch.bfloat16, E4M3, False, True)  # a norm's result in bfloat16, cast both ways
 # name -> op: which orientations are written is the last two flags of an op's arguments
 CASTS = {
-    "amax": Cast("amax", "amax", (-1, -1), 2),
     "static rows": Cast("cast", "cast", (SCALE, E4M3, True, False), 3),
     "static both": Cast("cast", "cast", (SCALE, E4M3, True, True), 4),
     "delayed both": Cast("cast", "cast", (SCALE, E4M3, True, True, torch.zeros(())), 4),

@@ -27,7 +27,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -37,6 +36,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from float8.kernels.scaled_mm import EMULATED, architecture
+from float8.linear import bound_plan
 
 CUDA = torch.device("cuda", 0)
 
@@ -231,20 +233,20 @@ _FUSED: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _with_cuda(question: Callable[..., bool], _: torch.device, *args: Any, **kwargs: Any) -> bool:
-    return question(CUDA, *args, **kwargs)
+def _family_on_cuda(device: torch.device, emulate: bool = False) -> str:
+    return EMULATED if emulate else architecture()
 
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
     """What runs on the meta device takes the memory that it would on CUDA."""
-    runs_kernel = importlib.import_module("float8.kernels").runs_kernel
     replaced: dict[str, Any] = {
-        "float8.kernels.runs_kernel": partial(_with_cuda, runs_kernel),
-        "float8.kernels.scaled_mm.runs_reference": lambda device, emulate: emulate,
-        "float8.optim.tiles.TILE": sys.maxsize,  # of thousands each would be traced
-        "float8.optim.core.advance": lambda *_: None,
-        "float8.optim.core.advance_together": lambda *_: None,
+        "float8.kernels.family_of": _family_on_cuda,
+        "float8.kernels.casts.family_of": _family_on_cuda,
+        "float8.kernels.scaled_mm.family_of": _family_on_cuda,
+        "float8.optim.moment.TILE": sys.maxsize,  # of thousands each would be traced
+        "float8.optim.optimizer.advance": lambda *_: None,
+        "float8.optim.optimizer.advance_together": lambda *_: None,
     }
     with ExitStack() as stack:
         stack.enter_context(_FusedOps())
@@ -252,4 +254,6 @@ def as_on_cuda() -> Iterator[None]:
             module, _, name = path.rpartition(".")
             patch = mock.patch.object(importlib.import_module(module), name, value)
             stack.enter_context(patch)
+        bound_plan._remembered.cache_clear()
+        stack.callback(bound_plan._remembered.cache_clear)
         yield

@@ -5,11 +5,12 @@ package is in CONTRIBUTING.md.
 """
 
 import importlib
-import sys
 from typing import Any
 
 import float8.distributed.first_use as _first_use  # noqa: F401  compares ranks
 import float8.distributed.gathered_weights as _gathered_weights  # noqa: F401  stores weights
+import float8.integrations.torchao as _torchao  # noqa: F401  Float8LinearConfig.from_torchao
+import float8.integrations.transformer_engine as _te  # noqa: F401  .from_te_recipe
 import float8.old_paths as _old_paths
 from float8.activations import saved_activations
 from float8.config import (
@@ -19,7 +20,7 @@ from float8.config import (
     GemmConfig,
     ScalingType,
 )
-from float8.config.other_names import called_here
+from float8.config.suggestions import refuse_name
 from float8.convert import filters
 from float8.convert.convert import (
     convert_from_float8_training,
@@ -28,9 +29,10 @@ from float8.convert.convert import (
 )
 from float8.convert.inference import convert_to_float8_inference
 from float8.distributed.after_step import after_step
+from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
 from float8.estimate import estimate, faster_layers
 from float8.formats import E4M3, E5M2, Format
-from float8.fusion.fused import LayerNormCast, RMSNormCast, SwiGLUCast
+from float8.fusion import LayerNormCast, RMSNormCast, SwiGLUCast, fuse_norms
 from float8.granularity import Blockwise, Rowwise, Tensorwise
 from float8.linear.delayed import sync_float8_amax_and_scale_history
 from float8.linear.layer import Float8Linear, float8_linear
@@ -38,8 +40,7 @@ from float8.linear.weight_cache import cached_weights
 from float8.tensor import Float8Tensor
 from float8.version import __version__ as __version__
 
-# Imported when asked for: what stands on torch.distributed takes time to import, and most programs
-# look at no numbers.
+# Imported on first use: tensor parallelism takes long to import, and most programs need none of it.
 _ON_DEMAND = {
     "Float8ColwiseParallel": "float8.distributed.tensor_parallel",
     "Float8RowwiseParallel": "float8.distributed.tensor_parallel",
@@ -48,26 +49,20 @@ _ON_DEMAND = {
     "calibrate": "float8.numerics",
     "compare": "float8.numerics",
     "find_nan": "float8.numerics",
-    "fuse_norms": "float8.fusion.norm_fusion",
     "inspect": "float8.numerics",
     "inspect_every": "float8.numerics",
     "ms_amp": "float8.ms_amp",
-    "precompute_float8_dynamic_scale_for_fsdp": "float8.distributed.gathered_weights",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _ON_DEMAND:
         value = getattr(importlib.import_module(_ON_DEMAND[name]), name)
-        globals()[name] = value  # for next time; and importing float8.ms_amp has bound the module
+        globals()[name] = value  # for the next use; importing float8.ms_amp has bound the package
         return value
     if f"float8.{name}" in _old_paths.MOVED:
         return importlib.import_module(f"float8.{name}")
-    hint = called_here(name)
-    # Of an AttributeError ``from float8 import X`` shows another message, without the hint.
-    if hint and sys._getframe(1).f_code.co_name == "_handle_fromlist":
-        raise ImportError(f"cannot import name {name!r} from 'float8'{hint}")
-    raise AttributeError(f"module 'float8' has no attribute {name!r}{hint}")
+    refuse_name("float8", name)
 
 
 # float8.inspect is left out: ``from float8 import *`` would replace Python's inspect.

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from float8.numerics.snapshot import replace_file, try_writing
+
 
 def environment(seed: int, device: str) -> dict[str, Any]:
     """What a reader of the numbers needs to judge and to repeat them."""
@@ -51,18 +53,13 @@ def check_writable(path: Path, option: str) -> None:
     """
     if os.environ.get("RANK", "0") != "0":
         return
-    beside = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError("it is a folder")
-        beside.write_bytes(b" ")
+        try_writing(path)
     except OSError as error:
         raise NotWritten(
             f"{path} cannot be written ({error.strerror or error}): take another {option}"
         ) from error
-    finally:
-        remove(beside)
 
 
 def remove(path: Path) -> None:
@@ -77,12 +74,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     Raises:
         NotWritten: it could not be; an older file is still there.
     """
-    beside = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        beside.replace(path)
+        replace_file(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise NotWritten(f"{path} could not be written ({error.strerror or error})") from error
-    finally:
-        remove(beside)

@@ -154,7 +154,7 @@ benchmark bench_model 45 benchmarks/bench_model.py --modes eager compiled --stop
 tests timing 15 1 cuda test/benchmarks/test_harness.py test/estimate/test_measure.py
 CUDA_VISIBLE_DEVICES='' tests cpu 60 16 "not cuda" test/kernels test/linear/test_autograd.py \
     test/linear/test_compile.py test/fusion/test_fused.py test/test_kernel_path.py test/linear/test_layer.py \
-    test/linear/test_sync.py test/tensor/test_tensor.py test/distributed/test_float8_gather.py
+    test/linear/test_delayed.py test/tensor/test_tensor.py test/distributed/test_float8_gather.py
 benchmark bench_unit 20 benchmarks/bench_unit.py --layers 2 --repeats 5
 benchmark bench_optim 20 benchmarks/bench_optim.py --options float8 "float8 + float16" --modes eager
 benchmark bench_memory 20 benchmarks/bench_memory.py --device cuda --no-demo \

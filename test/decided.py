@@ -18,10 +18,10 @@ def decisions_of(model, *args, **kwargs):
 
 
 def steps_of(model, *args, **kwargs):
-    """(name, whether it is free) of the calls that are replaced."""
+    """(name, whether it is unconstrained) of the calls that are replaced."""
     decisions = decisions_of(model, *args, **kwargs)
     return [
-        (call.name, decisions.is_free(number))
+        (call.name, decisions.is_unconstrained(number))
         for number, call in enumerate(decisions.history.calls)
-        if call.function in decisions.rules
+        if call.function in decisions.replacements
     ]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -26,3 +28,9 @@ def facts_of(program: str) -> dict[str, Any]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def example_of(docstring: str) -> str:
+    """The code of a docstring: its indented blocks after ``::``, joined."""
+    blocks = re.findall(r"::\n\n((?:    .*\n|\n)+)", docstring)
+    return "\n".join(textwrap.dedent(block) for block in blocks)

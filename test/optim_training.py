@@ -1,7 +1,10 @@
-"""A small training that every optimizer of the room is tried on, and what it is compared with."""
+"""A small training for the tests of the optimizers, and what is compared after it."""
 
 import torch
+from assertions import assert_bitwise
 from torch import nn
+
+from float8.optim import Moment
 
 SHAPE = (96, 130)
 
@@ -37,11 +40,18 @@ def train(model, optimizer, steps):
     return sum(last) / len(last)
 
 
-class BfloatStates(torch.optim.AdamW):
-    """torch's AdamW, its moments rounded to bfloat16 after every step."""
+def assert_same_states(a, b):
+    """Two optimizers hold the same states, bit for bit."""
+    for p, q in zip(a.state.values(), b.state.values(), strict=True):
+        assert p.keys() == q.keys()
+        for name in p:
+            assert type(p[name]) is type(q[name]), name
+            pair = [x.tensors() if isinstance(x, Moment) else [x] for x in (p[name], q[name])]
+            for x, y in zip(*pair, strict=True):
+                assert_bitwise(x, y, name)
 
-    def step(self, closure=None):
-        super().step(closure)
-        for state in self.state.values():
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name].copy_(state[name].bfloat16())
+
+def assert_same_models(a, b):
+    """Two models hold the same parameters, bit for bit."""
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert_bitwise(p.detach(), q.detach())

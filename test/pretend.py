@@ -2,7 +2,7 @@
 
 The bytes of a `PretendCuda` tensor are on the CPU. `install_torch_scaled_mm` replaces
 ``torch._scaled_mm`` by a product in float64 that insists on the rules of cuBLASLt's documentation
-and of torch's own checks, and keeps what it was handed.
+and of torch's own checks, and keeps its arguments.
 """
 
 from __future__ import annotations

@@ -1,25 +1,30 @@
-"""Runs of a monitor made by hand, healthy or not, for what shows them."""
+"""Casts, and runs of a monitor, that are written by hand: healthy ones and others."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-from float8.numerics.rows import Histogram, Row
 from float8.numerics.snapshot import Report
+from float8.numerics.statistics import CastStatistics, Histogram, Sums
 
-HEALTHY = Row(
+HEALTHY = CastStatistics(
     layer="ffn", operand="input", gemm="output", format="e4m3", scaling="delayed",
     granularity="tensorwise", elements=1000, calls=1, zeros=0, nonfinite=0, amax=3.0,
     scale_min=3 / 448, scale_max=3 / 448, flushed=0.01, saturated=0.0, sqnr=31.0, kurtosis=3.0,
     staleness=0.0, histogram=Histogram(-3, (10, 400, 0, 590)),
+)  # fmt: skip
+ROW = replace(
+    HEALTHY, layer="nan", elements=10, zeros=1, scale_min=0.25, scale_max=0.5, flushed=0.1,
+    saturated=0.2, sqnr=30.0, staleness=-1.0, histogram=Histogram(-2, (1, 0, 8)),
+    sums=Sums(1.0, 20.0, 3.0, 60.0, 0.02),
 )  # fmt: skip
 GEMMS = {"input": "output", "weight": "output", "grad_output": "grad_input"}
 EVIL = "</script><img src=x onerror=\"document.title='owned'\"><!--"
 
 
 def cast(i, operand, step, octaves=20):
-    """A cast whose numbers all depend on its place, so that an order can be told."""
+    """A cast whose numbers all depend on its place, so that an order is visible."""
     fmt, sqnr = ("e5m2", 25.0) if operand == "grad_output" else ("e4m3", 31.0)
     amax = 2.0 ** -(i % 7) * (1 + i / 1000)
     counts = tuple(round(1e6 * math.exp(-((e - octaves + 5) ** 2) / 12)) for e in range(octaves))

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 
-def spread(x: Tensor, stat: str = "rms") -> float:
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """N(0, 1), the same values in every dtype up to rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def scale_of(x: Tensor, stat: str = "rms") -> float:
     """The root mean square of a tensor, or with ``stat="std"`` its standard deviation; float64."""
     x = x.detach().double()
     centred = x - x.mean() if stat == "std" else x
@@ -25,7 +31,7 @@ def spread(x: Tensor, stat: str = "rms") -> float:
 
 
 def sampling_error(x: Tensor, samples: int | None = None) -> float:
-    """The relative standard error of `spread` (see above)."""
+    """The relative standard error of `scale_of` (see above)."""
     x = x.detach().double()
     square = x.square()
     kurtosis = float(square.square().mean() / square.mean() ** 2)
@@ -49,7 +55,7 @@ def assert_unit_scaled(
     """The scale of ``x`` is ``expected``, within ``band`` (relative) and three sampling errors."""
     if x is None:
         raise AssertionError(f"{what} {replay}: there is no tensor, was backward run?")
-    found, error = spread(x, stat), 3 * sampling_error(x, samples)
+    found, error = scale_of(x, stat), 3 * sampling_error(x, samples)
     if not abs(found / expected - 1) <= band + error:  # a NaN is not
         raise AssertionError(
             f"{what} {replay}: {stat} {found:.4f}, claimed {expected:.4f} within {band:.1%} of "
@@ -68,11 +74,15 @@ def gradients(
     return (output.detach(), *torch.autograd.grad(output, leaves, grad))
 
 
+LENGTHS = (5, 8, 40)
+
+
 def graphs_compiled(
     function: Callable[..., Tensor], calls: list[tuple[Tensor, ...]], backend: str = "aot_eager"
 ) -> int:
     """How many graphs ``torch.compile(fullgraph=True)`` makes of calls that differ in shape.
 
+    The sizes that differ are dynamic from the first call, unless a graph makes them constants.
     Every call must agree with eager, forward and backward.
     """
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -81,14 +91,23 @@ def graphs_compiled(
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(function, backend=counter, fullgraph=True)
     for inputs in calls:
-        found, expected = _both(compiled, inputs), _both(function, inputs)
+        found, expected = _both(compiled, inputs, calls), _both(function, inputs)
         torch.testing.assert_close(found, expected)
     torch._dynamo.reset()
     return int(counter.frame_count)
 
 
-def _both(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _both(
+    function: Callable[..., Tensor],
+    inputs: tuple[Tensor, ...],
+    calls: list[tuple[Tensor, ...]] | None = None,
+) -> tuple[Tensor, ...]:
+    """The output and the inputs' gradients; with ``calls`` the sizes that differ are dynamic."""
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+    for i, leaf in enumerate(leaves):
+        for dim in range(leaf.dim()):
+            if calls and len({call[i].shape[dim] for call in calls}) > 1:
+                torch._dynamo.maybe_mark_dynamic(leaf, dim)
     output = function(*leaves)
     wanted = [x for x in leaves if x.requires_grad]
     generator = torch.Generator().manual_seed(1)

@@ -210,7 +210,6 @@ CALLS: dict[str, list[Call]] = {
         Call(lambda v: f.calibrate(model(), [X], config=v), f"calibrate: {CONFIG}", NONE),
         Call(lambda v: f.calibrate(model(), [X], method=v), "method must be one of"),
         Call(lambda v: f.calibrate(model(), [X], percentile=v), "percentile must be"),
-        Call(lambda v: f.calibrate(model(), [X], steps_per_octave=v), "steps_per_octave must be"),
     ],
     "compare": [
         Call(lambda v: f.compare(v, X), f"compare: model {MODULE}"),
@@ -323,7 +322,8 @@ CALLS: dict[str, list[Call]] = {
 # Not functions that a user calls with values of their own: results, and rows of tables that other
 # functions make; and torch's own parallel styles, whose arguments torch checks.
 NO_CALLS = {
-    *("Calibration", "Check", "Comparison", "Device", "Estimate", "Figure", "Finding"),
+    *("Calibration", "CastStatistics", "Check", "Comparison", "Device", "Estimate", "Figure"),
+    *("Finding",),
     *("Float8Gradients", "Gemm", "GradientReport", "LinearPlan", "Moment", "Monitor"),
     *("OperandCast", "Product", "Report", "Row", "ScalingController", "StateReport"),
     *("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"),

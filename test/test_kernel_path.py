@@ -24,9 +24,11 @@ from float8 import Float8Linear, cached_weights, sync_float8_amax_and_scale_hist
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
 from float8.kernels import casts
 from float8.kernels.casts import KERNELS
-from float8.linear.autograd import STATELESS, linear_in_float8
+from float8.kernels.scaled_mm import CPU
+from float8.linear import bound_plan
+from float8.linear.autograd import NO_FACTORS, call_of, linear_in_float8
 
-for file in KERNELS.values():
+for file in KERNELS["sm_90"].values():
     importlib.import_module(f"float8.kernels.gpu.{file}")
 
 STATIC = CastConfig(ScalingType.STATIC, static_scale=0.03)
@@ -35,11 +37,11 @@ CONFIGS = RECIPES | {"static": Float8LinearConfig(STATIC, STATIC, STATIC)}
 
 @contextmanager
 def kernel_path():
-    def runs_kernel(device, block, emulate):
-        return block in KERNELS and not emulate
-
-    with mock.patch("float8.kernels.runs_kernel", runs_kernel):
+    """Casts by the Triton kernels' ops, whose CPU implementation is the definition."""
+    with mock.patch.dict(KERNELS, {CPU: KERNELS["sm_90"]}):
+        bound_plan._remembered.cache_clear()
         yield
+    bound_plan._remembered.cache_clear()
 
 
 def layer_of(name, dtype=torch.bfloat16):
@@ -90,7 +92,8 @@ def test_a_static_step_launches_four_casts_and_three_products(factors):
     for _ in range(2):
         with kernel_path(), CastMeter() as meter:
             leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
-            out = linear_in_float8(*leaves, None, config, STATELESS, False, factors=factors)
+            call = call_of(config, x, factors=factors or NO_FACTORS)
+            out = linear_in_float8(*leaves, None, call)
             torch.autograd.grad(out, leaves, g)
         meters.append(meter)
     names = [name for name in meters[1].ops if name.startswith("float8::")]
@@ -177,7 +180,7 @@ def test_sharded_operands_take_the_plain_path():
     with (
         kernel_path(),
         mock.patch("float8.kernels.is_sharded", return_value=True),
-        mock.patch("float8.kernels.cast_operand", side_effect=AssertionError),
+        mock.patch("float8.kernels.cast_by_kernel", side_effect=AssertionError),
     ):
         assert_bitwise(layer(x), expected)
 

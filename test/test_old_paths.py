@@ -13,6 +13,7 @@ from float8.old_paths import MOVED
 
 # What pickles of version 0.7 name.
 PICKLED = {
+    "float8.activations.saved": ("_same",),
     "float8.cast": ("DelayedCast", "DynamicCast", "NoCast", "StaticCast"),
     "float8.conversion": ("Conversion",),
     "float8.fused": ("LayerNormCast", "RMSNormCast", "SwiGLU", "SwiGLUCast"),
@@ -21,6 +22,9 @@ PICKLED = {
     "float8.ms_amp": ("_AfterLoad", "ms_amp"),
     "float8.switch": ("Switch",),
     "float8.tensor": ("Float8Tensor", "_rebuild"),
+    "float8.unit_scaling.float8_layers": ("Float8UnitLinear", "Float8UnitLinearReadout"),
+    "float8.unit_scaling.learning_rates": ("lr_scale_func_adam", "_sgd_behind_constrained_readout"),
+    "float8.unit_scaling.modules.norms": ("LayerNorm", "RMSNorm"),
 }
 
 

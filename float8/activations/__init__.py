@@ -1,20 +1,20 @@
-"""L4: what ops keep for their backward, in float8: `saved_activations`.
+"""`saved_activations`: ops save what their backward reads as float8 copies.
 
-Beside its layers, which save their inputs in float8 themselves, a model keeps for backward what its
-norms, activations and products of two tensors read: half of a LLaMA block's bytes and more. Under
+Float8 layers save their inputs in float8 already. The other half of a LLaMA block's saved bytes,
+and more, is what norms, activations and products of two tensors save. Inside ::
 
     with float8.saved_activations(model):
         loss = model(batch)
     loss.backward()
 
-those ops keep float8 codes instead, one scale per group of 128 elements (COAT, arXiv 2410.19313,
-section 5, keeps them so). Forward values do not change by a bit: each op runs as torch runs it, on
-the tensors as they are, and only its backward sees the copy. A gradient is torch's own derivative
-at the decoded copy; what is cheap to compute again from it (rstd, ``silu(gate)`` for the product
-with ``up``) is not kept at all. Of relu and dropout one bit per element is kept, and nothing lost.
+these ops save float8 copies instead, with one scale per group of 128 elements (COAT, arXiv
+2410.19313, section 5). Forward values do not change by a bit: torch computes each op from the
+original tensors, and only backward reads the copy. Gradients are torch's own derivatives at the
+values of the copy. What is cheap to recompute from a copy (rstd, ``silu(gate)`` for the product
+with ``up``) is not saved. relu and dropout save one bit per element and lose nothing.
 
-The gradient's error, op by op (``python -m float8.activations.measure``; what each column means is
-said there), SQNR in dB:
+The error of the gradients by op, as SQNR in dB (``python -m float8.activations.gradient_error``,
+whose help explains the columns):
 
 ============== ====== ====== ========= =========
 op             normal        with outliers
@@ -38,55 +38,51 @@ softmax        31.2   31.2   15.3      15.3
 linear         31.5   31.5   31.2      31.2
 ============== ====== ====== ========= =========
 
-Smaller groups cost bytes and buy nothing: E4M3's 18 binades hold these outliers. Float32 scales buy
-up to 1 dB in the gradients of a LLaMA block, for 2 % more bytes (`groups`).
+Smaller groups cost bytes and gain nothing: E4M3's 18 binades hold these outliers. Float32 scales
+gain up to 1 dB in the gradients of a LLaMA block, for 2 % more bytes (`copies`).
 
-*Why ops and not* `torch.autograd.graph.saved_tensors_hooks`? Measured on one converted LLaMA block
-(hidden 512, 256 tokens, bfloat16, CPU), saved bytes beside those of the same block in bfloat16,
-parameters left out (at the sizes of LLaMA-3-8B the last is 0.38x too; beside a GPU's RMSNorm, which
-keeps less, 0.50x):
+*Why ops, and not* `torch.autograd.graph.saved_tensors_hooks`? Saved bytes of one converted LLaMA
+block (hidden 512, 256 tokens, bfloat16, CPU, without parameters), relative to the block in
+bfloat16. At the sizes of LLaMA-3-8B the last line is 0.38x too; relative to a GPU's RMSNorm, which
+saves less, it is 0.50x:
 
 ================================================== =====
 converted layers alone                             0.88x
-and hooks that encode what else is saved           0.43x
-the same, attention's tensors spared               0.47x
+and hooks that cast all other saved tensors        0.43x
+the same, but not attention's tensors              0.47x
 and a function mode, with a backward for each op   0.38x
 ================================================== =====
 
-Hooks see tensors, not ops: they keep ``silu(gate)`` beside gate, cannot leave one op out, and
-encode attention, whose gradient then has an SQNR of 25 dB at logits of standard deviation 1, but
-7 dB at 9 and -17 dB at 36 (`ops` says why). Both take the same time, within the noise of the block.
+Hooks see tensors, not ops. They save ``silu(gate)`` beside gate, cannot leave one op out, and cast
+attention's tensors: its gradient then has an SQNR of 25 dB at logits of standard deviation 1, but
+7 dB at 9 and -17 dB at 36 (`ops` explains why). Both ways take the same time within the noise.
 
-What the mode cannot reach, it leaves to torch: what runs inside one of torch's own Python functions
-(``nn.MultiheadAttention``) or inside an autograd function (``RMSNormCast``, ``LayerNormCast`` and
-``SwiGLUCast`` keep their inputs in high precision), a scripted module, a thread that forward
-starts, or a forward that is a generator and runs after it returned; DTensor and nested tensors;
-functorch; and activation checkpoints, which keep nothing of their ops and recompute them just
-before their backward.
+*What the scope does not reach* saves what torch saves: calls inside torch's own Python functions
+(``nn.MultiheadAttention``) and autograd functions (``RMSNormCast``, ``LayerNormCast``,
+``SwiGLUCast`` save their inputs in high precision), scripted modules, threads that forward starts,
+generators that run after forward returned, DTensor, nested tensors, functorch, and activation
+checkpoints, which recompute their ops just before backward.
 
-*Where nothing is saved.* Ops that are not in the table (batch_norm, divisions, losses, ``nn.LSTM``)
-and those in place (``nn.SiLU(inplace=True)``) keep what torch keeps. And relu, sigmoid and tanh:
-torch keeps their outputs, which a linear or convolution that nobody converted keeps too, in full.
-Between such layers the codes, or bits, come on top: 1.17x the bytes with ``nn.Tanh``, 1.02x with
-``nn.ReLU``. Convert the layers first, or skip these ops. And torch.compile computes norms and
-SwiGLU again by itself: a LLaMA block whose layers nobody converted (hidden 256, 128 tokens) keeps
-0.67x under inductor, and 0.51x with the scope.
+*Where no memory is saved.* Ops that are not in the table (batch_norm, divisions, losses,
+``nn.LSTM``) and in-place ops (``nn.SiLU(inplace=True)``) save what torch saves. torch saves the
+outputs of relu, sigmoid and tanh; a following unconverted linear or convolution saves the same
+tensor in full, so the copy comes on top: 1.17x the bytes with ``nn.Tanh``, 1.02x with ``nn.ReLU``.
+Convert the layers first, or skip these ops. torch.compile recomputes norms and SwiGLU by itself: an
+unconverted LLaMA block (hidden 256, 128 tokens) saves 0.67x under inductor, 0.51x with the scope.
 
-*A norm that is spelt out*, as in many public LLaMA models, keeps 2 bytes per element in the place
-of 6 (in bfloat16), codes of x32 and of what w multiplies::
+*A norm that is written out*, as in many public LLaMA models, saves 2 bytes per element instead of 6
+(in bfloat16): copies of x32 and of the factor of w::
 
     x32 = x.float()
     out = w * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
-rstd is kept as it is, and x's gradient has an SQNR of 48 dB. A block with two of these norms and
-separate projections (hidden 512, 256 tokens) keeps 0.58x, converted and under the scope.
+rstd is saved as it is, and x's gradient has an SQNR of 48 dB. A converted block with two such norms
+and separate projections (hidden 512, 256 tokens) saves 0.58x under the scope.
 
-``groups``: encoding; ``derivatives``: gradients; ``keeper``: a tensor is kept once; ``keeping``:
-autograd functions; ``calls``: spellings; ``ops``: the table; ``saved``: the scope; ``measure``.
-
-May import: L3 and below.
+``copies``: float8 copies, one per tensor; ``autograd``: ops that save them; ``ops``: the table;
+``scope``: `saved_activations`; ``gradient_error``: the errors above.
 """
 
-from float8.activations.saved import saved_activations
+from float8.activations.scope import saved_activations
 
 __all__ = ["saved_activations"]

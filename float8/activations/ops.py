@@ -1,187 +1,308 @@
-"""The table of ops whose backward is served from float8: name -> `Op` or `MaskOp`.
+"""The table of ops that save less for backward: `OPS`, name -> `CopyOp` or `MaskOp`.
 
-An `Op` says how its calls are spelt, which tensors a backward needs, and the gradient. To add one:
-its spellings in ``calls``, a gradient in ``derivatives``, one row here, and one row in
-``measure.CASES``, from where the tests take it.
+A row says which torch functions call the op and how their arguments are read, which tensors
+backward reads, and the gradient. To add an op, add a row here and one in ``gradient_error.CASES``,
+which the tests run.
 
-Two ops are off unless asked for. ``softmax`` keeps its output; where a product reads that output
-(attention spelt out, without dropout), torch saves it in full for the product anyway, and a float8
-copy is one more. ``linear`` keeps the input of layers that nobody converted, and makes their weight
-gradients those of a float8 input, which one should have chosen.
+**Readers.** A torch function mode sees the method behind an operator (``a * b`` is ``Tensor.mul``)
+and the functions of `torch.nn.functional`, or those that torch.compile calls for them. A reader
+returns the op's inputs and options. It returns None for calls that are left to torch: in-place and
+``out=`` forms, which write to memory that others may read, and calls that save nothing.
 
-Not here, on purpose:
+**Gradients** are torch's own derivatives, at the values of the copy instead of the tensor:
+``grad_x = f'(dequantize(cast(x))) * g``. What is cheap to recompute from a copy (mean and rstd of a
+norm, a sigmoid) is not saved. Elementwise ops call the aten kernels of torch's own backward.
 
-- ``scaled_dot_product_attention``: its backward computes the probabilities again as ``exp(q k^T -
-  logsumexp)``. With q and k rounded they no longer sum to 1: an error of 6 % of a logit of 20
-  multiplies a probability by 3, and nothing pulls it back.
-- cross entropy and ``log_softmax``: what they keep is a log-probability y, and backward takes
-  exp(y): an error of 6 % of y = -10 is a factor of 1.8. The norm of a gradient hides it (38 dB):
-  the target's element is most of it. A loss over chunks of tokens saves more, and loses nothing.
-- divisions and roots: their derivatives are infinite where the code of a small element is 0.
-- sums, views, ``cat``, rotations by a table without gradient: they keep nothing that is large.
+Two ops are off by default. ``softmax`` saves its output; in attention that is written out, without
+dropout, the following product saves that output in full anyway, and the copy comes on top.
+``linear`` saves the input of unconverted layers, whose weight gradients are then those of a float8
+input: that should be a deliberate choice.
+
+Left out on purpose:
+
+- ``scaled_dot_product_attention``: backward recomputes probabilities as ``exp(q k^T - logsumexp)``.
+  With rounded q and k they no longer sum to 1: an error of 6 % of a logit of 20 multiplies a
+  probability by 3.
+- cross entropy and ``log_softmax``: they save log-probabilities y, and backward takes exp(y). An
+  error of 6 % of y = -10 is a factor of 1.8. The norm of the gradient hides it (38 dB), since it is
+  mostly the target's element. A loss over chunks of tokens saves more memory and loses nothing.
+- divisions and roots: their derivatives are infinite where a small element's copy is 0.
+- sums, views, ``cat``, rotations by a table without gradient: they save nothing large.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8.activations import calls, derivatives
-from float8.activations.calls import Read, Readers
-from float8.activations.derivatives import Grads, Needs
-from float8.activations.keeper import OUTPUT, Keeper, Recipe
-from float8.activations.keeping import keeping, masked
+from float8.activations.autograd import (
+    Arguments,
+    CopyOp,
+    Grads,
+    MaskOp,
+    Needs,
+    Reader,
+    SavingOp,
+    with_mask,
+)
+from float8.activations.copies import OUTPUT
+from float8.linear.autograd import as_matrix, autocasts
 
-SMALL = 16  # times fewer elements than another input's
-
-
-@dataclass(frozen=True)
-class Saving(ABC):
-    """Abstract: an op that keeps little. Final: `Op`, `MaskOp`."""
-
-    name: str
-    readers: Readers
-
-    @abstractmethod
-    def call(self, keeper: Keeper, read: Read) -> Tensor | None:
-        """The op's result, or None: nothing would be gained, run torch's own."""
+aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Op(Saving):
-    """An op whose gradient is computed from its inputs, or its output, as they were kept.
-
-    Args:
-        forward: torch's function, ``forward(*inputs, **options)``.
-        keeps: which tensors a backward needs, by index, given the inputs that need gradients.
-        gradient: ``gradient(g, kept, needs, **options)``.
-        inputs: how many there are; absent ones are None.
-        exact: indices of those that are never rounded: weights.
-        again: its result may be computed again in backward, from its one kept input.
-    """
-
-    forward: Callable[..., Tensor]
-    keeps: Callable[[Needs], tuple[int, ...]]
-    gradient: Callable[..., Grads]
-    inputs: int = 1
-    exact: tuple[int, ...] = ()
-    again: bool = False
-
-    def call(self, keeper: Keeper, read: Read) -> Tensor | None:
-        """By `keeping`, if it keeps anything that is large."""
-        inputs, options = read
-        needs = tuple(x is not None and x.requires_grad for x in inputs)
-        wanted = [i for i in self.keeps(needs) if i == OUTPUT or inputs[i] is not None]
-        if not any(self._is_worth_it(keeper, inputs, i) for i in wanted):
-            return None
-        kept = [self._keep(keeper, inputs, i) for i in wanted]
-        out = keeping(self, inputs, options, kept)
-        recipe, parts = kept[0]
-        if self.again and recipe.again is None:
-            keeper.remember(out, (recipe._replace(again=(self.forward, options)), parts))
-        return out
-
-    def _is_worth_it(self, keeper: Keeper, inputs: tuple[Any, ...], index: int) -> bool:
-        if self._is_exact(inputs, index):
-            return False
-        return keeper.is_worth_it(inputs[0] if index == OUTPUT else inputs[index])
-
-    def _is_exact(self, inputs: tuple[Any, ...], index: int) -> bool:
-        """Weights; and what meets far more elements than it has, as rstd does in a norm spelt out:
-        its codes save next to nothing, and one error of it would be that of a whole row."""
-        most = max(x.numel() for x in inputs if x is not None)
-        return index in self.exact or (index != OUTPUT and SMALL * inputs[index].numel() <= most)
-
-    def _keep(self, keeper: Keeper, inputs: tuple[Any, ...], index: int) -> Any:
-        if index == OUTPUT:
-            x = inputs[0]
-            return Recipe(OUTPUT, keeper.groups, tuple(x.shape), torch.float32), ()
-        return keeper.keep(inputs[index], index, exact=self._is_exact(inputs, index))
+def _read_by(reader: Reader, *functions: Callable[..., Any]) -> dict[Callable[..., Any], Reader]:
+    return dict.fromkeys(functions, reader)
 
 
-@dataclass(frozen=True)
-class MaskOp(Saving):
-    """An op whose gradient needs one bit per element, which float8 could only store worse.
-
-    Args:
-        run: ``run(x, **options)``, the result.
-    """
-
-    run: Callable[..., Tensor]
-
-    def call(self, keeper: Keeper, read: Read) -> Tensor | None:
-        """By `masked`, if x is large."""
-        (x,), options = read
-        assert x is not None
-        if not (x.requires_grad and keeper.is_worth_it(x)):
-            return None
-        return self.run(x, **options)
+# --- elementwise ops of one tensor
 
 
-def _keeps_input(needs: Needs) -> tuple[int, ...]:
-    return (0,)
+def _one(input: Tensor, inplace: bool = False, out: Tensor | None = None) -> Arguments | None:
+    return None if inplace or out is not None else ((input,), {})
 
 
-def _keeps_output(needs: Needs) -> tuple[int, ...]:
-    return (OUTPUT,)
+def _gelu(input: Tensor, *, approximate: str = "none") -> Arguments:
+    return (input,), {"approximate": approximate}
 
 
-def _keeps_the_other(needs: Needs) -> tuple[int, ...]:
+def _pow(input: Tensor, exponent: Any, *, out: Tensor | None = None) -> Arguments | None:
+    # Below 1 the derivative is infinite at 0, which the copy of a small element may be.
+    if out is not None or not isinstance(exponent, (int, float)) or not exponent > 1:
+        return None
+    return (input,), {"exponent": exponent}
+
+
+def _square(input: Tensor, *, out: Tensor | None = None) -> Arguments | None:
+    return _pow(input, 2, out=out)
+
+
+def _elementwise(backward: Callable[..., Tensor]) -> Callable[..., Grads]:
+    """The gradient of an op of one input, from ``backward(g, x, **options)`` in one dtype."""
+
+    def gradient(g: Tensor, saved: list[Tensor], needs: Needs, **options: Any) -> Grads:
+        dtype = torch.promote_types(g.dtype, saved[0].dtype)
+        return (backward(g.to(dtype), saved[0].to(dtype), **options),)
+
+    return gradient
+
+
+# --- products
+
+
+def _two(input: Tensor, other: Any, *, out: Tensor | None = None) -> Arguments | None:
+    if out is not None or not (isinstance(input, Tensor) and isinstance(other, Tensor)):
+        return None
+    return None if input.is_complex() or other.is_complex() else ((input, other), {})
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Arguments:
+    return (input, weight, bias), {}
+
+
+def _saves_factors(needs: Needs) -> tuple[int, ...]:
+    """The right factor for the left one's gradient, and the reverse."""
     return (1,) * needs[0] + (0,) * needs[1]
 
 
-def _keeps_normed(needs: Needs) -> tuple[int, ...]:
+def _mul_gradient(g: Tensor, saved: list[Tensor], needs: Needs) -> Grads:
+    """``(g b, g a)``."""
+    factors = iter(saved)
+    return tuple(g * next(factors) if need else None for need in needs)
+
+
+def _linear_gradient(g: Tensor, saved: list[Tensor], needs: Needs) -> Grads:
+    """``(g w, g^T x, sum(g))``."""
+    factors, g_MN = iter(saved), as_matrix(g)
+    device = g.device.type
+    with torch.autocast(device, enabled=False) if autocasts(device) else nullcontext():
+        grad_x = g @ next(factors).to(g.dtype) if needs[0] else None
+        grad_w = g_MN.t() @ as_matrix(next(factors).to(g.dtype)) if needs[1] else None
+    return grad_x, grad_w, g_MN.sum(0) if needs[2] else None
+
+
+# --- norms
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Arguments:
+    return (input, weight), {"normalized_shape": tuple(normalized_shape), "eps": eps}
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Arguments:
+    return (input, weight, bias), {"normalized_shape": tuple(normalized_shape), "eps": eps}
+
+
+def _saves_norm(needs: Needs) -> tuple[int, ...]:
     return (0, 1) if needs[0] or needs[1] else ()
 
 
-def _normed_by_rms(x: Tensor, weight: Any, normalized_shape: Any, eps: float | None) -> Tensor:
-    return F.rms_norm(x, normalized_shape, weight, eps)
+def _rms_norm_gradient(
+    g: Tensor, saved: list[Tensor], needs: Needs, normalized_shape: tuple[int, ...], eps: Any
+) -> Grads:
+    """``y = x rstd w``, ``rstd = 1 / sqrt(mean(x^2) + eps)`` (arXiv 1910.07467, equation 4).
+
+    Without eps torch takes float32's epsilon for every dtype, since it normalises in float32.
+    """
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    return _norm_gradient(g, saved, (*needs, False), normalized_shape, eps, centred=False)[:2]
 
 
-def _normed(x: Tensor, weight: Any, bias: Any, normalized_shape: Any, eps: float) -> Tensor:
-    return F.layer_norm(x, normalized_shape, weight, bias, eps)
+def _layer_norm_gradient(
+    g: Tensor, saved: list[Tensor], needs: Needs, normalized_shape: tuple[int, ...], eps: float
+) -> Grads:
+    """``y = (x - mean) rstd w + b``, ``rstd = 1 / sqrt(var + eps)`` (arXiv 1607.06450, 3)."""
+    return _norm_gradient(g, saved, needs, normalized_shape, eps, centred=True)
 
 
-def _soft(x: Tensor, dim: int, dtype: Any) -> Tensor:
-    return torch.softmax(x, dim, dtype)
+def _norm_gradient(
+    g: Tensor,
+    saved: list[Tensor],
+    needs: Needs,
+    normalized_shape: tuple[int, ...],
+    eps: float,
+    centred: bool,
+) -> Grads:
+    """Gradients of x, weight and bias; saved are x and the weight, if there is one."""
+    x_MK, g_MK = (  # K: the elements that are normalised together
+        x.to(torch.float32).reshape(-1, math.prod(normalized_shape)) for x in (saved[0], g)
+    )
+    if centred:
+        x_MK = x_MK - x_MK.mean(1, keepdim=True)
+    rstd = torch.rsqrt(x_MK.square().mean(1, keepdim=True) + eps)
+    normed_MK = x_MK * rstd
+    grad_x = grad_w = grad_b = None
+    if needs[0]:
+        gw = g_MK * saved[1].to(torch.float32).flatten() if len(saved) > 1 else g_MK
+        along = (gw * normed_MK).mean(1, keepdim=True)
+        grad_MK = rstd * (gw - normed_MK * along)
+        if centred:
+            grad_MK = grad_MK - grad_MK.mean(1, keepdim=True)
+        grad_x = grad_MK.reshape(g.shape)
+    if needs[1]:
+        grad_w = (g_MK * normed_MK).sum(0).reshape(normalized_shape)
+    if needs[2]:
+        grad_b = g_MK.sum(0).reshape(normalized_shape)
+    return grad_x, grad_w, grad_b
+
+
+# --- softmax, relu, dropout
+
+
+def _f_softmax(
+    input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
+) -> Arguments | None:
+    return None if dim is None else ((input,), {"dim": dim, "dtype": dtype})
+
+
+def _softmax(
+    input: Tensor, dim: Any, dtype: Any = None, *, out: Tensor | None = None
+) -> Arguments | None:
+    return None if out is not None else ((input,), {"dim": dim, "dtype": dtype})
+
+
+def _softmax_gradient(g: Tensor, saved: list[Tensor], needs: Needs, dim: int, dtype: Any) -> Grads:
+    """``y (g - sum(g y))``, y the output."""
+    g32, y32 = g.to(torch.float32), saved[0].to(torch.float32)
+    return (aten._softmax_backward_data(g32, y32, dim, torch.float32),)
 
 
 def _relu(x: Tensor) -> Tensor:
     with torch.no_grad():
-        mask = torch.logical_not(x <= 0)  # of a NaN, torch passes the gradient
-    return masked("relu", torch.relu, x, mask)
+        mask = torch.logical_not(x <= 0)  # torch passes the gradient of a NaN
+    return with_mask("relu", torch.relu, x, mask)
 
 
-def _drop(x: Tensor, p: float) -> Tensor:
-    """As torch draws and scales: by one kernel on CUDA; elsewhere by a tensor of noise."""
+def _dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Arguments | None:
+    # Inductor draws the same numbers again in backward and saves nothing.
+    if inplace or not training or not 0.0 < p < 1.0 or torch.compiler.is_compiling():
+        return None
+    return (input,), {"p": p}
+
+
+def _aten_dropout(input: Tensor, p: float, train: bool) -> Arguments | None:
+    return _dropout(input, p, train)
+
+
+def _dropout_forward(x: Tensor, p: float) -> Tensor:
+    """Draws and scales as torch does: one kernel on CUDA, elsewhere a tensor of noise."""
     if x.is_cuda:
         with torch.no_grad():
             out, mask = torch.native_dropout(x, p, True)
-        return masked("dropout", lambda _: out, x, mask, 1 / (1 - p))
+        return with_mask("dropout", lambda _: out, x, mask, 1 / (1 - p))
     noise = torch.empty_like(x, requires_grad=False).bernoulli_(1 - p).div_(1 - p)
     factor = float(torch.ones((), dtype=x.dtype).div_(1 - p))
-    return masked("dropout", lambda x: x * noise, x, noise != 0, factor)
+    return with_mask("dropout", lambda x: x * noise, x, noise != 0, factor)
 
 
-_ROWS: tuple[Saving, ...] = (
-    Op("rms_norm", calls.RMS_NORM, _normed_by_rms, _keeps_normed, derivatives.rms_norm, 2, (1,)),
-    Op("layer_norm", calls.LAYER_NORM, _normed, _keeps_normed, derivatives.layer_norm, 3, (1, 2)),
-    Op("silu", calls.SILU, F.silu, _keeps_input, derivatives.silu, again=True),
-    Op("gelu", calls.GELU, F.gelu, _keeps_input, derivatives.gelu, again=True),
-    Op("sigmoid", calls.SIGMOID, torch.sigmoid, _keeps_input, derivatives.sigmoid, again=True),
-    Op("tanh", calls.TANH, torch.tanh, _keeps_input, derivatives.tanh, again=True),
-    Op("mul", calls.MUL, torch.mul, _keeps_the_other, derivatives.mul, 2),
-    Op("pow", calls.POW, torch.pow, _keeps_input, derivatives.pow),
-    MaskOp("relu", calls.RELU, _relu),
-    MaskOp("dropout", calls.DROPOUT, _drop),
-    Op("softmax", calls.SOFTMAX, _soft, _keeps_output, derivatives.softmax),
-    Op("linear", calls.LINEAR, F.linear, _keeps_the_other, derivatives.linear, 3, (1, 2)),
-)
-OPS = {row.name: row for row in _ROWS}
-OPTIONAL = ("softmax", "linear")  # off unless asked for
+_TABLE: tuple[SavingOp, ...] = (
+    CopyOp(
+        "rms_norm", _read_by(_rms_norm, F.rms_norm, torch.rms_norm),
+        lambda x, w, **options: F.rms_norm(x, weight=w, **options),
+        _rms_norm_gradient, _saves_norm, inputs=2, exact=(1,),
+    ),
+    CopyOp(
+        "layer_norm", _read_by(_layer_norm, F.layer_norm, torch.layer_norm),
+        lambda x, w, b, **options: F.layer_norm(x, weight=w, bias=b, **options),
+        _layer_norm_gradient, _saves_norm, inputs=3, exact=(1, 2),
+    ),
+    CopyOp(
+        "silu", _read_by(_one, F.silu, torch._C._nn.silu),
+        F.silu, _elementwise(aten.silu_backward), recompute=True,
+    ),
+    CopyOp(
+        "gelu", _read_by(_gelu, F.gelu), F.gelu, _elementwise(aten.gelu_backward), recompute=True
+    ),
+    # sigmoid and tanh save the input: of a float8 output y, 1 - y is mostly noise.
+    CopyOp(
+        "sigmoid", _read_by(_one, torch.sigmoid, Tensor.sigmoid, F.sigmoid, torch.special.expit),
+        torch.sigmoid, _elementwise(lambda g, x: aten.sigmoid_backward(g, x.sigmoid())),
+        recompute=True,
+    ),
+    CopyOp(
+        "tanh", _read_by(_one, torch.tanh, Tensor.tanh, F.tanh),
+        torch.tanh, _elementwise(lambda g, x: aten.tanh_backward(g, x.tanh())), recompute=True,
+    ),
+    CopyOp(
+        "mul", _read_by(_two, torch.mul, torch.multiply, Tensor.mul, Tensor.multiply,
+                        Tensor.__mul__, Tensor.__rmul__),
+        torch.mul, _mul_gradient, _saves_factors, inputs=2,
+    ),
+    CopyOp(
+        "pow", _read_by(_pow, torch.pow, Tensor.pow, Tensor.__pow__)
+        | _read_by(_square, torch.square, Tensor.square),
+        torch.pow, _elementwise(lambda g, x, exponent: g * (exponent * x.pow(exponent - 1))),
+    ),
+    MaskOp("relu", _read_by(_one, F.relu, torch.relu, Tensor.relu), _relu),
+    MaskOp(
+        "dropout", _read_by(_dropout, F.dropout) | _read_by(_aten_dropout, torch.dropout),
+        _dropout_forward,
+    ),
+    CopyOp(
+        "softmax", _read_by(_f_softmax, F.softmax)
+        | _read_by(_softmax, torch.softmax, Tensor.softmax, torch.special.softmax),
+        torch.softmax, _softmax_gradient, lambda needs: (OUTPUT,),
+    ),
+    CopyOp(
+        "linear", _read_by(_linear, F.linear),
+        F.linear, _linear_gradient, _saves_factors, inputs=3, exact=(1, 2),
+    ),
+)  # fmt: skip
+OPS = {op.name: op for op in _TABLE}
+OPTIONAL = ("softmax", "linear")  # off by default

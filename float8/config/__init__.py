@@ -11,17 +11,18 @@ A linear layer is three GEMMs of two casts each (M tokens, K in, N out features)
 operands. Everything is frozen: ``dataclasses.replace`` makes a variant, nothing is inherited or
 changed behind the user's back.
 
-================================= ==================================================================
-``casts.py``                      how one operand becomes float8, and where its scale comes from
-``plan.py``                       the three GEMMs that a config means
-``transformer_engine.py``,        the arguments of TransformerEngine's recipes, and what they mean
-``transformer_engine_recipes.py``
-``torchao.py``                    torchao's configurations, translated
-``linear.py``                     the configuration of a layer, and `RECIPES`
-``suggestions.py``                the nearest known name
-``other_names.py``                what names of torchao and float8_experimental are called here
-================================= ==================================================================
+================== ======================================================================
+``casts.py``       how one operand becomes float8, and where its scale comes from
+``plan.py``        the three GEMMs that a config means
+``linear.py``      the configuration of a layer, and `RECIPES`
+``suggestions.py`` the nearest known name, or what to write for another library's
+================== ======================================================================
+
+This package knows no other framework. Other libraries' spellings, and the constructors of
+`Float8LinearConfig` that translate them, are in `float8.integrations`.
 """
+
+from typing import TYPE_CHECKING, NoReturn
 
 from float8.config.casts import (
     MAX_MARGIN,
@@ -32,6 +33,7 @@ from float8.config.casts import (
 )
 from float8.config.linear import RECIPES, Float8LinearConfig, check_config
 from float8.config.plan import Gemm, GemmConfig, LinearPlan
+from float8.config.suggestions import refuse_name
 
 __all__ = [
     "MAX_MARGIN",
@@ -46,3 +48,9 @@ __all__ = [
     "ScalingType",
     "check_config",
 ]
+
+
+if not TYPE_CHECKING:  # type checkers would accept any name
+
+    def __getattr__(name: str) -> NoReturn:
+        refuse_name("float8.config", name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from float8.arguments import check_bool, described
-from float8.config.other_names import explains_unknown_fields
+from float8.config.suggestions import DIALECTS, explains_unknown_fields
 from float8.formats import Format, format_of
 from float8.granularity import Block, Blockwise, Granularity, Tensorwise, transpose_block
 
@@ -185,14 +185,13 @@ class DelayedScalingConfig:
         check_bool(self.remember_nonfinite, "remember_nonfinite")
 
 
-# What stands for a value of another library's enum, or for a string: the value here.
+# A string, or the value of an enum of another library -> what to write here.
 _MEANT = {
     "dynamic": "ScalingType.DYNAMIC",
     "delayed": "ScalingType.DELAYED",
     "static": "ScalingType.STATIC",
     "disabled": "ScalingType.DISABLED",
     "tensorwise": "Tensorwise()",
-    "axiswise": "Rowwise()",
     "rowwise": "Rowwise()",
     "blockwise": "Blockwise(1, 128)",
 }
@@ -203,7 +202,8 @@ def _wrong_kind(name: str, kind: str, value: object) -> str:
     spelt = value.value if isinstance(value, enum.Enum) else value
     if isinstance(value, type):
         return f"{name} must be a {kind}, got {described(value)}; write {value.__name__}(...)"
-    meant = _MEANT.get(spelt.lower()) if isinstance(spelt, str) else None
+    known = {key: v for dialect in DIALECTS.values() for key, v in dialect.values.items()} | _MEANT
+    meant = known.get(spelt.lower()) if isinstance(spelt, str) else None
     way_out = "" if meant is None else f"; write {name}={meant}, of float8"
     given = str(value) if isinstance(value, enum.Enum) else described(value)
     return f"{name} must be a {kind}, got {given}{way_out}"

@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, overload
+from typing import Any, ClassVar
 
 from float8.arguments import check_bool, described
 from float8.config.casts import CastConfig, DelayedScalingConfig, ScalingType
-from float8.config.other_names import explains_unknown_fields
 from float8.config.plan import GemmConfig, LinearPlan, gemm, key_of_plan, same_bytes
-from float8.config.suggestions import did_you_mean
-from float8.config.torchao import fields_of_torchao
-from float8.config.transformer_engine import fields_of_te_recipe
+from float8.config.suggestions import dialect_of, did_you_mean, explains_unknown_fields
 from float8.formats import E4M3, E5M2
 from float8.granularity import Blockwise, Rowwise
 
@@ -76,6 +74,10 @@ class Float8LinearConfig:
     emulate: bool = False
     enable_amax_init: bool = True
     enable_pre_and_post_forward: bool = True
+    # Constructors from other libraries' configs, which `float8.integrations` adds: from_te_recipe
+    # of transformer_engine.py, from_torchao of torchao.py.
+    from_te_recipe: ClassVar[Callable[..., Float8LinearConfig]]
+    from_torchao: ClassVar[Callable[[Any], Float8LinearConfig]]
     # What all of this means, computed once: the layer reads it at every call.
     plan: LinearPlan = field(init=False, repr=False, compare=False)
     uses_delayed_scaling: bool = field(init=False, repr=False, compare=False)
@@ -132,62 +134,6 @@ class Float8LinearConfig:
                 f"{did_you_mean(name, RECIPES)}"
             )
         return deepcopy(RECIPES[name])
-
-    @overload
-    @classmethod
-    def from_te_recipe(
-        cls,
-        *,
-        margin: int = 0,
-        interval: int = 1,
-        fp8_format: str | Enum = "HYBRID",
-        amax_history_len: int = 1024,
-        amax_compute_algo: str = "max",
-        override_linear_precision: tuple[bool, bool, bool] = (False, False, False),
-        **others: Any,
-    ) -> Float8LinearConfig: ...
-
-    @overload
-    @classmethod
-    def from_te_recipe(cls, recipe: Any, **arguments: Any) -> Float8LinearConfig: ...
-
-    # With defaults filled in nobody could tell what is given beside a recipe, and contradicts it.
-    @classmethod
-    def from_te_recipe(cls, recipe: Any = None, **arguments: Any) -> Float8LinearConfig:
-        """The config that does what a recipe of TransformerEngine does.
-
-        Call ``sync_float8_amax_and_scale_history(model)`` once per step, as for ``"delayed"``.
-
-        Args:
-            recipe: a ``DelayedScaling``, ``Float8CurrentScaling`` or ``Float8BlockScaling``, or a
-                mapping of arguments such as the ``fp8_config`` of an Accelerate configuration
-                file, whose spellings are understood.
-            arguments: those of ``DelayedScaling`` by name: ``margin=0``, ``interval=1``,
-                ``fp8_format="HYBRID"`` or ``"E4M3"``, ``amax_history_len=1024``,
-                ``amax_compute_algo="max"`` or ``"most_recent"``,
-                ``override_linear_precision=(fprop, dgrad, wgrad)``, True for a GEMM in high
-                precision. What each does is in ``float8.config.transformer_engine``.
-
-        Raises:
-            TypeError: an unknown argument (the nearest is suggested), or one of a wrong type.
-            ValueError: what has no counterpart here, is given twice, or is about an amax history
-                where the recipe keeps none.
-        """
-        return cls(**fields_of_te_recipe(recipe, arguments))
-
-    @classmethod
-    def from_torchao(cls, config: Any) -> Float8LinearConfig:
-        """The config that does what a ``torchao.float8.Float8LinearConfig`` does.
-
-        Args:
-            config: of torchao, as ``torchao.float8.Float8LinearConfig.from_recipe_name(name)``.
-
-        Raises:
-            ImportError: torchao is not installed; the message has the command that installs it.
-            TypeError: ``config`` is something else.
-            ValueError: a field is set that has no counterpart here; the message names it.
-        """
-        return cls(**fields_of_torchao(config))
 
     def _resolve(self) -> LinearPlan:
         x, w, g = self.cast_config_input, self.cast_config_weight, self.cast_config_grad_output
@@ -268,10 +214,10 @@ def _check(name: str, value: object, wanted: type) -> None:
     if isinstance(value, wanted):
         return
     way_out = f"leave it out for the default, or give {wanted.__name__}(...)"
-    if type(value).__module__.startswith("torchao."):
+    if (dialect := dialect_of(value)) is not None:
         way_out = (
-            "it is torchao's: import it from float8, or translate the whole config with "
-            "Float8LinearConfig.from_torchao(config)"
+            f"it is {dialect.library}'s: import it from float8, or translate the whole config with "
+            f"Float8LinearConfig.{dialect.constructor}(config)"
         )
     raise TypeError(f"{name} must be a {wanted.__name__}, got {described(value)}; {way_out}")
 
@@ -289,7 +235,7 @@ def check_config(config: object, caller: str = "") -> None:
     """
     if isinstance(config, Float8LinearConfig):
         return
-    library = type(config).__module__.partition(".")[0]
+    dialect = dialect_of(config)
     name = config.value if isinstance(config, Enum) else config
     given, way_out = described(config), 'write Float8LinearConfig.from_recipe_name("tensorwise")'
     if isinstance(name, str) and name in RECIPES:
@@ -297,12 +243,9 @@ def check_config(config: object, caller: str = "") -> None:
     elif isinstance(name, str):
         known = f"recipes are {', '.join(RECIPES)}{did_you_mean(name, RECIPES)}"
         way_out = f"write Float8LinearConfig.from_recipe_name(name); {known}"
-    elif library == "torchao":
-        given = f"torchao's {type(config).__name__}"
-        way_out = "write Float8LinearConfig.from_torchao(config)"
-    elif library == "transformer_engine":
-        given = f"TransformerEngine's {type(config).__name__}"
-        way_out = "write Float8LinearConfig.from_te_recipe(config)"
+    elif dialect is not None:
+        given = f"{dialect.library}'s {type(config).__name__}"
+        way_out = f"write Float8LinearConfig.{dialect.constructor}(config)"
     elif isinstance(config, CastConfig):
         way_out = "a CastConfig is of one operand: write Float8LinearConfig(cast_config_input=...)"
     where = f"{caller}: " if caller else ""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from float8.arguments import check_bool
 from float8.config.casts import OperandCast
-from float8.config.other_names import explains_unknown_fields
+from float8.config.suggestions import explains_unknown_fields
 from float8.formats import E5M2, Format
 from float8.granularity import WHOLE
 

@@ -82,7 +82,7 @@ class Conversion:
 
 @dataclass
 class ConversionPlan:
-    """The layers that a conversion takes, and its report.
+    """The layers that a conversion takes.
 
     Attributes:
         caller: the public function, for messages.
@@ -90,7 +90,7 @@ class ConversionPlan:
         module_filter_fn: the user's filter.
         layers: name -> layer, each once, under its first name.
         configs: name -> the layer's config: its own, where it is in float8 already.
-        report: why the other layers are left alone; after `convert`, what was converted.
+        conversion: why the other layers are left alone; after `convert`, what was converted.
     """
 
     caller: str
@@ -98,7 +98,7 @@ class ConversionPlan:
     module_filter_fn: ModuleFilter | None = None
     layers: dict[str, Any] = field(default_factory=dict)
     configs: dict[str, Float8LinearConfig] = field(default_factory=dict)
-    report: Conversion = field(default_factory=Conversion)
+    conversion: Conversion = field(default_factory=Conversion)
 
     def take(self, fqn: str, layer: nn.Module) -> None:
         """Add a layer to the plan."""
@@ -109,26 +109,27 @@ class ConversionPlan:
         """Leave a layer as it is, for this reason."""
         self.layers.pop(fqn, None)
         self.configs.pop(fqn, None)
-        self.report.skipped[fqn] = reason
+        self.conversion.skipped[fqn] = reason
 
     @property
     def plain_layers(self) -> dict[str, Any]:
         """Name -> layer, of those that are not in float8 yet."""
         return {fqn: m for fqn, m in self.layers.items() if not isinstance(m, Float8Linear)}
 
-    def check(self, further: Iterable[tuple[str, str]] = ()) -> None:
+    def check(self, further: Iterable[tuple[str, str | None]] = ()) -> None:
         """Raise if any layer cannot be converted, with all reasons.
 
         Args:
-            further: (name, reason) of layers that the caller refuses for reasons of its own.
+            further: (name, the reason why the caller refuses the layer, or None).
         """
-        problems = [
-            (fqn, reason)
-            for fqn, layer in self.plain_layers.items()
-            for refuses in _refusals(layer, self.configs[fqn])
-            if (reason := refuses(layer, self.configs[fqn])) is not None
-        ]
-        if problems := [*problems, *further]:
+        problems: list[tuple[str, str | None]] = []
+        for fqn, layer in self.plain_layers.items():
+            config = self.configs[fqn]
+            problems.append((fqn, MODULE_RULES[type(layer)].refuses(layer, config)))
+            if config.enable_fsdp_float8_all_gather:
+                problems.append((fqn, WEIGHT_RULES[0].refuses(layer, config)))
+        problems = [problem for problem in (*problems, *further) if problem[1] is not None]
+        if problems:
             raise ValueError(
                 "nothing was converted, because some layers cannot be:"
                 + "".join(f"\n  {named(fqn)}: {reason}" for fqn, reason in problems)
@@ -160,37 +161,41 @@ class ConversionPlan:
             for fqn, layer in self.plain_layers.items()
         }
         self.layers = {fqn: swapped.get(layer, layer) for fqn, layer in self.layers.items()}
-        self.report.converted = list(self.layers)
+        self.conversion.converted = list(self.layers)
         return replace_children(model, swapped)
 
     def finish(self, model: nn.Module) -> None:
         """Complete the report, attach it to the model, log it, and warn if no layer is float8."""
-        report = self.report
+        conversion = self.conversion
         layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Float8Linear)}
-        for fqn in report.converted:
-            if fqn in layers and (reason := _refused_on_gpu(layers[fqn])) is not None:
-                report.refused_on_gpu[fqn] = reason
-        names = [*layers, *report.skipped]
-        report.unmatched_patterns = unmatched_patterns(self.module_filter_fn, names)
-        model.float8_conversion = report  # type: ignore[assignment]
-        logger.info("%s", report)
-        if report.refused_on_gpu:
-            fqn, reason = next(iter(report.refused_on_gpu.items()))
+        for fqn in conversion.converted:
+            layer = layers.get(fqn)
+            if layer is None or layer.weight.device.type == "cuda":
+                continue  # the first call on a GPU refuses it
+            reason = refuses_on_gpu(layer.config, layer.weight, tokens=16, grad=True)
+            if reason is not None:
+                conversion.refused_on_gpu[fqn] = reason
+        names = [*layers, *conversion.skipped]
+        conversion.unmatched_patterns = unmatched_patterns(self.module_filter_fn, names)
+        model.float8_conversion = conversion  # type: ignore[assignment]
+        logger.info("%s", conversion)
+        if conversion.refused_on_gpu:
+            fqn, reason = next(iter(conversion.refused_on_gpu.items()))
             logger.warning(
                 "a GPU will refuse %d of the %d converted layers, which a CPU runs; the first is "
                 "%s: %s. model.float8_conversion lists them all",
-                len(report.refused_on_gpu),
-                len(report.converted),
+                len(conversion.refused_on_gpu),
+                len(conversion.converted),
                 named(fqn),
                 reason,
             )
-        if not layers and not report.converted:
+        if not layers and not conversion.converted:
             warnings.warn(f"{self.caller} converted no layer:{self.reasons}", stacklevel=3)
 
     @property
     def reasons(self) -> str:
         """Why layers were left alone, a line each, for messages."""
-        lines = [f"\n  {named(fqn)}: {reason}" for fqn, reason in self.report.skipped.items()]
+        lines = [f"\n  {named(fqn)}: {reason}" for fqn, reason in self.conversion.skipped.items()]
         return "".join(lines) or " the model has no nn.Linear"
 
 
@@ -305,12 +310,6 @@ def _read_by_the_fast_path(encoder_layer: str, layers: dict[str, Any]) -> dict[s
     return {fqn: reason for fqn in names if fqn in layers}
 
 
-def _refusals(layer: nn.Module, config: Float8LinearConfig) -> list[Any]:
-    """What may refuse a layer: (layer, config) -> the reason, or None."""
-    of_type = MODULE_RULES[type(layer)].refuses
-    return [of_type, *([WEIGHT_RULES[0].refuses] if config.enable_fsdp_float8_all_gather else [])]
-
-
 def named(fqn: str) -> str:
     """A module's name, for messages."""
     return fqn or "the module itself"
@@ -328,12 +327,6 @@ def _flushed(weights: list[Tensor]) -> str:
         f": {zero / total:.1%} of their weights flush to zero and {coarse / total:.1%} lose "
         "precision as subnormals"
     )
-
-
-def _refused_on_gpu(layer: Float8Linear) -> str | None:
-    if layer.weight.device.type == "cuda":
-        return None  # its first call says so, for the GPU at hand
-    return refuses_on_gpu(layer.config, layer.weight, tokens=16, grad=True)
 
 
 def replace_children(root: nn.Module, swapped: dict[nn.Module, nn.Module]) -> nn.Module:

@@ -96,7 +96,7 @@ def convert_to_float8_training(
     plan.warn_of_fixed_scales()
     module = plan.convert(module)
     if plan.config.enable_fsdp_float8_all_gather:
-        plan.report.gathered_in_high_precision = WEIGHT_RULES[0].wrap(module, plan.layers)
+        plan.conversion.gathered_in_high_precision = WEIGHT_RULES[0].wrap(module, plan.layers)
     plan.finish(module)
     if plan.config.uses_delayed_scaling and plan.layers:
         remind_to_sync(module)

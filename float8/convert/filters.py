@@ -1,7 +1,7 @@
-"""Ready-made answers to "which layers?" for ``convert_to_float8_training(module_filter_fn=...)``.
+"""Filters for ``convert_to_float8_training(module_filter_fn=...)``: which layers to convert.
 
 A filter is called as ``filter(module, fqn)`` with a candidate layer and its name in the model, and
-returns True to convert it. Any function will do; these cover what people write by hand::
+returns True to convert it. Any function will do; these cover the usual cases::
 
     convert_to_float8_training(
         model, module_filter_fn=all_of(skip_names("lm_head", "*.gate"), divisible_by(16))
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -24,21 +25,21 @@ from float8.config.suggestions import did_you_mean
 ModuleFilter = Callable[[nn.Module, str], bool]
 
 
+@dataclass(frozen=True)
 class _SkipNames:
-    """A filter that knows its patterns: a conversion reports those that match nothing."""
+    """A filter whose patterns a conversion can compare with the layers that there are."""
 
-    def __init__(self, patterns: tuple[str, ...]) -> None:
-        self.patterns = patterns
+    patterns: tuple[str, ...]
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
         return not any(_matches(pattern, fqn) for pattern in self.patterns)
 
 
+@dataclass(frozen=True)
 class _AllOf:
     """A filter that asks several."""
 
-    def __init__(self, filters: tuple[ModuleFilter, ...]) -> None:
-        self.filters = filters
+    filters: tuple[ModuleFilter, ...]
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
         return all(f(module, fqn) for f in self.filters)
@@ -66,7 +67,7 @@ def skip_names(*patterns: str) -> ModuleFilter:
 
 
 def min_size(weight_elements: int) -> ModuleFilter:
-    """Skip layers whose weight has fewer elements: small products do not repay their casts."""
+    """Skip layers whose weight has fewer elements: small GEMMs gain less than their casts cost."""
     check_integer(weight_elements, "min_size: weight_elements", 0)
     return lambda module, fqn: _features(module)[0] * _features(module)[1] >= weight_elements
 
@@ -105,11 +106,11 @@ def all_of(*filters: ModuleFilter) -> ModuleFilter:
 
 
 def unmatched_patterns(module_filter_fn: object, names: Iterable[str]) -> list[str]:
-    """The patterns of a filter's `skip_names` that match none of these layers, as a report says it.
+    """The patterns of a filter's `skip_names` that match no layer, with the nearest name.
 
     Args:
-        module_filter_fn: any filter; of functions that a user wrote nothing is known.
-        names: of all layers that there are, converted or not.
+        module_filter_fn: any filter; a function of the user's has no patterns.
+        names: of all layers, converted or not.
     """
     names = list(names)
     if isinstance(module_filter_fn, _AllOf):

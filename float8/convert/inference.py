@@ -25,7 +25,7 @@ layers with the dequantised weights; so does a ``state_dict()`` under `high_prec
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -112,7 +112,7 @@ def _cast_inputs_with(scales: Mapping[str, float | Tensor], plan: ConversionPlan
     problems = [f"no scale for {named(fqn)}" for fqn in plan.layers if fqn not in scales]
     for fqn, scale in scales.items():
         if fqn not in plan.layers:
-            why = plan.report.skipped.get(fqn, "there is no layer of this name to convert")
+            why = plan.conversion.skipped.get(fqn, "there is no layer of this name to convert")
             problems.append(f"a scale for {fqn}: {why}")
             continue
         try:
@@ -146,34 +146,37 @@ def _with_static_input(config: Float8LinearConfig, scale: float | Tensor) -> Flo
     return replace(config, cast_config_input=static, delayed_scaling=delayed)
 
 
-def _refused_weights(plan: ConversionPlan) -> list[tuple[str, str]]:
-    """(name, reason) of the layers whose weight cannot be kept in float8 alone."""
-    refused: list[tuple[str, str]] = []
+def _refused_weights(plan: ConversionPlan) -> Iterator[tuple[str, str | None]]:
+    """(name, the reason why the layer's weight cannot be kept in float8 alone, or None)."""
     casts: dict[int, tuple[str, Any]] = {}
     for fqn, layer in plan.layers.items():
-        config, weight = plan.configs[fqn], layer.weight
-        first, its_cast = casts.setdefault(id(weight), (named(fqn), config.plan.output.b))
-        reason = (
-            refuses_resident(config)
-            or _refuses_values(layer)
-            or refuses_device(weight, config, weight.device)
-        )
-        if reason is None and config.enable_fsdp_float8_all_gather:
-            reason = (
-                "enable_fsdp_float8_all_gather=True is for weights that train; frozen float8 "
-                "weights are not gathered. Leave it at False"
-            )
-        is_plain = type(weight) in (Tensor, nn.Parameter) and not is_sharded(weight)
-        if reason is None and not is_plain and not is_resident(weight):
-            reason = (
-                f"its weight is a {type(weight).__name__}; convert plain weights, before any "
-                "distributed wrapper"
-            )
-        if reason is None and its_cast != config.plan.output.b:
+        config = plan.configs[fqn]
+        cast = config.plan.output.b
+        first, its_cast = casts.setdefault(id(layer.weight), (named(fqn), cast))
+        reason = _refuses_weight(layer, config)
+        if reason is None and its_cast != cast:
             reason = f"its weight is {first}'s, which casts it in another way"
-        if reason is not None:
-            refused.append((fqn, reason))
-    return refused
+        yield fqn, reason
+
+
+def _refuses_weight(layer: Any, config: Float8LinearConfig) -> str | None:
+    weight: Tensor = layer.weight
+    if config.enable_fsdp_float8_all_gather:
+        return (
+            "enable_fsdp_float8_all_gather=True is for weights that train; frozen float8 weights "
+            "are not gathered. Leave it at False"
+        )
+    is_plain = type(weight) in (Tensor, nn.Parameter) and not is_sharded(weight)
+    if not is_plain and not is_resident(weight):
+        return (
+            f"its weight is a {type(weight).__name__}; convert plain weights, before any "
+            "distributed wrapper"
+        )
+    return (
+        refuses_resident(config)
+        or _refuses_values(layer)
+        or refuses_device(weight, config, weight.device)
+    )
 
 
 def _refuses_values(layer: nn.Module) -> str | None:

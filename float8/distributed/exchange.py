@@ -292,7 +292,7 @@ def _gather_grad_output(ctx: Any, g: Tensor) -> Tensor:
     if operand.first is None or not (operand.is_shared and operand.first.is_whole):
         return gather(g, ctx.scatter, ctx.length, ctx.ranks)
     state = sharded_state(ctx.states[2], ctx.ranks.group)
-    data, scale = cast_rows(as_matrix(g), operand.first, state, ctx.record)
+    data, scale = cast_rows(as_matrix(g), operand.first, state, ctx.record, None)
     data = gather(data.reshape(g.shape), ctx.scatter, ctx.length, ctx.ranks)
     return Float8Tensor(as_matrix(data), scale, (WHOLE, WHOLE), g.dtype)
 

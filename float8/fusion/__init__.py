@@ -1,5 +1,20 @@
-"""Norms and activations that return float8, and finding the layers that consume a norm's output.
+"""Norms and gates that return float8, and fusing the norms of a model with the layers behind them.
 
-``fused.py``: the modules; ``autograd.py``: their autograd functions; ``norm_readers.py``: which
-layers consume a norm's output; ``norm_fusion.py``: replacing the norms of a converted model.
+``producers.py``: the modules; ``autograd.py``: their autograd functions; ``norm_readers.py``: which
+layers read a norm's result; ``norm_fusion.py``: replacing the norms of a converted model.
 """
+
+from float8.fusion.norm_fusion import NormFusion, fuse_norms, register_norm
+from float8.fusion.norm_readers import register_norm_pairs
+from float8.fusion.producers import LayerNormCast, RMSNormCast, SwiGLU, SwiGLUCast
+
+__all__ = [
+    "LayerNormCast",
+    "NormFusion",
+    "RMSNormCast",
+    "SwiGLU",
+    "SwiGLUCast",
+    "fuse_norms",
+    "register_norm",
+    "register_norm_pairs",
+]

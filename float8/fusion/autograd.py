@@ -1,6 +1,9 @@
-"""The autograd functions behind `float8.fusion.fused`: codes forward, a plain gradient backward.
+"""The autograd functions behind `float8.fusion.producers`: forward in float8, plain backward.
 
-`float8.tensor.differentiable` wraps the codes.
+A norm or gate computes in float32, rounds once to the compute dtype and casts. A GPU does that in
+one kernel; elsewhere plain PyTorch does. The function's results are a carrier, which has the shape
+and the gradient of the result but no memory, and the parts of the float8 tensor;
+`float8.tensor.differentiable` joins them.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from float8.tensor.differentiable import differentiable
 _WHOLE = (WHOLE, WHOLE)
 
 
-class Output(NamedTuple):
+class OutputCast(NamedTuple):
     """How one call's result is cast."""
 
     cast: OperandCast
@@ -41,107 +44,89 @@ class Output(NamedTuple):
         return scale, self.dtype, dtype, self.cast.power_of_two_scale, self.transpose, amax
 
     def in_plain_torch(self, y32_MK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes, no transpose, and the scale, from float32 values."""
+        """The float8 data of float32 values, no transpose, and the scale."""
         y_MK = y32_MK.to(self.dtype)
         data, scale = quantize(y_MK, self.cast, self.state, self.record, emulate=True)
         # A clone, because a delayed scale is a buffer, which sync changes.
         return data, data.new_empty((0, 0)), scale.clone()
 
 
-class _RMSNormCast(torch.autograd.Function):
-    """(carrier of the gradient, codes, transposed codes, scale)."""
+def _results(
+    ctx: Any, x: Tensor, size: int, out: OutputCast, parts: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """The carrier of (..., size), and the data, transpose and scale, which have no gradient."""
+    ctx.mark_non_differentiable(*parts)
+    return x.new_empty((), dtype=out.dtype).expand((*x.shape[:-1], size)), *parts
+
+
+class _NormCast(torch.autograd.Function):
+    """A layer norm if ``centred``, else an RMS norm, which has no bias."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, out: Output
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        centred: bool,
+        out: OutputCast,
     ) -> tuple[Tensor, ...]:
         x_MK = as_matrix(x)
+        arguments = (x_MK, weight, bias, eps) if centred else (x_MK, weight, eps)
         if out.by_kernel:
-            *codes, rstd = torch.ops.float8.rms_norm_cast.default(
-                x_MK, weight, eps, *out.kernel_arguments(x)
-            )
+            ops = torch.ops.float8
+            op = ops.layer_norm_cast.default if centred else ops.rms_norm_cast.default
+            found = op(*arguments, *out.kernel_arguments(x))
+            parts, statistics = found[:3], found[3:]
         else:
-            y32, rstd = definition.rms_norm(x_MK, weight, eps)
-            codes = out.in_plain_torch(y32)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.mark_non_differentiable(*codes)
-        return x.new_empty((), dtype=out.dtype).expand(x.shape), *codes
+            norm = definition.layer_norm if centred else definition.rms_norm
+            y32, *statistics = norm(*arguments)
+            parts = out.in_plain_torch(y32)
+        ctx.save_for_backward(x, weight, bias, *statistics)
+        return _results(ctx, x, x.shape[-1], out, parts)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("RMSNormCast")
-        x, weight, rstd = ctx.saved_tensors
-        grad_x, grad_w = _rms_norm_backward(
-            as_matrix(g), as_matrix(x), weight, rstd, ctx.needs_input_grad[:2]
+        x, weight, bias, *mean, rstd = ctx.saved_tensors
+        refuse_double_backward("LayerNormCast" if mean else "RMSNormCast")
+        grad_x, grad_w, grad_b = _norm_backward(
+            as_matrix(g),
+            as_matrix(x),
+            weight,
+            bias,
+            mean[0] if mean else None,
+            rstd,
+            ctx.needs_input_grad[:3],
         )
-        return None if grad_x is None else grad_x.reshape(x.shape), grad_w, None, None
+        grad_x = None if grad_x is None else grad_x.reshape(x.shape)
+        return grad_x, grad_w, grad_b, None, None, None
 
 
-def _rms_norm_backward(
-    g_MK: Tensor, x_MK: Tensor, weight: Tensor | None, rstd: Tensor, needs: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and weight: by torch's own kernel where there is one for these, or not."""
-    one_dtype = g_MK.dtype == x_MK.dtype and (weight is None or weight.dtype == x_MK.dtype)
-    if x_MK.device.type == "cuda" and one_dtype and x_MK.numel():
-        fused = torch.ops.aten._fused_rms_norm_backward.default
-        x_MK, g_MK = x_MK.contiguous(), g_MK.contiguous()
-        return fused(g_MK, x_MK, [x_MK.shape[1]], rstd, weight, list(needs))
-    g32, normed = g_MK.to(torch.float32), x_MK.to(torch.float32) * rstd
-    grad_x = grad_w = None
-    if weight is not None:
-        grad_w = (g32 * normed).sum(0).to(weight.dtype) if needs[1] else None
-        g32 = g32 * weight.to(torch.float32)
-    if needs[0]:
-        along = (g32 * normed).mean(1, keepdim=True)
-        grad_x = (rstd * (g32 - normed * along)).to(x_MK.dtype)
-    return grad_x, grad_w
-
-
-class _LayerNormCast(torch.autograd.Function):
-    """As `_RMSNormCast`, of rows that are centred, and with a bias."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out: Output
-    ) -> tuple[Tensor, ...]:
-        x_MK = as_matrix(x)
-        if out.by_kernel:
-            *codes, mean, rstd = torch.ops.float8.layer_norm_cast.default(
-                x_MK, weight, bias, eps, *out.kernel_arguments(x)
-            )
-        else:
-            y32, mean, rstd = definition.layer_norm(x_MK, weight, bias, eps)
-            codes = out.in_plain_torch(y32)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.mark_non_differentiable(*codes)
-        return x.new_empty((), dtype=out.dtype).expand(x.shape), *codes
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("LayerNormCast")
-        x, weight, bias, mean, rstd = ctx.saved_tensors
-        grad_x, grad_w, grad_b = _layer_norm_backward(
-            as_matrix(g), as_matrix(x), weight, bias, mean, rstd, ctx.needs_input_grad[:3]
-        )
-        return None if grad_x is None else grad_x.reshape(x.shape), grad_w, grad_b, None, None
-
-
-def _layer_norm_backward(
+def _norm_backward(
     g_MK: Tensor,
     x_MK: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, weight and bias, as `_rms_norm_backward` finds them."""
+    """The gradients of x, weight and bias; of an RMS norm if there is no mean.
+
+    On a GPU torch's own kernels compute them where all dtypes are equal.
+    """
     one_dtype = all(t is None or t.dtype == x_MK.dtype for t in (g_MK, weight, bias))
     if x_MK.device.type == "cuda" and one_dtype and x_MK.numel():
-        fused = torch.ops.aten.native_layer_norm_backward.default
-        x_MK, g_MK = x_MK.contiguous(), g_MK.contiguous()
-        return fused(g_MK, x_MK, [x_MK.shape[1]], mean, rstd, weight, bias, list(needs))
-    g32, normed = g_MK.to(torch.float32), (x_MK.to(torch.float32) - mean) * rstd
+        aten, x_MK, g_MK = torch.ops.aten, x_MK.contiguous(), g_MK.contiguous()
+        size = [x_MK.shape[1]]
+        if mean is None:
+            rms_backward = aten._fused_rms_norm_backward.default
+            return *rms_backward(g_MK, x_MK, size, rstd, weight, list(needs[:2])), None
+        backward = aten.native_layer_norm_backward.default
+        return backward(g_MK, x_MK, size, mean, rstd, weight, bias, list(needs))
+    g32, x32 = g_MK.to(torch.float32), x_MK.to(torch.float32)
+    normed = (x32 if mean is None else x32 - mean) * rstd
     grad_x = grad_w = grad_b = None
     if bias is not None and needs[2]:
         grad_b = g32.sum(0).to(bias.dtype)
@@ -150,27 +135,25 @@ def _layer_norm_backward(
         g32 = g32 * weight.to(torch.float32)
     if needs[0]:
         along = (g32 * normed).mean(1, keepdim=True)
-        grad_x = (rstd * (g32 - g32.mean(1, keepdim=True) - normed * along)).to(x_MK.dtype)
+        centred = g32 if mean is None else g32 - g32.mean(1, keepdim=True)
+        grad_x = (rstd * (centred - normed * along)).to(x_MK.dtype)
     return grad_x, grad_w, grad_b
 
 
 class _SwiGLUCast(torch.autograd.Function):
-    """As `_RMSNormCast`, of gate and up, or of a tensor whose halves they are and no up."""
+    """Of gate and up, or of one tensor that holds both and no up."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, out: Output) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, out: OutputCast) -> tuple[Tensor, ...]:
         gate_MF, up_MF = _gate_and_up(gate, up)
         if out.by_kernel:
-            codes = torch.ops.float8.swiglu_cast.default(
-                gate_MF, up_MF, *out.kernel_arguments(gate)
-            )
+            op = torch.ops.float8.swiglu_cast.default
+            parts = op(gate_MF, up_MF, *out.kernel_arguments(gate))
         else:
-            codes = out.in_plain_torch(definition.swiglu(gate_MF, up_MF))
+            parts = out.in_plain_torch(definition.swiglu(gate_MF, up_MF))
         ctx.save_for_backward(gate, up)
-        ctx.mark_non_differentiable(*codes)
         ctx.by_kernel = out.by_kernel
-        shape = (*gate.shape[:-1], gate_MF.shape[1])
-        return gate.new_empty((), dtype=out.dtype).expand(shape), *codes
+        return _results(ctx, gate, gate_MF.shape[1], out, parts)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -187,12 +170,6 @@ class _SwiGLUCast(torch.autograd.Function):
         return grad_gate.reshape(gate.shape), grad_up.reshape(up.shape), None
 
 
-def _wrapped(result: tuple[Tensor, ...], out: Output) -> Tensor:
-    carrier, data, data_t, scale = result
-    has_transpose = out.by_kernel and out.transpose
-    return differentiable(carrier, data, data_t if has_transpose else None, scale)
-
-
 def _gate_and_up(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     if up is not None:
         return as_matrix(gate), as_matrix(up)
@@ -200,8 +177,34 @@ def _gate_and_up(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
+def _joined(results: tuple[Tensor, ...], out: OutputCast) -> Tensor:
+    carrier, data, data_t, scale = results
+    has_transpose = out.by_kernel and out.transpose
+    return differentiable(carrier, data, data_t if has_transpose else None, scale)
+
+
+def rms_norm_cast(x: Tensor, weight: Tensor | None, eps: float, out: OutputCast) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight``, (..., K), as a `Float8Tensor`; differentiable."""
+    return _joined(_NormCast.apply(x, weight, None, eps, False, out), out)
+
+
+def layer_norm_cast(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out: OutputCast
+) -> Tensor:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias``, (..., K), as a `Float8Tensor`."""
+    return _joined(_NormCast.apply(x, weight, bias, eps, True, out), out)
+
+
+def swiglu_cast(gate: Tensor, up: Tensor | None, out: OutputCast) -> Tensor:
+    """``silu(gate) * up``, (..., F), as a `Float8Tensor`; differentiable.
+
+    Without ``up``, gate is (..., 2 F) and holds both.
+    """
+    return _joined(_SwiGLUCast.apply(gate, up, out), out)
+
+
 def runs_kernel(device: torch.device, emulate: bool) -> bool:
-    """Whether the fused kernels run on this device; what then is asked for is there."""
+    """Whether the fused kernels run on this device; their ops are registered then."""
     if not kernels.runs_kernel(device, _WHOLE, emulate):
         return False
     _load()
@@ -214,23 +217,3 @@ def _load() -> None:
 
 
 _load._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in kernels/casts.py
-
-
-def rms_norm_cast(x: Tensor, weight: Tensor | None, eps: float, out: Output) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight``, (..., K), as a `Float8Tensor`; differentiable."""
-    return _wrapped(_RMSNormCast.apply(x, weight, eps, out), out)
-
-
-def layer_norm_cast(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out: Output
-) -> Tensor:
-    """``(x - mean) / sqrt(variance + eps) * weight + bias``, (..., K), as a `Float8Tensor`."""
-    return _wrapped(_LayerNormCast.apply(x, weight, bias, eps, out), out)
-
-
-def swiglu_cast(gate: Tensor, up: Tensor | None, out: Output) -> Tensor:
-    """``silu(gate) * up``, (..., F), as a `Float8Tensor`; differentiable.
-
-    Without ``up``, gate is (..., 2 F) and holds both.
-    """
-    return _wrapped(_SwiGLUCast.apply(gate, up, out), out)

@@ -1,31 +1,38 @@
-"""`fuse_norms`: norms whose result only float8 layers read write it in float8, once.
+"""`fuse_norms`: norms that return float8, where only float8 layers read their result.
 
-After conversion a norm writes bfloat16, and every layer behind it reads that, casts it and keeps
-its own copy: q, k and v three times. Fused, the norm casts what it computes itself, and the layers
-multiply one float8 tensor, of which one copy is kept::
+After conversion a norm writes bfloat16, and every layer that reads that casts it and keeps its own
+copy: q, k and v three. A fused norm casts its result itself, and the layers multiply one float8
+tensor, of which one copy is kept::
 
     convert_to_float8_training(model, config=config)
-    print(fuse_norms(model))                     # which were, and why others were not
+    print(fuse_norms(model))          # the norms that were fused, and why others were not
 
-Which layers read a norm is never guessed. In this order it is known from
+Which layers read a norm is declared, never guessed: by ``pairs``, or once for all blocks of a type.
+Only the modules of an ``nn.Sequential`` need no declaration. For Hugging Face's Llama, whose norms
+have a type of their own::
 
-1. ``pairs``, or `register_norm_pairs` for a block's type: somebody says so. Checked are types,
-   sizes and configs; whoever else reads the result, unless it is a float8 layer of the same input
-   cast, raises at the first forward an error that names the norm and the reader.
-2. torch.fx, of the whole model or of the largest blocks that can be traced, in training and in
-   evaluation, with optional arguments and without (`norm_readers` says what that cannot see;
-   it too raises by name); the order within an ``nn.Sequential`` that cannot.
+    register_norm(LlamaRMSNorm, RMSNormCast, eps=lambda norm: norm.variance_epsilon)
+    register_norm_pairs(
+        LlamaDecoderLayer,
+        {
+            "input_layernorm": [f"self_attn.{name}_proj" for name in ("q", "k", "v")],
+            "post_attention_layernorm": ["mlp.gate_proj", "mlp.up_proj"],
+        },
+    )
 
-Every reader has to be a `Float8Linear`, all with one input cast, whose scale is the tensor's. Fused
-are modules whose type is exactly ``nn.RMSNorm`` or ``nn.LayerNorm``, or was registered
-(`register_norm`).
+Qwen2, Qwen3 and Mistral have the same names. Types, sizes and configs of declared layers are
+checked. Anything else that reads the result raises at the first forward an error with the names of
+the norm and the reader, unless it is a float8 layer with the same input cast.
+
+Every reader has to be a `Float8Linear`, all with one tensorwise input cast. Fused are modules whose
+type is exactly ``nn.RMSNorm`` or ``nn.LayerNorm``, or was registered (`register_norm`).
 
 Values and gradients are those of the norm and layers apart, but for float32's rounding within the
 norm. Parameters and their names stay, so plain checkpoints load; `convert_from_float8_training`
 makes the norms plain again. Under delayed scaling the layers' ``cast_input`` becomes one module,
-with the largest amaxes and scale of the histories that the layers had, and the norm casts with it,
-so that checkpoints of the fused and of the converted model are each other's, and ``sync`` asks
-nobody for an amax that nobody records.
+with the largest amaxes and scale of the layers' histories, and the norm casts with it. So
+checkpoints of the fused and of the converted model load into each other, and no history is left
+without amaxes.
 
 Fuse after converting and before wrapping, compiling and ``fully_shard``; compile a norm and its
 readers in one graph.
@@ -44,8 +51,8 @@ from torch import Tensor, nn
 from float8.arguments import check_module, described
 from float8.config import Float8LinearConfig
 from float8.convert.conversion import replace_children, runs_something_else
-from float8.fusion.fused import LayerNormCast, NormCast, RMSNormCast, refuses_config
-from float8.fusion.norm_readers import Pairs, Readers, declared, traced
+from float8.fusion.norm_readers import Pairs, declared_readers, next_in_sequential
+from float8.fusion.producers import LayerNormCast, NormCast, RMSNormCast, refuses_config
 from float8.linear.delayed import DelayedCast, keep_ddp_from_broadcasting
 from float8.linear.layer import Float8Linear
 from float8.linear.switch import Float8Module
@@ -55,7 +62,12 @@ logger = logging.getLogger("float8")
 
 @dataclass(frozen=True)
 class NormRule:
-    """How a norm's type is fused: into what, and what attributes of torch's norm it lacks."""
+    """How a norm's type is fused.
+
+    Args:
+        cast_type: the type that it becomes.
+        attributes: (norm) -> the attributes of torch's norm that it lacks.
+    """
 
     cast_type: type[NormCast]
     attributes: Callable[[nn.Module], dict[str, Any]] | None = None
@@ -65,7 +77,6 @@ NORM_RULES: dict[type[nn.Module], NormRule] = {
     nn.RMSNorm: NormRule(RMSNormCast),
     nn.LayerNorm: NormRule(LayerNormCast),
 }
-NORM_PAIRS: dict[type[nn.Module], Pairs] = {}
 
 
 def register_norm(
@@ -93,25 +104,9 @@ def register_norm(
     NORM_RULES[norm_type] = NormRule(cast_type, attributes)
 
 
-def register_norm_pairs(block_type: type[nn.Module], pairs: Pairs) -> None:
-    """Declare which layers read the norms of every module of exactly this type.
-
-    Args:
-        block_type: such as a decoder layer.
-        pairs: norm -> layer or layers, as `fuse_norms` takes them, by their names in the block:
-            ``{"norm1": ["attention.q", "attention.k", "attention.v"], "norm2": "mlp.up"}``.
-
-    Raises:
-        ValueError: the type has pairs already.
-    """
-    if block_type in NORM_PAIRS:
-        raise ValueError(f"{block_type.__name__} has norm pairs already")
-    NORM_PAIRS[block_type] = dict(pairs)
-
-
 @dataclass
 class NormFusion:
-    """What `fuse_norms` did: norms with the layers that read them, and norm -> reason of others."""
+    """The norms that `fuse_norms` fused with their readers, and norm -> reason of others."""
 
     fused: list[tuple[str, list[str]]] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -124,13 +119,13 @@ class NormFusion:
 
 
 def fuse_norms(model: nn.Module, pairs: Pairs | None = None) -> NormFusion:
-    """Have norms write float8 where converted layers alone read them, in place.
+    """Have norms return float8 where converted layers alone read them, in place.
 
     Args:
-        model: converted. Fusing again fuses what was not.
-        pairs: norm -> layer or layers that read it, and nobody else: names in the model, in which
-            ``*`` stands for one part, the same one on both sides. A norm that is named here, or by
-            `register_norm_pairs`, is not looked for in the model's forward.
+        model: converted. Fusing again fuses the norms that were left.
+        pairs: norm -> the layer or all layers that read it: names in the model, in which ``*``
+            stands for one part, the same one on both sides. They replace those that
+            `register_norm_pairs` declares.
 
     Returns:
         what was fused, and why the others were not; it is logged too.
@@ -141,18 +136,18 @@ def fuse_norms(model: nn.Module, pairs: Pairs | None = None) -> NormFusion:
             has been changed then.
     """
     _check(model, pairs)
-    fusion = NormFusion()
     modules = dict(model.named_modules())
-    readers = _declared_readers(model, pairs or {}, fusion)
-    norms = _candidates(modules, readers, fusion)
-    unknown = [fqn for fqn in norms if fqn not in readers]
-    readers |= traced(model, unknown, _is_leaf) if unknown else {}
-    for fqn, norm in norms.items():
-        layers = readers[fqn]
-        reason = _refuses(norm, layers, modules)
+    declared, problems = declared_readers(model, pairs or {})
+    fusion = NormFusion(skipped=problems)
+    readers = next_in_sequential(model) | declared
+    for fqn, norm in modules.items():
+        if not _may_be_norm(norm) and fqn not in declared:
+            continue
+        layers = readers.get(fqn)
+        reason = _refuses_norm(fqn, norm) or _refuses_readers(fqn, norm, layers, modules)
         if reason is not None:
             fusion.skipped[fqn] = reason
-        elif not isinstance(layers, str):
+        elif layers is not None:
             _fuse(model, fqn, norm, [modules[name] for name in layers])
             fusion.fused.append((fqn, layers))
     if any(isinstance(module, DelayedCast) for module in model.modules()):
@@ -176,51 +171,23 @@ def _check(model: nn.Module, pairs: object) -> None:
             )
 
 
-def _declared_readers(model: nn.Module, pairs: Pairs, fusion: NormFusion) -> dict[str, Readers]:
-    """Norm, by its first name, -> what somebody has said of it; ``pairs`` before blocks' own."""
-    every = dict(model.named_modules(remove_duplicate=False))
-    first = {module: fqn for fqn, module in model.named_modules()}
-    said: dict[str, list[str]] = {}
-    for fqn, block in model.named_modules():
-        if type(block) in NORM_PAIRS:
-            try:
-                said |= declared(every, NORM_PAIRS[type(block)], f"{fqn}." if fqn else "")
-            except ValueError as error:
-                fusion.skipped[fqn] = f"its pairs, of {type(block).__name__}: {error}"
-    said |= declared(every, pairs)
-    readers: dict[str, dict[str, None]] = {}
-    for fqn, layers in said.items():  # a norm of two names has the readers of both
-        known = readers.setdefault(first[every[fqn]], {})
-        known |= dict.fromkeys(first[every[name]] for name in layers)
-    return {fqn: list(layers) for fqn, layers in readers.items()}
-
-
-def _candidates(
-    modules: dict[str, nn.Module], readers: dict[str, Readers], fusion: NormFusion
-) -> dict[str, nn.Module]:
-    """The norms that can be fused if the right layers read them; reasons for the others."""
-    chosen = {}
-    for fqn, module in modules.items():
-        is_norm = type(module) in NORM_RULES or isinstance(module, (nn.RMSNorm, nn.LayerNorm))
-        # A name decides only whether the report speaks of it: nothing is fused for its name.
-        is_called_norm = type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
-        if not is_norm and not is_called_norm and fqn not in readers:
-            continue
-        if (reason := _refuses_norm(fqn, module)) is not None:
-            fusion.skipped[fqn] = reason
-        else:
-            chosen[fqn] = module
-    return chosen
+def _may_be_norm(module: nn.Module) -> bool:
+    """Whether the report mentions a module; nothing is fused because of its name."""
+    return (
+        type(module) in NORM_RULES
+        or isinstance(module, (nn.RMSNorm, nn.LayerNorm))
+        or type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
+    )
 
 
 def _refuses_norm(fqn: str, norm: nn.Module) -> str | None:
-    """The reason why this module cannot write float8, whoever reads it, or None."""
+    """The reason why this module cannot return float8 to any reader, or None."""
     if isinstance(norm, NormCast):
         return "it writes float8 already"
     if type(norm) not in NORM_RULES:
         return (
             f"its type is {type(norm).__name__}, not nn.RMSNorm or nn.LayerNorm; if it computes "
-            "the same, float8.norm_fusion.register_norm can say so"
+            "the same, declare it with float8.fusion.register_norm"
         )
     if len(_attributes(norm)["normalized_shape"]) != 1:
         return "it normalises more than the last dimension"
@@ -237,14 +204,17 @@ def _attributes(norm: nn.Module) -> dict[str, Any]:
     return norm.__dict__ if attributes is None else attributes(norm)
 
 
-def _is_leaf(module: nn.Module) -> bool:
-    return type(module) in NORM_RULES or isinstance(module, Float8Module)
-
-
-def _refuses(norm: nn.Module, layers: Readers, modules: dict[str, nn.Module]) -> str | None:
+def _refuses_readers(
+    fqn: str, norm: nn.Module, layers: list[str] | None, modules: dict[str, nn.Module]
+) -> str | None:
     """The reason why these layers cannot read the norm's result in float8, or None."""
-    if isinstance(layers, str):
-        return layers
+    if layers is None:
+        block, _, name = fqn.rpartition(".")
+        return (
+            f"the layers that read it are not declared: pass pairs={{{fqn!r}: [names of layers]}}, "
+            f"or call float8.fusion.register_norm_pairs({type(modules[block]).__name__}, "
+            f"{{{name!r}: [names in the block]}})"
+        )
     for name in layers:
         if (reason := _refuses_reader(norm, name, modules[name])) is not None:
             return reason
@@ -272,7 +242,7 @@ def _refuses_reader(norm: nn.Module, name: str, layer: nn.Module) -> str | None:
 
 
 def _input_cast(config: Float8LinearConfig) -> tuple[object, ...]:
-    """What of a config says how an input is cast."""
+    """The parts of a config that decide how an input is cast."""
     return (
         config.plan.output.a,
         config.cast_config_input,
@@ -293,7 +263,7 @@ def _fuse(model: nn.Module, fqn: str, norm: nn.Module, layers: list[Any]) -> Non
 
 
 def _share(model: nn.Module, norm: NormCast, casts: list[DelayedCast]) -> None:
-    """Make one cast of the layers', and of what these share already, for the norm too."""
+    """Let a norm and its readers, and all that share a cast with them, use one cast."""
     kept = casts[0]
     with torch.no_grad():
         for name, buffer in kept.named_buffers():

@@ -1,4 +1,4 @@
-"""Float8 by the means of other frameworks: a file, an extra of ``setup.py``, an example for each.
+"""Other libraries: training frameworks, and other libraries' configs and names.
 
 ======================= ================================ =====================================
 framework               import                           install
@@ -9,6 +9,8 @@ Lightning, Fabric       ``.lightning.Float8Precision``   ``pip install 'float8[l
 torchtitan              ``.torchtitan.Float8Converter``  ``pip install 'float8[torchtitan]'``
 ======================= ================================ =====================================
 
-Nothing below imports this room, and importing ``float8`` imports none of the frameworks: each file
-here imports its own, after `float8.integrations.versions` has said what is missing.
+Each of these files imports its framework, after ``conversion.py`` has checked that it is installed;
+``conversion.py`` is what they share. ``torchao.py``, ``transformer_engine.py`` and
+``accelerate_settings.py`` translate other libraries' configs and names and import none of them.
+``float8/__init__.py`` imports these, so that `Float8LinearConfig` has its constructors.
 """

@@ -22,26 +22,26 @@
             optimizer.zero_grad()
     accelerator.save_state("checkpoint")
 
-That is all: layers are converted before Accelerate wraps them, and what has to happen once per real
-step (`sync_float8_amax_and_scale_history`, `precompute_float8_dynamic_scale_for_fsdp`) hangs on the
-optimizer's own step, which Accelerate calls where gradients are synchronised and not per
-microbatch. Do not call them yourself. A step that a ``GradScaler`` skips is not counted: its amaxes
-join those of the next, whose slot stays empty where they overflowed.
+Layers are converted before Accelerate wraps them. A hook on the optimizer's own step calls
+`float8.after_step`; Accelerate makes that step where gradients are synchronised, not per
+microbatch. A step that a ``GradScaler`` skips is not counted: its amaxes join those of the next
+step, which enter the history as 0 where they overflowed.
 
 - **DDP, FSDP2**: as the Accelerator says. Accelerate's FSDP2 tells parameters apart by the address
-  of their data, which weights that are gathered in float8 answer for what they store.
-- **Checkpoints**: ``save_state`` holds the histories of delayed scaling and ``load_state`` goes on
-  from them to the bit; one of the plain model loads too. ``save_model`` writes them beside the
-  weights; under ``with float8.high_precision(model):`` it writes the plain model.
+  of their data; weights that are gathered in float8 answer with that of their stored tensor.
+- **Checkpoints**: ``save_state`` holds the histories of delayed scaling, and ``load_state``
+  resumes to the same bits; a checkpoint of the plain model loads too. ``save_model`` writes the
+  histories beside the weights; under ``with float8.high_precision(model):`` it writes the plain
+  model.
 - **Evaluation** (eval mode, no gradients) runs in high precision, unless asked otherwise.
-- Convert by hand instead, and ``accelerator.prepare`` works unpatched; the two calls after the step
-  are then yours, under ``if accelerator.sync_gradients:``.
+- ``accelerator.prepare`` takes a model that was converted by hand as well. Then call
+  ``float8.after_step(model)`` under ``if accelerator.sync_gradients:``.
 
-Not with ``mixed_precision="fp8"``, by which Accelerate converts the model by other packages. Where
-a file of ``accelerate config`` says so, move its ``fp8_config`` to `prepare_float8`, as a mapping,
-and write ``mixed_precision: bf16``. Nor with DeepSpeed, Megatron-LM or FSDP1, which have parameters
-or steps of their own. One optimizer per model: its step is the one that is counted. Tested with
-Accelerate 1.15.
+Not with ``mixed_precision="fp8"``, by which Accelerate converts the model with other packages.
+Where a file of ``accelerate config`` says so, give its ``fp8_config`` to `prepare_float8` as a
+mapping, and write ``mixed_precision: bf16``. Nor with DeepSpeed, Megatron-LM or FSDP1, which have
+parameters or steps of their own. One optimizer per model: its step is the one that is counted.
+Tested with Accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -54,19 +54,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from float8.config import Float8LinearConfig
-from float8.convert.filters import ModuleFilter, all_of, divisible_by
-from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
+from float8.convert.filters import ModuleFilter
+from float8.distributed.after_step import after_step
+from float8.integrations.accelerate_settings import evaluates_in_float8, filter_of, refuses_fp8
 from float8.integrations.conversion import (
     as_config,
     check_optimizer,
     convert,
-    evaluates_in_float8,
-    refuses_fp8,
+    evaluate_in_high_precision,
+    require,
 )
-from float8.integrations.evaluation import evaluate_in_high_precision
-from float8.integrations.versions import require
-from float8.linear.delayed import DelayedCast, sync_float8_amax_and_scale_history
-from float8.linear.layer import Float8Linear
+from float8.linear.delayed import DelayedCast
 
 require("accelerate", "accelerate", ("1.15", "1.16"))
 
@@ -90,8 +88,8 @@ def prepare_float8(
     Args:
         accelerator: as configured; ``mixed_precision="bf16"`` is the usual one.
         model: not prepared yet. One that is converted already stays as it is.
-        optimizer: one that was built from the model's parameters, which follows where conversion
-            replaces some; or what builds one, such as ``functools.partial(AdamW, lr=1e-3)``.
+        optimizer: one that was built from the model's parameters, which is updated where conversion
+            replaces some; or a function that builds one: ``functools.partial(AdamW, lr=1e-3)``.
         config: a `Float8LinearConfig`, a recipe's name, Accelerate's ``TERecipeKwargs`` or
             ``AORecipeKwargs``, or the ``fp8_config`` of its file as a mapping; dynamic tensorwise
             by default.
@@ -106,12 +104,11 @@ def prepare_float8(
         What ``accelerator.prepare(model, optimizer, *others)`` returns.
 
     Raises:
-        ValueError: the accelerator or the optimizer cannot work so, the model was prepared before
-            or has another config, or layers cannot be converted; none has been then.
+        ValueError: the accelerator or the optimizer does not go with float8, the model was prepared
+            before or has another config, or layers cannot be converted. No layer is converted then.
         TypeError: ``optimizer`` or ``config`` is of another type.
     """
-    is_fsdp2 = bool(getattr(accelerator, "is_fsdp2", False))
-    module_filter_fn = module_filter_fn or _filter_of(config, model)
+    module_filter_fn = module_filter_fn or filter_of(config, model)
     if float8_in_evaluation is None:
         float8_in_evaluation = evaluates_in_float8(config)
     config = as_config(config)
@@ -122,28 +119,15 @@ def prepare_float8(
         raise TypeError(f"optimizer must be an Optimizer or build one, got {optimizer!r}")
     if built is not None:
         check_optimizer(built, model)
-        _check_states(built, is_fsdp2)
-    if is_fsdp2:
-        _check_loading(accelerator, model, config)
-        if accelerator.mixed_precision != "no":
-            _upcast(model)
+    if getattr(accelerator, "is_fsdp2", False):
+        _prepare_for_fsdp2(accelerator, model, built, config)
     model = convert(model, config, module_filter_fn, built)
     if not float8_in_evaluation:
         evaluate_in_high_precision(model)
     built = built or optimizer(model.parameters())  # type: ignore[operator]
     prepared: tuple[Any, ...] = accelerator.prepare(model, built, *others)
-    _hang_on_step(built, model)
+    built.register_step_post_hook(lambda optimizer, args, kwargs: after_step(model))
     return prepared
-
-
-def _filter_of(config: Any, model: nn.Module) -> ModuleFilter | None:
-    if type(config).__name__ != "AORecipeKwargs":
-        return None
-    if config.module_filter_func is not None:
-        given: ModuleFilter = config.module_filter_func
-        return given
-    names = [fqn for fqn, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return all_of(lambda module, fqn: fqn not in (names[0], names[-1]), divisible_by(16))
 
 
 def _check_accelerator(accelerator: Accelerator) -> None:
@@ -168,51 +152,34 @@ def _check_unprepared(model: nn.Module, optimizer: Any) -> None:
     prepared = any(getattr(x, "_is_accelerate_prepared", False) for x in (model, optimizer))
     if prepared or isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
-            "this model or optimizer was prepared before: Accelerate and its wrappers go on with "
-            "the layers that they know, so conversion comes first: give prepare_float8 both as "
-            "they were, in the place of accelerator.prepare"
+            "this model or optimizer was prepared before: Accelerate and its wrappers keep the "
+            "layers that they were given. Convert first: give prepare_float8 both as they were, "
+            "in the place of accelerator.prepare"
         )
 
 
-def _check_states(optimizer: Optimizer, is_fsdp2: bool) -> None:
-    if is_fsdp2 and optimizer.state:
+def _prepare_for_fsdp2(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    config: Float8LinearConfig | None,
+) -> None:
+    """Refuse what Accelerate would lose when it shards, and upcast as it does."""
+    if optimizer is not None and optimizer.state:
         raise ValueError(
             f"this optimizer has states of {len(optimizer.state)} parameters already, which "
-            "Accelerate leaves behind where FSDP2 shards the parameters: prepare it before its "
-            "first step, and bring states in by accelerator.load_state"
+            "Accelerate loses where FSDP2 shards the parameters: prepare it before its first step, "
+            "and load states by accelerator.load_state"
         )
-
-
-def _upcast(model: nn.Module) -> None:
-    """As Accelerate does for FSDP2, before conversion: later it could not write to ``.data``."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype != torch.float32:
-            parameter.data = parameter.data.float()
-
-
-def _check_loading(
-    accelerator: Accelerator, model: nn.Module, config: Float8LinearConfig | None
-) -> None:
     delayed = any(isinstance(m, DelayedCast) for m in model.modules())
     delayed = delayed or (config is not None and config.uses_delayed_scaling)
     if delayed and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
         raise ValueError(
             "cpu_ram_efficient_loading=True of FullyShardedDataParallelPlugin takes models without "
-            "buffers in their state dicts (Accelerate 1.15), and delayed scaling keeps its "
-            "histories in such: set it to False, or take a dynamic recipe"
+            "buffers in their state dicts (Accelerate 1.15), and the histories of delayed scaling "
+            "are such buffers: set it to False, or take a dynamic recipe"
         )
-
-
-def _hang_on_step(optimizer: Optimizer, model: nn.Module) -> None:
-    """After each step that the optimizer really takes."""
-    layers = [m for m in model.modules() if isinstance(m, Float8Linear)]
-    is_delayed = any(layer.config.uses_delayed_scaling for layer in layers)
-    gathers = any(layer.config.enable_fsdp_float8_all_gather for layer in layers)
-
-    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if is_delayed:
-            sync_float8_amax_and_scale_history(model)
-        if gathers:
-            precompute_float8_dynamic_scale_for_fsdp(model)
-
-    optimizer.register_step_post_hook(after_step)
+    if accelerator.mixed_precision != "no":
+        for parameter in model.parameters():  # after conversion Accelerate could not write .data
+            if parameter.requires_grad and parameter.dtype != torch.float32:
+                parameter.data = parameter.data.float()

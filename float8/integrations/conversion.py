@@ -1,34 +1,76 @@
-"""What integrations do before a framework takes over: a config, one conversion, its optimizer.
+"""What every integration does before its framework takes over.
 
-A framework is given a model and perhaps an optimizer, once; what a bare loop does in four lines has
-to have happened by then, in the right order:
+1. `require`: the framework is installed, in a version that was tested;
+2. `as_config`: the user's config, in this library's terms or in those of Accelerate,
+   TransformerEngine or torchao, becomes a `Float8LinearConfig`;
+3. `check_optimizer`: an optimizer that holds parameters of another model, or of this one before a
+   conversion, would train nothing, and is refused;
+4. `convert`: layers are swapped once. Where that replaces Parameters
+   (``enable_fsdp_float8_all_gather``), an optimizer that was built before gets the new ones, with
+   its states;
+5. `evaluate_in_high_precision`, unless the user asks for float8 there.
 
-1. `as_config`: what the user said, in this package's words or in those of Accelerate's and
-   TransformerEngine's or torchao's settings, becomes a `Float8LinearConfig`;
-2. `convert`: layers are swapped once. A model that is converted already stays as it is, if its
-   config is the one asked for;
-3. `follow`: where conversion replaced Parameters (``enable_fsdp_float8_all_gather``), an optimizer
-   that was built before holds the new ones from here on, with its states;
-4. `check_optimizer`: one that still holds others would train nothing, and is refused by name.
+After each optimizer step an integration calls `float8.after_step`.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
+from torch.torch_version import TorchVersion
 
 from float8.config import Float8LinearConfig
+from float8.config.suggestions import dialect_of
 from float8.convert.convert import convert_to_float8_training
 from float8.convert.filters import ModuleFilter
 from float8.distributed.replaced_parameters import refuses_optimizer
+from float8.integrations.accelerate_settings import (
+    is_te_recipe,
+    is_torchao_recipe,
+    without_evaluation,
+)
+from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
+from float8.linear.switch import Float8Module
+
+
+def require(package: str, extra: str, tested: tuple[str, str]) -> None:
+    """Raise if ``package`` is not installed; warn if its version is not one of those tested.
+
+    Frameworks change what they call between minor versions, so a range ends at the next minor
+    version after the newest one that the tests ran against.
+
+    Args:
+        package: its name on PyPI.
+        extra: of this project's ``setup.py``, which installs it.
+        tested: the first version that was tested, and the first one beyond them.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    first, beyond = tested
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError as error:
+        raise ImportError(
+            f"float8.integrations.{extra} needs {package}: pip install 'float8[{extra}]'"
+        ) from error
+    if not TorchVersion(first) <= version < TorchVersion(beyond):
+        warnings.warn(
+            f"float8.integrations.{extra} was tested with {package} >= {first}, < {beyond}, and "
+            f"{version} is installed: it may have changed what it calls. pip install "
+            f"'{package}>={first},<{beyond}' takes a tested one",
+            stacklevel=3,
+        )
 
 
 def as_config(config: Any) -> Float8LinearConfig | None:
-    """A config from whatever a user of a framework may have at hand.
+    """A config from the settings that a user of a framework may have.
 
     Args:
         config: None; a `Float8LinearConfig`; a recipe's name; Accelerate's ``AORecipeKwargs`` or
@@ -42,49 +84,38 @@ def as_config(config: Any) -> Float8LinearConfig | None:
         return config
     if isinstance(config, str):
         return Float8LinearConfig.from_recipe_name(config)
-    if type(config).__name__ == "AORecipeKwargs":
+    if is_torchao_recipe(config):
         return Float8LinearConfig.from_torchao(config.config)
-    if type(config).__module__.startswith("torchao."):
-        return Float8LinearConfig.from_torchao(config)
-    if type(config).__name__ == "TERecipeKwargs":
+    if is_te_recipe(config):
         config = vars(config)
     if isinstance(config, Mapping):
-        # How to evaluate is no matter of a config; who calls asks for it.
-        given = {key: value for key, value in config.items() if not _says_how_to_evaluate(key)}
-        return Float8LinearConfig.from_te_recipe(given)
-    if type(config).__module__.startswith("transformer_engine."):
-        return Float8LinearConfig.from_te_recipe(config)
+        return Float8LinearConfig.from_te_recipe(without_evaluation(config))
+    if (dialect := dialect_of(config)) is not None:
+        found: Float8LinearConfig = getattr(Float8LinearConfig, dialect.constructor)(config)
+        return found
     raise TypeError(
         f"config must be a Float8LinearConfig, the name of a recipe, or TransformerEngine's or "
         f"torchao's settings, got {config!r}"
     )
 
 
-def refuses_fp8(mixed_precision: str, backend: str) -> str | None:
-    """The reason why Accelerate's own FP8 leaves no room for this library's, or None.
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise if the optimizer was built from parameters that the model no longer has.
 
-    Args:
-        mixed_precision: "no", "fp16", "bf16" or "fp8".
-        backend: "TE", "AO", "MSAMP", or "NO" where none is chosen.
+    Raises:
+        ValueError: a weight was replaced by conversion, named by its layer; or none of the
+            optimizer's parameters is the model's.
     """
-    if mixed_precision != "fp8" and backend.upper() == "NO":
-        return None
-    return (
-        f"mixed_precision={mixed_precision!r} and the FP8 backend {backend} have Accelerate "
-        "convert the model by itself, by another package. In the file of accelerate config, or of "
-        "accelerate launch --config_file, write `mixed_precision: bf16` and no `fp8_config` "
-        "(elsewhere leave out --mixed_precision fp8, --fp8_backend and ACCELERATE_FP8_BACKEND)"
-    )
-
-
-def evaluates_in_float8(config: Any) -> bool:
-    """Whether Accelerate's settings ask for float8 in evaluation (``use_autocast_during_eval``)."""
-    settings = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
-    return any(bool(value) for key, value in settings.items() if _says_how_to_evaluate(key))
-
-
-def _says_how_to_evaluate(key: object) -> bool:
-    return str(key).lower().removeprefix("fp8_") == "use_autocast_during_eval"
+    if (reason := refuses_optimizer(optimizer)) is not None:
+        raise ValueError(reason)
+    own = {id(p) for p in model.parameters()}
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    if stepped and not any(id(p) in own for p in stepped):
+        raise ValueError(
+            f"none of the {len(stepped)} parameters of this {type(optimizer).__name__} is one of "
+            f"the {type(model).__name__}'s: it would step what the model does not use. Build it "
+            "from the model's parameters, after the last change to the model"
+        )
 
 
 def is_converted(model: nn.Module) -> bool:
@@ -98,7 +129,7 @@ def convert(
     module_filter_fn: ModuleFilter | None,
     optimizer: Optimizer | None = None,
 ) -> nn.Module:
-    """Convert a model, and let an optimizer follow; one that is converted stays as it is.
+    """Convert a model, and update an optimizer of it; a converted model stays as it is.
 
     Raises:
         ValueError: a layer was converted before with another config, or cannot be converted.
@@ -107,16 +138,17 @@ def convert(
         if config is not None:
             _check_same_config(model, config)
         return model
-    before = _named(model)
+    before = dict(model.named_parameters(remove_duplicate=False))
     model = convert_to_float8_training(model, config=config, module_filter_fn=module_filter_fn)
     if optimizer is not None:
-        after = _named(model)
-        follow(optimizer, {old: after[name] for name, old in before.items()})
+        after = dict(model.named_parameters(remove_duplicate=False))
+        replaced = {old: after[name] for name, old in before.items()}
+        for group in optimizer.param_groups:
+            group["params"] = [replaced.get(p, p) for p in group["params"]]
+        for old, new in replaced.items():
+            if new is not old and old in optimizer.state:
+                optimizer.state[new] = optimizer.state.pop(old)
     return model
-
-
-def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(model.named_parameters(remove_duplicate=False))
 
 
 def _check_same_config(model: nn.Module, config: Float8LinearConfig) -> None:
@@ -129,29 +161,29 @@ def _check_same_config(model: nn.Module, config: Float8LinearConfig) -> None:
             )
 
 
-def follow(optimizer: Optimizer, replaced: Mapping[Tensor, Tensor]) -> None:
-    """Put new Parameters in the places of those they replaced: groups and states."""
-    for group in optimizer.param_groups:
-        group["params"] = [replaced.get(p, p) for p in group["params"]]
-    for old, new in replaced.items():
-        if new is not old and old in optimizer.state:
-            optimizer.state[new] = optimizer.state.pop(old)
+def delayed_casts(model: nn.Module) -> dict[str, DelayedCast]:
+    """The casts that keep a history, by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, DelayedCast)}
 
 
-def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise if the optimizer was built from parameters that the model has no more.
+def evaluate_in_high_precision(model: nn.Module) -> None:
+    """Make a model leave float8 in eval mode where gradients are disabled.
 
-    Raises:
-        ValueError: a weight was replaced by conversion, named by its layer; or none of the
-            optimizer's parameters is the model's.
+    A framework's evaluation loop has no place for ``with float8.high_precision(model):``, so each
+    module decides by itself. Wrappers (DDP, FSDP2, torch.compile) need not know, nor does code that
+    calls a part of the model, as generation does with an encoder. Nothing is entered or left: an
+    interrupted evaluation changes nothing, and each thread has its own gradient mode. A part of a
+    model in training leaves float8 too, if it is in eval mode and under ``torch.no_grad()``.
     """
-    if (reason := refuses_optimizer(optimizer)) is not None:
-        raise ValueError(reason)
-    own = {id(p) for p in model.parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    if held and not any(id(p) in own for p in held):
-        raise ValueError(
-            f"none of the {len(held)} parameters of this {type(optimizer).__name__} is one of the "
-            f"{type(model).__name__}'s: it would step what the model does not use. Build it from "
-            "the model's parameters, after the last change to the model"
-        )
+    for module in model.modules():
+        if isinstance(module, Float8Module):
+            module.evaluates_in_high_precision = True
+
+
+def _enter(module: Any, args: Any) -> None:
+    """Forward pre-hook in models that version 0.6.0 pickled, which name it."""
+    module.evaluates_in_high_precision = True
+
+
+def _leave(module: Any, args: Any, output: Any) -> None:
+    """Forward hook in models that version 0.6.0 pickled; there is nothing left to do."""

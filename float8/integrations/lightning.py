@@ -1,14 +1,12 @@
 """Float8 by a plugin of Lightning: ``Trainer(plugins=Float8Precision())``, ``Fabric(plugins=...)``.
 
-The plugin does what a bare loop does by hand, where the framework leaves room for it:
-
 =================== =============================== ==============================================
-what                when                            by
+what                when                            how
 =================== =============================== ==============================================
 conversion          before wrapping, and before the `convert_module`; parameters are shared, so an
                     Trainer's optimizers are built  optimizer that Fabric is given stays right
 compute dtype       every forward                   autocast, or parameters in bfloat16
-delayed scales      once per optimizer step, not    `optimizer_step`, after the optimizer
+scales              once per optimizer step, not    `optimizer_step` calls `float8.after_step`
                     per microbatch
 evaluation          eval mode without gradients     `float8.high_precision`, unless asked otherwise
 checkpoints         the Trainer's                   `state_dict`, `load_state_dict`
@@ -36,7 +34,7 @@ Trainer::
     trainer = pl.Trainer(plugins=Float8Precision("delayed"), max_epochs=1, accelerator="cpu")
     trainer.fit(Regression(), data)
 
-Fabric, which wants its own ``backward`` where a plugin is in charge of it::
+Fabric; call its ``backward``, not the tensor's::
 
     from lightning.fabric import Fabric
 
@@ -48,14 +46,16 @@ Fabric, which wants its own ``backward`` where a plugin is in charge of it::
         optimizer.step()
         optimizer.zero_grad()
 
-The Trainer's checkpoints hold the plain model and, under the plugin's name, histories of delayed
-scaling: a run resumes to the bit, and ``state_dict()`` of a model has plain keys from then on.
-Fabric saves what it is given, histories too. `Float8Monitor`, a callback of the Trainer, shows what
-casts do; in Fabric loops `float8.inspect_every` does. `float8.compare` wants ``model.module``.
+The Trainer's checkpoints hold the plain model and, under the plugin's name, the histories of
+delayed scaling: a run resumes to the same bits, and ``state_dict()`` of a model has plain keys from
+then on. Fabric saves what it is given, histories too. `Float8Monitor`, a callback of the Trainer,
+shows the statistics of casts; in Fabric loops `float8.inspect_every` does. `float8.compare` takes
+``model.module``.
 
-A plugin belongs to one Trainer or Fabric. With ``ModelParallelStrategy`` say
+A plugin belongs to one Trainer or Fabric. With ``ModelParallelStrategy`` call
 ``self.trainer.precision_plugin.convert_module(self)`` in ``configure_model`` before ``fully_shard``
-wraps the layers. ``FSDPStrategy`` (FSDP1) takes no plugin but its own: convert before, and sync.
+wraps the layers. ``FSDPStrategy`` (FSDP1) takes no plugin but its own: convert before, and call
+`float8.after_step`.
 """
 
 from __future__ import annotations
@@ -74,9 +74,16 @@ from torch.optim.swa_utils import AveragedModel
 
 from float8.convert.convert import high_precision
 from float8.convert.filters import ModuleFilter
-from float8.integrations.conversion import as_config, check_optimizer, convert, is_converted
-from float8.integrations.versions import require
-from float8.linear.delayed import DelayedCast, sync_float8_amax_and_scale_history
+from float8.distributed.after_step import after_step
+from float8.integrations.conversion import (
+    as_config,
+    check_optimizer,
+    convert,
+    delayed_casts,
+    is_converted,
+    require,
+)
+from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
 from float8.numerics.monitor import Monitor, inspect_every
 from float8.numerics.snapshot import Report
@@ -100,10 +107,10 @@ class Float8Precision(Precision):
             model that was converted before keeps its config: one given here must equal it.
         module_filter_fn: as in `float8.convert_to_float8_training`; names are those of the module
             that the framework is given.
-        precision: of everything else; instead of the framework's own ``precision``, which takes no
-            plugin beside it. ``"bf16-mixed"``: autocast to bfloat16, parameters stay float32.
-            ``"bf16-true"``: parameters and inputs in bfloat16. ``"32-true"``: as it is, also where
-            FSDP2's ``MixedPrecisionPolicy`` says it.
+        precision: of everything else, in place of the framework's own ``precision``, which excludes
+            plugins. ``"bf16-mixed"``: autocast to bfloat16, parameters stay float32.
+            ``"bf16-true"``: parameters and inputs in bfloat16. ``"32-true"``: nothing is changed;
+            for FSDP2's ``MixedPrecisionPolicy`` too.
         float8_in_evaluation: keep float8 where a model in eval mode runs without gradients.
 
     Raises:
@@ -127,23 +134,18 @@ class Float8Precision(Precision):
         self.precision = precision
         self.float8_in_evaluation = float8_in_evaluation
         is_true = precision == "bf16-true"
-        self._true: Precision = HalfPrecision("bf16-true") if is_true else Precision()
+        self._dtype: Precision = HalfPrecision("bf16-true") if is_true else Precision()
         self._by_trainer = False
-        self._know_no_model()
-
-    def _know_no_model(self) -> None:
-        # In the order of their conversion, which all ranks share: they sync one after the other.
+        # In the order of their conversion, in which all ranks sync them.
         self._models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
-        # The casts whose histories are in the Trainer's checkpoints and not in its state dicts.
-        self._kept: weakref.WeakSet[DelayedCast] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies, as spawned processes get them, convert models of their own."""
-        return {name: v for name, v in vars(self).items() if name not in ("_models", "_kept")}
+        """Leave the models out: a copy, as a spawned process gets it, converts its own."""
+        return {name: value for name, value in vars(self).items() if name != "_models"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._know_no_model()
+        self._models = weakref.WeakKeyDictionary()
 
     # --- the model
 
@@ -157,7 +159,7 @@ class Float8Precision(Precision):
         if not is_converted(module):
             _refuse_sharded(module)
         module = convert(module, self.config, self.module_filter_fn)
-        module = self._true.convert_module(module)
+        module = self._dtype.convert_module(module)
         for part in set(self._models) & set(module.modules()):
             del self._models[part]
         self._models[module] = None
@@ -165,20 +167,20 @@ class Float8Precision(Precision):
 
     def tensor_init_context(self) -> AbstractContextManager:
         """New tensors get the parameters' dtype."""
-        return self._true.tensor_init_context()
+        return self._dtype.tensor_init_context()
 
     def module_init_context(self) -> AbstractContextManager:
         """New parameters get their dtype; conversion comes later."""
-        return self._true.module_init_context()
+        return self._dtype.module_init_context()
 
     def convert_input(self, data: Any) -> Any:
         """With ``"bf16-true"``, floating point inputs in bfloat16."""
-        return self._true.convert_input(data)
+        return self._dtype.convert_input(data)
 
     def forward_context(self) -> AbstractContextManager:
         """Autocast, or bfloat16 as the default; high precision where a model is evaluated."""
         stack = ExitStack()
-        stack.enter_context(self._true.forward_context())
+        stack.enter_context(self._dtype.forward_context())
         if self.precision == "bf16-mixed":
             for device in {_device_of(model) for model in self._models} or {"cpu"}:
                 stack.enter_context(torch.autocast(device, torch.bfloat16, cache_enabled=False))
@@ -192,29 +194,28 @@ class Float8Precision(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """The Trainer's call before it trains or evaluates: its checkpoints keep the histories.
+        """Called by the Trainer before it trains or evaluates: move histories to its checkpoints.
 
         Raises:
-            ValueError: an optimizer was built from parameters that the model has no more; or a
-                callback averages buffers of a copy that knows no histories.
+            ValueError: an optimizer was built from parameters that the model no longer has; or a
+                callback averages the buffers of a copy without histories.
         """
         self._by_trainer = True
         trainer = next(m for m in model.modules() if isinstance(m, LightningModule)).trainer
-        if trainer.state.fn is TrainerFn.FITTING:  # else they are those of the last fit
+        if trainer.state.fn is TrainerFn.FITTING:  # otherwise the optimizers are the last fit's
             for optimizer in optimizers:
                 check_optimizer(optimizer, model)
             for callback in trainer.callbacks:
                 _check_average(callback, model)
-        for other in set(self._models) - set(model.modules()):  # that the Trainer had before
+        for other in set(self._models) - set(model.modules()):  # of an earlier fit
             del self._models[other]
-        for cast in set(self._delayed_casts().values()) - set(self._kept):
-            cast.hidden = True
-            self._kept.add(cast)
+        for cast in self._delayed_casts().values():
+            cast.hidden = True  # in state dicts: `state_dict` of this plugin has the histories
         return super().connect(model, optimizers, lr_schedulers)
 
     @property
     def _framework(self) -> Any:
-        """What this plugin stands on: the Trainer's methods, or Fabric's."""
+        """The methods that this plugin extends: the Trainer's, or Fabric's."""
         return super() if self._by_trainer else super(Precision, self)
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
@@ -236,20 +237,19 @@ class Float8Precision(Precision):
         closure: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step, then turn the amaxes of all its microbatches into the next scales."""
+        """Step, then compute the next scales from the amaxes of all microbatches."""
         given = {"model": model} if self._by_trainer else {}
         if self._by_trainer or closure is not None:
             given["closure"] = closure
         result = self._framework.optimizer_step(optimizer, **given, **kwargs)
         for each in list(self._models):
-            _sync_layers_of(optimizer, each)
-            _agree_on_gathered_scales(each)
+            _after_step(optimizer, each)
         return result
 
     # --- checkpoints of the Trainer
 
     def state_dict(self) -> dict[str, Any]:
-        """Layer's name -> its three buffers, for each delayed cast."""
+        """Name -> buffers, for each delayed cast."""
         return {name: dict(cast.named_buffers()) for name, cast in self._delayed_casts().items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -266,12 +266,7 @@ class Float8Precision(Precision):
             )
 
     def _delayed_casts(self) -> dict[str, DelayedCast]:
-        return {
-            name: module
-            for model in self._models
-            for name, module in model.named_modules()
-            if isinstance(module, DelayedCast)
-        }
+        return {n: cast for model in self._models for n, cast in delayed_casts(model).items()}
 
 
 def _device_of(model: nn.Module) -> str:
@@ -298,50 +293,45 @@ def _refuse_sharded(module: nn.Module) -> None:
         if isinstance(each, FSDPModule):
             raise ValueError(
                 f"{fqn or 'the module'} was given to fully_shard before it was converted, and "
-                "FSDP2 would go on with the layers that it knows: in configure_model call "
+                "FSDP2 would keep the plain layers: in configure_model call "
                 "self.trainer.precision_plugin.convert_module(self) first"
             )
 
 
-def _sync_layers_of(optimizer: Optimizer, model: nn.Module) -> None:
-    """Sync the layers that this optimizer trains, and frozen ones.
+def _after_step(optimizer: Optimizer, model: nn.Module) -> None:
+    """Update the scales of the layers that this optimizer trains, and of frozen layers.
 
-    Where two optimizers take turns, as a generator's and a discriminator's do, a layer's history
-    then moves once for each step of its own; and where an optimizer may step, between a forward and
-    its backward or not, its layers may be synced.
+    Where two optimizers take turns, as those of a generator and a discriminator do, a history moves
+    once per step of its own layer. An optimizer may step between a forward and a backward through
+    layers of the other optimizer, whose scales must not change then.
     """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    owners = [m for m in model.modules() if any(isinstance(c, DelayedCast) for c in m.children())]
-    own = [
-        layer
-        for layer in owners
-        if any(id(p) in held for p in layer.parameters())
-        or not any(p.requires_grad for p in layer.parameters())
-    ]
+    layers = [module for module in model.modules() if _needs_after_step(module)]
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = []
+    for layer in layers:
+        parameters = list(layer.parameters())
+        is_frozen = not any(p.requires_grad for p in parameters)
+        if is_frozen or any(id(p) in stepped for p in parameters):
+            own.append(layer)
     if own:
-        whole = len(own) == len(owners)
-        sync_float8_amax_and_scale_history(model if whole else nn.ModuleList(own))
+        after_step(model if len(own) == len(layers) else nn.ModuleList(own))
 
 
-def _agree_on_gathered_scales(model: nn.Module) -> None:
-    """With weights gathered in float8: all their scales in one all-reduce, for the next forward."""
-    configs = [m.config for m in model.modules() if isinstance(m, Float8Linear)]
-    if any(config.enable_fsdp_float8_all_gather for config in configs):
-        from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
-
-        precompute_float8_dynamic_scale_for_fsdp(model)
+def _needs_after_step(module: nn.Module) -> bool:
+    gathers = isinstance(module, Float8Linear) and module.config.enable_fsdp_float8_all_gather
+    return gathers or any(isinstance(child, DelayedCast) for child in module.children())
 
 
 class Float8Monitor(Callback):
-    """Looks at the casts every n batches; `float8.numerics.inspect_every` for the Trainer.
+    """Inspects the casts every n batches: `float8.numerics.inspect_every` for the Trainer.
 
-    What is seen goes into a file, of which ``python -m float8.numerics.report`` makes a page, and
+    The statistics go into a file, of which ``python -m float8.numerics.report`` makes a page, and
     to the Trainer's loggers, as ``float8/<layer>/<operand>/<number>``.
 
     Args:
         n: inspect every n-th batch; with gradient accumulation a batch is a microbatch.
         path: of the file; None writes none.
-        log: whether the Trainer's loggers are told.
+        log: whether to write to the Trainer's loggers.
 
     Attributes:
         report: the last one, or None.
@@ -351,49 +341,41 @@ class Float8Monitor(Callback):
         self.n, self.path, self.log = n, path, log
         self._monitor: Monitor | None = None
         self._scalars: dict[str, float] = {}
-        self._is_inside = False
 
     @property
     def report(self) -> Report | None:
-        """What the last inspected batch gave."""
+        """Of the last inspected batch."""
         return None if self._monitor is None else self._monitor.report
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """Collect a number: loggers are told all of a step at once."""
+        """Collect a number: loggers get all numbers of a step at once."""
         self._scalars[tag] = value
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """The model is converted and loaded; a resumed run continues its file."""
+        """Set up, once the model is converted and loaded; a resumed run continues its file."""
         writer = self if self.log and trainer.loggers else None
         done = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         self._monitor = inspect_every(pl_module, self.n, path=self.path, writer=writer, step=done)
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        """Begin to look, if it is this batch's turn."""
+        """Start to inspect, if it is this batch's turn."""
         assert self._monitor is not None
-        self._stop()  # the Trainer skips a batch, and its end, where a hook tells it to
+        self._monitor.abandon_step()  # a hook may make the Trainer skip a batch, its end included
         self._monitor.start_step()
-        self._is_inside = True
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        """End, write, and tell the loggers."""
+        """End, write the file, and log."""
         assert self._monitor is not None
-        self._is_inside = False
         self._monitor.end_step()
         for logger in trainer.loggers if self._scalars else ():
             logger.log_metrics(self._scalars, trainer.global_step)
         self._scalars = {}
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop looking; what was seen until then stays in ``report``."""
-        self._stop()
+        """Stop inspecting; what was found until then stays in ``report``."""
+        self.on_train_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Stop looking."""
-        self._stop()
-
-    def _stop(self) -> None:
-        """Leave a batch that did not end; its report is not written."""
-        if self._is_inside and self._monitor is not None:
-            self._is_inside = False
-            self._monitor.__exit__(RuntimeError, None, None)
+        """Stop inspecting."""
+        if self._monitor is not None:
+            self._monitor.abandon_step()

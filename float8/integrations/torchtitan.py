@@ -9,34 +9,33 @@ the place of each ``Linear.Config``. In a config registry, for any of `float8.co
         config.model_spec = model_registry("8B", converters=[float8])
         return config
 
-or of any model that there is, without a line of code (kwargs as JSON)::
+or of any model, without a line of code (kwargs as JSON)::
 
     torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b \\
         --compile.enable --override.imports \\
         'float8.integrations.torchtitan.float8={"recipe": "rowwise", "filter_fqns": ["lm_head"]}'
 
 The layers are `Float8Linear`s that keep torchtitan's Module protocol: ``init_states``, declared
-initialisers, declared shardings. What follows from that:
+initialisers, declared shardings. From that follows:
 
 - *Parallelism*: under tensor parallelism with the backend ``spmd_types``, torchtitan's default, a
-  layer sees local tensors, and its scales are those of a rank's part; with the DTensor backends
+  layer sees local tensors, and its scales are those of a rank's part. With the DTensor backends
   recipes must be dynamic. Activations travel in high precision, as torchtitan sends them.
-- *Once per step*: a hook behind ``OptimizersContainer.step`` calls
-  `sync_float8_amax_and_scale_history` and `precompute_float8_dynamic_scale_for_fsdp` where they
-  matter. Pipeline stages agree on scales among the ranks of a stage.
+- *Once per step*: a hook behind ``OptimizersContainer.step`` calls `float8.after_step` where a
+  recipe needs it. Pipeline stages agree on scales among the ranks of a stage.
 - *Checkpoints* have the plain model's keys. A delayed recipe adds its histories, so that a run
-  resumes exactly; DCP would miss them in a checkpoint of a plain model, and adapters to Hugging
-  Face refuse keys that they do not know: ``plain_checkpoint=True`` leaves them out, and then the
-  histories start anew when a run resumes.
+  resumes exactly. DCP would miss them in a checkpoint of a plain model, and adapters to Hugging
+  Face refuse unknown keys: ``plain_checkpoint=True`` leaves them out, and then the histories start
+  anew when a run resumes.
 - *MFU*, as torchtitan logs it, is relative to bfloat16's peak.
 - `float8.inspect`, `float8.compare` and `float8.find_nan` take ``trainer.model_parts[0]``.
-  `float8.fuse_norms` says of each norm that it leaves it alone: torchtitan's have types of their
-  own, and are wrapped when a user first sees them.
+  `float8.fuse_norms` leaves torchtitan's norms alone and says so: they have types of their own,
+  and are wrapped before a user first sees them.
 
 Tested with torchtitan 0.3.0 on torch 2.13, where its default backend runs on one rank only, with or
-without float8; on more, ``--parallelism.spmd_backend partial_dtensor`` was tested (FSDP2, tensor
-parallel; not pipelines). Its trainer does not import on torch 2.11. Earlier versions of torchtitan
-swapped modules instead of configs and are not supported.
+without float8; on more ranks, ``--parallelism.spmd_backend partial_dtensor`` was tested (FSDP2,
+tensor parallel; not pipelines). Its trainer does not import on torch 2.11. Earlier versions of
+torchtitan swapped modules instead of configs and are not supported.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from float8.config import Float8LinearConfig, check_config
 from float8.convert.conversion import ConversionPlan
 from float8.convert.filters import ModuleFilter, divisible_by
-from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
+from float8.distributed.after_step import after_step
 from float8.estimate import faster_layers
-from float8.integrations.versions import require
-from float8.linear.cast import DelayedCast, DynamicCast, NoCast, StaticCast
-from float8.linear.delayed import sync_float8_amax_and_scale_history
+from float8.integrations.conversion import require
+from float8.linear.cast import DynamicCast, NoCast, StaticCast
+from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
 from float8.linear.registration import WEIGHT_RULES
 
@@ -80,11 +79,11 @@ logger = logging.getLogger("float8")
 
 
 class _DynamicCast(DynamicCast, Module):
-    """torchtitan asks every module of a model for its protocol, casts too."""
+    """With torchtitan's Module protocol, which every module of a model must have."""
 
 
 class _DelayedCast(DelayedCast, Module):
-    """``init_states`` forgets the history, by `DelayedCast.reset_parameters`."""
+    """As `_DynamicCast`; ``init_states`` resets the history, by ``reset_parameters``."""
 
 
 class _StaticCast(StaticCast, Module):
@@ -133,8 +132,8 @@ class Float8TitanLinear(Float8Linear, Linear):
                 cast.hidden = True
         if float8.enable_fsdp_float8_all_gather:
             WEIGHT_RULES[0].wrap(self, {config._fqn: self})
-        if float8.uses_delayed_scaling or float8.enable_fsdp_float8_all_gather:
-            _follow_optimizers()
+        if _needs_after_step(float8):
+            _install_hook()
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         """Distribute parameters and wrap ``forward``, as the declared shardings say.
@@ -150,11 +149,11 @@ class Float8TitanLinear(Float8Linear, Linear):
         """The plain layer, parameters shared.
 
         Raises:
-            ValueError: torchtitan has wrapped ``forward``, which would go on in float8.
+            ValueError: torchtitan has wrapped ``forward``, which would still run in float8.
         """
         if "forward" in self.__dict__:
             raise ValueError(
-                f"{self._name}: torchtitan has parallelized it, and what it wrapped around forward "
+                f"{self._name}: torchtitan has parallelized it and wrapped its forward, which "
                 "would still run in float8: evaluate under float8.high_precision(model), or build "
                 "the model without the converter and load a checkpoint"
             )
@@ -187,10 +186,10 @@ class Float8Converter(QuantizationConverter):
 
         Args:
             recipe: a row of `float8.config.RECIPES`.
-            config: a configuration of one's own, in place of a recipe.
-            filter_fqns: layers whose name contains one of these stay in high precision; one that
-                is in no layer's name is warned of. So do those with a dimension that is no
-                multiple of 16, which tensor cores do not take (unless the configuration pads).
+            config: a configuration in place of a recipe.
+            filter_fqns: layers whose name contains one of these stay in high precision; an entry
+                that matches no layer raises a warning. Layers with a dimension that is no multiple
+                of 16 stay so too, which tensor cores do not take, unless the configuration pads.
             enable_fsdp_float8_all_gather: FSDP2 sends weights in float8, where there is one scale
                 per weight (``tensorwise``, ``delayed``, ``unit``) and no tensor parallelism.
             faster_layers_tokens: tokens that a layer sees at once (local batch size times sequence
@@ -250,17 +249,17 @@ class Float8Converter(QuantizationConverter):
         tied = getattr(model_config, "enable_weight_tying", False)
         for fqn, (linear, parent, attr) in places.items():
             new = self._converted(fqn, linear, tied and fqn == "lm_head")
-            plan.report.converted.append(fqn)
-            plan.report.gathered_in_high_precision |= _stays_plain(fqn, new)
+            plan.conversion.converted.append(fqn)
+            plan.conversion.gathered_in_high_precision |= _stays_plain(fqn, new)
             if parent is None:
                 model_config = new
             elif isinstance(parent, list):
                 parent[attr] = new
             else:
                 setattr(parent, attr, new)
-        logger.info("%s", plan.report)
-        if not plan.report.converted:
-            warnings.warn(f"Float8Converter: {plan.report}", stacklevel=2)
+        logger.info("%s", plan.conversion)
+        if not plan.conversion.converted:
+            warnings.warn(f"Float8Converter: {plan.conversion}", stacklevel=2)
         return model_config
 
     def _check_names(self, fqns: list[str]) -> None:
@@ -328,21 +327,23 @@ def float8(model_config: BaseModel.Config, **options: Any) -> BaseModel.Config:
 
 
 @functools.cache
-def _follow_optimizers() -> None:
-    # torchtitan 0.3 has no hook of its own for what a converter needs after a step. One for the
-    # process, never removed: torch iterates over its hooks while they run.
+def _install_hook() -> None:
+    # torchtitan 0.3 has no hook of its own after a step. One hook for the process, never removed:
+    # torch iterates over its hooks while they run.
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _after_step(optimizer))
 
 
 def _after_step(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, OptimizersContainer):
-        return  # one of those inside the container, which step for each other
+        return  # one of the optimizers in the container, which steps them all
     for part in optimizer.model_parts:
         layers = [m for m in part.modules() if isinstance(m, Float8TitanLinear)]
-        if any(layer.config.uses_delayed_scaling for layer in layers):
-            sync_float8_amax_and_scale_history(part, _ranks_of_stage(layers[0]))
-        if any(layer.config.enable_fsdp_float8_all_gather for layer in layers):
-            precompute_float8_dynamic_scale_for_fsdp(part)
+        if any(_needs_after_step(layer.config) for layer in layers):
+            after_step(part, _ranks_of_stage(layers[0]))
+
+
+def _needs_after_step(config: Float8LinearConfig) -> bool:
+    return config.uses_delayed_scaling or config.enable_fsdp_float8_all_gather
 
 
 def _ranks_of_stage(layer: Float8TitanLinear) -> DeviceMesh | None:

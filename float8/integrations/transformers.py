@@ -1,4 +1,4 @@
-"""Float8 in the Trainer of Hugging Face Transformers: `Float8Callback`, and nothing else.
+"""Float8 in the Trainer of Hugging Face Transformers, by one callback: `Float8Callback`.
 
 ::
 
@@ -18,38 +18,41 @@
     print(trainer.evaluate(data))
     LlamaForCausalLM.from_pretrained("out/checkpoint-4")  # a plain model, as its files are
 
-What the callback does, and when the Trainer lets it:
+The methods of the callback, which the Trainer calls:
 
-==================== =========================================================================
-``on_init_end``      converts the model, before an optimizer is built; one that is converted
-                     already stays as it is: ``Trainer(convert(model), callbacks=[...])``
-``on_train_begin``   checks that the optimizer steps what the model has; continues the histories
-                     of the checkpoint that is resumed from
-``on_optimizer_step`` new scales, once per step whatever ``gradient_accumulation_steps``
-``on_train_end``     with ``load_best_model_at_end``, the histories of that checkpoint
-==================== =========================================================================
+===================== ==========================================================================
+``on_init_end``       converts the model, before an optimizer is built; a model that is converted
+                      already stays as it is: ``Trainer(convert(model), callbacks=[...])``
+``on_train_begin``    checks that the optimizer steps this model; continues the histories of the
+                      checkpoint that the run resumes from
+``on_optimizer_step`` `float8.after_step`, once per step whatever ``gradient_accumulation_steps``
+``on_train_end``      with ``load_best_model_at_end``, loads the histories of that checkpoint
+===================== ==========================================================================
 
-**Which layers.** `convert` takes those of a model's body, not what a ``PreTrainedModel`` has
-outside of its ``base_model`` (a classifier), nor the output head (``get_output_embeddings()``: its
-errors are the logits', and tied to the embedding its weight is read by more than a product), nor
-poolers (one row per sequence) and PEFT's ``lora_`` layers, too small to gain; the layers that those
-adapt are converted. Without ``pad_inner_dim`` it leaves out dimensions that are no multiple of 16,
-which tensor cores would refuse, as they do other numbers of tokens in a microbatch: let the data
-collator pad those (``pad_to_multiple_of=16``). A ``module_filter_fn`` of your own decides alone.
-What is no ``nn.Linear`` (GPT-2's ``Conv1D``, fused experts) is never converted.
-``model.float8_conversion`` says what was.
+**Which layers.** By default `convert` takes the layers of a model's body. It leaves out:
+
+- what a ``PreTrainedModel`` has outside of its ``base_model`` (a classifier), and the output head
+  (``get_output_embeddings()``): its errors are the logits' errors;
+- poolers (one row per sequence) and PEFT's ``lora_`` layers: too small to gain. The layers that
+  those adapt are converted;
+- without ``pad_inner_dim``, dimensions that are no multiple of 16, which tensor cores refuse. They
+  refuse other numbers of tokens in a microbatch too: let the data collator pad them
+  (``pad_to_multiple_of=16``).
+
+A ``module_filter_fn`` replaces this choice. Only ``nn.Linear`` is converted: not GPT-2's
+``Conv1D``, nor fused experts. ``model.float8_conversion`` reports the result.
 
 **Checkpoints** of a ``PreTrainedModel`` hold plain tensors under the plain model's names. The
-histories of delayed scaling are in ``trainer_state.json``, where the Trainer keeps what callbacks
-have to say. FSDP checkpoints, and those of other modules, hold them beside the weights too.
+histories of delayed scaling are in ``trainer_state.json``, in the callback's state. FSDP
+checkpoints, and those of other modules, hold them beside the weights too.
 
 **Evaluation** and generation run in high precision, unless ``float8_in_evaluation=True``.
 
 Activation checkpointing, bf16, ``torch_compile=True`` (one more compilation after the first step
-where scaling is delayed), DDP and FSDP2 are the Trainer's matter and stay so. ``nn.DataParallel``,
-which it takes for several GPUs in one process, copies a model for each forward and would lose
-amaxes: delayed recipes are refused there. With ``model_init`` let that return ``convert(...)``.
-Tested with Transformers 5.23.
+with delayed scaling), DDP and FSDP2 work as the Trainer sets them up. ``nn.DataParallel``, which it
+takes for several GPUs in one process, copies a model for each forward and would lose amaxes:
+delayed recipes are refused there. With ``model_init`` let that return ``convert(...)``. Tested with
+Transformers 5.23.
 """
 
 from __future__ import annotations
@@ -62,19 +65,18 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig
 from float8.convert.filters import ModuleFilter, divisible_by
-from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
+from float8.distributed.after_step import after_step
 from float8.integrations import conversion
-from float8.integrations.evaluation import evaluate_in_high_precision
-from float8.integrations.versions import require
-from float8.linear.delayed import DelayedCast, sync_float8_amax_and_scale_history
+from float8.integrations.accelerate_settings import evaluates_in_float8, refuses_fp8
+from float8.integrations.conversion import delayed_casts
+from float8.linear.delayed import DelayedCast
 
-require("transformers", "transformers", ("5.23", "5.24"))
+conversion.require("transformers", "transformers", ("5.23", "5.24"))
 
 from transformers import PreTrainedModel, TrainerCallback  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
@@ -86,9 +88,9 @@ _SMALL = re.compile(r"\bpooler\b|\blora_")
 def layers_of_a_pretrained_model(
     model: nn.Module, config: Float8LinearConfig | None = None
 ) -> ModuleFilter:
-    """The filter that `convert` takes by default; see above for what it leaves out, and why."""
+    """The filter that `convert` takes by default; the top of this file says what it leaves out."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    heads = set() if head is None else set(head.modules())  # one under an adapter has parts
+    heads = set() if head is None else set(head.modules())  # a head with an adapter has parts
     if isinstance(model, PreTrainedModel):
         heads |= set(model.modules()) - set(model.base_model.modules())
     pads = config is not None and config.pad_inner_dim
@@ -132,14 +134,12 @@ def _convert(model: nn.Module, config: Any, module_filter_fn: Any, optimizer: An
 
 
 def _save_plain_keys(model: nn.Module) -> None:
-    """``save_pretrained`` leaves the histories out, by the list that it has for such keys."""
+    """Add the histories to the list of keys that ``save_pretrained`` leaves out."""
     if hasattr(model, "_keys_to_ignore_on_save"):
-        own = {f"{name}.{key}" for name, cast in _casts(model).items() for key in cast._buffers}
+        own = {
+            f"{name}.{key}" for name, cast in delayed_casts(model).items() for key in cast._buffers
+        }
         model._keys_to_ignore_on_save = {*(model._keys_to_ignore_on_save or ()), *own}  # type: ignore[misc, assignment]
-
-
-def _casts(model: nn.Module) -> dict[str, DelayedCast]:
-    return {name: m for name, m in model.named_modules() if isinstance(m, DelayedCast)}
 
 
 class Float8Callback(TrainerCallback, ExportableState):
@@ -177,22 +177,20 @@ class Float8Callback(TrainerCallback, ExportableState):
         self.config = conversion.as_config(config)
         self.module_filter_fn = module_filter_fn or getattr(config, "module_filter_func", None)
         if float8_in_evaluation is None:
-            float8_in_evaluation = conversion.evaluates_in_float8(config)
+            float8_in_evaluation = evaluates_in_float8(config)
         self.float8_in_evaluation = float8_in_evaluation
         self.inspect_every = inspect_every
         self.report_path = report_path
         self.monitor: Any = None
         self._model: nn.Module | None = None
-        self._is_inspecting = False
 
     # --- what the Trainer calls
 
     def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Convert; the optimizer is not built yet, or follows."""
-        backend = os.environ.get(
-            "ACCELERATE_FP8_BACKEND", "NO"
-        )  # accelerate launch's, or its file's
-        if (reason := conversion.refuses_fp8(args.mixed_precision, backend)) is not None:
+        """Convert, and update an optimizer that was built before."""
+        # Set by accelerate launch, from its arguments or its file.
+        backend = os.environ.get("ACCELERATE_FP8_BACKEND", "NO")
+        if (reason := refuses_fp8(args.mixed_precision, backend)) is not None:
             raise ValueError(
                 f"this Trainer's {reason}; with TrainingArguments(bf16=True) it computes all else "
                 "in bf16. What fp8_config said of TransformerEngine's recipe goes to "
@@ -201,12 +199,12 @@ class Float8Callback(TrainerCallback, ExportableState):
         self._take(given["model"], given.get("optimizer"))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Check what is about to be trained, and continue the histories of a checkpoint."""
+        """Check model and optimizer, and continue the histories of a checkpoint."""
         model, optimizer = given["model"], given["optimizer"]
         if model is not self._model and not conversion.is_converted(model):
             raise ValueError(self._why_unconverted())
         self._take(model, None)
-        if args.n_gpu > 1 and _casts(model):
+        if args.n_gpu > 1 and delayed_casts(model):
             raise ValueError(
                 f"nn.DataParallel over {args.n_gpu} GPUs copies the model for each forward, and "
                 "with it the amaxes of delayed scaling: start one process per GPU (torchrun "
@@ -221,9 +219,8 @@ class Float8Callback(TrainerCallback, ExportableState):
             )
         if state.global_step:  # of a checkpoint; otherwise these are the model's own
             self._restore(stored, "the trainer_state.json of the checkpoint that is resumed from")
-        if self._is_inspecting:  # a step of an earlier call ended in an error
-            self._is_inspecting = False
-            self.monitor.__exit__(RuntimeError, None, None)
+        if self.monitor is not None:
+            self.monitor.abandon_step()  # of an earlier call that ended in an error
         if self.inspect_every:
             from float8.numerics import inspect_every
 
@@ -232,36 +229,33 @@ class Float8Callback(TrainerCallback, ExportableState):
             )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """A step's microbatches begin."""
+        """Start an inspected step."""
         if self.monitor is not None:
             self.monitor.start_step()
-            self._is_inspecting = True
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """The optimizer has stepped, or a GradScaler has skipped it: these amaxes are complete."""
-        sync_float8_amax_and_scale_history(given["model"])
-        precompute_float8_dynamic_scale_for_fsdp(given["model"])
+        """Update scales: the optimizer has stepped, or a GradScaler has skipped the step."""
+        after_step(given["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """The step is over; evaluating and saving come after."""
-        if self._is_inspecting:
-            self._is_inspecting = False
+        """End an inspected step; evaluating and saving come after."""
+        if self.monitor is not None and self.monitor.is_open:
             self.monitor.end_step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """With the weights of the best checkpoint go its histories."""
+        """Load the histories of the best checkpoint, whose weights the Trainer has loaded."""
         self.on_step_end(args, state, control)
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             file = Path(state.best_model_checkpoint, "trainer_state.json")
             stored = json.loads(file.read_text(encoding="utf-8"))["stateful_callbacks"]
-            if type(self).__name__ in stored:  # its weights alone start new ones
+            if type(self).__name__ in stored:  # otherwise loading the weights has started new ones
                 self._restore(stored[type(self).__name__], str(file))
 
     # --- the histories
 
     def state(self) -> dict[str, Any]:
-        """What ``trainer_state.json`` keeps: arguments, and each cast's buffers in base64."""
-        casts = {} if self._model is None else _casts(self._model)
+        """What ``trainer_state.json`` stores: arguments, and each cast's buffers in base64."""
+        casts = {} if self._model is None else delayed_casts(self._model)
         return {
             "args": {
                 "float8_in_evaluation": self.float8_in_evaluation,
@@ -276,8 +270,8 @@ class Float8Callback(TrainerCallback, ExportableState):
         histories = state.get("attributes", {}).get("histories")
         if not isinstance(histories, dict):
             raise ValueError(_unreadable("Float8Callback", file, "it has no histories"))
-        casts = _casts(self._model)
-        # All are read before one is changed.
+        casts = delayed_casts(self._model)
+        # All are read before any is changed.
         found = {n: _unpacked(n, c, histories[n], file) for n, c in casts.items() if n in histories}
         for name, buffers in found.items():
             casts[name].load_state_dict(buffers)
@@ -287,8 +281,8 @@ class Float8Callback(TrainerCallback, ExportableState):
     def _why_unconverted(self) -> str:
         if self._model is None:
             return (
-                "Float8Callback joined the Trainer after that was made, too late to convert its "
-                "model: Trainer(..., callbacks=[Float8Callback(...)]), or convert the model first"
+                "Float8Callback was added to an existing Trainer, too late to convert its model: "
+                "Trainer(..., callbacks=[Float8Callback(...)]), or convert the model first"
             )
         return (
             "the Trainer made a new model after Float8Callback had converted the first: let "
@@ -302,38 +296,37 @@ class Float8Callback(TrainerCallback, ExportableState):
         if converted is not model:
             raise ValueError("the Trainer's model is a linear layer itself: wrap it in a module")
         if not self.float8_in_evaluation:
-            evaluate_in_high_precision(model)
+            conversion.evaluate_in_high_precision(model)
         self._model = model
 
 
 def _packed(cast: DelayedCast) -> dict[str, str]:
-    """A cast's buffers, as bits that JSON's digits need not keep."""
-    arrays = {name: buffer.detach().cpu().numpy() for name, buffer in cast.named_buffers()}
-    return {name: base64.b64encode(a.tobytes()).decode("ascii") for name, a in arrays.items()}
+    """A cast's buffers in base64: the exact bits, whatever digits JSON would write."""
+    as_bytes = {n: b.detach().cpu().numpy().tobytes() for n, b in cast.named_buffers()}
+    return {name: base64.b64encode(data).decode("ascii") for name, data in as_bytes.items()}
 
 
 def _unpacked(name: str, cast: DelayedCast, packed: Any, file: str) -> dict[str, Tensor]:
     """The buffers of a cast, read from a file."""
     try:
-        arrays = {
-            key: np.frombuffer(base64.b64decode(text, validate=True), np.float32)
-            for key, text in packed.items()
+        as_bytes = {n: base64.b64decode(text, validate=True) for n, text in packed.items()}
+        values = {
+            n: torch.frombuffer(bytearray(b), dtype=torch.float32) for n, b in as_bytes.items()
         }
-        values = {key: torch.from_numpy(array.copy()) for key, array in arrays.items()}
-        found = len(values["amax_history"])
-        if any(len(v) != 1 for k, v in values.items() if k != "amax_history"):
+        history = values.pop("amax_history")
+        if any(len(value) != 1 for value in values.values()):
             raise ValueError("a buffer has another length")
         if missing := {"scale", "current_amax"} - values.keys():
             raise ValueError(f"it has no {min(missing)}")
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(_unreadable(name, file, error)) from error
-    own = cast.delayed.history_len
+    found, own = len(history), cast.delayed.history_len
     if found != own:
         raise ValueError(
             f"{name}: the checkpoint has a history of {found} steps, this model one of {own}: "
             "resume with the DelayedScalingConfig of that run"
         )
-    return {k: v if k == "amax_history" else v[0] for k, v in values.items()}
+    return {"amax_history": history, **{n: value[0] for n, value in values.items()}}
 
 
 def _unreadable(name: str, file: str, reason: object) -> str:

@@ -3,7 +3,8 @@
 ``definition.py`` defines every op in plain PyTorch, to the bit where bits are defined. ``cpu.py``
 runs the same ops where there is no float8 hardware, and faster. ``scaled_mm.py`` chooses between it
 and the tensor cores, ``casts.py`` between it and the Triton kernels of ``gpu/``; both give the
-reason for a refusal. A new kernel is one file in ``gpu/`` and one row in a table of theirs.
+reason for a refusal. A new kernel is one file in ``gpu/`` and one row in a table of `casts` or
+`scaled_mm`.
 
 May import: ``float8.granularity``, ``float8.formats``, torch; ``gpu/`` also Triton.
 """

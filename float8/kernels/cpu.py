@@ -60,7 +60,7 @@ def amax(x: Tensor, block: Block) -> Tensor:
                 lines.append(dim)
         return x.abs().amax(lines, keepdim=True).float()
     # aminmax reads x once and writes two numbers; in eager mode abs() would write all of |x|.
-    # In storage order: it is many times slower over columns.
+    # In storage order: aminmax is many times slower over columns.
     in_order = x.t() if x.dim() == 2 and x.stride(0) == 1 else x
     smallest, largest = torch.aminmax(in_order)
     return torch.maximum(largest, -smallest).float().reshape((1,) * len(block))
@@ -104,7 +104,7 @@ def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) ->
 
 
 def _scaled(x32: Tensor, factor: Tensor, block: Block) -> Tensor:
-    """float32 ``x * factor``, each block by a factor of its own; factor has the shape of a scale."""
+    """float32 ``x * factor``, each block by its own factor; factor has the shape of a scale."""
     if block.count(WHOLE) + block.count(1) == len(block):
         return x32 * factor
     if (tiles := _tiles(x32, block)) is not None:
@@ -114,10 +114,10 @@ def _scaled(x32: Tensor, factor: Tensor, block: Block) -> Tensor:
         for blocks, extent in zip(factor.shape, block, strict=True):
             shape += [blocks] if extent in (WHOLE, 1) else [blocks, 1]
         return (in_blocks(x32, block)[0] * factor.reshape(shape)).reshape(x32.shape)
-    # Blocks that do not divide: look up each element's factor. Repeating or padding would be
-    # simpler, but inductor on a CPU (2.13) makes size // extent whole blocks of a loop over
-    # `i // extent` and never runs the rest (CppScheduling.try_loop_split), whatever the division is
-    # spelt like; one in float64 is exact for these sizes, and inductor does not recognise it.
+    # Blocks that do not divide the size: look up each element's factor. Repeating or padding would
+    # be simpler, but inductor on a CPU (2.13) splits a loop over `i // extent` into size // extent
+    # whole blocks and never runs the remainder (CppScheduling.try_loop_split). A division in
+    # float64 is exact for these sizes, and inductor does not recognise it.
     index_dtype = torch.float64 if x32.device.type == "cpu" else torch.int64
     for dim, (size, extent) in enumerate(zip(x32.shape, block, strict=True)):
         if extent not in (WHOLE, 1):

@@ -1,20 +1,19 @@
-"""What ``torch._scaled_mm`` is handed: operands and scales in the layouts that cuBLASLt reads.
+"""The operands and scales of ``torch._scaled_mm``, in the layouts that cuBLASLt reads.
 
 Legend: ``a`` (M, K) and ``b`` (N, K), the contraction K last; scales ``ceil(shape / block)``.
 
 The library reads ``a`` row-major and ``b.T`` column-major, from addresses that are multiples of 16
 bytes, with K and N multiples of 16 (cuBLASLt documentation, "FP8 data types"). With 1x128 and
 128x128 scales M must be a multiple of 4 too ("128-element 1D and 128x128 2D block scaling for FP8
-data types" there), which torch does not check. Everything else is copied, or padded with zeros,
-into that form here. Scales, too, have layouts of their own, from which torch tells what they are:
-see `_blockwise_scales`.
+data types" there), which torch does not check. Operands of any other form are copied, or padded
+with zeros. Torch tells the kinds of scales apart by their layouts: see `_blockwise_scales`.
 
-How the bias is added: torch 2.11 to 2.13 fuse one of the result's own 16-bit type into tensorwise
-and rowwise products. Their tests run that on sm_90 with CUDA 12.9, where cuBLASLt scales the rows
-(pytorch#166744: test_scaled_mm_vs_emulated_row_wise), and with fast accumulation and M of 1, 3 and
-33 (test/inductor/test_fp8.py). cuBLASLt refuses a fused float32 bias (CUBLAS_STATUS_NOT_SUPPORTED,
-pytorch#190538), so that one is added by an operation of its own, as is the bias of a blockwise
-product, which none of torch's tests fuses.
+Tensorwise and rowwise products fuse a bias of the result's own 16-bit type, as torch 2.11 to 2.13
+do. Torch's tests run that on sm_90 with CUDA 12.9, where cuBLASLt scales the rows (pytorch#166744:
+test_scaled_mm_vs_emulated_row_wise), and with fast accumulation and M of 1, 3 and 33
+(test/inductor/test_fp8.py). cuBLASLt refuses a fused float32 bias (CUBLAS_STATUS_NOT_SUPPORTED,
+pytorch#190538), and none of torch's tests fuses the bias of a blockwise product: a separate
+operation adds these two.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torch import Tensor
 from float8.granularity import WHOLE, Block, scale_shape
 
 ALIGNMENT = 16
-_BLOCK_ROWS = 4  # what M has to be a multiple of where a scale covers 128 of the contraction
+_BLOCK_ROWS = 4  # M must be a multiple of it where a scale covers 128 of the contraction
 
 
 def multiply(
@@ -78,7 +77,7 @@ def multiply(
 
 
 def _aligned_vector(x: Tensor) -> Tensor:
-    """A vector as torch hands it over: by its address alone, so without strides, and aligned."""
+    """x, or a contiguous copy that starts aligned: torch passes on nothing but the address."""
     if x.stride(0) == 1 and _starts_aligned(x):
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -87,21 +86,21 @@ def _aligned_vector(x: Tensor) -> Tensor:
 def _starts_aligned(x: Tensor) -> bool:
     """Whether x starts at a multiple of 16 bytes.
 
-    Storages start aligned (torch's allocator sees to it), parts of them may not. Compilers do not
-    trace the question; what they hand over starts its storage.
+    Torch's allocator aligns storages; a view may start anywhere in one. Compilers do not trace the
+    question; the tensors that they pass start their storages.
     """
     return torch.compiler.is_compiling() or (x.storage_offset() * x.element_size() % ALIGNMENT == 0)
 
 
 def contraction_last(x: Tensor) -> Tensor:
     """A row-major matrix that starts at a multiple of 16 bytes: x itself, or a copy."""
-    # By strides: one row of any strides counts as contiguous, and hardware reads the strides.
+    # By strides: is_contiguous() accepts one row of any strides, and hardware reads the strides.
     if _starts_aligned(x) and x.stride() == (x.shape[1], 1):
         return x
     if x.element_size() == 1 and x.stride(0) == 1 and not is_sharded(x):
         _load_transpose()
         return torch.ops.float8.transpose.default(x.t())
-    # Spelt as a clone: Tensor.contiguous() needs a CUDA build even for FakeTensors.
+    # A clone: Tensor.contiguous() needs a CUDA build even for FakeTensors.
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -119,7 +118,7 @@ _load_transpose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def pad_codes(data: Tensor, rows: int, cols: int) -> Tensor:
-    """Float8 codes with so many rows and columns of zeros more."""
+    """Float8 data with ``rows`` and ``cols`` more of zeros."""
     # Code 0 is the value 0 in every format; padding is defined for bytes, not for float8.
     return F.pad(data.view(torch.uint8), (0, cols, 0, rows)).view(data.dtype)
 
@@ -127,9 +126,8 @@ def pad_codes(data: Tensor, rows: int, cols: int) -> Tensor:
 def _missing_of_contraction(a_scale: Tensor, inner: int, a_block: Block, b_block: Block) -> int:
     """How many zeros the contraction of a product needs at its end.
 
-    Where scales vary along it, it is padded to whole blocks of 128, which the product takes anyway:
-    of a contraction padded to a multiple of 16, torch.compile could not prove how many scales it
-    has (see `float8.granularity.ceil_div`).
+    A contraction along which scales vary is padded to whole blocks of 128. Padded to a multiple of
+    16, torch.compile could not prove its number of scales (see `float8.granularity.ceil_div`).
     """
     if a_block[1] == WHOLE:
         return -inner % ALIGNMENT
@@ -141,7 +139,7 @@ def _missing_of_contraction(a_scale: Tensor, inner: int, a_block: Block, b_block
 
 
 def _pad(data: Tensor, scale: Tensor, block: Block, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-    """An operand with so many rows and columns of zeros more, and scales of 1 for them."""
+    """An operand with ``rows`` and ``cols`` more of zeros, and scales of 1 for them."""
     if not rows and not cols:
         return data, scale
     data = pad_codes(data, rows, cols)
@@ -150,5 +148,5 @@ def _pad(data: Tensor, scale: Tensor, block: Block, rows: int, cols: int) -> tup
 
 
 def _blockwise_scales(scale: Tensor, block: Block) -> Tensor:
-    """Scales as torch tells them apart: 1x128 with the rows contiguous, 128x128 the columns."""
+    """Scales in torch's layouts: 1x128 contiguous along the rows, 128x128 along the columns."""
     return contraction_last(scale.t()).t() if block[0] == 1 else contraction_last(scale)

@@ -1,90 +1,152 @@
-"""Optimizer states in 8 or 16 bits, and the update rules that read and write them.
+"""Optimizer states in 8 or 16 bits: the codes, and the matrix that holds them.
 
-A state is seen as a float32 matrix (R, C), its parameter's first dimension by the rest, and
-quantised in groups of ``group`` elements along C, G = ceil(C / group) of them a row; the last one
-of a row may be shorter. What is kept:
+A state is a float32 matrix (R, C), its parameter's first dimension by the rest, and is quantised in
+groups of ``group`` elements along C. A row has G = ceil(C / group) groups, of which the last may be
+shorter. In memory it has one of three forms (`StateMatrix`):
 
-========== ========================== ========================================================
-form       per element                per group, float32
-========== ========================== ========================================================
-linear     code, E4M3 or float16      scale; ``value = code * scale``
-expanded   code, E4M3                 scale, exponent; ``value = sign * (|code| / 448)^exponent
-                                      * scale``
-========== ========================== ========================================================
+========== =========================== =======================================================
+form       per element                 per group, float32
+========== =========================== =======================================================
+plain      float32                     nothing
+linear     code, E4M3 or float16       scale; ``value = code * scale``
+expanded   code, E4M3                  scale, exponent; ``value = sign * (|code| / 448)^exponent
+                                       * scale``
+========== =========================== =======================================================
 
 *Linear* is ``definition.cast`` in blocks of (1, group), scaled by the group's own amax.
 
 *Expanded* is COAT's dynamic range expansion (arXiv 2410.19313, section 4.1). The magnitudes of a
 group of second moments span much less, or much more, than the E4M3 codes do (448 / 2^-9, about
-2^17.8). Raising them to a power k makes the two ranges equal, so that each group uses every code:
+2^17.8). A power k of them spans exactly that range, so that each group uses every code:
 
     f(x) = sign(x) * |x|^k,   k = log(448 / 2^-9) / log(largest / smallest)
 
-over the group's nonzero magnitudes. After it the paper divides by the scale ``max|f(x)| / 448``.
-Here that division comes first, ``(|x| / largest)^k * 448``, which is the same number and keeps
-powers of huge and of tiny values within float32. The paper's centre ``sqrt(largest * smallest)`` is
-a constant factor of x, which this normalisation takes out again. ``scale`` is the largest magnitude
-(at least 2^-126), ``exponent`` is 1 / k, kept between 1 / 64 (a group of one value, or nearly: it
-is coded with k = 64) and 4 (whatever lies below 2^-71 of the largest is raised to it).
+over the group's nonzero magnitudes. The paper then divides by the scale ``max|f(x)| / 448``. Here
+the division comes first, ``(|x| / largest)^k * 448``: the same number, but powers of huge and of
+tiny values stay within float32. The paper's centre ``sqrt(largest * smallest)`` is a constant
+factor of x, which this normalisation cancels. ``scale`` is the largest magnitude, at least 2^-126.
+``exponent`` is 1 / k, kept between two bounds. At 1 / 64 a group holds one value, or nearly, and
+has k = 64. At 4 every value below 2^-71 of the largest is raised to that.
 
 Exact in every form: zeros, and in the expanded form the largest magnitude. A nonzero element
-becomes 0 only in linear E4M3. An infinite or NaN element is coded as NaN and is left out of the
-range of its group, so its neighbours are what they would be beside a zero. That includes the square
-of a finite gradient beyond 2^64, which float32 cannot hold: torch keeps inf, which freezes its
-weight for good and in silence; here the weight becomes NaN in the next step, which is seen. (Kept
-at the largest float32 it would raise its neighbours' moments to 2^57, and freeze them too.)
+becomes 0 only in linear E4M3. An infinite or NaN element is coded as NaN and takes no part in the
+range of its group; the other elements are coded as if it were 0. The square of a finite gradient
+beyond 2^64 overflows float32, so it is such an element: its weight becomes NaN in the next step.
+(torch keeps inf, and the weight never changes again, without an error. A second moment clamped to
+the largest float32 would do the same to its group, whose moments would be at least 2^57.)
 
 Codes are rounded to nearest, or, with a ``chance`` per element, up or down so that the expectation
 of the value is x (``stochastic.py``).
 
-Linear codes and scales are defined to the bit (see ``definition.py``). Expanded ones depend on the
-last bits of ``log2`` and ``exp2``, which each backend has its own of: codes may be neighbours.
-
-Update rules are functions of dense float32 tensors, each step one operation that no compiler may
-contract, in the order in which the Triton twins take them. Their bits agree but for the square root
-of eager torch on a CPU, which MKL does not round correctly.
+Linear codes and scales are defined to the bit (see ``definition.py``). Expanded codes depend on the
+last bits of ``log2`` and ``exp2``, which differ between backends: a code may be off by one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from float8.formats import E4M3
-from float8.kernels import compiled_coding, cpu, stochastic
+from float8.kernels import cpu, stochastic
 
 E4M3_MAX, SMALLEST_CODE = E4M3.max, E4M3.smallest_subnormal
 LOG2_RANGE = math.log2(E4M3_MAX / SMALLEST_CODE)  # of the E4M3 magnitudes
 MIN_EXPONENT = 1 / 64
 MAX_EXPONENT = 4.0
-Number = float | Tensor  # a Python float, or a 0-dim tensor
+
+
+class StateMatrix(NamedTuple):
+    """A state (or a parameter) of an optimizer in memory: a matrix (R, C) in one of three forms.
+
+    Attributes:
+        codes: (R, C), float8_e4m3fn or float16; without a scale, the values in any float dtype.
+        scale: (R, ceil(C / group)), float32; None where ``codes`` are the values.
+        exponent: as scale, or None where the range is not expanded.
+        group: how many consecutive elements of a row share a scale.
+    """
+
+    codes: Tensor
+    scale: Tensor | None = None
+    exponent: Tensor | None = None
+    group: int = 1
+
+    def decode(self) -> Tensor:
+        """The values, (R, C) float32."""
+        if self.scale is None:
+            return self.codes.to(torch.float32)
+        if self.exponent is None:
+            return decode(self.codes, self.scale, self.group)
+        return decode_expanded(self.codes, self.scale, self.exponent, self.group)
+
+    def write(self, x_RC: Tensor, chance: Tensor | None = None) -> None:
+        """Overwrite the state with ``x_RC``, (R, C) float32, in its own form.
+
+        Args:
+            x_RC: the values.
+            chance: uniform in [0, 1), (R, C): round up or down, so that the expectation is x.
+                None rounds to nearest. A matrix without a scale is always rounded to nearest.
+        """
+        if self.scale is None:
+            new: tuple[Tensor, ...] = (x_RC,)
+        elif self.exponent is None:
+            new = encode(x_RC, self.group, self.codes.dtype, chance)
+        else:
+            new = encode_expanded(x_RC, self.group, chance)
+        for old, value in zip(self.tensors(), new, strict=True):
+            old.copy_(value)
+
+    def tensors(self) -> list[Tensor]:
+        """Codes, scale and exponent, those that there are."""
+        return [x for x in self[:3] if x is not None]
+
+    def tile(self, rows: slice, cols: slice) -> StateMatrix:
+        """Views of some rows, and of some columns that begin with a group."""
+        groups = slice(cols.start // self.group, -(-cols.stop // self.group))
+        scale, exponent = (None if x is None else part(x, rows, groups) for x in self[1:3])
+        return StateMatrix(part(self.codes, rows, cols), scale, exponent, self.group)
+
+
+def part(x_RC: Tensor, rows: slice, cols: slice) -> Tensor:
+    """A view of some rows and columns. Not ``x[rows, cols]``, which wants the tensor's device."""
+    tall = x_RC.narrow(0, rows.start, rows.stop - rows.start)
+    return tall.narrow(1, cols.start, cols.stop - cols.start)
 
 
 def _in_whole_groups(
-    function: Callable[..., tuple[Tensor, ...]], columns: int, group: int, *matrices: Tensor
+    function: Callable[..., tuple[Tensor, ...]], group: int, x_RC: Tensor, *matrices: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Apply ``function`` to what whole groups cover, and to the rest; put the results together.
+    """Apply ``function`` to the columns of whole groups, then to the rest; concatenate the results.
 
-    Padding would be shorter and costs a copy; and inductor on a CPU (2.13) gets loops over groups
-    that do not divide wrong (see `float8.kernels.cpu`).
+    Inductor on a CPU (2.13) miscompiles a loop over groups that do not divide a row (see
+    `float8.kernels.cpu`), and padding would copy the whole matrix.
 
     Args:
-        columns: of the matrix that is coded.
-        matrices: (R, columns) or (R, G).
+        function: ``(x, *matrices) -> results``.
+        group: elements that share a scale.
+        x_RC: the matrix whose columns are grouped.
+        matrices: (R, C), (R, G) or None.
     """
+    columns = x_RC.shape[1]
     whole = columns - columns % group
     if whole in (0, columns):
-        return function(*matrices)
-    cuts = [whole if x.shape[1] == columns else whole // group for x in matrices]
-    left = function(*(x[:, :cut] for x, cut in zip(matrices, cuts, strict=True)))
-    right = function(*(x[:, cut:] for x, cut in zip(matrices, cuts, strict=True)))
-    return tuple(torch.cat(pair, dim=1) for pair in zip(left, right, strict=True))
+        return function(x_RC, *matrices)
+
+    def left(x: Tensor | None) -> Tensor | None:
+        return x if x is None else x[:, : whole if x.shape[1] == columns else whole // group]
+
+    def right(x: Tensor | None) -> Tensor | None:
+        return x if x is None else x[:, whole if x.shape[1] == columns else whole // group :]
+
+    halves = (function(*map(side, (x_RC, *matrices))) for side in (left, right))
+    return tuple(torch.cat(pair, dim=1) for pair in zip(*halves, strict=True))
 
 
-def _tiles(x_RC: Tensor, group: int) -> Tensor:
+def _groups(x_RC: Tensor, group: int) -> Tensor:
     """(R, G, extent): the matrix with its groups as the last dimension."""
     rows, columns = x_RC.shape
     extent = max(1, min(group, columns))
@@ -107,39 +169,24 @@ def encode(
         codes (R, C), scale (R, G).
     """
 
-    def whole(x: Tensor, *chance: Tensor) -> tuple[Tensor, Tensor]:
-        tiles = _tiles(x, group)
+    def whole(x: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor]:
+        tiles = _groups(x, group)
         magnitude = tiles.abs()
         amax = torch.where(magnitude < math.inf, magnitude, 0.0).amax(2, keepdim=True)
         scale = cpu.scale_from_amax(amax, torch.finfo(dtype).max)
-        chances = [_tiles(c, group) for c in chance]
-        if dtype == torch.float8_e4m3fn and compiled_coding.applies(x):
-            y = (magnitude * cpu.reciprocal(scale)).clamp(max=E4M3_MAX)
-            rounded = compiled_coding.at_random if chance else compiled_coding.nearest
-            codes = compiled_coding.codes_of(rounded(y, *chances), tiles)
-        elif chance:
-            codes = _cast_at_random(tiles, scale, chances[0], dtype)
-        else:
+        if chance is None:
             codes = cpu.cast(tiles, scale, (1, 1, -1), dtype)
+        else:
+            y = (magnitude * cpu.reciprocal(scale)).clamp(max=torch.finfo(dtype).max)
+            y = stochastic.on_grid(y, _groups(chance, group), dtype)
+            codes = _signed(y, tiles).to(dtype)
         if dtype == torch.float16:
             smallest = torch.where(tiles < 0, -(2.0**-24), 2.0**-24).to(dtype)
             codes = torch.where((codes == 0) & (tiles != 0), smallest, codes)
         return codes.reshape(x.shape), scale.squeeze(2)
 
-    if x_RC.numel() == 0:
-        return _no_codes(x_RC, group, dtype)
-    compiled_coding.fence(x_RC)
-    codes, scale = _in_whole_groups(whole, x_RC.shape[1], group, x_RC, *_given(chance))
+    codes, scale = _in_whole_groups(whole, group, x_RC, chance)
     return codes, scale
-
-
-def _given(chance: Tensor | None) -> tuple[Tensor, ...]:
-    return () if chance is None else (chance,)
-
-
-def _cast_at_random(tiles: Tensor, scale: Tensor, chance: Tensor, dtype: torch.dtype) -> Tensor:
-    y = (tiles.abs() * cpu.reciprocal(scale)).clamp(max=torch.finfo(dtype).max)
-    return _signed(stochastic.on_grid(y, chance, dtype), tiles).to(dtype)
 
 
 def _signed(y: Tensor, x: Tensor) -> Tensor:
@@ -154,16 +201,10 @@ def decode(codes_RC: Tensor, scale_RG: Tensor, group: int) -> Tensor:
     """``codes * scale``: float32 (R, C) of linear codes."""
 
     def whole(codes: Tensor, scale: Tensor) -> tuple[Tensor]:
-        tiles = _tiles(codes, group)
-        if codes.dtype == torch.float8_e4m3fn and compiled_coding.applies(codes):
-            x = compiled_coding.values(compiled_coding.numbers(tiles))
-        else:
-            x = tiles.to(torch.float32)
+        x = _groups(codes, group).to(torch.float32)
         return ((x * scale.unsqueeze(2)).reshape(codes.shape),)
 
-    if codes_RC.numel() == 0:
-        return codes_RC.to(torch.float32)
-    return _in_whole_groups(whole, codes_RC.shape[1], group, codes_RC, scale_RG)[0]
+    return _in_whole_groups(whole, group, codes_RC, scale_RG)[0]
 
 
 def encode_expanded(
@@ -181,30 +222,27 @@ def encode_expanded(
         codes (R, C), scale (R, G), exponent (R, G).
     """
 
-    def whole(x: Tensor, *chance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        tiles = _tiles(x, group)
+    def whole(x: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        tiles = _groups(x, group)
         scale, exponent = _range_of(tiles)
-        codes = _expand(tiles, scale, exponent, *(_tiles(c, group) for c in chance))
+        factor = cpu.reciprocal(scale)
+        if chance is not None:
+            factor = factor * (1 + 2.0**-22)  # the largest must not come out just below 448
+        ratio = (tiles.abs() * factor).clamp(max=1.0)
+        y = _exp2(_log2(ratio) * cpu.reciprocal(exponent)) * E4M3_MAX
+        y = y.clamp(SMALLEST_CODE, E4M3_MAX)
+        if chance is not None:
+            y = stochastic.on_expanded_grid(y, _groups(chance, group), exponent)
+        codes = _signed(y, tiles).to(torch.float8_e4m3fn)
         return codes.reshape(x.shape), scale.squeeze(2), exponent.squeeze(2)
 
-    if x_RC.numel() == 0:
-        codes, scale = _no_codes(x_RC, group, torch.float8_e4m3fn)
-        return codes, scale, scale.clone()
-    compiled_coding.fence(x_RC)
-    matrices = (x_RC, *_given(chance))
-    codes, scale, exponent = _in_whole_groups(whole, x_RC.shape[1], group, *matrices)
+    codes, scale, exponent = _in_whole_groups(whole, group, x_RC, chance)
     return codes, scale, exponent
 
 
-def _no_codes(x_RC: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    rows, columns = x_RC.shape
-    return torch.empty_like(x_RC, dtype=dtype), x_RC.new_ones(rows, -(-columns // group))
-
-
 def _log2(x: Tensor) -> Tensor:
-    # In float64, rounded once: on a CPU, torch's float32 logarithm and exponential of a number may
-    # differ by an ulp with the number of elements beside it, and a shard of a state has to equal
-    # the same rows of the whole.
+    # In float64, rounded once: the last bit of torch's float32 logarithms and exponentials on a CPU
+    # may depend on the number of elements, and a shard of a state must equal its rows of the whole.
     return x.to(torch.float64).log2().to(torch.float32)
 
 
@@ -222,152 +260,13 @@ def _range_of(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return largest, (log2_range * (1 / LOG2_RANGE)).clamp(MIN_EXPONENT, MAX_EXPONENT)
 
 
-def _expand(tiles: Tensor, scale: Tensor, exponent: Tensor, chance: Tensor | None = None) -> Tensor:
-    factor = cpu.reciprocal(scale)
-    if chance is not None:
-        factor = factor * (1 + 2.0**-22)  # the largest must not come out just below 448
-    ratio = (tiles.abs() * factor).clamp(max=1.0)
-    y = _exp2(_log2(ratio) * cpu.reciprocal(exponent)) * E4M3_MAX
-    y = y.clamp(SMALLEST_CODE, E4M3_MAX)
-    if compiled_coding.applies(tiles):
-        return _expand_compiled(y, tiles, exponent, chance)
-    if chance is not None:
-        y = stochastic.on_expanded_grid(y, chance, exponent)
-    return _signed(y, tiles).to(torch.float8_e4m3fn)
-
-
-def _expand_compiled(y: Tensor, x: Tensor, exponent: Tensor, chance: Tensor | None) -> Tensor:
-    if chance is None:
-        n = compiled_coding.nearest(y)
-    else:
-        n = compiled_coding.at_random_expanded(y, chance, exponent)
-    return compiled_coding.codes_of(torch.where(x == 0, 0.0, n), x)
-
-
 def decode_expanded(codes_RC: Tensor, scale_RG: Tensor, exponent_RG: Tensor, group: int) -> Tensor:
     """``sign * (|codes| / 448)^exponent * scale``: float32 (R, C) of expanded codes."""
 
     def whole(codes: Tensor, scale: Tensor, exponent: Tensor) -> tuple[Tensor]:
-        tiles = _tiles(codes, group)
-        if compiled_coding.applies(codes):
-            n = compiled_coding.numbers(tiles)
-            value = compiled_coding.expanded_values(n, exponent.unsqueeze(2))
-        else:
-            x = tiles.to(torch.float32)
-            log2_ratio = _log2(x.abs() * (1 / E4M3_MAX))
-            value = _exp2(log2_ratio * exponent.unsqueeze(2)).copysign(x)
-        value = value * scale.unsqueeze(2)
+        x = _groups(codes, group).to(torch.float32)
+        log2_ratio = _log2(x.abs() * (1 / E4M3_MAX))
+        value = _exp2(log2_ratio * exponent.unsqueeze(2)).copysign(x) * scale.unsqueeze(2)
         return (value.reshape(codes.shape),)
 
-    if codes_RC.numel() == 0:
-        return codes_RC.to(torch.float32)
-    return _in_whole_groups(whole, codes_RC.shape[1], group, codes_RC, scale_RG, exponent_RG)[0]
-
-
-def adamw(
-    p: Tensor,
-    g: Tensor,
-    m: Tensor,
-    v: Tensor,
-    *,
-    lr: Number,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: Number,
-    decoupled: bool = True,
-    maximize: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of Adam (arXiv 1412.6980, algorithm 1), its decay decoupled (arXiv 1711.05101).
-
-    Args:
-        p, g, m, v: float32 parameter, gradient, first and second moment, of one shape.
-        lr, step: Python numbers, or 0-dim tensors, which do not recompile; step counts from 1.
-        decoupled: decay the parameter (AdamW); otherwise add ``weight_decay * p`` to g (Adam).
-        maximize: ascend.
-
-    Returns:
-        new p, m and v; NaN and inf gradients go where they go in ``torch.optim``.
-    """
-    g = -g if maximize else g
-    if decoupled:
-        p = p * (1 - lr * weight_decay)
-    elif weight_decay != 0:
-        g = g + p * weight_decay
-    m = m + (g - m) * (1 - beta1)
-    v = v * beta2 + (g * g) * (1 - beta2)
-    step_size, root = adam_factors(lr, beta1, beta2, step)
-    return p - (m / (v.sqrt() * root + eps)) * step_size, m, v
-
-
-def adam_factors(lr: Number, beta1: float, beta2: float, step: Number) -> tuple[Number, Number]:
-    """``lr / (1 - beta1^step)`` and ``1 / sqrt(1 - beta2^step)``, computed in float64."""
-    if not isinstance(step, Tensor):
-        step_size = lr / (1 - beta1**step)
-        root: Number = 1 / math.sqrt(1 - beta2**step)
-        return step_size, root
-    # The largest of 16 copies: inductor stores what a reduction gives, and would otherwise repeat
-    # the powers for every element (2.13 on a CPU: half of the time of a step).
-    step64 = step.to(torch.float64).expand(16)
-    size64 = lr / (1 - torch.pow(beta1, step64))
-    root64 = (1 - torch.pow(beta2, step64)).rsqrt()
-    return size64.to(torch.float32).amax(0), root64.to(torch.float32).amax(0)
-
-
-def sgd_momentum(
-    p: Tensor,
-    g: Tensor,
-    m: Tensor,
-    *,
-    lr: Number,
-    momentum: float,
-    step: Number,
-    dampening: float = 0.0,
-    nesterov: bool = False,
-    weight_decay: float = 0.0,
-    maximize: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """One step of SGD with momentum, as ``torch.optim.SGD`` defines it.
-
-    Args:
-        p, g, m: float32 parameter, gradient and momentum, of one shape; m is 0 before step 1.
-        step: counts from 1: the first gradient enters the momentum undampened.
-
-    Returns:
-        new p and m.
-    """
-    g = -g if maximize else g
-    if weight_decay != 0:
-        g = g + p * weight_decay
-    kept: Number = 1 - dampening
-    if isinstance(step, Tensor):
-        kept = torch.where(step == 1, 1.0, kept).to(torch.float32)
-    elif step == 1:
-        kept = 1.0
-    m = m * momentum + g * kept
-    update = g + m * momentum if nesterov else m
-    return p - update * lr, m
-
-
-def lion(
-    p: Tensor,
-    g: Tensor,
-    m: Tensor,
-    *,
-    lr: Number,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    maximize: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """One step of Lion (arXiv 2302.06675, algorithm 2), its decay decoupled.
-
-    Returns:
-        new p and m.
-    """
-    g = -g if maximize else g
-    p = p * (1 - lr * weight_decay)
-    mixed = m * beta1 + g * (1 - beta1)
-    direction = torch.where(mixed.isnan(), mixed, mixed.sign())  # sign() makes 0 of NaN
-    return p - direction * lr, m * beta2 + g * (1 - beta2)
+    return _in_whole_groups(whole, group, codes_RC, scale_RG, exponent_RG)[0]

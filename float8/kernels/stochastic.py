@@ -1,9 +1,9 @@
-"""Rounding up or down at random: to one of the two nearest values, the nearer one more often.
+"""Stochastic rounding: to one of the two nearest values, the nearer one more often.
 
-To nearest, a small change of a coded number is lost, in every step again; at random the expectation
-of the code's value is the number itself, and changes add up. Random bits are a hash of (seed,
-offset, number of the element): they do not depend on the device, on the order of execution, or on
-anybody's random state, and Triton twins (``gpu/moments.py``) draw the same.
+Rounded to nearest, a small change of a coded number is lost, in every step again. Rounded
+stochastically, the expectation of the code's value is the number itself, and changes add up. Random
+bits are a hash of (seed, offset, index of the element). They do not depend on the device, on the
+order of execution or on a random number generator, and ``gpu/moments.py`` draws the same.
 
 *Half precision* (`stochastic_round`): random bits are added to the bits of a float32 that would be
 cut off. *Codes under a scale* (`on_grid`): of y between the codes' neighbouring values c0 and c1,
@@ -11,21 +11,21 @@ whose distance is a power of two q,
 
     P(c1) = (y - c0) / (c1 - c0) = t,    y = (j + t) q,  j = floor(y / q)
 
-*Expanded codes* (`on_expanded_grid`) stand for values y^a (times a constant; a = 1 / k), and it is
-these whose expectation must be right, as a moment that remembers 1000 steps adds up 1000 biases:
+*Expanded codes* (`on_expanded_grid`) stand for values y^a (times a constant; a = 1 / k). The
+expectation of these must be right, as a moment that remembers 1000 steps adds up 1000 biases:
 
     P(c1) = (y^a - c0^a) / (c1^a - c0^a) = f(t / j) / f(1 / j),   f(u) = (1 + u)^a - 1
 
-f(u) / (a u) is a hypergeometric function, 2F1(1 - a, 1; 2; -u), whose [2/2] Pade approximant has
-short coefficients (the ratio needs no logarithm and, compared with a chance, no division):
+f(u) / (a u) is a hypergeometric function, 2F1(1 - a, 1; 2; -u). Its [2/2] Pade approximant needs
+no logarithm, and the comparison of the ratio with a chance needs no division:
 
     f(u)     1 + (a + 7) / 10 u + (a + 1) (a + 2) / 60 u^2
     ---- ~ ------------------------------------------------------
     a u    1 + 2 (3 - a) / 5 u + (3 - a) (2 - a) / 20 u^2
 
-What bias remains, as a share of the value: for a <= 2 below 4e-5 between the two smallest codes
-(j = 1, u up to 1), 2e-6 from the second and 2e-7 from the third on. For a = 4, the largest exponent
-there is, of groups that span 2^71: 8e-3, 3e-4 and 4e-5.
+The remaining bias, relative to the value: for a <= 2 below 4e-5 between the two smallest codes
+(j = 1, u up to 1), 2e-6 from the second and 2e-7 from the third on. For a = 4, the largest
+exponent, of groups that span 2^71: 8e-3, 3e-4 and 4e-5.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def stochastic_round(
         x: float32, any shape.
         dtype: bfloat16 or float16.
         seed, offset: 32-bit integers, or 0-dim integer tensors: which parameter, and which step.
-        first: the number of x's first element, where x is a part of something.
+        first: the index of x's first element, where x is a part of a larger tensor.
 
     Returns:
         x's shape; NaN and inf stay what they are.
@@ -57,7 +57,7 @@ def stochastic_round(
     lost = {torch.bfloat16: 16, torch.float16: 13}[dtype]  # bits of the float32 mantissa
     finfo = torch.finfo(dtype)
     magnitude = x.abs()
-    # Below the normal range all values are equally far apart: so are those from tiny to 2 tiny.
+    # Below the normal range values are as far apart as those from tiny to 2 tiny.
     shift = torch.where(magnitude < finfo.tiny, finfo.tiny, 0.0) if dtype == torch.float16 else 0.0
     mask = (1 << lost) - 1
     noise = random_bits(x, seed, offset, first) & mask
@@ -75,7 +75,7 @@ def on_grid(y: Tensor, chance: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: float8_e4m3fn or float16.
     """
     whole, part, spacing = _split(y, dtype)
-    return (whole + one_if_positive(part - chance)) * spacing
+    return (whole + _one_if_positive(part - chance)) * spacing
 
 
 def on_expanded_grid(y: Tensor, chance: Tensor, exponent: Tensor) -> Tensor:
@@ -87,20 +87,15 @@ def on_expanded_grid(y: Tensor, chance: Tensor, exponent: Tensor) -> Tensor:
         exponent: of each group, up to 4; y's shape but for the last dimension, which is 1.
     """
     j, t, spacing = _split(y, torch.float8_e4m3fn)
-    return (j + one_if_positive(lead_over_chance(j, t, chance, exponent))) * spacing
-
-
-def lead_over_chance(j: Tensor, t: Tensor, chance: Tensor, exponent: Tensor) -> Tensor:
-    """Positive where ``P(c1) > chance`` of an expanded code, for ``y = (j + t) q``."""
     a = exponent
     jj, n1j, d1j = j * j, j * ((a + 7) * 0.1), j * ((3 - a) * 0.4)
     n2, d2 = (a + 1) * (a + 2) * (1 / 60), (3 - a) * (2 - a) * 0.05
     f_t = t * torch.addcmul(jj, t * n2 + n1j, t) * (jj + d1j + d2)
     f_1 = (jj + n1j + n2) * torch.addcmul(jj, t * d2 + d1j, t)
-    return torch.addcmul(f_t, chance, f_1, value=-1)
+    return (j + _one_if_positive(torch.addcmul(f_t, chance, f_1, value=-1))) * spacing
 
 
-def one_if_positive(x: Tensor) -> Tensor:
+def _one_if_positive(x: Tensor) -> Tensor:
     """1 or 0, by arithmetic: comparisons are slow on a CPU."""
     return x.clamp(0, 1).ceil()
 
@@ -122,16 +117,15 @@ def chances(x: Tensor, seed: int | Tensor, offset: int | Tensor, first: int = 0)
 
 
 def seed_of_state(seed: int | Tensor, number: int) -> int | Tensor:
-    """What state ``number`` of the parameter ``seed`` draws from; -1 is a master."""
+    """The seed of state ``number`` of the parameter ``seed``; -1 is a master."""
     return seed + ((number + 2) << 28)
 
 
 def random_bits(x: Tensor, seed: int | Tensor, offset: int | Tensor, first: int = 0) -> Tensor:
-    """int32 of x's shape: 32 random bits per element, a hash of (seed, offset, its number).
+    """int32 of x's shape: 32 random bits per element, a hash of (seed, offset, its index).
 
     Two multiplications and three shifts, of constants found by search for low bias (C. Wellons,
-    "Prospecting for hash functions", lowbias32), with a key before and a key between them. All of
-    it is int32, eight at a time when it is compiled for a CPU.
+    "Prospecting for hash functions", lowbias32), with a key before and a key between them.
     """
     index = torch.arange(x.numel(), dtype=torch.int32, device=x.device).reshape(x.shape)
     if first:

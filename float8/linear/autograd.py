@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,10 +48,10 @@ STATELESS: States = (None, None, None)
 LOSES_GRADIENTS = torch.__version__ < torch.torch_version.TorchVersion("2.13")
 
 
-class Call(NamedTuple):
+class Call:
     """One call of a layer, beside its three tensors.
 
-    Attributes:
+    Args:
         plan: the casts and GEMMs.
         states: of the delayed casts of input, weight and grad_output, None for others.
         record: whether delayed casts record amaxes.
@@ -60,12 +60,20 @@ class Call(NamedTuple):
         saves: whether gradients are enabled, so that a backward may follow.
     """
 
-    plan: BoundPlan
-    states: States
-    record: bool
-    weight: Float8Weight | None
-    factors: Factors
-    saves: bool
+    # Not a NamedTuple, of which torch.compile guards on every part.
+    __slots__ = ("factors", "plan", "record", "saves", "states", "weight")
+
+    def __init__(
+        self,
+        plan: BoundPlan,
+        states: States,
+        record: bool,
+        weight: Float8Weight | None,
+        factors: Factors,
+        saves: bool,
+    ) -> None:
+        self.plan, self.states, self.record = plan, states, record
+        self.weight, self.factors, self.saves = weight, factors, saves
 
 
 def as_matrix(x: Tensor) -> Tensor:
@@ -107,7 +115,8 @@ class Float8LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """See `gradients`."""
-        refuse_double_backward("Float8Linear")
+        if torch.is_grad_enabled():
+            refuse_double_backward("Float8Linear")
         with without_autocast(g):
             return (*gradients(ctx, g), None)
 
@@ -115,12 +124,16 @@ class Float8LinearFunction(torch.autograd.Function):
 def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The backward: grad_input, grad_weight and grad_bias, each None where it is not wanted."""
     plan: BoundPlan = ctx.plan
-    x_KM, x_scale, w, w_scale = _saved_tensors(ctx)[:4]
+    are_checked = plan.has_delayed and not torch.compiler.is_compiling()
+    saved = _checked_tensors(ctx) if are_checked else ctx.saved_tensors
+    x_KM, x_scale, w, w_scale = saved[:4]
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
     factor_x, factor_w = ctx.factors[1:]
     grad_x = grad_w = grad_bias = None
     g_MN = as_matrix(g)
     g_scaled = g_MN * w_scale if needs_x and ctx.scales_grad else g_MN
+    g8_MN: Any
+    g8_NM: Any
     g8_MN, g8_NM = cast_both(
         g_scaled, plan.g, ctx.states[2], ctx.record, needs_x, needs_w, plan.grad_input.is_plain
     )
@@ -128,6 +141,7 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
         factor_x = factor_x() if callable(factor_x) else factor_x
         w8_KN = (w, w_scale) if ctx.is_cast else _cast_weight_again(ctx, w, w_scale)
         if ctx.scales_grad:  # g was multiplied by the weight's scales before its cast
+            assert plan.grad_input.b is not None
             w8_KN = (w, w_scale.new_ones(scale_shape(w.shape, plan.grad_input.b.block)))
         grad_x = product(plan.grad_input, g8_MN, w8_KN, None, factor_x)
         grad_x = _to(grad_x, ctx.x_dtype).reshape(ctx.x_shape)
@@ -159,7 +173,7 @@ def _cast_input(x: Tensor, call: Call, needs_w: bool) -> tuple[Pair, _Saved]:
         return (data, scale), (data.t() if data_t is None else data_t, scale.t())
     plan = call.plan
     x_MK = _to(as_matrix(x), plan.dtype)
-    rows, cols = cast_both(x_MK, plan.x, call.states[0], call.record, second=needs_w)
+    rows, cols = cast_both(x_MK, plan.x, call.states[0], call.record, True, needs_w, False)
     return rows, cols or (None, None)  # type: ignore[return-value]
 
 
@@ -170,7 +184,7 @@ def _cast_weight(w_NK: Tensor, call: Call) -> tuple[Pair, _Saved]:
         if call.record and weight.amax is not None and state is not None:
             kernels.record_amax(state.current_amax, weight.amax)
         return weight.row_major, weight.transposed
-    w8 = cast_rows(_to(w_NK, call.plan.dtype), how, state, call.record)
+    w8 = cast_rows(_to(w_NK, call.plan.dtype), how, state, call.record, None)
     return w8, (w_NK, w8[1] if call.plan.w.is_shared else None)
 
 
@@ -181,12 +195,11 @@ def _cast_weight_again(ctx: Any, w_NK: Tensor, w_scale: Tensor | None) -> Pair:
     if w_scale is not None:
         return cast_again(w_NK, operand.first, w_scale)
     # A second use that is delayed comes here only where it is the only one: nothing recorded yet.
-    return cast_rows(w_NK.t(), operand.second, ctx.states[1], ctx.record)
+    return cast_rows(w_NK.t(), operand.second, ctx.states[1], ctx.record, None)
 
 
-def _saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
-    if torch.compiler.is_compiling() or not ctx.plan.has_delayed:
-        return ctx.saved_tensors
+def _checked_tensors(ctx: Any) -> tuple[Tensor, ...]:
+    """The saved tensors; raises with the remedy where a sync has changed a scale since."""
     try:
         return ctx.saved_tensors
     except RuntimeError as error:

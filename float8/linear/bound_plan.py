@@ -20,6 +20,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import Float8LinearConfig, Gemm, LinearPlan
 from float8.config.plan import plan_of_key
+from float8.kernels.scaled_mm import CPU, EMULATED
 from float8.linear.scaling import BoundCast, BoundOperand, Pair, multiply_scale
 
 
@@ -120,11 +121,10 @@ class BoundPlan:
             grad_input.a == grad_weight.a,
             plan.reuses_grad_output,
         )
-        casts = (self.x.first, self.x.second, self.w.first, self.w.second)
-        casts += (self.g.first, self.g.second)
-        self.has_delayed = any(cast is not None and cast.is_delayed for cast in casts)
         gemms = (self.output, self.grad_input, self.grad_weight)
-        self.on_gpu = device.type == "cuda" and not emulate
+        casts = [cast for gemm in gemms for cast in (gemm.a, gemm.b)]
+        self.has_delayed = any(cast is not None and cast.is_delayed for cast in casts)
+        self.on_gpu = family not in (CPU, EMULATED)
         self.has_refusal = any(gemm.refusal is not None for gemm in gemms)
         self.is_aligned = not pad and any(kernels.is_aligned(gemm.name) for gemm in gemms)
 

@@ -15,7 +15,7 @@ A non-finite amax of one step enters as infinity, as in TransformerEngine, or as
 `DelayedCast` owns the state, all of it in float32 buffers:
 
 =============== ======== =======================================================================
-buffer          shape    meaning, and who writes it
+buffer          shape    meaning, and what writes it
 =============== ======== =======================================================================
 amax_history    (H,)     the last H amaxes, newest first; written by ``sync`` and by loading
 scale           ()       the scale in use, 0 before the first; written by ``sync`` and by loading

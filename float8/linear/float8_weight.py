@@ -157,7 +157,9 @@ def cast_weight(weight: Tensor, plan: BoundPlan, state: DelayedState | None) -> 
         if state is not None:
             amax = torch.zeros_like(state.current_amax)
             state = state._replace(current_amax=amax)
-        rows, cols = cast_both(source.to(plan.dtype), plan.w, state, state is not None)
+        rows, cols = cast_both(
+            source.to(plan.dtype), plan.w, state, state is not None, True, True, False
+        )
     assert rows is not None
     assert cols is not None
     return Float8Weight(rows, cols, plan.dtype, amax, source=weight)

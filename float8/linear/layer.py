@@ -17,8 +17,6 @@ from float8.config import Float8LinearConfig, check_config
 from float8.formats import E4M3, E5M2
 from float8.kernels.scaled_mm import ALIGNMENT, architecture
 from float8.linear.autograd import (
-    NO_FACTORS,
-    STATELESS,
     Call,
     Factors,
     States,
@@ -162,11 +160,11 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def _factors(self, input: Tensor) -> Factors:
         """What the three products of this call are multiplied by."""
-        return NO_FACTORS
+        return None, None, None
 
     def _states(self) -> States:
         if not self.config.uses_delayed_scaling:
-            return STATELESS
+            return None, None, None
         x_cast, w_cast, g_cast = self.casts
         return x_cast.state, w_cast.state, g_cast.state
 
@@ -185,9 +183,9 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def _check_input(self, input: Tensor, weight: Tensor) -> None:
         """Raise unless this input can be multiplied by this weight."""
-        error = refuses_transform(input) or refuses_input(
-            input, weight, autocasts(input.device.type)
-        )
+        error: Exception | None
+        error = None if torch.compiler.is_compiling() else refuses_transform(input)
+        error = error or refuses_input(input, weight, autocasts(input.device.type))
         if error is not None:
             raise type(error)(f"{self._name}: {error}")
         if isinstance(input, Float8Tensor):
@@ -198,11 +196,13 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def _check_sizes(self, input: Tensor, plan: BoundPlan) -> None:
         """Raise where the device does not run the products of this call."""
+        if not plan.on_gpu and torch.compiler.is_compiling():
+            return
         N, K = self.weight.shape
         tokens, grad = input.numel() // max(K, 1), torch.is_grad_enabled()
         is_odd = grad and self.weight.requires_grad and tokens % ALIGNMENT != 0
         if not plan.on_gpu:
-            if is_odd and not torch.compiler.is_compiling():
+            if is_odd:
                 tell_once_of_tokens(self, self.config, tokens)
         elif plan.has_refusal or (plan.is_aligned and (is_odd or K % ALIGNMENT or N % ALIGNMENT)):
             arch = architecture(input.device.index)

@@ -52,8 +52,6 @@ def refuses_transform(input: object) -> TypeError | RuntimeError | None:
 
     A transform that runs around a layer and cannot see through it, or an input that is no tensor.
     """
-    if torch.compiler.is_compiling():
-        return None
     if torch._C._are_functorch_transforms_active():
         name = "torch.func (grad, vmap, jvp, jacrev)"
     elif torch._C._get_tracing_state() is not None:

@@ -53,7 +53,7 @@ def sharded_state(state: DelayedState | None, group: str | None) -> DelayedState
     """
     if group is None:
         return state
-    if state is None:  # not delayed: only the group is read, see `_of_delayed`
+    if state is None:  # not delayed: only the group is read
         return DelayedState(None, None, False, group)  # type: ignore[arg-type]
     return state._replace(group=group)
 
@@ -192,9 +192,9 @@ def quantize(
 def cast_rows(
     x: Tensor,
     how: BoundCast | None,
-    state: DelayedState | None = None,
-    record: bool = False,
-    scale: Tensor | None = None,
+    state: DelayedState | None,
+    record: bool,
+    scale: Tensor | None,
 ) -> Pair:
     """Cast a matrix to float8 for one GEMM.
 
@@ -215,7 +215,8 @@ def cast_rows(
         return x, None
     if how.kernel is not None and not kernels.is_sharded(x):
         return _by_kernel(x, how, state, record, scale, rows=True, cols=False)[:2]
-    if torch.compiler.is_compiling():  # the compiler casts: static scales, DTensors, emulation
+    if x.device.type == "cuda" and torch.compiler.is_compiling():
+        # The compiler casts: static scales, DTensors, emulation.
         kernels.check_compiler(x.device)
     if scale is None:
         scale = _scale(x, how, state, record)
@@ -227,9 +228,9 @@ def cast_both(
     operand: BoundOperand,
     state: DelayedState | None,
     record: bool,
-    first: bool = True,
-    second: bool = True,
-    decode: bool = False,
+    first: bool,
+    second: bool,
+    decode: bool,
 ) -> tuple[Pair | None, Pair | None]:
     """Cast a matrix for the GEMM that contracts its rows and the one that contracts its columns.
 
@@ -250,16 +251,18 @@ def cast_both(
         pair = (x._data, x._scale)
         return (pair if first else None), (transposed(pair) if second else None)
     if not (first and second):
-        rows = cast_rows(x, operand.first, state, record) if first else None
-        cols = cast_rows(x.t(), operand.second, state, record) if second else None
+        rows = cast_rows(x, operand.first, state, record, None) if first else None
+        cols = cast_rows(x.t(), operand.second, state, record, None) if second else None
         return rows, cols
     if operand.at_once and not kernels.is_sharded(x):
+        assert operand.first is not None
         both = _by_kernel(x, operand.first, state, record, None, rows=True, cols=True)
         return both[:2], both[2:]
-    rows = cast_rows(x, operand.first, state, record)
+    rows = cast_rows(x, operand.first, state, record, None)
     if not operand.is_shared:
         # An amax is recorded once, by the cast that there is.
-        return rows, cast_rows(x.t(), operand.second, state, record and operand.first is None)
+        record = record and operand.first is None
+        return rows, cast_rows(x.t(), operand.second, state, record, None)
     if decode:
         rows = (kernels.decode(rows[0]), rows[1])
     return rows, transposed(rows)
@@ -276,7 +279,7 @@ def cast_again(x: Tensor, how: BoundCast, scale: Tensor) -> Pair:
     """
     if how.kernel is not None and not kernels.is_sharded(x):
         return _by_kernel(x, how, None, False, scale, rows=False, cols=True)[2:]
-    return transposed(cast_rows(x, how, scale=scale))
+    return transposed(cast_rows(x, how, None, False, scale))
 
 
 def transposed(pair: Pair) -> Pair:
@@ -323,24 +326,19 @@ def known_scale(cast: OperandCast, state: DelayedState | None, x: Tensor) -> Ten
         cast, state: see `quantize`.
         x: what is cast, or a tensor beside it.
     """
-    state = _of_delayed(cast, state)
-    if state is None:
-        return _static_scale(cast, x)
-    return state.scale.reshape(1, 1) if state.ready else None
+    if cast.static_scale is not None:
+        return constant(float(cast.static_scale), x)
+    is_delayed = cast.scaling_type is ScalingType.DELAYED
+    if is_delayed and state is not None and state.ready:
+        return state.scale.reshape(1, 1)
+    return None
 
 
 def amax_to_record(cast: OperandCast, state: DelayedState | None, record: bool) -> Tensor | None:
     """Where a cast writes the largest magnitude that it sees, or None."""
-    state = _of_delayed(cast, state)
-    return None if state is None or not record else state.current_amax
-
-
-def _of_delayed(cast: OperandCast, state: DelayedState | None) -> DelayedState | None:
-    return state if cast.scaling_type is ScalingType.DELAYED else None
-
-
-def _static_scale(cast: OperandCast, x: Tensor) -> Tensor | None:
-    return None if cast.static_scale is None else constant(float(cast.static_scale), x)
+    if state is None or not record or cast.scaling_type is not ScalingType.DELAYED:
+        return None
+    return state.current_amax
 
 
 def multiply_scale(scale: Tensor, how: BoundCast, factor: float) -> Tensor:
@@ -353,8 +351,8 @@ def multiply_scale(scale: Tensor, how: BoundCast, factor: float) -> Tensor:
 def constant(value: float, like: Tensor) -> Tensor:
     """(1, 1) float32 on the device of ``like``, read-only.
 
-    Filled once per value and device, not at every step. What a tracer or a CUDA graph would fill
-    is never kept, and none of it is handed what was kept: there ``like`` is no plain tensor.
+    Filled once per value and device, not at every step. Tracers, where ``like`` is no plain tensor,
+    neither read nor fill this cache; the capture of a CUDA graph does not fill it.
     """
     if torch.compiler.is_compiling() or type(like) not in (Tensor, nn.Parameter):
         return torch.full((1, 1), value, dtype=torch.float32, device=like.device)

@@ -51,7 +51,7 @@ class Switchable(nn.Module):
     """Abstract: a module that runs in high precision where a thread has switched float8 off."""
 
     switch: Switch
-    # Set by `float8.integrations.evaluation`: leave float8 in eval mode without gradients.
+    # Set by `float8.integrations.conversion`: leave float8 in eval mode without gradients.
     evaluates_in_high_precision: bool = False
 
     def _add_switch(self) -> None:

@@ -66,7 +66,7 @@ def plan_weights(
     optimizer: torch.optim.Optimizer,
     level: Level,
 ) -> ConversionPlan:
-    """Find the layers whose weight a level stores; the plan's report says why others are left.
+    """Find the layers whose weight a level stores; the plan says why others are left.
 
     Args:
         model: not wrapped.
@@ -90,11 +90,10 @@ def plan_weights(
             plan.leave(fqn, "the optimizer does not hold its weight")
     if not plan.layers:
         raise ValueError(f"ms_amp: no layer's weight can be stored as O1 to O3 do:{plan.reasons}")
-    reasons = {
-        fqn: _refuses_weight(layer.weight, plan.configs[fqn], level)
+    plan.check(
+        (fqn, _refuses_weight(layer.weight, plan.configs[fqn], level))
         for fqn, layer in plan.layers.items()
-    }
-    plan.check((fqn, reason) for fqn, reason in reasons.items() if reason is not None)
+    )
     return plan
 
 

@@ -77,7 +77,7 @@ from float8.linear.layer import Float8Linear
 from float8.ms_amp.levels import LEVELS, Level, MsAmp, plan_weights, stored_weight
 from float8.optim import Adam, AdamW
 from float8.optim.gradients import hold_gradients_in_float8
-from float8.optim.masters import follow
+from float8.optim.step import cast_from_master
 from float8.tensor import Float8Tensor
 
 OPTIMIZERS: dict[type[torch.optim.Optimizer], type[AdamW]] = {
@@ -157,7 +157,7 @@ def ms_amp(
     hold_gradients_in_float8(replaced.values())
     for layer in layers:
         layer.register_load_state_dict_post_hook(_AfterLoad(new))
-    model.ms_amp = MsAmp(level, list(plan.layers), plan.report.skipped)  # type: ignore[assignment]
+    model.ms_amp = MsAmp(level, list(plan.layers), plan.conversion.skipped)  # type: ignore[assignment]
     return model, new
 
 
@@ -271,7 +271,7 @@ class _AfterLoad:
         if not stepped or not isinstance(weight, Float8Tensor):
             return
         cast: Any = weight.detach().clone()
-        follow(cast, self.optimizer.state[weight]["master"])
+        cast_from_master(cast, self.optimizer.state[weight]["master"])
         if not all(map(torch.equal, cast.data_and_scale, weight.data_and_scale)):
             self.optimizer.start_master(weight, weight.dequantize(torch.float32))
 

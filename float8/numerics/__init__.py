@@ -1,21 +1,36 @@
-"""See the numbers: what casts do to the operands of a model's float8 layers.
+"""The numbers of a model's float8 layers. Three jobs:
 
-    inspect          watch the casts of a model, forward and backward, for as long as it is open
+**Watch the casts of a training**
+
+    inspect          measure the casts of a model, forward and backward, while a block is open
     inspect_every    the same, every n training steps, into a file and a ``SummaryWriter``
-    Report           what was seen: a table, a picture, a file, scales
+    Report           the result: a table, a picture, a file, scales
     load_run         the reports of a file
+
+**Judge the result of a model**
+
     compare          float8 against high precision on one batch: which layers hurt the result
     accurate_layers  a filter for conversion that leaves such layers out
     find_nan         the first module and tensor that is not finite
     calibrate        static scales for inference
 
-``python -m float8.numerics.report run.json -o report.html`` makes a page of a file.
+**Show a page**: ``python -m float8.numerics.report run.json -o report.html`` makes one of a file.
 
-``rows.py`` < ``table.py``, ``plot.py`` < ``snapshot.py``, ``statistics.py`` < ``inspection.py`` <
-``monitor.py``; ``batches.py``, ``untouched.py`` < ``passes.py`` < ``comparison.py`` <
-``accurate.py``; ``culprit.py`` < ``nonfinite.py``; ``distribution.py`` < ``calibration.py``;
-``findings.py`` < ``page.py`` < ``report.py``: the page. May import: what is below L4, no other room
-of L4.
+=================== ================================================================================
+statistics.py       the statistics of one cast: formulas, measurement, merging
+display.py          casts as a table and as a picture
+snapshot.py         `Report` and its files
+inspection.py       `inspect`: the hooks that measure
+monitor.py          `inspect_every`
+passes.py           one forward and backward of a model, without a lasting change to it
+comparison.py       `compare`, `accurate_layers`
+nonfinite.py        `find_nan`
+calibration.py      `calibrate`
+problems.py         what is wrong with a cast, and what to do about it
+report.py           the page, with page.html, page.css, page.js and pictures.js
+=================== ================================================================================
+
+May import: packages of lower levels.
 """
 
 from __future__ import annotations
@@ -23,15 +38,16 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# Imported when asked for: most programs that train use none of it, or one.
+# Imported when asked for: most programs use none of it, or one.
 _ON_DEMAND = {
     "Calibration": "calibration",
+    "CastStatistics": "statistics",
     "Comparison": "comparison",
-    "Finding": "culprit",
+    "Finding": "nonfinite",
     "Monitor": "monitor",
     "Report": "snapshot",
-    "Row": "rows",
-    "accurate_layers": "accurate",
+    "Row": "statistics",
+    "accurate_layers": "comparison",
     "calibrate": "calibration",
     "compare": "comparison",
     "find_nan": "nonfinite",
@@ -47,18 +63,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'float8.numerics' has no attribute {name!r}")
 
 
-__all__ = [
-    "Calibration",
-    "Comparison",
-    "Finding",
-    "Monitor",
-    "Report",
-    "Row",
-    "accurate_layers",
-    "calibrate",
-    "compare",
-    "find_nan",
-    "inspect",
-    "inspect_every",
-    "load_run",
-]
+__all__ = list(_ON_DEMAND)

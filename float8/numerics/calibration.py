@@ -6,33 +6,41 @@
     print(found)                                    # what each layer's scale loses
     convert_to_float8_inference(model, static_scales=found.static_scales())
 
-Static scales spare each layer the pass over its input that finds a dynamic one; the price is that
-one number has to suit all data to come. Three ways to choose it:
+A static scale saves the pass over a layer's input that finds a dynamic one. In return, one number
+has to suit all later data. Three ways to choose it:
 
 ============== ===================================================================================
 method         the scale
 ============== ===================================================================================
-"sqnr"         the one with the highest signal-to-noise ratio over the data (rounded to bfloat16:
-               `float8.numerics.distribution`), searched among powers of two and the amax scale
-"amax"         maps the largest magnitude that was seen to the format's largest value: nothing that
-               was seen saturates
-"percentile"   the same of a percentile: outliers beyond saturate
+"sqnr"         the one with the highest signal-to-noise ratio over the data, searched among powers
+               of two and the amax scale
+"amax"         maps the largest magnitude of the data to the format's largest value, so that
+               nothing in the data saturates
+"percentile"   the same for a percentile: larger magnitudes saturate
 ============== ===================================================================================
 
 A power of two per tensor is the "scaling bias" of Perez et al., "Training and inference of large
 language models using 8-bit floating point", arXiv 2309.17224. They take it from the amax of each
-tensor as it comes (FP8-AMAX), or one for all (FP8-CSCALE); searching it by SQNR over data is ours.
+tensor (FP8-AMAX), or use one for all (FP8-CSCALE); searching it by SQNR over data is our addition.
+E4M3 has 18 octaves, so that one outlier does less harm than in INT8. The methods often agree to a
+fraction of a decibel, and "sqnr" matters for operands that span more octaves.
 
-E4M3 has 18 octaves, so that one outlier does less harm than it would in INT8: the methods often
-agree to a fraction of a decibel, and "sqnr" matters where operands are wider than that.
-
-Every element counts, those of padded tokens too. Weights need no data: conversion scales them from
-themselves. Static scales are for tensorwise inputs: a model that was trained with another recipe is
+Every element counts, also those of padded tokens. Weights need no data: conversion scales them from
+themselves. Static scales are for tensorwise inputs. A model that was trained with another recipe is
 calibrated as it is, and converted after `convert_from_float8_training`.
+
+**Counting.** bfloat16 has 2^15 magnitudes. A `Distribution` counts how often each occurs, in 256
+KiB per layer for any amount of data. For any scale s and format, ::
+
+    error(s) = sum_v n_v (v - s * round(clamp(v / s)))^2        n_v elements of magnitude v
+
+is the error of casting the data itself. float32 and float16 operands are rounded to bfloat16 first,
+to one part in 2^9, where E4M3 rounds to one in 2^4. Signs do not matter: casts are odd functions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -41,27 +49,133 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8 import kernels
 from float8.arguments import check_type
 from float8.config import Float8LinearConfig
 from float8.convert.conversion import plan_conversion
 from float8.convert.convert import high_precision
 from float8.convert.filters import ModuleFilter
 from float8.formats import Format, on_device
+from float8.granularity import WHOLE
 from float8.linear.autograd import compute_dtype
-from float8.numerics.batches import own_batch, run_model
-from float8.numerics.distribution import Distribution
-from float8.numerics.untouched import untouched
+from float8.numerics.display import simple_table
+from float8.numerics.passes import model_unchanged, own_batch, run_model
 
 METHODS = ("sqnr", "amax", "percentile")
+_MAGNITUDES = 2**15  # of bfloat16, inf and NaN included
+_FIRST_NONFINITE = 0x7F80
+_OCTAVES = 16  # how far below the amax scale a search goes: 2^-16 of the range is left
+
+
+class Distribution:
+    """Counts how often each magnitude of bfloat16 occurs.
+
+    Attributes:
+        elements: how many were counted.
+        nonfinite: how many of them were inf or NaN.
+        amax: the largest finite magnitude, not rounded.
+    """
+
+    def __init__(self) -> None:
+        self._counts = torch.zeros(_MAGNITUDES, dtype=torch.int64)
+        self.elements = 0
+        self.amax = 0.0
+
+    def add(self, x: Tensor) -> None:
+        """Count the elements of a tensor, of any shape and floating point type."""
+        if not x.numel():
+            return
+        bits = x.detach().to(torch.bfloat16).contiguous().view(torch.int16) & 0x7FFF
+        counts = torch.bincount(bits.flatten(), minlength=_MAGNITUDES)
+        self._counts += counts.to(self._counts.device)
+        self.elements += x.numel()
+        finite = torch.where(x.isfinite(), x, 0.0)
+        self.amax = max(self.amax, float(finite.abs().max()))
+
+    @property
+    def nonfinite(self) -> int:
+        """How many elements were inf or NaN."""
+        return int(self._counts[_FIRST_NONFINITE:].sum())
+
+    @property
+    def values(self) -> tuple[Tensor, Tensor]:
+        """The finite magnitudes that occurred, ascending, in float32, and how often each did."""
+        counts = self._counts[:_FIRST_NONFINITE]
+        found = counts.nonzero().squeeze(1)
+        return found.to(torch.int16).view(torch.bfloat16).float(), counts[found]
+
+    def sqnr(self, scales: Tensor, fmt: Format) -> Tensor:
+        """The SQNR of casting the data, for each of some scales.
+
+        Args:
+            scales: (C,) float32; ``value = data * scale``.
+            fmt: the format.
+
+        Returns:
+            (C,) in dB, float64; inf where a cast is exact.
+        """
+        values_V, counts_V = self.values
+        scale_C1 = scales.float().unsqueeze(1)
+        exact_CV = values_V.expand(len(scales), -1)
+        data_CV = kernels.cast(exact_CV, scale_C1, (1, WHOLE), fmt.dtype)
+        cast_CV = data_CV.double() * scale_C1.double()
+        noise_C = ((cast_CV - values_V.double()).square() * counts_V).sum(1)
+        signal = (values_V.double().square() * counts_V).sum()
+        return 10 * torch.log10(signal / noise_C)
+
+    def lost(self, scale: float, fmt: Format) -> tuple[float, float]:
+        """The fractions of elements that saturate, and that are flushed from nonzero to zero."""
+        values, counts = self.values
+        # The tolerance is the rounding to bfloat16: nothing saturates at the amax scale.
+        beyond = counts[values.double() > fmt.max * scale * (1 + 2**-8)].sum()
+        # Half of the smallest subnormal is a tie, and rounds to even: to zero.
+        below = counts[(values > 0) & (values.double() <= fmt.smallest_subnormal * scale / 2)].sum()
+        return float(beyond) / max(self.elements, 1), float(below) / max(self.elements, 1)
+
+    def amax_scale(self, fmt: Format) -> float:
+        """The scale that maps the largest magnitude to the format's largest value."""
+        return _scale(self.amax, fmt)
+
+    def percentile_scale(self, fmt: Format, percent: float) -> float:
+        """The scale at which ``percent`` of the nonzero elements do not saturate."""
+        values, counts = self.values
+        values, counts = values[values > 0], counts[values > 0]
+        if not len(values):  # float32 below the range of bfloat16
+            return self.amax_scale(fmt)
+        below = counts.cumsum(0).double() / counts.sum()
+        place = int(torch.searchsorted(below, percent / 100))
+        if place >= len(values) - 1:
+            return self.amax_scale(fmt)
+        return _scale(float(values[place]), fmt)
+
+    def sqnr_scale(self, fmt: Format) -> float:
+        """The scale with the highest SQNR, of the powers of two and the amax scale.
+
+        A shift by a power of two does not change the mantissas. It trades what saturates at the top
+        for what is flushed at the bottom, so that the SQNR has one maximum.
+        """
+        widest = self.amax_scale(fmt)
+        top = math.ceil(math.log2(widest))
+        # Also an octave above, for data that saturates an octave below.
+        exponents = torch.arange(top - _OCTAVES, top + 2, dtype=torch.float64)
+        scales = torch.cat([torch.exp2(exponents), torch.tensor([widest])])
+        scales = scales.clamp(min=torch.finfo(torch.float32).tiny).float()
+        return float(scales[self.sqnr(scales, fmt).argmax()])
+
+
+def _scale(amax: float, fmt: Format) -> float:
+    found = kernels.scale_from_amax(torch.tensor([amax], dtype=torch.float32), fmt.max, False)
+    return float(found)
 
 
 class Calibration:
-    """What inputs the layers of a model had, and the scales that follow.
+    """The inputs of a model's layers, and the scales that suit them.
 
     Attributes:
         inputs: layer name -> the `Distribution` of its input.
         formats: layer name -> the format that its input will be cast to.
         method: the default of `static_scales`.
+        percentile: of method "percentile".
     """
 
     def __init__(
@@ -70,27 +184,25 @@ class Calibration:
         formats: dict[str, Format],
         method: str,
         percentile: float,
-        steps_per_octave: int,
     ) -> None:
         self.inputs = inputs
         self.formats = formats
         self.method = _checked_method(method)
         self.percentile = percentile
-        self.steps_per_octave = steps_per_octave
 
     def static_scales(self, method: str | None = None) -> dict[str, float]:
         """Layer name -> scale of its input, for ``convert_to_float8_inference(static_scales=...)``.
 
         Args:
-            method: by default the one that `calibrate` was given; nothing is run again.
+            method: by default that of `calibrate`; nothing is run again.
 
         Raises:
-            ValueError: a layer's input was never seen, was all zero, or was not finite.
+            ValueError: a layer got no input, or one that was all zero or not finite.
         """
         problems = [
             f"{layer or 'the module itself'}: {reason}"
-            for layer, seen in self.inputs.items()
-            if (reason := _refuses(seen)) is not None
+            for layer, values in self.inputs.items()
+            if (reason := _reason_against(values)) is not None
         ]
         if problems:
             raise ValueError(
@@ -102,15 +214,15 @@ class Calibration:
         return {layer: self._scale(layer, chosen) for layer in self.inputs}
 
     def _scale(self, layer: str, method: str) -> float:
-        seen, fmt = self.inputs[layer], self.formats[layer]
+        values, fmt = self.inputs[layer], self.formats[layer]
         if method == "amax":
-            return seen.amax_scale(fmt)
+            return values.amax_scale(fmt)
         if method == "percentile":
-            return seen.percentile_scale(fmt, self.percentile)
-        return seen.sqnr_scale(fmt, self.steps_per_octave)
+            return values.percentile_scale(fmt, self.percentile)
+        return values.sqnr_scale(fmt)
 
     def rows(self) -> list[dict[str, Any]]:
-        """For each layer, lowest SQNR first: what its scale loses of the data.
+        """What the scale of each layer loses of the data, lowest SQNR first.
 
         Keys: layer, format, elements, amax, scale, sqnr (dB), saturated, flushed (fractions),
         amax_scale and amax_sqnr, those of method "amax".
@@ -118,19 +230,19 @@ class Calibration:
         Raises:
             ValueError: as `static_scales`.
         """
-        scales = self.static_scales()
-        return sorted((self._row(*each) for each in scales.items()), key=lambda row: row["sqnr"])
+        rows = [self._row(layer, scale) for layer, scale in self.static_scales().items()]
+        return sorted(rows, key=lambda row: row["sqnr"])
 
     def _row(self, layer: str, scale: float) -> dict[str, Any]:
-        seen, fmt = self.inputs[layer], self.formats[layer]
-        widest = seen.amax_scale(fmt)
-        sqnr, amax_sqnr = seen.sqnr(torch.tensor([scale, widest]), fmt).tolist()
-        saturated, flushed = seen.lost(scale, fmt)
+        values, fmt = self.inputs[layer], self.formats[layer]
+        widest = values.amax_scale(fmt)
+        sqnr, amax_sqnr = values.sqnr(torch.tensor([scale, widest]), fmt).tolist()
+        saturated, flushed = values.lost(scale, fmt)
         return {
             "layer": layer,
             "format": fmt.name,
-            "elements": seen.elements,
-            "amax": seen.amax,
+            "elements": values.elements,
+            "amax": values.amax,
             "scale": scale,
             "sqnr": sqnr,
             "saturated": saturated,
@@ -145,9 +257,6 @@ class Calibration:
         Args:
             top: how many; None is all.
         """
-        from tabulate import tabulate
-
-        rows = self.rows()
         headers = ("layer", "format", "amax", "scale", "SQNR dB", "satur. %", "flushed %", "amax's")
         cells = [
             (
@@ -160,12 +269,9 @@ class Calibration:
                 f"{100 * row['flushed']:.2f}",
                 f"{row['amax_sqnr']:.1f}",
             )
-            for row in rows[:top]
+            for row in self.rows()
         ]
-        align = ["left"] * 2 + ["right"] * (len(headers) - 2)
-        text = tabulate(cells, headers, "simple", colalign=align, disable_numparse=True)
-        left = len(rows) - len(cells)
-        return f"{text}\nand {left} more" if left else text
+        return simple_table(headers, cells, 2, top)
 
     def __str__(self) -> str:
         return f'static scales by "{self.method}" of {len(self.inputs)} layers\n{self.table(10)}'
@@ -178,7 +284,6 @@ def calibrate(
     *,
     method: str = "sqnr",
     percentile: float = 99.99,
-    steps_per_octave: int = 1,
     config: Float8LinearConfig | None = None,
     module_filter_fn: ModuleFilter | None = None,
 ) -> Calibration:
@@ -186,26 +291,27 @@ def calibrate(
 
     The layers are those that `convert_to_float8_inference` converts with the same ``config`` and
     ``module_filter_fn``, of a plain model or a converted one. The model runs in eval mode, in high
-    precision, without gradients, and is left as it was. Each layer holds 256 KiB of counts on the
-    host; counting reads the input of each layer once more.
+    precision, without gradients, and is left as it was.
 
     Args:
         model: the model.
         batches: an iterable of batches: mappings, tuples, lists or single arguments of the model.
             Of a loader of pairs with labels: ``(x for x, y in loader)``.
-        method: "sqnr", "amax" or "percentile"; see this file.
+        method: "sqnr", "amax" or "percentile"; see the top of this file.
         percentile: of an input's nonzero elements, which shall not saturate; of "percentile" only.
-        steps_per_octave: how finely "sqnr" searches; 1 is powers of two.
         config: of layers that are no Float8Linear yet; dynamic tensorwise by default.
         module_filter_fn: called with each candidate and its name; False leaves it alone.
 
     Raises:
-        ValueError: no batch or no layer; an unknown method, a percentile or number of steps that
-            makes no sense; a layer whose config casts no inputs.
+        ValueError: no batch or no layer; an unknown method, or a percentile outside of (0, 100]; a
+            layer whose config casts no inputs.
         TypeError: ``batches`` is a batch and no iterable of them.
     """
     plan = plan_conversion(model, config, module_filter_fn, "calibrate", replaces_weights=True)
-    _check_numbers(method, percentile, steps_per_octave)
+    _checked_method(method)
+    check_type(percentile, (int, float), "calibrate", "percentile", "a number in (0, 100]")
+    if not 0 < percentile <= 100:
+        raise ValueError(f"percentile must be in (0, 100], got {percentile}")
     if isinstance(batches, (Tensor, Mapping, str)):
         raise TypeError(
             f"batches must be an iterable of batches, got one {type(batches).__name__}: [batch]"
@@ -215,26 +321,26 @@ def calibrate(
     if not layers:
         raise ValueError(f"the model has no linear layer to calibrate:{plan.reasons}")
     formats = {name: _format(name, layers[name], own) for name, own in plan.configs.items()}
-    seen = {name: Distribution() for name in layers}
+    inputs = {name: Distribution() for name in layers}
     count = 0
-    with untouched(model), high_precision(model), ExitStack() as stack:
-        for module in model.modules():  # not eval(): a train() of its own may merge weights
+    with model_unchanged(model), high_precision(model), ExitStack() as stack:
+        for module in model.modules():  # not eval(), which a module may override to merge weights
             module.training = False
         for name, layer in layers.items():
-            hook = partial(_count, seen[name])
+            hook = partial(_count, inputs[name])
             stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        for count, batch in enumerate(batches, 1):  # noqa: B007  counted for the check below
+        for batch in batches:
             run_model(model, own_batch(batch))
+            count += 1
     if not count:
         raise ValueError("batches was empty: a generator that was used up before, perhaps")
-    return Calibration(seen, formats, method, percentile, steps_per_octave)
+    return Calibration(inputs, formats, method, percentile)
 
 
-def _count(seen: Distribution, layer: nn.Module, args: Any, kwargs: Any) -> None:
+def _count(values: Distribution, layer: nn.Module, args: Any, kwargs: Any) -> None:
     x = args[0] if args else kwargs["input"]
-    if not isinstance(x, Tensor):
-        return  # the layer says so
-    seen.add(x.to(compute_dtype(x)))  # what conversion casts, under autocast too
+    if isinstance(x, Tensor):  # otherwise the layer raises
+        values.add(x.to(compute_dtype(x)))  # the dtype that conversion casts from, with autocast
 
 
 def _format(name: str, layer: Any, config: Float8LinearConfig) -> Format:
@@ -247,24 +353,16 @@ def _format(name: str, layer: Any, config: Float8LinearConfig) -> Format:
     return on_device(cast.format, layer.weight.device)
 
 
-def _refuses(seen: Distribution) -> str | None:
-    if not seen.elements:
+def _reason_against(values: Distribution) -> str | None:
+    """Why no static scale fits these values, or None."""
+    if not values.elements:
         return "no batch reached it"
-    if seen.nonfinite:
-        return f"{seen.nonfinite} elements of its input were not finite (float8.find_nan)"
-    return None if seen.amax else "its input was all zero"
+    if values.nonfinite:
+        return f"{values.nonfinite} elements of its input were not finite (float8.find_nan)"
+    return None if values.amax else "its input was all zero"
 
 
 def _checked_method(method: str) -> str:
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     return method
-
-
-def _check_numbers(method: str, percentile: float, steps_per_octave: int) -> None:
-    _checked_method(method)
-    check_type(percentile, (int, float), "calibrate", "percentile", "a number in (0, 100]")
-    if not 0 < percentile <= 100:
-        raise ValueError(f"percentile must be in (0, 100], got {percentile}")
-    if not isinstance(steps_per_octave, int) or steps_per_octave < 1:
-        raise ValueError(f"steps_per_octave must be an integer >= 1, got {steps_per_octave!r}")

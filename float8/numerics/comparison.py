@@ -1,18 +1,19 @@
-"""`compare`: which float8 layers hurt the result, found by running them one at a time.
+"""`compare`: which float8 layers hurt the result; `accurate_layers`: convert the others only.
 
 ::
 
     found = compare(model, batch, loss_fn=lambda out: F.cross_entropy(out, y))
     print(found)                                  # worst first
     found.worst(3)                                # ["blocks.11.ffn.down", ...]
+    convert_to_float8_training(make_model(), module_filter_fn=accurate_layers(found, min_sqnr=20))
 
-What a cast does to its operand (`float8.numerics.inspect`) is not yet what it does to the model:
-an error may be averaged away behind the layer, or amplified. So the batch runs in high precision,
-with everything in float8, and once for each layer with that layer alone in float8, from the same
-random numbers. For each layer:
+The error of a cast (`float8.numerics.inspect`) is not the error of the model: it may be averaged
+away behind the layer, or amplified. So the batch runs in high precision, with all layers in float8,
+and once for each layer with that layer alone in float8, from the same random numbers. For each
+layer:
 
 =============== =================================================================================
-column          SQNR in dB (`float8.numerics.passes`) of
+column          SQNR in dB (`float8.kernels.sqnr`) of
 =============== =================================================================================
 alone_output    the model's output, with this layer alone in float8
 alone_gradient  all gradients of the model as one vector, with this layer alone in float8
@@ -21,13 +22,23 @@ grad_input      the gradient of this layer's input, with all layers in float8
 grad_weight     the gradient of this layer's weight, with all layers in float8
 =============== =================================================================================
 
-"Alone" ranks causes; the others say where errors have piled up. None: nothing to compare, as a
-frozen weight's gradient. The reference is the model under `float8.high_precision`, in the dtype
-that it has: differences below that dtype's rounding (about 50 dB in bfloat16) say nothing.
+The "alone" columns rank causes; the others show where errors have accumulated. None: there is
+nothing to compare, as for a frozen weight's gradient. The reference is the model under
+`float8.high_precision`, in its dtype: SQNRs above that of the dtype's rounding (about 50 dB in
+bfloat16) mean nothing.
+
+`accurate_layers` compares ``min_sqnr`` with the lowest SQNR of a layer. Of a `Report`, that is the
+lowest of its operands' casts (about 32 dB is the best of E4M3, 26 dB that of E5M2); of a
+`Comparison`, the lower of the two "alone" columns. The two differ: SQNR weighs by power, so that a
+weight with one huge element has a high SQNR although all other elements were flushed; `compare`
+shows their loss. None is ignored, and NaN is below everything. A layer that was not measured is an
+error, since converting it or not would be a guess: exclude it before,
+``all_of(skip_names("lm_head"), accurate_layers(report, 20))``, or give ``unknown``.
 """
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import json
 import math
@@ -40,12 +51,28 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from float8.arguments import check_function, check_module, described
+from float8.arguments import check_type, described
+from float8.convert.filters import ModuleFilter
 from float8.linear.layer import Float8Linear
-from float8.numerics.batches import LossFn, is_one_of_many
-from float8.numerics.passes import Noise, Pass, Watch, only_in_float8, run_pass
-from float8.numerics.rows import encoded
-from float8.numerics.untouched import untouched
+from float8.numerics.display import simple_table
+from float8.numerics.inspection import name_in_model
+from float8.numerics.passes import (
+    LayerObserver,
+    LossFn,
+    Noise,
+    check_run,
+    has_other_ranks,
+    model_unchanged,
+    only_in_float8,
+    run_pass,
+    sqnr_of,
+)
+from float8.numerics.snapshot import Report, strict_json
+from float8.numerics.statistics import OPERANDS
+
+ALONE = ("alone_output", "alone_gradient")
+COLUMNS = (*ALONE, "output", "grad_input", "grad_weight")
+_HEADERS = ("layer", "alone: output", "gradient", "all: output", "grad_input", "grad_weight")
 
 
 @dataclass(frozen=True)
@@ -68,18 +95,14 @@ class LayerComparison:
         return min((value for value in columns if value is not None), default=math.inf)
 
 
-COLUMNS = ("alone_output", "alone_gradient", "output", "grad_input", "grad_weight")
-_HEADERS = ("layer", "alone: output", "gradient", "all: output", "grad_input", "grad_weight")
-
-
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found.
+    """The result of `compare`.
 
     Attributes:
         layers: worst first.
         output: SQNR of the model's output in dB, all layers in float8.
-        gradient: of all gradients as one vector; None where nothing asks for one.
+        gradient: of all gradients as one vector; None where nothing requires one.
         loss_high_precision, loss_float8: None where there is no loss.
         model: the name of the model's class.
     """
@@ -105,32 +128,26 @@ class Comparison:
         Args:
             top: how many; None is all.
         """
-        from tabulate import tabulate
-
-        shown = self.layers[:top]
-        cells = [[one.layer, *(_shown(getattr(one, name)) for name in COLUMNS)] for one in shown]
-        align = ["left"] + ["right"] * len(COLUMNS)
-        text = tabulate(cells, _HEADERS, "simple", colalign=align, disable_numparse=True)
-        left = len(self.layers) - len(shown)
-        return f"{text}\nand {left} more" if left else text
+        rows = [[one.layer, *(_decibels(getattr(one, n)) for n in COLUMNS)] for one in self.layers]
+        return simple_table(_HEADERS, rows, 1, top)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as strict JSON, for other programs; inf is the word "inf"."""
+        """Write it as strict JSON, for other programs; inf is the string "inf"."""
         content = {"format": "float8.comparison", "version": 1, **asdict(self)}
-        text = json.dumps(encoded(content), allow_nan=False, indent=1)
+        text = json.dumps(strict_json(content), allow_nan=False, indent=1)
         Path(path).write_text(text, encoding="utf-8")
 
     def __str__(self) -> str:
         lines = [
             f"{self.model or 'model'} in float8 against high precision: output "
-            f"{_shown(self.output)} dB, gradient {_shown(self.gradient)} dB"
+            f"{_decibels(self.output)} dB, gradient {_decibels(self.gradient)} dB"
         ]
         if self.loss_high_precision is not None:
             lines += [f"loss {self.loss_high_precision:.6g} -> {self.loss_float8:.6g}"]
         return "\n".join([*lines, self.table(top=10)])
 
 
-def _shown(value: float | None) -> str:
+def _decibels(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
@@ -143,24 +160,24 @@ def compare(
     layers: Sequence[str] | None = None,
     alone: bool = True,
 ) -> Comparison:
-    """Run a converted model in high precision and in float8, and name the layers that hurt most.
+    """Run a converted model in high precision and in float8, and rank its layers by their harm.
 
     Nothing of the model changes: gradients, buffers, delayed histories, random states, modes and
     hooks are as before, also when it raises. Delayed casts use the scales that they have. Under
-    DDP or FSDP every rank has to call it, and sees its own batch and shards (and None where it is
-    not finite in high precision). A compiled model runs eagerly.
+    DDP or FSDP every rank has to call it. Each compares its own batch and shards, and gets None
+    where they are not finite in high precision. A compiled model runs eagerly.
 
-    The cost for L layers: L + 2 forwards and backwards. Held meanwhile: two copies of the gradients
-    of all parameters, and in host memory the outputs and input gradients of the compared layers.
+    The cost for L layers is L + 2 forwards and backwards, two copies of the gradients of all
+    parameters, and in host memory the outputs and input gradients of the compared layers.
     ``layers`` and ``alone`` make it cheaper.
 
     Args:
         model: with `Float8Linear` layers; it runs in the mode that it is in.
         batch: a mapping, tuple, list or single argument of the model; see
-            `float8.numerics.batches` for what backward starts from.
+            `float8.numerics.passes`, also for where backward starts.
         loss_fn: of the model's output; a scalar.
         seed: of dropout, and of the cotangent where there is no loss.
-        layers: names, or shell patterns such as ``"blocks.3.*"``, of the layers to report; all
+        layers: names, or shell patterns such as ``"blocks.3.*"``, of the layers to report; the
             others take part in "all layers in float8".
         alone: False leaves the two columns of single layers out: 2 runs.
 
@@ -169,28 +186,31 @@ def compare(
             high precision; or a name fits no layer.
         TypeError: ``model`` is no module, or ``loss_fn`` no function.
     """
-    check_module(model, "compare")
-    if loss_fn is not None:
-        check_function(loss_fn, "compare", "loss_fn")
+    check_run(model, loss_fn, "compare")
     chosen = _chosen(model, layers)
-    with untouched(model):
-        kept: defaultdict[tuple[str, str], list[Tensor]] = defaultdict(list)
-        keep = Watch(chosen, lambda *key, **_: kept[key[:2]].append(_on_host(key[2])))
-        with only_in_float8(model, set()), keep.open():
-            reference = run_pass(model, batch, loss_fn, seed, keep)
-        if not reference.is_finite and not is_one_of_many():
+    with model_unchanged(model):
+        expected: defaultdict[tuple[str, str], list[Tensor]] = defaultdict(list)
+        observer = LayerObserver(
+            chosen,
+            lambda name, kind, t: expected[name, kind].append(t.detach().to("cpu", copy=True)),
+        )
+        with only_in_float8(model, set()), observer.open():
+            reference = run_pass(model, batch, loss_fn, seed, observer)
+        if not reference.is_finite and not has_other_ranks():
             raise ValueError(
                 "the model is not finite in high precision, so that there is nothing to compare "
                 "with; float8.find_nan(model, batch) names the first module that is not"
             )
-        against = _Against(kept)
-        held = Watch(chosen, against)
-        with held.open():
-            together = run_pass(model, batch, loss_fn, seed, held)
-        columns = {name: against.columns(name) for name in chosen}
-        kept.clear()
+        errors = _CallErrors(expected)
+        observer = LayerObserver(chosen, errors.add)
+        with observer.open():
+            together = run_pass(model, batch, loss_fn, seed, observer)
+        columns = {name: errors.columns(name) for name in chosen}
+        expected.clear()
         for name, layer in chosen.items():
-            columns[name]["grad_weight"] = _sqnr_of_weight(layer, reference, together)
+            key = id(layer.weight)
+            weights = [(reference.gradients.get(key), together.gradients.get(key))]
+            columns[name]["grad_weight"] = sqnr_of(weights)
             if alone:
                 with only_in_float8(model, {layer}):
                     single = run_pass(model, batch, loss_fn, seed)
@@ -207,16 +227,21 @@ def compare(
     )
 
 
-class _Against:
-    """Compares what layers compute with what they computed before, call by call."""
+class _CallErrors:
+    """Compares the outputs and input gradients of layers with those of an earlier run.
 
-    def __init__(self, kept: Mapping[tuple[str, str], list[Tensor]]) -> None:
-        self.kept = kept
+    Args:
+        expected: (layer, kind) -> the tensors of its calls in the earlier run.
+    """
+
+    def __init__(self, expected: Mapping[tuple[str, str], list[Tensor]]) -> None:
+        self.expected = expected
         self.noise: defaultdict[tuple[str, str], Noise] = defaultdict(Noise)
         self.calls: defaultdict[tuple[str, str], int] = defaultdict(int)
 
-    def __call__(self, layer: str, kind: str, value: Tensor) -> None:
-        key, before = (layer, kind), self.kept.get((layer, kind), [])
+    def add(self, layer: str, kind: str, value: Tensor) -> None:
+        """Compare the next call of a layer."""
+        key, before = (layer, kind), self.expected.get((layer, kind), [])
         if self.calls[key] < len(before):
             self.noise[key].add(before[self.calls[key]], value)
         self.calls[key] += 1
@@ -224,9 +249,9 @@ class _Against:
     def columns(self, layer: str) -> dict[str, float | None]:
         """The SQNR of each kind; None where the layer was not called as often as before."""
         return {
-            kind: self.noise[layer, kind].decibels
+            kind: self.noise[layer, kind].sqnr
             for kind in ("output", "grad_input")
-            if self.calls[layer, kind] == len(self.kept.get((layer, kind), []))
+            if self.calls[layer, kind] == len(self.expected.get((layer, kind), []))
         }
 
 
@@ -253,11 +278,100 @@ def _chosen(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, Float
     return {n: m for n, m in known.items() if any(fnmatch.fnmatchcase(n, p) for p in patterns)}
 
 
-def _on_host(value: Tensor) -> Tensor:
-    return value.detach().to("cpu", copy=True)
+# --- a filter for conversion
 
 
-def _sqnr_of_weight(layer: Float8Linear, reference: Pass, other: Pass) -> float | None:
-    noise = Noise()
-    noise.add(reference.gradients.get(id(layer.weight)), other.gradients.get(id(layer.weight)))
-    return noise.decibels
+def accurate_layers(
+    report: Report | Comparison,
+    min_sqnr: float,
+    *,
+    by: Sequence[str] | None = None,
+    unknown: bool | None = None,
+) -> ModuleFilter:
+    """Return a ``module_filter_fn`` that converts the layers whose lowest SQNR is high enough.
+
+    It works on any model of the same layer names; prefixes of ``torch.compile``, DDP and Fabric do
+    not matter.
+
+    Args:
+        report: of `float8.numerics.inspect`, or of `float8.numerics.compare`.
+        min_sqnr: in dB; a layer with less is left in high precision.
+        by: which numbers count: operands of a `Report` ("input", "weight", "grad_output"), columns
+            of a `Comparison` ("alone_output", "alone_gradient", "output", "grad_input",
+            "grad_weight"). By default all operands, and the two "alone" columns.
+        unknown: of a layer that was not measured: True converts it, False does not, None raises.
+
+    Returns:
+        (module, name) -> whether to convert it; for `float8.filters.all_of` too. It raises a
+        ValueError for a layer that was not measured.
+
+    Raises:
+        ValueError: ``by`` names something else, or a number that no layer has; or ``min_sqnr`` is
+            NaN.
+        TypeError: ``report`` is neither, or ``min_sqnr`` no number.
+    """
+    check_type(min_sqnr, (int, float), "accurate_layers", "min_sqnr", "a number of dB")
+    if math.isnan(min_sqnr):
+        raise ValueError("min_sqnr must be a number of dB, got nan")
+    lowest = _lowest(report, by)
+
+    def is_accurate(module: nn.Module, fqn: str) -> bool:
+        sqnr = lowest.get(_without_wrappers(fqn))
+        if sqnr is not None:
+            return sqnr >= min_sqnr
+        if unknown is None:
+            known = list(lowest)
+            near = difflib.get_close_matches(fqn, known, n=3, cutoff=0.5) or known[:3]
+            raise ValueError(
+                f"{fqn or 'the module itself'} has no SQNR in the report, which knows {len(known)} "
+                f"layers{', such as ' + ', '.join(near) if near else ''}: it was not converted "
+                "then, or no data reached it. Leave it out with all_of(skip_names(...), "
+                "accurate_layers(...)), or decide with unknown=True (convert) or unknown=False"
+            )
+        return unknown
+
+    return is_accurate
+
+
+def _lowest(report: Report | Comparison, by: Sequence[str] | None) -> dict[str, float]:
+    """Layer -> its lowest SQNR; without layers that have none."""
+    if isinstance(report, Report):
+        chosen = _checked(by, OPERANDS, OPERANDS)
+        pairs = [(cast.layer, cast.sqnr) for cast in report.casts if cast.operand in chosen]
+    elif isinstance(report, Comparison):
+        chosen = _checked(by, COLUMNS, ALONE)
+        pairs = [(layer.layer, getattr(layer, n)) for layer in report.layers for n in chosen]
+    else:
+        raise TypeError(
+            "accurate_layers takes what float8.inspect or float8.compare returned, got "
+            f"{described(report)}"
+        )
+    lowest: dict[str, float] = {}
+    for layer, sqnr in pairs:
+        if sqnr is not None:
+            value, name = -math.inf if math.isnan(sqnr) else sqnr, _without_wrappers(layer)
+            lowest[name] = min(value, lowest.get(name, math.inf))
+    if pairs and not lowest:
+        raise ValueError(
+            f"no layer of the report has an SQNR of {', '.join(chosen)}: name others by=(...), or "
+            "compare without alone=False"
+        )
+    return lowest
+
+
+def _checked(
+    by: Sequence[str] | None, known: Sequence[str], default: Sequence[str]
+) -> Sequence[str]:
+    if by is None:
+        return default
+    if isinstance(by, str):
+        raise ValueError(f"by must be a sequence of names, as ({by!r},)")
+    check_type(by, Collection, "accurate_layers", "by", "a sequence of names")
+    if not by or any(name not in known for name in by):
+        raise ValueError(f"by takes some of {', '.join(known)}, got {list(by)}")
+    return by
+
+
+def _without_wrappers(fqn: str) -> str:
+    parts = name_in_model(fqn).split(".")
+    return ".".join(part for part in parts if part != "module")  # DDP's

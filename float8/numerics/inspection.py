@@ -1,4 +1,4 @@
-"""`inspect`: watch what casts do to a model's operands, while it runs as it always does.
+"""`inspect`: measure the casts of a model's operands while it runs, without changing a result.
 
 ::
 
@@ -7,28 +7,28 @@
     print(report.table())
 
 Hooks on every `Float8Linear` see its input, its weight as the layer sees it (gathered by FSDP2, in
-the dtype that autocast asks for), and the gradient of what it returned. Each is cast once more,
-exactly as the layer casts it (`linear.scaling.quantize` with its `OperandCast` and the scale that a
-delayed cast has), nothing is recorded, and `float8.numerics.statistics` compares. What the model
-computes stays the same to the bit: outputs, gradients, amax histories, random numbers.
+the dtype that autocast asks for), and the gradient of its output. Each is cast once more, exactly
+as the layer casts it (`linear.scaling.quantize` with its `OperandCast` and the scale of a delayed
+cast), without recording an amax, and `float8.numerics.statistics` compares. Outputs, gradients,
+amax histories and random numbers stay the same to the bit.
 
-Numbers gather on the device over calls, microbatches and layers that are called twice. They come to
-the host when the block ends.
+Numbers are accumulated on the device over calls, microbatches and layers that are called twice.
+They are moved to the host when the block ends.
 
-- Recomputation (activation checkpointing) counts nothing again.
-- Without gradients, in evaluation, there are forward rows alone.
-- An operand that arrives in float8 (fused norms, weights that FSDP2 gathered so) has no
-  high-precision twin: its rows have no SQNR.
+- Recomputation (activation checkpointing) counts nothing twice.
+- Without gradients, as in evaluation, the report has the casts of the forward only.
+- An operand that arrives in float8 (from fused norms, or gathered in float8 by FSDP2) has no
+  high-precision values to compare with: its casts have no SQNR.
 - Under data or tensor parallelism a report is of this rank's part of the work; `Report.gather`
-  joins them. Tensor-parallel ranks must all inspect, since they agree on scales.
-- Under ``torch.compile`` the model runs eagerly while it is watched, and so does every other
-  compiled function (``torch.compiler.set_stance("force_eager")``): compiled graphs do not call
-  hooks that came after them. Afterwards the same graphs run again. Where a whole training step is
+  joins the parts. Tensor-parallel ranks must all inspect, because they agree on scales.
+- Under ``torch.compile`` the model runs eagerly inside the block, and so does every other compiled
+  function (``torch.compiler.set_stance("force_eager")``): compiled graphs do not call hooks that
+  were added later. After the block the same graphs run again. Where a whole training step is
   compiled, open the block around its call, not in it.
-- Layers have the names that they have in the model itself, without those of `torch.compile`, DDP,
-  FSDP1 and ``checkpoint_wrapper`` around it.
+- Layers have the names that they have in the model itself, without the prefixes of `torch.compile`,
+  DDP, FSDP1 and ``checkpoint_wrapper``.
 
-A layer of which nothing was seen is named in ``report.skipped``, with the reason.
+Layers that were not measured are in ``report.skipped``, with the reason.
 """
 
 from __future__ import annotations
@@ -53,9 +53,17 @@ from float8.linear.bound_plan import plan_on
 from float8.linear.float8_weight import float8_weight, is_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.scaling import DelayedState, quantize
-from float8.numerics.rows import OPERANDS
 from float8.numerics.snapshot import Report
-from float8.numerics.statistics import Coded, Measured, Tally, measure, rows_of
+from float8.numerics.statistics import (
+    IN_FLOAT8,
+    OPERANDS,
+    CastKey,
+    CastLabels,
+    CastTotals,
+    Float8Matrix,
+    measure_cast,
+    statistics_of,
+)
 from float8.tensor import Float8Tensor
 
 GEMMS = ("output", "grad_input", "grad_weight")
@@ -63,11 +71,11 @@ GEMMS = ("output", "grad_input", "grad_weight")
 
 @contextmanager
 def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
-    """Watch the casts of a model's float8 layers, for as long as the block is open.
+    """Measure the casts of a model's float8 layers while the block is open.
 
     Args:
-        model: converted by `convert_to_float8_training` or for inference; compiled, wrapped in DDP,
-            FSDP2 and the like or not.
+        model: converted for training or for inference; it may be compiled, or wrapped in DDP, FSDP2
+            and the like.
         step: of the training, for the report.
 
     Yields:
@@ -91,13 +99,13 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
             "convert_to_float8_training(model), and inspect what that returns"
         )
     report = Report(model=type(model).__name__, step=step)
-    watch = _Watch(layers)
+    inspection = _Inspection(layers)
     with ExitStack() as stack:
-        stack.callback(watch.close, report)
-        stack.enter_context(_EAGERLY)
+        stack.callback(inspection.close, report)
+        stack.enter_context(_FORCE_EAGER)
         for fqn, layer in layers.items():
-            # First of its hooks: others may replace what the layer returns, or free its weight.
-            hook = _Hook(watch, fqn)
+            # The first of its hooks: others may replace the output, or free the weight.
+            hook = _Hook(inspection, fqn)
             handle = layer.register_forward_hook(hook, prepend=True, with_kwargs=True)
             stack.callback(handle.remove)
         yield report
@@ -105,11 +113,8 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
 
 # Of torch.compile, FSDP1, checkpoint_wrapper and Lightning's Fabric.
 _WRAPPERS = {
-    "_orig_mod",
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-    "_forward_module",
-}
+    "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module",
+}  # fmt: skip
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -123,15 +128,15 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def name_in_model(fqn: str) -> str:
-    """A name without what wrappers have put in it."""
+    """A module's name without the parts that wrappers add."""
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
-class _Eagerly:
-    """Compiled functions run eagerly from the first opening to the last closing.
+class _ForceEager:
+    """Makes compiled functions run eagerly while at least one block is open.
 
-    Whatever the order: callbacks close in the one in which they opened, and a stance that is put
-    back then is the other's.
+    Blocks may close in any order. A stance that each of them restored could be that of another
+    block, so the first to open sets it, and the last to close restores it.
     """
 
     def __init__(self) -> None:
@@ -143,10 +148,12 @@ class _Eagerly:
         with self.lock:
             if not self.opened:
                 try:
-                    # Imports dynamo, as any optimizer does.
                     self.stance = torch.compiler.set_stance("force_eager")
                 except RuntimeError as error:
-                    raise RuntimeError(_IN_COMPILED) from error
+                    raise RuntimeError(
+                        "inspect: opened in a compiled function, whose model it cannot watch; open "
+                        "it around the call of that function"
+                    ) from error
             self.opened += 1
 
     def __exit__(self, *error: object) -> None:
@@ -156,134 +163,132 @@ class _Eagerly:
                 self.stance.__exit__(*error)
 
 
-_EAGERLY = _Eagerly()
-_IN_COMPILED = (
-    "inspect: opened in a compiled function, whose model it cannot watch; open it around the call "
-    "of that function"
-)
+_FORCE_EAGER = _ForceEager()
 
 
 class _Hook:
-    """The forward hook of one layer. In a copy or a pickle of the model it sees nothing."""
+    """The forward hook of one layer. Copies and pickles of the model get one that does nothing."""
 
-    def __init__(self, watch: _Watch, fqn: str) -> None:
-        self.watch, self.fqn = watch, fqn
+    def __init__(self, inspection: _Inspection, fqn: str) -> None:
+        self.inspection, self.fqn = inspection, fqn
 
     def __call__(
         self, layer: Float8Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> None:
-        self.watch.see_call(self.fqn, layer, args[0] if args else kwargs["input"], output)
+        self.inspection.see_call(self.fqn, layer, args[0] if args else kwargs["input"], output)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Blind, ()
+        return _NoHook, ()
 
 
-class _Blind:
+class _NoHook:
     def __call__(self, *call: object) -> None:
         pass
 
 
 class _Use(NamedTuple):
-    """One cast of one operand: for which product, how, and whether of its transpose."""
+    """One cast of an operand: for which GEMM, how, and whether of the transpose."""
 
+    operand: str
     gemm: str
     cast: OperandCast
     is_transposed: bool = False
 
 
-Key = tuple[str, str, str, bool]  # the last: whether the operand came in high precision
-Found = tuple[Key, Tally, Measured]
+Found = tuple[CastLabels, CastTotals]
 
 
-class _Watch:
-    """What is seen between the opening and the closing of a report."""
+class _Inspection:
+    """The numbers between the opening and the closing of a block."""
 
     def __init__(self, layers: dict[str, Float8Linear]) -> None:
         self.layers = layers
-        self.tallies: dict[Key, Tally] = {}
+        self.found: dict[tuple[CastKey, bool], Found] = {}
         self.seen: set[str] = set()
         self.reasons: dict[str, str] = {}
         self.is_open = True
 
     def see_call(self, fqn: str, layer: Float8Linear, input: Tensor, output: Tensor) -> None:
-        if (reason := _why_not(layer, input)) is not None:
+        """Measure the operands of a forward, and let a hook measure those of its backward."""
+        if (reason := _reason_to_skip(layer, input)) is not None:
             self.reasons[fqn] = reason
             return
         self.seen.add(fqn)
-        needs_x, needs_w, dtype = (
-            input.requires_grad,
-            layer.weight.requires_grad,
-            compute_dtype(input),
-        )
-        with _beside_the_model(input):
+        dtype = compute_dtype(input)
+        uses = _uses(layer.config.plan, input.requires_grad, layer.weight.requires_grad)
+        with _without_side_effects(input):
             x, weight, states = layer.local_operands(input)
             operands = {"input": (x, states[0]), "weight": (weight, states[1])}
-            now, later = _uses_in_forward(layer.config.plan, needs_x, needs_w)
-            if torch._C._current_graph_task_id() == -1:  # else it is recomputed in a backward
-                self.take([self.look(fqn, layer, op, use, *operands[op], dtype) for op, use in now])
+
+            def measured(some: list[_Use]) -> list[Found]:
+                return [_measured(fqn, layer, use, *operands[use.operand], dtype) for use in some]
+
+            if torch._C._current_graph_task_id() == -1:  # otherwise a backward recomputes it
+                self.add(measured(uses.in_forward))
             if not output.requires_grad:
                 return
-            # Kept until the gradient comes: of a forward that is thrown away it never does.
-            kept = [self.look(fqn, layer, op, use, *operands[op], dtype) for op, use in later]
-            fold = _folded_into_gradient(layer, dtype)
-        uses = _uses_of_gradient(layer.config.plan, needs_x, needs_w)
+            # Not added before the gradient arrives: a forward may be discarded without a backward.
+            later = measured(uses.in_backward)
+            factor = _factor_of_gradient(layer, dtype)
 
         def on_gradient(grad_output: Tensor) -> None:
             if not self.is_open:
                 return
-            with _beside_the_model(grad_output):
+            with _without_side_effects(grad_output):
                 g = layer.local_grad_output(grad_output)
-                g = g if fold is None else as_matrix(g) * fold
-                seen = [self.look(fqn, layer, "grad_output", use, g, states[2]) for use in uses]
-            self.take([*kept, *seen])
+                g = g if factor is None else as_matrix(g) * factor
+                found = [_measured(fqn, layer, use, g, states[2]) for use in uses.of_gradient]
+            self.add([*later, *found])
 
         output.register_hook(on_gradient)
 
-    def look(
-        self,
-        fqn: str,
-        layer: Float8Linear,
-        operand: str,
-        use: _Use,
-        x: Tensor,
-        state: DelayedState | None,
-        dtype: torch.dtype | None = None,
-    ) -> Found:
-        """Cast an operand as the layer does, and measure that."""
-        if isinstance(x, Float8Tensor):
-            coded = _coded(x)
-            key = (fqn, operand, use.gemm, False)
-            fmt, kind = FORMATS[coded.data.dtype].name, _granularity(coded.block)
-            return key, Tally(*key[:3], fmt, "float8", kind, False, False), measure(None, coded)
-        x = as_matrix(x)
-        x = x if dtype is None else x.to(dtype)
-        x = x.t() if use.is_transposed else x
-        how, emulate = use.cast, layer.config.emulate
-        coded = Coded(*quantize(x, how, state, emulate=emulate), how.block)
-        key = (fqn, operand, use.gemm, True)
-        is_fixed = how.scaling_type is not ScalingType.DYNAMIC
-        fmt, kind = FORMATS[coded.data.dtype].name, _granularity(how.block)
-        tally = Tally(*key[:3], fmt, how.scaling_type.value, kind, True, is_fixed)
-        return key, tally, measure(*_local(x, coded), may_saturate=is_fixed)
-
-    def take(self, found: list[Found]) -> None:
-        for key, tally, measured in found:
-            self.tallies.setdefault(key, tally).add(measured)
+    def add(self, found: list[Found]) -> None:
+        for labels, totals in found:
+            key = labels[:3], labels.scaling == IN_FLOAT8
+            before = self.found.get(key)
+            self.found[key] = labels, before[1].plus(totals) if before else totals
 
     def close(self, report: Report) -> None:
+        """Move the numbers to the host and into the report."""
         self.is_open = False
         places = {fqn: i for i, fqn in enumerate(self.layers)}
 
-        def place(key: Key) -> tuple[int, int, int]:
-            return places[key[0]], OPERANDS.index(key[1]), GEMMS.index(key[2])
+        def place(found: Found) -> tuple[int, int, int]:
+            layer, operand, gemm = found[0][:3]
+            return places[layer], OPERANDS.index(operand), GEMMS.index(gemm)
 
-        rows = rows_of([self.tallies[key] for key in sorted(self.tallies, key=place)])
+        rows = statistics_of(sorted(self.found.values(), key=place))
         unseen = [fqn for fqn in self.layers if fqn not in self.seen]
         report.fill(rows, {fqn: self.reasons.get(fqn, "it was not called") for fqn in unseen})
 
 
-def _why_not(layer: Float8Linear, input: Tensor) -> str | None:
-    """The reason why nothing can be said of a call, or None."""
+def _measured(
+    fqn: str,
+    layer: Float8Linear,
+    use: _Use,
+    x: Tensor,
+    state: DelayedState | None,
+    dtype: torch.dtype | None = None,
+) -> Found:
+    """Cast an operand as the layer does, and measure the cast."""
+    scaling, may_saturate, source = IN_FLOAT8, True, None
+    if isinstance(x, Float8Tensor):
+        matrix = _as_matrix_in_float8(x)
+    else:
+        x = as_matrix(x)
+        x = x if dtype is None else x.to(dtype)
+        x = x.t() if use.is_transposed else x
+        data, scale = quantize(x, use.cast, state, emulate=layer.config.emulate)
+        source, matrix = _local_part(x, Float8Matrix(data, scale, use.cast.block))
+        scaling = use.cast.scaling_type.value
+        may_saturate = use.cast.scaling_type is not ScalingType.DYNAMIC
+    fmt, block = FORMATS[matrix.data.dtype].name, _granularity(matrix.block)
+    labels = CastLabels(fqn, use.operand, use.gemm, fmt, scaling, block)
+    return labels, measure_cast(source, matrix, may_saturate)
+
+
+def _reason_to_skip(layer: Float8Linear, input: Tensor) -> str | None:
+    """Why a call cannot be measured, or None."""
     from torch._subclasses.fake_tensor import is_fake
 
     if layer.high_precision:
@@ -297,8 +302,8 @@ def _why_not(layer: Float8Linear, input: Tensor) -> str | None:
 
 
 @contextmanager
-def _beside_the_model(x: Tensor) -> Iterator[None]:
-    """Leave no trace in what the model computes, nor in what modes around it have seen."""
+def _without_side_effects(x: Tensor) -> Iterator[None]:
+    """Hide the operations of a block from autograd, autocast and dispatch modes."""
     kind = x.device.type
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -308,30 +313,32 @@ def _beside_the_model(x: Tensor) -> Iterator[None]:
         yield
 
 
-def _uses_in_forward(
-    plan: LinearPlan, needs_x: bool, needs_w: bool
-) -> tuple[list[tuple[str, _Use]], list[tuple[str, _Use]]]:
-    """The casts of input and weight: the first uses, and those which only a backward reads."""
-    now, later = [], []
+class _Uses(NamedTuple):
+    """The casts of a call, by the time at which their GEMM runs and their operand is known."""
+
+    in_forward: list[_Use]
+    in_backward: list[_Use]  # of input and weight
+    of_gradient: list[_Use]
+
+
+def _uses(plan: LinearPlan, needs_x: bool, needs_w: bool) -> _Uses:
+    """The casts of a call. A second use that reads the bytes of the first is not a second cast."""
+    forward, backward, gradient = [], [], []
     if plan.output.a is not None and plan.output.b is not None:
-        now = [("input", _Use("output", plan.output.a)), ("weight", _Use("output", plan.output.b))]
+        forward.append(_Use("input", "output", plan.output.a))
+        forward.append(_Use("weight", "output", plan.output.b))
     if needs_w and plan.grad_weight.b is not None and not plan.reuses_input:
-        later.append(("input", _Use("grad_weight", plan.grad_weight.b, True)))
+        backward.append(_Use("input", "grad_weight", plan.grad_weight.b, True))
     if needs_x and plan.grad_input.b is not None and not plan.reuses_weight:
-        later.append(("weight", _Use("grad_input", plan.grad_input.b, True)))
-    return now, later
-
-
-def _uses_of_gradient(plan: LinearPlan, needs_x: bool, needs_w: bool) -> list[_Use]:
-    uses = []
+        backward.append(_Use("weight", "grad_input", plan.grad_input.b, True))
     if needs_x and plan.grad_input.a is not None:
-        uses.append(_Use("grad_input", plan.grad_input.a))
-    if needs_w and plan.grad_weight.a is not None and not (uses and plan.reuses_grad_output):
-        uses.append(_Use("grad_weight", plan.grad_weight.a, True))
-    return uses
+        gradient.append(_Use("grad_output", "grad_input", plan.grad_input.a))
+    if needs_w and plan.grad_weight.a is not None and not (gradient and plan.reuses_grad_output):
+        gradient.append(_Use("grad_output", "grad_weight", plan.grad_weight.a, True))
+    return _Uses(forward, backward, gradient)
 
 
-def _folded_into_gradient(layer: Float8Linear, dtype: torch.dtype) -> Tensor | None:
+def _factor_of_gradient(layer: Float8Linear, dtype: torch.dtype) -> Tensor | None:
     """The scales of a resident weight that multiply the gradient before its cast, if any do."""
     if not is_resident(layer.weight):
         return None
@@ -339,23 +346,23 @@ def _folded_into_gradient(layer: Float8Linear, dtype: torch.dtype) -> Tensor | N
     return weight.transposed[1] if weight is not None and weight.scales_grad else None
 
 
-def _coded(x: Float8Tensor) -> Coded:
-    """The parts of a tensor in float8 as those of a matrix, leading dimensions flattened."""
+def _as_matrix_in_float8(x: Float8Tensor) -> Float8Matrix:
+    """A tensor in float8 as a matrix, with its leading dimensions flattened."""
     block = x._block if x.dim() > 1 else (WHOLE, *x._block)
-    return Coded(as_matrix(x._data), as_matrix(x._scale), block[-2:])
+    return Float8Matrix(as_matrix(x._data), as_matrix(x._scale), block[-2:])
 
 
-def _local(x: Tensor, coded: Coded) -> tuple[Tensor, Coded]:
-    """This rank's part of a cast of a DTensor, with the scales of that part."""
+def _local_part(x: Tensor, matrix: Float8Matrix) -> tuple[Tensor, Float8Matrix]:
+    """This rank's part of the cast of a DTensor, with the scales of that part."""
     if not is_sharded(x):
-        return x, coded
+        return x, matrix
     from torch.distributed.tensor import Replicate, Shard
 
-    whole, data, scale = (cast(Any, part) for part in (x, coded.data, coded.scale))
+    whole, data, scale = (cast(Any, part) for part in (x, matrix.data, matrix.scale))
     dims = [p.dim if p.is_shard() else None for p in whole.placements]
     placements = [Replicate() if d is None or scale.shape[d] == 1 else Shard(d) for d in dims]
     local_scale = scale.redistribute(placements=placements).to_local()
-    return whole.to_local(), Coded(data.to_local(), local_scale, coded.block)
+    return whole.to_local(), Float8Matrix(data.to_local(), local_scale, matrix.block)
 
 
 def _granularity(block: Block) -> str:

@@ -1,4 +1,4 @@
-"""`inspect_every`: look at the casts of a training every n steps, into a file or `add_scalar`.
+"""`inspect_every`: inspect every n-th training step, into a file or `add_scalar`.
 
 ::
 
@@ -9,18 +9,17 @@
             optimizer.step()
 
 Steps 0, n, 2n ... are inspected (`float8.numerics.inspection`), the others cost one comparison of
-integers. An inspected step makes every cast once more and reads it some ten times in float64.
-It costs a share of ``(ratio - 1) / n`` of a training, where ``ratio`` is that of an inspected step
-to a plain one; ``benchmarks/bench_numerics.py`` measures both.
+integers. An inspected step makes every cast once more and reads it about ten times in float64. The
+cost is a share of ``(ratio - 1) / n`` of a training, where ``ratio`` is the time of an inspected
+step over that of a plain one; ``benchmarks/bench_numerics.py`` measures both.
 
-The file holds every snapshot so far and is replaced as a whole, so that whoever reads it while the
-training runs, or after it was killed, finds a complete one. A file that is there already is
-continued: a training that resumes passes the step at which it does. ``python -m
-float8.numerics.report run.json -o report.html`` makes a page of it.
+The file holds all snapshots so far and is replaced as a whole, so that it is complete at any time,
+also after the training was killed. An existing file is continued: a training that resumes passes
+its ``step``. ``python -m float8.numerics.report run.json -o report.html`` makes a page of it.
 
 Where several ranks train together, all of them open the monitor, the report is that of all ranks
-(`Report.gather`), and the first rank writes. Under ``torch.compile`` inspected steps run eagerly,
-the others compiled: the ratio is greater there, and so should n be. A step that raises leaves its
+(`Report.gather`), and the first rank writes. Under ``torch.compile`` inspected steps run eagerly
+and the others compiled: the ratio is greater, so choose a greater n. A step that raises leaves its
 report in ``monitor.report``, and is not written.
 """
 
@@ -30,7 +29,6 @@ import os
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -38,7 +36,7 @@ from torch import nn
 
 from float8.arguments import check_module, described
 from float8.numerics.inspection import inspect
-from float8.numerics.snapshot import Report, as_json, check_writable, load_run, write_run
+from float8.numerics.snapshot import Report, as_json, load_run, try_writing, write_run
 
 
 def inspect_every(
@@ -54,28 +52,28 @@ def inspect_every(
 
     Args:
         model: converted; as for `inspect`.
-        n: look at every n-th step.
-        path: of a file that all snapshots go to, besides those that it has.
+        n: inspect every n-th step.
+        path: of a file to which snapshots are added.
         writer: has ``add_scalar(tag, value, step)``.
         step: the number of the first step.
-        keep: how many snapshots the file holds at most; the oldest leave.
+        keep: how many snapshots the file holds at most; the oldest are dropped.
 
     Raises:
-        OSError: ``path`` cannot be written now. If it cannot be later, as on a disk that is full by
-            then, that is a warning, once: the training goes on, and the file keeps what it had.
-        ValueError: n or keep is not positive, or ``path`` holds something else than a run. A step
-            raises it where the model has no float8 layer.
+        OSError: ``path`` cannot be written now. If a later write fails, as on a full disk, there is
+            one warning, the training goes on, and the file keeps its last content.
+        ValueError: n or keep is not positive, or the file at ``path`` is not a run. A step raises
+            it if the model has no float8 layer.
         TypeError: ``model`` is no module, or ``writer`` has no ``add_scalar``.
     """
     return Monitor(model, n, path, writer, step, keep)
 
 
 class Monitor:
-    """See `inspect_every`, which makes one.
+    """The context manager that `inspect_every` returns.
 
     Attributes:
         report: of the last inspected step, or None.
-        step: the number of the step that comes next, or is running.
+        step: the number of the running step, or of the next one.
     """
 
     def __init__(
@@ -90,9 +88,8 @@ class Monitor:
         check_module(model, "inspect_every")
         for name, value in (("n", n), ("keep", keep)):
             if not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"inspect_every: {name} is an integer >= 1, got {described(value)}"
-                )
+                got = described(value)
+                raise ValueError(f"inspect_every: {name} is an integer >= 1, got {got}")
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
             raise TypeError(
                 f"inspect_every: a {type(writer).__name__} has no add_scalar(tag, value, step), as "
@@ -102,14 +99,14 @@ class Monitor:
         self.path = None if path is None else Path(path)
         self.report: Report | None = None
         if self.path is not None and _is_first_rank():
-            check_writable(self.path)
+            _check_writable(self.path)
         found = [] if self.path is None or not self.path.exists() else load_run(self.path)
         self._written = {r.step: as_json(r) for r in found if r.step is None or r.step < step}
         self._open: ExitStack | None = None
         self._is_inside = self._has_warned = False
 
     def start_step(self) -> None:
-        """What ``with`` does at its beginning, for callbacks."""
+        """Begin a step, as ``with`` does; for callbacks."""
         if self._is_inside:
             raise RuntimeError("inspect_every: a step is open already; end it before the next one")
         if self.step % self.n == 0:
@@ -119,8 +116,18 @@ class Monitor:
         self._is_inside = True
 
     def end_step(self) -> None:
-        """What ``with`` does at its end, for callbacks."""
+        """End a step, as ``with`` does; for callbacks."""
         self._close(failed=False)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has started and not ended."""
+        return self._is_inside
+
+    def abandon_step(self) -> None:
+        """End a step that failed, if one is open; its report is kept and not written."""
+        if self._is_inside:
+            self._close(failed=True)
 
     def _close(self, failed: bool) -> None:
         if not self._is_inside:
@@ -164,13 +171,18 @@ class Monitor:
         self.start_step()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._close(failed=kind is not None)
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        try_writing(path)
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be written ({error.strerror or error}): name a file in a folder that "
+            "exists, may be written to and has space"
+        ) from error
 
 
 def _is_first_rank() -> bool:

@@ -1,48 +1,125 @@
-"""`find_nan`: the first module and tensor of a model that went non-finite.
+"""`find_nan`: the first module and tensor of a model that is not finite.
 
 ::
 
     print(find_nan(model, batch, loss_fn=lambda out: F.cross_entropy(out, y)))
 
-The order in which it looks is the order in which things go wrong: the batch, parameters and scales;
-then forward, where modules end inner before outer, so that the first output with a NaN is that of
-the innermost module that made it; the loss; then backward, gradients in the order of their making.
-What is made between modules (by functions in a forward) belongs to the module around them, and the
-last of its modules that was finite is named.
+It looks in the order in which errors arise. First come the batch, parameters and scales. In the
+forward, inner modules end before outer ones, so the first output with a NaN is that of the
+innermost module that made it. Then come the loss and, in the order of backward, the gradients. A
+tensor that is made between modules, by functions in a forward, belongs to the module around them,
+and the last finite tensor before it is named.
 
-What counts. A NaN always does; so does an inf in a parameter, in the loss or in a parameter's
-gradient. An inf elsewhere counts if the run ends in one of those, or with an inf in its output: the
-first place where it came out of finite tensors is then the origin, and is named in place of what
-followed. An inf that comes to nothing is let be: attention masks are -inf, and softmax makes zeros
-of them. So -inf alone is a fault only where a module multiplies by parameters, never in a batch, in
-a buffer, or in what a module without parameters returns.
+**What counts.** A NaN always counts; so does an inf in a parameter, in the loss or in a parameter's
+gradient. An inf elsewhere counts if the run ends in one of those, or with an inf in its output:
+then the origin is the first place where it came out of finite tensors, and that is the finding.
+Other infs are harmless: attention masks are -inf, and softmax turns them into zeros. So -inf alone
+counts only in the output of a module with parameters, never in a batch, a buffer or the output of
+another module.
+
+**Float8 layers.** A `Float8Linear` makes inf or NaN of finite operands in few ways, and
+`remarks_of` checks each. A loaded or written scale may be NaN, inf or 0. A product that the formats
+represent may be too large for float16. An infinite element makes a dynamic scale infinite and every
+product with it NaN; under a given scale the element becomes NaN. Saturation is reported too: it
+makes nothing infinite, but an outdated scale is often an earlier cause.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from float8.arguments import check_function, check_module
+from float8 import kernels
+from float8.config import ScalingType
+from float8.formats import on_device
+from float8.linear.cast import NoCast
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
-from float8.numerics.batches import (
+from float8.linear.scaling import Cast
+from float8.numerics.passes import (
     LossFn,
-    is_one_of_many,
+    check_run,
+    has_other_ranks,
+    local_part,
+    model_unchanged,
     own_batch,
     run_model,
-    start_of,
+    seed_everything,
+    start_of_backward,
     tensors_of,
+    with_gradient_hooks,
 )
-from float8.numerics.culprit import Finding, finding, plain, remarks_of
-from float8.numerics.passes import tapped
-from float8.numerics.untouched import seed_everything, untouched
+from float8.numerics.statistics import OPERANDS
+from float8.tensor import Float8Tensor
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first tensor of a model that is not finite.
+
+    Attributes:
+        module, module_type: the name of the module that made it; "" is the model itself.
+        tensor: which: "output", "input of NAME", "parameter weight", "gradient of its input", ...
+        phase: "before" the run, "forward" or "backward".
+        shape, dtype: of the tensor.
+        elements, nan, inf: how many there are; -inf counts as inf.
+        first: the index of the first that is not finite.
+        amax: the largest finite magnitude.
+        went_in: the tensors that it was made of: name -> amax, inf or NaN where that is not finite.
+        after: the last finite tensor before it.
+        remarks: further information, such as the scales of a float8 layer.
+        led_to: where NaN followed, if this is an inf that became one.
+    """
+
+    module: str
+    module_type: str
+    tensor: str
+    phase: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    elements: int
+    nan: int
+    inf: int
+    first: tuple[int, ...]
+    amax: float
+    went_in: dict[str, float] = field(default_factory=dict)
+    after: str | None = None
+    remarks: tuple[str, ...] = ()
+    led_to: str | None = None
+
+    @property
+    def where(self) -> str:
+        """Module and tensor, in words."""
+        return f"{self.module or 'the model'} ({self.module_type}): {self.tensor}"
+
+    def that_led_to(self, other: Finding) -> Finding:
+        """This one, as the origin of another."""
+        return replace(self, led_to=f"{other.where} in the {other.phase}")
+
+    def __str__(self) -> str:
+        counts = [f"{n} {what}" for n, what in ((self.nan, "NaN"), (self.inf, "inf")) if n]
+        when = "before the run" if self.phase == "before" else f"in the {self.phase}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        lines = [
+            f"{self.where}, {when}: {' and '.join(counts)} of {self.elements} elements, first at "
+            f"{self.first}; {dtype} {list(self.shape)}, largest finite {self.amax:.4g}"
+        ]
+        if self.went_in:
+            amaxes = ", ".join(f"{name} {amax:.4g}" for name, amax in self.went_in.items())
+            lines.append(f"  made of (amax): {amaxes}")
+        if self.after is not None:
+            lines.append(f"  last seen, and finite: {self.after}")
+        lines += [f"  {remark}" for remark in self.remarks]
+        if self.led_to is not None:
+            lines.append(f"  led to NaN or inf at {self.led_to}")
+        return "\n".join(lines)
 
 
 def find_nan(
@@ -50,43 +127,137 @@ def find_nan(
 ) -> Finding | None:
     """Run a model forward and backward, and name the first tensor that is not finite.
 
-    Converted models and plain ones. Nothing of the model changes: gradients, buffers, random
-    states, modes and hooks are as before, also when it raises. To ask whether float8 is to blame,
-    ask again under ``float8.high_precision(model)``.
+    For converted models and plain ones. Nothing of the model changes: gradients, buffers, random
+    states, modes and hooks are as before, also when it raises. Under
+    ``float8.high_precision(model)`` the same call tells whether float8 is the cause.
 
-    Every tensor that enters or leaves a module is read once, and a GPU is waited for each time. A
-    compiled model runs eagerly. Under DDP or FSDP every rank has to call it; each reports what it
-    found in its own batch and shards.
+    Every tensor that enters or leaves a module is read once, and the host waits for the device each
+    time. A compiled model runs eagerly. Under DDP or FSDP every rank has to call it, and reports on
+    its own batch and shards.
 
     Args:
         model: runs in the mode that it is in.
         batch: a mapping, tuple, list or single argument of the model; see
-            `float8.numerics.batches` for what backward starts from.
+            `float8.numerics.passes`, also for where backward starts.
         loss_fn: of the model's output; a scalar.
         seed: of dropout, and of the cotangent where there is no loss.
 
     Returns:
-        What was found, to print; None if all of it is finite (see this file for what counts).
+        the finding, to print; None if all is finite (see the top of this file for what counts).
 
     Raises:
         TypeError: ``model`` is no module, or ``loss_fn`` no function.
     """
-    check_module(model, "find_nan")
-    if loss_fn is not None:
-        check_function(loss_fn, "find_nan", "loss_fn")
-    with untouched(model):
+    check_run(model, loss_fn, "find_nan")
+    with model_unchanged(model):
         search = _Search(model)
         try:
-            search.before(batch)
-            with search.watching():
+            search.look_before(batch)
+            with search.hooks():
                 search.run(own_batch(batch), loss_fn, seed)
-        except _Found:
+        except _Stop:
             pass
         return search.found
 
 
-class _Found(Exception):
-    """Ends a forward: what follows the first NaN does not matter."""
+def finding_of(
+    module: tuple[str, nn.Module],
+    tensor: str,
+    phase: str,
+    value: Tensor,
+    went_in: Mapping[str, Tensor] | None = None,
+    after: str | None = None,
+    remarks: tuple[str, ...] = (),
+) -> Finding:
+    """The `Finding` of a value that is not finite, with its numbers counted."""
+    x = _plain(value)
+    bad = ~x.isfinite()
+    nan = int(x.isnan().sum())
+    if x.dtype == torch.float16 and nan < int(bad.sum()):
+        remarks = (*remarks, "float16 ends at 65504: larger values become inf")
+    return Finding(
+        module[0],
+        type(module[1]).__name__,
+        tensor,
+        phase,
+        tuple(x.shape),
+        value.dtype,
+        x.numel(),
+        nan,
+        int(bad.sum()) - nan,
+        tuple(bad.nonzero()[0].tolist()),
+        amax_of(torch.where(bad, 0.0, x)),
+        {name: amax_of(tensor) for name, tensor in (went_in or {}).items()},
+        after,
+        remarks,
+    )
+
+
+def amax_of(value: Tensor) -> float:
+    """The largest magnitude, NaN if there is one; 0 of an empty tensor."""
+    x = _plain(value)
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def _plain(value: Tensor) -> Tensor:
+    """A tensor without float8, graph and other ranks' shards."""
+    value = local_part(value.detach())
+    return value.dequantize() if isinstance(value, Float8Tensor) else value
+
+
+# --- remarks on a float8 layer
+
+
+def remarks_of(
+    module: nn.Module, input: Any = None, grad_output: Tensor | None = None
+) -> tuple[str, ...]:
+    """The amaxes and scales of a float8 layer's operands; nothing for other modules."""
+    if not isinstance(module, Float8Linear) or module.high_precision:
+        return ()
+    values = (input, module.weight, grad_output)
+    return tuple(
+        remark
+        for name, cast, value in zip(OPERANDS, module.casts, values, strict=True)
+        if isinstance(value, Tensor) and (remark := _remark(name, cast, value)) is not None
+    )
+
+
+def _remark(name: str, cast: Cast, value: Tensor) -> str | None:
+    is_shard = local_part(value) is not value  # the scale is that of the whole tensor
+    if isinstance(cast, NoCast) or is_shard:
+        return None
+    fmt = on_device(cast.format, value.device)
+    kind = cast.config.scaling_type.value
+    if isinstance(cast, DelayedCast) and not cast.history_ready:
+        kind = "dynamic (no history yet)"
+    scale, amax = _scale(cast, value, fmt.max), amax_of(value)
+    low, high = float(scale.min()), float(scale.max())
+    text = f"{name}: amax {amax:.4g}, {kind} {fmt} scale {low:.4g}"
+    text += "" if low == high else f" to {high:.4g}"
+    if not math.isfinite(amax):
+        return f"{text}: not finite before its cast"
+    if not (math.isfinite(low) and math.isfinite(high) and low > 0):
+        return f"{text}: the scale itself is not finite and > 0"
+    saturated = float((_plain(value).abs().double() > fmt.max * high).double().mean())
+    return f"{text}: {saturated:.2%} saturated" if saturated else text
+
+
+def _scale(cast: Cast, value: Tensor, largest: float) -> Tensor:
+    if isinstance(value, Float8Tensor):
+        return value.data_and_scale[1].detach()
+    if isinstance(cast, DelayedCast) and cast.history_ready:
+        return cast.scale.detach()
+    if cast.config.scaling_type is ScalingType.STATIC:
+        return torch.tensor(cast.config.static_scale, device=value.device)
+    amax = kernels.amax(value.detach(), cast.config.granularity.block_of(value.shape))
+    return kernels.scale_from_amax(amax, largest, cast.config.power_of_two_scale)
+
+
+# --- the search
+
+
+class _Stop(Exception):
+    """Ends a forward at its first NaN."""
 
 
 @dataclass
@@ -96,99 +267,103 @@ class _Call:
     name: str
     module: nn.Module
     inputs: dict[str, Tensor]
-    after: str | None = None  # the last thing inside that was finite
-    children: list[str] = field(default_factory=list)
+    after: str | None = None  # the last finite output inside it
 
 
 class _Search:
+    """The state of one `find_nan`.
+
+    Attributes:
+        found: the finding.
+        first_inf: an inf that becomes the finding if it led to one, or None.
+        inf_came_in: whether +inf came with the batch or a buffer.
+        last_gradient: the last finite gradient.
+        grad_outputs: of the float8 layers that backward reached last.
+    """
+
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.root = ("", model)
         self.calls: list[_Call] = []
         self.in_forward = True
-        self.may_stop = not is_one_of_many()
-        self.suspect: Finding | None = None
+        self.may_stop = not has_other_ranks()
+        self.first_inf: Finding | None = None
         self.found: Finding | None = None
-        self.given_inf = False  # whether +inf came in from outside
-        self.last: str | None = None  # the last gradient, which was finite
-        self.grad_outputs: dict[str, Tensor] = {}  # of the layers that were reached last
+        self.inf_came_in = False
+        self.last_gradient: str | None = None
+        self.grad_outputs: dict[str, Tensor] = {}
 
-    # --- verdicts
-
-    def convict(self, fault: Finding) -> None:
-        """A fault for certain: it, or the inf that was before it, is the finding."""
+    def conclude(self, finding: Finding) -> None:
+        """Take a tensor that counts, or the inf that led to it, as the result."""
         if self.found is None:
-            self.found = fault if self.suspect is None else self.suspect.that_led_to(fault)
+            self.found = self.first_inf.that_led_to(finding) if self.first_inf else finding
         if self.in_forward and self.may_stop:
-            raise _Found
+            raise _Stop
 
-    def note(self, fault: Finding) -> None:
-        """An inf, which may come to nothing."""
-        self.suspect = self.suspect or fault
+    def take(self, finding: Finding, kind: str) -> None:
+        """Conclude with a NaN; remember the first inf, which may be harmless."""
+        if kind == "nan":
+            self.conclude(finding)
+        self.first_inf = self.first_inf or finding
 
-    # --- before
-
-    def before(self, batch: Any) -> None:
-        """Look at what is there: the batch, parameters, buffers."""
+    def look_before(self, batch: Any) -> None:
+        """Look at the batch, parameters and buffers."""
         for i, value in enumerate(tensors_of(batch)):
             kind = _kind(value)
             if kind == "nan":
-                self.convict(finding(self.root, f"tensor {i} of the batch", "before", value))
-            self.given_inf |= kind == "inf"
+                self.conclude(finding_of(self.root, f"tensor {i} of the batch", "before", value))
+            self.inf_came_in |= kind == "inf"
         for name, module in self.model.named_modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None and _kind(parameter) is not None:
+            for key, parameter in _parameters(module).items():
+                if _kind(parameter) is not None:
                     what = f"parameter {key}"
-                    self.convict(finding((name, module), what, "before", parameter))
+                    self.conclude(finding_of((name, module), what, "before", parameter))
             for key, buffer in module._buffers.items():
-                if buffer is not None and key not in _RECORDS.get(type(module), ()):
-                    self._look_at_buffer((name, module), key, buffer)
-
-    def _look_at_buffer(self, module: tuple[str, nn.Module], key: str, buffer: Tensor) -> None:
-        kind = _kind(buffer)
-        if kind == "nan" or (kind is not None and isinstance(module[1], DelayedCast)):
-            self.note(finding(module, f"buffer {key}", "before", buffer))
-        self.given_inf |= kind == "inf"
-
-    # --- the run
+                if buffer is None or key in _RECORDS.get(type(module), ()):
+                    continue
+                kind = _kind(buffer)
+                if kind == "nan" or (kind is not None and isinstance(module, DelayedCast)):
+                    finding = finding_of((name, module), f"buffer {key}", "before", buffer)
+                    self.first_inf = self.first_inf or finding
+                self.inf_came_in |= kind == "inf"
 
     def run(self, batch: Any, loss_fn: LossFn | None, seed: int) -> None:
-        """Forward, loss, backward."""
+        """Run forward, loss and backward."""
         seed_everything(seed, self.model)
         output = run_model(self.model, batch)
         for value in tensors_of(output):
             kind = _kind(value)
-            if kind == "inf" or (kind is not None and self.suspect is not None):
-                self.convict(finding(self.root, "output", "forward", value))
-        start = start_of(output, loss_fn, seed)
+            if kind == "inf" or (kind is not None and self.first_inf is not None):
+                self.conclude(finding_of(self.root, "output", "forward", value))
+        start = start_of_backward(output, loss_fn, seed)
         if start.cotangent is None and _kind(start.tensor) is not None:
             went_in = {f"output {i}": t for i, t in enumerate(tensors_of(output)) if _is_float(t)}
-            self.convict(finding(self.root, "loss", "forward", start.tensor, went_in))
+            self.conclude(finding_of(self.root, "loss", "forward", start.tensor, went_in))
         self.in_forward = False
         start.backward()
         for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:  # what hooks do not reach, as of sharded parameters
-                self._saw_parameter_gradient(name, parameter.grad)
+            if parameter.grad is not None:  # also of sharded parameters, whose hooks do not run
+                self._see_parameter_gradient(name, parameter.grad)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Hooks on every module and parameter, for as long as it is open."""
+    def hooks(self) -> Iterator[None]:
+        """Hooks on every module and parameter, for the time of a block."""
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
                 before = partial(self._enter, name)
                 after = partial(self._leave, name)
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                # Always, as where a module raises and the one around it tries something else.
+                # Also where a module raises and the module around it handles the exception.
                 handle = module.register_forward_hook(after, always_call=True)
                 stack.callback(handle.remove)
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
-                    saw = partial(self._saw_parameter_gradient, name)
-                    stack.callback(parameter.register_hook(saw).remove)
+                    see = partial(self._see_parameter_gradient, name)
+                    stack.callback(parameter.register_hook(see).remove)
             yield
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.in_forward:  # else a recomputation, which may end before the module does
+        if self.in_forward:  # not in a recomputation, which may end before the module does
             named = [(f"input {i}", t) for i, t in enumerate(tensors_of(args))]
             named += [(key, t) for key, value in kwargs.items() for t in tensors_of(value)]
             inputs = {key: t for key, t in named if _is_float(t)}
@@ -197,23 +372,20 @@ class _Search:
             if around is not None and self.found is None:
                 for value in inputs.values():
                     self._look_between(around, name, value)
-        if getattr(module, "inplace", False):  # writes to what it is given, not to a view of it
+        if getattr(module, "inplace", False):  # it has to write to its argument, not to an alias
             return None
-        return tapped(args, kwargs, partial(self._saw_grad_input, name, module))
+        return with_gradient_hooks(args, kwargs, partial(self._see_grad_input, name, module))
 
     def _look_between(self, around: _Call, name: str, value: Tensor) -> None:
+        """Look at the input of a module, which the module around it made."""
         kind = _kind(value)
-        if kind is None or kind == "mask" or (kind == "inf" and (self.suspect or self.given_inf)):
-            return
-        what, module = f"input of {name}", (around.name, around.module)
-        fault = finding(module, what, "forward", value, around.inputs, around.after)
-        if kind == "nan":
-            self.convict(fault)
-        self.note(fault)
+        if kind == "nan" or (kind == "inf" and not (self.first_inf or self.inf_came_in)):
+            what, at = f"input of {name}", (around.name, around.module)
+            self.take(finding_of(at, what, "forward", value, around.inputs, around.after), kind)
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         values = [t for t in tensors_of(output) if _is_float(t)]
-        # A hook of the user's may have raised before `_enter`.
+        # The modules differ if a hook of the user's raised before `_enter`.
         if self.in_forward and self.calls and self.calls[-1].module is module:
             call = self.calls.pop()
             for value in values if self.found is None else ():
@@ -223,41 +395,35 @@ class _Search:
         for value in values:
             # A leaf would keep the hook; a parameter that a module returns has one of its own.
             if value.grad_fn is not None and torch.is_grad_enabled():
-                value.register_hook(partial(self._saw_grad_output, name, module))
+                value.register_hook(partial(self._see_grad_output, name, module))
 
     def _look_at_output(self, call: _Call, value: Tensor) -> None:
-        kind, module = _kind(value), call.module
-        has_parameters = any(p is not None for p in module._parameters.values())
-        if kind is None or (kind == "mask" and not has_parameters):
+        kind, parameters = _kind(value), _parameters(call.module)
+        if kind is None or (kind == "mask" and not parameters):
             return
         came_in = any(_kind(t) is not None for t in call.inputs.values())
-        if kind != "nan" and (came_in or self.suspect is not None):
+        if kind != "nan" and (came_in or self.first_inf is not None):
             return
-        went_in = call.inputs | _parameters(module)
-        remarks = remarks_of(module, next(iter(call.inputs.values()), None))
-        at = (call.name, module)
-        fault = finding(at, "output", "forward", value, went_in, call.after, remarks)
-        if kind == "nan":
-            self.convict(fault)
-        self.note(fault)
+        remarks = remarks_of(call.module, next(iter(call.inputs.values()), None))
+        at, went_in = (call.name, call.module), call.inputs | parameters
+        finding = finding_of(at, "output", "forward", value, went_in, call.after, remarks)
+        self.take(finding, kind)
 
-    # --- backward
-
-    def _saw_grad_output(self, name: str, module: nn.Module, gradient: Tensor) -> None:
+    def _see_grad_output(self, name: str, module: nn.Module, gradient: Tensor) -> None:
         if not self._is_finite(name, module, _GRAD_OUTPUT, gradient, {}):
             return
         if isinstance(module, Float8Linear):
             self.grad_outputs[name] = gradient.detach()
-            for old in list(self.grad_outputs)[:-8]:  # one layer's input is reached soon after it
+            for old in list(self.grad_outputs)[:-8]:  # the gradient of its input follows soon
                 del self.grad_outputs[old]
 
-    def _saw_grad_input(self, name: str, module: nn.Module, gradient: Tensor) -> None:
+    def _see_grad_input(self, name: str, module: nn.Module, gradient: Tensor) -> None:
         self._is_finite(name, module, "gradient of its input", gradient, _parameters(module))
 
-    def _saw_parameter_gradient(self, name: str, gradient: Tensor) -> None:
+    def _see_parameter_gradient(self, name: str, gradient: Tensor) -> None:
         owner, _, key = name.rpartition(".")
         module = self.model.get_submodule(owner)
-        self._is_finite(owner, module, f"gradient of {key}", gradient, {}, certain=True)
+        self._is_finite(owner, module, f"gradient of {key}", gradient, {}, counts=True)
 
     def _is_finite(
         self,
@@ -266,24 +432,23 @@ class _Search:
         what: str,
         gradient: Tensor,
         went_in: dict[str, Tensor],
-        certain: bool = False,
+        counts: bool = False,
     ) -> bool:
+        """Look at a gradient; ``counts`` is whether an inf counts by itself."""
         if self.found is not None:
             return False
         kind = _kind(gradient)
         if kind is None:
-            self.last = f"{name}: {what}" if name else what
+            self.last_gradient = f"{name}: {what}" if name else what
             return True
         if (grad_output := self.grad_outputs.get(name)) is not None:
             went_in = {"grad_output": grad_output} | went_in
         remarks = remarks_of(module, None, grad_output)
         if what == _GRAD_OUTPUT:
-            remarks = (_ARRIVED if self.last is not None else _FIRST,)
-        fault = finding((name, module), what, "backward", gradient, went_in, self.last, remarks)
-        if kind == "nan" or certain:
-            self.convict(fault)
-        else:
-            self.note(fault)
+            remarks = (_FIRST if self.last_gradient is None else _ARRIVED,)
+        at, last = (name, module), self.last_gradient
+        finding = finding_of(at, what, "backward", gradient, went_in, last, remarks)
+        self.take(finding, "nan" if counts else kind)
         return False
 
 
@@ -295,14 +460,14 @@ _RECORDS: dict[type, tuple[str, ...]] = {DelayedCast: ("amax_history", "current_
 
 
 def _is_float(value: Tensor) -> bool:
-    return value.is_floating_point() and (value.dtype.itemsize > 1)
+    return value.is_floating_point() and value.dtype.itemsize > 1
 
 
 def _kind(value: Tensor) -> str | None:
     """None where all is finite, "nan", "inf", or "mask" where -inf is all that is not finite."""
     if not _is_float(value):
         return None
-    x = plain(value)
+    x = _plain(value)
     if bool(x.isfinite().all()):
         return None
     if bool(x.isnan().any()):

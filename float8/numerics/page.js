@@ -1,5 +1,5 @@
-// The page: health, key figures, the table, and what people do with them. pictures.js comes first.
-const CHUNK = 60; // rows that are drawn at once
+// The page: health, key figures, the table, and the events of the user. pictures.js comes first.
+const ROWS_AT_ONCE = 60; // rows that are drawn at once
 
 // --- what is shown
 
@@ -15,14 +15,15 @@ const COLUMNS = [
   { key: "kurtosis", label: "Kurtosis", show: (row) => number(row.kurtosis), worst: true },
   { key: "staleness", label: "Stale", show: (row) => octaves(row.staleness), worst: true },
 ];
-const CAUSES = ["sqnr", "saturated", "flushed", "sqnr", "staleness"]; // where each rule looks
-const PICTURES = 3; // they stand before this column
-const pictures = many ? ["Powers of two", "Over the run"] : ["Powers of two"];
+// The column of each kind of problem.
+const KIND_COLUMNS = ["sqnr", "saturated", "flushed", "sqnr", "staleness"];
+const PICTURE_PLACE = 3; // the pictures are before this column
+const pictureNames = hasSteps ? ["Powers of two", "Over the run"] : ["Powers of two"];
 const state = { step: 0, sort: "sqnr", desc: false, filter: "", operand: "", problems: false };
-const opened = new Set();
+const openCasts = new Set();
 let shown = [], drawn = 0;
 
-function visible() {
+function sortedRows() {
   const wanted = state.filter.toLowerCase();
   const sign = state.desc ? -1 : 1;
   const missing = (value) => value === null || Number.isNaN(value);
@@ -40,130 +41,138 @@ function visible() {
 // What met inf or NaN is worse than any SQNR of its finite elements.
 const sortKey = (row) => (state.sort === "sqnr" && row.nonfinite ? -Infinity : row[state.sort]);
 function castRow(row) {
-  const open = el("button", { type: "button", "aria-expanded": "false" },
-    el("span", { class: "chevron", "aria-hidden": "true" }, "▸"),
-    el("span", {}, ...breakable(row.layer || "(the model itself)")));
-  const second = row.gemm === USUAL[row.operand] ? [] : [`for ${row.gemm}`];
+  const open = element("button", { type: "button", "aria-expanded": "false" },
+    element("span", { class: "chevron", "aria-hidden": "true" }, "▸"),
+    element("span", {}, ...breakable(row.layer || "(the model itself)")));
+  const second = row.gemm === FIRST_GEMM[row.operand] ? [] : [`for ${row.gemm}`];
   const cast = [row.format.toUpperCase(), row.scaling, row.granularity, ...second].join(" ");
-  const tr = el("tr", { class: "cast", "data-cast": row.cast },
-    el("td", { class: "layer" }, open),
-    el("td", { class: "text operand" }, row.operand, el("span", { class: "tag" }, cast)));
+  const tr = element("tr", { class: "cast", "data-cast": row.cast },
+    element("td", { class: "layer" }, open),
+    element("td", { class: "text operand" }, row.operand, element("span", { class: "tag" }, cast)));
   for (const column of COLUMNS.slice(3)) tr.append(cellOf(row, column));
-  const small = phone() ? at("scroll").clientWidth - 26 : 0;
-  const drawn = [histogram(row, small || 132, 30, false)];
-  if (many) drawn.push(lines([{ name: "cast", values: trends[row.cast] }], small || 84, 28, false));
-  tr.children[PICTURES].before(...drawn.map((picture) => el("td", { class: "wide" }, picture)));
+  const small = phone() ? byId("scroll").clientWidth - 26 : 0;
+  const drawings = [histogram(row, small || 132, 30, false)];
+  const trend = [{ name: "cast", values: trends[row.cast] }];
+  if (hasSteps) drawings.push(lineChart(trend, small || 84, 28, false));
+  const cells = drawings.map((drawing) => element("td", { class: "wide" }, drawing));
+  tr.children[PICTURE_PLACE].before(...cells);
   open.addEventListener("click", () => {
-    if (opened.delete(row.cast)) {
+    if (openCasts.delete(row.cast)) {
       tr.nextElementSibling.remove();
       open.setAttribute("aria-expanded", "false");
-    } else unfold(tr, row);
+    } else openDetails(tr, row);
   });
   return tr;
 }
+const badge = (level) =>
+  element("span", { class: `badge level-${level}` }, LEVEL_NAMES[level]);
 function cellOf(row, column) {
   const first = column.key === "sqnr"; // where the badge stands
   const isNoisy = first && row.sqnr !== null && row.sqnr < run.formats[row.format].noisy;
-  const concerned = isNoisy || CAUSES.some((key, i) => key === column.key && row.broken & (1 << i));
+  const hasKind = (key, i) => key === column.key && row.problems & (1 << i);
+  const level = isNoisy || KIND_COLUMNS.some(hasKind) ? row.level : 0;
   const several = column.key === "scale_max" && row.scale_min !== row.scale_max;
-  return el("td", { "data-label": column.label, class: `level-${concerned ? row.level : 0} ${column.key}` },
-    el("span", { class: "value" }, column.show(row)),
-    first && row.level ? el("span", { class: `badge level-${row.level}` }, LOOKS[row.level]) : null,
-    first && row.nonfinite ? el("span", { class: "tag" }, `${counted(row.nonfinite)} inf or NaN`) : null,
-    several ? el("span", { class: "tag" }, `from ${number(row.scale_min)}`) : null);
+  const tag = (text) => element("span", { class: "tag" }, text);
+  return element("td", { "data-label": column.label, class: `level-${level} ${column.key}` },
+    element("span", { class: "value" }, column.show(row)),
+    first && row.level ? badge(row.level) : null,
+    first && row.nonfinite ? tag(`${grouped(row.nonfinite)} inf or NaN`) : null,
+    several ? tag(`from ${number(row.scale_min)}`) : null);
 }
 const phone = () => matchMedia("(max-width: 760px)").matches;
-function unfold(tr, row) {
-  opened.add(row.cast);
+function openDetails(tr, row) {
+  openCasts.add(row.cast);
   tr.querySelector("button").setAttribute("aria-expanded", "true");
-  const cell = el("div");
-  const room = at("scroll").clientWidth - (phone() ? 26 : 30);
+  const cell = element("div");
+  const room = byId("scroll").clientWidth - (phone() ? 26 : 30);
   cell.style.width = `${room}px`; // not the table's, which may be wider than its place
-  tr.after(el("tr", { class: "detail" },
-    el("td", { colspan: at("head").children.length }, cell)));
+  tr.after(element("tr", { class: "detail" },
+    element("td", { colspan: byId("head").children.length }, cell)));
   const width = Math.min(phone() ? room : (room - 18) * 0.6, 720);
   const range = rangeOf(row);
   const facts = [
-    ["elements", `${counted(row.elements)} in ${plural(row.calls, "call")}`],
-    ["zeros, not finite", `${counted(row.zeros)}, ${counted(row.nonfinite)}`],
+    ["elements", `${grouped(row.elements)} in ${plural(row.calls, "call")}`],
+    ["zeros, not finite", `${grouped(row.zeros)}, ${grouped(row.nonfinite)}`],
     ["amax", number(row.amax)],
-    ["scale", scales(row)],
-    ["precise between", ...power(range.normal), " and ", ...power(range.saturated)],
-    ["zero below", ...power(range.flushed)],
+    ["scale", scaleText(row)],
+    ["precise between", ...powerOfTwo(range.normal), " and ", ...powerOfTwo(range.saturated)],
+    ["zero below", ...powerOfTwo(range.flushed)],
     ["SQNR", `${decibel(row.sqnr)} of ${run.formats[row.format].expected} dB`],
     ["kurtosis", number(row.kurtosis)],
   ];
   if (row.staleness !== null) facts.push(["stale by", `${octaves(row.staleness)} octaves`]);
-  const list = el("dl");
+  const list = element("dl");
   for (const [name, ...values] of facts)
-    list.append(el("dt", {}, name), el("dd", {}, ...values));
-  const figure = el("figure", {}, histogram(row, width, 210, true),
-    el("figcaption", {}, "Share of the elements by magnitude, before the cast (logarithmic)"));
-  if (many)
-    figure.append(lines([{ name: "SQNR", values: trends[row.cast] }], width, 110, true));
-  cell.append(el("div", { class: "panes" }, figure, list));
-  run.rules.forEach((rule, i) => {
-    if (row.broken & (1 << i))
-      cell.append(el("p", { class: "advice" }, el("b", {}, `It ${rule.one}. `),
-        rule.advice));
+    list.append(element("dt", {}, name), element("dd", {}, ...values));
+  const figure = element("figure", {}, histogram(row, width, 210, true),
+    element("figcaption", {}, "Share of the elements by magnitude, before the cast (logarithmic)"));
+  if (hasSteps)
+    figure.append(lineChart([{ name: "SQNR", values: trends[row.cast] }], width, 110, true));
+  cell.append(element("div", { class: "panes" }, figure, list));
+  run.kinds.forEach((kind, i) => {
+    if (row.problems & (1 << i))
+      cell.append(element("p", { class: "advice" }, element("b", {}, `It ${kind.one}. `),
+        kind.advice));
   });
 }
 function drawMore() {
-  for (const row of shown.slice(drawn, drawn + CHUNK)) {
+  for (const row of shown.slice(drawn, drawn + ROWS_AT_ONCE)) {
     const tr = castRow(row);
-    at("body").append(tr);
-    if (opened.has(row.cast)) unfold(tr, row);
+    byId("body").append(tr);
+    if (openCasts.has(row.cast)) openDetails(tr, row);
   }
-  drawn = Math.min(drawn + CHUNK, shown.length);
-  at("more").hidden = drawn === shown.length;
-  at("more").textContent = `Show more (${counted(shown.length - drawn)} left)`;
+  drawn = Math.min(drawn + ROWS_AT_ONCE, shown.length);
+  byId("more").hidden = drawn === shown.length;
+  byId("more").textContent = `Show more (${grouped(shown.length - drawn)} left)`;
 }
 function drawTable() {
-  shown = visible();
+  shown = sortedRows();
   drawn = 0;
-  at("body").replaceChildren();
+  byId("body").replaceChildren();
   drawMore();
-  at("count").textContent = `${counted(shown.length)} of ${counted(rowsOf(state.step).length)} casts`;
-  for (const th of at("head").children) {
+  const all = rowsOf(state.step).length;
+  byId("count").textContent = `${grouped(shown.length)} of ${grouped(all)} casts`;
+  for (const th of byId("head").children) {
     const mine = th.dataset.key === state.sort;
     if (mine) th.setAttribute("aria-sort", state.desc ? "descending" : "ascending");
     else th.removeAttribute("aria-sort");
     const arrow = th.querySelector(".arrow");
     if (arrow) arrow.textContent = mine ? (state.desc ? "▾" : "▴") : "";
   }
-  at("sort").value = `${state.sort} ${state.desc ? "desc" : "asc"}`;
+  byId("sort").value = `${state.sort} ${state.desc ? "desc" : "asc"}`;
 }
 const levelOf = (step) =>
-  Math.max(0, ...run.snapshots[step].findings.map((finding) => finding.level));
+  Math.max(0, ...run.snapshots[step].problems.map((problem) => problem.level));
 function drawHealth() {
   const snapshot = run.snapshots[state.step];
   const level = levelOf(state.step);
   const titles = ["Healthy", "Worth a look", "Something is wrong"];
   const title = snapshot.rows.length ? titles[level] : "Nothing seen";
-  at("health").className = `card level-${level}`;
-  at("health").replaceChildren(el("h2", {}, many ? `${title} at ${nameOf(state.step)}` : title),
-    el("p", {}, snapshot.verdict));
-  const list = el("div", { class: "findings" });
-  for (const finding of snapshot.findings) {
-    const show = el("button", { type: "button", class: "link" }, "Show it");
-    show.addEventListener("click", () => reveal(finding.cast));
-    list.append(el("div", { class: "finding" },
-      el("h3", {}, el("span", { class: `badge level-${finding.level}` }, LOOKS[finding.level]),
-        finding.title),
-      el("p", {}, `${finding.text} `, show),
-      el("p", { class: "muted" }, run.rules[finding.rule].advice)));
+  byId("health").className = `card level-${level}`;
+  const heading = hasSteps ? `${title} at ${nameOf(state.step)}` : title;
+  byId("health").replaceChildren(element("h2", {}, heading), element("p", {}, snapshot.summary));
+  const list = element("div", { class: "problems" });
+  for (const problem of snapshot.problems) {
+    const show = element("button", { type: "button", class: "link" }, "Show it");
+    show.addEventListener("click", () => showCast(problem.cast));
+    list.append(element("div", { class: "problem" },
+      element("h3", {}, badge(problem.level), problem.title),
+      element("p", {}, `${problem.text} `, show),
+      element("p", { class: "muted" }, run.kinds[problem.kind].advice)));
   }
-  if (snapshot.findings.length) at("health").append(list);
+  if (snapshot.problems.length) byId("health").append(list);
   if (snapshot.skipped.length)
-    at("health").append(el("details", { class: "finding" },
-      el("summary", {}, `${plural(snapshot.skipped.length, "layer")} not seen, or not wholly`),
-      ...snapshot.skipped.map(([layer, why]) => el("p", {}, el("b", {}, layer), `: ${why}`))));
+    byId("health").append(element("details", { class: "problem" },
+      element("summary", {}, `${plural(snapshot.skipped.length, "layer")} not seen, or not wholly`),
+      ...snapshot.skipped.map(([layer, reason]) =>
+        element("p", {}, element("b", {}, layer), `: ${reason}`))));
 }
-function reveal(cast) {
-  Object.assign(state, { filter: casts[cast].layer, operand: casts[cast].operand, problems: false });
-  opened.add(cast);
+function showCast(cast) {
+  const { layer, operand } = casts[cast];
+  Object.assign(state, { filter: layer, operand, problems: false });
+  openCasts.add(cast);
   draw();
-  at("casts").scrollIntoView({ block: "start" });
+  byId("casts").scrollIntoView({ block: "start" });
 }
 function drawTiles() {
   const rows = rowsOf(state.step);
@@ -179,20 +188,21 @@ function drawTiles() {
   const bad = rows.filter((row) => row.nonfinite > 0);
   const layers = new Set(rows.map((row) => row.layer)).size;
   const tiles = [
-    ["worst SQNR", lowest ? withUnit(lowest.sqnr) : "–", place(lowest)],
-    ["median SQNR", withUnit(median(finite(rows.map((row) => row.sqnr)))), "of all casts"],
+    ["worst SQNR", lowest ? decibelWithUnit(lowest.sqnr) : "–", place(lowest)],
+    ["median SQNR", decibelWithUnit(median(finite(rows.map((row) => row.sqnr)))), "of all casts"],
     ["most saturated", ...most("saturated")],
     ["most flushed", ...most("flushed")],
-    ["inf or NaN", counted(bad.reduce((sum, row) => sum + row.nonfinite, 0)),
+    ["inf or NaN", grouped(bad.reduce((sum, row) => sum + row.nonfinite, 0)),
       bad.length ? place(bad[0]) : "elements"],
-    ["layers", counted(layers), plural(rows.length, "cast")],
+    ["layers", grouped(layers), plural(rows.length, "cast")],
   ];
-  at("tiles").replaceChildren(...tiles.map(([name, value, where]) =>
-    el("div", { class: "tile" }, el("span", { class: "small muted" }, name), el("b", {}, value),
-      el("span", { class: "small muted" }, ...breakable(where)))));
+  byId("tiles").replaceChildren(...tiles.map(([name, value, where]) =>
+    element("div", { class: "tile" },
+      element("span", { class: "small muted" }, name), element("b", {}, value),
+      element("span", { class: "small muted" }, ...breakable(where)))));
 }
-// Neighbouring snapshots that are as bad, as [first, last, level].
-function troubles() {
+// Consecutive snapshots of the same level, as [first, last, level].
+function problemSpans() {
   const found = [];
   run.snapshots.forEach((_, step) => {
     const level = levelOf(step), before = found.at(-1);
@@ -202,92 +212,92 @@ function troubles() {
   });
   return found;
 }
-function drawTroubles() {
-  const found = troubles(), parts = ["Wants a look:"];
+function drawProblemSpans() {
+  const found = problemSpans(), parts = ["Wants a look:"];
   for (const [first, last, level] of found.slice(0, 12)) {
     const name = first === last ? nameOf(first) : `${nameOf(first)} to ${nameOf(last)}`;
-    const link = el("button", { type: "button", class: "link" }, name);
-    link.addEventListener("click", () => go(first));
-    const badge = el("span", { class: `badge level-${level}` }, LOOKS[level]);
-    parts.push(" ", el("span", { class: "trouble" }, link, " ", badge));
+    const link = element("button", { type: "button", class: "link" }, name);
+    link.addEventListener("click", () => goToStep(first));
+    parts.push(" ", element("span", { class: "problem-step" }, link, " ", badge(level)));
   }
   if (found.length > 12) parts.push(` and ${found.length - 12} more`);
-  at("troubled").replaceChildren(...parts);
-  at("troubled").hidden = !found.length;
+  byId("problem-steps").replaceChildren(...parts);
+  byId("problem-steps").hidden = !found.length;
 }
 function drawRun() {
-  if (!many) return;
+  if (!hasSteps) return;
   const values = run.snapshots.map((_, step) => finite(trends.map((trend) => trend[step])));
   const least = (some) => some.reduce((a, b) => Math.min(a, b), Infinity);
   const series = [
     { name: "worst", values: values.map((some) => (some.length ? least(some) : null)) },
     { name: "median", values: values.map(median) },
   ];
-  at("run-chart").replaceChildren(el("h2", {}, "SQNR over the run"),
-    lines(series, at("run-chart").clientWidth || 320, 150, true));
-  drawTroubles();
-  at("step").value = state.step;
-  at("step-name").textContent = nameOf(state.step);
-  at("earlier").disabled = state.step === 0;
-  at("later").disabled = state.step === run.snapshots.length - 1;
+  byId("run-chart").replaceChildren(element("h2", {}, "SQNR over the run"),
+    lineChart(series, byId("run-chart").clientWidth || 320, 150, true));
+  drawProblemSpans();
+  byId("step").value = state.step;
+  byId("step-name").textContent = nameOf(state.step);
+  byId("earlier").disabled = state.step === 0;
+  byId("later").disabled = state.step === run.snapshots.length - 1;
 }
 function draw() {
-  for (const id of ["filter", "operand"]) at(id).value = state[id];
-  at("problems").checked = state.problems;
+  for (const id of ["filter", "operand"]) byId(id).value = state[id];
+  byId("problems").checked = state.problems;
   drawRun();
   drawHealth();
   drawTiles();
   drawTable();
 }
 
-// --- what people do
+// --- events
 
 function sortBy(key, desc) {
   Object.assign(state, { sort: key, desc });
   drawTable();
 }
 for (const column of COLUMNS) {
-  const button = el("button", { type: "button" }, column.label,
-    el("span", { class: "arrow", "aria-hidden": "true" }));
+  const button = element("button", { type: "button" }, column.label,
+    element("span", { class: "arrow", "aria-hidden": "true" }));
   const first = Boolean(column.worst); // the worst first
   button.addEventListener("click", () =>
     sortBy(column.key, state.sort === column.key ? !state.desc : first));
   const text = column.type ?? "number";
   if (!column.hidden)
-    at("head").append(el("th", { scope: "col", "data-key": column.key, class: text }, button));
+    byId("head").append(
+      element("th", { scope: "col", "data-key": column.key, class: text }, button));
   for (const desc of [first, !first])
-    at("sort").append(el("option", { value: `${column.key} ${desc ? "desc" : "asc"}` },
+    byId("sort").append(element("option", { value: `${column.key} ${desc ? "desc" : "asc"}` },
       `${column.label} ${desc ? "↓" : "↑"}`));
 }
-at("head").children[PICTURES].before(
-  ...pictures.map((name) => el("th", { scope: "col", class: "text" }, name)));
-at("sort").addEventListener("change", (event) => {
+byId("head").children[PICTURE_PLACE].before(
+  ...pictureNames.map((name) => element("th", { scope: "col", class: "text" }, name)));
+byId("sort").addEventListener("change", (event) => {
   const [key, order] = event.target.value.split(" ");
   sortBy(key, order === "desc");
 });
-at("filter").addEventListener("input", (event) => {
+byId("filter").addEventListener("input", (event) => {
   state.filter = event.target.value;
   drawTable();
 });
-at("operand").addEventListener("change", (event) => {
+byId("operand").addEventListener("change", (event) => {
   state.operand = event.target.value;
   drawTable();
 });
-at("problems").addEventListener("change", (event) => {
+byId("problems").addEventListener("change", (event) => {
   state.problems = event.target.checked;
   drawTable();
 });
-at("more").addEventListener("click", drawMore);
+byId("more").addEventListener("click", drawMore);
 new IntersectionObserver((entries) => {
   if (entries.some((entry) => entry.isIntersecting) && drawn < shown.length) drawMore();
-}, { rootMargin: "400px" }).observe(at("more"));
-function go(step) {
+}, { rootMargin: "400px" }).observe(byId("more"));
+function goToStep(step) {
   state.step = Math.min(Math.max(step, 0), run.snapshots.length - 1);
   draw();
 }
-at("step").addEventListener("input", (event) => go(Number(event.target.value)));
-at("earlier").addEventListener("click", () => go(state.step - 1));
-at("later").addEventListener("click", () => go(state.step + 1));
+byId("step").addEventListener("input", (event) => goToStep(Number(event.target.value)));
+byId("earlier").addEventListener("click", () => goToStep(state.step - 1));
+byId("later").addEventListener("click", () => goToStep(state.step + 1));
 let width = innerWidth;
 addEventListener("resize", () => {
   if (innerWidth !== width) draw(); // a phone's address bar changes the height alone
@@ -295,7 +305,7 @@ addEventListener("resize", () => {
 });
 
 // `#sort=amax&desc=1&filter=attn&operand=weight&problems=1&step=2&open=0`: a view to send someone.
-function follow() {
+function showAddress() {
   const asked = new URLSearchParams(location.hash.slice(1));
   if (COLUMNS.some((column) => column.key === asked.get("sort"))) state.sort = asked.get("sort");
   if (asked.has("desc")) state.desc = asked.get("desc") === "1";
@@ -303,17 +313,19 @@ function follow() {
   state.filter = asked.get("filter") ?? state.filter;
   state.operand = asked.get("operand") ?? state.operand;
   const open = Number(asked.get("open") ?? "x");
-  if (casts[open]) opened.add(open);
+  if (casts[open]) openCasts.add(open);
   const last = run.snapshots.length - 1;
-  go(/^\d+$/.test(asked.get("step") ?? "") ? Number(asked.get("step")) : last);
+  goToStep(/^\d+$/.test(asked.get("step") ?? "") ? Number(asked.get("step")) : last);
 }
-addEventListener("hashchange", follow);
+addEventListener("hashchange", showAddress);
 
 const { about } = run;
-at("about").textContent =
+byId("about").textContent =
   `${about.file} · float8 ${about.float8} · torch ${about.torch} · ` +
-  (many ? `${run.snapshots.length} snapshots` : nameOf(0).replace("snapshot 1", "one snapshot"));
-at("step").max = run.snapshots.length - 1;
-at("app").hidden = false;
-at("run-card").hidden = !many;
-follow();
+  (hasSteps
+    ? `${run.snapshots.length} snapshots`
+    : nameOf(0).replace("snapshot 1", "one snapshot"));
+byId("step").max = run.snapshots.length - 1;
+byId("app").hidden = false;
+byId("run-card").hidden = !hasSteps;
+showAddress();

@@ -2,26 +2,26 @@
 // The run, and pictures of it; page.js, which follows in the same script, shows them.
 // The run is data: every text of it becomes a text node or an attribute, never markup.
 const run = JSON.parse(document.getElementById("run").textContent);
-const at = (id) => document.getElementById(id);
+const byId = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
-const USUAL = { input: "output", weight: "output", grad_output: "grad_input" };
-const LOOKS = ["fine", "look", "bad"];
+const FIRST_GEMM = { input: "output", weight: "output", grad_output: "grad_input" };
+const LEVEL_NAMES = ["fine", "look", "bad"];
 
 // --- elements and numbers
 
-function fill(node, attributes, children) {
+function setContent(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
   node.append(...children.filter((child) => child !== null));
   return node;
 }
-const el = (tag, attributes = {}, ...children) =>
-  fill(document.createElement(tag), attributes, children);
-const svg = (tag, attributes = {}, ...children) =>
-  fill(document.createElementNS(SVG, tag), attributes, children);
+const element = (tag, attributes = {}, ...children) =>
+  setContent(document.createElement(tag), attributes, children);
+const svgElement = (tag, attributes = {}, ...children) =>
+  setContent(document.createElementNS(SVG, tag), attributes, children);
 
 // A long name may end a line behind a dot or an underscore.
 const breakable = (text) =>
-  text.split(/(?<=[._])/).flatMap((part, i) => (i ? [el("wbr"), part] : [part]));
+  text.split(/(?<=[._])/).flatMap((part, i) => (i ? [element("wbr"), part] : [part]));
 
 function number(value) {
   if (value === null || Number.isNaN(value)) return "–";
@@ -39,32 +39,32 @@ function decibel(value) {
   if (value === null) return "–";
   return value === Infinity ? "exact" : value === -Infinity ? "none" : value.toFixed(1);
 }
-const withUnit = (value) => decibel(value) + (Number.isFinite(value ?? NaN) ? " dB" : "");
+const decibelWithUnit = (value) => decibel(value) + (Number.isFinite(value ?? NaN) ? " dB" : "");
 function octaves(value) {
   if (value === null) return "–";
   const text = value.toFixed(1);
   return Number(text) === 0 ? "0.0" : value > 0 ? `+${text}` : text;
 }
-const power = (exponent) =>
+const powerOfTwo = (exponent) =>
   Number.isFinite(exponent)
-    ? ["2", el("sup", {}, exponent.toFixed(1).replace("-", "−"))]
+    ? ["2", element("sup", {}, exponent.toFixed(1).replace("-", "−"))]
     : [number(2 ** exponent)];
-const plural = (count, noun) => `${counted(count)} ${noun}${count === 1 ? "" : "s"}`;
-const counted = (value) => value.toLocaleString("en");
-const scales = (row) =>
+const plural = (count, noun) => `${grouped(count)} ${noun}${count === 1 ? "" : "s"}`;
+const grouped = (value) => value.toLocaleString("en");
+const scaleText = (row) =>
   row.scale_min === row.scale_max
     ? number(row.scale_min)
     : `${number(row.scale_min)} … ${number(row.scale_max)}`;
 
 // --- the run
 
-const NAMES = ["layer", "operand", "gemm", "format", "scaling", "granularity"];
-const casts = run.casts.map((cast) => Object.fromEntries(NAMES.map((name, i) => [name, cast[i]])));
-const TEXTS = new Set(["shares"]);
+const casts = run.casts.map((cast) =>
+  Object.fromEntries(run.labels.map((name, i) => [name, cast[i]])));
 const rowOf = (values) => {
   const row = {};
   run.columns.forEach((name, i) => {
-    row[name] = typeof values[i] === "string" && !TEXTS.has(name) ? Number(values[i]) : values[i];
+    const isNumber = typeof values[i] === "string" && name !== "shares"; // as "Infinity"
+    row[name] = isNumber ? Number(values[i]) : values[i];
   });
   return Object.assign(row, casts[row.cast]);
 };
@@ -73,10 +73,10 @@ function rowsOf(step) {
   if (!parsed.has(step)) parsed.set(step, run.snapshots[step].rows.map(rowOf));
   return parsed.get(step);
 }
-const many = run.snapshots.length > 1;
+const hasSteps = run.snapshots.length > 1;
 const SQNR = run.columns.indexOf("sqnr");
-const trends = many ? casts.map(() => run.snapshots.map(() => null)) : [];
-if (many)
+const trends = hasSteps ? casts.map(() => run.snapshots.map(() => null)) : [];
+if (hasSteps)
   run.snapshots.forEach((snapshot, step) => {
     for (const row of snapshot.rows)
       trends[row[0]][step] = row[SQNR] === null ? null : Number(row[SQNR]);
@@ -114,13 +114,13 @@ function histogram(row, width, height, large) {
   const first = Math.min(...ends), last = Math.max(...ends);
   const x = (exponent) => left + ((exponent - first) / (last - first)) * (right - left);
   const label = `${row.layer} ${row.operand}: histogram in powers of two`;
-  const picture = svg("svg", {
+  const picture = svgElement("svg", {
     width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label,
   });
   if (!ends.length) return picture;
   const zone = (from, to, name) => {
     if (to > from)
-      picture.append(svg("rect", {
+      picture.append(svgElement("rect", {
         x: x(from), y: top, width: x(to) - x(from), height: bottom - top, class: `zone-${name}`,
       }));
   };
@@ -132,7 +132,7 @@ function histogram(row, width, height, large) {
     zone(Math.max(range.saturatedSome, range.normal), range.saturated, "saturated-some");
     zone(range.saturated, last, "saturated");
   }
-  if (large) axes(picture, first, last, x, top, bottom, left, right);
+  if (large) drawAxes(picture, first, last, x, top, bottom, left, right);
   // An amax that ends at the range saturates nothing, however wide its bar.
   const cuts = known ? { ...range, saturated: row.saturated ? range.saturated : Infinity } : null;
   const gap = Math.min(2, (x(1) - x(0)) / 6);
@@ -141,13 +141,13 @@ function histogram(row, width, height, large) {
     if (!level) return;
     const exponent = row.lowest + i;
     const share = Math.pow(10, run.decades * (level - 1));
-    const bar = svg("g", {},
-      large ? svg("title", {}, `2^${exponent}: about ${percent(share)}`) : null);
+    const bar = svgElement("g", {},
+      large ? svgElement("title", {}, `2^${exponent}: about ${percent(share)}`) : null);
     const size = Math.max(1, level * (bottom - top));
     const isLast = i === row.shares.length - 1; // which ends at the largest value
     const end = isLast ? Math.max(Math.log2(row.amax), exponent + 0.2) : exponent + 1;
-    for (const [kind, from, to] of parts(cuts, exponent, Math.min(end, exponent + 1)))
-      bar.append(svg("rect", {
+    for (const [kind, from, to] of barParts(cuts, exponent, Math.min(end, exponent + 1)))
+      bar.append(svgElement("rect", {
         x: x(from) + (from === exponent ? gap / 2 : 0), y: bottom - size, height: size,
         width: Math.max(0.5, x(to) - x(from) - gap / 2), class: `bar bar${kind}`,
       }));
@@ -156,7 +156,7 @@ function histogram(row, width, height, large) {
   return picture;
 }
 // A bar, cut where the format's zones end.
-function parts(range, from, to) {
+function barParts(range, from, to) {
   if (!range) return [["", from, to]];
   const zones = [
     ["-flushed", -Infinity, range.flushed], ["-subnormal", range.flushed, range.normal],
@@ -166,31 +166,33 @@ function parts(range, from, to) {
     .map(([kind, low, high]) => [kind, Math.max(low, from), Math.min(high, to)])
     .filter(([, low, high]) => high - low > 0.01);
 }
-function axes(picture, first, last, x, top, bottom, left, right) {
+function drawAxes(picture, first, last, x, top, bottom, left, right) {
   for (const [power, text] of [[0, "100 %"], [-2, "1 %"], [-4, "0.01 %"], [-6, "1 ppm"]]) {
     const y = bottom - (1 + power / run.decades) * (bottom - top);
     picture.append(
-      svg("line", { x1: left, x2: right, y1: y, y2: y, class: "grid" }),
-      svg("text", { x: left - 6, y: y + 4, "text-anchor": "end" }, text),
+      svgElement("line", { x1: left, x2: right, y1: y, y2: y, class: "grid" }),
+      svgElement("text", { x: left - 6, y: y + 4, "text-anchor": "end" }, text),
     );
   }
-  picture.append(svg("line", { x1: left, x2: right, y1: bottom, y2: bottom, class: "axis" }));
+  picture.append(
+    svgElement("line", { x1: left, x2: right, y1: bottom, y2: bottom, class: "axis" }));
   const unit = x(1) - x(0);
   const every = [1, 2, 4, 8, 16, 32, 64].find((n) => n * unit >= 34) ?? 128;
   for (let e = Math.ceil(first / every) * every; e <= last; e += every) {
-    const raised = svg("tspan", { dy: "-4", "font-size": "9" }, String(e).replace("-", "−"));
-    picture.append(svg("text", { x: x(e), y: bottom + 15, "text-anchor": "middle" }, "2", raised));
+    const raised = svgElement("tspan", { dy: "-4", "font-size": "9" }, String(e).replace("-", "−"));
+    picture.append(
+      svgElement("text", { x: x(e), y: bottom + 15, "text-anchor": "middle" }, "2", raised));
   }
   picture.append(
-    svg("text", { x: (left + right) / 2, y: bottom + 30, "text-anchor": "middle" }, "magnitude"),
-  );
+    svgElement("text",
+      { x: (left + right) / 2, y: bottom + 30, "text-anchor": "middle" }, "magnitude"));
 }
 
 // --- lines over the steps
 
-function lines(series, width, height, large) {
+function lineChart(series, width, height, large) {
   const all = finite(series.flatMap((one) => one.values));
-  const picture = svg("svg", {
+  const picture = svgElement("svg", {
     width, height, viewBox: `0 0 ${width} ${height}`, role: "img",
     "aria-label": `SQNR over the snapshots: ${series.map((one) => one.name).join(", ")}`,
   });
@@ -205,14 +207,15 @@ function lines(series, width, height, large) {
   if (large) {
     for (const value of high - low < 0.05 ? [high] : [low, high])
       picture.append(
-        svg("line", { x1: left, x2: right, y1: y(value), y2: y(value), class: "grid" }),
-        svg("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" },
+        svgElement("line", { x1: left, x2: right, y1: y(value), y2: y(value), class: "grid" }),
+        svgElement("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" },
           `${value.toFixed(value < 10 ? 1 : 0)} dB`),
       );
     const ends = count > 1 ? [[0, "start"], [count - 1, "end"]] : [[0, "start"]];
     for (const [i, anchor] of ends)
-      picture.append(svg("text", { x: x(i), y: height - 4, "text-anchor": anchor }, nameOf(i)));
-    picture.append(svg("line", {
+      picture.append(
+        svgElement("text", { x: x(i), y: height - 4, "text-anchor": anchor }, nameOf(i)));
+    picture.append(svgElement("line", {
       x1: x(state.step), x2: x(state.step), y1: top, y2: bottom, class: "now",
     }));
   }
@@ -223,23 +226,23 @@ function lines(series, width, height, large) {
       if (there) path += `${drawing ? "L" : "M"}${x(i).toFixed(1)} ${y(value).toFixed(1)}`;
       drawing = there;
     });
-    picture.append(svg("path", { d: path, class: `line line-${one.name}` }));
+    picture.append(svgElement("path", { d: path, class: `line line-${one.name}` }));
     const now = one.values[state.step];
     if (now !== null && Number.isFinite(now))
-      picture.append(svg("circle", {
+      picture.append(svgElement("circle", {
         cx: x(state.step), cy: y(now), r: large ? 4 : 2.5, class: `dot dot-${one.name}`,
       }));
   }
-  if (large) nameLines(picture, series, right, y);
+  if (large) labelLines(picture, series, right, y);
   return picture;
 }
-function nameLines(picture, series, right, y) {
+function labelLines(picture, series, right, y) {
   let free = Infinity; // upwards from the lowest line, so that names do not overlap
   const last = (one) => finite(one.values).at(-1);
   const known = series.filter((one) => last(one) !== undefined).sort((a, b) => last(a) - last(b));
   for (const one of known) {
     free = Math.min(y(last(one)) + 4, free - 13);
-    picture.append(svg("text", {
+    picture.append(svgElement("text", {
       x: right + 8, y: free, class: `label label-${one.name}`,
     }, one.name));
   }

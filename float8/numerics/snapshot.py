@@ -1,4 +1,4 @@
-"""`Report`: the casts of a model at one moment, to read, to draw, to keep and to send on.
+"""`Report`: the casts of a model at one moment, to read, to draw, to save and to merge.
 
 ::
 
@@ -7,12 +7,12 @@
     print(report.table(top=20))
     report.save("run.json")
 
-A file is strict JSON and holds a run, one or many snapshots::
+A file is strict JSON and holds a run: one snapshot or many::
 
     {"format": "float8.numerics", "version": 1, "float8": "...", "torch": "...", "model": "GPT",
      "snapshots": [{"step": 50, "rows": [{"layer": "blocks.0.attn", ...}], "skipped": {}}]}
 
-inf and NaN are the words "inf", "-inf" and "nan". `load_run` reads all snapshots, `Report.load` a
+inf and NaN are the strings "inf", "-inf" and "nan". `load_run` reads all snapshots, `Report.load` a
 file that has one.
 """
 
@@ -23,15 +23,22 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from float8.formats import FORMATS
-from float8.numerics.rows import Row, decoded, encoded, merged, worst_first
-from float8.numerics.table import named, table
+from float8.numerics.display import layer_name, plot_casts, table_of_casts
+from float8.numerics.statistics import (
+    FORMAT_OF,
+    CastLabels,
+    CastStatistics,
+    Histogram,
+    Sums,
+    merged,
+)
+from float8.version import __version__
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -43,16 +50,15 @@ _SCALARS = (
 
 
 class Report:
-    """What became of the operands of a model's float8 layers.
+    """The casts of a model's float8 layers.
 
-    `float8.numerics.inspect` returns one that is empty as long as it watches, and complete when
-    its ``with`` block ends.
+    `float8.numerics.inspect` yields an empty report, which is filled when the ``with`` block ends.
 
     Args:
-        rows: one for each cast.
+        rows: the statistics of each cast.
         model: the name of the model's class.
         step: of the training, if there is one.
-        skipped: names of layers of which nothing was seen -> why.
+        skipped: layers without statistics: name -> reason.
 
     Attributes:
         model, step, skipped: as given.
@@ -60,7 +66,7 @@ class Report:
 
     def __init__(
         self,
-        rows: Iterable[Row] = (),
+        rows: Iterable[CastStatistics] = (),
         *,
         model: str = "",
         step: int | None = None,
@@ -70,77 +76,72 @@ class Report:
         self.step = step
         self.fill(rows, skipped or {})
 
-    def fill(self, rows: Iterable[Row], skipped: Mapping[str, str]) -> None:
-        """What `inspect` does when its block ends: the report has these rows then, and no other."""
+    def fill(self, rows: Iterable[CastStatistics], skipped: Mapping[str, str]) -> None:
+        """Replace the content, as `inspect` does at the end of its block."""
         self._rows = list(rows)
         self.skipped = dict(skipped)
 
     @property
-    def casts(self) -> list[Row]:
-        """The rows, worst first: those that met inf or NaN, then by their SQNR."""
-        return worst_first(self._rows)
+    def casts(self) -> list[CastStatistics]:
+        """Worst first: casts of inf or NaN, then the lowest SQNR; those without an SQNR last."""
+
+        def place(cast: CastStatistics) -> float:
+            return -math.inf if cast.nonfinite else math.inf if cast.sqnr is None else cast.sqnr
+
+        return sorted(self._rows, key=place)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows as dictionaries, worst first; the keys are the fields of `Row`."""
-        return [row.as_dict() for row in self.casts]
+        """The casts as dictionaries, worst first; the keys are the fields of `CastStatistics`."""
+        return [cast.as_dict() for cast in self.casts]
 
     def table(self, top: int | None = None) -> str:
-        """The rows as text of at most 100 columns, worst first, and below them what was skipped.
+        """The casts as text of at most 100 columns, worst first, and below it the skipped layers.
 
         Args:
-            top: how many rows; None is all.
+            top: how many casts; None is all.
         """
-        return table(self.casts, self.skipped, top)
+        return table_of_casts(self.casts, self.skipped, top)
 
     def plot(self, path: str | os.PathLike[str], top: int = 24) -> None:
         """Draw the histograms in powers of two against the formats' ranges, worst first.
 
         Args:
             path: of the picture; its suffix is the format, as ``.png`` or ``.svg``.
-            top: how many rows.
+            top: how many casts.
 
         Raises:
             ValueError: there is nothing to draw.
             ImportError: matplotlib is not installed.
         """
-        from float8.numerics.plot import plot
-
         at = "" if self.step is None else f", step {self.step}"
-        plot(self.casts, path, f"{self.model}{at}", top)
+        plot_casts(self.casts, path, f"{self.model}{at}", top)
 
-    def static_scales(self, operand: str = "input", method: str = "amax") -> dict[str, float]:
+    def static_scales(self, operand: str = "input") -> dict[str, float]:
         """Layer -> the scale that maps the largest magnitude to the format's largest value.
 
-        What ``convert_to_float8_inference(model, static_scales=...)`` takes, after inspecting
-        batches that are like those to come. `float8.numerics.calibrate` also searches by SQNR.
+        For ``convert_to_float8_inference(model, static_scales=...)``, after inspecting batches that
+        are like those to come. `float8.numerics.calibrate` also searches scales by SQNR.
 
         Args:
             operand: "input", "weight" or "grad_output".
-            method: "amax" is what a report holds enough for.
 
         Raises:
-            ValueError: another method; or a layer whose operand was never seen, was all zero or
-                was not finite.
+            ValueError: the report has no such operand, or one that was all zero or not finite.
         """
-        if method != "amax":
-            raise ValueError(
-                f'method {method!r}: a report knows amaxes alone; use method="amax", or '
-                "float8.numerics.calibrate, which searches scales on the values themselves"
-            )
-        by_layer: dict[str, list[Row]] = {}
-        for row in self._rows:
-            if row.operand == operand:
-                by_layer.setdefault(row.layer, []).append(row)
+        by_layer: dict[str, list[CastStatistics]] = {}
+        for cast in self._rows:
+            if cast.operand == operand:
+                by_layer.setdefault(cast.layer, []).append(cast)
         if not by_layer:
             raise ValueError(f"the report has no row for operand {operand!r}")
-        return {layer: _static_scale(rows) for layer, rows in by_layer.items()}
+        return {layer: _static_scale(casts) for layer, casts in by_layer.items()}
 
     def add_scalars(self, writer: Any, step: int | None = None) -> None:
-        """Hand each number to a ``SummaryWriter`` or anything else with ``add_scalar``.
+        """Give each number to a ``SummaryWriter`` or anything else with ``add_scalar``.
 
-        Tags are ``float8/<layer>/<operand>/<number>``, for an operand's second cast
-        ``float8/<layer>/<operand>/<product>/<number>``. Numbers that are not there, or not finite,
-        are left out; ``nonfinite`` counts what was not.
+        Tags are ``float8/<layer>/<operand>/<number>``, and for the second cast of an operand
+        ``float8/<layer>/<operand>/<gemm>/<number>``. Numbers that are None or not finite are left
+        out; ``nonfinite`` counts the elements that were not finite.
 
         Args:
             writer: has ``add_scalar(tag, value, step)``.
@@ -148,16 +149,14 @@ class Report:
         """
         at = self.step if step is None else step
         seen: set[tuple[str, str]] = set()
-        for row in self._rows:
-            is_first = (row.layer, row.operand) not in seen
-            seen.add((row.layer, row.operand))
-            gemm = "" if is_first else f"{row.gemm}/"
+        for cast in self._rows:
+            is_first = (cast.layer, cast.operand) not in seen
+            seen.add((cast.layer, cast.operand))
+            prefix = f"float8/{cast.layer}/{cast.operand}/" + ("" if is_first else f"{cast.gemm}/")
             for name in _SCALARS:
-                value = getattr(row, name)
+                value = getattr(cast, name)
                 if value is not None and math.isfinite(value):
-                    writer.add_scalar(
-                        f"float8/{row.layer}/{row.operand}/{gemm}{name}", value, at or 0
-                    )
+                    writer.add_scalar(prefix + name, value, at or 0)
 
     def merged(self, *others: Report) -> Report:
         """One report of the elements of all: of other ranks, batches or steps of one model.
@@ -167,16 +166,20 @@ class Report:
         """
         reports = (self, *others)
         rows = merged(row for report in reports for row in report._rows)
-        skipped = {fqn: why for report in reports for fqn, why in report.skipped.items()}
-        seen = {row.layer for row in rows}
-        skipped = {fqn: why for fqn, why in skipped.items() if fqn not in seen}
+        layers = {row.layer for row in rows}
+        skipped = {
+            fqn: reason
+            for report in reports
+            for fqn, reason in report.skipped.items()
+            if fqn not in layers
+        }
         return Report(rows, model=self.model, step=self.step, skipped=skipped)
 
     def gather(self, group: dist.ProcessGroup | None = None) -> Report:
         """The report of all ranks of a group, on each of them; a collective call.
 
-        Counts, SQNR, kurtosis and histograms are exactly those of all ranks' elements together:
-        what several ranks hold alike, as replicated weights, counts once for each.
+        Counts, SQNR, kurtosis and histograms are exactly those of all ranks' elements together. A
+        tensor that several ranks hold, as a replicated weight, counts once for each.
 
         Args:
             group: by default all ranks.
@@ -192,7 +195,7 @@ class Report:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file with this one snapshot."""
-        save_run(path, [self])
+        write_run(path, self.model, [as_json(self)])
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Report:
@@ -217,64 +220,70 @@ class Report:
         return f"Report({self.model or 'no model'}, {len(self._rows)} rows{at})"
 
 
-def save_run(path: str | os.PathLike[str], reports: Sequence[Report]) -> None:
-    """Write reports as one file; see `write_run`."""
-    model = reports[0].model if reports else ""
-    write_run(path, model, [as_json(report) for report in reports])
+def _static_scale(casts: Sequence[CastStatistics]) -> float:
+    first_use = [cast for cast in casts if cast.gemm == casts[0].gemm]
+    cast = max(first_use, key=lambda cast: (cast.nonfinite, cast.amax))
+    if not (0 < cast.amax < math.inf) or cast.nonfinite:
+        raise ValueError(
+            f"{layer_name(cast.layer)}: its {cast.operand} had amax {cast.amax:g} and "
+            f"{cast.nonfinite} elements that are not finite; a static scale needs values like "
+            "those to come"
+        )
+    return max(cast.amax / FORMAT_OF[cast.format].max, torch.finfo(torch.float32).tiny)
+
+
+# --- files
 
 
 def as_json(report: Report) -> str:
-    """A report as a file holds it: for those who write many again and again."""
+    """A snapshot as `write_run` takes it."""
     return json.dumps(_as_snapshot(report), allow_nan=False)
 
 
 def write_run(path: str | os.PathLike[str], model: str, snapshots: Sequence[str]) -> None:
-    """Write what `as_json` made; a reader finds the old file or the new one, whatever happens.
-
-    Raises:
-        OSError: it could not be written; the old file is still there, and nothing beside it.
-    """
+    """Write snapshots, each as `as_json` returns it, to a file; see `replace_file`."""
     head = {
         "format": FORMAT,
         "version": VERSION,
-        "float8": _version_of("float8"),
+        "float8": __version__,
         "torch": torch.__version__,
         "model": model,
     }
     text = f'{json.dumps(head)[:-1]}, "snapshots": [{", ".join(snapshots)}]}}'
-    target = Path(path)
-    beside = _beside(target)
+    replace_file(Path(path), text)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a whole file. A reader finds the old content or the new one, whatever happens.
+
+    Raises:
+        OSError: it could not be written. The old file is unchanged, and no other file is left.
+    """
+    temporary = _temporary(path)
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(target)
-    except BaseException:
-        _remove(beside)
-        raise
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        _remove(temporary)
 
 
-def check_writable(path: Path) -> None:
-    """Raise OSError, with the reason and the fix, if `write_run` could not write this file now."""
-    beside = _beside(path)
+def try_writing(path: Path) -> None:
+    """Raise OSError if `replace_file` could not write a file now."""
+    temporary = _temporary(path)
     try:
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
-        beside.write_text(" ", encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or error
-        raise OSError(
-            f"{path} cannot be written ({reason}): name a file in a folder that exists, may be "
-            "written to and has space"
-        ) from error
+        temporary.write_text(" ", encoding="utf-8")
     finally:
-        _remove(beside)
+        _remove(temporary)
 
 
-def _beside(path: Path) -> Path:
+def _temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}.part")
 
 
 def _remove(path: Path) -> None:
-    with suppress(OSError):  # nothing was made, or nothing here can be removed either
+    with suppress(OSError):  # it was not created, or nothing in this folder can be removed
         path.unlink()
 
 
@@ -305,30 +314,49 @@ def load_run(path: str | os.PathLike[str]) -> list[Report]:
         ) from error
 
 
+def strict_json(value: Any) -> Any:
+    """A value for strict JSON, which has no inf and no NaN: these become strings."""
+    if isinstance(value, Mapping):
+        return {name: strict_json(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict_json(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return value
+
+
+def cast_from_json(found: Mapping[str, Any]) -> CastStatistics:
+    """The inverse of ``strict_json(cast.as_dict())``.
+
+    Raises:
+        ValueError: a field is missing or unknown.
+    """
+    names = {field.name for field in fields(CastStatistics)}
+    given = {name: value for name, value in found.items() if name != "range"}
+    if given.keys() != names:
+        raise ValueError(
+            f"a row has the fields {', '.join(sorted(names))}; missing: "
+            f"{sorted(names - given.keys())}, unknown: {sorted(given.keys() - names)}"
+        )
+    histogram, sums = given.pop("histogram"), given.pop("sums")
+    numbers = {name: _number(name, value) for name, value in given.items()}
+    return CastStatistics(
+        **numbers,
+        histogram=Histogram(histogram["lowest"], tuple(histogram["counts"])),
+        sums=None if sums is None else Sums(**{n: _number(n, v) for n, v in sums.items()}),
+    )
+
+
+def _number(name: str, value: Any) -> Any:
+    is_label = name in CastLabels._fields  # a layer may be called "nan"
+    return float(value) if isinstance(value, str) and not is_label else value
+
+
 def _as_snapshot(report: Report) -> dict[str, Any]:
-    rows = [encoded(row.as_dict()) for row in report._rows]
+    rows = [strict_json(row.as_dict()) for row in report._rows]
     return {"step": report.step, "rows": rows, "skipped": report.skipped}
 
 
 def _from_snapshot(found: Mapping[str, Any], model: str) -> Report:
-    rows = [decoded(row) for row in found["rows"]]
+    rows = [cast_from_json(row) for row in found["rows"]]
     return Report(rows, model=model, step=found["step"], skipped=found.get("skipped"))
-
-
-def _version_of(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a source tree
-        return "unknown"
-
-
-def _static_scale(rows: Sequence[Row]) -> float:
-    first_use = [row for row in rows if row.gemm == rows[0].gemm]
-    row = max(first_use, key=lambda row: (row.nonfinite, row.amax))
-    if not (0 < row.amax < math.inf) or row.nonfinite:
-        raise ValueError(
-            f"{named(row.layer)}: its {row.operand} had amax {row.amax:g} and {row.nonfinite} "
-            "elements that are not finite; a static scale needs values like those to come"
-        )
-    largest = next(fmt.max for fmt in FORMATS.values() if fmt.name == row.format)
-    return max(row.amax / largest, torch.finfo(torch.float32).tiny)

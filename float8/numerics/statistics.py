@@ -1,31 +1,40 @@
-"""What is measured of one cast, on plain tensors, on the device that has them.
+"""The statistics of one cast: their formulas, their measurement on a device, and their merging.
 
-`measure` compares an operand with its codes and returns two vectors of float64: numbers that add up
-over calls (`ADDS`) and numbers of which the largest counts (`TOPS`). A `Tally` gathers those of one
-row of a report; `rows_of` brings all tallies to the host, in one transfer per device. Nothing waits
-for the device before that.
+A `CastStatistics` describes one operand of one layer, cast for one GEMM. x is the operand in the
+compute dtype, x' = data * scale is what the GEMM reads. Sums run over the finite elements of all
+calls and ranks that the object stands for::
 
-How the numbers come about, of x in high precision, its codes c and scales s::
+    SQNR      = 10 log10( sum x^2 / sum (x - x')^2 )                               in dB
+    kurtosis  = E[(x - mean)^4] / var^2                                            3 for a Gaussian
+    staleness = log2( amax / (scale * max(format)) )                               in octaves
 
-    bins       how many x have which exponent field as a float64, which is normal even where a
-               float32 is subnormal: field 0 counts the zeros, 2047 inf and NaN, the others are the
-               histogram of floor(log2 |x|)
-    sums       of x, x^2, x^3, x^4 and (x - c s)^2, over finite x, all in float64
-    flushed    code 0 of an x that is not 0; under a scale that is NaN a zero has no zero code
-    saturated  |x| > s max(format) (1 + 2^-20): the tolerance is what rounding does to a scale that
-               was found from this very amax, and which clamps nothing
+SQNR says how much of the operand is left. About 32 dB is the value of E4M3 where nothing saturates
+or is flushed, and 26 dB that of E5M2 (a uniform error over steps of 2^-3 and of 2^-2). A large
+kurtosis means outliers: one scale for the whole tensor may not suffice. Staleness says how far a
+delayed or static scale is from the values: above 0 they saturate, below it the upper end of the
+format is unused. SQNR and kurtosis are computed from `Sums`, so that several ranks merge exactly.
+
+How `measure_cast` finds the numbers::
+
+    bins       how many x have which exponent field as a float64, in which the subnormal numbers of
+               float32 are normal: field 0 counts the zeros, 2047 inf and NaN, and the others are
+               the histogram of floor(log2 |x|)
+    sums       of x, x^2, x^3, x^4 and (x - x')^2, over finite x, all in float64
+    flushed    data 0 of an x that is not 0; under a scale that is NaN, the data of a zero is NaN
+    saturated  |x| > scale * max(format) * (1 + 2^-20): the tolerance covers the rounding of a scale
+               that was found from this very amax and clamps nothing
     amax       sqrt(max x^2), which is exact: squares of float32 are exact in float64
 
-An operand is worked on in pieces that stay in a CPU's cache, and that do not double the memory that
-a device needs.
+Operands are measured in pieces that fit into a CPU's cache, which also limits the memory on other
+devices. Nothing waits for the device before `statistics_of` moves all numbers to the host.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,127 +42,347 @@ from torch import Tensor
 from float8.formats import FORMATS
 from float8.granularity import WHOLE, Block
 from float8.kernels import MIN_SCALE
-from float8.numerics.rows import Histogram, Row, Sums, kurtosis_of, sqnr_of
+from float8.kernels.sqnr import decibels
+
+OPERANDS = ("input", "weight", "grad_output")
+IN_FLOAT8 = "float8"  # the scaling of an operand that arrived in float8
+FORMAT_OF = {fmt.name: fmt for fmt in FORMATS.values()}
+CastKey = tuple[str, str, str]
+
+# Of E[x^2]. Rounding changes a kurtosis by some 1e-14 over the square of this ratio: by 1e-4 here,
+# by all of it at 1e-7.
+_LEAST_VARIANCE = 1e-5
+
+
+class Histogram(NamedTuple):
+    """How many nonzero finite elements have which ``floor(log2 |x|)``.
+
+    ``counts[i]`` is of the exponent ``lowest + i``; the ends are not empty.
+    """
+
+    lowest: int = 0
+    counts: tuple[int, ...] = ()
+
+
+EMPTY = Histogram()
+
+
+class Sums(NamedTuple):
+    """Sums over finite elements, in float64: of the powers of x, and of ``(x - x')^2``.
+
+    ``noise`` is None where there is no operand in high precision to compare with.
+    """
+
+    first: float
+    second: float
+    third: float
+    fourth: float
+    noise: float | None
+
+    def plus(self, other: Sums) -> Sums:
+        """The sums over these elements and other ones."""
+        noise = None if self.noise is None or other.noise is None else self.noise + other.noise
+        return Sums(
+            self.first + other.first,
+            self.second + other.second,
+            self.third + other.third,
+            self.fourth + other.fourth,
+            noise,
+        )
+
+    @property
+    def sqnr(self) -> float | None:
+        """In dB; None without a signal, or without an operand in high precision."""
+        return decibels(self.second, self.noise) if self.second and self.noise is not None else None
+
+    def kurtosis(self, elements: int) -> float | None:
+        """The fourth central moment by the squared variance of this many elements."""
+        if not elements:
+            return None
+        first, second, third, fourth = (total / elements for total in self[:4])
+        variance = second - first**2
+        if variance <= second * _LEAST_VARIANCE:
+            return None
+        central = fourth - 4 * first * third + 6 * first**2 * second - 3 * first**4
+        return central / variance**2
+
+
+class CastLabels(NamedTuple):
+    """Which cast it is; see `CastStatistics`."""
+
+    layer: str
+    operand: str
+    gemm: str
+    format: str
+    scaling: str
+    granularity: str
+
+
+@dataclass(frozen=True)
+class CastStatistics:
+    """The statistics of one cast.
+
+    Args:
+        layer: its name in the model.
+        operand: "input", "weight" or "grad_output".
+        gemm: the GEMM that reads the cast: "output", "grad_input" or "grad_weight". A second GEMM
+            has statistics of its own only where the operand is cast otherwise for it.
+        format: such as "e4m3".
+        scaling: "dynamic", "delayed" or "static"; "float8" for an operand that arrived in float8.
+        granularity: "tensorwise", "rowwise" or the extents of a block, as "1x128".
+        elements: how many were cast, over all calls.
+        calls: how often.
+        zeros, nonfinite: how many elements were zero, inf or NaN before the cast.
+        amax: the largest finite magnitude.
+        scale_min, scale_max: of the scales in use (``value = data * scale``); 0 without elements.
+        flushed: the fraction of the elements that were not zero and became zero.
+        saturated: the fraction of the elements that were beyond the range, by more than rounding.
+        sqnr: in dB; inf where the cast was exact, -inf where nothing finite was left, None where
+            the operand was all zero.
+        kurtosis: None where the elements are all equal, or differ by less than 0.3 %.
+        staleness: in octaves; of the call where it was largest. None unless the scale is delayed
+            or static and the operand not all zero.
+        histogram: of the operand in powers of two.
+        sums: needed to merge; None in statistics that were written by hand.
+
+    An operand that arrived in float8 has no high-precision values to compare with. Its ``flushed``,
+    ``saturated`` and ``sqnr`` are None, and its other numbers are those of ``data * scale``.
+    """
+
+    layer: str
+    operand: str
+    gemm: str
+    format: str
+    scaling: str
+    granularity: str
+    elements: int
+    calls: int
+    zeros: int
+    nonfinite: int
+    amax: float
+    scale_min: float
+    scale_max: float
+    flushed: float | None
+    saturated: float | None
+    sqnr: float | None
+    kurtosis: float | None
+    staleness: float | None
+    histogram: Histogram = EMPTY
+    sums: Sums | None = None
+
+    @property
+    def key(self) -> CastKey:
+        """Layer, operand and GEMM."""
+        return self.layer, self.operand, self.gemm
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The smallest and the largest magnitude that the format represents under its scales."""
+        fmt = FORMAT_OF[self.format]
+        return fmt.smallest_subnormal * self.scale_min, fmt.max * self.scale_max
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name, and ``range``."""
+        found = asdict(self) | {"range": self.range}
+        found["histogram"] = self.histogram._asdict()
+        found["sums"] = None if self.sums is None else self.sums._asdict()
+        return found
+
+
+Row = CastStatistics  # its name up to version 0.7
+
+
+# --- merging
+
+
+def merged(casts: Iterable[CastStatistics]) -> list[CastStatistics]:
+    """The statistics of each key as one, as if one report had seen all of their elements.
+
+    An operand that arrived in float8 in some calls only has two: these are not merged.
+
+    Raises:
+        ValueError: two of one key are of different casts, or have no sums.
+    """
+    by_key: dict[tuple[CastKey, bool], CastStatistics] = {}
+    for cast in casts:
+        key = cast.key, cast.scaling == IN_FLOAT8
+        by_key[key] = cast if key not in by_key else _merged(by_key[key], cast)
+    return list(by_key.values())
+
+
+def _merged(a: CastStatistics, b: CastStatistics) -> CastStatistics:
+    name = f"{a.layer} {a.operand} ({a.gemm})"
+    for field in ("format", "scaling", "granularity"):
+        one, other = getattr(a, field), getattr(b, field)
+        if one != other:
+            raise ValueError(
+                f"{name}: {field} is {one!r} in one report and {other!r} in the other; merge "
+                "reports of one model with one config"
+            )
+    if a.sums is None or b.sums is None:
+        raise ValueError(f"{name}: statistics without sums cannot be merged")
+    elements, nonfinite = a.elements + b.elements, a.nonfinite + b.nonfinite
+    with_scale = [cast for cast in (a, b) if cast.elements] or [a]
+    sums = a.sums.plus(b.sums)
+
+    def fraction(x: float | None, y: float | None) -> float | None:
+        if x is None or y is None:
+            return None
+        return (x * a.elements + y * b.elements) / max(elements, 1)
+
+    return replace(
+        a,
+        elements=elements,
+        calls=a.calls + b.calls,
+        zeros=a.zeros + b.zeros,
+        nonfinite=nonfinite,
+        amax=max(a.amax, b.amax),
+        scale_min=min(cast.scale_min for cast in with_scale),
+        scale_max=max(cast.scale_max for cast in with_scale),
+        flushed=fraction(a.flushed, b.flushed),
+        saturated=fraction(a.saturated, b.saturated),
+        sqnr=sums.sqnr,
+        kurtosis=sums.kurtosis(elements - nonfinite),
+        staleness=max((s for s in (a.staleness, b.staleness) if s is not None), default=None),
+        histogram=_added(a.histogram, b.histogram),
+        sums=sums,
+    )
+
+
+def _added(a: Histogram, b: Histogram) -> Histogram:
+    if not a.counts or not b.counts:
+        return a if a.counts else b
+    lowest = min(a.lowest, b.lowest)
+    counts = [0] * (max(h.lowest + len(h.counts) for h in (a, b)) - lowest)
+    for histogram in (a, b):
+        for i, count in enumerate(histogram.counts, histogram.lowest - lowest):
+            counts[i] += count
+    return Histogram(lowest, tuple(counts))
+
+
+# --- measuring
 
 _BIAS, _FIELDS = 1023, 2048  # of float64
-_LOWEST, _HIGHEST = -160, 320  # exponents that products of codes and float32 scales may have
-ADDS = ("first", "second", "third", "fourth", "noise", "flushed", "saturated", "zeros", "nonfinite")
-TOPS = ("amax", "minus_scale_min", "scale_max", "reach")
+_LOWEST, _HIGHEST = -160, 320  # exponents that products of data and float32 scales may have
+_SUMS = (*Sums._fields, "flushed", "saturated", "zeros", "nonfinite")
+_MAXIMA = ("amax", "minus_scale_min", "scale_max", "amax_by_range")
 _PIECE = {"cpu": 1 << 17}  # elements: a megabyte in float64
 _PIECE_ON_DEVICES = 1 << 22
 
 
-class Coded(NamedTuple):
-    """A matrix in float8: codes, scales of shape ``ceil(shape / block)``, and the block."""
+class Float8Matrix(NamedTuple):
+    """A matrix in float8: data, scales of shape ``ceil(shape / block)``, and the block."""
 
     data: Tensor
     scale: Tensor
     block: Block
 
+    def t(self) -> Float8Matrix:
+        """Its transpose."""
+        return Float8Matrix(self.data.t(), self.scale.t(), self.block[::-1])
 
-class Measured(NamedTuple):
-    """What `measure` found; ``adds`` ends with the counts of the exponents from -160 to 319."""
+
+class CastTotals(NamedTuple):
+    """The sums and maxima of one cast over its calls, in float64 on the device of the newest call.
+
+    ``sums``: `_SUMS`, then how many elements have the exponents -160 to 319. ``maxima``: `_MAXIMA`.
+    """
 
     elements: int
-    adds: Tensor
-    tops: Tensor
+    sums: Tensor
+    maxima: Tensor
+    calls: int = 1
+
+    def plus(self, other: CastTotals) -> CastTotals:
+        """The totals of these calls and other ones."""
+        device = other.sums.device
+        return CastTotals(
+            self.elements + other.elements,
+            self.sums.to(device) + other.sums,
+            torch.maximum(self.maxima.to(device), other.maxima),
+            self.calls + other.calls,
+        )
 
 
-def measure(x: Tensor | None, coded: Coded, may_saturate: bool = True) -> Measured:
-    """The statistics of one cast.
+def measure_cast(x: Tensor | None, matrix: Float8Matrix, may_saturate: bool = True) -> CastTotals:
+    """Measure one call of a cast; `statistics_of` makes statistics of the totals.
 
     Args:
-        x: (rows, columns), float32, bfloat16 or float16; None where only the codes are there: the
-            statistics are then those of ``code * scale``, and ``noise`` is 0.
-        coded: what the cast made of it.
-        may_saturate: False saves the search where the scale is that of this very x.
-
-    Returns:
-        the counts and sums.
+        x: (rows, columns), float32, bfloat16 or float16. None if there are only the float8 data:
+            the numbers are then those of ``data * scale``, and ``noise`` is 0.
+        matrix: the result of the cast.
+        may_saturate: False skips the search for saturated elements, where the scale is that of x.
     """
-    x, coded = _in_memory_order(x, coded)
-    elements = coded.data.numel()
-    adds = torch.zeros(
-        len(ADDS) + _HIGHEST - _LOWEST, dtype=torch.float64, device=coded.data.device
-    )
-    tops = adds.new_full((len(TOPS),), -math.inf)
-    if not elements:
-        return Measured(0, adds, tops)
-    largest = FORMATS[coded.data.dtype].max
-    table = torch.arange(256, dtype=torch.uint8, device=adds.device).view(coded.data.dtype).double()
-    for rows in _pieces(coded):
-        part = None if x is None else x[rows.x]
-        codes = table.index_select(0, coded.data[rows.x].reshape(-1).view(torch.uint8).int())
-        _measure_piece(part, codes, rows, coded, largest if may_saturate else None, adds, tops)
-    _measure_scale(coded.scale, largest, tops)
-    return Measured(elements, adds, tops)
+    if not matrix.data.is_contiguous() and matrix.data.stride(0) == 1:
+        # No number depends on the order of the elements, and columns are slow to read.
+        x, matrix = None if x is None else x.t(), matrix.t()
+    dtype, device = matrix.data.dtype, matrix.data.device
+    sums = torch.zeros(len(_SUMS) + _HIGHEST - _LOWEST, dtype=torch.float64, device=device)
+    maxima = sums.new_full((len(_MAXIMA),), -math.inf)
+    elements = matrix.data.numel()
+    if elements:
+        largest = FORMATS[dtype].max
+        values = torch.arange(256, dtype=torch.uint8, device=device).view(dtype).double()
+        for rows, scale_rows in _pieces(matrix):
+            piece = Float8Matrix(matrix.data[rows], matrix.scale[scale_rows], matrix.block)
+            part = None if x is None else x[rows]
+            amax = _add_piece(sums, part, piece, values, largest if may_saturate else None)
+            maxima[0] = torch.maximum(maxima[0], amax)
+        scale = matrix.scale.double()
+        # The scale of a block of zeros says nothing, unless there are no others.
+        smallest = torch.where(scale <= MIN_SCALE, math.inf, scale).amin().minimum(scale.amax())
+        maxima[1], maxima[2] = -smallest, scale.amax()
+        if scale.numel() == 1:
+            maxima[3] = maxima[0] / (scale.reshape(()) * largest)
+    return CastTotals(elements, sums, maxima)
 
 
-class _Rows(NamedTuple):
-    """A piece: which rows of the matrix, and which of its scales."""
-
-    x: slice
-    scale: slice
-
-
-def _in_memory_order(x: Tensor | None, coded: Coded) -> tuple[Tensor | None, Coded]:
-    """Nothing that is measured depends on the order, and columns are slow to read."""
-    data = coded.data
-    if data.is_contiguous() or data.stride(0) != 1:
-        return x, coded
-    return None if x is None else x.t(), Coded(data.t(), coded.scale.t(), coded.block[::-1])
-
-
-def _pieces(coded: Coded) -> Iterator[_Rows]:
-    rows, columns = coded.data.shape
-    extent = coded.block[0]
-    wanted = max(_PIECE.get(coded.data.device.type, _PIECE_ON_DEVICES) // columns, 1)
+def _pieces(matrix: Float8Matrix) -> Iterator[tuple[slice, slice]]:
+    """Rows of the matrix, and those of its scales, piece by piece."""
+    rows, columns = matrix.data.shape
+    extent = matrix.block[0]
+    wanted = max(_PIECE.get(matrix.data.device.type, _PIECE_ON_DEVICES) // columns, 1)
     if extent == WHOLE:
         for start in range(0, rows, wanted):
-            yield _Rows(slice(start, start + wanted), slice(None))
+            yield slice(start, start + wanted), slice(None)
         return
     blocks = max(wanted // extent, 1)
-    for start in range(0, coded.scale.shape[0], blocks):
+    for start in range(0, matrix.scale.shape[0], blocks):
         end = start + blocks
-        yield _Rows(slice(start * extent, end * extent), slice(start, end))
+        yield slice(start * extent, end * extent), slice(start, end)
 
 
-def _measure_piece(
-    part: Tensor | None,
-    codes: Tensor,
-    rows: _Rows,
-    coded: Coded,
-    largest: float | None,
-    adds: Tensor,
-    tops: Tensor,
-) -> None:
-    shape = coded.data[rows.x].shape
-    zero_codes = codes == 0
-    scale = _per_element(coded.scale[rows.scale].double(), shape, coded.block)
-    values = codes.view(shape).mul_(scale)
-    x = (values if part is None else part.to(torch.float64)).reshape(-1)
-    bins = _count_exponents(x)
+def _add_piece(
+    sums: Tensor, x: Tensor | None, piece: Float8Matrix, values: Tensor, largest: float | None
+) -> Tensor:
+    """Add a piece to the sums; its amax. ``values`` are those of the 256 bytes of the format."""
+    shape = piece.data.shape
+    x_cast = values.index_select(0, piece.data.reshape(-1).view(torch.uint8).int())
+    is_zero = x_cast == 0
+    scale = _per_element(piece.scale.double(), shape, piece.block)
+    x_cast = x_cast.view(shape).mul_(scale)
+    exact = (x_cast if x is None else x.to(torch.float64)).reshape(-1)
+    bins = _count_exponents(exact)
     zeros, nonfinite = bins[0], bins[-1]
-    flushed = torch.count_nonzero(zero_codes.logical_and_(x != 0))
-    noise = x.new_zeros(())
-    error = None if part is None else x - values.view(-1)
-    # Asked where it costs nothing; a device does not wait to be asked.
-    if x.device.type != "cpu" or bool(nonfinite):
-        bad = ~x.isfinite()
-        x.masked_fill_(bad, 0.0)
+    flushed = torch.count_nonzero(is_zero.logical_and_(exact != 0))
+    error = None if x is None else exact - x_cast.view(-1)
+    # The condition is tested on a CPU only: on other devices the test would wait for them.
+    if exact.device.type != "cpu" or bool(nonfinite):
+        bad = ~exact.isfinite()
+        exact.masked_fill_(bad, 0.0)
         error = None if error is None else error.masked_fill_(bad, 0.0)
-    if error is not None:
-        noise = torch.dot(error, error)
-    square = x * x
-    saturated = x.new_zeros(())
+    noise = exact.new_zeros(()) if error is None else torch.dot(error, error)
+    square = exact * exact
+    saturated = exact.new_zeros(())
     if largest is not None:
         limit = (scale * (largest * (1 + 2.0**-20))).square()
         saturated = torch.count_nonzero(square.view(shape) > limit)
-    sums = (x.sum(), torch.dot(x, x), torch.dot(x, square), torch.dot(square, square), noise)
-    found = torch.stack([n.double() for n in (*sums, flushed, saturated, zeros, nonfinite)])
-    adds[: len(ADDS)] += found
-    adds[len(ADDS) :] += bins[_BIAS + _LOWEST : _BIAS + _HIGHEST]
-    tops[0] = torch.maximum(tops[0], square.max().sqrt())
+    powers = exact.sum(), torch.dot(exact, exact), torch.dot(exact, square), square.dot(square)
+    counts = flushed, saturated, zeros, nonfinite
+    found = torch.stack([n.double() for n in (*powers, noise, *counts)])
+    sums[: len(_SUMS)] += found
+    sums[len(_SUMS) :] += bins[_BIAS + _LOWEST : _BIAS + _HIGHEST]
+    return square.max().sqrt()
 
 
 def _per_element(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
@@ -169,106 +398,48 @@ def _count_exponents(x: Tensor) -> Tensor:
     fields = (x.view(torch.int64) >> 52).bitwise_and_(_FIELDS - 1)
     if x.device.type == "cpu":
         return torch.bincount(fields, minlength=_FIELDS)
-    # bincount asks the device for the largest of them; histc is told, and counts integers exactly.
+    # bincount would read the largest field back to the host; histc counts integers exactly.
     return torch.histc(fields.int(), bins=_FIELDS, min=0, max=_FIELDS - 1)
 
 
-def _measure_scale(scale: Tensor, largest: float, tops: Tensor) -> None:
-    scale = scale.double()
-    # That of a block of zeros says nothing, unless there are no others.
-    smallest = torch.where(scale <= MIN_SCALE, math.inf, scale).amin().minimum(scale.amax())
-    tops[1], tops[2] = -smallest, scale.amax()
-    if scale.numel() == 1:
-        tops[3] = tops[0] / (scale.reshape(()) * largest)
+def statistics_of(casts: Sequence[tuple[CastLabels, CastTotals]]) -> list[CastStatistics]:
+    """The statistics of each cast, in the order given; one transfer to the host."""
+    if not casts:
+        return []
+    device = casts[0][1].sums.device
+    vectors = [torch.cat([totals.sums, totals.maxima]).to(device) for _, totals in casts]
+    numbers = torch.stack(vectors).tolist()
+    return [_statistics(*cast, row) for cast, row in zip(casts, numbers, strict=True)]
 
 
-@dataclass
-class Tally:
-    """One row of a report while it is filled. The words are those of `Row`.
-
-    ``has_source`` says whether there was an operand in high precision, ``is_fixed`` whether the
-    scale was there before the values (delayed, static), so that it may be stale.
-    """
-
-    layer: str
-    operand: str
-    gemm: str
-    format: str
-    scaling: str
-    granularity: str
-    has_source: bool
-    is_fixed: bool
-    elements: int = 0
-    calls: int = 0
-    adds: Tensor | None = None
-    tops: Tensor | None = None
-
-    def add(self, measured: Measured) -> None:
-        """Take in one more cast; on another device than before, the numbers move there."""
-        self.calls += 1
-        self.elements += measured.elements
-        if self.adds is None or self.tops is None:
-            self.adds, self.tops = measured.adds.clone(), measured.tops.clone()
-            return
-        device = measured.adds.device
-        self.adds = self.adds.to(device) + measured.adds
-        self.tops = torch.maximum(self.tops.to(device), measured.tops)
-
-
-def rows_of(tallies: Sequence[Tally]) -> list[Row]:
-    """The rows, in the order given; one transfer for each device."""
-    by_device: dict[torch.device, list[Tally]] = {}
-    for tally in tallies:
-        assert tally.adds is not None
-        by_device.setdefault(tally.adds.device, []).append(tally)
-    numbers: dict[int, list[float]] = {}
-    for same in by_device.values():
-        parts = [torch.cat([t.adds, t.tops]) for t in same]  # type: ignore[list-item]
-        numbers |= {id(t): n for t, n in zip(same, torch.stack(parts).tolist(), strict=True)}
-    return [_row(tally, numbers[id(tally)]) for tally in tallies]
-
-
-def _row(tally: Tally, numbers: list[float]) -> Row:
-    adds = dict(zip(ADDS, numbers, strict=False))
-    counts = [int(n) for n in numbers[len(ADDS) : -len(TOPS)]]
-    tops = dict(zip(TOPS, numbers[-len(TOPS) :], strict=True))
-    noise = adds["noise"] if tally.has_source else None
-    sums = Sums(adds["first"], adds["second"], adds["third"], adds["fourth"], noise)
-    finite = tally.elements - int(adds["nonfinite"])
-    return Row(
-        layer=tally.layer,
-        operand=tally.operand,
-        gemm=tally.gemm,
-        format=tally.format,
-        scaling=tally.scaling,
-        granularity=tally.granularity,
-        elements=tally.elements,
-        calls=tally.calls,
-        zeros=int(adds["zeros"]),
-        nonfinite=int(adds["nonfinite"]),
-        amax=max(tops["amax"], 0.0),
-        scale_min=-tops["minus_scale_min"] if tally.elements else 0.0,  # nothing was scaled
-        scale_max=max(tops["scale_max"], 0.0),
-        flushed=_fraction(adds["flushed"], tally),
-        saturated=_fraction(adds["saturated"], tally),
-        sqnr=sqnr_of(sums),
-        kurtosis=kurtosis_of(sums, finite),
-        staleness=_staleness(tops["reach"]) if tally.is_fixed else None,
-        histogram=_trimmed(counts),
+def _statistics(labels: CastLabels, totals: CastTotals, numbers: list[float]) -> CastStatistics:
+    elements, scaling = totals.elements, labels.scaling
+    total = dict(zip(_SUMS, numbers, strict=False))
+    largest = dict(zip(_MAXIMA, numbers[-len(_MAXIMA) :], strict=True))
+    counts = [int(n) for n in numbers[len(_SUMS) : -len(_MAXIMA)]]
+    filled = [i for i, count in enumerate(counts) if count]
+    histogram = EMPTY
+    if filled:
+        first, last = filled[0], filled[-1]
+        histogram = Histogram(_LOWEST + first, tuple(counts[first : last + 1]))
+    has_source, is_fixed = scaling != IN_FLOAT8, scaling in ("delayed", "static")
+    noise = total["noise"] if has_source else None
+    sums = Sums(total["first"], total["second"], total["third"], total["fourth"], noise)
+    nonfinite, by_range = int(total["nonfinite"]), largest["amax_by_range"]
+    return CastStatistics(
+        *labels,
+        elements=elements,
+        calls=totals.calls,
+        zeros=int(total["zeros"]),
+        nonfinite=nonfinite,
+        amax=max(largest["amax"], 0.0),
+        scale_min=-largest["minus_scale_min"] if elements else 0.0,
+        scale_max=max(largest["scale_max"], 0.0),
+        flushed=total["flushed"] / max(elements, 1) if has_source else None,
+        saturated=total["saturated"] / max(elements, 1) if has_source else None,
+        sqnr=sums.sqnr,
+        kurtosis=sums.kurtosis(elements - nonfinite),
+        staleness=math.log2(by_range) if is_fixed and 0 < by_range < math.inf else None,
+        histogram=histogram,
         sums=sums,
     )
-
-
-def _fraction(count: float, tally: Tally) -> float | None:
-    return count / max(tally.elements, 1) if tally.has_source else None
-
-
-def _staleness(reach: float) -> float | None:
-    return math.log2(reach) if 0 < reach < math.inf else None
-
-
-def _trimmed(counts: list[int]) -> Histogram:
-    filled = [i for i, count in enumerate(counts) if count]
-    if not filled:
-        return Histogram()
-    return Histogram(_LOWEST + filled[0], tuple(counts[filled[0] : filled[-1] + 1]))

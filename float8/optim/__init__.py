@@ -1,22 +1,21 @@
-"""L4: optimizers whose states are float8.
+"""Optimizers whose states are float8.
 
 `AdamW`, `Adam`, `SGD` and `Lion` have the interface of torch.optim and keep their moments as
 `Moment`s: E4M3 codes with a scale per group of 128, the second moment with COAT's expanded range.
 A parameter then costs 2.1 bytes of AdamW's states instead of 8. Parameters may themselves be
 `Float8Tensor`s, with a float16 master (MS-AMP's O3).
 
-``tiles.py`` < ``moment.py`` < ``update.py`` < ``masters.py``, ``checks.py`` < ``state_dicts.py`` <
-``core.py`` < ``report.py``, ``adamw.py``, ``sgd.py``, ``lion.py``; ``gradients.py`` holds gradients
-in float8 until the step.
+``moment.py`` < ``step.py`` < ``state_dicts.py`` < ``optimizer.py`` < ``optimizers.py``,
+``report.py``; ``options.py`` holds the options that all share; ``gradients.py`` keeps gradients in
+float8 until the step. The update rules are those of ``float8/kernels/update_rules.py``.
 
-May import: ``float8.kernels``, ``float8.tensor``, ``float8.formats``.
+A new optimizer is its rule there and its class in ``optimizers.py``. It runs on every device; to
+run fused on CUDA the rule also gets its branch in ``kernels/gpu/optimizer_step.py``.
 """
 
-from float8.optim.adamw import Adam, AdamW
-from float8.optim.lion import Lion
 from float8.optim.moment import Moment
+from float8.optim.optimizers import SGD, Adam, AdamW, Lion
 from float8.optim.report import StateReport, report
-from float8.optim.sgd import SGD
 from float8.optim.state_dicts import float32_state_dict
 
 __all__ = [

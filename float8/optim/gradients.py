@@ -2,21 +2,21 @@
 
 ::
 
-    held = hold_gradients_in_float8(model.parameters())
-    loss.backward()                    # p.grad is a `HeldGradient`: E4M3 codes and one scale
+    handle = hold_gradients_in_float8(model.parameters())
+    loss.backward()                    # p.grad is a `HeldGradient`: E4M3 data and one scale
 
 FP8-LM (arXiv 2310.18313, section 2.1) holds weight gradients so. When autograd has written
 ``p.grad`` a hook casts it, and the float32 tensor is freed before the next parameter's gradient is
 computed: the whole model's gradients in high precision never exist at once.
 
-The scale follows from the largest finite magnitude, so that one NaN or inf is one NaN code, for
-clipping and `GradScaler` to see, and its neighbours keep their values. A second backward before the
-step adds in float32, ``codes * scale + new``, and casts the sum: each microbatch after the first
-rounds once more. ``p.grad`` may be zeroed, clipped, unscaled and read by ``.dequantize()``;
-`float8.optim` reads it as it is.
+The scale follows from the largest finite magnitude. So a NaN or inf becomes one NaN, which
+clipping and `GradScaler` see, and the other elements keep their values. A second backward before
+the step adds in float32, ``data * scale + new``, and casts the sum: each microbatch after the
+first rounds once more. ``p.grad`` may be zeroed, clipped, unscaled and read by ``.dequantize()``;
+the optimizers of `float8.optim` read it as it is.
 
-A model that reduces its gradients over ranks owns their memory: DDP's buckets and FSDP2's shards
-stay in high precision (what *travels* may be float8: `float8.distributed.gradients`).
+DDP and FSDP2 own the memory of the gradients that they reduce: DDP's buckets and FSDP2's shards
+stay in high precision. (They may be sent in float8: `float8.distributed.gradients`.)
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ from float8.granularity import WHOLE, Block
 from float8.tensor import Float8Tensor
 
 aten = torch.ops.aten
-
-
 _COPIES = (aten.clone.default, aten.detach.default, aten._to_copy.default)
 
 
@@ -45,7 +43,7 @@ class HeldGradient(Float8Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """As `Float8Tensor`; but it may be added to, in float32, and so may its copies."""
+        """As `Float8Tensor`, and ``add_`` in float32, of copies too."""
         if func is aten.add_.Tensor and isinstance(args[0], HeldGradient):
             total = _plain(args[0]) + _plain(args[1]) * (kwargs or {}).get("alpha", 1)
             return args[0].write(total)
@@ -70,7 +68,7 @@ class HeldGradient(Float8Tensor):
         return HeldGradient(data, scale, block, gradient.dtype)
 
     def write(self, gradient: Tensor) -> HeldGradient:
-        """Replace the values, with a new scale, in the memory that there is."""
+        """Overwrite the values, with a new scale."""
         data, scale = _cast(gradient, self._block, self.format)
         self._data.copy_(data)
         self._scale.copy_(scale)
@@ -90,15 +88,9 @@ def _cast(x: Tensor, block: Block, fmt: Format) -> tuple[Tensor, Tensor]:
 
 
 class HeldGradients:
-    """The hooks of `hold_gradients_in_float8`.
-
-    Args:
-        parameters: whose gradients are held.
-        fmt: their format.
-    """
+    """The hooks that cast the gradients of ``parameters`` to ``fmt``, until `remove`."""
 
     def __init__(self, parameters: list[Tensor], fmt: Format) -> None:
-        self.parameters = parameters
         self.format = fmt
         self._hooks = [p.register_post_accumulate_grad_hook(self._hold) for p in parameters]
 
@@ -107,10 +99,9 @@ class HeldGradients:
             p.grad = HeldGradient.of(p.grad, on_device(self.format, p.device))
 
     def remove(self) -> None:
-        """Hold what comes from now on as autograd writes it; what is there stays float8."""
+        """Leave gradients from now on as autograd writes them; earlier ones stay float8."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
 
 
 def hold_gradients_in_float8(
@@ -119,7 +110,7 @@ def hold_gradients_in_float8(
     """Keep the gradients of these parameters in float8 from backward to step.
 
     The hooks belong to the Parameter objects: a deep copy or a pickle has none. Compiled models
-    run them as others do; compiled autograd is not supported.
+    run them too; compiled autograd is not supported.
 
     Args:
         parameters: leaves, of a model that no distributed wrapper has taken.
@@ -136,27 +127,16 @@ def hold_gradients_in_float8(
     if not chosen:
         raise ValueError("hold_gradients_in_float8: there are no parameters")
     for index, p in enumerate(chosen):
-        if (reason := _refuses(p)) is not None:
-            what = f"parameter {index} of shape {tuple(p.shape)}"
-            raise reason(f"hold_gradients_in_float8: {what} {_REASONS[reason]}")
+        what = f"hold_gradients_in_float8: parameter {index} of shape {tuple(p.shape)}"
+        if not p.is_leaf or not p.requires_grad or kernels.is_sharded(p):
+            raise TypeError(
+                f"{what} must be a leaf that requires a gradient, and no DTensor (a distributed "
+                "wrapper owns the memory of its gradients: leave it to that)"
+            )
+        hooks = (p._post_accumulate_grad_hooks or {}).values()
+        if any(isinstance(getattr(hook, "__self__", None), HeldGradients) for hook in hooks):
+            raise ValueError(f"{what} has its gradients held in float8 already")
     return HeldGradients(chosen, format_of(fmt))
-
-
-_REASONS: dict[type[Exception], str] = {
-    TypeError: "must be a leaf that requires a gradient, and no DTensor (a distributed wrapper "
-    "owns the memory of its gradients: leave it to that)",
-    ValueError: "has its gradients held in float8 already",
-}
-
-
-def _refuses(p: Tensor) -> type[Exception] | None:
-    if not p.is_leaf or not p.requires_grad or kernels.is_sharded(p):
-        return TypeError
-    hooks = p._post_accumulate_grad_hooks or {}
-    held = any(
-        isinstance(getattr(hook, "__self__", None), HeldGradients) for hook in hooks.values()
-    )
-    return ValueError if held else None
 
 
 torch.serialization.add_safe_globals([HeldGradient])

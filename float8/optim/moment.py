@@ -1,11 +1,11 @@
-"""`Moment`: what an optimizer remembers of a parameter, in one or two bytes per element.
+"""`Moment`: a state of an optimizer in one or two bytes per element.
 
-A moment is a float32 tensor to whoever reads it and something smaller in memory: ``codes`` of the
-parameter's shape, and per group of ``group`` elements of a row a float32 ``scale`` and, where the
-dynamic range is expanded, a float32 ``exponent``. A row is what one index of the first dimension
-selects, laid flat; a tensor of one dimension is one row. So a moment of shape (R, ...) is a matrix
-(R, C) with ceil(C / group) groups per row, the last perhaps shorter, and cutting it along the
-first dimension cuts codes and scales alike: that is how checkpoints reshard bit for bit.
+A moment reads as a float32 tensor. In memory it is ``codes`` of the parameter's shape and, per
+group of ``group`` elements of a row, a float32 ``scale`` and, where the dynamic range is expanded,
+a float32 ``exponent``. A row is one index of the first dimension, laid flat; a tensor of one
+dimension is one row. So a moment of shape (R, ...) is a matrix (R, C) with ceil(C / group) groups
+per row, the last perhaps shorter. A cut along the first dimension cuts codes and scales alike:
+that is how checkpoints reshard bit for bit.
 
 ================== ============== ======== ====================================================
 kind               codes          bytes    what it is for
@@ -19,72 +19,55 @@ kind               codes          bytes    what it is for
 
 (Bytes per element with groups of 128.) ``float8/kernels/moments.py`` holds the formulas.
 
-Reading a moment gives float32: any operation without side effects sees the dequantised values, in
-a tensor of its own. Writing goes through `Moment.copy_from`, ``copy_`` and ``zero_``; every other
-operation that writes is refused, because its result would be lost.
+An operation without side effects sees the dequantised values, in a tensor of its own.
+`Moment.copy_from`, ``copy_`` and ``zero_`` write. Every other operation that writes is refused,
+because its result would be lost.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from float8.kernels import moments
-from float8.optim.tiles import part, tiles
+from float8.kernels.moments import StateMatrix, encode, encode_expanded, part
 
 aten = torch.ops.aten
 KINDS = ("float8", "float8_expanded", "float16")
 
+# Elements of a tile: 1 MB of float32, of which a step has about 20 at once. They fit in caches.
+TILE = 2**18
 
-class Parts(NamedTuple):
-    """A moment, or some rows of one, as plain matrices.
 
-    Attributes:
-        codes: (R, C), float8_e4m3fn or float16.
-        scale: (R, ceil(C / group)), float32.
-        exponent: as scale, or None where the range is not expanded.
-        group: how many neighbours in a row share a scale.
+def tiles(
+    shape: Sequence[int], group: int, size: int | None = None
+) -> Iterator[tuple[slice, slice]]:
+    """The rows and columns of every tile of a matrix: how much is in float32 at once.
+
+    All of an embedding in float32 would cost more than the moments save. A tile is whole rows or,
+    where one row is longer than `TILE`, whole groups of one row. No group is cut, so the result
+    does not depend on the size of the tiles. The elements of a tile have consecutive indices, from
+    which random numbers are drawn.
+
+    Args:
+        shape: (R, C).
+        group: how many consecutive elements of a row share a scale.
+        size: the most elements that a tile may have, `TILE` by default; one group is the least.
     """
-
-    codes: Tensor
-    scale: Tensor
-    exponent: Tensor | None
-    group: int
-
-    def decode(self) -> Tensor:
-        """The values, (R, C) float32."""
-        if self.exponent is None:
-            return moments.decode(self.codes, self.scale, self.group)
-        return moments.decode_expanded(self.codes, self.scale, self.exponent, self.group)
-
-    def encode(self, x_RC: Tensor, chance: Tensor | None = None) -> None:
-        """Overwrite the parts with the codes of ``x_RC``, (R, C) float32.
-
-        Args:
-            x_RC: the values.
-            chance: uniform in [0, 1), (R, C): round up or down at random, so that the expectation
-                is x. None rounds to nearest.
-        """
-        if self.exponent is None:
-            codes, scale = moments.encode(x_RC, self.group, self.codes.dtype, chance)
-        else:
-            codes, scale, exponent = moments.encode_expanded(x_RC, self.group, chance)
-            self.exponent.copy_(exponent)
-        self.codes.copy_(codes)
-        self.scale.copy_(scale)
-
-    def tile(self, rows: slice, cols: slice) -> Parts:
-        """Views of some rows, and of some columns that begin with a group."""
-        groups = slice(cols.start // self.group, -(-cols.stop // self.group))
-        exponent = None if self.exponent is None else part(self.exponent, rows, groups)
-        codes, scale = part(self.codes, rows, cols), part(self.scale, rows, groups)
-        return Parts(codes, scale, exponent, self.group)
+    rows, cols = shape
+    size = size or TILE
+    if rows * cols == 0:
+        return
+    width = cols if cols <= size else max(size // group, 1) * group
+    height = max(size // width, 1) if width == cols else 1
+    for top in range(0, rows, height):
+        for left in range(0, cols, width):
+            yield slice(top, min(top + height, rows)), slice(left, min(left + width, cols))
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -99,6 +82,12 @@ def matrix_of(x: Tensor) -> Tensor:
     return x.reshape(matrix_shape(x.shape))
 
 
+def groups_shape(shape: Sequence[int], group: int) -> tuple[int, int]:
+    """(R, ceil(C / group)): the shape of the scales of a tensor of ``shape``."""
+    rows, cols = matrix_shape(shape)
+    return rows, -(-cols // group)
+
+
 class Moment(Tensor):
     """A float32 tensor kept as codes and scales.
 
@@ -106,10 +95,10 @@ class Moment(Tensor):
         codes: float8_e4m3fn or float16, contiguous, of the tensor's shape.
         scale: float32 of shape (R, ceil(C / group)); see the head of this file.
         exponent: float32 of scale's shape, or None.
-        group: how many neighbours in a row share a scale.
+        group: how many consecutive elements of a row share a scale.
 
     Raises:
-        ValueError: the parts do not fit each other.
+        ValueError: the shapes do not fit each other.
     """
 
     codes: Tensor
@@ -126,8 +115,7 @@ class Moment(Tensor):
         return self
 
     def __init__(self, codes: Tensor, scale: Tensor, exponent: Tensor | None, group: int) -> None:
-        rows, cols = matrix_shape(codes.shape)
-        expected = (rows, -(-cols // group))
+        expected = groups_shape(codes.shape, group)
         for name, x in (("scale", scale), ("exponent", exponent)):
             if x is not None and tuple(x.shape) != expected:
                 raise ValueError(
@@ -145,32 +133,23 @@ class Moment(Tensor):
         Args:
             shape: of the parameter.
             kind: one of `KINDS`.
-            group: how many neighbours in a row share a scale.
+            group: how many consecutive elements of a row share a scale.
             device: where it lives.
         """
-        check_kind(kind)
-        rows, cols = matrix_shape(shape)
+        if kind not in KINDS:
+            raise ValueError(f"a moment is one of {', '.join(KINDS)}, not {kind!r}")
         dtype = torch.float16 if kind == "float16" else torch.float8_e4m3fn
-        # uint8 on the way: not every device fills float8.
-        width = torch.int16 if kind == "float16" else torch.uint8
-        codes = torch.zeros(tuple(shape), dtype=width, device=device).view(dtype)
-        groups = (rows, -(-cols // group))
-        one = torch.zeros(1, 1, device=device)  # what a group of zeros has for scale and exponent
-        if kind == "float8_expanded":
-            _, scale, exponent = moments.encode_expanded(one, 1)
-            return Moment(codes, _filled(scale, groups), _filled(exponent, groups), group)
-        _, scale = moments.encode(one, 1, dtype)
-        return Moment(codes, _filled(scale, groups), None, group)
+        # Integers first: not every device fills float8.
+        integers = torch.int16 if kind == "float16" else torch.uint8
+        codes = torch.zeros(tuple(shape), dtype=integers, device=device).view(dtype)
+        zero = torch.zeros(1, 1, device=device)
+        coded = encode_expanded(zero, 1) if kind == "float8_expanded" else encode(zero, 1, dtype)
+        scale, *exponent = (x.repeat(groups_shape(shape, group)) for x in coded[1:])
+        return Moment(codes, scale, exponent[0] if exponent else None, group)
 
     @staticmethod
     def quantize(x: Tensor, kind: str, group: int) -> Moment:
-        """The moment nearest to ``x``, a float tensor of any shape.
-
-        Args:
-            x: float32, bfloat16 or float16.
-            kind: one of `KINDS`.
-            group: how many neighbours in a row share a scale.
-        """
+        """The moment nearest to ``x``, a float tensor of any shape; ``kind`` is one of `KINDS`."""
         result = Moment.zeros(x.shape, kind, group, x.device)
         result.copy_from(x)
         return result
@@ -185,34 +164,33 @@ class Moment(Tensor):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """The bytes of codes, scales and exponents."""
-        return sum(part.numel() * part.element_size() for part in self.tensors())
+        return sum(x.numel() * x.element_size() for x in self.tensors())
 
     def tensors(self) -> list[Tensor]:
         """Codes, scale and, if there is one, exponent."""
         return [self.codes, self.scale] + ([] if self.exponent is None else [self.exponent])
 
-    def parts(self) -> Parts:
+    def matrix(self) -> StateMatrix:
         """The same memory as plain matrices."""
-        return Parts(matrix_of(self.codes), self.scale, self.exponent, self.group)
+        return StateMatrix(matrix_of(self.codes), self.scale, self.exponent, self.group)
 
     def dequantize(self) -> Tensor:
         """The values in float32, in the tensor's shape."""
-        return self.parts().decode().view(self.codes.shape)
+        return self.matrix().decode().view(self.codes.shape)
 
     def copy_from(self, x: Tensor) -> None:
-        """Overwrite the values by those of ``x``, of the same shape; a few MB at a time."""
+        """Overwrite the values by those of ``x``, of the same shape, tile by tile."""
         if x.shape != self.codes.shape:
             raise ValueError(
                 f"cannot write values of shape {tuple(x.shape)} into a moment of shape "
                 f"{tuple(self.codes.shape)}"
             )
-        parts = self.parts()
-        x_RC = x.detach().reshape(parts.codes.shape)
-        for rows, cols in tiles(parts.codes.shape, self.group):
-            parts.tile(rows, cols).encode(part(x_RC, rows, cols).float())
+        matrix, x_RC = self.matrix(), matrix_of(x.detach())
+        for rows, cols in tiles(x_RC.shape, self.group):
+            matrix.tile(rows, cols).write(part(x_RC, rows, cols).float())
 
     def _with(self, function: Callable[[Tensor], Tensor]) -> Moment:
-        """The moment whose parts are what ``function`` makes of these."""
+        """The moment of codes, scale and exponent after ``function``."""
         exponent = None if self.exponent is None else function(self.exponent)
         return Moment(function(self.codes), function(self.scale), exponent, self.group)
 
@@ -227,7 +205,7 @@ class Moment(Tensor):
         return Moment(inner["codes"], inner["scale"], inner.get("exponent"), group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Moment:
-        memo[id(self)] = result = self._with(lambda part: copy.deepcopy(part, memo))
+        memo[id(self)] = result = self._with(lambda x: copy.deepcopy(x, memo))
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -266,16 +244,6 @@ class Moment(Tensor):
         return func(*args, **kwargs)
 
 
-def check_kind(kind: str) -> None:
-    """Raise ValueError for what is not one of `KINDS`."""
-    if kind not in KINDS:
-        raise ValueError(f"a moment is one of {', '.join(KINDS)}, not {kind!r}")
-
-
-def _filled(value: Tensor, shape: tuple[int, int]) -> Tensor:
-    return value.expand(shape).clone(memory_format=torch.contiguous_format)
-
-
 def _rebuild(as_bytes: Tensor, scale: Tensor, exponent: Tensor | None, group: int) -> Moment:
     """Unpickle a moment."""
     is_bytes = as_bytes.dtype == torch.uint8
@@ -283,14 +251,14 @@ def _rebuild(as_bytes: Tensor, scale: Tensor, exponent: Tensor | None, group: in
     return Moment(codes, scale, exponent, group)
 
 
-def _each_part(func: Any, x: Moment, *args: Any, **kwargs: Any) -> Moment:
+def _on_each_tensor(func: Any, x: Moment, *args: Any, **kwargs: Any) -> Moment:
     kwargs.pop("memory_format", None)  # codes are contiguous
-    return x._with(lambda part: func(part, *args, **kwargs))
+    return x._with(lambda tensor: func(tensor, *args, **kwargs))
 
 
 def _to_copy(func: Any, x: Moment, **kwargs: Any) -> Tensor:
     if kwargs.get("dtype") in (None, torch.float32):
-        return _each_part(func, x, **{**kwargs, "dtype": None})
+        return _on_each_tensor(func, x, **{**kwargs, "dtype": None})
     return func(x.dequantize(), **kwargs)
 
 
@@ -298,7 +266,8 @@ def _copy_(func: Any, destination: Tensor, source: Tensor, non_blocking: bool = 
     if not isinstance(destination, Moment):
         assert isinstance(source, Moment)
         return func(destination, source.dequantize(), non_blocking)
-    if isinstance(source, Moment) and _kept_alike(source, destination):
+    form = (destination.kind, destination.group, destination.shape)
+    if isinstance(source, Moment) and (source.kind, source.group, source.shape) == form:
         for mine, theirs in zip(destination.tensors(), source.tensors(), strict=True):
             mine.copy_(theirs, non_blocking)
         return destination
@@ -307,20 +276,16 @@ def _copy_(func: Any, destination: Tensor, source: Tensor, non_blocking: bool = 
     return destination
 
 
-def _kept_alike(a: Moment, b: Moment) -> bool:
-    return (a.kind, a.group, a.shape) == (b.kind, b.group, b.shape)
-
-
 def _zero_(func: Any, x: Moment) -> Tensor:
     zeros = Moment.zeros(x.shape, x.kind, x.group, x.device)
     return _copy_(aten.copy_.default, x, zeros)
 
 
 _OPS: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: _each_part,
-    aten.alias.default: _each_part,
-    aten.clone.default: _each_part,
-    aten._pin_memory.default: _each_part,
+    aten.detach.default: _on_each_tensor,
+    aten.alias.default: _on_each_tensor,
+    aten.clone.default: _on_each_tensor,
+    aten._pin_memory.default: _on_each_tensor,
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy_,
     aten.zero_.default: _zero_,

@@ -1,23 +1,23 @@
 """How well an optimizer's states are kept: bytes, underflow, and noise against a float32 twin.
 
-A state in few bits can fail quietly in two ways. A value below the smallest code of its group
-becomes 0 (linear codes) or is raised to the smallest code (expanded ones, whose zeros are true
-zeros); and the rounding of every step adds up, or holds a slow average in place. `report` counts
-the first, and measures the second where there is something to compare with.
+A state in few bits can fail without an error in two ways. A value below the smallest code of its
+group becomes 0 (linear codes) or is raised to the smallest code (expanded codes, whose zeros are
+true zeros). And the rounding of every step adds up, or keeps a slow average where it is. `report`
+counts the first; it measures the second against an optimizer with float32 states.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from float8.arguments import check_type
-from float8.optim.core import QuantizedOptimizer, local
 from float8.optim.moment import Moment, matrix_shape
+from float8.optim.optimizer import QuantizedOptimizer, local
+from float8.optim.state_dicts import parameters_of
 
 
 @dataclass
@@ -26,7 +26,7 @@ class StateReport:
 
     Attributes:
         elements: how many there are.
-        nbytes: what they take, scales and exponents included.
+        nbytes: how many bytes they take, scales and exponents included.
         coded: how many are in few bits; the next three count among these.
         zero: with a code of 0, in a group that is not all zero. Of linear codes, underflow.
         smallest: with the smallest code. Of expanded codes, at or below the end of their range.
@@ -46,7 +46,7 @@ class StateReport:
 def report(
     optimizer: QuantizedOptimizer, twin: torch.optim.Optimizer | None = None
 ) -> dict[str, StateReport]:
-    """What became of the states; of this rank's shards, if they are sharded.
+    """Measure the states; of this rank's shards, if they are sharded.
 
     Args:
         optimizer: one of `float8.optim`, after at least one step.
@@ -60,34 +60,31 @@ def report(
     names = [*optimizer.moment_options, "master"]
     reports: dict[str, StateReport] = {}
     power: dict[str, list[float]] = {name: [0.0, 0.0] for name in names}
-    for p, q in zip(_parameters(optimizer), _twins(optimizer, twin), strict=True):
+    exact_states = _states_of_twin(optimizer, twin)
+    for p, exact in zip(parameters_of(optimizer), exact_states, strict=True):
         for name in names:
             value = optimizer.state.get(p, {}).get(name)
             if value is None:
                 continue
             _count(reports.setdefault(name, StateReport()), local(value))
-            exact = None if twin is None or q is None else twin.state.get(q, {}).get(name)
-            if exact is not None:
-                _compare(power[name], local(value), local(exact))
+            if exact.get(name) is not None:
+                _compare(power[name], local(value), local(exact[name]))
     for name, found in reports.items():
         found.sqnr = _decibel(*power[name]) if twin is not None else None
     return reports
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return list(chain.from_iterable(g["params"] for g in optimizer.param_groups))
-
-
-def _twins(
+def _states_of_twin(
     optimizer: QuantizedOptimizer, twin: torch.optim.Optimizer | None
-) -> list[Tensor] | list[None]:
-    mine = _parameters(optimizer)
+) -> list[dict[str, Tensor]]:
+    """Per parameter: the states of the twin, none without one."""
+    mine = parameters_of(optimizer)
     if twin is None:
-        return [None] * len(mine)
-    theirs = _parameters(twin)
+        return [{}] * len(mine)
+    theirs = parameters_of(twin)
     if [p.shape for p in mine] != [q.shape for q in theirs]:
         raise ValueError("the twin has other parameters: give it those of a copy of the model")
-    return theirs
+    return [twin.state.get(q, {}) for q in theirs]
 
 
 def _count(found: StateReport, value: Tensor) -> None:

@@ -1,10 +1,9 @@
-"""Unit scaling: models whose every weight, activation and gradient starts with unit scale.
+"""Unit scaling: models whose weights, activations and gradients all start with unit scale.
 
-A number format has a range, and float8 a small one. Unit scaling (arXiv 2303.11257) builds a
-model so that its tensors sit in the middle of it: weights start from N(0, 1) and each operation
-divides its results, forward and backward, by what it is known to multiply scales by. u-muP (arXiv
-2407.17465) adds learning rates which hold for every width and depth. Float8 products then need no
-scale that is measured at run time::
+The range of float8 is small. Unit scaling (arXiv 2303.11257) builds models whose tensors are in the
+middle of it: weights start from N(0, 1), and each operation divides its results, forward and
+backward, by the factor by which it multiplies scales. u-muP (arXiv 2407.17465) adds learning rates
+that hold for every width and depth. Float8 products then need no scales measured at run time::
 
     import float8.unit_scaling as uu
     from float8.unit_scaling import functional as U
@@ -15,10 +14,10 @@ scale that is measured at run time::
     optimizer = uu.optim.AdamW(model.parameters(), lr=0.5)
     model.loss(torch.randint(1000, (8, 128))).backward()
 
-`functional` (U) has the operations, this package the modules, `parameter` and `optim` what learning
-rates follow from; `transforms` change what a model computes with, `analysis` shows its scales. The
-last two are imported when they are asked for. The names are those of the package ``unit-scaling``,
-`utils` too; docs/unit_scaling.md lists what differs.
+`functional` (U) has the operations, `scale`, `constraints` and `core` their parts, this package the
+modules. `parameter` and `optim` give learning rates. `transforms` change the numbers that a model
+computes with, `analysis` shows its scales; both are imported on first use. The names are those of
+the package ``unit-scaling``, `utils` too; docs/unit_scaling.md lists the differences.
 """
 
 from __future__ import annotations
@@ -27,12 +26,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from float8.unit_scaling import core, functional, optim, parameter
-from float8.unit_scaling import float8_layers as _registers_the_layers  # noqa: F401
+from float8.unit_scaling.core.functional import transformer_residual_scaling_rule
+from float8.unit_scaling.modules import converted as _registers_conversion  # noqa: F401
 from float8.unit_scaling.modules.activations import GELU, CrossEntropyLoss, Dropout, SiLU, Softmax
 from float8.unit_scaling.modules.attention import MHSA
 from float8.unit_scaling.modules.depth import DepthModuleList, DepthSequential
-from float8.unit_scaling.modules.layers import Conv1d, Embedding, Linear, LinearReadout
-from float8.unit_scaling.modules.norms import LayerNorm, RMSNorm
+from float8.unit_scaling.modules.layers import (
+    Conv1d,
+    Embedding,
+    LayerNorm,
+    Linear,
+    LinearReadout,
+    RMSNorm,
+)
 from float8.unit_scaling.modules.transformer import (
     MLP,
     TransformerDecoder,
@@ -40,7 +46,6 @@ from float8.unit_scaling.modules.transformer import (
     TransformerStack,
 )
 from float8.unit_scaling.parameter import MupType, Parameter
-from float8.unit_scaling.rules import transformer_residual_scaling_rule
 from float8.version import __version__
 
 if TYPE_CHECKING:

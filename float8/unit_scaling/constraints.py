@@ -1,11 +1,11 @@
-"""Constraints: when the factors of one operation must agree, on which value.
+"""Constraints: the value on which the factors of one operation agree.
 
-The ideal factors of an operation give its output and each of its input gradients a scale of one,
-each by itself. But backward must still compute the gradient of what forward computed, up to one
-constant for the whole network. Unit scaling shows when that holds (arXiv 2303.11257, section 4):
-the factors of the output and of an input's gradient must be equal, unless the input is a cut edge
-of the graph, one that all paths to what lies behind it must cross: a weight, a bias, the logits of
-the loss, the branch of a residual. A constraint replaces them by one:
+The ideal factors of an operation give its output and each of its input gradients unit scale. But
+backward must compute the gradient of the forward, up to one constant for the whole network. Unit
+scaling shows when that holds (arXiv 2303.11257, section 4): the factors of the output and of an
+input's gradient must be equal, unless the input is a cut edge of the graph, whose removal separates
+the input's part from the rest: a weight, a bias, the logits of the loss, the branch of a residual.
+A constraint replaces the factors by one:
 
     gmean  (a b c) ** (1/3)      hmean  3 / (1/a + 1/b + 1/c)      amean  (a + b + c) / 3
     to_output_scale  a           to_grad_input_scale  b, of two    None  each keeps its own

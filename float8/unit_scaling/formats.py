@@ -1,13 +1,13 @@
-"""Any small floating point format, simulated in wider numbers.
+"""`FPFormat`: any small floating point format, simulated in wider numbers.
 
-A format has E exponent bits, M mantissa bits and a bias. Its non-negative values are those of the
-codes c = 0, 1, 2, ..., which are in order::
+A format has E exponent bits, M mantissa bits and a bias. Its non-negative values, in order, are
+those of the codes c = 0, 1, 2, ...::
 
     m = c mod 2^M,  e = c div 2^M                   mantissa and exponent field
     value = 2^(1 - bias - M) * m                    e = 0:  subnormal
     value = 2^(e - bias - M) * (2^M + m)            e > 0:  normal
 
-A *variant* says where the bias is and how many of the largest codes are no finite numbers:
+A *variant* sets the bias and how many of the largest codes are not finite:
 
 ========== =============== ====================== ==========================================
 variant    bias            codes taken            found in
@@ -16,7 +16,7 @@ variant    bias            codes taken            found in
 ``fn``     2^(E-1) - 1     1 (NaN)                E4M3, max 448
 ``finite`` 2^(E-1) - 1     none                   E2M1 (max 6), E2M3, E3M2
 ``fnuz``   2^(E-1)         none (NaN is "-0")     AMD gfx94x, Graphcore: E4M3 (max 240), E5M2
-``ocp``    the one of the OCP specifications: E4M3 fn; E2M1, E2M3, E3M2 finite; all others ieee
+``ocp``    that of the OCP specifications: E4M3 fn; E2M1, E2M3, E3M2 finite; all others ieee
 ========== =============== ====================== ==========================================
 
 (E5M2 and E4M3: arXiv 2209.05433, table 1; fnuz: arXiv 2206.02915; E2M1, E2M3 and E3M2: OCP
@@ -26,16 +26,16 @@ Microscaling formats 1.0, section 5.3. ``FPFormat(5, 10)`` is float16, ``FPForma
 
     quantum(x) = 2^(max(floor(log2 |x|), 1 - bias) - M)
 
-so ``quantise(x) = round(x / quantum) * quantum`` after x was clamped to the largest value, and both
+so ``quantise(x) = round(x / quantum) * quantum`` for x clamped to the largest value. Both
 operations with the quantum are exact. ``round`` is to nearest, ties to even (without mantissa bits
 every significand is odd, and a tie goes to the larger value: IEEE 754-2019), or *stochastic*: up
-with the probability f of the fraction that is cut off, so that the mean of the result is x
-(arXiv 1502.02551, section 3). With R random bits that is "up if (k + 1/2) / 2^R < f" for a k drawn
-from 0 ... 2^R - 1: of no bias beyond 2^-(R+1) quanta, and a value of the format stays as it is.
+with a probability f that is the fraction cut off, so that the mean of the result is x
+(arXiv 1502.02551, section 3). With R random bits that is "up if (k + 1/2) / 2^R < f" for a random k
+in 0 ... 2^R - 1: its bias is at most 2^-(R+1) quanta, and values of the format do not change.
 
-**Special values** are those of this package's casts: finite values saturate; NaN stays NaN; an
-infinite value becomes NaN, in all variants: an overflow that happened before the cast is not passed
-off as a number. (The OCP specification leaves the choice to the converter, saturating or not.)
+**Special values** are treated as by this package's casts: finite values saturate, NaN stays NaN,
+and infinite values become NaN in all variants: an earlier overflow does not become a number.
+(The OCP specification leaves the choice to the converter, saturating or not.)
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _OCP = {(4, 3): "fn", (2, 1): "finite", (2, 3): "finite", (3, 2): "finite"}
 
 
 class _Layout(NamedTuple):
-    """How the numbers are laid out that quantising computes in."""
+    """The layout of the numbers that quantising computes in."""
 
     dtype: torch.dtype
     bits: torch.dtype
@@ -77,7 +77,7 @@ class FPFormat:
         mantissa_bits: 0 to 23, the leading one not counted.
         rounding: "stochastic" or "nearest" (ties to even).
         srbits: how many random bits a stochastic rounding has, at most 23; 0 for all 23.
-        variant: where the bias is and which codes are not finite; see the table above.
+        variant: the bias and which codes are not finite; see the table above.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -90,11 +90,17 @@ class FPFormat:
     variant: str = "ocp"
 
     def __post_init__(self) -> None:
-        _check_range("exponent_bits", self.exponent_bits, 2, 8)
-        _check_range("mantissa_bits", self.mantissa_bits, 0, 23)
-        _check_range("srbits", self.srbits, 0, 23)
-        _check_choice("rounding", self.rounding, ROUNDINGS)
-        _check_choice("variant", self.variant, VARIANTS)
+        for name, low, high in (
+            ("exponent_bits", 2, 8),
+            ("mantissa_bits", 0, 23),
+            ("srbits", 0, 23),
+        ):
+            if not low <= (value := getattr(self, name)) <= high:
+                raise ValueError(f"{name}={value} is not between {low} and {high}")
+        for name, choices in (("rounding", ROUNDINGS), ("variant", VARIANTS)):
+            if (value := getattr(self, name)) not in choices:
+                known = ", ".join(map(repr, choices))
+                raise ValueError(f"{name}={value!r}; use one of {known}")
         if self.srbits and self.rounding != "stochastic":
             raise ValueError(
                 f"srbits={self.srbits} counts the bits of a stochastic rounding, but rounding is "
@@ -103,17 +109,17 @@ class FPFormat:
 
     @property
     def bits(self) -> int:
-        """How many bits a code has, its sign included."""
+        """The bits of a code, its sign included."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def bias(self) -> int:
-        """What is subtracted from the exponent field."""
+        """The exponent field minus the exponent."""
         return 2 ** (self.exponent_bits - 1) - (self._layout != "fnuz")
 
     @property
     def max_absolute_value(self) -> float:
-        """The largest finite value: what finite values saturate to."""
+        """The largest finite value, to which finite values saturate."""
         taken = {"ieee": 2**self.mantissa_bits, "fn": 1}.get(self._layout, 0)
         code = 2 ** (self.exponent_bits + self.mantissa_bits) - 1 - taken
         exponent, mantissa = divmod(code, 2**self.mantissa_bits)
@@ -141,16 +147,11 @@ class FPFormat:
         rounding = {"stochastic": "SR", "nearest": "RN"}[self.rounding]
         return f"E{self.exponent_bits}M{self.mantissa_bits}{suffix}-{rounding}"
 
-    def nearest(self) -> FPFormat:
-        """This format, rounding to nearest."""
-        return dataclasses.replace(self, rounding="nearest", srbits=0)
-
-    def quantise(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """x rounded to values of this format; nothing to differentiate.
+    def quantise(self, x: Tensor) -> Tensor:
+        """x rounded to values of this format, without gradient.
 
         Args:
             x: float32, bfloat16, float16 or float64, any shape and strides.
-            generator: where stochastic rounding draws from; torch's default one if None.
 
         Returns:
             x's shape and dtype. A format of a wider range than x's dtype saturates at the largest
@@ -163,9 +164,9 @@ class FPFormat:
             known = ", ".join(str(dtype) for dtype in _SOURCES)
             raise TypeError(f"{self} quantises {known}; x is {x.dtype}")
         with torch.no_grad():
-            return self._quantise(x.detach(), generator)
+            return self._quantise(x.detach())
 
-    def _quantise(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _quantise(self, x: Tensor) -> Tensor:
         # With 8 exponent bits a quantum, or its reciprocal, can be beyond float32.
         is_narrow = x.dtype != torch.float64 and self.exponent_bits < 8
         wide = _WIDE if is_narrow else _WIDEST
@@ -175,22 +176,20 @@ class FPFormat:
         shift = field.clamp(min=wide.bias + 1 - self.bias) - self.mantissa_bits
         quantum = (shift << wide.mantissa).view(wide.dtype)
         per_quantum = ((2 * wide.bias - shift) << wide.mantissa).view(wide.dtype)
-        rounded = self._round(size * per_quantum, generator) * quantum
+        rounded = self._round(size * per_quantum) * quantum
         rounded = torch.where(x.isinf(), torch.nan, rounded)
         signed = torch.copysign(rounded, x.to(wide.dtype))
         if self._layout == "fnuz":  # which has no -0
             signed = torch.where(signed == 0, 0.0, signed)
         return signed if signed.dtype == x.dtype else signed.to(x.dtype)
 
-    def _round(self, quanta: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _round(self, quanta: Tensor) -> Tensor:
         """A number of quanta, >= 0, to a whole one."""
         if self.rounding == "nearest":
             return quanta.round()  # ties to even
         below = quanta.floor()
         bits = self.srbits or 23
-        drawn = torch.randint(
-            2**bits, quanta.shape, generator=generator, dtype=torch.int32, device=quanta.device
-        )
+        drawn = torch.randint(2**bits, quanta.shape, dtype=torch.int32, device=quanta.device)
         # Both sides are exact. Adding before a floor would not be: it could round up to the next.
         is_up = (drawn.to(quanta.dtype) + 0.5) * 2.0**-bits < quanta - below
         return below + is_up.to(quanta.dtype)
@@ -203,7 +202,7 @@ class FPFormat:
         return min(top, most)
 
     def quantise_fwd(self, x: Tensor) -> Tensor:
-        """`quantise` in the forward pass; the gradient passes as it is (straight-through)."""
+        """`quantise` in the forward pass; the gradient does not change (straight-through)."""
         return _QuantiseForward.apply(x, self)
 
     def quantise_bwd(self, x: Tensor) -> Tensor:
@@ -229,24 +228,14 @@ class _QuantiseBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.fmt.quantise_fwd(grads[0]), None  # a second derivative passes
+        return ctx.fmt.quantise_fwd(grads[0]), None  # straight-through for second derivatives
 
 
 def format_to_tuple(format: FPFormat) -> tuple[int, int, str, int, str]:
-    """All of a format as plain values, for places that take nothing else."""
+    """The fields of a format as plain values."""
     return dataclasses.astuple(format)
 
 
 def tuple_to_format(t: tuple[Any, ...]) -> FPFormat:
-    """The format of `format_to_tuple`; ``(exponent_bits, mantissa_bits)`` will do."""
+    """The format of `format_to_tuple`; ``(exponent_bits, mantissa_bits)`` are enough."""
     return FPFormat(*t)
-
-
-def _check_range(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{name}={value} is not between {low} and {high}")
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}; use one of {', '.join(map(repr, choices))}")

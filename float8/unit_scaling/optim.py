@@ -1,7 +1,6 @@
-"""Optimizers that give every parameter the learning rate that u-muP gives it.
+"""Optimizers with a learning rate for each parameter, as u-muP gives it.
 
-`SGD`, `Adam` and `AdamW` are torch's, with groups made by `scaled_parameters` from the tables of
-`learning_rates`: one learning rate, tuned on a small model, serves every width and depth::
+One learning rate ``lr`` is tuned on a small model and serves every width and depth::
 
     model = uu.TransformerDecoder(
         hidden_size=256, vocab_size=1000, layers=4, heads=4, rotary_base=10_000.0
@@ -9,25 +8,47 @@
     optimizer = uu.optim.AdamW(model.parameters(), lr=0.5, weight_decay=2**-13)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
 
-A scheduler must multiply learning rates, as most do, or be given one per group. `OneCycleLR` and
-`CyclicLR` set them, so they need ``max_lr=[group["lr"] for group in optimizer.param_groups]``: a
-single number would give all parameters the same. Any other optimizer takes the groups that
-`scaled_parameters` makes.
+A parameter trains with ``lr * scale(parameter)``. Adam's updates have unit scale whatever the
+gradient's, and its table is (arXiv 2407.17465, table 2; the "fan-in" of an embedding is the width
+that it writes, which the table calls its fan-out):
+
+    mup_type               scale                    reason
+    "weight"               1 / sqrt(fan_in)         forward multiplies by 1 / sqrt(fan_in), and the
+                                                    fan_in products of an update add up coherently
+    "output"               1                        forward multiplies by 1 / fan_in already
+    "bias", "norm"         1                        each element acts on one feature
+    in a stack of depth L  all of these / sqrt(L)   the updates of L residual layers add up
+
+SGD's updates are as large as its gradients. If the readout's backward has its own scale
+(``LinearReadout(constraint=None)``, the default) gradients have unit scale and the table above
+holds. If it is constrained to the output's (``constraint="to_output_scale"``), all gradients before
+it shrink like 1 / width, and these scales restore the width:
+
+    "weight"               sqrt(fan_in)             = fan_in * 1 / sqrt(fan_in)
+    "bias", "norm"         the number of elements, which is the width
+    "output"               1                        its own gradient does not pass through itself
+
+**Weight decay** is *independent* of the learning rate in u-muP, so that learning rates transfer
+(arXiv 2407.17465; the form of decay is that of arXiv 1711.05101): a step multiplies a weight by
+``1 - weight_decay * schedule``. PyTorch multiplies by ``1 - lr * schedule * weight_decay``, so
+``weight_decay / (lr * scale(parameter))`` is what it gets.
+
+**Parameter groups.** An optimizer gets one group per distinct learning rate, so that its fast paths
+see many tensors at once and a scheduler few groups. A scheduler must multiply learning rates, as
+most do. `OneCycleLR` and `CyclicLR` set them, so they need
+``max_lr=[group["lr"] for group in optimizer.param_groups]``: a single number would give all
+parameters the same. Other optimizers take the groups that `scaled_parameters` makes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from float8.unit_scaling.learning_rates import (
-    lr_scale_for_depth,
-    lr_scale_func_adam,
-    lr_scale_func_sgd,
-)
-from float8.unit_scaling.parameter_groups import Params, scaled_parameters
+from float8.unit_scaling.parameter import MUP_TYPES, ParameterData, has_parameter_data
 
 __all__ = [
     "SGD",
@@ -39,19 +60,250 @@ __all__ = [
     "scaled_parameters",
 ]
 
+LrScale: TypeAlias = Callable[[Any], float]
+# Tensors, (name, tensor) pairs or groups of them, as torch's optimizers take; or a whole module.
+Params: TypeAlias = nn.Module | Iterable[Any]
+_Named: TypeAlias = tuple[str | None, Tensor]
+
+_LISTED = 8  # how many parameters an error names
+
+
+# --- the learning rate of a parameter
+
+
+def lr_scale_for_depth(param: ParameterData) -> float:
+    """``1 / sqrt(depth)`` in a stack of residual layers, else 1 (u-muP, table 2, "residual")."""
+    return 1.0 if param.mup_scaling_depth is None else float(param.mup_scaling_depth**-0.5)
+
+
+def lr_scale_func_adam(param: ParameterData) -> float:
+    """The factor of a parameter's learning rate in Adam and AdamW, by the table above.
+
+    Raises:
+        ValueError: an unknown ``mup_type``.
+    """
+    scale = lr_scale_for_depth(param)
+    return scale * _fan_in(param) ** -0.5 if _type(param) == "weight" else scale
+
+
+def lr_scale_func_sgd(readout_constraint: str | None) -> LrScale:
+    """The factor of a parameter's learning rate in SGD, as a function like `lr_scale_func_adam`.
+
+    Args:
+        readout_constraint: the ``constraint`` of the model's `LinearReadout`, None or
+            "to_output_scale".
+
+    Raises:
+        ValueError: another constraint.
+    """
+    if readout_constraint is None:
+        return lr_scale_func_adam
+    if readout_constraint == "to_output_scale":
+        return _sgd_behind_constrained_readout
+    raise ValueError(
+        'readout_constraint must be None or "to_output_scale", the constraint of the model\'s '
+        f"LinearReadout; got {readout_constraint!r}"
+    )
+
+
+def _sgd_behind_constrained_readout(param: ParameterData) -> float:
+    scale = lr_scale_for_depth(param)
+    if _type(param) == "output":
+        return scale
+    width = _fan_in(param)
+    return scale * (width**0.5 if _type(param) == "weight" else width)
+
+
+def _type(param: ParameterData) -> str:
+    if param.mup_type not in MUP_TYPES:
+        raise ValueError(f"mup_type must be one of {list(MUP_TYPES)}, got {param.mup_type!r}")
+    return param.mup_type
+
+
+def _fan_in(param: ParameterData) -> int:
+    """The terms that one output element sums: of (out, in, *kernel) all sizes but the first.
+
+    For an embedding (tokens, width) this is the width, as in table 2, and so it is for vectors.
+    """
+    shape = param.shape
+    whole = len(shape) < 2 or param.mup_type in ("bias", "norm")
+    return max(1, (shape if whole else shape[1:]).numel())
+
+
+# --- parameter groups
+
+
+def scaled_parameters(
+    params: Params,
+    lr_scale_func: LrScale,
+    lr: float | Tensor | None = None,
+    weight_decay: float = 0,
+    independent_weight_decay: bool = True,
+    allow_non_unit_scaling_params: bool = False,
+) -> list[dict[str, Any]]:
+    """Parameter groups with u-muP's learning rates, for any optimizer.
+
+    Example: ``torch.optim.NAdam(scaled_parameters(model, lr_scale_func_adam, lr=0.1))``.
+
+    Args:
+        params: parameters, (name, parameter) pairs, groups of either (dicts with "params"), any
+            iterable of these, or a module. A parameter that occurs twice in a group counts once.
+        lr_scale_func: the factor of a parameter, for instance `lr_scale_func_adam`.
+        lr: the global learning rate, where a group has none of its own. A tensor stays a tensor,
+            one for each resulting group.
+        weight_decay: likewise.
+        independent_weight_decay: divide the weight decay by the learning rate, so that the decay
+            of a step does not depend on it.
+        allow_non_unit_scaling_params: let parameters without ``mup_type`` train with ``lr``.
+
+    Returns:
+        One group per given group and distinct learning rate, in order of appearance, with the
+        options of the given group.
+
+    Raises:
+        ValueError: there is no learning rate; or parameters have no ``mup_type`` (the message names
+            them); or weight decay is to be divided by a learning rate of 0.
+        TypeError: ``params`` holds something else, or is a set, which has no order.
+    """
+    groups = _groups(params)
+    if not allow_non_unit_scaling_params:
+        _require_parameter_data(groups)
+    result = []
+    for group in groups:
+        options = {"lr": lr, "weight_decay": weight_decay, **group}
+        members = options.pop("params")
+        if options["lr"] is None:
+            raise ValueError("scaled_parameters needs lr=..., or an 'lr' in every group")
+        for scale, params_of_scale in _by_scale(members, lr_scale_func).items():
+            scaled = {
+                "params": params_of_scale,
+                "lr": options["lr"] * scale,
+                "weight_decay": _decay(options, scale, independent_weight_decay),
+            }
+            result.append({**options, **scaled})
+    return result
+
+
+def _by_scale(members: list[_Named], lr_scale_func: LrScale) -> dict[float, list[Any]]:
+    found: dict[float, list[Any]] = {}
+    for name, param in members:
+        scale = lr_scale_func(param) if has_parameter_data(param) else 1.0
+        found.setdefault(scale, []).append(param if name is None else (name, param))
+    return found
+
+
+def _decay(options: Mapping[str, Any], scale: float, independent: bool) -> float:
+    decay: float = options["weight_decay"]
+    if not independent or decay == 0:
+        return decay
+    lr = float(options["lr"]) * scale
+    if lr == 0:
+        raise ValueError(
+            f"weight_decay={decay} cannot be made independent of lr=0: give the peak learning rate "
+            "and let a scheduler start at 0, or independent_weight_decay=False"
+        )
+    return decay / lr
+
+
+def _groups(params: Any) -> list[dict[str, Any]]:
+    """Groups whose "params" are lists of (name or None, parameter).
+
+    Parameters outside of groups form one group, at the place of the first of them.
+    """
+    groups: list[dict[str, Any]] = []
+    ungrouped: list[Any] = []
+    for entry in _iterate(params):
+        if isinstance(entry, Mapping):
+            groups.append(dict(entry))
+            continue
+        if not ungrouped:
+            groups.append({"params": ungrouped})
+        ungrouped.append(entry)
+    return [_named_group(group) for group in groups]
+
+
+def _named_group(group: dict[str, Any]) -> dict[str, Any]:
+    if "params" not in group:
+        raise ValueError(f"a parameter group needs 'params', got one with {sorted(group)}")
+    given = group.pop("params")
+    members = [_named(p) for p in ([given] if isinstance(given, Tensor) else _iterate(given))]
+    names = group.pop("param_names", None)
+    if names is not None:
+        members = [(name, p) for name, (_, p) in zip(names, members, strict=True)]
+    unique: dict[int, _Named] = {}
+    for name, p in members:
+        unique.setdefault(id(p), (name, p))  # of tied parameters the first name stays
+    return {**group, "params": list(unique.values())}
+
+
+def _iterate(params: Any) -> Iterable[Any]:
+    if isinstance(params, nn.Module):
+        return params.named_parameters()
+    if isinstance(params, (Tensor, Mapping, str, set, frozenset)) or not isinstance(
+        params, Iterable
+    ):
+        raise TypeError(
+            "params must be a module or an ordered iterable of parameters, (name, parameter) pairs "
+            f"or groups; got {type(params).__name__}"
+        )
+    return params
+
+
+def _named(entry: Any) -> _Named:
+    if isinstance(entry, Tensor):
+        return None, entry
+    if isinstance(entry, tuple) and len(entry) == 2:
+        name, param = entry
+        if isinstance(name, str) and isinstance(param, Tensor):
+            return name, param
+    raise TypeError(
+        "a parameter must be a tensor or a (name, tensor) pair, got a "
+        f"{type(entry).__name__}: {entry!r:.80}"
+    )
+
+
+def _require_parameter_data(groups: list[dict[str, Any]]) -> None:
+    without = [(n, p) for g in groups for n, p in g["params"] if not has_parameter_data(p)]
+    if not without:
+        return
+    listed = [f"{name or 'a parameter'} of shape {tuple(p.shape)}" for name, p in without]
+    more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
+    raise ValueError(
+        f"parameters without mup_type: {', '.join(listed[:_LISTED])}{more}. Use unit-scaled "
+        "modules, or uu.Parameter in modules that derive from uu.parameter.MupModule, or let these "
+        "train with the global lr: allow_non_unit_scaling_params=True"
+    )
+
+
+# --- the optimizers
+
 
 class _Scaled(torch.optim.Optimizer):
-    """Abstract: an optimizer whose groups went through `scaled_parameters`, later ones too."""
+    """Abstract: torch's optimizer, on groups that `scaled_parameters` makes, later ones too."""
 
     _scaling: dict[str, Any] | None = None  # its arguments; None while torch's __init__ runs
+    _lr_scale_func: LrScale = staticmethod(lr_scale_func_adam)
 
-    def _start(
-        self, params: Params, scaling: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        *args: Any,
+        weight_decay: float = 0,
+        independent_weight_decay: bool = True,
+        allow_non_unit_scaling_params: bool = False,
+        **kwargs: Any,
     ) -> None:
-        """Torch's ``__init__``, on the groups that ``scaling`` makes of the parameters."""
+        scaling: dict[str, Any] = {
+            "lr_scale_func": self._lr_scale_func,
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "independent_weight_decay": independent_weight_decay,
+            "allow_non_unit_scaling_params": allow_non_unit_scaling_params,
+        }
         groups = scaled_parameters(params, **scaling)
-        kwargs = {**kwargs, "weight_decay": scaling["weight_decay"]}
-        super().__init__(groups, scaling["lr"], *args, **kwargs)
+        kwargs["weight_decay"] = weight_decay
+        super().__init__(groups, lr, *args, **kwargs)  # type: ignore[arg-type]
         self._scaling = scaling
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -75,16 +327,9 @@ class SGD(_Scaled, torch.optim.SGD):
     """``torch.optim.SGD`` with the learning rates of u-muP.
 
     Args:
-        params: parameters, pairs, groups, or a module; see `scaled_parameters`.
-        lr: the global learning rate, a float or a tensor.
         args, kwargs: torch's further arguments, in its order (momentum, dampening, ...).
-        weight_decay: per step, see ``independent_weight_decay``.
-        independent_weight_decay: the decay does not depend on ``lr``.
-        allow_non_unit_scaling_params: let parameters without ``mup_type`` train with ``lr``.
         readout_constraint: the ``constraint`` of the model's `LinearReadout`.
-
-    Raises:
-        ValueError, TypeError: see `scaled_parameters` and `lr_scale_func_sgd`.
+        others: as of `scaled_parameters`.
     """
 
     def __init__(
@@ -98,54 +343,28 @@ class SGD(_Scaled, torch.optim.SGD):
         readout_constraint: str | None = None,
         **kwargs: Any,
     ) -> None:
-        scaling = {
-            "lr_scale_func": lr_scale_func_sgd(readout_constraint),
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "independent_weight_decay": independent_weight_decay,
-            "allow_non_unit_scaling_params": allow_non_unit_scaling_params,
-        }
-        self._start(params, scaling, args, kwargs)
+        self._lr_scale_func = lr_scale_func_sgd(readout_constraint)
+        super().__init__(
+            params,
+            lr,
+            *args,
+            weight_decay=weight_decay,
+            independent_weight_decay=independent_weight_decay,
+            allow_non_unit_scaling_params=allow_non_unit_scaling_params,
+            **kwargs,
+        )
 
 
 class Adam(_Scaled, torch.optim.Adam):
-    """``torch.optim.Adam`` with the learning rates of u-muP (table 2).
+    """``torch.optim.Adam`` with the learning rates of u-muP; adds weight decay to the gradient.
 
-    Args:
-        params: parameters, pairs, groups, or a module; see `scaled_parameters`.
-        lr: the global learning rate, a float or a tensor.
-        args, kwargs: torch's further arguments, in its order (betas, eps, ...).
-        weight_decay: added to the gradient, see ``independent_weight_decay``.
-        independent_weight_decay: divide ``weight_decay`` by the learning rate.
-        allow_non_unit_scaling_params: let parameters without ``mup_type`` train with ``lr``.
-
-    Raises:
-        ValueError, TypeError: see `scaled_parameters`.
+    Its arguments are those of `SGD`, without ``readout_constraint``.
     """
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        *args: Any,
-        weight_decay: float = 0,
-        independent_weight_decay: bool = True,
-        allow_non_unit_scaling_params: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        scaling = {
-            "lr_scale_func": lr_scale_func_adam,
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "independent_weight_decay": independent_weight_decay,
-            "allow_non_unit_scaling_params": allow_non_unit_scaling_params,
-        }
-        self._start(params, scaling, args, kwargs)
 
 
 class AdamW(Adam, torch.optim.AdamW):
-    """``torch.optim.AdamW`` with the learning rates of u-muP (table 2).
+    """``torch.optim.AdamW`` with the learning rates of u-muP; arguments as of `Adam`.
 
-    Its arguments are those of `Adam`. A step multiplies a weight by ``1 - weight_decay`` times what
-    a schedule makes of the learning rate; the default is no decay, where torch's is 0.01.
+    A step multiplies a weight by ``1 - weight_decay`` times the schedule's factor. By default
+    there is no decay, where torch's is 0.01.
     """

@@ -1,28 +1,27 @@
-"""What an optimizer must know of a parameter: its role in the model, and how deep its stack is.
+"""Parameters with a role and a depth, from which their learning rates follow.
 
 u-muP gives every parameter a learning rate of its own (arXiv 2407.17465, table 2), which follows
-from its shape, its role and the depth of the stack of residual layers that it is in. A tensor knows
-its shape alone, so a parameter of a unit-scaled model carries two attributes:
+from its shape, its role in the model and the depth of its stack of residual layers. A parameter of
+a unit-scaled model has two attributes for that:
 
     mup_type           "weight" (of hidden and input layers), "bias", "norm" or "output"
     mup_scaling_depth  the number of residual layers that it shares a stack with, or None
 
-`Parameter` makes such a parameter and `set_parameter_data` makes one of a parameter that exists.
-Their type stays ``nn.Parameter``, to the letter: optimizers take their fast paths, and compilers
-their short ones, for that type only. Deep copies and pickles of it keep the attributes.
+`Parameter` makes such a parameter, `set_parameter_data` marks an existing one. Their type is
+exactly ``nn.Parameter``: optimizers and compilers have fast paths for that type only. Deep copies
+and pickles keep the attributes.
 
-But a model's parameters get *replaced* by others: by ``to_empty``, by
-``load_state_dict(assign=True)``, by FSDP2, by being sent to another process. What a parameter is
-for is known to the module that uses it, under the parameter's name. `MupModule`, the base of all
-unit-scaled modules, remembers it in a table and marks whatever takes a parameter's place::
+But ``to_empty``, ``load_state_dict(assign=True)``, FSDP2 and sending a model to another process
+*replace* its parameters. `MupModule`, the base of all unit-scaled modules, keeps a table of the
+attributes by parameter name and marks every replacement::
 
     class Scale(uu.parameter.MupModule):
         def __init__(self, features):
             super().__init__()
             self.weight = uu.Parameter(torch.ones(features), mup_type="norm")
 
-While a parameter has the attributes they are the truth, and the table learns from them; a parameter
-without them, put under a name that had them, is given what the table holds.
+The attributes of a parameter take precedence, and the table copies them. A parameter without them,
+assigned to a name that had them, gets them from the table.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ P = TypeVar("P", bound=Tensor)  # an nn.Parameter, which torch's modules declare
 
 
 class ParameterData(Protocol):
-    """A parameter with the attributes that learning rates follow from."""
+    """A parameter with the two attributes."""
 
     mup_type: MupType
     mup_scaling_depth: int | None
 
     @property
     def shape(self) -> torch.Size:
-        """The tensor's shape; a sharded tensor's is that of the whole."""
+        """The shape; of a sharded tensor, that of the whole."""
 
 
 class MupData(NamedTuple):
@@ -61,7 +60,7 @@ class MupData(NamedTuple):
 def Parameter(
     data: Tensor, mup_type: MupType, mup_scaling_depth: int | None = None
 ) -> nn.Parameter:
-    """A parameter that knows its role, as the optimizers of `float8.unit_scaling.optim` need it.
+    """A parameter with a role, as the optimizers of `float8.unit_scaling.optim` need it.
 
     Args:
         data: its values, of any shape. Unit scaling starts weights from a standard normal
@@ -69,11 +68,6 @@ def Parameter(
         mup_type: "weight", "bias", "norm" or "output"; the weight of an embedding is a "weight".
         mup_scaling_depth: the number of residual layers in its stack; `DepthSequential` and
             `DepthModuleList` set it.
-
-    Returns:
-        An ``nn.Parameter`` with the attributes ``mup_type`` and ``mup_scaling_depth``, which its
-        deep copies and pickles have too. In a module that derives from `MupModule` so have the
-        parameters that replace it.
 
     Raises:
         ValueError: an unknown ``mup_type``, or a depth below 1.
@@ -85,19 +79,14 @@ def Parameter(
 
 
 def set_parameter_data(parameter: P, mup_type: MupType, mup_scaling_depth: int | None = None) -> P:
-    """Mark a parameter with its role, in place.
+    """Mark an existing parameter with its role, in place.
 
     Args:
         parameter: any parameter, sharded ones (DTensors) too.
-        mup_type: as for `Parameter`.
-        mup_scaling_depth: as for `Parameter`.
+        mup_type, mup_scaling_depth: as for `Parameter`, with the same errors.
 
     Returns:
         The same object.
-
-    Raises:
-        ValueError: an unknown ``mup_type``, or a depth below 1.
-        TypeError: ``parameter`` is no parameter, or the depth no integer.
     """
     if not isinstance(parameter, nn.Parameter):
         raise TypeError(
@@ -119,7 +108,7 @@ def set_parameter_data(parameter: P, mup_type: MupType, mup_scaling_depth: int |
 
 
 def has_parameter_data(parameter: Tensor) -> TypeGuard[ParameterData]:
-    """Whether a parameter carries both attributes, with values that mean something."""
+    """Whether a parameter has both attributes, with valid values."""
     depth = getattr(parameter, "mup_scaling_depth", "missing")
     return getattr(parameter, "mup_type", None) in MUP_TYPES and isinstance(
         depth, (int, type(None))
@@ -134,8 +123,8 @@ def _data_of(parameter: Tensor | None) -> MupData | None:
 
 def _mark(parameter: P, data: MupData) -> P:
     parameter.mup_type, parameter.mup_scaling_depth = data  # type: ignore[attr-defined]
-    # nn.Parameter's deep copy drops attributes. A class of our own would keep them and lose torch's
-    # fast paths, so the instance gets the two methods. Other types, such as DTensor, keep them.
+    # nn.Parameter's deep copy drops attributes. A subclass would keep them and lose torch's fast
+    # paths, so the instance gets the two methods. Other types, such as DTensor, keep attributes.
     if type(parameter) is nn.Parameter:
         parameter.__deepcopy__ = _deepcopy.__get__(parameter)  # type: ignore[method-assign]
         parameter.__reduce_ex__ = _reduce_ex.__get__(parameter)  # type: ignore[method-assign]
@@ -162,27 +151,27 @@ def _rebuild(data: Tensor, requires_grad: bool, state: Mapping[str, Any]) -> nn.
     return parameter if found is None else _mark(parameter, found)
 
 
-# It makes a parameter and nothing else, so torch.load(weights_only=True) may call it.
+# It only makes a parameter, so torch.load(weights_only=True) may call it.
 torch.serialization.add_safe_globals([_rebuild])
 
 
 class MupModule(nn.Module):
-    """A module that remembers what its parameters are for, when they are replaced too.
+    """A module that keeps the roles of its parameters when they are replaced.
 
-    The base class of unit-scaled modules, and for modules of your own that hold a `Parameter`;
-    beside another module class, name it first: ``class Mine(MupModule, nn.Bilinear)``.
+    The base class of unit-scaled modules, and of modules of your own that have a `Parameter`. Name
+    it before another module class: ``class Mine(MupModule, nn.Bilinear)``.
 
-    It cares for the parameters that are its own attributes; submodules care for theirs. They keep
-    their data under ``deepcopy``, ``pickle`` (to another process too), ``to`` and ``to_empty``,
+    It handles the parameters that are its own attributes, not those of submodules. They keep their
+    roles under ``deepcopy``, ``pickle`` (to another process too), ``to`` and ``to_empty``,
     ``load_state_dict`` with and without ``assign=True``, FSDP2's ``fully_shard``, and assignment of
-    a plain ``nn.Parameter``. Nothing of it is in the state dict, whose keys and tensors are plain.
+    a plain ``nn.Parameter``. The state dict is plain.
     """
 
     _mup_data: dict[str, MupData]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As ``nn.Module``'s; ``param`` without data gets those of its predecessor."""
-        self._learn(name)
+        """As ``nn.Module``'s; a ``param`` without a role gets that of its predecessor."""
+        self._record_role(name)
         super().register_parameter(name, param)
         table = self._table()
         data = _data_of(param)
@@ -194,7 +183,7 @@ class MupModule(nn.Module):
             _mark(param, table[name])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # FSDP2 writes into _parameters, past register_parameter, unless a class has its own setattr
+        # FSDP2 assigns to _parameters, without register_parameter, unless a class has a setattr.
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -202,38 +191,38 @@ class MupModule(nn.Module):
         self._table().pop(name, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._learn_all()
+        self._record_roles()
         return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._mark_all()
+        self._restore_roles()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        self._learn_all()
+        self._record_roles()
         result = super()._apply(fn, recurse)
-        self._mark_all()
+        self._restore_roles()
         return result
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._learn_all()
+        self._record_roles()
         super()._load_from_state_dict(*args, **kwargs)
-        self._mark_all()
+        self._restore_roles()
 
     def _table(self) -> dict[str, MupData]:
         table: dict[str, MupData] = self.__dict__.setdefault("_mup_data", {})
         return table
 
-    def _learn(self, name: str) -> None:
+    def _record_role(self, name: str) -> None:
         data = _data_of(self.__dict__.get("_parameters", {}).get(name))
         if data is not None:
             self._table()[name] = data
 
-    def _learn_all(self) -> None:
+    def _record_roles(self) -> None:
         for name in self._parameters:
-            self._learn(name)
+            self._record_role(name)
 
-    def _mark_all(self) -> None:
+    def _restore_roles(self) -> None:
         for name, data in self._table().items():
             parameter = self._parameters.get(name)
             if parameter is not None:

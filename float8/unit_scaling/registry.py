@@ -1,12 +1,18 @@
-"""Which unit-scaled function stands for which function of torch.
+"""Which unit-scaled function stands for which function of torch, and how a transform sees calls.
 
-``torch_map`` has one entry for each; a transform reads it to rewrite what a model calls. A function
-of torch has one entry whichever way a model spells it (`float8.unit_scaling.spellings`). Entries
-are called with the arguments that the model wrote for torch: positional ones agree by the design
-of `float8.unit_scaling.functional`, and where torch names an argument differently `handler` renames
-it.
+A transform (`float8.unit_scaling.transforms`) is a torch function mode: it sees the functions that
+a model calls. Three tables of this file say what it makes of them:
 
-Register a function of your own, or another choice for one of torch's:
+1. `SPELLINGS`: spelling -> torch function. ``x @ w``, ``x.matmul(w)`` and ``torch.matmul(x, w)``
+   are one function. Eager mode reports the method behind an operator, ``torch.compile`` the method
+   or the operator, and looks through some functions of `torch.nn.functional`.
+2. `torch_map`: torch function -> unit-scaled function. Entries are called with the arguments that
+   the model wrote for torch, by position or by torch's names, which `handler` translates.
+3. `overridable`: a decorator that makes a mode see a unit-scaled function as one call, as it sees
+   ``F.linear``, before anything inside it runs. The mode replaces it, calls it, or looks inside
+   (``function.implementation``).
+
+Register a function of your own, or another one for a function of torch::
 
     U.register(torch.nn.functional.silu, my_unit_scaled_silu, replace=True)
 """
@@ -14,44 +20,77 @@ Register a function of your own, or another choice for one of torch's:
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.nn import functional as F
-
-from float8.unit_scaling.functional import (
-    activations,
-    attention,
-    convolution,
-    losses,
-    norms,
-    products,
-    residual,
-)
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 Function = Callable[..., Any]
+Decorated = TypeVar("Decorated", bound=Function)
 
-# torch function -> its unit-scaled function
-torch_map: dict[Function, Function] = {
-    F.linear: products.linear,
-    torch.matmul: products.matmul,
-    F.conv1d: convolution.conv1d,
-    F.gelu: activations.gelu,
-    F.silu: activations.silu,
-    F.softmax: activations.softmax,
-    torch.softmax: activations.softmax,
-    F.dropout: activations.dropout,
-    F.layer_norm: norms.layer_norm,
-    F.rms_norm: norms.rms_norm,
-    F.embedding: norms.embedding,
-    torch.add: residual.add,
-    F.scaled_dot_product_attention: attention.scaled_dot_product_attention,
-    F.cross_entropy: losses.cross_entropy,
-    F.mse_loss: losses.mse_loss,
+
+def overridable(function: Decorated) -> Decorated:
+    """Make torch function modes see the calls of ``function``."""
+
+    @functools.wraps(function)
+    def visible(*args: Any, **kwargs: Any) -> Any:
+        tensors = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        if has_torch_function(tensors) or _is_mode_on_while_compiling():
+            return handle_torch_function(visible, tensors, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    visible.implementation = function  # type: ignore[attr-defined]
+    return visible  # type: ignore[return-value]
+
+
+def _is_mode_on_while_compiling() -> bool:
+    # has_torch_function under torch.compile misses modes that are entered in the graph.
+    return torch.compiler.is_compiling() and torch._C._len_torch_function_stack() > 0
+
+
+# A spelling takes the arguments of its function. In-place spellings (``x += y``) are one function
+# too: a transform must know that the first operand changes.
+SPELLINGS: dict[Function, Function] = {
+    # products
+    Tensor.matmul: torch.matmul,
+    Tensor.__matmul__: torch.matmul,
+    operator.matmul: torch.matmul,
+    torch.linalg.matmul: torch.matmul,
+    Tensor.mm: torch.mm,
+    Tensor.bmm: torch.bmm,
+    Tensor.addmm: torch.addmm,
+    Tensor.baddbmm: torch.baddbmm,
+    Tensor.addbmm: torch.addbmm,
+    # sums; addition commutes, so __radd__ is a spelling too
+    Tensor.add: torch.add,
+    Tensor.__add__: torch.add,
+    Tensor.__radd__: torch.add,
+    operator.add: torch.add,
+    Tensor.__iadd__: Tensor.add_,
+    operator.iadd: Tensor.add_,
+    # others
+    Tensor.softmax: torch.softmax,
+    torch.special.softmax: torch.softmax,
+    torch.rms_norm: F.rms_norm,
+    torch.layer_norm: F.layer_norm,
 }
+
+
+def respelt(func: Any) -> Any:
+    """The function that ``func`` is a spelling of, or ``func``."""
+    if func is Tensor.unflatten:  # dynamo can neither trace its super() nor find it in a dict
+        return torch.unflatten
+    return SPELLINGS.get(func, func)
+
+
+# torch function -> its unit-scaled function; float8.unit_scaling.functional fills it
+torch_map: dict[Function, Function] = {}
 # torch function -> torch's name of an argument -> ours
-_KEYWORDS: dict[Function, Mapping[str, str]] = {torch.matmul: {"input": "left", "other": "right"}}
+_KEYWORDS: dict[Function, Mapping[str, str]] = {}
 
 
 def register(
@@ -61,13 +100,13 @@ def register(
     replace: bool = False,
     keywords: Mapping[str, str] | None = None,
 ) -> None:
-    """Adds an entry to ``torch_map``.
+    """Add an entry to ``torch_map``.
 
     Args:
         torch_function: what models call.
         unit_scaled_function: what a unit-scaled model calls instead, with the same arguments.
-        replace: whether an entry that exists may be replaced.
-        keywords: the function's names for arguments that ``torch_function`` names differently.
+        replace: whether an existing entry may be replaced.
+        keywords: the unit-scaled function's names for arguments that torch names differently.
 
     Raises:
         TypeError: one of the two cannot be called.
@@ -83,17 +122,11 @@ def register(
             f"{_name(unit_scaled_function)} in its place"
         )
     torch_map[torch_function] = unit_scaled_function
-    _KEYWORDS.pop(torch_function, None)
-    if keywords:
-        _KEYWORDS[torch_function] = dict(keywords)
+    _KEYWORDS[torch_function] = dict(keywords or {})
 
 
 def unregister(torch_function: Function) -> None:
-    """Removes an entry of ``torch_map``.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """Remove an entry of ``torch_map``; a KeyError if there is none."""
     if torch_function not in torch_map:
         raise KeyError(f"{_name(torch_function)} is not registered")
     del torch_map[torch_function]
@@ -101,7 +134,7 @@ def unregister(torch_function: Function) -> None:
 
 
 def handler(torch_function: Function) -> Function:
-    """The unit-scaled function for one of torch's, taking the keywords of torch's.
+    """The unit-scaled function for one of torch's, taking torch's keywords.
 
     Raises:
         KeyError: there is none.

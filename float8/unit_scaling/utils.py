@@ -1,4 +1,4 @@
-"""`analyse_module`, where the package ``unit-scaling`` has it; it belongs to `analysis`."""
+"""`analyse_module` of `analysis`, under the name that the package ``unit-scaling`` gives it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the activations room keeps of a tensor, by the oracle: the float8 copy, in float64."""
+"""The float8 copy of a tensor by the oracle, in float64."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def rows(x: Tensor, group: int) -> Tensor:
 def copy_of(
     x: Tensor, group: int = 128, dtype: torch.dtype = torch.float8_e4m3fn, power_of_two: bool = True
 ) -> Tensor:
-    """float64, of x's shape: what decoding has to give, exactly."""
+    """float64, of x's shape: the exact values that `dequantize` must return."""
     codes, scale = oracle.quantize(rows(x, group), (1, group), dtype, power_of_two)
     return oracle.values(codes, scale, (1, group), dtype).reshape(x.shape)

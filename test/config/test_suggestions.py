@@ -1,4 +1,4 @@
-"""A word that is nearly right is told which one is."""
+"""The nearest known name is suggested."""
 
 import pytest
 

@@ -21,7 +21,7 @@ def model(features: int = 50) -> nn.Module:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_told(monkeypatch):
+def _nothing_logged(monkeypatch):
     monkeypatch.setattr("float8.linear.refusals._told", [])
 
 
@@ -58,7 +58,7 @@ def test_sizes_that_every_gpu_takes_are_not_reported(recipe, caplog):
     assert caplog.records == []
 
 
-def test_tokens_that_a_gpu_refuses_are_told_of_once(caplog):
+def test_tokens_that_a_gpu_refuses_are_logged_once(caplog):
     converted = convert_to_float8_training(model(64))
     with torch.no_grad():
         converted["up"](torch.randn(7, 32))  # has no weight gradient
@@ -94,7 +94,7 @@ def test_a_pattern_matches_layers_that_were_converted_before():
     assert converted.float8_conversion.unmatched_patterns == []
 
 
-def test_a_report_of_nothing_says_so():
+def test_the_report_of_no_conversion():
     assert str(Conversion()) == "converted to float8: 0 layers"
 
 
@@ -104,7 +104,7 @@ def test_a_report_that_was_pickled_with_fewer_attributes_can_be_printed():
     assert str(old) == "converted to float8: 1 layers\n  left alone: down: the filter said so"
 
 
-def test_a_batch_is_told_of_for_its_tokens_and_not_for_a_layer_that_is_in_the_report(caplog):
+def test_a_batch_is_logged_for_its_tokens_and_not_for_a_layer_that_is_in_the_report(caplog):
     converted = convert_to_float8_training(
         nn.ModuleDict({"odd": nn.Linear(50, 32), "even": nn.Linear(32, 32)})
     )

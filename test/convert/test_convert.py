@@ -1,7 +1,6 @@
 """Conversion shares parameters, changes all or nothing, reports what it did, and can be undone."""
 
 import copy
-import dataclasses
 import io
 import logging
 import pickle
@@ -12,11 +11,9 @@ import torch
 from torch import nn
 
 from float8 import (
-    Blockwise,
-    CastConfig,
     Float8Linear,
-    Float8LinearConfig,
     convert_from_float8_training,
+    convert_to_float8_inference,
     convert_to_float8_training,
     high_precision,
     sync_float8_amax_and_scale_history,
@@ -24,9 +21,7 @@ from float8 import (
 from float8.config import RECIPES
 from float8.convert import (
     ModuleRule,
-    WeightRule,
     register_module_rule,
-    register_weight_rule,
 )
 from float8.linear import registration
 
@@ -153,37 +148,13 @@ def test_a_layer_whose_call_would_not_change_is_left_alone():
     assert "convert, then compile" in model.float8_conversion.skipped["1"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"config": "tensorwise"}, r"from_recipe_name\(\"tensorwise\"\)"),
-        ({"module_filter_fn": "lm_head"}, r"skip_names\(\"lm_head\"\)"),
-    ],
-)
-def test_arguments_of_the_wrong_kind_name_the_right_one(arguments, message):
-    with pytest.raises(TypeError, match=message):
-        convert_to_float8_training(_mlp(), **arguments)
-
-
-def test_nothing_is_converted_if_one_layer_cannot_be():
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"nothing was converted(.|\n)*1: weight is torch.float64"):
-        convert_to_float8_training(model)
-    assert type(model[0]) is nn.Linear
-
-
-def test_a_granularity_that_no_hardware_multiplies_names_layer_gemm_and_fix():
-    odd = CastConfig(granularity=Blockwise(1, 64))
-    config = Float8LinearConfig(odd, odd, CastConfig(target_dtype=torch.float8_e4m3fn))
-    with pytest.raises(ValueError, match=r"0: output: no hardware(.|\n)*emulate=True"):
-        convert_to_float8_training(_mlp(), config=config)
-
-
 def test_converting_no_layer_warns():
     with pytest.warns(UserWarning, match="module_filter_fn returned False"):
         convert_to_float8_training(_mlp(), module_filter_fn=lambda m, fqn: False)
     with pytest.warns(UserWarning, match=r"has no nn\.Linear"):
         convert_to_float8_training(nn.ReLU())
+    with pytest.warns(UserWarning, match="convert_to_float8_inference converted no layer"):
+        convert_to_float8_inference(nn.ReLU())
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -299,30 +270,6 @@ def test_packages_above_register_module_types():
             register_module_rule(MyLinear, rule)
     finally:
         del registration.MODULE_RULES[MyLinear]
-
-
-def test_a_rule_for_gathered_weights_refuses_wraps_and_unwraps(monkeypatch):
-    calls, rules = [], []
-    rule = WeightRule(
-        refuses=lambda layer, config: "too odd" if layer.weight.shape[0] % 2 else None,
-        wrap=lambda root, layers: calls.append(list(layers)) or {"0": "a reason"},
-        unwrap=lambda root: calls.append("unwrapped"),
-        is_stored=lambda weight: False,
-        to_plain=lambda weight: weight,
-        from_plain=lambda weight: weight,
-    )
-    for reader in ("linear.registration", "convert.conversion", "convert.convert"):
-        monkeypatch.setattr(f"float8.{reader}.WEIGHT_RULES", rules)
-    register_weight_rule(rule)
-    config = dataclasses.replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True)
-    with pytest.raises(ValueError, match=r"nothing was converted.*\n  0: too odd"):
-        convert_to_float8_training(nn.Sequential(nn.Linear(16, 3)), config=config)
-    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 4)), config=config)
-    assert "gathered in high precision: 0: a reason" in str(model.float8_conversion)
-    convert_from_float8_training(model)
-    assert calls == [["0"], "unwrapped"]
-    with pytest.raises(ValueError, match="there is a rule"):
-        register_weight_rule(rule)
 
 
 def test_printing_shows_the_casts_of_each_operand():

@@ -164,7 +164,7 @@ def test_selective_checkpointing_may_keep_the_products(recipe):
         assert p.grad is q is None or torch.equal(p.grad, q)
 
 
-def test_a_layer_that_casts_its_weight_is_left_alone_until_somebody_says_what_it_is():
+def test_a_layer_that_casts_its_weight_is_left_alone_until_its_type_is_registered():
     model = Model(Casting)
     with pytest.warns(UserWarning, match=r"float8.convert.register_linear_type"):
         convert_to_float8_training(model)
@@ -207,16 +207,8 @@ def test_a_layer_that_casts_its_weight_comes_back_as_it_was(casting):
     assert not torch.equal(model(x), plain(x))
 
 
-def test_a_type_may_be_registered_again_and_must_be_a_linear_layers(casting):
-    register_linear_type(casting)  # as a cell of a notebook does
-    for wrong in (nn.Conv2d, nn.Linear(1, 1), "Linear"):
-        with pytest.raises(TypeError, match=r"a subclass of nn.Linear, got"):
-            register_linear_type(wrong)
-    with pytest.raises(ValueError, match="already has a conversion rule"):
-        register_linear_type(nn.Linear)
-
-
 def test_predictions_are_of_the_layers_that_conversion_takes(casting):
+    register_linear_type(casting)  # again, as a cell of a notebook does
     rows = estimate(Model(casting), 1024, show=False).rows
     assert [row.layer for row in rows] == ["mlp.0", "mlp.2", "gate", "head"]
 

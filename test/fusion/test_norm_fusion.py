@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from unittest import mock
 
@@ -26,10 +27,17 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
+from float8.fusion import (
+    LayerNormCast,
+    RMSNormCast,
+    norm_fusion,
+    register_norm,
+    register_norm_pairs,
+)
 from float8.fusion import autograd as fused_autograd
-from float8.fusion.fused import LayerNormCast, RMSNormCast
-from float8.fusion.norm_fusion import NORM_PAIRS, NORM_RULES, register_norm, register_norm_pairs
-from float8.fusion.norm_fusion import fuse_norms as fuse
+from float8.fusion import fuse_norms as fuse
+from float8.fusion.norm_fusion import NORM_RULES
+from float8.fusion.norm_readers import NORM_PAIRS
 
 D = 32
 STATIC = CastConfig(scaling_type=ScalingType.STATIC, static_scale=0.02)
@@ -56,6 +64,13 @@ class Block(nn.Module):
         h = self.norm1(x)
         x = x + F.scaled_dot_product_attention(self.q(h), self.k(h), self.v(h))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    register_norm_pairs(Block, PAIRS)
+    yield
+    del NORM_PAIRS[Block]
 
 
 def converted(model=None, config=None, keep=()):
@@ -111,15 +126,11 @@ def test_one_copy_is_kept_of_what_three_layers_read():
     model = converted(Reads().bfloat16())
     x = torch.randn(128, 256, dtype=torch.bfloat16, requires_grad=True)
     before = saved_bytes(lambda: model(x), model)
-    assert fuse(model).fused
+    assert fuse(model, {"norm": ["q", "k", "v"]}).fused
     after = saved_bytes(lambda: model(x), model)
     one_copy, small = 128 * 256, 2 * 4 * 128 + 64
     assert abs(before - after - 2 * one_copy) <= small, "two of three copies are gone"
     assert after <= 3 * one_copy + small, "the norm's input in bfloat16, its result in float8"
-
-
-def test_the_package_exports_the_function_under_its_files_name():
-    assert float8.fuse_norms is fuse
 
 
 def test_what_was_done_is_said_and_logged_once(caplog):
@@ -148,6 +159,8 @@ def spoil(model, how):
         model.norm2.register_forward_hook(lambda *_: None)
     elif how == "reader's hook":
         model.up.register_forward_pre_hook(lambda *_: None)
+    elif how == "reader's forward":
+        model.up.forward = model.up.forward
     elif how == "replaced forward":
         model.norm2.forward = model.norm2.forward
     elif how == "two dimensions":
@@ -186,7 +199,7 @@ def test_a_layer_that_reads_two_norms_joins_all_their_histories():
             return self.shared(self.a(x)) + self.shared(h) + self.own(h)
 
     model = converted(Shared(), RECIPES["delayed"])
-    assert len(fuse(model).fused) == 2
+    assert len(fuse(model, {"a": "shared", "b": ["shared", "own"]}).fused) == 2
     cast = model.shared.cast_input
     assert cast is model.own.cast_input is model.a.cast_output is model.b.cast_output
     model(torch.randn(16, D)).sum().backward()
@@ -197,6 +210,7 @@ def test_a_layer_that_reads_two_norms_joins_all_their_histories():
 SPOILT = {
     "hook": "it has hooks, which would see a Float8Tensor",
     "reader's hook": "up reads it and has forward hooks, which",
+    "reader's forward": "up reads it: its forward was replaced",
     "replaced forward": "its forward was replaced",
     "two dimensions": "it normalises more than the last dimension",
     "subclass": "its type is Own, not nn.RMSNorm or nn.LayerNorm",
@@ -220,15 +234,16 @@ def test_what_cannot_be_fused_says_why(how):
 # --- declarations
 
 
-def test_a_declared_pair_needs_no_trace():
-    class Untraceable(Block):
-        def forward(self, x):
-            return super().forward(x) if float(x.sum()) else x
-
+def test_a_model_declares_pairs_and_a_norm_without_has_the_way_out():
     model = nn.Module()
-    model.layers = nn.ModuleList([Untraceable(), Untraceable()])
+    model.layers = nn.ModuleList([Block(), Block()])
+    for block in model.layers:
+        block.__class__ = type("Own", (Block,), {})
     converted(model)
-    assert "cannot be traced by torch.fx" in fuse(copy.deepcopy(model)).skipped["layers.1.norm1"]
+    assert fuse(model).skipped["layers.1.norm1"] == (
+        "the layers that read it are not declared: pass pairs={'layers.1.norm1': [names of "
+        "layers]}, or call float8.fusion.register_norm_pairs(Own, {'norm1': [names in the block]})"
+    )
     pairs = {"layers.*.norm1": [f"layers.*.{n}" for n in "qkv"], "layers.0.norm2": "layers.0.up"}
     found = dict(fuse(model, pairs).fused)
     assert found == {
@@ -240,22 +255,33 @@ def test_a_declared_pair_needs_no_trace():
 
 
 def test_a_blocks_type_declares_for_every_model():
-    class Own(Block):
-        def forward(self, x):
-            return super().forward(x) if float(x.sum()) else x
+    fusion = fuse(converted(nn.ModuleList([Block(), Block()])))
+    assert len(fusion.fused) == 4 and not fusion.skipped
+    with pytest.raises(ValueError, match="Block has norm pairs already"):
+        register_norm_pairs(Block, PAIRS)
+    broken = Block()
+    del broken.v
+    assert "its pairs, of Block: the model has no layer" in fuse(broken).skipped[""]
+    assert dict(fuse(converted(), {"norm1": "q"}).fused)["norm1"] == ["q"]
 
-    register_norm_pairs(Own, PAIRS)
+
+def test_the_declarations_of_the_docstring_fuse_llama():
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    example = norm_fusion.__doc__.split("a type of their own::\n", 1)[1].split("\n\nQwen2")[0]
+    torch.manual_seed(0)
+    size = {"hidden_size": D, "intermediate_size": 2 * D, "num_attention_heads": 2}
+    model = llama.LlamaModel(llama.LlamaConfig(num_hidden_layers=2, vocab_size=16, **size))
+    exact = copy.deepcopy(model).double()
+    apart = converted(copy.deepcopy(model))
+    together = copy.deepcopy(apart)
+    exec(inspect.cleandoc(example), vars(float8.fusion) | vars(llama))
     try:
-        fusion = fuse(converted(nn.ModuleList([Own(), Own()])))
-        assert len(fusion.fused) == 4 and not fusion.skipped
-        with pytest.raises(ValueError, match="Own has norm pairs already"):
-            register_norm_pairs(Own, PAIRS)
-        broken = Own()
-        del broken.v
-        assert "its pairs, of Own: the model has no layer" in fuse(broken).skipped[""]
-        assert dict(fuse(converted(Own()), {"norm1": "q"}).fused)["norm1"] == ["q"]
+        assert len(fuse(together).fused) == 4
     finally:
-        del NORM_PAIRS[Own]
+        del NORM_RULES[llama.LlamaRMSNorm], NORM_PAIRS[llama.LlamaDecoderLayer]
+    ids = torch.arange(16).reshape(2, 8)
+    found, baseline, want = (m(ids).last_hidden_state for m in (together, apart, exact))
+    assert_error_within_baseline(found, want, baseline, 1.05)
 
 
 def test_a_norm_that_is_declared_under_two_names_has_the_readers_of_both():
@@ -342,21 +368,21 @@ class LikeT5LayerNorm(LikeLlama):
     """Named as model libraries name theirs."""
 
 
-def test_what_is_called_a_norm_and_cannot_be_fused_is_not_passed_over_in_silence():
+def test_modules_that_are_named_norms_are_reported():
     model = converted(nn.Sequential(LikeT5LayerNorm(D), nn.Linear(D, D), nn.BatchNorm1d(D)))
     fusion = fuse(model)
     assert fusion.fused == [] and list(fusion.skipped) == ["0"]
     assert "LikeT5LayerNorm" in fusion.skipped["0"]
-    assert "float8.norm_fusion.register_norm" in fusion.skipped["0"], "where to find it"
+    assert "float8.fusion.register_norm" in fusion.skipped["0"], "where to find it"
 
 
 def test_a_norm_of_another_type_is_registered():
     plain = nn.Sequential(LikeLlama(D), nn.Linear(D, D))
     model = converted(copy.deepcopy(plain))
     apart = copy.deepcopy(model)
-    assert fuse(model).skipped == {}, "who knows that it is a norm?"
+    assert fuse(model).skipped == {}, "nothing marks it as a norm"
     declared = fuse(model, {"0": "1"}).skipped["0"]
-    assert declared.startswith("its type is LikeLlama") and "register_norm can say so" in declared
+    assert declared.startswith("its type is LikeLlama") and "register_norm" in declared
     register_norm(LikeLlama, RMSNormCast, eps=lambda norm: norm.variance_epsilon)
     try:
         with pytest.raises(ValueError, match="LikeLlama can be fused already"):
@@ -381,7 +407,7 @@ def test_histories_are_joined_and_checkpoints_carry_them_on():
     sync_float8_amax_and_scale_history(model)
     before, scale = copy.deepcopy(model.state_dict()), model.q.cast_input.scale.clone()
     with torch.no_grad():
-        model.k.cast_input.scale.mul_(2)  # as of a layer that had also read something larger
+        model.k.cast_input.scale.mul_(2)  # as if the layer had also read larger inputs
     fuse(model)
     cast = model.norm1.cast_output
     assert cast is model.q.cast_input is model.k.cast_input is model.v.cast_input
@@ -400,7 +426,7 @@ def test_histories_are_joined_and_checkpoints_carry_them_on():
         assert model.state_dict().keys() == Block().state_dict().keys()
 
 
-def test_a_model_on_meta_comes_to_life_with_new_histories():
+def test_a_model_made_on_meta_starts_with_new_histories():
     with torch.device("meta"):
         model = converted(config=RECIPES["delayed"])
     fuse(model)
@@ -415,15 +441,15 @@ def test_a_model_on_meta_comes_to_life_with_new_histories():
     assert model.norm1.cast_output is model.v.cast_input
 
 
-def test_ddp_is_told_to_leave_the_new_buffers_alone():
+def test_ddp_does_not_broadcast_the_new_buffers():
     model = converted(config=RECIPES["delayed"])
     fuse(model)
     ignored = set(model._ddp_params_and_buffers_to_ignore)
     assert {name for name, _ in model.named_buffers()} <= ignored
 
 
-def test_sync_waits_for_no_amax_that_nobody_records():
-    """Every delayed cast has its scale after one step: a cast without asks the device each time."""
+def test_every_cast_has_a_scale_after_one_step():
+    """A cast without a scale reads the device at each sync."""
     model = converted(config=RECIPES["delayed"])
     fuse(model)
     model(torch.randn(2, 16, D)).sum().backward()
@@ -486,7 +512,7 @@ def test_a_fused_model_compiles_to_one_graph_with_the_bits_of_eager():
             return self.q(h) * self.k(h)
 
     model = converted(Two(), RECIPES["delayed"])
-    fuse(model)
+    fuse(model, {"norm": ["q", "k"]})
     twin = copy.deepcopy(model)
     run = torch.compile(twin, backend="aot_eager", fullgraph=True)
     x, g = torch.randn(16, D), torch.randn(16, D)

@@ -11,11 +11,15 @@ import pytest
 
 pytest.importorskip("accelerate")
 
+import accelerate_program as program
+import one_process as one
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
+from accelerate_program import make
 from assertions import assert_bitwise
+from fresh import example_of
 from processes import failures
 from torch import nn
 from torch.utils._pytree import tree_flatten
@@ -46,28 +50,12 @@ def accelerator_of(**options):
     return Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
 
 
-def make(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
-
-
 def batch(i):
     return torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(i))
 
 
-def train(accelerator, model, optimizer, batches):
-    losses = []
-    for i in batches:
-        x, g = batch(i)
-        with accelerator.accumulate(model):
-            loss = (model(x) * g).sum()
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def train(accelerator, model, optimizer, numbers):
+    return program.train(accelerator, model, optimizer, [batch(i) for i in numbers], clip=1.0)
 
 
 def bare_loop(model, optimizer, batches):
@@ -87,24 +75,13 @@ def bare_loop(model, optimizer, batches):
     return losses
 
 
-def assert_same(model, expected, replay):
-    found, wanted = model.state_dict(), expected.state_dict()
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        assert_bitwise(found[name], wanted[name], replay, name)
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
 def test_the_example_of_the_docstring_runs(tmp_path, monkeypatch):
-    code = integration.__doc__.split("::\n", 1)[1].split("\nThat is all", 1)[0]
+    code = example_of(integration.__doc__)
     assert len(code.splitlines()) < 60
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(integration.Accelerator, "__init__", on_cpu(Accelerator.__init__))
     names = {}
-    exec("\n".join(line[4:] for line in code.splitlines()), names)
+    exec(code, names)
     assert (tmp_path / "checkpoint" / "model.safetensors").exists()
     assert int((names["model"][0].cast_input.amax_history > 0).sum()) == 4  # of 8 microbatches
 
@@ -116,29 +93,29 @@ def on_cpu(init):
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_a_bare_loop_in_bf16_has_the_same_bits(recipe):
     expected = convert_to_float8_training(make(), config=RECIPES[recipe])
-    losses = bare_loop(expected, adamw(expected), range(6))
+    losses = bare_loop(expected, one.adamw(expected), range(6))
     model = make()
     accelerator = accelerator_of(mixed_precision="bf16")
-    model, optimizer = prepare_float8(accelerator, model, adamw(model), recipe)
+    model, optimizer = prepare_float8(accelerator, model, one.adamw(model), recipe)
     assert train(accelerator, model, optimizer, range(6)) == losses
-    assert_same(model, expected, recipe)
+    one.assert_same_model(model, expected, recipe)
     assert type(accelerator.unwrap_model(model)) is nn.Sequential
 
 
 def test_a_model_converted_by_hand_needs_no_patch_and_no_help():
     config = replace(GATHERING, cast_config_input=RECIPES["delayed"].cast_config_input)
     expected = convert_to_float8_training(make(), config=config)
-    losses = bare_loop(expected, adamw(expected), range(4))
+    losses = bare_loop(expected, one.adamw(expected), range(4))
     accelerator = accelerator_of(mixed_precision="bf16")
     model = convert_to_float8_training(make(), config=config)
-    model, optimizer = accelerator.prepare(model, adamw(model))
+    model, optimizer = accelerator.prepare(model, one.adamw(model))
     found = []
     for i in range(4):
         found += train(accelerator, model, optimizer, [i])
         if accelerator.sync_gradients:
             sync_float8_amax_and_scale_history(model)
     assert found == losses
-    assert_same(model, expected, "by hand")
+    one.assert_same_model(model, expected, "by hand")
 
 
 @pytest.mark.parametrize("config", [RECIPES["delayed"], GATHERING])
@@ -148,7 +125,7 @@ def test_a_saved_state_goes_on_to_the_same_bits_in_another_model(config, tmp_pat
         accelerator = accelerator_of(mixed_precision="bf16")
         loader = torch.utils.data.DataLoader(torch.zeros(8, 2))
         schedule = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
-        optimizer = adamw(model)
+        optimizer = one.adamw(model)
         model, optimizer, loader, schedule = prepare_float8(
             accelerator, model, optimizer, config, loader, schedule(optimizer)
         )
@@ -163,13 +140,13 @@ def test_a_saved_state_goes_on_to_the_same_bits_in_another_model(config, tmp_pat
         if not seed:
             expected, first = losses, model
     assert losses == expected
-    assert_same(model, first, config)
+    one.assert_same_model(model, first, config)
 
 
 def test_a_step_that_a_grad_scaler_skips_is_not_counted():
     accelerator, model = Accelerator(cpu=True), make()
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    model, optimizer = prepare_float8(accelerator, model, adamw(model), "delayed")
+    model, optimizer = prepare_float8(accelerator, model, one.adamw(model), "delayed")
     inputs, skipped = [], []
     for factor in (1.0, torch.inf, 1.0):
         x, g = batch(len(inputs))
@@ -205,7 +182,7 @@ def test_a_plain_checkpoint_starts_a_history(tmp_path):
     plain = accelerator.prepare(make())
     accelerator.save_model(plain, tmp_path)
     model = make(1)
-    model, optimizer = prepare_float8(accelerator, model, adamw(model), "delayed")
+    model, optimizer = prepare_float8(accelerator, model, one.adamw(model), "delayed")
     train(accelerator, model, optimizer, range(2))
     from safetensors.torch import load_model
 
@@ -216,12 +193,12 @@ def test_a_plain_checkpoint_starts_a_history(tmp_path):
 
 def test_an_optimizer_of_before_follows_with_its_states():
     stepped = make()
-    optimizer = adamw(stepped)
+    optimizer = one.adamw(stepped)
     (stepped(batch(0)[0]) * batch(0)[1]).sum().backward()
     optimizer.step()
     expected = convert_to_float8_training(make())
     expected.load_state_dict(stepped.state_dict())
-    other = adamw(expected)
+    other = one.adamw(expected)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.zero_grad()
     losses = bare_loop(expected, other, range(4))
@@ -229,7 +206,7 @@ def test_an_optimizer_of_before_follows_with_its_states():
     model, optimizer = prepare_float8(accelerator, stepped, optimizer, GATHERING)
     assert isinstance(model[0].weight, ShardedWeight)
     assert train(accelerator, model, optimizer, range(4)) == losses
-    assert_same(model, expected, "states")
+    one.assert_same_model(model, expected, "states")
 
 
 def test_moments_in_float8_stay_what_they_are():
@@ -258,10 +235,10 @@ def test_what_builds_an_optimizer_is_given_the_converted_parameters():
 def test_a_converted_model_keeps_its_layers_and_a_filter_leaves_some_out():
     model = convert_to_float8_training(make(), config=RECIPES["rowwise"])
     layer = model[0]
-    model, _ = prepare_float8(accelerator_of(), model, adamw(model))
+    model, _ = prepare_float8(accelerator_of(), model, one.adamw(model))
     assert model[0] is layer
     model = make()
-    optimizer = adamw(model)
+    optimizer = one.adamw(model)
     filtered, _ = prepare_float8(
         accelerator_of(), model, optimizer, module_filter_fn=skip_names("2")
     )
@@ -278,7 +255,7 @@ def test_evaluates_as_te_recipe_kwargs_say(monkeypatch):
     for in_float8 in (False, True):
         recipe = TERecipeKwargs(amax_history_len=3, use_autocast_during_eval=in_float8)
         model = make()
-        model, _ = prepare_float8(accelerator_of(), model, adamw(model), recipe)
+        model, _ = prepare_float8(accelerator_of(), model, one.adamw(model), recipe)
         assert model[0].config == Float8LinearConfig.from_te_recipe(
             amax_history_len=3, amax_compute_algo="most_recent"
         )
@@ -296,22 +273,56 @@ def test_torchao_settings_bring_their_filter(own_filter, converted, monkeypatch)
     made = classmethod(lambda cls, config: seen.append(config) or RECIPES["rowwise"])
     monkeypatch.setattr(Float8LinearConfig, "from_torchao", made)
     model = nn.Sequential(*make(), nn.Linear(32, 24), nn.Linear(24, 32))
-    model, _ = prepare_float8(accelerator_of(), model, adamw(model), settings)
+    model, _ = prepare_float8(accelerator_of(), model, one.adamw(model), settings)
     assert seen == ["of torchao"]
     assert model.float8_conversion.converted == [converted]
     assert model[int(converted)].config == RECIPES["rowwise"]
 
 
-class TestRefusals:
-    def test_another_config(self):
-        model = convert_to_float8_training(make())
-        with pytest.raises(ValueError, match=r"^0 was converted before with another config"):
-            prepare_float8(accelerator_of(), model, adamw(model), "rowwise")
+def replaced(model):
+    """(model, an optimizer from before its conversion)"""
+    stale = one.adamw(model)
+    return convert_to_float8_training(model, config=GATHERING), stale
 
+
+# What follows the accelerator in a call, made of a model; the error; what it must say.
+REFUSED = {
+    "another config": (
+        lambda m: (convert_to_float8_training(m), one.adamw(m), "rowwise"),
+        (ValueError, r"^0 was converted before with another config"),
+    ),
+    "replaced parameters": (
+        replaced,
+        (ValueError, r"weight of 0 that.*then build the optimizer"),
+    ),
+    "an optimizer of another model": (
+        lambda m: (m, one.adamw(make())),
+        (ValueError, r"none of the 4 parameters of this AdamW"),
+    ),
+    "a loader as config": (
+        lambda m: (m, one.adamw(m), torch.utils.data.DataLoader(torch.zeros(8, 2))),
+        (TypeError, "config must be"),
+    ),
+    "no optimizer": (lambda m: (m, None), (TypeError, "optimizer must be")),
+    "an unknown recipe": (
+        lambda m: (m, one.adamw(m), "rowwize"),
+        (ValueError, "unknown recipe 'rowwize'"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_arguments_that_do_not_go_together_are_refused(case):
+    arguments, (error, message) = REFUSED[case]
+    with pytest.raises(error, match=message):
+        prepare_float8(accelerator_of(), *arguments(make()))
+
+
+class TestRefusals:
     def test_a_prepared_model(self):
         accelerator = accelerator_of()
         model = make()
-        model, optimizer = accelerator.prepare(model, adamw(model))
+        model, optimizer = accelerator.prepare(model, one.adamw(model))
         with pytest.raises(ValueError, match="prepared before"):
             prepare_float8(accelerator, model, optimizer)
         with pytest.raises(ValueError, match="prepared before"):
@@ -322,12 +333,12 @@ class TestRefusals:
         monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
         model = make()
         with pytest.raises(ValueError, match=r'backend TE have.*mixed_precision="bf16"'):
-            prepare_float8(accelerator_of(), model, adamw(model))
+            prepare_float8(accelerator_of(), model, one.adamw(model))
         monkeypatch.delenv("ACCELERATE_FP8_BACKEND")
         accelerator = accelerator_of()
         monkeypatch.setattr(type(accelerator), "mixed_precision", "fp8")
         with pytest.raises(ValueError, match="mixed_precision='fp8'"):
-            prepare_float8(accelerator, model, adamw(model))
+            prepare_float8(accelerator, model, one.adamw(model))
 
     @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
     def test_wrappers_with_parameters_or_steps_of_their_own(self, kind, monkeypatch):
@@ -335,32 +346,11 @@ class TestRefusals:
         monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType[kind])
         monkeypatch.setattr(type(accelerator), "is_fsdp2", False)
         with pytest.raises(ValueError, match=rf"fsdp_version=2\), not {kind}"):
-            prepare_float8(accelerator, model, adamw(model))
-
-    def test_an_optimizer_of_replaced_parameters(self):
-        model = make()
-        stale = adamw(model)
-        convert_to_float8_training(model, config=GATHERING)
-        with pytest.raises(ValueError, match=r"weight of 0 that.*then build the optimizer"):
-            prepare_float8(accelerator_of(), model, stale)
-
-    def test_an_optimizer_of_another_model(self):
-        with pytest.raises(ValueError, match=r"none of the 4 parameters of this AdamW"):
-            prepare_float8(accelerator_of(), make(), adamw(make()))
-
-    def test_types(self):
-        model = make()
-        loader = torch.utils.data.DataLoader(torch.zeros(8, 2))
-        with pytest.raises(TypeError, match="config must be"):
-            prepare_float8(accelerator_of(), model, adamw(model), loader)
-        with pytest.raises(TypeError, match="optimizer must be"):
-            prepare_float8(accelerator_of(), model, None)
-        with pytest.raises(ValueError, match="unknown recipe 'rowwize'"):
-            prepare_float8(accelerator_of(), model, adamw(model), "rowwize")
+            prepare_float8(accelerator, model, one.adamw(model))
 
 
 FSDP = {}
-CLAIMS = {
+CASES = {
     "DDP": ("trains_like_one_process", "delayed"),
     "FSDP2": ("trains_like_one_process", "delayed", FSDP),
     "FSDP2, gathered": ("trains_like_one_process", "gathered tensorwise", FSDP),
@@ -387,4 +377,4 @@ CLAIMS = {
 
 @pytest.mark.slow
 def test_on_two_processes():
-    assert failures("accelerate_program", CLAIMS) == {}
+    assert failures("accelerate_program", CASES) == {}

@@ -1,23 +1,37 @@
-"""Configs in other packages' words, one conversion, and an optimizer that goes with it."""
+"""What integrations share: versions, configs in other words, one conversion, evaluation."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+import threading
+import warnings
 from dataclasses import dataclass, replace
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from float8 import Float8LinearConfig, convert_to_float8_training
+from float8 import (
+    Float8LinearConfig,
+    RMSNormCast,
+    convert_to_float8_training,
+    fuse_norms,
+    high_precision,
+)
 from float8.config import RECIPES
 from float8.distributed.sharded_weight import ShardedWeight
+from float8.integrations import conversion
+from float8.integrations.accelerate_settings import evaluates_in_float8
 from float8.integrations.conversion import (
     as_config,
     check_optimizer,
     convert,
-    evaluates_in_float8,
+    evaluate_in_high_precision,
     is_converted,
+    require,
 )
 
 GATHERING = replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True)
@@ -56,7 +70,7 @@ class TestConfigs:
         assert not evaluates_in_float8(TERecipeKwargs())
 
     @pytest.mark.parametrize("key", ["use_autocast_during_eval", "FP8_USE_AUTOCAST_DURING_EVAL"])
-    def test_how_to_evaluate_is_asked_apart_from_what_to_compute(self, key):
+    def test_how_to_evaluate_is_no_part_of_a_config(self, key):
         for wanted in (False, True):
             assert as_config({key: wanted}) == Float8LinearConfig.from_te_recipe()
             assert evaluates_in_float8({key: wanted}) == wanted
@@ -79,7 +93,7 @@ class TestConfigs:
             assert as_config(given) == RECIPES["rowwise"]
         assert seen == [theirs, theirs]
 
-    def test_of_nobody(self):
+    def test_other_types_are_refused(self):
         with pytest.raises(TypeError, match=r"config must be .*got 7"):
             as_config(7)
 
@@ -141,3 +155,204 @@ def test_optimizers_that_would_train_nothing_are_refused():
     with pytest.raises(ValueError, match=r"none of the 4 parameters of this AdamW .*Sequential's"):
         check_optimizer(other, model)
     check_optimizer(torch.optim.AdamW(model.parameters()), model)
+
+
+# --- versions
+
+
+def test_a_missing_package_names_the_line_that_installs_it():
+    with pytest.raises(ImportError, match=r"no-such-framework: pip install 'float8\[titan\]'"):
+        require("no-such-framework", "titan", ("1.0", "2.0"))
+
+
+@pytest.mark.parametrize(
+    ("version", "warns"),
+    [
+        ("0.9.9", True),
+        ("1.2", False),
+        ("1.2.0", False),
+        ("1.10.3", False),
+        ("1.11.0", True),
+        ("1.11", True),
+        ("2.0.dev1", True),
+    ],
+)
+def test_a_version_outside_the_tested_range_is_named_with_it(monkeypatch, version, warns):
+    monkeypatch.setattr(metadata, "version", lambda package: version)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        require("framework", "extra", ("1.2", "1.11"))
+    assert bool(caught) == warns
+    if warns:
+        text = str(caught[0].message)
+        assert ">= 1.2, < 1.11" in text
+        assert version in text
+
+
+# --- evaluation
+
+
+class Recursive(nn.Sequential):
+    """Calls itself once, as a model that generates does."""
+
+    def forward(self, x, again=True):
+        if again:
+            return self(x, again=False)
+        if x.shape[0] == 0:
+            raise RuntimeError("empty")
+        return super().forward(x)
+
+
+@pytest.fixture
+def case():
+    """(model, input, its output in high precision, in float8)"""
+    model, x = Recursive(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16)), torch.randn(16, 32)
+    plain = model(x)
+    convert_to_float8_training(model)
+    quantised = model(x)
+    evaluate_in_high_precision(model)
+    evaluate_in_high_precision(model)  # changes nothing
+    return model, x, plain, quantised
+
+
+def test_eval_mode_without_gradients_is_high_precision_and_nothing_else(case):
+    model, x, plain, quantised = case
+    assert not torch.equal(plain, quantised)
+    for training in (False, True):
+        model.train(training)
+        assert torch.equal(model(x), quantised)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                assert torch.equal(model(x), quantised if training else plain)
+    assert not any(layer.high_precision for layer in model if isinstance(layer, nn.Linear))
+
+
+def test_a_part_that_is_called_by_itself_evaluates_as_the_model_does(case):
+    model, x, _, _ = case
+    layer = model[0]
+    plain, quantised = nn.functional.linear(x, layer.weight, layer.bias), layer(x)
+    assert not torch.equal(plain, quantised)
+    with torch.no_grad():
+        assert torch.equal(layer(x), quantised)
+        model.eval()
+        for _ in range(2):  # an encoder, before a decoder generates
+            assert torch.equal(layer(x), plain)
+            model(x)
+    assert torch.equal(layer(x), quantised)
+
+
+def test_an_open_high_precision_context_stays_open(case):
+    model, x, plain, quantised = case
+    with high_precision(model):
+        with torch.no_grad():
+            model.eval()(x)
+        assert torch.equal(model(x), plain)
+    assert torch.equal(model(x), quantised)
+
+
+def test_after_an_error_training_is_in_float8(case):
+    model, x, _, quantised = case
+    with torch.no_grad(), pytest.raises(RuntimeError, match="empty"):
+        model.eval()(x[:0])
+    assert torch.equal(model(x), quantised)
+
+
+class Interrupt(BaseException):
+    """As KeyboardInterrupt, which would end the tests."""
+
+
+@pytest.mark.parametrize("error", [Interrupt, ValueError])
+@pytest.mark.parametrize("part", ["", "0", "2"])
+@pytest.mark.parametrize("prepend", [True, False])
+def test_an_interrupted_evaluation_changes_nothing(error, part, prepend):
+    model, x = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16)), torch.randn(16, 32)
+    convert_to_float8_training(model)
+    quantised = model(x)
+    evaluate_in_high_precision(model)
+
+    def fail(module, args):
+        raise error
+
+    hook = model.get_submodule(part).register_forward_pre_hook(fail, prepend=prepend)
+    with torch.no_grad(), pytest.raises(error):
+        model.eval()(x)
+    hook.remove()
+    assert torch.equal(model(x), quantised)
+    assert not any((model[0].high_precision, model[2].high_precision))
+
+
+def test_copies_and_pickles_evaluate_as_the_model_does(case):
+    model, x, plain, quantised = case
+    model.eval()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(x), quantised)
+        with torch.no_grad():
+            assert torch.equal(copied(x), plain)
+            assert torch.equal(model(x), plain)
+
+
+def test_compiled_in_one_graph(case):
+    recursive, x, plain, quantised = case
+    model = nn.Sequential(*recursive)
+    evaluate_in_high_precision(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(2):
+        assert torch.equal(compiled.train()(x), quantised)
+        with torch.no_grad():
+            assert torch.equal(compiled.eval()(x), plain)
+
+
+def test_a_thread_that_evaluates_changes_nothing_of_one_that_infers_in_float8(case):
+    model, x, plain, quantised = case
+    model.eval()
+    assert torch.equal(model(x), quantised)  # with gradients, as an importance score asks for them
+    is_inside, may_end, found = threading.Event(), threading.Event(), []
+
+    class Wait(nn.Module):
+        def forward(self, x):
+            if not torch.is_grad_enabled():
+                is_inside.set()
+                assert may_end.wait(60)
+            return x
+
+    def evaluate():
+        with torch.no_grad():
+            found.append(model(x))
+
+    gelu, model[1] = model[1], nn.Sequential(model[1], Wait())
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    assert is_inside.wait(60)
+    try:
+        assert torch.equal(model(x), quantised)  # while the other one is between two layers
+    finally:
+        may_end.set()
+        thread.join()
+    assert torch.equal(found[0], plain)
+    model[1] = gelu
+
+
+def test_a_norm_that_is_fused_later_evaluates_as_its_consumers_do():
+    model = nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 16)).eval()
+    x = torch.randn(16, 32)
+    plain = model(x)
+    convert_to_float8_training(model)
+    evaluate_in_high_precision(model)
+    fuse_norms(model)
+    assert isinstance(model[0], RMSNormCast)
+    with torch.no_grad():
+        assert torch.equal(model(x), plain)
+
+
+def test_models_that_version_0_6_0_pickled_with_its_hooks_evaluate_in_high_precision():
+    model, x = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)), torch.randn(16, 32)
+    plain = model(x)
+    convert_to_float8_training(model)
+    for module in (model, *model):
+        module.is_evaluating = False
+        module.register_forward_pre_hook(conversion._enter)
+        module.register_forward_hook(conversion._leave, always_call=True)
+    loaded = pickle.loads(pickle.dumps(model)).eval()
+    assert not torch.equal(loaded(x), plain)
+    with torch.no_grad():
+        assert torch.equal(loaded(x), plain)

@@ -12,7 +12,7 @@ if importlib.util.find_spec("torchtitan") is None:  # importing it takes seconds
 if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
     pytest.skip("torchtitan 0.3 itself needs a newer torch", allow_module_level=True)
 
-CLAIMS = {
+CASES = {
     "a converter takes what it should": ("converter_takes_what_it_should",),
     "a converter says what is wrong": ("converter_says_what_is_wrong",),
     "a converter says what it did": ("converter_says_what_it_did",),
@@ -34,7 +34,7 @@ CLAIMS = {
 
 @pytest.mark.slow
 def test_on_two_processes():
-    assert failures("titan_program", CLAIMS) == {}
+    assert failures("titan_program", CASES) == {}
 
 
 def test_the_example_fits_on_a_page():

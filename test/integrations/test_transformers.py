@@ -14,7 +14,8 @@ pytest.importorskip("transformers")
 
 import torch
 import yaml
-from assertions import assert_bitwise
+from fresh import example_of
+from one_process import assert_same_model
 from processes import failures
 from safetensors.torch import load_file
 from torch import nn
@@ -42,19 +43,12 @@ def losses_of(trainer):
     return {e["step"]: e["loss"] for e in trainer.state.log_history if "loss" in e}
 
 
-def assert_same(model, expected, replay):
-    found, wanted = model.state_dict(), expected.state_dict()
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        assert_bitwise(found[name], wanted[name], replay, name)
-
-
 def test_the_example_of_the_docstring_runs(tmp_path, monkeypatch, capsys):
-    code = integration.__doc__.split("::\n", 1)[1].split("\nWhat the callback", 1)[0]
+    code = example_of(integration.__doc__)
     assert len(code.splitlines()) < 60
     monkeypatch.chdir(tmp_path)
     names = {}
-    exec("\n".join(line[4:] for line in code.splitlines()), names)
+    exec(code, names)
     assert "eval_loss" in capsys.readouterr().out
     cast = names["model"].model.layers[0].mlp.up_proj.cast_input
     assert int((cast.amax_history > 0).sum()) == 4
@@ -84,7 +78,7 @@ def test_resumes_to_the_bits_of_an_uninterrupted_run(recipe, tmp_path):
         resumed.args.restore_callback_states_from_checkpoint = step == 3
         resumed.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{step}"))
         assert losses_of(resumed) == losses_of(whole)
-        assert_same(resumed.model, whole.model, (recipe, step))
+        assert_same_model(resumed.model, whole.model, (recipe, step))
 
 
 def test_a_checkpoint_is_that_of_a_plain_model(tmp_path):
@@ -119,7 +113,7 @@ def test_checkpointing_activations_changes_no_bit(tmp_path):
         )  # fmt: skip
         trainer.train()
         models.append(trainer.model)
-    assert_same(*models, "activation_checkpointing")
+    assert_same_model(*models, "activation_checkpointing")
 
 
 @pytest.mark.slow
@@ -134,7 +128,7 @@ def test_compiled(tmp_path):
         )
         trainer.train()
         models.append(trainer.model)
-    assert_same(*models, "torch_compile")
+    assert_same_model(*models, "torch_compile")
 
 
 def test_evaluates_in_high_precision_unless_asked_otherwise(tmp_path):
@@ -162,7 +156,7 @@ def test_the_best_checkpoint_comes_back_with_its_histories(tmp_path):
     assert cast.history_ready
     once = trainer_of(tmp_path / "b", llama(), Float8Callback("delayed"), max_steps=1)
     once.train()
-    assert_same(trainer.model, once.model, "best")
+    assert_same_model(trainer.model, once.model, "best")
 
 
 def test_a_run_without_float8_goes_on_with_it(tmp_path):
@@ -305,7 +299,7 @@ class TestRefusals:
     def test_a_callback_that_comes_too_late_or_twice(self, tmp_path):
         trainer = trainer_of(tmp_path, llama(), None)
         trainer.add_callback(Float8Callback)
-        with pytest.raises(ValueError, match=r"joined the Trainer after that was made.*callbacks="):
+        with pytest.raises(ValueError, match=r"added to an existing Trainer.*callbacks="):
             trainer.train()
         trainer = trainer_of(tmp_path, llama(), Float8Callback("delayed"))
         trainer.add_callback(Float8Callback("delayed"))
@@ -454,7 +448,7 @@ def test_casts_that_a_checkpoint_does_not_have_start_anew_and_are_named(tmp_path
     assert "3 delayed casts start a new history: ['lm_head.cast_grad_output'" in caplog.text
 
 
-CLAIMS = {
+CASES = {
     "DDP": ("resumes", "delayed", False),
     "FSDP2, gathered": ("resumes", "gathered delayed", True),
 }
@@ -462,4 +456,4 @@ CLAIMS = {
 
 @pytest.mark.slow
 def test_on_two_processes():
-    assert failures("transformers_program", CLAIMS) == {}
+    assert failures("transformers_program", CASES) == {}

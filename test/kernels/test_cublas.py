@@ -1,4 +1,4 @@
-"""``torch._scaled_mm`` is handed what cuBLASLt documents, whatever the operands look like."""
+"""``torch._scaled_mm`` gets operands as cuBLASLt documents them, whatever their layout was."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ module = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels h
 BLOCKS = {"tensorwise": TENSOR, "rowwise": ROW, "1x128": B1, "128x128": B128, "3x5": (3, 5)}
 BLOCKWISE = [pair for pair, product in PRODUCTS.items() if product == "blockwise"]
 BY_TORCH, BY_TRITON = "torch._scaled_mm", "the Triton GEMM"
-# architecture -> product -> who runs it in bfloat16
+# architecture -> product -> the candidate that runs it in bfloat16
 RUNS = {
     "sm_89": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH, "blockwise": BY_TRITON},
     "sm_90": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH, "blockwise": BY_TORCH},
@@ -86,8 +86,7 @@ def test_an_architecture_runs_a_product_or_says_why_not(arch, a_block, b_block):
     product = PRODUCTS[a_block, b_block]
     if product in RUNS[arch]:
         assert reason is None
-        chosen = module.choose(arch, a_block, b_block, BF16, 512, 512)
-        assert chosen.name == RUNS[arch][product]
+        assert module.gemm_for(arch, a_block, b_block, BF16) == (RUNS[arch][product], None)
         return
     assert arch in reason
     assert "emulate=True" in reason
@@ -97,8 +96,7 @@ def test_an_architecture_runs_a_product_or_says_why_not(arch, a_block, b_block):
     else:
         assert "is not known to have float8 tensor cores" in reason
         assert all(known in reason for known in module.SUPPORT)
-    with pytest.raises(ValueError, match=r"scaled_mm: .*emulate=True"):
-        module.choose(arch, a_block, b_block, BF16, 512, 512)
+    assert module.gemm_for(arch, a_block, b_block, BF16) == ("", reason)
 
 
 @pytest.mark.parametrize("pair", list(itertools.product(BLOCKS, BLOCKS)), ids="-".join)
@@ -116,7 +114,7 @@ def test_a_pair_of_blocks_is_a_product_or_is_refused_everywhere(pair):
     assert module.refuses_device("sm_90", a_block, b_block, BF16) == reason
 
 
-# (architecture, CUDA) -> product -> who writes float32 and who float16; None: refused
+# (architecture, CUDA) -> product -> candidates that write float32, float16; None: refused
 WRITERS = {
     ("sm_90", "13.0"): {
         "tensorwise": (BY_TORCH, BY_TORCH),
@@ -143,7 +141,7 @@ WRITERS = {
 
 @EVERY_PRODUCT
 @pytest.mark.parametrize("which", WRITERS, ids=str)
-def test_who_writes_other_dtypes_than_bfloat16(a_block, b_block, which, monkeypatch):
+def test_candidates_that_write_other_dtypes_than_bfloat16(a_block, b_block, which, monkeypatch):
     arch, cuda = which
     monkeypatch.setattr(torch.version, "cuda", cuda)
     product = PRODUCTS[a_block, b_block]
@@ -153,8 +151,7 @@ def test_who_writes_other_dtypes_than_bfloat16(a_block, b_block, which, monkeypa
         reason = module.refuses_device(arch, a_block, b_block, out_dtype)
         if chosen is not None:
             assert reason is None
-            found = module.choose(arch, a_block, b_block, out_dtype, 512, 512)
-            assert found.name == chosen
+            assert module.gemm_for(arch, a_block, b_block, out_dtype) == (chosen, None)
         elif product == "rowwise":
             assert f"in bfloat16 only, not {out_dtype}" in reason
             assert "torch.autocast" in reason
@@ -175,18 +172,14 @@ def test_who_writes_other_dtypes_than_bfloat16(a_block, b_block, which, monkeypa
 def test_torch_takes_multiples_of_16_and_no_other_takes_its_place(
     a_block, b_block, contraction, columns, words
 ):
-    product = ("sm_90", a_block, b_block, BF16)
-    reason = module.refuses_sizes(*product, contraction, columns)
-    padded = module.choose(*product, contraction, columns, pad=True)
-    assert padded.name == BY_TORCH
+    reason = module.refuses_sizes("sm_90", a_block, b_block, BF16, contraction, columns)
     if words is None:
         assert reason is None
-        assert module.choose(*product, contraction, columns).name == BY_TORCH
         return
     assert all(word in reason for word in [*words, "not a multiple of 16"])
     assert ("columns" in reason) == any("columns" in word for word in words)
     with pytest.raises(ValueError, match=r"not a multiple of 16; .*pad_inner_dim=True"):
-        module.choose(*product, contraction, columns)
+        multiply(operands(16, contraction, columns, a_block, b_block), a_block, b_block)
 
 
 @pytest.mark.parametrize(
@@ -195,8 +188,8 @@ def test_torch_takes_multiples_of_16_and_no_other_takes_its_place(
 )
 def test_blockwise_products_by_torch_need_a_cuda_that_has_them(cuda, chosen, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    assert module.choose("sm_90", B1, B128, BF16, 512, 512).name == chosen
-    assert module.choose("sm_90", ROW, ROW, BF16, 512, 512).name == BY_TORCH
+    assert module.gemm_for("sm_90", B1, B128, BF16) == (chosen, None)
+    assert module.gemm_for("sm_90", ROW, ROW, BF16) == (BY_TORCH, None)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +275,7 @@ def test_sizes_that_the_hardware_does_not_take_are_refused_with_the_fix(torch_ca
 def test_triton_multiplies_blockwise_in_any_dtype_and_size(
     torch_calls, monkeypatch, a_block, b_block, sizes, bias_dtype
 ):
-    """Its op, that is, which on a CPU is the reference."""
+    """By its op, which on a CPU is the definition."""
     monkeypatch.setattr(module, "architecture", lambda index=None: "sm_89")
     parts = operands(*sizes, a_block, b_block)
     bias = None if bias_dtype is None else Case(sizes[2:], bias_dtype, seed=3).make()
@@ -360,17 +353,11 @@ def test_a_cpu_never_asks_the_hardware(torch_calls):
 
 def test_what_is_prepared_for_two_products_multiplies_alike():
     a, a_scale, b, b_scale = operands(16, 24, 17, ROW, TENSOR)
-    prepared = kernels.prepare(a)
+    prepared = kernels.decode(a)
     for out_dtype in shapes.HIGH_PRECISION:
         expected = kernels.scaled_mm(a, a_scale, b, b_scale, ROW, TENSOR, out_dtype=out_dtype)
         actual = kernels.scaled_mm(prepared, a_scale, b, b_scale, ROW, TENSOR, out_dtype=out_dtype)
         assert_bitwise(actual, expected, out_dtype)
-
-
-def test_hardware_is_handed_the_codes_themselves():
-    a = operands(16, 32, 16, TENSOR, TENSOR)[0].as_subclass(PretendCuda)
-    assert kernels.prepare(a) is a
-    assert kernels.prepare(a, emulate=True).dtype == BF16
 
 
 # --- traced on fake CUDA tensors, where torch checks layouts and shapes itself
@@ -452,8 +439,7 @@ def test_transposed_fake_cuda_operands_are_brought_into_layout(a_block, b_block,
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_torch_compile_traces_the_choice(dynamic, monkeypatch):
     """On CPU tensors that take the way of CUDA ones; the op itself is the reference there."""
-    monkeypatch.setattr(module, "runs_reference", lambda device, emulate: False)
-    monkeypatch.setattr(module, "architecture", lambda index=None: "sm_89")
+    monkeypatch.setattr(module, "family_of", lambda device, emulate: "sm_89")
 
     @torch.compile(fullgraph=True, backend="aot_eager", dynamic=dynamic)
     def product(parts):

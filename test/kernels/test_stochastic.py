@@ -1,4 +1,4 @@
-"""Rounding at random: right on average, for every code; the same numbers however they are drawn."""
+"""Stochastic rounding: right on average, for every code; the same numbers in every run."""
 
 from __future__ import annotations
 

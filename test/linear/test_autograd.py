@@ -6,6 +6,7 @@ halves are called directly.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8 import Float8Tensor
 from float8.config import RECIPES
-from float8.linear.autograd import STATELESS, _Float8LinearFunction, codes_of
+from float8.linear.autograd import NO_FACTORS, STATELESS, Call, Float8LinearFunction
+from float8.linear.bound_plan import plan_on
+from float8.linear.float8_weight import float8_weight
 from float8.linear.scaling import DelayedState
 
 aten = torch.ops.aten
@@ -24,7 +27,7 @@ SAVING = ["tensorwise", "delayed", "rowwise", "blockwise"]
 class _Context:
     """What the autograd function needs of its context."""
 
-    needs_input_grad = (True,) * 8
+    needs_input_grad = (True,) * 4
 
     def save_for_backward(self, *tensors):
         self.saved_tensors = tensors
@@ -65,9 +68,10 @@ def _run(config, m=512, k=1024, n=4096, allowed=()):
         if config.uses_delayed_scaling:
             states = tuple(DelayedState(empty(**scalar), empty(**scalar), True) for _ in range(3))
         ctx = _Context()
-        forward = _Float8LinearFunction.forward
-        out = forward(ctx, x, w, bias, config, torch.bfloat16, states, True, True)
-        grads = _Float8LinearFunction.backward(ctx, g)[:3]
+        plan = plan_on(config, x.device, torch.bfloat16)
+        call = Call(plan, states, record=True, weight=None, factors=NO_FACTORS, saves=True)
+        out = Float8LinearFunction.forward(ctx, x, w, bias, call)
+        grads = Float8LinearFunction.backward(ctx, g)[:3]
         return mode, ctx, (out, *grads), w
 
 
@@ -128,10 +132,11 @@ def test_sizes_that_need_padding_are_padded_when_asked(recipe, shape):
 
 def test_the_codes_of_a_weight_in_float8_are_its_own_bytes():
     weight = Float8Tensor.from_high_precision(torch.randn(8, 4), torch.float8_e4m3fn)
-    codes = codes_of(weight)
-    assert codes.rows[0] is weight._data
-    assert codes.cols[0].data_ptr() == weight._data.data_ptr()
-    assert codes.cols[0].shape == (4, 8)
-    assert codes.rows[1] is weight._scale
-    assert codes.dtype == torch.float32
-    assert codes.amax is None  # whoever gathered it has recorded it
+    layer = SimpleNamespace(weight=weight, cached_weight=None)
+    plan = plan_on(RECIPES["tensorwise"], weight.device, torch.float32)
+    found = float8_weight(layer, plan)
+    assert found.row_major[0] is weight._data
+    assert found.transposed[0].data_ptr() == weight._data.data_ptr()
+    assert found.transposed[0].shape == (4, 8)
+    assert found.row_major[1] is weight._scale
+    assert found.amax is None  # the gather has recorded it

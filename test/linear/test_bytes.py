@@ -20,7 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton")
 
 from float8.config import RECIPES
-from float8.linear.autograd import STATELESS, CachedWeight, _Float8LinearFunction, cast_weight
+from float8.linear.autograd import NO_FACTORS, STATELESS, Call, Float8LinearFunction
+from float8.linear.bound_plan import plan_on
+from float8.linear.float8_weight import cast_weight
 from float8.linear.scaling import DelayedState
 
 M, K, N = 512, 1024, 4096  # three products of two that differ
@@ -29,7 +31,7 @@ M, K, N = 512, 1024, 4096  # three products of two that differ
 class Context:
     """What the autograd function needs of its context."""
 
-    needs_input_grad = (True, True, False, *(False,) * 6)
+    needs_input_grad = (True, True, False, False)
 
     def save_for_backward(self, *tensors):
         self.saved_tensors = tensors
@@ -58,15 +60,14 @@ def step(config, cached=False, microbatches=1):
         scale = empty(1, 1, dtype=torch.float32)
         stack.enter_context(mock.patch("float8.linear.scaling.constant", return_value=scale))
         states, w_NK, weight = states_of(config), empty(N, K), None
+        plan = plan_on(config, w_NK.device, torch.bfloat16)
         if cached:
-            cached_weight = cast_weight(w_NK, torch.bfloat16, config, states[1])
-            assert isinstance(cached_weight, CachedWeight)
-            weight = cached_weight.codes
+            weight = cast_weight(w_NK, plan, states[1])
         for _ in range(microbatches):
             ctx = Context()
-            args = (empty(M, K), w_NK, None, config, torch.bfloat16, states, True, True, weight)
-            _Float8LinearFunction.forward(ctx, *args)
-            _Float8LinearFunction.backward(ctx, empty(M, N))
+            call = Call(plan, states, True, weight, NO_FACTORS, saves=True)
+            Float8LinearFunction.forward(ctx, empty(M, K), w_NK, None, call)
+            Float8LinearFunction.backward(ctx, empty(M, N))
     return meter
 
 

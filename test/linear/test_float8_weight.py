@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import oracle
 import pytest
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 
 from float8 import Float8Linear, Float8LinearConfig, convert_to_float8_training
 from float8.config import RECIPES
+from float8.linear.bound_plan import plan_on
 from float8.linear.float8_weight import (
+    float8_weight,
     is_resident,
     make_plain,
     refuses_resident,
     refuses_training,
-    resident_codes,
     to_resident,
 )
 
@@ -127,9 +129,10 @@ def test_reasons():
     frozen = to_resident(torch.randn(4, 6), RECIPES["rowwise"])
     assert refuses_training(frozen) is None
     assert "only tensorwise" in str(refuses_training(nn.Parameter(frozen)))
-    codes = resident_codes(frozen, RECIPES["rowwise"].plan, torch.float32)
-    assert codes.folds
-    assert codes.rows[1].shape == (4, 1)
+    layer = SimpleNamespace(weight=frozen, cached_weight=None)
+    weight = float8_weight(layer, plan_on(RECIPES["rowwise"], frozen.device, torch.float32))
+    assert weight.scales_grad
+    assert weight.row_major[1].shape == (4, 1)
     assert not is_resident(torch.zeros(2))
 
 

@@ -1,4 +1,4 @@
-"""MS-AMP's levels: what is held in which dtype, byte for byte; training, resuming, refusing."""
+"""MS-AMP's levels: the dtype of each tensor, byte for byte; training, resuming, refusing."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first:
     return sum(losses[-10:]) / len(losses[-10:])
 
 
-# --- what is held
+# --- what is stored
 
 
-def stored(x: Tensor) -> dict[torch.dtype, int]:
+def bytes_of(x: Tensor) -> dict[torch.dtype, int]:
     """Bytes by dtype, of the storages of a tensor or of its parts."""
     if isinstance(x, Float8Tensor):
         parts = list(x.data_and_scale)
@@ -89,7 +89,7 @@ def stored(x: Tensor) -> dict[torch.dtype, int]:
 F32, F16, F8 = torch.float32, torch.float16, torch.float8_e4m3fn
 N = WIDTHS[0] * WIDTHS[1]
 GROUPS = 4 * WIDTHS[1]  # rows of 64 are one group each; here: float32 scales, one per row
-HELD = {  # level -> what a weight of (256, 64) costs, from MS-AMP's table; scales are float32
+STORED = {  # level -> what a weight of (256, 64) costs, from MS-AMP's table; scales are float32
     "O1": {
         "weight": {F16: 2 * N},
         "gradient": {F8: N, F32: 4},
@@ -113,17 +113,17 @@ HELD = {  # level -> what a weight of (256, 64) costs, from MS-AMP's table; scal
 
 
 @LEVEL
-def test_each_tensor_is_held_in_the_dtype_of_the_table(level):
+def test_each_tensor_is_stored_in_the_dtype_of_the_table(level):
     model, optimizer = started(level)
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.randn(32, WIDTHS[0])).square().mean().backward()
-    gradient = stored(model[0].weight.grad)
+    gradient = bytes_of(model[0].weight.grad)
     optimizer.step()
-    states = {k: stored(v) for k, v in optimizer.state[model[0].weight].items() if k != "step"}
-    found = {"weight": stored(model[0].weight), "gradient": gradient, **states}
-    assert found == HELD[level]
+    states = {k: bytes_of(v) for k, v in optimizer.state[model[0].weight].items() if k != "step"}
+    found = {"weight": bytes_of(model[0].weight), "gradient": gradient, **states}
+    assert found == STORED[level]
     for p in (model[0].bias, model[2].weight):  # others stay as they are
-        assert stored(p) == stored(p.grad) == {F32: 4 * p.numel()}
+        assert bytes_of(p) == bytes_of(p.grad) == {F32: 4 * p.numel()}
     assert model.ms_amp == MsAmp(level, ["0", "3"], {})
 
 
@@ -134,16 +134,17 @@ def test_no_high_precision_copy_of_a_weight_survives(level):
     storages = {p.untyped_storage().data_ptr() for p in (model[0].weight, model[3].weight)}
     before = optimizer_of(model)
     model, optimizer = ms_amp(model, before, level)
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    assert [id(p) for p in held] == [id(p) for p in model.parameters()]
-    assert not storages & {p.untyped_storage().data_ptr() for p in held if type(p) is nn.Parameter}
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    assert [id(p) for p in stepped] == [id(p) for p in model.parameters()]
+    plain = {p.untyped_storage().data_ptr() for p in stepped if type(p) is nn.Parameter}
+    assert not storages & plain
     if level == "O3":
         codes, scale = oracle.quantize(
-            optimizer.state[held[0]]["master"].dequantize(), (-1, -1), F8
+            optimizer.state[stepped[0]]["master"].dequantize(), (-1, -1), F8
         )
         assert_bitwise(model[0].weight._data, codes)
         assert_bitwise(model[0].weight._scale, scale)
-        master = optimizer.state[held[0]]["master"].dequantize()
+        master = optimizer.state[stepped[0]]["master"].dequantize()
         torch.testing.assert_close(master, old, rtol=2**-11, atol=2**-30)
     else:
         assert_bitwise(model[0].weight, old.half())
@@ -220,7 +221,7 @@ def test_a_checkpoint_of_the_model_alone_is_not_undone_by_the_masters():
     moved = (model[0].weight.dequantize() - before.dequantize()).abs().max()
     assert 0 < moved < 0.02  # a step of the optimizer, not the way back
     twin = copy.deepcopy(model)
-    twin.load_state_dict(source.state_dict())  # nobody's master
+    twin.load_state_dict(source.state_dict())  # the copy has no master
 
 
 @pytest.mark.parametrize("first", ["model", "optimizer"])
@@ -258,7 +259,7 @@ def test_assigning_a_checkpoint_in_place_of_the_weights_is_refused(level):
     with pytest.raises(RuntimeError, match=r"0: load_state_dict\(assign=True\) has replaced"):
         model.load_state_dict(source.state_dict(), assign=True)
     model, _ = started(level)
-    convert_to_float8_inference(model)  # frozen: nobody steps them
+    convert_to_float8_inference(model)  # frozen: no optimizer steps them
     model.load_state_dict(source.state_dict(), assign=True)
 
 

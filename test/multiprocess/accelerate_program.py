@@ -58,21 +58,24 @@ def prepared(rank, recipe, fsdp=None, seed=0, tied=False, build=torch.optim.Adam
     return accelerator, *prepare_float8(accelerator, model, optimizer, config)
 
 
-def train(accelerator, model, optimizer, rank, steps):
-    """Train; return the losses. Each step clips at a norm that is never reached."""
+def train(accelerator, model, optimizer, batches, clip=1e9):
+    """Train; return the losses of the microbatches. The default clips at a norm never reached."""
     losses = []
-    for step in steps:
-        for i in range(MICROBATCHES):
-            with accelerator.accumulate(model):
-                x, g = one.batch(step, rank, i)
-                loss = (model(x).float() * g).sum()
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1e9)
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(loss.item())
+    for batch in batches:
+        with accelerator.accumulate(model):
+            loss = one.loss_of(model, batch)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
     return losses
+
+
+def batches_of(rank, steps):
+    """The microbatches of a rank's steps."""
+    return [one.batch(step, rank, i) for step in steps for i in range(MICROBATCHES)]
 
 
 def trains_like_one_process(rank, recipe, fsdp=None, tied=False):
@@ -86,7 +89,7 @@ def trains_like_one_process(rank, recipe, fsdp=None, tied=False):
             for r in range(WORLD)
         ]
         losses = one.global_step(single, data)[rank]
-        found = train(accelerator, model, optimizer, rank, [step])
+        found = train(accelerator, model, optimizer, batches_of(rank, [step]))
         assert found == [loss * MICROBATCHES for loss in losses], (recipe, fsdp, step)
         one.update(single, expected)
         one.assert_same_model(accelerator.unwrap_model(model), single, (recipe, fsdp, step))
@@ -100,13 +103,13 @@ def resumes(rank, recipe, fsdp=None, mixed_precision="bf16", build=torch.optim.A
     dist.broadcast_object_list(folder)
     options = {"mixed_precision": mixed_precision, "build": build}
     first = prepared(rank, recipe, fsdp, **options)
-    train(*first, rank, range(2))
+    train(*first, batches_of(rank, range(2)))
     first[0].save_state(folder[0])
-    expected = train(*first, rank, range(2, 4))
+    expected = train(*first, batches_of(rank, range(2, 4)))
     second = prepared(rank, recipe, fsdp, seed=1, **options)
     dist.barrier()  # rank 0 has written
     second[0].load_state(folder[0])
-    assert train(*second, rank, range(2, 4)) == expected, (recipe, fsdp)
+    assert train(*second, batches_of(rank, range(2, 4))) == expected, (recipe, fsdp)
 
 
 def float8_optimizer_resumes(rank, recipe, fsdp):
@@ -123,7 +126,7 @@ def a_bfloat16_model_is_upcast(rank):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         config = one.convert(make(), one.GATHERED + "tensorwise")[0].config
         model, optimizer = prepare_float8(accelerator, model, optimizer, config)
-        losses.append(train(accelerator, model, optimizer, rank, range(2)))
+        losses.append(train(accelerator, model, optimizer, batches_of(rank, range(2))))
         assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert losses[0] == losses[1]
 

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from one_process import assert_same_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -68,16 +69,6 @@ def by_hand(parallel, model, rank):
             sync_float8_amax_and_scale_history(model)
 
 
-def assert_same(model, expected):
-    for (name, found), (_, right) in zip(_tensors(model), _tensors(expected), strict=True):
-        assert torch.equal(found, right), name
-
-
-def _tensors(model):
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def _environment(rank):
     """Set the environment variables that torchrun sets."""
     ours = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": WORLD}
@@ -123,7 +114,7 @@ def ddp_under_the_trainer(rank, recipe):
     config = Float8LinearConfig.from_recipe_name(recipe)
     expected = convert_to_float8_training(network(), config=config)
     by_hand(DistributedDataParallel(expected), expected, rank)
-    assert_same(module.model, expected)
+    assert_same_model(module.model, expected, "lightning")
 
 
 def ddp_under_fabric(rank, recipe):
@@ -149,7 +140,7 @@ def ddp_under_fabric(rank, recipe):
     config = Float8LinearConfig.from_recipe_name(recipe)
     expected = convert_to_float8_training(network(), config=config)
     by_hand(DistributedDataParallel(expected), expected, rank)
-    assert_same(model, expected)
+    assert_same_model(model, expected, "lightning")
 
 
 def _shard(model, mesh):
@@ -187,5 +178,5 @@ def fsdp2_under_the_trainer(rank, recipe):
     expected = convert_to_float8_training(network(), config=config)
     _shard(expected, torch.distributed.device_mesh.init_device_mesh("cpu", (WORLD,)))
     by_hand(expected, expected, rank)
-    assert_same(module.model, expected)
+    assert_same_model(module.model, expected, "lightning")
     dist.barrier()

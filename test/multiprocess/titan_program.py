@@ -237,12 +237,12 @@ def what_parallelism_refuses(rank):
 
 def other_optimizers_are_left_alone(rank):
     """The process has one hook, for torchtitan's container only; it keeps no layer alive."""
-    follow, hooks = ours._follow_optimizers, _global_optimizer_post_hooks
+    install, hooks = ours._install_hook, _global_optimizer_post_hooks
     config = Float8TitanLinear.Config(in_features=16, out_features=16, recipe="delayed")
     layer = config.build()
     count = len(hooks)
     config.build()
-    assert len(hooks) == count and follow.cache_info().currsize == 1
+    assert len(hooks) == count and install.cache_info().currsize == 1
     torch.nn.init.ones_(layer.weight)
     layer(torch.ones(16, 16)).sum().backward()
     torch.optim.SGD(layer.parameters()).step()
@@ -336,10 +336,10 @@ def resumes_exactly(rank):
         "--checkpoint.no-last-save-model-only", "--checkpoint.keep-latest-k", "0",
     )  # fmt: skip
     typed = by_override("delayed")
-    synced, sync = [], ours.sync_float8_amax_and_scale_history
-    ours.sync_float8_amax_and_scale_history = lambda *rest: (synced.append(1), sync(*rest))
+    synced, after_step = [], ours.after_step
+    ours.after_step = lambda *rest: (synced.append(1), after_step(*rest))
     whole = losses_of(*typed, *saving, steps=3)
-    ours.sync_float8_amax_and_scale_history = sync
+    ours.after_step = after_step
     assert len(synced) == 3
     again = losses_of(*typed, *saving, "--checkpoint.load_step", "2", steps=3)
     dist.barrier()

@@ -1,25 +1,37 @@
-"""`compare` against models of which only one layer was ever converted, and leaves no trace."""
+"""`compare` against models with one converted layer each, and the filter made of its result."""
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from assertions import assert_bitwise, sqnr
+from assertions import sqnr
+from runs import HEALTHY
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from unchanged import assert_model_unchanged
 
 from float8.config import Float8LinearConfig
-from float8.convert.convert import convert_to_float8_training, high_precision
+from float8.convert.convert import convert_to_float8_training
+from float8.convert.filters import all_of, skip_names
 from float8.convert.inference import convert_to_float8_inference
-from float8.fusion.fused import RMSNormCast
+from float8.fusion.producers import RMSNormCast
 from float8.linear.delayed import sync_float8_amax_and_scale_history
-from float8.numerics.comparison import COLUMNS, compare
+from float8.linear.layer import Float8Linear
+from float8.numerics.comparison import (
+    COLUMNS,
+    Comparison,
+    LayerComparison,
+    accurate_layers,
+    compare,
+)
+from float8.numerics.inspection import inspect
+from float8.numerics.snapshot import Report
 
 LAYERS = ["0", "3", "6"]
 
@@ -104,36 +116,24 @@ def test_the_layer_with_a_planted_outlier_is_named_first():
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_it_leaves_no_trace(raises):
+def test_nothing_of_the_model_changes(raises):
     model = converted("delayed")
     loss_fn(model(X)).backward()
     sync_float8_amax_and_scale_history(model)
     loss_fn(model(X)).backward()
     model[1].eval()
-    before, random_state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    grads = {p: (p.grad, p.grad.clone()) for p in model.parameters()}
     x = X.clone().requires_grad_()
 
     def failing(output: Tensor) -> Tensor:
         raise KeyError("inside")
 
-    if raises:
-        with pytest.raises(KeyError):
-            compare(model, x, loss_fn=failing)
-    else:
-        compare(model, x, loss_fn=loss_fn)
-    for name, value in model.state_dict().items():
-        assert_bitwise(value, before[name], name)
-    for parameter, (grad, value) in grads.items():
-        assert parameter.grad is grad
-        assert_bitwise(grad, value)
-    assert torch.equal(torch.get_rng_state(), random_state)
+    with assert_model_unchanged(model):
+        if raises:
+            with pytest.raises(KeyError):
+                compare(model, x, loss_fn=failing)
+        else:
+            compare(model, x, loss_fn=loss_fn)
     assert x.grad is None
-    assert [m.training for m in model] == [True, False, *[True] * 5]
-    for module in model.modules():
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
-        assert getattr(module, "high_precision", 0) == 0
 
 
 def test_delayed_scales_are_used_as_they_are():
@@ -229,39 +229,8 @@ def test_gradients_of_the_input_count_where_the_batch_asks_for_them():
     assert 10 < compare(model, X.clone().requires_grad_()).gradient < 40
 
 
-@pytest.mark.parametrize(
-    ("make", "kwargs", "message"),
-    [
-        (plain, {}, "no Float8Linear: convert it first"),
-        (converted, {"layers": ["nothing.*"]}, "no float8 layer is called 'nothing"),
-    ],
-)
-def test_bad_input_is_refused(make, kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        compare(make(), X, **kwargs)
-
-
-def test_a_name_in_place_of_names_is_refused():
-    with pytest.raises(TypeError, match="sequence of names"):
-        compare(converted(), X, layers="3")
-
-
-def test_high_precision_around_it_is_refused():
-    model = converted()
-    with high_precision(model), pytest.raises(ValueError, match="outside of it"):
-        compare(model, X)
-
-
-def test_a_model_that_is_not_finite_is_sent_to_find_nan():
-    model = converted()
-    with torch.no_grad():
-        model[0].bias[0] = math.nan
-    with pytest.raises(ValueError, match=r"float8\.find_nan"):
-        compare(model, X)
-
-
-def test_among_many_ranks_it_does_not_raise_alone(monkeypatch):
-    monkeypatch.setattr("float8.numerics.comparison.is_one_of_many", lambda: True)
+def test_with_other_ranks_it_does_not_raise(monkeypatch):
+    monkeypatch.setattr("float8.numerics.comparison.has_other_ranks", lambda: True)
     model = converted()
     with torch.no_grad():
         model[0].bias[0] = math.nan
@@ -290,3 +259,125 @@ def test_it_reads_well_and_saves_strict_json(tmp_path):
     assert read["format"] == "float8.comparison"
     assert [row["layer"] for row in read["layers"]] == found.worst(3)
     assert set(read["layers"][0]) == {"layer", *COLUMNS}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleDict({name: nn.Linear(16, 16) for name in ("good", "bad", "none", "head")})
+
+
+ROW = replace(HEALTHY, layer="good", scaling="dynamic", staleness=None)
+
+
+def report(prefix: str = "") -> Report:
+    rows = [
+        ROW,
+        replace(ROW, operand="weight", sqnr=math.inf),
+        replace(ROW, operand="grad_output", sqnr=24.0),
+        replace(ROW, layer="bad", sqnr=-math.inf),
+        replace(ROW, layer="bad", operand="weight", sqnr=30.0),
+        replace(ROW, layer="none", sqnr=None),
+    ]
+    return Report([replace(row, layer=prefix + row.layer) for row in rows])
+
+
+def answers(keep, names=("good", "bad")) -> list[bool]:
+    layers = model()
+    return [keep(layers[name], name) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("min_sqnr", "by", "expected"),
+    [
+        (20.0, None, [True, False]),
+        (24.0, None, [True, False]),
+        (24.5, None, [False, False]),
+        (24.5, ("input", "weight"), [True, False]),
+        (30.0, ("weight",), [True, True]),
+        (-math.inf, None, [True, True]),
+    ],
+)
+def test_the_lowest_sqnr_of_a_layers_operands_decides(min_sqnr, by, expected):
+    assert answers(accurate_layers(report(), min_sqnr, by=by)) == expected
+
+
+def comparison() -> Comparison:
+    layers = [
+        LayerComparison("good", 40.0, 35.0, 12.0, 10.0, None),
+        LayerComparison("bad", 40.0, math.nan, 30.0, 30.0, 30.0),
+        LayerComparison("none", None, None, None, None, None),
+    ]
+    return Comparison(layers, 20.0, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("min_sqnr", "by", "expected"),
+    [
+        (30.0, None, [True, False]),
+        (36.0, None, [False, False]),
+        (36.0, ["alone_output"], [True, True]),
+        (20.0, ["output", "grad_weight"], [False, True]),
+    ],
+)
+def test_of_a_comparison_the_layer_alone_decides(min_sqnr, by, expected):
+    assert answers(accurate_layers(comparison(), min_sqnr, by=by)) == expected
+
+
+@pytest.mark.parametrize("made", [report(), comparison()], ids=["report", "comparison"])
+@pytest.mark.parametrize("name", ["head", "none"])
+def test_a_layer_that_was_not_measured_is_an_error_or_what_one_says(made, name):
+    with pytest.raises(ValueError, match=f"{name} has no SQNR in the report, which knows 2 layers"):
+        answers(accurate_layers(made, 20), [name])
+    assert answers(accurate_layers(made, 20, unknown=True), [name]) == [True]
+    assert answers(accurate_layers(made, 20, unknown=False), [name]) == [False]
+
+
+@pytest.mark.parametrize("there", ["", "_orig_mod.", "module.", "_forward_module.module."])
+@pytest.mark.parametrize("here", ["", "_orig_mod.", "module."])
+def test_prefixes_of_wrappers_do_not_matter(there, here):
+    keep = accurate_layers(report(there), 20)
+    assert [keep(None, here + name) for name in ("good", "bad")] == [True, False]
+
+
+def test_it_composes_with_other_filters_and_converts_a_fresh_model():
+    keep = all_of(skip_names("head", "none"), accurate_layers(report(), 20))
+    fresh = convert_to_float8_training(model(), module_filter_fn=keep)
+    assert [n for n, m in fresh.named_modules() if isinstance(m, Float8Linear)] == ["good"]
+
+
+def test_a_plain_model_stays_plain_where_the_filter_raises():
+    fresh = model()
+    with pytest.raises(ValueError, match="none has no SQNR"):
+        convert_to_float8_training(fresh, module_filter_fn=accurate_layers(report(), 20))
+    assert not any(isinstance(m, Float8Linear) for m in fresh.modules())
+
+
+def layers_in_a_row() -> nn.Sequential:
+    torch.manual_seed(0)
+    stack = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+    with torch.no_grad():
+        stack[0].weight[0, 0] = 3e5  # one scale for the tensor: the other weights are flushed
+    return stack
+
+
+@pytest.mark.parametrize("how", ["inspect", "compare"])
+def test_a_layer_is_left_out_by_what_was_measured(how):
+    x, first = torch.randn(16, 32), convert_to_float8_training(layers_in_a_row())
+    x[:, 0] = 0  # which meets the outlier: it has no part in the result
+    if how == "inspect":
+        with inspect(first) as made:
+            first(x).backward(torch.randn(16, 32))
+        keep = accurate_layers(made, 25, by=("input", "weight"))
+    else:
+        keep = accurate_layers(compare(first, x), 15)
+    fresh = convert_to_float8_training(layers_in_a_row(), module_filter_fn=keep)
+    converted = [n for n, m in fresh.named_modules() if isinstance(m, Float8Linear)]
+    # All of the weight's power is in its outlier, and that survives: only the result tells.
+    assert converted == (["0", "2"] if how == "inspect" else ["2"])
+
+
+def test_numbers_that_no_layer_has_are_refused():
+    found = compare(convert_to_float8_training(layers_in_a_row()), torch.randn(16, 32), alone=False)
+    with pytest.raises(ValueError, match="no layer of the report has an SQNR of alone_output"):
+        accurate_layers(found, 20)
+    assert answers(accurate_layers(found, 5, by=("output",), unknown=False)) == [False, False]

@@ -1,4 +1,6 @@
-"""`inspect_every`: every n-th step, into a file that is always whole, and to a writer."""
+"""`inspect_every`: every n-th step, into a file that is always complete, and to a writer."""
+
+from __future__ import annotations
 
 import json
 from pathlib import Path
@@ -73,42 +75,7 @@ def test_a_step_that_raises_is_not_written_and_leaves_no_hook(tmp_path):
     assert [r.step for r in load_run(path)] == [1]
 
 
-def test_misuse_is_an_error(tmp_path):
-    for wrong in ({"n": 0}, {"n": 2.5}, {"keep": 0}):
-        with pytest.raises(ValueError, match="integer >= 1"):
-            inspect_every(model(), **wrong)
-    with pytest.raises(TypeError, match="Tensor has no add_scalar"):
-        inspect_every(model(), writer=torch.zeros(1))
-    (tmp_path / "x").write_text("notes")
-    with pytest.raises(ValueError, match="not a report"):
-        inspect_every(model(), path=tmp_path / "x")
-    monitor = inspect_every(model())
-    with pytest.raises(RuntimeError, match="no step is open"):
-        monitor.end_step()
-    with monitor, pytest.raises(RuntimeError, match="open already"):
-        monitor.start_step()
-    with pytest.raises(ValueError, match="Linear has no float8 layer"):
-        inspect_every(nn.Linear(2, 2)).start_step()
-
-
 # --- files that cannot be written
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("no/such/run.json", "No such file or directory"),
-        ("file/run.json", "Not a directory"),
-        ("folder", "it is a folder"),
-    ],
-)
-def test_a_path_that_cannot_be_written_is_an_error_before_the_training(tmp_path, name, reason):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "folder").mkdir()
-    path = tmp_path / name
-    with pytest.raises(OSError, match=rf"{path} cannot be written \({reason}\): name a file"):
-        inspect_every(model(), path=path)
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]
 
 
 def test_a_disk_that_is_full_at_the_start_is_an_error_then(tmp_path):

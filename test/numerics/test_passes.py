@@ -1,20 +1,292 @@
-"""Passes of a model with a chosen few layers in float8, and what watches them."""
+"""How a model is run on a batch, what stays as it was, and what the results are."""
 
 from __future__ import annotations
 
 import math
+import random
+from collections import OrderedDict, UserDict, namedtuple
+from contextlib import nullcontext
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from assertions import assert_bitwise, assert_sqnr_at_least, sqnr
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from unchanged import assert_model_unchanged
 
+from float8.config import Float8LinearConfig
 from float8.convert.convert import convert_to_float8_training, high_precision
-from float8.fusion.fused import RMSNormCast
+from float8.fusion.producers import RMSNormCast
 from float8.granularity import Tensorwise
-from float8.numerics.passes import Noise, Watch, only_in_float8, run_pass, tapped
+from float8.numerics.passes import (
+    LayerObserver,
+    Noise,
+    main_tensor,
+    model_unchanged,
+    only_in_float8,
+    own_batch,
+    run_model,
+    run_pass,
+    seed_everything,
+    start_of_backward,
+    tensors_of,
+    with_gradient_hooks,
+)
 from float8.tensor import Float8Tensor
+
+Pair = namedtuple("Pair", ["a", "b"])
+
+
+@dataclass
+class Plain:
+    name: str
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    inside: UserDict
+    x: Tensor
+
+
+class Sum(nn.Module):
+    def forward(self, a, b=None):
+        return a if b is None else a + 2 * b
+
+
+ONE, TWO = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (ONE, ONE),
+        ((ONE,), ONE),
+        ((ONE, TWO), ONE + 2 * TWO),
+        ([ONE, TWO], ONE + 2 * TWO),
+        ({"b": ONE, "a": TWO}, TWO + 2 * ONE),
+        (UserDict(a=ONE, b=TWO), ONE + 2 * TWO),
+    ],
+)
+def test_a_batch_is_spread_over_the_arguments(batch, expected):
+    assert torch.equal(run_model(Sum(), batch), expected)
+
+
+def test_tensors_are_found_in_the_outputs_that_models_have():
+    a, b, c = (torch.full((2,), float(i)) for i in range(3))
+    tree = (a, [Plain("x", b)], {"c": c}, None, "text", 3)
+    assert [float(t[0]) for t in tensors_of(tree)] == [0, 1, 2]
+
+
+def test_an_own_batch_keeps_the_structure_and_what_is_no_tensor():
+    batch = {"a": (ONE, "text"), "b": [Pair(TWO, None)]}
+    own = own_batch(batch)
+    assert torch.equal(own["a"][0], ONE) and own["a"][0] is not ONE
+    assert own["a"][1] == "text"
+    assert isinstance(own["b"][0], Pair)
+    assert torch.equal(own["b"][0].a, TWO) and own["b"][0].a is not TWO
+
+
+def test_an_own_batch_of_objects_shares_nothing_and_keeps_their_types():
+    batch = Frozen(UserDict(x=torch.ones(2)), torch.ones(2, requires_grad=True))
+    own = own_batch(batch)
+    assert isinstance(own, Frozen)
+    assert isinstance(own.inside, UserDict)
+    with torch.no_grad():
+        own.inside["x"] += own.x.zero_() + 1
+    own.x.sum().backward()
+    assert batch.x.grad is None
+    for x in (batch.x, batch.inside["x"]):
+        assert torch.equal(x, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        torch.ones(2, 3),
+        (torch.ones(2, 3), torch.zeros(4)),
+        {"ids": torch.tensor([1]), "loss": torch.tensor(1.0), "logits": torch.ones(2, 3)},
+        Plain("x", torch.ones(2, 3), torch.tensor(5.0)),
+    ],
+)
+def test_the_main_tensor_is_the_first_that_is_no_scalar(output):
+    assert torch.equal(main_tensor(output), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        OrderedDict(loss=torch.tensor(5.0), logits=torch.ones(2)),
+        Plain("x", torch.ones(2), torch.tensor(5.0)),
+        torch.tensor(5.0),
+        torch.tensor([5.0]),
+    ],
+)
+def test_backward_starts_from_the_loss_where_there_is_one(output):
+    start = start_of_backward(output, None, 0)
+    assert start.loss == 5.0
+    assert start.cotangent is None
+
+
+def test_an_own_loss_comes_first():
+    output = Plain("x", torch.ones(2), torch.tensor(5.0))
+    assert start_of_backward(output, lambda out: out.logits.sum(), 0).loss == 2.0
+
+
+def test_without_a_loss_the_cotangent_is_random_and_follows_from_the_seed():
+    x = torch.ones(64, requires_grad=True)
+    gradients = []
+    for seed in (1, 1, 2):
+        state = torch.get_rng_state()
+        assert start_of_backward(x * 1, None, seed).backward()
+        assert torch.equal(torch.get_rng_state(), state)
+        gradients.append(x.grad)
+        x.grad = None
+    assert torch.equal(gradients[0], gradients[1])
+    assert not torch.equal(gradients[0], gradients[2])
+    assert 0.5 < gradients[0].std() < 1.5
+
+
+def test_nothing_runs_backward_where_nothing_asks_for_a_gradient():
+    assert not start_of_backward(torch.ones(3), None, 0).backward()
+
+
+def a_model() -> nn.Module:
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 16))
+    config = Float8LinearConfig.from_recipe_name("delayed")
+    return convert_to_float8_training(model, config=config)
+
+
+def disturb(model: nn.Module) -> None:
+    """Everything that a run may do to a model."""
+    seed_everything(3)
+    model(torch.randn(8, 16)).square().sum().backward()
+    model.eval()
+    model[1].running_mean = torch.full((32,), 7.0)  # another tensor in its place
+    model[0].cast_input.current_amax.fill_(float("nan"))
+    random.random()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_nothing_of_the_model_changes(raises):
+    model = a_model()
+    model[2].eval()  # modes differ from module to module
+    model(torch.randn(8, 16)).sum().backward()
+    model[3].bias.grad = None
+
+    expected = pytest.raises(KeyError) if raises else nullcontext()
+    with assert_model_unchanged(model), expected, model_unchanged(model):
+        disturb(model)
+        if raises:
+            raise KeyError("inside")
+
+
+def test_an_optimizer_inside_backward_does_not_step():
+    model = nn.Linear(8, 8)
+    before = model.weight.detach().clone()
+    steps = []
+
+    def step(parameter):
+        steps.append(parameter)
+        parameter.data -= parameter.grad
+
+    model.weight.register_post_accumulate_grad_hook(step)
+    with model_unchanged(model):
+        model(torch.randn(4, 8)).sum().backward()
+    assert steps == []
+    assert_bitwise(model.weight.detach(), before)
+    model(torch.randn(4, 8)).sum().backward()
+    assert len(steps) == 1
+
+
+def test_a_backward_that_is_waiting_still_runs():
+    model = a_model()
+    loss = model(torch.randn(8, 16)).square().sum()  # saved scales, before they are ready
+    with model_unchanged(model):
+        disturb(model)
+    loss.backward()
+    assert model[0].weight.grad is not None
+
+
+class Keeps(nn.Module):
+    """Makes buffers when it is called first, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("filled_later", None)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self) -> float:
+        self.filled_later = torch.ones(2)
+        self.register_buffer("new", torch.ones(3), persistent=False)
+        return float(torch.rand((), generator=self.generator))
+
+
+def test_buffers_that_a_forward_makes_go_again():
+    model = Keeps()
+    with model_unchanged(model):
+        model()
+    assert model._buffers == {"filled_later": None}
+    assert not model._non_persistent_buffers_set
+
+
+def test_what_is_one_buffer_stays_one():
+    model = nn.ModuleList([nn.BatchNorm1d(4), nn.BatchNorm1d(4)])
+    model[1].running_mean = model[0].running_mean
+    with model_unchanged(model):
+        assert model[1].running_mean is model[0].running_mean
+
+
+def draw(model: Keeps) -> tuple[float, ...]:
+    return float(torch.rand(())), random.random(), float(np.random.rand()), model()
+
+
+def test_seeds_reach_torch_python_numpy_and_the_models_own_generators():
+    model, numbers = Keeps(), []
+    for _ in range(2):
+        seed_everything(5, model)
+        numbers.append(draw(model))
+    assert numbers[0] == numbers[1]
+
+
+def test_no_random_number_is_lost():
+    model = Keeps()
+    seed_everything(6, model)
+    expected = draw(model)
+    seed_everything(6, model)
+    with model_unchanged(model):
+        seed_everything(7, model)
+        draw(model)
+    assert draw(model) == expected
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_random_numbers_of_all_gpus_are_restored_and_cuda_is_not_initialised(monkeypatch, started):
+    """All GPUs are seeded, also for a model on the CPU."""
+    gpus = [torch.Generator().manual_seed(100 + i) for i in range(2)]
+    before, calls = [g.get_state() for g in gpus], []
+
+    def seed_all(seed):
+        calls.append(seed)
+        for g in gpus:
+            g.manual_seed(seed)
+
+    for name, fake in {
+        "is_initialized": lambda: started,
+        "device_count": lambda: 2,
+        "manual_seed_all": seed_all,
+        "get_rng_state": lambda device: gpus[device].get_state(),
+        "set_rng_state": lambda state, device: gpus[device].set_state(state),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    with model_unchanged(model := Keeps()):
+        seed_everything(3, model)
+    assert calls == ([3] if started else [])
+    for g, state in zip(gpus, before, strict=True):
+        assert torch.equal(g.get_state(), state)
 
 
 def mlp() -> nn.Sequential:
@@ -29,7 +301,7 @@ def test_noise_is_the_signal_to_noise_ratio_of_all_that_was_added():
     noise.add(a, c)
     noise.add(b, d)
     exact = sqnr(torch.cat([c, d.flatten().double()]), torch.cat([a, b.flatten().double()]))
-    assert noise.decibels == pytest.approx(exact, rel=1e-9)
+    assert noise.sqnr == pytest.approx(exact, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +322,7 @@ def test_noise_is_the_signal_to_noise_ratio_of_all_that_was_added():
 def test_noise_at_its_edges(reference, other, expected):
     noise = Noise()
     noise.add(reference, other)
-    assert noise.decibels == expected
+    assert noise.sqnr == expected
 
 
 def test_only_the_chosen_layers_are_in_float8():
@@ -61,8 +333,6 @@ def test_only_the_chosen_layers_are_in_float8():
     with high_precision(model):
         hidden = model[1](model[0](x))
     assert_bitwise(found.detach(), model[2](hidden).detach())
-    with only_in_float8(model, None):
-        assert_bitwise(model(x).detach(), model[2](model[1](model[0](x))).detach())
     assert not any(layer.high_precision for layer in (model[0], model[2]))
 
 
@@ -92,12 +362,12 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
-def test_a_watch_sees_every_call_once_and_the_share_of_its_own_layer(how):
+def test_an_observer_sees_every_call_once_and_its_own_layers_gradient(how):
     model = Shared(how).double()
     x = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
     seen = {}
     layers = {"a": model.a, "b": model.b}
-    watch = Watch(layers, lambda name, kind, t: seen.setdefault((name, kind), []).append(t))
+    watch = LayerObserver(layers, lambda name, kind, t: seen.setdefault((name, kind), []).append(t))
     g = torch.randn(4, 16, dtype=torch.float64)
     with watch.open():
         found = run_pass(model, x, lambda out: (out * g).sum(), 0, watch)
@@ -113,7 +383,7 @@ def test_a_watch_sees_every_call_once_and_the_share_of_its_own_layer(how):
 
 
 @pytest.mark.parametrize("in_float8", [False, True])
-def test_a_tap_has_the_gradient_of_its_own_reader_alone(in_float8):
+def test_a_gradient_hook_gets_the_gradient_of_its_own_reader(in_float8):
     x = torch.randn(2, 4, 16, requires_grad=True)
     t = (
         Float8Tensor.from_high_precision(x, torch.float8_e4m3fn, Tensorwise())
@@ -121,7 +391,7 @@ def test_a_tap_has_the_gradient_of_its_own_reader_alone(in_float8):
         else x * 1
     )
     seen = []
-    (first, (again,)), kwargs = tapped((t, (t,)), {"other": t}, seen.append)
+    (first, (again,)), kwargs = with_gradient_hooks((t, (t,)), {"other": t}, seen.append)
     assert first is again is kwargs["other"] is not t
     read = (lambda t: t.dequantize()) if in_float8 else (lambda t: t)
     (2 * read(first) + 3 * read(t)).sum().backward()
@@ -133,7 +403,7 @@ def test_a_tap_has_the_gradient_of_its_own_reader_alone(in_float8):
 def test_what_a_callee_may_write_to_stays_what_it_is():
     leaf, seen = nn.Parameter(torch.ones(2)), []
     held, state = [leaf * 1, leaf], {"x": leaf * 1}
-    args, kwargs = tapped((held,), {"state": state}, seen.append)
+    args, kwargs = with_gradient_hooks((held,), {"state": state}, seen.append)
     assert args[0] is held
     assert kwargs["state"] is state
     (2 * held[0] + 3 * state["x"] + leaf).sum().backward()

@@ -1,27 +1,39 @@
-"""Statistics of a cast against the 256-code table in float64, on everything that breaks code."""
+"""Statistics of a cast against the 256-code table in float64, and their merging."""
+
+from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runs import ROW
 from shapes import DEVICES, FORMATS, GRANULARITIES, Case, cases, pairs
 
 from float8 import kernels
 from float8.numerics import statistics
-from float8.numerics.rows import merged
-from float8.numerics.statistics import Coded, Tally, measure, rows_of
+from float8.numerics.statistics import (
+    CastLabels,
+    Float8Matrix,
+    Histogram,
+    Sums,
+    measure_cast,
+    merged,
+    statistics_of,
+)
+
+
+def labels(scaling):
+    return CastLabels("layer", "input", "output", "e4m3", scaling, "tensorwise")
 
 
 def row(x, coded, may_saturate=True, is_fixed=False):
     """The one row of one cast."""
-    tally = Tally(
-        "layer", "input", "output", "e4m3", "dynamic", "tensorwise", x is not None, is_fixed
-    )
-    tally.add(measure(x, coded, may_saturate))
-    (found,) = rows_of([tally])
+    scaling = "float8" if x is None else "static" if is_fixed else "dynamic"
+    (found,) = statistics_of([(labels(scaling), measure_cast(x, coded, may_saturate))])
     return found
 
 
@@ -29,7 +41,7 @@ def cast(x, dtype, granularity, scale=None):
     block = granularity.block_of(x.shape)
     if scale is None:
         scale = kernels.scale_from_amax(kernels.amax(x, block), torch.finfo(dtype).max)
-    return Coded(kernels.cast(x, scale, block, dtype), scale, block)
+    return Float8Matrix(kernels.cast(x, scale, block, dtype), scale, block)
 
 
 def expected(x, coded):
@@ -193,10 +205,9 @@ def test_codes_alone_have_values_and_no_error():
 def test_calls_add_up_to_the_statistics_of_all_their_elements():
     parts = [torch.randn(8, 16) * 2.0**i for i in range(3)]
     scale = torch.full((1, 1), 0.01)
-    tally = Tally("l", "input", "output", "e4m3", "static", "tensorwise", True, True)
-    for part in parts:
-        tally.add(measure(part, cast(part, FORMATS[0], GRANULARITIES["tensorwise"], scale)))
-    (found,) = rows_of([tally])
+    tensorwise = GRANULARITIES["tensorwise"]
+    one, two, three = (measure_cast(x, cast(x, FORMATS[0], tensorwise, scale)) for x in parts)
+    (found,) = statistics_of([(labels("static"), one.plus(two).plus(three))])
     whole = torch.cat(parts)
     at_once = row(whole, cast(whole, FORMATS[0], GRANULARITIES["tensorwise"], scale), True, True)
     assert (found.calls, found.elements) == (3, whole.numel())
@@ -235,8 +246,49 @@ def test_a_wrong_cast_is_seen():
 def test_a_device_measures_what_the_cpu_does(device):
     x = Case((300, 512), torch.bfloat16, fill="wide", specials=("inf", "zero")).make()
     coded = cast(x, FORMATS[0], GRANULARITIES["1x128"])
-    there = row(x.to(device), Coded(coded.data.to(device), coded.scale.to(device), coded.block))
+    there = row(
+        x.to(device), Float8Matrix(coded.data.to(device), coded.scale.to(device), coded.block)
+    )
     here = row(x, coded)
     assert there.histogram == here.histogram
     assert there.sqnr == pytest.approx(here.sqnr)
     assert (there.nonfinite, there.zeros, there.amax) == (here.nonfinite, here.zeros, here.amax)
+
+
+def test_the_range_is_that_of_the_format_under_the_scales():
+    assert ROW.range == (2.0**-9 * 0.25, 448 * 0.5)
+
+
+def test_ratios_of_sums():
+    x = torch.tensor([1.0, 2.0, -3.0, 5.0], dtype=torch.float64)
+    sums = Sums(*(float((x**p).sum()) for p in (1, 2, 3, 4)), noise=0.39)
+    assert sums.sqnr == pytest.approx(10 * math.log10(39 / 0.39))
+    central = x - x.mean()
+    assert sums.kurtosis(4) == pytest.approx(float((central**4).mean() / (central**2).mean() ** 2))
+    assert Sums(1.4, 0.98, 0.686, 0.4802, 0.0).kurtosis(2) is None  # twice 0.7
+    assert Sums(0.0, 0.0, 0.0, 0.0, 0.0).kurtosis(0) is None
+    assert Sums(0.0, 0.0, 0.0, 0.0, 0.0).sqnr is None
+
+
+def test_merging_is_seeing_all_elements():
+    other = replace(
+        ROW, elements=30, calls=2, zeros=0, amax=5.0, scale_min=0.1, scale_max=0.4, flushed=0.3,
+        saturated=0.0, staleness=0.5, histogram=Histogram(-4, (2, 2)), nonfinite=3,
+        sums=Sums(1.0, 2.0, 3.0, 4.0, 0.02),
+    )  # fmt: skip
+    (found,) = merged([ROW, other])
+    assert (found.elements, found.calls, found.zeros, found.nonfinite) == (40, 3, 1, 3)
+    assert (found.amax, found.scale_min, found.scale_max, found.staleness) == (5.0, 0.1, 0.5, 0.5)
+    assert found.flushed == pytest.approx((0.1 * 10 + 0.3 * 30) / 40)
+    assert found.saturated == pytest.approx(0.2 * 10 / 40)
+    assert found.histogram == Histogram(-4, (2, 2, 1, 0, 8))
+    assert found.sums == Sums(2.0, 22.0, 6.0, 64.0, 0.04)
+    assert found.sqnr == pytest.approx(10 * math.log10(22 / 0.04))
+    assert found.kurtosis == found.sums.kurtosis(37)
+
+
+def test_rows_of_other_casts_stay_apart():
+    weight = replace(ROW, operand="weight")
+    assert merged([ROW, weight]) == [ROW, weight]
+    given = replace(ROW, scaling="float8", sqnr=None)
+    assert [row.calls for row in merged([ROW, given, ROW, given])] == [2 * ROW.calls] * 2

@@ -1,4 +1,4 @@
-"""Gradients held in float8: what is held, how it accumulates, what sees a NaN."""
+"""Gradients held in float8: their bits, how they accumulate, and how a NaN shows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_microbatches_add_in_float32_and_are_cast_once_more():
         model.parameters(), plain.parameters(), sums, first, strict=True
     ):
         codes, scale = oracle.quantize(earlier + q.grad, (-1,) * p.dim(), torch.float8_e4m3fn)
-        assert p.grad is held  # in the memory that there was
+        assert p.grad is held  # in the same memory
         assert_bitwise(p.grad._data, codes)
         assert_bitwise(p.grad._scale, scale)
 
@@ -66,7 +66,7 @@ def test_microbatches_add_in_float32_and_are_cast_once_more():
 @pytest.mark.parametrize(
     "copied", [torch.clone, copy.deepcopy, torch.detach, lambda g: g.to(torch.bfloat16).float()]
 )
-def test_a_gradient_that_was_put_aside_accumulates_as_the_first_did(copied):
+def test_a_copy_of_a_gradient_accumulates_as_the_first_did(copied):
     model, twin = model_of(), model_of()
     for m in (model, twin):
         hold_gradients_in_float8(m.parameters())
@@ -80,7 +80,7 @@ def test_a_gradient_that_was_put_aside_accumulates_as_the_first_did(copied):
     assert_bitwise(weight.grad.dequantize(), twin[0].weight.grad.dequantize())
 
 
-def test_asking_for_gradients_without_accumulating_them_is_as_always():
+def test_autograd_grad_returns_plain_gradients():
     model, plain = model_of(), model_of()
     hold_gradients_in_float8(model.parameters())
     backward(model)
@@ -92,7 +92,7 @@ def test_asking_for_gradients_without_accumulating_them_is_as_always():
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_what_is_not_finite_is_one_nan_and_its_neighbours_keep_their_values(bad):
+def test_an_element_that_is_not_finite_is_one_nan_and_the_others_keep_their_values(bad):
     gradient = torch.randn(6, 8)
     clean = HeldGradient.of(gradient.clone(), E4M3).dequantize()
     gradient[2, 3] = bad
@@ -128,7 +128,7 @@ def test_a_scaler_skips_the_step_of_an_overflow_and_recovers():
     hold_gradients_in_float8([model[0].weight, model[2].weight])
     before = copy.deepcopy(model.state_dict())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    leaves = [model[0].bias, model[2].bias]  # whom torch's optimizer may step
+    leaves = [model[0].bias, model[2].bias]  # which torch's optimizer may step
     optimizer = torch.optim.SGD([{"params": leaves}, {"params": [model[0].weight], "lr": 0.0}])
     for overflows in (True, False):
         loss = F.mse_loss(model(torch.randn(16, 24)), torch.zeros(16, 7))

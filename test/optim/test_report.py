@@ -1,4 +1,4 @@
-"""What `report` counts: bytes, zeros that were none, the ends of the range, and noise."""
+"""What `report` counts: bytes, values that became zero, the ends of the range, and noise."""
 
 import copy
 

@@ -5,8 +5,8 @@ import io
 
 import pytest
 import torch
-from assertions import assert_bitwise, sqnr
-from optim_training import make, train
+from assertions import sqnr
+from optim_training import assert_same_models, assert_same_states, make, train
 from torch import nn
 
 from float8 import E4M3, Float8Tensor
@@ -23,15 +23,6 @@ def trained(cls=AdamW, steps=3, **options):
     return model, optimizer
 
 
-def assert_same(a, b):
-    for p, q in zip(a.state.values(), b.state.values(), strict=True):
-        assert p.keys() == q.keys()
-        for name, mine in p.items():
-            parts = [x.tensors() if isinstance(x, Moment) else [x] for x in (mine, q[name])]
-            for x, y in zip(*parts, strict=True):
-                assert_bitwise(y, x, name)
-
-
 @pytest.mark.parametrize("cls", [AdamW, Adam, SGD, Lion])
 @pytest.mark.parametrize("second", ["float8", "float16"])
 def test_a_round_trip_keeps_every_bit(cls, second):
@@ -44,11 +35,10 @@ def test_a_round_trip_keeps_every_bit(cls, second):
     other = copy.deepcopy(model)
     twin = cls(other.parameters(), **{**SMALL, **options})
     twin.load_state_dict(loaded)
-    assert_same(optimizer, twin)
+    assert_same_states(optimizer, twin)
     train(model, optimizer, 2)
     train(other, twin, 2)
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert_bitwise(p.detach(), q.detach())
+    assert_same_models(model, other)
 
 
 def test_entries_are_plain_and_follow_the_rows():
@@ -70,7 +60,7 @@ def test_rows_that_are_swapped_are_seen():
     twin = AdamW(copy.deepcopy(model).parameters(), **SMALL)
     twin.load_state_dict(state)
     with pytest.raises(AssertionError):
-        assert_same(optimizer, twin)
+        assert_same_states(optimizer, twin)
 
 
 TORCH = {AdamW: torch.optim.AdamW, Adam: torch.optim.Adam, SGD: torch.optim.SGD}
@@ -110,7 +100,7 @@ def test_torch_loads_ours_and_we_load_torchs(cls):
         {"min_size": 10**9},
     ],
 )
-def test_what_was_kept_otherwise_is_quantised_anew(options):
+def test_states_kept_otherwise_are_quantised_again(options):
     model, optimizer = trained()
     twin = AdamW(copy.deepcopy(model).parameters(), **{**SMALL, **options})
     back = AdamW(copy.deepcopy(model).parameters(), **SMALL)
@@ -127,7 +117,7 @@ def test_what_was_kept_otherwise_is_quantised_anew(options):
             assert sqnr(third[name] + 0, first[name] + 0) > 20
 
 
-def test_masters_travel():
+def test_masters_are_saved_and_loaded():
     value = torch.randn(20, 64)
     results = []
     p = nn.Parameter(Float8Tensor.from_high_precision(value, E4M3))
@@ -138,7 +128,7 @@ def test_masters_travel():
     q = copy.deepcopy(p)
     twin = AdamW([q], min_size=0)
     twin.load_state_dict(optimizer.state_dict())
-    assert_same(optimizer, twin)
+    assert_same_states(optimizer, twin)
     for x, o in ((p, optimizer), (q, twin)):
         x.grad = torch.ones(20, 64)
         o.step()
@@ -178,7 +168,7 @@ def test_amsgrad_is_refused():
     model = make()
     theirs = torch.optim.AdamW(model.parameters(), amsgrad=True)
     train(model, theirs, 1)
-    with pytest.raises(ValueError, match="cannot load: amsgrad"):
+    with pytest.raises(ValueError, match="amsgrad=True is not supported"):
         AdamW(model.parameters()).load_state_dict(theirs.state_dict())
 
 
@@ -201,7 +191,7 @@ def test_hooks_and_foreign_entries_are_respected():
 
 @pytest.mark.parametrize(("cls", "other"), [(AdamW, Lion), (AdamW, SGD), (Lion, SGD)])
 def test_another_optimizers_state_is_refused_and_nothing_changes(cls, other):
-    """A second moment from zero, with a step that says it is old, would be a leap."""
+    """A second moment of zero beside a large step count would move the weights far too much."""
     model, optimizer = trained(other)
     twin = cls(model.parameters(), **SMALL)
     theirs = torch.optim.SGD(model.parameters(), momentum=0.9)
@@ -213,7 +203,7 @@ def test_another_optimizers_state_is_refused_and_nothing_changes(cls, other):
         assert "momentum" not in twin.param_groups[0]
 
 
-def test_hyperparameters_that_nobody_could_have_chosen_do_not_load():
+def test_hyperparameters_that_are_refused_do_not_load():
     model = make()
     theirs = torch.optim.SGD(model.parameters(), lr=0.1)  # without momentum
     train(model, theirs, 1)
@@ -223,7 +213,7 @@ def test_hyperparameters_that_nobody_could_have_chosen_do_not_load():
     assert twin.param_groups[0]["momentum"] == 0.9
 
 
-def test_what_others_keep_in_the_state_travels():
+def test_entries_of_other_libraries_are_kept():
     model, optimizer = trained()
     average = optimizer.state[model[0].weight]["average"] = torch.randn(3)
     twin = AdamW(model.parameters(), **SMALL)

@@ -56,18 +56,5 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name):
     assert "to_left_grad_scale" not in str(refusal.value), "which has no meaning for two scales"
 
 
-@pytest.mark.parametrize(
-    ("name", "scales"), [("to_left_grad_scale", (1.0, 2.0)), ("to_grad_input_scale", (1.0,) * 3)]
-)
-def test_a_constraint_of_another_number_of_scales_is_refused(name, scales):
-    with pytest.raises(ValueError, match=f"not defined for an operation of {len(scales)} scales"):
-        apply_constraint(name, *scales)
-
-
-def test_what_is_neither_name_nor_function_is_refused():
-    with pytest.raises(TypeError, match="int 3"):
-        apply_constraint(3, 1.0, 2.0)
-
-
 def test_a_function_may_return_one_scale_for_each():
     assert apply_constraint(lambda *scales: scales[::-1], 1.0, 2.0, 3.0) == (3.0, 2.0, 1.0)

@@ -1,4 +1,4 @@
-"""Every difference to the package ``unit-scaling`` that docs/unit_scaling.md lists, and no other.
+"""Every difference from the package ``unit-scaling`` that docs/unit_scaling.md lists, and no other.
 
 The first column of the page's tables names a row here. What ours does is checked always; that the
 other package does something else, where it can be imported. Should it come to agree, the row goes.
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from fresh import ROOT
-from scale_assertions import gradients
+from scale_assertions import gradients, normal
 from torch import nn
 
 import float8
@@ -57,13 +57,8 @@ OURS = Library("float8.unit_scaling")
 def theirs():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pytest.importorskip("unit_scaling.parameter")  # this folder is a unit_scaling too
+        pytest.importorskip("unit_scaling.parameter")  # this directory is a unit_scaling too
     return Library("unit_scaling")
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def grad_of(function, *inputs):
@@ -189,7 +184,7 @@ RESULTS = {
         0
     ].weight.detach(),
 }
-# What the other package refuses, or fails at, or has not.
+# Accepted here; refused, failing or missing in the other package.
 ACCEPTED = {
     "`cross_entropy` of (N, C, L)": cross_entropy(2, 7, 3, target=torch.zeros(2, 3).long()),
     '`cross_entropy(reduction="none")`': cross_entropy(reduction="none"),
@@ -243,7 +238,7 @@ def autowrapped(lib):
     )
 
 
-# What ours refuses, or has not.
+# Refused or missing here.
 REFUSED = {
     "an empty string as a constraint": lambda lib: lib.functional.gelu(normal(3), constraint=""),
     "`utils.ScalePair`, `ScaleTracker`, `ScaleTrackingInterpreter`": lambda lib: [
@@ -252,11 +247,14 @@ REFUSED = {
     ],
     "`analyse_module(autowrap_modules=..., autowrap_functions=...)`": autowrapped,
     "`example_batch(dataset_path=..., dataset_name=...)`": with_data_set,
+    "`unit_scale(replace=...)` of a plain Python function": lambda lib: lib.transforms.unit_scale(
+        nn.GELU(), replace={normal: nn.functional.gelu}
+    ),
 }
 
 
 def analysed(lib):
-    """The text, and of each name that a line defines its two scales."""
+    """The text of the analysis."""
     module, x = seeded(lambda: lib.MLP(6, 2)), normal(5, 6).requires_grad_()
     return lib.utils.analyse_module(module, x, normal(5, 6, seed=9), syntax_highlight=False)
 
@@ -271,7 +269,7 @@ def tracked_nodes(lib):
     return {node.name for node in tracked.scales_graph().nodes}
 
 
-# What looks different -> how it looks here.
+# Different appearance -> the check of ours.
 APPEARANCES = {
     "`analyse_module`, text": (
         analysed,

@@ -106,7 +106,7 @@ analysis.graph_to_dataframe(g)
 analysis.plot(g, title='', metric='mean_abs', prune_same_scale=True, show_arrows=True,
     show_error_bars=True, show_zero_tensors=False, xmin=None, xmax=None)
 """
-# Public names that are no functions, and those whose arguments differ on purpose.
+# Public names that are not functions, or whose arguments differ on purpose.
 NAMES = [
     *("MupType", "Parameter", "__version__", "core", "functional", "optim", "parameter"),
     *("transformer_residual_scaling_rule", "functional.torch_map"),
@@ -157,7 +157,7 @@ def test_names_are_there(name):
 
 
 def test_the_lists_are_those_of_the_package():
-    pytest.importorskip("unit_scaling.parameter")  # a folder of these tests is a unit_scaling too
+    pytest.importorskip("unit_scaling.parameter")  # this directory is a unit_scaling too
     import unit_scaling as theirs
 
     for name, signature in SIGNATURES.items():

@@ -1,4 +1,4 @@
-"""Simulated formats are the formats: every code, every tie, every dtype, and means in the mean."""
+"""Simulated formats round to the right value: every code, tie and dtype; stochastic on average."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_rounding_to_nearest_finds_the_nearest_of_all_values(fmt, dtype):
     assert_bitwise(fmt.quantise(x), nearest(fmt, x).to(dtype), (fmt, dtype))
 
 
-def test_the_oracle_tells_ties_to_even_from_ties_away():
+def test_the_oracle_rounds_ties_to_even():
     x = torch.tensor([1.0625, 1.1875], dtype=torch.float64)  # E4M3: between 1, 1.125, 1.25
     assert nearest(NATIVE[torch.float8_e4m3fn], x).tolist() == [1.0, 1.25]
 
@@ -151,7 +151,7 @@ def test_a_formats_numbers_are_the_published_ones(fmt, most, normal, subnormal):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fmt", [FPFormat(4, 3), FPFormat(5, 0)], ids=str)
-def test_stochastic_rounding_is_right_in_the_mean(fmt, dtype):
+def test_the_mean_of_stochastic_rounding_is_right(fmt, dtype):
     torch.manual_seed(2)
     points = torch.tensor([1.03, -1.09, 0.0007, 300.0, 0.9999, -3.3, 1e-5]).to(dtype)
     draws = 40_000
@@ -183,16 +183,12 @@ def test_few_random_bits_keep_the_mean_within_half_a_step_of_them():
     assert abs(share - 0.5) < 4 * 0.5 / 200  # 0.4 is nearest to 2/4
 
 
-def test_stochastic_rounding_draws_from_torchs_generator_or_from_the_one_given():
+def test_stochastic_rounding_draws_from_torchs_generator():
     fmt, x = FPFormat(4, 3), torch.randn(1000)
     torch.manual_seed(4)
     first = fmt.quantise(x)
     torch.manual_seed(4)
     assert_bitwise(fmt.quantise(x), first)
-    before = torch.get_rng_state()
-    mine = [fmt.quantise(x, generator=torch.Generator().manual_seed(5)) for _ in range(2)]
-    assert_bitwise(mine[0], mine[1])
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_format_wider_than_the_dtype_never_makes_an_infinity():
@@ -226,7 +222,7 @@ def test_a_second_derivative_passes_a_quantised_gradient():
     torch.testing.assert_close(second, FPFormat(5, 2, "nearest").quantise(6 * x.detach()))
 
 
-def test_strides_views_empty_and_scalar_tensors_are_as_good_as_any():
+def test_strided_empty_and_scalar_tensors_are_quantised():
     fmt = FPFormat(5, 2, "nearest")
     x = torch.randn(6, 8, 3)
     assert_bitwise(fmt.quantise(x.transpose(0, 2)), fmt.quantise(x).transpose(0, 2))
@@ -239,12 +235,13 @@ def test_strides_views_empty_and_scalar_tensors_are_as_good_as_any():
 
 def test_compiled_quantising_gives_eagers_bits():
     fmt = FPFormat(4, 3, "nearest")
+    x = torch.randn(40, 40).mul(100).requires_grad_()
+    assert_bitwise(torch.compile(fmt.quantise, fullgraph=True)(x.detach()), fmt.quantise(x))
 
-    @torch.compile(fullgraph=True)
+    @torch.compile(fullgraph=True, backend="aot_eager")
     def both(x):
         return FPFormat(5, 2, "nearest").quantise_bwd(fmt.quantise_fwd(x))
 
-    x = torch.randn(40, 40).mul(100).requires_grad_()
     grad = torch.randn(40, 40)
     y = both(x)
     y.backward(grad)
@@ -257,30 +254,5 @@ def test_a_format_survives_tuples_copies_and_pickles_whole():
         assert tuple_to_format(format_to_tuple(fmt)) == fmt
         assert copy.deepcopy(fmt) == fmt == pickle.loads(pickle.dumps(fmt))
     assert tuple_to_format((4, 3)) == FPFormat(4, 3)
-    assert FPFormat(4, 3, srbits=5).nearest() == FPFormat(4, 3, "nearest")
     assert str(FPFormat(4, 3, variant="fnuz")) == "E4M3FNUZ-SR"
     assert FPFormat(4, 3).bits == 8
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"exponent_bits": 1, "mantissa_bits": 3}, "exponent_bits=1 is not between 2 and 8"),
-        ({"exponent_bits": 4, "mantissa_bits": -1}, "mantissa_bits=-1 is not between 0 and 23"),
-        ({"exponent_bits": 4, "mantissa_bits": 24}, "mantissa_bits=24"),
-        ({"exponent_bits": 4, "mantissa_bits": 3, "rounding": "up"}, "rounding='up'.*'nearest'"),
-        ({"exponent_bits": 4, "mantissa_bits": 3, "variant": "nv"}, "variant='nv'.*'fnuz'"),
-        (
-            {"exponent_bits": 4, "mantissa_bits": 3, "rounding": "nearest", "srbits": 4},
-            "leave srbits out",
-        ),
-    ],
-)
-def test_what_is_no_format_is_refused_by_name(arguments, text):
-    with pytest.raises(ValueError, match=text):
-        FPFormat(**arguments)
-
-
-def test_what_is_no_high_precision_tensor_is_refused():
-    with pytest.raises(TypeError, match=r"torch\.int64"):
-        FPFormat(4, 3).quantise(torch.arange(3))

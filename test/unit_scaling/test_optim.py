@@ -1,4 +1,4 @@
-"""Optimizers: a step is torch's step, with the learning rates of u-muP."""
+"""Learning rates are those of u-muP's table 2, groups have one each, a step is torch's step."""
 
 from __future__ import annotations
 
@@ -11,6 +11,187 @@ import torch
 from torch import nn
 
 import float8.unit_scaling as uu
+from float8.unit_scaling.optim import (
+    lr_scale_for_depth,
+    lr_scale_func_adam,
+    lr_scale_func_sgd,
+    scaled_parameters,
+)
+
+# --- the learning rate of a parameter: the table, written out once more
+
+# shape, type, depth -> Adam, SGD behind a constrained readout
+TABLE = [
+    ((12, 9), "weight", None, 1 / 3, 3.0),
+    ((12, 9), "weight", 4, 1 / 6, 1.5),
+    ((12, 9), "output", None, 1.0, 1.0),
+    ((12, 9), "output", 16, 0.25, 0.25),
+    ((12,), "bias", None, 1.0, 12.0),
+    ((12,), "bias", 9, 1 / 3, 4.0),
+    ((12,), "norm", None, 1.0, 12.0),
+    ((3, 4), "norm", None, 1.0, 12.0),  # normalised together: the width is 12
+    ((16,), "weight", None, 0.25, 4.0),
+    ((5, 3, 3), "weight", None, 1 / 3, 3.0),  # a convolution: fan-in counts the kernel
+    ((5, 4, 2, 2), "weight", None, 0.25, 4.0),
+    ((), "weight", None, 1.0, 1.0),
+    ((), "bias", None, 1.0, 1.0),
+    ((7, 1), "weight", None, 1.0, 1.0),
+]
+
+
+@pytest.mark.parametrize(("shape", "mup_type", "depth", "adam", "sgd"), TABLE)
+def test_learning_rates_follow_the_table(shape, mup_type, depth, adam, sgd):
+    p = uu.Parameter(torch.empty(shape), mup_type, depth)
+    assert math.isclose(lr_scale_func_adam(p), adam)
+    assert math.isclose(lr_scale_func_sgd("to_output_scale")(p), sgd)
+    assert lr_scale_func_sgd(None)(p) == lr_scale_func_adam(p)
+
+
+@pytest.mark.parametrize("depth", [None, 1, 2, 81])
+def test_depth_alone_divides_by_its_root(depth):
+    p = uu.Parameter(torch.empty(3, 5), "weight", depth)
+    assert math.isclose(lr_scale_for_depth(p), (depth or 1) ** -0.5)
+
+
+def test_sgds_scales_restore_what_a_constrained_readout_shrinks():
+    # The reason for the second table: gradients and learning rates have the same ratio.
+    torch.manual_seed(0)
+    width, rows, classes = 64, 256, 2048
+    hidden, gradients = uu.Linear(width, width), {}
+    x, g = torch.randn(rows, width), torch.randn(rows, classes)
+    for constraint in (None, "to_output_scale"):
+        readout = uu.LinearReadout(width, classes, constraint=constraint)
+        hidden.zero_grad()
+        readout(hidden(x)).backward(g)
+        gradients[constraint] = float(hidden.weight.grad.norm())
+    by_sgd = lr_scale_func_sgd("to_output_scale")(hidden.weight) / lr_scale_func_sgd(None)(
+        hidden.weight
+    )
+    assert by_sgd == pytest.approx(width)
+    # 1/sqrt(classes) against 1/width, so with width**2 classes the two gradients would be equal
+    found = gradients[None] / gradients["to_output_scale"]
+    assert found == pytest.approx(width / classes**0.5, rel=0.05)
+
+
+# --- groups
+
+
+def layers():
+    return nn.Sequential(
+        uu.Linear(16, 16, bias=True), uu.Linear(16, 16), uu.Linear(16, 64), uu.LinearReadout(64, 5)
+    )
+
+
+def scaled(params, **options):
+    return scaled_parameters(params, lr_scale_func_adam, **{"lr": 2.0, **options})
+
+
+def tensors(group):
+    return [p[1] if isinstance(p, tuple) else p for p in group["params"]]
+
+
+def rates_of(groups):
+    return {id(p): g["lr"] for g in groups for p in tensors(g)}
+
+
+WAYS = {
+    "parameters": lambda m: m.parameters(),
+    "a list": lambda m: list(m.parameters()),
+    "a generator": lambda m: (p for p in m.parameters()),
+    "named parameters": lambda m: m.named_parameters(),
+    "the module": lambda m: m,
+    "a group of a generator": lambda m: [{"params": m.parameters()}],
+    "a group of a module": lambda m: [{"params": m}],
+    "a group per layer": lambda m: [{"params": layer.parameters()} for layer in m],
+    "a group per tensor": lambda m: [{"params": p} for p in m.parameters()],
+    "a generator of groups": lambda m: ({"params": layer.named_parameters()} for layer in m),
+    "some of each": lambda m: [m[0].weight, {"params": m[1:]}, m[0].bias],
+    "twice": lambda m: [*m.parameters(), *m.parameters()],
+    "twice in a group": lambda m: [{"params": [*m.parameters(), *m.parameters()]}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_every_way_to_name_parameters_gives_each_once_with_its_learning_rate(way):
+    m = layers()
+    groups = scaled(way(m))
+    assert rates_of(groups) == {id(p): 2.0 * lr_scale_func_adam(p) for p in m.parameters()}
+    assert sum(len(g["params"]) for g in groups) == len(list(m.parameters()))
+
+
+def test_there_is_one_group_per_learning_rate_in_order_of_appearance():
+    m = layers()
+    groups = scaled(m)
+    assert [g["lr"] for g in groups] == [0.5, 2.0]
+    names = [["0.weight", "1.weight", "2.weight"], ["0.bias", "3.weight"]]
+    assert [[name for name, _ in g["params"]] for g in groups] == names
+    assert [tensors(g) for g in groups] == [[m.get_parameter(n) for n in ns] for ns in names]
+
+
+def test_a_large_model_makes_few_groups():
+    decoder = uu.TransformerDecoder(hidden_size=32, vocab_size=48, layers=6, heads=2)
+    assert len(scaled(decoder)) == 4  # embedding; stack of width 32, of width 128; readout
+
+
+def test_groups_keep_their_own_options():
+    m = layers()
+    groups = scaled(
+        [
+            {"params": m[0].parameters(), "lr": 1.0, "betas": (0.5, 0.6)},
+            {"params": m[1].parameters(), "weight_decay": 0.5},
+        ],
+        weight_decay=0.25,
+    )
+    assert [(g["lr"], g["weight_decay"], g.get("betas")) for g in groups] == [
+        (0.25, 1.0, (0.5, 0.6)),
+        (1.0, 0.25, (0.5, 0.6)),
+        (0.5, 1.0, None),
+    ]
+
+
+def test_arguments_are_not_changed():
+    m, lr = layers(), torch.tensor(2.0)
+    group = {"params": list(m.parameters()), "betas": (0.5, 0.6)}
+    scaled([group], lr=lr)
+    assert group == {"params": list(m.parameters()), "betas": (0.5, 0.6)}
+    assert lr == 2.0
+
+
+def test_groups_of_an_optimizer_with_names_can_be_scaled_again():
+    groups = torch.optim.SGD(layers().named_parameters(), lr=1.0).param_groups
+    assert [name for name, _ in scaled(groups)[0]["params"]] == ["0.weight", "1.weight", "2.weight"]
+
+
+def test_tied_parameters_train_once():
+    m = nn.Sequential(uu.Linear(4, 4), uu.Linear(4, 4))
+    m[1].weight = m[0].weight
+    (group,) = scaled([p for layer in m for p in layer.parameters()])
+    assert tensors(group) == [m[0].weight]
+
+
+def test_a_tensor_learning_rate_stays_one_and_each_group_has_its_own():
+    lr = torch.tensor(2.0)
+    first, second = scaled(layers(), lr=lr)
+    assert (float(first["lr"]), float(second["lr"])) == (0.5, 2.0)
+    first["lr"].fill_(7.0)
+    assert (float(second["lr"]), float(lr)) == (2.0, 2.0)
+
+
+@pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)])
+def test_independent_weight_decay_is_the_same_for_all_per_step(lr):
+    for group in scaled(layers(), lr=lr, weight_decay=0.125):
+        assert float(group["lr"]) * group["weight_decay"] == pytest.approx(0.125)
+    for group in scaled(layers(), lr=lr, weight_decay=0.125, independent_weight_decay=False):
+        assert group["weight_decay"] == 0.125
+
+
+def test_a_learning_rate_of_zero_needs_no_decay():
+    assert [g["lr"] for g in scaled(layers(), lr=0.0)] == [0.0, 0.0]
+    with pytest.raises(ValueError, match="let a scheduler start at 0"):
+        scaled(layers(), lr=0.0, weight_decay=0.1)
+
+
+# --- optimizers
 
 OPTIMIZERS = [uu.optim.SGD, uu.optim.Adam, uu.optim.AdamW]
 every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -68,10 +249,6 @@ def test_weight_decay_is_the_same_at_every_learning_rate():
             torch.testing.assert_close(p, q * 0.875)
 
 
-def test_by_default_nothing_decays():
-    assert {g["weight_decay"] for g in uu.optim.AdamW(model()).param_groups} == {0}
-
-
 @every_optimizer
 @pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)], ids=["float", "tensor"])
 def test_schedules_multiply_all_learning_rates_alike(optimizer, lr):
@@ -95,7 +272,7 @@ def test_a_schedule_that_sets_the_rate_takes_one_per_group():
 
 
 @every_optimizer
-def test_a_group_that_is_refused_leaves_nothing_behind(optimizer):
+def test_a_refused_group_changes_nothing(optimizer):
     m, late = model(), uu.Linear(64, 4)
     made = optimizer(m.parameters(), lr=0.5)
     before = [(g["lr"], g["params"]) for g in made.param_groups]
@@ -139,12 +316,11 @@ def test_a_parameter_in_two_groups_is_refused_as_by_torch(optimizer):
 def test_a_plain_model_is_refused_unless_allowed(optimizer):
     with pytest.raises(ValueError, match="weight of shape"):
         optimizer(nn.Linear(3, 4))
-    made = optimizer(nn.Linear(3, 4), lr=0.5, allow_non_unit_scaling_params=True)
-    assert [g["lr"] for g in made.param_groups] == [0.5]
-
-
-@every_optimizer
-def test_no_parameters_are_refused_as_by_torch(optimizer):
+    m = nn.Sequential(uu.Linear(16, 4), nn.Linear(4, 3))
+    made = optimizer(m, lr=2.0, allow_non_unit_scaling_params=True)
+    rates = rates_of(made.param_groups)
+    assert [rates[id(p)] for p in m.parameters()] == [0.5, 2.0, 2.0]
+    assert {g["weight_decay"] for g in made.param_groups} == {0}
     with pytest.raises(ValueError, match="empty parameter list"):
         optimizer([])
 
@@ -172,7 +348,7 @@ def test_sgd_knows_the_readouts_constraint():
 
 
 def test_updates_move_outputs_alike_at_every_width():
-    # What the rules are for: one step of Adam changes the output as much at width 64 as at 512.
+    # The purpose of the rules: one step of Adam changes the output as much at width 64 as at 512.
     def change(width):
         torch.manual_seed(3)
         m = nn.Sequential(uu.Linear(32, width), uu.Linear(width, width), uu.LinearReadout(width, 8))

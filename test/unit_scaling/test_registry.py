@@ -1,14 +1,24 @@
-"""`float8.unit_scaling.registry`: torch's functions and ours, one entry each."""
+"""`float8.unit_scaling.registry`: entries for torch's functions, and calls that modes see."""
 
+from __future__ import annotations
+
+import copy
 import inspect
+import operator
+import pickle
 
 import pytest
 import torch
 from assertions import assert_bitwise
+from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from float8.unit_scaling import functional as U
 from float8.unit_scaling import registry
+from float8.unit_scaling.registry import SPELLINGS, overridable
+
+# --- torch_map
 
 
 @pytest.fixture(autouse=True)
@@ -23,28 +33,10 @@ def mine(*args, **kwargs):
     return args, kwargs
 
 
-@pytest.mark.parametrize(
-    ("torch_function", "ours"),
-    [
-        (F.linear, U.linear),
-        (torch.matmul, U.matmul),
-        (F.conv1d, U.conv1d),
-        (F.gelu, U.gelu),
-        (F.silu, U.silu),
-        (F.softmax, U.softmax),
-        (torch.softmax, U.softmax),
-        (F.dropout, U.dropout),
-        (F.layer_norm, U.layer_norm),
-        (F.rms_norm, U.rms_norm),
-        (F.embedding, U.embedding),
-        (torch.add, U.add),
-        (F.scaled_dot_product_attention, U.scaled_dot_product_attention),
-        (F.cross_entropy, U.cross_entropy),
-        (F.mse_loss, U.mse_loss),
-    ],
-)
-def test_a_function_of_torch_has_its_unit_scaled_one(torch_function, ours):
-    assert U.torch_map[torch_function] is ours
+def test_a_function_of_torch_has_the_unit_scaled_one_of_its_name():
+    assert len(U.torch_map) == 15
+    for torch_function, ours in U.torch_map.items():
+        assert ours is getattr(U, torch_function.__name__)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +79,159 @@ def test_an_entry_is_replaced_only_on_request():
     assert U.torch_map[F.silu] is mine
 
 
-def test_what_cannot_be_called_is_refused():
-    with pytest.raises(TypeError, match="'silu'"):
-        U.register("silu", mine)
+# --- overridable
 
 
-def test_an_unknown_name_of_the_functions_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'glue'"):
-        U.glue  # noqa: B018
+@overridable
+def twice(x, *, by=2.0):
+    """Twice."""
+    return torch.mul(x, by)
+
+
+class Watching(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Tripling(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return args[0] * 3 if func is twice else func(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_the_call_and_not_what_is_inside():
+    x = torch.randn(3)
+    with Watching() as mode:
+        y = twice(x, by=2.5)
+    assert_bitwise(y, x * 2.5)
+    assert mode.seen == [twice]
+
+
+def test_a_mode_may_look_inside():
+    x = torch.randn(3)
+    with Watching() as mode:
+        twice.implementation(x)
+    assert mode.seen == [torch.mul]
+
+
+def test_a_mode_may_replace_the_call_in_eager_and_compiled_code():
+    def forward(x):
+        with Tripling():
+            return twice(x) + 1
+
+    x = torch.ones(3)
+    assert_bitwise(forward(x), torch.full((3,), 4.0))
+    compiled = torch.compile(forward, fullgraph=True, backend="eager")
+    assert_bitwise(compiled(x), torch.full((3,), 4.0))
+
+
+def test_without_a_mode_the_function_is_itself():
+    assert_bitwise(twice(torch.ones(2)), torch.full((2,), 2.0))
+    assert twice.__name__ == "twice" and twice.__doc__ == "Twice."
+    assert copy.deepcopy(U.gelu) is U.gelu
+    assert pickle.loads(pickle.dumps(U.gelu)) is U.gelu
+
+
+def test_a_tensor_given_by_keyword_is_seen():
+    x = torch.ones(2)
+    with Watching() as mode:
+        U.gelu(input=x)
+    assert mode.seen == [U.gelu]
+
+
+FUNCTIONS = [
+    getattr(U, n)
+    for n in U.__all__
+    if n not in {"torch_map", "register", "unregister", "residual_apply"}
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_every_unit_scaled_function_is_overridable(function):
+    assert hasattr(function, "implementation")
+
+
+def test_the_products_of_a_linear_layer_are_one_primitive():
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    with Watching() as mode:
+        U.linear_readout.implementation(x, w)
+    assert mode.seen == [U.linear]
+    with Watching() as mode:
+        U.linear.implementation(x, w)
+    assert mode.seen.count(U.scaled_linear) == 1 and F.linear not in mode.seen
+    with Watching() as mode:
+        U.scaled_linear.implementation(x, w, None, (1.0, 1.0, 1.0))
+    assert F.linear in mode.seen
+
+
+# --- spellings
+
+CALLS = {
+    "a @ b": (lambda a, b: a @ b, torch.matmul),
+    "a.matmul(b)": (lambda a, b: a.matmul(b), torch.matmul),
+    "operator.matmul": (operator.matmul, torch.matmul),
+    "torch.linalg.matmul": (torch.linalg.matmul, torch.matmul),
+    "a.mm(b)": (lambda a, b: a.mm(b), torch.mm),
+    "a.bmm(b)": (lambda a, b: a[None].bmm(b[None])[0], torch.bmm),
+    "a.addmm(a, b)": (lambda a, b: a.addmm(a, b), torch.addmm),
+    "a.baddbmm": (lambda a, b: a[None].baddbmm(a[None], b[None])[0], torch.baddbmm),
+    "a.addbmm": (lambda a, b: a.addbmm(a[None], b[None]), torch.addbmm),
+    "a + b": (lambda a, b: a + b, torch.add),
+    "a.add(b)": (lambda a, b: a.add(b), torch.add),
+    "a.__add__(b)": (lambda a, b: a.__add__(b), torch.add),
+    "1 + a": (lambda a, b: 1 + a, torch.add),
+    "operator.add": (operator.add, torch.add),
+    "a += b": (lambda a, b: operator.iadd(a.clone(), b), Tensor.add_),
+    "a.add_(b)": (lambda a, b: a.clone().add_(b), Tensor.add_),
+    "a.softmax": (lambda a, b: a.softmax(-1), torch.softmax),
+    "torch.special.softmax": (lambda a, b: torch.special.softmax(a, -1), torch.softmax),
+    "F.rms_norm": (
+        lambda a, b: torch.nn.functional.rms_norm(a, (3,)),
+        torch.nn.functional.rms_norm,
+    ),
+    "F.layer_norm": (
+        lambda a, b: torch.nn.functional.layer_norm(a, (3,)),
+        torch.nn.functional.layer_norm,
+    ),
+}
+
+
+class Doubles(TorchFunctionMode):
+    """Doubles the result of one function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if SPELLINGS.get(func, func) is self.function:
+            return result * 2
+        return result
+
+
+def test_a_mode_sees_every_spelling_as_its_function_in_eager_and_compiled_code():
+    def everything(a, b):
+        found = []
+        for call, function in CALLS.values():
+            with Doubles(function):
+                found.append(call(a, b))
+        return found
+
+    a, b = torch.randn(2, 3, 3)
+    compiled = torch.compile(everything, backend="eager", fullgraph=True)
+    for run in (everything, compiled):
+        for result, (name, (call, _)) in zip(run(a, b), CALLS.items(), strict=True):
+            torch.testing.assert_close(
+                result, 2 * call(a, b), msg=lambda m, name=name: f"{name}: {m}"
+            )
+
+
+def test_functions_that_differ_stay_apart():
+    assert SPELLINGS.get(Tensor.sub) is None
+    assert SPELLINGS[Tensor.add_ if Tensor.add_ in SPELLINGS else Tensor.__iadd__] is Tensor.add_
+    assert SPELLINGS[Tensor.mm] is not SPELLINGS[Tensor.matmul]

@@ -1,18 +1,14 @@
-"""`amax`: the largest magnitude of each block of a matrix, from one read.
+"""The amaxes of a matrix, from one read: the first launch of a cast whose second computes scales.
 
-=================== ================================================== ===================
-blocks              how                                                launches
-=================== ================================================== ===================
-the whole matrix    partial amaxes, reduced                            2
-rows, columns       each tile's, by atomic maxima into zeros           2 (one a zero fill)
-powers of two <=128 a tile holds whole blocks                          1
-=================== ================================================== ===================
+============== ========================================== ===================
+amaxes of      how                                        launches
+============== ========================================== ===================
+the matrix     partial amaxes, which the cast reduces     1
+rows, columns  each tile's, by atomic maxima into zeros   2 (one a zero fill)
+============== ========================================== ===================
 
 Amaxes travel as the bits of a float32 (see `float8.kernels.gpu.jit`): a maximum does not depend on
 the order, so the result is deterministic, and a NaN wins. Nothing waits for the host.
-
-The casts reduce on their own: `partial_amaxes` and `line_amaxes` are the first launch of a cast
-whose second one computes the scales.
 """
 
 from __future__ import annotations
@@ -22,8 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.granularity import WHOLE, scale_shape
-from float8.kernels import definition
 from float8.kernels.gpu.jit import magnitude_bits
 from float8.kernels.gpu.launch import (
     NO_FUSION,
@@ -31,16 +25,13 @@ from float8.kernels.gpu.launch import (
     is_transposed,
     launch,
     meta,
-    register,
     tiles_of,
     variant,
 )
 
 MAX_PARTIALS = 512  # programs of the pass: about four per multiprocessor of an H100
 _TILE = {"ROWS": 64, "COLS": 128}
-_SQUARE = {"ROWS": 128, "COLS": 128}
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
-_SQUARE_OPTIONS = {"num_warps": 8, **NO_FUSION}
 
 
 @triton.jit
@@ -70,17 +61,6 @@ def _amax_kernel(
 
 
 @triton.jit
-def _tile_bits(x_ptr, M, K, stride_m, stride_k, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """This program's tile: bits of the magnitudes (0 outside the matrix), its rows, its columns."""
-    tiles_k = tl.cdiv(K, COLS)
-    m = (tl.program_id(0) // tiles_k).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    k = (tl.program_id(0) % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
-    offsets = m[:, None] * stride_m + k[None, :] * stride_k
-    x = tl.load(x_ptr + offsets, (m < M)[:, None] & (k < K)[None, :], 0.0)
-    return magnitude_bits(x.to(tl.float32)), m, k
-
-
-@triton.jit
 def _lines_kernel(
     x_ptr,
     rows_ptr,  # int32 bits (M,), zeros before the first program
@@ -94,38 +74,16 @@ def _lines_kernel(
     OF_ROWS: tl.constexpr,
     OF_COLS: tl.constexpr,
 ):
-    bits, m, k = _tile_bits(x_ptr, M, K, stride_m, stride_k, ROWS, COLS)
+    tiles_k = tl.cdiv(K, COLS)
+    m = (tl.program_id(0) // tiles_k).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    k = (tl.program_id(0) % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
+    offsets = m[:, None] * stride_m + k[None, :] * stride_k
+    x = tl.load(x_ptr + offsets, (m < M)[:, None] & (k < K)[None, :], 0.0)
+    bits = magnitude_bits(x.to(tl.float32))
     if OF_ROWS:
         tl.atomic_max(rows_ptr + m, tl.max(bits, 1), m < M, sem="relaxed")
     if OF_COLS:
         tl.atomic_max(cols_ptr + k, tl.max(bits, 0), k < K, sem="relaxed")
-
-
-@triton.jit
-def _blocks_kernel(
-    x_ptr,
-    amax_ptr,  # float32 (ceil(M / BLOCK_ROWS), ceil(K / BLOCK_COLS))
-    M,
-    K,
-    stride_m,
-    stride_k,
-    amax_stride_m,
-    amax_stride_k,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-):
-    bits, _, _ = _tile_bits(x_ptr, M, K, stride_m, stride_k, ROWS, COLS)
-    DOWN: tl.constexpr = ROWS // BLOCK_ROWS
-    ACROSS: tl.constexpr = COLS // BLOCK_COLS
-    found = tl.max(tl.max(tl.reshape(bits, (DOWN, BLOCK_ROWS, ACROSS, BLOCK_COLS)), 3), 1)
-    tiles_k = tl.cdiv(K, COLS)
-    m = (tl.program_id(0) // tiles_k).to(tl.int64) * DOWN + tl.arange(0, DOWN)
-    k = (tl.program_id(0) % tiles_k).to(tl.int64) * ACROSS + tl.arange(0, ACROSS)
-    inside = (m < tl.cdiv(M, BLOCK_ROWS))[:, None] & (k < tl.cdiv(K, BLOCK_COLS))[None, :]
-    offsets = m[:, None] * amax_stride_m + k[None, :] * amax_stride_k
-    tl.store(amax_ptr + offsets, found.to(tl.float32, bitcast=True), inside)
 
 
 def new_partials(x: Tensor, tiles: int, most: int) -> Tensor:
@@ -163,62 +121,11 @@ def line_amaxes(x: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
     return of_rows, of_cols
 
 
-def _launch_blocks(x: Tensor, block: tuple[int, int], out: Tensor) -> None:
-    if is_transposed(x):
-        return _launch_blocks(x.t(), block[::-1], out.t())
-    launch(
-        _blocks_kernel, tiles_of(x, _SQUARE), x, out, *x.shape, *x.stride(), *out.stride(),
-        **_SQUARE, BLOCK_ROWS=block[0], BLOCK_COLS=block[1], **_SQUARE_OPTIONS,
-    )  # fmt: skip
-
-
-def _launch(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
-    block = _checked(block_rows, block_cols)
-    out = _fake(x, *block)
-    if x.numel() == 0:
-        return out.zero_()
-    if block == (WHOLE, WHOLE):
-        return partial_amaxes(x).amax().view(torch.float32).reshape(out.shape)
-    if WHOLE in block:
-        found = line_amaxes(x, block[0] == 1, block[1] == 1)
-        return found[block[0] == WHOLE].view(torch.float32).reshape(out.shape)
-    _launch_blocks(x, block, out)
-    return out
-
-
-def _checked(rows: int, cols: int) -> tuple[int, int]:
-    powers = all(0 < n <= _SQUARE["ROWS"] and n & (n - 1) == 0 for n in (rows, cols))
-    if not powers and (rows, cols) not in ((WHOLE, WHOLE), (1, WHOLE), (WHOLE, 1)):
-        raise ValueError(
-            f"float8::amax: no kernel takes blocks ({rows}, {cols}); use powers of two up to 128, "
-            "or (-1, -1), (1, -1) and (-1, 1), -1 being the whole dimension"
-        )
-    return rows, cols
-
-
-def _definition(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
-    return definition.amax(x, _checked(block_rows, block_cols)).contiguous()
-
-
-def _fake(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
-    shape = scale_shape(x.shape, _checked(block_rows, block_cols))
-    return torch.empty(shape, dtype=torch.float32, device=x.device)
-
-
-amax = register(
-    "amax(Tensor x, int block_rows, int block_cols) -> Tensor",
-    kernel=_launch,
-    definition=_definition,
-    fake=_fake,
-)
-
-
 def shipped() -> list[Variant]:
-    """What reads a bfloat16 matrix on the way of the recipes, and one blocked form."""
+    """What reads a bfloat16 matrix on the way of the recipes."""
     x = meta(4096, 4096)
     return [
         variant("amax", partial_amaxes, x),
         variant("amax, rows and columns", line_amaxes, x, True, True),
         variant("amax, columns", line_amaxes, x, False, True),
-        variant("amax, 1x128", _launch, x, 1, 128),
     ]

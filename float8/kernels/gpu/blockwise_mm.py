@@ -43,7 +43,7 @@ FORMATS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS = ((1, 128), (128, 1), (1, 1))  # rows that share a scale, of a and of b
 _STEP = tl.constexpr(128)  # of the contraction: between promotions, and that share a scale
-# Here a contraction of a * b + c to one rounding is wanted; Triton's default is about to change.
+# Contracting a * b + c to one rounding is wanted here; Triton's default is about to change.
 _FUSION = {"enable_fp_fusion": True}
 
 
@@ -60,9 +60,9 @@ class Tile(NamedTuple):
     stages: int
 
 
-# From the largest, which reads least per product, to the smallest, which leaves no multiprocessor
-# idle. Shared memory: 128 * (M + N) bytes a stage; sm_89 and sm_120 have 99 KiB of it and use a
-# stage less.
+# From the largest, which reads least per product, to the smallest, which leaves the fewest
+# multiprocessors idle. Shared memory: 128 * (M + N) bytes a stage; sm_89 and sm_120 have 99 KiB of
+# it and use a stage less.
 TILES = (
     Tile(128, 128, 8, 4),
     Tile(128, 64, 8, 3),
@@ -74,7 +74,7 @@ _MULTIPROCESSORS = 132  # of an H100; an L40S has 142, a B200 148
 
 
 def tile_of(M: int, N: int) -> Tile:
-    """The largest tile that is not half empty and of which there are enough for a whole GPU."""
+    """The largest tile that is not half empty and has enough programs to fill a GPU."""
     for tile in TILES:
         programs = triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N)
         if programs >= _MULTIPROCESSORS and tile.M < 2 * M and tile.N < 2 * N:
@@ -189,7 +189,7 @@ def _check(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_rows: int, b_rows: int,
     bias: Tensor | None, out_dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Refuse what the kernel would read past the end of, or take for something else."""
+    """Refuse operands that the kernel would misread, or read past the end of."""
     check_device("blockwise_mm", a, a_scale=a_scale, b=b, b_scale=b_scale, bias=bias)
     wrong = None
     if (a.dtype, b.dtype) not in FORMATS:

@@ -11,9 +11,9 @@ op              bytes per element    what it does
 `cast_dynamic`  2 + 2 + 1 + 1        reads twice: the amax, then the cast
 =============== ==================== ===============================================
 
-`cast_dynamic` is two launches. The first leaves one partial amax per program; every program of the
-second reduces those again, two kilobytes from cache, and computes the scale itself, so that nothing
-is zeroed, waited for or copied between. How both orientations are written: ``jit.py``.
+`cast_dynamic` is two launches. The first writes one partial amax per program. Every program of the
+second reduces those again, two kilobytes from cache, and computes the scale itself: nothing is
+zeroed, copied or waited for between the launches. ``jit.py`` writes both orientations.
 """
 
 from __future__ import annotations

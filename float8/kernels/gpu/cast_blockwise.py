@@ -1,8 +1,8 @@
 """`cast_blockwise`: one scale per 1x128 or 128x128 block, and both orientations from one read.
 
 A tile of 128 x 128 holds whole blocks of the matrix and of its transpose. So one program reads a
-tile, finds the amaxes in registers, and writes the codes both ways: 2 + 1 + 1 bytes per element of
-a bfloat16 source, one launch, nothing zeroed and nothing read twice.
+tile, finds the amaxes in registers, and writes float8 both ways: 2 + 1 + 1 bytes per element of a
+bfloat16 source, in one launch that zeroes nothing and reads nothing twice.
 
 ======== ======================= ===================== ============================
 block    scale                   scale_t               strides
@@ -14,8 +14,8 @@ block    scale                   scale_t               strides
 ``data_t`` is ``x.t()`` cast in the same blocks, so for 128x128 the transpose of ``data``.
 The strides are those that cuBLASLt reads, so that no GEMM copies a scale first.
 
-The tile is held as four sets of every fourth row: a thread then owns 4 adjacent rows of 16 columns
-and packs the codes of a column into one int32, as ``cast.py`` explains.
+The tile is held as four sets of every fourth row: a thread then holds 4 adjacent rows of 16
+columns, and packs the 4 bytes of a column into one int32 (see ``jit.py``).
 """
 
 from __future__ import annotations
@@ -128,8 +128,9 @@ def _launch(
     write_rows, write_cols = data.numel() > 0, data_t.numel() > 0
     options = {"num_warps": 8, **NO_FUSION}
     if pack and power_of_two and not square and torch.version.hip is None:
-        # Two programs on a multiprocessor, of 65536 registers. The compiler would take 145 each,
-        # and lose nothing by the limit; divisions and single bytes need 180, and would spill.
+        # Two programs share a multiprocessor and its 65536 registers. Without the limit the
+        # compiler takes 145 a thread, with it nothing spills. Forms with divisions or single bytes
+        # need 180, and would spill.
         options["maxnreg"] = 128
     launch(
         _blocks_kernel, triton.cdiv(M, _TILE["BLOCK"]) * triton.cdiv(K, _TILE["BLOCK"]), x,

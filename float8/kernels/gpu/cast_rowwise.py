@@ -1,9 +1,9 @@
 """`cast_rowwise`: one scale per row, of the matrix and of its transpose.
 
 A row's scale is known once the row has been read. Rows alone are cast from one read: a program
-holds whole rows in registers, finds their amaxes and writes the codes; rows that do not fit are
-read again from cache. The rows of the transpose are columns, and no program holds a column: their
-amaxes cost a read of their own, which then finds those of the rows too.
+holds whole rows in registers, finds their amaxes and writes float8; rows that do not fit are read
+again from cache. The rows of the transpose are columns, and no program holds a column: a separate
+read finds their amaxes, and those of the rows with them.
 
 ================= ===================== =====================================
 wanted            bytes per element     launches
@@ -13,11 +13,11 @@ columns           2 + 2 + 1             3 (one zeroes the amaxes)
 both              2 + 2 + 1 + 1         3
 ================= ===================== =====================================
 
-Casting the rows during the first read would make it 2 + 1 and 2 + 1, as many bytes, and would tie
-the column amaxes to programs that walk whole rows. The bytes are those of a bfloat16 source;
+Casting the rows during the first read would move as many bytes, 2 + 1 and 2 + 1, and would bind
+the column amaxes to programs that read whole rows. The bytes are those of a bfloat16 source;
 ``x.t()`` of a row-major matrix counts as that matrix, its rows and columns exchanged.
 
-The second launch of the last two turns the amaxes into scales itself, program by program, and
+Where columns are wanted, each program of the last launch computes its scales from the amaxes, and
 transposes as ``cast.py`` does.
 """
 

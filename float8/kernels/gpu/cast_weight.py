@@ -1,6 +1,6 @@
 """`cast_weight`: the tensorwise float8 weight that follows from its scaled float16 master.
 
-An optimizer step has left the amax of the new master (``optimizer_step.py``), so one pass remains:
+The optimizer step writes the amax of the new master (``optimizer_step.py``), so one pass is enough:
 2 bytes read and 1 written per element, and no float32 copy of the weight.
 """
 

@@ -1,8 +1,8 @@
 """Before a cast's first launch on a device: the same kernel on a small matrix, bit for bit.
 
-Triton and ptxas have had faults that store wrong codes without any error (triton#11111), and a
-model trained on those may look healthy for long. So the first launch of an op of `_CHECKED` on a
-device is preceded by launches on a matrix of 80 x 144, whose results are compared with the op's
+Triton and ptxas have had faults that store wrong bytes without any error (triton#11111), and
+a model trained on those may look healthy for long. So the first launch of an op of `_CHECKED` on a
+device is preceded by launches on a matrix of 80 x 144. Their results are compared with the op's
 definition in plain PyTorch; a difference raises. 80 and 144 are multiples of 16 and of no tile: the
 compiled forms are those of training, and both edges of a tile are masked.
 
@@ -67,8 +67,8 @@ def check(
         found = kernel(*(a.to(device) if isinstance(a, Tensor) else a for a in arguments))
         expected = definition(*arguments)
         found, expected = ((r,) if isinstance(r, Tensor) else r for r in (found, expected))
-        for i, (mine, right) in enumerate(zip(found, expected, strict=True)):
-            wrong = _differences(mine.cpu(), right)
+        for i, (actual, right) in enumerate(zip(found, expected, strict=True)):
+            wrong = _differences(actual.cpu(), right)
             if wrong:
                 what = f"result {i}, {wrong} of {right.numel()} elements"
                 raise RuntimeError(_message(op, arguments[1:], what, device))

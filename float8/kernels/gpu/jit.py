@@ -20,11 +20,11 @@ import triton.language as tl
 # 2^-126, as a constexpr: definition.MIN_SCALE.
 _MIN_SCALE = tl.constexpr(2.0**-126)
 
-# Conversions are written in PTX, but for AMD GPUs and Triton's interpreter. Triton's own leave the
-# result of a conversion in 16 bits, which several stores then take apart, and ptxas 12.8 and 12.9
-# gets that wrong: one of them stores bits of the stack pointer (triton#11111). Here the results of
-# two conversions become one 32-bit register at once, and everything later is integer arithmetic on
-# it. It also rounds once, where Triton on sm_89 rounds to float16 first.
+# Conversions are written in PTX, except for AMD GPUs and Triton's interpreter. Triton's leave the
+# result of a conversion in 16 bits, and several stores then read parts of them. ptxas 12.8 and 12.9
+# compile that wrongly: one of the stores writes bits of the stack pointer (triton#11111). Here the
+# results of two conversions become one 32-bit register at once, and all later instructions are
+# integer arithmetic on it. It also rounds once, where Triton on sm_89 rounds to float16 first.
 _PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
 _CONVERT_4 = """{{
@@ -79,8 +79,8 @@ def scale_from_amax(amax, FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 def reciprocal(scale, POWER_OF_TWO: tl.constexpr = False):
     """Of a scale, correctly rounded, unlike Triton's own division.
 
-    A power of two is turned over in three integer operations; a division takes twenty, a call for
-    the rare operand, and that many more registers.
+    The reciprocal of a power of two takes three integer operations. A division takes twenty, a call
+    for rare operands, and that many more registers.
     """
     if not POWER_OF_TWO:
         return tl.div_rn(1.0, scale)
@@ -219,7 +219,7 @@ def store_packed(out_ptr, packed, first_m4, k, M, K):
         k: int64, the tile's columns.
         M, K: of the matrix before it is transposed.
     """
-    M4 = (M // 16) * 4  # spelt so that the compiler sees rows of whole 16-byte words
+    M4 = (M // 16) * 4  # in this form the compiler sees rows of whole 16-byte words
     m4 = first_m4 + tl.arange(0, packed.shape[0])
     inside = (k < K)[:, None] & (m4 < M4)[None, :]
     tl.store(out_ptr + k[:, None] * M4 + m4[None, :], tl.trans(packed), inside)
@@ -271,7 +271,7 @@ def write_codes(
     ROWS_BY_4: tl.constexpr,
     FORMAT: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
-    FITS: tl.constexpr,  # the factor comes from the amax of what ys belong to
+    FITS: tl.constexpr,  # the factor comes from the amax of the tensor or block of ys
     WRITE_ROWS: tl.constexpr,
     WRITE_COLS: tl.constexpr,
     PACK: tl.constexpr,  # M is a multiple of 16

@@ -6,8 +6,8 @@ returns (for FakeTensors), and the forms that ship. `register` makes an op of th
 ``torch.ops.float8.<name>``: torch.compile, CUDA graphs and FakeTensorMode treat it as one of
 torch's own.
 
-The files are imported when a CUDA tensor first needs one: Triton costs half a second, and laptops
-may not have it.
+The files are imported when a CUDA tensor first needs one: importing Triton takes half a second, and
+it may not be installed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Variant:
     """One compiled form of a kernel that ships, for inspection without a GPU.
 
     Args:
-        name: for people.
+        name: its title in reports.
         kernel: the ``@triton.jit`` function.
         types: each runtime argument's Triton type, in the order of the signature
             (``"*bf16"``, ``"i32"``).
@@ -139,14 +139,14 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device: make it x's."""
+    """Makes x's device the current one, on which Triton launches."""
     if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)
 
 
 def check_device(op: str, x: Tensor, **others: Tensor | None) -> None:
-    """A kernel follows pointers wherever they point: refuse those of another device."""
+    """Refuse tensors of another device than x's, whose pointers a kernel would follow."""
     for name, other in others.items():
         if other is not None and other.device != x.device:
             raise ValueError(
@@ -162,7 +162,7 @@ def tiles_of(x: Tensor, tile: Mapping[str, int]) -> int:
 
 
 def is_transposed(x: Tensor) -> bool:
-    """Whether the matrix x is the transpose of a row-major one, so that it is read as that."""
+    """Whether the matrix x is the transpose of a row-major one, which kernels read instead."""
     return x.stride(0) == 1 and x.stride(1) != 1
 
 
@@ -178,7 +178,7 @@ def read_row_major(x: Tensor, outputs: BothWays) -> tuple[Tensor, BothWays]:
 def define_both_ways(
     x: Tensor, outputs: BothWays, rows: bool, cols: bool, block: Block, power_of_two: bool
 ) -> BothWays:
-    """``outputs``, filled by `definition.cast_dynamic`: a cast with scales smaller than x."""
+    """Fill ``outputs`` by `definition.cast_dynamic`, for scales of rows and of blocks."""
     for wanted, source, data, scale in ((rows, x, *outputs[:2]), (cols, x.t(), *outputs[2:])):
         if wanted:
             found = definition.cast_dynamic(source, block, data.dtype, power_of_two)

@@ -1,11 +1,11 @@
-"""Device functions for optimizer states: the twins of `float8.kernels.moments` and `.stochastic`.
+"""Device functions for optimizer states: `float8.kernels.moments` and `.stochastic` in Triton.
 
 A tile is (GROUPS, GROUP): a row is a group, which a few neighbouring threads hold in registers, so
 that a group's range costs a few shuffles. Lanes outside the matrix hold zeros, which take no part
 in a range and stay zeros under every rule.
 
 Linear codes, float32 arithmetic and random bits are the reference's to the bit. Expanded codes are
-so up to the last bits of ``log2`` and ``exp2``, which the GPU has its own of.
+equal up to the last bits of ``log2`` and ``exp2``, which differ on a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.language.extra import libdevice
 from float8.kernels import moments
 from float8.kernels.gpu.jit import convert, encode, magnitude_bits, reciprocal, scale_from_amax
 
-# The forms of a `Stored`.
+# The forms of a `StateMatrix`.
 DENSE = tl.constexpr(0)
 LINEAR = tl.constexpr(1)
 EXPANDED = tl.constexpr(2)
@@ -38,7 +38,7 @@ def _log2(x):
 
     Times an exponent of at most 6, or a k of at most 64, that is far below the spacing of codes.
     """
-    if _IS_INTERPRETED:  # which knows no device library
+    if _IS_INTERPRETED:  # the interpreter has no device library
         return tl.log2(x)
     return libdevice.fast_log2f(x)
 

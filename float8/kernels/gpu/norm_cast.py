@@ -13,14 +13,14 @@ None   2 + 2 + 1 + 1       2 + 2 and 2+2+1+1 dynamic: a first pass finds statist
 ====== =================== ================= ==============================================
 
 Two kernels. `_rows_kernel` takes 4 rows at a time, for their statistics and, if wanted, the amax of
-y; the second look at a row hits the cache. `_cast_kernel` writes float8: tile by tile, with
+y; the second read of a row hits the cache. `_cast_kernel` writes float8: tile by tile, with
 statistics that are in memory already, or by whole rows (OWN): a program looks at its 16 rows and
-walks back over them, so that what was read last, and is in the cache, is read first. That is one
-pass, and needs rows enough to fill the GPU; of fewer the L2 cache holds x for the second launch.
+goes back over them from their ends, which are still in the cache. That is one pass, and needs
+enough rows to fill the GPU; of fewer rows the L2 cache holds x for the second launch.
 
-The variance about the mean takes one look as well, and no difference of two large sums: every lane
-follows the mean and the squared distances of the elements that it sees (Welford, 1962). Lanes are
-joined by ``sum(m2) + sum(n * (mean_of_lane - mean)^2)`` (Chan, Golub and LeVeque, 1979).
+The variance about the mean takes one read as well, and no difference of two large sums: every lane
+updates the mean and the squared distances of its elements (Welford, 1962). Lanes are combined by
+``sum(m2) + sum(n * (mean_of_lane - mean)^2)`` (Chan, Golub and LeVeque, 1979).
 
 Given its statistics a row's bits are the definition's; they themselves depend on the order of a
 sum.
@@ -274,7 +274,7 @@ def _cast_kernel(
         steps = 1
         last_k = (pid % chunks) * COLS
     m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
-    seen = tl.zeros((ROWS_BY_4, COLS // 16), tl.int32)  # 16 neighbours are one thread's
+    seen = tl.zeros((ROWS_BY_4, COLS // 16), tl.int32)  # a thread holds 16 neighbours
     for step in range(steps):
         k = last_k - step * COLS + tl.arange(0, COLS)
         # All loads before the first store, which none of them may overtake.
@@ -309,7 +309,7 @@ def _statistics(
 
 
 def _pointers(norm: Norm, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor | None, ...]:
-    """weight, bias, mean, rstd; what the kernel does not look at is any pointer."""
+    """weight, bias, mean, rstd; any pointer in place of one that the kernel does not read."""
     bias = norm.weight if norm.bias is None else norm.bias
     return norm.weight, bias, rstd if mean is None else mean, rstd
 
@@ -322,7 +322,7 @@ def _launch(
     x: Tensor, norm: Norm, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
     power_of_two: bool, cols: bool, amax: Tensor | None = None, own: bool | None = None,
 ) -> Outputs:  # fmt: skip
-    """Launch; a test names ``own``, to have whole rows of a small matrix."""
+    """Launch; tests pass ``own`` to have a small matrix cast by whole rows."""
     _check(x, norm, scale, amax)
     if x.numel() == 0:
         return _definition(x, norm, scale, compute_dtype, dtype, power_of_two, cols, amax)

@@ -11,11 +11,12 @@ FLAT        everything is row-major and groups divide rows: memory is one run of
 otherwise   a row's last group may be shorter, parameter and gradient have strides of their own
 =========== ===================================================================================
 
-The numbers of a rule arrive by value; the learning rate, the step, and the key of random bits also
-by pointer (a CUDA graph replays with new ones). Bias corrections are then computed in float64 by
-each program, as the reference does.
+`_adamw`, `_sgd_momentum` and `_lion` are the rules of ``kernels/update_rules.py`` on a tile, equal
+to them by test. A rule's numbers arrive by value; the learning rate and the step may also arrive by
+pointer, so that a CUDA graph replays with new ones. Bias corrections are then computed in float64
+by each program, as the definition does. Random bits are a hash of seed, step and element.
 
-Where the parameter is a master, `cast_weight` is the second launch: this one leaves the amax of the
+Where the parameter is a master, `cast_weight` is the second launch. This one leaves the amax of the
 new master, by an atomic maximum, which does not depend on the order.
 """
 
@@ -29,16 +30,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.kernels import moments, stochastic
 from float8.kernels import optimizer_step as host
+from float8.kernels import stochastic, update_rules
 from float8.kernels.gpu.jit import magnitude_bits
-from float8.kernels.gpu.launch import (
-    NO_FUSION,
-    Variant,
-    check_device,
-    on_device_of,
-    register,
-)
+from float8.kernels.gpu.launch import NO_FUSION, Variant, check_device, on_device_of, register
 from float8.kernels.gpu.moments import (
     DENSE,
     EXPANDED,
@@ -50,25 +45,100 @@ from float8.kernels.gpu.moments import (
     store,
     values,
 )
+from float8.kernels.moments import StateMatrix
 
 _ELEMENTS = 2048  # of a program: 16 a thread, so that one thread's codes are 16 bytes
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
-RULES = {"adamw": 0, "sgd_momentum": 1, "lion": 2}
-_ADAMW, _SGD = tl.constexpr(0), tl.constexpr(1)
-_UNDECAYED, _DECOUPLED, _COUPLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_NO_DECAY, _DECOUPLED, _COUPLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _positions(
+    n, N, C, p_stride_r, p_stride_c, g_stride_r, g_stride_c, GROUP: tl.constexpr, FLAT: tl.constexpr
+):
+    """Of groups n: elements of the states, of p and of g, (GROUPS, GROUP); which ones exist."""
+    lane = tl.arange(0, GROUP)
+    if FLAT:
+        at = n[:, None] * GROUP + lane[None, :]
+        inside = (n < N)[:, None] & (lane < GROUP)[None, :]
+        p_at, g_at = at, at
+    else:
+        G = tl.cdiv(C, GROUP)
+        row = (n // G)[:, None]
+        col = (n % G)[:, None] * GROUP + lane[None, :]
+        inside = (n < N)[:, None] & (col < C)
+        at = row * C + col
+        p_at = row * p_stride_r + col * p_stride_c
+        g_at = row * g_stride_r + col * g_stride_c
+    return at, p_at, g_at, inside
 
 
 @triton.jit
 def _adam_factors(lr, step, LOG2_BETA1: tl.constexpr, LOG2_BETA2: tl.constexpr):
-    """`float8.kernels.moments.adam_factors`."""
-    step64 = step.to(tl.float64)
-    step_size = lr.to(tl.float64) / (1.0 - tl.exp2(step64 * LOG2_BETA1))
+    """`float8.kernels.update_rules.adam_factors`."""
+    step64 = tl.cast(step, tl.float64)
+    step_size = tl.cast(lr, tl.float64) / (1.0 - tl.exp2(step64 * LOG2_BETA1))
     root = 1.0 / tl.sqrt(1.0 - tl.exp2(step64 * LOG2_BETA2))
     return step_size.to(tl.float32), root.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["seed", "offset", "first"])
-def _step_kernel(  # noqa: PLR0915  # one launch, and a tile passed on costs registers
+@triton.jit
+def _decayed(p, g, kept, weight_decay, DECAY: tl.constexpr):
+    """The weight decay of every rule; ``kept`` is 1 - lr * weight_decay."""
+    if DECAY == _DECOUPLED:
+        p = p * kept
+    elif DECAY == _COUPLED:
+        g = g + p * weight_decay
+    return p, g
+
+
+@triton.jit
+def _adamw(p, g, m, v, rest1, beta2, rest2, eps, step_size, root):
+    """`float8.kernels.update_rules.AdamW` after its decay; ``rest1`` is 1 - beta1."""
+    m = m + (g - m) * rest1
+    v = v * beta2 + (g * g) * rest2
+    return p - tl.div_rn(m, tl.sqrt_rn(v) * root + eps) * step_size, m, v
+
+
+@triton.jit
+def _sgd_momentum(p, g, m, lr, momentum, undampened, NESTEROV: tl.constexpr):
+    """`float8.kernels.update_rules.SGDMomentum` after its decay."""
+    m = m * momentum + g * undampened
+    return p - (g + m * momentum if NESTEROV else m) * lr, m
+
+
+@triton.jit
+def _lion(p, g, m, lr, beta1, rest1, beta2, rest2):
+    """`float8.kernels.update_rules.Lion` after its decay."""
+    mixed = m * beta1 + g * rest1
+    direction = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, mixed))  # 0 and NaN stay
+    return p - direction * lr, m * beta2 + g * rest2
+
+
+@triton.jit
+def _store_master(
+    p, p_ptr, scale_ptr, amax_ptr, at, inside, n, N, index, seed, step, RANDOM: tl.constexpr
+):
+    """Write a master in scaled float16, and record the largest magnitude that it then holds."""
+    codes, scale = encode_linear(p, True, index, seed, step, -1, RANDOM)
+    tl.store(p_ptr + at, codes, inside)
+    tl.store(scale_ptr + n, scale, n < N)
+    largest = tl.max(largest_of(values(codes) * scale[:, None]))
+    tl.atomic_max(amax_ptr, magnitude_bits(largest), sem="relaxed")
+
+
+@triton.jit
+def _store_plain(p, p_ptr, at, inside, index, seed, step, RANDOM: tl.constexpr):
+    """Write a parameter in its own dtype."""
+    DTYPE: tl.constexpr = p_ptr.dtype.element_ty
+    if RANDOM:
+        tl.store(p_ptr + at, stochastic_round(p, index, seed, step, DTYPE), inside)
+    else:
+        tl.store(p_ptr + at, p.to(DTYPE), inside)
+
+
+@triton.jit(do_not_specialize=["seed", "first"])
+def _step_kernel(
     p_ptr,
     p_scale_ptr,
     g_ptr,
@@ -81,20 +151,19 @@ def _step_kernel(  # noqa: PLR0915  # one launch, and a tile passed on costs reg
     amax_ptr,  # int32 bits, where the parameter is a master
     grad_scale_ptr,
     found_inf_ptr,
-    lr,  # a number, or a pointer: likewise step, seed and offset
+    lr,  # a number, or a pointer: likewise step
     step,
     seed,
-    offset,
     first,
-    decay,
-    step_size,
-    root,
+    kept,
+    weight_decay,
     beta1,
     rest1,
     beta2,
     rest2,
     eps,
-    weight_decay,
+    step_size,
+    root,
     R,
     C,
     p_stride_r,
@@ -116,30 +185,19 @@ def _step_kernel(  # noqa: PLR0915  # one launch, and a tile passed on costs reg
     P_RANDOM: tl.constexpr,  # rounded up or down at random
     M_RANDOM: tl.constexpr,
     V_RANDOM: tl.constexpr,
-    SEED_IS_TENSOR: tl.constexpr,
-    OFFSET_IS_TENSOR: tl.constexpr,
     SCALED: tl.constexpr,
     SKIPS: tl.constexpr,
     LOG2_BETA1: tl.constexpr,
     LOG2_BETA2: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    lane = tl.arange(0, GROUP)
-    G = tl.cdiv(C, GROUP)
-    N = tl.full((), 1, tl.int64) * R * G  # not R.to(int64): it is a constant where it is 1
+    N = tl.full((), 1, tl.int64) * R * tl.cdiv(C, GROUP)  # R may be a constant, without .to()
     if SKIPS:
         N = tl.where(tl.load(found_inf_ptr) == 0, N, 0)  # nothing is inside: nothing is written
-    if FLAT:
-        at = n[:, None] * GROUP + lane[None, :]
-        inside = (n < N)[:, None] & (lane < GROUP)[None, :]
-        p_at, g_at = at, at
-    else:
-        row = (n // G)[:, None]
-        col = (n % G)[:, None] * GROUP + lane[None, :]
-        inside = (n < N)[:, None] & (col < C)
-        at = row * C + col
-        p_at = row * p_stride_r + col * p_stride_c
-        g_at = row * g_stride_r + col * g_stride_c
+    at, p_at, g_at, inside = _positions(
+        n, N, C, p_stride_r, p_stride_c, g_stride_r, g_stride_c, GROUP, FLAT
+    )
+    index = (at + first).to(tl.int32)  # of an element in the whole parameter, modulo 2^32
 
     g = tl.load(g_ptr + g_at, inside, 0).to(tl.float32)
     if P_FORM == LINEAR:
@@ -147,170 +205,144 @@ def _step_kernel(  # noqa: PLR0915  # one launch, and a tile passed on costs reg
     else:
         p = tl.load(p_ptr + p_at, inside, 0).to(tl.float32)
     m = load(m_ptr, m_scale_ptr, m_exponent_ptr, at, inside, n, N, M_FORM)
-    if RULE == _ADAMW:
+    if RULE == "adamw":
         v = load(v_ptr, v_scale_ptr, v_exponent_ptr, at, inside, n, N, V_FORM)
 
-    if SEED_IS_TENSOR:
-        seed = tl.load(seed)
-    if OFFSET_IS_TENSOR:
-        offset = tl.load(offset)
-    index = (at + first).to(tl.int32)  # of an element in the whole parameter, modulo 2^32
     if LR_IS_TENSOR:
         lr = tl.load(lr).to(tl.float32)
-        decay = 1.0 - lr * weight_decay
+        kept = 1.0 - lr * weight_decay
     if STEP_IS_TENSOR:
         step = tl.load(step)
-        if RULE == _SGD:
-            rest1 = tl.where(step == 1, 1.0, rest1)
-    if RULE == _ADAMW and (LR_IS_TENSOR or STEP_IS_TENSOR):
-        step_size, root = _adam_factors(lr, step, LOG2_BETA1, LOG2_BETA2)
-
+    number = tl.cast(step, tl.int32)  # a Python float in the interpreter
     if SCALED:
         g = tl.div_rn(g, tl.load(grad_scale_ptr) + tl.zeros_like(g))
     if MAXIMIZE:
         g = -g
-    if DECAY == _DECOUPLED:
-        p = p * decay
-    elif DECAY == _COUPLED:
-        g = g + p * weight_decay
-    if RULE == _ADAMW:
-        m = m + (g - m) * rest1
-        v = v * beta2 + (g * g) * rest2
-        p = p - tl.div_rn(m, tl.sqrt_rn(v) * root + eps) * step_size
+    p, g = _decayed(p, g, kept, weight_decay, DECAY)
+    if RULE == "adamw":
+        if LR_IS_TENSOR or STEP_IS_TENSOR:
+            step_size, root = _adam_factors(lr, step, LOG2_BETA1, LOG2_BETA2)
+        p, m, v = _adamw(p, g, m, v, rest1, beta2, rest2, eps, step_size, root)
         store(
             v, v_ptr, v_scale_ptr, v_exponent_ptr, at, inside, n, N, V_FORM,
-            index, seed, offset, 1, V_RANDOM,
+            index, seed, number, 1, V_RANDOM,
         )  # fmt: skip
-    elif RULE == _SGD:
-        m = m * beta1 + g * rest1
-        p = p - (g + m * beta1 if NESTEROV else m) * lr
+    elif RULE == "sgd_momentum":
+        if STEP_IS_TENSOR:
+            rest1 = tl.where(step == 1, 1.0, rest1)
+        p, m = _sgd_momentum(p, g, m, lr, beta1, rest1, NESTEROV)
     else:
-        c = m * beta1 + g * rest1
-        direction = tl.where(c > 0, 1.0, tl.where(c < 0, -1.0, c))  # 0 and NaN stay
-        p = p - direction * lr
-        m = m * beta2 + g * rest2
+        p, m = _lion(p, g, m, lr, beta1, rest1, beta2, rest2)
     store(
         m, m_ptr, m_scale_ptr, m_exponent_ptr, at, inside, n, N, M_FORM,
-        index, seed, offset, 0, M_RANDOM,
+        index, seed, number, 0, M_RANDOM,
     )  # fmt: skip
-
     if P_FORM == LINEAR:
-        codes, scale = encode_linear(p, True, index, seed, offset, -1, P_RANDOM)
-        tl.store(p_ptr + at, codes, inside)
-        tl.store(p_scale_ptr + n, scale, n < N)
-        largest = tl.max(largest_of(values(codes) * scale[:, None]))
-        tl.atomic_max(amax_ptr, magnitude_bits(largest), sem="relaxed")
-    elif P_RANDOM:
-        DTYPE: tl.constexpr = p_ptr.dtype.element_ty
-        tl.store(p_ptr + p_at, stochastic_round(p, index, seed, offset, DTYPE), inside)
+        _store_master(
+            p, p_ptr, p_scale_ptr, amax_ptr, at, inside, n, N, index, seed, number, P_RANDOM
+        )
     else:
-        tl.store(p_ptr + p_at, p.to(p_ptr.dtype.element_ty), inside)
+        _store_plain(p, p_ptr, p_at, inside, index, seed, number, P_RANDOM)
 
 
 def _form(scale: Tensor | None, exponent: Tensor | None = None) -> int:
     return (DENSE if scale is None else LINEAR if exponent is None else EXPANDED).value
 
 
-def _bytes(codes: Tensor) -> Tensor:
-    return codes.view(torch.uint8) if codes.element_size() == 1 else codes
+def _numbers(rule: Any, step: float, is_captured: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The kernel's arguments from ``kept`` to ``root``, and what of a rule is compiled in.
 
-
-def _rule_constants(
-    name: str, numbers: list[float], lr: Tensor | None, step: Tensor | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The kernel's arguments from ``decay`` to ``weight_decay``, and what is compiled in."""
-    rule = host.unpacked(name, numbers, None, None)
-    beta1, rest1, beta2, rest2, eps = 0.0, 0.0, 0.0, 0.0, 0.0
-    factors: tuple[Any, ...] = (0.0, 0.0)
+    Args:
+        rule: one of `KERNEL_RULES`; a learning rate that is a tensor counts as 0.
+        step: which step this is; 0 where it is a tensor.
+        is_captured: whether the learning rate or the step is a tensor.
+    """
+    numbers: dict[str, Any] = {
+        "kept": 1 - rule.lr * rule.weight_decay,
+        "weight_decay": rule.weight_decay,
+        **dict.fromkeys(("beta1", "rest1", "beta2", "rest2", "eps", "step_size", "root"), 0.0),
+    }
+    constants: dict[str, Any] = {"NESTEROV": False, "MAXIMIZE": bool(rule.maximize)}
+    constants |= {"LOG2_BETA1": 0.0, "LOG2_BETA2": 0.0}
     decay = _DECOUPLED
-    if isinstance(rule, host.SGDMomentum):
-        beta1, rest1 = rule.momentum, 1 - rule.dampening
-        if step is None and rule.step == 1:
-            rest1 = 1.0
+    if isinstance(rule, update_rules.SGDMomentum):
+        undampened = 1.0 if step == 1 else 1 - rule.dampening
+        numbers |= {"beta1": rule.momentum, "rest1": undampened}
+        constants["NESTEROV"] = bool(rule.nesterov)
         decay = _COUPLED
     else:
-        beta1, rest1, beta2, rest2 = rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2
-    if isinstance(rule, host.AdamW):
-        eps = rule.eps
+        beta1, beta2 = rule.beta1, rule.beta2
+        numbers |= {"beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2}
+    if isinstance(rule, update_rules.AdamW):
+        numbers["eps"] = rule.eps
         decay = _DECOUPLED if rule.decoupled else _COUPLED
-        if lr is None and step is None:
-            factors = moments.adam_factors(rule.lr, beta1, beta2, rule.step)
-    is_coupled = decay.value == _COUPLED.value
-    if is_coupled and rule.weight_decay == 0:
-        decay = _UNDECAYED
-    constants = {
-        "RULE": RULES[name],
-        "DECAY": decay.value,
-        "NESTEROV": isinstance(rule, host.SGDMomentum) and bool(rule.nesterov),
-        "MAXIMIZE": bool(rule.maximize),
-        "LOG2_BETA1": _log2(beta1) if step is not None or lr is not None else 0.0,
-        "LOG2_BETA2": _log2(beta2) if step is not None or lr is not None else 0.0,
-    }
-    kept = 1 - rule.lr * rule.weight_decay
-    arguments = (kept, *factors, beta1, rest1, beta2, rest2, eps, rule.weight_decay)
-    return arguments, constants
+        if is_captured:
+            constants |= {"LOG2_BETA1": _log2(beta1), "LOG2_BETA2": _log2(beta2)}
+        else:
+            factors = update_rules.adam_factors(rule.lr, beta1, beta2, step)
+            numbers |= zip(("step_size", "root"), factors, strict=True)
+    if decay is _COUPLED and rule.weight_decay == 0:
+        decay = _NO_DECAY
+    return numbers, {**constants, "DECAY": decay.value}
 
 
 def _log2(beta: float) -> float:
     return math.log2(beta) if beta > 0 else -math.inf
 
 
+def _bytes(codes: Tensor | None) -> Tensor | None:
+    return codes if codes is None or codes.element_size() > 1 else codes.view(torch.uint8)
+
+
 def _launch(
-    rule: str, numbers: list[float], lr: Tensor | None, step: Tensor | None,
+    rule: str, numbers: list[float], lr: Tensor | None, step: float, step_tensor: Tensor | None,
     p: Tensor, p_scale: Tensor | None, g: Tensor,
     m: Tensor, m_scale: Tensor | None, m_exponent: Tensor | None,
-    v: Tensor, v_scale: Tensor | None, v_exponent: Tensor | None,
-    group: int, rounds: list[bool], seed: int | None, seed_tensor: Tensor | None,
-    offset: int | None, offset_tensor: Tensor | None, first: int,
+    v: Tensor | None, v_scale: Tensor | None, v_exponent: Tensor | None,
+    group: int, at_random: list[bool], seed: int, first: int,
     grad_scale: Tensor | None, found_inf: Tensor | None, amax: Tensor | None,
 ) -> None:  # fmt: skip
     check_device(
-        "optimizer_step", p, g=g, m=m, v=v, lr=lr, step=step, grad_scale=grad_scale,
-        found_inf=found_inf, seed=seed_tensor, offset=offset_tensor, amax=amax,
+        "optimizer_step", p, g=g, m=m, v=v, lr=lr, step=step_tensor, grad_scale=grad_scale,
+        found_inf=found_inf, amax=amax,
     )  # fmt: skip
     if p.numel() == 0:
         return
     R, C = p.shape
-    scalars, constants = _rule_constants(rule, numbers, lr, step)
-    plain = host.unpacked(rule, numbers, None, None)
-    random = [r and x.dtype != torch.float32 for r, x in zip(rounds, (p, m, v), strict=False)]
+    plain = host.unpacked(rule, numbers, None)
+    arguments, constants = _numbers(plain, step, lr is not None or step_tensor is not None)
     if p_scale is not None and amax is None:
         amax = torch.zeros(1, dtype=torch.float32, device=p.device)
+    tensors = (
+        p, p_scale, g, _bytes(m), m_scale, m_exponent, _bytes(v), v_scale, v_exponent,
+        None if amax is None else amax.view(torch.int32), grad_scale, found_inf,
+    )  # fmt: skip
+    p_random, m_random, v_random = (
+        r and x is not None and x.dtype != torch.float32
+        for r, x in zip((*at_random, False)[:3], (p, m, v), strict=True)
+    )
     groups = max(1, _ELEMENTS // group)
     with on_device_of(p):
         _step_kernel[(triton.cdiv(R * triton.cdiv(C, group), groups),)](
-            p,
-            p if p_scale is None else p_scale,
-            g,
-            _bytes(m),
-            m if m_scale is None else m_scale,
-            m if m_exponent is None else m_exponent,
-            _bytes(v),
-            v if v_scale is None else v_scale,
-            v if v_exponent is None else v_exponent,
-            p if amax is None else amax.view(torch.int32),
-            p if grad_scale is None else grad_scale,
-            p if found_inf is None else found_inf,
+            *(p if x is None else x for x in tensors),  # a pointer that is not read needs a value
             plain.lr if lr is None else lr,
-            getattr(plain, "step", 0.0) if step is None else step,
-            stochastic.as_int32(seed or 0) if seed_tensor is None else seed_tensor,
-            stochastic.as_int32(offset or 0) if offset_tensor is None else offset_tensor,
+            step if step_tensor is None else step_tensor,
+            stochastic.as_int32(seed),
             stochastic.as_int32(first),
-            *scalars,
+            *arguments.values(),
             *(R, C, *p.stride(), *g.stride()),
             GROUPS=groups,
             GROUP=group,
             FLAT=C % group == 0 and p.is_contiguous() and g.is_contiguous(),
+            RULE=rule,
             P_FORM=_form(p_scale),
             M_FORM=_form(m_scale, m_exponent),
             V_FORM=_form(v_scale, v_exponent),
             LR_IS_TENSOR=lr is not None,
-            STEP_IS_TENSOR=step is not None,
-            P_RANDOM=random[0],
-            M_RANDOM=random[1],
-            V_RANDOM=random[-1],
-            SEED_IS_TENSOR=seed_tensor is not None,
-            OFFSET_IS_TENSOR=offset_tensor is not None,
+            STEP_IS_TENSOR=step_tensor is not None,
+            P_RANDOM=p_random,
+            M_RANDOM=m_random,
+            V_RANDOM=v_random,
             SCALED=grad_scale is not None,
             SKIPS=found_inf is not None,
             **constants,
@@ -319,22 +351,29 @@ def _launch(
 
 
 def _reference(
-    rule: str, numbers: list[float], lr: Tensor | None, step: Tensor | None,
+    rule: str, numbers: list[float], lr: Tensor | None, step: float, step_tensor: Tensor | None,
     p: Tensor, p_scale: Tensor | None, g: Tensor,
     m: Tensor, m_scale: Tensor | None, m_exponent: Tensor | None,
-    v: Tensor, v_scale: Tensor | None, v_exponent: Tensor | None,
-    group: int, rounds: list[bool], seed: int | None, seed_tensor: Tensor | None,
-    offset: int | None, offset_tensor: Tensor | None, first: int,
+    v: Tensor | None, v_scale: Tensor | None, v_exponent: Tensor | None,
+    group: int, at_random: list[bool], seed: int, first: int,
     grad_scale: Tensor | None, found_inf: Tensor | None, amax: Tensor | None,
 ) -> None:  # fmt: skip
-    states = [host.Stored(m, m_scale, m_exponent), host.Stored(v, v_scale, v_exponent)]
-    host.reference_step(
-        host.unpacked(rule, numbers, lr, step), host.Stored(p, p_scale), g,
-        states if rule == "adamw" else states[:1], group,
-        rounds=rounds, seed=(seed or 0) if seed_tensor is None else seed_tensor,
-        offset=(offset or 0) if offset_tensor is None else offset_tensor, first=first,
-        grad_scale=grad_scale, found_inf=found_inf, amax=amax,
+    """`plain_step`, and what GradScaler and `cast_weight` need around it."""
+    if found_inf is not None and found_inf.item() != 0:
+        return
+    target = StateMatrix(p, p_scale, None, group)
+    states = [StateMatrix(m, m_scale, m_exponent, group)]
+    if v is not None:
+        states.append(StateMatrix(v, v_scale, v_exponent, group))
+    gradient = g.to(torch.float32)
+    if grad_scale is not None:
+        gradient = gradient / grad_scale.reshape(())
+    host.plain_step(
+        host.unpacked(rule, numbers, lr), step if step_tensor is None else step_tensor, target,
+        gradient, states, at_random=at_random, seed=seed, first=first,
     )  # fmt: skip
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, target.decode().abs().nan_to_num(nan=0.0).amax()))
 
 
 def _fake(*args: Any) -> None:
@@ -342,12 +381,11 @@ def _fake(*args: Any) -> None:
 
 
 optimizer_step = register(
-    "optimizer_step(str rule, float[] numbers, Tensor? lr, Tensor? step, "
+    "optimizer_step(str rule, float[] numbers, Tensor? lr, float step, Tensor? step_tensor, "
     "Tensor(a!) p, Tensor(b!)? p_scale, Tensor g, "
     "Tensor(c!) m, Tensor(d!)? m_scale, Tensor(e!)? m_exponent, "
-    "Tensor(f!) v, Tensor(g!)? v_scale, Tensor(h!)? v_exponent, "
-    "int group, bool[] rounds, int? seed, Tensor? seed_tensor, int? offset, "
-    "Tensor? offset_tensor, int first, "
+    "Tensor(f!)? v, Tensor(g!)? v_scale, Tensor(h!)? v_exponent, "
+    "int group, bool[] at_random, int seed, int first, "
     "Tensor? grad_scale, Tensor? found_inf, Tensor(i!)? amax) -> ()",
     kernel=_launch,
     definition=_reference,
@@ -357,7 +395,7 @@ optimizer_step = register(
 
 _ROW = {"p_stride_c": 1, "g_stride_c": 1}
 _NUMBERS = (
-    "decay", "step_size", "root", "beta1", "rest1", "beta2", "rest2", "eps", "weight_decay",
+    "kept", "weight_decay", "beta1", "rest1", "beta2", "rest2", "eps", "step_size", "root",
 )  # fmt: skip
 
 
@@ -382,19 +420,17 @@ def _variant(
     floats = dict.fromkeys(("p_scale_ptr", "m_scale_ptr", "m_exponent_ptr"), "*fp32")
     floats |= dict.fromkeys(("v_scale_ptr", "v_exponent_ptr"), "*fp32")
     floats |= dict.fromkeys(("grad_scale_ptr", "found_inf_ptr"), "*fp32")
-    number = {"lr": "fp32", "step": "fp32", "seed": "i32", "offset": "i32"}
-    pointer = {"lr": "*fp32", "step": "*fp32", "seed": "*i64", "offset": "*i64"}
     types = {
         "p_ptr": p, "g_ptr": g or p, "m_ptr": "*u8", "v_ptr": v, "amax_ptr": "*i32", **floats,
-        **(pointer if tensors else number), **dict.fromkeys(_NUMBERS, "fp32"),
-        **dict.fromkeys(("R", "C", "p_stride_r", "g_stride_r", "first"), "i32"),
+        **dict.fromkeys(("lr", "step"), "*fp32" if tensors else "fp32"),
+        **dict.fromkeys(_NUMBERS, "fp32"),
+        **dict.fromkeys(("R", "C", "p_stride_r", "g_stride_r", "seed", "first"), "i32"),
     }  # fmt: skip
     constants = {
-        **_ROW, "GROUPS": _ELEMENTS // 128, "GROUP": 128, "FLAT": flat, "RULE": RULES[rule],
+        **_ROW, "GROUPS": _ELEMENTS // 128, "GROUP": 128, "FLAT": flat, "RULE": rule,
         "P_FORM": p_form.value, "M_FORM": LINEAR.value, "V_FORM": v_form.value, "DECAY": 1,
         "NESTEROV": False, "MAXIMIZE": False, "LR_IS_TENSOR": tensors, "STEP_IS_TENSOR": tensors,
         **{f"{x}_RANDOM": x.lower() in random for x in "PMV"},
-        "SEED_IS_TENSOR": tensors, "OFFSET_IS_TENSOR": tensors,
         "SCALED": tensors, "SKIPS": tensors, "LOG2_BETA1": -0.15, "LOG2_BETA2": -0.0014,
     }  # fmt: skip
     return Variant(f"optimizer_step: {name}", _step_kernel, types, constants, _OPTIONS)

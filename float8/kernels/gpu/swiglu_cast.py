@@ -1,8 +1,8 @@
 """`swiglu_cast`: the gate of a feed-forward layer, and the cast of its result; `swiglu_backward`.
 
 ``y = gate * sigmoid(gate) * up``, computed in float32 and rounded once, to the compute dtype. y is
-never written: its codes are, row-major and transposed, as ``cast.py`` casts a matrix that exists.
-Bytes per element of y, from bfloat16:
+never written: its float8 data is, row-major and transposed, as ``cast.py`` casts a matrix that
+exists. Bytes per element of y, from bfloat16:
 
 ==================== =================== =========================== ============================
 op, scale            bytes               silu, product, then cast    what it does
@@ -219,7 +219,7 @@ def _launch_backward(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _check(op: str, gate: Tensor, **others: Tensor) -> None:
-    """A kernel reads as far as gate's shape says: refuse what is smaller."""
+    """Refuse tensors of other shapes than gate's, by which a kernel addresses all of them."""
     check_device(op, gate, **others)
     for name, other in others.items():
         if other.shape != gate.shape:

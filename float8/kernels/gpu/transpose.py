@@ -1,8 +1,8 @@
 """`transpose`: the transpose of a float8 matrix, as a copy.
 
-For codes that exist already and that a second GEMM contracts the other way: a gathered weight, an
-activation that arrived in float8. Codes are bytes; 4 rows are packed into an int32 in registers as
-in ``cast.py``, and the copy moves words. 2 bytes per element: one read, one written.
+For float8 data that a second GEMM contracts the other way: a gathered weight, an activation that
+arrived in float8. 4 rows of bytes are packed into an int32 in registers (see ``jit.py``), and the
+copy moves words. 2 bytes per element: one read, one written.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Where a model's tensors are in the range of a format, as a table, a plot or annotated code.
+"""Where a model's tensors lie in the range of a format, as a table, a plot or annotated code.
 
     graph_to_dataframe   the metrics of every tensor, row by row
     plot                 every tensor's scale, and the ranges of E4M3 and E5M2
-    visualiser           the two steps before `plot`: a batch of text, a tracked training step
-    analyse_module       what a module calls, each line with the scales of its result
-    operand_table        what a cast with scale 1 would lose of every product's operands
+    visualiser           a batch of text, a tracked training step and `plot`, in one call
+    analyse_module       the calls of a module, each line with the scales of its result
+    operand_table        what a cast with scale 1 would lose of every linear layer's operands
 
 The first four read the graph that ``model.scales_graph()`` returns, of a model that
 `float8.unit_scaling.transforms.track_scales` returned; the table takes any model. Matplotlib and

@@ -1,13 +1,13 @@
-"""A module's code with the scales of its tensors beside it::
+"""`analyse_module`: the calls of a module as code, with the scales of its tensors beside it::
 
     def forward(self, x):  x (-> 1.0, <- 0.58)
         fc1_weight = self.fc1.weight  (-> 0.036, <- 16.1)
         linear = F.linear(x, fc1_weight, None)  (-> 0.577, <- 1.01)
         return linear
 
-It is the code that ran, one call per line, whatever file it came from: loops are unrolled, and what
-submodules call is there with the rest. Behind each line is the standard deviation of what it made,
-``->``, and of the gradient with respect to that, ``<-``.
+It is the code that ran, one call per line: loops are unrolled, and the calls of submodules are
+inlined. Each line ends with the standard deviation of its result, ``->``, and of the gradient with
+respect to the result, ``<-``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 
 from float8.unit_scaling.transforms import track_scales
 
-# Where a function is defined -> what people call that place.
+# module that defines a function -> the usual prefix of its name
 _PLACES = {
     "float8.unit_scaling.functional": "U.",
     "torch.nn.functional": "F.",
@@ -48,7 +48,7 @@ def analyse_module(
         inputs: its argument, or a tuple of them.
         backward: the gradient of its output; None where the output is a scalar.
         recurse_modules: show what submodules do; otherwise each call of one is a line.
-        syntax_highlight: colour for terminals; takes pygments.
+        syntax_highlight: colour for terminals; needs pygments.
 
     Returns:
         the code.
@@ -103,7 +103,7 @@ def _shallow_lines(graph: Graph) -> list[str]:
 
 
 def _called_module(node: Node) -> str | None:
-    """The submodule that the module itself called, on whose account a node is there."""
+    """The submodule, called by the module itself, inside which a node was called."""
     path: tuple[str, ...] = node.meta.get("modules", ())
     return path[0] if path else None
 

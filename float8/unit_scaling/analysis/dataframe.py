@@ -1,4 +1,4 @@
-"""The scales of a graph as a table: a row for each tensor and each direction.
+"""`graph_to_dataframe`: the scales of a graph as a table, a row for each tensor and direction.
 
 ================= ==============================================================================
 column            what
@@ -37,15 +37,14 @@ def graph_to_rows(graph: Graph) -> list[dict[str, Any]]:
     return [_row(node, direction) for node in nodes for direction in DIRECTIONS]
 
 
-def graph_to_dataframe(g: Graph, rows: bool = False) -> Any:
-    """The table as a ``pandas.DataFrame``; without pandas, or on request, as a list of dicts.
+def graph_to_dataframe(g: Graph) -> Any:
+    """The table as a ``pandas.DataFrame``; where pandas is not installed, as `graph_to_rows`.
 
     Args:
         g: as ``model.scales_graph()`` returns it, or pruned.
-        rows: return the list in any case.
     """
     table = graph_to_rows(g)
-    if rows or importlib.util.find_spec("pandas") is None:
+    if importlib.util.find_spec("pandas") is None:
         return table
     pandas = importlib.import_module("pandas")
     columns = ["layer", "weight tensor", "direction", "tensor type", *Metrics.full_names()]

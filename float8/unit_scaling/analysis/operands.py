@@ -1,4 +1,4 @@
-"""What float8 would lose of a model cast as it is: every operand of every linear product.
+"""`operand_table`: what a cast to float8 with scale 1 would lose of every operand of a model.
 
 A linear layer is three GEMMs of three tensors (`float8.linear.autograd`)::
 
@@ -13,15 +13,14 @@ in the format's range, and of the rest (arXiv 2209.05433, table 1; nearest, ties
     saturated   |x| > max           becomes the maximum: 448, 57344
 
 `operand_table` runs a model forward and backward once, without training it, and counts both. A mean
-over T tokens divides every gradient by T, which is why the gradients of an ordinary model flush,
-and the more the larger its batch; unit scaling (arXiv 2303.11257, section 4) takes such factors
-out::
+over T tokens divides every gradient by T, so the gradients of an ordinary model flush, and the more
+the larger its batch. Unit scaling (arXiv 2303.11257, section 4) removes such factors::
 
     print(format_operands(operand_table(model, tokens, targets)))
     print(format_operands(operand_table(unit_scale(model), tokens, targets)))
 
-A linear product is ``F.linear``, or ``torch.matmul``, ``mm`` or ``addmm`` by a parameter, however
-it is spelt, or the product of a unit-scaled function.
+Listed are the contractions of kind "linear" (`transforms.contractions`), and those of kind "matrix"
+whose right operand is a parameter or a view of one.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from float8.formats import E4M3, E5M2, Format
-from float8.tensor import Float8Tensor
-from float8.unit_scaling.functional.products import scaled_linear
+from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Contraction, Function
+from float8.unit_scaling.transforms.history import tensors_in
+from float8.unit_scaling.transforms.metrics import high_precision
 from float8.unit_scaling.transforms.transformed import (
     Mode,
     Transform,
@@ -48,16 +47,6 @@ from float8.unit_scaling.transforms.transformed import (
 )
 
 FORMATS = {"input": E4M3, "weight": E4M3, "grad_output": E5M2}
-
-# torch function -> positions and names of the left operand and of the right one, the weight
-_PRODUCTS: dict[Callable[..., Any], tuple[tuple[int, str], tuple[int, str]]] = {
-    F.linear: ((0, "input"), (1, "weight")),
-    scaled_linear: ((0, "input"), (1, "weight")),
-    torch.matmul: ((0, "input"), (1, "other")),
-    torch.mm: ((0, "input"), (1, "mat2")),
-    torch.addmm: ((1, "mat1"), (2, "mat2")),
-}
-_ALWAYS = (F.linear, scaled_linear)  # products by a weight, even by one that was computed
 
 
 @dataclass(frozen=True)
@@ -86,7 +75,7 @@ class Operand:
 def operand_table(
     model: nn.Module, *inputs: Any, backward: Callable[[Any], None] | None = None, **kwargs: Any
 ) -> list[Operand]:
-    """The operands of every linear product of one forward and one backward pass.
+    """The operands of every linear layer of one forward and one backward pass.
 
     Args:
         model: plain, unit-scaled or transformed. It stays as it is: a copy runs, whose gradients
@@ -96,12 +85,13 @@ def operand_table(
             ``backward()`` of a scalar, the loss, and of another tensor with a gradient of N(0, 1).
 
     Returns:
-        Three rows per product, in the order of the calls; no "grad_output" where no gradient came.
+        Three operands per linear layer, in the order of the calls; no "grad_output" where no
+        gradient came.
 
     Raises:
-        TypeError: the model is none, or was compiled, or returns no tensor and ``backward`` is not
-            given.
-        ValueError: no linear product ran, or the model is converted to float8: its layers call no
+        TypeError: the model is not a module, or was compiled, or returns no tensor while
+            ``backward`` is not given.
+        ValueError: no linear layer ran, or the model is converted to float8: its layers call no
             function that could be watched. ``convert_from_float8_training`` makes it plain.
     """
     watched = transformed(model, WatchOperands())
@@ -111,104 +101,98 @@ def operand_table(
     (backward or _backward)(output)
     if not record.calls:
         raise ValueError(
-            f"{type(model).__name__} ran no linear product: neither F.linear nor a matrix product "
+            f"{type(model).__name__} ran no linear layer: neither F.linear nor a matrix product "
             "by a parameter"
         )
-    return [row for call in record.calls for row in call]
+    return [operand for call in record.calls for operand in call]
 
 
-def median_flushed(rows: Sequence[Operand]) -> dict[str, float]:
-    """For each kind of operand, the median over all products of the fraction that is flushed."""
-    kinds = [kind for kind in FORMATS if any(row.operand == kind for row in rows)]
+def median_flushed(operands: Sequence[Operand]) -> dict[str, float]:
+    """For each kind of operand, the median over all calls of the fraction that is flushed."""
+    kinds = [kind for kind in FORMATS if any(x.operand == kind for x in operands)]
     return {
-        kind: statistics.median(row.flushed for row in rows if row.operand == kind)
-        for kind in kinds
+        kind: statistics.median(x.flushed for x in operands if x.operand == kind) for kind in kinds
     }
 
 
-def format_operands(rows: Sequence[Operand]) -> str:
-    """The rows as text, and their medians below; tab-separated where tabulate is not installed."""
-    headers = ["product", "operand", "format", "std", "flushed", "saturated"]
-    lines = [
-        [r.product, r.operand, r.format, f"{r.std:.2g}", f"{r.flushed:.1%}", f"{r.saturated:.1%}"]
-        for r in rows
+def format_operands(operands: Sequence[Operand]) -> str:
+    """The operands as a table of text, and the medians below."""
+    lines = [("product", "operand", "format", "std", "flushed", "saturated")]
+    lines += [
+        (x.product, x.operand, x.format, f"{x.std:.2g}", f"{x.flushed:.1%}", f"{x.saturated:.1%}")
+        for x in operands
     ]
-    medians = ", ".join(f"{kind} {share:.1%}" for kind, share in median_flushed(rows).items())
-    try:
-        from tabulate import tabulate
-    except ImportError:
-        table = "\n".join("\t".join(line) for line in [headers, *lines])
-    else:
-        align = ["left"] * 3 + ["right"] * 3
-        table = tabulate(lines, headers, disable_numparse=True, colalign=align)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = "\n".join(
+        "  ".join(
+            cell.ljust(width) if place < 3 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+    medians = ", ".join(f"{kind} {share:.1%}" for kind, share in median_flushed(operands).items())
     return f"{table}\n\nflushed to zero, median over products: {medians}"
 
 
 class WatchOperands(Transform):
-    """The transform of `operand_table`: notes the operands of each product, changes nothing.
+    """The transform of `operand_table`: records the operands of each call, changes nothing.
 
-    It stands where functions are unit-scaled already, and not in float8 yet.
+    Its depth puts it below unit scaling and above float8.
     """
 
     depth: ClassVar[int] = 2
 
-    def mode(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Mode:
+    def mode(self, model: nn.Module, forward: Function, args: Any, kwargs: Any) -> Mode:
         """The mode that writes to the model's record."""
         record: _Record = model._operands  # type: ignore[assignment]
         return Mode(
-            {function: functools.partial(_see_call, record, function) for function in _PRODUCTS}
+            {
+                function: functools.partial(record.call, function, contraction)
+                for function, contraction in CONTRACTIONS.items()
+                if contraction.kind in ("linear", "matrix")
+            }
         )
 
 
 class _Record:
-    """The rows of each call, and how often each weight was used."""
+    """The operands of each call, and how often each weight was used."""
 
     def __init__(self, names: dict[int, str]) -> None:
         self.names, self.uses = names, Counter[str]()
         self.calls: list[list[Operand]] = []
 
-    def is_learned(self, weight: Any) -> bool:
-        return isinstance(weight, Tensor) and self._parameter(weight) in self.names
+    def call(self, function: Function, contraction: Contraction, *args: Any, **kwargs: Any) -> Any:
+        """Calls a function and records its operands, if the right one is a weight."""
+        output = function(*args, **kwargs)
+        if is_in_functorch():  # tensors have no values there
+            return output
+        tensors = dict(tensors_in((args, kwargs)))
+        left, right = (
+            next(tensors[path] for path in argument.paths if path in tensors)
+            for argument in contraction.operands
+        )
+        with torch._C.DisableTorchFunction():  # no transform sees the statistics
+            parameter = id(right if right._base is None else right._base)
+            if contraction.kind == "linear" or parameter in self.names:
+                self.add(self.names.get(parameter, ""), left, right, output)
+        return output
 
-    def see(self, input: Tensor, weight: Tensor, output: Tensor) -> None:
-        """Notes two operands, and the third when the backward pass brings it."""
-        name = self.names.get(self._parameter(weight), "").rpartition(".")[0] or "linear"
+    def add(self, parameter: str, left: Tensor, right: Tensor, output: Tensor) -> None:
+        """Records two operands, and the third when the backward pass computes it."""
+        name = parameter.rpartition(".")[0] or "linear"
         self.uses[name] += 1
         name = name if self.uses[name] == 1 else f"{name}#{self.uses[name]}"
-        rows = [_row(name, "input", input), _row(name, "weight", weight)]
-        self.calls.append(rows)
+        found = [_operand(name, "input", left), _operand(name, "weight", right)]
+        self.calls.append(found)
         if output.requires_grad:
-            output.register_hook(lambda g: rows.append(_row(name, "grad_output", g)))
-
-    @staticmethod
-    def _parameter(weight: Tensor) -> int:
-        """The identity of the parameter that a weight is, or views."""
-        return id(weight if weight._base is None else weight._base)
+            output.register_hook(lambda g: found.append(_operand(name, "grad_output", g)))
 
 
-def _see_call(record: _Record, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    output = function(*args, **kwargs)
-    if is_in_functorch():  # whose tensors have no values to look at
-        return output
-    left, right = (_argument(place, args, kwargs) for place in _PRODUCTS[function])
-    with torch._C.DisableTorchFunction():  # no transform sees the statistics
-        if function in _ALWAYS or record.is_learned(right):
-            record.see(left, right, output)
-    return output
-
-
-def _argument(place: tuple[int, str], args: Any, kwargs: Any) -> Any:
-    position, name = place
-    return args[position] if position < len(args) else kwargs.get(name)
-
-
-def _row(product: str, operand: str, x: Tensor) -> Operand:
+@torch.no_grad()
+def _operand(product: str, operand: str, x: Tensor) -> Operand:
     fmt = FORMATS[operand]
-    flushed, saturated = lost(x, fmt)
-    with torch.no_grad():
-        values = _plain(x)
-        std = float(values.std(correction=0)) if x.numel() else 0.0
-    return Operand(product, operand, tuple(x.shape), fmt.name, std, flushed, saturated)
+    std = float(high_precision(x).std(correction=0)) if x.numel() else 0.0
+    return Operand(product, operand, tuple(x.shape), fmt.name, std, *lost(x, fmt))
 
 
 @torch.no_grad()
@@ -217,22 +201,17 @@ def lost(x: Tensor, fmt: Format) -> tuple[float, float]:
 
     Args:
         x: any shape and floating dtype.
-        fmt: `E4M3`, `E5M2` or one of their twins.
+        fmt: `E4M3`, `E5M2` or one of their fnuz variants.
 
     Returns:
         The fraction of the nonzero elements that become zero, and the fraction of all elements
         beyond the maximum, both 0 for no elements.
     """
-    size = _plain(x).abs()
+    size = high_precision(x).abs()
     nonzero = int((size > 0).sum())
     flushed = int(((size > 0) & (size <= fmt.smallest_subnormal / 2)).sum())
     saturated = int((size > fmt.max).sum())
     return flushed / max(nonzero, 1), saturated / max(size.numel(), 1)
-
-
-def _plain(x: Any) -> Tensor:
-    dense: Tensor = x.dequantize() if isinstance(x, Float8Tensor) else x.detach()
-    return dense if dense.dtype == torch.float64 else dense.float()
 
 
 def _backward(output: Any) -> None:

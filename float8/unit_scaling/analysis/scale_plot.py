@@ -1,14 +1,14 @@
-"""A picture of a model's scales: which of its tensors would a float8 format lose, and where.
+"""`plot`: the scales of a model's tensors against the ranges of float8 formats.
 
-Each tensor of the graph has a row, in the order of the calls. A dot is its scale, in one colour the
-tensor's own, in another that of the gradient with respect to it; a triangle instead of a dot is a
-weight. The faint line through it reaches from its smallest to its largest magnitude. Arrows go from
-each tensor to what was computed from it, forward and backward.
+Each tensor of the graph has a row, in the order of the calls. A dot marks its scale, in one colour
+the tensor's own, in another that of the gradient with respect to it; a triangle instead of a dot
+marks a weight. The faint line through it reaches from its smallest to its largest magnitude. Arrows
+go from each tensor to those computed from it, forward and backward.
 
-The horizontal axis is logarithmic. Behind it are the two formats, each in the colour of the pass
-that uses it: where a format overflows, beyond its largest value, and where it underflows, below its
-smallest subnormal one, the ground is shaded; the dashed line marks its smallest normal value, below
-which it loses bits. What should be in float8 belongs between the shades, lines and all.
+The horizontal axis is logarithmic. The background shows the two formats, each in the colour of the
+pass that uses it. It is shaded where a format overflows, beyond its largest value, and where it
+underflows, below its smallest subnormal one. The dashed line marks its smallest normal value, below
+which it loses bits. A tensor suits float8 if its whole line lies between the shaded parts.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def plot(
         g: as ``model.scales_graph()`` returns it. Integer tensors are left out.
         title: above the plot.
         metric: one of `Metrics.names`, or its long name.
-        prune_same_scale: leave out what only views another tensor.
+        prune_same_scale: leave out views of other tensors.
         show_arrows: from each tensor to those computed from it.
         show_error_bars: from the smallest to the largest magnitude.
         show_zero_tensors: mark tensors that are all zero, "0", and not finite ones, "nan", at the
@@ -107,7 +107,7 @@ def plot(
 def _metric(name: str) -> str:
     names = dict(zip(Metrics.full_names(), Metrics.names(), strict=True))
     short = names.get(name, name)
-    Metrics.get_full_name(short)  # refuses what is none
+    Metrics.get_full_name(short)  # raises for another name
     return short
 
 

@@ -1,4 +1,4 @@
-"""From a model to the plot of its scales in one call: a batch of text, one training step, `plot`.
+"""`visualiser`: plots a language model's scales in one call, on a batch of text.
 
 For a model that takes other inputs, the three steps are ::
 
@@ -107,7 +107,7 @@ def visualiser(
 
 
 def _documentation() -> list[str]:
-    """Text that is always at hand."""
+    """The docstrings of the classes of `torch.nn`."""
     classes = [value for _, value in sorted(vars(nn).items()) if inspect.isclass(value)]
     return [inspect.getdoc(cls) or "" for cls in classes]
 

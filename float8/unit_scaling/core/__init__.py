@@ -1,7 +1,4 @@
-"""What unit-scaled operations are made of, for building more of them: `functional`.
-
-The package ``unit-scaling`` has this room under the same name.
-"""
+"""`core.functional`: the parts of unit-scaled operations; a package name of ``unit-scaling``."""
 
 from __future__ import annotations
 

@@ -1,22 +1,31 @@
 """Unit-scaled functions: those of ``torch.nn.functional``, with factors for values and gradients.
 
 For inputs and incoming gradients of unit scale, independent and at initialisation, each function
-returns a value of unit scale and sends gradients of unit scale back, exactly where its rule is
-exact and within a stated band where it is a fitted model. Import it as
+returns a value of unit scale and sends gradients of unit scale back: exactly where its rule is
+exact, within a stated band where it is a fitted model. Import it as
 
     from float8.unit_scaling import functional as U
     y = U.linear(x, weight, bias)
 
-Signatures are torch's, with four additions: ``constraint`` ties factors that must agree
-(`float8.unit_scaling.constraints`), ``mult`` sharpens a nonlinear function
-(`float8.unit_scaling.functional.multiplier`), ``scale_power`` sets the exponents of a product's
-fan, ``tau`` weights a residual branch. Each file holds one kind of operation and the derivation of
-its factors; `torch_map` says which function of torch each stands for.
+Arguments are torch's, in torch's order; docstrings describe only what is different. There are four
+additions:
+
+- ``constraint`` ties factors that must agree (`float8.unit_scaling.constraints`).
+- ``mult`` says how sharp a nonlinear function is: it multiplies the input first. Inputs of unit
+  scale see a fixed part of such a function. A small ``mult`` shows the part where it is linear or
+  flat, a large one a ramp or a step. It is a hyperparameter of u-muP (arXiv 2407.17465,
+  appendix B). Factors depend on it, so that the output's scale does not.
+- ``scale_power`` sets the exponents of a product's numbers of terms.
+- ``tau`` weights a residual branch.
+
+Each file holds one kind of operation and the derivation of its factors. `torch_map` says which
+function of torch each stands for.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import torch
+from torch.nn import functional as F
 
 from float8.unit_scaling.functional.activations import dropout, gelu, silu, silu_glu, softmax
 from float8.unit_scaling.functional.attention import (
@@ -39,8 +48,7 @@ from float8.unit_scaling.functional.residual import (
     residual_apply,
     residual_split,
 )
-
-_OF_REGISTRY = ("register", "torch_map", "unregister")
+from float8.unit_scaling.registry import register, torch_map, unregister
 
 __all__ = [
     "add",
@@ -70,11 +78,18 @@ __all__ = [
     "unregister",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # The registry maps to these functions, so it is loaded after them.
-    if name in _OF_REGISTRY:
-        from float8.unit_scaling import registry
-
-        return getattr(registry, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+register(F.linear, linear)
+register(torch.matmul, matmul, keywords={"input": "left", "other": "right"})
+register(F.conv1d, conv1d)
+register(F.gelu, gelu)
+register(F.silu, silu)
+register(F.softmax, softmax)
+register(torch.softmax, softmax)
+register(F.dropout, dropout)
+register(F.layer_norm, layer_norm)
+register(F.rms_norm, rms_norm)
+register(F.embedding, embedding)
+register(torch.add, add)
+register(F.scaled_dot_product_attention, scaled_dot_product_attention)
+register(F.cross_entropy, cross_entropy)
+register(F.mse_loss, mse_loss)

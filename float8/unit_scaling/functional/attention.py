@@ -2,26 +2,25 @@
 
 Attention averages values: ``y_i = sum_j p_ij v_j``, with ``p = softmax(mult q k^T / d)``. For
 independent values of unit variance ``var(y_i) = sum_j p_ij**2``, which is 1/S where attention is
-flat over S keys and 1 where it is one-hot. Position i of causal attention sees i keys: flat, the
+flat over S keys and 1 where it is one-hot. Position i of causal attention sees i keys: if flat, the
 mean variance is ``(1/1 + 1/2 + ... + 1/S) / S``, about ``log(S) / S``. Between flat and one-hot
 u-muP interpolates (arXiv 2407.17465, appendix B):
 
     std(y) = flat ** (1 - alpha)      flat = sqrt(1/S) or sqrt(log(S)/S)
                                       alpha = 1 / (1 + 4 d / mult**2)
 
-and the output is divided by it; the gradients of q, k and v take the same factor, which is right
-for v and too small for q and k, as the constraint on one factor demands. Logits are divided by d,
-not by its root (muP), so at initialisation they are small and attention is nearly flat.
+The output is divided by std(y). The gradients of q, k and v take the same factor, which is right
+for v and too small for q and k: that is the price of the constraint. Logits are divided by d, not
+by its root (muP), so at initialisation they are small and attention is nearly flat.
 
-Of L causal queries the first n = min(L, S) see one key more each and the rest all S, so that the
-mean variance is ``(log(n) + (L - n) / S) / L``. A value's gradient sums over L queries what the
-output sums over S keys: its scale is ``sqrt(L/S)``, and ``sqrt(r L/S)`` where r query heads share
-it. Values are no cut edge, so they get no factor of their own.
+Of L causal queries the first n = min(L, S) see one key more each and the others all S, so the mean
+variance is ``(log(n) + (L - n) / S) / L``. A value's gradient sums over L queries what the output
+sums over S keys: its scale is ``sqrt(L/S)``, and ``sqrt(r L/S)`` where r query heads share it.
+Values are no cut edge, so they get no factor of their own.
 
-**Square-root softmax attention** (muS, arXiv 2502.05967) has no such factor: weights
+**Square-root softmax attention** (muS, arXiv 2502.05967) needs no factor: weights
 ``w = sqrt(softmax(z)) = exp(z/2) / |exp(z/2)|`` have ``sum_j w_ij**2 = 1`` in every row, whatever
-S, the mask or the sharpness, so each y_i has unit variance by itself, where the factor above fits
-only on average.
+S, the mask or the sharpness. Each y_i has unit variance; the factor above fits on average only.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from float8.unit_scaling.functional.multiplier import checked_mult
-from float8.unit_scaling.override import overridable
-from float8.unit_scaling.rules import log, logarithmic_interpolation
+from float8.unit_scaling.core.functional import log, logarithmic_interpolation
+from float8.unit_scaling.functional.refusals import check_mult, check_probability
+from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
 
@@ -49,37 +48,30 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """A unit-scaled ``F.scaled_dot_product_attention``, fused wherever that is.
+    """A unit-scaled ``F.scaled_dot_product_attention``, fused wherever torch's is.
 
     Args:
-        query: (..., L, D).
-        key: (..., S, D).
-        value: (..., S, Dv).
-        attn_mask: as torch's; a mask is taken for flat attention to all S keys, so say
-            ``is_causal`` where it is.
-        dropout_p: the probability that a weight is dropped. As in torch, the caller passes 0 in
-            evaluation.
+        query, key, value: (..., L, D), (..., S, D) and (..., S, Dv).
+        attn_mask: as torch's. The factor assumes flat attention to all S keys, so pass
+            ``is_causal`` for a causal mask.
+        dropout_p: in [0, 1). As in torch, the caller passes 0 in evaluation.
         is_causal: whether position i attends to the keys up to i.
         mult: multiplies the logits ``q k^T / D``.
         scale: multiplies ``q k^T`` instead of ``mult / D``: torch's name for the sharpness.
         enable_gqa: whether query heads share key and value heads, as torch's.
 
     Returns:
-        (..., L, Dv). For D of 64 and mult in [1/4, 4] the output, and where L = S the gradient of
-        values that no heads share, has a root mean square within 5 % of 1, with mult 16 within
-        16 %; causal attention within 12 % for 16 positions or more, and within 30 % for 2 to 15,
-        where log(S)/S is less than the mean of 1/i that it stands for.
-
-    Raises:
-        ValueError: ``dropout_p`` is not in [0, 1), ``mult`` or ``scale`` is not positive, or both
-            are given.
+        (..., L, Dv). For D of 64 and mult in [1/4, 4] the output's root mean square is within 5 %
+        of 1, and so is the values' gradient's where L = S and no heads share them; with mult 16
+        within 16 %. Causal attention is within 12 % for 16 positions or more, and within 30 % for 2
+        to 15, where log(S)/S is less than the mean of 1/i that it approximates.
     """
     temperature = _temperature(query, mult, scale)
-    sharpness = temperature * query.shape[-1]  # what mult would be
+    sharpness = temperature * query.shape[-1]  # equals mult, where scale is not given
     alpha = 1 / (1 + 4 * query.shape[-1] / sharpness**2)
-    flat = _flat(query.shape[-2], key.shape[-2], is_causal)
-    spread = logarithmic_interpolation(alpha, flat, 1.0)
-    factor = _kept(dropout_p) ** 0.5 / spread
+    flat = _std_of_flat_attention(query.shape[-2], key.shape[-2], is_causal)
+    check_probability(dropout_p, "attention: dropout_p")
+    factor = (1 - dropout_p) ** 0.5 / logarithmic_interpolation(alpha, flat, 1.0)
     query, key, value = (scale_bwd(x, factor) for x in (query, key, value))
     output = F.scaled_dot_product_attention(
         query,
@@ -109,36 +101,18 @@ def sqrt_softmax_attention(
 ) -> Tensor:
     """Attention with the root of the softmax as weights (muS, arXiv 2502.05967).
 
-    Its output has unit variance at every position. It is not fused: it holds the (L, S) weights of
-    each head, as a model does that computes its attention by hand.
-
-    Args:
-        query: (..., L, D).
-        key: (..., S, D).
-        value: (..., S, Dv).
-        attn_mask: (..., L, S), True or 0 where to attend, False or -inf where not; or None. A query
-            that attends to nothing gets 0, as torch's does.
-        dropout_p: the probability that a weight is dropped.
-        is_causal: whether position i attends to the keys up to i.
-        mult: multiplies the logits ``q k^T / D``.
-        scale: multiplies ``q k^T`` instead of ``mult / D``.
-        enable_gqa: whether query heads (dimension -3) share key and value heads.
-
-    Returns:
-        (..., L, Dv), of unit variance for independent values of unit variance. The gradient of the
-        values has unit scale as well where L = S; no factor is applied to any gradient.
-
-    Raises:
-        ValueError: as for `scaled_dot_product_attention`.
+    The arguments are those of `scaled_dot_product_attention`. For independent values of unit
+    variance the output has unit variance at every position; a query that attends to nothing gets 0.
+    The values' gradient has unit scale too where L = S; no factor is applied to any gradient. The
+    attention is not fused: it stores the (L, S) weights of each head.
     """
-    kept = _kept(dropout_p)
+    check_probability(dropout_p, "attention: dropout_p")
     if enable_gqa:
-        key, value = one_per_head(query, key, value)
+        key, value = _one_per_head(query, key, value)
     logits_LS = query @ key.transpose(-2, -1) * _temperature(query, mult, scale)
-    logits_LS = masked_logits(logits_LS, attn_mask, is_causal)
-    weights_LS = _root_of_softmax(logits_LS)
+    weights_LS = _root_of_softmax(_masked_logits(logits_LS, attn_mask, is_causal))
     if dropout_p:
-        weights_LS = F.dropout(weights_LS, dropout_p) * kept**0.5
+        weights_LS = F.dropout(weights_LS, dropout_p) * (1 - dropout_p) ** 0.5
     return weights_LS.to(value.dtype) @ value
 
 
@@ -150,14 +124,14 @@ def _root_of_softmax(logits_LS: Tensor) -> Tensor:
     return F.normalize(torch.exp((wide - shift) / 2), dim=-1)
 
 
-def one_per_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (..., H, S, D) that query heads share, repeated to one for each of those."""
+def _one_per_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat keys and values (..., H, S, D) that query heads share, to one per query head."""
     repeats = query.shape[-3] // key.shape[-3]
     return key.repeat_interleave(repeats, dim=-3), value.repeat_interleave(repeats, dim=-3)
 
 
-def masked_logits(logits_LS: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """The logits with -inf where nothing is attended to; masks as torch's attention takes them."""
+def _masked_logits(logits_LS: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    """The logits with -inf where a query does not attend; masks as of torch's attention."""
     if is_causal:
         seen = torch.ones(logits_LS.shape[-2:], dtype=torch.bool, device=logits_LS.device).tril()
         logits_LS = logits_LS.masked_fill(~seen, float("-inf"))
@@ -168,20 +142,20 @@ def masked_logits(logits_LS: Tensor, attn_mask: Tensor | None, is_causal: bool) 
     return logits_LS + attn_mask
 
 
-def _flat(queries: int, keys: int, is_causal: bool) -> float:
-    """The standard deviation of flat attention, over all queries."""
+def _std_of_flat_attention(queries: int, keys: int, is_causal: bool) -> float:
     queries, keys = max(queries, 1), max(keys, 1)
     if not is_causal:
         return float(1 / keys**0.5)
     first = min(queries, keys)
-    # log(n) is 0 for one key, where the variance is 1: up to 2 keys, less than e, 1 is taken.
+    # log(n) is 0 for one key, where the variance is 1: for up to 2 keys, less than e, it is 1 here.
     seen_by_first = log(first) if first > 2 else 1.0
     return float(((seen_by_first + (queries - first) / keys) / queries) ** 0.5)
 
 
 def _temperature(query: Tensor, mult: float, scale: float | None) -> float:
     if scale is None:
-        return checked_mult(mult, "attention") / query.shape[-1]
+        check_mult(mult, "attention")
+        return mult / query.shape[-1]
     if mult != 1:
         raise ValueError(
             f"attention: both mult={mult} and scale={scale} say how sharp it is; give one "
@@ -190,12 +164,3 @@ def _temperature(query: Tensor, mult: float, scale: float | None) -> float:
     if not scale > 0:
         raise ValueError(f"attention: scale multiplies q k^T and is greater than 0, got {scale}")
     return scale
-
-
-def _kept(dropout_p: float) -> float:
-    if not 0 <= dropout_p < 1:
-        raise ValueError(
-            f"attention: dropout_p is a probability in [0, 1), got {dropout_p}; with 1 no weight "
-            "is left to scale"
-        )
-    return 1 - dropout_p

@@ -1,18 +1,18 @@
-"""A convolution is three products too; how many terms each sums is a matter of counting.
+"""Convolutions of unit scale: three products, whose numbers of terms are counted.
 
-Let P be the number of pairs (output position, tap) for which the tap meets the input rather than
-its padding. In ``y`` (N, Cout, Lo) of ``x`` (N, Cin, L) with K taps and G groups
+Let P be the number of pairs (output position, tap) whose tap reads the input, not its padding. In
+``y`` (N, Cout, Lo) of ``x`` (N, Cin, L) with K taps and G groups
 
     an output sums          (Cin/G) K       terms   (fewer at a padded edge)
     an input's gradient     (Cout/G) P / L  terms, on average over its positions
     a weight's gradient     N P / K         terms, on average over its taps
     a bias's gradient       N Lo            terms
 
-and each is divided by the root of its number of terms. Without padding P = K Lo; stride, dilation
-and padding need no other formula, for they only change P. The output counts no padding: what a
-layer computes must not depend on how long its input is. The edges of a padded output are smaller,
-``sqrt(P / (K Lo))`` overall. The rule is that of a matrix product (unit scaling, arXiv 2303.11257,
-table A.2). In several dimensions K, L, Lo and P are products over them.
+and each is divided by the root of its number of terms, as a matrix product is (unit scaling, arXiv
+2303.11257, table A.2). Without padding P = K Lo; stride, dilation and padding only change P. The
+output's factor counts no padding, since a layer's values must not depend on the length of its
+input; a padded output is smaller at its edges, ``sqrt(P / (K Lo))`` overall. In several dimensions
+K, L, Lo and P are products over them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from float8.unit_scaling.constraints import Constraint, apply_constraint
-from float8.unit_scaling.override import overridable
+from float8.unit_scaling.functional.products import power_of_terms
+from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
 Sizes = int | Sequence[int]
@@ -42,26 +43,16 @@ def conv1d(
     constraint: Constraint = "to_output_scale",
     scale_power: tuple[float, float, float] = (0.5, 0.5, 0.5),
 ) -> Tensor:
-    """A unit-scaled ``F.conv1d``.
+    """A unit-scaled ``F.conv1d`` of (N, Cin, L) or (Cin, L) and (Cout, Cin / groups, K).
 
     Args:
-        input: (N, Cin, L) or (Cin, L).
-        weight: (Cout, Cin / groups, K).
-        bias: (Cout,) or None.
-        stride: positions between two outputs.
-        padding: zeros on either side; or "valid" (none) or "same" (output as long as the input).
-        dilation: positions between two taps.
-        groups: G, into which the channels are divided.
+        input, weight, bias, stride, padding, dilation, groups: as of ``F.conv1d``.
         constraint: ties the factors of output and input gradient.
         scale_power: p in ``terms ** -p``, for the output, the input's gradient, and the gradients
             of weight and bias.
 
-    Returns:
-        (N, Cout, Lo) or (Cout, Lo).
-
     Raises:
-        ValueError: ``weight`` is not 3-d, ``padding`` is an unknown word, or the constraint is
-            unknown.
+        ValueError: ``weight`` is not 3-d, or ``padding`` is an unknown word.
     """
     if weight.dim() != 3:
         raise ValueError(
@@ -98,7 +89,7 @@ def convolved(
     for d, (length, k) in enumerate(zip(lengths, taps, strict=True)):
         step, gap = _along(stride, d), _along(dilation, d)
         before, after = zeros_around(_along(padding, d), gap * (k - 1))
-        # torch refuses a stride below 1, in words
+        # torch refuses a stride below 1 with a message of its own
         out = (length + before + after - gap * (k - 1) - 1) // max(step, 1) + 1
         padded = before or after
         pairs = pairs * (pairs_of(length, out, k, step, gap, before) if padded else out * k)
@@ -110,7 +101,7 @@ def convolved(
         batch * outputs,
     )
     output, grad_input, grad_weight, grad_bias = (
-        float(1 / max(n, 1) ** p)
+        power_of_terms(max(n, 1), p)
         for n, p in zip(terms, (*scale_power, scale_power[2]), strict=True)
     )
     output, grad_input = apply_constraint(constraint, output, grad_input)
@@ -127,7 +118,7 @@ def convolved(
 
 
 def pairs_of(length: int, outputs: int, taps: int, step: int, gap: int, before: int) -> int:
-    """P: the pairs of output o and tap k with ``0 <= o step + k gap - before < length``."""
+    """P: the number of pairs (output o, tap k) with ``0 <= o step + k gap - before < length``."""
     pairs = 0
     for k in range(taps):
         first = max(-((k * gap - before) // step), 0)
@@ -137,7 +128,7 @@ def pairs_of(length: int, outputs: int, taps: int, step: int, gap: int, before: 
 
 
 def zeros_around(padding: int | str, reach: int) -> tuple[int, int]:
-    """Zeros before and after; ``reach`` is the distance of the first tap from the last."""
+    """Zeros before and after; ``reach`` is the distance of the first from the last tap."""
     if padding == "same":
         return reach // 2, reach - reach // 2
     if padding == "valid":
@@ -148,5 +139,5 @@ def zeros_around(padding: int | str, reach: int) -> tuple[int, int]:
 
 
 def _along(value: Any, dimension: int) -> Any:
-    """One dimension's number of a tuple; numbers and words are for all dimensions."""
+    """The value of one dimension; numbers and words hold for all dimensions."""
     return value if isinstance(value, int | str) else value[dimension % len(value)]

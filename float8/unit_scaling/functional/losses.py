@@ -1,9 +1,9 @@
-"""Losses: the gradient that they send back has unit scale, the number that they report is torch's.
+"""Losses: their gradients have unit scale, their values are torch's.
 
-A loss is the last node of the graph, its input a cut edge: the factor of the gradient is free. It
-is chosen for unit scale *per element*, and so belongs to the sum over tokens, not to the mean: a
-mean of N losses divides every gradient by N, a constant that unit scaling would only multiply away
-again. Therefore (unit scaling, arXiv 2303.11257, table A.2; u-muP, arXiv 2407.17465, appendix B)
+A loss is the last node of the graph and its input a cut edge, so the factor of the gradient is
+free. It gives the gradient unit scale *per element*, and is applied to the gradient of the sum over
+tokens: a mean of N losses would divide every gradient by the constant N (unit scaling, arXiv
+2303.11257, table A.2; u-muP, arXiv 2407.17465, appendix B):
 
     reduction    value                      gradient that reaches the input
     "none"       each loss                  unit scale
@@ -20,8 +20,8 @@ evenly, with m and s the means of w and of w**2,
 
     mean square = s ((1 - e)**2 + (2 e - e**2) / C) / C - ((1 - e)**2 s + (2 e - e**2) m**2) / C**2
 
-which is ``((1 - e) / C)**2 (C - 1)`` for weights of one. Tokens that are ignored send no gradient;
-the others' has unit scale.
+which is ``((1 - e) / C)**2 (C - 1)`` for weights of one. Ignored tokens have no gradient; the
+gradients of the others have unit scale.
 
 **Squared error** of independent x and t of unit scale: the gradient is ``2 (x - t)``, of scale
 ``2 sqrt(2)``, so the factor is ``1 / sqrt(8)``.
@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from float8.unit_scaling.functional.multiplier import checked_mult
-from float8.unit_scaling.override import overridable
+from float8.unit_scaling.functional.refusals import check_mult, refuse_legacy
+from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
 
@@ -50,29 +50,22 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     mult: float = 1.0,
 ) -> Tensor:
-    """A unit-scaled ``F.cross_entropy``: torch's value, a gradient of unit scale per logit.
+    """A unit-scaled ``F.cross_entropy``: torch's value, and a gradient of unit scale per logit.
 
     Args:
-        input: logits, (C,), (N, C) or (N, C, d1, ...).
-        target: class indices, of the input's shape without C; or probabilities, of its shape. A
-            gradient for probabilities has unit scale where they are one-hot, less where not.
-        weight: (C,), one for each class, or None.
-        size_average: must be None; torch replaced it by ``reduction``.
-        ignore_index: the index of targets that do not count, in the mean either.
-        reduce: must be None; torch replaced it by ``reduction``.
+        input, weight, ignore_index, label_smoothing: as of ``F.cross_entropy``.
+        target: class indices or probabilities. The gradient of probabilities has unit scale where
+            they are one-hot, and less where not.
+        size_average, reduce: must be None; torch replaced them by ``reduction``.
         reduction: "none", "sum" or "mean". The gradient of "mean" is that of "sum"; see above.
-        label_smoothing: e, in [0, 1).
-        mult: multiplies the logits. It does not multiply their gradient.
-
-    Returns:
-        What ``F.cross_entropy(mult * input, ...)`` returns: 0-d, or of the targets' shape.
+        mult: multiplies the logits, but not their gradient.
 
     Raises:
         ValueError: fewer than two classes, an unknown reduction, a legacy argument, a label
             smoothing not in [0, 1), a ``mult`` that is not positive.
     """
     refuse_legacy("cross_entropy", size_average, reduce)
-    checked_mult(mult, "cross_entropy")
+    check_mult(mult, "cross_entropy")
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"cross_entropy: label_smoothing is in [0, 1), got {label_smoothing}")
     classes = _classes(input)
@@ -102,15 +95,10 @@ def mse_loss(
     """A unit-scaled ``F.mse_loss``: torch's value, gradients of unit scale per element.
 
     Args:
-        input: any shape.
-        target: of the same shape.
-        size_average: must be None; torch replaced it by ``reduction``.
-        reduce: must be None; torch replaced it by ``reduction``.
+        input, target: of one shape.
+        size_average, reduce: must be None; torch replaced them by ``reduction``.
         reduction: "none", "sum" or "mean". The gradient of "mean" is that of "sum"; see above.
-        weight: must be None: the scale of weighted gradients is the weights'.
-
-    Returns:
-        0-d, or the input's shape for "none".
+        weight: must be None: weighted gradients have the scale of the weights.
 
     Raises:
         ValueError: the shapes differ, an unknown reduction, a weight, or a legacy argument.
@@ -131,9 +119,9 @@ def mse_loss(
 
 
 def _reduced(losses: Tensor, reduction: str, count: Tensor) -> Tensor:
-    """Torch's reductions, but the gradient of the mean is that of the sum.
+    """Torch's reductions, but with the gradient of the sum for the mean.
 
-    The sum is float32: that of many float16 losses could be too large where their mean is not.
+    The sum is at least float32: that of many float16 losses may overflow where their mean does not.
     """
     if reduction == "none":
         return losses
@@ -146,9 +134,11 @@ def _reduced(losses: Tensor, reduction: str, count: Tensor) -> Tensor:
 
 
 def _count(losses: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What torch's mean divides by: the targets that are not ignored, by their weights."""
+    """The divisor of torch's mean: the sum of the weights of targets that are not ignored."""
     wide = _wide(losses)
-    if target.is_floating_point():  # probabilities: none are ignored, weights do not count
+    if (
+        target.is_floating_point()
+    ):  # probabilities: none is ignored, and torch does not weight the count
         return losses.new_full((), losses.numel(), dtype=wide)
     counted = target != ignore_index
     if weight is None:
@@ -157,7 +147,7 @@ def _count(losses: Tensor, target: Tensor, weight: Tensor | None, ignore_index: 
 
 
 def _wide(losses: Tensor) -> torch.dtype:
-    """What losses are summed and counted in."""
+    """The dtype in which losses are summed and counted."""
     return torch.promote_types(losses.dtype, torch.float32)
 
 
@@ -184,12 +174,3 @@ def _gradient_factor(classes: int, weight: Tensor | None, label_smoothing: float
     second = s * (kept**2 + rest / classes) / classes
     first = (kept**2 * s + rest * m**2) / classes**2
     return (second - first).rsqrt()
-
-
-def refuse_legacy(function: str, size_average: bool | None, reduce: bool | None) -> None:
-    """Raises a ValueError that names ``function`` if an old name of ``reduction`` is used."""
-    if size_average is not None or reduce is not None:
-        raise ValueError(
-            f"{function}: size_average={size_average} and reduce={reduce} are torch's old names; "
-            "pass reduction='none', 'mean' or 'sum'"
-        )

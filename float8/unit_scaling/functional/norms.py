@@ -1,9 +1,9 @@
 """Norms and embeddings: their values have unit scale already, their weights' gradients do not.
 
-A norm divides by the scale that it finds, so its output has unit scale and its input's gradient
-too, where the input has. Its weight and bias are used once in each row: their gradients sum over
-the M rows, and are divided by ``sqrt(M)``. A row of an embedding's weight gets the gradients of
-the tokens that chose it: M/V of them, of M tokens and V rows, so its factor is ``sqrt(V/M)``.
+A norm divides by the scale of its input, so its output has unit scale, and so has its input's
+gradient if the input has. Its weight and bias are used once per row: their gradients sum over the
+M rows and are divided by ``sqrt(M)``. A row of an embedding's weight gets the gradients of the
+tokens that chose it: M/V of them for M tokens and V rows, so its factor is ``sqrt(V/M)``
 (unit scaling, arXiv 2303.11257, table A.2; u-muP, arXiv 2407.17465, appendix B). Weights are cut
 edges, so nothing constrains these factors.
 """
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from float8.unit_scaling.override import overridable
+from float8.unit_scaling.functional.products import product_of
+from float8.unit_scaling.functional.refusals import refuse_frequencies
+from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.scale import scale_bwd
 
 
@@ -28,21 +30,10 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """A unit-scaled ``F.layer_norm``.
-
-    Args:
-        input: (..., *normalized_shape).
-        normalized_shape: the sizes of the last dimensions, which are normalised together.
-        weight: of shape ``normalized_shape``, or None.
-        bias: of shape ``normalized_shape``, or None.
-        eps: added to the variance.
-
-    Returns:
-        As the input.
-    """
-    scale = _per_row(input, normalized_shape)
-    weight = None if weight is None else scale_bwd(weight, scale)
-    bias = None if bias is None else scale_bwd(bias, scale)
+    """A unit-scaled ``F.layer_norm`` of (..., *normalized_shape)."""
+    factor = _factor_of_rows(input, normalized_shape)
+    weight = None if weight is None else scale_bwd(weight, factor)
+    bias = None if bias is None else scale_bwd(bias, factor)
     return F.layer_norm(input, tuple(normalized_shape), weight, bias, eps)
 
 
@@ -53,19 +44,14 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = 1e-5,
 ) -> Tensor:
-    """A unit-scaled ``F.rms_norm``.
-
-    Args:
-        input: (..., *normalized_shape).
-        normalized_shape: the sizes of the last dimensions, which are normalised together.
-        weight: of shape ``normalized_shape``, or None.
-        eps: added to the mean square; None for the epsilon of the dtype, torch's default.
-
-    Returns:
-        As the input.
-    """
-    weight = None if weight is None else scale_bwd(weight, _per_row(input, normalized_shape))
+    """A unit-scaled ``F.rms_norm`` of (..., *normalized_shape); eps None is torch's default."""
+    weight = None if weight is None else scale_bwd(weight, _factor_of_rows(input, normalized_shape))
     return F.rms_norm(input, tuple(normalized_shape), weight, eps)
+
+
+def _factor_of_rows(input: Tensor, normalized_shape: Sequence[int]) -> float:
+    rows = product_of(input.shape[: input.dim() - len(normalized_shape)])
+    return float(1 / max(rows, 1) ** 0.5)
 
 
 @overridable
@@ -78,45 +64,22 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """A unit-scaled ``F.embedding``: rows of the weight, as they are.
+    """A unit-scaled ``F.embedding``: rows of a weight of unit scale, as they are.
 
     Args:
-        input: indices, any shape; M of them.
-        weight: (V, D), of unit scale.
+        input, weight: M indices of any shape, and (V, D).
         padding_idx: the row that gets no gradient. The other rows' factor is still ``sqrt(V/M)``:
             how many indices are padding is known only at run time.
-        max_norm: rows in use of a larger norm are shrunk to it first, in the weight itself.
-        norm_type: p of that norm.
-        scale_grad_by_freq: must be False, for it would divide by the counts a second time.
-        sparse: whether the weight's gradient is a sparse tensor.
-
-    Returns:
-        (*input.shape, D).
+        max_norm, norm_type, sparse: as of ``F.embedding``.
+        scale_grad_by_freq: must be False: it would divide by the counts a second time.
 
     Raises:
         ValueError: ``scale_grad_by_freq``.
     """
     refuse_frequencies(scale_grad_by_freq, "embedding")
     if max_norm is not None:
-        # Here, not in F.embedding: what it would be given is a view, whose base must not change.
+        # Here, not in F.embedding, which gets a view: the base of a view must not change.
         with torch.no_grad():
             torch.embedding_renorm_(weight, input.contiguous(), max_norm, norm_type)
     weight = scale_bwd(weight, (weight.shape[0] / max(input.numel(), 1)) ** 0.5)
     return F.embedding(input, weight, padding_idx, sparse=sparse)
-
-
-def refuse_frequencies(scale_grad_by_freq: bool, function: str) -> None:
-    """Raises a ValueError that names ``function`` if ``scale_grad_by_freq``."""
-    if scale_grad_by_freq:
-        raise ValueError(
-            f"{function}: scale_grad_by_freq=True divides gradients by how often a row is used, "
-            "which their unit-scaling factor does already; pass False"
-        )
-
-
-def _per_row(input: Tensor, normalized_shape: Sequence[int]) -> float:
-    """One over the root of the number of rows."""
-    rows = 1
-    for size in input.shape[: input.dim() - len(normalized_shape)]:
-        rows = rows * size
-    return float(1 / max(rows, 1) ** 0.5)

@@ -11,12 +11,11 @@ A residual connection weights its branch by ``tau`` (u-muP, arXiv 2407.17465, ap
     forward    z  = (tau f(x) + x) / sqrt(1 + tau**2)
     backward   gx = (tau f'(x)^T g + g) / sqrt(1 + tau**2)
 
-That is the derivative, with one difference: the branch's gradient is multiplied by tau where the
-branch *begins* (`residual_split`), not where it ends (`residual_add`), so that within the branch
-gradients have unit scale as values do. In a branch that is linear in its incoming gradient, which
-all are, the result is the same.
+The branch's gradient is multiplied by tau where the branch *begins* (`residual_split`), not where
+it ends (`residual_add`), so that gradients within the branch have unit scale as values do. Every
+branch is linear in its incoming gradient, so the result is the derivative all the same.
 
-The convention of muS (arXiv 2502.05967) is ``sqrt(1 - t) x + sqrt(t) f(x)``: the same connection,
+The convention of muS (arXiv 2502.05967), ``sqrt(1 - t) x + sqrt(t) f(x)``, is the same connection
 with ``tau = sqrt(t / (1 - t))``.
 """
 
@@ -29,7 +28,8 @@ import torch
 from torch import Tensor
 
 from float8.unit_scaling.constraints import Constraint, apply_constraint
-from float8.unit_scaling.override import overridable
+from float8.unit_scaling.functional.products import product_of
+from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
 
@@ -41,24 +41,11 @@ def add(
     alpha: float = 1,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A unit-scaled ``torch.add``.
+    """A unit-scaled ``torch.add``; ``out`` must be None.
 
-    A number, or a tensor of one element, shifts the other input and leaves its scale alone: sums
-    with a number are torch's, and so are sums of integers (positions, indices), which have no
-    scale.
-
-    Args:
-        input: a tensor or a number.
-        other: a tensor or a number; shapes are broadcast.
-        constraint: ties the factors of the output and of both gradients.
-        alpha: multiplies ``other``.
-        out: must be None: the result is not what an addition wrote.
-
-    Returns:
-        Of the broadcast shape.
-
-    Raises:
-        ValueError: ``out`` is given, or the constraint is unknown.
+    A number, or a tensor of one element, shifts the other input and does not change its scale: sums
+    with a number are torch's. So are sums of integers (positions, indices), which have no scale.
+    ``constraint`` ties the factors of the output and of both gradients.
     """
     if out is not None:
         raise ValueError("add: out= cannot be unit-scaled; use the tensor that add returns")
@@ -87,10 +74,7 @@ def _scale_of_sum(input_is_one: bool, other_is_one: bool, alpha: float) -> float
 
 def _copies(shape: torch.Size, x: Tensor) -> float:
     """How many elements of a broadcast shape come from one element of ``x``."""
-    total = 1
-    for size in shape:
-        total = total * size
-    return max(total, 1) / max(x.numel(), 1)
+    return max(product_of(shape), 1) / max(x.numel(), 1)
 
 
 def _grad_scaled(x: Tensor, scale: float) -> Tensor:
@@ -99,7 +83,7 @@ def _grad_scaled(x: Tensor, scale: float) -> Tensor:
 
 @overridable
 def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The two ends of a residual connection, before its branch; `residual_add` closes it.
+    """The start of a residual connection, before its branch; `residual_add` is the end.
 
     Args:
         input: any shape.
@@ -118,18 +102,15 @@ def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
 
 @overridable
 def residual_add(residual: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
-    """The end of a residual connection, after its branch.
+    """The end of a residual connection, after its branch: a weighted sum.
 
     Args:
-        residual: what the branch made of `residual_split`'s first result.
+        residual: the branch's result for the first result of `residual_split`.
         skip: `residual_split`'s second result.
         tau: as given to `residual_split`.
 
     Returns:
         ``(tau residual + skip) / sqrt(1 + tau**2)``; gradients reach both unchanged.
-
-    Raises:
-        ValueError: ``tau`` is negative or infinite.
     """
     branch, kept = _weights(tau)
     return scale_fwd(residual, branch) + scale_fwd(skip, kept)
@@ -137,15 +118,9 @@ def residual_add(residual: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
 
 @overridable
 def residual_apply(fn: Callable[[Tensor], Tensor], input: Tensor, tau: float = 1.0) -> Tensor:
-    """A residual connection around a function.
+    """A residual connection around a function: ``(tau fn(input) + input) / sqrt(1 + tau**2)``.
 
-    Args:
-        fn: the branch; takes and returns the shape of ``input``.
-        input: any shape.
-        tau: the weight of the branch relative to the skip connection, 0 or more.
-
-    Returns:
-        ``(tau fn(input) + input) / sqrt(1 + tau**2)``, gradients of unit scale within ``fn``.
+    Gradients within ``fn``, which returns the shape that it takes, have unit scale.
     """
     residual, skip = residual_split(input, tau)
     return residual_add(fn(residual), skip, tau)

@@ -1,9 +1,9 @@
 """Modules without weights: `GELU`, `SiLU`, `Softmax`, `Dropout`, `CrossEntropyLoss`.
 
-Each calls its function in `float8.unit_scaling.functional`, where the scales are derived. ``mult``
-multiplies what goes into the nonlinearity. It is a hyperparameter of u-muP (arXiv 2407.17465): in a
-unit-scaled network the size of the weights can no longer say how far a function works from its
-linear part.
+Each calls its function in `float8.unit_scaling.functional`, which derives the scales. ``mult``
+multiplies the input of the nonlinear function. In a unit-scaled network the size of the weights
+cannot say how far from linear a function works, so u-muP makes ``mult`` a hyperparameter (arXiv
+2407.17465). ``constraint`` ties the scales of output and input gradient.
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ from torch import Tensor, nn
 
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.constraints import Constraint
-from float8.unit_scaling.functional.activations import refuse_inplace
-from float8.unit_scaling.functional.losses import refuse_legacy
+from float8.unit_scaling.functional.refusals import (
+    check_probability,
+    refuse_inplace,
+    refuse_legacy,
+)
 
 
 class GELU(nn.GELU):
-    """A unit-scaled ``nn.GELU``: ``gelu(mult x) / mult``, scaled to unit variance.
-
-    Args:
-        mult: how far from linear.
-        constraint: ties the scales of output and input gradient.
-        approximate: "none" or "tanh".
-    """
+    """A unit-scaled ``nn.GELU``: ``gelu(mult x) / mult``, scaled to unit variance."""
 
     def __init__(
         self,
@@ -37,21 +34,13 @@ class GELU(nn.GELU):
 
     def forward(self, input: Tensor) -> Tensor:
         """Any shape -> the same shape."""
-        return U.gelu(
-            input, mult=self.mult, constraint=self.constraint, approximate=self.approximate
-        )
+        return U.gelu(input, self.mult, self.constraint, self.approximate)
 
 
 class SiLU(nn.SiLU):
     """A unit-scaled ``nn.SiLU``: ``x sigmoid(mult x)``, scaled to unit variance.
 
-    Args:
-        mult: how far from linear.
-        constraint: ties the scales of output and input gradient.
-        inplace: must be False, see `functional.silu`.
-
-    Raises:
-        ValueError: ``inplace``.
+    ``inplace`` must be False, see `functional.silu`.
     """
 
     def __init__(
@@ -67,17 +56,11 @@ class SiLU(nn.SiLU):
 
     def forward(self, input: Tensor) -> Tensor:
         """Any shape -> the same shape."""
-        return U.silu(input, mult=self.mult, constraint=self.constraint, inplace=self.inplace)
+        return U.silu(input, self.mult, self.constraint, self.inplace)
 
 
 class Softmax(nn.Softmax):
-    """A unit-scaled ``nn.Softmax``: its n results add up to about n instead of 1.
-
-    Args:
-        dim: the dimension that is normalised.
-        mult: the inverse temperature.
-        constraint: ties the scales of output and input gradient.
-    """
+    """A unit-scaled ``nn.Softmax``: its n results add up to about n instead of 1."""
 
     def __init__(
         self, dim: int, mult: float = 1.0, constraint: Constraint = "to_output_scale"
@@ -94,19 +77,11 @@ class Softmax(nn.Softmax):
 class Dropout(nn.Dropout):
     """A unit-scaled ``nn.Dropout``: keeps the variance instead of the mean; the identity in eval.
 
-    Args:
-        p: the probability of a zero, less than 1.
-        inplace: must be False, see `functional.dropout`.
-
-    Raises:
-        ValueError: ``p`` is not in [0, 1), or ``inplace``.
+    ``p`` is less than 1 and ``inplace`` False, see `functional.dropout`.
     """
 
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
-        if not 0 <= p < 1:
-            raise ValueError(
-                f"uu.Dropout needs 0 <= p < 1, got p={p}: no scale makes a variance of 1 of zeros"
-            )
+        check_probability(p, "uu.Dropout: p")
         refuse_inplace(inplace, "uu.Dropout")
         super().__init__(p)
 
@@ -118,17 +93,7 @@ class Dropout(nn.Dropout):
 class CrossEntropyLoss(nn.CrossEntropyLoss):
     """A unit-scaled ``nn.CrossEntropyLoss``: the gradient of the logits has unit scale.
 
-    Args:
-        mult: the inverse temperature of the softmax.
-        weight, ignore_index, reduction, label_smoothing: as for ``nn.CrossEntropyLoss``.
-        size_average, reduce: must be None; torch replaced them by ``reduction``.
-
-    Shape:
-        As for ``nn.CrossEntropyLoss``: (batch, classes) and (batch,) -> (), or (batch,) with
-        ``reduction="none"``.
-
-    Raises:
-        ValueError: ``size_average`` or ``reduce`` is not None.
+    ``size_average`` and ``reduce`` must be None; torch replaced them by ``reduction``.
     """
 
     def __init__(

@@ -1,20 +1,32 @@
-"""Multi-head self-attention of unit scale: `MHSA`.
+"""Multi-head self-attention of unit scale, `MHSA`, and rotary position embedding, `rotary`.
 
 A head of d features attends with logits ``mult * q k / d`` and not ``/ sqrt(d)`` (u-muP, arXiv
-2407.17465, appendix B): as training correlates queries and keys their products grow like d. What
-comes out is divided by the scale that attention leaves, or, with muS's square-root softmax, has
-unit scale by itself; `float8.unit_scaling.functional.attention` has both.
+2407.17465, appendix B): as training correlates queries and keys, their products grow like d. The
+result is divided by the scale that attention leaves, or has unit scale by itself with muS's
+square-root softmax; `float8.unit_scaling.functional.attention` derives both.
+
+Rotary embedding (arXiv 2104.09864) takes features i and i + d/2 of a head as a point of a plane. At
+position s the point turns by the angle ``s * base ** (-2 i / d)``, so that a product of a query and
+a key depends on their distance only:
+
+    y_i       = x_i cos - x_(i + d/2) sin
+    y_(i+d/2) = x_i sin + x_(i + d/2) cos
+
+A rotation keeps the length of vectors, forward and backward, so it needs no scale. The S x d/2
+angles are computed in each call: there is no cache that a sequence could outgrow, that a meta
+device would leave uninitialised, or that a checkpoint would contain.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from float8.unit_scaling import functional as U
+from float8.unit_scaling.functional.refusals import check_probability
 from float8.unit_scaling.modules.layers import Linear
-from float8.unit_scaling.modules.rotary import rotary
 
 Attention = Literal["softmax", "sqrt_softmax"]
 
@@ -25,7 +37,7 @@ _ATTENTIONS = {
 
 
 class MHSA(nn.Module):
-    """Unit-scaled multi-head self-attention, without position embedding by default.
+    """Unit-scaled multi-head self-attention, (..., sequence, hidden_size) -> the same.
 
     Args:
         hidden_size: features of input and output, a multiple of ``heads``.
@@ -33,16 +45,13 @@ class MHSA(nn.Module):
         is_causal: whether a position sees earlier ones only.
         dropout_p: the probability of dropping an attention weight, in training.
         mult: the inverse temperature of the softmax (a hyperparameter of u-muP).
-        rotary_base: for rotary position embedding, as of `rotary.rotary`, for example 10000.0;
-            None for no position embedding.
+        rotary_base: for rotary position embedding, see `rotary`, for example 10000.0; None for no
+            position embedding.
         attention: "softmax", or muS's "sqrt_softmax" (arXiv 2502.05967).
 
-    Shape:
-        (..., sequence, hidden_size) -> the same.
-
     Raises:
-        ValueError: the heads do not divide the features, or a head has an odd number of features
-            to turn; ``dropout_p`` is not in [0, 1); an unknown attention.
+        ValueError: the heads do not divide the features, a head to rotate has an odd number of
+            features, ``dropout_p`` is not in [0, 1), or an unknown attention.
     """
 
     def __init__(
@@ -56,8 +65,15 @@ class MHSA(nn.Module):
         attention: Attention = "softmax",
     ) -> None:
         super().__init__()
-        _check_heads(hidden_size, heads, rotary_base)
-        _check_dropout(dropout_p)
+        if heads < 1 or hidden_size % heads:
+            raise ValueError(f"hidden_size={hidden_size} is not a multiple of heads={heads}")
+        if rotary_base is not None and hidden_size // heads % 2:
+            raise ValueError(
+                f"hidden_size={hidden_size} with heads={heads} gives heads of "
+                f"{hidden_size // heads} features, and rotary embedding turns pairs: use an even "
+                "number, or no rotary_base"
+            )
+        check_probability(dropout_p, "uu.MHSA: dropout_p")
         if attention not in _ATTENTIONS:
             raise ValueError(f"attention must be one of {list(_ATTENTIONS)}, got {attention!r}")
         self.heads = heads
@@ -76,12 +92,7 @@ class MHSA(nn.Module):
         q_HSD, k_HSD, v_HSD = qkv.unbind(0)
         if self.rotary_base is not None:
             q_HSD, k_HSD = (rotary(x, self.rotary_base) for x in (q_HSD, k_HSD))
-        heads_HSD = self._attend(q_HSD, k_HSD, v_HSD)
-        out: Tensor = self.linear_o(heads_HSD.transpose(-3, -2).flatten(-2))
-        return out
-
-    def _attend(self, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor) -> Tensor:
-        return _ATTENTIONS[self.attention](
+        heads_HSD = _ATTENTIONS[self.attention](
             q_HSD,
             k_HSD,
             v_HSD,
@@ -89,18 +100,34 @@ class MHSA(nn.Module):
             is_causal=self.is_causal,
             mult=self.mult,
         )
+        out: Tensor = self.linear_o(heads_HSD.transpose(-3, -2).flatten(-2))
+        return out
 
 
-def _check_heads(hidden_size: int, heads: int, rotary_base: float | None) -> None:
-    if heads < 1 or hidden_size % heads:
-        raise ValueError(f"hidden_size={hidden_size} is not a multiple of heads={heads}")
-    if rotary_base is not None and hidden_size // heads % 2:
-        raise ValueError(
-            f"hidden_size={hidden_size} with heads={heads} gives heads of {hidden_size // heads} "
-            "features, and rotary embedding turns pairs: use an even number, or no rotary_base"
-        )
+def rotary(x_SD: Tensor, base: float = 10000.0) -> Tensor:
+    """Rotate the features of every position, see the module's docstring.
 
+    Args:
+        x_SD: (..., S, d): heads of S positions and d features, d even. Any floating dtype; angles
+            and products are computed in float32 or better.
+        base: the wavelengths are ``2 pi`` to ``2 pi base`` positions.
 
-def _check_dropout(p: float) -> None:
-    if not 0 <= p < 1:
-        raise ValueError(f"dropout_p must be in [0, 1), got {p}: dropping all leaves no scale")
+    Returns:
+        The shape and dtype of ``x_SD``.
+
+    Raises:
+        ValueError: d is odd, or ``base`` is not positive.
+    """
+    positions, features = x_SD.shape[-2:]
+    if features % 2:
+        raise ValueError(f"rotary embedding turns pairs of features: the head has {features}")
+    if not base > 0:
+        raise ValueError(f"rotary embedding: base is a wavelength, greater than 0, got {base}")
+    wide = torch.promote_types(x_SD.dtype, torch.float32)
+    exponents = torch.arange(0, features, 2, device=x_SD.device, dtype=wide) / -features
+    places = torch.arange(positions, device=x_SD.device, dtype=wide)
+    angles = places[:, None] * base**exponents
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x_SD.chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    return turned.to(x_SD.dtype)

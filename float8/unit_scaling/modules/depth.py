@@ -1,12 +1,13 @@
-"""Stacks that tell their parameters how deep they are: `DepthModuleList`, `DepthSequential`.
+"""Stacks that set the depth of their parameters: `DepthModuleList`, `DepthSequential`.
 
 The updates of L residual layers add up in the residual stream, so each parameter in a stack of L
 trains with a learning rate divided by ``sqrt(L)`` (u-muP, arXiv 2407.17465, table 2, "residual").
 A stack sets ``mup_scaling_depth = L`` on all its parameters; `optim.lr_scale_for_depth` reads it.
 
-What is counted is the layers of one stack: a parameter cannot be in two, so stacks do not nest. A
-transformer layer counts once, though it has two branches: a constant, which the global learning
-rate absorbs.
+L is the number of layers of one stack at construction; layers added later get no depth. A parameter
+cannot be in two stacks, so stacks do not nest. A transformer layer counts once, though it has two
+branches: that is a constant, which the global learning rate absorbs. A slice of a stack is a plain
+module, whose parameters keep their depth.
 """
 
 from __future__ import annotations
@@ -20,13 +21,7 @@ from float8.unit_scaling.parameter import ParameterData, has_parameter_data, set
 
 
 class DepthModuleList(nn.ModuleList):
-    """An ``nn.ModuleList`` of residual layers, whose parameters learn how many they are.
-
-    The depth is that at construction; modules added later have none. A slice is a plain
-    ``nn.ModuleList``, whose parameters keep theirs.
-
-    Args:
-        modules: the layers. One that is given several times counts each time.
+    """An ``nn.ModuleList`` of residual layers; a layer that is given twice counts twice.
 
     Raises:
         ValueError: a parameter has no ``mup_type``, or is in a stack already.
@@ -43,13 +38,7 @@ class DepthModuleList(nn.ModuleList):
 
 
 class DepthSequential(nn.Sequential):
-    """An ``nn.Sequential`` of residual layers, whose parameters learn how many they are.
-
-    The depth is that at construction; modules added later have none. A slice is a plain
-    ``nn.Sequential``, whose parameters keep theirs.
-
-    Args:
-        args: the layers, or one ordered dict of them.
+    """An ``nn.Sequential`` of residual layers, or of one ordered dict of them.
 
     Raises:
         ValueError: a parameter has no ``mup_type``, or is in a stack already.
@@ -66,7 +55,7 @@ class DepthSequential(nn.Sequential):
 
 
 def _set_depth(stack: nn.Module, depth: int) -> None:
-    """Sets all or, where one is refused, none."""
+    """Set the depth of all parameters, or of none if one is refused."""
     found: list[tuple[nn.Parameter, ParameterData]] = []
     for name, parameter in stack.named_parameters():
         if not has_parameter_data(parameter):

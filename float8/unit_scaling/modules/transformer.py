@@ -1,23 +1,22 @@
-"""A unit-scaled transformer: `MLP`, `TransformerLayer`, `TransformerStack`, and a decoder.
+"""A unit-scaled transformer: `MLP`, `TransformerLayer`, `TransformerStack`, `TransformerDecoder`.
 
-Every branch f gets an input of unit scale and returns one; a residual layer weighs it against the
-skip by ``tau`` (u-muP, arXiv 2407.17465, appendix G), so that the sum has unit scale too:
+The input and the result of every branch f have unit scale. A residual layer weights the branch
+relative to the skip by ``tau`` (u-muP, arXiv 2407.17465, appendix G); the sum has unit scale too:
 
     x' = (tau f(x) + x) / sqrt(1 + tau**2)
 
-Where the norm stands is a choice:
+The norm begins or ends the branch:
 
     norm="pre"        f(x) = branch(norm(x))    arXiv 2002.04745; u-muP
-    norm="res-post"   f(x) = norm(branch(x))    muS, arXiv 2502.05967: the norm ends the branch, and
-                                                makes its scale 1 by force
+    norm="res-post"   f(x) = norm(branch(x))    muS, arXiv 2502.05967: makes the branch's scale 1
 
-In a backward pass the branch's gradient keeps unit scale too: the factor tau / sqrt(1 + tau**2) of
-a branch is applied where its gradient leaves it (`functional.residual_split`).
+Gradients in a branch have unit scale too: its factor tau / sqrt(1 + tau**2) is applied where the
+gradient leaves the branch (`functional.residual_split`).
 
-Scales are derived for independent values. Attention averages, which makes positions more alike
-layer by layer, and what they share it amplifies by up to ``sqrt(S / log S)`` for S positions. With
-norm="pre" the residual stream of a deep model therefore starts up to some 1.6 times too large
-(width 64, 16 layers, S = 32); with norm="res-post" it is within 5 % of 1 at every depth.
+Scales are derived for independent values. Attention averages, which makes positions more similar
+with each layer, and it amplifies their common part by up to ``sqrt(S / log S)`` for S positions.
+With norm="pre" the residual stream of a deep model is therefore up to about 1.6 times too large at
+the start (width 64, 16 layers, S = 32); with norm="res-post" it is within 5 % of 1 at every depth.
 """
 
 from __future__ import annotations
@@ -27,11 +26,13 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from float8.unit_scaling import functional as U
+from float8.unit_scaling.core.functional import (
+    ResidualScalingFn,
+    transformer_residual_scaling_rule,
+)
 from float8.unit_scaling.modules.attention import MHSA, Attention
 from float8.unit_scaling.modules.depth import DepthSequential
-from float8.unit_scaling.modules.layers import Embedding, Linear, LinearReadout
-from float8.unit_scaling.modules.norms import RMSNorm
-from float8.unit_scaling.rules import ResidualScalingFn, transformer_residual_scaling_rule
+from float8.unit_scaling.modules.layers import Embedding, Linear, LinearReadout, RMSNorm
 
 Norm = Literal["pre", "res-post"]
 
@@ -39,18 +40,13 @@ Norm = Literal["pre", "res-post"]
 class MLP(nn.Module):
     """A unit-scaled feed-forward network, ``linear_2(linear_1(x) silu(linear_gate(x)))`` (SwiGLU).
 
-    Args:
-        hidden_size: features of input and output.
-        expansion_factor: the inner features are this times as many.
-
-    Shape:
-        (..., hidden_size) -> the same.
+    It has ``hidden_size`` features outside and ``expansion_factor * hidden_size`` inside.
     """
 
     def __init__(self, hidden_size: int, expansion_factor: int = 4) -> None:
         super().__init__()
         inner = hidden_size * expansion_factor
-        # No constraint: the factors of the way up are those of the way down in reverse, so their
+        # No constraint: the factors of linear_2 are those of the other two in reverse, so their
         # product is the same in both directions.
         self.linear_1 = Linear(hidden_size, inner, constraint=None)
         self.linear_gate = Linear(hidden_size, inner, constraint=None)
@@ -74,9 +70,6 @@ class TransformerLayer(nn.Module):
         dropout_p: the probability of dropout on attention weights and on both branches.
         norm: "pre" or "res-post", see the module's docstring.
         rotary_base, attention: as for `MHSA`.
-
-    Shape:
-        (..., sequence, hidden_size) -> the same.
 
     Raises:
         ValueError: as for `MHSA`, or an unknown ``norm``.
@@ -135,9 +128,6 @@ class TransformerStack(DepthSequential):
         residual_scaling: ``tau(index, branches)`` of residual branch ``index``, attention first, of
             ``2 * layers``; by default ``transformer_residual_scaling_rule()``.
         kwargs: of `TransformerLayer`.
-
-    Shape:
-        (..., sequence, hidden_size) -> the same.
     """
 
     def __init__(
@@ -159,17 +149,13 @@ class TransformerStack(DepthSequential):
 class TransformerDecoder(nn.Sequential):
     """A unit-scaled decoder: embedding, causal layers, norm, readout.
 
+    It maps input ids (batch, sequence) to logits (batch, sequence, vocab_size).
+
     Args:
         hidden_size: the width.
         vocab_size: the number of tokens.
-        layers: the number of transformer layers.
-        heads: the number of heads of a layer.
-        dropout_p: as for `TransformerLayer`.
-        residual_scaling: as for `TransformerStack`.
-        norm, rotary_base, attention: as for `TransformerLayer`.
-
-    Shape:
-        input ids (batch, sequence) -> logits (batch, sequence, vocab_size).
+        layers, residual_scaling: as for `TransformerStack`.
+        heads, dropout_p, norm, rotary_base, attention: as for `TransformerLayer`.
     """
 
     def __init__(
@@ -207,9 +193,9 @@ class TransformerDecoder(nn.Sequential):
             input_ids: (batch, sequence), with a sequence of 2 at least.
 
         Returns:
-            A scalar, whose gradient has unit scale at the logits.
+            A scalar; the gradient at the logits has unit scale.
         """
-        # All positions go through the model, the last one's logits nowhere: the rows stay as many
-        # as the caller made them, which float8 products want to be multiples of 16.
+        # The last position's logits are computed and dropped: float8 products need a multiple of 16
+        # rows, and the caller chose the number of positions.
         logits_BSV = self(input_ids)[..., :-1, :].float()
         return U.cross_entropy(logits_BSV.flatten(end_dim=-2), input_ids[..., 1:].flatten())

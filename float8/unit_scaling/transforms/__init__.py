@@ -1,19 +1,19 @@
 """Transforms: a model in, a copy of it out that computes with something changed.
 
     unit_scale         every tensor of a training step has unit scale
-    simulate_fp8       products round their operands as float8 does (`simulate_format`: as any does)
-    float8             products run in float8
+    simulate_fp8       contractions round their operands as float8 does (`simulate_format`: as any)
+    float8             linear layers run in float8, as modules or as functions
     track_scales       records the scale of every tensor, forward and backward
     compile            torch.compile of the result
 
-They go together, in any order: which one sees a call first is theirs to know (`transformed`).
+They compose in any order: `transformed` sorts them. Read `transformed`, then `unit_scale` and, as
+it names them, `contractions`, `history`, `additions`, `gradient_factors`, `decisions`, `tracing`.
 """
 
 from __future__ import annotations
 
-# At once, not when asked for: three functions have the names of their files, and the names have to
-# be theirs however the files are imported afterwards.
-from float8.unit_scaling.transforms.compile import compile
+# Two functions have the names of their modules. Importing them here, before any other import of
+# those modules, makes the names of this package refer to the functions.
 from float8.unit_scaling.transforms.in_float8 import float8
 from float8.unit_scaling.transforms.metrics import Metrics
 from float8.unit_scaling.transforms.prune import (
@@ -23,6 +23,7 @@ from float8.unit_scaling.transforms.prune import (
 )
 from float8.unit_scaling.transforms.simulate import simulate_format, simulate_fp8
 from float8.unit_scaling.transforms.track_scales import track_scales
+from float8.unit_scaling.transforms.transformed import compile
 from float8.unit_scaling.transforms.unit_scale import unit_scale
 
 __all__ = [

@@ -1,25 +1,25 @@
 """What unit scaling does with each call of a forward, decided when the call comes.
 
 `Decisions` sees a forward call by call, `begin` before each and `end` after it, as numbers and
-functions without tensors. What a call becomes (`Step`) follows from what came before it:
+functions without tensors. What a call becomes (`Step`) follows from the calls before it:
 
-    role     "scaled"    the function's unit-scaled version (`rules`)
-             "residual"  `U.residual_add`, with ``tau`` (`residuals`)
-             "keep"      the function as it is (`sums`)
+    role     "scaled"    the function's unit-scaled version (`replacements`)
+             "residual"  `U.residual_add`, with ``tau`` (`additions`)
+             "keep"      the function as it is
              "readout"   `U.linear_readout`: the linear layer of the output weight
-    options  those of `products` that are set
-    dropped  keywords that torch's Python functions hand on with their defaults (``inplace=False``)
-             and that the function called in their place does not have
+    options  those of `contractions` that are set
+    dropped  keywords that torch's Python functions pass on with their defaults (``inplace=False``)
+             and that the replacement does not have
 
-Two things follow from what comes after it, and concern gradients alone (`Factors`):
+Two things follow from the calls after it, and concern gradients alone (`GradientFactors`):
 
-    reads    operands whose gradients are multiplied, being where a residual branch begins
-    free     calls whose gradients need no constraint: no residual addition follows, and all their
-             activations come over cut-edges (`cut_edges`)
+    reads          operands whose gradients are multiplied, because a residual branch begins there
+    unconstrained  calls whose gradients need no constraint: no residual addition follows, and all
+                   their activations come over cut edges
 
-In eager mode they are asked for in the backward pass, when the forward is over (`factor_of_read`,
-`is_free`). Compiled code has them as constants, found by tracing it before (`tracing`); there they
-are ``known`` from the start.
+In eager mode the backward pass asks for them, when the forward is over (`factor_of_read`,
+`is_unconstrained`). Compiled code needs them as constants. `tracing` finds these by an earlier
+trace and passes them as ``known``.
 
 One number has to be known before: ``layers``, the number of residual additions, which ``tau``
 depends on. It is counted once per model.
@@ -28,41 +28,46 @@ depends on. It is counted once per model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from float8.unit_scaling.transforms.cut_edges import calls_on_cut_edges
-from float8.unit_scaling.transforms.recording import (
-    Call,
-    History,
-    Path,
-    Value,
-    line_of_caller,
-    name_of,
+from float8.unit_scaling.transforms.additions import (
+    ADDITIONS,
+    KEEP,
+    RESIDUAL,
+    SUM,
+    Addition,
+    classify,
+    tau_of,
 )
-from float8.unit_scaling.transforms.residuals import Residual, conflicts, edges, tau_of
-from float8.unit_scaling.transforms.rules import (
-    Rules,
+from float8.unit_scaling.transforms.contractions import Function, Path
+from float8.unit_scaling.transforms.gradient_factors import (
+    branch_factors,
+    calls_on_cut_edges,
+    has_conflict,
+)
+from float8.unit_scaling.transforms.history import Call, History, Value, line_of_caller, name_of
+from float8.unit_scaling.transforms.replacements import (
+    Replacements,
     dropped_by,
     is_readout,
     is_weight,
-    may_be_free,
+    may_be_unconstrained,
     options_of,
     refuse_unscaled,
 )
-from float8.unit_scaling.transforms.sums import ADDITIONS, KEEP, RESIDUAL, SUM, Kind, kind_of
 
 logger = logging.getLogger(__name__)
 
 
-class Factors(NamedTuple):
-    """What is known of a forward when it is over; constants for compiled code."""
+class GradientFactors(NamedTuple):
+    """What a whole forward says about its gradients; constants for compiled code."""
 
-    reads: tuple[tuple[int, Path, float], ...] = ()
-    free: frozenset[int] = frozenset()
+    reads: tuple[tuple[int, Path, float], ...] = ()  # call, path of the operand, factor
+    unconstrained: frozenset[int] = frozenset()
 
 
 class Step(NamedTuple):
@@ -72,8 +77,8 @@ class Step(NamedTuple):
     role: str = "scaled"
     skip: int = 0
     tau: float = 0.0
-    may_be_free: bool = False
-    free: bool = False
+    may_be_unconstrained: bool = False
+    is_unconstrained: bool = False
     options: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     reads: tuple[tuple[Path, float], ...] = ()
@@ -83,7 +88,7 @@ class Decisions:
     """The decisions for one forward.
 
     Args:
-        rules: `rules.rules_of` the transform.
+        replacements: `replacements_of` the transform.
         output_weights: names of the parameters of u-muP's type "output".
         layers: the number of residual additions; None while they are counted.
         known: what tracing the same forward before has found.
@@ -92,31 +97,29 @@ class Decisions:
 
     def __init__(
         self,
-        rules: Rules,
+        replacements: Replacements,
         output_weights: frozenset[str],
         layers: int | None = None,
-        known: Factors | None = None,
+        known: GradientFactors | None = None,
         logs: bool = False,
     ) -> None:
-        self.rules, self.output_weights, self.layers = rules, output_weights, layers
-        self.known, self.logs = known, logs and logger.isEnabledFor(logging.INFO)
+        self.replacements, self.output_weights = replacements, output_weights
+        self.layers, self.known = layers, known
+        self.logs = logs and logger.isEnabledFor(logging.INFO)
         self.history = History()
-        self.kinds: dict[int, Kind] = {}  # of the additions, by the numbers of their calls
-        self.found: list[Residual] = []
+        self.additions: dict[int, Addition] = {}  # by the numbers of their calls
+        self.residuals: list[Addition] = []
         self.shapes: dict[int, tuple[int, ...]] = {}  # of parameters, by the numbers of values
-        self.done: list[tuple[Step, str]] = []  # with the lines of the calls, if it is logged
+        self.logged: list[tuple[Step, str]] = []  # with the lines of the calls
         self.results: list[Value] | None = None  # what the forward returned, when it is over
-        self._settled: Factors | None = None
+        self._final: GradientFactors | None = None
         self._reads: dict[tuple[int, Path], float] = {}
 
-    def outside(
-        self, dims: int, parameter: str | None, trained: bool, shape: tuple[int, ...]
+    def leaf(
+        self, dims: int, parameter: str | None, is_trained: bool, shape: tuple[int, ...]
     ) -> int:
-        """The number of a tensor that no call has made.
-
-        ``parameter`` is its name, "" if it is a parameter of another model's, None if it is none.
-        """
-        value = self.history.outside(dims, parameter, trained)
+        """The number of a tensor that no call has returned; ``parameter`` as in `Value`."""
+        value = self.history.add_leaf(dims, parameter, is_trained)
         self.shapes[value.number] = shape
         return value.number
 
@@ -124,11 +127,11 @@ class Decisions:
         """The number of a tensor that is another view of one, made by a call that was not seen."""
         inputs = [((0, 0), self.history.values[base])]
         self.history.calls.append(Call("__get__", getattr, inputs))
-        return self.history.result(dims, mixes=False).number
+        return self.history.add_result(dims, is_new_signal=False).number
 
     def begin(
         self,
-        function: Callable[..., Any],
+        function: Function,
         inputs: tuple[tuple[Path, int], ...],
         reads_integers: bool,
         is_plain: bool,
@@ -140,20 +143,20 @@ class Decisions:
             function: what is called.
             inputs: the numbers of its floating-point operands, each with its path.
             reads_integers: whether it has tensor operands of another kind.
-            is_plain: see `sums.kind_of`.
+            is_plain: see `additions.classify`.
             defaults: its keywords whose values are None or False.
         """
         operands = [(path, self.history.values[number]) for path, number in inputs]
         call = Call(name_of(function), function, operands, reads_integers)
-        refuse_unscaled(call, self.rules, self.history, self.shapes)
+        refuse_unscaled(call, self.replacements, self.history, self.shapes)
         self.history.calls.append(call)
         number = len(self.history.calls) - 1
         step = self._step(number, call, is_plain, defaults)
         if self.known is not None:
             reads = tuple((path, f) for n, path, f in self.known.reads if n == number)
-            step = step._replace(reads=reads, free=number in self.known.free)
+            step = step._replace(reads=reads, is_unconstrained=number in self.known.unconstrained)
         if self.logs:
-            self.done.append((step, line_of_caller()))
+            self.logged.append((step, line_of_caller()))
         return step
 
     def end(self, dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -162,35 +165,35 @@ class Decisions:
         Args:
             dims: how many dimensions each floating-point result has.
         """
-        number = len(self.history.calls) - 1
-        call = self.history.calls[-1]
-        if number in self.kinds:
-            mixes = self.kinds[number].name != KEEP
+        call, addition = self.history.calls[-1], self.additions.get(len(self.history.calls) - 1)
+        if addition is not None:
+            is_new = addition.kind != KEEP
         else:
-            mixes = call.function in self.rules or any(v.learned for _, v in call.inputs)
-        return tuple(self.history.result(n, mixes).number for n in dims)
+            is_new = call.function in self.replacements or any(v.is_learned for _, v in call.inputs)
+        return tuple(self.history.add_result(n, is_new).number for n in dims)
 
     def finish(self, results: Sequence[int]) -> None:
         """The forward has returned the tensors of these numbers."""
         self.results = [self.history.values[number] for number in results]
         if self.layers is None:
-            self.layers = len(self.found)
-            self.found = [replace(r, tau=tau_of(i, self.layers)) for i, r in enumerate(self.found)]
+            self.layers = len(self.residuals)
+            self.residuals = [
+                replace(r, tau=tau_of(i, self.layers)) for i, r in enumerate(self.residuals)
+            ]
         if self.logs:
             self._log()
 
-    def factors(self) -> Factors:
+    def factors(self) -> GradientFactors:
         """What follows from the calls so far; once the forward is over, from all of them."""
-        if self._settled is not None:
-            return self._settled
-        reads = edges(self.history, self.found)
-        factors = Factors(
-            tuple((call, path, factor) for (call, path), factor in reads.items()),
-            frozenset(self._free()),
+        if self._final is not None:
+            return self._final
+        self._reads = branch_factors(self.history, self.residuals, self.results or ())
+        factors = GradientFactors(
+            tuple((call, path, factor) for (call, path), factor in self._reads.items()),
+            frozenset(self._unconstrained()),
         )
-        self._reads = reads
         if self.results is not None:
-            self._settled = factors
+            self._final = factors
         return factors
 
     def factor_of_read(self, call: int, path: Path) -> float | None:
@@ -198,77 +201,80 @@ class Decisions:
         self.factors()
         return self._reads.get((call, path))
 
-    def is_free(self, call: int) -> bool:
+    def is_unconstrained(self, call: int) -> bool:
         """Whether a call's gradients need no constraint."""
-        return call in self.factors().free
+        return call in self.factors().unconstrained
 
     def _step(self, number: int, call: Call, is_plain: bool, defaults: tuple[str, ...]) -> Step:
         if call.function in ADDITIONS:
             return self._addition(number, call, is_plain)
-        if call.function not in self.rules:
+        if call.function not in self.replacements:
             return Step(number, KEEP)
-        if is_readout(call, self.rules, self.output_weights):
+        if is_readout(call, self.replacements, self.output_weights):
             return Step(number, "readout")
-        rule = self.rules[call.function]
+        replacement = self.replacements[call.function]
         return Step(
             number,
-            may_be_free=may_be_free(call, rule),
-            options=options_of(call),
-            dropped=dropped_by(rule, defaults) if defaults else (),
+            may_be_unconstrained=may_be_unconstrained(call, replacement),
+            options=options_of(call, replacement),
+            dropped=dropped_by(replacement, defaults) if defaults else (),
         )
 
     def _addition(self, number: int, call: Call, is_plain: bool) -> Step:
-        kind = kind_of(self.history, self.kinds, call, is_plain)
-        if kind.name == RESIDUAL and self._is_read_as_weight(kind.root):
-            kind = Kind(SUM)
-        if kind.name == RESIDUAL:
-            # While the layers are counted any number will do: what tau is depends on it alone.
-            tau = tau_of(len(self.found), self.layers or 1)
-            self.found.append(Residual(number, kind.skip, kind.root, tau))
-            if conflicts(self.history, self.found):
-                del self.found[-1]
-                kind = Kind(SUM)
-        self.kinds[number] = kind
-        if kind.name == RESIDUAL:
-            return Step(number, RESIDUAL, skip=kind.skip, tau=tau)
-        if kind.name == KEEP or torch.add not in self.rules:
+        addition = classify(self.history, self.additions, number, is_plain)
+        if addition.kind == RESIDUAL:
+            # While the layers are counted any number will do: only tau depends on it.
+            tau = tau_of(len(self.residuals), self.layers or 1)
+            addition = replace(addition, tau=tau)
+            if self._is_read_as_weight(addition.root) or has_conflict(
+                self.history, [*self.residuals, addition]
+            ):
+                addition = Addition(number, SUM)
+        self.additions[number] = addition
+        if addition.kind == RESIDUAL:
+            self.residuals.append(addition)
+            return Step(number, RESIDUAL, skip=addition.skip, tau=addition.tau)
+        if addition.kind == KEEP or torch.add not in self.replacements:
             return Step(number, KEEP)
-        return Step(number, may_be_free=may_be_free(call, self.rules[torch.add]))
+        scaled = self.replacements[torch.add]
+        return Step(number, may_be_unconstrained=may_be_unconstrained(call, scaled))
 
     def _is_read_as_weight(self, root: int) -> bool:
         """Whether a parameter is a weight of its own branch: such reads multiply no gradient."""
         return self.history.values[root].parameter is not None and any(
-            value.number == root and is_weight(path, call.function, self.rules)
+            value.number == root and is_weight(path, call.function, self.replacements)
             for call in self.history.calls
             for path, value in call.inputs
         )
 
-    def _free(self) -> set[int]:
+    def _unconstrained(self) -> set[int]:
         history = self.history
-        before = 0
-        for residual in self.found:
+        before_a_residual = 0  # the values, as bits
+        for residual in self.residuals:
             for value in history.calls[residual.call].outputs:
-                before |= value.origins | 1 << value.number
-        cut = calls_on_cut_edges(history.calls, self.results or [])
+                before_a_residual |= value.origins | 1 << value.number
         return {
             number
-            for number in cut
-            if self._is_scaled(history.calls[number], number)
-            and not any(before >> v.number & 1 for v in history.calls[number].outputs)
+            for number in calls_on_cut_edges(history.calls, self.results or [])
+            if self._has_constraint(number)
+            and not any(before_a_residual >> v.number & 1 for v in history.calls[number].outputs)
         }
 
-    def _is_scaled(self, call: Call, number: int) -> bool:
-        if number in self.kinds and self.kinds[number].name != SUM:
+    def _has_constraint(self, number: int) -> bool:
+        call, addition = self.history.calls[number], self.additions.get(number)
+        if addition is not None and addition.kind != SUM:
             return False
-        function = torch.add if number in self.kinds else call.function
-        return function in self.rules and may_be_free(call, self.rules[function])
+        function = call.function if addition is None else torch.add
+        return function in self.replacements and may_be_unconstrained(
+            call, self.replacements[function]
+        )
 
     def _log(self) -> None:
-        taus = {r.call: f"residual-add, tau={r.tau:.4g}" for r in self.found}
-        for step, line in self.done:
+        taus = {r.call: f"residual-add, tau={r.tau:.4g}" for r in self.residuals}
+        for step, line in self.logged:
             name = self.history.calls[step.number].name
             if step.role != KEEP:
-                what = taus.get(step.number, step.role)
-                logger.info("unit scaling function: %s (%s), %s", name, what, line)
-            if self.is_free(step.number):
+                role = taus.get(step.number, step.role)
+                logger.info("unit scaling function: %s (%s), %s", name, role, line)
+            if self.is_unconstrained(step.number):
                 logger.info("unconstraining node: %s, %s", name, line)

@@ -1,7 +1,7 @@
-"""Functions in the open: what torch does in one call, done in calls that transforms know.
+"""Decompositions: functions of torch that hide other calls, written in calls that transforms know.
 
-A torch function mode sees ``F.multi_head_attention_forward`` as one call, and whatever it
-multiplies inside is hidden. `multi_head_attention_forward` computes the same::
+A torch function mode sees ``F.multi_head_attention_forward`` as one call; its linear layers are
+hidden. `multi_head_attention_forward` computes the same::
 
     q, k, v = F.linear(query), F.linear(key), F.linear(value)
     weights needed:  w = softmax(q k^T / sqrt(d) + mask);  out = dropout(w) v
@@ -60,7 +60,7 @@ def multi_head_attention_forward(
         they are needed; without the B if the inputs have none.
 
     Raises:
-        ValueError: an option that torch's function has and this one has not: ``bias_k``,
+        ValueError: an option of torch's function that this one does not have: ``bias_k``,
             ``bias_v``, ``add_zero_attn``, ``static_k``, ``static_v``.
     """
     _refuse(
@@ -108,7 +108,7 @@ def _refuse(**options: Any) -> None:
     if given:
         raise ValueError(
             f"transforms do not cover multi-head attention with {', '.join(given)}: build "
-            "nn.MultiheadAttention without, or write the attention out"
+            "nn.MultiheadAttention without it, or write the attention with linear layers"
         )
 
 
@@ -186,7 +186,7 @@ def unflatten(input: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     return input.reshape(*input.shape[:dim], *sizes, *input.shape[dim + 1 :])
 
 
-# torch functions that hide the functions they call -> ours, which does the same in the open.
+# function of torch -> its decomposition
 DECOMPOSITIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention_forward,
     torch.unflatten: unflatten,
@@ -194,7 +194,7 @@ DECOMPOSITIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def decomposition_of(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """What to run in place of a function that hides others; None if it hides none."""
-    if function is Tensor.unflatten:  # which dictionaries do not find under torch.compile
+    """The decomposition of a function; None if it has none."""
+    if function is Tensor.unflatten:  # under torch.compile dictionaries do not find it
         return unflatten
     return DECOMPOSITIONS.get(function)

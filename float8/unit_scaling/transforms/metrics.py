@@ -1,4 +1,4 @@
-"""Six numbers that say where in a format's range a tensor is.
+"""`Metrics`: six numbers that say where in a format's range a tensor lies.
 
 ============ ==================== =================================================
 name         long name            of a tensor x of n elements
@@ -7,13 +7,13 @@ name         long name            of a tensor x of n elements
 ``abs_mean`` absolute mean value  |sum x| / n
 ``std``      standard deviation   sqrt(sum (x - mean)^2 / (n - 1)), 0 for n = 1
 ``abs_max``  absolute maximum     max |x|: beyond a format's largest value, it saturates
-``abs_min``  absolute minimum     min |x|: below its smallest one, it vanishes
+``abs_min``  absolute minimum     min |x|: below its smallest value, it becomes zero
 ``numel``    number of elements   n
 ============ ==================== =================================================
 
 They are computed in float32, of a float64 tensor in float64, and are NaN for n = 0. `Metrics` holds
-them for a tensor and, once there was a backward pass, for the gradient with respect to it. The
-tensors themselves are not kept.
+them for a tensor and, after a backward pass, for the gradient with respect to it. The tensors
+themselves are not kept.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Metrics:
         self.bwd: Metrics.Data | None = None
 
     def set_bwd(self, bwd_tensor: Tensor) -> None:
-        """Takes the numbers of the gradient; those of an earlier backward pass go."""
+        """Stores the numbers of the gradient in place of those of an earlier backward pass."""
         self.bwd = self.from_tensor(bwd_tensor)
 
     def __repr__(self) -> str:
@@ -60,12 +60,9 @@ class Metrics:
 
     @staticmethod
     def from_tensor(t: Tensor) -> Metrics.Data:
-        """The numbers of a tensor, with one wait for its device.
-
-        No transform sees this: it runs while torch functions cannot be overridden.
-        """
+        """The numbers of a tensor; waits for its device once. Transforms do not see these calls."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            x = _plain(t)
+            x = high_precision(t)
             n = x.numel()
             if n == 0:
                 return Metrics.Data(math.nan, math.nan, math.nan, math.nan, math.nan, 0)
@@ -90,10 +87,10 @@ class Metrics:
         """The long name of a number.
 
         Raises:
-            ValueError: there is no number of this name.
+            ValueError: no number has this name.
         """
         if short_name not in _LONG:
-            raise ValueError(f"{short_name!r} is no metric; use one of {', '.join(_LONG)}")
+            raise ValueError(f"{short_name!r} is not a metric; use one of {', '.join(_LONG)}")
         return _LONG[short_name]
 
 
@@ -107,7 +104,8 @@ _LONG = {
 }
 
 
-def _plain(t: Any) -> Tensor:
+def high_precision(t: Any) -> Tensor:
+    """A tensor without graph, dense, in float32, or in float64 if it is of that; dequantised."""
     x: Tensor = t.dequantize() if isinstance(t, Float8Tensor) else t.detach()
     x = x if x.layout == torch.strided else x.to_dense()
     return x if x.dtype == torch.float64 else x.float()

@@ -1,9 +1,8 @@
-"""A graph of scales without the nodes that say nothing.
+"""Copies of a graph of `track_scales` with fewer nodes.
 
-Everything here takes a graph of `track_scales` and returns a copy with fewer nodes. The users of a
-node that goes read its one floating-point input instead, so that what is left stays connected;
-where it has no such input, or several, they read None. Metrics are shared with the graph that was
-given, not copied.
+The users of a removed node read its one floating-point input instead, so that the rest stays
+connected; where it has no such input, or several, they read None. Metrics are shared with the given
+graph, not copied.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from float8.unit_scaling.spellings import respelt
+from float8.unit_scaling.registry import respelt
 from float8.unit_scaling.transforms.metrics import Metrics
 
 
@@ -34,9 +33,9 @@ def prune_non_float_tensors(graph: Graph) -> Graph:
 
 
 def prune_same_scale_tensors(graph: Graph, rtol: float = 2**-16) -> Graph:
-    """The graph without the nodes whose tensor has the scale of the one that it was made from.
+    """The graph without the nodes whose tensor has the same scale as their input: views.
 
-    Those are views and the like. A node with several floating-point inputs stays.
+    A node with several floating-point inputs stays.
 
     Args:
         graph: as ``model.scales_graph()`` returns it.
@@ -107,10 +106,10 @@ def _replace(node: Node, other: Node | None) -> None:
 
 
 def _same_scale(a: Metrics, b: Metrics, rtol: float) -> bool:
-    pairs = [(a.fwd, b.fwd)]
-    if a.bwd is None or b.bwd is None:
-        if a.bwd is not b.bwd:
+    for x, y in ((a.fwd, b.fwd), (a.bwd, b.bwd)):
+        if x is None or y is None:
+            if x is not y:
+                return False
+        elif not math.isclose(x.mean_abs, y.mean_abs, rel_tol=rtol):
             return False
-    else:
-        pairs.append((a.bwd, b.bwd))
-    return all(math.isclose(x.mean_abs, y.mean_abs, rel_tol=rtol) for x, y in pairs)
+    return True

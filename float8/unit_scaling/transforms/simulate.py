@@ -1,4 +1,4 @@
-"""What a model does when its products are in a narrow format, computed in wide numbers.
+"""`simulate_format`: a model whose contractions round their operands to narrow formats.
 
 Let q_f and q_b round to the formats of the forward and of the backward pass. A product is simulated
 as a GEMM on hardware that multiplies those formats and accumulates in wide numbers (arXiv
@@ -9,79 +9,45 @@ as a GEMM on hardware that multiplies those formats and accumulates in wide numb
     gw = q_b(g).T @ q_f(x)
     gb = g.sum(0)                  neither bias nor its gradient is an operand of a product
 
-All products are: linear layers, ``@``, ``mm``, ``bmm``, ``addmm``, ``addbmm``, ``baddbmm``,
-``einsum``, convolutions, and attention: q_f on query, key and value, q_b on the gradient of its
-output. The probabilities inside attention are not rounded: they are operands of a product too, but
-a fused kernel never writes them down, and float8 attention kernels scale them per tile, which no
-format says. Attention that a model spells out, softmax and ``@``, is rounded at both products.
-Contractions inside an ``einsum`` of three operands and inside a fused recurrent layer are not
-visible and stay wide.
+All functions of the table `contractions.CONTRACTIONS` are simulated. Of attention, q_f rounds
+query, key and value, q_b the gradient of its output. The probabilities are operands of a product
+too, but are not rounded: a fused kernel does not store them, and float8 attention kernels scale
+them per tile. Attention that a model spells out, softmax and ``@``, is rounded at both products.
+Products inside an ``einsum`` of three operands and inside a fused recurrent layer cannot be seen
+and stay wide.
 
-There is no scale in this simulation: values out of a format's range saturate or vanish. That is the
-point of it. A unit-scaled model loses little (arXiv 2303.11257, section 5.2), others may lose all.
+There is no scale in this simulation: values out of a format's range saturate or vanish. That shows
+whether a model needs scales. A unit-scaled model loses little (arXiv 2303.11257, section 5.2),
+others may lose all.
 
-Under autocast, operands are rounded to autocast's dtype first, as they would be on their way to the
-product. What is not a plain tensor of float32, bfloat16, float16 or float64, a `Float8Tensor`, say,
-is left alone. Functions of ``U`` are looked into, so that their products are simulated between
-their scales.
+Under autocast, operands are rounded to autocast's dtype first, as they would be before the product.
+Only plain tensors of float32, bfloat16, float16 or float64 are rounded; a `Float8Tensor`, for
+example, stays as it is. The mode looks inside functions of ``U``, so that their products are
+simulated between their scales.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8.linear.autograd import autocasts
 from float8.tensor import Float8Tensor
 from float8.unit_scaling.formats import FPFormat
+from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Function, Path
+from float8.unit_scaling.transforms.history import tensors_in, with_tensors
 from float8.unit_scaling.transforms.transformed import Mode, Transform, transformed
 
 M = TypeVar("M", bound=nn.Module)
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class Product(NamedTuple):
-    """Which arguments of a function it multiplies, each by its names, and which it adds."""
-
-    operands: tuple[tuple[str, ...], ...]
-    addend: str = ""
-    trailing: int = 0  # how many dimensions of the output come after the addend's
-
-    @property
-    def names(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the leading arguments, in order; an addend is first, or after the others."""
-        if self.addend == "input":
-            return (("input", "self"), *self.operands)
-        return (*self.operands, (self.addend,)) if self.addend else self.operands
-
-
-_LEFT, _WEIGHT = ("input", "self"), ("weight",)
-_ATTENTION = Product((("query",), ("key",), ("value",)))
-_PLAIN_PRODUCT = Product((_LEFT, ("mat2", "other")))
-_ADDMM = Product((("mat1",), ("mat2",)), addend="input")
-_ADDBMM = Product((("batch1",), ("batch2",)), addend="input")
-
-PRODUCTS: dict[Callable[..., Any], Product] = {
-    F.linear: Product((_LEFT, _WEIGHT), "bias"),
-    F.scaled_dot_product_attention: _ATTENTION,
-    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm), _PLAIN_PRODUCT),
-    **dict.fromkeys((Tensor.matmul, Tensor.mm, Tensor.bmm), _PLAIN_PRODUCT),
-    **dict.fromkeys((torch.addmm, Tensor.addmm), _ADDMM),
-    **dict.fromkeys((torch.baddbmm, Tensor.baddbmm, torch.addbmm, Tensor.addbmm), _ADDBMM),
-    **dict.fromkeys((F.conv1d, F.conv_transpose1d), Product((_LEFT, _WEIGHT), "bias", 1)),
-    **dict.fromkeys((F.conv2d, F.conv_transpose2d), Product((_LEFT, _WEIGHT), "bias", 2)),
-    **dict.fromkeys((F.conv3d, F.conv_transpose3d), Product((_LEFT, _WEIGHT), "bias", 3)),
-}
-
-
 def simulate_format(module: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
-    """A copy of a model whose products are in the formats, simulated; the model stays as it is.
+    """A copy of a model that rounds the operands of its contractions; the model stays as it is.
 
     Args:
         module: any module.
@@ -89,8 +55,8 @@ def simulate_format(module: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
         bwd_format: of the gradient that comes to each product.
 
     Returns:
-        the copy, of the same class in every respect but this. It composes with the other
-        transforms in any order, with ``torch.compile``, deepcopy and pickle.
+        the copy, of a subclass of the same class. It composes with the other transforms in any
+        order, with ``torch.compile``, deepcopy and pickle.
 
     Raises:
         TypeError: ``module`` is not a module, or was compiled; transform first.
@@ -117,50 +83,38 @@ class SimulateFormat(Transform):
     fwd_format: FPFormat
     bwd_format: FPFormat
 
-    def mode(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Mode:
-        """Multiplies what is quantised."""
-        handlers: dict[Callable[..., Any], Callable[..., Any]] = {
-            function: functools.partial(self.multiply, function, product)
-            for function, product in PRODUCTS.items()
+    def mode(self, model: nn.Module, forward: Function, args: Any, kwargs: Any) -> Mode:
+        """The mode for one call; it looks inside functions of ours, `scaled_linear` too."""
+        functions = [f for f in CONTRACTIONS if not hasattr(f, "implementation")]
+        return Mode({f: functools.partial(self.contract, f) for f in functions})
+
+    def contract(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        """A contraction of rounded operands."""
+        contraction, tensors = CONTRACTIONS[function], dict(tensors_in((args, kwargs)))
+        if contraction.kind == "einsum":
+            operands = list(tensors)
+            if len(operands) < 2:  # a transpose or a sum
+                return function(*args, **kwargs)
+        else:
+            operands = [p for argument in contraction.operands for p in argument.paths]
+        new: dict[Path, Tensor] = {
+            path: self.quantise_operand(tensors[path]) for path in operands if path in tensors
         }
-        handlers[torch.einsum] = self.contract
-        return Mode(handlers)
+        paths = () if contraction.added is None else contraction.added.paths
+        added = next(((path, tensors[path]) for path in paths if path in tensors), None)
+        if added is not None:
+            new[added[0]] = added[1].detach()
+        args, kwargs = with_tensors((args, kwargs), new)
+        output = function(*args, **kwargs)
+        if added is None:
+            return self.quantise_gradient(output, None)
+        addend = added[1].reshape(added[1].shape + (1,) * contraction.dims_after_added)
+        beta = kwargs.get("beta", 1)
+        return self.quantise_gradient(output, addend if beta == 1 else addend * beta)
 
-    def multiply(
-        self, function: Callable[..., Any], product: Product, *args: Any, **kwargs: Any
-    ) -> Any:
-        """A product of a known number of operands, given by position or by name."""
-        positional, named = list(args), dict(kwargs)
-        names = product.names
-        addend = None
-        for place, spellings in enumerate(names):
-            holder, key = _find(positional, named, place, spellings)
-            if holder is None:
-                continue
-            if product.addend in spellings and isinstance(holder[key], Tensor):
-                addend = holder[key]
-                holder[key] = addend.detach()
-            elif spellings in product.operands:
-                holder[key] = self.quantise_operand(holder[key])
-        output = function(*positional, **named)
-        if addend is not None:
-            addend = addend.reshape(addend.shape + (1,) * product.trailing)
-            beta = kwargs.get("beta", 1)
-            addend = addend if beta == 1 else addend * beta
-        return self.quantise_gradient(output, addend)
-
-    def contract(self, *args: Any) -> Any:
-        """``torch.einsum``: operands separately or in a list."""
-        equation, *rest = args
-        operands = rest[0] if isinstance(rest[0], (list, tuple)) else rest
-        if len(operands) < 2:  # a transpose, a sum: no product
-            return torch.einsum(*args)
-        quantised = [self.quantise_operand(x) for x in operands]
-        return self.quantise_gradient(torch.einsum(equation, *quantised), None)
-
-    def quantise_operand(self, x: Any) -> Any:
-        """An operand as the product reads it; anything else as it is."""
-        if not isinstance(x, Tensor) or isinstance(x, Float8Tensor) or x.dtype not in _PLAIN:
+    def quantise_operand(self, x: Tensor) -> Tensor:
+        """An operand, rounded if it is a plain tensor."""
+        if isinstance(x, Float8Tensor) or x.dtype not in _PLAIN:
             return x
         return self.fwd_format.quantise_fwd(_autocast(x))
 
@@ -190,18 +144,6 @@ class _Gradients(torch.autograd.Function):
             to_addend = grad.sum_to_size(shape).to(dtype)
         # Straight through once more, for gradients of gradients.
         return ctx.fmt.quantise_fwd(grad), to_addend, None
-
-
-def _find(
-    positional: list[Any], named: dict[str, Any], place: int, spellings: Iterable[str]
-) -> tuple[Any, Any]:
-    """What holds an argument, and under which key; (None, None) where it was not given."""
-    if place < len(positional):
-        return positional, place
-    for name in spellings:
-        if name in named:
-            return named, name
-    return None, None
 
 
 def _autocast(x: Tensor) -> Tensor:

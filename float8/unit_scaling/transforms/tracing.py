@@ -1,10 +1,10 @@
 """`Decisions` under ``torch.compile``.
 
 Compiled code needs the factors of gradients as constants while the forward is traced, before it is
-over. So the forward is traced again: when the first trace ends, what it has found is stored, and
-dynamo is told to start over (``UnspecializeRestartAnalysis``, which it raises itself when a guess
-was wrong). The second trace begins with these `Factors` known. It takes the same path as the first,
-since it traces the same code under the same guards; if not, there is a third.
+over. So the forward is traced again: when the first trace ends, its `GradientFactors` are stored,
+and dynamo is told to start over (``UnspecializeRestartAnalysis``, which it raises itself when a
+guess was wrong). The second trace begins with these factors known. It takes the same path as the
+first, since it traces the same code under the same guards; if not, there is a third.
 
 Dynamo runs the functions below while it traces and takes their results for constants
 (``_dynamo_marked_constant``). They get numbers, names and functions; tensors stay outside.
@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch._guards import CompileContext
 
-from float8.unit_scaling.transforms.decisions import Decisions, Factors, Step
-from float8.unit_scaling.transforms.recording import Path
-from float8.unit_scaling.transforms.sums import KEEP
+from float8.unit_scaling.transforms.additions import KEEP
+from float8.unit_scaling.transforms.decisions import Decisions, GradientFactors, Step
 from float8.unit_scaling.transforms.transformed import Transform, Transformed, model_of
 
 
@@ -32,7 +30,7 @@ class Traceable(Transform):
     layers: int | None = None
 
     @abstractmethod
-    def traced(self, model: nn.Module, known: Factors | None) -> Decisions:
+    def traced(self, model: nn.Module, known: GradientFactors | None) -> Decisions:
         """The decisions for a forward that is traced; ``known`` from the trace before."""
 
 
@@ -42,7 +40,7 @@ class _Traces(threading.local):
     def __init__(self) -> None:
         self.frame: Any = None
         self.attempt: Any = None
-        self.found: list[Factors] = []
+        self.found: list[GradientFactors] = []
         self.running: list[tuple[Traceable, Decisions]] = []
 
 
@@ -50,7 +48,7 @@ _TRACES = _Traces()
 
 
 class TracedDecisions:
-    """The decisions for a forward that is traced; the methods of `Decisions`.
+    """The decisions for a forward that is traced, with the methods of `Decisions`.
 
     Args:
         model: the id of the transformed model.
@@ -59,30 +57,24 @@ class TracedDecisions:
     def __init__(self, model: int) -> None:
         self.key = _start(model)
 
-    def outside(
-        self, dims: int, parameter: str | None, trained: bool, shape: tuple[int, ...]
-    ) -> int:
+    def leaf(self, *what: Any) -> int:
         """See `Decisions`."""
-        return _outside(self.key, dims, parameter, trained, shape)
+        number: int = _ask(self.key, "leaf", *what)
+        return number
 
-    def view(self, base: int, dims: int) -> int:
+    def view(self, *what: Any) -> int:
         """See `Decisions`."""
-        return _view(self.key, base, dims)
+        number: int = _ask(self.key, "view", *what)
+        return number
 
-    def begin(
-        self,
-        function: Callable[..., Any],
-        inputs: tuple[tuple[Path, int], ...],
-        reads_integers: bool,
-        is_plain: bool,
-        defaults: tuple[str, ...],
-    ) -> Step:
+    def begin(self, *what: Any) -> Step:
         """See `Decisions`."""
-        return _begin(self.key, function, inputs, reads_integers, is_plain, defaults)
+        return _begin(self.key, *what)
 
-    def end(self, dims: tuple[int, ...]) -> tuple[int, ...]:
+    def end(self, *what: Any) -> tuple[int, ...]:
         """See `Decisions`."""
-        return _end(self.key, dims)
+        numbers: tuple[int, ...] = _ask(self.key, "end", *what)
+        return numbers
 
     def finish(self, results: tuple[int, ...]) -> None:
         """See `Decisions`; starts over if this was the first trace."""
@@ -92,7 +84,7 @@ class TracedDecisions:
 def _start(model: int) -> int:
     trace = CompileContext.current_trace_id()
     assert trace is not None
-    if _TRACES.frame != trace.compile_id:
+    if _TRACES.frame is not trace.compile_id:  # equal ones may be of earlier frames, after a reset
         _TRACES.frame, _TRACES.found = trace.compile_id, []
         _TRACES.attempt = None
     if _TRACES.attempt != trace.attempt:
@@ -106,12 +98,8 @@ def _start(model: int) -> int:
     return key
 
 
-def _outside(key: int, *what: Any) -> int:
-    return _TRACES.running[key][1].outside(*what)
-
-
-def _view(key: int, base: int, dims: int) -> int:
-    return _TRACES.running[key][1].view(base, dims)
+def _ask(key: int, method: str, *what: Any) -> Any:
+    return getattr(_TRACES.running[key][1], method)(*what)
 
 
 def _begin(key: int, *what: Any) -> Step:
@@ -121,17 +109,13 @@ def _begin(key: int, *what: Any) -> Step:
     return step if decisions.known is not None else Step(step.number, KEEP)
 
 
-def _end(key: int, dims: tuple[int, ...]) -> tuple[int, ...]:
-    return _TRACES.running[key][1].end(dims)
-
-
 def _finish(key: int, results: tuple[int, ...]) -> None:
     transform, decisions = _TRACES.running[key]
     decisions.finish(results)
     transform.layers, found = decisions.layers, decisions.factors()
     if decisions.known == found:
         return
-    _TRACES.found[key:] = [found]  # those that came after this one may be others now
+    _TRACES.found[key:] = [found]  # those of later forwards may change too
     from torch._dynamo.exc import UnspecializeRestartAnalysis
 
     raise UnspecializeRestartAnalysis(
@@ -139,6 +123,6 @@ def _finish(key: int, results: tuple[int, ...]) -> None:
     )
 
 
-_TRACED: tuple[Any, ...] = (_start, _outside, _view, _begin, _end, _finish)
-for _function in _TRACED:
+_RUN_WHILE_TRACING: tuple[Any, ...] = (_start, _ask, _begin, _finish)
+for _function in _RUN_WHILE_TRACING:
     _function._dynamo_marked_constant = True

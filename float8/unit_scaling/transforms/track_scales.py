@@ -1,14 +1,14 @@
-"""What a model did: a graph of the calls it made, and the scale of every tensor in it.
+"""`track_scales`: a graph of the calls that a model made, with the scale of every tensor.
 
-`track_scales` gives a copy of a model that takes notes while it runs. Afterwards
+`track_scales` returns a copy of a model that records its calls. Afterwards
 ``model.scales_graph()`` is a `torch.fx.Graph` of the latest forward:
 
 * a *placeholder* for each tensor among the arguments, by the argument's name;
 * a *get_attr* for each parameter and buffer, by its qualified name, where it is first used; also,
-  with targets ``_tensor_constant0``, ..., for tensors that came from nowhere seen;
-* a *call_function* for each function that made a tensor, a *call_method* for each method of one,
-  as the model called it: ``U.linear`` is one call, ``F.linear`` is under `unit_scale` too;
-* an *output* of the results that nothing consumed.
+  with targets ``_tensor_constant0``, ..., for tensors of unknown origin;
+* a *call_function* for each function that returned a tensor, a *call_method* for each method of
+  one, as the model called it: ``U.linear`` is one call, and so is ``F.linear`` under `unit_scale`;
+* an *output* of the results that no call read.
 
 Each node has, in ``meta``,
 
@@ -21,16 +21,16 @@ Each node has, in ``meta``,
 ``modules``              the submodules that were running, outermost first, by qualified name
 ======================== ========================================================================
 
-**How.** A torch function mode sees each call and its result; a tensor hook sees the gradient with
-respect to that result, summed over all its users. Statistics are kept, tensors are not: the map
-from tensors to nodes is weak. Calls run as they would; statistics are computed out of sight of the
-other transforms. The random state, results and gradients stay what they are, to the bit. The model
-waits for its device at each call.
+A torch function mode sees each call and its result; a tensor hook sees the gradient with respect
+to that result, summed over all its users. Statistics are kept, tensors are not: the map from
+tensors to nodes is weak. Other transforms do not see the calls that compute the statistics. The
+random state, results and gradients do not change in any bit. The model waits for its device at each
+call.
 
-Inputs that require no gradient get one for the statistics' sake: the calls read an alias of the
-input, on the same memory, which does. The caller's tensor stays as it is; the output requires a
-gradient then. Under ``torch.no_grad`` there are no gradients to see. Calls inside ``torch.vmap``
-and ``torch.func`` are not recorded: their tensors stand for others and have no values to look at.
+An input that requires no gradient gets one for the statistics: the calls read an alias of it, on
+the same memory, that requires a gradient, and so does the output then. The caller's tensor stays as
+it is. Under ``torch.no_grad`` there are no gradients to record. Calls inside ``torch.vmap`` and
+``torch.func`` are not recorded: their tensors have no values of their own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from __future__ import annotations
 import inspect
 import operator
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -49,7 +48,8 @@ from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from float8.unit_scaling.spellings import respelt
+from float8.unit_scaling.registry import respelt
+from float8.unit_scaling.transforms.contractions import Function
 from float8.unit_scaling.transforms.decompositions import decomposition_of
 from float8.unit_scaling.transforms.metrics import Metrics
 from float8.unit_scaling.transforms.transformed import (
@@ -62,9 +62,9 @@ from float8.unit_scaling.transforms.transformed import (
 
 M = TypeVar("M", bound=nn.Module)
 
-# Methods of tensors that are spelt with an operator of their own.
+# Methods of tensors that are spelt as functions of `operator`.
 _OPERATORS = {"__getitem__": operator.getitem, "__setitem__": operator.setitem}
-# What a graph shows of arguments as it is; of anything else, the type.
+# Arguments of these types are in the graph as they are; of others, their types.
 _SHOWN = (
     *(int, float, bool, complex, str, type(None), type(Ellipsis), slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -83,7 +83,7 @@ def track_scales(module: M) -> M:
         pickle: copies start with nothing recorded.
 
     Raises:
-        TypeError: ``module`` is not a module, or was compiled.
+        TypeError: ``module`` is not a module, or is compiled.
         ValueError: it is tracked already.
     """
     tracked = transformed(module, TrackScales())
@@ -92,7 +92,7 @@ def track_scales(module: M) -> M:
 
 
 class Recorded:
-    """What was recorded last, and the hooks that still wait for gradients of leaves."""
+    """The latest graph, and the hooks on leaves, which wait for their gradients."""
 
     def __init__(self) -> None:
         self.graph = Graph()
@@ -103,7 +103,7 @@ class Recorded:
         return self.graph
 
     def begin(self) -> None:
-        """Forgets the forward before: a hook on a parameter would outlive it."""
+        """Drops the graph of the forward before, and its hooks, which parameters would keep."""
         for hook in self.hooks:
             hook.remove()
         self.graph, self.hooks = Graph(), []
@@ -118,30 +118,24 @@ class TrackScales(Transform):
 
     depth: ClassVar[int] = 0
 
-    def mode(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Mode:
-        """Takes notes.
-
-        Raises:
-            RuntimeError: the model is being compiled.
-        """
+    def mode(self, model: nn.Module, forward: Function, args: Any, kwargs: Any) -> Mode:
+        """The mode that records one forward; refuses one that is being compiled."""
         if torch.compiler.is_compiling():
             raise RuntimeError(
-                "track_scales watches a model run in Python, and this one is being compiled: call "
-                "it without torch.compile"
+                "track_scales records a model that runs in Python, and this one is being compiled: "
+                "call it without torch.compile"
             )
         recorded: Recorded = model.scales_graph  # type: ignore[assignment]
         recorded.begin()
-        watching = _Watching(recorded, model)
+        mode = _RecordingMode(recorded, model)
         with torch._C.DisableTorchFunction():
             for name, value in inspect.signature(forward).bind(*args, **kwargs).arguments.items():
-                watching.see_argument(name, value)
-        return watching
+                mode.add_argument(name, value)
+        return mode
 
 
-class _Watching(Mode):
-    """Records the calls of one forward."""
-
-    looks_inside = False
+class _RecordingMode(Mode):
+    """Records the calls of one forward; a function of ``U`` is one call."""
 
     def __init__(self, recorded: Recorded, model: nn.Module) -> None:
         super().__init__({})
@@ -149,7 +143,7 @@ class _Watching(Mode):
         self.names = {id(t): n for n, t in (*model.named_parameters(), *model.named_buffers())}
         self.modules = {id(m): n for n, m in model.named_modules() if n}
         self.nodes = WeakIdKeyDictionary()  # tensor -> its node
-        self.hooked = WeakIdKeyDictionary()  # tensors whose gradient will be seen -> their metrics
+        self.hooked = WeakIdKeyDictionary()  # tensors with a gradient hook -> their metrics
         self.aliases = WeakIdKeyDictionary()  # input -> what the calls read instead
         self.constants = 0
         self.running: tuple[str, ...] = ()
@@ -164,33 +158,31 @@ class _Watching(Mode):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             self.running = self._running()
-            seen = self._arguments(args, kwargs)
+            shown = map_aggregate((tuple(args), dict(kwargs)), self._shown)
             if self.aliases:
                 args, kwargs = tree_map_only(Tensor, self._alias, (args, kwargs))
         output = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             result = args[0] if func is Tensor.__setitem__ else output
             if any(isinstance(x, Tensor) for x in tree_leaves(result)):
-                self._see_call(respelt(func), seen, result)
+                self._add_call(respelt(func), shown, result)
         return output
 
     def finish(self, result: Any) -> None:
         """Close the graph."""
-        # What the forward returned is alive still; what is alive without users is most likely that.
-        alive = set(self.nodes.values())
-        loose = [n for n in self.graph.nodes if n in alive and not n.users and n.op != "get_attr"]
-        loose = [n for n in loose if n.op != "placeholder"]
-        self.graph.output(loose[0] if len(loose) == 1 else tuple(loose)).meta.update(
-            self._meta("output", None)
-        )
+        # The results of the forward are still alive; so are few other tensors that no call read.
+        alive, leaves = set(self.nodes.values()), ("get_attr", "placeholder")
+        unread = [n for n in self.graph.nodes if n in alive and not n.users and n.op not in leaves]
+        output = self.graph.output(unread[0] if len(unread) == 1 else tuple(unread))
+        output.meta.update(self._meta("output", None))
 
-    def see_argument(self, name: str, value: Any) -> None:
+    def add_argument(self, name: str, value: Any) -> None:
         """A placeholder for each tensor of an argument."""
         leaves = [value] if isinstance(value, Tensor) else tree_leaves(value)
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 label = name if leaf is value else f"{name}_{index}"
-                self._see(self.graph.placeholder(label), self._make_alias(leaf))
+                self._add_tensor(self.graph.placeholder(label), self._make_alias(leaf))
 
     def _make_alias(self, x: Tensor) -> Tensor:
         if x.requires_grad or not x.is_floating_point() or not torch.is_grad_enabled():
@@ -202,11 +194,8 @@ class _Watching(Mode):
     def _alias(self, x: Tensor) -> Tensor:
         return self.aliases.get(x, x)
 
-    def _arguments(self, args: Any, kwargs: Any) -> Any:
-        """The arguments as the graph has them, tensors as nodes."""
-        return map_aggregate((tuple(args), dict(kwargs)), self._shown)
-
     def _shown(self, value: Any) -> Any:
+        """An argument as it is in the graph, a tensor as its node."""
         if isinstance(value, Tensor):
             return self._node_of(self._alias(value))
         if isinstance(value, _SHOWN):
@@ -216,10 +205,10 @@ class _Watching(Mode):
     def _node_of(self, x: Tensor) -> Node:
         node = self.nodes.get(x)
         if node is None:
-            return self._see(self.graph.create_node("get_attr", self._name_of(x)), x)
+            return self._add_tensor(self.graph.create_node("get_attr", self._name_of(x)), x)
         if (
             x.requires_grad and x not in self.hooked and "metrics" in node.meta
-        ):  # made by an autograd function, out of sight
+        ):  # returned by an autograd function, which torch function modes do not see
             self._hook(x, node.meta["metrics"])
         return node
 
@@ -229,18 +218,18 @@ class _Watching(Mode):
         self.constants += 1
         return f"_tensor_constant{self.constants - 1}"
 
-    def _see_call(self, func: Any, seen: Any, result: Any) -> None:
-        node = self.graph.create_node(*_target(func, *seen))
+    def _add_call(self, func: Any, shown: Any, result: Any) -> None:
+        node = self.graph.create_node(*_target(func, *shown))
         if isinstance(result, Tensor):
-            self._see(node, result)
+            self._add_tensor(node, result)
             return
         node.meta.update(self._meta(node.name, result))
         for index, part in enumerate(result if isinstance(result, (tuple, list)) else ()):
             if isinstance(part, Tensor):
-                self._see(self.graph.call_function(operator.getitem, (node, index)), part)
+                self._add_tensor(self.graph.call_function(operator.getitem, (node, index)), part)
 
-    def _see(self, node: Node, x: Tensor) -> Node:
-        """A tensor has become known as the result of a node."""
+    def _add_tensor(self, node: Node, x: Tensor) -> Node:
+        """Records a tensor as the result of a node."""
         node.meta.update(self._meta(node.name, x))
         self.nodes[x] = node
         if x.is_floating_point():
@@ -257,7 +246,7 @@ class _Watching(Mode):
         }
 
     def _running(self) -> tuple[str, ...]:
-        """Which submodules are running: those that are ``self`` in a frame of the stack."""
+        """The submodules that are running: those that are ``self`` in a frame of the stack."""
         found: list[str] = []
         frame = sys._getframe(2)
         while frame is not None and frame.f_code is not Transformed.forward.__code__:
@@ -277,11 +266,11 @@ class _Watching(Mode):
 
 
 class _Alias(torch.autograd.Function):
-    """An input on the same memory, with a gradient that ends here."""
+    """An alias of an input on the same memory; its gradient goes no further."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()  # not a view, which could not be written to
+        return x.detach()  # not a view: views cannot be written to here
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -6,13 +6,11 @@ and makes for each call a `Mode`, a torch function mode that carries it out. Not
 nothing generated: the model's own Python runs, in eager mode and under ``torch.compile``, with its
 control flow, hooks and shapes.
 
-`transformed` returns a copy of a model whose class has become a subclass of the model's, with a
-forward that enters the modes. Parameters, names, state dict and methods are the model's; copies and
-pickles carry their transforms. The order in which modes are entered follows from the transforms
-(`Transform.depth`), not from the order in which they were applied.
-
-Only calls of the model are under its transforms: a submodule, or a method that does not call the
-model, runs as it is when it is called by itself.
+`transformed` returns a copy of a model whose class is a subclass of the model's, with a forward
+that enters the modes. Parameters, names, state dict and methods are the model's; copies and pickles
+keep their transforms. The order in which modes are entered follows from the transforms
+(`Transform.depth`), not from the order in which they were applied. Only calls of the model itself
+run under its transforms: a submodule that is called directly runs without them.
 """
 
 from __future__ import annotations
@@ -29,12 +27,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from float8.unit_scaling.spellings import respelt
-from float8.unit_scaling.transforms.checkpointing import RefusesCheckpointing
-from float8.unit_scaling.transforms.decompositions import DECOMPOSITIONS, decomposition_of
-from float8.unit_scaling.transforms.reach import check_reach
-
-__all__ = ["DECOMPOSITIONS", "Handler", "Mode", "Transform", "Transformed", "transformed"]
+from float8.unit_scaling.registry import respelt
+from float8.unit_scaling.transforms.decompositions import decomposition_of
+from float8.unit_scaling.transforms.refusals import RefusesCheckpointing, check_reach
 
 M = TypeVar("M", bound=nn.Module)
 Handler = Callable[..., Any]
@@ -44,19 +39,18 @@ _UNFINISHED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorTyp
 class Mode(TorchFunctionMode):
     """Carries out a transform during one forward.
 
-    A function in ``handlers`` is given to its handler, which runs with this mode off: what it calls
-    goes to the modes below. Of any other function of ours, one that was made `overridable`, the
-    implementation runs with this mode on if ``looks_inside``.
+    Args:
+        handlers: function -> what to call in its place. A handler runs with this mode off: its
+            calls go to the modes below. Of other functions that are `overridable` the
+            implementation runs with this mode on.
     """
-
-    looks_inside = True
 
     def __init__(self, handlers: Mapping[Callable[..., Any], Handler]) -> None:
         super().__init__()
         self.handlers = handlers
 
     def finish(self, result: Any) -> None:
-        """What is left to do after a forward that returned ``result``."""
+        """Called after a forward that returned ``result``."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -64,10 +58,10 @@ class Mode(TorchFunctionMode):
         kwargs, func = kwargs or {}, respelt(func)
         if func in self.handlers:
             return self.handlers[func](*args, **kwargs)
-        if (in_the_open := decomposition_of(func)) is not None:
+        if (decomposed := decomposition_of(func)) is not None:
             with self:
-                return in_the_open(*args, **kwargs)
-        if self.looks_inside and hasattr(func, "implementation"):
+                return decomposed(*args, **kwargs)
+        if hasattr(func, "implementation"):
             with self:
                 return func.implementation(*args, **kwargs)
         return func(*args, **kwargs)
@@ -76,8 +70,8 @@ class Mode(TorchFunctionMode):
 class Transform(ABC):
     """What changes in a model's forward; an immutable, picklable value."""
 
-    # Where its mode stands: a function goes to the mode of the least depth first, and what that
-    # one makes of it to the next. 0 watches, 1 rescales, 2 simulates formats, 3 runs in float8.
+    # A call goes to the mode of the least depth first; the calls that this one makes in its place
+    # go to the next. 0 records scales, 1 rescales, 2 simulates formats, 3 runs in float8.
     depth: ClassVar[int]
 
     @abstractmethod
@@ -97,7 +91,7 @@ class Transformed:
     transforms: tuple[Transform, ...]
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
-        """Every copy, unpickled module and replica comes into being here."""
+        """Registers the instance; copies, unpickled modules and replicas are created here too."""
         new: Any = super().__new__(cls)
         _ALIVE[id(new)] = new
         return new
@@ -116,18 +110,18 @@ class Transformed:
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled by the model's own class: this one is made on the spot."""
+        """Pickles the model's own class, from which this one is made again."""
         base = type(self).__mro__[2]
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
         return _new, (base,), state
 
 
 def _finished(result: Any) -> Any:
-    """What a forward returned, unless it has not run yet."""
+    """The result of a forward that has run, which a generator's has not."""
     if isinstance(result, _UNFINISHED):
         raise TypeError(
-            f"the forward returned a {type(result).__name__}, whose body would run when the "
-            "transforms are over: transform a module that returns tensors"
+            f"the forward returned a {type(result).__name__}, whose body would run after the "
+            "transforms have ended: transform a module that returns tensors"
         )
     return result
 
@@ -155,8 +149,8 @@ def _make_subclass(cls: Any) -> Any:
 _subclass: Callable[[Any], Any] = functools.cache(_make_subclass)
 
 
-# By id. What runs while torch.compile traces takes constants and tensors, and before torch 2.13 a
-# module is neither, but its id is.
+# By id: functions that run while torch.compile traces take constants and tensors. Before torch 2.13
+# a module is neither, but its id is a constant.
 _ALIVE: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 
 
@@ -174,8 +168,8 @@ def transformed(model: M, transform: Transform) -> M:
     """A copy of a model that runs under ``transform``, and under those that it already has.
 
     Raises:
-        TypeError, ValueError: ``model`` is no module, or a transform would not reach all of it
-            (`reach.check_reach`); or it has a transform of this kind already.
+        TypeError, ValueError: ``model`` is not a module, or a transform would not reach all of it
+            (`refusals.check_reach`); or it has a transform of this kind already.
     """
     check_reach(model)
     earlier: tuple[Transform, ...] = getattr(model, "transforms", ())
@@ -190,3 +184,22 @@ def transformed(model: M, transform: Transform) -> M:
         _ALIVE[id(new)] = new
     new.transforms = (*earlier, transform)  # type: ignore[assignment]
     return new
+
+
+def compile(module: M, **kwargs: Any) -> M:
+    """``torch.compile`` of a module with any transforms, which it traces in one graph.
+
+    Transforms come first, since they do not reach into compiled code::
+
+        model = compile(simulate_fp8(unit_scale(model)))
+
+    Args:
+        module: it shares its parameters with the result.
+        kwargs: those of ``torch.compile``, such as ``fullgraph=True``.
+
+    Raises:
+        TypeError: ``module`` is not a module.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"compile takes an nn.Module, got {type(module).__name__}")
+    return torch.compile(module, **kwargs)  # type: ignore[return-value]

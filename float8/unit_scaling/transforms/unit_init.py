@@ -1,8 +1,8 @@
-"""Weights of unit scale, and what u-muP's optimizers have to know of each parameter.
+"""Weights of unit scale, and the types of parameters that u-muP's optimizers need.
 
 Unit scaling starts from weights of standard deviation 1 and biases of 0 (arXiv 2303.11257, section
-4; u-muP, arXiv 2407.17465, table 2). A model that exists has drawn its weights already; their
-directions are kept, their scale is not:
+4; u-muP, arXiv 2407.17465, table 2). The weights of an existing model keep their directions and
+lose their scale:
 
     w <- w / std(w)      every parameter of two or more dimensions
     b <- 0               the biases of layers that have such a weight
@@ -14,8 +14,8 @@ that several modules share is scaled once.
 Types, for the learning rates of u-muP's table 2: "norm" for weights of norms, "bias" for their
 biases and those of layers, "weight" for the rest, but "output" for the weight of the output
 layer. That is the last linear layer of the model, if it is an attribute of the model itself by one
-of the names `OUTPUT_NAMES` and shares its weight with no other module. Elsewhere nothing says that
-a layer is the last, and "weight" is the type whose updates are safe in any place.
+of the names `OUTPUT_NAMES` and shares its weight with no other module. Other layers may or may not
+be the last; "weight" is the type whose updates are safe in either case.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.unit_scaling.parameter import MupType, has_parameter_data, set_parameter_data
-from float8.unit_scaling.transforms.computed import refuse_computed_weights
+from float8.unit_scaling.transforms.refusals import refuse_computed_weights
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +81,10 @@ def is_norm(module: nn.Module) -> bool:
 def output_weights(model: nn.Module, before: frozenset[str] = frozenset()) -> frozenset[str]:
     """The names of the parameters of type "output".
 
-    ``before`` has those that were so earlier. What stands there now may have no type at all: a
-    tensor of ``torch.func.functional_call``, or of ``load_state_dict(..., assign=True)``.
+    Args:
+        model: any model.
+        before: the names that were found earlier. They stay where a parameter has no type, which
+            ``torch.func.functional_call`` or ``load_state_dict(..., assign=True)`` has put there.
     """
     return frozenset(
         name

@@ -9,77 +9,70 @@ of a model. `unit_scale` does that while the model runs: a torch function mode s
 model's own forward, however it is spelt, and calls the unit-scaled function in its place. In order:
 
 1.  What is in ``replace`` is replaced, then everything that `registry.torch_map` knows, and every
-    matrix product (`products`). Other functions are left as they are, but for products by a trained
-    weight, which are refused (`products.UNSCALED`): nothing would make up for its scale.
-2.  Additions of a tensor to what a branch made of it become residual layers, weighted by u-muP's
-    depth rule (arXiv 2407.17465, appendix G; `residuals`); other sums become `U.add`, except
-    those that are part of a formula (`sums`).
-3.  After the last residual layer, what comes over a cut-edge is unconstrained: its gradients have
-    factors of their own (`cut_edges`).
+    contraction (`contractions`). Other functions are left as they are, except contractions by a
+    trained weight, which are refused: no factor would make up for the weight's scale.
+2.  Additions of a tensor to the result of a branch that reads it become residual layers, weighted
+    by u-muP's depth rule (arXiv 2407.17465, appendix G); other sums become `U.add`, except those
+    that are part of a formula (`additions`).
+3.  After the last residual layer, calls whose activations come over cut edges are unconstrained:
+    their gradients have factors of their own (`gradient_factors`).
 4.  Weights are brought to standard deviation 1, biases to 0, and marked for the optimizers of
     u-muP (`unit_init`).
 
-**No forward is predicted.** The mode notes what each tensor was computed from, in numbers, without
-keeping tensors (`recording`). When an addition comes, this says whether it is a residual layer. The
-branch has read its input by then, and that read multiplies the gradient by a factor which depends
-on the addition. So an operand is read through an identity whose backward asks for its factor when
-it runs, after the forward (`decisions`); the same holds for step 3. A model may therefore take
-another path in every forward: skip a mask, route tokens, leave out layers.
+**The order of reading.** The mode notes the values that each tensor was computed from, in numbers,
+without keeping tensors (`history`). When an addition comes, this says whether it is a residual
+layer (`decisions`). The branch has read its input by then, and that read multiplies the gradient by
+a factor which depends on the addition. So each operand is read through an identity whose backward
+asks for its factor when it runs, after the forward. The same holds for step 3. A model may
+therefore take another path in every forward: skip a mask, route tokens, leave out layers.
 
-``torch.compile`` wants these factors as constants: it traces a forward twice, and finds them in the
+``torch.compile`` needs these factors as constants: it traces a forward twice, and finds them in the
 first trace (`tracing`). The forward has to be one graph.
 
 One number is needed before the forward: the depth rule divides by the number of residual layers.
-It is counted in the first forward, which runs once more on copies for it (`copies`), and stays.
-It belongs to the model, as its weights do, and deepcopy and pickle take it along.
+The first forward runs once more, before it, on copies of the model and its arguments, and counts
+them. The number belongs to the model, as its weights do; deepcopy and pickle keep it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+import random
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 from torch.utils.weak import WeakIdKeyDictionary
 
 from float8.unit_scaling import functional as U
+from float8.unit_scaling.registry import respelt
 from float8.unit_scaling.scale import scale_bwd
-from float8.unit_scaling.spellings import respelt
-from float8.unit_scaling.transforms.copies import on_copies
-from float8.unit_scaling.transforms.decisions import (
-    Decisions,
-    Factors,
-    Step,
-)
+from float8.unit_scaling.transforms.additions import ADDITIONS, KEEP, RESIDUAL
+from float8.unit_scaling.transforms.contractions import Function, Path
+from float8.unit_scaling.transforms.decisions import Decisions, GradientFactors, Step
 from float8.unit_scaling.transforms.decompositions import decomposition_of
-from float8.unit_scaling.transforms.recording import (
+from float8.unit_scaling.transforms.history import (
     ALIASES,
-    Path,
     is_in_place,
     name_of,
     tensors_in,
     with_tensors,
 )
-from float8.unit_scaling.transforms.replace import made_visible
-from float8.unit_scaling.transforms.rules import Rules, is_weight, rules_of
-from float8.unit_scaling.transforms.sums import ADDITIONS, KEEP, RESIDUAL
+from float8.unit_scaling.transforms.replacements import Replacements, is_weight, replacements_of
 from float8.unit_scaling.transforms.tracing import Traceable, TracedDecisions
-from float8.unit_scaling.transforms.transformed import (
-    Mode,
-    Transformed,
-    transformed,
-)
+from float8.unit_scaling.transforms.transformed import Mode, Transformed, transformed
 from float8.unit_scaling.transforms.unit_init import output_weights, unit_init
 
-Function = Callable[..., Any]
 M = TypeVar("M", bound=nn.Module)
 
-OURS = "float8.unit_scaling.functional"  # what is unit-scaled already
+UNIT_SCALED = "float8.unit_scaling.functional"  # the package of functions that stay as they are
 
-# What concerns a tensor itself and its place in the graph, and does not read its values.
+# Methods that concern a tensor's place in the graph, and do not read its values.
 _OF_THE_GRAPH = frozenset(
     {
         *(torch.autograd.grad, torch.autograd.backward),
@@ -93,43 +86,60 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
 
     Args:
         module: any module. It stays as it is; the copy has parameters of its own.
-        replace: functions of the model's -> what to call in their place, before any other rule. A
-            key is a function of torch, or any Python function that the model finds by a name: a
-            global of a module, a variable of an enclosing function, or an attribute of one of its
-            modules. A value is called as it is given, except that a function of torch which has a
-            unit-scaled version means that version (``{my_gelu: F.gelu}``); a function that is its
+        replace: functions that the model calls -> what to call in their place, before any other
+            rule. A key is a function of torch, or a Python function that transforms see as one
+            call because its definition is decorated with `float8.unit_scaling.registry.overridable`
+            (or because ``module.f = overridable(module.f)`` ran before the model's code looks it
+            up). A value is called as it is given, except that a function of torch which has a
+            unit-scaled version means that version (``{my_gelu: F.gelu}``). A function that is its
             own value (``{F.dropout: F.dropout}``) is left alone.
 
     Returns:
         A module of a subclass of ``type(module)``, with the same names, methods and state dict.
 
     Raises:
-        TypeError: ``module`` is no module, or a compiled one; ``replace`` holds no functions.
+        TypeError: ``module`` is not a module, or is compiled; ``replace`` holds something else
+            than functions.
         ValueError: the module is unit-scaled already, or has parameters on the meta device; or a
-            key of ``replace`` is not found where the module would look for it. While running: a
-            product has no unit-scaled version, or a trained parameter is none of the model's; or,
-            the first time, the arguments cannot be copied.
+            key of ``replace`` is a function whose calls a transform cannot see. While running: a
+            contraction has no unit-scaled version, or a trained parameter does not belong to the
+            model; or, the first time, the arguments cannot be copied.
     """
     functions = dict(replace or {})
     for function in (*functions, *functions.values()):
         if not callable(function):
             raise TypeError(f"replace maps functions to functions, got {function!r}")
+    _refuse_unseen(function for function, other in functions.items() if function is not other)
     transform = UnitScale(tuple(functions.items()))
     new = transformed(module, transform)
-    _refuse_products_in_float8(new)
+    _refuse_float8_parts(new)
     unit_init(new)
     transform.outputs = output_weights(new)
-    made_visible(new, [f for f in functions if f not in functions.values()])
     return new
 
 
-def _refuse_products_in_float8(model: nn.Module) -> None:
+def _refuse_unseen(functions: Iterator[Function]) -> None:
+    for function in functions:
+        module = getattr(function, "__module__", None) or "torch"
+        is_torchs = module.partition(".")[0] in ("torch", "_operator")
+        if not is_torchs and not hasattr(function, "implementation"):
+            raise ValueError(
+                f"replace: {getattr(function, '__qualname__', function)} is a function whose calls "
+                "a transform does not see: torch's functions are seen, and Python functions that "
+                "are decorated with float8.unit_scaling.registry.overridable. Decorate its "
+                "definition, or set module.f = overridable(module.f) in the module that defines "
+                "it before the model is built, and pass the decorated function"
+            )
+
+
+def _refuse_float8_parts(model: nn.Module) -> None:
     for name, module in model.named_modules():
         inner = getattr(module, "transforms", ()) if module is not model else ()
         if isinstance(module, Transformed) and any(t.depth > 2 for t in inner):
             raise ValueError(
-                f"unit_scale: {name} has the transform float8, whose products nothing around it "
-                "sees: transform the whole model, float8(unit_scale(model)), with a filter"
+                f"unit_scale: {name} has the transform float8, whose contractions an outer "
+                "transform does not see: transform the whole model, float8(unit_scale(model)), "
+                "with a filter"
             )
 
 
@@ -142,47 +152,37 @@ class UnitScale(Traceable):
     def __init__(self, replace: tuple[tuple[Function, Function], ...] = ()) -> None:
         self.replace = replace
 
-    def mode(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Mode:
+    def mode(self, model: nn.Module, forward: Function, args: Any, kwargs: Any) -> Mode:
         """The mode for one forward."""
-        rules = rules_of(dict(self.replace))
+        replacements = replacements_of(dict(self.replace))
         if torch.compiler.is_dynamo_compiling():
-            return UnitScaleMode(TracedDecisions(id(model)), rules, model, {})
+            return UnitScaleMode(TracedDecisions(id(model)), replacements, model, {})
         if self.layers is None:
-            count = functools.partial(_count, rules, self.outputs)
-            self.layers = on_copies(model, args, kwargs, count)
-        decisions = Decisions(rules, output_weights(model, self.outputs), self.layers)
-        return UnitScaleMode(decisions, rules, model, WeakIdKeyDictionary())
+            self.layers = _count_on_copies(replacements, self.outputs, model, args, kwargs)
+        decisions = Decisions(replacements, output_weights(model, self.outputs), self.layers)
+        return UnitScaleMode(decisions, replacements, model, WeakIdKeyDictionary())
 
-    def traced(self, model: nn.Module, known: Factors | None) -> Decisions:
+    def traced(self, model: nn.Module, known: GradientFactors | None) -> Decisions:
         """The decisions for a forward that is traced."""
-        rules = rules_of(dict(self.replace))
+        replacements = replacements_of(dict(self.replace))
         outputs = output_weights(model, self.outputs)
-        return Decisions(rules, outputs, self.layers, known, logs=known is None)
-
-
-def _count(rules: Rules, outputs: frozenset[str], twin: nn.Module, args: Any, kwargs: Any) -> int:
-    for module in twin.modules():
-        if isinstance(module, Transformed):  # there are no values to watch or to round
-            module.transforms = tuple(t for t in module.transforms if isinstance(t, UnitScale))
-    decisions = Decisions(rules, output_weights(twin, outputs), logs=True)
-    forward = super(Transformed, twin).forward  # type: ignore[misc]
-    mode = UnitScaleMode(decisions, rules, twin, WeakIdKeyDictionary())
-    with mode:
-        result = forward(*args, **kwargs)
-    mode.finish(result)
-    return len(decisions.found)
+        return Decisions(replacements, outputs, self.layers, known, logs=known is None)
 
 
 class UnitScaleMode(Mode):
     """Carries out decisions about the calls of one forward."""
 
     def __init__(
-        self, decisions: Decisions | TracedDecisions, rules: Rules, model: nn.Module, numbers: Any
+        self,
+        decisions: Decisions | TracedDecisions,
+        replacements: Replacements,
+        model: nn.Module,
+        numbers: Any,
     ) -> None:
-        super().__init__(rules)
+        super().__init__(replacements)
         self.decisions, self.numbers = decisions, numbers
         for name, parameter in model.named_parameters():
-            self._outside(parameter, name)
+            self._leaf(parameter, name)
 
     def finish(self, result: Any) -> None:
         """The forward has returned ``result``."""
@@ -194,19 +194,17 @@ class UnitScaleMode(Mode):
         if isinstance(self.decisions, TracedDecisions) != torch.compiler.is_dynamo_compiling():
             raise RuntimeError(
                 "torch.compile breaks the graph inside a unit-scaled model, whose parts cannot be "
-                "compiled one by one: fullgraph=True names the place. Change it, or run the model "
+                "compiled one by one. fullgraph=True names the place: change it, or run the model "
                 "in eager mode"
             )
         kwargs, func = kwargs or {}, respelt(func)
-        if getattr(func, "implementation", None) in self.handlers:
-            func = func.implementation  # replaced by the name that it had before made_visible
-        elif func not in self.handlers and (inside := _opened(func)) is not None:
+        if func not in self.handlers and (inside := _opened(func)) is not None:
             with self:
                 return inside(*args, **kwargs)
         return self._call(func, args, kwargs)
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        with _out_of_sight():
+        with _unseen():
             tensors = tensors_in((args, kwargs))
             operands = [(path, x) for path, x in tensors if x.is_floating_point()]
             step = self.decisions.begin(
@@ -222,10 +220,10 @@ class UnitScaleMode(Mode):
         result = self._carry_out(step, func, *with_tensors((args, kwargs), read))
         if func is Tensor.add_ and result is not args[0]:
             result = args[0].copy_(result)
-        with _out_of_sight():
+        with _unseen():
             for path, x in operands:
                 if path in read and result is read[path]:
-                    result = x  # handed through, as dropout does in evaluation
+                    result = x  # returned unchanged, as dropout does in evaluation
             effect = changed if result is None else None  # x[i] = y
             outputs = [
                 x
@@ -241,10 +239,12 @@ class UnitScaleMode(Mode):
     def _reads(
         self, step: Step, func: Any, operands: list[tuple[Path, Tensor]]
     ) -> dict[Path, Tensor]:
-        """What a call reads in place of its operands: identities that multiply gradients."""
+        """The tensors that a call reads in place of its operands; they multiply gradients."""
         if isinstance(self.decisions, TracedDecisions):
             factors = dict(step.reads)
-            return {p: scale_bwd(x, factors[p]) for p, x in operands if p in factors}
+            return {
+                p: scale_bwd(x, factors[p]) for p, x in operands if p in factors and x.requires_grad
+            }
         if not torch.is_grad_enabled() or func in _OF_THE_GRAPH:
             return {}
         ask = self.decisions.factor_of_read
@@ -253,7 +253,7 @@ class UnitScaleMode(Mode):
             for path, x in operands
             if x.requires_grad
             and name_of(func) not in ALIASES
-            # A transform that this one calls may ask which weight it is.
+            # Another transform looks at a weight's identity.
             and not (isinstance(x, nn.Parameter) and is_weight(path, func, self.handlers))
         }
 
@@ -266,50 +266,50 @@ class UnitScaleMode(Mode):
         if step.role == "readout":
             return U.linear_readout(*args, **kwargs)
         options: dict[str, Any] = {name: True for name in step.options}
-        if step.free:
+        if step.is_unconstrained:
             options["constraint"] = None
-        elif step.may_be_free and isinstance(self.decisions, Decisions):
+        elif step.may_be_unconstrained and isinstance(self.decisions, Decisions):
             options["constraint"] = functools.partial(_undecided, self.decisions, step.number)
         if step.dropped:
             kwargs = {name: x for name, x in kwargs.items() if name not in step.dropped}
-        rule = self.handlers[torch.add if func is Tensor.add_ else func]
-        return rule(*args, **kwargs, **options)
+        replacement = self.handlers[torch.add if func is Tensor.add_ else func]
+        return replacement(*args, **kwargs, **options)
 
     def _number(self, x: Tensor) -> int:
         number = self.numbers.get(x)
         if number is not None:
             return number
-        if torch.compiler.is_dynamo_compiling():  # which shows no mode that x.T is a call
+        if torch.compiler.is_dynamo_compiling():  # where a mode does not see x.T
             base = x._base
             number = None if base is None else self.numbers.get(base)
             if number is not None:
                 self.numbers[x] = self.decisions.view(number, x.dim())
                 return self.numbers[x]
-        return self._outside(x, None)
+        return self._leaf(x, None)
 
-    def _outside(self, x: Tensor, name: str | None) -> int:
+    def _leaf(self, x: Tensor, name: str | None) -> int:
         is_parameter = isinstance(x, nn.Parameter)
         shape = tuple(x.shape) if is_parameter else ()
         trained = is_parameter and x.requires_grad
         if trained and name is None:
             name = ""
-        number = self.decisions.outside(x.dim(), name, trained, shape)
+        number = self.decisions.leaf(x.dim(), name, trained, shape)
         self.numbers[x] = number
         return number
 
 
 def _undecided(decisions: Decisions, call: int, output: float, *grads: float) -> tuple[Any, ...]:
-    """A constraint: that on the output's scale, or none, whichever it turns out to be."""
+    """A constraint to the output's scale, or none; gradients' scales are chosen in backward."""
 
     def choose(grad: float) -> float:
-        return grad if decisions.is_free(call) else output
+        return grad if decisions.is_unconstrained(call) else output
 
     return (output, *[functools.partial(choose, grad) for grad in grads])
 
 
 def _opened(func: Any) -> Function | None:
-    """What to run, watching, in place of a function that hides calls; None if it hides none."""
-    if hasattr(func, "implementation") and not func.__module__.startswith(OURS):
+    """The function to run under the mode in place of one that hides calls; None if none."""
+    if hasattr(func, "implementation") and not func.__module__.startswith(UNIT_SCALED):
         return func.implementation
     return decomposition_of(func)
 
@@ -330,10 +330,10 @@ def _is_any_of(x: Tensor, others: list[Tensor]) -> bool:
     return any(x is y for y in others)
 
 
-def _out_of_sight() -> Any:
-    """Where looking at a tensor is no call that a mode sees; dynamo does not trace this context."""
+def _unseen() -> Any:
+    """A context in which modes see no call; dynamo does not trace it."""
     if torch.compiler.is_dynamo_compiling():
-        return nullcontext()
+        return contextlib.nullcontext()
     return torch._C.DisableTorchFunction()
 
 
@@ -348,3 +348,89 @@ def floats_of(returned: Any) -> list[Tensor]:
     if isinstance(returned, list | tuple):
         return [x for item in returned for x in floats_of(item)]
     return []
+
+
+# --- counting residual layers, on copies
+
+
+def _count_on_copies(
+    replacements: Replacements, outputs: frozenset[str], model: nn.Module, args: Any, kwargs: Any
+) -> int:
+    """The number of residual layers of one forward that leaves no trace.
+
+    Parameters are shared, buffers and arguments are copied, and the random state is put back.
+    Objects that a forward reaches in another way, a global variable for example, are not copied.
+
+    Raises:
+        ValueError: an argument, or a part of the model, cannot be copied.
+    """
+    with _without_outer_modes(), _random_state_of(model):
+        try:
+            with _CopiesWithoutGraphs():
+                shared: dict[int, Any] = {id(p): p for p in model.parameters()}
+                twin, args, kwargs = copy.deepcopy((model, args, kwargs), shared)
+        except Exception as error:
+            raise ValueError(
+                "unit_scale: the first forward counts the model's residual layers on copies of the "
+                f"model and its arguments, and copying fails: {type(error).__name__}: {error}. "
+                "Call the model once with arguments that copy.deepcopy can copy"
+            ) from error
+        for module in twin.modules():
+            if isinstance(module, Transformed):  # the others change no residual layer
+                module.transforms = tuple(t for t in module.transforms if isinstance(t, UnitScale))
+        decisions = Decisions(replacements, output_weights(twin, outputs), logs=True)
+        forward = super(Transformed, twin).forward  # type: ignore[misc]
+        mode = UnitScaleMode(decisions, replacements, twin, WeakIdKeyDictionary())
+        with mode:
+            result = forward(*args, **kwargs)
+        mode.finish(result)
+        return len(decisions.residuals)
+
+
+class _CopiesWithoutGraphs(TorchFunctionMode):
+    """Copies tensors without their autograd graphs, which ``copy.deepcopy`` refuses to do.
+
+    The forward may differentiate its arguments, or change them in place: a copy requires gradients
+    where its tensor does, and is a leaf where its tensor is one.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            new = tensor.detach().clone()
+            if tensor.requires_grad and torch.is_grad_enabled():
+                new.requires_grad_()
+                new = new if tensor.is_leaf else new.clone()
+            memo[id(tensor)] = new
+        return memo[id(tensor)]
+
+
+@contextlib.contextmanager
+def _random_state_of(model: nn.Module) -> Iterator[None]:
+    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+    state = random.getstate()
+    kind = next((d.type for d in devices), "cuda")
+    with torch.random.fork_rng([d.index or 0 for d in devices], device_type=kind):
+        yield
+    random.setstate(state)
+
+
+@contextlib.contextmanager
+def _without_outer_modes() -> Iterator[None]:
+    """Takes off the modes of outer transformed models, which would record the counted forward."""
+    modes = []
+    while torch._C._len_torch_function_stack():
+        mode = _pop_mode()
+        if isinstance(mode, DeviceContext):  # torch.set_default_device's, always the last one
+            _push_mode(mode)
+            break
+        modes.append(mode)
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)

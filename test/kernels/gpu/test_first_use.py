@@ -1,4 +1,4 @@
-"""A kernel that computes something else is found before its first launch, and told."""
+"""The check before a kernel's first launch: a kernel that computes wrong bytes raises."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from float8.kernels import definition
 from float8.kernels.casts import KERNELS
 from float8.kernels.gpu.blockwise_mm import blockwise_mm
 
-for file in KERNELS.values():
+for file in KERNELS["sm_90"].values():
     importlib.import_module(f"float8.kernels.gpu.{file}")
 
 ROOT = Path(__file__).resolve().parents[3]

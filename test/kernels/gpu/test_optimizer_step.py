@@ -21,27 +21,33 @@ from shapes import DEVICES, pairs
 from float8.kernels import moments
 from float8.kernels import optimizer_step as host
 from float8.kernels.gpu.optimizer_step import _reference, optimizer_step, shipped
+from float8.kernels.update_rules import AdamW, Lion, SGDMomentum
 from scripts.kernel_report import compile_for
 
 NAMES = ("p", "p.scale", "g", "m", "m.scale", "m.exponent", "v", "v.scale", "v.exponent")
+# name -> rule, step
 RULES = {
-    "adamw": host.AdamW(1e-2, 0.9, 0.99, 1e-6, 0.1, 3),
-    "adam": host.AdamW(1e-2, 0.9, 0.99, 1e-6, 0.1, 1, False, True),
-    "sgd": host.SGDMomentum(1e-2, 0.9, 1, 0.5, False, 0.1),
-    "nesterov": host.SGDMomentum(1e-2, 0.9, 2, 0.0, True, 0.0, True),
-    "lion": host.Lion(1e-2, 0.9, 0.99, 0.1),
+    "adamw": (AdamW(1e-2, 0.9, 0.99, 1e-6, 0.1), 3.0),
+    "adam": (AdamW(1e-2, 0.9, 0.99, 1e-6, 0.1, False, True), 1.0),
+    "sgd": (SGDMomentum(1e-2, 0.9, 0.5, False, 0.1), 1.0),
+    "sgd, dampened": (SGDMomentum(1e-2, 0.9, 0.5, False, 0.1), 2.0),
+    "nesterov": (SGDMomentum(1e-2, 0.9, 0.0, True, 0.0, True), 2.0),
+    "lion": (Lion(1e-2, 0.9, 0.99, 0.1), 7.0),
 }
 LAYOUTS = ("contiguous", "transposed", "sliced")
+OPTIONS = {"at_random": (False, False, False), "seed": 0, "first": 0}
 
 
 def stored(x, kind, group):
-    """x in one of the forms that a state has."""
+    """Codes, scale and exponent of x in one of the forms that a state has."""
+    if kind is None:  # no such state
+        return None, None, None
     if kind == "float32":
-        return host.Stored(x)
+        return x, None, None
     if kind == "expanded":
-        return host.Stored(*moments.encode_expanded(x, group))
+        return moments.encode_expanded(x, group)
     dtype = {"e4m3": torch.float8_e4m3fn, "float16": torch.float16}[kind]
-    return host.Stored(*moments.encode(x, group, dtype))
+    return *moments.encode(x, group, dtype), None
 
 
 def laid_out(x, layout):
@@ -55,8 +61,7 @@ def operands(shape, group, dtype, m_kind, v_kind, layout="contiguous", device="c
     generator = torch.Generator().manual_seed(1)
     p, g, m, v = torch.randn(4, *shape, generator=generator)
     v = (v.square() * 1e-3).to(device)
-    m = stored((m * 0.1).to(device), m_kind, group)
-    states = (*m, *(host.Stored(v.new_empty(0)) if v_kind is None else stored(v, v_kind, group)))
+    states = (*stored((m * 0.1).to(device), m_kind, group), *stored(v, v_kind, group))
     if dtype == "master":
         weight = stored(p.to(device), "float16", group)
         return [*weight[:2], laid_out(g.to(device, torch.bfloat16), layout), *states]
@@ -64,21 +69,22 @@ def operands(shape, group, dtype, m_kind, v_kind, layout="contiguous", device="c
     return [p, None, g, *states]
 
 
-def both(
-    rule, tensors, group, device, lr=None, step=None,
-    rounds=(False,) * 3, seed=0, offset=7, first=0, **others,
-):  # fmt: skip
-    """What the kernel and the reference make of the same operands."""
-    name, numbers, *_ = host.packed(rule)
-    split = [(None, x) if isinstance(x, torch.Tensor) else (x, None) for x in (seed, offset)]
+def both(name, tensors, group, device, *, lr=None, step_tensor=None, step=None, **others):
+    """What the kernel and the definition make of the same operands."""
+    rule, default_step = RULES[name]
+    op_name, numbers, _ = host.packed(rule)
+    at_random, seed, first = (others.get(k, d) for k, d in OPTIONS.items())
     rest = [others.get(k) for k in ("grad_scale", "found_inf", "amax")]
     results = []
     for run in (launcher("optimizer_step", "_launch", device), _reference):
         mine = [None if x is None else x.clone() for x in (*tensors, *rest)]
-        operands, (*scalars, amax) = mine[:9], mine[9:]
-        numbers_of = (group, list(rounds), *split[0], *split[1], first)
-        run(name, numbers, lr, step, *operands, *numbers_of, *scalars, amax)
-        results.append([*operands, amax])
+        operands, rest_of = mine[:9], mine[9:]
+        number = 0.0 if step_tensor is not None else step or default_step
+        run(
+            op_name, numbers, lr, number, step_tensor, *operands, group, list(at_random), seed,
+            first, *rest_of,
+        )  # fmt: skip
+        results.append([*operands, rest_of[2]])
     return results
 
 
@@ -111,16 +117,16 @@ def assert_same_step(found, expected, before, replay):
     dtype=(torch.float32, torch.bfloat16, torch.float16, "master"),
     m_kind=("e4m3", "float16", "float32"),
     layout=LAYOUTS,
-    rounds=((False, False, False), (False, True, True), (True, False, True)),
+    at_random=((False, False, False), (False, True, True), (True, False, True)),
 )
-def test_agrees(rule, shape, group, dtype, m_kind, layout, rounds, device):
-    replay = (rule, shape, group, dtype, m_kind, layout, rounds)
+def test_agrees(rule, shape, group, dtype, m_kind, layout, at_random, device):
+    replay = (rule, shape, group, dtype, m_kind, layout, at_random)
     kinds = {"float32": "e4m3", "e4m3": "expanded", "float16": "float16"}
     v_kind = kinds[m_kind] if rule.startswith("adam") else None
     tensors = operands(shape, group, dtype, m_kind, v_kind, layout, device)
     amax = torch.zeros(1, device=device) if dtype == "master" else None
-    options = {"rounds": rounds, "seed": 5, "first": 1 << 31}
-    found, expected = both(RULES[rule], tensors, group, device, amax=amax, **options)
+    options = {"at_random": at_random, "seed": 5, "first": 1 << 31}
+    found, expected = both(rule, tensors, group, device, amax=amax, **options)
     assert_same_step(found, expected, [*tensors, amax], replay)
     changed = [bool((x != y).any()) for x, y in zip(tensors, found, strict=False) if x is not None]
     assert any(changed) or tensors[0].numel() < 40
@@ -129,33 +135,26 @@ def test_agrees(rule, shape, group, dtype, m_kind, layout, rounds, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "master"])
 def test_stochastic_bits_are_the_references(dtype, device):
-    """Of every element, ragged rows included, with keys by value and in tensors."""
+    """Of every element, ragged rows included, with the step by value and in a tensor."""
     tensors = operands((3, 300), 128, dtype, "e4m3", "expanded", "transposed", device)
-    at_random = {"rounds": (True, True, True), "seed": 5, "offset": 7}
-    by_value = both(RULES["adamw"], tensors, 128, device, **at_random)
-    as_tensors = both(
-        RULES["adamw"],
-        tensors,
-        128,
-        device,
-        rounds=at_random["rounds"],
-        seed=torch.tensor(5, device=device),
-        offset=torch.tensor(7, device=device),
-    )
-    nearest = both(RULES["adamw"], tensors, 128, device)
+    options = {"at_random": (True, True, True), "seed": 5}
+    by_value = both("adamw", tensors, 128, device, **options)
+    step = torch.tensor(3.0, device=device)
+    in_a_tensor = both("adamw", tensors, 128, device, step_tensor=step, **options)
+    nearest = both("adamw", tensors, 128, device)
     assert_same_step(*by_value, tensors, dtype)
+    assert_same_step(in_a_tensor[0], by_value[1], tensors, dtype)
     for i in (0, 3, 6):
-        assert_bitwise(as_tensors[0][i], by_value[0][i])
         assert 0.2 < (nearest[0][i].float() != by_value[0][i].float()).double().mean() < 0.8
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_shard_of_rows_draws_what_the_whole_draws(device):
     tensors = operands((4, 128), 128, torch.bfloat16, "e4m3", "expanded", device=device)
-    options = {"rounds": (True, True, True), "seed": 3}
-    whole, _ = both(RULES["adamw"], tensors, 128, device, **options)
+    options = {"at_random": (True, True, True), "seed": 3}
+    whole, _ = both("adamw", tensors, 128, device, **options)
     shard = [None if x is None else x[1:] for x in tensors]
-    found, _ = both(RULES["adamw"], shard, 128, device, first=128, **options)
+    found, _ = both("adamw", shard, 128, device, first=128, **options)
     for name, mine, theirs in zip(NAMES, found, whole, strict=False):
         if mine is not None:
             assert_bitwise(mine, theirs[1:], what=name)
@@ -165,13 +164,11 @@ def test_a_shard_of_rows_draws_what_the_whole_draws(device):
 @pytest.mark.parametrize("rule", ["adamw", "sgd", "lion"])
 def test_numbers_in_tensors_are_the_numbers(rule, device):
     """A learning rate and a step that a CUDA graph replays with."""
-    tensors = operands((2, 256), 128, torch.float32, "e4m3", "float16", device=device)
+    v_kind = "float16" if rule == "adamw" else None
+    tensors = operands((2, 256), 128, torch.float32, "e4m3", v_kind, device=device)
     lr, step = torch.tensor(1e-2, device=device), torch.tensor(3.0, device=device)
-    chosen = RULES[rule]._replace(**({"step": 3} if rule != "lion" else {}))
-    found, _ = both(chosen, tensors, 128, device)
-    captured, reference = both(
-        chosen, tensors, 128, device, lr=lr, step=None if rule == "lion" else step
-    )
+    found, _ = both(rule, tensors, 128, device, step=3.0)
+    captured, reference = both(rule, tensors, 128, device, lr=lr, step_tensor=step)
     assert_same_step(captured, reference, tensors, rule)
     torch.testing.assert_close(captured[0], found[0], rtol=1e-6, atol=1e-7)
 
@@ -180,13 +177,13 @@ def test_numbers_in_tensors_are_the_numbers(rule, device):
 def test_grad_scalers_protocol(device):
     """The gradient is divided on the way; where an inf was found nothing is written."""
     tensors = operands((2, 200), 64, "master", "e4m3", "expanded", device=device)
-    plain, _ = both(RULES["adamw"], tensors, 64, device, amax=torch.zeros(1, device=device))
+    plain, _ = both("adamw", tensors, 64, device, amax=torch.zeros(1, device=device))
     scaled = list(tensors)
     scaled[2] = tensors[2] * 1024
     one = {"amax": torch.zeros(1, device=device)}
     for inf in (0.0, 1.0):
         found, expected = both(
-            RULES["adamw"],
+            "adamw",
             scaled,
             64,
             device,
@@ -207,7 +204,7 @@ def test_a_special_gradient_reaches_its_own_element(special, device):
     tensors = operands((2, 160), 128, torch.float32, "e4m3", "expanded", device=device)
     tensors[2][:, 77:] = 0.0  # in a group with zeros, too
     tensors[2][1, 40] = special
-    found, expected = both(RULES["adamw"], tensors, 128, device)
+    found, expected = both("adamw", tensors, 128, device)
     for i in (0, 3, 6):
         nan = found[i].float().isnan()
         assert torch.equal(nan, expected[i].float().isnan())
@@ -220,7 +217,7 @@ def test_a_special_gradient_reaches_its_own_element(special, device):
 def test_planted_faults_are_caught():
     """A stale scale, a neighbour's group, a wrong bias correction: each fails the comparison."""
     tensors = operands((4, 256), 128, torch.float32, "e4m3", "float16")
-    found, expected = both(RULES["adamw"], tensors, 128, "cpu")
+    found, expected = both("adamw", tensors, 128, "cpu")
     stale, swapped, uncorrected = (list(found) for _ in range(3))
     stale[4] = tensors[4]
     swapped[4] = found[4].flip(1)
@@ -233,14 +230,14 @@ def test_planted_faults_are_caught():
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device):
     """Of the forms that torch's checker can compare: it knows no float8 that is written to."""
-    name, numbers, lr, step = host.packed(RULES["adamw"])
+    name, numbers, lr = host.packed(RULES["adamw"][0])
     for dtype, m_kind, v_kind, checks in (
         (torch.bfloat16, "float16", "float32", ("test_schema", "test_faketensor")),
         ("master", "e4m3", "expanded", ("test_faketensor",)),
     ):
         tensors = operands((2, 130), 64, dtype, m_kind, v_kind, device=device)
-        rest = (64, [True] * 3, 3, None, 4, None, 0, None, None, torch.zeros(1, device=device))
-        arguments = (name, numbers, lr, step, *tensors, *rest)
+        rest = (64, [True] * 3, 3, 0, None, None, torch.zeros(1, device=device))
+        arguments = (name, numbers, lr, 4.0, None, *tensors, *rest)
         torch.library.opcheck(optimizer_step, arguments, test_utils=checks)
 
 

@@ -145,7 +145,7 @@ def test_a_title_is_shown_and_a_picture_written(graph, tmp_path):
 
 
 def test_what_cannot_be_plotted_is_refused_by_name(graph):
-    with pytest.raises(ValueError, match="'scale' is no metric"):
+    with pytest.raises(ValueError, match="'scale' is not a metric"):
         plot(graph, metric="scale")
     with pytest.raises(ValueError, match="0 < xmin < xmax"):
         plot(graph, xmin=-1.0)

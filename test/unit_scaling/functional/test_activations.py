@@ -1,22 +1,17 @@
-"""`float8.unit_scaling.functional.activations`: fitted factors, as good as they say."""
+"""`float8.unit_scaling.functional.activations`: fitted factors within their documented bands."""
 
 import math
 
 import pytest
 import torch
 from assertions import assert_bitwise
-from scale_assertions import assert_unit_scaled, gradients, graphs_compiled, spread
+from scale_assertions import assert_unit_scaled, gradients, normal, scale_of
 from torch.nn import functional as F
 
 from float8.unit_scaling import functional as U
 
 MULTS = [1 / 16, 1 / 4, 0.5, 1, 2, 4, 16]
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def expectation(function):
@@ -84,9 +79,9 @@ def test_an_activation_has_unit_scale(name, mult, dtype):
 
 def test_a_constraint_ties_value_and_gradient():
     x = normal(20000)
-    free = [spread(t) for t in gradients(lambda x: U.gelu(x, constraint=None), x)]
-    tied = [spread(t) for t in gradients(lambda x: U.gelu(x, constraint="gmean"), x)]
-    to_grad = [spread(t) for t in gradients(lambda x: U.gelu(x, 1, "to_grad_input_scale"), x)]
+    free = [scale_of(t) for t in gradients(lambda x: U.gelu(x, constraint=None), x)]
+    tied = [scale_of(t) for t in gradients(lambda x: U.gelu(x, constraint="gmean"), x)]
+    to_grad = [scale_of(t) for t in gradients(lambda x: U.gelu(x, 1, "to_grad_input_scale"), x)]
     assert tied[0] * tied[1] == pytest.approx(free[0] * free[1])
     assert to_grad[1] == pytest.approx(free[1]) and to_grad[0] != pytest.approx(free[0])
 
@@ -97,13 +92,6 @@ def test_the_approximate_gelu_is_torchs():
     torch.testing.assert_close(
         U.gelu(x, approximate="tanh"), F.gelu(x, approximate="tanh") * factor
     )
-
-
-@pytest.mark.parametrize("function", [U.silu, U.dropout])
-def test_an_operation_in_place_is_refused(function):
-    with pytest.raises(ValueError, match="inplace=True cannot be unit-scaled"):
-        function(torch.ones(3), inplace=True)
-    function(torch.ones(3), inplace=False)
 
 
 # --- silu_glu
@@ -118,12 +106,6 @@ def test_a_gated_product_has_unit_scale(mult):
     assert_unit_scaled(gg, band=0.04)
     expected = x * formula("silu", mult)(gate)
     torch.testing.assert_close(y / y.norm(), expected / expected.norm())
-
-
-def test_a_gate_of_another_shape_is_refused():
-    # it would be broadcast, and its gradient sum over the copies
-    with pytest.raises(ValueError, match=r"input has shape \(4, 3\) and gate \(1, 3\)"):
-        U.silu_glu(normal(4, 3), normal(1, 3))
 
 
 # --- softmax
@@ -174,15 +156,3 @@ def test_dropout_is_the_identity_in_evaluation(p, training):
     _, plain = gradients(lambda x: x * 1, x)
     assert_bitwise(y, x)
     assert_bitwise(grad, plain)
-
-
-@pytest.mark.parametrize("p", [1.0, -0.1, 1.5, float("nan")])
-@pytest.mark.parametrize("training", [True, False])
-def test_a_probability_that_leaves_nothing_is_refused(p, training):
-    with pytest.raises(ValueError, match=r"p is a probability in \[0, 1\)"):
-        U.dropout(torch.ones(3), p, training)
-
-
-def test_activations_compile_once_for_all_lengths():
-    calls = [(normal(n, 5),) for n in (5, 8, 17, 40, 64)]
-    assert graphs_compiled(lambda x: U.softmax(U.gelu(x, 2.0), 0, constraint="gmean"), calls) <= 2

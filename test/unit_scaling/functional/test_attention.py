@@ -1,19 +1,14 @@
-"""`float8.unit_scaling.functional.attention`: averages of values, brought back to unit scale."""
+"""`float8.unit_scaling.functional.attention`: averages of values, scaled to unit scale."""
 
 import math
 
 import pytest
 import torch
-from scale_assertions import assert_unit_scaled, gradients, graphs_compiled, spread
+from scale_assertions import assert_unit_scaled, gradients, normal, scale_of
 
 from float8.unit_scaling import functional as U
 
 BOTH = [U.scaled_dot_product_attention, U.sqrt_softmax_attention]
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def qkv(batch, length, depth, dtype=torch.float32, keys=None):
@@ -124,7 +119,7 @@ def test_a_mask_is_the_fourth_argument(attention, mask):
 @pytest.mark.parametrize("mask", ["bool", "float"])
 def test_a_query_that_attends_to_nothing_gets_zero_and_sends_no_gradient(attention, mask):
     q, k, v = qkv(2, 6, 8)
-    attn_mask = torch.ones(6, 6, dtype=torch.bool).tril(-1)  # the first query sees nothing
+    attn_mask = torch.ones(6, 6, dtype=torch.bool).tril(-1)  # the first query attends to no key
     if mask == "float":
         attn_mask = torch.zeros(6, 6).masked_fill(~attn_mask, float("-inf"))
     y, gq, gk, gv = gradients(lambda *a: attention(*a, attn_mask), q, k, v)
@@ -157,13 +152,6 @@ def test_scale_is_torchs_name_for_the_sharpness(attention):
         attention(q, k, v, scale=0.0)
 
 
-@pytest.mark.parametrize("attention", BOTH)
-@pytest.mark.parametrize("dropout_p", [1.0, -0.5])
-def test_a_dropout_that_leaves_nothing_is_refused(attention, dropout_p):
-    with pytest.raises(ValueError, match=r"dropout_p is a probability in \[0, 1\)"):
-        attention(*qkv(1, 2, 4), dropout_p=dropout_p)
-
-
 # --- the root of the softmax
 
 
@@ -187,7 +175,7 @@ def test_square_root_attention_has_unit_variance_at_every_position():
 
 def test_softmax_attention_has_it_on_average_only():
     y = U.scaled_dot_product_attention(*qkv(200, 32, 64), is_causal=True)
-    assert spread(y[:, 0]) > 2 > 0.6 > spread(y[:, 31])
+    assert scale_of(y[:, 0]) > 2 > 0.6 > scale_of(y[:, 31])
 
 
 def test_the_value_gradient_of_square_root_attention_has_unit_scale():
@@ -202,13 +190,3 @@ def test_gradients_of_square_root_attention_are_finite_where_nothing_is_attended
         lambda *a: U.sqrt_softmax_attention(*a, is_causal=True, mult=900.0), q, k, v
     ):
         assert x.isfinite().all()
-
-
-@pytest.mark.parametrize("attention", BOTH)
-def test_attention_compiles_once_for_all_lengths(attention):
-    calls = [qkv(2, n, 8) for n in (5, 8, 17, 40, 64)]
-
-    def either(*a):
-        return attention(*a, is_causal=False) + attention(*a, is_causal=True)
-
-    assert graphs_compiled(either, calls) <= 2

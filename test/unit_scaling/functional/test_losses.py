@@ -4,17 +4,12 @@ import itertools
 
 import pytest
 import torch
-from scale_assertions import assert_unit_scaled, graphs_compiled, spread
+from scale_assertions import assert_unit_scaled, normal, scale_of
 from torch.nn import functional as F
 
 from float8.unit_scaling import functional as U
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def loss_and_gradient(loss, logits, *args, **kwargs):
@@ -77,7 +72,7 @@ def test_a_float64_loss_keeps_its_bits(weight):
 def test_the_mean_of_many_float16_losses_does_not_overflow():
     logits, target = normal(30000, 64, dtype=torch.float16), torch.zeros(30000, dtype=torch.long)
     total = U.cross_entropy(logits, target, reduction="sum")
-    assert total.isinf(), "this case is no test of overflow"
+    assert total.isinf(), "this case does not overflow"
     found = U.cross_entropy(logits, target)
     expected = F.cross_entropy(logits.double(), target)
     torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=0)
@@ -91,7 +86,7 @@ def test_the_mean_of_many_float16_losses_does_not_overflow():
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("classes", [2, 3, 50])
 def test_the_gradient_at_even_logits_has_unit_scale(classes, weighted, smoothing, reduction):
-    # every class once: the average over targets that the factor is derived for, exactly
+    # every class once: exactly the average over targets for which the factor is derived
     _, grad = loss_and_gradient(
         U.cross_entropy,
         torch.zeros(classes, classes, dtype=torch.float64),
@@ -100,7 +95,7 @@ def test_the_gradient_at_even_logits_has_unit_scale(classes, weighted, smoothing
         label_smoothing=smoothing,
         reduction=reduction,
     )
-    assert spread(grad) == pytest.approx(1, rel=1e-6)
+    assert scale_of(grad) == pytest.approx(1, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -115,7 +110,7 @@ def test_the_gradient_at_random_logits_has_unit_scale(scale, dtype):
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}, {"weight": weights_of(6)}])
 @pytest.mark.parametrize("mult", [1.0, 2.5])
-def test_the_gradient_is_torchs_of_the_sum_but_for_a_constant(mult, options):
+def test_the_gradient_is_a_multiple_of_torchs_of_the_sum(mult, options):
     logits, target = normal(9, 6), torch.tensor([0, 1, 2, 3, 4, 5, -100, 1, 0])
     _, found = loss_and_gradient(U.cross_entropy, logits, target, mult=mult, **options)
     _, plain = loss_and_gradient(F.cross_entropy, logits * mult, target, reduction="sum", **options)
@@ -155,32 +150,6 @@ def test_no_tokens_give_torchs_value_and_no_gradient(target):
 # --- cross entropy: what it refuses
 
 
-@pytest.mark.parametrize("shape", [(1,), (3, 1), (3, 1, 4), (3, 0)])
-def test_fewer_than_two_classes_are_refused(shape):
-    with pytest.raises(ValueError, match="there must be 2 classes or more"):
-        U.cross_entropy(torch.zeros(shape), torch.zeros(shape[:1], dtype=torch.long))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"reduction": "max"}, "reduction is 'none', 'mean' or 'sum', got 'max'"),
-        ({"size_average": True}, "size_average=True and reduce=None"),
-        ({"reduce": False}, "pass reduction="),
-        ({"label_smoothing": 1.0}, "label_smoothing is in"),
-        ({"mult": 0}, "cross_entropy: mult"),
-    ],
-)
-def test_an_argument_without_meaning_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        U.cross_entropy(normal(3, 4), torch.tensor([0, 1, 2]), **options)
-
-
-def test_logits_without_classes_are_refused():
-    with pytest.raises(ValueError, match="got 0-d"):
-        U.cross_entropy(torch.tensor(1.0), torch.tensor(0))
-
-
 # --- mean squared error
 
 
@@ -198,22 +167,3 @@ def test_squared_error_has_torchs_value_and_gradients_of_unit_scale(reduction, d
 def test_squared_error_of_nothing_is_torchs():
     value = U.mse_loss(torch.zeros(0, 3), torch.zeros(0, 3))
     assert value.isnan() and F.mse_loss(torch.zeros(0, 3), torch.zeros(0, 3)).isnan()
-
-
-def test_squared_errors_of_other_shapes_and_reductions_are_refused():
-    with pytest.raises(ValueError, match=r"input has shape \(3,\) and target \(2, 3\)"):
-        U.mse_loss(torch.zeros(3), torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="got 'max'"):
-        U.mse_loss(torch.zeros(3), torch.zeros(3), reduction="max")
-    with pytest.raises(ValueError, match="weight has no unit-scaling rule"):
-        U.mse_loss(torch.zeros(3), torch.zeros(3), weight=torch.ones(3))
-    with pytest.raises(ValueError, match="torch's old names"):
-        U.mse_loss(torch.zeros(3), torch.zeros(3), True)
-
-
-def test_losses_compile_once_for_all_lengths():
-    lengths = (5, 8, 17, 40, 64)
-    calls = [(normal(n, 6), torch.arange(n) % 6) for n in lengths]
-    assert graphs_compiled(U.cross_entropy, calls) <= 2
-    calls = [(normal(n, 3), normal(n, 3)) for n in lengths]
-    assert graphs_compiled(U.mse_loss, calls) <= 2

@@ -1,4 +1,4 @@
-"""Beside the package unit-scaling: the same numbers where both follow the papers.
+"""Functions of the package unit-scaling give the same numbers where both follow the papers.
 
 Skipped unless ``unit_scaling`` can be imported. Where the two differ on purpose is in
 docs/unit_scaling.md and ``test_differences.py``.
@@ -8,20 +8,15 @@ import warnings
 
 import pytest
 import torch
-from scale_assertions import gradients
+from scale_assertions import gradients, normal
 
 from float8.unit_scaling import functional as U
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    # this folder answers to the name unit_scaling too, but has no core.functional
+    # this directory can be imported as unit_scaling too, but has no core.functional
     peer_rules = pytest.importorskip("unit_scaling.core.functional")
     peer = pytest.importorskip("unit_scaling.functional")
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 ACTIVATION = [normal(7, 33)]
@@ -127,7 +122,7 @@ def test_dropout_in_training_is_the_same():
 
 
 def test_the_depth_rule_is_the_same():
-    from float8.unit_scaling.rules import transformer_residual_scaling_rule
+    from float8.unit_scaling.core.functional import transformer_residual_scaling_rule
 
     for arguments in ((1.0, 1.0), (0.5, 2.0)):
         ours = transformer_residual_scaling_rule(*arguments)

@@ -1,4 +1,4 @@
-"""`float8.unit_scaling.functional.products`: three products, a factor each, unit scale each."""
+"""`float8.unit_scaling.functional.products`: three products, a factor for each."""
 
 import math
 
@@ -7,20 +7,15 @@ import torch
 from scale_assertions import (
     assert_unit_scaled,
     gradients,
-    graphs_compiled,
     independent,
-    spread,
+    normal,
+    scale_of,
 )
 
 from float8.unit_scaling import functional as U
 
 DTYPES = [torch.float32, torch.bfloat16]
 CONSTRAINTS = [None, "gmean", "hmean", "amean", "to_output_scale", "to_grad_input_scale"]
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def linear_case(batch, k, n, dtype=torch.float32):
@@ -68,7 +63,7 @@ def test_linear_has_the_scales_that_its_constraint_predicts(constraint, batch, k
         "to_output_scale": (ideal[0],) * 2,
         "to_grad_input_scale": (ideal[1],) * 2,
     }[constraint]
-    # the gradient that arrives has the output's shape
+    # the incoming gradient has the output's shape
     assert_unit_scaled(y, chosen[0] / ideal[0], samples=independent(x, w), what="output")
     assert_unit_scaled(gx, chosen[1] / ideal[1], samples=independent(y, w), what="input gradient")
     assert_unit_scaled(gw, samples=independent(y, x), what="weight gradient")
@@ -118,16 +113,6 @@ def test_the_weights_gradient_keeps_every_bit_of_its_factor():
     assert abs(ratio - 1) < 2e-4 < abs(rounded - 1) / 2
 
 
-def test_a_weight_that_is_no_matrix_is_refused():
-    with pytest.raises(ValueError, match=r"weight of shape \(out_features, in_features\), got \(7"):
-        U.linear(normal(3, 7), normal(7))
-
-
-def test_an_unknown_constraint_is_refused():
-    with pytest.raises(ValueError, match="'mean' is unknown: use one of gmean"):
-        U.linear(normal(3, 7), normal(5, 7), constraint="mean")
-
-
 # --- matmul
 
 
@@ -159,7 +144,7 @@ def test_a_matmul_without_constraint_has_unit_scale_everywhere(left, right, dtyp
 def test_a_constraint_chooses_which_result_has_unit_scale(constraint, unit):
     a, b = normal(90, 400), normal(400, 1500, seed=2)
     results = gradients(lambda a, b: U.matmul(a, b, constraint=constraint), a, b)
-    assert [abs(spread(x) - 1) < 0.02 for x in results] == [i == unit for i in range(3)]
+    assert [abs(scale_of(x) - 1) < 0.02 for x in results] == [i == unit for i in range(3)]
 
 
 def test_a_dot_product_is_a_matmul():
@@ -171,34 +156,3 @@ def test_a_matmul_of_nothing_is_empty():
     y, ga, gb = gradients(U.matmul, normal(0, 4), normal(4, 3))
     assert y.shape == (0, 3) and ga.shape == (0, 4) and not gb.any()
     assert not U.matmul(normal(3, 0), normal(0, 4)).any()
-
-
-def test_a_matmul_of_a_scalar_is_refused():
-    with pytest.raises(ValueError, match=r"got \(\) and \(3,\)"):
-        U.matmul(normal(), normal(3))
-
-
-# --- compiled
-
-
-LENGTHS = (5, 8, 17, 40, 64)
-
-
-def test_linear_compiles_once_for_all_lengths():
-    def layers(x, w, b):
-        return U.linear_readout(U.linear(x, w, b, "gmean"), w, b, "hmean")
-
-    assert (
-        graphs_compiled(layers, [(normal(2, n, 8), normal(8, 8), normal(8)) for n in LENGTHS]) <= 2
-    )
-
-
-def test_matmul_compiles_once_for_all_lengths():
-    assert graphs_compiled(U.matmul, [(normal(2, n, 8), normal(2, 8, n)) for n in LENGTHS]) <= 2
-    assert graphs_compiled(U.matmul, [(normal(n, 8), normal(3, 8, n + 1)) for n in LENGTHS]) <= 2
-
-
-def test_every_constraint_compiles_once_for_all_lengths():
-    names = ("gmean", "hmean", "amean", "to_right_grad_scale")
-    calls = [(normal(2, n, 8), normal(2, 8, n)) for n in LENGTHS]
-    assert graphs_compiled(lambda a, b: sum(U.matmul(a, b, name) for name in names), calls) <= 2

@@ -5,16 +5,11 @@ import math
 import pytest
 import torch
 from assertions import assert_bitwise
-from scale_assertions import assert_unit_scaled, gradients, graphs_compiled, spread
+from scale_assertions import assert_unit_scaled, gradients, normal, scale_of
 
 from float8.unit_scaling import functional as U
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 # --- add
@@ -94,11 +89,6 @@ def test_integers_have_no_scale():
     torch.testing.assert_close(U.add(x, positions), (x + positions) * 0.5**0.5)
 
 
-def test_a_sum_written_elsewhere_is_refused():
-    with pytest.raises(ValueError, match="out= cannot be unit-scaled"):
-        U.add(normal(3), normal(3), out=torch.empty(3))
-
-
 def test_an_empty_sum_is_empty():
     assert U.add(normal(0, 3), normal(3)).shape == (0, 3)
 
@@ -147,20 +137,7 @@ def test_the_convention_of_mus_is_the_same_connection():
     torch.testing.assert_close(y, math.sqrt(1 - t) * x + math.sqrt(t) * torch.tanh(x))
 
 
-@pytest.mark.parametrize("tau", [-0.1, float("nan"), float("inf")])
-def test_a_weight_that_is_not_positive_is_refused(tau):
-    with pytest.raises(ValueError, match="tau is the weight of a residual branch"):
-        U.residual_split(normal(3), tau)
-
-
 def test_a_missing_split_would_be_seen():
     x = normal(90, 100)
     _, grad = gradients(lambda x: U.residual_add(torch.roll(x, 1, 0), x, 1.0), x)
-    assert abs(spread(grad) - 1) > 0.3
-
-
-def test_sums_compile_once_for_all_lengths():
-    calls = [(normal(2, n, 6), normal(n, 6)) for n in (5, 8, 17, 40, 64)]
-    assert graphs_compiled(U.add, calls) <= 2
-    calls = [(normal(n, 6),) for n in (5, 8, 17, 40, 64)]
-    assert graphs_compiled(lambda x: U.residual_apply(torch.tanh, x, 0.5), calls) <= 2
+    assert abs(scale_of(grad) - 1) > 0.3

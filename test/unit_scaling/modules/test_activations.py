@@ -1,4 +1,4 @@
-"""Modules without weights do what their functions do, in training and in evaluation."""
+"""Modules without weights compute their functions, in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from scale_assertions import assert_unit_scaled, gradients
+from scale_assertions import gradients
 from torch import nn
 
 import float8.unit_scaling as uu
@@ -38,37 +38,23 @@ def test_a_module_is_its_function_forward_and_backward(module, function, dtype):
     expected = gradients(function, x)
     for m in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         torch.testing.assert_close(gradients(m, x), expected, rtol=0, atol=0)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(gradients(compiled, x), expected)
 
 
-def test_modules_are_kinds_of_torchs():
+def test_compiled_modules_compute_the_same():
+    def every(x):
+        return sum(module(x) for module, _ in MODULES.values())
+
+    x = torch.randn(7, 13)
+    compiled = torch.compile(every, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(gradients(compiled, x), gradients(every, x))
+
+
+def test_modules_are_subclasses_of_torchs():
     assert isinstance(uu.GELU(), nn.GELU)
     assert isinstance(uu.SiLU(), nn.SiLU)
     assert isinstance(uu.Softmax(0), nn.Softmax)
     assert isinstance(uu.Dropout(), nn.Dropout)
     assert isinstance(uu.CrossEntropyLoss(), nn.CrossEntropyLoss)
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_dropout_keeps_unit_scale_in_training_and_does_nothing_in_evaluation(p):
-    module, x = uu.Dropout(p), torch.randn(400, 300)
-    y, g = gradients(module, x)
-    assert_unit_scaled(y)
-    assert_unit_scaled(g)
-    assert float((y == 0).float().mean()) == pytest.approx(p, abs=0.01)
-    module.eval()
-    g = torch.randn_like(x)
-    leaf = x.clone().requires_grad_()
-    module(leaf).backward(g)
-    assert torch.equal(module(x), x)
-    assert torch.equal(leaf.grad, g)
-
-
-@pytest.mark.parametrize("p", [1.0, -0.1, 1.5, float("nan")])
-def test_a_dropout_that_leaves_nothing_to_scale_is_refused(p):
-    with pytest.raises(ValueError, match="0 <= p < 1"):
-        uu.Dropout(p)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -89,20 +75,10 @@ def test_the_loss_is_its_function(reduction):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_the_losss_gradient_has_unit_scale_at_flat_logits():
-    leaf = torch.zeros(2000, 9, requires_grad=True)
-    uu.CrossEntropyLoss()(leaf, torch.randint(9, (2000,))).backward()
-    assert_unit_scaled(leaf.grad, band=0.01)
-
-
-@pytest.mark.parametrize("make", [uu.SiLU, uu.Dropout])
-def test_in_place_is_refused_at_construction(make):
-    make(inplace=False)
-    with pytest.raises(ValueError, match=r"inplace=True cannot be unit-scaled.*inplace=False"):
-        make(inplace=True)
-
-
-@pytest.mark.parametrize("legacy", [{"reduce": False}, {"reduce": True}, {"size_average": False}])
-def test_torchs_old_names_for_reductions_are_refused_at_construction(legacy):
-    with pytest.raises(ValueError, match="are torch's old names; pass reduction='none'"):
-        uu.CrossEntropyLoss(**legacy)
+def test_dropout_drops_in_training_only():
+    module, x = uu.Dropout(0.5), torch.randn(40, 30)
+    torch.manual_seed(1)
+    found = module(x)
+    torch.manual_seed(1)
+    assert torch.equal(found, U.dropout(x, 0.5)) and (found == 0).any()
+    assert torch.equal(module.eval()(x), x)

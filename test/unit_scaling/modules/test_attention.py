@@ -1,4 +1,4 @@
-"""Attention: heads, positions and dropout where they belong, and outputs of unit scale."""
+"""Attention: heads, positions, dropout, outputs of unit scale; rotary embedding rotates pairs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from scale_assertions import assert_unit_scaled, gradients
 
 import float8.unit_scaling as uu
-from float8.unit_scaling.modules.rotary import rotary
+from float8.unit_scaling.modules.attention import rotary
 
 
 def oracle(module, x):
@@ -40,7 +40,9 @@ def oracle(module, x):
 @pytest.mark.parametrize("rotary_base", [10000.0, None])
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(("hidden", "heads", "mult"), [(12, 3, 1.0), (6, 1, 2.0), (8, 4, 0.5)])
-def test_it_is_attention_times_a_scale(attention, rotary_base, is_causal, hidden, heads, mult):
+def test_the_output_is_attention_times_a_scale(
+    attention, rotary_base, is_causal, hidden, heads, mult
+):
     module = uu.MHSA(
         hidden, heads, is_causal, mult=mult, rotary_base=rotary_base, attention=attention
     )
@@ -72,11 +74,10 @@ def test_causal_attention_does_not_see_the_future():
     assert not torch.equal(module(x)[:, 6:], module(other)[:, 6:])
 
 
-def test_there_are_no_positions_unless_asked_for_and_any_head_size_goes():
+def test_there_is_no_rotary_embedding_by_default_and_heads_may_be_odd():
     module, x = uu.MHSA(9, 3, is_causal=False), torch.randn(2, 6, 9)
     assert module.rotary_base is None
-    order = torch.randperm(6)
-    torch.testing.assert_close(module(x[:, order]), module(x)[:, order])
+    assert module(x).shape == x.shape
     layer = uu.TransformerLayer(9, 3, mhsa_tau=0.5, mlp_tau=0.5, is_causal=True)
     decoder = uu.TransformerDecoder(9, 20, 1, 3)
     assert layer.mhsa.rotary_base is decoder.layers[0].mhsa.rotary_base is None
@@ -96,7 +97,7 @@ def test_positions_matter_with_rotary_embedding_and_not_without():
 
 @pytest.mark.parametrize("attention", ["softmax", "sqrt_softmax"])
 def test_dropout_ends_with_training(attention):
-    # The peer's goes on in evaluation.
+    # That of the package unit-scaling drops in evaluation too.
     module = uu.MHSA(8, 2, is_causal=True, dropout_p=0.5, attention=attention)
     x = torch.randn(2, 5, 8)
     assert not torch.equal(module(x), module(x))
@@ -116,19 +117,52 @@ def test_only_weights_are_in_the_state_dict():
     assert list(uu.MHSA(8, 2, True).state_dict()) == ["linear_qkv.weight", "linear_o.weight"]
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"hidden_size": 10, "heads": 4}, "hidden_size=10 is not a multiple of heads=4"),
-        ({"hidden_size": 10, "heads": 0}, "heads=0"),
-        (
-            {"hidden_size": 9, "heads": 3, "rotary_base": 1e4},
-            "heads of 3 features.*or no rotary_base",
-        ),
-        ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\), got 1.0"),
-        ({"attention": "linear"}, r"\['softmax', 'sqrt_softmax'\], got 'linear'"),
-    ],
-)
-def test_what_makes_no_attention_is_refused_in_words(options, says):
-    with pytest.raises(ValueError, match=says):
-        uu.MHSA(**{"hidden_size": 8, "heads": 2, "is_causal": True, **options})
+# --- rotary embedding
+
+
+def rotary_oracle(x, base):
+    """One complex number per pair, in float64, a position at a time."""
+    *_, positions, d = x.shape
+    out = torch.empty_like(x, dtype=torch.float64)
+    for s in range(positions):
+        for i in range(d // 2):
+            angle = s * base ** (-2 * i / d)
+            z = torch.complex(x[..., s, i].double(), x[..., s, i + d // 2].double())
+            z = z * complex(math.cos(angle), math.sin(angle))
+            out[..., s, i], out[..., s, i + d // 2] = z.real, z.imag
+    return out
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (9, 6), (2, 3, 17, 8), (2, 0, 4), (5, 0)])
+@pytest.mark.parametrize("base", [10000.0, 7.5])
+def test_pairs_rotate_by_their_angle(shape, base):
+    x = torch.randn(shape)
+    y = rotary(x, base)
+    torch.testing.assert_close(y.double(), rotary_oracle(x, base), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(dtype):
+    x = torch.randn(2, 33, 16).to(dtype)
+    y, exact = rotary(x), rotary_oracle(x, 10000.0)
+    assert y.dtype == dtype
+    unit = torch.finfo(dtype).eps / 2
+    assert float(((y.double() - exact).abs() - 1.01 * unit * exact.abs()).max()) < 1e-5
+
+
+def test_lengths_stay_forward_and_backward():
+    x = torch.randn(3, 50, 8, dtype=torch.float64)
+    g = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    y, gx = gradients(rotary, x)
+    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
+    torch.testing.assert_close(gx.norm(dim=-1), g.norm(dim=-1))
+
+
+def test_products_depend_on_the_distance_only():
+    q, k = torch.randn(2, 8, dtype=torch.float64)
+    q_S, k_S = (rotary(x.expand(40, 8)) for x in (q, k))
+    products = q_S @ k_S.T
+    for distance in (-3, 0, 5):
+        along = products.diagonal(distance)
+        torch.testing.assert_close(along, along[:1].expand_as(along))
+    assert float(products.diagonal(5)[0]) != pytest.approx(float(products.diagonal(6)[0]))

@@ -30,7 +30,7 @@ def three():
 
 
 @EVERY
-def test_every_parameter_learns_how_many_layers_there_are(stack):
+def test_every_parameter_gets_the_number_of_layers(stack):
     assert depths(stack(*three())) == [3] * 6
     assert depths(stack(three()[0])) == [1, 1]
 
@@ -72,7 +72,7 @@ def test_a_layer_used_twice_counts_twice():
     assert depths(uu.DepthSequential(layer, layer)) == [2]
 
 
-def test_layers_that_share_a_parameter_are_no_nesting():
+def test_layers_of_a_stack_may_share_a_parameter():
     layers = [uu.Linear(4, 4), uu.Linear(4, 4)]
     layers[1].weight = layers[0].weight
     assert depths(uu.DepthModuleList(layers)) == [2]

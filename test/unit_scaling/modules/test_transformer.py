@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from scale_assertions import assert_unit_scaled, gradients, spread
+from scale_assertions import assert_unit_scaled, gradients, scale_of
 from torch import nn
 
 import float8.unit_scaling as uu
@@ -28,8 +28,8 @@ def scales(model, ids):
 
     def hook(name):
         def after(module, inputs, output):
-            found[f"{name}, output"] = spread(output)
-            output.register_hook(lambda g: found.__setitem__(f"{name}, gradient", spread(g)))
+            found[f"{name}, output"] = scale_of(output)
+            output.register_hook(lambda g: found.__setitem__(f"{name}, gradient", scale_of(g)))
 
         return after
 
@@ -38,14 +38,16 @@ def scales(model, ids):
     for handle in handles:
         handle.remove()
     for name, p in model.named_parameters():
-        found[f"{name}, gradient"] = spread(p.grad)
+        found[f"{name}, gradient"] = scale_of(p.grad)
     return found
 
 
 def worst_attention(attention, positions):
-    """What causal attention makes of values that all positions share, where scales mean independent
-    ones: the most that it can amplify. Flat weights add up to 1, times sqrt(S / log S); roots of
-    flat weights to sqrt(i) at position i."""
+    """The most that causal attention can amplify: values that all positions share.
+
+    Its factor is derived for independent values. Flat weights add up to 1, times sqrt(S / log S);
+    roots of flat weights add up to sqrt(i) at position i.
+    """
     if attention == "softmax":
         return (positions / math.log(positions)) ** 0.5
     return ((positions + 1) / 2) ** 0.5
@@ -53,8 +55,8 @@ def worst_attention(attention, positions):
 
 @EVERY_VARIANT
 def test_every_activation_and_gradient_stays_within_what_attention_can_amplify(variant):
-    # Of 4 layers, in which attention makes positions alike and so amplifies more than it should;
-    # the gradients of qkv are small because at this point those of q and k are.
+    # Attention makes positions of 4 layers similar, and so amplifies more than independent values;
+    # the gradients of qkv are small because those of q and k are at the start.
     torch.manual_seed(0)
     width, positions = 128, 64
     model = uu.TransformerDecoder(width, 256, 4, 4, **variant)
@@ -69,7 +71,7 @@ def test_every_activation_and_gradient_stays_within_what_attention_can_amplify(v
     assert sum(1 / 1.6 < s < 1.6 for s in found.values()) > 0.6 * len(found)
 
 
-def test_a_standard_initialisation_would_be_seen_to_fail():
+def test_a_standard_initialisation_fails():
     torch.manual_seed(0)
     model = uu.TransformerDecoder(128, 256, 2, 4)
     for p in model.parameters():
@@ -85,11 +87,11 @@ def test_depth_does_not_change_the_scale_where_norms_end_the_branches(layers):
 
 
 def test_depth_changes_the_scale_little_where_norms_begin_them():
-    # Attention averages, so positions grow alike with depth, and what they share is amplified.
+    # Positions become similar with depth, and attention amplifies their common part.
     model = uu.TransformerDecoder(64, 64, 16, 2, norm="pre")
     x = model.layers(model.embedding(torch.randint(64, (2, 32))))
-    assert 1 < spread(x) < 2
-    assert spread(x.mean(1)) > spread(x) / 2
+    assert 1 < scale_of(x) < 2
+    assert scale_of(x.mean(1)) > scale_of(x) / 2
 
 
 def test_a_feed_forward_network_has_unit_scale():
@@ -97,7 +99,7 @@ def test_a_feed_forward_network_has_unit_scale():
     assert module.linear_1.weight.shape == (192, 64)
     y, gx, *_ = gradients(module, torch.randn(500, 64))
     assert_unit_scaled(y, band=0.1)
-    # Two ways lead to the input, gate and value, with unit scale each.
+    # Two gradients of unit scale reach the input: of gate and value.
     assert_unit_scaled(gx, 2**0.5, band=0.15)
 
 
@@ -113,7 +115,7 @@ def residual_layer_oracle(layer, x, norm):
 
 
 @pytest.mark.parametrize("norm", ["pre", "res-post"])
-def test_a_layer_weighs_branches_by_tau_with_the_norm_where_it_was_asked(norm):
+def test_a_layer_weights_branches_by_tau_with_the_norm_in_its_place(norm):
     layer = uu.TransformerLayer(12, 3, mhsa_tau=0.7, mlp_tau=0.3, is_causal=True, norm=norm)
     x = torch.randn(2, 5, 12)
     torch.testing.assert_close(layer(x), residual_layer_oracle(layer, x, norm))
@@ -170,26 +172,6 @@ def test_a_decoder_compiled_copied_pickled_or_loaded_computes_the_same(variant, 
             assert (p.mup_type, p.mup_scaling_depth) == (q.mup_type, q.mup_scaling_depth)
 
 
-def test_a_compiled_decoder_trains_the_same_at_every_length():
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    model = uu.TransformerDecoder(**{**SMALL, "layers": 1})
-    other = copy.deepcopy(model)
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(other.loss, backend=counter, fullgraph=True)
-    for length in (5, 8, 13, 32, 40):
-        ids = torch.randint(24, (2, length))
-        model.zero_grad()
-        other.zero_grad()
-        losses = model.loss(ids), compiled(ids)
-        for loss in losses:
-            loss.backward()
-        torch.testing.assert_close(*losses)
-        for p, q in zip(model.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
-    assert counter.frame_count <= 2
-
-
 def test_a_decoder_made_on_meta_works():
     with torch.device("meta"):
         model = uu.TransformerDecoder(**SMALL)
@@ -221,17 +203,3 @@ def test_it_learns():
         model.loss(ids).backward()
         optimizer.step()
     assert model.loss(ids).item() < first / 2
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"norm": "post"}, r"norm must be one of \['pre', 'res-post'\], got 'post'"),
-        ({"attention": "no"}, "attention must be one of"),
-        ({"heads": 3}, "hidden_size=16 is not a multiple of heads=3"),
-        ({"dropout_p": 1.0}, "dropout_p"),
-    ],
-)
-def test_what_makes_no_transformer_is_refused_in_words(options, says):
-    with pytest.raises(ValueError, match=says):
-        uu.TransformerDecoder(**{**SMALL, **options})

@@ -1,4 +1,4 @@
-"""Multi-head attention in the open is torch's, to rounding in float64."""
+"""The decomposition of multi-head attention computes as torch does, to rounding in float64."""
 
 from __future__ import annotations
 

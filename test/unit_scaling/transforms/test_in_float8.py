@@ -110,17 +110,19 @@ def test_filtered_modules_stay_in_high_precision():
     assert_bitwise(head_only(x), expected)
 
 
-@pytest.mark.parametrize("attention", [False, True])
-def test_attention_is_an_option(attention):
-    model = uu.MHSA(64, 2, is_causal=True)
-    x, g = torch.randn(2, 32, 64), torch.randn(2, 32, 64)
-    products = 2 * 3
+def test_contractions_of_activations_stay_in_high_precision():
+    class Attends(nn.Module):
+        def forward(self, x):
+            scores = torch.bmm(x, x.mT) + x @ x.mT
+            return F.scaled_dot_product_attention(scores, scores, scores)
+
+    x = torch.randn(2, 16, 32)
+    assert_bitwise(float8(Attends())(x), Attends()(x))
+    model, x, g = uu.MHSA(64, 2, is_causal=True), torch.randn(2, 32, 64), torch.randn(2, 32, 64)
     with GemmCounter() as counter:
-        results(float8(model, attention=attention), x.requires_grad_(), g)
-    in_attention = 2 * 2 * 2 * 3  # of each of 2 products, for each of 2 heads of 2 sequences
-    assert counter.products >= products + (in_attention if attention else 0)
-    exact = results(model, x, g)
-    for a, b in zip(results(float8(model, attention=attention), x, g), exact, strict=True):
+        found = results(float8(model), x.requires_grad_(), g)
+    assert counter.products == 2 * 3
+    for a, b in zip(found, results(model, x, g), strict=True):
         assert sqnr(a, b) > 17
 
 
@@ -138,7 +140,7 @@ def test_compiled_in_one_graph_with_the_results_of_eager():
     model = float8(unit_scale(Net()), module_filter_fn=filters.skip_names("head"))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for batch in (40, 56, 80, 24):
+    for batch in (40, 56, 24):
         x, g = torch.randn(batch, 32), torch.randn(batch, 16)
         eager = results(model, x, g)
         out = compiled(x)
@@ -154,13 +156,10 @@ def test_compiled_in_one_graph_with_the_results_of_eager():
     [
         (lambda m: float8(m, "unit"), TypeError, "config must be a Float8LinearConfig, got 'unit'"),
         (lambda m: float8(m, RECIPES["delayed"]), ValueError, "keeps no amax history"),
-        (lambda m: float8(float8(m)), ValueError, "already"),
         (lambda m: float8(m.double())(torch.randn(2, 32).double()), TypeError, "float64"),
         (lambda m: float8(m)(torch.randn(2, 32).bfloat16()), TypeError, "weight torch.float32"),
         (lambda m: convert_to_float8_training(unit_scale(m)), ValueError, "transforms.float8"),
         (lambda m: unit_scale(convert_to_float8_training(m)), ValueError, "up is converted"),
-        (lambda m: float8(torch.compile(m)), TypeError, "compile"),
-        (lambda m: float8(torch.relu), TypeError, "nn.Module"),
     ],
 )
 def test_bad_input_is_refused_by_name(act, error, message):

@@ -69,5 +69,5 @@ def test_the_gradients_numbers_are_those_of_the_latest_backward():
 def test_names_have_long_names_and_a_wrong_one_is_refused():
     assert Metrics.get_full_name("std") == "standard deviation"
     assert len(Metrics.full_names()) == len(Metrics.names()) == 6
-    with pytest.raises(ValueError, match="'rms' is no metric; use one of mean_abs"):
+    with pytest.raises(ValueError, match="'rms' is not a metric; use one of mean_abs"):
         Metrics.get_full_name("rms")

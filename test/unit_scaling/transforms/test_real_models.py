@@ -1,4 +1,4 @@
-"""`unit_scale` on models that nobody wrote for it: HuggingFace's, and ones whose path varies."""
+"""`unit_scale` on models of other libraries, and on models whose path varies."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def bert():
     return BertModel(BertConfig(vocab_size=VOCABULARY, intermediate_size=128, **sizes))
 
 
-def gpt2():
+def gpt2(layers=2):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=2, n_head=4))
+    sizes = {"n_embd": WIDTH, "n_layer": layers, "n_head": 4}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes))
 
 
 def llama(attention="sdpa"):
@@ -129,7 +130,7 @@ def test_generation_is_greedy_search_by_forwards(make):
 def test_compiled_numbers_are_eager_ones():
     """Of a mask of ones HuggingFace makes nothing in eager mode and a mask in compiled code, where
     attention has another factor; but it runs."""
-    model, ids = unit_scale(gpt2()).eval(), torch.randint(VOCABULARY, (2, 8))
+    model, ids = unit_scale(gpt2(1)).eval(), torch.randint(VOCABULARY, (2, 8))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     kinds, grads = masks(2, 8), []
     for run in (compiled, model):

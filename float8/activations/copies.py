@@ -1,0 +1,226 @@
+"""Float8 copies of the tensors that backward reads, one copy per tensor.
+
+A copy is float8 data and one scale per group. A group is ``group`` consecutive elements of the last
+dimension; the last group of a row may be shorter. A tensor whose last dimension is shorter than a
+group is one row, in its logical order. Legend: R rows, C elements per row, G = ceil(C / group)::
+
+    data  = nearest(x / scale)         (R, C), E4M3 or E5M2
+    value = data * scale               scale (R, G) = amax / max(format), `kernels.scale_from_amax`
+
+A power-of-two scale is stored as one byte, its E8M0 code: the exponent field of the float32
+(``2^(byte - 127)``; 255 is inf and NaN). Other scales are float32:
+
+====== ================ ============== ============================
+group  scale            bytes/element  SQNR of a normal tensor, dB
+====== ================ ============== ============================
+128    power of two     1.008          31.5
+128    float32          1.031          31.8
+16     power of two     1.063          31.5
+16     float32          1.250          33.0
+====== ================ ============== ============================
+
+The default is the smallest, groups of 128 with powers of two: E4M3 covers 18 binades, so smaller
+groups help only if the magnitudes inside a group of 128 span more.
+
+A NaN or inf makes its whole group NaN, never a plausible number. Zeros stay zeros.
+
+On CUDA the Triton kernel ``gpu/cast_blockwise`` casts groups of 128 in one read and one launch. All
+else is plain PyTorch: several passes in eager mode, fused by torch.compile.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from float8 import kernels
+from float8.formats import E4M3, HIGH_PRECISION_DTYPES, format_of
+from float8.linear.float8_weight import version_of
+
+OUTPUT = -1  # as the index of a tensor: the op's result
+
+
+class CopyFormat(NamedTuple):
+    """The elements per group, the dtype of the data, and whether scales take one byte."""
+
+    group: int = 128
+    dtype: torch.dtype = E4M3.dtype
+    power_of_two_scale: bool = True
+
+
+class Float8Copy(NamedTuple):
+    """data (R, C) float8; scale (R, G), uint8 exponents or float32."""
+
+    data: Tensor
+    scale: Tensor
+
+
+def cast(x: Tensor, fmt: CopyFormat) -> Float8Copy:
+    """The float8 copy of a float32, bfloat16 or float16 tensor of any shape and strides."""
+    one_row = x.dim() == 0 or x.shape[-1] < fmt.group
+    x_RC = x.reshape(1, -1) if one_row else x.reshape(-1, x.shape[-1])
+    block = (1, fmt.group)
+    if kernels.runs_kernel(x.device, block, emulate=False):
+        result = kernels.cast_operand(x_RC, block, fmt.dtype, fmt.power_of_two_scale)
+        data, scale = result.data, result.scale
+    else:
+        amax = kernels.amax(x_RC, block)
+        largest = format_of(fmt.dtype).max
+        scale = kernels.scale_from_amax(amax, largest, fmt.power_of_two_scale)
+        data = kernels.cast(x_RC, scale, block, fmt.dtype, fits=True)
+    if fmt.power_of_two_scale:
+        scale = (scale.view(torch.int32) >> 23).to(torch.uint8)
+    return Float8Copy(data, scale)
+
+
+def dequantize(copy: Float8Copy, group: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The values of a copy, of ``shape``: bfloat16 if ``dtype`` is bfloat16, else float32.
+
+    Data times a power of two is exact in bfloat16; in float16 it could overflow.
+    """
+    data, scale = copy
+    if scale.dtype == torch.uint8:
+        scale = (scale.to(torch.int32) << 23).view(torch.float32)
+    dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    return kernels.dequantize(data, scale, (1, group), dtype).reshape(shape)
+
+
+class Restorer(NamedTuple):
+    """How backward restores a tensor from what autograd saved of it."""
+
+    position: int  # which of the op's inputs the tensor is, or `OUTPUT`
+    fmt: CopyFormat | None  # None: the tensor itself is saved
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    # A function and its options, to recompute the tensor from the copy of that function's input.
+    recompute: tuple[Callable[..., Tensor], dict[str, Any]] | None = None
+
+    def restore(self, saved: list[Tensor]) -> Tensor:
+        """The tensor, or the values of its copy; removes what it uses from ``saved``."""
+        if self.fmt is None:
+            return saved.pop(0)
+        copy = Float8Copy(saved.pop(0), saved.pop(0))
+        x = dequantize(copy, self.fmt.group, self.shape, self.dtype)
+        return x if self.recompute is None else self.recompute[0](x, **self.recompute[1])
+
+
+Saved = tuple[Restorer, tuple[Tensor, ...]]  # with the data and the scale; () for the tensor itself
+Place = tuple[Any, ...]
+
+
+class _Entry(NamedTuple):
+    """The copy of a tensor, and the version that the tensor had."""
+
+    version: int
+    parts: tuple[weakref.ref[Tensor], ...]
+    restorer: Restorer
+
+
+class CopyCache:
+    """Says what to save of each tensor, so that ops which read one tensor share one copy.
+
+    `save` chooses one of three:
+
+    - A float8 copy, made at once: later writes to the tensor do not change it.
+    - For the result of a cheap op of a copied tensor (``silu(gate)`` in ``silu(gate) * up``): the
+      copy of the op's input, from which backward recomputes the result.
+    - The tensor itself, if a copy would save no memory or lose precision without need. These are
+      parameters and their views, tensors without gradient (rotary tables, masks), broadcast views,
+      tensors of fewer than ``min_size`` elements, and other dtypes than float32, bfloat16, float16.
+
+    Copies are found by the base of a tensor, its place in the base and its version, so that another
+    view of the same elements finds them too. They are referenced weakly: the autograd graph owns
+    them and frees them.
+
+    Under ``torch.compile`` a list holds the tensors between `begin` and `end`, since a graph must
+    not leave tensors behind. A scope for all ops that is entered outside the graph has no such end,
+    and so finds no copies inside it. The compiler merges equal casts, but ``silu(gate) * up`` then
+    saves three copies, not two.
+    """
+
+    def __init__(self, fmt: CopyFormat, min_size: int) -> None:
+        self.fmt, self.min_size = fmt, min_size
+        self._entries: dict[int, dict[Place, _Entry]] = {}  # by the id of the base
+        self._bases: dict[int, weakref.ref[Tensor]] = {}
+        self._traced: list[tuple[Tensor, Saved]] | None = None
+
+    def begin(self) -> None:
+        """Start a forward: until `end`, a compiled graph may hold tensors."""
+        if torch.compiler.is_compiling():
+            self._traced = []
+
+    def end(self) -> None:
+        """Release the tensors of a compiled graph."""
+        if torch.compiler.is_compiling():
+            self._traced = None
+
+    def is_worthwhile(self, x: Tensor) -> bool:
+        """Whether a float8 copy of x takes less memory than x, which some op holds otherwise."""
+        if x.numel() < self.min_size or x.dtype not in HIGH_PRECISION_DTYPES or not x.requires_grad:
+            return False
+        is_parameter = isinstance(_base(x), nn.Parameter)
+        is_broadcast = any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True))
+        return not is_parameter and not is_broadcast
+
+    def save(self, x: Tensor, index: int, exact: bool = False) -> Saved:
+        """What to save of input ``index`` of an op; ``exact``: the tensor itself."""
+        if exact or not self.is_worthwhile(x):
+            return Restorer(index, None, tuple(x.shape), x.dtype), ()
+        if (found := self._find(x)) is not None:
+            return found[0]._replace(position=index, shape=tuple(x.shape)), found[1]
+        with torch.no_grad():
+            copy = cast(x.detach(), self.fmt)
+        saved = Restorer(index, self.fmt, tuple(x.shape), x.dtype), tuple(copy)
+        self.remember(x, saved)
+        return saved
+
+    def remember(self, x: Tensor, saved: Saved) -> None:
+        """Record what restores x."""
+        if torch.compiler.is_compiling():
+            if self._traced is not None:
+                self._traced.append((x, saved))
+            return
+        base, place = _base(x), _place(x)
+        if (key := id(base)) not in self._bases:
+            self._bases[key] = weakref.ref(base, functools.partial(self._forget, key))
+            self._entries[key] = {}
+        of_base = self._entries[key]
+        on_free = functools.partial(_forget_place, of_base, place)
+        parts = tuple(weakref.ref(part, on_free) for part in saved[1])
+        of_base[place] = _Entry(version_of(x), parts, saved[0])
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._entries.pop(key, None)
+        self._bases.pop(key, None)
+
+    def _find(self, x: Tensor) -> Saved | None:
+        if torch.compiler.is_compiling():
+            return next((saved for y, saved in self._traced or () if y is x), None)
+        entry = self._entries.get(id(_base(x)), {}).get(_place(x))
+        if entry is None or entry.version != version_of(x):
+            return None
+        parts = tuple(part for ref in entry.parts if (part := ref()) is not None)
+        return (entry.restorer, parts) if len(parts) == len(entry.parts) else None
+
+
+def _forget_place(of_base: dict[Place, _Entry], place: Place, freed: Any) -> None:
+    entry = of_base.get(place)
+    if entry is not None and any(part is freed for part in entry.parts):
+        del of_base[place]
+
+
+def _base(x: Tensor) -> Tensor:
+    return x if x._base is None else x._base
+
+
+def _place(x: Tensor) -> Place:
+    """The elements of the base that x views, whether negated, and what decides its groups."""
+    last = x.shape[-1] if x.dim() else 1
+    if x.is_contiguous():
+        return x.storage_offset(), x.is_neg(), x.numel(), last
+    return x.storage_offset(), x.is_neg(), tuple(x.shape), x.stride()

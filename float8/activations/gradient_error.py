@@ -1,0 +1,109 @@
+"""The error that float8 copies cause in the gradients of each op.
+
+``python -m float8.activations.gradient_error`` prints the table in the package's docstring: the
+SQNR in dB, ``10 log10(sum(exact^2) / sum((gradient - exact)^2))``, of each op's worst gradient. The
+exact gradients are float64 without float8; grad_output is random. Inputs are normal, or have
+outliers: one element of each 64 is 1000 times larger, like single features of a residual stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from float8.activations.ops import OPTIONAL
+from float8.activations.scope import saved_activations
+
+ROWS, COLS = 64, 512
+_X = (ROWS, COLS)
+
+
+class Case(NamedTuple):
+    """A call of an op, and the shapes of its inputs."""
+
+    function: Callable[..., Tensor]
+    shapes: tuple[tuple[int, ...], ...] = (_X,)
+
+
+CASES = {
+    "rms_norm": Case(lambda x, w: F.rms_norm(x, (COLS,), w, 1e-5), (_X, (COLS,))),
+    "layer_norm": Case(lambda x, w, b: F.layer_norm(x, (COLS,), w, b), (_X, (COLS,), (COLS,))),
+    "silu": Case(F.silu),
+    "gelu": Case(F.gelu),
+    "gelu (tanh)": Case(lambda x: F.gelu(x, approximate="tanh")),
+    "sigmoid": Case(torch.sigmoid),
+    "tanh": Case(torch.tanh),
+    "mul": Case(torch.mul, (_X, _X)),
+    "silu(a) * b": Case(lambda a, b: F.silu(a) * b, (_X, _X)),
+    "pow": Case(torch.square),
+    "pow (x^3)": Case(lambda x: x**3),
+    "relu": Case(F.relu),
+    "dropout": Case(lambda x: F.dropout(x, 0.25)),
+    "softmax": Case(lambda x: torch.softmax(x, -1)),
+    "linear": Case(F.linear, (_X, (96, COLS), (96,))),
+}
+
+
+def inputs_of(
+    case: Case, outliers: bool = False, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Leaves, the same values in each call."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape, generator=generator) for shape in case.shapes]
+    if outliers:
+        inputs[0][:, ::64] *= 1000
+    return [x.to(dtype).requires_grad_() for x in inputs]
+
+
+def gradients(case: Case, inputs: list[Tensor]) -> list[Tensor]:
+    """The gradients of all inputs; grad_output and dropout masks are the same in each call."""
+    torch.manual_seed(0)
+    out = case.function(*inputs)
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return list(torch.autograd.grad(out, inputs, g))
+
+
+def worst_sqnr(name: str, group: int, outliers: bool = False) -> float:
+    """The SQNR in dB of the op's worst gradient; inf if all are exact to float32."""
+    case = CASES[name]
+    with saved_activations(group=group, also=OPTIONAL, min_size=8192):
+        found = gradients(case, inputs_of(case, outliers))
+    exact = gradients(case, inputs_of(case, outliers, torch.float64))
+    return min(sqnr(a, b) for a, b in zip(found, exact, strict=True))
+
+
+def sqnr(found: Tensor, exact: Tensor) -> float:
+    """The signal to noise ratio in dB; above 120, float32's own rounding, it is inf."""
+    noise = (found.double() - exact).square().sum()
+    decibel = float(10 * torch.log10(exact.square().sum() / noise))
+    return decibel if decibel < 120 else torch.inf
+
+
+def sqnr_of(name: str) -> tuple[float, ...]:
+    """Normal inputs in groups of 128 and 16, then inputs with outliers in groups of 128 and 16."""
+    return tuple(
+        worst_sqnr(name, group, outliers) for outliers in (False, True) for group in (128, 16)
+    )
+
+
+def table() -> str:
+    """One line per op."""
+    lines = ["op             normal: 1x128    1x16   outliers: 1x128    1x16"]
+    for name in CASES:
+        a, b, c, d = sqnr_of(name)
+        lines.append(f"{name:14} {a:13.1f} {b:7.1f} {c:17.1f} {d:7.1f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(
+        prog="python -m float8.activations.gradient_error",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    ).parse_args()
+    print(table())

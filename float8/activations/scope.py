@@ -1,0 +1,183 @@
+"""`saved_activations`: a scope in which ops save float8 copies for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from float8.activations.autograd import SavingOp
+from float8.activations.copies import CopyCache, CopyFormat
+from float8.activations.ops import OPS, OPTIONAL
+from float8.arguments import check_bool, check_integer, check_module, described
+from float8.formats import E4M3, Format, format_of
+
+
+class saved_activations:
+    """``with saved_activations(model):`` ops save float8 copies for backward.
+
+    Only the forward must run inside the scope; backward may run outside. A whole training loop may
+    run inside, and a scope may be entered again. Deep copies and pickles of the model made inside
+    are plain. `torch.compile` works around, outside and inside of the scope. Scopes nest: the inner
+    one is asked first, and the outer one may save an op that the inner one skips.
+
+    The package's docstring says how exact gradients are, and where no memory is saved. An inf or
+    NaN in a copied tensor makes the gradients of its whole group NaN, also where torch's would be
+    finite (``sigmoid`` of scores masked by -inf): skip that op there.
+
+    Args:
+        model: only the calls in this module's forward; neither its other methods nor calls of its
+            submodules alone. None: every op in the ``with`` block.
+        group: elements that share a scale, along the last dimension: 128 (one Triton kernel per
+            tensor on CUDA) or, for example, 16 (plain PyTorch, several passes in eager mode).
+        fmt: `E4M3` or `E5M2`, or their dtypes.
+        power_of_two_scale: scales of one byte; False: float32 scales.
+        skip: names of ops that save what torch saves, of "rms_norm", "layer_norm", "silu", "gelu",
+            "sigmoid", "tanh", "mul", "pow", "relu", "dropout", "softmax" and "linear".
+        also: names of ops that are off by default: "softmax", "linear".
+        min_size: tensors of fewer elements are saved as they are.
+
+    Raises:
+        TypeError: ``model`` is no module, ``fmt`` no float8 format.
+        ValueError: a name that is no op, or a group that is no positive number.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        group: int = 128,
+        fmt: Format | torch.dtype = E4M3.dtype,
+        power_of_two_scale: bool = True,
+        skip: Sequence[str] = (),
+        also: Sequence[str] = (),
+        min_size: int = 4096,
+    ) -> None:
+        if model is not None:
+            check_module(model, "saved_activations")
+        dtype = format_of(fmt).dtype
+        if not isinstance(group, int) or group < 1:
+            raise ValueError(f"group={group!r} must be a number of elements, 128 or 16 say")
+        check_bool(power_of_two_scale, "saved_activations: power_of_two_scale")
+        check_integer(min_size, "saved_activations: min_size", 0)
+        cache = CopyCache(CopyFormat(group, dtype, power_of_two_scale), max(min_size, 1))
+        self.model, self._mode = model, _Mode(_selected(skip, also), cache)
+        self._forwards: list[_Forward] = []
+
+    def __enter__(self) -> None:
+        if self.model is None:
+            self._mode.cache.begin()
+            self._mode.__enter__()
+        else:
+            self._forwards.append(_Forward(self.model, self._mode))
+
+    def __exit__(self, *_: object) -> None:
+        if self.model is None:
+            self._mode.__exit__(None, None, None)
+            self._mode.cache.end()
+        else:
+            self._forwards.pop().remove(self.model)
+
+
+def _selected(skip: Sequence[str], also: Sequence[str]) -> list[SavingOp]:
+    for argument, names in (("skip", skip), ("also", also)):
+        if isinstance(names, str):
+            raise ValueError(f'{argument}="{names}" is a string: give ("{names}",)')
+        if not isinstance(names, Collection) or not all(isinstance(n, str) for n in names):
+            raise TypeError(f"{argument} must be a sequence of names, got {described(names)}")
+        if unknown := sorted([name for name in names if name not in OPS]):
+            raise ValueError(f"{argument}: no op is called {unknown}; known: {sorted(OPS)}")
+    names = [name for name in OPS if name not in OPTIONAL or name in also]
+    return [OPS[name] for name in names if name not in skip]
+
+
+class _Mode(TorchFunctionMode):
+    """Runs the calls of the given ops with float8 copies; all other calls are torch's."""
+
+    def __init__(self, ops: Sequence[SavingOp], cache: CopyCache) -> None:
+        super().__init__()
+        self.cache = cache
+        self.ops = {function: (op, read) for op in ops for function, read in op.readers.items()}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in self.ops and torch.is_grad_enabled() and not _is_transformed():
+            op, reader = self.ops[func]
+            arguments = reader(*args, **kwargs)
+            if arguments is not None and _is_supported(arguments[0]):
+                out = op.call(self.cache, arguments)
+                if out is not None:
+                    return out
+        if hasattr(func, "implementation"):  # a unit-scaled function, which a mode sees whole
+            with self:
+                return func.implementation(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_transformed() -> bool:
+    """Whether another mechanism decides what is saved: a checkpoint, functorch or forward mode.
+
+    A checkpoint recomputes in backward, maybe after the scope, and compares what is saved.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    # Not every callable has a module: torch.Tensor.cpu has none.
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def _is_supported(inputs: tuple[Tensor | None, ...]) -> bool:
+    """Whether an op is differentiated at all, and on plain tensors."""
+    tensors = [x for x in inputs if x is not None]
+    if any(x.is_nested or is_traceable_wrapper_subclass(x) for x in tensors):
+        return False
+    return any(x.requires_grad for x in tensors)
+
+
+class _Forward:
+    """The forward of a model under a mode, until `remove`; a copy of it is the plain forward.
+
+    Scopes may be left in any order, and a forward that is assigned over this one stays.
+    """
+
+    def __init__(self, model: nn.Module, mode: _Mode) -> None:
+        self.plain: Callable[..., Any] = model.forward
+        self.mode = mode
+        self.own = model.__dict__.get("forward")  # None: the forward is the class's
+        self.is_removed = False
+        self.__wrapped__ = self.plain  # for inspect.signature
+        model.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_removed or not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        self.mode.cache.begin()
+        with self.mode:
+            result = self.plain(*args, **kwargs)
+        self.mode.cache.end()
+        return result
+
+    def __reduce__(self) -> Any:
+        return _same, (self.plain,)
+
+    def remove(self, model: nn.Module) -> None:
+        """Restore the forward from before, if this one is the outermost."""
+        self.is_removed = True
+        while isinstance(top := model.__dict__.get("forward"), _Forward) and top.is_removed:
+            if top.own is None:
+                del model.forward
+            else:
+                model.forward = top.own
+
+
+def _same(plain: Callable[..., Any]) -> Callable[..., Any]:
+    return plain  # a name that pickles hold

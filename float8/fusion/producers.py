@@ -1,0 +1,374 @@
+"""Modules that return float8: `RMSNormCast`, `LayerNormCast` and `SwiGLUCast`.
+
+Often only GEMMs read the result of a norm or a gate. Written in bfloat16 and cast by the layers
+that read it, it crosses memory two to five times. These modules write it once, as a `Float8Tensor`
+with its transpose for the weight gradient, and `Float8Linear` takes that as its input::
+
+    config = Float8LinearConfig.from_recipe_name("delayed")
+
+    class FeedForward(nn.Module):
+        def __init__(self, dim, hidden):
+            super().__init__()
+            self.norm = RMSNormCast(dim, config=config)
+            self.w13 = nn.Linear(dim, 2 * hidden, bias=False)
+            self.gate = SwiGLUCast(config=config)
+            self.w2 = nn.Linear(hidden, dim, bias=False)
+
+        def forward(self, x):
+            return x + self.w2(self.gate(self.w13(self.norm(x))))
+
+    model = convert_to_float8_training(FeedForward(64, 128), config=config)
+
+The modules and the layers that read them take the same config, whose input cast is tensorwise:
+dynamic, delayed or static. ``cast_output`` replaces the layers' ``cast_input`` and has its state,
+which ``sync_float8_amax_and_scale_history(model)`` updates. Compile a module together with the
+layers that read it, in one graph: torch.compile cannot pass the gradient of a float8 result from
+one graph to another. `float8.fuse_norms` replaces the norms of a model that is converted already.
+
+Values are computed in float32, rounded once to the compute dtype and then cast. On a GPU a Triton
+kernel does that (two for a dynamic scale, or few rows); elsewhere, and with ``emulate=True``, plain
+PyTorch. Roots, sums and exponentials may differ between the two by float32 ulps; equal float32
+values are cast to equal bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from float8.config import Float8LinearConfig, check_config
+from float8.formats import E4M3, HIGH_PRECISION_DTYPES
+from float8.fusion.autograd import (
+    OutputCast,
+    layer_norm_cast,
+    rms_norm_cast,
+    runs_kernel,
+    swiglu_cast,
+)
+from float8.granularity import WHOLE
+from float8.linear.autograd import compute_dtype
+from float8.linear.cast import Cast, make_cast
+from float8.linear.delayed import DelayedCast
+from float8.linear.layer import with_state_of
+from float8.linear.switch import Float8Module
+from float8.tensor import Float8Tensor
+
+_WHOLE = (WHOLE, WHOLE)
+_OWN_ATTRIBUTES = ("config", "fqn", "switch", "evaluates_in_high_precision", "cast_output")
+N = TypeVar("N", bound="NormCast")
+
+
+def refuses_config(config: Float8LinearConfig) -> str | None:
+    """The reason why the input of a layer of this config cannot be cast before it, or None."""
+    cast, second = config.plan.output.a, config.cast_config_input_for_grad_weight
+    if cast is not None and cast.block == _WHOLE and config.plan.reuses_input:
+        return None
+    again = f", for grad_weight '{second.short_str}'" if second is not None else ""
+    return (
+        "casts once, by one scale per tensor; cast_config_input is "
+        f"'{config.cast_config_input.short_str}'{again}"
+    )
+
+
+class _Producer(Float8Module):
+    """Abstract: a module that casts what it computes, with ``cast_output``."""
+
+    plain: ClassVar[str]  # what to use where this module does not fit
+    fqn: str = ""  # a default for older pickles, which have none
+
+    def _set_up(self, config: Float8LinearConfig | None, device: Any, fqn: str = "") -> None:
+        if config is not None:
+            check_config(config, type(self).__name__)
+        config = config or Float8LinearConfig()
+        if (reason := refuses_config(config)) is not None:
+            raise ValueError(
+                f"{type(self).__name__} {reason}: use {self.plain} and let Float8Linear cast its "
+                "input"
+            )
+        self.config = config
+        self.fqn = fqn
+        self._add_switch()
+        delayed, amax_init = config.delayed_scaling, config.enable_amax_init
+        module = make_cast(config.cast_config_input, E4M3, delayed, amax_init, device)
+        self.cast_output = module.train(self.training)
+
+    def share_cast(self, cast: Cast) -> None:
+        """Cast with the ``cast_input`` of a layer, which saves, loads and moves it."""
+        self._modules.pop("cast_output", None)
+        self.__dict__["cast_output"] = cast  # no child of this module
+
+    def _as_plain(self, cls: Any) -> Any:
+        """A ``cls`` with the parameters, buffers, hooks and attributes of this module."""
+        plain = with_state_of(self, cls)
+        plain._modules.pop("cast_output", None)
+        for name in _OWN_ATTRIBUTES:
+            plain.__dict__.pop(name, None)
+        return plain
+
+    @property
+    def _name(self) -> str:
+        # For messages only, as of `Float8Linear`.
+        return f"{self.fqn} ({type(self).__name__})" if self.fqn else type(self).__name__
+
+    def _with_name(self, y: Tensor) -> Tensor:
+        """y with the name of this module, for the errors of ops that take no float8."""
+        if not torch.compiler.is_compiling():
+            y.made_by = self._name  # type: ignore[attr-defined]
+        return y
+
+    def _output(self, x: Tensor) -> OutputCast:
+        """How to cast what is computed from x."""
+        cast, grad = self.config.plan.output.a, torch.is_grad_enabled()
+        assert cast is not None
+        return OutputCast(
+            cast,
+            self.cast_output.state,
+            self.training and grad,
+            grad,
+            compute_dtype(x),
+            runs_kernel(x.device, self.config.emulate),
+        )
+
+    def _check_input(self, x: Tensor) -> None:
+        if x.dtype not in HIGH_PRECISION_DTYPES or isinstance(x, Float8Tensor):
+            found = "a Float8Tensor" if isinstance(x, Float8Tensor) else x.dtype
+            known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
+            raise TypeError(f"{self._name}: input is {found}, expected {known}")
+        state = self.cast_output.state
+        if state is not None and state.scale.device != x.device:
+            raise ValueError(
+                f"{self._name}: input is on {x.device}, cast_output on "
+                f"{state.scale.device}; move the module, from meta with to_empty(device=...)"
+            )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        cast = self.cast_output
+        is_child = "cast_output" in self._modules
+        has_history = any(key.startswith(f"{prefix}cast_output.") for key in state_dict)
+        if has_history or not is_child or not isinstance(cast, DelayedCast):
+            return
+        # A checkpoint without histories: the history starts anew.
+        weight = state_dict.get(prefix + "weight")
+        if weight is not None:
+            cast.start_beside(weight)
+        else:
+            cast.reset_parameters()
+
+
+class NormCast(_Producer):
+    """Abstract: a norm over the last dimension, in float8."""
+
+    plain_type: type[nn.Module]  # what it was, and becomes by `to_float`
+    normalized_shape: tuple[int, ...]
+    added: tuple[str, ...] = ()  # attributes that `from_float` gave a norm of another type
+
+    @classmethod
+    def from_float(
+        cls: type[N],
+        norm: nn.Module,
+        config: Float8LinearConfig | None = None,
+        fqn: str = "",
+        attributes: dict[str, Any] | None = None,
+    ) -> N:
+        """One with the parameters, hooks and mode of ``norm``, which it shares.
+
+        Args:
+            norm: of the class's ``plain_type``.
+            config: of the layers that read the result; dynamic tensorwise by default.
+            fqn: the norm's name in its model, for error messages.
+            attributes: for a norm of another type that computes the same: those of torch's
+                ``normalized_shape``, ``eps`` and ``elementwise_affine`` that it lacks.
+
+        Raises:
+            TypeError: another type, and no attributes.
+            ValueError: more than one dimension, or an input cast that is not tensorwise.
+        """
+        if attributes is None and not isinstance(norm, cls.plain_type):
+            raise TypeError(
+                f"{fqn or cls.__name__}: a {type(norm).__name__} is not {cls.plain}, of which "
+                f"{cls.__name__} is made"
+            )
+        self: N = with_state_of(norm, cls)
+        if attributes is not None:
+            self.__dict__ |= attributes | {"plain_type": type(norm), "added": tuple(attributes)}
+        weight = self._parameters.get("weight")
+        self._set_up(config, None if weight is None else weight.device, fqn)
+        return self
+
+    def to_float(self) -> Any:
+        """The plain norm; the inverse of `from_float`, parameters shared."""
+        plain = self._as_plain(self.plain_type)
+        for name in (*self.added, "plain_type", "added"):
+            plain.__dict__.pop(name, None)
+        return plain
+
+    def _set_up(self, config: Float8LinearConfig | None, device: Any, fqn: str = "") -> None:
+        if len(self.normalized_shape) != 1:
+            raise ValueError(
+                f"{fqn or type(self).__name__}: normalized_shape is {tuple(self.normalized_shape)};"
+                f" a GEMM reads rows, so it must be the last dimension alone. Use {self.plain}"
+            )
+        super()._set_up(config, device, fqn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of x: (..., K) -> a `Float8Tensor` (..., K).
+
+        Raises:
+            TypeError: x is not float32, bfloat16 or float16.
+            ValueError: the last dimension is not K.
+        """
+        if self.high_precision:
+            return self.plain_type.forward(self, x)
+        self._check_input(x)
+        if x.dim() == 0 or x.shape[-1] != self.normalized_shape[0]:
+            expected = f"(..., {self.normalized_shape[0]})"
+            raise ValueError(f"{self._name}: input is {tuple(x.shape)}, expected {expected}")
+        return self._with_name(self._normed(x))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} is abstract")
+
+
+class RMSNormCast(NormCast, nn.RMSNorm):
+    """``nn.RMSNorm`` over the last dimension, in float8; parameters and checkpoints are its own.
+
+    ``x / sqrt(mean(x^2) + eps) * weight``.
+
+    Args:
+        normalized_shape: K, the size of the last dimension.
+        eps: added to the mean square; float32's epsilon by default.
+        elementwise_affine, device, dtype: as ``nn.RMSNorm``.
+        config: of the layers that read the result; dynamic tensorwise by default.
+
+    Raises:
+        ValueError: more than one dimension, or an input cast that is not tensorwise.
+    """
+
+    plain = "nn.RMSNorm"
+    plain_type = nn.RMSNorm
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        config: Float8LinearConfig | None = None,
+    ) -> None:
+        if eps is not None:
+            _check_eps(self, eps)
+        nn.RMSNorm.__init__(self, normalized_shape, eps, elementwise_affine, device, dtype)
+        self._set_up(config, device)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
+        return rms_norm_cast(x, self.weight, eps, self._output(x))
+
+
+class LayerNormCast(NormCast, nn.LayerNorm):
+    """``nn.LayerNorm`` over the last dimension, in float8; parameters and checkpoints are its own.
+
+    ``(x - mean) / sqrt(variance + eps) * weight + bias``.
+
+    Args:
+        normalized_shape: K, the size of the last dimension.
+        eps: added to the variance.
+        elementwise_affine, bias, device, dtype: as ``nn.LayerNorm``.
+        config: of the layers that read the result; dynamic tensorwise by default.
+
+    Raises:
+        ValueError: more than one dimension, or an input cast that is not tensorwise.
+    """
+
+    plain = "nn.LayerNorm"
+    plain_type = nn.LayerNorm
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        config: Float8LinearConfig | None = None,
+    ) -> None:
+        _check_eps(self, eps)
+        nn.LayerNorm.__init__(self, normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self._set_up(config, device)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return layer_norm_cast(x, self.weight, self.bias, self.eps, self._output(x))
+
+
+def _check_eps(norm: nn.Module, eps: object) -> None:
+    if not isinstance(eps, (int, float)):
+        raise TypeError(
+            f"{type(norm).__name__}: eps must be a number, got {eps!r}; config is a keyword"
+        )
+
+
+class SwiGLU(nn.Module):
+    """``silu(gate) * up`` in high precision: `SwiGLUCast` without its cast."""
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        """Of two (..., F), or of one (..., 2 F) that holds both, the gate first: (..., F)."""
+        gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+        return F.silu(gate) * up
+
+
+class SwiGLUCast(_Producer):
+    """``silu(gate) * up`` in float8.
+
+    Args:
+        config: of the layer that reads the result; dynamic tensorwise by default.
+        device: of the delayed cast's buffers.
+
+    Raises:
+        ValueError: an input cast that is not tensorwise.
+    """
+
+    plain = "F.silu(gate) * up"
+
+    def __init__(
+        self, config: Float8LinearConfig | None = None, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self._set_up(config, device)
+
+    def to_float(self) -> SwiGLU:
+        """The plain gate."""
+        return self._as_plain(SwiGLU)
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        """``silu(gate) * up``: two (..., F), or one (..., 2 F) -> a `Float8Tensor` (..., F).
+
+        Args:
+            gate: the gate; without ``up``, the result of one projection that holds both, the gate
+                first. Its gradient is then one tensor too.
+            up: of gate's shape and dtype.
+
+        Raises:
+            TypeError: not float32, bfloat16 or float16, or two dtypes.
+            ValueError: shapes that differ, or an odd last dimension.
+        """
+        if self.high_precision:
+            return SwiGLU.forward(self, gate, up)  # type: ignore[arg-type]
+        self._check(gate, up)
+        return self._with_name(swiglu_cast(gate, up, self._output(gate)))
+
+    def _check(self, gate: Tensor, up: Tensor | None) -> None:
+        self._check_input(gate)
+        if up is None and (gate.dim() == 0 or gate.shape[-1] % 2):
+            raise ValueError(f"SwiGLUCast: gate and up have no halves in {tuple(gate.shape)}")
+        if up is not None and up.dtype != gate.dtype:
+            raise TypeError(f"SwiGLUCast: gate is {gate.dtype} and up {up.dtype}; convert one")
+        if up is not None and (up.shape != gate.shape or gate.dim() == 0):
+            raise ValueError(f"SwiGLUCast: gate is {tuple(gate.shape)} and up {tuple(up.shape)}")

@@ -1,0 +1,133 @@
+"""Hugging Face Accelerate's FP8 settings: its objects, the ``fp8_config`` of its files, its flags.
+
+Accelerate describes a recipe of TransformerEngine (``TERecipeKwargs``, or a mapping from a file) or
+of torchao (``AORecipeKwargs``). This file reads them without importing Accelerate: by the names of
+types and fields. `te_arguments` renames TransformerEngine's arguments; `transformer_engine.py` and
+`torchao.py` translate them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from float8.convert.filters import ModuleFilter, all_of, divisible_by
+
+# Keys of Accelerate's own, and TransformerEngine's arguments as Accelerate's files spell them.
+_OWN = ("backend", "use_autocast_during_eval", "use_mxfp8_block_scaling")
+_SPELLINGS = {
+    "amax_history_length": "amax_history_len",
+    "amax_compute_algorithm": "amax_compute_algo",
+}
+_UNCHANGED = (
+    "margin",
+    "interval",
+    "amax_history_len",
+    "amax_compute_algo",
+    "override_linear_precision",
+)
+# Flags of the command line have this prefix, in either case.
+_NAMES = _SPELLINGS | {f"fp8_{name}": name for name in (*_OWN, *_UNCHANGED)}
+_NAMES |= {f"fp8_{name}": te_name for name, te_name in _SPELLINGS.items()}
+
+
+def is_te_recipe(config: Any) -> bool:
+    """Whether it is a ``TERecipeKwargs``."""
+    return type(config).__name__ == "TERecipeKwargs"
+
+
+def is_torchao_recipe(config: Any) -> bool:
+    """Whether it is an ``AORecipeKwargs``."""
+    return type(config).__name__ == "AORecipeKwargs"
+
+
+def te_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a TransformerEngine recipe, under its names, without Accelerate's own keys.
+
+    Raises:
+        ValueError: an argument is given under two names, or the settings are for another backend.
+    """
+    found: dict[str, tuple[str, Any]] = {}
+    for key, value in settings.items():
+        name = str(key).lower()
+        name = _NAMES.get(name, name)
+        if name in found:
+            raise ValueError(f"{name} is given twice: as {found[name][0]!r} and as {key!r}")
+        found[name] = key, value
+    arguments = {name: value for name, (_, value) in found.items()}
+    own = {name: arguments.pop(name, None) for name in _OWN}
+    _check_backend(own["backend"])
+    if own["use_mxfp8_block_scaling"]:
+        raise ValueError(
+            "use_mxfp8_block_scaling: MX formats (a scale per 32 elements, in E8M0) are not "
+            "supported; the nearest is Float8BlockScaling, or the recipe 'blockwise'"
+        )
+    if own["use_autocast_during_eval"] is False:
+        warnings.warn(
+            "use_autocast_during_eval=False evaluates in high precision, and a config cannot say "
+            "that: run evaluation under `with float8.high_precision(model):`, or leave it out",
+            stacklevel=3,
+        )
+    return arguments
+
+
+def _check_backend(backend: Any) -> None:
+    if backend is None or str(backend).upper() == "TE":
+        return
+    others = {
+        "AO": "its arguments are fields of Float8LinearConfig, and a config of torchao is for "
+        "Float8LinearConfig.from_torchao",
+        "MSAMP": "use float8.ms_amp",
+    }
+    instead = others.get(str(backend).upper(), "there is TE, AO and MSAMP")
+    raise ValueError(f"backend={backend!r} is not TransformerEngine's: {instead}")
+
+
+def evaluates_in_float8(config: Any) -> bool:
+    """Whether settings ask for float8 in evaluation (``use_autocast_during_eval``)."""
+    settings = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    return any(bool(value) for key, value in settings.items() if _is_about_evaluation(key))
+
+
+def without_evaluation(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without ``use_autocast_during_eval``, which `evaluates_in_float8` reads."""
+    return {key: value for key, value in settings.items() if not _is_about_evaluation(key)}
+
+
+def _is_about_evaluation(key: object) -> bool:
+    return _NAMES.get(str(key).lower(), str(key).lower()) == "use_autocast_during_eval"
+
+
+def filter_of(config: Any, model: nn.Module) -> ModuleFilter | None:
+    """The filter that ``AORecipeKwargs`` names or documents; None for other settings.
+
+    The documented one takes neither the first nor the last linear layer, nor layers with a
+    dimension that is no multiple of 16.
+    """
+    if not is_torchao_recipe(config):
+        return None
+    if config.module_filter_func is not None:
+        given: ModuleFilter = config.module_filter_func
+        return given
+    names = [fqn for fqn, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return all_of(lambda module, fqn: fqn not in (names[0], names[-1]), divisible_by(16))
+
+
+def refuses_fp8(mixed_precision: str, backend: str) -> str | None:
+    """The reason why Accelerate's own FP8 excludes this library's, or None.
+
+    Args:
+        mixed_precision: "no", "fp16", "bf16" or "fp8".
+        backend: "TE", "AO", "MSAMP", or "NO" where none is chosen.
+    """
+    if mixed_precision != "fp8" and backend.upper() == "NO":
+        return None
+    return (
+        f"mixed_precision={mixed_precision!r} and the FP8 backend {backend} have Accelerate "
+        "convert the model by itself, by another package. In the file of accelerate config, or of "
+        "accelerate launch --config_file, write `mixed_precision: bf16` and no `fp8_config` "
+        "(elsewhere leave out --mixed_precision fp8, --fp8_backend and ACCELERATE_FP8_BACKEND)"
+    )

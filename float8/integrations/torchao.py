@@ -1,0 +1,156 @@
+"""torchao's names and configurations in this library's terms.
+
+`from_torchao` translates a ``torchao.float8.Float8LinearConfig``; it imports torchao when called.
+That config has the same operands and GEMMs under the same names, with two differences: one flag
+rounds all scales to powers of two, and AXISWISE means one scale per row of what a GEMM reads, here
+`Rowwise`. The results of the two libraries then differ in four places:
+
+- a tensorwise scale is ``max(format) / amax`` there and its reciprocal here, each rounded once.
+  Data differ where a value lies within that rounding of the middle of two float8 values. Scales
+  that are powers of two are equal, and so are all data;
+- an amax below 1e-12 counts as 1e-12 there, and as itself here, down to a scale of 2^-126: smaller
+  tensors become zero there;
+- a bias is added after the output has been rounded there, and before that here;
+- emulated, a bfloat16 product is also rounded before it is scaled here, which shows where scales
+  are no powers of two.
+
+With power-of-two scales and no bias outputs and gradients have the same bits.
+
+`FIELDS` and `NAMES` say what other names of torchao, and of its predecessor float8_experimental,
+are called here; errors for unknown names quote them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+from float8.config import CastConfig, Float8LinearConfig, GemmConfig, ScalingType
+from float8.config.suggestions import DIALECTS, Dialect
+from float8.granularity import Granularity, Rowwise, Tensorwise
+
+# --- names
+
+# field of a config there -> what to write here
+FIELDS = {
+    "scaling_granularity": "it is called granularity here: Tensorwise() for TENSORWISE, Rowwise() "
+    "for AXISWISE",
+    "round_scales_to_power_of_2": "it belongs to each cast here: "
+    "CastConfig(power_of_two_scale=True)",
+    "force_recompute_fp8_weight_in_bwd": "leave it out: backward always casts the weight again, "
+    "unless float8.cached_weights keeps it",
+    "delayed_scaling_config": "it is called delayed_scaling here: "
+    "delayed_scaling=DelayedScalingConfig(...)",
+    "scale_fn_name": "it is called amax_compute_algo here",
+}
+
+_MATMUL = "a Float8LinearConfig says how products run: its gemm_config_* and emulate"
+_SWAP = "use convert_to_float8_training(model, config=..., module_filter_fn=...)"
+_CAST = "use Float8Tensor.from_high_precision(x, dtype, granularity, scale)"
+# public name there -> what to write here
+NAMES = {
+    # torchao 0.18
+    "Float8GemmConfig": "it is called GemmConfig here",
+    "Float8LinearRecipeName": "recipes are named by strings here: "
+    'Float8LinearConfig.from_recipe_name("rowwise")',
+    "ScalingGranularity": "use Tensorwise() for TENSORWISE, Rowwise() for AXISWISE, or Blockwise",
+    "FP8Granularity": "use Tensorwise(), Rowwise() or Blockwise(rows, cols)",
+    "_auto_filter_for_recipe": "use faster_layers(recipe, tokens=..., device=...), or "
+    "float8.filters",
+    "Float8TrainingTensor": "it is called Float8Tensor here",
+    "GemmInputRole": _MATMUL,
+    "LinearMMConfig": _MATMUL,
+    "ScaledMMConfig": _MATMUL,
+    "Float8MMConfig": _MATMUL,
+    # float8_experimental and torchao 0.4 to 0.8
+    "linear_requires_sync": "use config.uses_delayed_scaling; a sync of a model without delayed "
+    "casts is harmless",
+    "swap_linear_with_float8_linear": _SWAP,
+    "swap_linear_layers": _SWAP,
+    "TensorScalingType": "it is called ScalingType here",
+    "Float8TensorCastConfig": "it is called CastConfig here",
+    "Float8DynamicLinear": "use Float8Linear, whose default config casts dynamically",
+    "get_float8_layers": "use [m for m in model.modules() if isinstance(m, Float8Linear)]",
+    "hp_tensor_to_float8_dynamic": _CAST,
+    "hp_tensor_and_scale_to_float8": _CAST,
+    "hp_tensor_to_float8_delayed": _CAST,
+    "to_fp8_no_autograd": _CAST,
+}
+
+
+# --- configurations
+
+SCALING_TYPES = {"dynamic": ScalingType.DYNAMIC, "disabled": ScalingType.DISABLED}
+GRANULARITIES: dict[str, Granularity] = {"tensorwise": Tensorwise(), "axiswise": Rowwise()}
+SECOND_USES = {
+    "cast_config_input": "cast_config_input_for_grad_weight",
+    "cast_config_weight": "cast_config_weight_for_grad_input",
+    "cast_config_grad_output": "cast_config_grad_output_for_grad_weight",
+}
+GEMMS = ("gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight")
+SAME = ("enable_fsdp_float8_all_gather", "pad_inner_dim", "emulate")
+# Rounding is part of each cast here. Backward always casts the weight again.
+OTHERS = ("round_scales_to_power_of_2", "force_recompute_fp8_weight_in_bwd")
+KNOWN = {*SECOND_USES, *SECOND_USES.values(), *GEMMS, *SAME, *OTHERS}
+
+
+def from_torchao(cls: type[Float8LinearConfig], config: Any) -> Float8LinearConfig:
+    """The config that does what a ``torchao.float8.Float8LinearConfig`` does.
+
+    Args:
+        config: of torchao, as ``torchao.float8.Float8LinearConfig.from_recipe_name(name)``.
+
+    Raises:
+        ImportError: torchao is not installed; the message has the command that installs it.
+        TypeError: ``config`` is something else.
+        ValueError: a field is set that has no counterpart here; the message names it.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig as TorchaoConfig
+    except ImportError as error:
+        raise ImportError(
+            "Float8LinearConfig.from_torchao needs torchao: pip install 'float8[torchao]'"
+        ) from error
+    if not isinstance(config, TorchaoConfig):
+        raise TypeError(
+            f"from_torchao takes a torchao.float8.Float8LinearConfig, got {config!r}; a recipe's "
+            "is torchao.float8.Float8LinearConfig.from_recipe_name(name)"
+        )
+    _refuse_unknown(config)
+    found: dict[str, Any] = {name: getattr(config, name) for name in SAME}
+    for name in GEMMS:
+        found[name] = GemmConfig(use_fast_accum=getattr(config, name).use_fast_accum)
+    is_pow2 = config.round_scales_to_power_of_2
+    for first, second in SECOND_USES.items():
+        found[first] = _cast(first, getattr(config, first), is_pow2)
+        other = _cast(second, getattr(config, second), is_pow2)
+        found[second] = None if other == found[first] else other
+    return cls(**found)
+
+
+def _refuse_unknown(config: Any) -> None:
+    unknown = [f for f in fields(config) if f.name not in KNOWN]
+    is_set = [
+        f.name for f in unknown if f.default is MISSING or getattr(config, f.name) != f.default
+    ]
+    if is_set:
+        values = ", ".join(f"{name}={getattr(config, name)!r}" for name in is_set)
+        raise ValueError(f"torchao's {values} has no counterpart here: leave it at its default")
+
+
+def _cast(name: str, cast: Any, is_pow2: bool) -> CastConfig:
+    for value, known in (
+        (cast.scaling_type, SCALING_TYPES),
+        (cast.scaling_granularity, GRANULARITIES),
+    ):
+        if value.value not in known:
+            raise ValueError(f"torchao's {name} has {value}, which has no counterpart here")
+    scaling_type = SCALING_TYPES[cast.scaling_type.value]
+    if scaling_type is ScalingType.DISABLED:
+        return CastConfig(scaling_type)
+    granularity = GRANULARITIES[cast.scaling_granularity.value]
+    return CastConfig(scaling_type, granularity, cast.target_dtype, is_pow2)
+
+
+Float8LinearConfig.from_torchao = classmethod(from_torchao)  # type: ignore[assignment]
+DIALECTS["torchao"] = Dialect("torchao", "from_torchao", FIELDS, {"axiswise": "Rowwise()"}, NAMES)

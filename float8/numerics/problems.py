@@ -1,0 +1,220 @@
+"""What is wrong with a cast, and what to do about it, in plain words.
+
+The loss of a cast of a well-scaled operand depends on the format's mantissa only. A relative error
+that is uniform over half a step, 2^-(m+1), gives E4M3 (m = 3) about 32 dB and E5M2 about 26 dB. The
+thresholds are relative to that, not fixed numbers of dB::
+
+    not finite   any inf or NaN in the operand
+    saturated    more than 1 in 1,000 elements beyond the range; bad from 1 in 100
+    flushed      more than 1 in 10 elements became zero, bad from 1 in 2; one level lower where the
+                 SQNR is as expected: the lost elements were small, as in the gradient of a softmax
+    noisy        an SQNR 6 dB below that of the format, which is twice its error; bad from 15 dB;
+                 not where saturation or flushing of the same level is the reason
+    stale        a delayed or static scale half an octave too small, or a delayed one six too large
+
+The thresholds are a matter of judgement; the page also shows the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from float8.formats import FORMATS
+from float8.numerics.statistics import CastStatistics
+
+FINE, SUSPICIOUS, BAD = 0, 1, 2
+# Of a well-scaled operand, in dB.
+EXPECTED_SQNR = {f.name: 32.0 if f.name.startswith("e4m3") else 26.0 for f in FORMATS.values()}
+_NOISY, _VERY_NOISY = 6.0, 15.0  # dB below it
+
+
+@dataclass(frozen=True)
+class ProblemKind:
+    """One thing that can be wrong with a cast.
+
+    Args:
+        many, one: its name after "3 casts" and after "one cast".
+        level: of a cast: `FINE`, `SUSPICIOUS` or `BAD`.
+        severity: orders casts of one level.
+        message: about one cast.
+        advice: what to do about it.
+    """
+
+    many: str
+    one: str
+    level: Callable[[CastStatistics], int]
+    severity: Callable[[CastStatistics], float]
+    message: Callable[[CastStatistics], str]
+    advice: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A kind of problem, and the casts that have it, the worst first."""
+
+    kind: ProblemKind
+    level: int
+    casts: tuple[CastStatistics, ...]
+
+    @property
+    def title(self) -> str:
+        """How many casts have it."""
+        count = len(self.casts)
+        return f"One cast {self.kind.one}" if count == 1 else f"{count} casts {self.kind.many}"
+
+    @property
+    def text(self) -> str:
+        """The message about the worst cast."""
+        worst = self.casts[0]
+        prefix = "The worst: " if len(self.casts) > 1 else ""
+        name = worst.layer or "the module itself"
+        return f"{prefix}{name}, {worst.operand}. {self.kind.message(worst)}"
+
+
+def problems_of(casts: Sequence[CastStatistics]) -> list[Problem]:
+    """The problems of these casts, the worst kind first."""
+    found = []
+    for kind in PROBLEM_KINDS:
+        concerned = [cast for cast in casts if kind.level(cast) > FINE]
+        if concerned:
+            concerned.sort(key=lambda cast: (kind.level(cast), kind.severity(cast)), reverse=True)
+            found.append(Problem(kind, kind.level(concerned[0]), tuple(concerned)))
+    return sorted(found, key=lambda problem: -problem.level)
+
+
+def kinds_of(cast: CastStatistics) -> list[int]:
+    """The indices in `PROBLEM_KINDS` of one cast's problems."""
+    return [i for i, kind in enumerate(PROBLEM_KINDS) if kind.level(cast) > FINE]
+
+
+def level_of(cast: CastStatistics) -> int:
+    """The worst level of a cast."""
+    return max(kind.level(cast) for kind in PROBLEM_KINDS)
+
+
+def noisy_below(format_name: str) -> float:
+    """The SQNR in dB below which a cast of this format is noisy, for any reason."""
+    return EXPECTED_SQNR[format_name] - _NOISY
+
+
+def _level(value: float | None, suspicious: float, bad: float) -> int:
+    if value is None:
+        return FINE
+    return BAD if value > bad else SUSPICIOUS if value > suspicious else FINE
+
+
+def _missing_decibels(cast: CastStatistics) -> float | None:
+    return None if cast.sqnr is None else EXPECTED_SQNR[cast.format] - cast.sqnr
+
+
+def _is_lost(cast: CastStatistics) -> bool:
+    """Whether nothing finite was left, as after an inf in the operand made its scale inf."""
+    return cast.sqnr == -math.inf
+
+
+def _saturation_level(cast: CastStatistics) -> int:
+    return _level(cast.saturated, 1e-3, 1e-2)
+
+
+def _flush_level(cast: CastStatistics) -> int:
+    if _is_lost(cast):
+        return FINE
+    level = _level(cast.flushed, 0.1, 0.5)
+    return level if _sqnr_level(cast) else max(level - 1, FINE)
+
+
+def _sqnr_level(cast: CastStatistics) -> int:
+    return _level(_missing_decibels(cast), _NOISY, _VERY_NOISY)
+
+
+def _noise_level(cast: CastStatistics) -> int:
+    if _is_lost(cast):
+        return FINE
+    level = _sqnr_level(cast)
+    # The advice against noise does not help against these.
+    return level if level > max(_saturation_level(cast), _flush_level(cast)) else FINE
+
+
+def _staleness(cast: CastStatistics) -> float:
+    return 0.0 if cast.staleness is None else cast.staleness
+
+
+def _staleness_level(cast: CastStatistics) -> int:
+    # A static scale is larger on purpose, and its flushed elements are another problem.
+    is_too_large = cast.scaling == "delayed" and _staleness(cast) < -6.0
+    return SUSPICIOUS if _staleness(cast) > 0.5 or is_too_large else FINE
+
+
+def _flush_message(cast: CastStatistics) -> str:
+    sqnr = "" if cast.sqnr is None else f"; its SQNR is {cast.sqnr:.1f} dB"
+    return f"{100 * (cast.flushed or 0.0):.3g} % of its elements became zero{sqnr}."
+
+
+def _noise_message(cast: CastStatistics) -> str:
+    expected = f"{EXPECTED_SQNR[cast.format]:.0f} dB is what {cast.format.upper()} gives by itself"
+    has_outliers = (cast.kurtosis or 0.0) > 30
+    why = f"; a kurtosis of {cast.kurtosis:.3g} says outliers" if has_outliers else ""
+    return f"Its SQNR is {cast.sqnr:.1f} dB, where {expected}{why}."
+
+
+def _staleness_message(cast: CastStatistics) -> str:
+    side = "above" if _staleness(cast) > 0 else "below"
+    octaves = abs(_staleness(cast))
+    return f"Its amax lies {octaves:.1f} octaves {side} what its {cast.scaling} scale was made for."
+
+
+PROBLEM_KINDS = (
+    ProblemKind(
+        "met inf or NaN",
+        "met inf or NaN",
+        lambda cast: BAD if cast.nonfinite or _is_lost(cast) else FINE,
+        lambda cast: cast.nonfinite,
+        lambda cast: f"{cast.nonfinite:,} of {cast.elements:,} elements are not finite.",
+        "float8.find_nan(model, batch) names the first module that made one. A cast never makes "
+        "inf or NaN of finite values: look for the cause in the model, the data or the step size.",
+    ),
+    ProblemKind(
+        "saturate",
+        "saturates",
+        _saturation_level,
+        lambda cast: cast.saturated or 0.0,
+        lambda cast: (
+            f"{100 * (cast.saturated or 0.0):.2g} % of its elements lie beyond the format's range."
+        ),
+        "A delayed scale lags behind: give DelayedScalingConfig a margin or a longer history, and "
+        "call float8.sync_float8_amax_and_scale_history(model) after each step. A static scale "
+        "needs to be calibrated again. A dynamic scale never saturates.",
+    ),
+    ProblemKind(
+        "flush to zero",
+        "flushes to zero",
+        _flush_level,
+        lambda cast: cast.flushed or 0.0,
+        _flush_message,
+        "Its values span more octaves than the format has: let fewer of them share a scale (recipe "
+        '"rowwise" or "blockwise"), or keep gradients in E5M2, which reaches further down. A '
+        "static scale is too large for them: calibrate it, or take a dynamic recipe. Where the "
+        "SQNR is as expected, the lost elements are small, and often harmless.",
+    ),
+    ProblemKind(
+        "lose precision",
+        "loses precision",
+        _noise_level,
+        lambda cast: _missing_decibels(cast) or 0.0,
+        _noise_message,
+        "Leave the layers out, module_filter_fn=float8.accurate_layers(report, min_sqnr=20), or "
+        'let fewer elements share a scale (recipe "rowwise" or "blockwise"). Whether it hurts the '
+        "result: float8.compare(model, batch).",
+    ),
+    ProblemKind(
+        "have a stale scale",
+        "has a stale scale",
+        _staleness_level,
+        lambda cast: abs(_staleness(cast)),
+        _staleness_message,
+        "Above, values saturate: add margin, or take a dynamic recipe while training is unstable. "
+        "Below, the upper end of the format is unused: a shorter history forgets old peaks sooner.",
+    ),
+)

@@ -1,0 +1,77 @@
+"""The autograd functions: masks of bits, refusals, and torch's own checks of saved tensors."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from float8.activations import saved_activations
+from float8.activations.autograd import packed, unpacked
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (8,), (1,), (0, 4), (), (2, 2, 17)])
+def test_a_mask_is_packed_into_bits_and_unpacked(shape):
+    mask = torch.rand(shape) < 0.5
+    bits = packed(mask)
+    assert bits.dtype == torch.uint8 and bits.numel() == -(-mask.numel() // 8)
+    assert torch.equal(unpacked(bits, mask.shape), mask)
+
+
+def test_the_first_element_is_the_lowest_bit():
+    assert packed(torch.tensor([True, False, False, True])).tolist() == [0b1001]
+
+
+@pytest.mark.parametrize("function", [F.silu, F.relu])
+def test_a_second_derivative_is_refused_by_name(function):
+    x = torch.randn(64, 128, requires_grad=True)
+    with saved_activations():
+        y = function(x).sum()
+    with pytest.raises(RuntimeError, match=rf'skip=\("{function.__name__}",\)'):
+        torch.autograd.grad(y, x, create_graph=True)
+    with saved_activations(skip=("silu", "relu")):
+        y = function(x).sum()
+    torch.autograd.grad(y, x, create_graph=True)
+
+
+def test_a_weight_that_changes_before_backward_is_an_error():
+    x = torch.randn(64, 128, requires_grad=True)
+    w = torch.ones(128, requires_grad=True)
+    with saved_activations():
+        y = F.rms_norm(x, (128,), w)
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_hooks_of_the_user_get_data_and_scale():
+    # torch's save_on_cpu is such a hook.
+    seen = []
+    x = torch.randn(64, 128, requires_grad=True)
+    pack = lambda t: seen.append(t.dtype) or t.clone()  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), saved_activations():
+        y = torch.tanh(x)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    with saved_activations():
+        (expected,) = torch.autograd.grad(torch.tanh(x).sum(), x)
+    assert seen == [torch.float8_e4m3fn, torch.uint8]
+    assert torch.equal(found, expected)
+
+
+def test_hooks_may_be_any_callable():
+    # A method that is implemented in C has no __module__.
+    x = torch.randn(64, 128, requires_grad=True)
+    clone = torch.Tensor.clone
+    with torch.autograd.graph.saved_tensors_hooks(clone, clone), saved_activations():
+        y = torch.tanh(x)
+    y.sum().backward()
+    assert "SavedCopies" in y.grad_fn.name()
+
+
+def test_relu_treats_nan_and_inf_as_torch_does():
+    x = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0, -1.0, 2.0])
+    x = x.repeat(1024).requires_grad_()
+    g = torch.randn(8192)
+    (plain,) = torch.autograd.grad(F.relu(x), x, g)
+    with saved_activations():
+        (found,) = torch.autograd.grad(F.relu(x), x, g)
+    assert torch.equal(found, plain)

@@ -1,0 +1,165 @@
+"""What conversions refuse: the error names the layer and the way out, and nothing is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.utils.prune as prune
+from torch import nn
+
+from float8 import (
+    Blockwise,
+    CastConfig,
+    Float8LinearConfig,
+    ScalingType,
+    convert_from_float8_training,
+    convert_to_float8_inference,
+    convert_to_float8_training,
+)
+from float8.config import RECIPES
+from float8.convert import WeightRule, register_linear_type, register_weight_rule
+from float8.convert import filters as f
+
+OFF = CastConfig(scaling_type=ScalingType.DISABLED)
+E4M3_CAST = CastConfig(target_dtype=torch.float8_e4m3fn)
+E5M2_CAST = CastConfig(target_dtype=torch.float8_e5m2)
+ODD_CAST = CastConfig(granularity=Blockwise(1, 64))
+NO_HARDWARE = Float8LinearConfig(ODD_CAST, ODD_CAST, E4M3_CAST)
+NO_OUTPUT = Float8LinearConfig(
+    OFF,
+    OFF,
+    cast_config_input_for_grad_weight=CastConfig(),
+    cast_config_weight_for_grad_input=CastConfig(),
+)
+NO_GRAD_INPUT = Float8LinearConfig(
+    cast_config_grad_output=OFF,
+    cast_config_weight_for_grad_input=OFF,
+    cast_config_grad_output_for_grad_weight=CastConfig(),
+)
+TWO_FORMATS = Float8LinearConfig(
+    cast_config_weight=E5M2_CAST, cast_config_weight_for_grad_input=CastConfig()
+)
+GATHER = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+ROWWISE = RECIPES["rowwise"]
+
+
+def training(config=None, filter_fn=None):
+    return lambda m: convert_to_float8_training(m, config=config, module_filter_fn=filter_fn)
+
+
+def inference(scales=None, config=None):
+    return lambda m: convert_to_float8_inference(m, scales, config=config)
+
+
+def value(x):
+    return lambda m: m[2].weight.data[3, 4].fill_(x)
+
+
+def plain(model):
+    """Leave the model as it is."""
+
+
+# (prepare the model, call, the message)
+VALUE_ERRORS = [
+    (lambda m: m[2].double(), training(), "2: weight is torch.float64"),
+    (plain, training(NO_HARDWARE), "0: output: no hardware.*emulate=True"),
+    (plain, inference(config=GATHER), "0: enable_fsdp_float8_all_gather=True is for"),
+    (plain, inference(config=NO_OUTPUT), "0: its output GEMM runs in high precision"),
+    (plain, inference(config=NO_GRAD_INPUT), "0: its grad_input GEMM runs in high precision"),
+    (plain, inference(config=TWO_FORMATS), "0: .*[eE]5[mM]2"),
+    (value(math.nan), inference(), "2: its weight has NaN or inf"),
+    (value(math.inf), inference(config=ROWWISE), "2: its weight has NaN or inf"),
+    (value(-math.inf), inference(config=RECIPES["blockwise"]), "2: its weight has NaN or inf"),
+    (
+        lambda m: prune.l1_unstructured(m[2], "weight", 0.5),
+        inference(),
+        r"2: its weight is computed by a hook.*prune\.remove",
+    ),
+    (plain, inference({"0": 1.0, "2": 1.0}, ROWWISE), "static scales are for tensorwise"),
+    (training(ROWWISE), inference({"0": 1.0, "2": 1.0}), "static scales are for tensorwise"),
+    *(
+        (prepare, inference(scales), message)
+        for prepare in (plain, training())
+        for scales, message in (
+            ({"0": 1.0}, "no scale for 2"),
+            ({"0": 1.0, "2": 1.0, "3": 1.0}, "a scale for 3: there is no layer"),
+            ({"0": 1.0, "2": math.inf}, "2: .*finite and > 0, got inf"),
+            ({"0": 1.0, "2": 0.0}, "2: .*finite and > 0, got 0"),
+            ({"0": torch.ones(3), "2": 1.0}, r"0: .*tensor of \(3,\)"),
+        )
+    ),
+]
+TYPE_ERRORS = [
+    (plain, training("rowwise"), r"from_recipe_name\(\"rowwise\"\)"),
+    (plain, training(None, "head"), r"skip_names\(\"lm_head\"\)"),
+    (plain, inference(config="rowwise"), "config must be"),
+    (plain, inference(0.5), "static_scales must map layer names.*got a float"),
+]
+
+
+def facts_of(model):
+    layers = [(id(m), type(m), getattr(m, "config", None)) for m in model.modules()]
+    return layers, [id(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("error", "prepare", "call", "message"),
+    [(ValueError, *case) for case in VALUE_ERRORS] + [(TypeError, *case) for case in TYPE_ERRORS],
+)
+def test_the_error_says_why_and_nothing_is_changed(error, prepare, call, message):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 160), nn.GELU(), nn.Linear(160, 32)).bfloat16()
+    prepare(model)
+    before = facts_of(model)
+    beginning = "nothing was converted.*" if error is ValueError else ""
+    with pytest.raises(error, match="(?s)" + beginning + message):
+        call(model)
+    assert facts_of(model) == before
+
+
+def test_a_rule_for_gathered_weights_refuses_wraps_and_unwraps(monkeypatch):
+    calls, rules = [], []
+    rule = WeightRule(
+        refuses=lambda layer, config: "too odd" if layer.weight.shape[0] % 2 else None,
+        wrap=lambda root, layers: calls.append(list(layers)) or {"0": "a reason"},
+        unwrap=lambda root: calls.append("unwrapped"),
+        is_stored=lambda weight: False,
+        to_plain=lambda weight: weight,
+        from_plain=lambda weight: weight,
+    )
+    for reader in ("linear.registration", "convert.conversion", "convert.convert"):
+        monkeypatch.setattr(f"float8.{reader}.WEIGHT_RULES", rules)
+    register_weight_rule(rule)
+    config = dataclasses.replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True)
+    with pytest.raises(ValueError, match=r"nothing was converted.*\n  0: too odd"):
+        convert_to_float8_training(nn.Sequential(nn.Linear(16, 3)), config=config)
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 4)), config=config)
+    assert "gathered in high precision: 0: a reason" in str(model.float8_conversion)
+    convert_from_float8_training(model)
+    assert calls == [["0"], "unwrapped"]
+    with pytest.raises(ValueError, match="there is a rule"):
+        register_weight_rule(rule)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        *(
+            (lambda bad=bad: f.skip_names(bad), TypeError, r"takes strings, got a.*skip_names\(\*")
+            for bad in (["a", "b"], ("a",), {"a"})
+        ),
+        (lambda: f.divisible_by(0), ValueError, "multiple must be an integer >= 1, got 0"),
+        (lambda: f.divisible_by(-16), ValueError, "multiple must be an integer >= 1, got -16"),
+        *(
+            (lambda bad=bad: register_linear_type(bad), TypeError, "a subclass of nn.Linear, got")
+            for bad in (nn.Conv2d, nn.Linear(1, 1), "Linear")
+        ),
+        (lambda: register_linear_type(nn.Linear), ValueError, "already has a conversion rule"),
+    ],
+)
+def test_filters_and_registrations_refuse_what_they_cannot_use(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,674 @@
+"""Norms and gates that return float8: the numbers of the unfused chain, and their state."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+from unittest import mock
+
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from assertions import assert_bitwise, assert_error_within_baseline, assert_same_float8
+from meter import saved_bytes
+from shapes import pairs
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from float8 import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    Float8Tensor,
+    ScalingType,
+    convert_from_float8_training,
+    convert_to_float8_training,
+    high_precision,
+    sync_float8_amax_and_scale_history,
+)
+from float8.config import RECIPES
+from float8.fusion import autograd as fusion_autograd
+from float8.fusion import producers
+from float8.fusion.autograd import _norm_backward, runs_kernel
+from float8.fusion.producers import LayerNormCast, RMSNormCast, SwiGLUCast
+from float8.kernels import definition
+
+K = 48
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+STATIC = CastConfig(scaling_type=ScalingType.STATIC, static_scale=0.125)
+CONFIGS = {
+    "tensorwise": RECIPES["tensorwise"],
+    "delayed": RECIPES["delayed"],
+    "static": Float8LinearConfig(STATIC),
+}
+EVERY_CONFIG = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def norm_of(config=None, dtype=torch.float32, size=K):
+    norm = RMSNormCast(size, eps=1e-6, dtype=dtype, config=config)
+    nn.init.normal_(norm.weight, 1.0, 0.5)
+    return norm
+
+
+def layer_norm_of(config=None, dtype=torch.float32, size=K):
+    norm = LayerNormCast(size, dtype=dtype, config=config)
+    nn.init.normal_(norm.weight, 1.0, 0.5)
+    nn.init.normal_(norm.bias, 0.0, 0.5)
+    return norm
+
+
+def torchs_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
+
+
+def one_order_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Summed in the order of the library; torch's own CPU kernel sums in another one."""
+    return definition.layer_norm(x.flatten(0, -2), weight, bias, 1e-5)[0].reshape(x.shape)
+
+
+class Kind(NamedTuple):
+    """A module that returns float8, and the same in plain PyTorch."""
+
+    make: Callable[..., nn.Module]  # (config, dtype, size of the result)
+    plain: Callable[..., Tensor]  # (inputs and parameters)
+    inputs: int = 1
+    bits: Callable[..., Tensor] | None = None  # where plain sums in another order
+
+
+KINDS = {
+    "rms norm": Kind(norm_of, lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-6)),
+    "layer norm": Kind(layer_norm_of, torchs_layer_norm, bits=one_order_layer_norm),
+    "gate": Kind(
+        lambda config=None, dtype=None, size=K: SwiGLUCast(config),
+        lambda a, b: F.silu(a) * b,
+        inputs=2,
+    ),
+}
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def block(config, dim=K, hidden=64):
+    """The feed-forward block of the module's docstring."""
+    return Block(dim, hidden, config)
+
+
+class Block(nn.Module):
+    def __init__(self, dim, hidden, config):
+        super().__init__()
+        self.norm = norm_of(config, size=dim)
+        self.w13 = Float8Linear(dim, 2 * hidden, bias=False, config=config)
+        self.gate = SwiGLUCast(config)
+        self.w2 = Float8Linear(hidden, dim, bias=False, config=config)
+
+    def forward(self, x):
+        return x + self.w2(self.gate(self.w13(self.norm(x))))
+
+
+def by_ops():
+    """Take the path of a GPU on the CPU: the ops, which run their references here."""
+    pytest.importorskip("triton")
+    fusion_autograd._load()
+    return mock.patch.object(producers, "runs_kernel", lambda device, emulate: not emulate)
+
+
+def grads(out, g, *tensors):
+    return torch.autograd.grad(out, tensors, g)
+
+
+# --- values and gradients
+
+
+@EVERY_KIND
+@pairs(dtype=DTYPES, config=list(CONFIGS))
+def test_the_result_is_the_plain_one_and_the_layers_own_cast(kind, dtype, config):
+    module = kind.make(CONFIGS[config], dtype, K)
+    layer = Float8Linear(K, 32, dtype=dtype, config=CONFIGS[config])
+    twin = copy.deepcopy(layer)
+    plain_of = kind.bits or kind.plain
+    for _ in range(2):  # delayed: dynamic, then by its history
+        inputs = [(1 + torch.randn(2, 16, K)).to(dtype) for _ in range(kind.inputs)]
+        g = torch.randn(2, 16, 32).to(dtype)
+        y = module(*inputs)
+        # In float32 and rounded once.
+        plain = plain_of(*(t.detach().float() for t in (*inputs, *module.parameters())))
+        plain = plain.to(dtype).requires_grad_()
+        y_leaf = y if y.requires_grad else y.requires_grad_()
+        assert isinstance(y, Float8Tensor) and y.dtype == dtype and y.shape == inputs[0].shape
+        found, expected = layer(y_leaf), twin(plain)
+        assert_bitwise(found.detach(), expected.detach())
+        of_y = grads(found, g, y_leaf, layer.weight)
+        for a, b in zip(of_y, grads(expected, g, plain, twin.weight), strict=True):
+            assert_bitwise(a, b)
+        for model in (module, layer, twin):
+            sync_float8_amax_and_scale_history(model)
+        for name, buffer in module.cast_output.named_buffers():
+            assert_bitwise(buffer, getattr(twin.cast_input, name), "", name)
+
+
+def check_gradients(kind, dtype, shape=(7, 48), together=False):
+    """Gradients of inputs and parameters against float64, with a random gradient."""
+    module = kind.make(None, dtype, shape[-1])
+    leaves = [(0.5 + torch.randn(shape)).to(dtype).requires_grad_() for _ in range(kind.inputs)]
+    g = torch.randn(shape).to(dtype)
+    y = module(torch.cat(leaves, -1)) if together else module(*leaves)
+    leaves += list(module.parameters())
+    found = grads(y, g, *leaves)
+
+    def plain(to):
+        copies = [t.detach().to(to).requires_grad_() for t in leaves]
+        return grads(kind.plain(*copies), g.to(to), *copies)
+
+    exact, baseline = plain(torch.float64), [t.to(dtype) for t in plain(torch.float32)]
+    for i, (a, e, b) in enumerate(zip(found, exact, baseline, strict=True)):
+        assert_error_within_baseline(a, e, b, 2.0, f"check_gradients({dtype}, {shape})", f"{i}")
+
+
+@EVERY_KIND
+@pairs(dtype=DTYPES, shape=[(7, 48), (2, 3, 33), (37, 1), (257,)])
+def test_gradients(kind, dtype, shape):
+    if kind.make is not layer_norm_of or shape[-1] > 1:  # of which nothing is left, centred
+        check_gradients(kind, dtype, shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_one_tensor_that_holds_gate_and_up(dtype):
+    check_gradients(KINDS["gate"], dtype, (2, 3, 33), together=True)
+    gate, up = torch.randn(4, K).to(dtype), torch.randn(4, K).to(dtype)
+    assert_same_float8(SwiGLUCast()(torch.cat([gate, up], 1)), SwiGLUCast()(gate, up))
+
+
+# what is wrong -> the kind whose gradients it spoils, the function, the wrong one
+FAULTS = {
+    "no projection": (
+        "rms norm",
+        lambda g, x, w, b, m, rstd, needs: (rstd * (g * w), (g * x * rstd).sum(0), None),
+    ),
+    "sign-only gradient": (
+        "rms norm",
+        lambda g, x, w, b, m, rstd, needs: (
+            g.sign() * g.abs().mean(),
+            (g * x * rstd).sum(0),
+            None,
+        ),
+    ),
+    "weight's gradient without rstd": (
+        "rms norm",
+        lambda g, x, w, b, m, rstd, needs: (
+            _norm_backward(g, x, w, b, m, rstd, needs)[0],
+            (g * x).sum(0),
+            None,
+        ),
+    ),
+    "mean of the gradient kept": (
+        "layer norm",
+        lambda g, x, w, b, m, rstd, needs: (
+            rstd * (g * w - (x - m) * rstd * (g * w * (x - m) * rstd).mean(1, keepdim=True)),
+            (g * (x - m) * rstd).sum(0),
+            g.sum(0),
+        ),
+    ),
+    "weight's gradient not centred": (
+        "layer norm",
+        lambda g, x, w, b, m, rstd, needs: (
+            _norm_backward(g, x, w, b, m, rstd, needs)[0],
+            (g * x * rstd).sum(0),
+            g.sum(0),
+        ),
+    ),
+    "halves exchanged": (
+        "gate",
+        lambda g, a, b: torch.cat([g * F.silu(a), g * b * a.sigmoid()], 1),
+    ),
+    "sigmoid's own slope forgotten": (
+        "gate",
+        lambda g, a, b: torch.cat([g * b * a.sigmoid(), g * F.silu(a)], 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_seen(fault):
+    kind, wrong = FAULTS[fault]
+    check_gradients(KINDS[kind], torch.float32)
+    of_gate = definition, "swiglu_backward"
+    place, name = of_gate if kind == "gate" else (fusion_autograd, "_norm_backward")
+    with mock.patch.object(place, name, wrong), pytest.raises(AssertionError, match="replay"):
+        check_gradients(KINDS[kind], torch.float32)
+
+
+@pytest.mark.parametrize("affine", ["weight and bias", "weight", "neither"])
+@pytest.mark.parametrize("centred", [True, False])
+def test_torchs_own_backward_takes_its_arguments(affine, centred):
+    """On CUDA tensors without CUDA: the op exists, and returns what autograd expects."""
+    with FakeTensorMode():
+        x, (mean, rstd) = torch.empty(6, K, device="cuda"), torch.empty(2, 6, 1, device="cuda")
+        weight = torch.empty(K, device="cuda") if "weight" in affine else None
+        bias = torch.empty(K, device="cuda") if "bias" in affine and centred else None
+        for x_needs in (True, False):
+            needs = (x_needs, weight is not None, bias is not None)
+            of = _norm_backward(x, x, weight, bias, mean if centred else None, rstd, needs)
+            assert of[0].shape == x.shape if x_needs else of[0] is None
+            for grad, parameter in zip(of[1:], (weight, bias), strict=True):
+                assert grad is None if parameter is None else grad.shape == (K,)
+
+
+def test_kernels_are_for_cuda():
+    assert not runs_kernel(torch.device("cpu"), emulate=False)
+    assert not runs_kernel(torch.device("cuda"), emulate=True)
+
+
+def test_the_gradient_of_one_projection_is_one_tensor():
+    """No concatenation: what autograd hands to the projection is what backward wrote."""
+    x = torch.randn(6, 2 * K, requires_grad=True)
+    seen = []
+    y = x * 1
+    y.register_hook(seen.append)
+    SwiGLUCast()(y).backward(torch.randn(6, K))
+    assert seen[0].is_contiguous() and seen[0].untyped_storage().nbytes() == 4 * 6 * 2 * K
+
+
+def test_two_readers_add_their_gradients():
+    norm, a, b = norm_of(), Float8Linear(K, 16), Float8Linear(K, 32)
+    x, ga, gb = torch.randn(8, K, requires_grad=True), torch.randn(8, 16), torch.randn(8, 32)
+    y = norm(x)
+    both = torch.autograd.grad([a(y), b(y)], [x, norm.weight], [ga, gb])
+    one = grads(a(norm(x)), ga, x, norm.weight)
+    other = grads(b(norm(x)), gb, x, norm.weight)
+    for total, first, second in zip(both, one, other, strict=True):
+        torch.testing.assert_close(total, first + second)
+
+
+@pytest.mark.parametrize("x_grad", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+def test_only_wanted_gradients(x_grad, affine):
+    norm = RMSNormCast(K, elementwise_affine=affine)
+    x = torch.randn(4, K, requires_grad=x_grad)
+    y = norm(x)
+    assert y.requires_grad == (x_grad or affine)
+    if y.requires_grad:
+        y.backward(torch.randn(4, K))
+    assert (x.grad is not None) == x_grad
+    assert norm.weight is None or norm.weight.grad is not None
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_layer_norm_without_bias_or_weight(affine):
+    norm = LayerNormCast(K, elementwise_affine=affine, bias=False, config=CONFIGS["static"])
+    x = torch.randn(4, K, requires_grad=True)
+    exact = F.layer_norm(x.double(), (K,), eps=1e-5)
+    baseline = Float8Tensor.from_high_precision(exact.float(), torch.float8_e4m3fn, scale=0.125)
+    y = norm(x)
+    assert_error_within_baseline(y.dequantize(), exact, baseline.dequantize(), 1.01)
+    y.backward(torch.randn(4, K))
+    assert x.grad is not None and (norm.weight is None or norm.weight.grad is not None)
+    assert {"elementwise_affine", "eps"} <= vars(norm.to_float()).keys()
+
+
+def test_eps_is_float32s_by_default():
+    x = (torch.randn(4, K) * 1e-3).bfloat16()
+    y = RMSNormCast(K, dtype=torch.bfloat16, config=CONFIGS["static"])(x)
+    plain = F.rms_norm(x, (K,), None, torch.finfo(torch.float32).eps)
+    codes = oracle.cast(plain, torch.tensor([[0.125]]), (-1, -1), torch.float8_e4m3fn)
+    assert_bitwise(y._data, codes)
+
+
+@pytest.mark.parametrize("shape", [(K,), (1, K), (2, 3, K), (0, K), (2, 0, K)])
+def test_inputs_of_any_rank_and_empty_batches(shape):
+    for module, size in ((norm_of(), 1), (layer_norm_of(), 1), (SwiGLUCast(), 2)):
+        x = torch.randn(*shape[:-1], size * K, requires_grad=True)
+        y = module(x)
+        assert y.shape == shape and y.block == (-1,) * len(shape)
+        out = Float8Linear(K, 16)(y)
+        out.backward(torch.randn_like(out))
+        assert x.grad.shape == x.shape
+
+
+def test_strides_do_not_matter():
+    wide = torch.randn(2 * K, 16).t()
+    assert_same_float8(SwiGLUCast()(wide), SwiGLUCast()(wide.contiguous()))
+    norm, x = norm_of(CONFIGS["static"]), torch.randn(K, 16).t()
+    exact = F.rms_norm(x.double(), (K,), norm.weight.double(), 1e-6)
+    straight = norm(x.contiguous()).dequantize()  # which sums in another order
+    assert_error_within_baseline(norm(x).dequantize(), exact, straight, 1.01)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_codes_are_the_same(mode):
+    norm, x = norm_of(CONFIGS["delayed"]), torch.randn(4, K)
+    expected = norm(x)
+    norm.cast_output.reset_parameters()
+    with mode():
+        y = norm(x)
+    assert_bitwise(y._data, expected._data)
+    assert norm.cast_output.current_amax == 0  # nothing recorded
+
+
+# --- the path of a GPU, with the ops' references
+
+
+@EVERY_CONFIG
+def test_the_ops_compute_what_plain_torch_does(config):
+    plain = nn.Sequential(layer_norm_of(config), block(config))
+    plain[0].to_float()  # which leaves it as it is
+    plain.insert(1, Float8Linear(K, K, config=config))
+    ops = copy.deepcopy(plain)
+    for _ in range(2):
+        x, g = torch.randn(16, K), torch.randn(16, K)
+        want = grads(plain(x), g, *plain.parameters())
+        with by_ops():
+            found = grads(ops(x), g, *ops.parameters())
+        for a, b in zip(found, want, strict=True):
+            assert_bitwise(a, b)
+        for a, b in zip(ops.buffers(), plain.buffers(), strict=True):
+            assert_bitwise(a, b)
+        sync_float8_amax_and_scale_history(plain)
+        sync_float8_amax_and_scale_history(ops)
+
+
+def test_results_have_a_transpose_where_backward_may_need_it():
+    norm, gate, x = norm_of(), SwiGLUCast(), torch.randn(2, 8, 2 * K)
+    with by_ops():
+        half = x[..., :K]
+        for y in (norm(half), layer_norm_of()(half), gate(x), gate(half, x[..., K:])):
+            assert_bitwise(y.data_t, y._data.flatten(0, -2).t())
+            assert y.data_t.is_contiguous()
+        with torch.no_grad():
+            assert norm(x[..., :K]).data_t is None
+    assert norm_of()(x[..., :K]).data_t is None  # on a CPU a reader takes a view
+
+
+@pytest.mark.cuda
+@EVERY_KIND
+@EVERY_CONFIG
+def test_on_a_gpu_it_is_close_to_the_unfused_chain(kind, config):
+    module = kind.make(config, torch.bfloat16, 256).cuda()
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    inputs = [x, x * 2][: kind.inputs]
+    g = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+
+    def plain(*inputs):
+        return kind.plain(*inputs, *(p.to(inputs[0].dtype) for p in module.parameters()))
+
+    y = module(*inputs)
+    exact = plain(*(t.detach().double() for t in inputs))
+    scale = y._scale.reshape(1, 1)
+    baseline = Float8Tensor.from_high_precision(plain(*inputs).detach(), y.format, scale=scale)
+    assert_error_within_baseline(y.detach().dequantize(), exact, baseline.dequantize())
+    assert_bitwise(y.data_t, y._data.t())
+    x64 = [t.detach().double().requires_grad_() for t in inputs]
+    want = torch.autograd.grad(plain(*x64), x64, g.double())
+    base = torch.autograd.grad(plain(*inputs), inputs, g)
+    for a, b, c in zip(torch.autograd.grad(y, inputs, g), want, base, strict=True):
+        assert_error_within_baseline(a, b, c, 2.0)
+
+
+# --- state
+
+
+def test_recomputation_records_an_amax_once_and_casts_with_the_same_scale():
+    model = block(CONFIGS["delayed"])
+    twin = copy.deepcopy(model)
+    for _ in range(2):
+        x, g = torch.randn(16, K), torch.randn(16, K)
+        found = grads(checkpoint(model, x, use_reentrant=False), g, *model.parameters())
+        for a, b in zip(found, grads(twin(x), g, *twin.parameters()), strict=True):
+            assert_bitwise(a, b)
+        for a, b in zip(model.buffers(), twin.buffers(), strict=True):
+            assert_bitwise(a, b)
+        sync_float8_amax_and_scale_history(model)
+        sync_float8_amax_and_scale_history(twin)
+
+
+def test_sync_makes_the_scales_and_leaves_results_alone():
+    norm = norm_of(CONFIGS["delayed"])
+    x = torch.randn(16, K)
+    norm(x)
+    norm(10 * x + 1)
+    sync_float8_amax_and_scale_history(norm)
+    cast = norm.cast_output
+    y = F.rms_norm(10 * x + 1, (K,), norm.weight, 1e-6)
+    amax = torch.maximum(y.abs().max(), F.rms_norm(x, (K,), norm.weight, 1e-6).abs().max())
+    assert cast.history_ready and cast.amax_history[0] == amax
+    y = norm(x)
+    assert_bitwise(y._scale.reshape(()), cast.scale)
+    before = y.dequantize()
+    with torch.no_grad():
+        norm.weight.mul_(3)
+    norm(x)
+    sync_float8_amax_and_scale_history(norm)
+    assert not torch.equal(y._scale.reshape(()), cast.scale)
+    assert_bitwise(y.dequantize().detach(), before.detach())
+
+
+def test_evaluation_records_nothing():
+    for module in (norm_of(CONFIGS["delayed"]).eval(), SwiGLUCast(CONFIGS["delayed"]).eval()):
+        module(torch.randn(4, K))
+        assert module.cast_output.current_amax == 0
+
+
+def test_checkpoints_copies_and_pickles():
+    norm = norm_of(CONFIGS["delayed"])
+    norm(torch.randn(4, K))
+    sync_float8_amax_and_scale_history(norm)
+    x = torch.randn(4, K)
+    expected = norm(x)
+    loaded = norm_of(CONFIGS["delayed"])
+    loaded.load_state_dict(norm.state_dict())
+    for other in (loaded, copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert_same_float8(other(x), expected)
+    loaded.load_state_dict(nn.RMSNorm(K).state_dict())  # strict, and a new history
+    assert not loaded.cast_output.history_ready
+    gate = SwiGLUCast(CONFIGS["delayed"])
+    gate.load_state_dict(SwiGLUCast(CONFIGS["delayed"]).state_dict())
+    norm.cast_output.hidden = True
+    assert list(norm.state_dict()) == ["weight"]
+
+
+def test_modules_made_on_meta_run_once_they_have_values():
+    with torch.device("meta"):
+        norm, gate = RMSNormCast(K, config=CONFIGS["delayed"]), SwiGLUCast(CONFIGS["delayed"])
+    assert norm(torch.empty(4, K, device="meta")).shape == (4, K)
+    assert gate(torch.empty(4, K, device="meta")).shape == (4, K // 2)
+    norm.load_state_dict({"weight": torch.ones(K)}, assign=True)
+    assert norm(torch.randn(4, K)).shape == (4, K)
+    with pytest.raises(ValueError, match=r"SwiGLUCast: input is on cpu, cast_output on meta; mo"):
+        gate(torch.randn(4, K))
+    assert gate.to_empty(device="cpu")(torch.randn(4, K)).shape == (4, K // 2)
+
+
+def test_from_float_shares_what_the_norm_has():
+    plain = nn.RMSNorm(K, eps=1e-3).eval()
+    norm = RMSNormCast.from_float(plain, CONFIGS["delayed"])
+    assert norm.weight is plain.weight and norm.eps == 1e-3 and not norm.cast_output.training
+    assert list(plain.state_dict()) == ["weight"]
+    assert isinstance(norm, nn.RMSNorm)
+    centred = LayerNormCast.from_float(nn.LayerNorm(K, eps=1e-3))
+    assert centred.eps == 1e-3 and centred.bias is not None and isinstance(centred, nn.LayerNorm)
+
+
+def test_high_precision_is_the_plain_module():
+    norm, gate, x = norm_of(), SwiGLUCast(), torch.randn(4, 2 * K)
+    expected = F.silu(x[:, :K]) * x[:, K:]
+    with high_precision(nn.ModuleList([norm, gate])):
+        assert_bitwise(norm(x[:, :K]), F.rms_norm(x[:, :K], (K,), norm.weight, 1e-6))
+        assert_bitwise(gate(x), expected)
+        assert_bitwise(gate(x[:, :K], x[:, K:]), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_rounds_to_its_dtype_first(dtype):
+    norm, layer, x = norm_of(), Float8Linear(K, 32), torch.randn(8, K, requires_grad=True)
+    twin = copy.deepcopy(layer)
+    with torch.autocast("cpu", dtype):
+        y = norm(x)
+        out, expected = layer(y), twin(F.rms_norm(x, (K,), norm.weight, 1e-6))
+        gate = SwiGLUCast()(torch.randn(4, 2 * K))
+    assert y.dtype == gate.dtype == dtype
+    assert_bitwise(out.detach(), expected.detach())
+    out.backward(torch.randn(8, 32).to(dtype))
+    assert x.grad.dtype == norm.weight.grad.dtype == torch.float32
+
+
+def test_what_is_kept_for_backward():
+    """x itself and rstd; of the result one byte per element, kept by the layer."""
+    norm = norm_of(dtype=torch.bfloat16, size=64)
+    layer = Float8Linear(64, 32, dtype=torch.bfloat16)
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    model = nn.Sequential(norm, layer)
+    found = saved_bytes(lambda: model(x * 1), model)
+    assert found <= 3 * 32 * 64 + 4 * 32 + 8
+
+
+# --- compile
+
+
+@pytest.mark.parametrize(("recipe", "ops"), [("tensorwise", False), ("delayed", True)])
+def test_a_block_compiles_to_one_graph_with_the_bits_of_eager(recipe, ops):
+    eager = block(CONFIGS[recipe])
+    compiled = copy.deepcopy(eager)
+    run = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    with by_ops() if ops else mock.patch.object(fusion_autograd, "_load"):
+        for step in range(2):
+            x, g = torch.randn(16, K), torch.randn(16, K)
+            found = grads(run(x), g, *compiled.parameters())
+            for a, b in zip(found, grads(eager(x), g, *eager.parameters()), strict=True):
+                assert_bitwise(a, b, f"{recipe}, step {step}")
+            for a, b in zip(compiled.buffers(), eager.buffers(), strict=True):
+                assert_bitwise(a, b, f"{recipe}, step {step}")
+            sync_float8_amax_and_scale_history(eager)
+            sync_float8_amax_and_scale_history(compiled)
+
+
+# --- refusals
+
+
+OFF = CastConfig(scaling_type=ScalingType.DISABLED)
+X = torch.randn(4, K)
+NO_CAST = Float8LinearConfig(OFF, OFF, OFF)
+TWO_CASTS = Float8LinearConfig(cast_config_input_for_grad_weight=STATIC)
+NAMED = LayerNormCast.from_float(nn.LayerNorm(K), fqn="a.norm")
+REFUSALS = {
+    ValueError: (
+        (
+            lambda: RMSNormCast(K, config=RECIPES["rowwise"]),
+            "'dynamic rowwise.*: use nn.RMSNorm and",
+        ),
+        (
+            lambda: RMSNormCast(K, config=RECIPES["rowwise_with_gw_hp"]),
+            "'dynamic rowwise e4m3 pow2'",
+        ),
+        (
+            lambda: SwiGLUCast(RECIPES["blockwise"]),
+            r"SwiGLUCast casts once.*x128.* F.silu\(gate\) \* ",
+        ),
+        (
+            lambda: RMSNormCast(K, config=NO_CAST),
+            "cast_config_input is 'high precision': use nn.RMS",
+        ),
+        (
+            lambda: RMSNormCast(K, config=TWO_CASTS),
+            ", for grad_weight 'static .*0.125': use nn.RMSNo",
+        ),
+        (lambda: RMSNormCast((4, K)), r"normalized_shape is \(4, 48\); a GEMM reads rows"),
+        (lambda: norm_of()(X[:, :16]), r"RMSNormCast: input is \(4, 16\), expected \(..., 48\)"),
+        (lambda: NAMED(X[:, :8]), r"a.norm \(LayerNormCast\): input is \(4, 8\)"),
+        (lambda: SwiGLUCast()(X[:, :5]), r"SwiGLUCast: gate and up have no halves in \(4, 5\)"),
+        (lambda: SwiGLUCast()(X, X[:2]), r"SwiGLUCast: gate is \(4, 48\) and up \(2, 48\)"),
+        (lambda: nn.Linear(K, 16)(norm_of()(X)), "SwiGLUCast, convert the layer that reads"),
+    ),
+    TypeError: (
+        (lambda: norm_of()(X.double()), "RMSNormCast: input is torch.float64, expected torch.f"),
+        (lambda: NAMED(X.double()), r"a.norm \(LayerNormCast\): input is torch.float64"),
+        (lambda: norm_of()(norm_of()(X)), "RMSNormCast: input is a Float8Tensor, expected torch.f"),
+        (lambda: SwiGLUCast()(X, X.bfloat16()), "gate is torch.float32 and up torch.bfloat16"),
+        (
+            lambda: SwiGLUCast("tensorwise"),
+            "SwiGLUCast: config must be a Float8LinearConfig, got 't",
+        ),
+        (lambda: RMSNormCast(K, NO_CAST), "RMSNormCast: eps must be a number.*config is a keyword"),
+        (
+            lambda: LayerNormCast(K, NO_CAST),
+            "LayerNormCast: eps must be a number.*config is a keyw",
+        ),
+        (lambda: RMSNormCast.from_float(nn.LayerNorm(K)), r"a LayerNorm is not nn\.RMSNorm, of"),
+    ),
+}
+
+
+@pytest.mark.parametrize("error", REFUSALS)
+def test_refusals_name_the_module_and_the_way_out(error):
+    for call, message in REFUSALS[error]:
+        with pytest.raises(error, match=message):
+            call()
+
+
+@EVERY_KIND
+def test_refuses_a_second_derivative(kind):
+    x = torch.randn(4, K, requires_grad=True)
+    y = kind.make()(*[x] * kind.inputs)
+    with pytest.raises(RuntimeError, match="Cast has no second derivative"):
+        torch.autograd.grad(y, x, torch.ones(y.shape), create_graph=True)
+
+
+# --- the docstring
+
+
+def test_the_example_of_the_docstring_trains():
+    example = re.search(r"::\n\n((?:    .*\n|\n)+)", producers.__doc__).group(1)
+    names = vars(producers) | {"convert_to_float8_training": convert_to_float8_training}
+    scope = dict(names)
+    exec(inspect.cleandoc(example), scope)
+    model = scope["model"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.randn(16, 64)).backward(torch.randn(16, 64))
+        optimizer.step()
+        sync_float8_amax_and_scale_history(model)
+    assert model.norm.cast_output.history_ready and model.gate.cast_output.history_ready
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_loading_a_plain_checkpoint_starts_every_history_anew():
+    config = CONFIGS["delayed"]
+    model = block(config)
+    for _ in range(2):
+        model(torch.randn(16, K) * 1e4).sum().backward()
+        sync_float8_amax_and_scale_history(model)
+    with high_precision(model):
+        plain = model.state_dict()
+    model.load_state_dict(plain)
+    fresh = block(config)
+    fresh.load_state_dict(plain)
+    x = torch.randn(16, K)
+    assert_bitwise(model(x), fresh(x))
+
+
+@EVERY_CONFIG
+def test_the_way_back_is_plain(config):
+    model = block(config)
+    x = torch.randn(16, K)
+    with high_precision(model):
+        expected, keys = model(x), set(model.state_dict())
+    parameters = [p.data_ptr() for p in model.parameters()]
+    convert_from_float8_training(model)
+    assert (type(model.norm), type(model.gate)) == (nn.RMSNorm, producers.SwiGLU)
+    assert_bitwise(model(x), expected)
+    assert set(model.state_dict()) == keys
+    assert [p.data_ptr() for p in model.parameters()] == parameters
+    assert not hasattr(model.norm, "config")
+
+
+@pytest.mark.parametrize("make", [lambda: RMSNormCast(64), SwiGLUCast], ids=["norm", "gate"])
+def test_pickles_without_a_name_run(make):
+    old = make()
+    del old.__dict__["fqn"]
+    x = torch.randn(4, 64)
+    assert_same_float8(pickle.loads(pickle.dumps(old))(x), make()(x), "old")
+    assert old.to_float()(x).dtype == x.dtype
+    old.load_state_dict(make().state_dict())

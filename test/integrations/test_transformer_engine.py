@@ -1,0 +1,466 @@
+"""TransformerEngine's recipes: every argument arrives, in each spelling, or is refused by name.
+
+It cannot be installed without its GPU libraries, so its objects here are stand-ins with the names,
+fields and defaults that its documentation gives (2.15).
+"""
+
+import copy
+import enum
+import inspect
+import sys
+import typing
+from dataclasses import dataclass, field, fields
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import linear_oracle
+import pytest
+import torch
+from assertions import assert_bitwise, assert_error_within_baseline
+from layer_check import run
+from plans import B1, B128, DELAYED, TENSOR, cast, casts_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from float8 import Float8Linear, convert_to_float8_training, sync_float8_amax_and_scale_history
+from float8.config import (
+    CastConfig,
+    DelayedScalingConfig,
+    Float8LinearConfig,
+    GemmConfig,
+)
+from float8.formats import E4M3, E5M2
+from float8.granularity import Blockwise
+
+te = Float8LinearConfig.from_te_recipe
+
+
+def history(**others) -> DelayedScalingConfig:
+    return DelayedScalingConfig(**{"history_len": 1024, "remember_nonfinite": True, **others})
+
+
+class Format(enum.Enum):
+    """As TransformerEngine's: members whose values are not their names."""
+
+    E4M3 = (448, 448)
+    HYBRID = (448, 57344)
+
+
+def test_the_defaults_are_those_of_delayed_scaling():
+    config = te()
+    assert config.operand_casts == (CastConfig(DELAYED),) * 3
+    assert config.delayed_scaling == history()
+    assert config.enable_amax_init is False
+    fast = (config.plan.output, config.plan.grad_input, config.plan.grad_weight)
+    assert [gemm.use_fast_accum for gemm in fast] == [True, False, False]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads is new in 3.11")
+def test_an_editor_is_shown_the_arguments_and_their_defaults():
+    shown = inspect.signature(typing.get_overloads(te)[0]).parameters.values()
+    defaults = {p.name: p.default for p in shown if p.kind is p.KEYWORD_ONLY}
+    assert set(defaults) == {
+        "margin",
+        "interval",
+        "fp8_format",
+        "amax_history_len",
+        "amax_compute_algo",
+        "override_linear_precision",
+    }
+    assert te(**defaults) == te()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"margin": 2}, {"margin": 2}),
+        ({"margin": -3}, {"margin": -3}),
+        ({"interval": 16}, {"interval": 16}),
+        ({"interval": -1}, {}),  # how it says that it is not set
+        ({"amax_history_len": 7}, {"history_len": 7}),
+        ({"amax_compute_algo": "most_recent"}, {"amax_compute_algo": "most_recent"}),
+        ({"amax_compute_algo": "MAX"}, {}),
+        ({"reduce_amax": True, "fp8_dpa": False, "fp8_mha": False}, {}),
+        ({"scaling_factor_compute_algo": None, "backward_override": None}, {}),
+    ],
+)
+def test_each_argument_of_the_history_arrives(arguments, expected):
+    assert te(**arguments).delayed_scaling == history(**expected)
+    assert te(arguments) == te(**arguments)
+
+
+@pytest.mark.parametrize("fmt", ["HYBRID", "hybrid", Format.HYBRID, "E4M3", "e4m3", Format.E4M3])
+def test_the_format_is_that_of_grad_output(fmt):
+    grad = E4M3 if "e4m3" in str(fmt).lower() else E5M2
+    d4, dg = cast(TENSOR, scaling=DELAYED), cast(TENSOR, grad, DELAYED)
+    assert casts_of(te(fp8_format=fmt).plan) == [d4, d4, dg, d4, dg, d4]
+
+
+@pytest.mark.parametrize("override", list(product([False, True], repeat=3)), ids=str)
+def test_each_gemm_runs_in_high_precision_where_that_is_asked_for(override):
+    for spelling in (override, list(override)):
+        plan = te(override_linear_precision=spelling).plan
+        gemms = (plan.output, plan.grad_input, plan.grad_weight)
+        assert tuple(gemm.a is None and gemm.b is None for gemm in gemms) == override
+        assert all(c.scaling_type is DELAYED for c in casts_of(plan) if c is not None)
+
+
+def test_a_backward_in_high_precision_is_two_overrides():
+    spelt = te(override_linear_precision=(False, True, True))
+    assert te(backward_override="high_precision") == spelt
+
+
+# --- spellings
+
+
+# What `accelerate config` writes, and the same in upper case.
+ACCELERATE = {
+    "backend": "TE",
+    "use_autocast_during_eval": True,
+    "margin": 1,
+    "interval": 4,
+    "fp8_format": "E4M3",
+    "amax_history_length": 32,
+    "amax_compute_algorithm": "most_recent",
+    "override_linear_precision": [False, False, True],
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "fp8_"])  # as files may write and arguments are called
+@pytest.mark.parametrize("upper", [False, True])
+def test_the_block_of_an_accelerate_file_is_understood(upper, prefix):
+    block = {prefix + key.removeprefix(prefix): value for key, value in ACCELERATE.items()}
+    block = {key.upper() if upper else key: value for key, value in block.items()}
+    expected = te(
+        margin=1,
+        interval=4,
+        fp8_format="E4M3",
+        amax_history_len=32,
+        amax_compute_algo="most_recent",
+        override_linear_precision=(False, False, True),
+    )
+    assert te(block) == te(**block) == expected
+
+
+def test_accelerates_own_object_is_understood():
+    """Every field of the installed one, filled in: to make it asks for TransformerEngine."""
+    accelerate = pytest.importorskip("accelerate.utils.dataclasses")
+    kwargs = object.__new__(accelerate.TERecipeKwargs)
+    values = {**ACCELERATE, "amax_history_len": 32, "amax_compute_algo": "most_recent"}
+    for each in fields(kwargs):
+        setattr(kwargs, each.name, values.get(each.name, False))
+    block = {name: value for name, value in ACCELERATE.items() if name != "backend"}
+    assert te(kwargs) == te(block)
+
+
+def test_an_override_that_is_switched_off_is_none():
+    assert te({"override_linear_precision": False}) == te()
+
+
+def test_a_mapping_and_keywords_add_up():
+    assert te({"margin": 1}, interval=3) == te(margin=1, interval=3)
+
+
+def test_evaluation_in_high_precision_is_told_how():
+    with pytest.warns(UserWarning, match=r"float8\.high_precision\(model\)") as caught:
+        te({"use_autocast_during_eval": False})
+    assert caught[0].filename == __file__
+
+
+# --- what is refused
+
+REFUSED = {
+    "a near miss": ({"amax_history": 3}, TypeError, "did you mean 'amax_history_len'?"),
+    "an unknown one": ({"zzz": 3}, TypeError, "unknown argument 'zzz'.*known: margin, interval"),
+    "e5m2": ({"fp8_format": "E5M2"}, ValueError, "no hardware multiplies E5M2 by E5M2"),
+    "another format": ({"fp8_format": "hybird"}, ValueError, "did you mean 'HYBRID'"),
+    "a number as format": ({"fp8_format": 8}, ValueError, "'HYBRID' or 'E4M3': got 8"),
+    "a function": ({"amax_compute_algo": max}, ValueError, "a function is not supported"),
+    "another algo": ({"amax_compute_algo": "mean"}, ValueError, "'most_recent'; got 'mean'"),
+    "own scales": (
+        {"scaling_factor_compute_algo": max},
+        ValueError,
+        "scaling_factor_compute_algo=.*documented formula only",
+    ),
+    "local amaxes": ({"reduce_amax": False}, ValueError, "reduce_amax=False: .* process group"),
+    "attention": ({"fp8_dpa": True}, ValueError, "fp8_dpa=True: attention"),
+    "more attention": ({"fp8_mha": True}, ValueError, "fp8_mha=True: attention"),
+    "dequantised": (
+        {"backward_override": "dequantized"},
+        ValueError,
+        "backward_override='dequantized'",
+    ),
+    "mx": ({"use_mxfp8_block_scaling": True}, ValueError, "a scale per 32 elements"),
+    "torchao": (
+        {"backend": "AO", "enable_fsdp_float8_all_gather": True, "pad_inner_dim": True},
+        ValueError,
+        "fields of Float8LinearConfig, and a config of torchao is for .*from_torchao",
+    ),
+    "ms-amp": (
+        {"backend": "msamp", "optimization_level": "O2"},
+        ValueError,
+        r"use float8\.ms_amp",
+    ),
+    "text as a number": ({"margin": "1"}, TypeError, "margin must be an integer, got '1'"),
+    "a truth as a number": ({"interval": True}, TypeError, "interval must be an integer"),
+    "no interval": ({"interval": 0}, ValueError, "interval must be an integer >= 1, got 0"),
+    "a margin beyond all": ({"margin": 40}, ValueError, "margin .* within 32 of 0, got 40"),
+    "one override": ({"override_linear_precision": True}, TypeError, "fprop, dgrad, wgrad"),
+    "two overrides": ({"override_linear_precision": (True, False)}, TypeError, "three booleans"),
+    "numbers": ({"override_linear_precision": (1, 0, 0)}, TypeError, "three booleans"),
+    "twice": (
+        {"amax_history_len": 3, "AMAX_HISTORY_LENGTH": 4},
+        ValueError,
+        "given twice: as 'amax_history_len' and as 'AMAX_HISTORY_LENGTH'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_means_nothing_here_is_refused_by_name(case):
+    arguments, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        te(**arguments)
+    with pytest.raises(error, match=message):
+        te(arguments)
+
+
+def test_bad_numbers_are_refused_where_no_gemm_is_left_to_use_them_too():
+    with pytest.raises(ValueError, match="interval"):
+        te(interval=0, override_linear_precision=(True, True, True))
+
+
+def test_an_argument_in_a_mapping_and_beside_it_is_refused():
+    with pytest.raises(ValueError, match=r"margin is given twice: 1 in .* and 2 beside it"):
+        te({"margin": 1}, margin=2)
+
+
+# --- recipe objects
+
+
+@dataclass
+class DelayedScaling:
+    margin: int = 0
+    interval: int = -1
+    fp8_format: Any = "HYBRID"
+    amax_history_len: int = 1024
+    amax_compute_algo: Any = "max"
+    override_linear_precision: tuple = (False, False, False)
+    scaling_factor_compute_algo: Any = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    _cached_repr: str = ""
+
+
+def quantiser(power_2_scale: bool, **others) -> SimpleNamespace:
+    return SimpleNamespace(power_2_scale=power_2_scale, amax_epsilon=0.0, **others)
+
+
+def gemm(is_precise: bool) -> SimpleNamespace:
+    return SimpleNamespace(use_split_accumulator=is_precise)
+
+
+@dataclass
+class Float8CurrentScaling:
+    fp8_quant_fwd_inp = quantiser(False)  # of the class, as there
+    fp8_quant_fwd_weight = quantiser(False)
+    fp8_quant_bwd_grad = quantiser(False)
+    use_power_2_scales: bool = False
+    fp8_format: Any = "HYBRID"
+    fp8_gemm_fprop: Any = field(default_factory=lambda: gemm(False))
+    fp8_gemm_dgrad: Any = field(default_factory=lambda: gemm(True))
+    fp8_gemm_wgrad: Any = field(default_factory=lambda: gemm(True))
+    backward_override: Any = None
+
+
+@dataclass
+class Float8BlockScaling(Float8CurrentScaling):
+    fp8_quant_fwd_inp = quantiser(True)
+    fp8_quant_fwd_weight = quantiser(True)
+    fp8_quant_bwd_grad = quantiser(True)
+    use_power_2_scales: Any = field(default=None, init=False)  # no field of this one's instances
+    use_f32_scales: bool = False
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_format: Any = "E4M3"
+    fp8_gemm_fprop: Any = field(default_factory=lambda: gemm(True))
+
+
+def test_a_delayed_recipe_is_its_arguments():
+    assert te(DelayedScaling()) == te()
+    arguments = {"margin": 1, "interval": 5, "amax_history_len": 3, "fp8_format": "E4M3"}
+    assert te(DelayedScaling(**arguments)) == te(**arguments)
+    wgrad = (False, False, True)
+    assert te(DelayedScaling(override_linear_precision=wgrad)) == te(
+        override_linear_precision=wgrad
+    )
+
+
+def test_current_scaling_is_the_dynamic_recipe():
+    config = te(Float8CurrentScaling())
+    assert config.plan == Float8LinearConfig().plan
+    assert not config.uses_delayed_scaling
+
+
+def test_block_scaling_is_the_blockwise_recipe():
+    x, w = cast(B1, pow2=True), cast(B128, pow2=True)
+    plan = te(Float8BlockScaling()).plan
+    assert casts_of(plan) == [x, w, x, w, x, x]
+    assert not any(g.use_fast_accum for g in (plan.output, plan.grad_input, plan.grad_weight))
+
+
+def test_fields_of_a_dynamic_recipe_arrive():
+    recipe = Float8BlockScaling(fp8_format="HYBRID", x_block_scaling_dim=2, w_block_scaling_dim=1)
+    recipe.fp8_quant_bwd_grad = quantiser(True)
+    recipe.backward_override = "high_precision"
+    config = te(recipe)
+    square = CastConfig(granularity=Blockwise(128, 128), power_of_two_scale=True)
+    assert config.cast_config_input == square
+    assert config.cast_config_weight.granularity == Blockwise(1, 128)
+    assert config.plan.grad_input.a is None and config.plan.grad_weight.a is None
+    accumulates = Float8CurrentScaling(fp8_gemm_fprop=gemm(True))
+    assert te(accumulates).gemm_config_output == GemmConfig(use_fast_accum=False)
+    assert te(Float8CurrentScaling(fp8_format="HYBRID")).plan.grad_input.a == cast(TENSOR, E5M2)
+
+
+class MXFP8BlockScaling:
+    pass
+
+
+class NVFP4BlockScaling:
+    pass
+
+
+class CustomRecipe:
+    pass
+
+
+class Float8CurentScaling:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (MXFP8BlockScaling(), "a scale per 32 elements.*Float8BlockScaling"),
+        (NVFP4BlockScaling(), "4-bit formats are not supported"),
+        (CustomRecipe(), "write a Float8LinearConfig"),
+        (Float8CurentScaling(), "did you mean 'Float8CurrentScaling'"),
+        ("HYBRID", "str: what it means here is not known.*or a mapping of arguments"),
+        (
+            Float8CurrentScaling(use_power_2_scales=True),
+            "use_power_2_scales=True and .* contradict",
+        ),
+        (Float8BlockScaling(use_f32_scales=True), "use_f32_scales=True and .* contradict"),
+    ],
+)
+def test_another_recipe_is_refused_with_a_reason(recipe, message):
+    with pytest.raises(ValueError, match=message):
+        te(recipe)
+
+
+@pytest.mark.parametrize("extra", ["amax_epsilon", "random_hadamard_transform"])
+def test_what_a_quantiser_does_beyond_scaling_is_refused(extra):
+    recipe = Float8CurrentScaling()
+    recipe.fp8_quant_fwd_inp = quantiser(False)
+    setattr(recipe.fp8_quant_fwd_inp, extra, 1e-6)
+    with pytest.raises(ValueError, match=f"fp8_quant_fwd_inp=.*{extra}"):
+        te(recipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("margin", 2), ("interval", 3), ("amax_history_len", 16)]
+)
+def test_arguments_of_a_history_conflict_with_a_dynamic_recipe(name, value):
+    with pytest.raises(ValueError, match="its scales are dynamic") as error:
+        te(Float8CurrentScaling(), **{name: value})
+    assert f"{name}={value}" in str(error.value) and "Float8CurrentScaling" in str(error.value)
+
+
+def test_a_field_that_is_not_known_is_refused():
+    recipe = DelayedScaling()
+    recipe.sparsity = 2
+    with pytest.raises(TypeError, match="unknown argument 'sparsity'"):
+        te(recipe)
+    with pytest.raises(ValueError, match="margin is given twice: 0 in the DelayedScaling recipe"):
+        te(DelayedScaling(), margin=2)
+
+
+# --- what a layer computes
+
+
+def results(override, recipe, x, linear, g):
+    """`linear_oracle.expected` with some GEMMs in high precision."""
+    table = linear_oracle.GEMMS[recipe]
+    own = {
+        name: None if is_off else operands
+        for (name, operands), is_off in zip(table.items(), override, strict=True)
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(linear_oracle.GEMMS, "overridden", own)
+        return linear_oracle.expected("overridden", x, linear.weight.detach(), linear.bias, g)
+
+
+@pytest.mark.parametrize("override", list(product([False, True], repeat=3)), ids=str)
+def test_a_layer_computes_what_the_override_says(override):
+    """First with a scale of 1, then with those of the first step's amaxes."""
+    torch.manual_seed(3)
+    linear = nn.Linear(40, 24, dtype=torch.bfloat16)
+    x, g = torch.randn(17, 40).bfloat16(), torch.randn(17, 24).bfloat16()
+    wanted = [results(override, recipe, x, linear, g) for recipe in ("unit", "tensorwise")]
+    config = te(override_linear_precision=override, amax_history_len=2)
+    layer = convert_to_float8_training(linear, config=config)
+    for step, products in enumerate(wanted):
+        for name, found in run(layer, x, g).items():
+            want = products[name]
+            replay = f"override {override}, step {step}"
+            assert_error_within_baseline(
+                found, want.exact.detach(), want.plain.detach(), 2.0, replay, name
+            )
+        sync_float8_amax_and_scale_history(layer)
+
+
+@pytest.mark.parametrize("override", list(product([False, True], repeat=3)), ids=str)
+def test_a_history_is_kept_by_the_operands_that_are_cast(override):
+    fprop, dgrad, wgrad = override
+    config = te(override_linear_precision=override, amax_history_len=2)
+    layer = convert_to_float8_training(nn.Linear(16, 8), config=config)
+    x, g = torch.randn(4, 16), torch.randn(4, 8)
+    run(layer, x, g)
+    amaxes = [t.abs().max() for t in (x, layer.weight, g)]
+    is_off = [fprop and wgrad, fprop and dgrad, dgrad and wgrad]
+    for module, off, amax in zip(layer.casts, is_off, amaxes, strict=True):
+        assert (module.state is None) == off
+        assert off or module.state.current_amax == amax
+    assert (", input=high precision" in layer.extra_repr()) == (fprop and not wgrad)
+
+
+def test_histories_of_second_uses_are_kept_compiled_and_recomputed_as_eagerly():
+    """Those of a weight are written in the backward."""
+    overrides = ((True, False, False), (False, True, False), (True, True, False))
+    eager = nn.Sequential(
+        *(
+            Float8Linear(16, 16, config=te(override_linear_precision=o, amax_history_len=2))
+            for o in overrides
+        )
+    )
+    compiled, again = copy.deepcopy(eager), copy.deepcopy(eager)
+    run_compiled = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    for step in range(3):
+        x, g = torch.randn(8, 16) * 4.0**step, torch.randn(8, 16)
+        for model, forward in (
+            (eager, eager),
+            (compiled, run_compiled),
+            (again, lambda x: checkpoint(again, x, use_reentrant=False)),
+        ):
+            model.zero_grad()
+            forward(x.clone().requires_grad_()).backward(g)
+            sync_float8_amax_and_scale_history(model)
+        for other in (compiled, again):
+            for a, b in zip(eager.buffers(), other.buffers(), strict=True):
+                assert_bitwise(b, a, f"step {step}")
+            for a, b in zip(eager.parameters(), other.parameters(), strict=True):
+                assert_bitwise(b.grad, a.grad, f"step {step}")

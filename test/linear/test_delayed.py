@@ -1,0 +1,558 @@
+"""Delayed scaling: the rule, step by step, and ``sync``, which applies it to all layers at once.
+
+Scales follow TransformerEngine's rule over hundreds of random steps. `Published` is that rule in
+plain Python, in float64 and in TransformerEngine's own layout: slot 0 of the history is the running
+step; an update takes the maximum over all slots (or slot 0), rolls them by one and clears slot 0.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import random
+import warnings
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import shapes
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from float8 import (
+    CastConfig,
+    DelayedScalingConfig,
+    Float8LinearConfig,
+    ScalingType,
+    convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
+)
+from float8.config import RECIPES
+from float8.formats import E4M3, E5M2
+from float8.linear import delayed
+from float8.linear.cast import DelayedCast, make_cast
+
+E4M3_MAX, E5M2_MAX = 448.0, 57344.0
+
+
+def _model(layers=2, **settings):
+    cast = CastConfig(scaling_type=ScalingType.DELAYED)
+    config = Float8LinearConfig(
+        cast, cast, cast, delayed_scaling=DelayedScalingConfig(**(settings or {"history_len": 4}))
+    )
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(layers)))
+    return convert_to_float8_training(model, config=config)
+
+
+def _backward(model, x, g):
+    model(x).backward(g)
+
+
+def test_the_first_step_records_the_amaxes_and_sync_makes_them_scales():
+    model = _model(1)
+    x, g = torch.randn(8, 32), torch.randn(8, 32)
+    _backward(model, x, g)
+    layer = model[0]
+    amaxes = [x.abs().max(), layer.weight.abs().max(), g.abs().max()]
+    for cast, amax in zip(layer.casts, amaxes, strict=True):
+        assert cast.current_amax == amax
+        assert cast.amax_history.count_nonzero() == 0 and cast.scale == 0
+    sync_float8_amax_and_scale_history(model)
+    for cast, amax, fmt_max in zip(
+        layer.casts, amaxes, (E4M3_MAX, E4M3_MAX, E5M2_MAX), strict=True
+    ):
+        assert cast.amax_history.tolist() == [amax.item(), 0, 0, 0]
+        assert cast.scale.item() == pytest.approx(amax.item() / fmt_max, rel=1e-6)
+        assert cast.current_amax == 0
+
+
+def test_until_the_first_sync_outputs_are_those_of_dynamic_scaling_then_of_the_history():
+    model = _model(1)
+    plain = nn.Sequential(nn.Linear(32, 32))
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if "cast" not in k})
+    dynamic = convert_to_float8_training(plain)
+    x, g = torch.randn(8, 32), torch.randn(8, 32)
+    assert torch.equal(model(x), dynamic(x))
+    _backward(model, x, g)
+    assert torch.equal(model(x), dynamic(x))
+    sync_float8_amax_and_scale_history(model)
+    small = x / 100  # not a power of two: the codes differ, because the scale does not follow
+    assert not torch.equal(model(small), dynamic(small))
+
+
+def test_a_step_is_the_maximum_over_its_microbatches():
+    model = _model(1)
+    small, large, g = torch.randn(8, 32), torch.randn(8, 32) * 10, torch.randn(8, 32)
+    for x in (small, large, small):
+        _backward(model, x, g)
+    sync_float8_amax_and_scale_history(model)
+    assert model[0].cast_input.amax_history[0] == large.abs().max()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_non_finite_amax_enters_as_zero_and_keeps_the_scale(bad):
+    model = _model(1, history_len=1)
+    x, g = torch.randn(8, 32), torch.randn(8, 32)
+    _backward(model, x, g)
+    sync_float8_amax_and_scale_history(model)
+    scale = model[0].cast_input.scale.clone()
+    x[3, 5] = bad
+    out = model(x)
+    assert out[3].isnan().all() and out[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
+    out.backward(g)
+    sync_float8_amax_and_scale_history(model)
+    assert model[0].cast_input.amax_history.tolist() == [0.0]
+    assert torch.equal(model[0].cast_input.scale, scale)
+
+
+def test_a_scale_that_is_due_waits_for_an_amax_and_no_longer():
+    model = _model(1, history_len=1, interval=3)
+    cast, found = model[0].cast_input, []
+    for amax in (0.0, 0.0, 5.0, 6.0, 7.0, float("inf"), 8.0, 9.0, 10.0, 11.0):
+        cast.current_amax.fill_(amax)
+        sync_float8_amax_and_scale_history(model)
+        found.append(round(cast.scale.item() * E4M3_MAX, 3))
+    assert found == [0, 0, 5, 5, 5, 5, 8, 8, 8, 11]
+
+
+def test_an_interval_counts_in_one_compiled_graph():
+    eager = _model(2, history_len=2, interval=2)
+    compiled = copy.deepcopy(eager)
+    graphs = CompileCounter()
+    for step in range(6):
+        for model in (eager, compiled):
+            for i, cast in enumerate(c for layer in model for c in layer.casts):
+                cast.current_amax.fill_(step + i + 1)
+        sync_float8_amax_and_scale_history(eager)
+        if step == 0:
+            sync_float8_amax_and_scale_history(compiled)  # which scales are ready is asked once
+        else:
+            torch.compile(sync_float8_amax_and_scale_history, backend=graphs, fullgraph=True)(
+                compiled
+            )
+        for a, b in zip(eager.buffers(), compiled.buffers(), strict=True):
+            assert torch.equal(a, b)
+    assert graphs.frame_count == 1
+
+
+def test_an_operand_that_was_never_seen_stays_dynamic_until_it_is():
+    model = _model(1)
+    dynamic = convert_to_float8_training(nn.Sequential(copy.deepcopy(model[0]).to_float()))
+    sync_float8_amax_and_scale_history(model)  # before any forward: nothing to scale by
+    assert all(cast.scale == 0 and not cast.history_ready for cast in model[0].casts)
+    x, g = torch.randn(8, 32) * 1e-6, torch.randn(8, 32) * 1e-6
+    assert torch.equal(model(x), dynamic(x))
+    _backward(model, x, g)
+    _backward(dynamic, x, g)
+    assert torch.equal(model[0].weight.grad, dynamic[0].weight.grad)
+    sync_float8_amax_and_scale_history(model)
+    assert all(cast.scale > 0 and cast.history_ready for cast in model[0].casts)
+
+
+def test_a_frozen_layer_in_eval_mode_stays_dynamic():
+    model = _model(2)
+    model[0].requires_grad_(False).eval()
+    nn.init.normal_(model[0].weight, std=1e-5)
+    x, g = torch.randn(8, 32), torch.randn(8, 32)
+    first = model[0](x)
+    for _ in range(2):
+        _backward(model, x, g)
+        sync_float8_amax_and_scale_history(model)
+    assert torch.equal(model[0](x), first)
+    assert model[1].cast_input.history_ready
+
+
+@pytest.mark.parametrize("mode", ["eval", "no_grad", "inference_mode"])
+def test_amaxes_are_recorded_in_training_with_grad_only(mode):
+    model, x = _model(1), torch.randn(8, 32)
+    if mode == "eval":
+        model.eval()(x)
+    else:
+        with getattr(torch, mode)():
+            model(x)
+    assert all(cast.current_amax == 0 for cast in model[0].casts)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_changes_neither_gradients_nor_records(use_reentrant):
+    plain = _model()
+    x, g = torch.randn(8, 32, requires_grad=True), torch.randn(8, 32)
+    _backward(plain, x, g)
+    sync_float8_amax_and_scale_history(plain)
+    plain.zero_grad()
+    recomputed = copy.deepcopy(plain)
+    _backward(plain, x, g)
+    checkpoint(recomputed, x, use_reentrant=use_reentrant).backward(g)
+    for a, b in zip(plain.parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    for a, b in zip(plain.buffers(), recomputed.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("first_step", [True, False])
+def test_sync_between_forward_and_backward_is_an_error_that_says_so(first_step):
+    model = _model(1)
+    x, g = torch.randn(8, 32), torch.randn(8, 32)
+    if not first_step:
+        _backward(model, x, g)
+        sync_float8_amax_and_scale_history(model)
+    out = model(x)
+    sync_float8_amax_and_scale_history(model)
+    with pytest.raises(RuntimeError, match="sync_float8_amax_and_scale_history"):
+        out.backward(g)
+
+
+def test_without_delayed_casts_sync_does_nothing(caplog):
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
+    before = copy.deepcopy(model.state_dict())
+    sync_float8_amax_and_scale_history(model)
+    assert not caplog.records
+    plain = nn.ReLU()
+    for _ in range(2):
+        sync_float8_amax_and_scale_history(plain)
+    (message,) = caplog.messages
+    assert "ReLU has no float8 layer; pass what convert_to_float8_training" in message
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_a_scale_may_start_at_one_as_in_transformer_engine():
+    config = Float8LinearConfig(
+        *(CastConfig(scaling_type=ScalingType.DELAYED),) * 3, enable_amax_init=False
+    )
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config=config)
+    static = CastConfig(scaling_type=ScalingType.STATIC, static_scale=1.0)
+    ones = convert_to_float8_training(
+        nn.Sequential(copy.deepcopy(model[0]).to_float()),
+        config=Float8LinearConfig(static, static, static),
+    )
+    x = torch.randn(8, 32)
+    assert torch.equal(model(x), ones(x))
+
+
+class _CountOps(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_number_of_kernels_does_not_grow_with_the_number_of_layers():
+    counts = []
+    for layers in (1, 8):
+        model = _model(layers)
+        with _CountOps() as mode:
+            sync_float8_amax_and_scale_history(model)
+        counts.append(len(mode.ops))
+    assert counts[0] == counts[1]
+
+
+def test_a_model_converted_under_inference_mode_trains():
+    linear = nn.Linear(32, 32)
+    with torch.inference_mode():
+        model = convert_to_float8_training(nn.Sequential(linear), config=RECIPES["delayed"])
+    _backward(model, torch.randn(8, 32), torch.randn(8, 32))
+    sync_float8_amax_and_scale_history(model)
+    assert model[0].cast_input.history_ready
+
+
+def _steps(model, optimizer, count, sync=False):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(count):
+            model(torch.randn(4, 32)).sum().backward()
+            optimizer.step()
+            if sync:
+                sync_float8_amax_and_scale_history(model)
+    return [str(w.message) for w in caught]
+
+
+def test_a_forgotten_sync_raises_one_warning_with_the_fix():
+    model = _model()
+    messages = _steps(model, torch.optim.SGD(model.parameters()), 4)
+    assert len(messages) == 1 and "sync_float8_amax_and_scale_history(model)" in messages[0]
+
+
+def test_two_optimizers_of_one_model_are_counted_apart():
+    model = _model()
+    first = torch.optim.SGD(model[0].parameters())
+    second = torch.optim.SGD(model[1].parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.randn(4, 32)).sum().backward()
+            first.step()
+            second.step()
+            sync_float8_amax_and_scale_history(model)
+    assert caught == []
+
+
+def test_a_synced_model_and_a_plain_one_raise_no_warning():
+    model, plain = _model(), nn.Sequential(nn.Linear(32, 32))
+    assert _steps(plain, torch.optim.SGD(plain.parameters()), 3) == []
+    assert _steps(model, torch.optim.SGD(model.parameters()), 3, sync=True) == []
+    frozen = _model()
+    del frozen
+    gc.collect()
+    assert _steps(plain, torch.optim.SGD(plain.parameters()), 3) == []
+
+
+class _Backend:
+    """A process group, as far as the question goes where its collectives run."""
+
+    def __init__(self, *types):
+        self._device_types = [torch.device(kind) for kind in types]
+
+
+def test_amaxes_are_reduced_on_a_device_of_the_backend():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert delayed._reducing_device([cpu, cuda], _Backend("cuda")) == cuda
+    assert delayed._reducing_device([cpu, cuda], _Backend("cpu", "cuda")) == cpu
+    assert delayed._reducing_device([cuda], _Backend("cuda")) == cuda
+
+
+def test_a_rate_on_a_device_is_not_read():
+    """That would wait for the device, and fail while a CUDA graph captures the step."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")  # reading it raises
+    delayed._count_step(optimizer)
+
+
+def test_the_first_sync_of_layers_compares_ranks(monkeypatch):
+    """In a group of one rank too, which may be the wrong one; and by layer, not by container."""
+    asked = []
+    monkeypatch.setattr(delayed, "FIRST_SYNC_CHECKS", [lambda model, ranks: asked.append(ranks)])
+    dynamic = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        sync_float8_amax_and_scale_history(_model(), torch.distributed.new_group([0]))
+        for model in (dynamic, dynamic, nn.ModuleList(dynamic)):
+            sync_float8_amax_and_scale_history(model)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert asked == [[0], [0, 1]]
+
+
+@pytest.mark.parametrize("names", ["abc", "cab"])
+def test_modules_are_listed_by_name_whatever_their_order(names):
+    """Each once, under the first of its names, and without the names of wrappers."""
+    layers = {name: nn.Linear(8, 8) for name in sorted(names)}
+    model = nn.ModuleDict({name: layers[name] for name in names})
+    model["b"] = torch.compile(model["b"], backend="eager")
+    model["again"] = nn.ModuleDict({"c": layers["c"]})
+    found = delayed.modules_by_name(model, nn.Linear)
+    assert found == [("a", layers["a"]), ("again.c", layers["c"]), ("b", layers["b"])]
+
+
+@pytest.mark.parametrize("group", ["nccl", [0, 1], 3, object()])
+def test_a_group_that_is_none_is_refused(group):
+    with pytest.raises(TypeError, match="group must be a ProcessGroup, a DeviceMesh or None, got "):
+        sync_float8_amax_and_scale_history(_model(1), group)
+
+
+def test_sync_compiled_by_inductor_equals_eager():
+    eager = _model(1)
+    x, g = torch.randn(8, 32), torch.randn(8, 32)
+    _backward(eager, x, g)
+    sync_float8_amax_and_scale_history(eager)
+    _backward(eager, 2 * x, g)
+    compiled = copy.deepcopy(eager)
+    sync_float8_amax_and_scale_history(eager)
+    torch.compile(sync_float8_amax_and_scale_history, fullgraph=True)(compiled)
+    for a, b in zip(eager.buffers(), compiled.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_compiled_sync_is_one_graph_while_casts_have_no_scale():
+    torch.manual_seed(3)
+    eager = _model(3)
+    eager[1].eval()  # records no amax, and so has no scale
+    compiled = copy.deepcopy(eager)
+    graphs = CompileCounterWithBackend("aot_eager")
+    sync = torch.compile(sync_float8_amax_and_scale_history, backend=graphs, fullgraph=True)
+    ready = []
+    for step in range(4):
+        if step == 3:
+            for model in (eager, compiled):
+                model[1].train()
+        x, g = torch.randn(16, 32) * 2**step, torch.randn(16, 32)
+        for model in (eager, compiled):
+            _backward(model, x, g)
+        sync_float8_amax_and_scale_history(eager)
+        sync(compiled)
+        for a, b in zip(eager.buffers(), compiled.buffers(), strict=True):
+            assert torch.equal(a, b), step
+        each = [[c.history_ready for c in model[1].casts] for model in (eager, compiled)]
+        assert each[0] == each[1] == [step == 3] * 3
+        ready = [c.history_ready for c in compiled[0].casts + compiled[2].casts]
+        assert all(ready), step
+    assert graphs.frame_count == 2  # before any scale, and after; one graph each
+
+
+def test_copies_of_casts_are_marked_on_their_own():
+    model = _model(1)
+    _backward(model, torch.randn(16, 32), torch.randn(16, 32))
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    sync_float8_amax_and_scale_history(twins[0])
+    assert [m[0].cast_input.history_ready for m in (model, *twins)] == [False, True, False]
+    sync_float8_amax_and_scale_history(twins[1])
+    assert [m[0].cast_input.history_ready for m in (model, *twins)] == [False, True, True]
+
+
+# --- the rule
+
+FLOAT32_MAX, SMALLEST_SCALE = torch.finfo(torch.float32).max, 2.0**-126
+ROUNDING = 2.0**-22  # two roundings to float32 of 2^-24 each, and then some
+STEPS = 300
+
+
+class Published:
+    """One operand as TransformerEngine keeps it; ``factor`` multiplies, as its ``scale`` does."""
+
+    def __init__(self, config: DelayedScalingConfig, format_max: float, pow2: bool) -> None:
+        self.config, self.format_max, self.pow2 = config, format_max, pow2
+        self.history, self.factor = [0.0] * config.history_len, 1.0
+        self.steps_left = 0  # before a scale is due
+
+    def step(self, amax: float) -> None:
+        self.history[0] = amax if math.isfinite(amax) else math.inf
+        found = max(self.history) if self.config.amax_compute_algo == "max" else self.history[0]
+        self.history = [*self.history[1:], self.history[0]]
+        self.history[0] = 0.0
+        if self.steps_left > 0:
+            self.steps_left -= 1
+        elif 0 < found < math.inf:
+            factor = min(self.format_max / found / 2.0**self.config.margin, 1 / SMALLEST_SCALE)
+            if self.pow2:  # its releases before 1.0: 2^(floor(log2(max / amax)) - margin)
+                factor = 2.0 ** (math.frexp(factor)[1] - 1)
+            if 1 / factor <= FLOAT32_MAX:  # ours alone: there such a factor is 0, or nearly so
+                self.factor, self.steps_left = factor, self.config.interval - 1
+
+    @property
+    def newest_first(self) -> list[float]:
+        """The past steps that count in the next update."""
+        return self.history[:0:-1]
+
+
+def an_amax(draw: random.Random) -> float:
+    kind = draw.random()
+    if kind < 0.15:
+        return 0.0
+    if kind < 0.19:
+        return draw.choice([math.inf, math.nan])
+    if kind < 0.25:
+        return draw.choice([2.0**-149, 2.0**-126, FLOAT32_MAX, 2.0**127, 448.0])
+    return float(torch.tensor(math.ldexp(1 + draw.random(), draw.randint(-130, 126))))
+
+
+CASES = [
+    (
+        DelayedScalingConfig(length, algo, margin, interval, remember_nonfinite=True),
+        fmt,
+        pow2,
+        seed,
+    )
+    for seed, (length, algo, margin, interval, fmt, pow2) in enumerate(
+        shapes.pairs(
+            length=[1, 2, 5, 64],
+            algo=["max", "most_recent"],
+            margin=[-3, 0, 1, 12],
+            interval=[1, 2, 7],
+            fmt=[E4M3, E5M2],
+            pow2=[False, True],
+        ).args[1]
+    )
+]
+
+
+def check_steps(cases=CASES, steps: int = STEPS) -> None:
+    """Every case at once: one sync per step serves them all."""
+    casts, published, draws = nn.ModuleList(), [], []
+    for config, fmt, pow2, seed in cases:
+        how = CastConfig(ScalingType.DELAYED, power_of_two_scale=pow2)
+        casts.append(make_cast(how, fmt, config, amax_init=False))
+        published.append(Published(config, fmt.max, pow2))
+        draws.append(random.Random(seed))
+    for step in range(steps):
+        for cast, rule, draw in zip(casts, published, draws, strict=True):
+            amax = an_amax(draw)
+            cast.current_amax.fill_(amax)
+            rule.step(amax)
+        sync_float8_amax_and_scale_history(casts)
+        for cast, rule, case in zip(casts, published, cases, strict=True):
+            assert_follows(cast, rule, f"step {step} of {case}")
+
+
+def assert_follows(cast: DelayedCast, rule: Published, replay: str) -> None:
+    past = cast.amax_history.tolist()[: len(rule.newest_first)]
+    assert past == rule.newest_first, replay
+    assert cast.scale.item() == pytest.approx(1 / rule.factor, rel=ROUNDING, abs=0), replay
+
+
+def test_hundreds_of_steps_follow_the_published_rule():
+    check_steps()
+
+
+def test_a_te_recipe_starts_from_a_factor_of_one_and_follows_it():
+    arguments = {"margin": 2, "amax_history_len": 3, "interval": 2}
+    config = Float8LinearConfig.from_te_recipe(**arguments)
+    cast = make_cast(config.cast_config_input, E4M3, config.delayed_scaling, amax_init=False)
+    assert cast.history_ready and cast.scale == 1
+    check_steps([(config.delayed_scaling, E4M3, False, 7)], steps=50)
+
+
+# --- the same check sees what could be wrong
+
+_updated = delayed.updated_history
+
+
+def _with(**changes):
+    """Scales by another config than the one that was given."""
+
+    def update(history, current, scale, config, format_max, pow2, age=None):
+        different = replace(config, **{k: change(config) for k, change in changes.items()})
+        return _updated(history, current, scale, different, format_max, pow2, age)
+
+    return update
+
+
+def _rolled_the_other_way(history, *rest):
+    return _updated(history.roll(-1, 1), *rest)  # drops the newest of the past, not the oldest
+
+
+def _one_step_late(history, current, scale, config, *rest):
+    kept, _, _ = _updated(history, current, scale, config, *rest)
+    late = history[:, 0] if config.amax_compute_algo == "most_recent" else current
+    return kept, *_updated(history, late, scale, config, *rest)[1:]
+
+
+FAULTS = {
+    "the history rolls the other way": _rolled_the_other_way,
+    "the margin has the other sign": _with(margin=lambda config: -config.margin),
+    "most_recent is the step before": _one_step_late,
+    "the interval is one longer": _with(interval=lambda config: config.interval + 1),
+    "an infinity is forgotten": _with(remember_nonfinite=lambda config: False),
+    "the other algorithm": _with(
+        amax_compute_algo=lambda config: (
+            "max" if config.amax_compute_algo != "max" else "most_recent"
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault):
+    with (
+        mock.patch.object(delayed, "updated_history", FAULTS[fault]),
+        pytest.raises(AssertionError),
+    ):
+        check_steps(steps=40)

@@ -1,0 +1,301 @@
+"""The interface of torch.optim, which every optimizer here shares."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from optim_training import assert_same_models, assert_same_states, loss_of, make, train
+from torch import nn
+
+from float8.optim import SGD, Adam, AdamW, Lion
+from float8.optim import optimizer as optimizer_module
+from float8.optim.moment import Moment
+
+ALL = (AdamW, Adam, SGD, Lion)
+SMALL = {"min_size": 64, "lr": 1e-3}
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_copies_and_pickles_go_on_alike(cls):
+    model = make()
+    optimizer = cls(model.parameters(), **SMALL)
+    train(model, optimizer, 3)
+    twins = []
+    for again in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+        other, twin = again((model, optimizer))
+        assert twin.param_groups[0]["params"][0] is other[0].weight
+        assert_same_states(twin, optimizer)
+        assert twin.param_groups[0].keys() == optimizer.param_groups[0].keys()
+        train(other, twin, 2)
+        twins.append((other, twin))
+    train(model, optimizer, 2)
+    for other, twin in twins:
+        assert_same_models(other, model)
+        assert_same_states(twin, optimizer)
+
+
+def test_an_entry_of_a_state_dict_is_no_state():
+    model = make()
+    optimizer = AdamW(model.parameters(), **SMALL)
+    train(model, optimizer, 1)
+    entries = optimizer.state_dict()["state"]
+    index = next(i for i, entry in entries.items() if isinstance(entry["exp_avg"], dict))
+    optimizer.state[list(model.parameters())[index]].update(entries[index])
+    with pytest.raises(ValueError, match=r"exp_avg of a parameter of shape.*load_state_dict"):
+        train(model, optimizer, 1)
+
+
+def test_groups_choose_how_their_states_are_kept():
+    model = make()
+    optimizer = AdamW(
+        [
+            {"params": model[0].parameters(), "second_moment": "float16", "group_size": 7},
+            {"params": model[2].parameters(), "lr": 0.5, "first_moment": "float32"},
+        ],
+        min_size=64,
+    )
+    optimizer.add_param_group({"params": model[3].parameters(), "second_moment": "float32"})
+    train(model, optimizer, 2)
+    state = optimizer.state[model[0].weight]
+    assert (state["exp_avg"].kind, state["exp_avg_sq"].kind) == ("float8", "float16")
+    assert state["exp_avg"].group == 7
+    state = optimizer.state[model[2].weight]
+    assert type(state["exp_avg"]) is torch.Tensor
+    assert state["exp_avg_sq"].kind == "float8_expanded"
+    assert type(optimizer.state[model[3].weight]["exp_avg_sq"]) is torch.Tensor
+    assert type(optimizer.state[model[3].bias]["exp_avg"]) is torch.Tensor  # 16 < min_size
+    assert optimizer.param_groups[1]["lr"] == 0.5
+
+
+def test_names_are_kept():
+    model = make()
+    optimizer = AdamW(model.named_parameters(), **SMALL)
+    assert optimizer.param_groups[0]["param_names"][0] == "0.weight"
+
+
+def test_closures_hooks_and_zero_grad():
+    model, calls = make(), []
+    optimizer = AdamW(model.parameters(), **SMALL)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("behind"))
+
+    def closure():
+        calls.append("closure")
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    assert loss.requires_grad
+    assert calls == ["before", "closure", "behind"]
+    optimizer.zero_grad(set_to_none=False)
+    assert not any(p.grad.any() for p in model.parameters())
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_learning_rates_may_be_tensors_and_follow_schedulers():
+    models = [make(), make()]
+    for model, lr in zip(models, (1e-2, torch.tensor(1e-2)), strict=True):
+        optimizer = AdamW(model.parameters(), lr=lr, min_size=64)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
+        for step in range(5):
+            train(model, optimizer, 1)
+            scheduler.step()
+            if step == 3:
+                optimizer.load_state_dict(optimizer.state_dict())
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(1e-4)
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_are_clipped_and_scaled_as_always():
+    model, plain = make(), make()
+    optimizer, other = AdamW(model.parameters(), **SMALL), AdamW(plain.parameters(), **SMALL)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        other.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.unscale_(optimizer)
+        loss_of(plain, step).backward()
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, plain)]
+        torch.testing.assert_close(*norms)
+        scaler.step(optimizer)
+        scaler.update()
+        other.step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+def test_a_scaler_skips_a_step_with_an_infinite_gradient():
+    model = make()
+    optimizer = AdamW(model.parameters(), **SMALL)
+    train(model, optimizer, 1)
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(loss_of(model, 1)).backward()
+    model[0].weight.grad[0, 0] = math.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same_models(model, twin_model)
+    assert_same_states(optimizer, twin)
+    assert scaler.get_scale() == 512.0
+
+
+@pytest.mark.parametrize("cls", [AdamW, SGD, Lion])
+def test_a_nan_spoils_its_own_element(cls):
+    p = nn.Parameter(torch.randn(4, 128))
+    q = nn.Parameter(p.detach().clone())
+    a, b = cls([p], min_size=0), cls([q], min_size=0)
+    p.grad = torch.randn(4, 128)
+    q.grad = p.grad.clone()
+    p.grad[1, 7], q.grad[1, 7] = math.nan, 0.0
+    for _ in range(2):
+        a.step()
+        b.step()
+    same = torch.ones(4, 128, dtype=torch.bool)
+    same[1, 7] = False
+    assert torch.equal(p[same], q[same])
+    assert bool(p[1, 7].isnan()) or cls is Lion  # whose sign of a NaN is one too
+    name = next(iter(a.moment_options))
+    assert torch.equal(a.state[p][name].dequantize()[same], b.state[q][name].dequantize()[same])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 5), (5, 0), (3, 4, 5, 6), (1, 300)])
+def test_weird_shapes(shape):
+    p, q = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(shape))
+    unused = nn.Parameter(torch.randn(3))
+    optimizer = AdamW([p, unused, q], min_size=0, group_size=16)
+    before = p.detach().clone()
+    for _ in range(2):
+        p.grad, q.grad = torch.randn(shape), torch.randn(shape)
+        optimizer.step()
+    assert bool((p != before).all())
+    assert unused not in optimizer.state
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_layouts_of_parameters_and_gradients_do_not_matter():
+    x, g = torch.randn(20, 30), torch.randn(20, 30)
+    results = []
+    for turn in (False, True):
+        base = x.t().contiguous() if turn else x.clone()
+        p = nn.Parameter(base.t() if turn else base)
+        p.grad = g.t().contiguous().t() if turn else g
+        optimizer = AdamW([p], min_size=0)
+        for _ in range(2):
+            optimizer.step()
+        results.append(p.detach())
+    assert torch.equal(*results)
+    image = nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
+    image.grad = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    before = image.detach().clone()
+    AdamW([image], min_size=0).step()
+    assert bool((image != before).all())
+
+
+def test_zero_gradients_for_many_steps_stay_harmless():
+    p = nn.Parameter(torch.randn(4, 256))
+    optimizer = AdamW([p], min_size=0, weight_decay=0.0)
+    p.grad = torch.zeros(4, 256)
+    before = p.detach().clone()
+    for _ in range(50):
+        optimizer.step()
+    assert torch.equal(p, before)
+    p.grad = torch.randn(4, 256)
+    optimizer.step()
+    p.grad = torch.zeros(4, 256)
+    for _ in range(200):
+        optimizer.step()
+    assert p.isfinite().all()
+
+
+def test_states_may_wait_elsewhere():
+    model = make()
+    optimizer = AdamW(model.parameters(), **SMALL)
+    train(model, optimizer, 2)
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            state[name] = value.to("cpu", copy=True)  # there is no other device here
+    train(model, optimizer, 1)
+    train(twin_model, twin, 1)
+    assert_same_models(model, twin_model)
+    average = {p: s["exp_avg"].clone() for p, s in optimizer.state.items()}
+    for p, s in optimizer.state.items():
+        mixed = average[p].lerp(s["exp_avg"], 0.5)
+        torch.testing.assert_close(mixed, s["exp_avg"] + 0)
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_capturable_steps_read_nothing_from_the_device(cls):
+    """Nor does a branch depend on a value: a tensor without values would raise.
+
+    On "meta", as torch 2.13 without CUDA cannot copy into fake CUDA tensors.
+    """
+    p = nn.Parameter(torch.empty(64, 256, device="meta"))
+    q = nn.Parameter(torch.empty(10, device="meta", dtype=torch.bfloat16))
+    lr = torch.tensor(1e-3, device="meta")
+    optimizer = cls([p, q], lr=lr, capturable=True, stochastic_rounding=True)
+    p.grad, q.grad = torch.empty_like(p), torch.empty_like(q)
+    for _ in range(2):
+        optimizer.step()
+    assert optimizer.state[p]["step"].device.type == "meta"
+    optimizer = cls([nn.Parameter(torch.ones(2))])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0]["step"].device.type == "cpu"
+
+
+def test_fused_without_a_gpu_says_so():
+    p = nn.Parameter(torch.randn(64, 64))
+    p.grad = torch.randn(64, 64)
+    with pytest.raises(ValueError, match=r"fused=True.*CUDA"):
+        AdamW([p], fused=True).step()
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_on_cuda_the_default_options_take_the_kernel(cls, monkeypatch):
+    """fused=None and fused=True, of plain and of float8 parameters, without a word."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    pytest.importorskip("triton")
+    taken = []
+    monkeypatch.setattr(optimizer_module, "advance_fused", lambda work, *_: taken.append(work))
+    with FakeTensorMode():
+        for fused in (None, True):
+            p = nn.Parameter(torch.empty(64, 256, device="cuda", dtype=torch.bfloat16))
+            p.grad = torch.empty_like(p)
+            cls([p], fused=fused).step()
+    assert len(taken) == 2
+
+
+def test_the_compiled_step_is_one_graph_and_equals_the_eager_one():
+    """Traced, made functional, written back; inductor's code would take a minute more."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    models = [nn.Linear(130, 40), nn.Linear(130, 40)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [AdamW(m.parameters(), lr=torch.tensor(1e-2), min_size=64) for m in models]
+    steps = [optimizers[0].step, torch.compile(optimizers[1].step, backend=counter)]
+    for i in range(3):
+        x = torch.randn(16, 130)
+        for model, optimizer, step in zip(models, optimizers, steps, strict=True):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            step()
+            optimizer.param_groups[0]["lr"].fill_(1e-2 / (i + 1))
+    assert counter.frame_count == 1
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+    eager, compiled = (o.state[m.weight] for o, m in zip(optimizers, models, strict=True))
+    assert compiled["step"] == 3
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert isinstance(compiled[name], Moment)
+        codes = [s[name].codes.view(torch.uint8).int() for s in (eager, compiled)]
+        assert float((codes[0] != codes[1]).float().mean()) < 0.05, name

@@ -1,0 +1,243 @@
+"""Unit-scaled layers in float8: their products, factors, and conversion back."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import oracle
+import pytest
+import torch
+from assertions import sqnr
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import float8.unit_scaling as uu
+from float8 import (
+    Float8LinearConfig,
+    convert_from_float8_training,
+    convert_to_float8_training,
+    high_precision,
+    sync_float8_amax_and_scale_history,
+)
+from float8.config import RECIPES
+from float8.linear.autograd import STATELESS, linear_in_float8
+from float8.unit_scaling.modules.converted import Float8UnitLinear, Float8UnitLinearReadout
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def in_float8(model, recipe="unit"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+
+
+def rounded(x, dtype):
+    """The nearest float8 values of x in float64, by the table."""
+    codes = oracle.encode(x.detach().double(), dtype)
+    return oracle.table(dtype)[codes.long()]
+
+
+@pytest.mark.parametrize("make", [uu.Linear, uu.LinearReadout])
+@pytest.mark.parametrize("constraint", ["to_output_scale", "gmean", None])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(48,), (3, 5), (1,), (0,)])
+def test_each_product_is_that_of_the_rounded_operands_times_its_own_factor(
+    make, constraint, bias, shape
+):
+    K, N = 64, 16
+    layer = make(K, N, bias=bias, constraint=constraint)
+    if bias:
+        nn.init.normal_(layer.bias)
+    x, g = torch.randn(*shape, K, requires_grad=True), torch.randn(*shape, N)
+    model = in_float8(nn.Sequential(layer))
+    out = model(x)
+    out.backward(g)
+
+    rows = max(int(torch.tensor(shape).prod()), 1)
+    power = 1.0 if make is uu.LinearReadout else 0.5
+    output, grad_input = K**-power, N**-0.5
+    if constraint == "to_output_scale":
+        grad_input = output
+    elif constraint == "gmean":
+        output = grad_input = (output * grad_input) ** 0.5
+    x64, w64 = rounded(x, E4M3).reshape(-1, K), rounded(model[0].weight, E4M3)
+    g64 = rounded(g, E5M2).reshape(-1, N)
+    offset = model[0].bias.detach().double() if bias else 0.0
+    expected = {
+        "output": (out, (x64 @ w64.t() + offset) * output),
+        "grad_input": (x.grad, g64 @ w64 * grad_input),
+        "grad_weight": (model[0].weight.grad, g64.t() @ x64 * rows**-0.5),
+    }
+    if bias:
+        exact = g.double().reshape(-1, N).sum(0) * rows**-0.5
+        expected["grad_bias"] = (model[0].bias.grad, exact)
+    for name, (found, exact) in expected.items():
+        error = (found.double().reshape(exact.shape) - exact).abs().max() if exact.numel() else 0
+        assert error <= 1e-5 * (1 + (exact.abs().max() if exact.numel() else 0)), name
+
+
+@pytest.mark.parametrize("wrong", [(1, 0, 2), (0, 2, 1)])
+def test_exchanged_factors_would_be_seen(wrong):
+    """The planted fault: a factor of another product."""
+    x, w, g = torch.randn(48, 64), torch.randn(16, 64), torch.randn(48, 16)
+    factors = (64**-0.5, 16**-0.5, 48**-0.5)
+    leaves = x.requires_grad_(), w.requires_grad_()
+    results = []
+    for chosen in (factors, tuple(factors[i] for i in wrong)):
+        out = linear_in_float8(
+            *leaves, None, RECIPES["unit"], STATELESS, record=False, factors=chosen
+        )
+        results.append((out, *torch.autograd.grad(out, leaves, g)))
+    differing = [(a - b).abs().max() > 1e-2 for a, b in zip(*results, strict=True)]
+    assert differing == [a != b for a, b in zip(wrong, range(3), strict=True)]
+
+
+@pytest.mark.parametrize(
+    "recipe", ["unit", "tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
+)
+def test_every_recipe_runs_a_unit_scaled_model(recipe):
+    """All recipes come close to high precision on one model."""
+    model = uu.MLP(128)
+    x, g = torch.randn(64, 128), torch.randn(64, 128)
+    model(x).backward(g)
+    exact = {name: p.grad for name, p in model.named_parameters()}
+    converted = in_float8(copy.deepcopy(model), recipe)
+    for _ in range(2):
+        converted.zero_grad()
+        converted(x).backward(g)
+        sync_float8_amax_and_scale_history(converted)
+    for name, p in converted.named_parameters():
+        assert sqnr(p.grad, exact[name]) > 17, name  # three products deep
+
+
+def test_the_unit_recipe_is_as_precise_as_scales_that_are_measured():
+    """The purpose of unit scaling: a scale of 1 is as precise as one from an amax."""
+    model = uu.TransformerDecoder(hidden_size=64, vocab_size=64, layers=2, heads=2)
+    ids = torch.randint(64, (4, 32))
+    model.loss(ids).backward()
+    exact = {name: p.grad.clone() for name, p in model.named_parameters()}
+    worst = {}
+    for recipe in ("unit", "tensorwise"):
+        converted = in_float8(copy.deepcopy(model), recipe)
+        converted.zero_grad()
+        converted.loss(ids).backward()
+        worst[recipe] = min(sqnr(p.grad, exact[n]) for n, p in converted.named_parameters())
+    assert worst["unit"] > worst["tensorwise"] - 1.5
+
+
+def test_the_float8_layers_keep_roles_depths_and_options():
+    model = uu.DepthSequential(uu.Linear(16, 16, constraint=None), uu.LinearReadout(16, 16))
+    parameters = dict(model.named_parameters())
+    converted = in_float8(model)
+    assert [type(m) for m in converted] == [Float8UnitLinear, Float8UnitLinearReadout]
+    assert dict(converted.named_parameters()) == parameters
+    assert converted[0].constraint is None and converted[1].scale_power == (1.0, 0.5, 0.5)
+    assert [p.mup_type for p in converted.parameters()] == ["weight", "output"]
+    for duplicate in (copy.deepcopy(converted), converted.to(torch.bfloat16)):
+        assert [p.mup_type for p in duplicate.parameters()] == ["weight", "output"]
+        assert [p.mup_scaling_depth for p in duplicate.parameters()] == [2, 2]
+    assert uu.optim.AdamW(converted.parameters(), lr=1.0).param_groups[0]["lr"] > 0
+
+
+def test_conversion_is_undone_by_its_inverse_and_by_high_precision():
+    model = nn.Sequential(uu.Linear(16, 16, bias=True), uu.LinearReadout(16, 16))
+    x = torch.randn(8, 16)
+    expected, keys = model(x), list(model.state_dict())
+    converted = in_float8(model)
+    assert not torch.equal(converted(x), expected)
+    with high_precision(converted):
+        assert torch.equal(converted(x), expected)
+    back = convert_from_float8_training(converted)
+    assert [type(m) for m in back] == [uu.Linear, uu.LinearReadout]
+    assert torch.equal(back(x), expected) and list(back.state_dict()) == keys
+    assert not hasattr(back[0], "cast_input")
+
+
+def test_only_layers_that_are_not_unit_scaled_are_warned_of():
+    model = nn.Sequential(uu.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+    small = 2.0**-11
+    with torch.no_grad():
+        model[1].weight.copy_(torch.tensor([0.0, small, 0.5, 2.0**-8]).repeat(32, 8))
+        model[2].weight.fill_(1.0)
+    expected = r'"unit".*2 of 3 layers \(first: 1\).*12.5% of their weights flush.*37.5% lose'
+    with pytest.warns(UserWarning, match=expected):
+        convert_to_float8_training(model, config=RECIPES["unit"])
+
+
+def test_a_meta_model_is_warned_of_without_numbers():
+    with torch.device("meta"):
+        model = nn.Linear(32, 32)
+    with pytest.warns(UserWarning, match="are not unit-scaled; gradients"):
+        convert_to_float8_training(model, config=RECIPES["unit"])
+
+
+def test_compiled_in_one_graph_with_the_results_of_eager():
+    model = in_float8(nn.Sequential(uu.Linear(32, 48), uu.GELU(), uu.LinearReadout(48, 16)))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for batch in (40, 56, 7):
+        x, g = torch.randn(batch, 32), torch.randn(batch, 16)
+        grads = []
+        for run in (model, compiled):
+            model.zero_grad()
+            leaf = x.clone().requires_grad_()
+            out = run(leaf)
+            out.backward(g)
+            grads.append([out, leaf.grad, *(p.grad for p in model.parameters())])
+        for mine, theirs in zip(*grads, strict=True):
+            assert sqnr(mine, theirs) > 30  # GELU rounds differently, and so does its cast
+    assert counter.frame_count <= 2
+
+
+def traced(model, x, g):
+    """The names of the aten ops of a training step's forward and backward graphs."""
+    names = []
+
+    def record(module, _):
+        names.extend(n.target._opname for n in module.graph.nodes if hasattr(n.target, "_opname"))
+        return make_boxed_func(module)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
+    torch.compile(model, backend=backend, fullgraph=True)(x).backward(g)
+    return names
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_unit_recipe_reduces_no_operand(bias):
+    """No reduction in the traced step but the bias's gradient; tensorwise has three and more."""
+    x, g = torch.randn(16, 32, requires_grad=True), torch.randn(16, 48)
+    reductions = {"amax", "amin", "aminmax", "max", "min", "sum", "mean", "norm"}
+    found = {}
+    for recipe in ("unit", "tensorwise"):
+        names = traced(in_float8(nn.Sequential(uu.Linear(32, 48, bias=bias)), recipe), x, g)
+        found[recipe] = [name for name in names if name in reductions]
+    assert found["unit"] == ["sum"] * bias
+    assert len(found["tensorwise"]) >= 3
+
+
+def test_a_unit_step_has_as_many_ops_as_an_unscaled_static_one():
+    """The factors cost no op on a tensor as large as an operand."""
+    x, g = torch.randn(16, 32, requires_grad=True), torch.randn(16, 48)
+    scaled = traced(in_float8(nn.Sequential(uu.Linear(32, 48))), x, g)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = nn.Sequential(nn.Linear(32, 48, bias=False))
+        plain = convert_to_float8_training(plain, config=RECIPES["unit"])
+    unscaled = traced(plain, x, g)
+    extra = len(scaled) - len(unscaled)
+    assert 0 <= extra <= 3  # at most a multiplication of a (1, 1) scale per product
+
+
+def test_a_converted_layer_resets_like_the_plain_one_and_shows_its_constraint():
+    layer = in_float8(nn.Sequential(uu.Linear(16, 32, bias=True, constraint="gmean")))[0]
+    plain = uu.Linear(16, 32, bias=True)
+    for one in (layer, plain):
+        torch.manual_seed(1)
+        one.reset_parameters()
+    assert torch.equal(layer.weight, plain.weight) and not layer.bias.any()
+    assert "out_features=32" in repr(layer) and "constraint='gmean'" in repr(layer)

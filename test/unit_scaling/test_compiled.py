@@ -1,0 +1,102 @@
+"""One compiled graph serves all lengths: factors that are made from sizes stay symbolic."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scale_assertions import LENGTHS, graphs_compiled, normal
+
+import float8.unit_scaling as uu
+from float8.unit_scaling import functional as U
+from float8.unit_scaling.core.functional import log, logarithmic_interpolation
+from float8.unit_scaling.modules.attention import rotary
+from float8.unit_scaling.scale import scale_bwd, scale_fwd
+
+
+def all_constraints(a, b):
+    return sum(U.matmul(a, b, c) for c in ("gmean", "hmean", "amean", "to_right_grad_scale"))
+
+
+def linear_layers(x, w, b):
+    return U.linear_readout(U.linear(x, w, b, "gmean"), w, b, "hmean")
+
+
+def both_kinds(attention):
+    return lambda *a: attention(*a, is_causal=False) + attention(*a, is_causal=True)
+
+
+def qkv(n):
+    return tuple(normal(2, n, 8, seed=i) for i in range(3))
+
+
+def factors_of_a_size(x):
+    return scale_fwd(x, logarithmic_interpolation(0.3, log(x.shape[0]), x.shape[0] ** 0.5))
+
+
+def gelu_and_softmax(x):
+    return U.softmax(U.gelu(x, 2.0), 0, constraint="gmean")
+
+
+# name -> (function, its inputs of length n)
+FUNCTIONS = {
+    "linear": (linear_layers, lambda n: (normal(2, n, 8), normal(8, 8), normal(8))),
+    "matmul": (U.matmul, lambda n: (normal(2, n, 8), normal(2, 8, n))),
+    "matmul, broadcast": (U.matmul, lambda n: (normal(n, 8), normal(3, 8, n + 1))),
+    "constraints": (all_constraints, lambda n: (normal(2, n, 8), normal(2, 8, n))),
+    "conv1d": (
+        lambda x, w: U.conv1d(x, w, padding=2, stride=2, constraint="gmean"),
+        lambda n: (normal(2, 3, n), normal(4, 3, 3)),
+    ),
+    "activations": (gelu_and_softmax, lambda n: (normal(n, 5),)),
+    "norms": (
+        lambda x, w: U.layer_norm(U.rms_norm(x, (6,), w), (6,), w),
+        lambda n: (normal(2, n, 6), torch.ones(6)),
+    ),
+    "attention": (both_kinds(U.scaled_dot_product_attention), qkv),
+    "square-root attention": (both_kinds(U.sqrt_softmax_attention), qkv),
+    "cross entropy": (U.cross_entropy, lambda n: (normal(n, 6), torch.arange(n) % 6)),
+    "mse_loss": (U.mse_loss, lambda n: (normal(n, 3), normal(n, 3))),
+    "add": (U.add, lambda n: (normal(2, n, 6), normal(n, 6))),
+    "residual": (lambda x: U.residual_apply(torch.tanh, x, 0.5), lambda n: (normal(n, 6),)),
+    "interpolation and log": (factors_of_a_size, lambda n: (torch.ones(n, 3),)),
+    "rotary": (rotary, lambda n: (normal(2, n, 8),)),
+}
+
+
+@pytest.mark.parametrize(("function", "inputs"), FUNCTIONS.values(), ids=FUNCTIONS)
+def test_all_lengths_share_a_graph(function, inputs):
+    assert graphs_compiled(function, [inputs(n) for n in LENGTHS]) == 1
+
+
+def test_the_natural_logarithm_of_python_would_compile_for_each_size():
+    calls = [(torch.ones(n, 3),) for n in LENGTHS]
+    found = graphs_compiled(lambda x: scale_fwd(x, math.log(x.shape[0])), calls)
+    assert found == len(LENGTHS), "math.log traces: core.functional.log may become it"
+
+
+def test_inductor_generates_code_for_a_factor_of_a_size():
+    def scaled(x):
+        return scale_fwd(scale_bwd(x, 1 / x.shape[0] ** 0.5), 2 / x.shape[0])
+
+    assert graphs_compiled(scaled, [(normal(n, 3),) for n in LENGTHS], "inductor") == 1
+
+
+def test_a_decoder_trains_the_same_at_every_length():
+    def loss(ids, *weights):
+        names = [name for name, _ in model.named_parameters()]
+        return torch.func.functional_call(model, dict(zip(names, weights, strict=True)), ids)
+
+    class Loss(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = uu.TransformerDecoder(16, 24, layers=1, heads=2)
+
+        def forward(self, ids):
+            return self.model.loss(ids)
+
+    model = Loss()
+    weights = [p.detach() for p in model.parameters()]
+    calls = [(torch.randint(24, (2, n)), *weights) for n in LENGTHS]
+    assert graphs_compiled(loss, calls) == 1

@@ -1,0 +1,205 @@
+"""Every contraction has the factors of its terms, whichever way it is spelt."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from float8.unit_scaling import functional as U
+from float8.unit_scaling.transforms.contractions import conv2d, conv3d, einsum
+from float8.unit_scaling.transforms.unit_scale import unit_scale
+
+# equation -> shapes
+CONTRACTIONS = {
+    "ij,jk->ik": [(3, 4), (4, 5)],
+    "ij,jk": [(3, 4), (4, 5)],
+    "bij,bjk->bik": [(2, 3, 4), (2, 4, 5)],
+    "bij,bkj->bik": [(2, 3, 4), (2, 5, 4)],
+    "bthd,bshd->bhts": [(2, 3, 4, 5), (2, 6, 4, 5)],
+    "bhts,bshd->bthd": [(2, 4, 3, 6), (2, 6, 4, 5)],
+    "...ij,...jk->...ik": [(2, 7, 3, 4), (2, 7, 4, 5)],
+    "bi,ij->bj": [(3, 4), (4, 5)],
+    "bij, ij k -> b k": [(2, 3, 4), (3, 4, 5)],
+    "j,j->": [(4,), (4,)],
+}
+NO_PRODUCTS = {
+    "ij,ij->ij": [(3, 4), (3, 4)],
+    "i,j->ij": [(3,), (4,)],
+    "ii,ij->j": [(3, 3), (3, 4)],
+    "ij->ji": [(3, 4)],
+    "ij,jk,kl->il": [(3, 4), (4, 5), (5, 6)],
+    "ij,jk->k": [(3, 4), (4, 5)],
+}
+
+
+@pytest.mark.parametrize("equation", CONTRACTIONS)
+def test_a_contraction_is_torchs_times_one_factor_per_result(equation):
+    left, right = (torch.randn(s, dtype=torch.float64) for s in CONTRACTIONS[equation])
+    left.requires_grad_(), right.requires_grad_()
+    plain = torch.einsum(equation, left, right)
+    grad = torch.randn_like(plain)
+    expected = [plain, *torch.autograd.grad(plain, [left, right], grad)]
+    out = einsum(equation, left, right, constraint=None)
+    found = [out, *torch.autograd.grad(out, [left, right], grad)]
+    products = left.numel() * right.numel() / shared(equation, left, right)
+    for mine, torchs in zip(found, expected, strict=True):
+        # all products, divided among the elements of the result: so many terms has each
+        factor = (max(torchs.numel(), 1) / products) ** 0.5
+        torch.testing.assert_close(mine, torchs * factor)
+
+
+def shared(equation, left, right):
+    """The product of the sizes of the indices that both operands have."""
+    a, b = equation.replace(" ", "").partition("->")[0].split(",")
+    a, b = (t.replace("...", "YZ") if "..." in t else t for t in (a, b))
+    sizes = dict(zip(a, left.shape, strict=True))
+    total = 1
+    for index in set(a) & set(b):
+        total *= sizes[index]
+    return total
+
+
+@pytest.mark.parametrize("equation", NO_PRODUCTS)
+def test_what_is_no_matrix_product_is_left_to_torch(equation):
+    operands = [torch.randn(s) for s in NO_PRODUCTS[equation]]
+    assert torch.equal(einsum(equation, *operands), torch.einsum(equation, *operands))
+
+
+def test_operands_of_einsum_may_come_as_a_list():
+    x, y = torch.randn(3, 4), torch.randn(4, 5)
+    assert torch.equal(einsum("ij,jk->ik", [x, y]), einsum("ij,jk->ik", x, y))
+
+
+class Product(nn.Module):
+    def __init__(self, call, *shape):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(*shape, dtype=torch.float64))
+        self.b = nn.Parameter(torch.randn(shape[-1], dtype=torch.float64))
+        self.call = call
+
+    def forward(self, x, y):
+        return self.call(x, y, self.w, self.b)
+
+
+WITH_WEIGHT = {
+    "x @ w": lambda x, y, w, b: x @ w,
+    "x.matmul(w)": lambda x, y, w, b: x.matmul(w),
+    "matmul by keyword": lambda x, y, w, b: torch.matmul(input=x, other=w),
+    "mm": lambda x, y, w, b: torch.mm(x[0], w),
+    "x.mm": lambda x, y, w, b: x[0].mm(w),
+    "a transposed weight": lambda x, y, w, b: x @ w.t().contiguous().t(),
+    "addmm": lambda x, y, w, b: torch.addmm(b, x[0], w),
+    "b.addmm": lambda x, y, w, b: b.addmm(x[0], w),
+    "einsum": lambda x, y, w, b: torch.einsum("bij,jk->bik", x, w),
+    "F.linear by keyword": lambda x, y, w, b: F.linear(input=x, weight=w.t()),
+}
+OF_ACTIVATIONS = {
+    "x @ y": lambda x, y, w, b: x @ y,
+    "bmm": lambda x, y, w, b: torch.bmm(x, y),
+    "x.bmm": lambda x, y, w, b: x.bmm(y),
+    "mm": lambda x, y, w, b: torch.mm(x[0], y[0])[None].expand(2, -1, -1),
+    "einsum": lambda x, y, w, b: torch.einsum("bij,bjk->bik", x, y),
+    "baddbmm without beta": lambda x, y, w, b: torch.baddbmm(y[:, :3, :5], x, y, beta=0),
+}
+
+
+@pytest.mark.parametrize("spelling", WITH_WEIGHT)
+def test_a_product_with_a_weight_is_a_linear_layer(spelling):
+    model = unit_scale(Product(WITH_WEIGHT[spelling], 4, 5))
+    x, y = torch.randn(2, 3, 4, dtype=torch.float64), torch.randn(())
+    rows = x[0] if "mm" in spelling.replace("matmul", "") else x
+    bias = model.b if "addmm" in spelling else None
+    out = model(x, y)
+    expected = U.linear(rows, model.w.t(), bias, None)
+    grad = torch.randn_like(out)
+    torch.testing.assert_close(out, expected)
+    mine, theirs = (torch.autograd.grad(z, model.w, grad)[0] for z in (out, expected))
+    torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("spelling", OF_ACTIVATIONS)
+def test_a_product_of_activations_is_constrained(spelling):
+    model = unit_scale(Product(OF_ACTIVATIONS[spelling], 4, 5))
+    x, y = torch.randn(2, 3, 4, dtype=torch.float64), torch.randn(2, 4, 5, dtype=torch.float64)
+    x.requires_grad_(), y.requires_grad_()
+    one = U.matmul(x[0], y[0])[None].expand(2, -1, -1)
+    expected = one if spelling == "mm" else U.matmul(x, y)
+    out = model(x, y)
+    grad = torch.randn_like(out)
+    torch.testing.assert_close(out, expected)
+    mine, theirs = (torch.autograd.grad(z, (x, y), grad) for z in (out, expected))
+    torch.testing.assert_close(mine, theirs)
+
+
+def test_what_baddbmm_adds_is_a_signal_if_it_is_no_mask():
+    def body(x, y, w, b):
+        return torch.baddbmm(x @ w, x, y, beta=2, alpha=3)
+
+    model = unit_scale(Product(body, 4, 5))
+    x, y = torch.randn(2, 3, 4, dtype=torch.float64), torch.randn(2, 4, 5, dtype=torch.float64)
+    added = U.linear(x, model.w.t())
+    torch.testing.assert_close(model(x, y), U.add(added * 2, U.matmul(x, y) * 3))
+
+
+def test_all_forms_are_the_same_in_compiled_code():
+    def body(x, y, w, b):
+        forms = [*WITH_WEIGHT.values(), *OF_ACTIVATIONS.values()]
+        return [form(x, y, w, b) for form in forms]
+
+    model = unit_scale(Product(body, 4, 5))
+    x, y = torch.randn(2, 3, 4, dtype=torch.float64), torch.randn(2, 4, 5, dtype=torch.float64)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, y), model(x, y), rtol=0, atol=0)
+
+
+# --- convolutions
+
+OPTIONS = [
+    {},
+    {"stride": (2, 1), "padding": (0, 3)},
+    {"padding": "same", "dilation": 2},
+    {"padding": "valid", "groups": 2},
+    {"stride": 3, "padding": 2, "dilation": (1, 2), "groups": 4},
+]
+
+
+def results(function, x, w, b, grad=None):
+    leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+    y = function(*leaves)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y.dtype)
+    return y.detach(), *torch.autograd.grad(y, leaves, grad)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("batch", [(3,), ()], ids=str)
+def test_factors_are_the_roots_of_the_terms_counted_by_a_convolution_of_ones(options, batch):
+    groups = options.get("groups", 1)
+    x = torch.randn(*batch, 4, 11, 9, dtype=torch.float64)
+    w, b = torch.randn(8, 4 // groups, 3, 2, dtype=torch.float64), torch.randn(8).double()
+    ones = [torch.ones_like(t).requires_grad_() for t in (x, w, b)]
+    counts = F.conv2d(*ones, **options)
+    terms = [g.mean() for g in torch.autograd.grad(counts, ones, torch.ones_like(counts))]
+    found = results(lambda *a: conv2d(*a, **options, constraint=None), x, w, b)
+    plain = results(lambda *a: F.conv2d(*a, **options), x, w, b)
+    for one, other, n in zip(found, plain, (w[0].numel(), *terms), strict=True):
+        torch.testing.assert_close(one, other * float(n) ** -0.5)
+
+
+def test_a_dimension_of_one_changes_nothing():
+    x, w, b = torch.randn(2, 4, 9), torch.randn(6, 4, 3), torch.randn(6)
+    one = results(lambda *a: U.conv1d(*a, padding=1), x, w, b)
+    x, w = x[:, :, None, None], w[:, :, None, None]
+    three = results(lambda *a: conv3d(*a, padding=(0, 0, 1)), x, w, b)
+    for a, other in zip(one, three, strict=True):
+        torch.testing.assert_close(a, other.reshape(a.shape), atol=1e-5, rtol=1e-5)
+
+
+def test_a_patch_embedding_has_unit_scale_after_unit_scale():
+    model = unit_scale(nn.Conv2d(3, 64, 4, 4))
+    x = torch.randn(16, 3, 32, 32, requires_grad=True)
+    y = model(x)
+    y.backward(torch.randn_like(y))
+    for tensor in (y.detach(), x.grad, model.weight.grad, model.bias.grad):
+        assert 0.7 < float(tensor.square().mean().sqrt()) < 1.4

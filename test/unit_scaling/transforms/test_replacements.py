@@ -1,0 +1,166 @@
+"""Which function is called in place of another, and which calls are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from float8.unit_scaling import functional as U
+from float8.unit_scaling import registry
+from float8.unit_scaling.registry import overridable
+from float8.unit_scaling.transforms.replacements import replacements_of
+from float8.unit_scaling.transforms.unit_scale import unit_scale
+
+
+def silu_3(x):
+    return 3 * U.silu(x)
+
+
+def new_gelu(x):
+    return 0.5 * x * (1 + torch.erf(x / 2**0.5))
+
+
+@overridable
+def seen_gelu(x):
+    return new_gelu(x)
+
+
+class Calls(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class ByWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def test_the_users_functions_come_before_the_registered_ones_and_those_before_the_table():
+    assert replacements_of({F.silu: silu_3})[F.silu] is silu_3
+    assert replacements_of({silu_3: F.silu})[silu_3] is U.silu
+    assert replacements_of({})[F.gelu] is U.gelu
+    mine = lambda left, right: left @ right  # noqa: E731
+    registry.register(torch.matmul, mine, replace=True)
+    try:
+        assert replacements_of({})[torch.matmul] is mine
+        model, x = unit_scale(ByWeight()), torch.randn(2, 4)  # without options of our own matmul
+        assert torch.equal(model(x), x @ model.weight)
+    finally:
+        registry.register(
+            torch.matmul, U.matmul, replace=True, keywords={"input": "left", "other": "right"}
+        )
+
+
+X = torch.linspace(-2, 2, 5)
+REPLACED = {
+    "an overridable function": (seen_gelu, {seen_gelu: U.gelu}, U.gelu),
+    "a function of torch as value": (seen_gelu, {seen_gelu: F.gelu}, U.gelu),
+    "a function of torch": (F.relu, {F.relu: U.gelu}, U.gelu),
+    "its own value": (F.gelu, {F.gelu: F.gelu}, F.gelu),
+    "a function of the user's": (F.gelu, {F.gelu: lambda x: x * 3}, lambda x: x * 3),
+    "another spelling": (lambda x: x.softmax(-1), {torch.softmax: lambda x, d: x * 3},
+                         lambda x: x * 3),
+    "not called": (seen_gelu, {F.relu: U.gelu}, new_gelu),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_functions_of_torch_and_overridable_ones_are_replaced(name):
+    function, replace, expected = REPLACED[name]
+    plain = Calls(function)
+    before = plain(X)
+    model = unit_scale(plain, replace=replace)
+    assert torch.equal(model(X), expected(X)) and torch.equal(plain(X), before)
+    assert model.function is function
+
+
+def test_they_are_replaced_in_compiled_code_too():
+    model = unit_scale(
+        Calls(lambda x: seen_gelu(x) * F.relu(x)), {seen_gelu: U.gelu, F.relu: U.silu}
+    )
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X), U.gelu(X) * U.silu(X))
+
+
+@pytest.mark.parametrize(
+    ("replace", "error", "message"),
+    [
+        ({new_gelu: U.gelu}, ValueError, r"replace: new_gelu .*registry\.overridable"),
+        ({len: U.gelu}, ValueError, "replace: len .* a transform does not see"),
+        ({new_gelu: "gelu"}, TypeError, "functions to functions"),
+    ],
+)
+def test_a_function_whose_calls_cannot_be_seen_is_refused(replace, error, message):
+    with pytest.raises(error, match=message):
+        unit_scale(Calls(new_gelu), replace=replace)
+
+
+def test_keywords_that_torch_passes_on_with_their_defaults_are_dropped():
+    assert torch.equal(unit_scale(Calls(F.relu), replace={F.relu: silu_3})(X), silu_3(X))
+
+
+def test_a_function_that_is_registered_later_is_found_by_models_that_exist():
+    model = unit_scale(Calls(lambda x: x.mul(2)))
+    before = model(X)
+    registry.register(torch.Tensor.mul, lambda x, y: x * 0)
+    try:
+        assert not model(X).any()
+    finally:
+        registry.unregister(torch.Tensor.mul)
+    assert torch.equal(model(X), before)
+
+
+class Hidden(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(4, 4)]  # not a ModuleList
+
+    def forward(self, x):
+        return self.layers[0](x)
+
+
+class Grouped(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.randn(2, 16, 16)), function
+
+    def forward(self, x):
+        ends = torch.tensor([2, 4], dtype=torch.int32)
+        return self.function(x, self.weight.transpose(-2, -1), offs=ends)
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "message"),
+    [
+        (lambda: nn.LSTM(4, 4), (torch.randn(3, 2, 4),), r"lstm at .* weight_ih_l0.*replace="),
+        (lambda: nn.GRUCell(4, 4), (torch.randn(2, 4),), "gru_cell at .* weight_ih"),
+        (lambda: nn.ConvTranspose2d(3, 4, 2), (torch.randn(2, 3, 4, 4),), "conv_transpose2d"),
+        (lambda: nn.Bilinear(3, 4, 2), (torch.randn(5, 3), torch.randn(5, 4)), "bilinear"),
+        # Sums and means of its rows have no factor that would give them unit scale.
+        (lambda: nn.EmbeddingBag(10, 8), (torch.randint(10, (6, 5)),), "embedding_bag .* weight"),
+        (lambda: Grouped(torch._grouped_mm), (torch.randn(4, 16),), "grouped_mm at .* by weight"),
+        (lambda: Grouped(F.grouped_mm), (torch.randn(4, 16),), "grouped_mm at .* by weight"),
+        (Hidden, (torch.randn(2, 4),), r"test_replacements.*\(4, 4\).* not a parameter of the mod"),
+    ],
+)
+def test_a_weight_without_a_unit_scaled_function_is_refused_by_name_and_line(make, inputs, message):
+    """At a standard deviation of 1 it would make the activations grow with the width."""
+    with pytest.raises(ValueError, match=message):
+        unit_scale(make())(*inputs)
+
+
+def test_such_a_call_stays_as_it_is_where_its_weight_is_frozen_or_it_is_replaced_by_itself():
+    plain, x = nn.LSTM(4, 4).requires_grad_(False), torch.randn(3, 2, 4)
+    assert torch.equal(unit_scale(plain)(x)[0], plain(x)[0])
+    model = unit_scale(nn.Bilinear(3, 4, 2), replace={F.bilinear: F.bilinear})
+    assert model(torch.randn(5, 3), torch.randn(5, 4)).shape == (5, 2)
