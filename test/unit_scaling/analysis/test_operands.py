@@ -96,6 +96,11 @@ def test_saturated_is_beyond_the_maximum_infinities_too():
     assert lost(x.new_empty(0), E4M3) == (0.0, 0.0)
 
 
+def test_of_one_element_everything_can_be_lost():
+    assert lost(torch.tensor([0.0, 1e-6]), E4M3) == (1.0, 0.0)
+    assert lost(torch.tensor([449.0]), E4M3) == (0.0, 1.0)
+
+
 def test_an_inspected_model_stays_as_it_is():
     model, x = Net(), X.clone().requires_grad_()
     before = {name: value.clone() for name, value in model.state_dict().items()}
