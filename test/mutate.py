@@ -97,8 +97,10 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
         case ast.Expr(value=ast.Call()) | ast.Assign(targets=[ast.Attribute()]):
             yield "deletion", node, "pass"
         case ast.Call(args=[a, b, *rest], func=called) if (
-            not isinstance(a, ast.Starred) and not isinstance(b, ast.Starred)
-        ) and ast.unparse(called) not in SYMMETRIC:
+            (not isinstance(a, ast.Starred) and not isinstance(b, ast.Starred))
+            and ast.unparse(called) not in SYMMETRIC
+            and ast.dump(a) != ast.dump(b)
+        ):
             yield "argument order", node, with_(args=[b, a, *rest])
         case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test):
             if not isinstance(test, ast.Compare | ast.UnaryOp):
@@ -162,8 +164,8 @@ def sample(root: Path, area: str, count: int, seed: int) -> list[Mutant]:
     return random.Random(seed).sample(found, min(count, len(found)))
 
 
-def tests_of(root: Path, path: str, area: str) -> list[str]:
-    """The test files of an area, those nearest to a module first."""
+def tests_of(root: Path, path: str, area: str) -> tuple[list[str], list[str]]:
+    """The test files of an area, nearest first: those of a module or importing it, and others."""
     package, name = ".".join(Path(path).parts[:-1]), Path(path).stem
     imports = re.compile(rf"{package}\.{name}\b|from {package} import .*\b{name}\b")
     folder = Path("test", *Path(path).parts[1:-1])
@@ -174,7 +176,9 @@ def tests_of(root: Path, path: str, area: str) -> list[str]:
         return not same, not imports.search((root / test).read_text()), not here, test
 
     files = (p.relative_to(root) for p in (root / "test").glob("*/**/test_*.py"))
-    return [str(p) for p in sorted((p for p in files if of_area(p, area)), key=distance)]
+    tests = sorted((p for p in files if of_area(p, area)), key=distance)
+    near = [str(p) for p in tests if not all(distance(p)[:2])]
+    return near, [str(p) for p in tests[len(near) :]]
 
 
 def run_tests(root: Path, arguments: list[str], limit: float) -> list[str] | None:
@@ -228,18 +232,21 @@ def failures(
     free: SimpleQueue[Path] = SimpleQueue()
     for copy in copies:
         free.put(copy)
-    all_tests = tests_of(copies[0], mutants[0].path, area)
-    excluded = set(run_tests(copies[0], ["--collect-only", *all_tests], limit) or ())
+    near, others = tests_of(copies[0], mutants[0].path, area)
+    excluded = set(run_tests(copies[0], ["--collect-only", *near, *others], limit) or ())
 
     def run(mutant: Mutant) -> list[str] | None:
         copy = free.get()
         file = copy / mutant.path
         source = file.read_bytes()
+        without = [f"--deselect={name}" for name in excluded]
+        result: list[str] | None = []
         try:
             file.write_bytes(mutated(source, mutant))
-            without = [f"--deselect={name}" for name in excluded]
-            tests = [t for t in tests_of(copy, mutant.path, area) if t not in excluded]
-            result = run_tests(copy, ["-x", *without, *arguments, *tests], limit)
+            for group in tests_of(copy, mutant.path, area):  # others are imported if need be
+                tests = [test for test in group if test not in excluded]
+                if tests and result == []:
+                    result = run_tests(copy, ["-x", *without, *arguments, *tests], limit)
         finally:
             file.write_bytes(source)
             free.put(copy)
