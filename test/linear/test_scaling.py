@@ -25,7 +25,14 @@ from float8.config import RECIPES, DelayedScalingConfig, OperandCast, ScalingTyp
 from float8.formats import E4M3, E5M2
 from float8.granularity import WHOLE
 from float8.linear.delayed import updated_history
-from float8.linear.scaling import BoundCast, DelayedState, constant, multiply_scale, quantize
+from float8.linear.scaling import (
+    BoundCast,
+    DelayedState,
+    constant,
+    known_scale,
+    multiply_scale,
+    quantize,
+)
 
 INF, NAN = math.inf, math.nan
 BLOCKS = {name: g.block_of((0, 0)) for name, g in shapes.GRANULARITIES.items()}
@@ -45,6 +52,16 @@ def assert_cast_with(data, scale, x, expected_scale, block, dtype, replay) -> No
 
 
 # --- one cast
+
+
+def test_only_static_scales_and_those_with_a_history_are_known_beforehand():
+    x, dynamic, delayed = torch.ones(2, 2), operand_cast(), operand_cast(ScalingType.DELAYED)
+    assert known_scale(operand_cast(ScalingType.STATIC, static="0.5"), None, x) == 0.5
+    assert known_scale(dynamic, None, x) is None
+    assert known_scale(dynamic, state(0.25), x) is None
+    assert known_scale(delayed, None, x) is None
+    assert known_scale(delayed, state(0.25, ready=False), x) is None
+    assert_bitwise(known_scale(delayed, state(0.25), x), torch.tensor([[0.25]]))
 
 
 @pytest.mark.parametrize("name", BLOCKS)

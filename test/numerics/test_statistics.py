@@ -124,11 +124,13 @@ def test_weird_tensors_under_right_and_wrong_scales(case, dtype, name, octaves):
 
 
 @pytest.mark.parametrize("name", GRANULARITIES)
-def test_pieces_change_nothing(name, monkeypatch):
+def test_pieces_are_small_and_change_nothing(name, monkeypatch):
     x = Case((300, 70), fill="wide", specials=("inf",), seed=1).make()
     x[200:, :] *= 100
     coded = cast(x, FORMATS[0], GRANULARITIES[name], None)
     monkeypatch.setitem(statistics._PIECE, "cpu", 700)
+    rows_of_pieces = [rows.stop - rows.start for rows, _ in statistics._pieces(coded)]
+    assert max(rows_of_pieces) <= max(700 // 70, coded.block[0])
     check(x, coded, name)
 
 
