@@ -143,8 +143,7 @@ def cast_rows(
         return x, None
     if how.kernel is not None and not kernels.is_sharded(x):
         return _by_kernel(x, how, state, record, scale, rows=True, cols=False)[:2]
-    if x.device.type == "cuda" and torch.compiler.is_compiling():
-        # The compiler casts: static scales, DTensors, emulation.
+    if torch.compiler.is_compiling():  # the compiler casts: static scales, DTensors, emulation
         kernels.check_compiler(x.device)
     if scale is None:
         scale = _scale(x, how, state, record)
