@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from types import SimpleNamespace
 
 import oracle
@@ -14,15 +13,8 @@ from meter import saved_bytes
 from shapes import pairs
 from torch import Tensor, nn
 
-from float8 import (
-    CastConfig,
-    Float8Linear,
-    Float8LinearConfig,
-    ScalingType,
-    convert_to_float8_training,
-)
+from float8 import Float8Linear, Float8LinearConfig, convert_to_float8_training
 from float8.config import RECIPES
-from float8.granularity import Blockwise
 from float8.linear.bound_plan import plan_on
 from float8.linear.float8_weight import (
     float8_weight,
@@ -154,32 +146,3 @@ def test_dequantising_a_model_leaves_its_other_parameters():
     assert model[0].weight.requires_grad
     assert model[1].weight is norm
     assert convert_to_float8_training(nn.Linear(3, 4)).weight_scale is None
-
-
-OFF, E4M3, E5M2 = (
-    CastConfig(scaling_type=ScalingType.DISABLED),
-    CastConfig(target_dtype=torch.float8_e4m3fn),
-    CastConfig(target_dtype=torch.float8_e5m2),
-)
-
-
-@pytest.mark.parametrize(
-    ("reason", "settings"),
-    [
-        (
-            "its output GEMM runs in high precision",
-            {"input": OFF, "weight": OFF}
-            | {"input_for_grad_weight": E4M3, "weight_for_grad_input": E4M3},
-        ),
-        (
-            "its grad_input GEMM runs in high precision",
-            {"weight_for_grad_input": OFF, "grad_output": OFF}
-            | {"grad_output_for_grad_weight": E5M2},
-        ),
-        ("in e4m3 and e5m2", {"weight_for_grad_input": E5M2, "grad_output": E4M3}),
-        ("a scale for each", {"weight": CastConfig(granularity=Blockwise(1, 32))}),
-    ],
-)
-def test_weights_that_two_gemms_cannot_share_do_not_live_in_float8(reason, settings):
-    named = {f"cast_config_{name}": cast for name, cast in settings.items()}
-    assert reason in str(refuses_resident(replace(RECIPES["tensorwise"], **named)))
