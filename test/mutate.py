@@ -4,7 +4,8 @@
 
 A *mutant* is the library with one small change: a comparison flipped, a constant plus one, a call
 deleted. It is *caught* if a test fails or hangs. A mutant that survives shows a missing test, or is
-*equivalent*: no caller can see the change. A reader judges that. Every survivor is printed.
+*equivalent*: no caller can see the change. A reader judges that; every survivor is printed. Tests
+of another area may catch it, and so may tests marked slow or ``cuda``.
 
 Mutants live in copies of the repository in a temporary folder, one copy per worker. Each runs the
 tests of its area with ``pytest -x``: first the test file named like the mutated module, then files
