@@ -28,9 +28,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import bert, decoders, harness, report, training
-
-import corpus  # isort: skip  # of scripts/, which training puts on the path
+from benchmarks.measuring import harness, report
+from benchmarks.models import bert, decoders, training
+from scripts.training import corpus
 
 COLUMNS = {
     "layer": ("model", ""),

@@ -33,9 +33,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import harness, report
-from benchmarks.limit import COPY, Copy
-from benchmarks.step import room_to_compile
+from benchmarks.measuring import harness, report
+from benchmarks.measuring.limit import COPY, Copy
+from benchmarks.measuring.step import room_to_compile
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KERNEL, EAGER, COMPILED = "kernel", "eager", "compiled"

@@ -41,10 +41,10 @@ from torch.multiprocessing.spawn import start_processes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import harness, report
-from benchmarks.harness import Row
-from benchmarks.llama import SIZES, Llama, Sizes
-from benchmarks.wire import Wire
+from benchmarks.measuring import harness, report
+from benchmarks.measuring.harness import Row
+from benchmarks.measuring.wire import Wire
+from benchmarks.models.llama import SIZES, Llama, Sizes
 
 FSDP2, DDP = "FSDP2", "DDP"
 ALL = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")

@@ -34,11 +34,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import contenders, harness, limit, plots, report, shapes, targets
-from benchmarks.contenders import BASELINE, PEER, Operands
-from benchmarks.floor import FLOOR, floor
-from benchmarks.shapes import LLAMA3_8B, LLAMA3_70B, SQUARES, Shape
-from benchmarks.step import Step, launches, room_to_compile, saved_bytes
+from benchmarks.measuring import contenders, harness, limit, plots, report, shapes, targets
+from benchmarks.measuring.contenders import BASELINE, PEER, Operands
+from benchmarks.measuring.floor import FLOOR, floor
+from benchmarks.measuring.shapes import LLAMA3_8B, LLAMA3_70B, SQUARES, Shape
+from benchmarks.measuring.step import Step, launches, room_to_compile, saved_bytes
 from float8.kernels.casts import COMPILED, compiler_may_cast
 
 FLOORS = ("tensorwise", "rowwise", "blockwise")  # the others cast as one of these does

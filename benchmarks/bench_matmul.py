@@ -28,8 +28,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import harness, report, shapes
-from benchmarks.shapes import LLAMA3_8B, LLAMA3_70B, Shape
+from benchmarks.measuring import harness, report, shapes
+from benchmarks.measuring.shapes import LLAMA3_8B, LLAMA3_70B, Shape
 from float8 import Blockwise, Float8Tensor, Rowwise, Tensorwise
 
 BASELINE = "bf16"

@@ -47,10 +47,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import demo_runs, harness, memory, report, savers
-from benchmarks.harness import Row
-from benchmarks.llama import MODELS, Sizes
-from benchmarks.savers import ALL_TOGETHER, BASELINE
+from benchmarks.measuring import demo_runs, harness, memory, report, savers
+from benchmarks.measuring.harness import Row
+from benchmarks.measuring.savers import ALL_TOGETHER, BASELINE
+from benchmarks.models.llama import MODELS, Sizes
 
 COLUMNS = {
     "mode": ("model", ""),

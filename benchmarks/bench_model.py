@@ -31,10 +31,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import contenders, harness, report
-from benchmarks.contenders import BASELINE, PEER
-from benchmarks.llama import SIZES, Llama, Sizes
-from benchmarks.step import Step, launches, room_to_compile, saved_bytes
+from benchmarks.measuring import contenders, harness, report
+from benchmarks.measuring.contenders import BASELINE, PEER
+from benchmarks.measuring.step import Step, launches, room_to_compile, saved_bytes
+from benchmarks.models.llama import SIZES, Llama, Sizes
 from float8 import Float8LinearConfig, convert_to_float8_training
 
 COLUMNS = {

@@ -34,10 +34,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import decoders, harness, report, stability, training
-from benchmarks.decoders import PARAMETRISATIONS
-
-import corpus  # isort: skip  # of scripts/, which training puts on the path
+from benchmarks.measuring import harness, report, stability
+from benchmarks.models import decoders, training
+from benchmarks.models.decoders import PARAMETRISATIONS
+from scripts.training import corpus
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -30,16 +30,14 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
-sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "scripts"))
 
-from benchmarks import harness, report
-from benchmarks.harness import Row
+from benchmarks.measuring import harness, report
+from benchmarks.measuring.harness import Row
 from float8 import sync_float8_amax_and_scale_history
 from float8.config import RECIPES
 from float8.numerics import inspect_every
-
-import gpt  # isort: skip  # of scripts/
-from options import SIZES  # isort: skip
+from scripts.training import gpt
+from scripts.training.options import SIZES
 
 NONE, EVERY, EACH = "none", "every n", "each step"
 MOST = 1.05

@@ -34,7 +34,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import harness, report
+from benchmarks.measuring import harness, report
 from float8.optim import AdamW
 
 BASELINE = "torch foreach"

@@ -33,11 +33,11 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import contenders, harness, report, shapes
-from benchmarks.by_hand import FUNCTIONS, ByHand
-from benchmarks.contenders import BASELINE, Operands
-from benchmarks.shapes import Shape
-from benchmarks.step import launches
+from benchmarks.measuring import contenders, harness, report, shapes
+from benchmarks.measuring.by_hand import FUNCTIONS, ByHand
+from benchmarks.measuring.contenders import BASELINE, Operands
+from benchmarks.measuring.shapes import Shape
+from benchmarks.measuring.step import launches
 from float8 import Float8Linear, sync_float8_amax_and_scale_history
 
 BY_HAND = "by hand "

@@ -33,8 +33,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 import float8.unit_scaling as uu
-from benchmarks import bench_model, contenders, harness, report, traffic
-from benchmarks.step import Step, room_to_compile
+from benchmarks import bench_model
+from benchmarks.measuring import contenders, harness, report, traffic
+from benchmarks.measuring.step import Step, room_to_compile
 from float8 import Float8LinearConfig, convert_to_float8_training
 
 BASELINE = "high precision"

@@ -37,16 +37,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import corpus
-from ctrl_c import CtrlC, at_once
-from environment import NotWritten, check_writable, environment, write_json
 from matplotlib.figure import Figure  # not pyplot: a file is all we want, and no display is needed
-from options import Options, give_up, options_from, parser, processes
-from options import seed as seed_of
-from parallel import launch, leave
-from savings import SAVED, parts_of
 from tabulate import tabulate
-from train_gpt import Trainer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
+
+from scripts.train_gpt import Trainer
+from scripts.training import corpus
+from scripts.training.ctrl_c import CtrlC, at_once
+from scripts.training.environment import NotWritten, check_writable, environment, write_json
+from scripts.training.options import Options, give_up, options_from, parser, processes
+from scripts.training.options import seed as seed_of
+from scripts.training.parallel import launch, leave
+from scripts.training.savings import SAVED, parts_of
 
 SHARDED = ("bf16", "tensorwise", "delayed")  # with --nproc, unless --recipes says otherwise
 RECIPES = ("bf16", "tensorwise", "delayed", "rowwise", "naive", "unit_bf16", "unit")

@@ -30,13 +30,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # imported by a test
-
-from sass.findings import scan
-from sass.tools import listing, resources
 
 from float8.kernels.gpu.launch import Variant
 from float8.kernels.scaled_mm import SUPPORT
+from scripts.sass.findings import scan
+from scripts.sass.tools import listing, resources
 
 FILES = (
     "amax",

@@ -15,8 +15,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sass.findings import scan
-from sass.tools import listing
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
+
+from scripts.sass.findings import scan
+from scripts.sass.tools import listing
 
 
 def main(argv: Sequence[str]) -> int:

@@ -43,13 +43,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from cluster import BF16, MODELS, NODE, Assumptions, Cluster, Model, Step
 from tabulate import tabulate
 
-from benchmarks.shapes import HEAD_DIM
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
+
+from benchmarks.measuring.shapes import HEAD_DIM
 from float8.estimate import Device
-from float8.estimate.lookup import find_device
+from float8.estimate.devices import find_device
+from scripts.training.cluster import BF16, MODELS, NODE, Assumptions, Cluster, Model, Step
 
 RECIPES = ("tensorwise", "delayed")  # those whose weights are gathered as float8
 GIGA = 1e9

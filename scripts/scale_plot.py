@@ -19,8 +19,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imsave
 from numpy import asarray, full, hstack
 from numpy.typing import NDArray
-from operand_table import model_and_batch
-from options import Options, options_from, parser
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 from float8.unit_scaling.analysis import plot
 from float8.unit_scaling.transforms import (
@@ -29,6 +29,8 @@ from float8.unit_scaling.transforms import (
     track_scales,
     unit_scale,
 )
+from scripts.operand_table import model_and_batch
+from scripts.training.options import Options, options_from, parser
 
 XMIN, XMAX = 2.0**-32, 2.0**18
 DPI = 110

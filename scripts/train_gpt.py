@@ -33,27 +33,33 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import corpus
-import gpt
-import savings
 import torch
-from ctrl_c import CtrlC, at_once
-from environment import NotWritten, check_writable, environment, remove, write_json
-from half_products import HalfProducts
-from options import EPILOG, Options, give_up, options_from, parser, processes, row_of
-from parallel import Alone, launch, leave
 from torch import Tensor, UntypedStorage, nn
 from tqdm import tqdm
 
-from benchmarks.memory import bytes_of, state_tensors  # isort: skip  # parallel makes it importable
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
+
+from benchmarks.measuring.memory import bytes_of, state_tensors
+from scripts.training import corpus, gpt, savings
+from scripts.training.ctrl_c import CtrlC, at_once
+from scripts.training.environment import NotWritten, check_writable, environment, remove, write_json
+from scripts.training.half_products import HalfProducts
+from scripts.training.options import (
+    EPILOG,
+    Options,
+    give_up,
+    options_from,
+    parser,
+    processes,
+    row_of,
+)
+from scripts.training.parallel import Alone, launch, leave
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # Llama's (arXiv:2302.13971)
 UNIT_DECAY = 2**-13  # per step, whatever the learning rate (u-muP, arXiv:2407.17465)
 FINAL_LEARNING_RATE = 0.1  # of the peak: cosine, as Llama
 # Options that checkpoints of before do not name, and what they were trained with.
 SINCE = {"nproc": 1, "optimizer": "adamw", "saved_activations": False, "ms_amp": None}
-
-
 PARTS = {"identity": dict, "text": str, "model": dict, "optimizer": dict, "history": dict}
 
 
@@ -68,7 +74,7 @@ def team(options: Options) -> Alone:
     """This process among those that share the training; alone, for one."""
     if options.nproc == 1:
         return Alone()
-    from sharded import Sharded
+    from scripts.training.sharded import Sharded
 
     return Sharded(options.device)
 

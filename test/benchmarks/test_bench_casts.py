@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks import bench_casts, report
+from benchmarks import bench_casts
 from benchmarks.bench_casts import CASTS, COMPILED, EAGER, KERNEL, main
+from benchmarks.measuring import report
 
 
 @pytest.mark.parametrize("name", CASTS)

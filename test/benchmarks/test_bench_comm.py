@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import bench_comm
 from benchmarks.bench_comm import DDP, FORMS, FSDP2, QUICK
-from benchmarks.llama import Llama
+from benchmarks.models.llama import Llama
 
 
 @pytest.fixture(scope="module")

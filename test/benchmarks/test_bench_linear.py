@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import bench_linear, contenders, harness, limit, targets
-from benchmarks.contenders import SCALED
-from benchmarks.shapes import Shape
+from benchmarks import bench_linear
+from benchmarks.measuring import contenders, harness, limit, targets
+from benchmarks.measuring.contenders import SCALED
+from benchmarks.measuring.shapes import Shape
 
 M, K, N = 48, 128, 64
 TINY = ["--device", "cpu", "--shapes", f"{M},{K},{N}", "--repeats", "3", "--warmup", "1"]

@@ -9,7 +9,8 @@ from statistics import median
 
 import pytest
 
-from benchmarks import bench_matmul, report
+from benchmarks import bench_matmul
+from benchmarks.measuring import report
 
 M, K, N = 48, 128, 64
 TINY = ["--device", "cpu", "--shapes", f"{M},{K},{N}", "--repeats", "3", "--warmup", "1"]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import bench_model, llama
-from benchmarks.contenders import BASELINE, SCALED
+from benchmarks import bench_model
+from benchmarks.measuring.contenders import BASELINE, SCALED
+from benchmarks.models import llama
 from float8 import Float8Linear
 
 SIZES = llama.Sizes(64, 128, 4, 2, batch=2, tokens=16, blocks=2)

@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from benchmarks import bench_optim, harness
+from benchmarks import bench_optim
+from benchmarks.measuring import harness
 
 
 def test_eager_steps_are_timed_and_weighed(tmp_path):

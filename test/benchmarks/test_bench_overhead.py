@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks import bench_overhead
-from benchmarks.by_hand import FUNCTIONS
+from benchmarks.measuring.by_hand import FUNCTIONS
 
 TINY = ["--shapes", "16,32,48", "--repeats", "3", "--warmup", "1"]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import bert
-from benchmarks.bert import IGNORED, MASK
+from benchmarks.models import bert
+from benchmarks.models.bert import IGNORED, MASK
 from float8 import Float8Linear
 
 WIDTH, LAYERS, CONTEXT = 128, 1, 32

@@ -11,14 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import (
-    bench_linear,
-    bench_matmul,
-    bench_model,
-    bench_overhead,
-    harness,
-    report,
-)
+from benchmarks import bench_linear, bench_matmul, bench_model, bench_overhead
+from benchmarks.measuring import harness, report
 
 ROOT = report.ROOT
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import bench_memory, harness, savers
-from benchmarks.llama import MODELS
+from benchmarks import bench_memory
+from benchmarks.measuring import harness, savers
+from benchmarks.models.llama import MODELS
 from float8 import Float8Linear, Float8Tensor
 from float8.optim import Moment
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import stability
+from benchmarks.measuring import stability
 
 
 class Layer(nn.Module):

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from benchmarks import contenders, step
-from benchmarks.contenders import ALL_RECIPES, BASELINE, Operands
-from benchmarks.shapes import Shape
+from benchmarks.measuring import contenders, step
+from benchmarks.measuring.contenders import ALL_RECIPES, BASELINE, Operands
+from benchmarks.measuring.shapes import Shape
 
 M, K, N = 48, 128, 64
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks import targets
-from benchmarks.contenders import BASELINE
+from benchmarks.measuring import targets
+from benchmarks.measuring.contenders import BASELINE
 
 
 def row(layer: str, mode: str, *samples: float, sizes=targets.SIZES) -> dict:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
-from benchmarks import traffic
+from benchmarks.measuring import traffic
 from float8.config import RECIPES
 from float8.linear.autograd import STATELESS, _Float8LinearFunction
 from float8.linear.scaling import DelayedState

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import training
-
-import corpus  # isort: skip  # of scripts/, which training puts on the path
+from benchmarks.models import training
+from scripts.training import corpus
 
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 

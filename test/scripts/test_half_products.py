@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from half_products import HALF, HalfProducts
+from scripts.training.half_products import HALF, HalfProducts
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -1,15 +1,12 @@
 """What `plan_cluster.py` prints: a prediction, every assumption, and errors that name the fix."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import plan_cluster
-from cluster import MODELS
-
 from float8.estimate import DEVICES
+from scripts import plan_cluster
+from scripts.training.cluster import MODELS
 
 
 def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -122,10 +119,10 @@ def test_the_help_explains_the_columns_and_points_to_the_measurements(
 def test_the_moments_bytes_are_those_that_an_optimizer_really_keeps(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    import savings
     import torch
 
-    from benchmarks.memory import bytes_of, state_tensors
+    from benchmarks.measuring.memory import bytes_of, state_tensors
+    from scripts.training import savings
 
     assert plan_cluster.MOMENTS.keys() == savings.OPTIMIZERS.keys()
     weight = torch.nn.Parameter(torch.randn(64, 256))
