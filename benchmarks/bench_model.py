@@ -75,7 +75,7 @@ def step(name: str, mode: str, plain: Llama, x: torch.Tensor, grad_output: torch
 
 
 def peak_bytes(step: Step, device: str) -> int | None:
-    """The most memory allocated at any moment of one step; None where nobody counts."""
+    """The peak of allocated memory in one step; None on a CPU."""
     if torch.device(device).type != "cuda":
         return None
     step()
@@ -115,7 +115,7 @@ def measure(
 
 
 def weigh(step: Step, baseline: Step, device: str) -> harness.Row:
-    """What a step launches and keeps, and how near its output is, beside bf16's."""
+    """What a step launches and saves, and the SQNR of its output against bf16's."""
     row: harness.Row = {"saved_mib": saved_bytes(step) / 2**20}
     if (launched := launches(step, device)) is not None:
         row["launches"] = launched

@@ -10,12 +10,12 @@
 #
 # Each part has its own time limit, so that a slow one cannot starve the next. Parts come in order of
 # importance. Benchmarks write down each row as they measure it and begin nothing new after a while;
-# eager comes before compiled, and every kernel beside a copy before what it is compared with.
+# eager comes before compiled, and every kernel with a copy before its comparisons.
 #
 # OUTDIR holds results.tar.gz, written anew after every part: report.txt (how each part ended, all
 # tables), a log and a JUnit file for each run of tests, and a JSON file per benchmark:
 # bench_linear.json is the layer of the targets, bench_linear_sweep.json all layers and squares. The
-# same files lie beside it. The archive stays below 16 MiB, of the report and the tables if need be.
+# same files lie in OUTDIR. The archive stays below 16 MiB, of the report and the tables if need be.
 case " $* " in *" --help "* | *" -h "*)
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit 0

@@ -1,4 +1,4 @@
-"""What float8 without scales would lose of the demo's GPT, before and after `unit_scale`.
+"""The loss of float8 without scales in the demo's GPT, before and after `unit_scale`.
 
     python scripts/operand_table.py
     python scripts/operand_table.py --batch 128 --context 128     # 16,384 tokens

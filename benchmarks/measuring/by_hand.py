@@ -1,10 +1,10 @@
-"""float8 linear layers as one would write them by hand: no configuration, no checks, no choices.
+"""float8 linear layers written by hand, without configuration and checks.
 
-They are what `bench_overhead.py` measures the library against, and so they do the same work to the
-same bits, in the fewest lines of plain PyTorch: the same casts (the input once per layout, kept in
+`bench_overhead.py` compares the library with them. They compute the same bits in the fewest lines
+of plain PyTorch: the same casts (the input once per layout, kept in
 one byte per element; the weight by reference, cast again in backward; the gradient), and the same
-three products, emulated in bfloat16. They run on bfloat16 matrices without bias, and take no care
-of what does not happen in a benchmark: infinities, autocast, frozen weights, empty batches.
+three products, emulated in bfloat16. They take bfloat16 matrices without bias, and do not
+handle infinities, autocast, frozen weights and empty batches.
 
 Shapes: x_MK input, w_NK weight, g_MN grad_output; `value = data * scale`.
 """

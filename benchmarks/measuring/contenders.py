@@ -1,10 +1,10 @@
-"""Who takes part: nn.Linear, float8 in every recipe, and torchao's float8 of the same recipe.
+"""The layers compared: nn.Linear, float8 in every recipe, and torchao's float8 of the same recipe.
 
 All contenders of a shape share one weight, one input and one `grad_output`, so that they do the
 same work on the same numbers. `static` is tensorwise scaling with constants: no amax pass at all,
 the fastest that a float8 layer can be. Its constants are the ones that the operands need.
 
-torchao takes part where it is importable; on a CPU it must be told to emulate.
+torchao is measured where it is importable; on a CPU it needs its option to emulate.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Maker = Callable[[Operands], nn.Module]
 
 
 def static_config(operands: Operands) -> Float8LinearConfig:
-    """Constant scales that just hold these operands, in the formats of `tensorwise`."""
+    """The smallest constant scales for these operands, in the formats of `tensorwise`."""
 
     def cast(operand: torch.Tensor, dtype: torch.dtype) -> CastConfig:
         scale = operand.detach().abs().max().item() / torch.finfo(dtype).max
@@ -96,7 +96,7 @@ def torchao_model(model: nn.Module, recipe: str) -> nn.Module:
 
 
 def names(options: argparse.Namespace) -> list[str]:
-    """Who takes part, in order; what ratios compare with comes first."""
+    """The names of the contenders in order; the baseline of ratios comes first."""
     listed = [BASELINE]
     for recipe in options.recipes:
         listed.append(recipe)
@@ -111,7 +111,7 @@ def recipe_of(name: str) -> str:
 
 
 def maker(name: str) -> Maker:
-    """How a contender is made of the shared operands."""
+    """Makes a contender from the shared operands."""
     if name == BASELINE:
         return lambda operands: operands.linear
     make = torchao_layer if name.startswith(PEER) else float8_layer

@@ -1,13 +1,14 @@
-"""The demo GPT in `bench_memory`: what it holds in each way, and how well it ends.
+"""The demo GPT in `bench_memory`: its memory in each run, and its loss.
 
-Sizes are those that `scripts/train_gpt.py` writes down of itself, each way in a process of its own:
-a process's peak never falls. The model is wider than the demo's own (`WIDE`), or the interpreter
-would be most of what is resident. Quality is at the demo's own sizes, trained as `scripts/demo.py`
+`scripts/train_gpt.py` reports the sizes, each run in a separate process, because a process's peak
+never falls. The model is wider than the demo's (`WIDE`), so that the interpreter is not most of the
+resident memory. Quality is at the demo's own sizes, trained as `scripts/demo.py`
 does; a way's gap is
 
     loss / loss of bf16 from the same seed - 1        on held-out text, after the last step
 
-and the baseline's own seeds say how large a gap is luck. Ways are `scripts/savings.py`'s.
+and the spread over the baseline's seeds is the noise of a gap. `scripts/training/savings.py` names
+the runs.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ TINY = {"layers": 1, "width": 64, "heads": 2, "context": 32, "batch": 2, "steps"
 
 
 def knows(way: str) -> bool:
-    """Whether a way is a run of the demo's."""
+    """Whether the demo can train this way."""
     return way not in (*savers.PEERS, savers.MASTER, savers.NARROW)
 
 

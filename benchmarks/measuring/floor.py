@@ -1,15 +1,14 @@
-"""What emulating float8 on a CPU costs at least: casting and decoding, beside nn.Linear itself.
+"""The lower bound of emulated float8 on a CPU: nn.Linear's time, the casts and dequantisation.
 
 A CPU multiplies in bfloat16. An emulation multiplies as nn.Linear does, and before that each
-operand of each product must be rounded to float8 and come back to bfloat16: nothing that works
-with float8's numbers avoids that. So
+operand of each product must be rounded to float8 and converted back to bfloat16. So
 
     floor = time(nn.Linear's step, and each cast that the recipe asks for, once, and its decoding)
 
-with this library's own casts, operands that two products share cast once. It is a row beside the
-layers, and takes its turn with them; a layer's ratio is to be read against it, not against 1.
+with this library's casts; operands that two products share are cast once. It is timed in turns with
+the layers: compare a layer's ratio with that row, not with 1.
 On processors without bfloat16 instructions (AMX, AVX512-BF16) float32 products are the faster ones,
-and whoever multiplies in float32 there falls below this floor, and below nn.Linear.
+and an emulation that multiplies in float32 is then faster than this bound, and than nn.Linear.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from float8.granularity import WHOLE
 from float8.linear.scaling import quantize
 
 FLOOR = "floor "
-BY_ROW = ((WHOLE, WHOLE), (1, WHOLE))  # the codes themselves can be multiplied
+BY_ROW = ((WHOLE, WHOLE), (1, WHOLE))  # the data can be multiplied without dequantising
 
 
 def there_and_back(operand: Tensor, cast: OperandCast) -> Tensor:

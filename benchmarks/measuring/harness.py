@@ -1,16 +1,17 @@
-"""How every benchmark here measures, and what it writes down.
+"""How the benchmarks measure time.
 
-A machine's speed drifts while it is measured: clocks, temperature, neighbours. Timing all of A and
-then all of B charges that drift to one of them. So candidates take turns, A B C A B C ..., and
+A machine's speed drifts during a measurement: clocks, temperature, other processes. If all of A is
+timed and then all of B, the drift counts for one of them. So candidates take turns,
+A B C A B C ..., and
 
     ratio(B) = median over rounds of  time(B, round) / time(A, round)
 
-compares only what was measured side by side: a slowdown of a whole round cancels, and one
-disturbed round does not move the median. A sample is the mean of as many calls as fill
+compares samples of one round: a slowdown of a whole round cancels, and one disturbed round does not
+move the median. A sample is the mean of as many calls as fill
 `TARGET_S`, so that the clock's resolution and a single launch's latency do not count.
 
 On CUDA the calls lie between two events on the stream, which time the device and not the queueing;
-on a CPU `perf_counter` does. `report.py` writes down what came of it, raw samples included.
+on a CPU `perf_counter` does. `report.py` writes the results, raw samples included.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def never() -> bool:
 
 
 def countdown(seconds: float | None, now: Callable[[], float] = time.monotonic) -> Late:
-    """Asked whether so many seconds have passed since this call; None is forever."""
+    """A function that says whether so many seconds have passed since this call; None is never."""
     start = now()
     return never if seconds is None else lambda: now() - start > seconds
 
@@ -80,9 +81,9 @@ def runnable(
 ) -> tuple[dict[str, C], dict[str, Row]]:
     """Make and try every candidate: those that run, and for the others why they do not.
 
-    One candidate's failure is a row of the table, not the end of the run. The first is what the
-    others are compared with: its failure is raised. Compiling one takes up to a minute, so that no
-    other is begun once it is late.
+    One candidate's failure is a row of the table, not the end of the run. The first is the
+    baseline: its failure is raised. Making one compiles it, up to a minute: none is begun once it
+    is late.
     """
     able: dict[str, C] = {}
     errors: dict[str, Row] = {}
@@ -103,9 +104,9 @@ def runnable(
 
 
 def why(error: Exception) -> Row:
-    """What a row says in place of times.
+    """The columns of a row that was not timed.
 
-    A ValueError is float8's word for "not on this device, because": a refusal, and no failure.
+    float8 raises ValueError where a device cannot run a config: a refusal, not a failure.
     """
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return {"error": text, "refused": isinstance(error, ValueError)}
@@ -116,7 +117,7 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Seconds per call of each candidate in each of `repeats` rounds of A B C.
 
-    Warm-up rounds (at least one) are not kept; the last one tells how many calls fill a sample.
+    Warm-up rounds (at least one) are not kept; the last one sets the number of calls of a sample.
     """
     for _ in range(warmup):
         once = {name: timer(fn, 1) for name, fn in candidates.items()}
@@ -138,14 +139,14 @@ def time_in_turns(
 
 @dataclass(frozen=True)
 class Rounds:
-    """What came of candidates that took turns: those that ran, the others' reasons, the samples."""
+    """The results of candidates timed in turns: those that ran, the others' errors, the samples."""
 
     runs: Mapping[str, Callable[[], object]]
     errors: Mapping[str, Row]
     samples: Mapping[str, list[float]]
 
     def row(self, name: str, baseline: str) -> Row:
-        """What a row says about time, or why there is none."""
+        """The time columns of a row, or the reason why there is none."""
         if name in self.errors:
             return self.errors[name]
         return timing(self.samples[name], self.samples[baseline])
@@ -175,7 +176,7 @@ def paired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> float:
 
 
 def timing(samples: Sequence[float], baseline: Sequence[float]) -> Row:
-    """What a row says about time: median, spread, ratio, and the raw samples behind them."""
+    """The time columns of a row: median, spread, ratio, and the raw samples."""
     return {
         "ms": median(samples) * 1e3,
         "min_ms": min(samples) * 1e3,
@@ -186,7 +187,7 @@ def timing(samples: Sequence[float], baseline: Sequence[float]) -> Row:
 
 
 def sqnr_db(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """Signal to quantisation noise in dB: a fast product that is wrong is no product."""
+    """Signal to quantisation noise in dB."""
     signal, noise = reference.float(), reference.float() - other.float()
     ratio = signal.square().mean() / noise.square().mean().clamp_min(1e-30)
     return 10 * math.log10(max(ratio.item(), 1e-30))
@@ -212,7 +213,7 @@ def positive(text: str) -> int:
 
 
 def device(name: str) -> str:
-    """A device that is there, for argparse."""
+    """The name of an available device, for argparse."""
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # an assertion where CUDA was not compiled in

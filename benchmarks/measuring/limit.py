@@ -1,4 +1,4 @@
-"""How fast can a float8 step be? Its three products alone, and the least bytes that casts move.
+"""The lower bound of a float8 step's time: its three GEMMs, and the least bytes that casts move.
 
     limit = time(three products, operands already cast) + bytes / bandwidth
 
@@ -15,7 +15,7 @@ The least bytes of one bfloat16 operand, which two products read:
              A scale of the whole tensor takes a pass before the cast; so do the scales of rows
              and of columns together, as only one of them can be on chip.
 
-`of_limit` of a row is limit / time: 1 where a step leaves nothing to gain.
+`of_limit` of a row is limit / time, at most 1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Products = Callable[[], object]
 
 
 def passes(uses: Sequence[OperandCast]) -> int:
-    """How often an operand must be read to be cast for these uses of it."""
+    """How often an operand must be read for its casts."""
     dynamic = [use for use in uses if use.scaling_type is ScalingType.DYNAMIC]
     whole = any(use.block == (WHOLE, WHOLE) for use in dynamic)
     rows = sum(use.block[1] == WHOLE for use in dynamic)

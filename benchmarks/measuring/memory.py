@@ -1,15 +1,15 @@
-"""How many bytes a training step holds, and what holds them: counted, on a GPU or without one.
+"""Counts the bytes of a training step: parameters, states, activations and peak, without a GPU too.
 
-Counted are storages, each once, however many tensors look at it, and of a tensor subclass the
-plain tensors inside it. Of one step, in the state that the step before left,
+Counted are storages, each once, and of a tensor subclass the plain tensors inside it. Of one step,
+after another step,
 
     parameters, gradients, states     of the model and of the optimizer
     activations                       what is alive after forward and was not before
     peak                              the most that is alive at any moment of the step
 
-`Allocations` sees every op and every storage that is freed, so it counts what is there, not what a
-formula expects; `test/benchmarks/test_memory.py` holds it to counts by hand and to torch's own
-MemTracker. Two things are not seen: what a kernel allocates within itself, and what CUDA's
+`Allocations` sees every op and every storage that is freed, so it counts and does not estimate;
+`test/benchmarks/test_memory.py` compares it with counts by hand and with torch's MemTracker. Two
+things are not seen: what a kernel allocates within itself, and what CUDA's
 allocator adds by rounding and fragmentation.
 
 A model too large for this machine is traced on the meta device, whose storages have sizes and no
@@ -178,7 +178,7 @@ def footprint(
 def _backward(
     model: nn.Module, batch: tuple[Tensor, ...], forward: Context, allocations: Allocations
 ) -> int:
-    """Forward and backward; what was kept between them."""
+    """Forward and backward; returns the bytes saved between them."""
     before = allocations.now
     with forward():
         loss = model(*batch)
@@ -208,7 +208,7 @@ def _flash(
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """Keeps its input and one float32 number per row; what it computes nobody sees."""
+    """Saves its input and one float32 number per row; the values do not matter on meta."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ def _family_on_cuda(device: torch.device, emulate: bool = False) -> str:
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """What runs on the meta device takes the memory that it would on CUDA."""
+    """Ops on the meta device take the memory that they would on CUDA."""
     replaced: dict[str, Any] = {
         "float8.kernels.family_of": _family_on_cuda,
         "float8.kernels.casts.family_of": _family_on_cuda,

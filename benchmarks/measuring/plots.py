@@ -2,7 +2,7 @@
 
 One panel per mode; sizes along x in the order of measurement, one line per contender, and a line
 at 1, where float8 gains nothing. Speed-up is 1 / ratio: above 1 is faster. A recipe has one colour;
-torchao's line of it is dashed, and what emulation cannot avoid is dotted.
+torchao's line of it is dashed, and the lower bound of emulation is dotted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def size(row: Row) -> str:
 
 
 def draw(report: dict[str, Any]) -> Figure:
-    from matplotlib.figure import Figure  # only who draws needs it
+    from matplotlib.figure import Figure  # needed for drawing only
 
     drawn = panels(report)
     sizes = list(dict.fromkeys(size(row) for row in report["rows"]))

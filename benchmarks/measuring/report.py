@@ -1,4 +1,4 @@
-"""What a benchmark writes down: a table to read, and a JSON file that hides nothing.
+"""The output of a benchmark: a table to read, and a JSON file with every sample.
 
 A row is a dict: what was measured (shape, recipe), the medians, and every raw sample behind them.
 The table shows some of a row's keys, rounded; the file holds all of them, with the machine, the
@@ -38,9 +38,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def table(rows: Sequence[Row], columns: Columns) -> str:
-    """Rows as text. A key that a row lacks is an empty cell, one that all lack no column.
+    """Rows as text. A key that a row lacks is an empty cell; one that all lack has no column.
 
-    Numbers are aligned at the right. Spelt out, because a machine with a GPU may lack tabulate.
+    Numbers are aligned right. Without tabulate, which a machine with a GPU may lack.
     """
     columns = {key: column for key, column in columns.items() if any(key in row for row in rows)}
     lines = [[header for header, _ in columns.values()]]
@@ -75,7 +75,7 @@ def commit() -> Row:
 
 
 def cpu_model() -> str:
-    """The processor's own name where Linux tells it, else what Python knows."""
+    """The processor's name from /proc/cpuinfo, else from `platform`."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -90,7 +90,7 @@ def version(package: str) -> str | None:
 
 
 def environment(device: str) -> Row:
-    """All that a number depends on and that the numbers themselves do not show."""
+    """The machine, the versions and the commit that measurements depend on."""
     on_cuda = torch.device(device).type == "cuda"
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -140,9 +140,9 @@ def write(
     columns: Columns,
     targets: Sequence[Row] = (),
 ) -> Row:
-    """`publish` without printing; called after each row, it keeps what a kill would lose.
+    """`publish` without printing; called after each row, so that a killed run keeps its rows.
 
-    The file is replaced as a whole, so that it can be read at any moment.
+    The file is replaced atomically, so that it can be read at any moment.
     """
     report = {
         "schema": SCHEMA,

@@ -1,20 +1,19 @@
-"""Who takes part in `bench_memory`: ways to hold a LLaMA in training, and how each is set up.
+"""The runs of `bench_memory`: which parts of a LLaMA's training are in float8, and their setup.
 
-A way is a run as `scripts/savings.py` reads it, recipe and savings joined by "+", or one of the
-others here.
-In all of them embedding, norms and head are bfloat16 as their gradients are, and so is whatever a
-way does not keep in float8:
+A way is a run as `scripts/training/savings.py` parses it, recipe and savings joined by "+", or one
+of the others here. In all of them embedding, norms and head and their gradients are bfloat16, and
+so is all that a way does not keep in float8:
 
     bf16                  the baseline: weights and gradients bfloat16, AdamW's moments float32; no
                           master weights (8 + 2 + 2 bytes per parameter)
-    bf16+fp32_master      float32 master weights beside that (16 bytes per parameter)
+    bf16+fp32_master      float32 master weights in addition (16 bytes per parameter)
     bf16+bf16_adamw       torch.optim.AdamW as it comes: moments in the weights' dtype
     torchao ...           its 8-bit optimizers, where torchao is installed
     bitsandbytes ...      its blockwise 8-bit AdamW, where it is installed; on CUDA alone
 
-The moments' updates count as one fused kernel for everybody: nothing is held beside the states. On
-levels of MS-AMP activations are float16, which is as large: their weights are float16, and autocast
-knows no meta tensors.
+The moments' updates count as one fused kernel in all runs: no temporary memory. With a level of
+MS-AMP activations are float16, which is as large as bfloat16: its weights are float16, and autocast
+does not support meta tensors.
 """
 
 from __future__ import annotations

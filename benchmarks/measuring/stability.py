@@ -1,7 +1,7 @@
-"""Does training keep a model's scales where they were? Measured on one batch, after training.
+"""The scales of a model's activations after training, measured on one batch.
 
     stream_std     the standard deviation of the residual stream behind every layer, first to last;
-                   1 is what unit scaling promises of the model before training
+                   unit scaling makes it 1 before training
     operand_max    the largest magnitude that a linear layer of the stack reads; E4M3, without a
                    scale, ends at 448
     operand_std    the least and the greatest standard deviation of what they read
@@ -24,7 +24,7 @@ from benchmarks.models.training import Loss
 
 @torch.no_grad()
 def measure(loss_of: Loss, layers: Iterable[nn.Module], batch: tuple[Tensor, Tensor]) -> Row:
-    """What one forward pass says.
+    """The scales of one forward pass.
 
     Args:
         loss_of: runs the model.

@@ -1,11 +1,11 @@
-"""One training step of a layer or a model: what is timed, what it keeps, what it launches.
+"""One training step of a layer or a model, timed; the bytes that it saves, and its launches.
 
 A step is what training does: gradients set to None (they are written, not accumulated), forward,
 backward with a random `grad_output`, and for delayed scaling the `sync` that a step owes.
 
 `saved_bytes` are unique storages that autograd holds between forward and backward, parameters
-excluded. `launches` counts kernels, copies and fills on the CUDA stream: what a step costs where
-the work itself is small. A CPU build has no stream to count on.
+excluded. `launches` counts kernels, copies and fills on the CUDA stream: the cost of a step
+where the work itself is small. A CPU build has no stream to count on.
 """
 
 from __future__ import annotations
@@ -88,6 +88,6 @@ def launches(step: Callable[[], object], device: str) -> int | None:
 
 
 def launches_in(trace: Path) -> int:
-    """The same from a trace in Chrome's format, in which events of the host stand too."""
+    """The same from a trace in Chrome's format, which includes events of the host."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     return sum(event.get("cat") in ON_THE_STREAM for event in events)

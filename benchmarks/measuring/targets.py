@@ -1,8 +1,8 @@
-"""What a float8 layer should gain on Hopper, and whether it does: target, measured, met.
+"""The speed-ups that a float8 layer should reach on Hopper: target, measured, met.
 
 The layer is M = 16384 tokens, K = N = 8192, the attention output of LLaMA-3-70B, in bfloat16,
 forward and backward. Speed-ups are time(nn.Linear) / time(layer), both eager or both compiled;
-beside torchao, time(its layer) / time(ours), both compiled. Medians over rounds, paired.
+against torchao, time(its layer) / time(ours), both compiled. Medians over rounds, paired.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SIZES = (16384, 8192, 8192)
 
 
 class Target(NamedTuple):
-    """A layer should be `speedup` times as fast as another one."""
+    """A layer should be `speedup` times as fast as another layer."""
 
     layer: str
     mode: str

@@ -1,4 +1,4 @@
-"""What the linear layers of a model cost on CUDA beside their GEMMs, counted without a GPU.
+"""Counts the bytes and launches of a model's linear layers on CUDA, GEMMs excluded, without a GPU.
 
 Of a layer x_MK, w_NK, g_MN in bfloat16, in eager mode, a training step moves and launches
 

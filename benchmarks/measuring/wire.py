@@ -1,4 +1,4 @@
-"""What one rank sends, counted at the process group: every collective, its bytes and its dtype.
+"""Counts what one rank sends, at the process group: every collective, its bytes and its dtype.
 
 All of torch.distributed ends in ops of the dispatcher: `dist.all_gather_into_tensor` and FSDP2's
 own calls in ``c10d::_allgather_base_``, DDP's C++ reducer in ``c10d::allreduce_``, DTensor's
@@ -16,8 +16,8 @@ and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
     broadcast        (n - 1) / n * bytes of the tensor        (a mean over ranks)
     send             bytes of the tensor
 
-Padding that FSDP2 adds to uneven shards is sent, hence counted. Barriers carry nothing; any other
-op of a process group is refused rather than missed. The parts of the unsharded copy are seen too:
+Padding that FSDP2 adds to uneven shards is sent, hence counted. Barriers send nothing; unknown ops
+of a process group raise. The parts of the unsharded copy are seen too:
 ``fsdp::split_with_sizes_copy`` writes into the buffers that hold gathered parameters until FSDP2
 empties them, so the largest sum of their sizes is the peak of what gathering costs in memory.
 """
@@ -82,7 +82,7 @@ class Sent:
 
 
 class Wire(TorchDispatchMode):
-    """While it is on, what this rank sends is written down.
+    """Records what this rank sends while it is active.
 
     Attributes:
         sent: the collectives in order.

@@ -1,8 +1,8 @@
 """A small BERT on bytes: plain or unit-scaled, in float32, float16 or float8.
 
 Masked language modelling (arXiv 1810.04805, section 3.1): 15 % of the bytes are chosen; 80 % of
-these are replaced by [MASK], 10 % by a random byte, 10 % stay, and the model names the byte that
-was there, from both sides. The encoder is the decoder of `decoders.py` without the causal mask; the
+these are replaced by [MASK], 10 % by a random byte, 10 % stay, and the model predicts the original
+byte from both sides. The encoder is the decoder of `decoders.py` without the causal mask; the
 weights have equal shapes in both models:
 
     base    weights from N(0, 0.02), residual branches added as they are, logits / sqrt(d), AdamW
@@ -13,7 +13,7 @@ stay float32:
 
     fp32    all
     fp16    `torch.autocast` to float16, without loss scaling; on a CPU with the products of
-            `scripts/half_products.py`, float16's own by a faster way
+            `scripts/training/half_products.py`, float16's own by a faster way
     fp8     recipe `unit`, that is `.to(float8)` without any scale: E4M3, gradients in E5M2
 
 Shapes: B batch, T bytes, C width, V vocabulary.
@@ -49,7 +49,7 @@ FORMATS = ("fp32", "fp16", "fp8")
 
 
 class _Attention(gpt.Attention):
-    """`scripts/gpt.py`'s, seeing both sides."""
+    """The attention of `scripts/training/gpt.py` without the causal mask."""
 
     def forward(self, x_BTC: Tensor, rotary: Tensor) -> Tensor:
         qkv_BTHD = self.qkv(x_BTC).unflatten(-1, (3, self.heads, -1)).unbind(2)
@@ -116,7 +116,7 @@ def build(kind: str, fmt: str, width: int, layers: int, context: int) -> nn.Modu
     model = {"base": BaseBert, "unit": UnitBert}[kind](width, layers, context)
     if fmt == "fp8":
         with warnings.catch_warnings():
-            if kind == "base":  # conversion warns that nothing prepared it for this: the point
+            if kind == "base":  # conversion warns that it is not unit-scaled, as intended
                 warnings.filterwarnings("ignore", 'recipe "unit" casts with a scale of 1')
             convert_to_float8_training(
                 model,
@@ -146,7 +146,7 @@ def loss_of(kind: str, fmt: str, model: nn.Module) -> Loss:
 
 
 def products(fmt: str, device: str) -> AbstractContextManager[object]:
-    """What training in a format happens under."""
+    """The context in which a format trains."""
     slow = fmt == "fp16" and torch.device(device).type == "cpu"
     return HalfProducts() if slow else nullcontext()
 
@@ -169,7 +169,7 @@ def masked(batches: Batches, seed: int) -> Batches:
 
 
 def hide(bytes_BT: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """One batch with bytes hidden, and what was there."""
+    """One batch with bytes hidden, and the hidden bytes."""
     shape = bytes_BT.shape
     chosen_BT = torch.rand(shape, generator=generator) < CHOSEN
     lot_BT = torch.rand(shape, generator=generator)

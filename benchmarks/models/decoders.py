@@ -4,8 +4,8 @@ The architecture is one: byte embedding, pre-norm layers of rotary causal attent
 four times the width, a norm, a readout; heads have `HEAD` features at every width. Three ways to
 scale and to train it:
 
-    standard   `scripts/gpt.py`: weights from N(0, 0.02), residual branches added as they are,
-               logits / sqrt(d), AdamW with one learning rate for all
+    standard   `scripts/training/gpt.py`: weights from N(0, 0.02), residual branches added
+               without factors, logits / sqrt(d), AdamW with one learning rate for all
     u-mup      `uu.TransformerDecoder` and `uu.optim.AdamW` (arXiv 2407.17465, tables 2 and 3)
     mus        the same with norms at the ends of branches and square-root softmax attention, as
                muS has them (arXiv 2502.05967); learning rates and residual weights stay u-muP's
@@ -51,7 +51,7 @@ def check_widths(parser: argparse.ArgumentParser, option: str, widths: Iterable[
 
 
 class Sizes(gpt.Sizes):
-    """`scripts/gpt.py`'s with the feed-forward width of `uu.MLP`: both have equal shapes."""
+    """The sizes of `gpt.py` with the feed-forward width of `uu.MLP`: both have equal shapes."""
 
     @property
     def hidden(self) -> int:

@@ -1,4 +1,4 @@
-"""LLaMA: a stack of its blocks, and the whole model: what float8 meets in a real one.
+"""LLaMA: a stack of its blocks, and the whole model.
 
 Each block adds to a residual stream h (arXiv:2302.13971, 2407.21783, and the published code):
 
@@ -6,7 +6,7 @@ Each block adds to a residual stream h (arXiv:2302.13971, 2407.21783, and the pu
     h = h + swiglu(rms_norm(h))        w2(silu(gate) * up)
 
 with query, key and value in one product and gate and up in another. Norms, rotation, attention and
-SwiGLU stay in bfloat16 in every recipe: their time is what a model's speed-up loses beside a
+SwiGLU stay in bfloat16 in every recipe: their time makes a model's speed-up less than a
 layer's. `Llama` is the stack alone, whose time is measured; `LanguageModel` has embedding, last
 norm, head (not the embedding's weight) and loss as well, whose memory is counted. Embedding and
 head stay in high precision in practice.

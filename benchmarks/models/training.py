@@ -1,10 +1,10 @@
-"""Training a small model to a loss: what benchmarks of quality share.
+"""Trains a small model and measures its held-out loss, for benchmarks of quality.
 
 A run is decided by few things: weights and batches come from the seed, so that runs which compare
 parametrisations or formats see the same text in the same order. The learning rate rises linearly
 over the first tenth of the steps and falls as half a cosine to a tenth of its peak (arXiv
-2302.13971, section 2.3). What counts is the loss of held-out files (`scripts/corpus.py`) after the
-last step; a run whose loss is not a number stops at once and has none.
+2302.13971, section 2.3). What counts is the loss of held-out files (`scripts/training/corpus.py`)
+after the last step; a run whose loss is not a number stops at once and has none.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ WARM_UP = 0.1  # of the steps
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a run: losses of every step, the held-out loss (None: diverged), seconds."""
+    """The result of a run: losses of every step, the held-out loss (None: diverged), seconds."""
 
     train_loss: list[float]
     val_loss: float | None
     seconds: float
 
     def row(self) -> Row:
-        """What a row of a report says about it."""
+        """The columns of the run."""
         row: Row = {"seconds": self.seconds, "steps_taken": len(self.train_loss)}
         if self.val_loss is None:
             return {**row, "error": "diverged: the loss is not a number", "refused": False}

@@ -1,7 +1,7 @@
 """The arithmetic of a training step on a cluster: bytes per link, memory per GPU, predicted time.
 
-Nothing here was measured. Every formula is below or beside its line, and every number that is not a
-published size or a datasheet's is a field of `Assumptions`, which `plan_cluster.py` prints.
+Nothing here is measured. Every number that is neither a published size nor from a datasheet is a
+field of `Assumptions`, which `plan_cluster.py` prints.
 
 A cluster is nodes of 8 GPUs. Of n = t * s * r GPUs, t share each layer (tensor parallel, within a
 node), s share the parameters and the optimizer's state (FSDP), and r hold copies of them (HSDP).
@@ -20,7 +20,7 @@ ring with g GPUs in each node, one in g hops leaves the node, so a GPU's network
 what it sends and its node link the rest. The time of communication is that of the busier of the two
 links, and one latency for each of log2(ranks) steps, as tree-like algorithms take (NCCL's PAT).
 
-Communication of weights and gradients runs beside compute where that is assumed::
+Communication of weights and gradients overlaps compute where that is assumed::
 
     step = max(forward, gather) + max(backward, gather + reduce) + activations
            + first gather + last reduce + optimizer
@@ -40,12 +40,12 @@ from float8.estimate import Device, estimate
 
 NODE = 8  # GPUs
 BF16 = "bf16"
-OWNED_BYTES = 4 + 4  # per own parameter: float32 weight and gradient; Adam's moments come beside
+OWNED_BYTES = 4 + 4  # per own parameter: float32 weight and gradient; Adam's moments are extra
 
 
 @dataclass(frozen=True)
 class Model:
-    """A LLaMA-like model; `benchmarks/shapes.py` has the layers of a block."""
+    """A LLaMA-like model; `benchmarks/measuring/shapes.py` has the layers of a block."""
 
     name: str
     blocks: int
@@ -87,13 +87,13 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no datasheet says; fractions, seconds and bytes.
+    """Figures that no datasheet gives; fractions, seconds and bytes.
 
     Args:
         link_efficiency: of a link's peak, what large collectives reach.
         latency: seconds of one step of a collective.
         attention_efficiency: of the bf16 peak, forward and backward together.
-        overlaps: whether communication of weights and gradients runs beside compute.
+        overlaps: whether communication of weights and gradients overlaps compute.
         gradient_bytes: per gradient that is scattered.
         replica_bytes: per gradient that is summed over replicas.
         recomputes: blocks keep their input only, and run forward again in backward.
@@ -298,7 +298,7 @@ class Step:
 
     @cached_property
     def communication_seconds(self) -> float:
-        """All of it, were nothing beside it."""
+        """The time of all communication, without overlap."""
         total = self.gather.times(2) + self.reduce + self.scales
         return self._seconds(total) + self._seconds(self.activations)
 

@@ -4,15 +4,15 @@ The default text is the Python standard library's own source, read from the inte
 this script: some 12 MB of real, structured text that needs no download. Any folder of text files
 serves as well.
 
-A token is a byte (256 of them). Two rules keep the validation loss honest:
+A token is a byte (256 of them). Two rules keep training text out of the validation loss:
 
 * whole files are held out, never pieces of a file that is also trained on, and a file that is a
   copy of another is read once;
 * which files are held out depends on their names alone (a hash), not on the order in which a file
   system lists them.
 
-And one rule keeps training resumable: the batch of step s is drawn by a generator seeded with
-(seed, s), so its position in the data *is* the step number, and there is no state to save.
+The batch of step s is drawn by a generator seeded with (seed, s): the position in the data is the
+step number, and a resumed training needs no other state.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-END_OF_FILE = b"\0"  # occurs in no text file, so it marks the borders
+END_OF_FILE = b"\0"  # separates files: it occurs in no text file
 HELD_OUT = 10  # one file in ten
 
 

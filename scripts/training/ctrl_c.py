@@ -1,4 +1,4 @@
-"""Ctrl-C as a question between steps, so that a training ends with a checkpoint."""
+"""Handles Ctrl-C between steps, so that a training ends with a checkpoint."""
 
 import os
 import signal
@@ -9,10 +9,10 @@ from scripts.training.options import processes
 
 
 class CtrlC:
-    """Makes the first Ctrl-C a question, "stop?", asked between steps; the second one kills.
+    """Turns the first Ctrl-C into a flag that is read between steps; the second one interrupts.
 
-    Under torchrun no second one kills: it is torchrun that passes the first one on. After 30 s it
-    ends whoever is still there.
+    Under torchrun the second one does not interrupt: torchrun forwards the first one, and kills
+    processes that still run 30 s later.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class CtrlC:
 
 
 def at_once(main: Callable[[], int]) -> int:
-    """Run a program; what ends it by Ctrl-C, and not by a question, ends it without a traceback."""
+    """Run a program; a second Ctrl-C ends it without a traceback."""
     try:
         return main()
     except KeyboardInterrupt:

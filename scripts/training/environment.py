@@ -1,4 +1,4 @@
-"""What a reader of a run's numbers needs to judge and to repeat them, and the file they go into."""
+"""The record of a run's machine, versions and command, and writing the file of its results."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from float8.numerics.snapshot import replace_file, try_writing
 
 
 def environment(seed: int, device: str) -> dict[str, Any]:
-    """What a reader of the numbers needs to judge and to repeat them."""
+    """The machine, versions and command of a run."""
     here = Path(__file__).parent
     git = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()

@@ -1,4 +1,4 @@
-"""A small GPT of the Llama family, and how a recipe is applied to it.
+"""A small GPT of the Llama family, and its conversion to a recipe.
 
 Each block adds to a residual stream h, as in Llama (arXiv:2302.13971):
 
@@ -9,10 +9,10 @@ The vocabulary is the 256 bytes. Queries, keys and values come from one matrix p
 gate and up: an input is then cast, and kept for backward, once and not two or three times, in
 float8 and in bf16 alike.
 
-Parameters stay float32 and the arithmetic is `torch.autocast(bfloat16)`, the usual mixed
-precision; a recipe changes only what the blocks' linear layers do inside that. The output head
-keeps bf16 in every recipe, as everybody does: it is one layer, its output feeds the loss directly,
-and quantising logits costs more accuracy than the layer costs time.
+Parameters stay float32 and the arithmetic is `torch.autocast(bfloat16)`, the usual mixed precision;
+a recipe changes only what the blocks' linear layers do inside that. The output head keeps bf16 in
+every recipe, as is usual: its output feeds the loss directly, and casting it to float8 costs more
+accuracy than the layer costs time.
 
 Shapes: B batch, T context, C width, H heads, D = C / H, F hidden width of the feed-forward part,
 V vocabulary.
@@ -162,7 +162,7 @@ def in_recipe(model: GPT, recipe: str) -> GPT:
 
     if recipe not in (*OWN, *RECIPES):
         raise ValueError(f"unknown recipe {recipe!r}; known recipes: {', '.join((*OWN, *RECIPES))}")
-    # "naive" is what one gets by just calling `.to(torch.float8_e4m3fn)`: no scale at all, which is
+    # "naive" is a plain `.to(torch.float8_e4m3fn)` without any scale, which is
     # what recipe "unit" is where nothing is unit-scaled. The mean over B x T tokens makes gradients
     # of 1e-5 and less, which E5M2, whose smallest number is 1.5e-5, rounds to zero; weights of 0.02
     # lie where E4M3 has one or two bits left.

@@ -1,4 +1,4 @@
-"""bf16 and fp16 matrix products at the speed of float32's, on a CPU that has no units for them.
+"""Computes bf16 and fp16 GEMMs at the speed of float32 on CPUs without 16-bit matrix units.
 
 A matrix unit for a 16-bit format multiplies exactly, adds in float32 and rounds the sum once:
 
@@ -10,8 +10,8 @@ operands, rounded, is then the same sum in another order. Where there is no such
 to 40 times as long for a bf16 product as for this one (measured, with AVX2, forward and both
 gradients of the demo's layers), which is most of a training step.
 
-`HalfProducts` is a dispatch mode: it sees the products that autograd makes, not the user's calls
-only. It does not reach into compiled graphs, where it is not used.
+`HalfProducts` is a dispatch mode: it also sees the GEMMs of autograd. It has no effect in compiled
+graphs, where it is not used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class HalfProducts(TorchDispatchMode):
-    """While it is on, products of 16-bit formats are computed in float32 and rounded once."""
+    """While active, GEMMs of 16-bit formats are computed in float32 and rounded once."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

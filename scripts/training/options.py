@@ -1,7 +1,7 @@
-"""The options of a training: their names, defaults and sizes, and how a command line gives them.
+"""The options of a training: names, defaults and sizes, and their command line.
 
-What determines the numbers is few and named, `Options.identity`; a checkpoint is resumed only under
-the same. Sizes depend on what the machine multiplies fast.
+`Options.identity` determines the numbers; a checkpoint is resumed only under the same identity.
+Default sizes depend on the GEMM speed of the machine.
 """
 
 import argparse
@@ -72,7 +72,7 @@ class Options:
 
     @property
     def run(self) -> str:
-        """What tells this run from others of the same sizes, as `savings.parts_of` reads it."""
+        """The name of this run among others of the same sizes, as `savings.parts_of` parses it."""
         return savings.name_of(self.recipe, self.optimizer, self.saved_activations, self.ms_amp)
 
     def identity(self) -> dict[str, str | int | float | None]:
@@ -210,7 +210,7 @@ def processes() -> int:
 
 
 def give_up(script: str, error: Exception) -> NoReturn:
-    """End with one line that says why, however many processes are told."""
+    """End with one line that says why, also with several processes."""
     sys.exit(f"{script}: {error}" if os.environ.get("RANK", "0") == "0" else 1)
 
 

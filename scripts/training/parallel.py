@@ -1,4 +1,4 @@
-"""What a training needs to know of other processes: its part of the data and of the model.
+"""Training in one or several processes: the part of the data and of the model of each.
 
     bash scripts/demo.sh --nproc 2                               # one machine: starts torchrun
     torchrun --nproc-per-node 8 scripts/train_gpt.py --recipe tensorwise      # or by hand
@@ -39,7 +39,7 @@ from scripts.training import gpt
 
 
 class Alone:
-    """One process: nothing to divide, and nobody to ask."""
+    """One process: nothing is divided."""
 
     rank, size = 0, 1
 
@@ -60,16 +60,16 @@ class Alone:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
     def load(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Back to what `state` returned."""
+        """Restore what `state` returned."""
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 
     def any(self, flag: bool) -> bool:
-        """Whether one of the processes says so."""
+        """Whether the flag is set in any process."""
         return flag
 
     def addresses(self, model: nn.Module) -> set[int]:
-        """Where the parameters lie that a forward pass multiplies by, once it has ended."""
+        """The addresses of the parameters after a forward pass."""
         tensors = (plain for p in model.parameters() for plain in plain_tensors(p))
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
@@ -103,8 +103,8 @@ def launch(script: str, argv: Sequence[str], nproc: int) -> int:
 def leave(status: int) -> NoReturn:
     """End the program; as one of several processes at once, without Python's finalisation.
 
-    FSDP2 holds the process group, and with it gloo's threads, to the end. One that lets go of a
-    tensor while Python finalises needs the interpreter, does not get it, and aborts the process:
+    FSDP2 keeps the process group, and with it gloo's threads, to the end. A thread that frees a
+    tensor while Python finalises cannot take the interpreter's lock and aborts the process:
     "terminate called without an active exception".
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -1,4 +1,4 @@
-"""What of a training is kept in float8 beside its products: optimizer states, activations, weights.
+"""Which parts of a training, besides GEMMs, are in float8: optimizer states, activations, weights.
 
 A run is written as its recipe and what it saves, joined by "+":
 
@@ -31,7 +31,7 @@ def parts_of(run: str) -> dict[str, Any]:
     """The options of a run: recipe, optimizer, saved_activations, ms_amp.
 
     Raises:
-        ValueError: a part that nobody knows, or two of a kind.
+        ValueError: an unknown part, or two of a kind.
     """
     recipe, *parts = run.split("+")
     options: dict[str, Any] = {"recipe": recipe}
@@ -64,7 +64,7 @@ def name_of(recipe: str, optimizer: str, saved_activations: bool, ms_amp: str | 
 
 
 def check(recipe: str, optimizer: str, ms_amp: str | None, processes: int) -> None:
-    """Refuse what does not go together.
+    """Refuse combinations that do not work.
 
     Raises:
         ValueError: naming what to leave out.
@@ -111,7 +111,7 @@ def adamw(
 
 
 def save_activations(model: nn.Module) -> None:
-    """From now on the ops of the model's forward keep in float8 what their backward needs."""
+    """Let the ops of the model's forward save activations in float8."""
     from float8.activations import saved_activations
 
     saved_activations(model).__enter__()  # for the model's life: nothing here would end it

@@ -1,7 +1,7 @@
 """One of several processes that train a model together: FSDP2 shards it, float8 is gathered.
 
-parallel.py says what this means for the numbers. Imported by those who need it alone: it loads most
-of torch.distributed.
+parallel.py says what this means for the numbers. Imported only where needed: it loads most of
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from scripts.training import gpt
 from scripts.training.parallel import Alone
 
-GATHERED = ("tensorwise", "delayed")  # recipes whose weights travel as float8
+GATHERED = ("tensorwise", "delayed")  # recipes whose weights are gathered as float8
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
@@ -89,11 +89,11 @@ class Sharded(Alone):
         )
 
     def any(self, flag: bool) -> bool:
-        """Whether one of the processes says so: all stop at the same step, or some wait forever."""
+        """Whether the flag is set in any process: all must stop at the same step."""
         return self.mean(flag)[0] > 0
 
     def addresses(self, model: nn.Module) -> set[int]:
-        """Nowhere: what was gathered for it is freed."""
+        """No addresses: FSDP2 frees gathered parameters after forward."""
         return set()
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class Sharded(Alone):
 
 
 def _gathering_float8(model: gpt.GPT, recipe: str) -> nn.Module:
-    """The model in a recipe, as `gpt.in_recipe` has it, whose weights travel as float8."""
+    """The model in a recipe, as `gpt.in_recipe` has it, with weights gathered as float8."""
     from float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)
