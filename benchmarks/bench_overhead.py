@@ -82,7 +82,7 @@ def check_same(recipe: str, ours: nn.Module, by_hand: nn.Module, operands: Opera
             decibels = harness.sqnr_db(one, other)
             raise AssertionError(
                 f"{recipe}: the layer written by hand differs in its {name} ({decibels:.1f} dB): "
-                "mend benchmarks/by_hand.py, or the layer"
+                "mend benchmarks/measuring/by_hand.py, or the layer"
             )
 
 

@@ -101,7 +101,7 @@ class UnitBert(nn.Module):
             hidden_size=width,
             heads=width // HEAD,
             is_causal=False,
-            rotary_base=10_000.0,  # as scripts/gpt.py
+            rotary_base=10_000.0,  # as scripts/training/gpt.py
         )
         self.norm = uu.RMSNorm(width)
         self.readout = uu.LinearReadout(width, VOCABULARY)

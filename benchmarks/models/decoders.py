@@ -70,7 +70,7 @@ def unit_model(
         gpt.VOCABULARY,
         layers,
         width // HEAD,
-        rotary_base=10_000.0,  # as scripts/gpt.py
+        rotary_base=10_000.0,  # as scripts/training/gpt.py
         norm=norm,  # type: ignore[arg-type]
         attention=attention,  # type: ignore[arg-type]
     )

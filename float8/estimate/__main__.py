@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import reprlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,31 +24,16 @@ from float8.estimate.devices import DEVICES
 from float8.estimate.predict import estimate
 from float8.estimate.roofline import LARGEST, Shape
 
-MAX_DIGITS = 100
-
 
 def parse_shape(text: str) -> Shape:
     """``"8192,4096,14336"`` as a Shape; for argparse."""
-    # Python refuses to read thousands of digits; a size of so many is too large in any case.
-    sizes = [s.lstrip("0")[:MAX_DIGITS] if s.isdecimal() else "" for s in text.split(",")]
-    if len(sizes) != 3 or not all(sizes):
-        shown = _shortened(text)
-        raise argparse.ArgumentTypeError(f"a shape is three numbers M,K,N >= 1, not {shown!r}")
-    if any(int(size) > LARGEST for size in sizes):
-        shown = _shortened(text)
-        raise argparse.ArgumentTypeError(f"sizes of a shape are at most {LARGEST}, not {shown!r}")
-    return Shape(*(int(size) for size in sizes))
-
-
-def parse_count(text: str) -> int:
-    """``"8"`` as a number; for argparse."""
-    if len(text) > MAX_DIGITS or not text.removeprefix("-").isdecimal():
-        raise argparse.ArgumentTypeError(f"a count is at most {LARGEST}, not {_shortened(text)!r}")
-    return int(text)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    try:
+        M, K, N = (int(size) for size in text.split(","))
+        return Shape(M, K, N)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"a shape is M,K,N, three integers from 1 to {LARGEST}, not {reprlib.repr(text)}"
+        ) from error
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     add("--forward", action="store_true", help="forward alone, not a training step")
     add("--weights-cached", action="store_true", help="cast weights once per step")
     microbatches = "microbatches per step"
-    add("--gradient-accumulation", type=parse_count, default=1, metavar="N", help=microbatches)
+    add("--gradient-accumulation", type=int, default=1, metavar="N", help=microbatches)
     add("-o", "--output", type=Path, metavar="FILE", help="write the prediction as JSON")
     return options
 

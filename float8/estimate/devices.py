@@ -84,10 +84,6 @@ class GemmSpeed:
         if self.peak.value == 0 or self.best.value == 0:
             raise ValueError("a GEMM needs a peak and a best efficiency above 0")
 
-    def efficiency(self, flops: float) -> float:
-        """The fraction of the peak that a GEMM of this many operations reaches."""
-        return self.best.value * flops / (flops + self.half_size.value)
-
     def seconds(self, flops: float, operand_elements: float) -> float:
         """Time of computing, dequantising included, as if memory were infinitely fast."""
         work = (flops + self.half_size.value) / (self.peak.value * self.best.value)

@@ -91,19 +91,15 @@ class Estimate:
             recipe: its name in the table.
             only_gains: convert only layers predicted to gain, as `faster_layers` does.
         """
-        converted = [
-            row.recipes[recipe].seconds is not None and (row.gains(recipe) or not only_gains)
-            for row in self.rows
-        ]
-        seconds = saved = 0.0
-        for row, converts in zip(self.rows, converted, strict=True):
+        seconds, saved = 0.0, 0
+        for row in self.rows:
             prediction = row.recipes[recipe]
-            if converts and prediction.seconds is not None:
+            if prediction.seconds is None or (only_gains and not row.gains(recipe)):
+                seconds += row.bf16_s
+            else:
                 seconds += prediction.seconds.total
                 saved += prediction.saved_bytes
-            else:
-                seconds += row.bf16_s
-        return Total(sum(row.bf16_s for row in self.rows), seconds, int(saved))
+        return Total(sum(row.bf16_s for row in self.rows), seconds, saved)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the rows with seconds and bytes, and the sources of the device's figures."""

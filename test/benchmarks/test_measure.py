@@ -120,5 +120,5 @@ def test_a_product_that_a_gpu_refuses_is_not_timed(monkeypatch):
 def test_a_gpu_is_measured_with_its_own_products():
     device = measure("cuda", sizes=((512,) * 3, (1024,) * 3, (2048,) * 3, (4096,) * 3))
     assert not device.emulates and not device.passes
-    assert device.products["tensorwise"].efficiency(2 * 4096**3) > 0
+    assert device.products["tensorwise"].peak.value > 0
     assert estimate([(8192,) * 3], device=device, show=False).rows[0].speedup("tensorwise") > 1

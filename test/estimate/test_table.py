@@ -133,6 +133,6 @@ def test_footnotes_say_what_is_taken_of_float32_and_of_caches():
     model, autocast = transformer(1), "assumed to run under bfloat16 autocast"
     assert autocast in str(table_of(model, 4096))
     assert autocast not in str(table_of(model.bfloat16(), 4096))
-    cache = "less the 2 bytes per element of cached weights"
+    cache = "2 bytes per element of cached weights are subtracted"
     assert cache in str(table_of(model, 4096, weights_cached=True))
     assert cache not in str(table_of(model, 4096))
