@@ -37,7 +37,7 @@ from benchmarks.measuring import contenders, harness, limit, plots, report, shap
 from benchmarks.measuring.contenders import BASELINE, PEER, Operands
 from benchmarks.measuring.floor import FLOOR, floor
 from benchmarks.measuring.shapes import LLAMA3_8B, LLAMA3_70B, SQUARES, Shape
-from benchmarks.measuring.step import Step, launches, room_to_compile, saved_bytes
+from benchmarks.measuring.step import Step, compare, room_to_compile, saved_bytes
 from float8.kernels.casts import COMPILED, compiler_may_cast
 
 FLOORS = ("tensorwise", "rowwise", "blockwise")  # the others cast as one of these does
@@ -103,7 +103,8 @@ def measure(
             mine, base = rounds.runs.get(key(mode, name)), rounds.runs[key(mode, BASELINE)]
             if isinstance(mine, Step) and isinstance(base, Step):
                 row["tflops"] = 3 * shape.flops / row["ms"] / 1e9  # three products a step
-                row |= weigh(mine, base, options.device)
+                row |= compare(mine, base, options.device)
+                row["saved_ratio"] = row["saved_mib"] * 2**20 / saved_bytes(base)
                 row |= nearness(name, mode, shape, operands, rounds)
             rows.append(row)
     return rows
@@ -122,21 +123,6 @@ def nearness(
         return {}
     of_limit = harness.paired_ratio(least, rounds.samples[key(mode, name)])
     return {"limit_ms": median(least) * 1e3, "of_limit": of_limit}
-
-
-def weigh(step: Step, baseline: Step, device: str) -> harness.Row:
-    """What a step launches and saves, and the SQNR of its output against nn.Linear's."""
-    saved = saved_bytes(step)
-    row: harness.Row = {
-        "saved_mib": saved / 2**20,
-        "saved_ratio": saved / saved_bytes(baseline),
-    }
-    if (launched := launches(step, device)) is not None:
-        row["launches"] = launched
-    if step is not baseline:
-        outputs = (each.run(step.x).detach() for each in (baseline, step))
-        row["sqnr_db"] = harness.sqnr_db(*outputs)
-    return row
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

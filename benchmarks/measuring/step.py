@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from benchmarks.measuring.harness import Row, sqnr_db
 from float8 import Float8Linear, sync_float8_amax_and_scale_history
 
 MODES = ("eager", "compiled")
@@ -91,3 +92,14 @@ def launches_in(trace: Path) -> int:
     """The same from a trace in Chrome's format, which includes events of the host."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     return sum(event.get("cat") in ON_THE_STREAM for event in events)
+
+
+def compare(step: Step, baseline: Step, device: str) -> Row:
+    """The bytes that a step saves, its launches, and the SQNR of its output to the baseline's."""
+    row: Row = {"saved_mib": saved_bytes(step) / 2**20}
+    if (launched := launches(step, device)) is not None:
+        row["launches"] = launched
+    if step is not baseline:
+        outputs = (each.run(step.x).detach() for each in (baseline, step))
+        row["sqnr_db"] = sqnr_db(*outputs)
+    return row

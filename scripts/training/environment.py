@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.measuring.report import cpu_model
 from float8.numerics.snapshot import replace_file, try_writing
 
 
@@ -34,11 +35,7 @@ def machine(device: str) -> str:
     """The GPU's name, or the CPU's and how many of its threads torch uses."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
+    return f"{cpu_model()}, {torch.get_num_threads()} threads"
 
 
 class NotWritten(OSError):
