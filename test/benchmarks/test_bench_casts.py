@@ -1,4 +1,4 @@
-"""`bench_casts.py`: every cast does its work, and a row says how near it is to a copy."""
+"""`bench_casts`: every cast runs, and a row compares it with a copy."""
 
 import json
 

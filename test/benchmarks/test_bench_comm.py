@@ -1,4 +1,4 @@
-"""`bench_comm`, run as people run it: every form is counted, and the targets are judged."""
+"""`bench_comm`: every form is counted and compared with its targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench_linear`, run as people run it, on sizes that take no time."""
+"""`bench_linear`: its command line, on small sizes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assert_ratios_are_paired(rows: list[dict]) -> None:
 
 @pytest.fixture
 def compiled(monkeypatch) -> list[object]:
-    """What was given to torch.compile, which leaves it as it is."""
+    """The models given to torch.compile, which returns them unchanged."""
     given: list[object] = []
 
     def note(model: object, **kwargs: object) -> object:

@@ -1,4 +1,4 @@
-"""`bench_matmul`, run as people run it, on sizes that take no time."""
+"""`bench_matmul`: its command line, on small sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench_numerics`, run as people run it, on a model that is small enough."""
+"""`bench_numerics`: its command line, on a small model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench_optim`, run as people run it: every option beside torch's AdamW."""
+"""`bench_optim`: every option is compared with torch's AdamW."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench_overhead`, run as people run it: each recipe beside its layer by hand."""
+"""`bench_overhead`: each recipe is compared with its layer by hand."""
 
 from __future__ import annotations
 

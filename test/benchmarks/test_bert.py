@@ -1,4 +1,4 @@
-"""The BERTs of `bench_bert`: what is hidden, what they see, and what they multiply in."""
+"""The BERTs of `bench_bert`: masking, attention to both sides, and the dtypes of their GEMMs."""
 
 from __future__ import annotations
 

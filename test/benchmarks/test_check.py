@@ -1,4 +1,4 @@
-"""Predicted against measured: exact where the model made the measurement, honest elsewhere."""
+"""Predictions are compared with measurements: exact where the model made the measurement."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The demo GPT in `bench_memory`: sizes as its process says, gaps as a mean over seeds."""
+"""The demo GPT in `bench_memory`: sizes as its process reports, gaps as a mean over seeds."""
 
 from __future__ import annotations
 

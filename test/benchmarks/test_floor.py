@@ -1,4 +1,4 @@
-"""The floor: every cast that a recipe asks for, once, and nn.Linear's step."""
+"""The lower bound of emulation: every cast of a recipe, once, and nn.Linear's step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scripts/gpu_check.sh`, with a python3 that only notes what it is asked to run."""
+"""`scripts/gpu_check.sh`, with a python3 that records the commands that it is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring ends soon, says that it measured, and finds figures that predict what it saw."""
+"""Measuring names its sources, covers every pass, and finds usable figures."""
 
 import itertools
 import time

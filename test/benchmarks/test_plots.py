@@ -1,4 +1,4 @@
-"""Pictures: speed-ups by mode, recipe and size, from any report that has them."""
+"""Pictures of speed-ups by mode, recipe and size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to hold a LLaMA: each has the dtypes that its name says, and takes a step."""
+"""The runs of `bench_memory`: each has the dtypes that its name says, and takes a step."""
 
 from __future__ import annotations
 

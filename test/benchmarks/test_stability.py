@@ -1,4 +1,4 @@
-"""What `stability.measure` says of a model, computed here by hand."""
+"""`stability.measure` against values computed by hand."""
 
 from __future__ import annotations
 

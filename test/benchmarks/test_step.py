@@ -1,4 +1,4 @@
-"""A training step: gradients are fresh, delayed scaling syncs, and what it leaves is counted."""
+"""A training step: fresh gradients, the sync of delayed scaling, saved bytes and launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdicts: target, measured, met."""
+"""The rows of targets: target, measured, met."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What linear layers move and launch on CUDA, against a meter of the ops that run."""
+"""Bytes and launches of linear layers on CUDA, against a meter of the ops that run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training as benchmarks of quality do it: the schedule, what a run says, and when it stops."""
+"""Training for benchmarks of quality: the schedule, the result of a run, and when it stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line, called and once run as people run it."""
+"""The command line, called in-process and once as a process."""
 
 import dataclasses
 import json

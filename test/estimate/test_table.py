@@ -1,4 +1,4 @@
-"""The table says what is predicted, and on what that rests."""
+"""The printed table: its rows, totals and footnotes."""
 
 import json
 from dataclasses import replace

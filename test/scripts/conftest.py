@@ -1,4 +1,4 @@
-"""What tests of the training scripts share: a small text, and one thread."""
+"""Shared by tests of the training scripts: a small text, and one thread."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""bf16 and fp16 products by way of float32 are bf16 and fp16 products."""
+"""bf16 and fp16 GEMMs computed in float32 equal bf16 and fp16 GEMMs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_products_of_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
 
 
 def test_a_float32_sum_that_is_rounded_twice_would_be_seen() -> None:
-    """The first test has teeth: products rounded one by one miss its bound."""
+    """GEMMs that round every product miss the bound of the first test."""
     left, right = normal(7, 33), normal(33, 5)
     rounded = (left[:, :, None] * right[None]).sum(1)
     exact = left.double() @ right.double()

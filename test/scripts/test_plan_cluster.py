@@ -1,4 +1,4 @@
-"""What `plan_cluster.py` prints: a prediction, every assumption, and errors that name the fix."""
+"""`plan_cluster.py` prints a prediction and every assumption; its errors name the fix."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""How a run's name says what it keeps in float8, and what does not go together."""
+"""The name of a run says what it keeps in float8; combinations that do not work are refused."""
 
 import pytest
 import torch

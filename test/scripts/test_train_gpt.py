@@ -1,4 +1,4 @@
-"""Training stops and resumes without a trace; its errors name the fix."""
+"""Training stops and resumes with equal bits; its errors name the fix."""
 
 import json
 import random
@@ -98,7 +98,7 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 def test_a_lost_amax_history_would_show_in_the_losses(
     options: Options, text: corpus.Corpus
 ) -> None:
-    """The test above has teeth: it can tell histories that were resumed from histories reset."""
+    """The test above distinguishes resumed histories from reset ones."""
     options = replace(options, recipe="delayed")
     whole = Trainer(options, text)
     assert whole.fit()
