@@ -72,9 +72,9 @@ class Form:
         name: for the table.
         base: the form that sends the same in bfloat16.
         weights, gradients: which collectives carry them, scales included.
-        recipe: of float8, whose weights travel as float8; None for bfloat16 products.
+        recipe: a float8 recipe with weights gathered as float8; None for bfloat16.
         precomputes: whether the weights' scales are found together.
-        float8_gradients: whether gradients travel as float8.
+        float8_gradients: whether gradients are sent as float8.
     """
 
     name: str

@@ -128,15 +128,15 @@ def assumptions(args: argparse.Namespace, step: Step, board: str) -> list[str]:
         + (NETWORK_SOURCE if args.network_bandwidth == NETWORK else "given: --network-bandwidth"),
         f"assumed: collectives reach {assumed.link_efficiency:.0%} of a link (--link-efficiency) "
         f"and wait {assumed.latency * 1e6:g} us per step of log2(ranks) (--latency)",
-        f"assumed: weights and gradients travel {overlap}; the first gather, the last reduction, "
+        f"assumed: weights and gradients are sent {overlap}; the first gather, the last reduction, "
         "the scales' all-reduce and tensor-parallel activations always delay the step",
-        f"assumed: gradients travel as {args.gradients} (--gradients; float8 ones are summed over "
+        f"assumed: gradients are sent as {args.gradients} (--gradients; float8 are summed over "
         "replicas in float32), in both precisions of the table; weights as bf16 or, of the blocks, "
         "as float8",
         f"assumed: Adam's moments take {assumed.moment_bytes:.3g} bytes per parameter "
         "(--optimizer)",
         "assumed: tensor parallel gathers activations as float8 where a float8 layer reads them in "
-        "forward; all else of activations travels as bf16",
+        "forward; all other activations are sent as bf16",
         f"assumed: blocks keep {kept}; attention reaches {assumed.attention_efficiency:.0%} of the "
         "bf16 peak (--attention-efficiency); norms, SwiGLU and AdamW run at memory bandwidth",
         "assumed: a gathered float8 weight is still charged the cast of the whole (float8.estimate "
@@ -163,7 +163,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), default=1)
     p.add_argument("--tokens", type=_count, default=8192, help="per GPU and step")
     p.add_argument("--context", type=_count, default=8192, help="tokens of a sequence")
-    p.add_argument("--gradients", choices=list(GRADIENTS), default="bf16", help="as they travel")
+    p.add_argument("--gradients", choices=list(GRADIENTS), default="bf16", help="what is sent")
     p.add_argument("--optimizer", choices=list(MOMENTS), default="adamw", help="in both precisions")
     p.add_argument("--node-bandwidth", type=_rate, help="bytes/s of a GPU inside its node, one way")
     p.add_argument("--network-bandwidth", type=_rate, default=NETWORK, help="bytes/s of its port")

@@ -320,7 +320,7 @@ NO_CALLS = {
     *("Calibration", "CastStatistics", "Comparison", "Device", "Estimate", "Figure"),
     *("Finding",),
     *("Float8Gradients", "Gemm", "GradientReport", "LinearPlan", "Moment", "Monitor"),
-    *("GemmSpeed", "OperandCast", "Report", "ScalingController", "StateReport"),
+    *("GemmSpeed", "OperandCast", "Report", "Row", "ScalingController", "StateReport"),
     *("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"),
     *("Rowwise", "Tensorwise"),  # which take none
 }

@@ -6,7 +6,7 @@ field of `Assumptions`, which `plan_cluster.py` prints.
 A cluster is nodes of 8 GPUs. Of n = t * s * r GPUs, t share each layer (tensor parallel, within a
 node), s share the parameters and the optimizer's state (FSDP), and r hold copies of them (HSDP).
 FSDP has r = 1; HSDP has s * t = 8, so that weights never leave a node. For P parameters and b_w,
-b_g and b_r bytes per weight and gradient that travels, a GPU sends per step
+b_g and b_r bytes per weight and gradient that is sent, a GPU sends per step
 
     weights     all-gather, for forward and again for backward   2 (s-1)/s * P/t * b_w
     gradients   reduce-scatter                                     (s-1)/s * P/t * b_g
@@ -189,7 +189,7 @@ class Step:
 
     @property
     def weight_bytes(self) -> int:
-        """Per block weight that travels or lies gathered."""
+        """Bytes per block weight when it is sent and gathered."""
         return 2 if self.recipe == BF16 else 1
 
     def _gathered(self, weights: float, bytes_each: float) -> Traffic:
