@@ -32,7 +32,7 @@ from float8.distributed.exchange import (
     with_summed_gradient,
 )
 from float8.distributed.first_use import RANKS_OF_ONE_SCALE
-from float8.kernels.scaled_mm import architecture
+from float8.kernels import family_of
 from float8.linear.autograd import (
     States,
     call_of,
@@ -256,14 +256,10 @@ class Float8ParallelLinear(Float8Linear):
         if not self.config.enable_pre_and_post_forward:
             return
         self._check_input(input, weight)
-        if input.device.type == "cuda" and not self.config.emulate:
-            self._check_product(input, weight)
-
-    def _check_product(self, input: Tensor, weight: Tensor) -> None:
         tokens = input.numel() // max(weight.shape[1], 1)
-        arch, dtype = architecture(input.device.index), compute_dtype(input)
+        family, dtype = family_of(input.device, self.config.emulate), compute_dtype(input)
         grad = torch.is_grad_enabled()
-        reason = refuses_call(self.config, weight, tokens, dtype, arch, grad)
+        reason = refuses_call(self.config, weight, tokens, dtype, family, grad)
         if reason is not None:
             raise ValueError(f"{self._name}, on each of {self.layout.ranks.size} ranks: {reason}")
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import Float8LinearConfig, Gemm, LinearPlan
 from float8.config.plan import plan_of_key
-from float8.kernels.scaled_mm import CPU, EMULATED
+from float8.kernels.scaled_mm import runs_plain
 from float8.linear.scaling import BoundCast, BoundOperand, Pair, multiply_scale
 
 
@@ -60,6 +60,7 @@ class BoundPlan:
     Attributes:
         x, w, g: the casts of input, weight and grad_output.
         output, grad_input, grad_weight: the GEMMs.
+        family: of the device, see `float8.kernels.family_of`.
         dtype: the compute dtype, of the operands before their casts and of the results.
         has_delayed: whether any cast is delayed.
         on_gpu: whether tensor cores multiply.
@@ -69,6 +70,7 @@ class BoundPlan:
 
     __slots__ = (
         "dtype",
+        "family",
         "g",
         "grad_input",
         "grad_weight",
@@ -90,7 +92,7 @@ class BoundPlan:
         pad: bool,
         compiling: bool,
     ) -> None:
-        family = kernels.family_of(device, emulate)
+        self.family = family = kernels.family_of(device, emulate)
 
         def bound(gemm: Gemm) -> BoundGemm:
             a, b = (
@@ -124,7 +126,7 @@ class BoundPlan:
         gemms = (self.output, self.grad_input, self.grad_weight)
         casts = [cast for gemm in gemms for cast in (gemm.a, gemm.b)]
         self.has_delayed = any(cast is not None and cast.is_delayed for cast in casts)
-        self.on_gpu = family not in (CPU, EMULATED)
+        self.on_gpu = not runs_plain(family)
         self.has_refusal = any(gemm.refusal is not None for gemm in gemms)
         self.is_aligned = not pad and any(kernels.is_aligned(gemm.name) for gemm in gemms)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from float8.arguments import check_tensors, check_type
 from float8.config import Float8LinearConfig, check_config
 from float8.formats import E4M3, E5M2
-from float8.kernels.scaled_mm import ALIGNMENT, architecture
+from float8.kernels.scaled_mm import ALIGNMENT
 from float8.linear.autograd import (
     Call,
     Factors,
@@ -205,8 +205,7 @@ class Float8Linear(Float8Module, nn.Linear):
             if is_odd:
                 tell_once_of_tokens(self, self.config, tokens)
         elif plan.has_refusal or (plan.is_aligned and (is_odd or K % ALIGNMENT or N % ALIGNMENT)):
-            arch = architecture(input.device.index)
-            reason = refuses_call(self.config, self.weight, tokens, plan.dtype, arch, grad)
+            reason = refuses_call(self.config, self.weight, tokens, plan.dtype, plan.family, grad)
             if reason is not None:
                 raise ValueError(f"{self._name}: {reason}")
 
