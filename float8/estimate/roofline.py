@@ -31,7 +31,7 @@ from math import prod
 
 from float8.config import Gemm, LinearPlan
 from float8.estimate.casts import LARGEST, WRITE, Pass, Use, is_count, passes_of_layer
-from float8.estimate.devices import BF16, Device
+from float8.estimate.devices import BF16, FLOAT8, Device
 from float8.granularity import scale_shape
 from float8.kernels.scaled_mm import BLOCKWISE, product_of
 
@@ -100,8 +100,9 @@ def kind_of_gemm(gemm: Gemm) -> str:
     """Which of a device's products a GEMM of a plan is."""
     if gemm.a is None or gemm.b is None:
         return BF16
-    # Blocks that no hardware multiplies are emulated like 1x128 ones: dequantised first.
-    return product_of(gemm.a.block, gemm.b.block) or BLOCKWISE
+    # Products that no device has figures for are emulated like 1x128 ones: dequantised first.
+    kind = product_of(gemm.a.block, gemm.b.block)
+    return kind if kind in FLOAT8 else BLOCKWISE
 
 
 def kinds_of_plan(plan: LinearPlan | None, use: Use) -> dict[str, str]:
