@@ -206,7 +206,7 @@ def refuses_device(weight: Tensor, config: Float8LinearConfig, device: torch.dev
         device: only a GPU refuses.
     """
     # One token in bfloat16: each call checks what depends on its batch.
-    family = family_of(device, config.emulate)
+    family = family_of(device)
     return refuses_call(config, weight, 1, torch.bfloat16, family, grad=False)
 
 

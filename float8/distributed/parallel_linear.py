@@ -32,15 +32,10 @@ from float8.distributed.exchange import (
     with_summed_gradient,
 )
 from float8.distributed.first_use import RANKS_OF_ONE_SCALE
-from float8.kernels import family_of
-from float8.linear.autograd import (
-    States,
-    call_of,
-    compute_dtype,
-    linear_in_float8,
-)
+from float8.linear.autograd import States, call_of, linear_in_float8
+from float8.linear.bound_plan import plan_for
 from float8.linear.layer import Float8Linear
-from float8.linear.refusals import refuses_call, refuses_layer
+from float8.linear.refusals import refuses_layer
 from float8.linear.registration import ModuleRule, register_module_rule
 from float8.linear.scaling import sharded_state
 from float8.tensor import Float8Tensor
@@ -256,12 +251,11 @@ class Float8ParallelLinear(Float8Linear):
         if not self.config.enable_pre_and_post_forward:
             return
         self._check_input(input, weight)
-        tokens = input.numel() // max(weight.shape[1], 1)
-        family, dtype = family_of(input.device, self.config.emulate), compute_dtype(input)
-        grad = torch.is_grad_enabled()
-        reason = refuses_call(self.config, weight, tokens, dtype, family, grad)
-        if reason is not None:
-            raise ValueError(f"{self._name}, on each of {self.layout.ranks.size} ranks: {reason}")
+        self._check_call(input, weight, plan_for(self.config, input))
+
+    @property
+    def _place(self) -> str:
+        return f"{self._name}, on each of {self.layout.ranks.size} ranks"
 
     def extra_repr(self) -> str:
         """As `Float8Linear`, and how it is cut."""

@@ -95,25 +95,15 @@ def _architecture(device_index: int | None) -> str:
     return f"sm_{major}{minor}"
 
 
-CPU, EMULATED = "cpu", "emulated"  # device families beside those of `SUPPORT`
+CPU = "cpu"  # the device family of every device that has no kernels of its own
 
 
-def family_of(device: torch.device, emulate: bool = False) -> str:
-    """The device family that decides which kernels run.
+def family_of(device: torch.device) -> str:
+    """The device family that decides which kernels run: `CPU`, or the `architecture`.
 
-    `EMULATED` where plain PyTorch is asked for, `CPU` for every type of device that has no kernels,
-    else the `architecture`. A device of another type takes a line here, and rows in the tables.
+    A device of another type takes a line here, and rows in the tables of this file and of `casts`.
     """
-    if emulate:
-        return EMULATED
-    if device.type == "cuda":
-        return architecture(device.index)
-    return CPU
-
-
-def runs_plain(family: str) -> bool:
-    """Whether a device family casts and multiplies in plain PyTorch, which refuses nothing."""
-    return family in (CPU, EMULATED)
+    return CPU if device.type != "cuda" else architecture(device.index)
 
 
 # --- the candidates
@@ -320,14 +310,14 @@ def refuses_sizes(
 
 
 def gemm_for(
-    family: str, a_block: Block, b_block: Block, out_dtype: torch.dtype
+    family: str, a_block: Block, b_block: Block, out_dtype: torch.dtype, emulate: bool = False
 ) -> tuple[str, str | None]:
     """Which GEMM multiplies operands of two granularities, as `multiply` takes it.
 
     Returns:
         its name in `GEMMS`, "" where there is none; and why there is none, or None.
     """
-    if runs_plain(family):
+    if family == CPU or emulate:
         return PLAIN, None
     if willing := _willing(family, a_block, b_block, out_dtype):
         return willing[0].name, None
@@ -421,16 +411,15 @@ def scaled_mm(
     """
     if (reason := refuses_formats(a_MK.dtype, b_NK.dtype)) is not None:
         raise ValueError(f"scaled_mm: {reason}")
-    family = family_of(a_MK.device, emulate)
-    if not runs_plain(family):
+    family = family_of(a_MK.device)
+    if family != CPU and not emulate:
         reason = _refuses_devices(
             a_MK.device, a_scale=a_scale, b=b_NK, b_scale=b_scale, bias=bias_N
         )
         if reason is not None:
             raise ValueError(f"scaled_mm: {reason}")
-    if 0 in (*a_MK.shape, *b_NK.shape):
-        family = EMULATED
-    gemm, reason = gemm_for(family, a_block, b_block, out_dtype)
+    is_plain = emulate or 0 in (*a_MK.shape, *b_NK.shape)
+    gemm, reason = gemm_for(family, a_block, b_block, out_dtype, is_plain)
     if reason is not None:
         raise ValueError(f"scaled_mm: {reason}")
     return multiply(

@@ -30,7 +30,8 @@ pytest.importorskip("triton")  # the casts of CUDA tensors are its kernels
 
 from float8 import Float8Linear, granularity
 from float8.config import RECIPES
-from float8.linear.bound_plan import plan_on, product
+from float8.linear.autograd import product
+from float8.linear.bound_plan import plan_on
 from float8.linear.scaling import cast_both
 
 module = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function

@@ -26,14 +26,8 @@ from torch import Tensor, nn
 from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.convert.filters import ModuleFilter
 from float8.kernels import family_of
-from float8.linear.autograd import (
-    NO_FACTORS,
-    Factors,
-    autocasts,
-    call_of,
-    compute_dtype,
-    linear_in_float8,
-)
+from float8.linear.autograd import NO_FACTORS, Factors, call_of, linear_in_float8
+from float8.linear.bound_plan import autocasts, compute_dtype
 from float8.linear.refusals import refuses_call, refuses_input, refuses_layer
 from float8.linear.registration import MODEL_CHECKS
 from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Function
@@ -94,7 +88,7 @@ def _check(config: Float8LinearConfig, input: Tensor, weight: Tensor) -> None:
     reason = refuses_layer(weight, config)
     if reason is None:
         tokens = input.numel() // max(weight.shape[1], 1)
-        family, grad = family_of(input.device, config.emulate), torch.is_grad_enabled()
+        family, grad = family_of(input.device), torch.is_grad_enabled()
         reason = refuses_call(config, weight, tokens, compute_dtype(input), family, grad)
     if reason is not None:
         raise ValueError(f"{name}: {reason}")
