@@ -99,3 +99,12 @@ def transpose_block(block: Block) -> Block:
     """The block of a matrix's transpose."""
     rows, cols = block
     return (cols, rows)
+
+
+def block_name(block: Block) -> str:
+    """``tensorwise``, ``rowwise``, or the extents of a matrix's block, such as ``1x128``."""
+    if block == (WHOLE, WHOLE):
+        return "tensorwise"
+    if block == (1, WHOLE):
+        return "rowwise"
+    return "x".join("all" if extent == WHOLE else str(extent) for extent in block)

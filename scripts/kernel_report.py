@@ -31,22 +31,17 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
+from float8.kernels import gpu
 from float8.kernels.gpu.launch import Variant
 from float8.kernels.scaled_mm import SUPPORT
 from scripts.sass.findings import scan
 from scripts.sass.tools import listing, resources
 
-FILES = (
-    "amax",
-    "cast",
-    "cast_rowwise",
-    "cast_blockwise",
-    "transpose",
-    "norm_cast",
-    "swiglu_cast",
-    "blockwise_mm",
-    "optimizer_step",
-    "cast_weight",
+# The files that hold kernels: those that list their `shipped` variants.
+FILES = tuple(
+    path.stem
+    for path in sorted(Path(gpu.__file__).parent.glob("*.py"))
+    if "\ndef shipped(" in path.read_text()
 )
 ARCHITECTURES = ("sm_89", "sm_90", "sm_100")  # what is compiled for unless others are asked for
 

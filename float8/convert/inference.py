@@ -37,8 +37,7 @@ from float8.convert.conversion import ConversionPlan, named, plan_conversion, re
 from float8.convert.filters import ModuleFilter
 from float8.formats import E4M3
 from float8.granularity import WHOLE
-from float8.kernels import is_sharded
-from float8.kernels.scaled_mm import architecture
+from float8.kernels import family_of, is_sharded
 from float8.linear.cast import make_cast
 from float8.linear.float8_weight import as_parameter, is_resident, refuses_resident, to_resident
 from float8.linear.layer import Float8Linear
@@ -206,11 +205,9 @@ def refuses_device(weight: Tensor, config: Float8LinearConfig, device: torch.dev
         config: of the layer.
         device: only a GPU refuses.
     """
-    if device.type != "cuda" or config.emulate:
-        return None
     # One token in bfloat16: each call checks what depends on its batch.
-    arch = architecture(device.index)
-    return refuses_call(config, weight, 1, torch.bfloat16, arch, grad=False)
+    family = family_of(device)
+    return refuses_call(config, weight, 1, torch.bfloat16, family, grad=False)
 
 
 def hide_from_ddp(model: nn.Module) -> None:

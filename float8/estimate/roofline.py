@@ -50,7 +50,7 @@ from dataclasses import dataclass
 from math import prod
 
 from float8.config import Gemm, LinearPlan, OperandCast, ScalingType
-from float8.estimate.devices import BF16, Device
+from float8.estimate.devices import BF16, FLOAT8, Device
 from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels.scaled_mm import BLOCKWISE, ROWWISE, TENSORWISE, product_of
 
@@ -265,8 +265,9 @@ def kinds_of_plan(plan: LinearPlan | None, use: Use) -> dict[str, str]:
 def _kind_of_gemm(gemm: Gemm) -> str:
     if gemm.a is None or gemm.b is None:
         return BF16
-    # Blocks that no hardware multiplies are emulated like 1x128 ones: dequantised first.
-    return product_of(gemm.a.block, gemm.b.block) or BLOCKWISE
+    # Products that no device has figures for are emulated like 1x128 ones: dequantised first.
+    kind = product_of(gemm.a.block, gemm.b.block)
+    return kind if kind in FLOAT8 else BLOCKWISE
 
 
 def gemm_bytes(kind: str, rows: int, columns: int, contraction: int) -> int:

@@ -31,19 +31,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8.granularity import WHOLE, Block
+from float8.granularity import Block, block_name
 from float8.kernels import cpu, cublas
 
 ALIGNMENT = cublas.ALIGNMENT
 TENSORWISE, ROWWISE, BLOCKWISE = "tensorwise", "rowwise", "blockwise"
-_BLOCK_NAMES: dict[Block, str] = {
-    (WHOLE, WHOLE): TENSORWISE,
-    (1, WHOLE): ROWWISE,
-    (1, 128): "1x128",
-    (128, 128): "128x128",
-}
-# A pair of operand granularities -> the product that the hardware is asked for. A tensorwise scale
-# beside a rowwise one is repeated for every row, which is free.
+# The names of two blocks (`block_name`) -> the product that they make. A tensorwise scale beside a
+# rowwise one is repeated for every row, which is free. What is not listed runs with emulate=True.
 _PRODUCTS: dict[tuple[str, str], str] = {
     (TENSORWISE, TENSORWISE): TENSORWISE,
     (TENSORWISE, ROWWISE): ROWWISE,
@@ -101,11 +95,14 @@ def _architecture(device_index: int | None) -> str:
     return f"sm_{major}{minor}"
 
 
-CPU = "cpu"  # the device family of every device that is not CUDA
+CPU = "cpu"  # the device family of every device that has no kernels of its own
 
 
 def family_of(device: torch.device) -> str:
-    """The device family that decides which kernels run: `CPU`, or the `architecture`."""
+    """The device family that decides which kernels run: `CPU`, or the `architecture`.
+
+    A device of another type takes a line here, and rows in the tables of this file and of `casts`.
+    """
     return CPU if device.type != "cuda" else architecture(device.index)
 
 
@@ -227,13 +224,14 @@ class Candidate(NamedTuple):
 PLAIN = "plain PyTorch"
 TORCH = Candidate("torch._scaled_mm", _torch_refuses, True, cublas.multiply)
 TRITON = Candidate("the Triton GEMM", _triton_refuses, False, _triton_multiply)
-GEMMS = {candidate.name: candidate for candidate in (TORCH, TRITON)}
-# product -> who may run it, the fastest first (by repute: no GPU has timed them)
+# product -> who may run it, the fastest first (by repute: no GPU has timed them); () where no GPU
+# does: a CPU runs it, and a GPU refuses it by name
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     TENSORWISE: (TORCH,),
     ROWWISE: (TORCH,),
     BLOCKWISE: (TORCH, TRITON),
 }
+GEMMS = {candidate.name: candidate for row in CANDIDATES.values() for candidate in row}
 
 
 def _willing(arch: str, a_block: Block, b_block: Block, out_dtype: torch.dtype) -> list[Candidate]:
@@ -248,8 +246,7 @@ def _willing(arch: str, a_block: Block, b_block: Block, out_dtype: torch.dtype) 
 
 def product_of(a_block: Block, b_block: Block) -> str | None:
     """Which hardware product a pair of blocks needs, or None if there is none for them."""
-    names = (_BLOCK_NAMES.get(a_block, ""), _BLOCK_NAMES.get(b_block, ""))
-    return _PRODUCTS.get(names)
+    return _PRODUCTS.get((block_name(a_block), block_name(b_block)))
 
 
 def refuses_granularity(a_block: Block, b_block: Block) -> str | None:
@@ -285,6 +282,7 @@ def refuses_device(arch: str, a_block: Block, b_block: Block, out_dtype: torch.d
     product = product_of(a_block, b_block)
     assert product is not None
     reasons = [f"{c.name} {c.refuses(arch, product, out_dtype)}" for c in CANDIDATES[product]]
+    reasons = reasons or ["no GEMM is written for it"]
     return (
         f"{arch} does not run a {product} product written in {out_dtype}: {'; '.join(reasons)}. "
         f"Or {_EMULATE}"
@@ -413,14 +411,15 @@ def scaled_mm(
     """
     if (reason := refuses_formats(a_MK.dtype, b_NK.dtype)) is not None:
         raise ValueError(f"scaled_mm: {reason}")
-    if a_MK.device.type == "cuda" and not emulate:
+    family = family_of(a_MK.device)
+    if family != CPU and not emulate:
         reason = _refuses_devices(
             a_MK.device, a_scale=a_scale, b=b_NK, b_scale=b_scale, bias=bias_N
         )
         if reason is not None:
             raise ValueError(f"scaled_mm: {reason}")
     is_plain = emulate or 0 in (*a_MK.shape, *b_NK.shape)
-    gemm, reason = gemm_for(family_of(a_MK.device), a_block, b_block, out_dtype, is_plain)
+    gemm, reason = gemm_for(family, a_block, b_block, out_dtype, is_plain)
     if reason is not None:
         raise ValueError(f"scaled_mm: {reason}")
     return multiply(

@@ -17,7 +17,13 @@ from float8.arguments import described
 from float8.config import Float8LinearConfig, Gemm, LinearPlan
 from float8.formats import HIGH_PRECISION_DTYPES, format_of
 from float8.granularity import WHOLE
-from float8.kernels.scaled_mm import ALIGNMENT, refuses_device, refuses_granularity, refuses_sizes
+from float8.kernels.scaled_mm import (
+    ALIGNMENT,
+    CPU,
+    refuses_device,
+    refuses_granularity,
+    refuses_sizes,
+)
 from float8.linear.bound_plan import BoundPlan
 from float8.tensor import Float8Tensor
 
@@ -127,8 +133,6 @@ def refuses_on_gpu(
         tokens: rows of the input.
         grad: whether a backward may follow.
     """
-    if config.emulate:
-        return None
     return refuses_call(config, weight, tokens, torch.bfloat16, "sm_90", grad)
 
 
@@ -161,19 +165,21 @@ def refuses_call(
     weight: Tensor,
     tokens: int,
     dtype: torch.dtype,
-    arch: str,
+    family: str,
     grad: bool,
 ) -> str | None:
-    """The reason why a CUDA device cannot run one call of a layer, or None.
+    """The reason why a device cannot run one call of a layer, or None: plain PyTorch runs any.
 
     Args:
         config: of the layer.
         weight: (out_features, in_features) of the layer.
         tokens: rows of the input, over all leading dimensions.
         dtype: the compute dtype.
-        arch: of the device, as `float8.kernels.scaled_mm.architecture` names it.
+        family: of the device, see `float8.kernels.family_of`.
         grad: whether a backward may follow.
     """
+    if family == CPU or config.emulate:
+        return None
     out_features, in_features = weight.shape
     sizes = {  # GEMM -> (contraction, columns)
         "output": (in_features, out_features),
@@ -185,7 +191,7 @@ def refuses_call(
             continue
         if name == "grad_weight" and not weight.requires_grad:
             continue
-        product = (arch, gemm.a.block, gemm.b.block, dtype)
+        product = (family, gemm.a.block, gemm.b.block, dtype)
         if (reason := refuses_device(*product)) is not None:
             return f"{name}: {reason}"
         reason = refuses_sizes(*product, *sizes[name])

@@ -46,7 +46,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from float8.arguments import check_module
 from float8.config import LinearPlan, OperandCast, ScalingType
 from float8.formats import FORMATS
-from float8.granularity import WHOLE, Block
+from float8.granularity import WHOLE, block_name
 from float8.kernels import is_sharded
 from float8.linear.autograd import as_matrix
 from float8.linear.bound_plan import autocasts, compute_dtype, plan_on
@@ -282,7 +282,7 @@ def _measured(
         source, matrix = _local_part(x, Float8Matrix(data, scale, use.cast.block))
         scaling = use.cast.scaling_type.value
         may_saturate = use.cast.scaling_type is not ScalingType.DYNAMIC
-    fmt, block = FORMATS[matrix.data.dtype].name, _granularity(matrix.block)
+    fmt, block = FORMATS[matrix.data.dtype].name, block_name(matrix.block)
     labels = CastLabels(fqn, use.operand, use.gemm, fmt, scaling, block)
     return labels, measure_cast(source, matrix, may_saturate)
 
@@ -363,11 +363,3 @@ def _local_part(x: Tensor, matrix: Float8Matrix) -> tuple[Tensor, Float8Matrix]:
     placements = [Replicate() if d is None or scale.shape[d] == 1 else Shard(d) for d in dims]
     local_scale = scale.redistribute(placements=placements).to_local()
     return whole.to_local(), Float8Matrix(data.to_local(), local_scale, matrix.block)
-
-
-def _granularity(block: Block) -> str:
-    if block == (WHOLE, WHOLE):
-        return "tensorwise"
-    if block == (1, WHOLE):
-        return "rowwise"
-    return "x".join("all" if extent == WHOLE else str(extent) for extent in block)

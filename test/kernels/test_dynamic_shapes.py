@@ -28,9 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")  # the casts of CUDA tensors are its kernels
 
-from float8 import Float8Linear, granularity, kernels
+from float8 import Float8Linear, granularity
 from float8.config import RECIPES
-from float8.linear.scaling import quantize_both
+from float8.linear.autograd import product
+from float8.linear.bound_plan import plan_on
+from float8.linear.scaling import cast_both
 
 module = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
 RECIPE_NAMES = ("tensorwise", "rowwise", "blockwise")
@@ -60,25 +62,24 @@ def lower(recipe: str, tokens: int) -> list:
     """The kinds of scales of the three products of a layer, for so many tokens, dynamic."""
     env = ShapeEnv()
     example = torch.empty(tokens, 0)
-    plan = replace(RECIPES[recipe], pad_inner_dim=True).plan
+    config = replace(RECIPES[recipe], pad_inner_dim=True)
+    plan = plan_on(config, torch.device("cuda", 0), torch.bfloat16)
     with FakeTensorMode(shape_env=env) as mode:
         dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
         size = mode.from_tensor(example, symbolic_context=dynamic).shape[0]
         assert isinstance(size, torch.SymInt)
         with torch.no_grad(), enable_python_dispatcher(), Lowerings(env) as lowerings:
             x, g, w = (fake(*shape) for shape in ((size, 640), (size, 256), (256, 640)))
-            both_x = quantize_both(x, plan.output.a, plan.grad_weight.b, plan.reuses_input)
-            both_w = quantize_both(w, plan.output.b, plan.grad_input.b, plan.reuses_weight)
-            both_g = quantize_both(
-                g, plan.grad_input.a, plan.grad_weight.a, plan.reuses_grad_output
+            both_x, both_w, both_g = (
+                cast_both(operand, casts, None, False, True, True, False)
+                for operand, casts in ((x, plan.x), (w, plan.w), (g, plan.g))
             )
             for gemm, a, b in (
                 (plan.output, both_x[0], both_w[0]),
                 (plan.grad_input, both_g[0], both_w[1]),
                 (plan.grad_weight, both_g[1], both_x[1]),
             ):
-                blocks = gemm.a.block, gemm.b.block
-                kernels.scaled_mm(*a, *b, *blocks, out_dtype=torch.bfloat16, pad=True)
+                product(gemm, a, b)
     return lowerings.kinds
 
 

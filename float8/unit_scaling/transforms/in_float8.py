@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.convert.filters import ModuleFilter
-from float8.kernels.scaled_mm import architecture
+from float8.kernels import family_of
 from float8.linear.autograd import NO_FACTORS, Factors, call_of, linear_in_float8
 from float8.linear.bound_plan import autocasts, compute_dtype
 from float8.linear.refusals import refuses_call, refuses_input, refuses_layer
@@ -86,10 +86,10 @@ def _check(config: Float8LinearConfig, input: Tensor, weight: Tensor) -> None:
     if (error := refuses_input(input, weight, autocasts(input.device.type))) is not None:
         raise type(error)(f"{name}: {error}")
     reason = refuses_layer(weight, config)
-    if reason is None and input.device.type == "cuda" and not config.emulate:
+    if reason is None:
         tokens = input.numel() // max(weight.shape[1], 1)
-        arch, grad = architecture(input.device.index), torch.is_grad_enabled()
-        reason = refuses_call(config, weight, tokens, compute_dtype(input), arch, grad)
+        family, grad = family_of(input.device), torch.is_grad_enabled()
+        reason = refuses_call(config, weight, tokens, compute_dtype(input), family, grad)
     if reason is not None:
         raise ValueError(f"{name}: {reason}")
 
