@@ -107,7 +107,7 @@ class CastConfig:
         )
 
     @property
-    def short_str(self) -> str:
+    def summary(self) -> str:
         """A few characters for ``print(model)``, such as ``dynamic rowwise e4m3 pow2``."""
         if self.scaling_type is ScalingType.DISABLED:
             return "high precision"

@@ -191,7 +191,7 @@ class Float8LinearConfig:
             if is_delayed and first.scaling_type is not ScalingType.DISABLED and second != first:
                 raise ValueError(
                     f"{second_name}: a delayed second use must be the cast of the first use "
-                    f"(cast_config_{operand} is '{first.short_str}') unless that is disabled; "
+                    f"(cast_config_{operand} is '{first.summary}') unless that is disabled; "
                     "leave it None, or make it dynamic, static or disabled"
                 )
 

@@ -235,7 +235,7 @@ def _layer_facts(layer: Float8Linear) -> Facts:
 
 
 def _cast_fact(config: CastConfig) -> str:
-    return config.short_str.replace(" default", "")
+    return config.summary.replace(" default", "")
 
 
 def is_gathered_in_float8(layer: Float8Linear) -> bool:

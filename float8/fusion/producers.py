@@ -66,10 +66,10 @@ def refuses_config(config: Float8LinearConfig) -> str | None:
     cast, second = config.plan.output.a, config.cast_config_input_for_grad_weight
     if cast is not None and cast.block == _WHOLE and config.plan.reuses_input:
         return None
-    again = f", for grad_weight '{second.short_str}'" if second is not None else ""
+    again = f", for grad_weight '{second.summary}'" if second is not None else ""
     return (
         "casts once, by one scale per tensor; cast_config_input is "
-        f"'{config.cast_config_input.short_str}'{again}"
+        f"'{config.cast_config_input.summary}'{again}"
     )
 
 

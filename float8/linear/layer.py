@@ -255,7 +255,7 @@ class Float8Linear(Float8Module, nn.Linear):
         for operand, cast in zip(("input", "weight", "grad_output"), self.casts, strict=True):
             first = getattr(self.config, f"cast_config_{operand}")
             if cast.config != first:  # the state is its second use's
-                parts.append(f"{operand}={first.short_str}")
+                parts.append(f"{operand}={first.summary}")
         for field in (
             "cast_config_input_for_grad_weight",
             "cast_config_weight_for_grad_input",
@@ -263,7 +263,7 @@ class Float8Linear(Float8Module, nn.Linear):
         ):
             override = getattr(self.config, field)
             if override is not None:
-                parts.append(f"{field.removeprefix('cast_config_')}={override.short_str}")
+                parts.append(f"{field.removeprefix('cast_config_')}={override.summary}")
         return ", ".join(parts)
 
 

@@ -97,7 +97,7 @@ class Cast(nn.Module):
 
     def extra_repr(self) -> str:
         """The cast in a few words."""
-        return self.config.short_str.replace("default", self.format.name)
+        return self.config.summary.replace("default", self.format.name)
 
 
 Pair = tuple[Tensor, Any]  # data and scale; in high precision a matrix and None

@@ -1,14 +1,15 @@
 """`Float8Tensor`: float8 data, its scale, and the high-precision dtype that it stands for.
 
 ``value = data.float() * scale``, with one scale per ``block`` (see `float8.granularity`). The
-tensor reports the dtype that it was made from, so that autograd, modules and optimizers treat it
-as one of theirs; its bytes are one per element.
+tensor reports the high-precision dtype that it was made from, so autograd, modules and optimizers
+accept it as a tensor of that dtype. It stores one byte per element.
 
-A Float8Tensor is for what outlives or crosses a layer: gathered weights, activations between
-tensor-parallel ranks, parameters at rest, inspection. `Float8Linear` itself works on the plain
-``(data, scale)`` pairs inside; both end in the same kernel.
+A Float8Tensor is for data that leaves a layer or stays between calls: gathered weights, activations
+between tensor-parallel ranks, float8 parameters, inspection. Within `Float8Linear`, data and scale
+are plain tensors. Both forms use the same kernels.
 
-Every operation is registered in ``float8/dispatch/``; one that is not says so and how to go on.
+Its operations are registered in ``float8/tensor/dispatch/``. Any other raises an error that names
+the operation and the remedy.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from float8.tensor.parts import check_parts, given_scale, has_no_values
 from float8.tensor.running_module import innermost_module
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]  # torch's property
-# aten overload -> implementation; filled by float8.dispatch through `implements`.
+# aten overload -> implementation; filled by float8.tensor.dispatch through `implements`.
 OP_TABLE: dict[Any, Callable[..., Any]] = {}
 
 
@@ -36,13 +37,13 @@ class Float8Tensor(Tensor):
     """A tensor stored in float8.
 
     Args:
-        data: float8 codes, of the tensor's shape.
+        data: float8, of the tensor's shape.
         scale: float32 > 0 of shape ``ceil(shape / block)``; ``value = data * scale``.
         block: one extent per dimension, -1 for the whole dimension.
         dtype: the high-precision dtype that the tensor reports and dequantises to.
-        data_t: the codes of the transpose, row-major, of the matrix that the tensor is with its
-            leading dimensions flattened: (K, M) for (..., K). For the GEMM that contracts M, so
-            that nobody need transpose; every op on the tensor leaves it behind.
+        data_t: the transposed copy of ``data``, row-major, or None: (K, M) for data (..., K), whose
+            leading dimensions are flattened to M. The GEMM that contracts M reads it. The results
+            of ops on the tensor have none.
 
     Raises:
         TypeError: data is not float8, scale not float32, or dtype not a high-precision one.
@@ -166,7 +167,7 @@ class Float8Tensor(Tensor):
 
     @property
     def float8_data(self) -> Tensor:
-        """The float8 codes, of the tensor's shape; ``data`` is torch's."""
+        """The float8 data, of the tensor's shape; ``.data`` is torch's attribute."""
         return self._data
 
     @property
@@ -176,12 +177,12 @@ class Float8Tensor(Tensor):
 
     @property
     def data_and_scale(self) -> tuple[Tensor, Tensor]:
-        """The float8 codes and the dequantisation scale."""
+        """The float8 data and the dequantisation scale."""
         return self._data, self._scale
 
     @property
     def data_t(self) -> Tensor | None:
-        """The codes of the transpose, row-major, if whoever made the tensor made them too."""
+        """The transposed copy of the data, row-major, or None if the tensor was made without it."""
         return self._data_t
 
     @property
@@ -191,7 +192,7 @@ class Float8Tensor(Tensor):
 
     @property
     def format(self) -> Format:
-        """The float8 format of the codes."""
+        """The float8 format of the data."""
         return FORMATS[self._data.dtype]
 
     def _replace(

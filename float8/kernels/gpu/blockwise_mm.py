@@ -122,7 +122,7 @@ def _kernel(
     a_tile_ptr, b_tile_ptr = a_ptr + first_m * stride_a, b_ptr + first_n * stride_b
     a_offsets = tl.minimum(m, (M - 1 - first_m).to(tl.int32))[:, None] * stride_a + k[None, :]
     b_offsets = tl.minimum(n, (N - 1 - first_n).to(tl.int32))[None, :] * stride_b + k[:, None]
-    # Scales with masks: then neighbours are loaded together, and registers saved.
+    # Masked loads of scales: adjacent scales are then loaded together, which saves registers.
     inside_m, inside_n = first_m + m < M, first_n + n < N
     a_scale_ptr += first_m // A_ROWS * stride_a_scale_m
     b_scale_ptr += first_n // B_ROWS * stride_b_scale_n

@@ -108,7 +108,7 @@ def scaled(x32, factor, FORMAT_MAX: tl.constexpr, FITS: tl.constexpr):
 def convert(y, FORMAT: tl.constexpr):
     """float32 -> float8 codes as uint8: nearest even; an NVIDIA GPU saturates."""
     if _PTX:
-        # Four neighbours at a time: their codes are one register.
+        # Four adjacent elements at a time: their codes fill one register.
         return tl.inline_asm_elementwise(
             asm=_E4M3 if _is_e4m3(FORMAT) else _E5M2, constraints="=r,f,f,f,f",
             args=[y], dtype=tl.uint8, is_pure=True, pack=4,

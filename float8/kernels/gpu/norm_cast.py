@@ -274,7 +274,7 @@ def _cast_kernel(
         steps = 1
         last_k = (pid % chunks) * COLS
     m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
-    seen = tl.zeros((ROWS_BY_4, COLS // 16), tl.int32)  # a thread holds 16 neighbours
+    seen = tl.zeros((ROWS_BY_4, COLS // 16), tl.int32)  # a thread has 16 adjacent columns
     for step in range(steps):
         k = last_k - step * COLS + tl.arange(0, COLS)
         # All loads before the first store, which none of them may overtake.

@@ -225,22 +225,22 @@ def _writer(value: Value) -> int:
 def bridges(links: list[tuple[int, int]]) -> set[int]:
     """The edges (indices) whose removal gives an undirected multigraph more components.
 
-    Tarjan's algorithm (1974): walk depth first, number nodes as they are met, and let ``low`` be
-    the least number that a node's descendants reach by an edge off the walk. The edge into a node
-    is a bridge if ``low`` of the node is its own number.
+    Tarjan's algorithm (1974): visit the nodes depth first and number them in that order. ``low`` of
+    a node is the least number that its descendants reach by an edge outside of the search tree. The
+    tree edge into a node is a bridge if ``low`` of the node is its own number.
     """
-    neighbours: dict[int, list[tuple[int, int]]] = {}
+    adjacent: dict[int, list[tuple[int, int]]] = {}
     for edge, (a, b) in enumerate(links):
-        neighbours.setdefault(a, []).append((b, edge))
-        neighbours.setdefault(b, []).append((a, edge))
+        adjacent.setdefault(a, []).append((b, edge))
+        adjacent.setdefault(b, []).append((a, edge))
     number: dict[int, int] = {}
     low: dict[int, int] = {}
     found: set[int] = set()
-    for start in list(neighbours):
+    for start in list(adjacent):
         if start in number:
             continue
         number[start] = low[start] = len(number)
-        walk = [(start, -1, iter(neighbours[start]))]
+        walk = [(start, -1, iter(adjacent[start]))]
         while walk:
             node, came_by, rest = walk[-1]
             for other, edge in rest:
@@ -250,7 +250,7 @@ def bridges(links: list[tuple[int, int]]) -> set[int]:
                     low[node] = min(low[node], number[other])
                     continue
                 number[other] = low[other] = len(number)
-                walk.append((other, edge, iter(neighbours[other])))
+                walk.append((other, edge, iter(adjacent[other])))
                 break
             else:
                 walk.pop()
