@@ -17,7 +17,7 @@ from torch import Tensor
 from float8 import scaling
 from float8.kernels import cpu, definition
 from float8.linear import delayed
-from float8.linear.autograd import _Float8LinearFunction
+from float8.linear.autograd import Float8LinearFunction
 
 Fault = Callable[[], Any]
 
@@ -112,7 +112,7 @@ LAYER_FAULTS: dict[str, Fault] = {
     "format maximum of fnuz": _patched(scaling.kernels, "scale_from_amax", _format_maximum_of_fnuz),
     "stale scale": _patched(scaling.kernels, "scale_from_amax", _stale_scale),
     "one scale for all rows": _patched(scaling.kernels, "amax", _one_scale_for_all_rows),
-    "sign-only gradient": _patched(_Float8LinearFunction, "backward", _sign_only_gradient),
+    "sign-only gradient": _patched(Float8LinearFunction, "backward", _sign_only_gradient),
 }
 # Found by test_faults.py, and by parallel_training_program.a_missing_all_reduce_is_found.
 forgotten_clamp = _patched(scaling.kernels, "cast", _forgotten_clamp)

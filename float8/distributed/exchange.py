@@ -154,20 +154,6 @@ def _has_one_scale(cast: OperandCast | None) -> bool:
     return cast is not None and cast.block.count(WHOLE) == len(cast.block)
 
 
-def _cast_and_gather(
-    x: Tensor,
-    cast: OperandCast,
-    state: DelayedState | None,
-    record: bool,
-    emulate: bool,
-    dim: int,
-    length: int,
-    ranks: Ranks,
-) -> tuple[Tensor, Tensor]:
-    data, scale = quantize(as_matrix(x), cast, state, record, emulate=emulate)
-    return gather(data.reshape(x.shape), dim, length, ranks), scale
-
-
 class _CastAndGather(torch.autograd.Function):
     """(carrier of the gradient, float8 data, scale) of the whole input; see `gather_input`."""
 
@@ -184,7 +170,8 @@ class _CastAndGather(torch.autograd.Function):
         ranks: Ranks,
         sums_gradient: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        data, scale = _cast_and_gather(x, cast, state, record, emulate, dim, length, ranks)
+        data, scale = quantize(as_matrix(x), cast, state, record, emulate=emulate)
+        data = gather(data.reshape(x.shape), dim, length, ranks)
         scale = scale.clone()  # a delayed scale is a buffer, which sync changes
         ctx.dim, ctx.ranks, ctx.sums_gradient = dim, ranks, sums_gradient
         ctx.mark_non_differentiable(data, scale)

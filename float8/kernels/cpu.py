@@ -108,7 +108,7 @@ def _scaled(x32: Tensor, factor: Tensor, block: Block) -> Tensor:
     if block.count(WHOLE) + block.count(1) == len(block):
         return x32 * factor
     if (tiles := _tiles(x32, block)) is not None:
-        return (tiles * factor[:, None, :, None]).reshape(x32.shape)
+        return (tiles * factor.unsqueeze(1).unsqueeze(3)).reshape(x32.shape)
     if all(size % extent == 0 for size, extent in zip(x32.shape, block, strict=True)):
         shape: list[int] = []
         for blocks, extent in zip(factor.shape, block, strict=True):

@@ -12,6 +12,7 @@ from float8 import Blockwise, CastConfig, Float8LinearConfig, Float8Tensor, Scal
 from float8.config import RECIPES
 from float8.distributed import exchange
 from float8.distributed.exchange import Ranks, check_even, part_of, sends_input_in_float8
+from float8.linear.bound_plan import plan_on
 
 SENT = {"tensorwise", "delayed", "unit"}
 
@@ -41,8 +42,8 @@ def gathered_gradient(config, monkeypatch):
     monkeypatch.setattr(exchange, "gather", lambda x, *_: x)
     g = torch.randn(32, 16)
     ctx = SimpleNamespace(
-        config=config, scatter=0, length=32, record=False, states=(None, None, None),
-        ranks=SimpleNamespace(group=None),
+        plan=plan_on(config, g.device, g.dtype), scatter=0, length=32, record=False,
+        states=(None, None, None), ranks=SimpleNamespace(group=None),
     )  # fmt: skip
     return exchange._gather_grad_output(ctx, g), g
 

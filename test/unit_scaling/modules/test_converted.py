@@ -23,7 +23,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
-from float8.linear.autograd import STATELESS, linear_in_float8
+from float8.linear.autograd import call_of, linear_in_float8
 from float8.unit_scaling.modules.converted import Float8UnitLinear, Float8UnitLinearReadout
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -88,9 +88,7 @@ def test_exchanged_factors_would_be_seen(wrong):
     leaves = x.requires_grad_(), w.requires_grad_()
     results = []
     for chosen in (factors, tuple(factors[i] for i in wrong)):
-        out = linear_in_float8(
-            *leaves, None, RECIPES["unit"], STATELESS, record=False, factors=chosen
-        )
+        out = linear_in_float8(*leaves, None, call_of(RECIPES["unit"], x, factors=chosen))
         results.append((out, *torch.autograd.grad(out, leaves, g)))
     differing = [(a - b).abs().max() > 1e-2 for a, b in zip(*results, strict=True)]
     assert differing == [a != b for a, b in zip(wrong, range(3), strict=True)]
