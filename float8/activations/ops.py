@@ -1,8 +1,8 @@
 """The table of ops that save less for backward: `OPS`, name -> `CopyOp` or `MaskOp`.
 
 A row says which torch functions call the op and how their arguments are read, which tensors
-backward reads, and the gradient. To add an op, add a row here and one in ``gradient_error.CASES``,
-which the tests run.
+backward reads, and the gradient. To add an op, add a row to the table and one to
+``gradient_error.CASES``, which the tests run.
 
 **Readers.** A torch function mode sees the method behind an operator (``a * b`` is ``Tensor.mul``)
 and the functions of `torch.nn.functional`, or those that torch.compile calls for them. A reader

@@ -105,7 +105,7 @@ class Float8LinearConfig:
 
     @property
     def operand_casts(self) -> tuple[CastConfig, CastConfig, CastConfig]:
-        """Whose state the casts of input, weight and grad_output keep.
+        """The configs of the casts of input, weight and grad_output that keep state.
 
         That of the first use, except where it alone is in high precision and the second is delayed.
         """

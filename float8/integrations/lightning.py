@@ -104,7 +104,7 @@ class Float8Precision(Precision):
     Args:
         config: a `Float8LinearConfig`, a recipe's name, or TransformerEngine's or torchao's
             settings (`float8.integrations.conversion.as_config`); dynamic tensorwise by default. A
-            model that was converted before keeps its config: one given here must equal it.
+            model that was converted before keeps its config: this one must be equal.
         module_filter_fn: as in `float8.convert_to_float8_training`; names are those of the module
             that the framework is given.
         precision: of everything else, in place of the framework's own ``precision``, which excludes

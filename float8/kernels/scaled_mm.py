@@ -409,7 +409,7 @@ def scaled_mm(
         a_block, b_block: the extents that share a scale; -1 is the whole dimension.
         bias_N: added before rounding where the hardware can, or None.
         out_dtype: float32, bfloat16 or float16; on CUDA see `written_dtypes`.
-        use_fast_accum: see `GemmConfig`; blockwise products ignore it.
+        use_fast_accum: see `GemmConfig`; for tensorwise and rowwise products.
         emulate: run plain PyTorch on a CUDA device too.
         pad: pad sizes that are no multiple of 16 with zeros instead of refusing.
 

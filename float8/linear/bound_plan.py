@@ -1,12 +1,11 @@
 """A config's plan on one device, in one compute dtype: bound once, read at every call.
 
-A `LinearPlan` says which casts and GEMMs a config means. Bound to a device it also says which
-kernel casts each operand and which GEMM multiplies each pair, or why none does. `plan_on` remembers
-the answer, so a forward asks one question; what is left to ask at each call are sizes.
+A `LinearPlan` says which casts and GEMMs a config asks for. Bound to a device, it also says which
+kernel casts each operand and which GEMM multiplies each pair, or why none does. `plan_on` caches
+the bound plan. A forward looks it up and checks only sizes.
 
-A `BoundPlan` is data alone, and plain functions read it: torch.compile takes it as a constant
-(`plan_on` runs once, while tracing), so that a compiled layer guards on the config's key and on
-none of its casts.
+A `BoundPlan` has no methods that compute, so torch.compile treats it as a constant: `plan_on` runs
+once, while tracing. A compiled layer guards on the config's key and not on its casts.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ class BoundGemm:
     """One product on one device.
 
     Attributes:
-        a, b: the casts of its operands; None where it runs in high precision.
-        name: which GEMM multiplies, see `float8.kernels.gemm_for`.
-        is_plain: whether that is plain PyTorch.
-        refusal: why none does, or None.
-        out_dtype: of the result.
+        a, b: the casts of its operands; None if it runs in high precision.
+        name: the GEMM that multiplies, see `float8.kernels.gemm_for`.
+        is_plain: whether plain PyTorch multiplies.
+        refusal: the reason why no GEMM multiplies, or None.
+        out_dtype: the dtype of the result.
     """
 
     __slots__ = ("a", "b", "is_plain", "name", "out_dtype", "pad", "refusal", "use_fast_accum")
@@ -63,7 +62,7 @@ class BoundPlan:
         dtype: the compute dtype, of the operands before their casts and of the results.
         has_delayed: whether any cast is delayed.
         on_gpu: whether tensor cores multiply.
-        has_refusal: whether the device does not run one of the products, whatever its sizes.
+        has_refusal: whether there is a product that the device runs for no sizes.
         is_aligned: whether sizes must be multiples of 16.
     """
 
@@ -149,7 +148,7 @@ def _bound(key: str, device: torch.device, dtype: torch.dtype, compiling: bool) 
     return _remembered(key, device, dtype, compiling)
 
 
-# What torch.compiler.assume_constant_result does, which would import all of dynamo (a second).
+# The effect of torch.compiler.assume_constant_result, whose import of dynamo would take a second.
 _bound._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -159,10 +158,10 @@ def product(
     """``(a @ b.T) * factor``, and the bias times the factor too.
 
     Args:
-        gemm: which multiplies.
-        a, b: as its casts made them; in high precision, the matrix and no scale.
+        gemm: the GEMM.
+        a, b: the results of its casts; in high precision, the matrix and None.
         bias: in the compute dtype.
-        factor: what unit scaling multiplies by; None for nothing.
+        factor: the factor of unit scaling, or None.
     """
     if gemm.a is None or gemm.b is None:
         out = F.linear(a[0], b[0], bias)

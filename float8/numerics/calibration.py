@@ -207,7 +207,7 @@ class Calibration:
         if problems:
             raise ValueError(
                 "no static scale fits these layers; calibrate on data that reaches them, or leave "
-                "them out by module_filter_fn, here and in the conversion:\n  "
+                "them out by module_filter_fn, in calibrate and in the conversion:\n  "
                 + "\n  ".join(problems)
             )
         chosen = _checked_method(method or self.method)

@@ -1,7 +1,7 @@
 """`QuantizedOptimizer`: which states an optimizer keeps, in which form, and one step of all of it.
 
 An optimizer names its states (`QuantizedOptimizer.moment_options`) and gives its update rule
-(`QuantizedOptimizer.rule`); everything else is here. ``state[p]`` holds
+(`QuantizedOptimizer.rule`); this file has the rest. ``state[p]`` holds
 
 - ``step``: float32, on the CPU, or on the parameter's device where the group is ``capturable`` or
   ``fused``;
@@ -303,7 +303,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             hook.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, here or in torch.optim, of any options of storage.
+        """Load a `state_dict` of this class or of torch.optim, with any options of storage.
 
         The hyperparameters are those of the state dict; how states are kept is this optimizer's
         own choice, and states that were kept otherwise are quantised again.
@@ -333,7 +333,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # torch adds it here: no option of ours
+        self.defaults.pop("differentiable", None)  # torch adds it; not an option of ours
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)

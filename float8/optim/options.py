@@ -1,6 +1,6 @@
-"""The options of every optimizer here, their defaults, and what is refused.
+"""The options of every optimizer of this package, their defaults, and the checks of values.
 
-Everything here raises ValueError for a value and TypeError for a type, names the parameter, its
+The checks raise ValueError for a value and TypeError for a type, and name the parameter, its
 shape and its dtype, and says what to do instead.
 """
 

@@ -148,13 +148,13 @@ class Float8Tensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """As torch's: the same tensor without its history."""
+        """As torch's ``.data``: the same tensor without its autograd history."""
         result: Tensor = _DATA.__get__(self)
         return result
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        # By itself torch would change shape and dtype, and keep the codes and the scale.
+        # torch's setter would change shape and dtype, and keep the float8 data and the scale.
         if not isinstance(value, Float8Tensor):
             raise TypeError(
                 f"x.data of a Float8Tensor x cannot become {described(value)}: write values with "
@@ -202,7 +202,7 @@ class Float8Tensor(Tensor):
         block: Block | None = None,
         dtype: torch.dtype | None = None,
     ) -> Float8Tensor:
-        """A copy with some parts replaced: the one way in which ops make a new Float8Tensor."""
+        """A new Float8Tensor with some parts replaced; all ops make their results by it."""
         new = Float8Tensor(
             self._data if data is None else data,
             self._scale if scale is None else scale,
@@ -225,19 +225,19 @@ class Float8Tensor(Tensor):
         return Float8Tensor(inner["_data"], inner["_scale"], block, dtype, inner.get("_data_t"))
 
     def _stable_hash_for_caching(self) -> str:
-        """A key for torch.compile's cache on disk: all that its graphs depend on."""
+        """A key for torch.compile's cache on disk, of everything that its graphs depend on."""
         tensors = [*self.data_and_scale, *([] if self._data_t is None else [self._data_t])]
         parts = [(t.dtype, t.device, tuple(t.shape), t.stride()) for t in tensors]
         return repr((parts, self._block, self.dtype, self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Plain float8 tensors do not pickle outside torch.save; bytes always do.
+        # Plain float8 tensors cannot be pickled outside torch.save; uint8 tensors can.
         bytes_ = self._data.detach().view(torch.uint8)
         parts = (bytes_, self._data.dtype, self._scale, self._block, self.dtype)
         return _rebuild, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     def share_memory_(self) -> Float8Tensor:
-        """Refused: torch would move the storage of the wrapper, which has none."""
+        """Raise an error: torch would move the storage of the wrapper, which has none."""
         raise NotImplementedError(
             "Float8Tensor.share_memory_: share the parts of .data_and_scale instead"
         )
@@ -264,7 +264,7 @@ class Float8Tensor(Tensor):
             + f", data={self._data.detach()!r})"
         )
 
-    # Operations reach __torch_dispatch__ alone.
+    # Operations are handled by __torch_dispatch__ only.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -275,10 +275,10 @@ class Float8Tensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Look the operation up in the table that ``float8/dispatch/`` fills."""
+        """Run the implementation that ``float8/tensor/dispatch/`` registered for the operation."""
         if func in OP_TABLE:
             return OP_TABLE[func](func, *args, **(kwargs or {}))
-        # Under inference_mode composite operations arrive before torch has taken them apart.
+        # Under inference_mode, composite operations arrive before torch has decomposed them.
         if isinstance(func, torch._ops.OpOverload):
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
@@ -308,9 +308,9 @@ def blame(args: Sequence[Any]) -> str:
         return ""
     reader = innermost_module()
     return (
-        f". {makers[0]} wrote it in float8, for Float8Linear layers alone"
+        f". {makers[0]} wrote it in float8, which only Float8Linear layers read"
         + (f", and {reader} reads it" if reader else "")
-        + ": convert that, or keep the plain norm or gate"
+        + ": convert that layer, or keep the plain norm or gate"
     )
 
 
@@ -369,7 +369,7 @@ def _rebuild(
 
 
 def _with_autograd(x: Float8Tensor, requires_grad: bool, is_parameter: bool) -> Float8Tensor:
-    # A parameter of a subclass is an instance with a mark; nn.Parameter sets it.
+    # A parameter of a tensor subclass is an instance with an attribute that nn.Parameter sets.
     if is_parameter:
         return torch.nn.Parameter(x, requires_grad)  # type: ignore[return-value]
     x.requires_grad_(requires_grad)

@@ -41,8 +41,8 @@ def test_every_recipe_is_measured_beside_bf16(tmp_path):
 def test_float8_keeps_less_for_backward(tmp_path):
     plain, tensorwise = run(tmp_path, "--recipes", "tensorwise", "--blocks", "1")
     tokens = SIZES.batch * SIZES.tokens
-    # wqkv and w13, wo, w2 read four inputs. nn.Linear's are kept in two bytes, two of them by
-    # somebody else as well: SwiGLU and attention keep what they gave away.
+    # wqkv, w13, wo and w2 read four inputs. nn.Linear saves them in two bytes per element. Two of
+    # them, the outputs of SwiGLU and attention, are saved by these too.
     halved = tokens * (3 * SIZES.hidden + SIZES.feed_forward)
     assert 0 < (plain["saved_mib"] - tensorwise["saved_mib"]) * 2**20 <= halved
 

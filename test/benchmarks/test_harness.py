@@ -24,7 +24,7 @@ ROOT = report.ROOT
 
 
 class Clock:
-    """A clock that moves only when work is done, and a list of who did it."""
+    """A clock that advances only during work, and a list of the calls."""
 
     def __init__(self) -> None:
         self.now = 0.0

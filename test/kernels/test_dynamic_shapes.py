@@ -2,7 +2,7 @@
 
 The lowering of ``_scaled_mm`` has to prove from symbolic sizes which kind of scales it is given
 (`get_scaling_options` of torch/_inductor/kernel/mm.py), and raises where it cannot. It runs on CUDA
-alone, so that function is asked here about the products of fake CUDA tensors.
+alone, so the test calls that function for the products of fake CUDA tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ pytest.importorskip("triton")  # the casts of CUDA tensors are its kernels
 
 from float8 import Float8Linear, granularity, kernels
 from float8.config import RECIPES
-from float8.linear.scaling import quantize_both
+from float8.linear.bound_plan import BoundPlan
+from float8.linear.scaling import cast_orientations
 
 module = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
 RECIPE_NAMES = ("tensorwise", "rowwise", "blockwise")
@@ -60,17 +61,17 @@ def lower(recipe: str, tokens: int) -> list:
     """The kinds of scales of the three products of a layer, for so many tokens, dynamic."""
     env = ShapeEnv()
     example = torch.empty(tokens, 0)
-    plan = replace(RECIPES[recipe], pad_inner_dim=True).plan
+    unbound = RECIPES[recipe].plan
+    plan = BoundPlan(unbound, torch.device("cuda"), torch.bfloat16, False, True, compiling=False)
     with FakeTensorMode(shape_env=env) as mode:
         dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
         size = mode.from_tensor(example, symbolic_context=dynamic).shape[0]
         assert isinstance(size, torch.SymInt)
         with torch.no_grad(), enable_python_dispatcher(), Lowerings(env) as lowerings:
             x, g, w = (fake(*shape) for shape in ((size, 640), (size, 256), (256, 640)))
-            both_x = quantize_both(x, plan.output.a, plan.grad_weight.b, plan.reuses_input)
-            both_w = quantize_both(w, plan.output.b, plan.grad_input.b, plan.reuses_weight)
-            both_g = quantize_both(
-                g, plan.grad_input.a, plan.grad_weight.a, plan.reuses_grad_output
+            both_x, both_w, both_g = (
+                cast_orientations(operand, casts, None, False, True, True, False)
+                for operand, casts in ((x, plan.x), (w, plan.w), (g, plan.g))
             )
             for gemm, a, b in (
                 (plan.output, both_x[0], both_w[0]),

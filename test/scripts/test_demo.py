@@ -1,4 +1,4 @@
-"""The demo trains every recipe in turns, resumes what was interrupted, and reports it all."""
+"""The demo trains every recipe in turns, resumes interrupted runs, and reports all of them."""
 
 import json
 import statistics
@@ -55,7 +55,7 @@ def test_an_interrupted_demo_resumes_every_recipe(
     monkeypatch.setattr(demo.CtrlC, "__call__", lambda _: stop())
     assert demo.main(parts) == 130
     assert not (tmp_path / "parts" / "demo.json").exists()
-    stop = stop_after(5 * everyone - done)  # whoever trained a step again would be stopped
+    stop = stop_after(5 * everyone - done)  # stops a run that repeats a step
     assert demo.main([*parts, "--resume"]) == 0
     stop = stop_after(5 * everyone)
     assert demo.main(whole) == 0

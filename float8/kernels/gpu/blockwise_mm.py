@@ -43,7 +43,7 @@ FORMATS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS = ((1, 128), (128, 1), (1, 1))  # rows that share a scale, of a and of b
 _STEP = tl.constexpr(128)  # of the contraction: between promotions, and that share a scale
-# Contracting a * b + c to one rounding is wanted here; Triton's default is about to change.
+# The kernel needs a * b + c with one rounding; Triton's default for that is about to change.
 _FUSION = {"enable_fp_fusion": True}
 
 

@@ -156,8 +156,8 @@ def test_faults_are_caught(rows, device):
     a, a_scale, b, b_scale = parts
     swapped = (b_scale, a_scale) if rows == (1, 1) else (a_scale.flip(0), b_scale.flip(0))
     faulty = {
-        "a's neighbour along K": (a, a_scale.roll(1, 1), b, b_scale),
-        "b's neighbour along K": (a, a_scale, b, b_scale.roll(-1, 1)),
+        "a's adjacent scale along K": (a, a_scale.roll(1, 1), b, b_scale),
+        "b's adjacent scale along K": (a, a_scale, b, b_scale.roll(-1, 1)),
         "first block's everywhere": (a, a_scale[:, :1].expand_as(a_scale), b, b_scale),
         "swapped or upside down": (a, swapped[0], b, swapped[1]),
         "reciprocals": (a, 1 / a_scale, b, 1 / b_scale),
