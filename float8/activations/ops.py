@@ -10,7 +10,7 @@ returns the op's inputs and options. It returns None for calls that are left to 
 ``out=`` forms, which write to memory that others may read, and calls that save nothing.
 
 **Gradients** are torch's own derivatives, at the values of the copy instead of the tensor:
-``grad_x = f'(dequantize(cast(x))) * g``. What is cheap to recompute from a copy (mean and rstd of a
+``grad_x = f'(dequantize(cast(x))) * g``. Values that are cheap to recompute (mean and rstd of a
 norm, a sigmoid) is not saved. Elementwise ops call the aten kernels of torch's own backward.
 
 Two ops are off by default. ``softmax`` saves its output; in attention that is written out, without

@@ -22,7 +22,7 @@ MAX_MARGIN = 32  # far more than any format's headroom
 
 
 class ScalingType(enum.Enum):
-    """How the scale of a cast is found."""
+    """The source of the scale of a cast."""
 
     DYNAMIC = "dynamic"  # from the amax of the tensor that is cast
     DELAYED = "delayed"  # from the amaxes of past steps (arXiv 2209.05433 and TransformerEngine)

@@ -78,7 +78,7 @@ class Float8LinearConfig:
     # of transformer_engine.py, from_torchao of torchao.py.
     from_te_recipe: ClassVar[Callable[..., Float8LinearConfig]]
     from_torchao: ClassVar[Callable[[Any], Float8LinearConfig]]
-    # What all of this means, computed once: the layer reads it at every call.
+    # The plan that follows from these fields, computed once; the layer reads it at every call.
     plan: LinearPlan = field(init=False, repr=False, compare=False)
     uses_delayed_scaling: bool = field(init=False, repr=False, compare=False)
     key: str = field(init=False, repr=False, compare=False)

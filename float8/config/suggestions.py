@@ -1,4 +1,4 @@
-"""What the user may have meant: the nearest known name, or the name that another library uses.
+"""Suggestions for unknown names: the nearest known name, or the counterpart of another library's.
 
 A script for another library uses fields, values and configs that float8 does not know. The
 error then says what to write. `DIALECTS` holds these hints; `float8.integrations` fills it.

@@ -27,7 +27,7 @@ _WHOLE = (WHOLE, WHOLE)
 
 
 class OutputCast(NamedTuple):
-    """How one call's result is cast."""
+    """The cast of one call's result."""
 
     cast: OperandCast
     state: DelayedState | None
@@ -141,7 +141,7 @@ def _norm_backward(
 
 
 class _SwiGLUCast(torch.autograd.Function):
-    """Of gate and up, or of one tensor that holds both and no up."""
+    """The result for gate and up; or for one tensor that contains both, without ``up``."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, out: OutputCast) -> tuple[Tensor, ...]:

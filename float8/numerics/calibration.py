@@ -94,7 +94,7 @@ class Distribution:
 
     @property
     def nonfinite(self) -> int:
-        """How many elements were inf or NaN."""
+        """The number of elements that were inf or NaN."""
         return int(self._counts[_FIRST_NONFINITE:].sum())
 
     @property

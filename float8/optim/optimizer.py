@@ -77,8 +77,8 @@ from float8.optim.step import (
 )
 from float8.tensor import Float8Tensor
 
-# Half the largest distance between neighbouring E4M3 values, relative to them. An average that
-# changes by less in a step stays where it is when it is rounded to nearest.
+# Half the largest distance between adjacent E4M3 values, relative to them. Rounding to nearest
+# undoes a smaller change of an average.
 SLOW = 2.0**-4
 
 
@@ -107,7 +107,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What GradScaler asks: whether the step's kernel unscales and skips by itself."""
+        """Whether the step's kernel unscales and skips by itself; GradScaler reads it."""
         return bool(self.defaults["fused"])
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
@@ -196,7 +196,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
                 advance_together(bucket, rule)
 
     def _amp(self) -> tuple[Tensor | None, Tensor | None]:
-        """What GradScaler leaves on a fused optimizer: ``grad_scale`` and ``found_inf``."""
+        """``grad_scale`` and ``found_inf``, which GradScaler sets on a fused optimizer."""
         return self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
 
     def _work(self, p: Tensor, group: dict[str, Any], seed: int, is_compiling: bool) -> Work:

@@ -64,7 +64,7 @@ class Work(NamedTuple):
 
     @property
     def target(self) -> StateMatrix:
-        """What the update rule advances: the master, or the parameter itself."""
+        """The tensor that the update rule updates: the master, or the parameter itself."""
         return StateMatrix(self.parameter) if self.master is None else self.master
 
     def write_back(self) -> None:

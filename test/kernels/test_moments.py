@@ -151,7 +151,7 @@ def test_a_published_defect_is_caught():
 
 
 @pytest.mark.parametrize("form", ["linear", "float16", "expanded"])
-def test_a_special_element_leaves_its_neighbours_alone(form):
+def test_a_special_element_does_not_change_the_others(form):
     """What shares a group with NaN or inf is coded as beside a zero, ragged groups included."""
     for special in (math.nan, math.inf, -math.inf):
         x = second_moments((3, 70), 12, seed=6)

@@ -48,7 +48,7 @@ _FUSION = {"enable_fp_fusion": True}
 
 
 class Tile(NamedTuple):
-    """What one program computes, and with what.
+    """The tile that one program computes, and its launch options.
 
     ``M`` rows and ``N`` columns of the output, both divisors of 128, by ``warps`` of 32 threads;
     ``stages`` steps of the operands are on their way or in shared memory at once.

@@ -183,7 +183,7 @@ class Argument(NamedTuple):
 
     @property
     def paths(self) -> tuple[Path, Path]:
-        """Where it may be inside ``(args, kwargs)``."""
+        """The two paths at which it may be inside ``(args, kwargs)``."""
         return (0, self.position), (1, self.name)
 
 

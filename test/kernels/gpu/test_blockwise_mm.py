@@ -41,7 +41,7 @@ def operands(shape, rows, formats=(E4M3, E4M3), device="cpu", fill="wide") -> li
     parts = []
     for size, block, dtype, seed in zip((M, N), BLOCKS[rows], formats, (1, 2), strict=True):
         x = Case((size, K), fill=fill, exponent=seed, seed=seed).make()
-        x *= torch.exp2(torch.arange(K) // 128 % 3 * 4.0)  # neighbouring blocks differ
+        x *= torch.exp2(torch.arange(K) // 128 % 3 * 4.0)  # adjacent blocks differ
         codes, scale = oracle.quantize(x, block, dtype)
         parts += [codes.view(dtype).to(device), scale.to(device)]
     return parts
