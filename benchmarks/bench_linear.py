@@ -40,6 +40,7 @@ from benchmarks.floor import FLOOR, floor
 from benchmarks.shapes import LLAMA3_8B, LLAMA3_70B, SQUARES, Shape
 from benchmarks.step import Step, launches, room_to_compile, saved_bytes
 from float8.kernels.casts import COMPILED, compiler_may_cast
+from float8.kernels.scaled_mm import family_of
 
 FLOORS = ("tensorwise", "rowwise", "blockwise")  # the others cast as one of these does
 CPU_SHAPES = (Shape(2048, 1024, 4096),)
@@ -167,7 +168,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Measure every shape; 1 if one of our layers failed (a refusal is no failure)."""
     options = parse(argv)
-    if options.compiled_casts == "aten" and not compiler_may_cast(torch.device(options.device)):
+    if options.compiled_casts == "aten" and not compiler_may_cast(
+        family_of(torch.device(options.device))
+    ):
         print(
             "bench_linear: nothing is measured: the layers leave no cast to the compiler where "
             "Triton's ptxas is older than 13.1 (TRITON_PTXAS_PATH names another)"

@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from float8.kernels.scaled_mm import EMULATED, architecture
+from float8.kernels.scaled_mm import architecture
 from float8.linear import bound_plan
 
 CUDA = torch.device("cuda", 0)
@@ -233,8 +233,8 @@ _FUSED: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _family_on_cuda(device: torch.device, emulate: bool = False) -> str:
-    return EMULATED if emulate else architecture()
+def _family_on_cuda(device: torch.device) -> str:
+    return architecture()
 
 
 @contextmanager
@@ -254,6 +254,6 @@ def as_on_cuda() -> Iterator[None]:
             module, _, name = path.rpartition(".")
             patch = mock.patch.object(importlib.import_module(module), name, value)
             stack.enter_context(patch)
-        bound_plan._remembered.cache_clear()
-        stack.callback(bound_plan._remembered.cache_clear)
+        bound_plan._bound_once.cache_clear()
+        stack.callback(bound_plan._bound_once.cache_clear)
         yield

@@ -140,7 +140,7 @@ done
 
 tests cuda 105 14 cuda test/kernels test/activations/test_ops.py test/benchmarks/test_step.py \
     test/benchmarks/test_bench_overhead.py test/tensor/dispatch/test_copies.py \
-    test/numerics/test_statistics.py test/fusion/test_fused.py test/test_kernel_path.py test/linear/test_layer.py
+    test/numerics/test_statistics.py test/fusion/test_producers.py test/test_kernel_path.py test/linear/test_layer.py
 benchmark bench_casts 45 benchmarks/bench_casts.py --repeats 5 --warmup 2 --stop-after 35
 benchmark bench_linear 90 benchmarks/bench_linear.py --shapes 70b.attn.wo --stop-after 60 \
     --modes eager compiled --recipes tensorwise static rowwise blockwise --repeats 10
@@ -153,7 +153,7 @@ benchmark bench_model 45 benchmarks/bench_model.py --modes eager compiled --stop
 # build its meshes on it over gloo, and hang.
 tests timing 15 1 cuda test/benchmarks/test_harness.py test/estimate/test_measure.py
 CUDA_VISIBLE_DEVICES='' tests cpu 60 16 "not cuda" test/kernels test/linear/test_autograd.py \
-    test/linear/test_compile.py test/fusion/test_fused.py test/test_kernel_path.py test/linear/test_layer.py \
+    test/linear/test_compile.py test/fusion/test_producers.py test/test_kernel_path.py test/linear/test_layer.py \
     test/linear/test_delayed.py test/tensor/test_tensor.py test/distributed/test_float8_gather.py
 benchmark bench_unit 20 benchmarks/bench_unit.py --layers 2 --repeats 5
 benchmark bench_optim 20 benchmarks/bench_optim.py --options float8 "float8 + float16" --modes eager

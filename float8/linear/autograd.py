@@ -26,14 +26,22 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from float8 import kernels
 from float8.config import Float8LinearConfig
 from float8.granularity import scale_shape
-from float8.linear.bound_plan import BoundPlan, plan_on, product
+from float8.linear.bound_plan import BoundGemm, BoundPlan, autocasts, plan_for
 from float8.linear.float8_weight import Float8Weight
-from float8.linear.scaling import DelayedState, Pair, cast_again, cast_matrix, cast_orientations
+from float8.linear.scaling import (
+    DelayedState,
+    Pair,
+    cast_again,
+    cast_matrix,
+    cast_orientations,
+    multiply_scale,
+)
 from float8.tensor import Float8Tensor
 
 # The factors of output, grad_input and grad_weight. They are independent, so the gradients need not
@@ -155,6 +163,38 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
     return grad_x, grad_w, grad_bias
 
 
+def product(
+    gemm: BoundGemm, a: Pair, b: Pair, bias: Tensor | None = None, factor: float | None = None
+) -> Tensor:
+    """``(a @ b.T) * factor``, and the bias times the factor too.
+
+    Args:
+        gemm: the GEMM.
+        a, b: the results of its casts; in high precision, the matrix and None.
+        bias: in the compute dtype.
+        factor: the factor of unit scaling, or None.
+    """
+    if gemm.a is None or gemm.b is None:
+        out = F.linear(a[0], b[0], bias)
+        return out if factor is None else out * factor
+    a_data, a_scale = a
+    if factor is not None:
+        a_scale = multiply_scale(a_scale, gemm.a, factor)
+        bias = None if bias is None else bias * factor
+    return kernels.multiply(
+        gemm.name,
+        a_data,
+        a_scale,
+        *b,
+        gemm.a.block,
+        gemm.b.block,
+        bias,
+        gemm.out_dtype,
+        gemm.use_fast_accum,
+        gemm.pad,
+    )
+
+
 def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
     # Tensor.to takes a microsecond even if the dtype is the same.
     return x if x.dtype == dtype else x.to(dtype)
@@ -214,17 +254,6 @@ def _checked_tensors(ctx: Any) -> tuple[Tensor, ...]:
         ) from error
 
 
-def autocasts(device_type: str) -> bool:
-    """Whether autocast is on for a device type; meta tensors have none."""
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
-
-
-def compute_dtype(input: Tensor) -> torch.dtype:
-    """The dtype that operands are rounded to before their casts, and that the GEMMs return."""
-    device_type = input.device.type
-    return torch.get_autocast_dtype(device_type) if autocasts(device_type) else input.dtype
-
-
 def call_of(
     config: Float8LinearConfig,
     input: Tensor,
@@ -233,7 +262,7 @@ def call_of(
     factors: Factors = NO_FACTORS,
 ) -> Call:
     """The `Call` for this input, with a weight in high precision; autocast is respected."""
-    plan = plan_on(config, input.device, compute_dtype(input))
+    plan = plan_for(config, input)
     return Call(plan, states, record, None, factors, torch.is_grad_enabled())
 
 

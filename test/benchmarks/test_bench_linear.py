@@ -201,7 +201,7 @@ def test_casts_that_the_compiler_does_not_get_are_not_measured_as_its_own(
     tmp_path, monkeypatch, capsys
 ):
     """With an older ptxas the kernels would run, under the name of the compiler's casts."""
-    monkeypatch.setattr(bench_linear, "compiler_may_cast", lambda device: False)
+    monkeypatch.setattr(bench_linear, "compiler_may_cast", lambda family: False)
     file = tmp_path / "out.json"
     asked = [*TINY, "--no-peer", "--compile", "--compiled-casts", "aten", "-o", str(file)]
     assert bench_linear.main(asked) == 0

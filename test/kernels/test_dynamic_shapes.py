@@ -62,7 +62,7 @@ def lower(recipe: str, tokens: int) -> list:
     env = ShapeEnv()
     example = torch.empty(tokens, 0)
     unbound = RECIPES[recipe].plan
-    plan = BoundPlan(unbound, torch.device("cuda"), torch.bfloat16, False, True, compiling=False)
+    plan = BoundPlan(unbound, "sm_90", torch.bfloat16, False, True, compiling=False)
     with FakeTensorMode(shape_env=env) as mode:
         dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
         size = mode.from_tensor(example, symbolic_context=dynamic).shape[0]

@@ -128,9 +128,10 @@ def test_a_scale_found_before_is_used_again_and_nothing_recorded(scaling):
 
 
 def test_the_formats_twin_is_cast_on_amd(monkeypatch):
-    from float8 import formats, scaling
+    from float8 import formats
+    from float8.linear import bound_plan
 
-    monkeypatch.setattr(scaling, "on_device", lambda fmt, device: formats.E4M3FNUZ)
+    monkeypatch.setattr(bound_plan, "on_family", lambda fmt, family: formats.E4M3FNUZ)
     x = Case((5, 123)).make()
     data, scale = bind_and_cast(x, operand_cast())
     dtype = torch.float8_e4m3fnuz
@@ -291,7 +292,7 @@ def test_constants_are_bounded(monkeypatch):
 def test_a_factor_multiplies_a_scale(scaling_type):
     static = "0.5" if scaling_type is ScalingType.STATIC else None
     cast = OperandCast(scaling_type, E4M3, (WHOLE, WHOLE), False, static)
-    how = BoundCast(cast, torch.device("cpu"))
+    how = BoundCast(cast, "cpu")
     found = multiply_scale(torch.full((1, 1), 0.5), how, 0.3)
     assert_bitwise(found, torch.full((1, 1), 0.5) * 0.3)
 
