@@ -1,4 +1,4 @@
-"""`bench_linear`, run as people run it, on sizes that take no time."""
+"""`bench_linear`: its command line, on small sizes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import bench_linear, contenders, harness, limit, targets
-from benchmarks.contenders import SCALED
-from benchmarks.shapes import Shape
+from benchmarks import bench_linear
+from benchmarks.measuring import contenders, harness, limit, targets
+from benchmarks.measuring.contenders import SCALED
+from benchmarks.measuring.shapes import Shape
 
 M, K, N = 48, 128, 64
 TINY = ["--device", "cpu", "--shapes", f"{M},{K},{N}", "--repeats", "3", "--warmup", "1"]
@@ -36,7 +37,7 @@ def assert_ratios_are_paired(rows: list[dict]) -> None:
 
 @pytest.fixture
 def compiled(monkeypatch) -> list[object]:
-    """What was given to torch.compile, which leaves it as it is."""
+    """The models given to torch.compile, which returns them unchanged."""
     given: list[object] = []
 
     def note(model: object, **kwargs: object) -> object:

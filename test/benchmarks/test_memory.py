@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from benchmarks import memory
-from benchmarks.llama import MODELS, Block, LanguageModel
+from benchmarks.measuring import memory
+from benchmarks.models.llama import MODELS, Block, LanguageModel
 from float8 import E4M3, Float8LinearConfig, Float8Tensor, convert_to_float8_training
 from float8.optim import AdamW
 

@@ -1,4 +1,4 @@
-"""Two gloo processes: the counted bytes are those sent, computed by hand."""
+"""Two gloo processes: the bytes that are counted equal those computed by hand."""
 
 from __future__ import annotations
 

@@ -1,16 +1,14 @@
-"""The demo trains every recipe in turns, resumes interrupted runs, and reports all of them."""
+"""The demo trains every recipe in turns, resumes an interrupted run, and reports it."""
 
 import json
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import corpus
-import demo
+from scripts import demo
+from scripts.training import corpus
 
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "2"]
 TINY += ["--device", "cpu", "--eval-batches", "2"]
