@@ -1,4 +1,4 @@
-"""Checks of arguments: a TypeError that names what is wanted, what came, and what to write.
+"""Checks of arguments: a TypeError names the expected type, the value, and the remedy.
 
 Public functions ask these before anything else, so that a wrong argument never shows as an
 AttributeError from the middle of the library.

@@ -24,7 +24,7 @@ import torch
 
 from float8.arguments import described
 
-# What may be cast to float8. float64 is left out: no float8 GEMM accumulates or returns it.
+# Dtypes that may be cast to float8. float64 is left out: no float8 GEMM accumulates or returns it.
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -92,5 +92,5 @@ def _device_is_fnuz() -> bool:
     return torch.cuda.is_available() and "gfx94" in torch.cuda.get_device_properties(0).gcnArchName
 
 
-# What torch.compiler.assume_constant_result does, which would import all of dynamo (a second).
+# The effect of torch.compiler.assume_constant_result, whose import of dynamo would take a second.
 _device_is_fnuz._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Disks that cannot be written to, without a mount: for tests of what is left after a failure."""
+"""Disks that cannot be written to, without a mount: for tests of files after a failure."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ Exits with 1 and says which op differs. `test_large_tensors.py` starts it on the
 copies of it with a fault planted, which it has to see.
 
 Of a large tensor only the last program of each launch runs, which reads and writes the last tile.
-All else is memory that nothing touches, and so takes no room; it reads as zeros. Where a 32-bit
-offset overflows, that program reads or writes elsewhere, or the process dies of it.
+The other memory is never touched, so it is not allocated; it reads as zeros. If a 32-bit offset
+overflows, that program reads or writes elsewhere, or the process crashes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def op(file: str, name: str):
 
 
 def untouched(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Zeros that take no room until they are written to."""
+    """Zeros that take no memory until they are written to."""
     memory = mmap.mmap(-1, rows * columns * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype).view(rows, columns)
 

@@ -1,4 +1,4 @@
-"""A small training for the tests of the optimizers, and what is compared after it."""
+"""A small training run for the tests of the optimizers, and the comparison after it."""
 
 import torch
 from assertions import assert_bitwise

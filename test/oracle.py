@@ -82,7 +82,7 @@ def largest(dtype: torch.dtype) -> float:
 
 @functools.cache
 def ties(dtype: torch.dtype) -> Tensor:
-    """The values halfway between neighbouring codes, the positive ones, in float64."""
+    """The values halfway between adjacent codes, the positive ones, in float64."""
     finite = magnitudes(dtype)
     return (finite[1:] + finite[:-1]) / 2
 

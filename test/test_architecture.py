@@ -85,7 +85,7 @@ def relative(path: Path) -> str:
 
 def test_every_package_has_a_level():
     missing = {package_of(path) for path in FILES} - LEVELS.keys()
-    assert missing == set(), "give each its level here and in CONTRIBUTING.md"
+    assert missing == set(), "add them to LEVELS and to CONTRIBUTING.md"
     assert {name for name in LEVELS if not is_package(name)} == set(), "these are gone"
 
 
@@ -128,8 +128,8 @@ def test_a_file_opens_with_its_idea():
 
 
 def test_files_have_nouns_for_names():
-    drawers = {"utils", "util", "helpers", "common", "misc"}
-    found = [relative(path) for path in FILES if drawers & set(path.with_suffix("").parts)]
+    vague = {"utils", "util", "helpers", "common", "misc"}
+    found = [relative(path) for path in FILES if vague & set(path.with_suffix("").parts)]
     # a name of the package unit-scaling, of one function
     assert found == ["float8/unit_scaling/utils.py"]
 
@@ -144,7 +144,7 @@ def test_every_package_has_its_directory_of_tests():
 # --- importing
 
 
-# Without the optional packages, and noting who asks for one.
+# Blocks the optional packages, and records which of them are imported.
 PROGRAM = """
 import gc, sys, time
 asked = []

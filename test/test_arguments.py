@@ -348,7 +348,7 @@ def test_every_public_name_has_a_row():
 
 
 def outcome(call: Call, bad: object) -> str:
-    """What is wrong with how a call answers a bad value, or nothing."""
+    """The reason why a call's answer to a bad value is wrong, or None."""
     try:
         result = call.run(bad)
         if isinstance(result, AbstractContextManager) and not isinstance(result, nn.Module):

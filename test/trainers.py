@@ -1,4 +1,4 @@
-"""A small Llama, data and a Trainer of Transformers, for what is said of `Float8Callback`."""
+"""A small Llama, data and a Trainer of Transformers, for the tests of `Float8Callback`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a function that runs a model must leave as it was."""
+"""The state of a model that a function which runs it must not change."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from float8.estimate.roofline import GIVEN, READ, WRITE, kind_of_block, pass_nam
 from float8.formats import E4M3, on_device
 from float8.granularity import WHOLE, Block
 from float8.kernels.scaled_mm import architecture, refuses_device, scaled_mm
-from float8.linear.scaling import quantize
+from float8.linear.scaling import bind_and_cast
 
 Size = tuple[int, int, int]
 Candidate = Callable[[], object]
@@ -149,7 +149,7 @@ def _call(kind: str, gemm_name: str, device: Device, a: Tensor, b: Tensor) -> Ca
     blocks = (gemm.a.block, gemm.b.block)
     if not device.emulates and refuses_device(device.arch, *blocks, torch.bfloat16):
         return None
-    (a8, a_scale), (b8, b_scale) = quantize(a, gemm.a), quantize(b, gemm.b)
+    (a8, a_scale), (b8, b_scale) = bind_and_cast(a, gemm.a), bind_and_cast(b, gemm.b)
     if not device.emulates:  # as fused casts write them; the reference reads views
         a8, b8 = a8.contiguous(), b8.contiguous()
     return lambda: scaled_mm(

@@ -22,14 +22,14 @@ from benchmarks.measuring.step import Step
 from float8 import kernels
 from float8.config import LinearPlan, OperandCast
 from float8.granularity import WHOLE
-from float8.linear.scaling import quantize
+from float8.linear.scaling import bind_and_cast
 
 FLOOR = "floor "
 BY_ROW = ((WHOLE, WHOLE), (1, WHOLE))  # the data can be multiplied without dequantising
 
 
 def there_and_back(operand: Tensor, cast: OperandCast) -> Tensor:
-    data, scale = quantize(operand, cast)
+    data, scale = bind_and_cast(operand, cast)
     if cast.block in BY_ROW:
         return kernels.decode(data)
     return kernels.dequantize(data, scale, cast.block, operand.dtype)

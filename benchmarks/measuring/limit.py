@@ -32,7 +32,7 @@ from benchmarks.measuring.shapes import Shape
 from float8 import Float8LinearConfig, ScalingType, kernels
 from float8.config import Gemm, LinearPlan, OperandCast
 from float8.granularity import WHOLE
-from float8.linear.scaling import quantize
+from float8.linear.scaling import bind_and_cast
 
 BF16_BYTES, FLOAT8_BYTES = 2, 1
 COPY = "copy"
@@ -65,8 +65,8 @@ def product(gemm: Gemm, a: Tensor, b: Tensor) -> Products:
     """`a @ b.T` as a GEMM of the plan, its operands cast beforehand."""
     if gemm.a is None or gemm.b is None:
         return lambda: a @ b.t()
-    a8, a_scale = quantize(a.contiguous(), gemm.a)
-    b8, b_scale = quantize(b.contiguous(), gemm.b)
+    a8, a_scale = bind_and_cast(a.contiguous(), gemm.a)
+    b8, b_scale = bind_and_cast(b.contiguous(), gemm.b)
     run = partial(kernels.scaled_mm, out_dtype=a.dtype, use_fast_accum=gemm.use_fast_accum)
     return partial(run, a8, a_scale, b8, b_scale, gemm.a.block, gemm.b.block)
 

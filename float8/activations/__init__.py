@@ -10,8 +10,8 @@ and more, is what norms, activations and products of two tensors save. Inside ::
 these ops save float8 copies instead, with one scale per group of 128 elements (COAT, arXiv
 2410.19313, section 5). Forward values do not change by a bit: torch computes each op from the
 original tensors, and only backward reads the copy. Gradients are torch's own derivatives at the
-values of the copy. What is cheap to recompute from a copy (rstd, ``silu(gate)`` for the product
-with ``up``) is not saved. relu and dropout save one bit per element and lose nothing.
+values of the copy. Values that are cheap to recompute from a copy (rstd, ``silu(gate)`` for the
+product with ``up``) are not saved. relu and dropout save one bit per element and lose nothing.
 
 The error of the gradients by op, as SQNR in dB (``python -m float8.activations.gradient_error``,
 whose help explains the columns):

@@ -91,7 +91,7 @@ def dequantize(copy: Float8Copy, group: int, shape: tuple[int, ...], dtype: torc
 
 
 class Restorer(NamedTuple):
-    """How backward restores a tensor from what autograd saved of it."""
+    """The parameters by which backward restores a tensor from its saved copy."""
 
     position: int  # which of the op's inputs the tensor is, or `OUTPUT`
     fmt: CopyFormat | None  # None: the tensor itself is saved
@@ -168,7 +168,7 @@ class CopyCache:
         return not is_parameter and not is_broadcast
 
     def save(self, x: Tensor, index: int, exact: bool = False) -> Saved:
-        """What to save of input ``index`` of an op; ``exact``: the tensor itself."""
+        """The tensor to save for input ``index`` of an op; ``exact``: the input itself."""
         if exact or not self.is_worthwhile(x):
             return Restorer(index, None, tuple(x.shape), x.dtype), ()
         if (found := self._find(x)) is not None:

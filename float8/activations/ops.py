@@ -1,8 +1,8 @@
 """The table of ops that save less for backward: `OPS`, name -> `CopyOp` or `MaskOp`.
 
 A row says which torch functions call the op and how their arguments are read, which tensors
-backward reads, and the gradient. To add an op, add a row here and one in ``gradient_error.CASES``,
-which the tests run.
+backward reads, and the gradient. To add an op, add a row to the table and one to
+``gradient_error.CASES``, which the tests run.
 
 **Readers.** A torch function mode sees the method behind an operator (``a * b`` is ``Tensor.mul``)
 and the functions of `torch.nn.functional`, or those that torch.compile calls for them. A reader
@@ -10,7 +10,7 @@ returns the op's inputs and options. It returns None for calls that are left to 
 ``out=`` forms, which write to memory that others may read, and calls that save nothing.
 
 **Gradients** are torch's own derivatives, at the values of the copy instead of the tensor:
-``grad_x = f'(dequantize(cast(x))) * g``. What is cheap to recompute from a copy (mean and rstd of a
+``grad_x = f'(dequantize(cast(x))) * g``. Values that are cheap to recompute (mean and rstd of a
 norm, a sigmoid) is not saved. Elementwise ops call the aten kernels of torch's own backward.
 
 Two ops are off by default. ``softmax`` saves its output; in attention that is written out, without

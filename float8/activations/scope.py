@@ -122,9 +122,9 @@ class _Mode(TorchFunctionMode):
 
 
 def _is_transformed() -> bool:
-    """Whether another mechanism decides what is saved: a checkpoint, functorch or forward mode.
+    """Whether a checkpoint, functorch or forward mode controls the saved tensors.
 
-    A checkpoint recomputes in backward, maybe after the scope, and compares what is saved.
+    A checkpoint recomputes in backward, maybe after the scope, and compares the saved tensors.
     """
     if torch.compiler.is_compiling():
         return False

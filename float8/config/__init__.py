@@ -1,4 +1,4 @@
-"""What a user says about a float8 linear layer, and the one place where it is resolved.
+"""The configuration of a float8 linear layer, and its resolution into casts and GEMMs.
 
 A linear layer is three GEMMs of two casts each (M tokens, K in, N out features)::
 

@@ -1,4 +1,4 @@
-"""How one operand becomes float8: what a user says, and what it means.
+"""How one operand becomes float8: the config of a cast, and the resolved cast.
 
 A `CastConfig` speaks of an operand. `CastConfig.resolve` states it for a matrix in the orientation
 of the GEMM that reads it (last dimension = contraction), with nothing left to a default.
@@ -22,7 +22,7 @@ MAX_MARGIN = 32  # far more than any format's headroom
 
 
 class ScalingType(enum.Enum):
-    """How the scale of a cast is found."""
+    """The source of the scale of a cast."""
 
     DYNAMIC = "dynamic"  # from the amax of the tensor that is cast
     DELAYED = "delayed"  # from the amaxes of past steps (arXiv 2209.05433 and TransformerEngine)
@@ -107,7 +107,7 @@ class CastConfig:
         )
 
     @property
-    def short_str(self) -> str:
+    def summary(self) -> str:
         """A few characters for ``print(model)``, such as ``dynamic rowwise e4m3 pow2``."""
         if self.scaling_type is ScalingType.DISABLED:
             return "high precision"
@@ -145,7 +145,7 @@ class OperandCast:
 @explains_unknown_fields
 @dataclass(frozen=True)
 class DelayedScalingConfig:
-    """How delayed scales follow from the history of amaxes.
+    """How delayed scales are computed from the history of amaxes.
 
     Args:
         history_len: how many steps are remembered.
@@ -185,7 +185,7 @@ class DelayedScalingConfig:
         check_bool(self.remember_nonfinite, "remember_nonfinite")
 
 
-# A string, or the value of an enum of another library -> what to write here.
+# A string, or the value of an enum of another library -> the expression in float8.
 _MEANT = {
     "dynamic": "ScalingType.DYNAMIC",
     "delayed": "ScalingType.DELAYED",

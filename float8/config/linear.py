@@ -78,7 +78,7 @@ class Float8LinearConfig:
     # of transformer_engine.py, from_torchao of torchao.py.
     from_te_recipe: ClassVar[Callable[..., Float8LinearConfig]]
     from_torchao: ClassVar[Callable[[Any], Float8LinearConfig]]
-    # What all of this means, computed once: the layer reads it at every call.
+    # The plan that follows from these fields, computed once; the layer reads it at every call.
     plan: LinearPlan = field(init=False, repr=False, compare=False)
     uses_delayed_scaling: bool = field(init=False, repr=False, compare=False)
     key: str = field(init=False, repr=False, compare=False)
@@ -105,7 +105,7 @@ class Float8LinearConfig:
 
     @property
     def operand_casts(self) -> tuple[CastConfig, CastConfig, CastConfig]:
-        """Whose state the casts of input, weight and grad_output keep.
+        """The configs of the casts of input, weight and grad_output that keep state.
 
         That of the first use, except where it alone is in high precision and the second is delayed.
         """
@@ -191,7 +191,7 @@ class Float8LinearConfig:
             if is_delayed and first.scaling_type is not ScalingType.DISABLED and second != first:
                 raise ValueError(
                     f"{second_name}: a delayed second use must be the cast of the first use "
-                    f"(cast_config_{operand} is '{first.short_str}') unless that is disabled; "
+                    f"(cast_config_{operand} is '{first.summary}') unless that is disabled; "
                     "leave it None, or make it dynamic, static or disabled"
                 )
 

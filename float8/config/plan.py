@@ -66,7 +66,7 @@ def key_of_plan(plan: LinearPlan, emulate: bool, pad: bool) -> str:
 
 
 def plan_of_key(key: str) -> tuple[LinearPlan, bool, bool]:
-    """What `key_of_plan` was given: the plan, ``emulate`` and ``pad``."""
+    """The inverse of `key_of_plan`: the plan, ``emulate`` and ``pad``."""
     return _PLANS[key]
 
 

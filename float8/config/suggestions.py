@@ -1,6 +1,6 @@
-"""What the user may have meant: the nearest known name, or the name that another library uses.
+"""Suggestions for unknown names: the nearest known name, or the counterpart of another library's.
 
-A script that was written for another library meets unknown fields, values and configs here. The
+A script for another library uses fields, values and configs that float8 does not know. The
 error then says what to write. `DIALECTS` holds these hints; `float8.integrations` fills it.
 """
 
@@ -23,9 +23,9 @@ class Dialect:
     Args:
         library: its name, for messages.
         constructor: the class method of `Float8LinearConfig` that translates its configs.
-        fields: a field of its configs -> what to write here.
-        values: the value of one of its enums -> the expression to write here.
-        names: a public name of it -> what to write here.
+        fields: a field of its configs -> the counterpart in float8, or advice.
+        values: the value of one of its enums -> the expression in float8.
+        names: a public name of it -> the counterpart in float8, or advice.
     """
 
     library: str
@@ -65,7 +65,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     """``"; did you mean 'rowwise'?"``, or nothing where no known name is near.
 
     Args:
-        name: what was given.
+        name: the unknown name.
         known: what there is.
     """
     by_lower = {each.lower(): each for each in known}

@@ -1,4 +1,4 @@
-"""Converting models: which layers to convert, replacing them, and what was done.
+"""Converting models: choosing layers, replacing them, and reporting the conversion.
 
 ``filters.py``: a user's choice of layers; ``conversion.py``: the plan of a conversion and its
 report; ``convert.py``: conversion for training, and back; ``inference.py``: frozen float8 weights.

@@ -90,7 +90,7 @@ class ConversionPlan:
         module_filter_fn: the user's filter.
         layers: name -> layer, each once, under its first name.
         configs: name -> the layer's config: its own, where it is in float8 already.
-        conversion: why the other layers are left alone; after `convert`, what was converted.
+        conversion: why the other layers are left alone; after `convert`, the converted layers too.
     """
 
     caller: str

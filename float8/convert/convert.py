@@ -1,8 +1,8 @@
 """Replace a model's linear layers by float8 ones for training, and back.
 
 Conversion checks everything before it changes anything, shares every parameter, and reports what it
-did: the returned module has a `Conversion` as its attribute ``float8_conversion``, which lists what
-was converted, what was left alone, and why.
+did: the returned module has a `Conversion` as its attribute ``float8_conversion``, which lists the
+converted layers, the others, and the reasons.
 
 Converted are modules whose type is exactly ``nn.Linear``, or a type that has a rule
 (`register_linear_type`, `register_module_rule`). Others are reported, among them the two torch

@@ -8,7 +8,7 @@ returns True to convert it. Any function will do; these cover the usual cases::
     )
 
 ``filter_fqns`` of torchao and torchtitan are substrings of names; the patterns of `skip_names` are
-whole names. ``filter_fqns=["output"]`` is ``skip_names("*output*")`` here.
+whole names. ``filter_fqns=["output"]`` becomes ``skip_names("*output*")``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What float8 adds to torch.distributed.
+"""The parts of float8 that use torch.distributed.
 
 - ``gathered_weights.py``: FSDP2 gathers weights as float8 (`known_amax` < `float8_gather` <
   `sharded_weight`, `replaced_parameters`). Imported when a config asks for it.

@@ -1,16 +1,16 @@
 """Exchange parts of a tensor between the ranks of one mesh dimension.
 
-The first half gathers, sums and cuts plain tensors. The second half has autograd functions on plain
-local tensors, in pairs that are transposes of each other: where forward gathers, backward sums the
-gradients and scatters them; where forward sums and scatters, backward gathers.
+The first half gathers, sums and splits plain tensors. The second half has autograd functions on
+plain local tensors. If forward gathers, backward sums the gradients and scatters them; if forward
+sums and scatters, backward gathers.
 
-A dimension of ``length`` is cut into chunks of ``ceil(length / size)``, as ``torch.chunk`` and
-DTensor do: the last ranks may hold shorter parts, or nothing. Collectives move equal parts, so a
-short part is padded with zeros, which never reach a result.
+A dimension of ``length`` is split into chunks of ``ceil(length / size)``, as by ``torch.chunk`` and
+DTensor: the parts of the last ranks may be shorter, or empty. Collectives need parts of one size,
+so a short part is padded with zeros, which are removed from the result.
 
-Float8 data travels as bytes: gloo has no float8 type, and NCCL must never sum it. The collectives
-are torch's functional ones, which ``torch.compile`` traces. Waiting for one orders streams and does
-not block the host.
+Float8 data is sent as bytes: gloo has no float8 type, and NCCL must not sum it. The collectives are
+torch's functional ones, which ``torch.compile`` traces. Waiting for one orders streams and does not
+block the host.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from float8.linear.autograd import (
     without_autocast,
 )
 from float8.linear.bound_plan import compute_dtype
-from float8.linear.scaling import DelayedState, cast_rows, quantize, sharded_state
+from float8.linear.scaling import DelayedState, bind_and_cast, cast_matrix, sharded_state
 from float8.tensor import Float8Tensor
 from float8.tensor.differentiable import differentiable
 
@@ -52,17 +52,17 @@ class Ranks(NamedTuple):
         return Ranks(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
     def length_here(self, length: int) -> int:
-        """How much of a dimension this rank holds."""
+        """The length of this rank's part of a dimension."""
         chunk = -(-length // self.size)
         return min(max(length - self.rank * chunk, 0), chunk)
 
 
 def gather(x: Tensor, dim: int, length: int, ranks: Ranks) -> Tensor:
-    """Gather a tensor that is cut along ``dim``.
+    """Gather a tensor that is split along ``dim``.
 
     Args:
         x: this rank's part, of any dtype; float8 too.
-        dim: the dimension that is cut, >= 0.
+        dim: the dimension that is split, >= 0.
         length: the length of that dimension over all ranks.
         ranks: the ranks that hold the parts.
     """
@@ -84,8 +84,8 @@ def reduce_scatter(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
     whole = whole if dim == 0 else torch.cat(whole.chunk(ranks.size, dim))
     ops = torch.ops._c10d_functional
     part = ops.reduce_scatter_tensor(whole.contiguous(), "sum", ranks.size, ranks.group)
-    part, here = ops.wait_tensor(part), ranks.length_here(length)
-    return part if part.shape[dim] == here else part.narrow(dim, 0, here).contiguous()
+    part, own = ops.wait_tensor(part), ranks.length_here(length)
+    return part if part.shape[dim] == own else part.narrow(dim, 0, own).contiguous()
 
 
 def sum_over(x: Tensor, ranks: Ranks) -> Tensor:
@@ -102,7 +102,7 @@ def part_of(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
 
 
 def check_mesh(x: DTensor, mesh: DeviceMesh, name: str) -> None:
-    """Refuse an input that lies on another mesh.
+    """Raise if an input is on another mesh.
 
     Raises:
         ValueError: on every rank.
@@ -115,10 +115,10 @@ def check_mesh(x: DTensor, mesh: DeviceMesh, name: str) -> None:
 
 
 def check_even(x: Tensor, dim: int, ranks: Ranks, name: str) -> None:
-    """Refuse parts of unequal length, of plain tensors on a CPU.
+    """Raise if the ranks' parts, plain tensors on a CPU, have different lengths.
 
-    On an accelerator this check would block the host. There, as with torch's own styles, the
-    collective raises (``TORCH_DISTRIBUTED_DEBUG=DETAIL`` makes that error a clear one).
+    On an accelerator this check would block the host. There the collective raises, as with torch's
+    own styles; ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` gives a clearer message.
 
     Raises:
         ValueError: on every rank.
@@ -130,9 +130,9 @@ def check_even(x: Tensor, dim: int, ranks: Ranks, name: str) -> None:
     largest, smallest = ops.wait_tensor(ops.all_reduce(lengths, "max", ranks.group)).tolist()
     if largest != -smallest:
         raise ValueError(
-            f"{name}: the input is cut along dimension {dim} into parts of unequal length (here "
-            f"{x.shape[dim]}, the longest {largest}, the shortest {-smallest}), and a plain tensor "
-            "does not say how long the whole is: pass a DTensor, or pad the sequence to a multiple "
+            f"{name}: the input is split along dimension {dim} into parts of unequal length (on "
+            f"this rank {x.shape[dim]}, the longest {largest}, the shortest {-smallest}), and a "
+            "plain tensor has no whole length: pass a DTensor, or pad the sequence to a multiple "
             f"of {ranks.size}"
         )
 
@@ -170,7 +170,7 @@ class _CastAndGather(torch.autograd.Function):
         ranks: Ranks,
         sums_gradient: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        data, scale = quantize(as_matrix(x), cast, state, record, emulate=emulate)
+        data, scale = bind_and_cast(as_matrix(x), cast, state, record, emulate=emulate)
         data = gather(data.reshape(x.shape), dim, length, ranks)
         scale = scale.clone()  # a delayed scale is a buffer, which sync changes
         ctx.dim, ctx.ranks, ctx.sums_gradient = dim, ranks, sums_gradient
@@ -211,16 +211,16 @@ def gather_input(
     record: bool = False,
     sums_gradient: bool = True,
 ) -> Tensor:
-    """Gather an input that is cut along ``dim``, for layers that all have ``config``.
+    """Gather an input that is split along ``dim``, for layers that all have ``config``.
 
     Args:
         x: this rank's part, in high precision.
         dim, length, ranks: see `gather`.
-        config: of the layers.
-        state: of the input's cast, if it is delayed.
+        config: the layers' config.
+        state: the state of the input's cast, if it is delayed.
         record: whether a delayed cast records amaxes.
-        sums_gradient: whether the ranks compute summands of the result's gradient, rather than
-            each the whole sum.
+        sums_gradient: True if each rank computes a summand of the result's gradient, False if each
+            rank computes the whole gradient.
 
     Returns:
         a `Float8Tensor` whose scale is that of the whole input; or a plain tensor in the compute
@@ -240,7 +240,7 @@ def gather_input(
 
 
 class _SumGradient(torch.autograd.Function):
-    """x; for a Float8Tensor, a carrier of its gradient."""
+    """Return x, or for a Float8Tensor a carrier of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -287,12 +287,12 @@ class _SummedLinear(torch.autograd.Function):
 
 
 def _gather_grad_output(ctx: Any, g: Tensor) -> Tensor:
-    """The whole grad_output, in float8 where both GEMMs that read it can read the same data."""
+    """The whole grad_output, in float8 if both GEMMs that read it can read the same data."""
     operand = ctx.plan.g
     if operand.first is None or not (operand.is_shared and operand.first.is_whole):
         return gather(g, ctx.scatter, ctx.length, ctx.ranks)
     state = sharded_state(ctx.states[2], ctx.ranks.group)
-    data, scale = cast_rows(as_matrix(g), operand.first, state, ctx.record, None)
+    data, scale = cast_matrix(as_matrix(g), operand.first, state, ctx.record, None)
     data = gather(data.reshape(g.shape), ctx.scatter, ctx.length, ctx.ranks)
     return Float8Tensor(as_matrix(data), scale, (WHOLE, WHOLE), g.dtype)
 
@@ -300,14 +300,14 @@ def _gather_grad_output(ctx: Any, g: Tensor) -> Tensor:
 def summed_linear(
     x: Tensor, weight: Tensor, call: Call, scatter: int | None, ranks: Ranks
 ) -> Tensor:
-    """``x @ weight.T`` summed over ranks, each of which holds a part of the contraction.
+    """``x @ weight.T`` summed over ranks; each rank has a part of the contraction.
 
     Args:
         x: (..., K / ranks).
         weight: (N, K / ranks).
         call: as for `float8.linear.autograd.linear_in_float8`.
-        scatter: the dimension of the result of which this rank keeps its part; None keeps all.
-        ranks: the ranks that hold the other parts.
+        scatter: the dimension along which the result is scattered; None returns all of it.
+        ranks: the ranks of the sum.
 
     Returns:
         (..., N), or this rank's part of it, in the compute dtype.

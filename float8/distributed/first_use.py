@@ -2,29 +2,29 @@
 
 **When**: before the first of these, whichever comes first in a process group:
 
-- a model's first forward. Under DDP, ranks that cast differently would train on without an error;
-  under FSDP2 they would gather different numbers of bytes and hang. FSDP2 gathers in a hook that
+- A model's first forward. Under DDP, ranks that cast differently would train without an error.
+  Under FSDP2 they would gather different numbers of bytes and hang. FSDP2 gathers in a hook that
   runs before all hooks of the modules themselves. So conversion installs a hook that torch calls
-  before the forward of *every* module. The first comparison removes it: later steps cost nothing;
-- the first gather of a weight in float8, where no hook was installed;
-- the first `precompute_float8_dynamic_scale_for_fsdp`, and the first ``sync``;
-- the second time that dynamic scales of gathered weights are found. Either all ranks find them by
-  `precompute_float8_dynamic_scale_for_fsdp` or all in their gathers, and from the second time on
-  ranks can differ in that.
+  before the forward of *every* module. The first comparison removes it: later steps cost nothing.
+- The first gather of a weight in float8, if no hook was installed.
+- The first `precompute_float8_dynamic_scale_for_fsdp`, and the first ``sync``.
+- The second time that dynamic scales of gathered weights are computed. All ranks must compute them
+  in the same way: by `precompute_float8_dynamic_scale_for_fsdp`, or in their gathers. Ranks can
+  differ in that from the second time on.
 
-**Which ranks**: those of a DDP's or FSDP1's process group, and those of the device mesh of a
-parameter (FSDP2, tensor parallelism). So a pipeline stage is compared with the ranks of its own
-stage. Where values are exchanged by position (DDP, FSDP1, within one unit of FSDP2) the order of
-the layers is compared too. ``sync`` compares the ranks that it reduces over.
+**Which ranks**: those of the process group of DDP or FSDP1, and those of the device mesh of a
+parameter (FSDP2, tensor parallelism). So a rank of a pipeline stage is compared with the ranks of
+its own stage. Where values are exchanged by position (DDP, FSDP1, within one unit of FSDP2), the
+order of the layers is compared too. ``sync`` compares the ranks that it reduces over.
 
-A model without any of these is not compared: its ranks may differ by design, or one rank tries it
-out before it is wrapped. The first step of an optimizer, or a hundred training forwards, removes
-the hook. It is installed again when DDP or FSDP1 wraps such a model.
+A model that is neither wrapped nor sharded is not compared: its ranks may differ by design, or one
+rank may run it before it is wrapped. The first step of an optimizer, or a hundred training
+forwards, removes the hook. It is installed again when DDP or FSDP1 wraps such a model.
 
 A root module that was compiled in place (``model.compile()``) calls no hook outside of its graph.
 Only its first gather in float8 and the first ``sync`` compare it. The hook stays until then. It
-costs compiled code nothing, and removing it would recompile that code. torch warns that
-``torch.compile`` calls such a hook once more, which is harmless here; the warning is silenced.
+costs nothing in compiled code, and removing it would cause a recompilation. torch warns that
+``torch.compile`` calls such a hook once more, which is harmless; the warning is suppressed.
 
 Importing this file registers the callbacks of conversion and of ``sync``.
 """
@@ -72,10 +72,10 @@ SYNC = "calls sync_float8_amax_and_scale_history"
 WAITING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # layers
 _without_layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# Converted models that ran while no other rank had their layers -> how many training forwards.
-# Those that are not in WAITING wait again when they are wrapped.
+# Converted models that ran before they were wrapped or sharded -> number of training forwards.
+# When one of them is wrapped, it is put in WAITING again.
 _ran_alone: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-_MANY = 100  # such forwards, after which the hook is removed
+_MANY = 100  # the number of such forwards after which the hook is removed
 _installed: list[tuple[Any, Any]] = []  # at most one: the hook's handle, and a warnings filter
 
 
@@ -99,7 +99,7 @@ def _wait_for(model: nn.Module) -> None:
 
 
 def _may_be_one_of_many() -> bool:
-    """Whether there are other processes, or may be once the process group is made."""
+    """Whether there are other processes, or there may be when the process group is made."""
     launched = dist.is_available() and dist.is_torchelastic_launched()
     return is_one_of_many() or (launched and not dist.is_initialized())
 
@@ -117,7 +117,7 @@ def _after_step() -> None:
 
 
 def _after_registration(wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
-    """Wait again for a model that one rank tried out before all ranks wrap it."""
+    """Compare a model that ran on one rank when all ranks wrap it."""
     if _ran_alone and model is not None and isinstance(wrapper, _wrappers()):
         for inner in model.modules():
             if inner in _ran_alone:
@@ -155,11 +155,11 @@ def compare_before(model: nn.Module, entry: str) -> None:
     """Compare the ranks' layers of a model, unless they have been compared.
 
     Args:
-        model: the model that is about to run, or to be used otherwise.
-        entry: what this rank does with it, for messages; all ranks must do the same first.
+        model: the model that is about to run, or to be synchronised.
+        entry: the call that this rank makes, for messages; it must be the same on all ranks.
 
     Raises:
-        RuntimeError: on every rank, naming the first layer that differs.
+        RuntimeError: on every rank, with the name of the first layer that differs.
     """
     modules = set(model.modules())
     layers = [m for m in modules if isinstance(m, Float8Linear) and m not in _compared]
@@ -170,7 +170,7 @@ def compare_before(model: nn.Module, entry: str) -> None:
     trains = model.training and torch.is_grad_enabled()
     wrapped = [m for m in modules if isinstance(m, DistributedDataParallel)]
     if wrapped and not (trains and all(m.require_backward_grad_sync for m in wrapped)):
-        return  # one rank may do that alone
+        return  # one rank alone may run such a forward
     if _may_be_one_of_many():
         by_ranks = _facts_by_ranks(model)
         if not by_ranks:
@@ -190,13 +190,13 @@ def compare_before(model: nn.Module, entry: str) -> None:
 
 
 def _is_compared(root: nn.Module) -> bool:
-    """Whether all layers of a model were compared; its parts may have run by themselves."""
+    """Whether all layers of a model were compared, perhaps in forwards of its parts."""
     layers = [module for module in root.modules() if isinstance(module, Float8Linear)]
     return bool(layers) and all(layer in _compared for layer in layers)
 
 
 def compare_before_gather(layer: nn.Module) -> None:
-    """Compare before the first gather in float8: the layers of the outermost running module."""
+    """Compare the layers of the outermost running module, before its first gather in float8."""
     running = [module for module in running_modules() if layer in set(module.modules())]
     compare_before(running[-1] if running else layer, FORWARD)
 

@@ -1,9 +1,8 @@
-"""What FSDP2 sends of a weight, and what arrives: its shards' codes, and a `GatheredWeight`.
+"""The cast of a shard before FSDP2 gathers it, and the gathered result, `GatheredWeight`.
 
-The bits are those of one process: a shard is rounded to the compute dtype and cast with the scale
-of the whole weight. That scale is known without talk where it is a constant or follows from a
-history. Where it is dynamic, the ranks that hold the shards agree on the largest magnitude: one MAX
-all-reduce of one number.
+The bits are those of a single process: a shard is rounded to the compute dtype and cast with the
+scale of the whole weight. A static or delayed scale is known without communication. For a dynamic
+scale, the ranks reduce the largest magnitude of the weight: one MAX all-reduce of one number.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from float8.formats import on_device
 from float8.granularity import WHOLE
 from float8.linear.float8_weight import version_of
 from float8.linear.layer import Float8Linear
-from float8.linear.scaling import DelayedState, Pair, known_scale, max_over_ranks, quantize
+from float8.linear.scaling import DelayedState, Pair, bind_and_cast, known_scale, max_over_ranks
 from float8.tensor import Float8Tensor
 
 aten = torch.ops.aten
@@ -37,15 +36,15 @@ TENSORWISE = (WHOLE, WHOLE)
 class GatheredWeight(Float8Tensor):
     """A whole weight in float8, in memory that FSDP2 fills before a layer runs and frees after it.
 
-    What torch does to make a parameter of it keeps the type; every other operation is that of the
-    `Float8Tensor` that it is.
+    The operations by which torch makes a parameter of it keep the type. Any other operation is that
+    of `Float8Tensor`.
     """
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """A `GatheredWeight` for the operations that make a parameter of it."""
+        """Keep the type in the operations that make a parameter of it."""
         x = args[0]
         if func is aten.zeros_like.default:  # the gradient of a parameter that had none
             return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
@@ -67,7 +66,7 @@ def _is_whole(x: Tensor, size: Any, stride: Any, offset: int | None = None) -> b
 
 
 def needs_amax(cast: OperandCast, state: DelayedState | None) -> bool:
-    """Whether the scale of a weight follows from its values: it is dynamic, or a first one."""
+    """Whether a weight's scale needs its amax: it is dynamic, or the first of a delayed cast."""
     if cast.scaling_type is ScalingType.DELAYED:
         return state is None or not state.ready
     return cast.scaling_type is ScalingType.DYNAMIC
@@ -76,19 +75,19 @@ def needs_amax(cast: OperandCast, state: DelayedState | None) -> bool:
 def cast_shard(
     shard: Tensor, known: KnownAmax, layer: Float8Linear, dtype: torch.dtype, group: Any
 ) -> Pair:
-    """A shard of a layer's weight in float8.
+    """Cast a shard of a layer's weight to float8.
 
-    In training a delayed cast records the shard's amax; `sync` combines the ranks'.
+    In training a delayed cast records the shard's amax; `sync` reduces the amaxes over ranks.
 
     Args:
-        shard: in high precision, perhaps empty.
-        known: the largest magnitude of the whole weight; found and remembered if need be.
-        layer: whose weight it is.
+        shard: in high precision; it may be empty.
+        known: the largest magnitude of the whole weight; computed and kept if it is unknown.
+        layer: the layer of the weight.
         dtype: the compute dtype.
-        group: the ranks that hold the shards.
+        group: the ranks of the shards.
 
     Returns:
-        float8 codes of the shard's shape, and the scale of the whole weight, (1, 1).
+        float8 data of the shard's shape, and the scale of the whole weight, (1, 1).
     """
     if WAITING:
         compare_before_gather(layer)
@@ -103,13 +102,13 @@ def cast_shard(
             kernels.record_amax(state.current_amax, amax)
         fmt = on_device(cast.format, rounded.device)
         scale = kernels.scale_from_amax(amax, fmt.max, cast.power_of_two_scale)
-        return _codes(rounded, cast, scale, emulate), scale
+        return _data_of(rounded, cast, scale, emulate), scale
     if records and rounded.numel():
-        data, scale = quantize(rounded, cast, state, record=True, emulate=emulate)
+        data, scale = bind_and_cast(rounded, cast, state, record=True, emulate=emulate)
     else:
         found = known_scale(cast, state, rounded)
         assert found is not None
-        data, scale = _codes(rounded, cast, found, emulate), found
+        data, scale = _data_of(rounded, cast, found, emulate), found
     # A delayed scale is a view of its buffer, which the next `sync` writes to.
     return data, scale if state is None else scale.clone()
 
@@ -125,7 +124,7 @@ def _amax_of_all(shard: Tensor, known: KnownAmax, layer: Float8Linear, group: An
     return amax
 
 
-def _codes(x: Tensor, cast: OperandCast, scale: Tensor, emulate: bool) -> Tensor:
+def _data_of(x: Tensor, cast: OperandCast, scale: Tensor, emulate: bool) -> Tensor:
     if not x.numel():
         return torch.empty_like(x, dtype=on_device(cast.format, x.device).dtype)
-    return quantize(x, cast, scale=scale, emulate=emulate)[0]
+    return bind_and_cast(x, cast, scale=scale, emulate=emulate)[0]

@@ -1,4 +1,4 @@
-"""FSDP2 with ``enable_fsdp_float8_all_gather``: weights travel as float8, one byte per element.
+"""FSDP2 with ``enable_fsdp_float8_all_gather``: weights are gathered in float8, a byte per element.
 
 ::
 
@@ -14,22 +14,23 @@
         optimizer.zero_grad()
         precompute_float8_dynamic_scale_for_fsdp(model)  # optional: one all-reduce for all weights
 
-Conversion makes the weight of each layer a Parameter of type `ShardedWeight`, data shared; see
-there what then travels and why the bits are those of one process. Which weights:
+Conversion replaces the weight of each layer by a Parameter of type `ShardedWeight` that shares the
+data. The bits are those of a single process.
 
-- dynamic, delayed and static *tensorwise* weights whose two uses share their bytes are gathered in
-  float8 (recipes ``tensorwise``, ``delayed``, ``unit``);
-- any other is gathered in high precision, as without the option, and the conversion's report says
-  so. Recipes ``rowwise`` and ``rowwise_with_gw_hp`` cast a weight twice, for the output along K and
-  for grad_input along N: that is two sets of codes, as many bytes as bfloat16, and the scales along
-  N are not local to a shard. ``blockwise`` has one set, but a scale for each 128 rows, which shards
-  cut anywhere. So has a weight that some other module reads too (a tied embedding): it could not
-  read float8.
+*Tensorwise* weights whose two GEMMs read the same data are gathered in float8: those of the recipes
+``tensorwise``, ``delayed`` and ``unit``. All others are gathered in high precision, as without the
+option, and the conversion's report gives the reason:
 
-torch cannot reshard weights gathered in float8 to a smaller mesh: with an integer
+- ``rowwise`` and ``rowwise_with_gw_hp`` cast a weight twice, along K for the output and along N for
+  grad_input. The two results have as many bytes as bfloat16, and the scales along N need the rows
+  of all shards.
+- ``blockwise`` has one scale per 128 rows, and shards may split such a block.
+- A weight that another module reads too, such as a tied embedding, cannot be float8.
+
+torch cannot reshard weights gathered in float8 to a smaller mesh. With an integer
 ``reshard_after_forward`` it fails after the first forward ("only Tensors of floating point dtype
-can require gradients"): use True or False. Autocast is not seen when backward gathers again: give
-the compute dtype to ``fully_shard`` as ``MixedPrecisionPolicy(param_dtype=...)``.
+can require gradients"): use True or False. Backward's gather does not see autocast: give the
+compute dtype to ``fully_shard`` as ``MixedPrecisionPolicy(param_dtype=...)``.
 """
 
 from __future__ import annotations
@@ -67,23 +68,24 @@ from float8.linear.scaling import max_over_ranks
 
 
 def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
-    """Find the scales of all weights that FSDP2 gathers in float8, with one all-reduce.
+    """Compute the scales of all weights that FSDP2 gathers in float8, with one all-reduce.
 
-    Call it after ``optimizer.step()``, on all ranks. Without it each weight's first gather after
-    the step does an all-reduce of its own; the bits are the same. What is found is forgotten as
-    soon as a weight is written to again, by the next step or by anything else: a stale scale is
-    never used, and forgetting the call costs time only. Weights that are gathered at the moment
-    (``unshard()``), or whose scales do not follow from their values (static, delayed after its
-    first ``sync``), are left out. The all-reduce is by position, in alphabetical order of the
-    layers' names, so that ranks may register their layers in different orders.
+    Call it after ``optimizer.step()``, on all ranks. Without it, the first gather of each weight
+    after the step does its own all-reduce; the bits are the same. The result is discarded when the
+    weight is written to again, so a stale scale is never used, and a missing call costs only time.
+
+    Left out are weights that are unsharded at the moment (``unshard()``), and weights with static
+    scales or with delayed scales after the first ``sync``. The all-reduce is by position, in the
+    alphabetical order of the layers' names: the order of registration does not matter.
 
     Args:
         model: converted with ``enable_fsdp_float8_all_gather=True`` and sharded by ``fully_shard``;
-            any other is left alone. Weights on different meshes take one all-reduce per mesh.
+            for any other model nothing happens. Weights on different meshes take one all-reduce
+            per mesh.
 
     Raises:
-        RuntimeError: on every rank, at the first two calls: the ranks' layers differ, or only some
-            ranks call this; the message names the first layer, or the ranks.
+        RuntimeError: on every rank, at the first two calls, if the layers of the ranks differ or
+            only some ranks call this; the message names the first layer, or the ranks.
     """
     check_module(model, "precompute_float8_dynamic_scale_for_fsdp")
     if WAITING:
@@ -108,14 +110,14 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
 
 
 def _ranks_of(weight: Any) -> tuple[Any, str]:
-    """The group of the ranks that hold a DTensor's shards, and the device that they talk by."""
+    """The group over which a DTensor is sharded, and its device type for collectives."""
     dims = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
     assert len(dims) == 1, weight.placements
     return weight.device_mesh.get_group(dims[0]), weight.device_mesh.device_type
 
 
 def _ranks_of_one_scale(layer: nn.Module) -> list[int] | None:
-    """The ranks that must have equal delayed scales for this layer: each casts its own shard."""
+    """The ranks that must have equal delayed scales for this layer, because each casts a shard."""
     if not isinstance(layer, Float8Linear):
         return None
     cast, weight = layer.config.plan.output.b, layer.weight
@@ -138,14 +140,14 @@ def _refuses(layer: nn.Module, config: Float8LinearConfig) -> str | None:
     if is_sharded(layer.weight):  # type: ignore[arg-type]
         return (
             "its weight is a DTensor already, and enable_fsdp_float8_all_gather=True replaces "
-            "plain weights: convert before fully_shard; beside tensor parallelism leave the option "
+            "plain weights: convert before fully_shard; with tensor parallelism leave the option "
             "off"
         )
     return None
 
 
 def _wrap(root: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str]:
-    """Replace the weights of ``layers``; name -> why not, for those that stay as they are."""
+    """Replace the weights of ``layers``; return name -> reason for those that are not replaced."""
     places = _places(root)
     plain: dict[str, str] = {}
     swapped: dict[int, nn.Parameter] = {}
@@ -171,9 +173,9 @@ def _stays_plain(layer: nn.Module, places: list[tuple[nn.Module, str]]) -> str |
     if cast is None or plan.grad_input.b is None:
         return "a product with it runs in high precision"
     if not plan.reuses_weight:
-        return "its two uses are cast along different rows, which takes two sets of codes"
+        return "its two GEMMs need casts along different dimensions, so they cannot share data"
     if cast.block != TENSORWISE:
-        return f"a scale per block {cast.block} of it is cut by shards"
+        return f"shards may split its blocks of one scale, {cast.block}"
     for module, _ in places:
         if not isinstance(module, Float8Linear):
             return f"it is tied to a {type(module).__name__}, which does not read float8"
@@ -205,7 +207,7 @@ def _unwrap(root: nn.Module) -> None:
 
 
 def _places(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Where each Parameter of a model is registered."""
+    """The modules and names under which each Parameter of a model is registered."""
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in root.modules():
         for name, parameter in module._parameters.items():
@@ -224,18 +226,18 @@ def _of_type(old: Tensor, data: Tensor) -> nn.Parameter:
 
 
 def _attributes(x: Tensor) -> Iterator[tuple[str, Any]]:
-    # Not the parts of our own type, nor methods that were bound to the old Parameter.
+    # Left out: attributes of ShardedWeight itself, and methods bound to the old Parameter.
     for key, value in vars(x).items():
         if key not in ("_tensor", "_known", "_is_param") and not callable(value):
             yield key, value
 
 
 def _as_plain(x: Tensor) -> Tensor:
-    """What a checkpoint holds of a weight: an ordinary tensor, or a DTensor of ordinary ones."""
+    """A weight as a checkpoint stores it: an ordinary tensor, or a DTensor of ordinary ones."""
     if isinstance(x, ShardedWeight):
         return x.plain.detach()
     local = getattr(x, "_local_tensor", None)
-    # detach: with the version counter, so that loading into the checkpoint in place is noticed
+    # detach() shares the version counter, so that in-place writes to the checkpoint are detected
     return _with_local(x, local.plain.detach()) if isinstance(local, ShardedWeight) else x
 
 

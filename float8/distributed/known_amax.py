@@ -1,11 +1,14 @@
-"""`KnownAmax`: the largest magnitude of a weight, for as long as nobody writes to the weight.
+"""`KnownAmax`: the largest magnitude of a weight, valid until the weight is written to.
 
-Who writes? Every operation on a `ShardedWeight` passes its ``__torch_dispatch__``, under DTensor
-too: an optimizer's step, a load, an initialisation; one that writes calls `KnownAmax.forget`. What
-goes past it, compiled code or a write to the tensor that a checkpoint shares with the weight, is
-seen by the version counter of the stored tensor. (That counter alone would not do: it stands still
-in an optimizer's step under FSDP2.) An optimizer's step that inductor compiled moves the counter of
-the parameter alone, so that is asked too (`KnownAmax.of`).
+Writes are found in three ways:
+
+- Every operation on a `ShardedWeight` passes its ``__torch_dispatch__``, under DTensor too. The
+  operations that write (an optimizer's step, a load, an initialisation) call `KnownAmax.forget`.
+- Some writes bypass the dispatch: those of compiled code, and writes to the tensor that a
+  checkpoint shares with the weight. They increase the version counter of the stored tensor. That
+  counter alone does not suffice: an optimizer's step under FSDP2 leaves it unchanged.
+- An optimizer's step that inductor compiled increases only the version counter of the parameter,
+  so `KnownAmax.of` reads that one too.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ from float8.linear.float8_weight import version_of
 class KnownAmax:
     """The largest magnitude of a whole weight, shared by all views of one rank's shard of it.
 
-    ``amax`` is (1, 1) float32, or None, and not rounded to a compute dtype: rounding is monotonic
-    and may come later. It was found in ``source`` when that had been written to ``version`` times.
-    ``is_zero`` says that the memory has held nothing but zeros so far.
+    ``amax`` is (1, 1) float32, or None. It is not rounded to a compute dtype: rounding is monotonic
+    and may come later. It is the amax of ``source`` at version ``version``. ``is_zero`` is True
+    while the memory has contained nothing but zeros.
     """
 
     def __init__(self, is_zero: bool = False) -> None:
@@ -28,7 +31,7 @@ class KnownAmax:
         self.is_zero = is_zero
 
     def forget(self) -> None:
-        """The weight was written to."""
+        """Discard the amax, because the weight was written to."""
         self.amax: Tensor | None = None
         self.source: Tensor | None = None
         self.version = 0
@@ -36,18 +39,18 @@ class KnownAmax:
         self.is_zero = False
 
     def remember(self, amax: Tensor, source: Tensor, owner_version: int | None = None) -> None:
-        """Note what was found in a stored tensor, whose parameter had a version."""
+        """Keep the amax of a stored tensor, with the versions of that tensor and its parameter."""
         self.amax, self.source, self.version = amax, source, version_of(source)
         self.owner_version = owner_version
 
     def of(self, owner: Tensor) -> Tensor | None:
-        """``amax`` if it still holds for a parameter."""
+        """``amax`` if neither the stored tensor nor its parameter was written to since; or None."""
         is_as_it_was = self.owner_version in (None, version_of(owner))
         return self.current if is_as_it_was else None
 
     @property
     def current(self) -> Tensor | None:
-        """``amax`` if it still holds."""
+        """``amax`` if the stored tensor was not written to since; or None."""
         if self.source is None or version_of(self.source) != self.version:
             return None
         return self.amax

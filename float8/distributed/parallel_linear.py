@@ -1,8 +1,8 @@
-"""`ParallelLinear` and `Float8ParallelLinear`: a linear layer cut over one mesh dimension.
+"""`ParallelLinear` and `Float8ParallelLinear`: a linear layer sharded over one mesh dimension.
 
-The styles of `float8.distributed.tensor_parallel` make them. Parameters are DTensors, as torch's
-styles leave them. Forward works on their local tensors, so that kernels see plain tensors. The
-layer's `Layout` says what to gather and what to sum. In high precision the layer runs the code of
+The styles of `float8.distributed.tensor_parallel` make them. Parameters are DTensors, as with
+torch's styles. Forward works on their local tensors, so that kernels see plain tensors. The layer's
+`Layout` says which tensors are gathered and summed. In high precision the layer runs the code of
 torch's own styles.
 """
 
@@ -45,11 +45,11 @@ COLWISE, ROWWISE = "colwise", "rowwise"
 
 @dataclass(frozen=True)
 class Layout:
-    """How a layer is cut, and the placements of its plain inputs and its outputs.
+    """How a layer is sharded, and the placements of its plain inputs and its outputs.
 
     Args:
-        kind: ``"colwise"`` cuts out_features, ``"rowwise"`` in_features.
-        mesh: of one dimension.
+        kind: ``"colwise"`` shards out_features, ``"rowwise"`` in_features.
+        mesh: a mesh of one dimension.
         input: the placement of an input that is a plain tensor.
         output: the placement of the output.
         use_local_output: return the output's local tensor.
@@ -75,7 +75,7 @@ class Layout:
     ranks: Ranks = None  # type: ignore[assignment]  # follows from the mesh
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
-        return self  # frozen, and a mesh is not copied with a model
+        return self  # immutable; copies of a model share the mesh
 
     @property
     def wanted_input(self) -> Placement:
@@ -90,7 +90,7 @@ def local(x: Any) -> Tensor:
 
 
 class ParallelLinear(nn.Linear):
-    """A parallelized ``nn.Linear`` in high precision; computes what torch's own styles do."""
+    """A parallelized ``nn.Linear`` in high precision, equal to torch's own styles."""
 
     layout: Layout
 
@@ -99,7 +99,7 @@ class ParallelLinear(nn.Linear):
         return _in_high_precision(self, input)
 
     def extra_repr(self) -> str:
-        """As ``nn.Linear``, and how it is cut."""
+        """As ``nn.Linear``, and the layout."""
         return f"{super().extra_repr()}, {_described(self.layout)}"
 
 
@@ -110,11 +110,11 @@ class Float8ParallelLinear(Float8Linear):
     layout: Layout
 
     def forward(self, input: Tensor) -> Tensor:
-        """``input @ weight.T + bias``, laid out as the style says.
+        """``input @ weight.T + bias``, with the placement that the style says.
 
         Args:
             input: (..., in_features) as a DTensor of any placement; or a plain tensor, this rank's
-                part as ``input_layouts`` says. A `Float8Tensor` is multiplied as it is.
+                part as ``input_layouts`` says. A `Float8Tensor` is not cast again.
 
         Raises:
             TypeError, ValueError: as `Float8Linear`; and for an input on another mesh, or plain
@@ -130,10 +130,10 @@ class Float8ParallelLinear(Float8Linear):
         return _in_high_precision(self, input)
 
     def _states_of_parts(self, *, input: bool, grad_output: bool) -> States:
-        """The states of the three casts; an operand of which a rank casts a part shares its amax.
+        """The states of the three casts, with the group over which amaxes are reduced.
 
         Args:
-            input, grad_output: whether this rank casts a part of it. It always does of the weight.
+            input, grad_output: whether this rank casts only a part of it, as it does of the weight.
         """
         x_state, w_state, g_state = self._states()
         group = self.layout.ranks.group
@@ -170,8 +170,8 @@ class Float8ParallelLinear(Float8Linear):
             return with_summed_gradient(input, layout.ranks)
         if isinstance(input, Float8Tensor):
             raise ValueError(
-                f"{self._name}: the input is a part in float8, with a scale of its own; let "
-                "Float8ColwiseParallel cast it, or PrepareFloat8ModuleInput"
+                f"{self._name}: the input is this rank's part in float8, with a scale of its own; "
+                "pass it in high precision, or use PrepareFloat8ModuleInput"
             )
         dim = layout.input.dim  # type: ignore[attr-defined]
         if self.config.enable_pre_and_post_forward:
@@ -207,7 +207,7 @@ class Float8ParallelLinear(Float8Linear):
             if isinstance(input._local_tensor, Float8Tensor):
                 raise ValueError(
                     f"{self._name}: a Float8RowwiseParallel layer takes no input from "
-                    "PrepareFloat8ModuleInput; give it to Float8ColwiseParallel layers only"
+                    "PrepareFloat8ModuleInput; use that with Float8ColwiseParallel layers only"
                 )
             return input.redistribute(placements=[Shard(input.dim() - 1)]).to_local()
         if layout.input in (Shard(-1), Shard(input.dim() - 1)):
@@ -216,7 +216,7 @@ class Float8ParallelLinear(Float8Linear):
         return whole.redistribute(placements=[Shard(input.dim() - 1)]).to_local()
 
     def _laid_out(self, out: Tensor) -> Tensor:
-        """Return a colwise layer's output in the layout that the style asks for."""
+        """A colwise layer's output with the placement that the style says."""
         wanted, use_local, columns = self.layout.output, self.layout.use_local_output, out.dim() - 1
         is_wanted = wanted in (Shard(-1), Shard(columns))
         if is_wanted and use_local:
@@ -258,7 +258,7 @@ class Float8ParallelLinear(Float8Linear):
         return f"{self._name}, on each of {self.layout.ranks.size} ranks"
 
     def extra_repr(self) -> str:
-        """As `Float8Linear`, and how it is cut."""
+        """As `Float8Linear`, and the layout."""
         return f"{super().extra_repr()}, {_described(self.layout)}"
 
 
@@ -267,7 +267,7 @@ def _described(layout: Layout) -> str:
 
 
 def _placed(out: Tensor, layout: Layout, placement: Placement, sizes: list[int]) -> DTensor:
-    """A DTensor of whole shape ``sizes``, whose parts need not have one size."""
+    """A DTensor of shape ``sizes``, whose local parts may differ in size."""
     strides = [1] * len(sizes)
     for dim in reversed(range(len(sizes) - 1)):
         strides[dim] = strides[dim + 1] * max(sizes[dim + 1], 1)

@@ -1,11 +1,11 @@
-"""Compare what the ranks hold, and raise one error on every rank where they differ.
+"""Compare the float8 layers of the ranks, and raise the same error on every rank if they differ.
 
 Ranks reduce the amaxes of many casts in one collective, gather the weights of many layers in one,
 and average gradients. All of these combine values by position. If one rank's model had another
 layer or another config, values of different tensors would be mixed without an error, or a rank
-would wait for a collective that never comes. So every rank states what it holds before the first
-collective. If the statements differ, every rank raises an error that names the first layer that
-differs, and no collective runs.
+would wait for a collective that never comes. So every rank makes a statement about its layers
+before the first collective. If the statements differ, every rank raises an error that names the
+first layer that differs, and no collective runs.
 
 **Statements travel through the store** of ``init_process_group``. A collective would hang where a
 rank does not take part, and would be matched with another rank's next collective. With the store,
@@ -14,8 +14,8 @@ then wait for a verdict. The first rank that finds a difference writes it as the
 rank raises the same error at once, whether or not the others have arrived.
 
 A rank that has not arrived may be compiling or loading. Waiting ranks name it in a warning after
-`NOTICE` seconds. They raise after the timeout of ``init_process_group``, because the collective
-that follows would not wait longer either.
+`NOTICE` seconds. They raise after the timeout of ``init_process_group``, which limits the wait in
+the following collective too.
 
 Each rank counts its comparisons in the store. A process that replaces another one continues with
 the count of its rank. A new store starts at zero. One comparison costs each rank about six requests
@@ -53,9 +53,10 @@ _ORDER = (
 
 
 class Statement(NamedTuple):
-    """What one rank states.
+    """The statement of one rank.
 
-    ``entry`` is what it does ("calls sync ..."). ``facts`` has the facts of each layer by name.
+    ``entry`` is the call that it makes ("calls sync ..."). ``facts`` has the facts of each layer by
+    name.
     """
 
     rank: int
@@ -150,14 +151,14 @@ class _Comparison:
         )
 
     def _wait_for(self, key: str, entry: str) -> bool:
-        """Wait until the store has ``key`` or a verdict; whether it has ``key``."""
+        """Wait until the store has ``key`` or a verdict; return whether it has ``key``."""
         began, pause, noticed = time.monotonic(), 0.001, False
         while not self._has(key):
             if self._has("verdict"):
                 return False
             waited = time.monotonic() - began
             if waited > self.store.timeout.total_seconds():
-                # Also for ranks that arrive later.
+                # Ranks that arrive later read this verdict too.
                 self._set("verdict", self._missing(entry, waited).encode())
             elif waited > NOTICE and not noticed:
                 logger.warning("%s", self._missing(entry, waited))
@@ -235,7 +236,7 @@ def _layer_facts(layer: Float8Linear) -> Facts:
 
 
 def _cast_fact(config: CastConfig) -> str:
-    return config.short_str.replace(" default", "")
+    return config.summary.replace(" default", "")
 
 
 def is_gathered_in_float8(layer: Float8Linear) -> bool:

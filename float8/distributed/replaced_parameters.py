@@ -1,9 +1,9 @@
-"""An optimizer must hold the parameters that the model has.
+"""Detect an optimizer that holds parameters which conversion has replaced.
 
-Where conversion replaces a Parameter by one of another type, an optimizer that was built before
-still holds the old one. Nobody computes gradients for that any more, and nothing would tell: the
-weights would just stay as they are. So the old Parameter is marked, and the first step of an
-optimizer that holds a marked one raises.
+Conversion may replace a Parameter by one of another type. An optimizer that was built before still
+holds the old one, which gets no gradient any more: the weights would stay unchanged without an
+error. So conversion marks the old Parameter, and the first step of an optimizer that holds a marked
+one raises.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def mark_replaced(old: Tensor, fqn: str, by: str = _GATHERING) -> None:
-    """Note that the model has another Parameter now.
+    """Mark a Parameter that the model no longer has.
 
     Args:
-        old: what it had.
+        old: the Parameter that was replaced.
         fqn: the layer's name, for the message.
-        by: who replaced it, and how to go on, for the message too.
+        by: the message, with ``{}`` for the name: what replaced the Parameter, and the remedy.
     """
     setattr(old, _MARK, by.format(fqn or "the model"))
     _checked.clear()
@@ -38,7 +38,7 @@ def mark_replaced(old: Tensor, fqn: str, by: str = _GATHERING) -> None:
 
 
 def unmark(parameter: nn.Parameter) -> None:
-    """Note that the model has this Parameter again."""
+    """Remove the mark from a Parameter that the model has again."""
     vars(parameter).pop(_MARK, None)
 
 
@@ -49,7 +49,7 @@ def _install_hook() -> None:
 
 
 def refuses_optimizer(optimizer: Optimizer) -> str | None:
-    """What is wrong with a parameter that the optimizer holds, if it was replaced; else None."""
+    """The error message if the optimizer holds a replaced parameter, else None."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             message = getattr(parameter, _MARK, None)

@@ -1,17 +1,16 @@
 """`ShardedWeight`: a high-precision weight that FSDP2 gathers as float8.
 
-Before a layer's forward, ``fully_shard`` all-gathers the shards of its weight in the compute dtype,
-two bytes per element, and the layer casts the whole to float8. A `ShardedWeight` is an ordinary
-high-precision weight in all but its type, through which torch asks it (``fsdp_pre_all_gather``,
-``fsdp_post_all_gather``: FSDP2's points of extension) what is to travel. It answers with its shard
-cast to float8, one byte per element; what comes together on every rank is a `GatheredWeight`, which
-the layer multiplies as it is.
+Before a layer's forward, ``fully_shard`` all-gathers the shards of an ordinary weight in the
+compute dtype, two bytes per element, and the layer casts the whole weight to float8. A
+`ShardedWeight` is a high-precision weight that changes this. Its ``fsdp_pre_all_gather`` casts the
+shard to float8, so that one byte per element is sent. Its ``fsdp_post_all_gather`` makes a
+`GatheredWeight` of the result, which the layer does not cast again. FSDP2 calls both.
 
-A dynamic scale takes the largest magnitude of the whole weight, on which the ranks have to agree.
-It is remembered until the weight is written to (see `float8.distributed.known_amax`), so that
-backward's gather repeats nothing, and `precompute_float8_dynamic_scale_for_fsdp` finds it for all
-weights of a model at once. All ranks have to write alike, as FSDP2 asks anyway: one that forgets
-alone would wait alone in its all-reduce.
+A dynamic scale depends on the largest magnitude of the whole weight, which takes an all-reduce. It
+is kept until the weight is written to (see `float8.distributed.known_amax`), so that backward's
+gather does not repeat the all-reduce. `precompute_float8_dynamic_scale_for_fsdp` computes it for
+all weights of a model at once. All ranks must write to their shards in the same steps, which FSDP2
+requires too: a rank that wrote alone would wait alone in its all-reduce.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ aten = torch.ops.aten
 
 
 class ShardedWeight(Tensor):
-    """A weight, or a shard of one, in high precision; made of a plain tensor, whose data it shares.
+    """A weight, or a shard of one, in high precision; it wraps a plain tensor and shares its data.
 
     Args:
         tensor: float32, bfloat16 or float16.
-        known: for views of a `ShardedWeight`: its.
+        known: for a view of a `ShardedWeight`, the `KnownAmax` of that weight.
     """
 
     _tensor: Tensor
@@ -69,37 +68,37 @@ class ShardedWeight(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """A view of the same values, as of any tensor; other data cannot be put in its place."""
+        """As torch's ``.data``, a view of the same values; assigning to it raises an error."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: Tensor) -> None:
         raise RuntimeError(
-            "the .data of a weight that is gathered in float8 was assigned to, which would leave "
-            "what it stores as it was: write weight.copy_(...) under torch.no_grad(). FSDP1 "
-            "assigns to it: shard with fully_shard (FSDP2), or convert without "
+            "the .data of a weight that is gathered in float8 was assigned to, which would not "
+            "change its values: write weight.copy_(...) under torch.no_grad(). FSDP1 assigns to "
+            ".data: shard with fully_shard (FSDP2), or convert without "
             "enable_fsdp_float8_all_gather"
         )
 
     def data_ptr(self) -> int:
-        """The address of what it stores: frameworks tell parameters apart by their addresses."""
+        """The address of the stored tensor: frameworks identify parameters by their addresses."""
         return self._tensor.data_ptr()
 
     @property
     def known_amax(self) -> Tensor | None:
-        """The largest magnitude of the whole weight, (1, 1) float32, where it is still known."""
+        """The largest magnitude of the whole weight, (1, 1) float32, or None if it is unknown."""
         return self._known.current
 
     def remember(self, amax: Tensor, owner_version: int | None = None) -> None:
-        """Note the largest magnitude of the whole weight, (1, 1) float32, until the next write."""
+        """Keep the largest magnitude of the whole weight, (1, 1) float32, until the next write."""
         self._known.remember(amax, self._tensor, owner_version)
 
-    # --- what FSDP2 asks
+    # --- the functions that FSDP2 calls
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], tuple[torch.Size, Tensor, torch.dtype]]:
-        """What this rank sends: (padded rows, K) codes as bytes; and what it keeps for later.
+        """The float8 data that this rank sends, (padded rows, K) bytes; and metadata.
 
         Args:
             mesh: the 1-D mesh that the weight is sharded over.
@@ -115,12 +114,12 @@ class ShardedWeight(Tensor):
             )
         dtype = mp_policy.param_dtype or self.dtype
         data, scale = cast_shard(self._tensor, self._known, module, dtype, mesh.get_group())
-        codes = data.view(torch.uint8)  # gloo sends no float8; to NCCL bytes are bytes
-        # Where rows are cut, the last shards may be short or empty; columns are cut evenly.
-        missing = -(-outer_size[0] // mesh.size()) - codes.shape[0]
+        sent = data.view(torch.uint8)  # gloo cannot send float8; NCCL sends either as bytes
+        # If rows are sharded, the last shards may be short or empty. Columns are sharded evenly.
+        missing = -(-outer_size[0] // mesh.size()) - sent.shape[0]
         if missing > 0:
-            codes = F.pad(codes, (0, 0, 0, missing))
-        return (codes,), (outer_size, scale, data.dtype)
+            sent = F.pad(sent, (0, 0, 0, missing))
+        return (sent,), (outer_size, scale, data.dtype)
 
     def fsdp_post_all_gather(
         self,
@@ -133,23 +132,23 @@ class ShardedWeight(Tensor):
         """The gathered bytes as a `GatheredWeight`, which reads the memory that FSDP2 manages.
 
         Args:
-            all_gather_outputs: the codes of all ranks.
+            all_gather_outputs: the data of all ranks, as bytes.
             metadata: from `fsdp_pre_all_gather`.
             param_dtype: the compute dtype.
             out: the `GatheredWeight` of an earlier gather, whose memory has been written to.
         """
         size, scale, dtype = metadata
         if scale.device.type == "cuda":
-            # It was made on the stream of the gather, and is read on the one of the layer.
+            # The scale was made on the gather's stream and is read on the layer's stream.
             scale.record_stream(torch.cuda.current_stream(scale.device))
         if out is not None:
             assert isinstance(out, GatheredWeight)
             out._scale = scale
             return None
-        codes = all_gather_outputs[0].view(-1)[: size.numel()].view(size).view(dtype)
-        return GatheredWeight(codes, scale, TENSORWISE, param_dtype), ()
+        data = all_gather_outputs[0].view(-1)[: size.numel()].view(size).view(dtype)
+        return GatheredWeight(data, scale, TENSORWISE, param_dtype), ()
 
-    # --- being a tensor
+    # --- the functions of a tensor subclass
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["_tensor"], None
@@ -161,7 +160,7 @@ class ShardedWeight(Tensor):
         return ShardedWeight(inner["_tensor"])
 
     def _stable_hash_for_caching(self) -> str:
-        """A key for torch.compile's cache on disk: all that its graphs depend on."""
+        """A key for torch.compile's cache on disk, of everything that its graphs depend on."""
         t = self._tensor
         return repr((t.dtype, t.device, tuple(t.shape), t.stride(), self.requires_grad))
 
@@ -185,14 +184,14 @@ class ShardedWeight(Tensor):
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"ShardedWeight({self._tensor!r}{grad})"
 
-    # Operations reach __torch_dispatch__ alone.
+    # Operations are handled by __torch_dispatch__ only.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Any operation, on the stored tensors; views and copies of a weight are weights."""
+        """Run an operation on the stored tensors; views and copies are `ShardedWeight`s again."""
         kwargs = kwargs or {}
         plain_args, plain_kwargs = tree_map_only(ShardedWeight, _plain, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
@@ -209,7 +208,7 @@ def _plain(x: ShardedWeight) -> Tensor:
     return x._tensor
 
 
-# Results that a ShardedWeight's place may be taken by: padded, moved, copied, brought to life.
+# Operations whose result may replace a ShardedWeight: padding, moves, copies, materialisation.
 _COPIES = {
     aten.clone.default,
     aten._to_copy.default,
@@ -232,7 +231,10 @@ def _known_of_copy(func: Any, source: ShardedWeight, out: Tensor) -> KnownAmax:
 
 
 def _note_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Forget the magnitudes of what ``func`` wrote to; FSDP2's padding of a shard keeps its own."""
+    """Discard the amaxes of the weights that ``func`` wrote to.
+
+    A copy into zeros keeps the amax of its source: FSDP2 pads shards in this way.
+    """
     if func is aten.copy_.default and isinstance(args[0], ShardedWeight):
         target, source = args[:2]
         amax = source.known_amax if isinstance(source, ShardedWeight) else None

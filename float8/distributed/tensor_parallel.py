@@ -212,8 +212,8 @@ def _config_of_layers(module: nn.Module, fqn: str | None) -> Float8LinearConfig 
         if layer.config.cast_config_input != first.cast_config_input:
             raise ValueError(
                 f"PrepareFloat8ModuleInput: the layers of {type(module).__name__} cast their "
-                f"inputs differently ({layers[0].fqn}: {first.cast_config_input.short_str}, "
-                f"{layer.fqn}: {layer.config.cast_config_input.short_str}); name the one that "
+                f"inputs differently ({layers[0].fqn}: {first.cast_config_input.summary}, "
+                f"{layer.fqn}: {layer.config.cast_config_input.summary}); name the one that "
                 "reads this input in fwd_config_submodule_fqn"
             )
     is_delayed = first.cast_config_input.scaling_type is ScalingType.DELAYED

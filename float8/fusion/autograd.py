@@ -20,14 +20,14 @@ from float8.formats import on_device
 from float8.granularity import WHOLE
 from float8.kernels import definition
 from float8.linear.autograd import as_matrix, refuse_double_backward
-from float8.linear.scaling import DelayedState, amax_to_record, known_scale, quantize
+from float8.linear.scaling import DelayedState, amax_to_record, bind_and_cast, known_scale
 from float8.tensor.differentiable import differentiable
 
 _WHOLE = (WHOLE, WHOLE)
 
 
 class OutputCast(NamedTuple):
-    """How one call's result is cast."""
+    """The cast of one call's result."""
 
     cast: OperandCast
     state: DelayedState | None
@@ -46,7 +46,7 @@ class OutputCast(NamedTuple):
     def in_plain_torch(self, y32_MK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The float8 data of float32 values, no transpose, and the scale."""
         y_MK = y32_MK.to(self.dtype)
-        data, scale = quantize(y_MK, self.cast, self.state, self.record, emulate=True)
+        data, scale = bind_and_cast(y_MK, self.cast, self.state, self.record, emulate=True)
         # A clone, because a delayed scale is a buffer, which sync changes.
         return data, data.new_empty((0, 0)), scale.clone()
 
@@ -141,7 +141,7 @@ def _norm_backward(
 
 
 class _SwiGLUCast(torch.autograd.Function):
-    """Of gate and up, or of one tensor that holds both and no up."""
+    """The result for gate and up; or for one tensor that contains both, without ``up``."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, out: OutputCast) -> tuple[Tensor, ...]:

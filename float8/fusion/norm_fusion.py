@@ -128,7 +128,7 @@ def fuse_norms(model: nn.Module, pairs: Pairs | None = None) -> NormFusion:
             `register_norm_pairs` declares.
 
     Returns:
-        what was fused, and why the others were not; it is logged too.
+        the fused norms, and the reasons why the others were not fused; both are logged too.
 
     Raises:
         TypeError: pairs that are no mapping of names to names.

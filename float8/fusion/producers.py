@@ -66,17 +66,17 @@ def refuses_config(config: Float8LinearConfig) -> str | None:
     cast, second = config.plan.output.a, config.cast_config_input_for_grad_weight
     if cast is not None and cast.block == _WHOLE and config.plan.reuses_input:
         return None
-    again = f", for grad_weight '{second.short_str}'" if second is not None else ""
+    again = f", for grad_weight '{second.summary}'" if second is not None else ""
     return (
         "casts once, by one scale per tensor; cast_config_input is "
-        f"'{config.cast_config_input.short_str}'{again}"
+        f"'{config.cast_config_input.summary}'{again}"
     )
 
 
 class _Producer(Float8Module):
     """Abstract: a module that casts what it computes, with ``cast_output``."""
 
-    plain: ClassVar[str]  # what to use where this module does not fit
+    plain: ClassVar[str]  # the module to use instead if this one does not fit
     fqn: str = ""  # a default for older pickles, which have none
 
     def _set_up(self, config: Float8LinearConfig | None, device: Any, fqn: str = "") -> None:
@@ -120,7 +120,7 @@ class _Producer(Float8Module):
         return y
 
     def _output(self, x: Tensor) -> OutputCast:
-        """How to cast what is computed from x."""
+        """The cast of this call's result, which is computed from x."""
         cast, grad = self.config.plan.output.a, torch.is_grad_enabled()
         assert cast is not None
         return OutputCast(
@@ -162,7 +162,7 @@ class _Producer(Float8Module):
 class NormCast(_Producer):
     """Abstract: a norm over the last dimension, in float8."""
 
-    plain_type: type[nn.Module]  # what it was, and becomes by `to_float`
+    plain_type: type[nn.Module]  # the type that `to_float` returns
     normalized_shape: tuple[int, ...]
     added: tuple[str, ...] = ()  # attributes that `from_float` gave a norm of another type
 
@@ -319,7 +319,7 @@ class SwiGLU(nn.Module):
     """``silu(gate) * up`` in high precision: `SwiGLUCast` without its cast."""
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
-        """Of two (..., F), or of one (..., 2 F) that holds both, the gate first: (..., F)."""
+        """(..., F) from gate and up, each (..., F), or from one (..., 2 F), the gate first."""
         gate, up = gate.chunk(2, -1) if up is None else (gate, up)
         return F.silu(gate) * up
 

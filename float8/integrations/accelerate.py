@@ -144,7 +144,7 @@ def _check_accelerator(accelerator: Accelerator) -> None:
         raise ValueError(
             f"prepare_float8 takes DDP, or FullyShardedDataParallelPlugin(fsdp_version=2), not "
             f"{kind.value}{' of version 1' if is_fsdp1 else ''}, which has parameters or steps of "
-            "its own: nothing here was tested with it"
+            "its own: float8 is not tested with it"
         )
 
 

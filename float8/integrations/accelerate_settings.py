@@ -16,7 +16,7 @@ from torch import nn
 
 from float8.convert.filters import ModuleFilter, all_of, divisible_by
 
-# Keys of Accelerate's own, and TransformerEngine's arguments as Accelerate's files spell them.
+# Keys that only Accelerate has, and Accelerate's names of TransformerEngine's arguments.
 _OWN = ("backend", "use_autocast_during_eval", "use_mxfp8_block_scaling")
 _SPELLINGS = {
     "amax_history_length": "amax_history_len",
@@ -63,7 +63,7 @@ def te_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     if own["use_mxfp8_block_scaling"]:
         raise ValueError(
             "use_mxfp8_block_scaling: MX formats (a scale per 32 elements, in E8M0) are not "
-            "supported; the nearest is Float8BlockScaling, or the recipe 'blockwise'"
+            "supported; use Float8BlockScaling, or the recipe 'blockwise'"
         )
     if own["use_autocast_during_eval"] is False:
         warnings.warn(
@@ -102,10 +102,10 @@ def _is_about_evaluation(key: object) -> bool:
 
 
 def filter_of(config: Any, model: nn.Module) -> ModuleFilter | None:
-    """The filter that ``AORecipeKwargs`` names or documents; None for other settings.
+    """The filter of ``AORecipeKwargs``, or its documented default; None for other settings.
 
-    The documented one takes neither the first nor the last linear layer, nor layers with a
-    dimension that is no multiple of 16.
+    The default excludes the first and the last linear layer, and layers with a dimension that is
+    not a multiple of 16.
     """
     if not is_torchao_recipe(config):
         return None
@@ -117,11 +117,11 @@ def filter_of(config: Any, model: nn.Module) -> ModuleFilter | None:
 
 
 def refuses_fp8(mixed_precision: str, backend: str) -> str | None:
-    """The reason why Accelerate's own FP8 excludes this library's, or None.
+    """The reason why Accelerate's own FP8 settings exclude this library, or None.
 
     Args:
         mixed_precision: "no", "fp16", "bf16" or "fp8".
-        backend: "TE", "AO", "MSAMP", or "NO" where none is chosen.
+        backend: "TE", "AO", "MSAMP", or "NO" if none is chosen.
     """
     if mixed_precision != "fp8" and backend.upper() == "NO":
         return None

@@ -1,4 +1,4 @@
-"""What every integration does before its framework takes over.
+"""The conversion of a model, as every integration makes it.
 
 1. `require`: the framework is installed, in a version that was tested;
 2. `as_config`: the user's config, in this library's terms or in those of Accelerate,

@@ -104,7 +104,7 @@ class Float8Precision(Precision):
     Args:
         config: a `Float8LinearConfig`, a recipe's name, or TransformerEngine's or torchao's
             settings (`float8.integrations.conversion.as_config`); dynamic tensorwise by default. A
-            model that was converted before keeps its config: one given here must equal it.
+            model that was converted before keeps its config: this one must be equal.
         module_filter_fn: as in `float8.convert_to_float8_training`; names are those of the module
             that the framework is given.
         precision: of everything else, in place of the framework's own ``precision``, which excludes
@@ -344,7 +344,7 @@ class Float8Monitor(Callback):
 
     @property
     def report(self) -> Report | None:
-        """Of the last inspected batch."""
+        """The report of the last inspected batch."""
         return None if self._monitor is None else self._monitor.report
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
@@ -372,7 +372,7 @@ class Float8Monitor(Callback):
         self._scalars = {}
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop inspecting; what was found until then stays in ``report``."""
+        """Stop inspecting; ``report`` keeps the results so far."""
         self.on_train_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -31,33 +31,33 @@ from float8.granularity import Granularity, Rowwise, Tensorwise
 
 # --- names
 
-# field of a config there -> what to write here
+# field of a torchao config -> its counterpart in float8
 FIELDS = {
-    "scaling_granularity": "it is called granularity here: Tensorwise() for TENSORWISE, Rowwise() "
+    "scaling_granularity": "float8 calls it granularity: Tensorwise() for TENSORWISE, Rowwise() "
     "for AXISWISE",
-    "round_scales_to_power_of_2": "it belongs to each cast here: "
+    "round_scales_to_power_of_2": "in float8 it belongs to each cast: "
     "CastConfig(power_of_two_scale=True)",
     "force_recompute_fp8_weight_in_bwd": "leave it out: backward always casts the weight again, "
     "unless float8.cached_weights keeps it",
-    "delayed_scaling_config": "it is called delayed_scaling here: "
+    "delayed_scaling_config": "float8 calls it delayed_scaling: "
     "delayed_scaling=DelayedScalingConfig(...)",
-    "scale_fn_name": "it is called amax_compute_algo here",
+    "scale_fn_name": "float8 calls it amax_compute_algo",
 }
 
 _MATMUL = "a Float8LinearConfig says how products run: its gemm_config_* and emulate"
 _SWAP = "use convert_to_float8_training(model, config=..., module_filter_fn=...)"
 _CAST = "use Float8Tensor.from_high_precision(x, dtype, granularity, scale)"
-# public name there -> what to write here
+# public name of torchao -> its counterpart in float8
 NAMES = {
     # torchao 0.18
-    "Float8GemmConfig": "it is called GemmConfig here",
-    "Float8LinearRecipeName": "recipes are named by strings here: "
+    "Float8GemmConfig": "float8 calls it GemmConfig",
+    "Float8LinearRecipeName": "float8 names recipes by strings: "
     'Float8LinearConfig.from_recipe_name("rowwise")',
     "ScalingGranularity": "use Tensorwise() for TENSORWISE, Rowwise() for AXISWISE, or Blockwise",
     "FP8Granularity": "use Tensorwise(), Rowwise() or Blockwise(rows, cols)",
     "_auto_filter_for_recipe": "use faster_layers(recipe, tokens=..., device=...), or "
     "float8.filters",
-    "Float8TrainingTensor": "it is called Float8Tensor here",
+    "Float8TrainingTensor": "float8 calls it Float8Tensor",
     "GemmInputRole": _MATMUL,
     "LinearMMConfig": _MATMUL,
     "ScaledMMConfig": _MATMUL,
@@ -67,8 +67,8 @@ NAMES = {
     "casts is harmless",
     "swap_linear_with_float8_linear": _SWAP,
     "swap_linear_layers": _SWAP,
-    "TensorScalingType": "it is called ScalingType here",
-    "Float8TensorCastConfig": "it is called CastConfig here",
+    "TensorScalingType": "float8 calls it ScalingType",
+    "Float8TensorCastConfig": "float8 calls it CastConfig",
     "Float8DynamicLinear": "use Float8Linear, whose default config casts dynamically",
     "get_float8_layers": "use [m for m in model.modules() if isinstance(m, Float8Linear)]",
     "hp_tensor_to_float8_dynamic": _CAST,
@@ -89,7 +89,7 @@ SECOND_USES = {
 }
 GEMMS = ("gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight")
 SAME = ("enable_fsdp_float8_all_gather", "pad_inner_dim", "emulate")
-# Rounding is part of each cast here. Backward always casts the weight again.
+# Rounding is part of each cast in float8. Backward always casts the weight again.
 OTHERS = ("round_scales_to_power_of_2", "force_recompute_fp8_weight_in_bwd")
 KNOWN = {*SECOND_USES, *SECOND_USES.values(), *GEMMS, *SAME, *OTHERS}
 
@@ -103,7 +103,7 @@ def from_torchao(cls: type[Float8LinearConfig], config: Any) -> Float8LinearConf
     Raises:
         ImportError: torchao is not installed; the message has the command that installs it.
         TypeError: ``config`` is something else.
-        ValueError: a field is set that has no counterpart here; the message names it.
+        ValueError: a field is set that has no counterpart in float8; the message names it.
     """
     try:
         from torchao.float8 import Float8LinearConfig as TorchaoConfig
@@ -135,7 +135,9 @@ def _refuse_unknown(config: Any) -> None:
     ]
     if is_set:
         values = ", ".join(f"{name}={getattr(config, name)!r}" for name in is_set)
-        raise ValueError(f"torchao's {values} has no counterpart here: leave it at its default")
+        raise ValueError(
+            f"torchao's {values} has no counterpart in float8: leave it at its default"
+        )
 
 
 def _cast(name: str, cast: Any, is_pow2: bool) -> CastConfig:
@@ -144,7 +146,7 @@ def _cast(name: str, cast: Any, is_pow2: bool) -> CastConfig:
         (cast.scaling_granularity, GRANULARITIES),
     ):
         if value.value not in known:
-            raise ValueError(f"torchao's {name} has {value}, which has no counterpart here")
+            raise ValueError(f"torchao's {name} has {value}, which has no counterpart in float8")
     scaling_type = SCALING_TYPES[cast.scaling_type.value]
     if scaling_type is ScalingType.DISABLED:
         return CastConfig(scaling_type)

@@ -182,7 +182,7 @@ class Float8Converter(QuantizationConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        """What to convert, and how.
+        """The options of the conversion.
 
         Args:
             recipe: a row of `float8.config.RECIPES`.

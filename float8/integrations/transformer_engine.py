@@ -1,7 +1,7 @@
 """TransformerEngine's recipes in this library's terms; TransformerEngine itself is not imported.
 
 ``DelayedScaling`` is a history of amaxes per operand, and its documented update per step is (there
-``scale`` quantises, here it dequantises: ``scale = 1 / new_scaling_factor``)::
+``scale`` quantises, in float8 it dequantises: ``scale = 1 / new_scaling_factor``)::
 
     amax               = max(history), or its newest entry
     new_scaling_factor = (max(format) / amax) / 2**margin
@@ -21,8 +21,9 @@ fp8_dpa, fp8_mha              False: attention is no linear layer
 scaling_factor_compute_algo   None: the formula above
 ============================= ==================================================================
 
-Two extremes differ. A factor is at most 2^126 here, and at most float32's maximum there. A factor
-that a large margin makes less than 2^-128 is not used here; there it is 0, or nearly so.
+Two extremes differ. A factor is at most 2^126 in float8, and at most float32's maximum in
+TransformerEngine. If a large margin makes a factor less than 2^-128, float8 keeps the old scale;
+TransformerEngine uses a factor of 0 or nearly 0.
 
 ``Float8CurrentScaling`` and ``Float8BlockScaling`` have dynamic scales: one per tensor, or one per
 block of 128 elements or 128 x 128. Mappings in the spelling of Accelerate's files are understood
@@ -71,7 +72,7 @@ def from_te_recipe(
 ) -> Float8LinearConfig: ...
 
 
-# Without defaults here: an argument that is given beside a recipe must not contradict it.
+# These have no defaults: an argument that is given beside a recipe must not contradict it.
 def from_te_recipe(
     cls: type[Float8LinearConfig], recipe: Any = None, **arguments: Any
 ) -> Float8LinearConfig:
@@ -91,7 +92,7 @@ def from_te_recipe(
 
     Raises:
         TypeError: an unknown argument (the nearest is suggested), or one of a wrong type.
-        ValueError: what has no counterpart here, is given twice, or is about an amax history where
+        ValueError: a value has no counterpart, is given twice, or is about an amax history where
             the recipe keeps none.
     """
     given: Any = vars(recipe) if is_te_recipe(recipe) else {} if recipe is None else recipe
@@ -99,7 +100,7 @@ def from_te_recipe(
     if not isinstance(given, Mapping):
         kind = type(recipe).__name__
         if kind not in KINDS:
-            why = REFUSED.get(kind, f"what it means here is not known{did_you_mean(kind, KINDS)}")
+            why = REFUSED.get(kind, f"float8 does not know this recipe{did_you_mean(kind, KINDS)}")
             known = f"recipes that are known: {', '.join(KINDS)}, or a mapping of arguments"
             raise ValueError(f"{kind}: {why}; {known}")
         # Its own names begin with an underscore.
@@ -217,7 +218,7 @@ def _dynamic(
         quantiser = getattr(recipe, name)  # of the instance or of its class
         if any(getattr(quantiser, extra, False) for extra in _UNSUPPORTED):
             raise ValueError(
-                f"{name}={quantiser!r}: {', '.join(_UNSUPPORTED)} have no counterpart here"
+                f"{name}={quantiser!r}: {', '.join(_UNSUPPORTED)} have no counterpart in float8"
             )
         pow2 = quantiser.power_2_scale
         if is_pow2 is not None and pow2 != is_pow2:

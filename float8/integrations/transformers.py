@@ -254,7 +254,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     # --- the histories
 
     def state(self) -> dict[str, Any]:
-        """What ``trainer_state.json`` stores: arguments, and each cast's buffers in base64."""
+        """The state for ``trainer_state.json``: arguments, and each cast's buffers in base64."""
         casts = {} if self._model is None else delayed_casts(self._model)
         return {
             "args": {

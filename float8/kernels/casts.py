@@ -1,14 +1,14 @@
 """Which kernel casts an operand: a table of device families and granularities.
 
-A float8 GEMM reads its operands with the contraction contiguous, and training contracts both
-dimensions of an operand, so most operands are cast twice: their rows, and the rows of their
-transpose. The kernels of ``gpu/`` write both from one read. `KERNELS` says which granularities have
-one, by device family; every other cast is plain PyTorch (``cpu.py``). AMD GPUs have no row yet: the
-kernels are untested there.
+A float8 GEMM reads its operands with the contraction contiguous. Training contracts both dimensions
+of an operand, so most operands are cast in two orientations: row-major, and transposed. The kernels
+of ``gpu/`` write both from one read. `KERNELS` lists the granularities that have a kernel, by
+device family; every other cast is plain PyTorch (``cpu.py``). AMD GPUs are not listed: the kernels
+are untested there.
 
-Under torch.compile a cast is either our kernel, opaque to the compiler, or plain PyTorch, which
-inductor may fuse with the op that produced the operand. `COMPILED` holds the choice, and
-`compiler_may_cast` says where that choice is not free.
+Under torch.compile a cast is either a kernel, opaque to the compiler, or plain PyTorch, which
+inductor may fuse with the op that produced the operand. `COMPILED` has the choice for each kernel.
+`compiler_may_cast` says on which devices the compiler must not cast.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from float8.kernels.scaled_mm import CPU, SUPPORT, family_of
 
 
 class Orientations(NamedTuple):
-    """An operand in float8, for the GEMM that contracts its rows and the one for its columns.
+    """An operand in float8, row-major and transposed, for the two GEMMs that read it.
 
-    ``data`` (M, K) and ``data_t`` (K, M) are row-major, each with its scale; what was not asked for
-    is a tensor without elements.
+    ``data`` (M, K) and ``data_t`` (K, M) are each contiguous in the last dimension and have a scale
+    each. An orientation that was not requested is a tensor without elements.
     """
 
     data: Tensor
@@ -44,17 +44,17 @@ _TRITON: dict[Block, str] = {
     (128, 128): "cast_blockwise",
 }
 # device family (`family_of`) -> block of a matrix in GEMM-operand orientation -> the file of gpu/
-# that casts it. What is not listed is cast in plain PyTorch.
+# that casts it. All other casts are plain PyTorch.
 KERNELS: dict[str, dict[Block, str]] = {
     family: _TRITON for family in SUPPORT if family.startswith("sm_")
 }
 
-# file of gpu/ -> what torch.compile does with it on CUDA: "kernel" or "aten", and the number that
-# says so. On a GPU `benchmarks/bench_linear.py --compiled-casts aten` measures the other choice.
-# None has been yet: the kernels' bytes per element of a bfloat16 operand are counted
-# (test/linear/test_bytes.py), and their bits are those of eager mode. Inductor's part of the same
-# work is at best: a search for the amax in the producer's epilogue, then 2 + 1 for the cast, 1 + 1
-# for the transposed copy that a GEMM needs: 5 bytes with a dynamic scale.
+# file of gpu/ -> the choice under torch.compile on CUDA, "kernel" or "aten", and the reason. On a
+# GPU, `benchmarks/bench_linear.py --compiled-casts aten` measures the other choice; no times have
+# been measured yet. The reasons are the kernels' bytes per element of a bfloat16 operand, as
+# test/linear/test_bytes.py counts them; their bits are those of eager mode. With a dynamic scale
+# inductor needs at least 5 bytes: the amax in the epilogue of the op that makes the operand, 2 + 1
+# for the cast, and 1 + 1 for the transposed copy that a GEMM needs.
 COMPILED: dict[str, tuple[str, str]] = {
     "cast": ("kernel", "6 bytes, 4 with a delayed scale; no time measured"),
     "cast_rowwise": ("kernel", "6 bytes, 3 for rows alone; no time measured"),
@@ -68,9 +68,9 @@ def kernel_for(
     """The file of gpu/ that casts matrices of this granularity; None for plain PyTorch.
 
     Args:
-        family: of the device, see `float8.kernels.family_of`.
+        family: the device family, see `float8.kernels.family_of`.
         block: in GEMM-operand orientation.
-        emulate: plain PyTorch is asked for.
+        emulate: use plain PyTorch on every device.
         compiling: the cast is traced by torch.compile.
 
     Raises:
@@ -119,25 +119,26 @@ def _import_kernels(family: str) -> None:
 
 
 # ptxas 12.8 and 12.9 (of Triton 3.6 to 3.8, and of 3.9 below sm_90) lose results of float8
-# conversions that are used twice (triton#11111); 13.1 and later do not. What inductor of torch 2.13
-# writes for a static cast was compiled by Triton 3.6, 3.7.1, 3.8 and 3.9 and scanned by
-# scripts/machine_code.py. Where one kernel stores both orientations it stores garbage: in 5 of 8
-# tile sizes by Triton 3.7.1 for sm_89 and for sm_90, in all of 8 by 3.9 for sm_89. What our layers
-# compile to stores one orientation (the other is made by an op), and nothing was found there. But
-# what inductor fuses depends on the model around a cast: an older ptxas gets no conversion from it.
+# conversions that are used twice (triton#11111); 13.1 and later do not. The code of inductor of
+# torch 2.13 for a static cast was compiled by Triton 3.6, 3.7.1, 3.8 and 3.9 and scanned by
+# scripts/machine_code.py. A kernel that stores both orientations stores wrong bytes: in 5 of 8 tile
+# sizes by Triton 3.7.1 for sm_89 and for sm_90, in all 8 by Triton 3.9 for sm_89. The kernels of
+# compiled Float8Linear layers store one orientation (another op makes the other one), and the scan
+# found no error in them. But the fusions of inductor depend on the model around a cast, so with an
+# older ptxas the compiler must not cast.
 _KEEPS_CONVERSIONS = (13, 1)
 
 
 def compiler_may_cast(family: str) -> bool:
-    """Whether code that torch.compile makes for this device family stores float8 right."""
+    """Whether code that torch.compile generates for this family stores float8 data correctly."""
     return family == CPU or _ptxas_that_loses_conversions(family) is None
 
 
 def check_compiler(device: torch.device) -> None:
-    """Refuse a cast that torch.compile would have to make where `compiler_may_cast` says no.
+    """Raise if torch.compile would have to cast and `compiler_may_cast` is False.
 
     Raises:
-        RuntimeError: naming ptxas, and what to set.
+        RuntimeError: with the version of ptxas and the remedy.
     """
     family = family_of(device)
     if not compiler_may_cast(family):
@@ -175,8 +176,8 @@ def cast_by_kernel(
     dtype: torch.dtype,
     power_of_two: bool = False,
     scale: Tensor | None = None,
-    rows: bool = True,
-    cols: bool = False,
+    row_major: bool = True,
+    transposed: bool = False,
     amax: Tensor | None = None,
 ) -> Orientations:
     """Cast a CUDA matrix by the kernel that `kernel_for` returned.
@@ -187,21 +188,27 @@ def cast_by_kernel(
         block: of ``x`` for ``data``, and of ``x.t()`` for ``data_t``.
         dtype: the float8 dtype.
         power_of_two: round computed scales up to powers of two.
-        scale: the scale to use, one for the tensor; None computes scales from x. Smaller blocks
-            compute them always: they cost no other read, and give the same ones again.
-        rows, cols: which orientations are wanted.
+        scale: the scale to use, one for the tensor; None computes scales from x. Scales of smaller
+            blocks are always computed: that needs no second read, and gives the same scales again.
+        row_major, transposed: whether to write the row-major and the transposed orientation.
         amax: float32, 0-dim: a running maximum to record the amax of x in; whole tensors only.
     """
     ops = torch.ops.float8
     if kernel == "cast" and scale is not None:
-        data, data_t = ops.cast.default(x_MK, scale, dtype, rows, cols, amax)
+        data, data_t = ops.cast.default(x_MK, scale, dtype, row_major, transposed, amax)
         return Orientations(data, scale, data_t, scale)
     if kernel == "cast":
-        data, data_t, scale = ops.cast_dynamic.default(x_MK, dtype, power_of_two, rows, cols, amax)
+        data, data_t, scale = ops.cast_dynamic.default(
+            x_MK, dtype, power_of_two, row_major, transposed, amax
+        )
         return Orientations(data, scale, data_t, scale)
     if kernel == "cast_rowwise":
-        return Orientations(*ops.cast_rowwise.default(x_MK, dtype, power_of_two, rows, cols))
-    return Orientations(*ops.cast_blockwise.default(x_MK, dtype, power_of_two, *block, rows, cols))
+        return Orientations(
+            *ops.cast_rowwise.default(x_MK, dtype, power_of_two, row_major, transposed)
+        )
+    return Orientations(
+        *ops.cast_blockwise.default(x_MK, dtype, power_of_two, *block, row_major, transposed)
+    )
 
 
 def cast_operand(
@@ -210,10 +217,12 @@ def cast_operand(
     dtype: torch.dtype,
     power_of_two: bool = False,
     scale: Tensor | None = None,
-    rows: bool = True,
-    cols: bool = False,
+    row_major: bool = True,
+    transposed: bool = False,
     amax: Tensor | None = None,
 ) -> Orientations:
     """`cast_by_kernel` by the Triton kernel of this granularity."""
     kernel = _TRITON[block]
-    return cast_by_kernel(kernel, x_MK, block, dtype, power_of_two, scale, rows, cols, amax)
+    return cast_by_kernel(
+        kernel, x_MK, block, dtype, power_of_two, scale, row_major, transposed, amax
+    )

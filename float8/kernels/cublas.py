@@ -77,7 +77,7 @@ def multiply(
 
 
 def _aligned_vector(x: Tensor) -> Tensor:
-    """x, or a contiguous copy that starts aligned: torch passes on nothing but the address."""
+    """x, or a contiguous and aligned copy of it: torch passes only the address."""
     if x.stride(0) == 1 and _starts_aligned(x):
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -86,8 +86,8 @@ def _aligned_vector(x: Tensor) -> Tensor:
 def _starts_aligned(x: Tensor) -> bool:
     """Whether x starts at a multiple of 16 bytes.
 
-    Torch's allocator aligns storages; a view may start anywhere in one. Compilers do not trace the
-    question; the tensors that they pass start their storages.
+    Torch's allocator aligns storages, but a view may start anywhere in a storage. Compilers do not
+    trace this check; the tensors that they pass start at the beginning of a storage.
     """
     return torch.compiler.is_compiling() or (x.storage_offset() * x.element_size() % ALIGNMENT == 0)
 
@@ -118,13 +118,13 @@ _load_transpose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def pad_codes(data: Tensor, rows: int, cols: int) -> Tensor:
-    """Float8 data with ``rows`` and ``cols`` more of zeros."""
+    """Float8 data with ``rows`` more rows and ``cols`` more columns of zeros."""
     # Code 0 is the value 0 in every format; padding is defined for bytes, not for float8.
     return F.pad(data.view(torch.uint8), (0, cols, 0, rows)).view(data.dtype)
 
 
 def _missing_of_contraction(a_scale: Tensor, inner: int, a_block: Block, b_block: Block) -> int:
-    """How many zeros the contraction of a product needs at its end.
+    """The number of zeros to append to the contraction of a product.
 
     A contraction along which scales vary is padded to whole blocks of 128. Padded to a multiple of
     16, torch.compile could not prove its number of scales (see `float8.granularity.ceil_div`).
@@ -132,14 +132,14 @@ def _missing_of_contraction(a_scale: Tensor, inner: int, a_block: Block, b_block
     if a_block[1] == WHOLE:
         return -inner % ALIGNMENT
     blocks = a_scale.shape[1]
-    # cuBLASLt reads 128x128 scales in rows aligned to 16 bytes, whatever torch lets through, and
-    # otherwise returns wrong numbers (pytorch/pytorch#166752).
+    # cuBLASLt needs 128x128 scales in rows aligned to 16 bytes. Torch does not check that, and with
+    # other rows the results are wrong (pytorch/pytorch#166752).
     missing = -blocks % 4 if (128, 128) in (a_block, b_block) else 0
     return (blocks + missing) * 128 - inner if missing or inner % ALIGNMENT else 0
 
 
 def _pad(data: Tensor, scale: Tensor, block: Block, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-    """An operand with ``rows`` and ``cols`` more of zeros, and scales of 1 for them."""
+    """An operand with ``rows`` more rows and ``cols`` more columns of zeros, with scales of 1."""
     if not rows and not cols:
         return data, scale
     data = pad_codes(data, rows, cols)

@@ -1,4 +1,4 @@
-"""The definition of every float8 op, in plain PyTorch. Nothing here is written for speed.
+"""The definition of every float8 op, in plain PyTorch. This file is not optimised for speed.
 
 Legend: ``data`` float8; ``scale`` float32, ``value = data * scale``; ``block`` the extent per
 dimension that shares a scale (-1: the whole dimension); ``scale.shape == ceil(shape / block)``.

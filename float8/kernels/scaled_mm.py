@@ -1,6 +1,6 @@
-"""The float8 GEMM ``(a * a_scale) @ (b * b_scale).T``: which candidate runs, and who refuses what.
+"""The float8 GEMM ``(a * a_scale) @ (b * b_scale).T``: which candidate runs it, on which device.
 
-On CUDA the first of `CANDIDATES` runs that does not refuse:
+On CUDA, the first of `CANDIDATES` that does not refuse the product runs it:
 
 =============  ======================================  ===========================================
 candidate      products                                refuses
@@ -12,12 +12,12 @@ Triton         blockwise                               AMD GPUs, on which it is 
 (`gpu/`)
 =============  ======================================  ===========================================
 
-Plain PyTorch serves every device that is not CUDA, and ``emulate=True``. A product that no
-candidate takes is refused, with every candidate's reason and what to do; it never runs in another
-precision, or in plain PyTorch, unasked. No hardware multiplies E5M2 by E5M2.
+Plain PyTorch runs it on every other device, and with ``emulate=True``. A product that no candidate
+runs raises an error with each candidate's reason and the remedy. It never runs in another
+precision, or in plain PyTorch, without being asked to. No hardware multiplies E5M2 by E5M2.
 
-`scaled_mm` decides and multiplies. A layer decides once (`gemm_for`), and then calls `multiply` at
-each step, which checks sizes and nothing else.
+`scaled_mm` chooses the candidate and multiplies. A layer chooses once (`gemm_for`) and then calls
+`multiply` at each step, which checks only sizes.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ _EMULATE = "set emulate=True to run it in plain PyTorch"
 def architecture(device_index: int | None = None) -> str:
     """``sm_90``, ``gfx94`` and so on: the name under which `SUPPORT` lists a CUDA device.
 
-    Without a GPU, as when FakeTensors stand for CUDA ones, ``sm_90``.
+    Without a GPU, as with FakeTensors of a CUDA device, it is ``sm_90``.
     """
     return _architecture(device_index)
 
 
-# What torch.compiler.assume_constant_result does, which would import all of dynamo (a second).
+# The effect of torch.compiler.assume_constant_result, whose import of dynamo would take a second.
 architecture._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -112,10 +112,10 @@ def family_of(device: torch.device) -> str:
 def written_dtypes(arch: str, product: str) -> tuple[torch.dtype, ...]:
     """The dtypes in which ``torch._scaled_mm`` writes a product that it runs, on any torch >= 2.11.
 
-    Rowwise by cuBLASLt (its OUTER_VEC_32F scales) has all three, as torch's own
-    test_scaled_mm_vs_emulated_row_wise shows. The CUTLASS kernels of torch 2.11 write bfloat16
-    whatever they are asked for (pytorch#187569), hipBLASLt takes nothing else. Torch does not check
-    the dtype of a blockwise result; its test_scaled_mm_block_wise_numerics covers two.
+    cuBLASLt writes rowwise products (its OUTER_VEC_32F scales) in all three dtypes, as torch's
+    test_scaled_mm_vs_emulated_row_wise shows. The CUTLASS kernels of torch 2.11 write bfloat16 for
+    every requested dtype (pytorch#187569), and hipBLASLt accepts only bfloat16. Torch does not
+    check the dtype of a blockwise result; its test_scaled_mm_block_wise_numerics covers two.
     """
     if product == ROWWISE and not _scales_rows_by_cublaslt(arch):
         return (torch.bfloat16,)
@@ -190,7 +190,10 @@ def _triton_multiply(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> Tensor:
-    """Any sizes; a contraction that is no multiple of 16 is padded, or loads would be of bytes."""
+    """Multiply by the Triton kernel, which takes any sizes.
+
+    A contraction that is not a multiple of 16 is padded: without that, loads would be single bytes.
+    """
     _load_triton_gemm()
     if missing := -a_MK.shape[1] % ALIGNMENT:
         a_MK, b_NK = (cublas.pad_codes(codes, 0, missing) for codes in (a_MK, b_NK))
@@ -210,9 +213,9 @@ _load_triton_gemm._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class Candidate(NamedTuple):
     """One way to run a product on a GPU.
 
-    ``refuses(architecture, product, out_dtype)`` returns the reason why it does not, worded to
-    follow ``name``, or None. ``is_aligned`` says whether the contraction and the columns must be
-    multiples of 16; ``multiply`` pads what is not, so callers ask before.
+    ``refuses(architecture, product, out_dtype)`` returns the reason why it does not run, or None.
+    A message puts the reason after ``name``. ``is_aligned``: the contraction and the columns must
+    be multiples of 16. ``multiply`` pads sizes that are not, so callers check before.
     """
 
     name: str
@@ -224,8 +227,8 @@ class Candidate(NamedTuple):
 PLAIN = "plain PyTorch"
 TORCH = Candidate("torch._scaled_mm", _torch_refuses, True, cublas.multiply)
 TRITON = Candidate("the Triton GEMM", _triton_refuses, False, _triton_multiply)
-# product -> who may run it, the fastest first (by repute: no GPU has timed them); () where no GPU
-# does: a CPU runs it, and a GPU refuses it by name
+# product -> its candidates; the presumably fastest comes first (not measured). () where no GPU runs
+# it: a CPU does, and a GPU refuses it by name
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     TENSORWISE: (TORCH,),
     ROWWISE: (TORCH,),
@@ -245,7 +248,7 @@ def _willing(arch: str, a_block: Block, b_block: Block, out_dtype: torch.dtype) 
 
 
 def product_of(a_block: Block, b_block: Block) -> str | None:
-    """Which hardware product a pair of blocks needs, or None if there is none for them."""
+    """The hardware product for a pair of blocks, or None if there is none."""
     return _PRODUCTS.get((block_name(a_block), block_name(b_block)))
 
 
@@ -297,13 +300,13 @@ def refuses_sizes(
     contraction: int,
     columns: int,
 ) -> str | None:
-    """The reason why the candidate that runs does not take these sizes as they are, or None.
+    """The reason why the candidate that runs does not take these sizes without padding, or None.
 
-    The next candidate is not asked: a batch of odd size would change to a slower GEMM unasked. Nor
-    is the number of rows. Tensorwise and rowwise products take any; where blockwise ones by torch
-    need a multiple of 4, `cublas.multiply` copies ``a`` with up to three rows of zeros more, which
-    costs less than the cast that wrote it, so that a last batch in evaluation or a single token in
-    generation runs by the same GEMM as all others.
+    The next candidate is not tried: a batch of odd size would silently run by a slower GEMM. The
+    number of rows is not checked, because every number is accepted. Torch's blockwise products need
+    a multiple of 4; `cublas.multiply` copies ``a`` with up to three more rows of zeros, which costs
+    less than the cast that wrote ``a``. So a last batch in evaluation, or a single token in
+    generation, runs by the same GEMM as all others.
     """
     willing = _willing(arch, a_block, b_block, out_dtype)
     return _unaligned(contraction, columns) if willing and willing[0].is_aligned else None
@@ -312,10 +315,10 @@ def refuses_sizes(
 def gemm_for(
     family: str, a_block: Block, b_block: Block, out_dtype: torch.dtype, emulate: bool = False
 ) -> tuple[str, str | None]:
-    """Which GEMM multiplies operands of two granularities, as `multiply` takes it.
+    """The GEMM that multiplies operands of two granularities, as `multiply` takes it.
 
     Returns:
-        its name in `GEMMS`, "" where there is none; and why there is none, or None.
+        its name in `GEMMS` and None; or "" and the reason why there is none.
     """
     if family == CPU or emulate:
         return PLAIN, None
@@ -398,7 +401,7 @@ def scaled_mm(
         a_block, b_block: the extents that share a scale; -1 is the whole dimension.
         bias_N: added before rounding where the hardware can, or None.
         out_dtype: float32, bfloat16 or float16; on CUDA see `written_dtypes`.
-        use_fast_accum: see `GemmConfig`; there is no such thing for blockwise products.
+        use_fast_accum: see `GemmConfig`; for tensorwise and rowwise products.
         emulate: run plain PyTorch on a CUDA device too.
         pad: pad sizes that are no multiple of 16 with zeros instead of refusing.
 
@@ -407,7 +410,7 @@ def scaled_mm(
 
     Raises:
         ValueError: the device does not run this product, or the operands are on several devices;
-            the message says what would.
+            the message names the remedy.
     """
     if (reason := refuses_formats(a_MK.dtype, b_NK.dtype)) is not None:
         raise ValueError(f"scaled_mm: {reason}")

@@ -1,13 +1,13 @@
 """Stochastic rounding: to one of the two nearest values, the nearer one more often.
 
-Rounded to nearest, a small change of a coded number is lost, in every step again. Rounded
-stochastically, the expectation of the code's value is the number itself, and changes add up. Random
-bits are a hash of (seed, offset, index of the element). They do not depend on the device, on the
-order of execution or on a random number generator, and ``gpu/moments.py`` draws the same.
+Rounding to nearest loses every change that is small beside the spacing of the codes. With
+stochastic rounding the expected value of the code is the number itself, and small changes add up.
+Random bits are a hash of (seed, offset, index of the element). They do not depend on the device, on
+the order of execution or on a random number generator; ``gpu/moments.py`` computes the same bits.
 
 *Half precision* (`stochastic_round`): random bits are added to the bits of a float32 that would be
-cut off. *Codes under a scale* (`on_grid`): of y between the codes' neighbouring values c0 and c1,
-whose distance is a power of two q,
+cut off. *Codes under a scale* (`on_grid`): y lies between the adjacent values c0 and c1 of two
+codes, whose distance is a power of two q,
 
     P(c1) = (y - c0) / (c1 - c0) = t,    y = (j + t) q,  j = floor(y / q)
 

@@ -26,7 +26,7 @@ Number = float | Tensor  # a Python number, or a 0-dim tensor, whose value may c
 
 
 class UpdateRule(Protocol):
-    """What an optimizer needs of a rule. A rule without a CUDA kernel is one too."""
+    """The interface of an update rule, with or without a CUDA kernel."""
 
     @property
     def update(self) -> Callable[..., tuple[Tensor, ...]]:

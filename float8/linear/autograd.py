@@ -6,16 +6,16 @@ Legend: M tokens, K ``in_features``, N ``out_features``; x_MK input, w_NK weight
     grad_input_MK  = g_MN @ w_KN.T       backward
     grad_weight_NK = g_NM @ x_KM.T       backward
 
-Each GEMM reads its operands with the contraction last, cast as the layer's `BoundPlan` says; a
-second use shares the first one's bytes where the plan allows it. Where a GEMM runs in high
-precision, its casts return the operand as it is.
+Each GEMM reads its operands with the contraction last, cast as the layer's `BoundPlan` says. Two
+GEMMs that read one operand share its data where the plan allows it. If a GEMM runs in high
+precision, its casts return the operand unchanged.
 
-What backward needs is saved in float8 and nothing more: the input in the orientation that
-grad_weight reads, one byte per element, and the weight by reference: it is a parameter and in
-memory anyway. Backward casts it again, with the scale that forward found where it can.
+For backward, forward saves the input in float8, in the orientation that grad_weight reads: one byte
+per element. It saves the weight by reference, because the parameter is in memory anyway. Backward
+casts the weight again, with forward's scale where both casts are the same.
 
-Only GEMMs whose result is wanted run: a frozen weight costs no grad_weight GEMM and saves no input.
-The function works on plain ``(data, scale)`` pairs: compile, checkpointing, saved-tensor hooks and
+Only GEMMs whose result is needed run: with a frozen weight there is no grad_weight GEMM, and no
+input is saved. Data and scale are plain tensors, so compile, checkpointing, saved-tensor hooks and
 FSDP see ordinary tensors.
 """
 
@@ -38,37 +38,37 @@ from float8.linear.scaling import (
     DelayedState,
     Pair,
     cast_again,
-    cast_both,
-    cast_rows,
+    cast_matrix,
+    cast_orientations,
     multiply_scale,
 )
 from float8.tensor import Float8Tensor
 
-# What output, grad_input and grad_weight are multiplied by, each by its own: they need not be the
-# gradients of one function. A bias is multiplied as the output is, its gradient as grad_weight.
-# That of grad_input may be a function, which backward calls.
+# The factors of output, grad_input and grad_weight. They are independent, so the gradients need not
+# be those of one function. A bias has the factor of the output, its gradient that of grad_weight.
+# The factor of grad_input may be a function, which backward calls.
 Factors = tuple[float | None, float | Callable[[], float] | None, float | None]
 NO_FACTORS: Factors = (None, None, None)
 States = tuple[DelayedState | None, DelayedState | None, DelayedState | None]
 STATELESS: States = (None, None, None)
-# Dynamo of 2.11 (2.12 is untested) returns zeros for the gradients of a forward whose last op
-# returned its own input: one in place, or `to` the dtype that it has. A view is a new tensor.
+# Dynamo of torch 2.11 (2.12 is untested) returns zero gradients for a forward whose last op returns
+# its own input, such as an op in place, or `to` without a change of dtype. A view avoids that.
 LOSES_GRADIENTS = torch.__version__ < torch.torch_version.TorchVersion("2.13")
 
 
 class Call:
-    """One call of a layer, beside its three tensors.
+    """The parameters of one call of a layer, except its three tensors.
 
     Args:
         plan: the casts and GEMMs.
         states: of the delayed casts of input, weight and grad_output, None for others.
         record: whether delayed casts record amaxes.
-        weight: the weight in float8, where it was cast before this call.
-        factors: what unit scaling multiplies the three products by.
+        weight: the weight in float8 if it was cast before this call, else None.
+        factors: the factors by which unit scaling multiplies the three products.
         saves: whether gradients are enabled, so that a backward may follow.
     """
 
-    # Not a NamedTuple, of which torch.compile guards on every part.
+    # Not a NamedTuple: torch.compile would guard on each of its fields.
     __slots__ = ("factors", "plan", "record", "saves", "states", "weight")
 
     def __init__(
@@ -105,17 +105,17 @@ class Float8LinearFunction(torch.autograd.Function):
         # Rounding to the compute dtype first makes autocast, DDP and FSDP cast the same bits.
         bias = None if bias_N is None else bias_N.to(plan.dtype)
         out_MN = product(plan.output, x8_MK, w8_NK, bias, call.factors[0])
-        # The delayed scales too: autograd then notices a sync between forward and backward.
+        # Delayed scales too: autograd then detects a sync between forward and backward.
         scales = [state.scale for state in call.states if state] if plan.has_delayed else []
         ctx.save_for_backward(*x8_KM, *(saved_w if needs_x else (None, None)), *scales)
-        # Not the call itself: its weight may be memory that FSDP2 frees after the forward.
+        # The call itself is not kept: FSDP2 may free the memory of its weight after the forward.
         ctx.plan, ctx.states, ctx.record, ctx.factors = plan, call.states, call.record, call.factors
         ctx.is_cast = call.weight is not None
         ctx.scales_grad = call.weight is not None and call.weight.scales_grad
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, w_NK.dtype
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
         if x.dim() != 2 or (LOSES_GRADIENTS and torch.compiler.is_compiling()):
-            # As nn.Linear: the result is no view of another tensor.
+            # As with nn.Linear, the result is not a view of another tensor.
             shape = (*x.shape[:-1], w_NK.shape[0])
             out_MN = torch.ops.aten._unsafe_view.default(out_MN, shape)
         return out_MN
@@ -130,7 +130,7 @@ class Float8LinearFunction(torch.autograd.Function):
 
 
 def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The backward: grad_input, grad_weight and grad_bias, each None where it is not wanted."""
+    """The backward: grad_input, grad_weight and grad_bias, each None if it is not needed."""
     plan: BoundPlan = ctx.plan
     are_checked = plan.has_delayed and not torch.compiler.is_compiling()
     saved = _checked_tensors(ctx) if are_checked else ctx.saved_tensors
@@ -142,7 +142,7 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
     g_scaled = g_MN * w_scale if needs_x and ctx.scales_grad else g_MN
     g8_MN: Any
     g8_NM: Any
-    g8_MN, g8_NM = cast_both(
+    g8_MN, g8_NM = cast_orientations(
         g_scaled, plan.g, ctx.states[2], ctx.record, needs_x, needs_w, plan.grad_input.is_plain
     )
     if needs_x:
@@ -155,7 +155,7 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
         grad_x = _to(grad_x, ctx.x_dtype).reshape(ctx.x_shape)
     if needs_w:
         grad_w = product(plan.grad_weight, g8_NM, (x_KM, x_scale), None, factor_w)
-        # autograd casts to float16 itself, unless the weight's grad_dtype asks for a wider range.
+        # autograd casts to float16 by itself, unless the weight's grad_dtype has a wider range.
         grad_w = grad_w if ctx.w_dtype is torch.float16 else _to(grad_w, ctx.w_dtype)
     if needs_bias:
         grad_bias = g_MN.sum(0) if factor_w is None else g_MN.sum(0) * factor_w
@@ -169,10 +169,10 @@ def product(
     """``(a @ b.T) * factor``, and the bias times the factor too.
 
     Args:
-        gemm: which multiplies.
-        a, b: as its casts made them; in high precision, the matrix and no scale.
+        gemm: the GEMM.
+        a, b: the results of its casts; in high precision, the matrix and None.
         bias: in the compute dtype.
-        factor: what unit scaling multiplies by; None for nothing.
+        factor: the factor of unit scaling, or None.
     """
     if gemm.a is None or gemm.b is None:
         out = F.linear(a[0], b[0], bias)
@@ -196,7 +196,7 @@ def product(
 
 
 def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # Tensor.to costs a microsecond where there is nothing to do.
+    # Tensor.to takes a microsecond even if the dtype is the same.
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -204,7 +204,7 @@ _Saved = tuple[Tensor | None, Tensor | None]
 
 
 def _cast_input(x: Tensor, call: Call, needs_w: bool) -> tuple[Pair, _Saved]:
-    """x_MK for the output, and what backward needs of it: x_KM, or nothing."""
+    """x_MK for the output, and x_KM for backward if grad_weight is needed."""
     if isinstance(x, Float8Tensor):
         # By attribute: torch.compile does not trace a subclass's properties.
         data, scale, data_t = as_matrix(x._data), as_matrix(x._scale), x._data_t
@@ -213,33 +213,35 @@ def _cast_input(x: Tensor, call: Call, needs_w: bool) -> tuple[Pair, _Saved]:
         return (data, scale), (data.t() if data_t is None else data_t, scale.t())
     plan = call.plan
     x_MK = _to(as_matrix(x), plan.dtype)
-    rows, cols = cast_both(x_MK, plan.x, call.states[0], call.record, True, needs_w, False)
-    return rows, cols or (None, None)  # type: ignore[return-value]
+    x8_MK, x8_KM = cast_orientations(
+        x_MK, plan.x, call.states[0], call.record, True, needs_w, False
+    )
+    return x8_MK, x8_KM or (None, None)  # type: ignore[return-value]
 
 
 def _cast_weight(w_NK: Tensor, call: Call) -> tuple[Pair, _Saved]:
-    """w_NK for the output, and what backward needs of it: w_KN, or w_NK and its scale."""
+    """w_NK for the output, and for backward: w_KN, or w_NK in high precision and its scale."""
     weight, state, how = call.weight, call.states[1], call.plan.w.first
     if weight is not None:
         if call.record and weight.amax is not None and state is not None:
             kernels.record_amax(state.current_amax, weight.amax)
         return weight.row_major, weight.transposed
-    w8 = cast_rows(_to(w_NK, call.plan.dtype), how, state, call.record, None)
+    w8 = cast_matrix(_to(w_NK, call.plan.dtype), how, state, call.record, None)
     return w8, (w_NK, w8[1] if call.plan.w.is_shared else None)
 
 
 def _cast_weight_again(ctx: Any, w_NK: Tensor, w_scale: Tensor | None) -> Pair:
-    """w_KN: forward's cast again, with its scale, where the two are the same cast."""
+    """w_KN, cast in backward; with forward's scale if both casts are the same."""
     operand = ctx.plan.w
     w_NK = _to(w_NK, ctx.plan.dtype)
     if w_scale is not None:
         return cast_again(w_NK, operand.first, w_scale)
-    # A second use that is delayed comes here only where it is the only one: nothing recorded yet.
-    return cast_rows(w_NK.t(), operand.second, ctx.states[1], ctx.record, None)
+    # A delayed cast is used only if forward did not cast the weight, so no amax is recorded yet.
+    return cast_matrix(w_NK.t(), operand.second, ctx.states[1], ctx.record, None)
 
 
 def _checked_tensors(ctx: Any) -> tuple[Tensor, ...]:
-    """The saved tensors; raises with the remedy where a sync has changed a scale since."""
+    """The saved tensors; raises, with the remedy, if a scale or weight changed after forward."""
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
@@ -259,7 +261,7 @@ def call_of(
     record: bool = False,
     factors: Factors = NO_FACTORS,
 ) -> Call:
-    """A call with this input of a layer without a weight in float8; autocast is respected."""
+    """The `Call` for this input, with a weight in high precision; autocast is respected."""
     plan = plan_for(config, input)
     return Call(plan, states, record, None, factors, torch.is_grad_enabled())
 
@@ -268,7 +270,7 @@ def linear_in_float8(input: Tensor, weight: Tensor, bias: Tensor | None, call: C
     """``input @ weight.T + bias`` as the call says; autocast is respected.
 
     Args:
-        input: (..., K); a `Float8Tensor` is multiplied as it is.
+        input: (..., K); a `Float8Tensor` is not cast again.
         weight: (N, K).
         bias: (N,) or None.
         call: see `Call`.
@@ -281,14 +283,14 @@ def linear_in_float8(input: Tensor, weight: Tensor, bias: Tensor | None, call: C
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Switches autocast off, which would convert the data that plain PyTorch multiplies."""
+    """Switch autocast off: it would convert the data that plain PyTorch multiplies."""
     if autocasts(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
     return nullcontext()
 
 
 def refuse_double_backward(name: str) -> None:
-    """Called in a backward: it runs with gradients enabled only under ``create_graph=True``."""
+    """Raise in a backward under ``create_graph=True``, the only one that has gradients enabled."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{name} has no second derivative, and backward was called with create_graph=True; run "

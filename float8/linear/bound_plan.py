@@ -1,12 +1,11 @@
 """A config's plan on one device family, in one compute dtype: bound once, read at every call.
 
-A `LinearPlan` says which casts and GEMMs a config means. Bound to a device it also says which
-kernel casts each operand and which GEMM multiplies each pair, or why none does. `plan_on` remembers
-the answer, so a forward asks one question; what is left to ask at each call are sizes.
+A `LinearPlan` says which casts and GEMMs a config asks for. Bound to a device, it also says which
+kernel casts each operand and which GEMM multiplies each pair, or why none does. `plan_on` caches
+the bound plan. A forward looks it up and checks only sizes.
 
-A `BoundPlan` is data alone, and plain functions read it: torch.compile takes it as a constant
-(`plan_on` runs once, while tracing), so that a compiled layer guards on the config's key and on
-none of its casts.
+A `BoundPlan` has no methods that compute, so torch.compile treats it as a constant: `plan_on` runs
+once, while tracing. A compiled layer guards on the config's key and not on its casts.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from float8.kernels.scaled_mm import CPU
 
 
 class BoundCast:
-    """An `OperandCast` on one device family: what is known of it before the values are.
+    """An `OperandCast` on one device family: everything about it that does not depend on values.
 
-    Data alone, and plain functions read it: torch.compile takes it as a constant, without guards.
+    It has no methods that compute, so torch.compile treats it as a constant, without guards.
 
     Args:
         cast: the cast, in the orientation of its GEMM.
-        family: of the device, see `float8.kernels.family_of`.
+        family: the device family, see `float8.kernels.family_of`.
         emulate: cast in plain PyTorch on every device.
         compiling: torch.compile traces the casts.
 
@@ -71,10 +70,10 @@ class BoundCast:
         self.static = None if cast.static_scale is None else float(cast.static_scale)
         self.kernel = kernels.kernel_for(family, cast.block, emulate, compiling)
         if self.static is not None and compiling and kernels.compiler_may_cast(family):
-            # Elementwise by a constant: it joins the op that makes x, which then writes one byte
-            # and no bfloat16, and a transposed copy is 1 + 1: 3 bytes per element. With a kernel,
-            # opaque to the compiler, x is written (2) and read (2), both orientations are written
-            # (1 + 1): 6.
+            # A cast by a constant scale is elementwise: the compiler fuses it into the op that
+            # makes x. That op writes 1 byte per element instead of bfloat16, and the transposed
+            # copy reads 1 and writes 1: 3 bytes per element. The compiler cannot fuse a kernel: x
+            # is written (2) and read (2), and both orientations are written (1 + 1): 6 bytes.
             self.kernel = None
 
 
@@ -82,9 +81,9 @@ class BoundOperand:
     """The two casts of one operand on one device.
 
     Attributes:
-        first: for the GEMM that contracts the operand's rows; None for high precision.
-        second: for the GEMM that contracts its columns, stated for the transpose; or None.
-        is_shared: whether the second GEMM reads the transpose of the first one's bytes.
+        first: for the GEMM that contracts along the operand's rows; None for high precision.
+        second: for the GEMM that contracts along its columns, stated for the transpose; or None.
+        is_shared: whether the second GEMM reads the transpose of the first GEMM's data.
         at_once: whether one kernel call casts both orientations.
     """
 
@@ -101,11 +100,11 @@ class BoundGemm:
     """One product on one device.
 
     Attributes:
-        a, b: the casts of its operands; None where it runs in high precision.
-        name: which GEMM multiplies, see `float8.kernels.gemm_for`.
-        is_plain: whether that is plain PyTorch.
-        refusal: why none does, or None.
-        out_dtype: of the result.
+        a, b: the casts of its operands; None if it runs in high precision.
+        name: the GEMM that multiplies, see `float8.kernels.gemm_for`.
+        is_plain: whether plain PyTorch multiplies.
+        refusal: the reason why no GEMM multiplies, or None.
+        out_dtype: the dtype of the result.
     """
 
     __slots__ = ("a", "b", "is_plain", "name", "out_dtype", "pad", "refusal", "use_fast_accum")
@@ -138,7 +137,7 @@ class BoundPlan:
         dtype: the compute dtype, of the operands before their casts and of the results.
         has_delayed: whether any cast is delayed.
         on_gpu: whether tensor cores multiply.
-        has_refusal: whether the device does not run one of the products, whatever its sizes.
+        has_refusal: whether there is a product that the device runs for no sizes.
         is_aligned: whether sizes must be multiples of 16.
     """
 
@@ -209,7 +208,7 @@ def autocasts(device_type: str) -> bool:
 
 
 def compute_dtype(input: Tensor) -> torch.dtype:
-    """What operands are rounded to before they are cast, and what the GEMMs return."""
+    """The dtype that operands are rounded to before their casts, and that the GEMMs return."""
     device_type = input.device.type
     return torch.get_autocast_dtype(device_type) if autocasts(device_type) else input.dtype
 
@@ -241,5 +240,5 @@ def _bound(key: str, device: torch.device, dtype: torch.dtype, compiling: bool) 
     return _bound_once(key, device, dtype, compiling)
 
 
-# What torch.compiler.assume_constant_result does, which would import all of dynamo (a second).
+# The effect of torch.compiler.assume_constant_result, whose import of dynamo would take a second.
 _bound._dynamo_marked_constant = True  # type: ignore[attr-defined]

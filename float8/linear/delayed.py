@@ -1,4 +1,4 @@
-"""Delayed scaling: scales that follow from the amaxes of past steps.
+"""Delayed scaling: scales that are computed from the amaxes of past steps.
 
 Training with a delayed recipe takes one call per optimizer step::
 
@@ -6,11 +6,11 @@ Training with a delayed recipe takes one call per optimizer step::
     optimizer.step()
     sync_float8_amax_and_scale_history(model)    # computes the scales of the next step
 
-`updated_history` is the rule, that of TransformerEngine's ``DelayedScaling`` recipe: the newest
-amax enters the history at index 0, ``amax`` is the maximum over the history (or its newest entry),
-and ``scale = 2**margin * amax / max(format)``. Where that amax is 0 or not finite the scale stays.
-A non-finite amax of one step enters as infinity, as in TransformerEngine, or as 0
-(``remember_nonfinite``).
+`updated_history` is the rule of TransformerEngine's ``DelayedScaling`` recipe. The newest amax
+enters the history at index 0. ``amax`` is the maximum over the history (or its newest entry), and
+``scale = 2**margin * amax / max(format)``. If that amax is 0 or not finite, the scale does not
+change. A non-finite amax of one step enters the history as 0, or with ``remember_nonfinite`` as
+infinity, as in TransformerEngine.
 
 `DelayedCast` owns the state, all of it in float32 buffers:
 
@@ -24,21 +24,22 @@ scale_age       ()       with an ``interval`` > 1 only: how many syncs ago the s
                          inf before the first; written by ``sync`` and by loading
 =============== ======== =======================================================================
 
-The buffers stay float32 whatever ``module.to(dtype)`` asks for, and are reset after ``to_empty``.
-They are optional in a checkpoint: a plain one loads strictly and starts a new history.
+``module.to(dtype)`` leaves the buffers in float32, and ``to_empty`` resets them. They are optional
+in a checkpoint: a plain one loads strictly and starts a new history.
 
-`sync_float8_amax_and_scale_history` updates all delayed casts of a model at once: it stacks the
-recorded amaxes, reduces them over ranks in one collective, and computes histories and scales, with
-a number of kernels that does not grow with the number of layers. It may be compiled, in one graph;
-there is one more graph while casts have no scale yet.
+`sync_float8_amax_and_scale_history` updates all delayed casts of a model at once. It stacks the
+recorded amaxes, reduces them over ranks in one collective, and computes histories and scales. The
+number of kernels does not grow with the number of layers. It may be compiled, to one graph, and to
+one more graph while casts have no scale yet.
 
 Call it before or after ``optimizer.step()``, never between a forward and its backward: autograd
-would find that the saved scales changed. Without the call every cast stays dynamic, at its cost;
-the first optimizer that steps twice without it warns. With a ``DelayedScalingConfig.interval``
-above 1 call it once per step too: each call rolls the histories, and counts the interval itself.
+would raise an error, because the saved scales have changed. Without the call every cast stays
+dynamic, at its cost; an optimizer that steps twice without it warns. Also with a
+``DelayedScalingConfig.interval`` above 1, call it once per step: each call rolls the histories and
+counts the interval.
 
-The collective is a maximum by position, so all ranks must list the same casts in the same order.
-The order is that of the casts' names (`modules_by_name`), whatever order they were registered in.
+The collective is a maximum by position, so all ranks must list the same casts in the same order:
+alphabetically by name (`modules_by_name`). The order of registration does not matter.
 `FIRST_SYNC_CHECKS` compares the names before the first collective.
 """
 
@@ -120,12 +121,12 @@ _numbers = itertools.count()
 
 
 class DelayedCast(Switchable, Cast):
-    """The cast whose scale follows from the amaxes of past steps.
+    """A cast with delayed scaling: its scale is computed from the amaxes of past steps.
 
     Args:
         config, default_format: see `Cast`.
-        delayed: how scales follow from the history.
-        amax_init: use the dynamic scale until the first ``sync``; False starts from scale 1.
+        delayed: how scales are computed from the history.
+        amax_init: use the dynamic scale until the first ``sync``; if False, start with scale 1.
         device: where the buffers live.
     """
 
@@ -145,8 +146,8 @@ class DelayedCast(Switchable, Cast):
         super().__init__(config, default_format)
         self.delayed = delayed
         self.amax_init = amax_init
-        # Written by sync and by loading only: recomputation and CUDA graphs replay forward and
-        # backward. Compiled code is specialised on it, hence one recompile after step 1.
+        # Written only by sync and by loading, because recomputation and CUDA graphs replay forward
+        # and backward. Compiled code is specialised on it: it is compiled again after step 1.
         self.history_ready = not amax_init
         self.synced = False  # whether sync has ever been called
         self.hidden = False  # whether state dicts always leave the history out
@@ -165,12 +166,12 @@ class DelayedCast(Switchable, Cast):
         DELAYED_CASTS[self.number] = self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Give a copy, or what a pickle holds, a number of its own."""
+        """Restore a copied or pickled cast, and give it a number of its own."""
         super().__setstate__(state)
         self._enrol()
 
     def reset_parameters(self) -> None:
-        """Forget the history."""
+        """Reset the history."""
         self.amax_history.zero_()
         self.scale.fill_(0.0 if self.amax_init else 1.0)
         self.current_amax.zero_()
@@ -180,10 +181,10 @@ class DelayedCast(Switchable, Cast):
 
     @property
     def state(self) -> DelayedState:
-        """The buffers that `quantize` reads and records in.
+        """The buffers that a cast reads and records in.
 
         Raises:
-            TypeError: they are not float32: FSDP1's ``buffer_dtype`` replaced them.
+            TypeError: they are not float32, because FSDP1's ``buffer_dtype`` replaced them.
         """
         if self.scale.dtype != torch.float32:
             raise TypeError(
@@ -225,7 +226,7 @@ class DelayedCast(Switchable, Cast):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if not any(prefix + name in state_dict for name in self._buffers):
-            return  # a plain checkpoint; if it brings a weight, the layer calls start_beside
+            return  # a plain checkpoint; if it has a weight, the layer calls start_beside
         self._take_age_from(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
         for name, buffer in self._buffers.items():
@@ -235,7 +236,7 @@ class DelayedCast(Switchable, Cast):
         self.history_ready = not scale.is_meta and bool(scale.isfinite() & (scale > 0))
 
     def _take_age_from(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Load a checkpoint of another interval: without an age the next sync finds the scale."""
+        """Load the age; a checkpoint without it makes the next sync compute the scale."""
         key = prefix + "scale_age"
         if "scale_age" not in self._buffers:
             state_dict.pop(key, None)
@@ -257,20 +258,20 @@ class DelayedCast(Switchable, Cast):
 def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = None) -> None:
     """Roll this step's amaxes into the histories and compute the next scales.
 
-    All ranks of the group take part with the same casts, in one MAX all-reduce for all of them, and
-    end with equal scales: an amax that is not finite on one rank is not finite on all. The first
-    call compares the ranks' layers, once. In a single process a model without delayed casts is left
-    alone.
+    All ranks of the group must call it with the same casts. One MAX all-reduce serves all casts, so
+    all ranks get equal scales; an amax that is not finite on one rank is not finite on all. The
+    first call compares the layers of the ranks. In a single process, a model without delayed casts
+    does not change.
 
     Args:
-        model: any module; every delayed cast below it takes part.
-        group: the ranks that hold the same layers: by default all. Pipeline stages hold different
-            ones: pass the process group or ``DeviceMesh`` of the ranks of one stage (data and
+        model: any module; every delayed cast in it is updated.
+        group: the ranks that have the same layers, by default all. Pipeline stages have different
+            layers: pass the process group or ``DeviceMesh`` of the ranks of one stage (data and
             tensor parallel together). A mesh of several dimensions takes one all-reduce for each.
 
     Raises:
-        RuntimeError: on every rank, at the first call: the ranks' layers differ; the message names
-            the first one that does.
+        RuntimeError: on every rank, at the first call, if the layers of the ranks differ; the
+            message names the first difference.
         TypeError: ``group`` is neither.
         ValueError: this rank is not in ``group``.
     """
@@ -317,16 +318,19 @@ def _is_first(model: nn.Module, casts: list[DelayedCast]) -> bool:
 
 
 def _parts_checked(model: nn.Module) -> list[nn.Module]:
-    """The casts of a model: a new container of layers that were compared is not compared again."""
+    """The casts of a model, or the model if it has none: what `_checked` remembers.
+
+    With casts as keys, a new container of layers that were compared is not compared again.
+    """
     return [m for m in model.modules() if isinstance(m, Cast)] or [model]
 
 
 def modules_by_name(model: nn.Module, kind: Any = nn.Module) -> list[tuple[str, Any]]:
     """Each module of a type, or of several types, once, in alphabetical order of the names.
 
-    A module with several names has the first of them. Ranks that registered the same modules in
-    another order list them alike. Names do not tell whether a module was compiled or checkpointed,
-    which ranks may do differently.
+    A module with several names gets the first of them. The list does not depend on the order of
+    registration. Names leave out the wrappers of compilation and checkpointing, in which ranks may
+    differ.
     """
     named = [
         (_without_wrappers(fqn), module)
@@ -364,7 +368,7 @@ def ranks_of(group: Group | None) -> list[int]:
 def _process_groups(group: Any) -> list[dist.ProcessGroup]:
     """The process groups to reduce over in turn; none where this rank is alone.
 
-    A wrong ``group`` is refused in a single process too, so that the mistake shows there.
+    A wrong ``group`` raises in a single process too, so that the mistake is found early.
     """
     groups: list[Any]
     if group is None:
@@ -450,11 +454,11 @@ def _reducing_device(devices: list[torch.device], group: Any) -> torch.device:
 
 
 def _mark_ready(casts: list[DelayedCast]) -> None:
-    """Note which operands have their first scale; the others stay dynamic.
+    """Set ``history_ready`` of the casts that have their first scale; the others stay dynamic.
 
     An operand without an amax (an expert without tokens, a frozen layer in eval mode) has no scale
-    yet. Only while there are such operands is the device read, usually once in a training. An op
-    reads it, so that a compiled sync stays one graph.
+    yet. The scales are read from the device only while there are such operands, usually once per
+    training run. An op does that, so that a compiled sync stays one graph.
     """
     if casts:
         torch.ops.float8.mark_ready.default([c.scale for c in casts], [c.number for c in casts])
@@ -466,8 +470,8 @@ def _mark_ready_now(scales: list[Tensor], numbers: list[int]) -> None:
 
 
 _LIBRARY = torch.library.Library("float8", "FRAGMENT")
-# The op does not write the scales, but is declared so: an op without effect would be dropped. It
-# reads the device, which the capture of a CUDA graph cannot.
+# The op does not write the scales, but declares that it does: the compiler would remove an op
+# without effects. It reads from the device, which is impossible during the capture of a CUDA graph.
 _LIBRARY.define(
     "mark_ready(Tensor(a!)[] scales, int[] numbers) -> ()", tags=(torch.Tag.cudagraph_unsafe,)
 )
@@ -516,8 +520,8 @@ def _count_step(optimizer: Optimizer) -> None:
 
 
 def _is_zero(lr: float | Tensor) -> bool:
-    # A tensor on a device is not read: that would wait for the device, and fail while a CUDA graph
-    # captures.
+    # A tensor on a device is not read: that would wait for the device, and fail during the capture
+    # of a CUDA graph.
     return not (isinstance(lr, Tensor) and lr.device.type != "cpu") and bool(lr == 0)
 
 
@@ -528,8 +532,8 @@ def _is_unsynced(layer: nn.Module) -> bool:
 def keep_ddp_from_broadcasting(root: nn.Module) -> None:
     """Exclude the buffers of delayed casts from DDP's broadcast.
 
-    DDP copies rank 0's buffers at every forward, which would erase other ranks' amaxes. It asks the
-    module that it wraps, so ``root`` must be the module that was converted.
+    DDP copies rank 0's buffers at every forward, which would erase the amaxes of other ranks. It
+    reads an attribute of the module that it wraps, so ``root`` must be the converted module.
     """
     own = [
         f"{fqn}.{name}" if fqn else name
@@ -538,6 +542,6 @@ def keep_ddp_from_broadcasting(root: nn.Module) -> None:
         for name in module._buffers
     ]
     ignored = getattr(root, "_ddp_params_and_buffers_to_ignore", [])
-    # The attribute that DDP reads. Its private setter would also search every parameter and buffer
-    # of the model in the list.
+    # DDP reads this attribute. Its private setter would also search the list for every parameter
+    # and buffer of the model.
     root._ddp_params_and_buffers_to_ignore = [*ignored, *own]  # type: ignore[assignment]

@@ -1,17 +1,17 @@
 """Weights that are in float8 before the call: one type for all of them, `Float8Weight`.
 
-`float8_weight` obtains it, in whichever way a weight came to be in float8:
+`float8_weight` obtains it. A weight may be in float8 for three reasons:
 
 - *cached*: `float8.cached_weights` cast it when it changed (`cast_weight`);
 - *gathered*: FSDP2 gathered its shards in float8 (`float8.distributed.gathered_weights`);
 - *resident*: the layer's ``.weight`` is a `Float8Tensor` Parameter, described below.
 
-**Resident weights.** There is no high-precision copy: one byte per element and the scales are all
-that is stored. Frozen, such a weight is the base under adapters, or a model that is evaluated
-(`float8.convert.inference`); trainable, it is MS-AMP's level O3 (`float8.ms_amp`).
+**Resident weights.** There is no high-precision copy: a resident weight stores one byte per element
+and the scales. A frozen one serves as the base of adapters, or in a model that is only evaluated
+(`float8.convert.inference`). A trainable one is MS-AMP's level O3 (`float8.ms_amp`).
 
-The weight w_NK = data_NK * scale is read by two GEMMs. The output contracts K, and reads it as it
-is. grad_input contracts N, and reads the same data, never a second rounding of it:
+Two GEMMs read the weight w_NK = data_NK * scale. The output contracts K and reads data and scale
+unchanged. grad_input contracts N and reads the same data, which is not rounded a second time:
 
 =============== ===================== ==========================================================
 block of w_NK   scale                 grad_input_MK = g_MN @ w_NK
@@ -22,16 +22,16 @@ row (1, K)      (N, 1), along the     (g_MN * scale_N), cast along its rows, tim
                 contraction           transpose with a scale of 1
 =============== ===================== ==========================================================
 
-On a CPU the transpose is a view. A GPU's GEMM reads rows only, so it is copied while that GEMM
-runs: one byte per element of one layer.
+On a CPU the transpose is a view. On a GPU, GEMMs read row-major operands only, so the transpose is
+a copy that lives while the GEMM runs: one byte per element of one layer.
 
-Float8 data needs no compute dtype: float16, bfloat16 and float32 products read the same, under
-autocast or not. ``weight.dtype`` is what the weight stands for: what it dequantises to, and the
-dtype of its gradient, which is an ordinary tensor.
+The data of a resident weight does not depend on the compute dtype, nor on autocast.
+``weight.dtype`` is the dtype that the weight dequantises to and that its gradient has. The gradient
+is an ordinary tensor.
 
-A checkpoint holds two plain tensors, ``weight`` (float8) and ``weight_scale`` (float32). A
-``weight`` in high precision loads too: it is cast. Float8 data loads into a layer with a
-high-precision weight: it is dequantised.
+A checkpoint has two plain tensors, ``weight`` (float8) and ``weight_scale`` (float32). Loading
+casts a ``weight`` in high precision. Loading float8 data into a layer with a high-precision weight
+dequantises it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from float8.config import Float8LinearConfig
 from float8.formats import FORMATS, HIGH_PRECISION_DTYPES
 from float8.granularity import WHOLE, scale_shape
 from float8.linear.bound_plan import BoundPlan
-from float8.linear.scaling import DelayedState, Pair, cast_both, quantize
+from float8.linear.scaling import DelayedState, Pair, bind_and_cast, cast_orientations
 from float8.tensor import Float8Tensor
 
 TENSORWISE = (WHOLE, WHOLE)
@@ -54,16 +54,17 @@ SCALE_KEY = "weight_scale"
 
 
 class Float8Weight:
-    """A weight in float8, as both GEMMs that read it want it.
+    """A weight in float8, in the orientations of both GEMMs that read it.
 
     Args:
-        row_major: w_NK, for the output.
-        transposed: w_KN, for grad_input.
-        dtype: what it was rounded to before its cast; None where it has one value in any dtype.
-        amax: of a delayed cast: recorded by each forward that reads the data.
-        scales_grad: the scales of ``transposed`` run along the contraction of grad_input, so that
-            grad_output is multiplied by them before its cast.
-        source: the high-precision weight that was cast, where there is one.
+        row_major: data and scale of w_NK, for the output.
+        transposed: data and scale of w_KN, for grad_input.
+        dtype: the dtype to which the weight was rounded before its cast; None if the data does not
+            depend on it.
+        amax: for a delayed cast, the amax that each forward records.
+        scales_grad: the scales of ``transposed`` run along the contraction of grad_input, so
+            backward multiplies grad_output by them before its cast.
+        source: the high-precision weight that was cast, or None.
     """
 
     __slots__ = ("amax", "dtype", "row_major", "scales_grad", "source", "transposed", "version")
@@ -82,16 +83,16 @@ class Float8Weight:
         self.version = 0 if source is None else version_of(source)
 
     def is_of(self, weight: Tensor) -> bool:
-        """Whether the source is this weight, not written to since, where torch counts writes."""
+        """Whether the source is this weight and its version counter is unchanged."""
         return weight is self.source and version_of(weight) == self.version
 
     def tensors(self) -> list[Tensor]:
-        """All that it stores."""
+        """All tensors that it stores."""
         return [*self.row_major, *self.transposed, *([] if self.amax is None else [self.amax])]
 
 
 def version_of(x: Tensor) -> int:
-    """How often x was written to, where that is counted: not by ``.data``, nor in inference."""
+    """The version counter of x, which writes through ``.data`` skip; 0 for inference tensors."""
     return 0 if x.is_inference() else x._version
 
 
@@ -99,12 +100,11 @@ def float8_weight(layer: Any, plan: BoundPlan) -> Float8Weight | None:
     """The weight of a layer in float8, if it is in float8 before this call; else None.
 
     Args:
-        layer: a `Float8Linear`; what its ``cached_weight`` holds counts only as long as it is of
-            the weight as it is.
-        plan: of the call.
+        layer: a `Float8Linear`. Its ``cached_weight`` is used only if the weight has not changed.
+        plan: the plan of the call.
 
     Raises:
-        ValueError: the weight was cast for another compute dtype, or wants a gradient that its
+        ValueError: the weight was cast for another compute dtype, or requires a gradient that its
             scales do not allow.
     """
     weight, cached = layer.weight, layer.cached_weight
@@ -113,11 +113,11 @@ def float8_weight(layer: Any, plan: BoundPlan) -> Float8Weight | None:
             raise ValueError(f"{layer._name}: {reason}")
         return _of_float8_tensor(weight, plan)
     if cached is None or not (torch.compiler.is_compiling() or cached.is_of(weight)):
-        return None  # not cached; or written to since, or another weight in its place
+        return None  # not cached; or the weight was written to or replaced since
     if cached.dtype != plan.dtype:
         raise ValueError(
             f"{layer._name}: the weight was cached in {cached.dtype} and is used in {plan.dtype}: "
-            f"open the scope with cached_weights(model, dtype={plan.dtype})"
+            f"write `with cached_weights(model, dtype={plan.dtype})`"
         )
     return cached
 
@@ -132,7 +132,7 @@ def _refuses_dtype(weight: Float8Tensor, plan: BoundPlan) -> str | None:
 
 
 def _of_float8_tensor(weight: Float8Tensor, plan: BoundPlan) -> Float8Weight:
-    """A resident or gathered weight, as both GEMMs read it; nothing is copied."""
+    """A resident or gathered weight in both orientations; nothing is copied."""
     # By attribute: torch.compile does not trace a subclass's properties.
     data, scale, second = weight._data, weight._scale, plan.w.second
     assert second is not None
@@ -146,53 +146,55 @@ def _of_float8_tensor(weight: Float8Tensor, plan: BoundPlan) -> Float8Weight:
 def cast_weight(weight: Tensor, plan: BoundPlan, state: DelayedState | None) -> Float8Weight | None:
     """A weight (N, K), rounded to the compute dtype and cast for both GEMMs.
 
-    Nothing is recorded in ``state``: the forwards do that. None if a GEMM is in high precision.
+    The amax is not recorded in ``state``: each forward records it. Returns None if a GEMM that
+    reads the weight runs in high precision.
     """
     if plan.w.first is None or plan.w.second is None:
         return None
-    # What is made in inference mode could not be saved for a backward.
+    # A backward cannot save tensors that were made in inference mode.
     with torch.no_grad(), torch.inference_mode(False):
         source = weight.clone() if weight.is_inference() else weight.detach()
         amax = None
         if state is not None:
             amax = torch.zeros_like(state.current_amax)
             state = state._replace(current_amax=amax)
-        rows, cols = cast_both(
+        w_NK, w_KN = cast_orientations(
             source.to(plan.dtype), plan.w, state, state is not None, True, True, False
         )
-    assert rows is not None
-    assert cols is not None
-    return Float8Weight(rows, cols, plan.dtype, amax, source=weight)
+    assert w_NK is not None
+    assert w_KN is not None
+    return Float8Weight(w_NK, w_KN, plan.dtype, amax, source=weight)
 
 
 # --- resident weights
 
 
 def is_resident(weight: Tensor) -> TypeGuard[Float8Tensor]:
-    """Whether a weight lives in float8; what FSDP2 gathers in float8 is of another type."""
+    """Whether a weight is resident in float8; one that FSDP2 gathers has another type."""
     return type(weight) is Float8Tensor
 
 
 def refuses_resident(config: Float8LinearConfig) -> str | None:
-    """The reason why this config's weights cannot live in float8, or None."""
+    """The reason why weights with this config cannot be resident in float8, or None."""
     output, grad_input = config.plan.output.b, config.plan.grad_input.b
     if output is None or grad_input is None:
         name = "output" if output is None else "grad_input"
         return (
-            f"its {name} GEMM runs in high precision, and would dequantise the weight every time; "
-            "take a config without that (a converted model is made plain first, by "
-            "convert_from_float8_training)"
+            f"its {name} GEMM runs in high precision and would dequantise the weight in every "
+            "call; take a config in which it runs in float8 (convert a converted model back first, "
+            "by convert_from_float8_training)"
         )
     if output.format != grad_input.format:
         return (
-            f"its two GEMMs read the weight in {output.format} and {grad_input.format}, and one "
-            "set of codes is kept; leave cast_config_weight_for_grad_input at None"
+            f"its two GEMMs read the weight in {output.format} and {grad_input.format}, but it is "
+            "stored in one format; leave cast_config_weight_for_grad_input at None"
         )
     if output.block in (TENSORWISE, ROWWISE) or output.transposed().block == grad_input.block:
         return None
     return (
-        f"its weight has a scale for each {output.block} (-1: the whole dimension), with which "
-        "grad_input cannot read it; use Tensorwise(), Rowwise() or Blockwise(128, 128) weights"
+        f"its weight has one scale for each block {output.block} (-1: the whole dimension), and "
+        "grad_input cannot use such scales; use Tensorwise(), Rowwise() or Blockwise(128, 128) "
+        "weights"
     )
 
 
@@ -201,8 +203,8 @@ def refuses_training(weight: Float8Tensor) -> str | None:
     if weight._block == TENSORWISE or not weight.requires_grad:
         return None
     return (
-        f"its weight lives in float8 with a scale for each {tuple(weight._block)} and requires a "
-        "gradient; only tensorwise float8 weights train. Freeze it with "
+        f"its weight is stored in float8 with one scale for each block {tuple(weight._block)} and "
+        "requires a gradient; only tensorwise float8 weights can train. Freeze it with "
         "weight.requires_grad_(False), or convert with a tensorwise recipe"
     )
 
@@ -215,21 +217,21 @@ def to_resident(
     Args:
         weight: float32, bfloat16 or float16.
         config: one that `refuses_resident` accepts.
-        state: of a delayed cast: its scale is used if it has one.
+        state: the state of a delayed cast, whose scale is used if it has one; or None.
     """
     cast = config.plan.output.b
     assert cast is not None
     with torch.no_grad(), torch.inference_mode(False):
         source = weight.clone() if weight.is_inference() else weight.detach()
-        data, scale = quantize(source, cast, state, emulate=config.emulate)
-        # A delayed or static scale is shared with others; the weight's own is written to.
+        data, scale = bind_and_cast(source, cast, state, emulate=config.emulate)
+        # A delayed or static scale may be shared; the weight needs its own, which ops write to.
         return Float8Tensor(data, scale.clone(), cast.block, weight.dtype)
 
 
 def as_parameter(old: Tensor, data: Tensor, requires_grad: bool) -> nn.Parameter:
     """A Parameter of other data with the attributes that users have set on ``old``.
 
-    Functions are left out: they may hold ``old``, and its memory with it.
+    Functions are left out: they may refer to ``old`` and keep its memory.
     """
     new = nn.Parameter(data, requires_grad)
     for key, value in vars(old).items():
@@ -240,7 +242,7 @@ def as_parameter(old: Tensor, data: Tensor, requires_grad: bool) -> nn.Parameter
 
 @torch.no_grad()
 def make_plain(model: nn.Module) -> None:
-    """Dequantise every weight of ``model`` that lives in float8; shared ones stay shared."""
+    """Dequantise every resident float8 weight of ``model``; shared weights stay shared."""
     plain: dict[int, nn.Parameter] = {}
     for module in model.modules():
         weight = module._parameters.get("weight")
@@ -254,7 +256,7 @@ def make_plain(model: nn.Module) -> None:
 def split_saved(
     weight: Float8Tensor, destination: dict[str, Any], prefix: str, plain: bool
 ) -> None:
-    """Put a weight into a state dict: codes and scale, sharing memory; or dequantised."""
+    """Put a weight into a state dict: data and scale, sharing memory; or dequantised."""
     if plain:
         destination[prefix + "weight"] = weight.detach().dequantize()
         return
@@ -269,48 +271,48 @@ def join_loaded(
     config: Float8LinearConfig,
     errors: list[str],
 ) -> None:
-    """Make what a state dict says of a layer's weight into what the layer holds, in place.
+    """Convert the weight in a state dict to the form of the layer's weight, in place.
 
     Args:
-        weight: the layer's, in float8 or not.
-        state_dict: its ``weight`` is replaced and its ``weight_scale`` taken out where need be.
-        prefix: of the layer's keys.
-        config: of the layer.
-        errors: where problems are noted.
+        weight: the layer's weight, in float8 or not.
+        state_dict: its ``weight`` is replaced, and its ``weight_scale`` is removed, where needed.
+        prefix: the prefix of the layer's keys.
+        config: the layer's config.
+        errors: messages of errors are appended to it.
     """
     key = prefix + "weight"
     joined: Tensor
     loaded, scale = state_dict.get(key), state_dict.get(prefix + SCALE_KEY)
     if loaded is None or isinstance(loaded, Float8Tensor) or loaded.shape != weight.shape:
-        return  # nothing to do, or torch says what is wrong
+        return  # nothing to do, or torch raises the error
     if loaded.dtype in FORMATS:
         try:
             joined = _joined(loaded, scale, weight, config)
         except (TypeError, ValueError) as error:
-            errors.append(f"{key}: float8 codes do not load: {error}")
-            joined = weight  # into itself
+            errors.append(f"{key}: its float8 data does not load: {error}")
+            joined = weight  # loads into itself: no change
         state_dict.pop(prefix + SCALE_KEY, None)
         state_dict[key] = joined if is_resident(weight) else _dequantized(joined)
     elif is_resident(weight) and loaded.dtype in HIGH_PRECISION_DTYPES:
         state_dict[key] = to_resident(loaded.to(weight.dtype), config)
     elif is_resident(weight):
         known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
-        errors.append(f"{key}: it is {loaded.dtype}; float8 is cast from {known}")
-        state_dict[key] = weight  # into itself
+        errors.append(f"{key}: it is {loaded.dtype}, and only {known} can be cast to float8")
+        state_dict[key] = weight  # loads into itself: no change
 
 
 def _joined(
-    codes: Tensor, scale: Tensor | None, weight: Tensor, config: Float8LinearConfig
+    data: Tensor, scale: Tensor | None, weight: Tensor, config: Float8LinearConfig
 ) -> Float8Tensor:
     cast = config.plan.output.b
     if scale is None:
-        raise ValueError(f"the checkpoint has no {SCALE_KEY} beside them")
+        raise ValueError(f"the checkpoint has no {SCALE_KEY} for it")
     if cast is None:
         raise ValueError("this layer multiplies its weight in high precision")
     block = weight._block if is_resident(weight) else cast.block
-    if is_resident(weight) and codes.dtype != weight._data.dtype:
-        raise ValueError(f"they are {codes.dtype}, the layer's weight is {weight._data.dtype}")
-    return Float8Tensor(codes.detach(), scale.detach(), block, weight.dtype)
+    if is_resident(weight) and data.dtype != weight._data.dtype:
+        raise ValueError(f"it is {data.dtype}, and the layer's weight is {weight._data.dtype}")
+    return Float8Tensor(data.detach(), scale.detach(), block, weight.dtype)
 
 
 def _dequantized(x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """`Float8Linear`: an ``nn.Linear`` whose three GEMMs run in float8 (see `float8.linear.autograd`).
 
-The layer owns what a layer has: parameters, configuration, the three casts and their state, checks
-with its name in the message. `float8_linear` is the functional form, for recipes without state.
+The layer owns the parameters, the configuration, the three casts and their state, and the checks
+that put its name in their messages. `float8_linear` is the functional form, for recipes without
+state.
 """
 
 from __future__ import annotations
@@ -48,23 +49,22 @@ from float8.tensor import Float8Tensor
 
 
 class Float8Linear(Float8Module, nn.Linear):
-    """An ``nn.Linear`` that multiplies in float8; parameters, shapes and checkpoints are its own.
+    """An ``nn.Linear`` that multiplies in float8, with the same parameters and checkpoints.
 
     ``weight`` is the high-precision parameter, so initialisation, clipping, averaging and
-    optimizers see what they expect. While FSDP2 has it gathered in float8, forward finds a
-    `Float8Tensor` in its place, and multiplies that as it is; so it does with one that lives there
-    (`float8.linear.float8_weight`).
+    optimizers work as on ``nn.Linear``. It is a `Float8Tensor` while FSDP2 has gathered it in
+    float8, and if it is resident (`float8.linear.float8_weight`); forward does not cast it then.
 
     Args:
         in_features, out_features, bias, device, dtype: as ``nn.Linear``.
-        config: recipe or own configuration; dynamic tensorwise by default.
+        config: by default dynamic tensorwise.
 
     Raises:
-        TypeError: ``config`` is something else, such as a recipe's name or torchao's config.
-        ValueError: the config asks for a product that no hardware runs, and not for emulation.
+        TypeError: ``config`` has another type, such as a recipe's name or torchao's config.
+        ValueError: no hardware runs one of the config's products, and ``emulate`` is False.
     """
 
-    plain_type: ClassVar[type[nn.Linear]] = nn.Linear  # what it was, and becomes by `to_float`
+    plain_type: ClassVar[type[nn.Linear]] = nn.Linear  # the type that `to_float` returns
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Float8Linear(Float8Module, nn.Linear):
     def from_float(
         cls, linear: nn.Linear, config: Float8LinearConfig | None = None, fqn: str = ""
     ) -> Float8Linear:
-        """A Float8Linear with the parameters, hooks and mode of ``linear``, which it shares.
+        """A Float8Linear that shares the parameters and hooks of ``linear``, in the same mode.
 
         Args:
             linear: the layer, an ``nn.Linear``; it stays usable.
@@ -125,11 +125,11 @@ class Float8Linear(Float8Module, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias``: (..., in_features) -> (..., out_features).
 
-        An input that is a `Float8Tensor` already, in the format and granularity of the config, is
-        multiplied as it is; its gradient comes back in the dtype that it stands for.
+        An input that is a `Float8Tensor` in the format and granularity of the config is not cast
+        again; its gradient has the high-precision dtype that it reports.
 
         Raises:
-            RuntimeError: torch.func, torch.jit or torch.fx runs it; the message has the way out.
+            RuntimeError: torch.func, torch.jit or torch.fx runs it; the message has the remedy.
             TypeError: the input's dtype is not the weight's (outside autocast) or not supported.
             ValueError: wrong last dimension, or a product that the device does not run; the
                 message names the layer and the fix.
@@ -152,12 +152,12 @@ class Float8Linear(Float8Module, nn.Linear):
         return F.linear(input, self._plain_weight(), self.bias)
 
     def _plain_weight(self) -> Tensor:
-        """The weight in high precision; what was gathered in float8 is rounded to that."""
+        """The weight in high precision; a float8 weight is dequantised."""
         weight = self.weight
         return weight.dequantize() if isinstance(weight, Float8Tensor) else weight
 
     def _factors(self, input: Tensor) -> Factors:
-        """What the three products of this call are multiplied by."""
+        """The factors of the three products of this call."""
         return None, None, None
 
     def _states(self) -> States:
@@ -167,16 +167,17 @@ class Float8Linear(Float8Module, nn.Linear):
         return x_cast.state, w_cast.state, g_cast.state
 
     def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
-        """What a call with this input casts in this process: input, weight, and states of casts."""
+        """This rank's part of the input and of the weight, as a call casts them, and the states."""
         return input, self.weight, self._states()
 
     def local_grad_output(self, grad_output: Tensor) -> Tensor:
-        """Of a gradient of what the layer returned, what this process casts in backward."""
+        """This rank's part of a gradient of the layer's output, as backward casts it."""
         return grad_output
 
     @property
     def _name(self) -> str:
-        # For messages only: torch.compile guards on what forward reads, and layers share graphs.
+        # For error messages only. torch.compile guards on all that forward reads, and a guard on a
+        # name would keep layers from sharing a graph.
         return self.fqn or type(self).__name__
 
     def _check_input(self, input: Tensor, weight: Tensor) -> None:
@@ -188,7 +189,7 @@ class Float8Linear(Float8Module, nn.Linear):
             raise type(error)(f"{self._name}: {error}")
 
     def _check_call(self, input: Tensor, weight: Tensor, plan: BoundPlan) -> None:
-        """Raise where the plan or the device does not run the products of this call."""
+        """Raise if the plan or the device does not run the products of this call."""
         grad = torch.is_grad_enabled()
         if isinstance(input, Float8Tensor):
             reason = refuses_float8_input(input, plan, weight.requires_grad and grad)
@@ -209,11 +210,11 @@ class Float8Linear(Float8Module, nn.Linear):
 
     @property
     def _place(self) -> str:
-        """What the sizes of a refusal are of, for messages."""
+        """The subject of a message about sizes: the layer, or its part on one rank."""
         return self._name
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What torch.jit.script asks for."""
+        """Refuse torch.jit.script."""
         raise RuntimeError(f"{self._name}: {REFUSES_SCRIPT}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -225,7 +226,7 @@ class Float8Linear(Float8Module, nn.Linear):
             self.weight = nn.Parameter(like, self.weight.requires_grad)
         weight = state_dict.get(prefix + "weight")
         if weight is None:
-            return  # a part of the model, such as adapters: what is here stays
+            return  # a partial checkpoint, such as adapters: the state of the casts stays
         for name, cast in zip(_CAST_NAMES, self.casts, strict=True):
             if not isinstance(cast, DelayedCast):
                 continue
@@ -244,20 +245,20 @@ class Float8Linear(Float8Module, nn.Linear):
 
     @property
     def weight_scale(self) -> Tensor | None:
-        """The scale of a weight that lives in float8, as checkpoints call it; else None."""
+        """The scale of a resident float8 weight, under its name in checkpoints; else None."""
         return self.weight._scale if is_resident(self.weight) else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: a copied weight changes on its own, so its cache stays behind."""
+        """The state for copies and pickles, without the cached weight."""
         return self.__dict__ | {"cached_weight": None}
 
     def extra_repr(self) -> str:
-        """As ``nn.Linear``, and what differs from the casts printed below it."""
+        """As ``nn.Linear``, and the casts that differ from those printed below it."""
         parts = [super().extra_repr()]
         for operand, cast in zip(("input", "weight", "grad_output"), self.casts, strict=True):
             first = getattr(self.config, f"cast_config_{operand}")
-            if cast.config != first:  # the state is its second use's
-                parts.append(f"{operand}={first.short_str}")
+            if cast.config != first:  # the cast's state belongs to the operand's second GEMM
+                parts.append(f"{operand}={first.summary}")
         for field in (
             "cast_config_input_for_grad_weight",
             "cast_config_weight_for_grad_input",
@@ -265,7 +266,7 @@ class Float8Linear(Float8Module, nn.Linear):
         ):
             override = getattr(self.config, field)
             if override is not None:
-                parts.append(f"{field.removeprefix('cast_config_')}={override.short_str}")
+                parts.append(f"{field.removeprefix('cast_config_')}={override.summary}")
         return ", ".join(parts)
 
 
@@ -273,10 +274,10 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class Float8CastingLinear(Float8Linear):
-    """Of a layer that casts its own weight: a float32 weight multiplies a bfloat16 input.
+    """A Float8Linear that converts its weight to the dtype of its input, such as bfloat16.
 
-    What scripts without autocast write as ``F.linear(x, self.weight.to(x.dtype), self.bias)``; see
-    `float8.convert.register_linear_type`.
+    It replaces layers of scripts without autocast, whose forward is
+    ``F.linear(x, self.weight.to(x.dtype), self.bias)``; see `float8.convert.register_linear_type`.
     """
 
     @classmethod
@@ -289,13 +290,13 @@ class Float8CastingLinear(Float8Linear):
         return self
 
     def to_float(self) -> nn.Linear:
-        """The layer that it was, parameters shared."""
+        """The inverse of `from_float`, with the original type; parameters are shared."""
         plain = super().to_float()
         del plain.plain_type
         return plain
 
     def forward(self, input: Tensor) -> Tensor:
-        """As `Float8Linear`, in the dtype of ``input``: the weight's, bfloat16 or float16."""
+        """As `Float8Linear`, in the dtype of ``input``: that of the weight, bfloat16 or float16."""
         dtype = input.dtype
         if self.high_precision or dtype == self.weight.dtype or dtype not in _HALVES:
             return super().forward(input)
@@ -321,8 +322,8 @@ def with_state_of(source: nn.Module, cls: Any) -> Any:
     """A ``cls`` with the parameters, buffers, hooks and attributes of ``source``."""
     new = cls.__new__(cls)
     new.__dict__ = dict(source.__dict__)
-    # Own dicts for what either module may replace; the hook dicts stay shared, because the
-    # handles that users hold remove hooks from them.
+    # Each module may replace entries of these dicts, so each has its own. The dicts of hooks stay
+    # shared, because the handles of users remove hooks from them.
     for name in ("_parameters", "_buffers", "_modules"):
         new.__dict__[name] = dict(source.__dict__[name])
     return new
@@ -337,8 +338,9 @@ def float8_linear(
     """``input @ weight.T + bias`` in float8: the functional form, for recipes without state.
 
     Args:
-        input: (..., K), float32, bfloat16 or float16; or a `Float8Tensor` that the config fits.
-        weight: (N, K) of the same dtype; of a float32 weight ``weight.to(input.dtype)``.
+        input: (..., K), float32, bfloat16 or float16; or a `Float8Tensor` in the config's
+            format and granularity.
+        weight: (N, K) of the same dtype; for a float32 weight pass ``weight.to(input.dtype)``.
         bias: (N,) or None.
         config: dynamic tensorwise by default.
 
@@ -346,9 +348,9 @@ def float8_linear(
         (..., N).
 
     Raises:
-        ValueError: the config is delayed, which needs a module to keep its history, or asks for a
-            product that no hardware runs.
-        TypeError: an argument of another type, or dtypes that differ or are not supported.
+        ValueError: the config is delayed, which needs a module to keep its history; or no hardware
+            runs one of its products.
+        TypeError: an argument has another type, or dtypes differ or are not supported.
     """
     optional = {} if bias is None else {"bias": bias}
     check_tensors("float8_linear", input=input, weight=weight, **optional)

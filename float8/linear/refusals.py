@@ -55,9 +55,9 @@ def refuses_layer(weight: Tensor, config: Float8LinearConfig) -> str | None:
 
 
 def refuses_transform(input: object) -> TypeError | RuntimeError | None:
-    """What is wrong with a call before its tensors are looked at, as the error to raise, or None.
+    """The error for a call under a transform that cannot trace the layer, or None.
 
-    A transform that runs around a layer and cannot see through it, or an input that is no tensor.
+    Also the error for an input that is not a tensor.
     """
     if torch._C._are_functorch_transforms_active():
         name = "torch.func (grad, vmap, jvp, jacrev)"
@@ -73,7 +73,7 @@ def refuses_transform(input: object) -> TypeError | RuntimeError | None:
 
 
 def refuses_input(input: Tensor, weight: Tensor, autocasts: bool) -> TypeError | ValueError | None:
-    """What is wrong with an input for this weight (N, K), as the error to raise, or None."""
+    """The error for an input that does not fit this weight (N, K), or None."""
     if input.dtype not in HIGH_PRECISION_DTYPES:
         known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
         return TypeError(f"input is {input.dtype}; float8 is cast from {known}")

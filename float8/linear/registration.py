@@ -27,7 +27,7 @@ from float8.config import Float8LinearConfig
 
 @dataclass(frozen=True)
 class ModuleRule:
-    """How one module type becomes float8.
+    """The conversion of one module type.
 
     Args:
         refuses: (module, config) -> the reason why it cannot be converted, or None.
@@ -43,7 +43,7 @@ class ModuleRule:
 
 @dataclass(frozen=True)
 class WeightRule:
-    """How weights are stored for ``enable_fsdp_float8_all_gather``; checkpoints hold plain tensors.
+    """The storage of weights for ``enable_fsdp_float8_all_gather``; checkpoints have plain tensors.
 
     Args:
         refuses: (layer, config) -> the reason why its weight cannot be stored so, or None.

@@ -1,8 +1,9 @@
 """Scale and cast of one operand: functions on plain tensors, and the base class of cast modules.
 
-`cast_rows` turns a matrix, in the orientation of the GEMM that reads it, into ``(data, scale)`` as
-its `BoundCast` says. `cast_both` does it for the two GEMMs that contract its two dimensions,
-from one read where there is a kernel for it. The scaling type decides where the scale comes from:
+`cast_matrix` casts a matrix, in the orientation of the GEMM that reads it, to ``(data, scale)`` as
+its `BoundCast` says. `cast_orientations` casts it for the two GEMMs that contract its two
+dimensions, and reads it only once where a kernel does both. The scaling type decides where the
+scale comes from:
 
 - dynamic: from the amax of this tensor;
 - static: a constant;
@@ -30,8 +31,8 @@ from float8.tensor import Float8Tensor
 class DelayedState(NamedTuple):
     """The buffers of a delayed cast that a forward or backward touches; float32, 0-dim.
 
-    ``ready`` is False until the operand has a scale: until then the dynamic scale is used.
-    ``group`` names the process group over whose ranks the tensor is sharded. It is None where a
+    While ``ready`` is False, the operand has no scale yet, and the dynamic scale is used.
+    ``group`` is the name of the process group over which the tensor is sharded, or None if each
     rank has the whole tensor. See `sharded_state`.
     """
 
@@ -42,10 +43,10 @@ class DelayedState(NamedTuple):
 
 
 def sharded_state(state: DelayedState | None, group: str | None) -> DelayedState | None:
-    """The state of an operand of which each rank of a process group holds a part.
+    """The state of an operand that is sharded over the ranks of a process group.
 
-    A tensorwise scale of such an operand follows from the amax over exactly those ranks. Scales of
-    rows and blocks are those of the part.
+    A tensorwise scale of such an operand is computed from the amax over those ranks. Scales of rows
+    and blocks are computed from this rank's part.
 
     Args:
         state: of a delayed cast, or None.
@@ -73,7 +74,7 @@ class Cast(nn.Module):
 
     @property
     def state(self) -> DelayedState | None:
-        """The buffers that `quantize` reads and records in, or None."""
+        """The buffers that a delayed cast reads and records in, or None."""
         return None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,14 +97,14 @@ class Cast(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} is abstract")
 
     def extra_repr(self) -> str:
-        """The cast in a few words."""
-        return self.config.short_str.replace("default", self.format.name)
+        """The summary of the config, with the format's name."""
+        return self.config.summary.replace("default", self.format.name)
 
 
 Pair = tuple[Tensor, Any]  # data and scale; in high precision a matrix and None
 
 
-def quantize(
+def bind_and_cast(
     x: Tensor,
     cast: OperandCast,
     state: DelayedState | None = None,
@@ -111,13 +112,13 @@ def quantize(
     scale: Tensor | None = None,
     emulate: bool = False,
 ) -> Pair:
-    """`cast_rows` by a cast that is not bound yet."""
+    """Bind a cast to the device of x, and cast x by it; see `cast_matrix`."""
     family, compiling = kernels.family_of(x.device), torch.compiler.is_compiling()
     how = BoundCast(cast, family, emulate, compiling)
-    return cast_rows(x, how, state, record, scale)
+    return cast_matrix(x, how, state, record, scale)
 
 
-def cast_rows(
+def cast_matrix(
     x: Tensor,
     how: BoundCast | None,
     state: DelayedState | None,
@@ -130,19 +131,19 @@ def cast_rows(
         x: (rows, contraction), float32, bfloat16 or float16, any strides.
         how: the cast, stated for this orientation; None keeps x in high precision.
         state: the buffers of a delayed cast, else None.
-        record: whether a delayed cast records the amax of x (as a maximum, so that a
-            recomputation of the same forward changes nothing).
-        scale: the scale that an earlier call found for this x (transposed with it), to save the
-            second search.
+        record: whether a delayed cast records the amax of x. It records the maximum, so a
+            recomputation of the same forward changes nothing.
+        scale: the scale that an earlier call computed for this x, in this orientation; None
+            computes it.
 
     Returns:
-        float8 data of x's shape, and its float32 scale of shape ``ceil(shape / block)``; x and no
-        scale in high precision.
+        float8 data of x's shape and its float32 scale of shape ``ceil(shape / block)``; in high
+        precision, x and None.
     """
     if how is None:
         return x, None
     if how.kernel is not None and not kernels.is_sharded(x):
-        return _by_kernel(x, how, state, record, scale, rows=True, cols=False)[:2]
+        return _by_kernel(x, how, state, record, scale, row_major=True, transpose=False)[:2]
     if torch.compiler.is_compiling():  # the compiler casts: static scales, DTensors, emulation
         kernels.check_compiler(x.device)
     if scale is None:
@@ -150,7 +151,7 @@ def cast_rows(
     return kernels.cast(x, scale, how.block, how.dtype, how.is_dynamic), scale
 
 
-def cast_both(
+def cast_orientations(
     x: Tensor,
     operand: BoundOperand,
     state: DelayedState | None,
@@ -159,58 +160,57 @@ def cast_both(
     second: bool,
     decode: bool,
 ) -> tuple[Pair | None, Pair | None]:
-    """Cast a matrix for the GEMM that contracts its rows and the one that contracts its columns.
+    """Cast a matrix for the GEMM that contracts along its rows and the one along its columns.
 
     Args:
-        x: any strides; or a tensor in float8 already (one with ``_data`` and ``_scale``), which is
-            not cast again: its one cast has to serve both.
+        x: any strides. A `Float8Tensor` is not cast again: both GEMMs read its data.
         operand: the two casts.
-        state, record: see `cast_rows`; an amax is recorded once.
-        first, second: which of the two is wanted.
-        decode: only products in plain PyTorch read the two: data that both read is converted to
-            bfloat16 once.
+        state, record: see `cast_matrix`; an amax is recorded once.
+        first, second: whether each of the two is needed.
+        decode: both products run in plain PyTorch: data that both read is converted to bfloat16
+            once.
 
     Returns:
-        the pair for x and the pair for ``x.t()``, None where not wanted. On a CPU the second shares
-        the first one's bytes where the casts allow it.
+        the pair for x and the pair for ``x.t()``, None for one that is not needed. On a CPU the
+        second is a view of the first where the casts allow it.
     """
     if isinstance(x, Float8Tensor):  # by attribute: torch.compile traces no properties of it
         pair = (x._data, x._scale)
         return (pair if first else None), (transposed(pair) if second else None)
     if not (first and second):
-        rows = cast_rows(x, operand.first, state, record, None) if first else None
-        cols = cast_rows(x.t(), operand.second, state, record, None) if second else None
-        return rows, cols
+        row_major = cast_matrix(x, operand.first, state, record, None) if first else None
+        second_pair = cast_matrix(x.t(), operand.second, state, record, None) if second else None
+        return row_major, second_pair
     if operand.at_once and not kernels.is_sharded(x):
         assert operand.first is not None
-        both = _by_kernel(x, operand.first, state, record, None, rows=True, cols=True)
+        both = _by_kernel(x, operand.first, state, record, None, row_major=True, transpose=True)
         return both[:2], both[2:]
-    rows = cast_rows(x, operand.first, state, record, None)
+    row_major = cast_matrix(x, operand.first, state, record, None)
     if not operand.is_shared:
-        # An amax is recorded once, by the cast that there is.
+        # An amax is recorded once: by the first cast, or by the second if there is no first.
         record = record and operand.first is None
-        return rows, cast_rows(x.t(), operand.second, state, record, None)
+        return row_major, cast_matrix(x.t(), operand.second, state, record, None)
     if decode:
-        rows = (kernels.decode(rows[0]), rows[1])
-    return rows, transposed(rows)
+        row_major = (kernels.decode(row_major[0]), row_major[1])
+    return row_major, transposed(row_major)
 
 
 def cast_again(x: Tensor, how: BoundCast, scale: Tensor) -> Pair:
-    """What an earlier ``cast_rows(x, how)`` returned, transposed: the same bytes, from x again.
+    """Repeat an earlier ``cast_matrix(x, how)`` and return the transpose of its data.
 
-    For an operand whose second use shares the first one's bytes, which were not kept.
+    For an operand whose second GEMM reads the data of the first cast, if that was not kept.
 
     Args:
-        x, how: as then.
-        scale: the scale that it found.
+        x, how: those of the earlier call.
+        scale: the scale that the earlier call returned.
     """
     if how.kernel is not None and not kernels.is_sharded(x):
-        return _by_kernel(x, how, None, False, scale, rows=False, cols=True)[2:]
-    return transposed(cast_rows(x, how, None, False, scale))
+        return _by_kernel(x, how, None, False, scale, row_major=False, transpose=True)[2:]
+    return transposed(cast_matrix(x, how, None, False, scale))
 
 
 def transposed(pair: Pair) -> Pair:
-    """The same bytes for the transpose."""
+    """The transpose of a pair, as views."""
     data, scale = pair
     return data.t(), scale if scale.numel() == 1 else scale.t()
 
@@ -221,8 +221,8 @@ def _by_kernel(
     state: DelayedState | None,
     record: bool,
     scale: Tensor | None,
-    rows: bool,
-    cols: bool,
+    row_major: bool,
+    transpose: bool,
 ) -> kernels.Orientations:
     assert how.kernel is not None
     amax = None
@@ -232,12 +232,12 @@ def _by_kernel(
         amax = state.current_amax if how.is_delayed and record else None
         scale = _scale_of_state(x, how, state) if scale is None else scale
     return kernels.cast_by_kernel(
-        how.kernel, x, how.block, how.dtype, how.power_of_two, scale, rows, cols, amax
+        how.kernel, x, how.block, how.dtype, how.power_of_two, scale, row_major, transpose, amax
     )
 
 
 def _scale_of_state(x: Tensor, how: BoundCast, state: DelayedState) -> Tensor | None:
-    """The scale that past steps or the ranks of a group have found; None: the kernel finds it."""
+    """The scale from past steps, or from the amax over a group; None if the kernel computes it."""
     if how.is_delayed and state.ready:
         return state.scale.reshape(1, 1)
     if not how.is_whole or state.group is None:
@@ -247,11 +247,11 @@ def _scale_of_state(x: Tensor, how: BoundCast, state: DelayedState) -> Tensor | 
 
 
 def known_scale(cast: OperandCast, state: DelayedState | None, x: Tensor) -> Tensor | None:
-    """The scale that is known before the values are seen, or None: it is dynamic.
+    """The scale of a static cast, or of a delayed one that has a scale; None for a dynamic scale.
 
     Args:
-        cast, state: see `quantize`.
-        x: what is cast, or a tensor beside it.
+        cast, state: see `bind_and_cast`.
+        x: the operand, or a tensor on its device.
     """
     if cast.static_scale is not None:
         return constant(float(cast.static_scale), x)
@@ -262,14 +262,14 @@ def known_scale(cast: OperandCast, state: DelayedState | None, x: Tensor) -> Ten
 
 
 def amax_to_record(cast: OperandCast, state: DelayedState | None, record: bool) -> Tensor | None:
-    """Where a cast writes the largest magnitude that it sees, or None."""
+    """The buffer into which a cast writes the amax of its operand, or None."""
     if state is None or not record or cast.scaling_type is not ScalingType.DELAYED:
         return None
     return state.current_amax
 
 
 def multiply_scale(scale: Tensor, how: BoundCast, factor: float) -> Tensor:
-    """``scale * factor`` for a scale of ``how``; eagerly a static one takes no kernel."""
+    """``scale * factor`` for a scale of ``how``; in eager mode a static one launches no kernel."""
     if how.static is None or torch.compiler.is_compiling():
         return scale * factor
     return constant(how.static * factor, scale)
@@ -278,15 +278,15 @@ def multiply_scale(scale: Tensor, how: BoundCast, factor: float) -> Tensor:
 def constant(value: float, like: Tensor) -> Tensor:
     """(1, 1) float32 on the device of ``like``, read-only.
 
-    Filled once per value and device, not at every step. Tracers, where ``like`` is no plain tensor,
-    neither read nor fill this cache; the capture of a CUDA graph does not fill it.
+    Each value is filled once per device, and cached. Under tracing (``like`` is not a plain tensor)
+    the cache is neither read nor filled. The capture of a CUDA graph does not fill it.
     """
     if torch.compiler.is_compiling() or type(like) not in (Tensor, nn.Parameter):
         return torch.full((1, 1), value, dtype=torch.float32, device=like.device)
     known = _CONSTANTS.get((value, like.device))
     if known is not None:
         return known
-    with torch.inference_mode(False):  # or no backward could save it
+    with torch.inference_mode(False):  # a backward cannot save an inference tensor
         filled = torch.full((1, 1), value, dtype=torch.float32, device=like.device)
     if len(_CONSTANTS) < MAX_CONSTANTS and not _captures(like.device):
         if like.device.type == "cuda":  # once: another stream may be the next to read it
@@ -324,12 +324,12 @@ def _scale(x: Tensor, how: BoundCast, state: DelayedState | None, record: bool) 
 def max_over_ranks(amax: Tensor, group: Any) -> Tensor:
     """The element-wise maximum of amaxes over the ranks of a process group; inf if not finite.
 
-    gloo's MAX loses a NaN that is not on rank 0. An infinity survives on every backend, and makes
-    the scale and every product NaN as well.
+    gloo's MAX loses a NaN that is not on rank 0. Every backend keeps an infinity, which also makes
+    the scale and every product NaN.
 
     Args:
         amax: float32, of equal shape on all ranks, on a device that the group's backend reduces.
-        group: a ``ProcessGroup``, or its name: compiled code takes the name.
+        group: a ``ProcessGroup``, or its name, which compiled code needs.
     """
     name = group if isinstance(group, str) else group.group_name
     ops = torch.ops._c10d_functional  # by name, so that importing float8 imports no collectives

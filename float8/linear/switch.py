@@ -40,7 +40,7 @@ class Switch(threading.local):
         self.is_off = bool(scopes)  # torch.compile guards on it: one graph per value
 
     def __reduce__(self) -> tuple[type[Switch], tuple[()]]:
-        """Of copies and pickles, which are in no scope: none could end for them."""
+        """The state of copies and pickles, which are outside of any `high_precision` context."""
         return Switch, ()
 
 

@@ -1,7 +1,7 @@
 """`cached_weights`: cast every weight once per optimizer step instead of twice per microbatch.
 
-A `Float8Linear` casts its weight in forward and again in backward, because keeping the bytes would
-cost memory. With gradient accumulation the same weight is cast for every microbatch. Inside
+A `Float8Linear` casts its weight in forward and again in backward, to save memory. With gradient
+accumulation the same weight is cast for every microbatch. Inside
 
     with cached_weights(model):
         for step in range(steps):
@@ -11,28 +11,33 @@ cost memory. With gradient accumulation the same weight is cast for every microb
             optimizer.zero_grad()
 
 each weight is cast when it changes, for both GEMMs that read it, and forward and backward read the
-codes. The price: two bytes per weight element of the layers, held as long as the scope is open.
+cached data. The cache takes two bytes per weight element while the context is open.
 
-The contract. Weights are cast again after
+Weights are cast again after
 
-- a step of any optimizer that holds one of them (seen by a hook);
-- ``sync_float8_amax_and_scale_history(model)``, where the cast is delayed: with `optimizer.step`
-  that makes two casts per step;
+- a step of any optimizer that holds one of them (by a hook);
+- ``sync_float8_amax_and_scale_history(model)``, where the cast is delayed: together with
+  ``optimizer.step`` that makes two casts per step;
 - ``load_state_dict`` into the layer;
-- ``refresh()`` of what the scope returns.
+- ``refresh()`` of the `WeightCache`.
 
-In eager mode a layer whose weight was written in any other way that torch counts (``copy_``, the
-steps within an LBFGS step, an optimizer with its own fp32 masters), was replaced, or is computed
-anew at each call (parametrizations, ``functional_call``) casts it as without a cache: right, and no
-faster until the next of the above. What torch does not count needs ``refresh()``: writes to
-``.data``, ``model.to(dtype)`` and back, averaging wrappers that write after the inner optimizer's
-step; in compiled code, every write that is not in the list. The layers are those that the model has
-when the scope opens.
+In eager mode a layer does not use its cached weight if
 
-Weights that live in float8 (`float8.linear.float8_weight`) need no cast and are passed over.
+- the weight was written in another way that increases its version counter: ``copy_``, the steps
+  within an LBFGS step, an optimizer with its own fp32 masters;
+- the weight was replaced;
+- the weight is computed at each call (parametrizations, ``functional_call``).
+
+Such a layer casts its weight as without a cache, until the weight is cast again as above. Writes
+that leave the version counter unchanged need ``refresh()``: writes to ``.data``,
+``model.to(dtype)`` and back, averaging wrappers that write after the inner optimizer's step. In
+compiled code, every write that is not in the first list needs it. The cache has the layers that the
+model has when the context opens.
+
+Resident float8 weights (`float8.linear.float8_weight`) need no cast and are left alone.
 
 Forward and backward write no Python state: recomputation, torch.compile and CUDA graphs see
-constants. Bits are those of the layer without a cache.
+constants. The bits are those of the layer without a cache.
 """
 
 from __future__ import annotations
@@ -57,17 +62,17 @@ from float8.linear.registration import AFTER_SYNC
 
 
 class WeightCache:
-    """The cached weights of a model, as long as its `cached_weights` is open.
+    """The cached weights of a model, while its `cached_weights` is open.
 
     Args:
-        model: its Float8Linears take part.
-        in_place: write new codes over the old ones.
+        model: the weights of its Float8Linears are cached.
+        in_place: write new data into the old memory.
         dtype: the compute dtype, if it is known.
     """
 
     def __init__(self, model: nn.Module, in_place: bool, dtype: torch.dtype | None) -> None:
         self.in_place = in_place
-        # layer -> what autocast rounds its weight to; None is the weight's own dtype
+        # layer -> the dtype that autocast rounds its weight to; None is the weight's own dtype
         self.dtypes: dict[Float8Linear, torch.dtype | None] = {
             layer: dtype or _autocast_dtype(layer.weight)
             for layer in model.modules()
@@ -75,7 +80,7 @@ class WeightCache:
         }
 
     def refresh(self) -> None:
-        """Cast every weight again: for writes that nobody else sees."""
+        """Cast every weight again, after writes that neither hooks nor version counters show."""
         for layer in self.dtypes:
             self.cast(layer)
 
@@ -112,19 +117,19 @@ def cached_weights(
     """Cast the weights of ``model`` when they change instead of when they are used.
 
     Args:
-        model: converted; its `Float8Linear` layers take part.
-        in_place: write new codes over the old ones, at one more copy per step: what a CUDA graph
-            captured by hand inside the scope needs, since it reads the same memory forever.
-        dtype: what the model computes in, where autocast is entered inside the scope; by default
-            what autocast says when the scope opens, or each weight's own dtype.
+        model: a converted model; the weights of its `Float8Linear` layers are cached.
+        in_place: write new data into the old memory, at one more copy per step. A CUDA graph that
+            is captured by hand inside the context needs it, because it always reads that memory.
+        dtype: the compute dtype, needed if autocast is entered inside the context. By default the
+            dtype of autocast when the context opens, or else each weight's own dtype.
 
     Yields:
         the `WeightCache`; its ``refresh()`` is for writes to weights that no hook sees.
 
     Raises:
         RuntimeError: the model is in another `cached_weights` already.
-        TypeError: an argument of another type; or a weight is sharded (DTensor): what forward
-            multiplies exists only after the gather.
+        TypeError: an argument has another type; or a weight is sharded (DTensor), and the whole
+            weight exists only after the gather.
     """
     check_module(model, "cached_weights")
     check_bool(in_place, "cached_weights: in_place")
@@ -184,14 +189,14 @@ def _after_step(optimizer: Optimizer) -> None:
 
 
 def _after_load(layer: Any, incompatible_keys: Any) -> None:
-    """A checkpoint was loaded into a layer, or into a copy of one, which no cache knows."""
+    """Cast a layer's weight after a load; a copy of a layer is in no cache and left alone."""
     for cache in list(_open):
         if layer in cache.dtypes:
             cache.cast(layer)
 
 
 def _after_sync(model: nn.Module) -> None:
-    """Delayed scales have changed."""
+    """Cast the weights with delayed scales, which `sync` has changed."""
     for cache in list(_open):
         for layer in model.modules():
             if (

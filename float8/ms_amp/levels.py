@@ -44,7 +44,7 @@ LEVELS = {
 
 @dataclass
 class MsAmp:
-    """What `ms_amp` did; it is the model's attribute ``ms_amp``.
+    """The report of `ms_amp`; it is the model's attribute ``ms_amp``.
 
     Args:
         level: the level's name.

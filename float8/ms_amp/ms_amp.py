@@ -192,7 +192,7 @@ def _refuses_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
     """The reason why this optimizer cannot be replaced, or None."""
     if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
         return (
-            "an LR scheduler refers to the optimizer, which is replaced here; build the scheduler "
+            "an LR scheduler refers to the optimizer, which ms_amp replaces; build the scheduler "
             "from the optimizer that ms_amp returns"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
@@ -204,7 +204,7 @@ def _refuses_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
     ]
     if any(getattr(optimizer, name) for name in names):
         return (
-            "the optimizer, which is replaced here, has hooks, which would not run any more; "
+            "the optimizer, which ms_amp replaces, has hooks, which would not run any more; "
             "register them on the one that ms_amp returns"
         )
     return None

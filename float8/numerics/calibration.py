@@ -94,7 +94,7 @@ class Distribution:
 
     @property
     def nonfinite(self) -> int:
-        """How many elements were inf or NaN."""
+        """The number of elements that were inf or NaN."""
         return int(self._counts[_FIRST_NONFINITE:].sum())
 
     @property
@@ -207,7 +207,7 @@ class Calibration:
         if problems:
             raise ValueError(
                 "no static scale fits these layers; calibrate on data that reaches them, or leave "
-                "them out by module_filter_fn, here and in the conversion:\n  "
+                "them out by module_filter_fn, in calibrate and in the conversion:\n  "
                 + "\n  ".join(problems)
             )
         chosen = _checked_method(method or self.method)

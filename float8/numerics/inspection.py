@@ -8,9 +8,9 @@
 
 Hooks on every `Float8Linear` see its input, its weight as the layer sees it (gathered by FSDP2, in
 the dtype that autocast asks for), and the gradient of its output. Each is cast once more, exactly
-as the layer casts it (`linear.scaling.quantize` with its `OperandCast` and the scale of a delayed
-cast), without recording an amax, and `float8.numerics.statistics` compares. Outputs, gradients,
-amax histories and random numbers stay the same to the bit.
+as the layer casts it: by `linear.scaling.bind_and_cast` with the layer's `OperandCast` and the
+scale of a delayed cast. No amax is recorded. `float8.numerics.statistics` compares the operand with
+its cast. Outputs, gradients, amax histories and random numbers stay the same to the bit.
 
 Numbers are accumulated on the device over calls, microbatches and layers that are called twice.
 They are moved to the host when the block ends.
@@ -52,7 +52,7 @@ from float8.linear.autograd import as_matrix
 from float8.linear.bound_plan import autocasts, compute_dtype, plan_on
 from float8.linear.float8_weight import float8_weight, is_resident
 from float8.linear.layer import Float8Linear
-from float8.linear.scaling import DelayedState, quantize
+from float8.linear.scaling import DelayedState, bind_and_cast
 from float8.numerics.snapshot import Report
 from float8.numerics.statistics import (
     IN_FLOAT8,
@@ -278,7 +278,7 @@ def _measured(
         x = as_matrix(x)
         x = x if dtype is None else x.to(dtype)
         x = x.t() if use.is_transposed else x
-        data, scale = quantize(x, use.cast, state, emulate=layer.config.emulate)
+        data, scale = bind_and_cast(x, use.cast, state, emulate=layer.config.emulate)
         source, matrix = _local_part(x, Float8Matrix(data, scale, use.cast.block))
         scaling = use.cast.scaling_type.value
         may_saturate = use.cast.scaling_type is not ScalingType.DYNAMIC

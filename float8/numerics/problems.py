@@ -1,4 +1,4 @@
-"""What is wrong with a cast, and what to do about it, in plain words.
+"""Problems of a cast, and their remedies, in plain words.
 
 The loss of a cast of a well-scaled operand depends on the format's mantissa only. A relative error
 that is uniform over half a step, 2^-(m+1), gives E4M3 (m = 3) about 32 dB and E5M2 about 26 dB. The
@@ -60,7 +60,7 @@ class Problem:
 
     @property
     def title(self) -> str:
-        """How many casts have it."""
+        """The number of casts that have this problem."""
         count = len(self.casts)
         return f"One cast {self.kind.one}" if count == 1 else f"{count} casts {self.kind.many}"
 

@@ -2,7 +2,7 @@
 
     python -m float8.numerics.report run.json -o report.html
 
-It shows what is wrong in plain words, every cast in a table that sorts and filters, its histogram
+It shows the problems in plain words, every cast in a table that sorts and filters, its histogram
 against the format's range, and how it changed over the steps. The file needs no network.
 """
 

@@ -1,7 +1,7 @@
 """`QuantizedOptimizer`: which states an optimizer keeps, in which form, and one step of all of it.
 
 An optimizer names its states (`QuantizedOptimizer.moment_options`) and gives its update rule
-(`QuantizedOptimizer.rule`); everything else is here. ``state[p]`` holds
+(`QuantizedOptimizer.rule`); this file has the rest. ``state[p]`` holds
 
 - ``step``: float32, on the CPU, or on the parameter's device where the group is ``capturable`` or
   ``fused``;
@@ -77,8 +77,8 @@ from float8.optim.step import (
 )
 from float8.tensor import Float8Tensor
 
-# Half the largest distance between neighbouring E4M3 values, relative to them. An average that
-# changes by less in a step stays where it is when it is rounded to nearest.
+# Half the largest distance between adjacent E4M3 values, relative to them. Rounding to nearest
+# undoes a smaller change of an average.
 SLOW = 2.0**-4
 
 
@@ -107,7 +107,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What GradScaler asks: whether the step's kernel unscales and skips by itself."""
+        """Whether the step's kernel unscales and skips by itself; GradScaler reads it."""
         return bool(self.defaults["fused"])
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
@@ -196,7 +196,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
                 advance_together(bucket, rule)
 
     def _amp(self) -> tuple[Tensor | None, Tensor | None]:
-        """What GradScaler leaves on a fused optimizer: ``grad_scale`` and ``found_inf``."""
+        """``grad_scale`` and ``found_inf``, which GradScaler sets on a fused optimizer."""
         return self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
 
     def _work(self, p: Tensor, group: dict[str, Any], seed: int, is_compiling: bool) -> Work:
@@ -303,7 +303,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             hook.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, here or in torch.optim, of any options of storage.
+        """Load a `state_dict` of this class or of torch.optim, with any options of storage.
 
         The hyperparameters are those of the state dict; how states are kept is this optimizer's
         own choice, and states that were kept otherwise are quantised again.
@@ -333,7 +333,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # torch adds it here: no option of ours
+        self.defaults.pop("differentiable", None)  # torch adds it; not an option of ours
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)

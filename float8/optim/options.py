@@ -1,6 +1,6 @@
-"""The options of every optimizer here, their defaults, and what is refused.
+"""The options of every optimizer of this package, their defaults, and the checks of values.
 
-Everything here raises ValueError for a value and TypeError for a type, names the parameter, its
+The checks raise ValueError for a value and TypeError for a type, and name the parameter, its
 shape and its dtype, and says what to do instead.
 """
 
@@ -141,7 +141,7 @@ def check_betas(betas: Any) -> None:
 
 
 def describe(index: int, p: Tensor, group: Mapping[str, Any]) -> str:
-    """How an error calls a parameter: by its name, or by its place in the group."""
+    """The name of a parameter for error messages, or its place in the group."""
     names = group.get("param_names")
     name = f"parameter {index}" if names is None else f"parameter {names[index]!r}"
     return f"{name} of shape {tuple(p.shape)} and dtype {p.dtype}"

@@ -1,4 +1,4 @@
-"""How well an optimizer's states are kept: bytes, underflow, and noise against a float32 twin.
+"""The quality of an optimizer's states: bytes, underflow, and noise against a float32 twin.
 
 A state in few bits can fail without an error in two ways. A value below the smallest code of its
 group becomes 0 (linear codes) or is raised to the smallest code (expanded codes, whose zeros are

@@ -1,4 +1,4 @@
-"""One step of one parameter, on plain tensors: decode, compute, encode, tile by tile.
+"""One step of one parameter, on plain tensors: dequantise, update and cast, tile by tile.
 
 A `Work` is all that a step of a parameter needs, as matrices (R, C): the parameter, its gradient
 and its states. `advance` runs the update rule and writes everything back in place; `advance_fused`
@@ -64,7 +64,7 @@ class Work(NamedTuple):
 
     @property
     def target(self) -> StateMatrix:
-        """What the update rule advances: the master, or the parameter itself."""
+        """The tensor that the update rule updates: the master, or the parameter itself."""
         return StateMatrix(self.parameter) if self.master is None else self.master
 
     def write_back(self) -> None:

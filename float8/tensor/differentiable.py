@@ -1,9 +1,9 @@
 """A `Float8Tensor` as the differentiable result of an op that computes float8 data.
 
-It takes two autograd functions. The first computes the data and takes the gradient; the second
-wraps the data. Between them the gradient travels along a *carrier*, a tensor of one element
-expanded to the shape of the result, because torch.compile traces a backward with the type of the
-forward's output.
+It takes two autograd functions. The op's own function computes the data and receives the gradient;
+`differentiable` wraps the data. Between them the gradient flows through a *carrier*, a tensor of
+one element expanded to the shape of the result. A single function would not do: torch.compile
+traces a backward with gradients of the type of the forward's output, a Float8Tensor.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class _Wrap(torch.autograd.Function):
 
 
 def differentiable(carrier: Tensor, data: Tensor, data_t: Tensor | None, scale: Tensor) -> Tensor:
-    """The tensorwise `Float8Tensor` of this data, whose gradient goes to the carrier.
+    """A tensorwise `Float8Tensor` of this data, whose gradient flows to the carrier.
 
     Args:
         carrier: has the shape and the high-precision dtype of the result.
-        data: the float8 data, of as many elements; data_t: its transpose, if there is one.
+        data: the float8 data, with as many elements.
+        data_t: its transposed copy, or None.
         scale: one element.
     """
     wrapped: Tensor = _Wrap.apply(carrier, data, data_t, scale)

@@ -1,14 +1,15 @@
 """`Float8Tensor`: float8 data, its scale, and the high-precision dtype that it stands for.
 
 ``value = data.float() * scale``, with one scale per ``block`` (see `float8.granularity`). The
-tensor reports the dtype that it was made from, so that autograd, modules and optimizers treat it
-as one of theirs; its bytes are one per element.
+tensor reports the high-precision dtype that it was made from, so autograd, modules and optimizers
+accept it as a tensor of that dtype. It stores one byte per element.
 
-A Float8Tensor is for what outlives or crosses a layer: gathered weights, activations between
-tensor-parallel ranks, parameters at rest, inspection. `Float8Linear` itself works on the plain
-``(data, scale)`` pairs inside; both end in the same kernel.
+A Float8Tensor is for data that leaves a layer or stays between calls: gathered weights, activations
+between tensor-parallel ranks, float8 parameters, inspection. Within `Float8Linear`, data and scale
+are plain tensors. Both forms use the same kernels.
 
-Every operation is registered in ``float8/dispatch/``; one that is not says so and how to go on.
+Its operations are registered in ``float8/tensor/dispatch/``. Any other raises an error that names
+the operation and the remedy.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from float8.tensor.parts import check_parts, given_scale, has_no_values
 from float8.tensor.running_module import innermost_module
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]  # torch's property
-# aten overload -> implementation; filled by float8.dispatch through `implements`.
+# aten overload -> implementation; filled by float8.tensor.dispatch through `implements`.
 OP_TABLE: dict[Any, Callable[..., Any]] = {}
 
 
@@ -36,13 +37,13 @@ class Float8Tensor(Tensor):
     """A tensor stored in float8.
 
     Args:
-        data: float8 codes, of the tensor's shape.
+        data: float8, of the tensor's shape.
         scale: float32 > 0 of shape ``ceil(shape / block)``; ``value = data * scale``.
         block: one extent per dimension, -1 for the whole dimension.
         dtype: the high-precision dtype that the tensor reports and dequantises to.
-        data_t: the codes of the transpose, row-major, of the matrix that the tensor is with its
-            leading dimensions flattened: (K, M) for (..., K). For the GEMM that contracts M, so
-            that nobody need transpose; every op on the tensor leaves it behind.
+        data_t: the transposed copy of ``data``, row-major, or None: (K, M) for data (..., K), whose
+            leading dimensions are flattened to M. The GEMM that contracts M reads it. The results
+            of ops on the tensor have none.
 
     Raises:
         TypeError: data is not float8, scale not float32, or dtype not a high-precision one.
@@ -147,13 +148,13 @@ class Float8Tensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """As torch's: the same tensor without its history."""
+        """As torch's ``.data``: the same tensor without its autograd history."""
         result: Tensor = _DATA.__get__(self)
         return result
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        # By itself torch would change shape and dtype, and keep the codes and the scale.
+        # torch's setter would change shape and dtype, and keep the float8 data and the scale.
         if not isinstance(value, Float8Tensor):
             raise TypeError(
                 f"x.data of a Float8Tensor x cannot become {described(value)}: write values with "
@@ -166,7 +167,7 @@ class Float8Tensor(Tensor):
 
     @property
     def float8_data(self) -> Tensor:
-        """The float8 codes, of the tensor's shape; ``data`` is torch's."""
+        """The float8 data, of the tensor's shape; ``.data`` is torch's attribute."""
         return self._data
 
     @property
@@ -176,12 +177,12 @@ class Float8Tensor(Tensor):
 
     @property
     def data_and_scale(self) -> tuple[Tensor, Tensor]:
-        """The float8 codes and the dequantisation scale."""
+        """The float8 data and the dequantisation scale."""
         return self._data, self._scale
 
     @property
     def data_t(self) -> Tensor | None:
-        """The codes of the transpose, row-major, if whoever made the tensor made them too."""
+        """The transposed copy of the data, row-major, or None if the tensor was made without it."""
         return self._data_t
 
     @property
@@ -191,7 +192,7 @@ class Float8Tensor(Tensor):
 
     @property
     def format(self) -> Format:
-        """The float8 format of the codes."""
+        """The float8 format of the data."""
         return FORMATS[self._data.dtype]
 
     def _replace(
@@ -201,7 +202,7 @@ class Float8Tensor(Tensor):
         block: Block | None = None,
         dtype: torch.dtype | None = None,
     ) -> Float8Tensor:
-        """A copy with some parts replaced: the one way in which ops make a new Float8Tensor."""
+        """A new Float8Tensor with some parts replaced; all ops make their results by it."""
         new = Float8Tensor(
             self._data if data is None else data,
             self._scale if scale is None else scale,
@@ -224,19 +225,19 @@ class Float8Tensor(Tensor):
         return Float8Tensor(inner["_data"], inner["_scale"], block, dtype, inner.get("_data_t"))
 
     def _stable_hash_for_caching(self) -> str:
-        """A key for torch.compile's cache on disk: all that its graphs depend on."""
+        """A key for torch.compile's cache on disk, of everything that its graphs depend on."""
         tensors = [*self.data_and_scale, *([] if self._data_t is None else [self._data_t])]
         parts = [(t.dtype, t.device, tuple(t.shape), t.stride()) for t in tensors]
         return repr((parts, self._block, self.dtype, self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Plain float8 tensors do not pickle outside torch.save; bytes always do.
+        # Plain float8 tensors cannot be pickled outside torch.save; uint8 tensors can.
         bytes_ = self._data.detach().view(torch.uint8)
         parts = (bytes_, self._data.dtype, self._scale, self._block, self.dtype)
         return _rebuild, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     def share_memory_(self) -> Float8Tensor:
-        """Refused: torch would move the storage of the wrapper, which has none."""
+        """Raise an error: torch would move the storage of the wrapper, which has none."""
         raise NotImplementedError(
             "Float8Tensor.share_memory_: share the parts of .data_and_scale instead"
         )
@@ -263,7 +264,7 @@ class Float8Tensor(Tensor):
             + f", data={self._data.detach()!r})"
         )
 
-    # Operations reach __torch_dispatch__ alone.
+    # Operations are handled by __torch_dispatch__ only.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -274,10 +275,10 @@ class Float8Tensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Look the operation up in the table that ``float8/dispatch/`` fills."""
+        """Run the implementation that ``float8/tensor/dispatch/`` registered for the operation."""
         if func in OP_TABLE:
             return OP_TABLE[func](func, *args, **(kwargs or {}))
-        # Under inference_mode composite operations arrive before torch has taken them apart.
+        # Under inference_mode, composite operations arrive before torch has decomposed them.
         if isinstance(func, torch._ops.OpOverload):
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
@@ -307,9 +308,9 @@ def blame(args: Sequence[Any]) -> str:
         return ""
     reader = innermost_module()
     return (
-        f". {makers[0]} wrote it in float8, for Float8Linear layers alone"
+        f". {makers[0]} wrote it in float8, which only Float8Linear layers read"
         + (f", and {reader} reads it" if reader else "")
-        + ": convert that, or keep the plain norm or gate"
+        + ": convert that layer, or keep the plain norm or gate"
     )
 
 
@@ -368,7 +369,7 @@ def _rebuild(
 
 
 def _with_autograd(x: Float8Tensor, requires_grad: bool, is_parameter: bool) -> Float8Tensor:
-    # A parameter of a subclass is an instance with a mark; nn.Parameter sets it.
+    # A parameter of a tensor subclass is an instance with an attribute that nn.Parameter sets.
     if is_parameter:
         return torch.nn.Parameter(x, requires_grad)  # type: ignore[return-value]
     x.requires_grad_(requires_grad)

@@ -50,7 +50,7 @@ from torch import Tensor
 
 VARIANTS = ("ocp", "ieee", "fn", "finite", "fnuz")
 ROUNDINGS = ("stochastic", "nearest")
-# What the OCP specifications give the all-ones exponent to, where that is not IEEE's choice.
+# The OCP specifications' use of the all-ones exponent, where it differs from IEEE's.
 _OCP = {(4, 3): "fn", (2, 1): "finite", (2, 3): "finite", (3, 2): "finite"}
 
 

@@ -1,4 +1,4 @@
-"""Optimizers with a learning rate for each parameter, as u-muP gives it.
+"""Optimizers with u-muP's learning rate for each parameter.
 
 One learning rate ``lr`` is tuned on a small model and serves every width and depth::
 
@@ -8,9 +8,9 @@ One learning rate ``lr`` is tuned on a small model and serves every width and de
     optimizer = uu.optim.AdamW(model.parameters(), lr=0.5, weight_decay=2**-13)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
 
-A parameter trains with ``lr * scale(parameter)``. Adam's updates have unit scale whatever the
-gradient's, and its table is (arXiv 2407.17465, table 2; the "fan-in" of an embedding is the width
-that it writes, which the table calls its fan-out):
+A parameter trains with ``lr * scale(parameter)``. Adam's updates have unit scale for gradients of
+any scale. Its table is that of arXiv 2407.17465, table 2, but the "fan-in" of an embedding is the
+width of its output, which the paper calls fan-out:
 
     mup_type               scale                    reason
     "weight"               1 / sqrt(fan_in)         forward multiplies by 1 / sqrt(fan_in), and the
@@ -31,13 +31,13 @@ it shrink like 1 / width, and these scales restore the width:
 **Weight decay** is *independent* of the learning rate in u-muP, so that learning rates transfer
 (arXiv 2407.17465; the form of decay is that of arXiv 1711.05101): a step multiplies a weight by
 ``1 - weight_decay * schedule``. PyTorch multiplies by ``1 - lr * schedule * weight_decay``, so
-``weight_decay / (lr * scale(parameter))`` is what it gets.
+the optimizer passes it ``weight_decay / (lr * scale(parameter))``.
 
-**Parameter groups.** An optimizer gets one group per distinct learning rate, so that its fast paths
-see many tensors at once and a scheduler few groups. A scheduler must multiply learning rates, as
-most do. `OneCycleLR` and `CyclicLR` set them, so they need
+**Parameter groups.** An optimizer has one group per distinct learning rate, so that its fast paths
+process many tensors at once. A scheduler must multiply learning rates, as most do. `OneCycleLR` and
+`CyclicLR` set them, so they need
 ``max_lr=[group["lr"] for group in optimizer.param_groups]``: a single number would give all
-parameters the same. Other optimizers take the groups that `scaled_parameters` makes.
+parameters the same learning rate. Other optimizers take the groups of `scaled_parameters`.
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ def scaled_parameters(
         params: parameters, (name, parameter) pairs, groups of either (dicts with "params"), any
             iterable of these, or a module. A parameter that occurs twice in a group counts once.
         lr_scale_func: the factor of a parameter, for instance `lr_scale_func_adam`.
-        lr: the global learning rate, where a group has none of its own. A tensor stays a tensor,
-            one for each resulting group.
-        weight_decay: likewise.
+        lr: the global learning rate, for groups without their own. A tensor gives each resulting
+            group a tensor of its own.
+        weight_decay: the weight decay, for groups without their own.
         independent_weight_decay: divide the weight decay by the learning rate, so that the decay
             of a step does not depend on it.
         allow_non_unit_scaling_params: let parameters without ``mup_type`` train with ``lr``.
@@ -162,8 +162,8 @@ def scaled_parameters(
 
     Raises:
         ValueError: there is no learning rate; or parameters have no ``mup_type`` (the message names
-            them); or weight decay is to be divided by a learning rate of 0.
-        TypeError: ``params`` holds something else, or is a set, which has no order.
+            them); or weight decay would be divided by a learning rate of 0.
+        TypeError: ``params`` has other elements, or is a set, which has no order.
     """
     groups = _groups(params)
     if not allow_non_unit_scaling_params:
@@ -232,7 +232,7 @@ def _named_group(group: dict[str, Any]) -> dict[str, Any]:
         members = [(name, p) for name, (_, p) in zip(names, members, strict=True)]
     unique: dict[int, _Named] = {}
     for name, p in members:
-        unique.setdefault(id(p), (name, p))  # of tied parameters the first name stays
+        unique.setdefault(id(p), (name, p))  # tied parameters keep the first name
     return {**group, "params": list(unique.values())}
 
 
@@ -279,7 +279,7 @@ def _require_parameter_data(groups: list[dict[str, Any]]) -> None:
 
 
 class _Scaled(torch.optim.Optimizer):
-    """Abstract: torch's optimizer, on groups that `scaled_parameters` makes, later ones too."""
+    """Abstract: one of torch's optimizers, with the groups of `scaled_parameters`."""
 
     _scaling: dict[str, Any] | None = None  # its arguments; None while torch's __init__ runs
     _lr_scale_func: LrScale = staticmethod(lr_scale_func_adam)
@@ -307,7 +307,7 @@ class _Scaled(torch.optim.Optimizer):
         self._scaling = scaling
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the group is scaled and may become several: all are added or none."""
+        """As torch's; the group is scaled first and may become several groups."""
         if self._scaling is None:
             super().add_param_group(param_group)
             return
@@ -329,7 +329,7 @@ class SGD(_Scaled, torch.optim.SGD):
     Args:
         args, kwargs: torch's further arguments, in its order (momentum, dampening, ...).
         readout_constraint: the ``constraint`` of the model's `LinearReadout`.
-        others: as of `scaled_parameters`.
+        others: see `scaled_parameters`.
     """
 
     def __init__(
@@ -365,6 +365,6 @@ class Adam(_Scaled, torch.optim.Adam):
 class AdamW(Adam, torch.optim.AdamW):
     """``torch.optim.AdamW`` with the learning rates of u-muP; arguments as of `Adam`.
 
-    A step multiplies a weight by ``1 - weight_decay`` times the schedule's factor. By default
-    there is no decay, where torch's is 0.01.
+    A step multiplies a weight by ``1 - weight_decay * schedule``, see the module. The default is no
+    decay; torch's default is 0.01.
     """

@@ -1,8 +1,8 @@
-"""Parameters with a role and a depth, from which their learning rates follow.
+"""Parameters with a role and a depth, which determine their learning rates.
 
-u-muP gives every parameter a learning rate of its own (arXiv 2407.17465, table 2), which follows
-from its shape, its role in the model and the depth of its stack of residual layers. A parameter of
-a unit-scaled model has two attributes for that:
+u-muP gives every parameter its own learning rate (arXiv 2407.17465, table 2), which depends on its
+shape, its role in the model, and the depth of its stack of residual layers. A parameter of a
+unit-scaled model has two attributes for that:
 
     mup_type           "weight" (of hidden and input layers), "bias", "norm" or "output"
     mup_scaling_depth  the number of residual layers that it shares a stack with, or None
@@ -20,8 +20,8 @@ attributes by parameter name and marks every replacement::
             super().__init__()
             self.weight = uu.Parameter(torch.ones(features), mup_type="norm")
 
-The attributes of a parameter take precedence, and the table copies them. A parameter without them,
-assigned to a name that had them, gets them from the table.
+The attributes of a parameter take precedence over the table, which copies them. If a parameter
+without attributes is assigned to a name in the table, it gets the attributes from there.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def Parameter(
 
     Raises:
         ValueError: an unknown ``mup_type``, or a depth below 1.
-        TypeError: ``data`` is no tensor, or the depth no integer.
+        TypeError: ``data`` is not a tensor, or the depth is not an integer.
     """
     if not isinstance(data, Tensor):
         raise TypeError(f"uu.Parameter takes a tensor, got data={data!r}")

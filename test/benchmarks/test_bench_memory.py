@@ -90,7 +90,7 @@ def test_fewer_blocks_are_another_model_and_a_way_that_did_not_run_is_not_measur
         (["--quality", "--ways", "bf16", "bf16+fp32_master"], "nothing is called 'fp32_master'"),
     ],
 )
-def test_ways_that_nobody_knows_are_refused_before_anything_is_measured(arguments, message, capsys):
+def test_unknown_ways_are_refused_before_anything_is_measured(arguments, message, capsys):
     with pytest.raises(SystemExit):
         bench.parse(arguments)
     assert message in capsys.readouterr().err

@@ -116,7 +116,7 @@ def test_replacing_checks_again():
     ],
 )
 def test_a_cast_in_a_few_words(config, words):
-    assert config.short_str == words
+    assert config.summary == words
 
 
 def test_transposing_a_cast_twice_changes_nothing():

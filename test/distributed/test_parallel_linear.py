@@ -90,7 +90,7 @@ def test_inputs_that_do_not_fit_are_refused_by_the_layers_name(mesh):
         model(torch.randn(4, 32))
     model = convert_to_float8_training(_layer(mesh, Float8ColwiseParallel(input_layouts=Shard(0))))
     x = Float8Tensor.from_high_precision(torch.randn(4, 32), torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match="0: the input is a part in float8"):
+    with pytest.raises(ValueError, match="0: the input is this rank's part"):
         model(x)
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
     with pytest.raises(ValueError, match="0: the input lies on"):

@@ -1,4 +1,4 @@
-"""What a script for torchao or float8_experimental meets: errors with the name used here."""
+"""Scripts for torchao or float8_experimental get errors with the names of float8."""
 
 from dataclasses import fields
 

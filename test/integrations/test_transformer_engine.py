@@ -349,7 +349,7 @@ class Float8CurentScaling:
         (NVFP4BlockScaling(), "4-bit formats are not supported"),
         (CustomRecipe(), "write a Float8LinearConfig"),
         (Float8CurentScaling(), "did you mean 'Float8CurrentScaling'"),
-        ("HYBRID", "str: what it means here is not known.*or a mapping of arguments"),
+        ("HYBRID", "str: float8 does not know this recipe.*or a mapping of arguments"),
         (
             Float8CurrentScaling(use_power_2_scales=True),
             "use_power_2_scales=True and .* contradict",

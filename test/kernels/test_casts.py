@@ -82,7 +82,7 @@ def test_both_orientations_with_their_scales(block, rows, cols):
     runs_kernel(CUDA, block, emulate=False)
     with FakeTensorMode():
         x = torch.empty(256, 384, device="cuda", dtype=torch.bfloat16)
-        out = cast_operand(x, block, torch.float8_e4m3fn, rows=rows, cols=cols)
+        out = cast_operand(x, block, torch.float8_e4m3fn, row_major=rows, transposed=cols)
     assert out.data.shape == ((256, 384) if rows else (0, 0))
     assert out.data_t.shape == ((384, 256) if cols else (0, 0))
     per_row = {(-1, -1): (1, 1), (1, -1): (256, 1), (1, 128): (256, 3), (128, 128): (2, 3)}

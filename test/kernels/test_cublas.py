@@ -85,7 +85,7 @@ def test_operands_of_any_strides_reach_the_hardware_in_its_layout(
         assert strided[i].is_contiguous() == (layout == "contiguous")
     actual = multiply(strided, a_block, b_block)
     assert_bitwise(actual, multiply(parts, a_block, b_block), (a_block, b_block, layout))
-    if layout == "contiguous":  # and what is in its layout already is not copied
+    if layout == "contiguous":  # operands in cuBLASLt's layout are not copied
         assert hardware[0].a.data_ptr() == parts[0].data_ptr()
         assert hardware[0].b.data_ptr() == parts[2].data_ptr()
 
@@ -101,7 +101,7 @@ def test_operands_that_start_unaligned_are_copied(hardware, a_block, b_block, of
         shifted[-1].view(torch.uint8).copy_(part.view(torch.uint8))
     actual = multiply(shifted, a_block, b_block)
     assert_bitwise(actual, multiply(parts, a_block, b_block), (a_block, b_block, offset))
-    if offset % 16 == 0 and B128 not in (a_block, b_block):  # which are padded here
+    if offset % 16 == 0 and B128 not in (a_block, b_block):  # those are padded, so copied
         assert hardware[0].a.data_ptr() == shifted[0].data_ptr()
 
 

@@ -215,9 +215,9 @@ def test_halfway_values_go_to_the_even_code(dtype):
 def test_values_just_beside_halfway_go_to_the_nearer_code(dtype):
     ties = oracle.ties(dtype).to(torch.float32)
     up, down = ties.nextafter(torch.tensor(math.inf)), ties.nextafter(torch.tensor(0.0))
-    for x, neighbour in ((up, oracle.magnitudes(dtype)[1:]), (down, oracle.magnitudes(dtype)[:-1])):
+    for x, nearer in ((up, oracle.magnitudes(dtype)[1:]), (down, oracle.magnitudes(dtype)[:-1])):
         codes = definition.cast(x, torch.ones(1), (-1,), dtype)
-        assert_bitwise(codes.to(torch.float64), neighbour, dtype)
+        assert_bitwise(codes.to(torch.float64), nearer, dtype)
 
 
 @ALL_DTYPES

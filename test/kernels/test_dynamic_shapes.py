@@ -2,7 +2,7 @@
 
 The lowering of ``_scaled_mm`` has to prove from symbolic sizes which kind of scales it is given
 (`get_scaling_options` of torch/_inductor/kernel/mm.py), and raises where it cannot. It runs on CUDA
-alone, so that function is asked here about the products of fake CUDA tensors.
+alone, so the test calls that function for the products of fake CUDA tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from float8 import Float8Linear, granularity
 from float8.config import RECIPES
 from float8.linear.autograd import product
 from float8.linear.bound_plan import plan_on
-from float8.linear.scaling import cast_both
+from float8.linear.scaling import cast_orientations
 
 module = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
 RECIPE_NAMES = ("tensorwise", "rowwise", "blockwise")
@@ -71,7 +71,7 @@ def lower(recipe: str, tokens: int) -> list:
         with torch.no_grad(), enable_python_dispatcher(), Lowerings(env) as lowerings:
             x, g, w = (fake(*shape) for shape in ((size, 640), (size, 256), (256, 640)))
             both_x, both_w, both_g = (
-                cast_both(operand, casts, None, False, True, True, False)
+                cast_orientations(operand, casts, None, False, True, True, False)
                 for operand, casts in ((x, plan.x), (w, plan.w), (g, plan.g))
             )
             for gemm, a, b in (

@@ -81,7 +81,7 @@ def test_expanded_codes_are_coats_in_float64(shape, group, log2_range):
     codes, _, _ = moments.encode_expanded(x, group)
     y = expanded_oracle(x, group)
     found = oracle.table(E4M3)[codes.view(torch.uint8).long()]
-    # The nearest code, or its neighbour where float32 logarithms moved a tie: never further.
+    # The nearest code, or an adjacent one where float32 logarithms moved a tie.
     spacing = (y.abs() / 8).clamp(min=2.0**-9)
     assert ((found - y).abs() <= spacing * 0.51).all(), replay
     nearest = oracle.encode(y, E4M3)
@@ -151,7 +151,7 @@ def test_a_published_defect_is_caught():
 
 
 @pytest.mark.parametrize("form", ["linear", "float16", "expanded"])
-def test_a_special_element_leaves_its_neighbours_alone(form):
+def test_a_special_element_does_not_change_the_others(form):
     """What shares a group with NaN or inf is coded as beside a zero, ragged groups included."""
     for special in (math.nan, math.inf, -math.inf):
         x = second_moments((3, 70), 12, seed=6)
@@ -195,7 +195,7 @@ def test_a_ragged_group_is_a_group_of_its_own():
 
 @pytest.mark.slow
 def test_compiled_codes_are_the_eager_ones():
-    """At random: linear codes of ragged rows to the bit, expanded ones at most neighbours."""
+    """Rounded at random, linear codes are equal, and expanded codes differ by one at most."""
 
     def step(m, v, number):
         m32 = moments.decode(*m, 64) * 0.9 + 0.01

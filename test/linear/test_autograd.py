@@ -1,8 +1,8 @@
 """The CUDA path without a GPU: FakeTensors go through the layer's forward and backward.
 
-What can be held here: which ops run, with which layouts, dtypes and scale shapes, and what is
-saved. Autograd itself cannot handle CUDA tensors in a CPU build, so the autograd function's two
-halves are called directly.
+The tests check the ops that run, their layouts, dtypes and scale shapes, and the saved tensors.
+Autograd itself cannot handle CUDA tensors in a CPU build, so the autograd function's forward and
+backward are called directly.
 """
 
 from dataclasses import replace

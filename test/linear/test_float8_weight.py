@@ -1,4 +1,4 @@
-"""Weights that live in float8 and train: gradients, dtypes, leaves, what is saved."""
+"""Weights that live in float8 and train: gradients, dtypes, leaves, saved tensors."""
 
 from __future__ import annotations
 

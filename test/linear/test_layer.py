@@ -479,7 +479,7 @@ def test_a_weight_in_float8_is_multiplied_as_it_is():
     for what, found in run(layer, x, g).items():
         assert_bitwise(found, expected[what])
     layer.weight.grad = None
-    with mock.patch("float8.linear.autograd.cast_rows", side_effect=AssertionError("cast again")):
+    with mock.patch("float8.linear.autograd.cast_matrix", side_effect=AssertionError("cast again")):
         layer(x).backward(g)
     assert layer.weight.grad.dtype == torch.bfloat16
     with high_precision(layer):

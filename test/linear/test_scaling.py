@@ -28,10 +28,10 @@ from float8.linear.delayed import updated_history
 from float8.linear.scaling import (
     BoundCast,
     DelayedState,
+    bind_and_cast,
     constant,
     known_scale,
     multiply_scale,
-    quantize,
 )
 
 INF, NAN = math.inf, math.nan
@@ -70,7 +70,7 @@ def test_only_static_scales_and_those_with_a_history_are_known_beforehand():
 def test_a_dynamic_scale_is_that_of_this_very_tensor(name, fmt, pow2):
     case = Case((37, 300), torch.bfloat16, exponent=-20, layout="transposed", seed=1)
     x, block = case.make(), BLOCKS[name]
-    data, scale = quantize(x, operand_cast(fmt=fmt, block=block, pow2=pow2))
+    data, scale = bind_and_cast(x, operand_cast(fmt=fmt, block=block, pow2=pow2))
     expected = oracle.scales(x, block, fmt.dtype, pow2)
     assert_cast_with(data, scale, x, expected, block, fmt.dtype, (case, name))
 
@@ -78,7 +78,7 @@ def test_a_dynamic_scale_is_that_of_this_very_tensor(name, fmt, pow2):
 @pytest.mark.parametrize("static", [1.0, 0.3, 2.0**-30])
 def test_a_static_scale_is_the_constant_and_saturates(static):
     x = Case((5, 123), exponent=10, specials=("inf",)).make()
-    data, scale = quantize(x, operand_cast(ScalingType.STATIC, static=repr(static)))
+    data, scale = bind_and_cast(x, operand_cast(ScalingType.STATIC, static=repr(static)))
     expected = torch.full((1, 1), static)
     assert_cast_with(data, scale, x, expected, (-1, -1), E4M3.dtype, static)
 
@@ -87,7 +87,7 @@ def test_a_delayed_scale_is_the_one_in_use_however_large_the_tensor():
     x = Case((5, 123), exponent=10).make()
     for record in (False, True):
         delayed = state(0.25)
-        data, scale = quantize(x, operand_cast(ScalingType.DELAYED), delayed, record)
+        data, scale = bind_and_cast(x, operand_cast(ScalingType.DELAYED), delayed, record)
         expected = torch.full((1, 1), 0.25)
         assert_cast_with(data, scale, x, expected, (-1, -1), E4M3.dtype, record)
         assert delayed.current_amax == (x.abs().max() if record else 0)
@@ -97,7 +97,7 @@ def test_a_delayed_scale_is_the_one_in_use_however_large_the_tensor():
 def test_until_a_history_exists_a_delayed_cast_is_dynamic(record):
     x = Case((5, 123), torch.bfloat16, exponent=3).make()
     delayed = state(0.0, ready=False)
-    data, scale = quantize(x, operand_cast(ScalingType.DELAYED), delayed, record)
+    data, scale = bind_and_cast(x, operand_cast(ScalingType.DELAYED), delayed, record)
     expected = oracle.scales(x, (-1, -1), E4M3.dtype)
     assert_cast_with(data, scale, x, expected, (-1, -1), E4M3.dtype, record)
     assert delayed.current_amax == (x.abs().max() if record else 0)
@@ -107,7 +107,7 @@ def test_amaxes_of_microbatches_are_recorded_as_their_maximum():
     delayed = state(1.0)
     recorded = []
     for amax in (2.0, 5.0, 3.0, 5.0):  # and a recomputation changes nothing
-        quantize(
+        bind_and_cast(
             torch.tensor([[amax, -amax / 2]]), operand_cast(ScalingType.DELAYED), delayed, True
         )
         recorded.append(delayed.current_amax.item())
@@ -118,9 +118,9 @@ def test_amaxes_of_microbatches_are_recorded_as_their_maximum():
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 def test_an_amax_that_is_not_finite_is_recorded_as_such(bad):
     delayed = state(1.0, current=2.0)
-    quantize(torch.tensor([[1.0, bad]]), operand_cast(ScalingType.DELAYED), delayed, True)
+    bind_and_cast(torch.tensor([[1.0, bad]]), operand_cast(ScalingType.DELAYED), delayed, True)
     assert not delayed.current_amax.isfinite()
-    quantize(torch.tensor([[1.0, 3.0]]), operand_cast(ScalingType.DELAYED), delayed, True)
+    bind_and_cast(torch.tensor([[1.0, 3.0]]), operand_cast(ScalingType.DELAYED), delayed, True)
     assert not delayed.current_amax.isfinite()  # and a later batch does not hide it
 
 
@@ -128,7 +128,7 @@ def test_an_amax_that_is_not_finite_is_recorded_as_such(bad):
 def test_only_delayed_casts_touch_a_state(scaling):
     delayed = state(0.25)
     static = 1.0 if scaling is ScalingType.STATIC else None
-    _, scale = quantize(torch.ones(2, 2), operand_cast(scaling, static=static), delayed, True)
+    _, scale = bind_and_cast(torch.ones(2, 2), operand_cast(scaling, static=static), delayed, True)
     assert delayed.current_amax == 0
     assert scale != 0.25
 
@@ -136,9 +136,9 @@ def test_only_delayed_casts_touch_a_state(scaling):
 @pytest.mark.parametrize("scaling", [ScalingType.DYNAMIC, ScalingType.DELAYED])
 def test_a_scale_found_before_is_used_again_and_nothing_recorded(scaling):
     x = Case((5, 123)).make()
-    first, scale = quantize(x, operand_cast())
+    first, scale = bind_and_cast(x, operand_cast())
     delayed = state(123.0)
-    again, same = quantize(x, operand_cast(scaling), delayed, True, scale=scale)
+    again, same = bind_and_cast(x, operand_cast(scaling), delayed, True, scale=scale)
     assert same is scale
     assert delayed.current_amax == 0
     assert_bitwise(again, first)
@@ -150,7 +150,7 @@ def test_the_formats_twin_is_cast_on_amd(monkeypatch):
 
     monkeypatch.setattr(bound_plan, "on_family", lambda fmt, family: formats.E4M3FNUZ)
     x = Case((5, 123)).make()
-    data, scale = quantize(x, operand_cast())
+    data, scale = bind_and_cast(x, operand_cast())
     dtype = torch.float8_e4m3fnuz
     expected = oracle.scales(x, (-1, -1), dtype)
     assert_cast_with(data, scale, x, expected, (-1, -1), dtype, "fnuz")
@@ -321,7 +321,7 @@ def test_compiled_a_cast_by_a_constant_joins_the_op_that_makes_its_operand():
         cast = RECIPES[recipe].plan.output.a
 
         def produce_and_cast(x, cast=cast):
-            return quantize(torch.nn.functional.gelu(x) * 2, cast)[0]
+            return bind_and_cast(torch.nn.functional.gelu(x) * 2, cast)[0]
 
         torch._dynamo.reset()
         inductor_metrics.reset()

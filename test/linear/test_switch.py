@@ -1,4 +1,4 @@
-"""Threads that leave float8 and come back, each for itself, and what is recomputed for them."""
+"""`high_precision` in several threads, each independent, with recomputation in backward."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_loading_casts_again(write):
         assert not torch.equal(got[0], before)
 
 
-def test_writes_that_nobody_counts_need_refresh():
+def test_writes_that_are_not_counted_need_refresh():
     """The stated contract, both halves: unseen until ``refresh``."""
     net = model()
     with cached_weights(net) as cache:

@@ -232,7 +232,7 @@ def test_empty_calls_count_and_say_nothing():
 
 
 def test_a_wrong_cast_is_seen():
-    """Planted: codes of a neighbouring scale, of the other sign, and one element swapped."""
+    """Planted: codes of an adjacent scale, of the other sign, and one element swapped."""
     x = torch.randn(64, 64)
     right = cast(x, FORMATS[0], GRANULARITIES["tensorwise"])
     good = row(x, right).sqnr

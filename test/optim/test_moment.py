@@ -48,7 +48,7 @@ def test_the_codes_mean_what_the_formula_says(shape, kind, group):
         assert group == 1 or sqnr(moment.dequantize(), x) > least
 
 
-def test_the_scale_of_a_neighbouring_group_is_seen():
+def test_the_scale_of_an_adjacent_group_is_seen():
     x = made((8, 64), "float8")
     moment = Moment.quantize(x, "float8", 16)
     moved = Moment(moment.codes, moment.scale.roll(1, 1), None, 16)
@@ -126,7 +126,7 @@ def test_writing_takes_the_named_ways():
         moment.copy_from(x.t())
 
 
-def test_one_bad_element_harms_no_neighbour():
+def test_one_bad_element_does_not_change_other_elements():
     for kind in KINDS:
         x = made((2, 64), kind)
         spoilt = x.clone()

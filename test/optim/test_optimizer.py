@@ -1,4 +1,4 @@
-"""The interface of torch.optim, which every optimizer here shares."""
+"""Every optimizer of float8.optim has the interface of torch.optim."""
 
 import copy
 import math

@@ -184,7 +184,7 @@ RESULTS = {
         0
     ].weight.detach(),
 }
-# Accepted here; refused, failing or missing in the other package.
+# Accepted by float8; refused, failing or missing in the package unit-scaling.
 ACCEPTED = {
     "`cross_entropy` of (N, C, L)": cross_entropy(2, 7, 3, target=torch.zeros(2, 3).long()),
     '`cross_entropy(reduction="none")`': cross_entropy(reduction="none"),
@@ -238,7 +238,7 @@ def autowrapped(lib):
     )
 
 
-# Refused or missing here.
+# Refused by float8, or missing in it.
 REFUSED = {
     "an empty string as a constraint": lambda lib: lib.functional.gelu(normal(3), constraint=""),
     "`utils.ScalePair`, `ScaleTracker`, `ScaleTrackingInterpreter`": lambda lib: [

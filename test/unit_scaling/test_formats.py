@@ -81,7 +81,7 @@ def nearest(fmt: FPFormat, x: torch.Tensor) -> torch.Tensor:
 
 
 def inputs(fmt: FPFormat, dtype: torch.dtype) -> torch.Tensor:
-    """All values, all ties, their neighbours in the dtype, far too large and small, specials."""
+    """All values, all ties, the values next to them, far too large and small ones, specials."""
     table = torch.tensor(values(fmt), dtype=torch.float64)
     ties = (table[1:] + table[:-1]) / 2
     most = table[-1].item()
@@ -156,17 +156,13 @@ def test_the_mean_of_stochastic_rounding_is_right(fmt, dtype):
     points = torch.tensor([1.03, -1.09, 0.0007, 300.0, 0.9999, -3.3, 1e-5]).to(dtype)
     draws = 40_000
     rounded = fmt.quantise(points.repeat(draws, 1)).double()
-    neighbours = torch.tensor(values(fmt), dtype=torch.float64)
-    above = torch.searchsorted(neighbours, points.double().abs())
-    quantum = neighbours[above] - neighbours[above - 1]
+    grid = torch.tensor(values(fmt), dtype=torch.float64)
+    above = torch.searchsorted(grid, points.double().abs())
+    quantum = grid[above] - grid[above - 1]
     # The mean of n draws from two values one quantum apart: sigma <= quantum / 2 / sqrt(n).
     off = (rounded.mean(0) - points.double()).abs()
     assert (off <= 4 * quantum / 2 / draws**0.5).all(), off / quantum
-    assert (
-        (rounded.abs() == neighbours[above])
-        .logical_or(rounded.abs() == neighbours[above - 1])
-        .all()
-    )
+    assert (rounded.abs() == grid[above]).logical_or(rounded.abs() == grid[above - 1]).all()
 
 
 def test_stochastic_rounding_leaves_values_of_the_format_alone():

@@ -81,11 +81,11 @@ def float8_gradients(
         tile: elements that share a scale, at most; rounded up to a multiple of 16.
 
     Returns:
-        The state: ``report()`` counts what saturated and what was flushed to zero. Save its
+        The state: ``report()`` counts saturated values and values flushed to zero. Save its
         ``state_dict()`` in the checkpoint.
 
     Raises:
-        TypeError: the model is neither, or a gradient's dtype cannot travel as float8.
+        TypeError: the model is neither, or a gradient's dtype cannot be sent in float8.
         RuntimeError: ranks were given different arguments (DDP: now; FSDP2: in the first backward).
         ValueError: a controller for FSDP2, where nothing can saturate; a bad tile; a model that is
             only replicated (HSDP with shards of one rank, torch's ``replicate``), where FSDP2
@@ -211,7 +211,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Float8ReduceScatter:
-    """What FSDP2 calls instead of ``reduce_scatter_tensor``; the protocol is torch's.
+    """The reduce-scatter that FSDP2 calls instead of its own; the protocol is torch's.
 
     Args:
         state: format, tile and counts, shared by all units.

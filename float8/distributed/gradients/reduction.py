@@ -2,14 +2,14 @@
 
 N ranks need the mean of their gradients g_1 .. g_N. A flat gradient is cut into N shards, one per
 rank, and each shard into *tiles* of about a thousand elements. A tile has one scale, which all
-ranks share (`shared_scale`): it follows from the largest magnitude that any rank has in that tile.
+ranks share (`shared_scale`): it is computed from the largest magnitude of that tile on any rank.
 FP8-LM (arXiv 2310.18313, section 2.1) shares one scale per tensor, the minimum over ranks of
-``max(format) / amax``. Ours is the reciprocal of that, so the maximum of amaxes, per tile. Then
+``max(format) / amax``. The shared scale is the reciprocal of that, per tile. Then
 
-1. every rank casts ``c_i = cast(g_i / scale)``; nothing saturates, because the scale knows the
-   largest element of all ranks;
-2. the rank that owns the shard receives the c_i and adds them in float32. They share one scale, so
-   they are added without it;
+1. every rank casts ``c_i = cast(g_i / scale)``; nothing saturates, because the scale is computed
+   from the largest element of all ranks;
+2. the rank that owns the shard receives the c_i and adds them in float32. They share one scale,
+   which the sum leaves out;
 3. it casts ``cast(mu / N * sum(c_i))`` (`recast`), still in units of the shared scale;
 4. every rank gathers this data and multiplies by ``scale / mu``.
 
@@ -17,24 +17,23 @@ Steps 1 and 2 are a reduce-scatter (`reduce_scatter`, FSDP2), all four an all-re
 (`all_reduce_mean`, DDP).
 
 **Where mu and 1/N are applied.** FP8-LM multiplies by them before the first cast, because it adds
-in float8 and the sum has to fit. That loses the range that 1/N shifts away: ten of E4M3's eighteen
-binades on 1024 ranks. Here the sum is float32, so the first cast needs neither. One multiplication
-remains, after the sum and before the second cast. Only the second cast can saturate, and only if
-mu > 1. The mean of N independent gradients is smaller than one of them by sqrt(N); mu > 1 keeps the
-binades that this would lose.
+in float8 and the sum must not overflow. That costs range: 1/N uses up ten of E4M3's eighteen
+binades on 1024 ranks. This file sums in float32, so the first cast needs neither factor. One
+multiplication remains, after the sum and before the second cast. Only the second cast can saturate,
+and only if mu > 1. The mean of N independent gradients is smaller than one of them by sqrt(N); with
+mu > 1 it uses the format's range nevertheless.
 
 A NaN or an infinity anywhere makes every scale NaN (`shared_scale`), so that the whole result is
 NaN on every rank, and gradient scalers and clipping see it.
 
-**What travels**: an all-reduce (MAX) of one float per tile, an all-to-all of one-byte shards, and
-for an all-reduce an all-gather of one-byte shards. Bytes travel as uint8, because not every backend
-has float8 types. For n elements on N ranks a rank sends ``n (N-1)/N`` bytes and receives as many in
-each half: half of bfloat16's. With scales it is 0.502 of bfloat16's bytes for 65536 elements and
-0.506 for 2048, counted in the tests.
+**Communication**: an all-reduce (MAX) of one float per tile, an all-to-all of one-byte shards, and
+for `all_reduce_mean` an all-gather of one-byte shards. Data is sent as uint8, because not every
+backend has float8 types. For n elements on N ranks, a rank sends ``n (N-1)/N`` bytes and receives
+as many in each half: half of bfloat16's. With scales it is 0.502 of bfloat16's bytes for 65536
+elements and 0.506 for 2048, as counted in the tests.
 
-Nothing here waits for a device: calls are made in the current stream and return tensors that are
-ready in it. All ranks get equal bits, run after run: the sum over ranks is taken by one of them,
-and all ranks dequantise the same data.
+No function of this file waits for the device: the work is enqueued in the current stream. All ranks
+get equal bits, in every run: one rank computes each sum, and all ranks dequantise the same data.
 
 Dimensions: N ranks (shards), C columns of a shard, T tiles of a shard, E elements of a tile.
 """
@@ -64,10 +63,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Counts(NamedTuple):
-    """What a reduction loses at the ends of the format's range; int32 scalars.
+    """The number of values that a reduction clamped or flushed to zero; int32 scalars.
 
-    ``saturated``: elements of the mean, in this rank's shard, that clamping moved further than
-    rounding may. ``flushed``: nonzero elements of it that became zero. ``flushed_before``: nonzero
+    ``saturated``: elements of the mean, in this rank's shard, that clamping changed by more than
+    rounding could. ``flushed``: its nonzero elements that became zero. ``flushed_before``: nonzero
     elements of this rank's own gradient, in its shard, that became zero before the sum.
     ``nonfinite``: 1 if any rank had a NaN or an infinity.
     """
@@ -144,9 +143,9 @@ def dequantize(data_NTE: Tensor, scale_NT1: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def saturates_above(fmt: Format) -> float:
-    """The magnitude above which clamping loses more than rounding may: half a step past the max.
+    """The magnitude above which an element counts as saturated: half a step above the maximum.
 
-    Rounding to nearest with an unlimited exponent would go past the largest value from here on.
+    From there on, rounding to nearest with an unlimited exponent would exceed the largest value.
     """
     step = math.ldexp(torch.finfo(fmt.dtype).eps, math.frexp(fmt.max)[1] - 1)
     return fmt.max + step / 2
@@ -158,7 +157,7 @@ def count_flushed(x: Tensor, data: Tensor) -> Tensor:
 
 
 def count_saturated(mean_TE: Tensor, fmt: Format) -> Tensor:
-    """The number of elements of a mean, in units of its scale, that lose by clamping; int32."""
+    """The number of elements of a mean, in units of its scale, that saturate; int32."""
     return mean_TE.abs().gt(saturates_above(fmt)).sum(dtype=torch.int32)
 
 
@@ -166,7 +165,7 @@ def count_saturated(mean_TE: Tensor, fmt: Format) -> Tensor:
 
 
 class Scattered(NamedTuple):
-    """What a rank has after the reduce-scatter.
+    """The result of the reduce-scatter on one rank.
 
     ``sum_TE``: float32, the sum over ranks of its shard, in units of ``scale_NT1[rank]``;
     ``flushed``: nonzero elements of its own gradient, in its shard, that became zero;
@@ -180,22 +179,22 @@ class Scattered(NamedTuple):
 
 
 def check_gradient(gradient: Tensor, what: str) -> None:
-    """Refuse a gradient that cannot be sent as float8, naming it.
+    """Raise if a gradient cannot be sent as float8.
 
     Raises:
-        TypeError: its dtype is one that no cast takes, such as float64, or it is sparse.
+        TypeError: it is sparse, or no cast takes its dtype, such as float64.
     """
     if gradient.dtype not in HIGH_PRECISION_DTYPES or gradient.is_sparse:
         kind = "sparse" if gradient.is_sparse else str(gradient.dtype)
         known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
         raise TypeError(
-            f"float8_gradients: {what} holds {kind} gradients; dense ones of {known} can travel as "
-            "float8. Convert the parameters, or leave the default reduction for this model"
+            f"float8_gradients: {what} has {kind} gradients, and only dense gradients of {known} "
+            "can be sent in float8. Convert the parameters, or use the default reduction"
         )
 
 
 def scatter(x_NC: Tensor, group: dist.ProcessGroup, fmt: Format, tile: int) -> Scattered:
-    """Each rank's shard of the sum over ranks.
+    """Reduce-scatter a gradient: this rank's shard of the sum over ranks.
 
     Args:
         x_NC: this rank's gradient; row r is the shard of rank r.
@@ -224,7 +223,7 @@ def reduce_scatter(
 ) -> Tensor:
     """Write this rank's shard of the sum or mean over ranks: sent in float8, added in float32.
 
-    It casts once, and that cast does not saturate: no controller is needed.
+    The only cast cannot saturate, so no `ScalingController` is needed.
 
     Args:
         output_C: (C,), any dtype; rounded to it once.
@@ -280,7 +279,7 @@ def all_reduce_mean(
 
 
 def _gather(data_TE: Tensor, counts_4: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """All shards, (N, T, E), and the counts over all ranks, which travel behind the shards."""
+    """All shards, (N, T, E), and the counts over all ranks, which are sent with the shards."""
     bytes_of_data = data_TE.view(torch.uint8).flatten()
     sent = torch.cat([bytes_of_data, counts_4.view(torch.uint8)])
     received = sent.new_empty(group.size() * sent.numel())  # flat: gloo requires it

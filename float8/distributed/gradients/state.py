@@ -1,4 +1,4 @@
-"""The state of a model's float8 reductions: format, the factor mu, and counts of what was lost.
+"""The state of a model's float8 reductions: format, factor mu, and counts of lost values.
 
 Counts are tensors on the gradients' device; adding to them does not wait for the device.
 `Float8Gradients.report` reads them. `Float8Gradients.state_dict` holds plain tensors (mu and the
@@ -7,13 +7,13 @@ counts), so that a checkpoint restores both.
 **The rule of mu** is the auto-scaling of FP8-LM (arXiv 2310.18313, section 2.1). If more than
 0.001 % of the gradient values reach the largest float8 value, mu is halved for the next step.
 Otherwise mu grows exponentially, by a factor of two in 1000 steps. So mu approaches the largest
-value at which (almost) nothing saturates, and with it the least underflow. mu is a tensor beside
-the gradients, updated by a few kernels, so that no step waits for it. The counts are equal on all
-ranks, so mu is too, without a collective of its own.
+value at which (almost) nothing saturates, and underflow is least. mu is a tensor on the gradients'
+device, updated by a few kernels, so that no step waits for it. The counts are equal on all ranks,
+so mu is equal without a collective of its own.
 
-The paper leaves two cases open. *A ceiling*: N independent gradients can shrink their mean by
-sqrt(N), so a larger mu could only clip; that is the default ceiling here. *A step whose gradients
-are not finite* says nothing about saturation: mu stays as it is.
+The paper leaves two cases open. *A ceiling*: the mean of N independent gradients can be smaller
+than one of them by sqrt(N), and a larger mu would only clip; so sqrt(N) is the default ceiling. *A
+step whose gradients are not finite* says nothing about saturation: mu does not change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ScalingController:
     """mu, halved on saturation and growing slowly otherwise.
 
     Args:
-        initial: mu at the start; at 1 and below nothing saturates, whatever the gradients.
+        initial: mu at the start; at 1 and below no gradient saturates.
         threshold: the share of saturated values above which mu is halved.
         doubling_steps: how many steps without saturation double mu.
         ceiling: mu never exceeds it; None is the square root of the number of ranks.
@@ -111,7 +111,7 @@ class ScalingController:
 
 @dataclass(frozen=True)
 class GradientReport:
-    """What float8 cost the gradients since the start (or the last `Float8Gradients.reset`).
+    """Counts of the values that float8 reductions lost since the start (or the last reset).
 
     Args:
         steps: reductions of all gradients (each microbatch that synchronises counts); for FSDP2,
@@ -119,9 +119,9 @@ class GradientReport:
         elements: gradient values reduced in them.
         saturated: values of the mean that were clamped, over all ranks. FSDP2: always 0.
         flushed: nonzero values of the mean that became zero, over all ranks. FSDP2: always 0.
-        sampled: values of ranks' own gradients that were counted before the sum: each rank counts
-            those of the shard that it keeps. DDP: over all ranks; FSDP2: of this rank.
-        flushed_before: nonzero ones of these that became zero.
+        sampled: values of the ranks' own gradients that were counted before the sum: each rank
+            counts those of its own shard. DDP: over all ranks; FSDP2: of this rank.
+        flushed_before: nonzero values among ``sampled`` that became zero.
         nonfinite: reductions, of one bucket or unit each, that had a NaN or an infinity.
         mu: the pre-scaling factor now; None for FSDP2, where nothing can saturate.
     """
@@ -151,11 +151,11 @@ class GradientReport:
 
 
 class Float8Gradients:
-    """The state behind `float8_gradients`: read it with `report`, save it with the checkpoint.
+    """The state of `float8_gradients`: read it with `report`, save it with the checkpoint.
 
     Args:
         fmt: `E4M3`, `E5M2` or their dtypes: the format that is sent.
-        controller: finds mu; None where nothing can saturate (FSDP2).
+        controller: computes mu; None if nothing can saturate (FSDP2).
         tile: how many elements share a scale, at most.
 
     Raises:
@@ -190,7 +190,7 @@ class Float8Gradients:
         """Compare the settings of the ranks, once per group.
 
         Raises:
-            RuntimeError: on every rank, naming a setting that differs.
+            RuntimeError: on every rank, with the setting that differs.
         """
         if group in self._compared:
             return
@@ -236,7 +236,7 @@ class Float8Gradients:
         self._elements_of_step = 0
 
     def report(self) -> GradientReport:
-        """What was lost so far. Waits for the device, but for no other rank."""
+        """The counts so far. It waits for the device, but not for other ranks."""
         self._wait()
         lost = dict(zip(Counts._fields, self._lost.tolist(), strict=True))
         mu = None if self.controller is None else float(self.controller.mu)

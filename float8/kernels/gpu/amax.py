@@ -107,7 +107,7 @@ def partial_amaxes(x: Tensor, most: int = MAX_PARTIALS) -> Tensor:
 def line_amaxes(x: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
     """int32 (M,) and (K,): bits of the amaxes of the rows and of the columns of the matrix x.
 
-    From one read; what is not wanted has no elements.
+    They take one read. A result that is not requested has no elements.
     """
     if is_transposed(x):
         return line_amaxes(x.t(), cols, rows)[::-1]
@@ -122,7 +122,7 @@ def line_amaxes(x: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
 
 
 def shipped() -> list[Variant]:
-    """What reads a bfloat16 matrix on the way of the recipes."""
+    """The variants that the recipes launch on a bfloat16 matrix."""
     x = meta(4096, 4096)
     return [
         variant("amax", partial_amaxes, x),

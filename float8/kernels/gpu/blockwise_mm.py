@@ -43,12 +43,12 @@ FORMATS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS = ((1, 128), (128, 1), (1, 1))  # rows that share a scale, of a and of b
 _STEP = tl.constexpr(128)  # of the contraction: between promotions, and that share a scale
-# Contracting a * b + c to one rounding is wanted here; Triton's default is about to change.
+# The kernel needs a * b + c with one rounding; Triton's default for that is about to change.
 _FUSION = {"enable_fp_fusion": True}
 
 
 class Tile(NamedTuple):
-    """What one program computes, and with what.
+    """The tile that one program computes, and its launch options.
 
     ``M`` rows and ``N`` columns of the output, both divisors of 128, by ``warps`` of 32 threads;
     ``stages`` steps of the operands are on their way or in shared memory at once.
@@ -122,7 +122,7 @@ def _kernel(
     a_tile_ptr, b_tile_ptr = a_ptr + first_m * stride_a, b_ptr + first_n * stride_b
     a_offsets = tl.minimum(m, (M - 1 - first_m).to(tl.int32))[:, None] * stride_a + k[None, :]
     b_offsets = tl.minimum(n, (N - 1 - first_n).to(tl.int32))[None, :] * stride_b + k[:, None]
-    # Scales with masks: then neighbours are loaded together, and registers saved.
+    # Masked loads of scales: adjacent scales are then loaded together, which saves registers.
     inside_m, inside_n = first_m + m < M, first_n + n < N
     a_scale_ptr += first_m // A_ROWS * stride_a_scale_m
     b_scale_ptr += first_n // B_ROWS * stride_b_scale_n

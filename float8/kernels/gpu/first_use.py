@@ -79,7 +79,7 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def _arguments(op: str) -> Iterator[tuple[Any, ...]]:
-    """Of each launch of a check: a CPU matrix, and what else the op takes."""
+    """The arguments of each launch of a check: a CPU matrix, and the op's other arguments."""
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     random = torch.Generator().manual_seed(0)
     exponents = torch.randint(-12, 12, (80, 1), generator=random, device="cpu").float()
@@ -104,7 +104,7 @@ def _arguments(op: str) -> Iterator[tuple[Any, ...]]:
 
 
 def _differences(found: Tensor, expected: Tensor) -> int:
-    """How many elements have other bits; any NaN equals any other."""
+    """The number of elements with different bits; all NaNs count as equal."""
     if found.shape != expected.shape:
         return expected.numel()
     integer = {1: torch.uint8, 4: torch.int32}[expected.element_size()]

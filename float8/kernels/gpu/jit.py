@@ -1,14 +1,15 @@
-"""Device functions of the Triton kernels: numbers, and tiles that are written both ways.
+"""Device functions of the Triton kernels: arithmetic, and tiles written in both orientations.
 
-*Numbers* are the twins of `float8.kernels.definition`, tested for equal bits. Amaxes travel as the
-int32 bits of a non-negative float32: integers order them as floats do, with NaN above infinity, so
-that one integer maximum propagates NaNs, and an atomic one is deterministic.
+*Arithmetic* functions are equal to those of `float8.kernels.definition`; tests compare the bits. An
+amax is passed as the int32 bits of a non-negative float32. Integers order these bits as floats are
+ordered, with NaN above infinity. So an integer maximum propagates NaNs, and an atomic one is
+deterministic.
 
-*Tiles* of a matrix whose float8 data is written in both orientations consist of 4 tiles of every
-fourth row, so that a thread holds 4 adjacent rows. It packs the 4 bytes of a column into one int32
-in registers, and shared memory and the transposed store move 4 bytes at a time instead of single
-ones (8 times fewer instructions, read from the machine code). ``m`` are the first rows of those
-fours, ``first_m4 * 4`` the tile's first row.
+*Tiles* whose float8 data is written in both orientations consist of 4 tiles, each of every fourth
+row, so that a thread has 4 adjacent rows. It packs the 4 bytes of a column into one int32 in
+registers. Shared memory and the transposed store then move 4 bytes at a time instead of single ones
+(8 times fewer instructions in the machine code). ``m`` are the first rows of those groups of four;
+``first_m4 * 4`` is the tile's first row.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import triton.language as tl
 # 2^-126, as a constexpr: definition.MIN_SCALE.
 _MIN_SCALE = tl.constexpr(2.0**-126)
 
-# Conversions are written in PTX, except for AMD GPUs and Triton's interpreter. Triton's leave the
-# result of a conversion in 16 bits, and several stores then read parts of them. ptxas 12.8 and 12.9
-# compile that wrongly: one of the stores writes bits of the stack pointer (triton#11111). Here the
-# results of two conversions become one 32-bit register at once, and all later instructions are
-# integer arithmetic on it. It also rounds once, where Triton on sm_89 rounds to float16 first.
+# Conversions are written in PTX, except for AMD GPUs and Triton's interpreter. Triton's own
+# conversions leave results in 16-bit registers, and several stores then read parts of them. ptxas
+# 12.8 and 12.9 compile that wrongly: one of the stores writes bits of the stack pointer
+# (triton#11111). This PTX combines the results of two conversions in one 32-bit register at once,
+# and all later instructions are integer arithmetic on it. It also rounds once; Triton on sm_89
+# rounds to float16 first.
 _PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
 _CONVERT_4 = """{{
@@ -65,7 +67,7 @@ def magnitude_bits(x32):
 
 @triton.jit
 def scale_from_amax(amax, FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """float32 amaxes -> dequantisation scales; NaN and inf stay what they are."""
+    """float32 amaxes -> dequantisation scales; NaN and inf do not change."""
     scale = tl.maximum(amax * (1.0 / FORMAT_MAX), _MIN_SCALE, propagate_nan=tl.PropagateNan.ALL)
     if POWER_OF_TWO:
         # Adding the largest mantissa carries into the exponent unless the mantissa is zero.
@@ -77,10 +79,10 @@ def scale_from_amax(amax, FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def reciprocal(scale, POWER_OF_TWO: tl.constexpr = False):
-    """Of a scale, correctly rounded, unlike Triton's own division.
+    """The reciprocal of a scale, correctly rounded, unlike Triton's own division.
 
-    The reciprocal of a power of two takes three integer operations. A division takes twenty, a call
-    for rare operands, and that many more registers.
+    For a power of two it takes three integer operations. A division takes twenty operations, a call
+    for rare operands, and more registers.
     """
     if not POWER_OF_TWO:
         return tl.div_rn(1.0, scale)
@@ -91,10 +93,10 @@ def reciprocal(scale, POWER_OF_TWO: tl.constexpr = False):
 
 @triton.jit
 def scaled(x32, factor, FORMAT_MAX: tl.constexpr, FITS: tl.constexpr):
-    """What `convert` rounds: x * factor; an infinite x becomes NaN.
+    """``x * factor``, clamped for `convert`; an infinite x becomes NaN.
 
-    FITS: the factor comes from x's own amax. Then nothing finite exceeds the format by more than
-    rounding takes back, and an infinite x makes the factor 0 and itself NaN.
+    FITS: the factor is computed from x's own amax. Then no finite value exceeds the format after
+    rounding, so nothing is clamped. An infinite x makes the factor 0, and the product NaN.
     """
     y = x32 * factor
     if not FITS:
@@ -108,7 +110,7 @@ def scaled(x32, factor, FORMAT_MAX: tl.constexpr, FITS: tl.constexpr):
 def convert(y, FORMAT: tl.constexpr):
     """float32 -> float8 codes as uint8: nearest even; an NVIDIA GPU saturates."""
     if _PTX:
-        # Four neighbours at a time: their codes are one register.
+        # Four adjacent elements at a time: their codes fill one register.
         return tl.inline_asm_elementwise(
             asm=_E4M3 if _is_e4m3(FORMAT) else _E5M2, constraints="=r,f,f,f,f",
             args=[y], dtype=tl.uint8, is_pure=True, pack=4,

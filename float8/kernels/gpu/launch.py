@@ -1,4 +1,4 @@
-"""What the kernel files share on the host: registration, launches, and the forms that ship.
+"""The host code that kernel files share: registration, launches, and the shipped variants.
 
 A kernel file holds one op: the ``@triton.jit`` kernel, the function that launches it on CUDA
 tensors, the op in plain PyTorch (from ``definition.py``, for CPU tensors), the shapes that it
@@ -39,7 +39,7 @@ TRITON_DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
-# What Triton calls a pointer to each dtype, without the star.
+# Triton's name of each dtype.
 _POINTERS = {dtype: str(t) for dtype, t in (TRITON_FORMATS | TRITON_DTYPES).items()}
 _POINTERS |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 
@@ -198,7 +198,7 @@ def new_data(x: Tensor, rows: int, cols: int, wanted: bool, dtype: torch.dtype) 
 
 
 def as_bytes(data: Tensor, packed: bool = False) -> Tensor:
-    """What a kernel writes float8 through: uint8, or int32 of four bytes each."""
+    """A view of float8 data as a kernel writes it: uint8, or int32 of four bytes each."""
     # A byte view of an empty tensor has no int32 view, and is not written.
     codes = data.view(torch.uint8)
     return codes.view(torch.int32) if packed else codes
@@ -222,7 +222,7 @@ def one_scale_arguments(
     amax: Tensor | None,
     power_of_two: bool,
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """What the kernels that cast by one scale take; see `float8.kernels.gpu.jit.scale_of_tensor`.
+    """The arguments of the kernels that cast by one scale; see `jit.scale_of_tensor`.
 
     Args:
         data (M, K), data_t (K, M): float8, to be written; data_t may have no elements.

@@ -1,8 +1,8 @@
 """Device functions for optimizer states: `float8.kernels.moments` and `.stochastic` in Triton.
 
-A tile is (GROUPS, GROUP): a row is a group, which a few neighbouring threads hold in registers, so
-that a group's range costs a few shuffles. Lanes outside the matrix hold zeros, which take no part
-in a range and stay zeros under every rule.
+A tile is (GROUPS, GROUP): a row is a group, in the registers of a few adjacent threads, so that the
+range of a group takes a few shuffles. Lanes outside the matrix contain zeros, which do not affect a
+range and stay zeros under every rule.
 
 Linear codes, float32 arithmetic and random bits are the reference's to the bit. Expanded codes are
 equal up to the last bits of ``log2`` and ``exp2``, which differ on a GPU.
@@ -160,7 +160,7 @@ def _on_expanded_grid(y, chance, a):
 
 @triton.jit
 def expanded(x, index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr):
-    """What `encode_expanded` rounds to codes, float32, and scales and exponents (GROUPS,)."""
+    """The float32 values that `encode_expanded` rounds, and scales and exponents (GROUPS,)."""
     bits = magnitude_bits(x)
     scale = tl.maximum(largest_of(x), 2.0**-126)
     nonzero = tl.where(bits > 0, bits, _INFINITE)

@@ -2,8 +2,8 @@
 
 ``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(variance + eps)`` per row, in
 float32 and rounded once, to the compute dtype. An RMS norm has no mean and no bias, and its
-variance is mean(x^2). y is never written: its float8 data is, row-major and transposed, as
-``cast.py`` casts a matrix that exists. From bfloat16:
+variance is mean(x^2). The kernels do not write y, only its float8 data, row-major and transposed,
+with the bits of ``cast.py``. From bfloat16:
 
 ====== =================== ================= ==============================================
 scale  bytes per element   norm, then cast
@@ -12,18 +12,19 @@ given  2 + 1 + 1           2 + 2 and 2+1+1   static, delayed; records the amax o
 None   2 + 2 + 1 + 1       2 + 2 and 2+2+1+1 dynamic: a first pass finds statistics and amax
 ====== =================== ================= ==============================================
 
-Two kernels. `_rows_kernel` takes 4 rows at a time, for their statistics and, if wanted, the amax of
-y; the second read of a row hits the cache. `_cast_kernel` writes float8: tile by tile, with
-statistics that are in memory already, or by whole rows (OWN): a program looks at its 16 rows and
-goes back over them from their ends, which are still in the cache. That is one pass, and needs
-enough rows to fill the GPU; of fewer rows the L2 cache holds x for the second launch.
+There are two kernels. `_rows_kernel` computes the statistics of 4 rows at a time and, if needed,
+the amax of y; its second read of a row is a cache hit. `_cast_kernel` writes float8 in one of two
+ways. Tile by tile, it reads the statistics from memory. By whole rows (OWN), a program computes the
+statistics of its 16 rows, and then casts the rows from their ends, which are still in the cache.
+That takes one pass, and needs enough rows to fill the GPU. With fewer rows, x is still in the L2
+cache in the second launch.
 
-The variance about the mean takes one read as well, and no difference of two large sums: every lane
+The variance about the mean takes one read too, without a difference of two large sums: every lane
 updates the mean and the squared distances of its elements (Welford, 1962). Lanes are combined by
 ``sum(m2) + sum(n * (mean_of_lane - mean)^2)`` (Chan, Golub and LeVeque, 1979).
 
-Given its statistics a row's bits are the definition's; they themselves depend on the order of a
-sum.
+For given statistics the bits of a row are the definition's. The statistics depend on the order of
+summation.
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ _ROWS = {"ROWS": 4, "COLS": 1024}
 _TILE = {"ROWS_BY_4": 16, "COLS": 128}  # of cast.py
 _OWN_TILE = {"ROWS_BY_4": 4, "COLS": 512}
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
-# Programs of whole rows that fill a GPU: about two per multiprocessor of an H100.
+# The number of programs of whole rows that fill a GPU: about two per multiprocessor of an H100.
 _ENOUGH = 256
 
 
 class Norm(NamedTuple):
-    """What a norm has beside its rows; ``is_centred`` subtracts the mean of each row."""
+    """The parameters of a norm; ``is_centred`` subtracts the mean of each row."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -83,7 +84,7 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
 
 @triton.jit
 def _load(x_ptr, m, k, M, K, stride_m, POLICY: tl.constexpr):
-    """A tile of x in float32, and where it is inside (M, K); 0 outside."""
+    """A tile of x in float32, 0 outside (M, K); and the mask of elements inside."""
     inside = (m < M)[:, None] & (k < K)[None, :]
     x_ptrs = x_ptr + m[:, None] * stride_m + k[None, :]
     return tl.load(x_ptrs, inside, 0.0, eviction_policy=POLICY).to(tl.float32), inside
@@ -120,7 +121,7 @@ def _store_statistics(
     x_ptr, mean_ptr, rstd_ptr, first_m, M, K, stride_m, eps,
     CENTRED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """mean (0 unless CENTRED) and 1 / sqrt(variance + eps): correctly rounded but for the sums."""
+    """Store mean (0 unless CENTRED) and 1 / sqrt(variance + eps), which is correctly rounded."""
     m = first_m + tl.arange(0, ROWS)
     if CENTRED:
         mean, square = _mean_and_variance(x_ptr, m, M, K, stride_m, ROWS, COLS)
@@ -153,7 +154,7 @@ def _known_y(
     x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m, k, M, K, stride_m,
     CENTRED: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """`_y` of rows whose statistics are in memory, read for the last time."""
+    """`_y` of rows whose statistics are in memory; the last read of x."""
     rstd = tl.load(rstd_ptr + m, m < M, 0.0)
     mean = rstd
     if CENTRED:
@@ -266,7 +267,7 @@ def _cast_kernel(
             x_ptr, mean_ptr, rstd_ptr, first_m4 * 4, M, K, stride_m, eps,
             CENTRED, 4 * ROWS_BY_4, COLS // 2 if CENTRED else COLS,  # two accumulators, or one
         )  # fmt: skip
-        tl.debug_barrier()  # the threads of this program read them below
+        tl.debug_barrier()  # all threads of the program read the statistics below
         steps = chunks
         last_k = (chunks - 1) * COLS
     else:
@@ -274,10 +275,10 @@ def _cast_kernel(
         steps = 1
         last_k = (pid % chunks) * COLS
     m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
-    seen = tl.zeros((ROWS_BY_4, COLS // 16), tl.int32)  # a thread holds 16 neighbours
+    seen = tl.zeros((ROWS_BY_4, COLS // 16), tl.int32)  # a thread has 16 adjacent columns
     for step in range(steps):
         k = last_k - step * COLS + tl.arange(0, COLS)
-        # All loads before the first store, which none of them may overtake.
+        # All loads come before the first store, because no load may be moved before a store.
         ys = _known_4_rows(
             x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, m, k, M, K, stride_m,
             CENTRED, BIAS, DTYPE,
@@ -297,7 +298,7 @@ def _statistics(
     x: Tensor, norm: Norm, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype, amax: bool,
     most: int = MAX_PARTIALS,
 ) -> Tensor | None:  # fmt: skip
-    """Write the statistics; int32 (P,), P a power of two: bits whose maximum is the amax of y."""
+    """Write the statistics; return int32 (P,), P a power of two, whose maximum is y's amax bits."""
     partials = new_partials(x, triton.cdiv(x.shape[0], _ROWS["ROWS"]), most)
     count = partials.numel()
     launch(
@@ -322,7 +323,7 @@ def _launch(
     x: Tensor, norm: Norm, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
     power_of_two: bool, cols: bool, amax: Tensor | None = None, own: bool | None = None,
 ) -> Outputs:  # fmt: skip
-    """Launch; tests pass ``own`` to have a small matrix cast by whole rows."""
+    """Launch the kernels; tests pass ``own`` to cast a small matrix by whole rows."""
     _check(x, norm, scale, amax)
     if x.numel() == 0:
         return _definition(x, norm, scale, compute_dtype, dtype, power_of_two, cols, amax)
@@ -353,7 +354,7 @@ def _launch(
 
 
 def _check(x: Tensor, norm: Norm, scale: Tensor | None, amax: Tensor | None) -> None:
-    """Raise if a kernel would read past a weight or a bias, or follow pointers elsewhere."""
+    """Raise if a kernel would read past the end of a tensor, or from another device."""
     op = "layer_norm_cast" if norm.is_centred else "rms_norm_cast"
     check_device(op, x, weight=norm.weight, bias=norm.bias, scale=scale, amax=amax)
     for name, tensor in (("weight", norm.weight), ("bias", norm.bias)):
@@ -425,7 +426,7 @@ layer_norm_cast = register(
 
 
 def shipped() -> list[Variant]:
-    """The forms that the recipes launch on bfloat16."""
+    """The variants that the recipes launch on bfloat16."""
     x, weight = meta(4096, 4096), meta(4096)
     statistic, scale = meta(4096, 1, dtype=torch.float32), meta(1, 1, dtype=torch.float32)
     amax, cast_to = meta(dtype=torch.float32), (torch.bfloat16, torch.float8_e4m3fn, False)

@@ -1,23 +1,25 @@
 """`optimizer_step`: decode, update and encode the states of one parameter, in one launch.
 
-A program takes GROUPS groups. Of bfloat16 parameters and gradients, E4M3 first and expanded E4M3
-second moments in groups of 128, an element costs 2 + 2 + 1 + 1 bytes of reading and 2 + 1 + 1 of
-writing, and 24 / 128 for scales and exponents; each byte moves once.
+A program processes GROUPS groups. Example: bfloat16 parameters and gradients, first moments in
+E4M3 and second moments in expanded E4M3, in groups of 128. Per element the kernel then reads
+2 + 2 + 1 + 1 bytes and writes 2 + 1 + 1, and 24 / 128 bytes for scales and exponents. Each byte is
+read and written once.
 
 =========== ===================================================================================
-form        what a program reads and writes
+form        memory that a program reads and writes
 =========== ===================================================================================
-FLAT        everything is row-major and groups divide rows: memory is one run of groups
-otherwise   a row's last group may be shorter, parameter and gradient have strides of their own
+FLAT        all tensors are row-major and groups divide rows: memory is one sequence of groups
+otherwise   a row's last group may be shorter; parameter and gradient have their own strides
 =========== ===================================================================================
 
-`_adamw`, `_sgd_momentum` and `_lion` are the rules of ``kernels/update_rules.py`` on a tile, equal
-to them by test. A rule's numbers arrive by value; the learning rate and the step may also arrive by
-pointer, so that a CUDA graph replays with new ones. Bias corrections are then computed in float64
-by each program, as the definition does. Random bits are a hash of seed, step and element.
+`_adamw`, `_sgd_momentum` and `_lion` are the rules of ``kernels/update_rules.py`` for a tile; tests
+check that they are equal. A rule's numbers are passed by value. The learning rate and the step may
+also be passed by pointer, so that a CUDA graph replays with new ones. Each program then computes
+the bias corrections in float64, as the definition does. Random bits are a hash of seed, step and
+element.
 
-Where the parameter is a master, `cast_weight` is the second launch. This one leaves the amax of the
-new master, by an atomic maximum, which does not depend on the order.
+If the parameter is a master, `cast_weight` is a second launch. The first launch writes the amax of
+the new master by an atomic maximum, which does not depend on the order.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from float8.kernels.gpu.moments import (
 )
 from float8.kernels.moments import StateMatrix
 
-_ELEMENTS = 2048  # of a program: 16 a thread, so that one thread's codes are 16 bytes
+_ELEMENTS = 2048  # per program: 16 per thread, so that a thread's codes are 16 bytes
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
 _NO_DECAY, _DECOUPLED, _COUPLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -56,7 +58,7 @@ _NO_DECAY, _DECOUPLED, _COUPLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr
 def _positions(
     n, N, C, p_stride_r, p_stride_c, g_stride_r, g_stride_c, GROUP: tl.constexpr, FLAT: tl.constexpr
 ):
-    """Of groups n: elements of the states, of p and of g, (GROUPS, GROUP); which ones exist."""
+    """Offsets of groups n in the states, in p and in g, (GROUPS, GROUP); and which ones exist."""
     lane = tl.arange(0, GROUP)
     if FLAT:
         at = n[:, None] * GROUP + lane[None, :]
@@ -111,7 +113,7 @@ def _sgd_momentum(p, g, m, lr, momentum, undampened, NESTEROV: tl.constexpr):
 def _lion(p, g, m, lr, beta1, rest1, beta2, rest2):
     """`float8.kernels.update_rules.Lion` after its decay."""
     mixed = m * beta1 + g * rest1
-    direction = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, mixed))  # 0 and NaN stay
+    direction = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, mixed))  # 0 and NaN are kept
     return p - direction * lr, m * beta2 + g * rest2
 
 
@@ -119,7 +121,7 @@ def _lion(p, g, m, lr, beta1, rest1, beta2, rest2):
 def _store_master(
     p, p_ptr, scale_ptr, amax_ptr, at, inside, n, N, index, seed, step, RANDOM: tl.constexpr
 ):
-    """Write a master in scaled float16, and record the largest magnitude that it then holds."""
+    """Write a master in scaled float16, and record the amax of the values written."""
     codes, scale = encode_linear(p, True, index, seed, step, -1, RANDOM)
     tl.store(p_ptr + at, codes, inside)
     tl.store(scale_ptr + n, scale, n < N)
@@ -148,10 +150,10 @@ def _step_kernel(
     v_ptr,
     v_scale_ptr,
     v_exponent_ptr,
-    amax_ptr,  # int32 bits, where the parameter is a master
+    amax_ptr,  # int32 bits, if the parameter is a master
     grad_scale_ptr,
     found_inf_ptr,
-    lr,  # a number, or a pointer: likewise step
+    lr,  # a number or a pointer, and so is step
     step,
     seed,
     first,
@@ -193,7 +195,7 @@ def _step_kernel(
     n = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     N = tl.full((), 1, tl.int64) * R * tl.cdiv(C, GROUP)  # R may be a constant, without .to()
     if SKIPS:
-        N = tl.where(tl.load(found_inf_ptr) == 0, N, 0)  # nothing is inside: nothing is written
+        N = tl.where(tl.load(found_inf_ptr) == 0, N, 0)  # no element is inside, so none is written
     at, p_at, g_at, inside = _positions(
         n, N, C, p_stride_r, p_stride_c, g_stride_r, g_stride_c, GROUP, FLAT
     )
@@ -250,11 +252,11 @@ def _form(scale: Tensor | None, exponent: Tensor | None = None) -> int:
 
 
 def _numbers(rule: Any, step: float, is_captured: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The kernel's arguments from ``kept`` to ``root``, and what of a rule is compiled in.
+    """The kernel's arguments from ``kept`` to ``root``, and the constants that are compiled in.
 
     Args:
         rule: one of `KERNEL_RULES`; a learning rate that is a tensor counts as 0.
-        step: which step this is; 0 where it is a tensor.
+        step: the number of the step; 0 if it is a tensor.
         is_captured: whether the learning rate or the step is a tensor.
     """
     numbers: dict[str, Any] = {
@@ -358,7 +360,7 @@ def _reference(
     group: int, at_random: list[bool], seed: int, first: int,
     grad_scale: Tensor | None, found_inf: Tensor | None, amax: Tensor | None,
 ) -> None:  # fmt: skip
-    """`plain_step`, and what GradScaler and `cast_weight` need around it."""
+    """`plain_step`, with the inputs of GradScaler and the amax for `cast_weight`."""
     if found_inf is not None and found_inf.item() != 0:
         return
     target = StateMatrix(p, p_scale, None, group)
@@ -400,7 +402,7 @@ _NUMBERS = (
 
 
 def shipped() -> list[Variant]:
-    """What trains in bfloat16, in float32, under a CUDA graph, with a master, and ragged rows."""
+    """Variants for bfloat16, float32, CUDA graphs, masters, and rows that groups do not divide."""
     return [
         _variant("bf16, e4m3, expanded e4m3", "*bf16", random="v"),  # AdamW's defaults
         _variant("the same, to nearest", "*bf16"),

@@ -1,10 +1,13 @@
-"""What aten operations mean on a `Float8Tensor`; importing this room registers them.
+"""The aten operations of `Float8Tensor`; importing this package registers them.
 
-``views.py``: shape changes that the block allows; ``copies.py``: copies, casts and creation;
-``matmul.py``: products; ``gradients.py``: what is done to gradients between backward and step.
-Adding an op is one function with ``@implements(aten_overload)``, called as
-``f(func, *args, **kwargs)``; it builds its result with ``_replace``, which keeps all metadata. What
-is not registered raises an error that names the op and says ``.dequantize()``.
+- ``views.py``: shape changes that the block allows;
+- ``copies.py``: copies, casts and creation;
+- ``matmul.py``: matrix products;
+- ``gradients.py``: operations on gradients between backward and step.
+
+To add an op, write one function with ``@implements(aten_overload)``. It is called as
+``f(func, *args, **kwargs)`` and builds its result with ``_replace``, which keeps all metadata. An
+op that is not registered raises an error that names it and proposes ``.dequantize()``.
 """
 
 from float8.tensor.dispatch import copies, gradients, matmul, views

@@ -1,13 +1,13 @@
-"""What is done to gradients between backward and step: norms, scaling, clipping, zeroing.
+"""Operations on gradients between backward and step: norms, scaling, clipping, zeroing.
 
-So a gradient in float8 goes through ``clip_grad_norm_``, ``clip_grad_value_``, ``GradScaler`` and
-``zero_grad`` as another does. A product with a number, or a quotient, changes the scale and leaves
-the codes; where the scale would fall below the smallest one, 2^-126, the values are 0. Norms, sums
-and checks dequantise to float32, one tensor at a time. What is NaN stays NaN; nothing here rounds a
-second time but ``clamp_``, and ``mul_`` or ``div_`` of a tensor with many scales.
+With them ``clip_grad_norm_``, ``clip_grad_value_``, ``GradScaler`` and ``zero_grad`` work on float8
+gradients. Multiplying or dividing by a number changes the scale and keeps the data. If the scale
+would fall below the smallest one, 2^-126, the values become 0. Norms, sums and checks dequantise to
+float32, one tensor at a time. NaN stays NaN. Only ``clamp_`` rounds a second time, and ``mul_`` and
+``div_`` of a tensor with many scales.
 
-``add_`` is not here: a weight that an ordinary optimizer added small updates to would round them
-away in silence.
+``add_`` is not defined: small updates of an ordinary optimizer would be lost by rounding, without
+an error.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def _is_for_the_scale(x: Float8Tensor, factor: Tensor | float) -> bool:
 
 
 def _with_scale(x: Float8Tensor, scale: Tensor) -> Float8Tensor:
-    """The codes with another scale, of any sign and dtype; in place."""
+    """Replace the scale of x by one of any sign and dtype, in place; the data keeps its bits.
+
+    A negative scale inverts the signs of the data. A scale that is too small makes finite data 0.
+    """
     scale = scale.float().reshape(x._scale.shape)
     codes = x._data.view(torch.uint8)
     codes.bitwise_xor_((scale < 0).to(torch.uint8).view((1,) * x.dim()) << 7)  # the sign bit

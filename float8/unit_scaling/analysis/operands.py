@@ -51,7 +51,7 @@ FORMATS = {"input": E4M3, "weight": E4M3, "grad_output": E5M2}
 
 @dataclass(frozen=True)
 class Operand:
-    """What a cast at a scale of 1 would make of one operand.
+    """The losses of one operand in a cast with scale 1.
 
     Args:
         product: the name of the module that has the weight; ``#2`` where it is used again.

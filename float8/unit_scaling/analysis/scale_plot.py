@@ -1,9 +1,9 @@
 """`plot`: the scales of a model's tensors against the ranges of float8 formats.
 
-Each tensor of the graph has a row, in the order of the calls. A dot marks its scale, in one colour
-the tensor's own, in another that of the gradient with respect to it; a triangle instead of a dot
-marks a weight. The faint line through it reaches from its smallest to its largest magnitude. Arrows
-go from each tensor to those computed from it, forward and backward.
+Each tensor of the graph has a row, in the order of the calls. One dot marks the scale of the
+tensor; a dot of another colour marks the scale of its gradient. Weights have triangles instead of
+dots. The faint line through a dot reaches from the smallest to the largest magnitude. Arrows go
+from each tensor to those computed from it, forward and backward.
 
 The horizontal axis is logarithmic. The background shows the two formats, each in the colour of the
 pass that uses it. It is shaded where a format overflows, beyond its largest value, and where it
@@ -57,7 +57,7 @@ def plot(
     fwd_format: FPFormat | None = E4M3,
     bwd_format: FPFormat | None = E5M2,
 ) -> Axes:
-    """Plots the scales of a graph against the ranges of the formats.
+    """Plot the scales of a graph against the ranges of the formats.
 
     Args:
         g: as ``model.scales_graph()`` returns it. Integer tensors are left out.
@@ -66,18 +66,18 @@ def plot(
         prune_same_scale: leave out views of other tensors.
         show_arrows: from each tensor to those computed from it.
         show_error_bars: from the smallest to the largest magnitude.
-        show_zero_tensors: mark tensors that are all zero, "0", and not finite ones, "nan", at the
-            left end.
-        xmin, xmax: ends of the axis; as wide as the dots and the formats if None.
+        show_zero_tensors: write "0" for tensors that are all zero, and "nan" for tensors that are
+            not finite, at the left end.
+        xmin, xmax: the ends of the axis; if None, the axis shows all dots and formats.
         fwd_format, bwd_format: the ranges to show; None for none.
 
     Returns:
-        the axes, of a figure of its own that no window shows: ``axes.figure.savefig(...)``, or
-        ``axes.figure`` as the last line of a notebook's cell.
+        the axes of a new figure, which is not shown in a window: call
+        ``axes.figure.savefig(...)``, or end a notebook's cell with ``axes.figure``.
 
     Raises:
-        ValueError: there is no such metric, the ends are no positive range, or the graph does not
-            come from `track_scales` or has nothing to show.
+        ValueError: the metric is unknown; the ends are not a positive range; or the graph is not
+            from `track_scales`, or has no tensor to show.
         ImportError: matplotlib is not installed.
     """
     metric = _metric(metric)

@@ -1,11 +1,11 @@
-"""Norms and embeddings: their values have unit scale already, their weights' gradients do not.
+"""Norms and embeddings: their outputs have unit scale already, the gradients of their weights not.
 
-A norm divides by the scale of its input, so its output has unit scale, and so has its input's
-gradient if the input has. Its weight and bias are used once per row: their gradients sum over the
-M rows and are divided by ``sqrt(M)``. A row of an embedding's weight gets the gradients of the
-tokens that chose it: M/V of them for M tokens and V rows, so its factor is ``sqrt(V/M)``
+A norm divides by the scale of its input, so its output has unit scale. The gradient of its input
+has unit scale if the input has. The weight and the bias are used once per row: their gradients are
+sums over the M rows, and are divided by ``sqrt(M)``. The gradient of a row of an embedding's weight
+is a sum over the tokens with that index: M/V of M tokens for V rows, so its factor is ``sqrt(V/M)``
 (unit scaling, arXiv 2303.11257, table A.2; u-muP, arXiv 2407.17465, appendix B). Weights are cut
-edges, so nothing constrains these factors.
+edges, so these factors have no constraint.
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """A unit-scaled ``F.embedding``: rows of a weight of unit scale, as they are.
+    """A unit-scaled ``F.embedding``: rows of a weight of unit scale, not rescaled.
 
     Args:
         input, weight: M indices of any shape, and (V, D).
         padding_idx: the row that gets no gradient. The other rows' factor is still ``sqrt(V/M)``:
             how many indices are padding is known only at run time.
         max_norm, norm_type, sparse: as of ``F.embedding``.
-        scale_grad_by_freq: must be False: it would divide by the counts a second time.
+        scale_grad_by_freq: must be False, because it would divide gradients a second time.
 
     Raises:
         ValueError: ``scale_grad_by_freq``.
     """
     refuse_frequencies(scale_grad_by_freq, "embedding")
     if max_norm is not None:
-        # Here, not in F.embedding, which gets a view: the base of a view must not change.
+        # F.embedding gets a view, whose base must not change, so it cannot renormalise the weight.
         with torch.no_grad():
             torch.embedding_renorm_(weight, input.contiguous(), max_norm, norm_type)
     weight = scale_bwd(weight, (weight.shape[0] / max(input.numel(), 1)) ** 0.5)

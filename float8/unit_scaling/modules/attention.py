@@ -2,8 +2,8 @@
 
 A head of d features attends with logits ``mult * q k / d`` and not ``/ sqrt(d)`` (u-muP, arXiv
 2407.17465, appendix B): as training correlates queries and keys, their products grow like d. The
-result is divided by the scale that attention leaves, or has unit scale by itself with muS's
-square-root softmax; `float8.unit_scaling.functional.attention` derives both.
+result is divided by the scale of attention's output. With muS's square-root softmax it has unit
+scale without a factor. `float8.unit_scaling.functional.attention` derives both.
 
 Rotary embedding (arXiv 2104.09864) takes features i and i + d/2 of a head as a point of a plane. At
 position s the point turns by the angle ``s * base ** (-2 i / d)``, so that a product of a query and
@@ -13,8 +13,8 @@ a key depends on their distance only:
     y_(i+d/2) = x_i sin + x_(i + d/2) cos
 
 A rotation keeps the length of vectors, forward and backward, so it needs no scale. The S x d/2
-angles are computed in each call: there is no cache that a sequence could outgrow, that a meta
-device would leave uninitialised, or that a checkpoint would contain.
+angles are computed in each call, not cached. A cache could be too short for a sequence, would be
+uninitialised after construction on the meta device, and would appear in checkpoints.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class MHSA(nn.Module):
         if rotary_base is not None and hidden_size // heads % 2:
             raise ValueError(
                 f"hidden_size={hidden_size} with heads={heads} gives heads of "
-                f"{hidden_size // heads} features, and rotary embedding turns pairs: use an even "
+                f"{hidden_size // heads} features, and rotary embedding rotates pairs: use an even "
                 "number, or no rotary_base"
             )
         check_probability(dropout_p, "uu.MHSA: dropout_p")
@@ -120,7 +120,7 @@ def rotary(x_SD: Tensor, base: float = 10000.0) -> Tensor:
     """
     positions, features = x_SD.shape[-2:]
     if features % 2:
-        raise ValueError(f"rotary embedding turns pairs of features: the head has {features}")
+        raise ValueError(f"rotary embedding rotates pairs of features: the head has {features}")
     if not base > 0:
         raise ValueError(f"rotary embedding: base is a wavelength, greater than 0, got {base}")
     wide = torch.promote_types(x_SD.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""What an addition in a model means: residual layer, sum of signals, or part of a formula.
+"""The meaning of an addition in a model: residual layer, sum of signals, or part of a formula.
 
 Unit scaling divides a sum of independent signals by the root of their number, and gives a residual
 sum ``x + f(x)`` weights of its own. A formula that happens to contain a plus, the
@@ -68,7 +68,7 @@ class Addition:
     tau: float = 0.0
 
     def gradient_factor(self, operand: int) -> float:
-        """What the gradient of operand 0 or 1 is multiplied by where branch and skip part."""
+        """The factor of the gradient of operand 0 or 1 where branch and skip separate."""
         weight = 1.0 if operand == self.skip else self.tau
         return weight / math.sqrt(1 + self.tau**2)
 

@@ -8,8 +8,8 @@ A contraction sums products of two operands over dimensions that both have and t
     convolution  sums over input channels and the kernel
     attention    softmax(q k^T) v: two contractions in one call
 
-`CONTRACTIONS` says for each function which arguments are the operands, what it adds to the result,
-and which function unit scaling calls in its place. Functions with an entry in `registry.torch_map`
+`CONTRACTIONS` lists for each function its operands, the argument that it adds to the result, and
+the function that unit scaling calls instead. Functions with an entry in `registry.torch_map`
 (``F.linear``, ``F.conv1d``, attention) are replaced by that entry. Methods and operators are other
 spellings of these functions (`registry.SPELLINGS`).
 
@@ -183,7 +183,7 @@ class Argument(NamedTuple):
 
     @property
     def paths(self) -> tuple[Path, Path]:
-        """Where it may be inside ``(args, kwargs)``."""
+        """The two paths at which it may be inside ``(args, kwargs)``."""
         return (0, self.position), (1, self.name)
 
 
@@ -193,9 +193,10 @@ class Contraction(NamedTuple):
     Args:
         kind: "linear", "matrix", "einsum", "convolution" or "attention"; see the module.
         operands: the arguments that it multiplies, the left one first; of einsum the first two.
-        added: what it adds to the result.
+        added: the argument that it adds to the result.
         dims_after_added: how many dimensions of the result come after those of ``added``.
-        unit_scaled: what unit scaling calls in its place, unless `registry.torch_map` says.
+        unit_scaled: the function that unit scaling calls instead, unless `registry.torch_map` has
+            one.
     """
 
     kind: str

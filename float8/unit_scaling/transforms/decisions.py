@@ -1,7 +1,7 @@
-"""What unit scaling does with each call of a forward, decided when the call comes.
+"""The decisions of unit scaling about each call of a forward, made when the call occurs.
 
-`Decisions` sees a forward call by call, `begin` before each and `end` after it, as numbers and
-functions without tensors. What a call becomes (`Step`) follows from the calls before it:
+`Decisions` gets a forward call by call, `begin` before each and `end` after it, as numbers and
+functions without tensors. The replacement of a call (`Step`) depends on the calls before it:
 
     role     "scaled"    the function's unit-scaled version (`replacements`)
              "residual"  `U.residual_add`, with ``tau`` (`additions`)
@@ -11,18 +11,18 @@ functions without tensors. What a call becomes (`Step`) follows from the calls b
     dropped  keywords that torch's Python functions pass on with their defaults (``inplace=False``)
              and that the replacement does not have
 
-Two things follow from the calls after it, and concern gradients alone (`GradientFactors`):
+Two decisions depend on the calls after it, and affect only gradients (`GradientFactors`):
 
     reads          operands whose gradients are multiplied, because a residual branch begins there
     unconstrained  calls whose gradients need no constraint: no residual addition follows, and all
                    their activations come over cut edges
 
-In eager mode the backward pass asks for them, when the forward is over (`factor_of_read`,
-`is_unconstrained`). Compiled code needs them as constants. `tracing` finds these by an earlier
+In eager mode the backward pass looks them up, after the forward (`factor_of_read`,
+`is_unconstrained`). Compiled code needs them as constants: `tracing` computes them in an earlier
 trace and passes them as ``known``.
 
-One number has to be known before: ``layers``, the number of residual additions, which ``tau``
-depends on. It is counted once per model.
+One number must be known before the forward: ``layers``, the number of residual additions, on which
+``tau`` depends. It is counted once per model.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ logger = logging.getLogger(__name__)
 
 
 class GradientFactors(NamedTuple):
-    """What a whole forward says about its gradients; constants for compiled code."""
+    """The factors of gradients of a whole forward; constants for compiled code."""
 
     reads: tuple[tuple[int, Path, float], ...] = ()  # call, path of the operand, factor
     unconstrained: frozenset[int] = frozenset()
 
 
 class Step(NamedTuple):
-    """What is done with one call; see the module. ``number`` is the call's."""
+    """The decision about one call; see the module. ``number`` is the number of the call."""
 
     number: int
     role: str = "scaled"
@@ -91,8 +91,8 @@ class Decisions:
         replacements: `replacements_of` the transform.
         output_weights: names of the parameters of u-muP's type "output".
         layers: the number of residual additions; None while they are counted.
-        known: what tracing the same forward before has found.
-        logs: whether to log what is done.
+        known: the factors that an earlier trace of the same forward found.
+        logs: whether to log the decisions.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Decisions:
         return value.number
 
     def view(self, base: int, dims: int) -> int:
-        """The number of a tensor that is another view of one, made by a call that was not seen."""
+        """The number of another view of a tensor, made by a call that the mode did not see."""
         inputs = [((0, 0), self.history.values[base])]
         self.history.calls.append(Call("__get__", getattr, inputs))
         return self.history.add_result(dims, is_new_signal=False).number
@@ -137,10 +137,10 @@ class Decisions:
         is_plain: bool,
         defaults: tuple[str, ...],
     ) -> Step:
-        """What to do with a call.
+        """Decide about a call.
 
         Args:
-            function: what is called.
+            function: the function that is called.
             inputs: the numbers of its floating-point operands, each with its path.
             reads_integers: whether it has tensor operands of another kind.
             is_plain: see `additions.classify`.
@@ -173,7 +173,7 @@ class Decisions:
         return tuple(self.history.add_result(n, is_new).number for n in dims)
 
     def finish(self, results: Sequence[int]) -> None:
-        """The forward has returned the tensors of these numbers."""
+        """End the forward, which has returned the tensors of these numbers."""
         self.results = [self.history.values[number] for number in results]
         if self.layers is None:
             self.layers = len(self.residuals)
@@ -184,7 +184,7 @@ class Decisions:
             self._log()
 
     def factors(self) -> GradientFactors:
-        """What follows from the calls so far; once the forward is over, from all of them."""
+        """The factors that follow from the calls so far; after the forward, from all calls."""
         if self._final is not None:
             return self._final
         self._reads = branch_factors(self.history, self.residuals, self.results or ())
@@ -197,7 +197,7 @@ class Decisions:
         return factors
 
     def factor_of_read(self, call: int, path: Path) -> float | None:
-        """What the gradient of an operand is multiplied by; None for nothing."""
+        """The factor of the gradient of an operand, or None."""
         self.factors()
         return self._reads.get((call, path))
 

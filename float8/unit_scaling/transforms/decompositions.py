@@ -149,7 +149,7 @@ def _heads(x_TBE: Tensor, num_heads: int) -> Tensor:
 def _mask(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
 ) -> Tensor | None:
-    """What is added to the scores: (T, S) or (B, num_heads or 1, T or 1, S)."""
+    """The mask to add to the scores: (T, S) or (B, num_heads or 1, T or 1, S)."""
     if attn_mask is not None:
         attn_mask = _added(attn_mask, q)
         if attn_mask.dim() == 3:

@@ -1,10 +1,10 @@
 r"""Factors of gradients that follow from a whole forward: residual branches and cut edges.
 
 **Residual branches.** A residual layer adds its branch ``f(x)`` to the skip ``x`` with relative
-weight ``tau``: ``y = (tau f(x) + x) / sqrt(1 + tau**2)``. Gradients inside the branch shall have
-unit scale too. So the branch's gradient is not multiplied by ``tau / sqrt(1 + tau**2)`` where the
-branch ends (`U.residual_add` multiplies forward only) but where it begins (unit scaling, arXiv
-2303.11257, section 4; u-muP, arXiv 2407.17465, appendix G; `U.residual_split`). With
+weight ``tau``: ``y = (tau f(x) + x) / sqrt(1 + tau**2)``. Gradients inside the branch must have
+unit scale too. So the branch's gradient is multiplied by ``tau / sqrt(1 + tau**2)`` at the
+beginning of the branch, not at its end, where `U.residual_add` multiplies only in forward (unit
+scaling, arXiv 2303.11257, section 4; u-muP, arXiv 2407.17465, appendix G; `U.residual_split`). With
 
     branch factor  b = tau / sqrt(1 + tau**2)        skip factor  s = 1 / sqrt(1 + tau**2)
 
@@ -22,13 +22,13 @@ If two ways from one edge ask for different factors, no factor of the edge is ri
 that brings the conflict is then a plain sum (`has_conflict`). ``x + a(n(x)) + m(n(x))``, where
 ``n`` is on both ways, has no conflict: by the rule for ``tau`` ``b_y s_z = b_z``.
 
-**Cut edges.** A factor of the gradient that differs from the factor forward is harmless on an edge
-that every path takes: all gradients behind it are multiplied by one number. On any other edge it
-changes how much one path counts against another, so forward and backward factors have to be equal
-there, which a constraint ensures. The edges of the first kind are the bridges of the undirected
-graph of calls (unit scaling, section 4: cut-edges). Edges from parameters end in a leaf, so each is
-a bridge; a parameter that is used twice is treated as two. The model's results meet in one more
-node, the loss that will be computed from them.
+**Cut edges.** On an edge that every path takes, the factor of the gradient may differ from the
+factor in forward: all gradients behind the edge are multiplied by one number. On any other edge a
+different factor would change the relative weights of the paths, so a constraint makes the forward
+and backward factors equal. The edges of the first kind are the bridges of the undirected graph of
+calls (unit scaling, section 4: cut-edges). Edges from parameters end in a leaf, so each is a
+bridge; a parameter that is used twice is treated as two. All results of the model have edges to one
+more node, which stands for the loss.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def has_conflict(history: History, residuals: Sequence[Addition]) -> bool:
 def branch_factors(
     history: History, residuals: Sequence[Addition], results: Sequence[Value] = ()
 ) -> dict[Edge, float]:
-    """The edges that multiply their gradients, and by what.
+    """The edges that multiply their gradients, with the factors.
 
     Args:
         history: the calls so far.
@@ -225,22 +225,22 @@ def _writer(value: Value) -> int:
 def bridges(links: list[tuple[int, int]]) -> set[int]:
     """The edges (indices) whose removal gives an undirected multigraph more components.
 
-    Tarjan's algorithm (1974): walk depth first, number nodes as they are met, and let ``low`` be
-    the least number that a node's descendants reach by an edge off the walk. The edge into a node
-    is a bridge if ``low`` of the node is its own number.
+    Tarjan's algorithm (1974): visit the nodes depth first and number them in that order. ``low`` of
+    a node is the least number that its descendants reach by an edge outside of the search tree. The
+    tree edge into a node is a bridge if ``low`` of the node is its own number.
     """
-    neighbours: dict[int, list[tuple[int, int]]] = {}
+    adjacent: dict[int, list[tuple[int, int]]] = {}
     for edge, (a, b) in enumerate(links):
-        neighbours.setdefault(a, []).append((b, edge))
-        neighbours.setdefault(b, []).append((a, edge))
+        adjacent.setdefault(a, []).append((b, edge))
+        adjacent.setdefault(b, []).append((a, edge))
     number: dict[int, int] = {}
     low: dict[int, int] = {}
     found: set[int] = set()
-    for start in list(neighbours):
+    for start in list(adjacent):
         if start in number:
             continue
         number[start] = low[start] = len(number)
-        walk = [(start, -1, iter(neighbours[start]))]
+        walk = [(start, -1, iter(adjacent[start]))]
         while walk:
             node, came_by, rest = walk[-1]
             for other, edge in rest:
@@ -250,7 +250,7 @@ def bridges(links: list[tuple[int, int]]) -> set[int]:
                     low[node] = min(low[node], number[other])
                     continue
                 number[other] = low[other] = len(number)
-                walk.append((other, edge, iter(neighbours[other])))
+                walk.append((other, edge, iter(adjacent[other])))
                 break
             else:
                 walk.pop()

@@ -1,4 +1,4 @@
-"""What a forward has computed so far: its calls, and what each tensor was computed from.
+"""The history of a forward: its calls, and the inputs of each tensor.
 
 Each call of a function is a `Call`. Each floating-point tensor is a `Value` with a number; a tensor
 that an in-place function changes gets a new value. `History` holds numbers only and keeps no

@@ -1,4 +1,4 @@
-"""What a transform would not reach in a model, and is refused.
+"""Checks for parts of a model that a transform would not reach; they are refused.
 
 A transformed model is a copy (``copy.deepcopy``) whose own ``forward`` runs, in this thread, under
 torch function modes. A part of the model that these modes do not reach would run without the

@@ -4,34 +4,35 @@
     optimizer = uu.optim.AdamW(model, lr=2**-6)
 
 Unit scaling (arXiv 2303.11257) gives every tensor of a training step, activations, weights and
-gradients, a standard deviation near 1 at initialisation. Written by hand it replaces every function
-of a model. `unit_scale` does that while the model runs: a torch function mode sees each call of the
-model's own forward, however it is spelt, and calls the unit-scaled function in its place. In order:
+gradients, a standard deviation near 1 at initialisation. A model written for it calls other
+functions throughout. `unit_scale` replaces the functions while the model runs: a torch function
+mode sees each call of the model's own forward, in any spelling, and calls the unit-scaled function
+instead. In order:
 
-1.  What is in ``replace`` is replaced, then everything that `registry.torch_map` knows, and every
-    contraction (`contractions`). Other functions are left as they are, except contractions by a
-    trained weight, which are refused: no factor would make up for the weight's scale.
-2.  Additions of a tensor to the result of a branch that reads it become residual layers, weighted
-    by u-muP's depth rule (arXiv 2407.17465, appendix G); other sums become `U.add`, except those
-    that are part of a formula (`additions`).
+1.  The functions in ``replace`` are replaced, then those of `registry.torch_map`, and every
+    contraction (`contractions`). Other functions are called unchanged. A contraction by a trained
+    weight without a unit-scaled version is refused, because no factor corrects the weight's scale.
+2.  If a branch reads a tensor and its result is added to that tensor, the addition becomes a
+    residual layer, weighted by u-muP's depth rule (arXiv 2407.17465, appendix G). Other sums become
+    `U.add`, except those that are part of a formula (`additions`).
 3.  After the last residual layer, calls whose activations come over cut edges are unconstrained:
     their gradients have factors of their own (`gradient_factors`).
-4.  Weights are brought to standard deviation 1, biases to 0, and marked for the optimizers of
-    u-muP (`unit_init`).
+4.  Weights are scaled to standard deviation 1, biases are set to 0, and both are marked for the
+    optimizers of u-muP (`unit_init`).
 
-**The order of reading.** The mode notes the values that each tensor was computed from, in numbers,
-without keeping tensors (`history`). When an addition comes, this says whether it is a residual
-layer (`decisions`). The branch has read its input by then, and that read multiplies the gradient by
-a factor which depends on the addition. So each operand is read through an identity whose backward
-asks for its factor when it runs, after the forward. The same holds for step 3. A model may
-therefore take another path in every forward: skip a mask, route tokens, leave out layers.
+**Factors that are known late.** The mode records from which values each tensor was computed, as
+numbers, without keeping tensors (`history`). An addition is then known to be a residual layer or
+not (`decisions`). By that time the branch has read its input, and the gradient of that read has a
+factor that depends on the addition. So each operand is read through an identity whose backward
+looks its factor up, after the forward. The same holds for step 3. A model may therefore take
+another path in every forward: skip a mask, route tokens, leave out layers.
 
-``torch.compile`` needs these factors as constants: it traces a forward twice, and finds them in the
-first trace (`tracing`). The forward has to be one graph.
+``torch.compile`` needs these factors as constants: it traces a forward twice, and computes them in
+the first trace (`tracing`). The forward must be one graph.
 
 One number is needed before the forward: the depth rule divides by the number of residual layers.
-The first forward runs once more, before it, on copies of the model and its arguments, and counts
-them. The number belongs to the model, as its weights do; deepcopy and pickle keep it.
+They are counted in an additional run before the first forward, on copies of the model and its
+arguments. The number is part of the model, as its weights are; deepcopy and pickle keep it.
 """
 
 from __future__ import annotations
@@ -85,21 +86,21 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
     """A unit-scaled copy of a model.
 
     Args:
-        module: any module. It stays as it is; the copy has parameters of its own.
-        replace: functions that the model calls -> what to call in their place, before any other
+        module: any module. It is not changed; the copy has parameters of its own.
+        replace: functions that the model calls -> the functions to call instead, before any other
             rule. A key is a function of torch, or a Python function that transforms see as one
-            call because its definition is decorated with `float8.unit_scaling.registry.overridable`
-            (or because ``module.f = overridable(module.f)`` ran before the model's code looks it
-            up). A value is called as it is given, except that a function of torch which has a
-            unit-scaled version means that version (``{my_gelu: F.gelu}``). A function that is its
-            own value (``{F.dropout: F.dropout}``) is left alone.
+            call. For that, decorate its definition with
+            `float8.unit_scaling.registry.overridable`, or set ``module.f = overridable(module.f)``
+            before the model's code looks it up. A value that is a function of torch with a
+            unit-scaled version stands for that version (``{my_gelu: F.gelu}``); any other is called
+            unchanged. A function mapped to itself (``{F.dropout: F.dropout}``) is not replaced.
 
     Returns:
         A module of a subclass of ``type(module)``, with the same names, methods and state dict.
 
     Raises:
-        TypeError: ``module`` is not a module, or is compiled; ``replace`` holds something else
-            than functions.
+        TypeError: ``module`` is not a module, or is compiled; or ``replace`` has an entry that is
+            not a function.
         ValueError: the module is unit-scaled already, or has parameters on the meta device; or a
             key of ``replace`` is a function whose calls a transform cannot see. While running: a
             contraction has no unit-scaled version, or a trained parameter does not belong to the
@@ -144,7 +145,7 @@ def _refuse_float8_parts(model: nn.Module) -> None:
 
 
 class UnitScale(Traceable):
-    """Calls unit-scaled functions in place of a model's; see the module."""
+    """Calls unit-scaled functions instead of a model's; see the module."""
 
     depth: ClassVar[int] = 1
     outputs: frozenset[str] = frozenset()  # the output weights, as `unit_init` has found them
@@ -185,7 +186,7 @@ class UnitScaleMode(Mode):
             self._leaf(parameter, name)
 
     def finish(self, result: Any) -> None:
-        """The forward has returned ``result``."""
+        """End the forward, which has returned ``result``."""
         self.decisions.finish(tuple([self._number(x) for x in floats_of(result)]))
 
     def __torch_function__(
@@ -308,7 +309,7 @@ def _undecided(decisions: Decisions, call: int, output: float, *grads: float) ->
 
 
 def _opened(func: Any) -> Function | None:
-    """The function to run under the mode in place of one that hides calls; None if none."""
+    """The function to run under the mode instead of one that hides calls, or None."""
     if hasattr(func, "implementation") and not func.__module__.startswith(UNIT_SCALED):
         return func.implementation
     return decomposition_of(func)
@@ -356,7 +357,7 @@ def floats_of(returned: Any) -> list[Tensor]:
 def _count_on_copies(
     replacements: Replacements, outputs: frozenset[str], model: nn.Module, args: Any, kwargs: Any
 ) -> int:
-    """The number of residual layers of one forward that leaves no trace.
+    """The number of residual layers, counted in one forward without side effects.
 
     Parameters are shared, buffers and arguments are copied, and the random state is put back.
     Objects that a forward reaches in another way, a global variable for example, are not copied.

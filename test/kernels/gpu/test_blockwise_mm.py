@@ -41,7 +41,7 @@ def operands(shape, rows, formats=(E4M3, E4M3), device="cpu", fill="wide") -> li
     parts = []
     for size, block, dtype, seed in zip((M, N), BLOCKS[rows], formats, (1, 2), strict=True):
         x = Case((size, K), fill=fill, exponent=seed, seed=seed).make()
-        x *= torch.exp2(torch.arange(K) // 128 % 3 * 4.0)  # neighbouring blocks differ
+        x *= torch.exp2(torch.arange(K) // 128 % 3 * 4.0)  # adjacent blocks differ
         codes, scale = oracle.quantize(x, block, dtype)
         parts += [codes.view(dtype).to(device), scale.to(device)]
     return parts
@@ -156,8 +156,8 @@ def test_faults_are_caught(rows, device):
     a, a_scale, b, b_scale = parts
     swapped = (b_scale, a_scale) if rows == (1, 1) else (a_scale.flip(0), b_scale.flip(0))
     faulty = {
-        "a's neighbour along K": (a, a_scale.roll(1, 1), b, b_scale),
-        "b's neighbour along K": (a, a_scale, b, b_scale.roll(-1, 1)),
+        "a's adjacent scale along K": (a, a_scale.roll(1, 1), b, b_scale),
+        "b's adjacent scale along K": (a, a_scale, b, b_scale.roll(-1, 1)),
         "first block's everywhere": (a, a_scale[:, :1].expand_as(a_scale), b, b_scale),
         "swapped or upside down": (a, swapped[0], b, swapped[1]),
         "reciprocals": (a, 1 / a_scale, b, 1 / b_scale),

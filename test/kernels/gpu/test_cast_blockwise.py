@@ -20,7 +20,7 @@ ORIENTATIONS = ((True, True), (True, False), (False, True), (False, False))
 
 
 def check(x, dtype, power_of_two, block, rows, cols, device, replay):
-    """What is wanted holds the definition's codes and scales, laid out for cuBLASLt."""
+    """Requested outputs have the definition's data and scales, in cuBLASLt's layout."""
     got = launcher("cast_blockwise", "_launch", device)(x, dtype, power_of_two, *block, rows, cols)
     for wanted, source, data, scale in ((rows, x, *got[:2]), (cols, x.t(), *got[2:])):
         if not wanted:
@@ -76,7 +76,7 @@ def test_far_exponents(exponent, power_of_two, block, dtype, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_block_has_its_own_scale(block, device):
-    """Magnitudes that differ by powers of ten from line to line: a neighbour's scale would show."""
+    """Magnitudes differ by powers of ten between lines: another line's scale changes the data."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(144, 272, generator=generator)
     x *= 10.0 ** torch.randint(-6, 6, (144, 1), generator=generator)

@@ -20,7 +20,7 @@ ORIENTATIONS = ((True, True), (True, False), (False, True), (False, False))
 
 
 def check(x, dtype, power_of_two, rows, cols, device, replay):
-    """What is wanted holds the definition's codes and scales, row-major; the rest is empty."""
+    """Requested outputs have the definition's data and scales, row-major; others are empty."""
     got = launcher("cast_rowwise", "_launch", device)(x, dtype, power_of_two, rows, cols)
     for wanted, source, data, scale in ((rows, x, *got[:2]), (cols, x.t(), *got[2:])):
         if not wanted:
@@ -66,7 +66,7 @@ def test_far_exponents(exponent, power_of_two, dtype, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_every_line_has_its_own_scale(power_of_two, device):
-    """Magnitudes that differ from line to line by powers of ten: a neighbour's scale would show."""
+    """Magnitudes differ by powers of ten between lines: another line's scale changes the data."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(64, 96, generator=generator)
     x *= 10.0 ** torch.randint(-6, 6, (64, 1), generator=generator)

@@ -32,7 +32,7 @@ N = 1 << 14
 
 
 def every_kind_of_float():
-    """Random bits, so every exponent; neighbours of powers of two; the special values."""
+    """Random bits, so every exponent; values next to powers of two; the special values."""
     bits = torch.randint(-(2**31), 2**31, (N,), dtype=torch.int64).to(torch.int32)
     x = bits.view(torch.float32)
     edges = torch.exp2(torch.arange(-149, 128, dtype=torch.float64)).float()

@@ -61,7 +61,7 @@ def test_the_interpreted_kernels_write_where_they_should():
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault, tmp_path):
-    """The program finds other bits, or the kernel writes over what is not its own and it dies."""
+    """The program finds other bits, or it crashes because the kernel writes outside its memory."""
     pattern, instead, which = FAULTS[fault]
     shutil.copytree(ROOT / "float8", tmp_path / "float8", ignore=shutil.ignore_patterns("*.pyc"))
     planted = 0
@@ -92,7 +92,9 @@ def test_a_gpu_takes_more_than_2_to_the_31_elements():
     x = torch.zeros(LARGE, dtype=torch.bfloat16, device="cuda")
     x[-64:] = torch.randn(64, LARGE[1], device="cuda").bfloat16()
     for block in (WHOLE, ROW, BY_128, SQUARE):
-        got = kernels.cast_operand(x, block, E4M3, power_of_two=True, rows=True, cols=True)
+        got = kernels.cast_operand(
+            x, block, E4M3, power_of_two=True, row_major=True, transposed=True
+        )
         assert not got.data[:-64].view(torch.uint8).count_nonzero()
         rows = 64 if block[0] == 1 else 1  # of scales
         for data, scale, source in (
@@ -119,8 +121,10 @@ def test_a_second_device_casts_and_multiplies(block):
     """While another one is current: its kernels are launched there, on its own memory."""
     x = torch.randn(256, 256, device="cuda:1").bfloat16()
     assert torch.cuda.current_device() == 0
-    got = kernels.cast_operand(x, block, E4M3, power_of_two=True, rows=True, cols=True)
-    expected = kernels.cast_operand(x.to("cuda:0"), block, E4M3, True, rows=True, cols=True)
+    got = kernels.cast_operand(x, block, E4M3, power_of_two=True, row_major=True, transposed=True)
+    expected = kernels.cast_operand(
+        x.to("cuda:0"), block, E4M3, True, row_major=True, transposed=True
+    )
     for mine, theirs in zip(got, expected, strict=True):
         assert mine.device == x.device
         assert_bitwise(mine.cpu(), theirs.cpu(), block)

@@ -43,7 +43,7 @@ def test_twins(dtype, device):
     expected_codes, expected_scale, expected_exponent = moments.encode_expanded(x, GROUP)
     assert_bitwise(scale, expected_scale, what="scale of the expansion")
     torch.testing.assert_close(exponent, expected_exponent, rtol=1e-6, atol=0)
-    assert_neighbours(codes, expected_codes)
+    assert_adjacent(codes, expected_codes)
     values = moments.decode_expanded(codes.view(torch.float8_e4m3fn), scale, exponent, GROUP)
     torch.testing.assert_close(decoded, values, rtol=2e-5, atol=0, equal_nan=True)
     assert torch.equal(decoded == 0, x == 0)
@@ -52,10 +52,10 @@ def test_twins(dtype, device):
     assert_bitwise(at_random[0], half, what="float16 codes at random")
     linear = moments.encode(x, GROUP, torch.float8_e4m3fn, chances[1])[0]
     assert_bitwise(at_random[1].view(linear.dtype), linear, what="E4M3 codes at random")
-    assert_neighbours(at_random[2], moments.encode_expanded(x, GROUP, chances[2])[0])
+    assert_adjacent(at_random[2], moments.encode_expanded(x, GROUP, chances[2])[0])
 
 
-def assert_neighbours(codes, expected):
+def assert_adjacent(codes, expected):
     """The same code, or rarely the next one."""
     apart = (codes.int() - expected.view(torch.uint8).int()).abs()
     nan = expected.float().isnan()
@@ -65,9 +65,9 @@ def assert_neighbours(codes, expected):
 
 
 def test_a_wrong_range_is_caught():
-    """The planted fault: an exponent of a neighbouring group."""
+    """The planted fault: an exponent of an adjacent group."""
     x = rows_of_every_kind()[10:16]
     codes, scale, exponent = moments.encode_expanded(x, GROUP)
     y = (x.abs() / scale).pow(1 / exponent.roll(1, 0)) * 448
     with pytest.raises(AssertionError):
-        assert_neighbours(y.clamp(2.0**-9, 448).to(codes.dtype).view(torch.uint8), codes)
+        assert_adjacent(y.clamp(2.0**-9, 448).to(codes.dtype).view(torch.uint8), codes)

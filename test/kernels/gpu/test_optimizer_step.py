@@ -2,7 +2,7 @@
 
 Linear codes, scales, float32 states and gradients agree to the bit. The parameter may differ by the
 last bits of its update where a square root does (MKL's on a CPU is not correctly rounded) or a code
-of the expanded second moment; expanded codes may be neighbours.
+of the expanded second moment; expanded codes may differ by one.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def test_a_special_gradient_reaches_its_own_element(special, device):
 
 
 def test_planted_faults_are_caught():
-    """A stale scale, a neighbour's group, a wrong bias correction: each fails the comparison."""
+    """A stale scale, another group's scale, a wrong bias correction: each fails the comparison."""
     tensors = operands((4, 256), 128, torch.float32, "e4m3", "float16")
     found, expected = both("adamw", tensors, 128, "cpu")
     stale, swapped, uncorrected = (list(found) for _ in range(3))

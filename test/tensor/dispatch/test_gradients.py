@@ -65,7 +65,7 @@ def test_what_vanishes_is_zero_and_what_is_nan_stays(fmt, factor):
     x.detach().clone()  # the scale is still one that a Float8Tensor may have
 
 
-def test_a_view_of_a_part_does_not_touch_its_neighbours():
+def test_an_op_on_a_view_does_not_change_the_rest():
     x = example()
     before = x.dequantize()
     x[:2].mul_(0.5)

@@ -1,4 +1,4 @@
-"""What a plot claims is drawn: every scale at its place, and the formats at theirs."""
+"""A plot shows every scale and the ranges of the formats at the right positions."""
 
 from __future__ import annotations
 

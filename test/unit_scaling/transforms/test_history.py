@@ -1,4 +1,4 @@
-"""What is known of a value by how it was computed."""
+"""The properties of a value that follow from its computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a transform would not reach is refused by name, before anything has changed."""
+"""Modules that a transform would not reach are refused by name, before any change."""
 
 from __future__ import annotations
 
