@@ -1,7 +1,7 @@
 """Scale and cast of one operand: functions on plain tensors, and the base class of cast modules.
 
 `quantize` turns a matrix, in the orientation of the GEMM that reads it, into ``(data, scale)`` as
-its `OperandCast` says. `quantize_both` does it for the two GEMMs that contract its two dimensions,
+its `OperandCast` says. `cast_both` does it for the two GEMMs that contract its two dimensions,
 from one read where there is a kernel for it. The scaling type decides where the scale comes from:
 
 - dynamic: from the amax of this tensor;

@@ -30,9 +30,11 @@ pytest.importorskip("triton")  # the casts of CUDA tensors are its kernels
 
 from float8 import Float8Linear, granularity, kernels
 from float8.config import RECIPES
-from float8.linear.scaling import quantize_both
+from float8.linear.bound_plan import plan_on
+from float8.linear.scaling import cast_both
 
 module = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
+DEVICE = torch.device("cuda", 7)  # plans are remembered per device: no other test binds one to this
 RECIPE_NAMES = ("tensorwise", "rowwise", "blockwise")
 
 
@@ -60,17 +62,16 @@ def lower(recipe: str, tokens: int) -> list:
     """The kinds of scales of the three products of a layer, for so many tokens, dynamic."""
     env = ShapeEnv()
     example = torch.empty(tokens, 0)
-    plan = replace(RECIPES[recipe], pad_inner_dim=True).plan
+    plan = plan_on(replace(RECIPES[recipe], pad_inner_dim=True), DEVICE, torch.bfloat16)
     with FakeTensorMode(shape_env=env) as mode:
         dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
         size = mode.from_tensor(example, symbolic_context=dynamic).shape[0]
         assert isinstance(size, torch.SymInt)
         with torch.no_grad(), enable_python_dispatcher(), Lowerings(env) as lowerings:
             x, g, w = (fake(*shape) for shape in ((size, 640), (size, 256), (256, 640)))
-            both_x = quantize_both(x, plan.output.a, plan.grad_weight.b, plan.reuses_input)
-            both_w = quantize_both(w, plan.output.b, plan.grad_input.b, plan.reuses_weight)
-            both_g = quantize_both(
-                g, plan.grad_input.a, plan.grad_weight.a, plan.reuses_grad_output
+            both_x, both_w, both_g = (
+                cast_both(operand, casts, None, False, True, True, False)
+                for operand, casts in ((x, plan.x), (w, plan.w), (g, plan.g))
             )
             for gemm, a, b in (
                 (plan.output, both_x[0], both_w[0]),
