@@ -19,7 +19,7 @@ DEV = ["ruff==0.17.5", "mypy==2.4.1", *TEST]
 
 setup(
     name="float8",
-    version="0.7.0",
+    version="0.8.0",
     description="Train PyTorch models with 8-bit floating point matrix products",
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

@@ -8,7 +8,7 @@ else, no loss scaling, no scales, and reach the loss of full precision. Here a s
     gap     loss / loss of the same model in fp32 - 1
 
 The target is a gap of at most 1 % for the unit-scaled model. The base model in the same formats
-shows what the casts do to a model that nobody prepared for them. Both have equal shapes, see the
+shows the effect of the casts on a model that is not unit-scaled. Both have equal shapes, see the
 same text with the same bytes hidden, and train with the learning rate that is best for them in
 fp32 (`LEARNING_RATES`); the format changes nothing else.
 
@@ -28,9 +28,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import bert, decoders, harness, report, training
-
-import corpus  # isort: skip  # of scripts/, which training puts on the path
+from benchmarks.measuring import harness, report
+from benchmarks.models import bert, decoders, training
+from scripts.training import corpus
 
 COLUMNS = {
     "layer": ("model", ""),
@@ -106,7 +106,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train all, compare, write it down; 1 if a unit-scaled run diverged."""
+    """Train all, compare and report; returns 1 if a unit-scaled run diverged."""
     options = parse(argv)
     text = training.load(options)
     rows: list[harness.Row] = []

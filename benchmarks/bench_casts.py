@@ -1,16 +1,15 @@
-"""Are the cast kernels as fast as memory? Each against a copy, then torch eager and torch.compile.
+"""Are the cast kernels as fast as memory? Compares them with a copy, torch eager and torch.compile.
 
-A cast does nothing but move bytes, so its limit is the bandwidth that a copy of a large buffer
+A cast only moves bytes, so its limit is the bandwidth that a copy of a large buffer
 reaches on this device, measured in the same rounds:
 
     of copy = (bytes per element that the kernel must move * elements / time) / copy bandwidth
 
-A kernel should reach 90 % of it. `bytes/element` is what the kernel's docstring promises for a
+A kernel should reach 90 % of it. `bytes/element` is the count in the kernel's docstring for a
 bfloat16 source (read, written once per orientation; SwiGLU reads two). Three contenders do the same
 work: `kernel` is what the library runs on CUDA, `eager` the same op in plain PyTorch, `compiled`
-that under torch.compile. Every kernel is measured before anything else is, on the first shape and
-then on the others: that is what a machine with a GPU is asked first. On a CPU there are no kernels;
-`eager` is then what the library runs.
+that under torch.compile. Kernels are measured first, on the first shape and then on the others, so
+that a short run on a GPU has them. On a CPU there are no kernels; there the library runs `eager`.
 
     python benchmarks/bench_casts.py -o casts.json
     python benchmarks/bench_casts.py --shapes 8192,8192 --casts "static both" --contenders kernel
@@ -33,9 +32,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import harness, report
-from benchmarks.limit import COPY, Copy
-from benchmarks.step import room_to_compile
+from benchmarks.measuring import harness, report
+from benchmarks.measuring.limit import COPY, Copy
+from benchmarks.measuring.step import room_to_compile
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KERNEL, EAGER, COMPILED = "kernel", "eager", "compiled"
@@ -59,7 +58,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Cast:
-    """One op of `float8/kernels/gpu/`: its file, name, arguments beside x, and what it moves."""
+    """One op of `float8/kernels/gpu/`: its file, name, arguments after x, and bytes moved."""
 
     file: str
     op: str
@@ -143,7 +142,7 @@ def measure(
 
 
 def verdict(rows: Sequence[harness.Row]) -> str:
-    """How many kernels are as fast as they should be, and which are not."""
+    """How many kernels reach the target, and which do not."""
     kernels = [row for row in rows if row["contender"] == KERNEL]
     slow = [row for row in kernels if row.get("met") != "yes"]
     named = ", ".join(f"{row['cast']} {row['shape']} {row.get('of_copy', 0):.0%}" for row in slow)

@@ -1,4 +1,4 @@
-"""What does training in several processes send, and how much less of it in float8?
+"""How many bytes does training in several processes send, and how many in float8?
 
 One training step of a stack of LLaMA blocks (`llama.py`), in float32 parameters and bfloat16
 arithmetic, in 2 and in 4 processes of this machine, is counted at the process group (`wire.py`
@@ -13,9 +13,9 @@ says what a rank sends in each collective; nothing is estimated, and nothing is 
     DDP, float8 gradients    the same, sent as float8
 
 Weights are gathered for forward and again for backward. Bytes are those of the rank that sends
-most, per step, the first step left out: it has dynamic scales and other preparations. A form's
-bytes include what its scales take. "unsharded" is the most memory that gathered parameters took at
-one time. Targets: weights as float8 are at most 0.52x the baseline's bytes, gradients at most
+most, per step. The first step is left out: it has dynamic scales and other preparations. A form's
+bytes include those of its scales. "unsharded" is the peak memory of gathered parameters.
+Targets: weights as float8 are at most 0.52x the baseline's bytes, gradients at most
 0.55x, and scales of a model take one collective per step.
 
     python benchmarks/bench_comm.py -o comm.json
@@ -41,10 +41,10 @@ from torch.multiprocessing.spawn import start_processes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import harness, report
-from benchmarks.harness import Row
-from benchmarks.llama import SIZES, Llama, Sizes
-from benchmarks.wire import Wire
+from benchmarks.measuring import harness, report
+from benchmarks.measuring.harness import Row
+from benchmarks.measuring.wire import Wire
+from benchmarks.models.llama import SIZES, Llama, Sizes
 
 FSDP2, DDP = "FSDP2", "DDP"
 ALL = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -72,9 +72,9 @@ class Form:
         name: for the table.
         base: the form that sends the same in bfloat16.
         weights, gradients: which collectives carry them, scales included.
-        recipe: of float8, whose weights travel as float8; None for bfloat16 products.
+        recipe: a float8 recipe with weights gathered as float8; None for bfloat16.
         precomputes: whether the weights' scales are found together.
-        float8_gradients: whether gradients travel as float8.
+        float8_gradients: whether gradients are sent as float8.
     """
 
     name: str
@@ -183,7 +183,7 @@ def count(form: Form, sizes: Sizes, device: str) -> Row:
 
 
 def rank(rank: int, world: int, folder: str, sizes: Sizes, device: str) -> None:
-    """One process: counts every form, and rank 0 writes down the rank that sends most."""
+    """One process: counts every form; rank 0 reports the rank that sends most."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -208,15 +208,15 @@ def rank(rank: int, world: int, folder: str, sizes: Sizes, device: str) -> None:
 def measure(world: int, sizes: Sizes, device: str) -> list[Row]:
     """One row per form, counted in so many processes, which end with this call."""
     with tempfile.TemporaryDirectory() as folder:
-        # Not "spawn": its processes end by Python's finalisation, and a gloo thread that lets go of
-        # a tensor meanwhile aborts them. These end at once.
+        # Not "spawn": its processes run Python's finalisation, and a gloo thread that frees a
+        # tensor meanwhile aborts them. These end at once.
         start_processes(rank, (world, folder, sizes, device), world, start_method="forkserver")
         counted = json.loads(Path(folder, f"{world}.json").read_text())
     return [row_of(form, world, counted) for form in FORMS]
 
 
 def row_of(form: Form, world: int, counted: dict[str, Row]) -> Row:
-    """What the table says of a form: KiB, and ratios to the form that it is compared with."""
+    """The columns of a form: KiB, and ratios to the form that it is compared with."""
     row: Row = {"processes": world, "form": form.name, **counted[form.name]}
     if "error" in row:
         return row

@@ -1,6 +1,6 @@
-"""How far is a gradient mean that travels in float8 from the exact mean?
+"""How accurate is a mean of gradients that is reduced in float8?
 
-Prints the error of `float8_gradients` for several numbers of ranks, beside that of a bfloat16
+Prints the error of `float8_gradients` for several numbers of ranks, and that of a bfloat16
 all-reduce. No processes are started: `simulated` runs the arithmetic of
 `float8.distributed.gradients.reduction` for N ranks in one process, to the same bits.
 

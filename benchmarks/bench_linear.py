@@ -1,21 +1,20 @@
 """What does a float8 linear layer cost, or gain, in a training step, by recipe?
 
-One step is what training does to one layer (`step.py`). Casts are inside the clock, so this is the
-whole price:
+One step is a training step of one layer (`step.py`), casts included:
 
     ratio = time(layer) / time(nn.Linear)          below 1 where float8 is faster
 
-All layers of a shape share one weight and one input, and take turns on the clock. With `--modes
-eager compiled` each layer runs both ways, all of them eager first; eager is compared with eager,
-compiled with compiled. The file holds the rows of each mode as soon as they are measured, and
-`--stop-after` begins no other compilation: what was made by then is timed. Where torchao is
-importable its layer of the same recipe takes its turn as well (`--no-peer` leaves it out); a peer
-that cannot run shows its error and fails nothing.
+All layers of a shape share one weight and one input, and are timed in turns. With `--modes eager
+compiled` each layer runs in both modes, eager first; ratios compare within a mode. The file gets
+the rows of each mode as soon as they are measured. After `--stop-after` no further layer is
+compiled; those that exist are timed. If torchao is importable, its layer of the same recipe is
+measured too (`--no-peer` leaves it out); an error of its layer is a row and fails nothing.
 
 `saved` is what autograd keeps from forward for backward: unique storages, parameters excluded.
-`SQNR` compares a layer's output with nn.Linear's. `launches` counts what a step puts on the CUDA
-stream. `of limit` says how near a layer is to the fastest there could be (`limit.py`, on CUDA);
-rows called `floor` say what emulation cannot avoid (`floor.py`, on a CPU). `targets.py` judges.
+`SQNR` compares a layer's output with nn.Linear's. `launches` counts kernels, copies and fills of a
+step on the CUDA stream. `of limit` compares a layer with the lower bound of its time (`limit.py`,
+on CUDA); rows called `floor` are the lower bound of emulation (`floor.py`, on a CPU). `targets.py`
+has the speed-ups to reach.
 
     python benchmarks/bench_linear.py --modes eager compiled -o linear.json --plot linear.png
     python benchmarks/bench_linear.py --shapes 8b squares 2048,1024,4096 --recipes rowwise
@@ -34,12 +33,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import contenders, harness, limit, plots, report, shapes, targets
-from benchmarks.contenders import BASELINE, PEER, Operands
-from benchmarks.floor import FLOOR, floor
-from benchmarks.shapes import LLAMA3_8B, LLAMA3_70B, SQUARES, Shape
-from benchmarks.step import Step, launches, room_to_compile, saved_bytes
+from benchmarks.measuring import contenders, harness, limit, plots, report, shapes, targets
+from benchmarks.measuring.contenders import BASELINE, PEER, Operands
+from benchmarks.measuring.floor import FLOOR, floor
+from benchmarks.measuring.shapes import LLAMA3_8B, LLAMA3_70B, SQUARES, Shape
+from benchmarks.measuring.step import Step, compare, room_to_compile, saved_bytes
 from float8.kernels.casts import COMPILED, compiler_may_cast
+from float8.kernels.scaled_mm import family_of
 
 FLOORS = ("tensorwise", "rowwise", "blockwise")  # the others cast as one of these does
 CPU_SHAPES = (Shape(2048, 1024, 4096),)
@@ -73,7 +73,7 @@ def names(options: argparse.Namespace) -> list[str]:
 
 
 def candidate(name: str, mode: str, operands: Operands) -> Callable[[], object]:
-    """What runs on the clock for one row."""
+    """The function that is timed for one row."""
     if name.startswith(FLOOR):
         plan = contenders.config_of(name.removeprefix(FLOOR), operands).plan
         return floor(plan, contenders.step(BASELINE, mode, operands), mode)
@@ -81,7 +81,7 @@ def candidate(name: str, mode: str, operands: Operands) -> Callable[[], object]:
 
 
 def makers(mode: str, operands: Operands, options: argparse.Namespace) -> dict[str, Maker]:
-    """What takes turns in one mode, nn.Linear first."""
+    """The layers timed in one mode, nn.Linear first."""
     return {key(mode, n): partial(candidate, n, mode, operands) for n in names(options)}
 
 
@@ -89,7 +89,7 @@ def measure(
     shape: Shape, mode: str, options: argparse.Namespace, late: harness.Late = harness.never
 ) -> list[harness.Row]:
     """One row per layer, all timed in the same rounds."""
-    torch.compiler.reset()  # so that nothing pays for the guards of what was compiled before it
+    torch.compiler.reset()  # so that no layer pays for the guards of layers compiled before
     operands = Operands.random(shape, options.device, options.seed)
     groups = [makers(mode, operands, options)]
     if options.limit:  # before what may take long to compile
@@ -104,7 +104,8 @@ def measure(
             mine, base = rounds.runs.get(key(mode, name)), rounds.runs[key(mode, BASELINE)]
             if isinstance(mine, Step) and isinstance(base, Step):
                 row["tflops"] = 3 * shape.flops / row["ms"] / 1e9  # three products a step
-                row |= weigh(mine, base, options.device)
+                row |= compare(mine, base, options.device)
+                row["saved_ratio"] = row["saved_mib"] * 2**20 / saved_bytes(base)
                 row |= nearness(name, mode, shape, operands, rounds)
             rows.append(row)
     return rows
@@ -123,21 +124,6 @@ def nearness(
         return {}
     of_limit = harness.paired_ratio(least, rounds.samples[key(mode, name)])
     return {"limit_ms": median(least) * 1e3, "of_limit": of_limit}
-
-
-def weigh(step: Step, baseline: Step, device: str) -> harness.Row:
-    """What a step launches and keeps, and how near its output is, beside nn.Linear's."""
-    saved = saved_bytes(step)
-    row: harness.Row = {
-        "saved_mib": saved / 2**20,
-        "saved_ratio": saved / saved_bytes(baseline),
-    }
-    if (launched := launches(step, device)) is not None:
-        row["launches"] = launched
-    if step is not baseline:
-        outputs = (each.run(step.x).detach() for each in (baseline, step))
-        row["sqnr_db"] = harness.sqnr_db(*outputs)
-    return row
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -167,7 +153,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Measure every shape; 1 if one of our layers failed (a refusal is no failure)."""
     options = parse(argv)
-    if options.compiled_casts == "aten" and not compiler_may_cast(torch.device(options.device)):
+    if options.compiled_casts == "aten" and not compiler_may_cast(
+        family_of(torch.device(options.device))
+    ):
         print(
             "bench_linear: nothing is measured: the layers leave no cast to the compiler where "
             "Triton's ptxas is older than 13.1 (TRITON_PTXAS_PATH names another)"

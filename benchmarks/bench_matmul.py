@@ -2,8 +2,8 @@
 
     out_MN = (a_MK * a_scale) @ (b_NK * b_scale).T        float8 operands, bf16 result
 
-Both operands are cast before the clock starts: this is the product alone, the most that float8 can
-gain. What the casts take back shows in `bench_linear.py`. `b` is row-major (N, K), so that `b.T`
+Both operands are cast before timing starts: this is the GEMM alone, the most that float8 can gain.
+`bench_linear.py` includes the casts. `b` is row-major (N, K), so that `b.T`
 is column-major: the one layout that Hopper's FP8 tensor cores take. On a CPU the product is
 emulated (dequantise, then multiply), and is expected to be slower than bf16.
 
@@ -28,8 +28,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import harness, report, shapes
-from benchmarks.shapes import LLAMA3_8B, LLAMA3_70B, Shape
+from benchmarks.measuring import harness, report, shapes
+from benchmarks.measuring.shapes import LLAMA3_8B, LLAMA3_70B, Shape
 from float8 import Blockwise, Float8Tensor, Rowwise, Tensorwise
 
 BASELINE = "bf16"
@@ -90,7 +90,7 @@ def measure(shape: Shape, options: argparse.Namespace) -> list[harness.Row]:
 
 
 def rates(shape: Shape, name: str, samples: Mapping[str, list[float]]) -> harness.Row:
-    """bf16's own time beside each float8 row, and both as rates."""
+    """Adds bf16's time to each float8 row, and both as rates."""
     tflops = {key: shape.flops / median(s) / 1e12 for key, s in samples.items()}
     return {
         "tflops": tflops[name],

@@ -1,11 +1,11 @@
-"""How much memory does float8 save in training, what holds the rest, and does the loss stay?
+"""How much memory does float8 save in training, where is the rest, and is the loss the same?
 
 Three questions, each with rows of its own:
 
     LLaMA       Llama-2-7B at COAT's setting (arXiv 2410.19313, end-to-end table: batch 2, context
                 2048), Llama-3-8B and 70B, traced without a GPU (`memory.py`): parameters,
-                gradients, optimizer states, activations, the peak of a step. What is unsharded and
-                does not fit is arithmetic, and meant so.
+                gradients, optimizer states, activations, the peak of a step. Sizes that fit on no
+                GPU are computed, not measured.
     demo GPT    the same of `scripts/train_gpt.py` on this machine, in real bytes: one process per
                 way, so that the peaks of resident memory do not mix
     --quality   the demo GPT trained each way to the end, from several seeds: how much worse than
@@ -19,12 +19,12 @@ With --device cuda the LLaMA rows are measured: `max_memory_allocated` over one 
 Targets: optimizer states at most 0.27 of float32 AdamW's, a block's activations at most 0.6 of
 bf16's, losses within 1 %, and Llama-2-7B at least 1.54 times smaller: its peak on one GPU, and what
 each of `--gpus` holds. 1.54 is COAT's figure for four GPUs under FSDP, 55.1 GB against 35.6 on each
-(on one or two, bf16 did not fit). Sharing makes states weigh less beside activations, so that the
-second comparison is the closer and the harder one; the first alone would flatter. Closer, not the
-same: what COAT's table leaves for weights and gradients, 9 to 10 bytes per parameter, is room for
-float32 ones. Those here are bfloat16 (4 bytes), which favours whoever keeps states and activations
-small: with 8 bytes in both, 1.9 times per GPU would be 1.7. Its baseline's activations are larger
-than ours, too: float32 copies in its norms, which `memory.py` counts as one op that needs none.
+(on one or two, bf16 did not fit). Sharding makes states a smaller part of the total, so that the
+second comparison is closer to COAT's and harder to reach. It is not the same: COAT's table leaves 9
+to 10 bytes per parameter for weights and gradients, enough for float32. Here they are bfloat16 (4
+bytes), which favours small states and activations: with 8 bytes, 1.9 times per GPU would be 1.7.
+COAT's baseline also has larger activations: float32 copies in its norms, which `memory.py` counts
+as one op without copies.
 
     python benchmarks/bench_memory.py -o memory.json
     python benchmarks/bench_memory.py --quality --seeds 0 1 2 -o memory_quality.json
@@ -47,10 +47,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import demo_runs, harness, memory, report, savers
-from benchmarks.harness import Row
-from benchmarks.llama import MODELS, Sizes
-from benchmarks.savers import ALL_TOGETHER, BASELINE
+from benchmarks.measuring import demo_runs, harness, memory, report, savers
+from benchmarks.measuring.harness import Row
+from benchmarks.measuring.savers import ALL_TOGETHER, BASELINE
+from benchmarks.models.llama import MODELS, Sizes
 
 COLUMNS = {
     "mode": ("model", ""),
@@ -142,7 +142,7 @@ def row_of(way: str, model: str, options: argparse.Namespace) -> Row:
 
 
 def compare(rows: Sequence[Row], gpus: int) -> None:
-    """Write into each row how it stands beside the baseline of its model."""
+    """Add to each row its ratios to the baseline of its model."""
     bases = {row["mode"]: row for row in rows if row["layer"] == BASELINE and "error" not in row}
     for row in rows:
         base = bases.get(row["mode"])
@@ -227,7 +227,7 @@ def _check_ways(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 
 
 def rows_of(options: argparse.Namespace, rows: list[Row]) -> None:
-    """Add what was asked for, row by row, so that an interrupted run keeps what it has."""
+    """Add the rows one by one, so that an interrupted run keeps those that it measured."""
     ways = options.ways or savers.WAYS
     for model, way in harness.in_time(
         list(itertools.product(options.models, ways)), options.stop_after
@@ -239,7 +239,7 @@ def rows_of(options: argparse.Namespace, rows: list[Row]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, compare, write it down; 1 if a target was missed or a way of ours failed."""
+    """Measure, compare and report; 1 if a target was missed or a run of this library failed."""
     options = parse(argv)
     rows: list[Row] = []
     targets: list[Row] = []

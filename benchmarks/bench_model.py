@@ -31,10 +31,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import contenders, harness, report
-from benchmarks.contenders import BASELINE, PEER
-from benchmarks.llama import SIZES, Llama, Sizes
-from benchmarks.step import Step, launches, room_to_compile, saved_bytes
+from benchmarks.measuring import contenders, harness, report
+from benchmarks.measuring.contenders import BASELINE, PEER
+from benchmarks.measuring.step import Step, compare, room_to_compile
+from benchmarks.models.llama import SIZES, Llama, Sizes
 from float8 import Float8LinearConfig, convert_to_float8_training
 
 COLUMNS = {
@@ -75,7 +75,7 @@ def step(name: str, mode: str, plain: Llama, x: torch.Tensor, grad_output: torch
 
 
 def peak_bytes(step: Step, device: str) -> int | None:
-    """The most memory allocated at any moment of one step; None where nobody counts."""
+    """The peak of allocated memory in one step; None on a CPU."""
     if torch.device(device).type != "cuda":
         return None
     step()
@@ -115,16 +115,10 @@ def measure(
 
 
 def weigh(step: Step, baseline: Step, device: str) -> harness.Row:
-    """What a step launches and keeps, and how near its output is, beside bf16's."""
-    row: harness.Row = {"saved_mib": saved_bytes(step) / 2**20}
-    if (launched := launches(step, device)) is not None:
-        row["launches"] = launched
-    if (peak := peak_bytes(step, device)) is not None:
-        row["peak_gib"] = peak / 2**30
-    if step is not baseline:
-        outputs = (each.run(step.x).detach() for each in (baseline, step))
-        row["sqnr_db"] = harness.sqnr_db(*outputs)
-    return row
+    """What a step saves, launches and allocates, and the SQNR of its output to bf16's."""
+    peak = peak_bytes(step, device)
+    row = compare(step, baseline, device)
+    return row if peak is None else row | {"peak_gib": peak / 2**30}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

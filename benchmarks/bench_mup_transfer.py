@@ -1,11 +1,11 @@
-"""Does the best learning rate of a narrow model serve a wide one?
+"""Is the best learning rate of a narrow model also the best of a wide one?
 
 For every width and every power of two in a range, one model is trained from the same seed on the
 same text (`training.py`), in each parametrisation of `decoders.py`. The answer is where the lowest
 held-out loss lies, by width:
 
     optimum   the vertex of the parabola in log2(learning rate) through the best point of the grid
-              and its two neighbours; at an edge of the grid, the edge
+              and the two next to it; at an edge of the grid, the edge
     drift     the optimum of the widest model less that of the narrowest, in powers of two
     spread    the greatest distance between the optima of any two widths
     room      how many powers of two of the grid lose less than 3 % to the best
@@ -14,7 +14,7 @@ With u-muP the drift is about 0; with the standard parametrisation theory says -
 of widths (arXiv 2203.03466). The target, a spread of at most one power of two, is not met by optima
 at an edge of the grid: where they are is then not known.
 
-`stability.py` says what training did to every model's activations, at every learning rate.
+`stability.py` reports the scale of every model's activations after training.
 
     python benchmarks/bench_mup_transfer.py -o mup_transfer.json --plot mup_transfer.png
     python benchmarks/bench_mup_transfer.py --variant u-mup mus --widths 64 --octaves -3 6
@@ -34,10 +34,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import decoders, harness, report, stability, training
-from benchmarks.decoders import PARAMETRISATIONS
-
-import corpus  # isort: skip  # of scripts/, which training puts on the path
+from benchmarks.measuring import harness, report, stability
+from benchmarks.models import decoders, training
+from benchmarks.models.decoders import PARAMETRISATIONS
+from scripts.training import corpus
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -138,7 +138,7 @@ def drifts(rows: Sequence[harness.Row]) -> list[harness.Row]:
 
 def draw(rows: Sequence[harness.Row]) -> Figure:
     """Held-out loss against learning rate: a panel per parametrisation, a line per width."""
-    from matplotlib.figure import Figure  # only who draws needs it
+    from matplotlib.figure import Figure  # needed for drawing only
 
     names = list(dict.fromkeys(row["layer"] for row in rows))
     figure = Figure(figsize=(1 + 4.5 * len(names), 4), layout="constrained")
@@ -190,7 +190,7 @@ def octaves_of(name: str, options: argparse.Namespace) -> range:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train all, say where the optima are, write it down; 1 if a model has no optimum."""
+    """Train all, report the optima; 1 if a model has no optimum."""
     options = parse(argv)
     text = training.load(options)
     jobs = [

@@ -1,4 +1,4 @@
-"""What does looking at the numbers cost a training?
+"""How much does inspecting the numbers slow down a training?
 
 The demo's GPT trains with AdamW, eager. Three trainings of each recipe take turns:
 
@@ -7,12 +7,12 @@ The demo's GPT trains with AdamW, eager. Three trainings of each recipe take tur
     each step  every step is inspected
 
     every n:    time / none, at most 1.05 at n = 50
-    each step:  the price of one inspected step, in steps
+    each step:  the cost of one inspected step, in steps
 
 A sample is one interval, of n steps or of one. An inspected step makes each cast once more and
 reads it some ten times in float64; nothing waits for the device before it ends. On a CPU the batch
 is 8 windows and the median is of 7 rounds, so that all takes about three minutes of two idle
-cores; each cast has its fixed price, so that larger batches have lower ratios.
+cores; each cast has a fixed cost, so that larger batches have lower ratios.
 
     python benchmarks/bench_numerics.py -o numerics.json
     python benchmarks/bench_numerics.py --size cpu --recipes blockwise -n 10
@@ -30,16 +30,14 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
-sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "scripts"))
 
-from benchmarks import harness, report
-from benchmarks.harness import Row
+from benchmarks.measuring import harness, report
+from benchmarks.measuring.harness import Row
 from float8 import sync_float8_amax_and_scale_history
 from float8.config import RECIPES
 from float8.numerics import inspect_every
-
-import gpt  # isort: skip  # of scripts/
-from options import SIZES  # isort: skip
+from scripts.training import gpt
+from scripts.training.options import SIZES
 
 NONE, EVERY, EACH = "none", "every n", "each step"
 MOST = 1.05
@@ -54,7 +52,7 @@ COLUMNS = {
 
 
 class Training:
-    """One model that trains on the same batch; ``n`` None watches nothing."""
+    """One model that trains on the same batch; ``n`` None inspects nothing."""
 
     def __init__(self, recipe: str, n: int | None, options: argparse.Namespace) -> None:
         size = {name: int(value) for name, value in SIZES[options.size].items()}

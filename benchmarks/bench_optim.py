@@ -1,20 +1,20 @@
-"""How long does an optimizer step with states in 8 bits take, and what do the states weigh?
+"""How long does an optimizer step with 8-bit states take, and how large are the states?
 
 AdamW of torch and of float8 step the same parameters with the same gradients, in turns:
 
-    torch foreach       torch.optim.AdamW(foreach=True): float32 states, what others are beside
+    torch foreach       torch.optim.AdamW(foreach=True): float32 states, the baseline
     torch fused         torch.optim.AdamW(fused=True)
     float8              first moment E4M3, second moment expanded E4M3
     float8 + float16    first moment E4M3, second moment scaled float16
-    float32             float8's AdamW with both in float32: the price of the code around them
+    float32             float8's AdamW with both in float32: the cost of its code
     bf16 stochastic     as float8, bfloat16 parameters rounded stochastically
 
 Eager and under torch.compile, except torch's own fused one. On a CPU
 
     slowdown = time(compiled) / time(torch foreach, eager), at most 2
 
-On CUDA a step is as fast as memory lets it: the bytes that it must read and write once (gradient,
-parameter, states) per second, against those of a copy, at least 0.8.
+On CUDA memory bounds a step: the bytes that it must read and write once (gradient, parameter,
+states) per second, over those of a copy, are at least 0.8.
 
     python benchmarks/bench_optim.py -o optim.json
     python benchmarks/bench_optim.py --quick --options float8
@@ -34,15 +34,15 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import harness, report
+from benchmarks.measuring import harness, report
 from float8.optim import AdamW
 
 BASELINE = "torch foreach"
-SLOWEST = 2.0  # on a CPU, compiled, beside the baseline
+SLOWEST = 2.0  # on a CPU, compiled, over the baseline
 SHARE_OF_COPY = 0.8  # on CUDA
-# Llama-2-7B's attention: with gradient and float32 states 268 MB, more than caches hold. What stays
-# there from step to step flatters foreach, whose many passes over memory then cost little. One
-# shape, one parameter, because inductor unrolls them: compiling would take longer than measuring.
+# Llama-2-7B's attention: with gradient and float32 states 268 MB, more than caches hold. Data in
+# caches would favour foreach, which makes many passes over memory. One parameter, because inductor
+# unrolls them: compiling several would take longer than measuring.
 SHAPES = ((4096, 4096),)
 # Small, with a ragged one and what stays in float32.
 QUICK = ((512, 256), (65, 100), (64,))
@@ -94,7 +94,7 @@ def new_optimizer(name: str, options: argparse.Namespace, compiled: bool) -> tor
 
 
 def bytes_of(x: Any) -> int:
-    """What a state occupies: codes, scales and exponents, or the numbers themselves."""
+    """The bytes of a state: data, scales and exponents, or the high-precision tensor."""
     parts = getattr(x, "tensors", None)
     return sum(p.numel() * p.element_size() for p in ([x] if parts is None else parts()))
 
@@ -129,7 +129,7 @@ def makers(options: argparse.Namespace) -> dict[str, Callable[[], Callable[[], o
 
 
 class Step:
-    """One step of an optimizer, callable, with what it weighs."""
+    """One step of an optimizer, callable, with the bytes of its states."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, compiled: bool) -> None:
         self.optimizer = optimizer

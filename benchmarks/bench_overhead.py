@@ -1,4 +1,4 @@
-"""What does the library itself cost, where the work is too small to hide it?
+"""How much time does the library's own code take, where GEMMs are too small to hide it?
 
 Forward and backward of one layer on tiny matrices, eager: nearly all of the time is Python and the
 dispatch of small operations. Layers of each recipe take turns:
@@ -9,12 +9,11 @@ dispatch of small operations. Layers of each recipe take turns:
 
     overhead = time(float8) / time(by hand), at most 1.5
 
-Before the clock starts the outputs and gradients of the library's layer and the one by hand are
-compared, to the bit. On CUDA the host's clock runs too, until the device is done: the time is what
-the host needs to launch a step, which decides how small a layer may be before the host, not the
-device, is the limit (`launches` says how many kernels there are to launch). There is nothing by
-hand there, which multiplies in bfloat16. Compiled code has none of this cost. A delayed step is
-measured without its `sync`, which a model calls once for all of its layers.
+Before timing, the outputs and gradients of the library's layer and the one by hand are
+compared bitwise. On CUDA the host is timed until the device is done: the time that the host needs
+to launch a step, which bounds small layers (`launches` counts the kernels). The layer by hand is
+measured on the CPU only, because it multiplies in bfloat16. Compiled code has none of this cost. A
+delayed step is measured without its `sync`, which a model calls once for all of its layers.
 
     python benchmarks/bench_overhead.py -o overhead.json
     python benchmarks/bench_overhead.py --device cuda --shapes 16,16,16 --recipes tensorwise
@@ -33,11 +32,11 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import contenders, harness, report, shapes
-from benchmarks.by_hand import FUNCTIONS, ByHand
-from benchmarks.contenders import BASELINE, Operands
-from benchmarks.shapes import Shape
-from benchmarks.step import launches
+from benchmarks.measuring import contenders, harness, report, shapes
+from benchmarks.measuring.by_hand import FUNCTIONS, ByHand
+from benchmarks.measuring.contenders import BASELINE, Operands
+from benchmarks.measuring.shapes import Shape
+from benchmarks.measuring.step import launches
 from float8 import Float8Linear, sync_float8_amax_and_scale_history
 
 BY_HAND = "by hand "
@@ -57,7 +56,7 @@ COLUMNS = {
 
 
 def gradients(layer: nn.Module, operands: Operands) -> tuple[Tensor, ...]:
-    """One forward and backward: grad_input and grad_weight, handed over and not accumulated."""
+    """One forward and backward: grad_input and grad_weight, returned and not accumulated."""
     output = layer(operands.x)
     return torch.autograd.grad(output, (operands.x, operands.linear.weight), operands.grad_output)
 
@@ -83,7 +82,7 @@ def check_same(recipe: str, ours: nn.Module, by_hand: nn.Module, operands: Opera
             decibels = harness.sqnr_db(one, other)
             raise AssertionError(
                 f"{recipe}: the layer written by hand differs in its {name} ({decibels:.1f} dB): "
-                "mend benchmarks/by_hand.py, or the layer"
+                "mend benchmarks/measuring/by_hand.py, or the layer"
             )
 
 

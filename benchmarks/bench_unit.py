@@ -1,18 +1,17 @@
 """What does recipe `unit` gain over measured scales, on one unit-scaled model?
 
 The model is `uu.TransformerDecoder`'s stack of layers, with rotary positions; embedding and readout
-stay in high precision in practice. All contenders share its parameters, and a step is forward,
-backward with a random gradient and, for `delayed`, the `sync` that it owes. They take turns on the
-clock:
+stay in high precision in practice. All contenders share its parameters and are timed in turns. A
+step is forward, backward with a random gradient and, for `delayed`, its `sync`:
 
     time / hp   = time(recipe) / time(the unit-scaled layers in high precision), same mode
     time / unit = time(recipe) / time(unit): what measuring scales costs
     tokens/s    = tokens of a step / median time
 
-Two columns say what the linear layers cost on a GPU and need none (`traffic.py`): the bytes moved
-beside the GEMMs by all of them, and the launches of one. On a CPU float8 is emulated: its times say
-what developing costs there, not which recipe is the fastest on a GPU. There
-the model's dtype is float32, which CPUs multiply fastest; on CUDA it is bfloat16.
+Two columns count the cost of the linear layers on a GPU, without one (`traffic.py`): the bytes that
+all of them move outside the GEMMs, and the launches of one. On a CPU float8 is emulated: its times
+do not say which recipe is the fastest on a GPU. The model's dtype is float32 on a CPU, the dtype
+that CPUs multiply fastest, and bfloat16 on CUDA.
 
     python benchmarks/bench_unit.py --modes eager compiled -o unit.json
     python benchmarks/bench_unit.py --quick
@@ -33,8 +32,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 import float8.unit_scaling as uu
-from benchmarks import bench_model, contenders, harness, report, traffic
-from benchmarks.step import Step, room_to_compile
+from benchmarks import bench_model
+from benchmarks.measuring import contenders, harness, report, traffic
+from benchmarks.measuring.step import Step, room_to_compile
 from float8 import Float8LinearConfig, convert_to_float8_training
 
 BASELINE = "high precision"

@@ -73,6 +73,14 @@ def format_of(format_or_dtype: Format | torch.dtype) -> Format:
     return FORMATS[format_or_dtype]
 
 
+FNUZ_FAMILY = "gfx94"  # the device family that multiplies the fnuz formats
+
+
+def on_family(fmt: Format, family: str) -> Format:
+    """The twin of ``fmt`` that a device family multiplies (`float8.kernels.family_of`)."""
+    return _FNUZ_TWIN.get(fmt, fmt) if family == FNUZ_FAMILY else fmt
+
+
 def on_device(fmt: Format, device: torch.device) -> Format:
     """The twin of ``fmt`` that ``device`` multiplies: ``fnuz`` on AMD gfx94x, else ``fmt``."""
     if torch.version.hip is None or device.type != "cuda" or not _device_is_fnuz():

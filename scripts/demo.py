@@ -7,24 +7,24 @@
     bash scripts/demo.sh --nproc 2           # in one process, then in two under FSDP2
 
 All runs share the initial weights, the order of the data, and bf16 mixed precision around the
-linear layers (see gpt.py, also for why the output head is not in float8). Recipes in bf16 and with
-scales should lie on top of each other, give or take the noise of so short a training: over learning
-rates and step counts the same recipe came out from 1.3 % better than bf16 to 1.7 % worse.
+linear layers (see training/gpt.py, also for why the output head is not in float8). Recipes in bf16
+and with scales should agree within the noise of so short a training: over learning rates and step
+counts the same recipe ended from 1.3 % better than bf16 to 1.7 % worse.
 
-"naive" casts to float8 without scales: it shows what the scales are for. Nothing about it is
-rigged; it is an ordinary model with an ordinary mean loss, whose gradients E5M2 cannot hold
-unscaled (the comment in gpt.py has the numbers; operand_table.py counts them). "unit" casts without
-scales too, the same model after `unit_scale`, and is to be compared with "unit_bf16", which is that
-model in bf16. The two train by u-muP's rules, hence with a learning rate of their own.
+"naive" casts to float8 without scales, to show their effect. It is the same model with the same
+mean loss, whose gradients are too small for E5M2 without scales (the comment in training/gpt.py has
+the numbers; operand_table.py counts them). "unit" casts without scales too, the same model after
+`unit_scale`, and is to be compared with "unit_bf16", which is that model in bf16. The two train by
+u-muP's rules, hence with a learning rate of their own.
 
-A recipe may be followed by what else the run keeps in float8, each after a "+" (savings.py).
+A recipe may be followed by the names of savings, each after a "+" (training/savings.py).
 
-The recipes take turns, from one validation to the next: one watches their losses side by side, and
-whatever else the machine does slows all of them, so that the speeds compare.
+The recipes take turns, from one validation to the next: other load on the machine then slows all of
+them alike, so that their speeds are comparable.
 
 With --nproc the recipes of `SHARDED`, or of --recipes, train once in this process and then in that
-many under torchrun and FSDP2, weights gathered as float8 where the recipe can (parallel.py says
-which, and why the losses of the two compare). The table shows both.
+many under torchrun and FSDP2, with weights gathered as float8 where the recipe can
+(training/parallel.py says which, and why the losses are comparable). The table shows both.
 
 Writes demo.json (numbers) and demo.png (loss curves) into --out-dir. Ctrl-C leaves a checkpoint,
 and --resume goes on from there, with the recipes that were already done.
@@ -37,16 +37,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import corpus
-from ctrl_c import CtrlC, at_once
-from environment import NotWritten, check_writable, environment, write_json
-from matplotlib.figure import Figure  # not pyplot: a file is all we want, and no display is needed
-from options import Options, give_up, options_from, parser, processes
-from options import seed as seed_of
-from parallel import launch, leave
-from savings import SAVED, parts_of
+from matplotlib.figure import Figure  # not pyplot, which may need a display
 from tabulate import tabulate
-from train_gpt import Trainer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
+
+from scripts.train_gpt import Trainer
+from scripts.training import corpus
+from scripts.training.ctrl_c import CtrlC, at_once
+from scripts.training.environment import NotWritten, check_writable, environment, write_json
+from scripts.training.options import Options, give_up, options_from, parser, processes
+from scripts.training.options import seed as seed_of
+from scripts.training.parallel import launch, leave
+from scripts.training.savings import SAVED, parts_of
 
 SHARDED = ("bf16", "tensorwise", "delayed")  # with --nproc, unless --recipes says otherwise
 RECIPES = ("bf16", "tensorwise", "delayed", "rowwise", "naive", "unit_bf16", "unit")
@@ -190,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         give_up("demo.py", error)
     try:
-        finished = _train(team, options, args.out_dir, beside=launches)
+        finished = _train(team, options, args.out_dir, first_half=launches)
     except NotWritten as error:
         give_up("demo.py", error)
     if finished and launches:
@@ -199,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if finished else 130
 
 
-def _train(team: list[Trainer], options: Options, folder: Path, beside: bool) -> bool:
+def _train(team: list[Trainer], options: Options, folder: Path, first_half: bool) -> bool:
     """Train and report; False if interrupted."""
     ranks = team[0].team
     with CtrlC() as stop:
@@ -207,18 +210,18 @@ def _train(team: list[Trainer], options: Options, folder: Path, beside: bool) ->
     if finished:
         runs = [trainer.summary() for trainer in team]
         if ranks.rank == 0:
-            report(runs, options, folder, beside)
+            report(runs, options, folder, first_half)
     elif ranks.rank == 0:
         print("stopped: continue with the same command and --resume")
     ranks.close()
     return finished
 
 
-def report(runs: list[dict[str, Any]], options: Options, folder: Path, beside: bool) -> None:
-    """Write and print it all; of runs that others go `beside`, only keep them for these."""
+def report(runs: list[dict[str, Any]], options: Options, folder: Path, first_half: bool) -> None:
+    """Write and print the report; with `first_half` only save the runs for the report to come."""
     alone = folder / "alone.json"
     about = {**environment(runs[0]["seed"], options.device), "options": _shared(options)}
-    if beside:
+    if first_half:
         write_json(alone, {**about, "runs": runs})
         return
     if options.nproc > 1:

@@ -10,12 +10,12 @@
 #
 # Each part has its own time limit, so that a slow one cannot starve the next. Parts come in order of
 # importance. Benchmarks write down each row as they measure it and begin nothing new after a while;
-# eager comes before compiled, and every kernel beside a copy before what it is compared with.
+# eager comes before compiled, and every kernel with a copy before its comparisons.
 #
 # OUTDIR holds results.tar.gz, written anew after every part: report.txt (how each part ended, all
 # tables), a log and a JUnit file for each run of tests, and a JSON file per benchmark:
 # bench_linear.json is the layer of the targets, bench_linear_sweep.json all layers and squares. The
-# same files lie beside it. The archive stays below 16 MiB, of the report and the tables if need be.
+# same files lie in OUTDIR. The archive stays below 16 MiB, of the report and the tables if need be.
 case " $* " in *" --help "* | *" -h "*)
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit 0
@@ -131,7 +131,7 @@ benchmark() {
 }
 
 part environment 20 python3 -c \
-    'from benchmarks import report; print(*report.environment("cuda").items(), sep="\n")'
+    'from benchmarks.measuring import report; print(*report.environment("cuda").items(), sep="\n")'
 tee -a "$report" <"$log"
 nvidia-smi 2>&1 | tee -a "$report"
 for package in pytest xdist hypothesis tabulate triton torchao; do
@@ -140,7 +140,7 @@ done
 
 tests cuda 105 14 cuda test/kernels test/activations/test_ops.py test/benchmarks/test_step.py \
     test/benchmarks/test_bench_overhead.py test/tensor/dispatch/test_copies.py \
-    test/numerics/test_statistics.py test/fusion/test_fused.py test/test_kernel_path.py test/linear/test_layer.py
+    test/numerics/test_statistics.py test/fusion/test_producers.py test/test_kernel_path.py test/linear/test_layer.py
 benchmark bench_casts 45 benchmarks/bench_casts.py --repeats 5 --warmup 2 --stop-after 35
 benchmark bench_linear 90 benchmarks/bench_linear.py --shapes 70b.attn.wo --stop-after 60 \
     --modes eager compiled --recipes tensorwise static rowwise blockwise --repeats 10
@@ -151,9 +151,9 @@ benchmark bench_model 45 benchmarks/bench_model.py --modes eager compiled --stop
     --recipes tensorwise --blocks 2 --repeats 5
 # Timings, so alone. Then what this torch and this Triton do without a GPU: hidden, or FSDP2 would
 # build its meshes on it over gloo, and hang.
-tests timing 15 1 cuda test/benchmarks/test_harness.py test/estimate/test_measure.py
+tests timing 15 1 cuda test/benchmarks/test_harness.py test/benchmarks/test_measure.py
 CUDA_VISIBLE_DEVICES='' tests cpu 60 16 "not cuda" test/kernels test/linear/test_autograd.py \
-    test/linear/test_compile.py test/fusion/test_fused.py test/test_kernel_path.py test/linear/test_layer.py \
+    test/linear/test_compile.py test/fusion/test_producers.py test/test_kernel_path.py test/linear/test_layer.py \
     test/linear/test_delayed.py test/tensor/test_tensor.py test/distributed/test_float8_gather.py
 benchmark bench_unit 20 benchmarks/bench_unit.py --layers 2 --repeats 5
 benchmark bench_optim 20 benchmarks/bench_optim.py --options float8 "float8 + float16" --modes eager
@@ -165,7 +165,7 @@ benchmark bench_linear_sweep 20 benchmarks/bench_linear.py --repeats 5 --warmup 
     --shapes 70b 8b squares --stop-after 12
 benchmark bench_numerics 12 benchmarks/bench_numerics.py --recipes tensorwise --repeats 3 -n 20
 part "predicted against measured" 8 \
-    python3 -m float8.estimate --check "$out/bench_linear.json" --device measured
+    python3 benchmarks/check_estimate.py "$out/bench_linear.json" --device measured
 tail -n 60 "$log" | tee -a "$report"
 
 if [ ${#failed[@]} -gt 0 ]; then

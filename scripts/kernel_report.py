@@ -1,11 +1,11 @@
-"""Compile every shipped Triton kernel for GPUs that need not be there, and read the machine code.
+"""Compile every shipped Triton kernel, without a GPU, and report its machine code.
 
     python scripts/kernel_report.py [--arch sm_90] [--only cast] [-o FILE.json]
 
-Triton compiles for a GPU without one, and brings a disassembler. What a cubin tells, and this
-prints: registers and shared memory (how many programs fit a multiprocessor), spills (registers that
-went to memory), the narrowest and widest access to device memory in bytes per thread, and the
-instructions that convert float8. What it does not tell is time.
+Triton compiles without a GPU and includes a disassembler. Printed are registers and shared memory
+(which limit the programs per multiprocessor), spills (registers in local memory), the narrowest and
+widest access to device memory in bytes per thread, and the instructions that convert float8. A
+cubin says nothing about time.
 
 The machine code is also scanned for stores of garbage, which some versions of ptxas emit
 (`sass/findings.py`). The exit status is 1 where there are any: below the table stands each kernel,
@@ -30,13 +30,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # imported by a test
-
-from sass.findings import scan
-from sass.tools import listing, resources
 
 from float8.kernels.gpu.launch import Variant
 from float8.kernels.scaled_mm import SUPPORT
+from scripts.sass.findings import scan
+from scripts.sass.tools import listing, resources
 
 FILES = (
     "amax",
@@ -55,7 +53,7 @@ ARCHITECTURES = ("sm_89", "sm_90", "sm_100")  # what is compiled for unless othe
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What a cubin says; ``loads`` and ``stores`` count global accesses by bytes per thread."""
+    """The figures of a cubin; ``loads`` and ``stores``: bytes per thread -> global accesses."""
 
     registers: int
     spills: int  # bytes of local memory per thread
@@ -64,11 +62,11 @@ class MachineCode:
     loads: dict[int, int]
     stores: dict[int, int]
     conversions: dict[str, int]
-    garbage: list[str]  # stores of bytes that no computation made, and how they come there
+    garbage: list[str]  # stores of bytes that no computation made, and their origin
 
 
 def variants(files: Sequence[str] = FILES) -> list[Variant]:
-    """What ships, in the order of the files of ``float8/kernels/gpu/``."""
+    """The shipped variants, in the order of the files of ``float8/kernels/gpu/``."""
     return [
         variant
         for name in files

@@ -1,11 +1,11 @@
-"""Does machine code store bytes that no computation made? Scan compiled Triton kernels for it.
+"""Scan compiled Triton kernels for stores of bytes that no computation made.
 
     python scripts/machine_code.py FILE_OR_DIRECTORY ...
 
 A file is a cubin, or a listing of `nvdisasm -ndf -c`; of a directory, such as ~/.triton/cache or
-the one that torch.compile keeps its kernels in, every cubin below it is read. Printed is, for each,
-what stores garbage and the way that it comes there; the exit status is 1 if anything does, or could
-not be read. What is looked for, what that proves and what not: scripts/sass/findings.py.
+torch.compile's cache, every cubin below it is read. For each file the stores of garbage and their
+origin are printed; the exit status is 1 if there are any, or if a file could not be read.
+scripts/sass/findings.py says what is found and what is not.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sass.findings import scan
-from sass.tools import listing
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
+
+from scripts.sass.findings import scan
+from scripts.sass.tools import listing
 
 
 def main(argv: Sequence[str]) -> int:

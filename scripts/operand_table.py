@@ -1,4 +1,4 @@
-"""What float8 without scales would lose of the demo's GPT, before and after `unit_scale`.
+"""The loss of float8 without scales in the demo's GPT, before and after `unit_scale`.
 
     python scripts/operand_table.py
     python scripts/operand_table.py --batch 128 --context 128     # 16,384 tokens
@@ -16,12 +16,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import corpus
-import gpt
 import torch
-from environment import check_writable, environment, write_json
-from options import Options, options_from, parser
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 from float8.unit_scaling.analysis.operands import (
     Operand,
@@ -30,6 +28,9 @@ from float8.unit_scaling.analysis.operands import (
     operand_table,
 )
 from float8.unit_scaling.transforms import unit_scale
+from scripts.training import corpus, gpt
+from scripts.training.environment import check_writable, environment, write_json
+from scripts.training.options import Options, options_from, parser
 
 
 def model_and_batch(options: Options) -> tuple[gpt.GPT, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What would a training step cost on a cluster, in bf16 and in float8? Predicted, on paper.
+"""Predict the cost of a training step on a cluster, in bf16 and in float8.
 
     python scripts/plan_cluster.py --model 70b --gpus 64 512 4096 16384
     python scripts/plan_cluster.py --model 405b --tensor-parallel 8 --strategy hsdp --device B200
@@ -16,20 +16,20 @@ columns
                        blocks, embedding and head, activations, logits; "!" where the device has
                        less
   compute ms           linear layers by float8.estimate, attention, norms and SwiGLU
-  comm ms              all communication, were nothing beside it
+  comm ms              all communication, without overlap
   step ms              the prediction; speed-up is bf16's step over this one
 
 docs
-  The formulas are at the top of scripts/cluster.py: bytes of rings, memory, time. float8 is
-  dynamic or delayed scaling with one scale per weight, whose gathers take one byte per element
+  The formulas are at the top of scripts/training/cluster.py: bytes of rings, memory, time. float8
+  is dynamic or delayed scaling with one scale per weight, whose gathers take one byte per element
   (enable_fsdp_float8_all_gather=True) and one all-reduce per step for all scales
-  (float8.after_step). Gradients as
-  float8 (float8.distributed.gradients) are --gradients float8. What is really sent can be counted
-  on a laptop: python benchmarks/bench_comm.py. What a layer really takes: python
-  benchmarks/bench_linear.py, and --device FILE takes figures that float8.estimate fitted to it.
-  Activations kept of a block, in bytes per token (C hidden, F feed-forward, K keys and values):
-  12 C + 2 K + 6 F in bf16; 11 C + 2 K + 5 F in float8, whose linear layers keep one byte of an
-  input, but a copy of their own of attention's result.
+  (float8.after_step). Gradients as float8 (float8.distributed.gradients) are --gradients float8.
+  python benchmarks/bench_comm.py counts the bytes that are sent, on any machine. python
+  benchmarks/bench_linear.py times a layer; --device FILE takes figures that
+  benchmarks/measure_device.py measured or fitted to such times. Activations kept of a block, in
+  bytes per token (C hidden, F feed-forward, K keys and values): 12 C + 2 K + 6 F in bf16; 11 C + 2
+  K + 5 F in float8, whose linear layers keep one byte of an input, but a copy of their own of
+  attention's result.
 
 left out
   Pipeline and context parallelism, stragglers, failures, the data loader, the network's topology
@@ -43,13 +43,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from cluster import BF16, MODELS, NODE, Assumptions, Cluster, Model, Step
 from tabulate import tabulate
 
-from benchmarks.shapes import HEAD_DIM
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
+
+from benchmarks.measuring.shapes import HEAD_DIM
 from float8.estimate import Device
-from float8.estimate.lookup import find_device
+from float8.estimate.devices import find_device
+from scripts.training.cluster import BF16, MODELS, NODE, Assumptions, Cluster, Model, Step
 
 RECIPES = ("tensorwise", "delayed")  # those whose weights are gathered as float8
 GIGA = 1e9
@@ -113,7 +116,7 @@ def _row(step: Step, baseline: Step, memory: float) -> list[str]:
 def assumptions(args: argparse.Namespace, step: Step, board: str) -> list[str]:
     """One line per assumption, with its source."""
     assumed, model, device = step.assumed, step.model, step.cluster.device
-    beside = "beside compute" if assumed.overlaps else "not beside compute (--no-overlap)"
+    overlap = "overlapping compute" if assumed.overlaps else "without overlap (--no-overlap)"
     kept = "their input, recomputed in backward" if assumed.recomputes else "all that backward uses"
     return [
         f"model {model.name}: {model.parameters / GIGA:.2f}e9 parameters, {model.blocks} blocks, "
@@ -125,15 +128,15 @@ def assumptions(args: argparse.Namespace, step: Step, board: str) -> list[str]:
         + (NETWORK_SOURCE if args.network_bandwidth == NETWORK else "given: --network-bandwidth"),
         f"assumed: collectives reach {assumed.link_efficiency:.0%} of a link (--link-efficiency) "
         f"and wait {assumed.latency * 1e6:g} us per step of log2(ranks) (--latency)",
-        f"assumed: weights and gradients travel {beside}; the first gather, the last reduction, "
+        f"assumed: weights and gradients are sent {overlap}; the first gather, the last reduction, "
         "the scales' all-reduce and tensor-parallel activations always delay the step",
-        f"assumed: gradients travel as {args.gradients} (--gradients; float8 ones are summed over "
+        f"assumed: gradients are sent as {args.gradients} (--gradients; float8 are summed over "
         "replicas in float32), in both precisions of the table; weights as bf16 or, of the blocks, "
         "as float8",
         f"assumed: Adam's moments take {assumed.moment_bytes:.3g} bytes per parameter "
         "(--optimizer)",
         "assumed: tensor parallel gathers activations as float8 where a float8 layer reads them in "
-        "forward; all else of activations travels as bf16",
+        "forward; all other activations are sent as bf16",
         f"assumed: blocks keep {kept}; attention reaches {assumed.attention_efficiency:.0%} of the "
         "bf16 peak (--attention-efficiency); norms, SwiGLU and AdamW run at memory bandwidth",
         "assumed: a gathered float8 weight is still charged the cast of the whole (float8.estimate "
@@ -160,7 +163,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), default=1)
     p.add_argument("--tokens", type=_count, default=8192, help="per GPU and step")
     p.add_argument("--context", type=_count, default=8192, help="tokens of a sequence")
-    p.add_argument("--gradients", choices=list(GRADIENTS), default="bf16", help="as they travel")
+    p.add_argument("--gradients", choices=list(GRADIENTS), default="bf16", help="what is sent")
     p.add_argument("--optimizer", choices=list(MOMENTS), default="adamw", help="in both precisions")
     p.add_argument("--node-bandwidth", type=_rate, help="bytes/s of a GPU inside its node, one way")
     p.add_argument("--network-bandwidth", type=_rate, default=NETWORK, help="bytes/s of its port")
@@ -190,7 +193,8 @@ def model_of(args: argparse.Namespace) -> Model:
     """The preset, or the model of the given sizes.
 
     Raises:
-        ValueError: some sizes, not all; sizes beside a preset; heads of another size than 128.
+        ValueError: some sizes, not all; sizes in addition to a preset; heads of another size than
+        128.
     """
     names = ("layers", "hidden", "feed_forward", "heads", "kv_heads")
     sizes = [getattr(args, name) for name in names]
@@ -230,7 +234,7 @@ def board_of(args: argparse.Namespace, device: Device) -> tuple[float, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table and what it rests on."""
+    """Print the table and its assumptions."""
     args = parser().parse_args(argv)
     scattered, summed = GRADIENTS[args.gradients]
     assumed = Assumptions(

@@ -2,10 +2,10 @@
 
     python scripts/scale_plot.py --out out/unit_scales.png
 
-The model is as it is initialised, one block deep, since further blocks look like the first; one
-forward and one backward pass on a batch of the demo's text, in float32, where nothing is lost that
-one would like to see. Both panels have the same axis: what lies in a shaded part, E4M3's for the
-forward pass and E5M2's for the backward pass, would need a scale to be cast to float8.
+The model is freshly initialised and has one block, since further blocks look like the first. It
+runs one forward and one backward pass on a batch of the demo's text, in float32, which loses
+nothing. Both panels have the same axis. Tensors in a shaded part (outside E4M3 for the forward
+pass, outside E5M2 for the backward pass) would need a scale to be cast to float8.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imsave
 from numpy import asarray, full, hstack
 from numpy.typing import NDArray
-from operand_table import model_and_batch
-from options import Options, options_from, parser
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 from float8.unit_scaling.analysis import plot
 from float8.unit_scaling.transforms import (
@@ -29,6 +29,8 @@ from float8.unit_scaling.transforms import (
     track_scales,
     unit_scale,
 )
+from scripts.operand_table import model_and_batch
+from scripts.training.options import Options, options_from, parser
 
 XMIN, XMAX = 2.0**-32, 2.0**18
 DPI = 110

@@ -29,7 +29,7 @@ fi
 pip=("$python" -m pip)
 "${pip[@]}" --version >/dev/null 2>&1 || pip=("$base" -m pip --python "$python")
 
-# Each extra holds the ones before it, so whoever has the larger one needs no second installation.
+# Each extra includes the ones before it: with a larger one installed nothing else is needed.
 case $extra in
     demo) enough=(demo test dev) ;;
     test) enough=(test dev) ;;

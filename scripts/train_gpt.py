@@ -1,4 +1,4 @@
-"""Train one byte-level GPT in one recipe, and stop and resume without a trace.
+"""Train one byte-level GPT in one recipe; training can be stopped and resumed.
 
     python scripts/train_gpt.py --recipe tensorwise --steps 300 --out out/tensorwise.json
 
@@ -7,18 +7,18 @@ after the optimizer, where the amaxes of the whole step are known and the next f
 scales ready. A checkpoint is only ever taken between
 two such steps, so it holds no half-finished history.
 
-Beside its products a run may keep in float8 what AdamW remembers (`--optimizer float8_adamw`), what
-other ops keep for backward (`--saved-activations`), or what an MS-AMP level says (`--ms-amp O2`);
-savings.py knows them. `--inspect run.json` looks at what casts do, at every `--eval-interval`-th
-step, and changes no loss.
+Besides its GEMMs a run may keep in float8 the states of AdamW (`--optimizer float8_adamw`), the
+activations that other ops save (`--saved-activations`), or the parts of an MS-AMP level (`--ms-amp
+O2`); see training/savings.py. `--inspect run.json` reports the casts' statistics at every
+`--eval-interval`-th step, and changes no loss.
 
-What determines the numbers is few and named (`Options.identity`): the options below `recipe` and
-the text. Ctrl-C finishes the running step and writes a checkpoint; `--resume` refuses one whose
-identity differs and otherwise continues to the same losses, on a CPU bit for bit.
+The options in `Options.identity` and the text determine the numbers. Ctrl-C finishes the running
+step and writes a checkpoint; `--resume` refuses one whose identity differs and otherwise continues
+to the same losses, on a CPU bit for bit.
 
-`--nproc 2`, or torchrun, shares the model and each batch among processes (parallel.py), which stop,
-save and resume as one; their checkpoint holds whole tensors, written by the first of them, and is
-for as many processes.
+`--nproc 2`, or torchrun, shares the model and each batch among processes (training/parallel.py),
+which stop, save and resume as one; their checkpoint holds whole tensors, written by the first of
+them, and is for as many processes.
 """
 
 import contextlib
@@ -33,27 +33,33 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import corpus
-import gpt
-import savings
 import torch
-from ctrl_c import CtrlC, at_once
-from environment import NotWritten, check_writable, environment, remove, write_json
-from half_products import HalfProducts
-from options import EPILOG, Options, give_up, options_from, parser, processes, row_of
-from parallel import Alone, launch, leave
 from torch import Tensor, UntypedStorage, nn
 from tqdm import tqdm
 
-from benchmarks.memory import bytes_of, state_tensors  # isort: skip  # parallel makes it importable
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
+
+from benchmarks.measuring.memory import bytes_of, state_tensors
+from scripts.training import corpus, gpt, savings
+from scripts.training.ctrl_c import CtrlC, at_once
+from scripts.training.environment import NotWritten, check_writable, environment, remove, write_json
+from scripts.training.half_products import HalfProducts
+from scripts.training.options import (
+    EPILOG,
+    Options,
+    give_up,
+    options_from,
+    parser,
+    processes,
+    row_of,
+)
+from scripts.training.parallel import Alone, launch, leave
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # Llama's (arXiv:2302.13971)
 UNIT_DECAY = 2**-13  # per step, whatever the learning rate (u-muP, arXiv:2407.17465)
 FINAL_LEARNING_RATE = 0.1  # of the peak: cosine, as Llama
-# Options that checkpoints of before do not name, and what they were trained with.
+# Options that older checkpoints lack, and the values that those were trained with.
 SINCE = {"nproc": 1, "optimizer": "adamw", "saved_activations": False, "ms_amp": None}
-
-
 PARTS = {"identity": dict, "text": str, "model": dict, "optimizer": dict, "history": dict}
 
 
@@ -68,7 +74,7 @@ def team(options: Options) -> Alone:
     """This process among those that share the training; alone, for one."""
     if options.nproc == 1:
         return Alone()
-    from sharded import Sharded
+    from scripts.training.sharded import Sharded
 
     return Sharded(options.device)
 
@@ -134,7 +140,7 @@ class Trainer:
         return self.team.mean(statistics.fmean(losses))[0]
 
     def tokens_per_second(self) -> float:
-        """From the median step: the first ones warm up, and others share the machine."""
+        """From the median step: the first ones warm up, and other programs may run too."""
         return self.options.batch * self.options.context / statistics.median(self.history.seconds)
 
     def summary(self) -> dict[str, Any]:
@@ -156,7 +162,7 @@ class Trainer:
         """Bytes that one forward pass keeps for backward: unique storages without parameters.
 
         Counted eagerly, and with the model as training left it: the checkpoint is written before,
-        because a forward pass also records what delayed scaling wants to know of it. Of several
+        because a forward pass also records amaxes for delayed scaling. Of several
         processes it is what each keeps of its part of the batch; weights that were gathered for the
         forward pass are empty by its end.
         """
@@ -253,7 +259,9 @@ class Trainer:
             )
         try:
             state = torch.load(path, map_location=self.options.device, weights_only=True)
-        except Exception as error:  # junk may be any instruction of pickle, and fail in any way
+        except (
+            Exception
+        ) as error:  # a damaged file may contain any pickle instruction, and fail in any way
             raise ValueError(_no_checkpoint(path, "cut off, or something else")) from error
         for part, kind in PARTS.items():
             if not isinstance(state, dict) or not isinstance(state.get(part), kind):

@@ -94,7 +94,6 @@ CONFIG = "config must be a Float8LinearConfig, got "
 TENSOR = r"must be a torch\.Tensor, got "
 
 f = float8
-estimate = importlib.import_module("float8.estimate")  # float8.estimate is the function
 CONFIG_FIELDS = {
     **{f"cast_config_{o}": "must be a CastConfig" for o in ("input", "weight", "grad_output")},
     **{f"gemm_config_{g}": "must be a GemmConfig" for g in ("output", "grad_input", "grad_weight")},
@@ -292,10 +291,6 @@ CALLS: dict[str, list[Call]] = {
     "float8_gradients": [
         Call(f.distributed.gradients.float8_gradients, "reduces no gradients|must be an nn.Module")
     ],
-    # float8.estimate
-    "fit": [Call(estimate.fit)],
-    "measure": [Call(estimate.measure, "", (*NONE, "a string"))],
-    "predicted_against_measured": [Call(estimate.predicted_against_measured)],
     # float8.filters
     "skip_names": [Call(filters.skip_names, "skip_names takes strings", ("a string",))],
     "min_size": [Call(filters.min_size, "weight_elements must be an integer >= 0")],
@@ -322,10 +317,10 @@ CALLS: dict[str, list[Call]] = {
 # Not functions that a user calls with values of their own: results, and rows of tables that other
 # functions make; and torch's own parallel styles, whose arguments torch checks.
 NO_CALLS = {
-    *("Calibration", "CastStatistics", "Check", "Comparison", "Device", "Estimate", "Figure"),
+    *("Calibration", "CastStatistics", "Comparison", "Device", "Estimate", "Figure"),
     *("Finding",),
     *("Float8Gradients", "Gemm", "GradientReport", "LinearPlan", "Moment", "Monitor"),
-    *("OperandCast", "Product", "Report", "Row", "ScalingController", "StateReport"),
+    *("GemmSpeed", "OperandCast", "Report", "Row", "ScalingController", "StateReport"),
     *("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"),
     *("Rowwise", "Tensorwise"),  # which take none
 }

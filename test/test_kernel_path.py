@@ -39,9 +39,9 @@ CONFIGS = RECIPES | {"static": Float8LinearConfig(STATIC, STATIC, STATIC)}
 def kernel_path():
     """Casts by the Triton kernels' ops, whose CPU implementation is the definition."""
     with mock.patch.dict(KERNELS, {CPU: KERNELS["sm_90"]}):
-        bound_plan._remembered.cache_clear()
+        bound_plan._bound_once.cache_clear()
         yield
-    bound_plan._remembered.cache_clear()
+    bound_plan._bound_once.cache_clear()
 
 
 def layer_of(name, dtype=torch.bfloat16):
@@ -109,10 +109,10 @@ def test_a_compiled_static_cast_is_left_to_the_compiler_where_ptxas_is_right(
     get_ptxas = "triton.backends.nvidia.compiler.get_ptxas"
     monkeypatch.setattr(get_ptxas, lambda arch: SimpleNamespace(version=ptxas, path="ptxas"))
     casts._ptxas_that_loses_conversions.cache_clear()
-    may_cast = casts.compiler_may_cast(torch.device("cuda", 0))
+    may_cast = casts.compiler_may_cast("sm_90")
     casts._ptxas_that_loses_conversions.cache_clear()
 
-    def compiler_may_cast(device):
+    def compiler_may_cast(family):
         return may_cast
 
     compiler_may_cast._dynamo_marked_constant = True
@@ -148,7 +148,7 @@ def test_a_cast_that_the_compiler_would_get_wrong_is_refused(name, fullgraph, mo
 
     check_compiler._dynamo_marked_constant = True
     monkeypatch.setattr("float8.kernels.check_compiler", check_compiler)
-    monkeypatch.setattr("float8.kernels.compiler_may_cast", lambda device: False)
+    monkeypatch.setattr("float8.kernels.compiler_may_cast", lambda family: False)
     layer, x = layer_of(name), torch.randn(16, 48, dtype=torch.bfloat16)
     layer(x)
     torch._dynamo.reset()

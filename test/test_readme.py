@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contenders import SCALED
+from benchmarks.measuring.contenders import SCALED
 from float8.config import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]

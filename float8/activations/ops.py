@@ -52,7 +52,8 @@ from float8.activations.autograd import (
     with_mask,
 )
 from float8.activations.copies import OUTPUT
-from float8.linear.autograd import as_matrix, autocasts
+from float8.linear.autograd import as_matrix
+from float8.linear.bound_plan import autocasts
 
 aten = torch.ops.aten
 

@@ -32,15 +32,10 @@ from float8.distributed.exchange import (
     with_summed_gradient,
 )
 from float8.distributed.first_use import RANKS_OF_ONE_SCALE
-from float8.kernels.scaled_mm import architecture
-from float8.linear.autograd import (
-    States,
-    call_of,
-    compute_dtype,
-    linear_in_float8,
-)
+from float8.linear.autograd import States, call_of, linear_in_float8
+from float8.linear.bound_plan import plan_for
 from float8.linear.layer import Float8Linear
-from float8.linear.refusals import refuses_call, refuses_layer
+from float8.linear.refusals import refuses_layer
 from float8.linear.registration import ModuleRule, register_module_rule
 from float8.linear.scaling import sharded_state
 from float8.tensor import Float8Tensor
@@ -256,16 +251,11 @@ class Float8ParallelLinear(Float8Linear):
         if not self.config.enable_pre_and_post_forward:
             return
         self._check_input(input, weight)
-        if input.device.type == "cuda" and not self.config.emulate:
-            self._check_product(input, weight)
+        self._check_call(input, weight, plan_for(self.config, input))
 
-    def _check_product(self, input: Tensor, weight: Tensor) -> None:
-        tokens = input.numel() // max(weight.shape[1], 1)
-        arch, dtype = architecture(input.device.index), compute_dtype(input)
-        grad = torch.is_grad_enabled()
-        reason = refuses_call(self.config, weight, tokens, dtype, arch, grad)
-        if reason is not None:
-            raise ValueError(f"{self._name}, on each of {self.layout.ranks.size} ranks: {reason}")
+    @property
+    def _place(self) -> str:
+        return f"{self._name}, on each of {self.layout.ranks.size} ranks"
 
     def extra_repr(self) -> str:
         """As `Float8Linear`, and how it is cut."""

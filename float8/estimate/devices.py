@@ -1,26 +1,26 @@
-"""What a device can do, figure by figure, and where each figure comes from.
+"""What a device can do: the figures of the cost model, each with its source; finding a device.
 
-The time of a product of F floating-point operations follows from three numbers (`Product`)::
+The time of a GEMM of F floating-point operations follows from three numbers (`GemmSpeed`)::
 
     efficiency(F) = best * F / (F + half_size)              a fraction of the peak
     seconds(F)    = F / (peak * efficiency(F)) = (F + half_size) / (peak * best)
 
-``best`` is the fraction of the peak that very large products reach, and ``half_size`` the number of
+``best`` is the fraction of the peak that very large GEMMs reach, ``half_size`` the number of
 operations at which half of that is reached: filling and draining the pipeline costs as much time as
 ``half_size`` operations (Hockney and Jesshope, "Parallel Computers 2", 1988, section 1.3.2, there
-r_inf and n_1/2). Where float8 is emulated, decoding costs ``decode`` seconds per operand element.
+r_inf and n_1/2). Where float8 is emulated, dequantising costs ``decode`` seconds per operand
+element.
 
-Every number is a `Figure`: a value and its source, which starts with one word that says how far to
-trust it: ``datasheet``, ``measured``, ``fitted`` (to a committed result file), ``assumed``, or
-``exact``. Nothing here has been measured on a GPU yet: the rows of `DEVICES` are datasheet peaks
-under assumed efficiencies, and whatever prints a prediction prints that beside it.
+Every number is a `Figure`: a value and its source. The source starts with one word that says how
+reliable it is: ``datasheet``, ``measured``, ``fitted`` (to a result file), ``assumed``, or
+``exact``. No row of `DEVICES` has been measured: all are datasheet peaks under assumed
+efficiencies, and every printed prediction says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,6 +33,7 @@ BF16 = "bf16"
 FLOAT8 = (TENSORWISE, ROWWISE, BLOCKWISE)
 ANY_PASS = "any"
 SOURCES = ("datasheet", "measured", "fitted", "assumed", "exact")
+MEASURE = "python benchmarks/measure_device.py --save FILE"
 
 
 @dataclass(frozen=True)
@@ -56,20 +57,20 @@ class Figure:
 
     @property
     def kind(self) -> str:
-        """How far to trust it: the first word of the source."""
+        """How reliable it is: the first word of the source."""
         return self.source.partition(":")[0]
 
 
-EXACT_ZERO = Figure(0.0, "exact: tensor cores read the codes themselves")
+EXACT_ZERO = Figure(0.0, "exact: tensor cores multiply float8 directly")
 
 
 @dataclass(frozen=True)
-class Product:
-    """How fast a device runs one kind of product.
+class GemmSpeed:
+    """How fast a device runs one kind of GEMM.
 
     Args:
         peak: operations per second (a multiplication and an addition are two).
-        best: the fraction of the peak that very large products reach.
+        best: the fraction of the peak that very large GEMMs reach.
         half_size: the operations at which half of that is reached.
         decode: seconds per operand element on top, where float8 is emulated.
     """
@@ -81,30 +82,26 @@ class Product:
 
     def __post_init__(self) -> None:
         if self.peak.value == 0 or self.best.value == 0:
-            raise ValueError("a product needs a peak and a best efficiency above 0")
-
-    def efficiency(self, flops: float) -> float:
-        """The fraction of the peak that a product of this many operations reaches."""
-        return self.best.value * flops / (flops + self.half_size.value)
+            raise ValueError("a GEMM needs a peak and a best efficiency above 0")
 
     def seconds(self, flops: float, operand_elements: float) -> float:
-        """Time in the multiplying units (and decoders), were memory infinitely fast."""
+        """Time of computing, dequantising included, as if memory were infinitely fast."""
         work = (flops + self.half_size.value) / (self.peak.value * self.best.value)
         return work + self.decode.value * operand_elements
 
 
 @dataclass(frozen=True)
 class Device:
-    """What the cost model knows of a device; see the top of this file.
+    """The figures of one device; see the top of this file.
 
     Args:
-        name: for the table.
+        name: as the table shows it.
         arch: as `float8.kernels.scaled_mm.SUPPORT` names it; ``"cpu"`` where float8 is emulated.
         bandwidth: bytes per second between chip and memory.
         bandwidth_best: the fraction of it that a large copy reaches.
-        launch: seconds that every kernel costs beside its work.
-        products: kind of product (`BF16`, or one of `FLOAT8`) -> its speed.
-        passes: kind of pass (`float8.estimate.casts.Pass.name`, or `ANY_PASS`) -> bytes per second.
+        launch: seconds that every kernel costs in addition to its work.
+        products: kind of GEMM (`BF16`, or one of `FLOAT8`) -> its speed.
+        passes: `float8.estimate.roofline.MemoryPass.name`, or `ANY_PASS` -> bytes per second.
             A pass that is not listed runs at the bandwidth, as a fused kernel on a GPU does.
     """
 
@@ -113,12 +110,14 @@ class Device:
     bandwidth: Figure
     bandwidth_best: Figure
     launch: Figure
-    products: Mapping[str, Product]
+    products: Mapping[str, GemmSpeed]
     passes: Mapping[str, Figure] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if BF16 not in self.products:
-            raise ValueError(f"{self.name}: products lacks {BF16!r}, which all else compares with")
+            raise ValueError(
+                f"{self.name}: products lacks {BF16!r}, the baseline of every comparison"
+            )
         if unknown := set(self.products) - {BF16, *FLOAT8}:
             raise ValueError(
                 f"{self.name}: unknown products {sorted(unknown)}; known: {', '.join(FLOAT8)}"
@@ -151,7 +150,7 @@ class Device:
         return own | dict(self.passes)
 
     def provenance(self) -> list[str]:
-        """One line per source: what comes from it."""
+        """One line per source, with the figures that come from it."""
         by_source: dict[str, list[str]] = {}
         for name, figure in self.figures().items():
             if figure.kind != "exact":
@@ -162,7 +161,7 @@ class Device:
     def save(self, path: str | Path) -> None:
         """Write the device as JSON, sources included; `load` reads it.
 
-        The directory is made where it is missing.
+        Creates missing directories.
         """
         text = json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +179,7 @@ class Device:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{path} is not a device as Device.save writes it "
-                f"({type(error).__name__}: {error}); make one with --device measured --save"
+                f"({type(error).__name__}: {error}); {MEASURE} writes one"
             ) from error
 
 
@@ -190,7 +189,7 @@ def _shortened(names: list[str]) -> str:
 
 def _from_fields(fields: dict[str, Any]) -> Device:
     products = {
-        kind: Product(**{part: Figure(**figure) for part, figure in parts.items()})
+        kind: GemmSpeed(**{part: Figure(**figure) for part, figure in parts.items()})
         for kind, parts in fields["products"].items()
     }
     passes = {name: Figure(**figure) for name, figure in fields["passes"].items()}
@@ -201,10 +200,10 @@ def _from_fields(fields: dict[str, Any]) -> Device:
     return Device(name, arch, bandwidth, best, launch, products, passes)
 
 
-# What is assumed of every GPU until `benchmarks/results/` holds a file to fit. The first three
-# figures are those of torchao's cost model (torchao/testing/training/roofline_utils.py), found on
-# H100s there and carried over to the others, there as here; the fourth is a guess of ours. That
-# every float8 granularity runs alike flatters blockwise products, which scale as they accumulate.
+# Assumptions for every GPU until `benchmarks/results/` holds a file to fit. The first three figures
+# are those of torchao's cost model (torchao/testing/training/roofline_utils.py), measured there on
+# H100s; the fourth is a guess. All float8 granularities are assumed to be equally fast, which is
+# optimistic for blockwise GEMMs: they scale while they accumulate.
 BEST = Figure(0.78, "assumed: as torchao's roofline_utils.py has it")
 BANDWIDTH_BEST = Figure(0.92, BEST.source)
 LAUNCH = Figure(2e-6, BEST.source)
@@ -214,12 +213,12 @@ RAMP_S = 5e-6  # seconds to fill and drain, the same in every precision; half_si
 def _gpu(name: str, arch: str, bf16: float, float8: float, terabytes: float, sheet: str) -> Device:
     """A row of `DEVICES`: dense peaks in 10^12 operations per second, bandwidth in 10^12 bytes."""
 
-    def product(tera: float) -> Product:
+    def speed(tera: float) -> GemmSpeed:
         half_size = tera * 1e12 * BEST.value * RAMP_S
         ramp = Figure(half_size, f"assumed: {RAMP_S * 1e6:g} us to fill and drain")
-        return Product(Figure(tera * 1e12, sheet), BEST, ramp)
+        return GemmSpeed(Figure(tera * 1e12, sheet), BEST, ramp)
 
-    products = {BF16: product(bf16)} | {kind: product(float8) for kind in FLOAT8}
+    products = {BF16: speed(bf16)} | {kind: speed(float8) for kind in FLOAT8}
     return Device(name, arch, Figure(terabytes * 1e12, sheet), BANDWIDTH_BEST, LAUNCH, products)
 
 
@@ -232,12 +231,38 @@ DEVICES: dict[str, Device] = {
 }
 
 
-def datasheet_of(hardware: str) -> Device | None:
-    """The row of `DEVICES` for a name such as ``NVIDIA H100 80GB HBM3``, or None.
+def find_device(device: str | Path | Device) -> Device:
+    """The `Device` that a user means.
 
-    PCIe and NVL boards are other devices with the same chip: their peaks are not in the table.
+    Args:
+        device: a `Device`; a name of `DEVICES`, in any case; or the path of a file that
+            `Device.save` wrote.
+
+    Raises:
+        TypeError: neither a name, nor a path, nor a `Device`.
+        ValueError: an unknown name, listing the known ones, or a file that is no device.
     """
-    if re.search(r"\b(PCIe|NVL)\b", hardware):
-        return None
-    names = [name for name in DEVICES if re.search(rf"\b{name}\b", hardware)]
-    return DEVICES[names[0]] if names else None
+    if isinstance(device, Device):
+        return device
+    if not isinstance(device, (str, Path)):
+        raise TypeError(
+            f"device={device!r} is a {type(device).__name__}; needed is the name of a device to "
+            f"predict for ({', '.join(DEVICES)}), the path of a file that Device.save wrote, or a "
+            "float8.estimate.Device"
+        )
+    name = str(device)
+    if name.upper() in DEVICES:
+        return DEVICES[name.upper()]
+    if _is_file(name):
+        return Device.load(name)
+    raise ValueError(
+        f"unknown device {name!r}; known: {', '.join(DEVICES)}, or the path of a JSON file that "
+        f"Device.save wrote; {MEASURE} writes one of this machine"
+    )
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # such as a name that is too long
+        return False

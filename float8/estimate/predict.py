@@ -1,13 +1,20 @@
-"""Will float8 be faster here? `estimate` says what to expect, `faster_layers` acts on it.
+"""Predicts which layers gain from float8: `estimate` reports it, `faster_layers` filters by it.
 
-Both ask `float8.estimate.roofline` for the time of a layer as it is and in float8, and the
-library's own checks for what the device would refuse.
+`float8.estimate.roofline` gives the time of a layer in bfloat16 and in float8. The library's own
+checks say what a device would refuse.
+
+The layers of a model are those that conversion would take: modules whose type is exactly
+``nn.Linear`` or a registered type, and `Float8Linear`s, each once, under however many names it is
+registered. Only sizes, dtypes and ``requires_grad`` are read: the model may be on the meta device.
+Every layer is assumed to see the same number of tokens, in one call per batch. Where that is not so
+(experts that share the tokens, a layer called twice), give shapes instead of the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -15,19 +22,137 @@ from torch import nn
 from float8.arguments import described
 from float8.config import RECIPES, Float8LinearConfig
 from float8.convert.filters import ModuleFilter
-from float8.estimate.casts import Use
-from float8.estimate.devices import Device
-from float8.estimate.layers import Layer, Shapes, check_tokens, layer_of, layers_of, padded, refuses
-from float8.estimate.lookup import find_device
-from float8.estimate.roofline import layer_seconds, saved_bytes
-from float8.estimate.table import Estimate, Prediction, Row
+from float8.estimate.devices import Device, find_device
+from float8.estimate.roofline import (
+    LARGEST,
+    Shape,
+    Use,
+    is_count,
+    kinds_of_plan,
+    layer_seconds,
+    saved_bytes,
+)
+from float8.estimate.table import Estimate, LayerEstimate, Prediction
+from float8.kernels.cublas import ALIGNMENT
+from float8.linear.layer import Float8Linear
+from float8.linear.refusals import refuses_call, refuses_layer
+from float8.linear.registration import MODULE_RULES
 
 Recipe = str | Float8LinearConfig
 Recipes = Recipe | Sequence[Recipe] | Mapping[str, Recipe]
+Shapes = Iterable[Shape | Sequence[int]]
+
+
+# --- layers
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer and its batch; ``dtype`` and ``trains`` describe its weight."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype = torch.bfloat16
+    trains: bool = True
+
+
+def layers_of(model_or_shapes: nn.Module | Shapes, tokens: int | None) -> list[Layer]:
+    """The layers of a model for a batch of ``tokens``, or one layer per (M, K, N).
+
+    Raises:
+        TypeError: neither a module nor shapes.
+        ValueError: nothing to predict, ``tokens`` missing, or given beside shapes.
+    """
+    if isinstance(model_or_shapes, (str, type)) or not isinstance(
+        model_or_shapes, (nn.Module, Iterable)
+    ):
+        raise TypeError(
+            f"model={model_or_shapes!r} must be a module, such as nn.Linear(64, 64) (an instance, "
+            "not its class or name), or a list of shapes (M, K, N)"
+        )
+    if isinstance(model_or_shapes, nn.Module):
+        return _of_model(model_or_shapes, check_tokens(tokens))
+    if tokens is not None:
+        raise ValueError(f"tokens={tokens} beside shapes: a shape's M is its tokens; leave it None")
+    shapes = [s if isinstance(s, Shape) else _shape(s) for s in model_or_shapes]
+    if not shapes:
+        raise ValueError("no shapes given; one is (M, K, N): tokens, in_features, out_features")
+    return [Layer("", shape) for shape in shapes]
+
+
+def check_tokens(tokens: int | None) -> int:
+    """``tokens``, or an error that says what it should be."""
+    if tokens is None or not is_count(tokens):
+        raise ValueError(
+            f"tokens={tokens!r} must be an integer >= 1: rows of a layer's input in one forward, "
+            f"such as batch size * sequence length, at most {LARGEST}"
+        )
+    return tokens
+
+
+def _shape(sizes: Sequence[int]) -> Shape:
+    if not isinstance(sizes, Sequence) or len(sizes) != 3:
+        raise ValueError(
+            f"a shape is (M, K, N): tokens, in_features, out_features; got {sizes!r} in the list "
+            "of shapes"
+        )
+    return Shape(*sizes)
+
+
+def layer_of(module: nn.Module, name: str, tokens: int) -> Layer:
+    """A module with ``in_features``, ``out_features`` and ``weight`` as a Layer."""
+    weight = module.weight
+    K, N = int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
+    return Layer(name, Shape(tokens, K, N), weight.dtype, weight.requires_grad)  # type: ignore[arg-type]
+
+
+def _of_model(model: nn.Module, tokens: int) -> list[Layer]:
+    layers = [
+        layer_of(module, name or type(module).__name__, tokens)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and (type(module) in MODULE_RULES or isinstance(module, Float8Linear))
+        and 0 not in (module.in_features, module.out_features)
+    ]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no nn.Linear: there is nothing that float8 would convert"
+        )
+    return layers
+
+
+def refuses(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) -> str | None:
+    """The reason why a device would refuse a layer with this config, as training would, or None."""
+    M, K, N = layer.shape.M, layer.shape.K, layer.shape.N
+    weight = torch.empty(N, K, dtype=layer.dtype, device="meta", requires_grad=use.weight_trains)
+    reason = refuses_layer(weight, config)
+    if reason is None and not device.emulates:
+        if config.emulate:
+            return (
+                f"emulate=True is plain PyTorch, which {device.name} has no figures for; unset it"
+            )
+        # float32 parameters are assumed to run under autocast to bfloat16.
+        dtype = torch.bfloat16 if layer.dtype == torch.float32 else layer.dtype
+        reason = refuses_call(config, weight, M, dtype, device.arch, use.training)
+    return reason or _lacks_figures(config, device, use)
+
+
+def _lacks_figures(config: Float8LinearConfig, device: Device, use: Use) -> str | None:
+    missing = set(kinds_of_plan(config.plan, use).values()) - set(device.products)
+    if not missing:
+        return None
+    return f"{device.name} has no figures for {' and '.join(sorted(missing))} GEMMs"
+
+
+def padded(shape: Shape, config: Float8LinearConfig, device: Device) -> Shape:
+    """The shape that runs: on GPUs ``pad_inner_dim`` rounds sizes up to multiples of 16."""
+    if device.emulates or not config.pad_inner_dim:
+        return shape
+    return Shape(*(-(-size // ALIGNMENT) * ALIGNMENT for size in (shape.M, shape.K, shape.N)))
 
 
 def predict(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) -> Prediction:
-    """What one layer does in float8, or why the device refuses it."""
+    """The time and memory of one layer in float8, or why the device refuses it."""
     is_float32 = layer.dtype == torch.float32
     trains = use.weight_trains and layer.trains
     use = replace(use, weight_trains=trains, converts_weight=is_float32)
@@ -40,9 +165,12 @@ def predict(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) 
 
 
 def plain_seconds(layer: Layer, device: Device, use: Use) -> float:
-    """What the layer takes as it is, in bfloat16."""
+    """The time of the plain layer, in bfloat16."""
     use = replace(use, weight_trains=use.weight_trains and layer.trains)
     return layer_seconds(device, layer.shape, None, use).total
+
+
+# --- recipes
 
 
 def named_configs(recipes: Recipes) -> dict[str, Float8LinearConfig]:
@@ -80,10 +208,13 @@ def _name(recipe: object, number: int) -> str:
     return next((name for name, row in RECIPES.items() if row == recipe), f"config {number}")
 
 
+# --- public functions
+
+
 def estimate(
     model: nn.Module | Shapes,
     tokens: int | None = None,
-    device: str | Device = "H100",
+    device: str | Path | Device = "H100",
     recipes: Recipes = ("tensorwise", "rowwise"),
     *,
     training: bool = True,
@@ -91,27 +222,27 @@ def estimate(
     gradient_accumulation: int = 1,
     show: bool = True,
 ) -> Estimate:
-    """What float8 would do for each linear layer of a model, before anything has run.
+    """Predict time and memory in float8 of each linear layer of a model, without running it.
 
-    Times are device time of one batch of ``tokens``: forward and backward, of bfloat16 compute,
-    without what `float8.estimate.roofline` leaves out. Layers whose weights are float32 are taken
-    to run under autocast to bfloat16.
+    Times are device time of one batch of ``tokens``, forward and backward, with bfloat16 as the
+    compute dtype. `float8.estimate.roofline` lists what is not modelled. Layers with float32
+    weights are assumed to run under autocast to bfloat16.
 
     Args:
         model: any module, on any device, the meta device too; or shapes ``(M, K, N)``. A layer that
             is registered several times is counted once.
         tokens: rows of every layer's input in one forward (batch size * sequence length).
-        device: a name of `DEVICES`, ``"measured"`` (this machine, in some seconds), a file that
-            `Device.save` wrote, or a `Device`.
-        recipes: names of recipes, or configs, one or several; a mapping names them anew.
+        device: a name of `DEVICES`, a file that `Device.save` wrote, or a `Device`.
+        recipes: names of recipes, or configs, one or several; a mapping gives
+            each its name in the table.
         training: False predicts forward alone.
         weights_cached: the weight is cast once per step, not in every forward and backward; the
-            2 bytes per weight element that the cache holds are taken off the memory saved.
+            2 bytes per weight element of the cache are subtracted from the memory saved.
         gradient_accumulation: microbatches per step, which share a cached cast.
         show: print the table.
 
     Returns:
-        The rows, totals and the table as ``str``.
+        The rows and totals; ``str`` of it is the table.
 
     Raises:
         TypeError: ``model`` is neither a module nor shapes, or ``device`` or a recipe is
@@ -122,7 +253,7 @@ def estimate(
     use = Use(training, True, weights_cached, gradient_accumulation)
     found = find_device(device)
     rows = [
-        Row(
+        LayerEstimate(
             layer.name,
             layer.shape,
             plain_seconds(layer, found, use),
@@ -140,14 +271,14 @@ def estimate(
 def faster_layers(
     recipe: Recipe,
     tokens: int,
-    device: str | Device = "H100",
+    device: str | Path | Device = "H100",
     min_speedup: float = 1.0,
     *,
     training: bool = True,
     weights_cached: bool = False,
     gradient_accumulation: int = 1,
 ) -> ModuleFilter:
-    """A filter for ``convert_to_float8_training`` that takes the layers predicted to gain.
+    """A filter for ``convert_to_float8_training`` that accepts the layers predicted to gain.
 
     ::
 
@@ -158,8 +289,8 @@ def faster_layers(
     Args:
         recipe: the recipe or config that the model is converted with.
         tokens, device, training, weights_cached, gradient_accumulation: as `estimate`.
-        min_speedup: convert where the predicted speed-up exceeds this. 1 is no loss; ask for more,
-            such as 1.1, to leave alone what gains less than the prediction's error.
+        min_speedup: convert where the predicted speed-up exceeds this. 1 means no loss; a larger
+            one, such as 1.1, also skips layers that gain less than the prediction's error.
 
     Returns:
         ``(module, fqn) -> bool``; False also where the device would refuse the layer.
@@ -174,7 +305,8 @@ def faster_layers(
         raise ValueError(f"min_speedup={min_speedup} must be above 0; 1 means no loss")
     (config,) = named_configs([recipe]).values()
     check_tokens(tokens)
-    use, found = Use(training, True, weights_cached, gradient_accumulation), find_device(device)
+    use = Use(training, True, weights_cached, gradient_accumulation)
+    found = find_device(device)
 
     def is_faster(module: nn.Module, fqn: str) -> bool:
         if 0 in (module.in_features, module.out_features):

@@ -1,4 +1,4 @@
-"""The roofline of one linear layer: three GEMMs, and the casts that feed them.
+"""The time of one linear layer by the roofline model: three GEMMs and the casts of their operands.
 
 For M tokens, K ``in_features``, N ``out_features``::
 
@@ -12,16 +12,36 @@ For M tokens, K ``in_features``, N ``out_features``::
     seconds = max(flops / (peak * efficiency(flops)), bytes / bandwidth) + launch
 
 with 2 bytes per operand element in bfloat16 and 1 in float8; results are bfloat16. A cast is a few
-passes over memory (`float8.estimate.casts`), each ``bytes / bandwidth + launch``.
+passes over memory, each ``bytes / bandwidth + launch``. A plain layer is three bfloat16 GEMMs
+without casts. Not modelled: the host (eager mode waits for Python on small layers), caches, tile
+and wave quantisation, the clock under load, and communication.
 
-    speed-up = sum of the bf16 GEMMs / (sum of the layer's GEMMs + its casts)
+Each operand enters two GEMMs, once row-major and once transposed, because tensor cores read the
+contraction last. The fused kernels move, in bytes per bfloat16 element:
 
-A layer without float8 is the same sum with three bf16 GEMMs and no casts. What backward keeps of
-the input is 2 bytes per element in bfloat16; 1 byte and the scales in float8. A cached weight
-holds 2 bytes per element beside that, 1 in each orientation.
+==================================== ========== ========== ======================================
+cast                                 row-major  transposed both orientations together
+==================================== ========== ========== ======================================
+dynamic tensorwise                   2 + 3 = 5  2 + 3 = 5  2 + 4 = 6
+delayed or static tensorwise         3          3          4
+dynamic rowwise                      3          2 + 3 = 5  3 + 3 = 6
+dynamic 1x128, 128x128               3          3          4
+==================================== ========== ========== ======================================
 
-Left out: the host (eager mode on small layers waits for Python, `torch.compile` and CUDA graphs do
-not), the caches, the quantisation of tiles and waves, the clock under load, and communication.
+3 is 2 read and 1 written; 4 is 2 read and 1 written in each orientation. A leading 2 is a separate
+pass that computes amaxes: the scale of a tensor, or of a column, depends on elements that no single
+thread block reads. A delayed cast records its amax on the way, and a rowwise cast the column amaxes
+for the transposed cast that follows. Forward casts the weight row-major, backward transposed; if
+both casts are equal, backward reuses forward's scale (3 bytes). With cached weights the
+microbatches of a step share both casts.
+
+The plain PyTorch reference, which emulates float8, always computes amaxes in a separate pass, also
+for delayed casts. It multiplies a transposed view and needs no second copy of equal data.
+
+Every pass is one launch. Column amaxes are accumulated atomically into zeros that another launch
+writes: a rowwise cast in both orientations is three launches. A float32 weight is assumed to run
+under autocast to bfloat16; each cast of it first converts it, 6 bytes per element. Reads and writes
+of scales (at most 4 bytes per 128 elements) and launches that fill or repeat a scale are ignored.
 """
 
 from __future__ import annotations
@@ -29,14 +49,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from float8.config import Gemm, LinearPlan
-from float8.estimate.casts import LARGEST, WRITE, Pass, Use, is_count, passes_of_layer
+from float8.config import Gemm, LinearPlan, OperandCast, ScalingType
 from float8.estimate.devices import BF16, Device
-from float8.granularity import scale_shape
-from float8.kernels.scaled_mm import BLOCKWISE, product_of
+from float8.granularity import WHOLE, Block, scale_shape
+from float8.kernels.scaled_mm import BLOCKWISE, ROWWISE, TENSORWISE, product_of
 
+READ = 2  # bytes of a bfloat16 element
+WRITE = 1  # bytes of a float8 element
+CONVERT = 4 + 2  # bytes read and written per element to round float32 to bfloat16
 RESULT_BYTES = 2
 SCALE_BYTES = 4
+LARGEST = 2**30  # of any size or count: beyond, sums of bytes exceed 64 bits
+GIVEN = "given"  # the scale is known before the cast: delayed and static
+_ROW_BLOCKS, _SQUARE_BLOCKS = "1x128", "128x128"
+
+# Whether a fused kernel needs a separate pass to compute amaxes: (row-major, transposed).
+_NEEDS_AMAX_PASS: dict[str, tuple[bool, bool]] = {
+    TENSORWISE: (True, True),
+    ROWWISE: (False, True),
+    _ROW_BLOCKS: (False, False),
+    _SQUARE_BLOCKS: (False, False),
+    GIVEN: (False, False),
+}
+
+
+def is_count(value: object) -> bool:
+    """Whether this is an integer from 1 to `LARGEST`."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST
 
 
 @dataclass(frozen=True)
@@ -59,16 +98,151 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Seconds:
-    """What a layer takes for one batch: in its GEMMs, and in its casts."""
+class Use:
+    """How a layer is used.
 
-    gemms: float
-    casts: float = 0.0
+    Args:
+        training: forward and backward; False is forward alone.
+        weight_trains: the weight gradient is computed.
+        weights_cached: the weight is cast once per step, in both orientations, instead of in every
+            forward and every backward; the casts stay in memory, 2 bytes per element.
+        gradient_accumulation: microbatches per step, which share a cached cast.
+        converts_weight: the weight is float32 and is rounded to bfloat16 before it is cast.
 
-    @property
-    def total(self) -> float:
-        """Both."""
-        return self.gemms + self.casts
+    Raises:
+        ValueError: gradient_accumulation is not an integer from 1 to `LARGEST`.
+    """
+
+    training: bool = True
+    weight_trains: bool = True
+    weights_cached: bool = False
+    gradient_accumulation: int = 1
+    converts_weight: bool = False
+
+    def __post_init__(self) -> None:
+        if not is_count(self.gradient_accumulation):
+            raise ValueError(
+                f"gradient_accumulation={self.gradient_accumulation!r} must be a count of "
+                f"microbatches, at least 1 and at most {LARGEST}"
+            )
+
+    def caches_weight(self, plan: LinearPlan) -> bool:
+        """Whether the weight is cached: only if both of its GEMMs are in float8."""
+        both = plan.output.b is not None and plan.grad_input.b is not None
+        return self.weights_cached and both
+
+
+# --- casts
+
+
+@dataclass(frozen=True)
+class MemoryPass:
+    """One pass over an operand's memory: its name, and the bytes it moves per element."""
+
+    name: str
+    bytes_per_element: int
+
+
+FILL = MemoryPass("fill", 0)  # a launch that writes a few zeros
+
+
+def kind_of_block(block: Block) -> str:
+    """The row of the table that a block belongs to; blocks without hardware count as 1x128."""
+    kinds: dict[Block, str] = {
+        (WHOLE, WHOLE): TENSORWISE,
+        (1, WHOLE): ROWWISE,
+        (128, 128): _SQUARE_BLOCKS,
+    }
+    return kinds.get(block, _ROW_BLOCKS)
+
+
+def pass_name(operation: str, kind: str, transposed: bool) -> str:
+    """Such as ``amax rowwise transposed``: the key of `float8.estimate.devices.Device.passes`."""
+    return f"{operation} {kind} transposed" if transposed else f"{operation} {kind}"
+
+
+def passes_of_layer(
+    plan: LinearPlan, use: Use, emulates: bool
+) -> tuple[list[MemoryPass], list[MemoryPass], list[MemoryPass], float]:
+    """The passes over input, weight and grad_output of one layer for one batch of tokens.
+
+    Returns:
+        the three lists, and how many times per batch the weight's passes run: 1, or a fraction
+        where several microbatches share them.
+    """
+    weight_gradient = use.training and use.weight_trains
+    x = _both_casts(
+        plan.output.a,
+        plan.grad_weight.b if weight_gradient else None,
+        weight_gradient and plan.reuses_input,
+        emulates,
+    )
+    g: list[MemoryPass] = []
+    if use.training:
+        g = _both_casts(
+            plan.grad_input.a,
+            plan.grad_weight.a if weight_gradient else None,
+            weight_gradient and plan.reuses_grad_output,
+            emulates,
+        )
+    runs_per_batch = 1 / use.gradient_accumulation if use.caches_weight(plan) else 1.0
+    return x, _weight_passes(plan, use, emulates), g, runs_per_batch
+
+
+def _weight_passes(plan: LinearPlan, use: Use, emulates: bool) -> list[MemoryPass]:
+    first, second = plan.output.b, plan.grad_input.b
+    convert = [MemoryPass("convert", CONVERT)] if use.converts_weight else []
+    if use.caches_weight(plan):
+        return convert + _both_casts(first, second, plan.reuses_weight, emulates)
+    forward = convert + _one_cast(first, False, emulates)
+    if not use.training:
+        return forward
+    return forward + convert + _one_cast(second, True, emulates, scale_known=plan.reuses_weight)
+
+
+def _one_cast(
+    cast: OperandCast | None, transposed: bool, emulates: bool, scale_known: bool = False
+) -> list[MemoryPass]:
+    """The passes that make one float8 copy; none for an operand in high precision."""
+    if cast is None:
+        return []
+    copy = MemoryPass(pass_name("cast", _kind_of_cast(cast), transposed), READ + WRITE)
+    return [copy] if scale_known else [*_amax_passes(cast, transposed, emulates), copy]
+
+
+def _both_casts(
+    first: OperandCast | None, second: OperandCast | None, same_bytes: bool, emulates: bool
+) -> list[MemoryPass]:
+    """The passes for an operand that is cast row-major and transposed in one call."""
+    if emulates and same_bytes:  # the reference multiplies a transposed view
+        return _one_cast(first, False, emulates)
+    if emulates or first is None or second is None or _kind_of_cast(first) != _kind_of_cast(second):
+        return _one_cast(first, False, emulates) + _one_cast(second, True, emulates)
+    if _kind_of_cast(first) == ROWWISE:
+        names = [pass_name("cast", ROWWISE, transposed) for transposed in (False, True)]
+        return [FILL, *(MemoryPass(name, READ + WRITE) for name in names)]
+    copies = MemoryPass(pass_name("cast", _kind_of_cast(first), False), READ + 2 * WRITE)
+    return [*_amax_passes(first, False, emulates), copies]
+
+
+def _kind_of_cast(cast: OperandCast) -> str:
+    return kind_of_block(cast.block) if cast.scaling_type is ScalingType.DYNAMIC else GIVEN
+
+
+def _amax_passes(cast: OperandCast, transposed: bool, emulates: bool) -> list[MemoryPass]:
+    kind = _kind_of_cast(cast)
+    if emulates:
+        needed = cast.scaling_type is not ScalingType.STATIC
+    else:
+        needed = _NEEDS_AMAX_PASS[kind][transposed]
+    if not needed:
+        return []
+    amax = MemoryPass(pass_name("amax", kind_of_block(cast.block), transposed), READ)
+    fills = not emulates and transposed and kind == ROWWISE
+    return [FILL, amax] if fills else [amax]
+
+
+# --- GEMMs
 
 
 def gemm_sizes(shape: Shape, use: Use) -> dict[str, tuple[int, int, int]]:
@@ -82,32 +256,47 @@ def gemm_sizes(shape: Shape, use: Use) -> dict[str, tuple[int, int, int]]:
     return sizes
 
 
-def gemm_bytes(kind: str, rows: int, columns: int, contraction: int) -> int:
-    """Bytes that one product of this kind reads and writes, each once."""
-    operand_bytes = 2 if kind == BF16 else 1
-    return operand_bytes * (rows + columns) * contraction + RESULT_BYTES * rows * columns
+def kinds_of_plan(plan: LinearPlan | None, use: Use) -> dict[str, str]:
+    """GEMM -> its kind, for the GEMMs that run; a plan of None is plain ``nn.Linear``."""
+    names = gemm_sizes(Shape(1, 1, 1), use)
+    return {name: BF16 if plan is None else _kind_of_gemm(getattr(plan, name)) for name in names}
 
 
-def gemm_seconds(device: Device, kind: str, rows: int, columns: int, contraction: int) -> float:
-    """Time of one product of this kind (`BF16` or one of `FLOAT8`)."""
-    elements = (rows + columns) * contraction
-    multiplying = device.products[kind].seconds(2 * rows * columns * contraction, elements)
-    moving = gemm_bytes(kind, rows, columns, contraction) / device.bytes_per_second
-    return max(multiplying, moving) + device.launch.value
-
-
-def kind_of_gemm(gemm: Gemm) -> str:
-    """Which of a device's products a GEMM of a plan is."""
+def _kind_of_gemm(gemm: Gemm) -> str:
     if gemm.a is None or gemm.b is None:
         return BF16
     # Blocks that no hardware multiplies are emulated like 1x128 ones: dequantised first.
     return product_of(gemm.a.block, gemm.b.block) or BLOCKWISE
 
 
-def kinds_of_plan(plan: LinearPlan | None, use: Use) -> dict[str, str]:
-    """GEMM -> kind of product, for the GEMMs that run; a plan of None is plain ``nn.Linear``."""
-    names = gemm_sizes(Shape(1, 1, 1), use)
-    return {name: BF16 if plan is None else kind_of_gemm(getattr(plan, name)) for name in names}
+def gemm_bytes(kind: str, rows: int, columns: int, contraction: int) -> int:
+    """Bytes that one GEMM of this kind reads and writes, each once."""
+    operand_bytes = READ if kind == BF16 else WRITE
+    return operand_bytes * (rows + columns) * contraction + RESULT_BYTES * rows * columns
+
+
+def gemm_seconds(device: Device, kind: str, rows: int, columns: int, contraction: int) -> float:
+    """Time of one GEMM of this kind (`BF16` or one of `FLOAT8`)."""
+    elements = (rows + columns) * contraction
+    computing = device.products[kind].seconds(2 * rows * columns * contraction, elements)
+    moving = gemm_bytes(kind, rows, columns, contraction) / device.bytes_per_second
+    return max(computing, moving) + device.launch.value
+
+
+# --- layers
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """The time of a layer for one batch: its GEMMs, and its casts."""
+
+    gemms: float
+    casts: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The time of GEMMs and casts together."""
+        return self.gemms + self.casts
 
 
 def layer_seconds(device: Device, shape: Shape, plan: LinearPlan | None, use: Use) -> Seconds:
@@ -122,21 +311,20 @@ def layer_seconds(device: Device, shape: Shape, plan: LinearPlan | None, use: Us
 def cast_seconds(device: Device, shape: Shape, plan: LinearPlan, use: Use) -> float:
     """Time of all casts of one layer for one batch."""
 
-    def over(elements: int, passes: list[Pass]) -> float:
+    def seconds_of(elements: int, passes: list[MemoryPass]) -> float:
         return sum(device.pass_seconds(p.name, p.bytes_per_element * elements) for p in passes)
 
-    x, w, g, weight_times = passes_of_layer(plan, use, device.emulates)
+    x, w, g, runs_per_batch = passes_of_layer(plan, use, device.emulates)
     M, K, N = shape.M, shape.K, shape.N
-    return over(M * K, x) + over(N * K, w) * weight_times + over(M * N, g)
+    return seconds_of(M * K, x) + seconds_of(N * K, w) * runs_per_batch + seconds_of(M * N, g)
 
 
 def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use) -> int:
-    """What one layer keeps, parameters excluded; a plan of None is ``nn.Linear``.
+    """The bytes that one layer saves for backward, and those of its weight's cached casts.
 
-    That is what backward keeps, and the casts of a cached weight, which outlive it.
-
-    Layers that read one and the same input (query, key and value) share ``nn.Linear``'s copy but
-    not the float8 ones; for those the saving is less than the sum over layers says.
+    A plan of None is ``nn.Linear``. Layers that read the same input (query, key and value) share
+    ``nn.Linear``'s copy but not the float8 copies: for them the saving is less than the sum over
+    layers.
     """
     cached = plan is not None and use.caches_weight(plan)
     kept = 2 * WRITE * shape.N * shape.K if cached else 0
@@ -144,10 +332,10 @@ def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use) -> int:
         return kept
     elements = shape.M * shape.K if use.weight_trains else 0
     if plan is None:
-        return 2 * elements
+        return READ * elements
     if plan.reuses_weight and plan.output.b is not None:
         kept += SCALE_BYTES * prod(scale_shape((shape.N, shape.K), plan.output.b.block))
     if elements and plan.grad_weight.b is not None:
         scales = prod(scale_shape((shape.K, shape.M), plan.grad_weight.b.block))
-        return kept + elements + SCALE_BYTES * scales
-    return kept + 2 * elements
+        return kept + WRITE * elements + SCALE_BYTES * scales
+    return kept + READ * elements

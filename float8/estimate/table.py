@@ -1,8 +1,8 @@
-"""What a prediction looks like: rows to compute with, and a table to read.
+"""The result of a prediction: one row per layer to compute with, and a table to read.
 
-Layers with equal predictions whose names differ in numbers only become one line of the table, such
-as ``layers.*.ffn.w1`` with their count; `Estimate.rows` keeps them apart. Times of a line are those
-of one layer, the last two lines are sums over all of them.
+Layers with equal predictions whose names differ in numbers only share a line of the table, such as
+``layers.*.ffn.w1`` with their count; `Estimate.rows` keeps them apart. Times of a line are those of
+one layer; the last two lines are sums over all layers.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from float8.estimate.casts import Use
 from float8.estimate.devices import Device
-from float8.estimate.roofline import Seconds, Shape
+from float8.estimate.roofline import Seconds, Shape, Use
 
 MIB = 2**20
 Cells = list[str]
@@ -23,8 +22,8 @@ Cells = list[str]
 class Prediction:
     """One layer under one recipe: its time and the memory that it saves, or why it is refused.
 
-    ``saved_bytes`` is what backward keeps of ``nn.Linear`` less what it keeps of the float8 layer,
-    and less what a cache of the weight holds.
+    ``saved_bytes`` is what ``nn.Linear`` saves for backward, minus what the float8 layer saves and
+    the bytes of a cached weight.
     """
 
     seconds: Seconds | None = None
@@ -32,15 +31,15 @@ class Prediction:
     refused: str | None = None
 
     def speedup(self, bf16_s: float) -> float | None:
-        """How many times faster than the layer as it is; None where refused."""
+        """How many times faster than the plain layer; None where refused."""
         return None if self.seconds is None else bf16_s / self.seconds.total
 
 
 @dataclass(frozen=True)
-class Row:
-    """One layer: its name, its shape, its time as it is in seconds, and recipe -> prediction.
+class LayerEstimate:
+    """One layer: its name, its shape, its plain time in seconds, and recipe -> prediction.
 
-    ``is_float32`` says that its weight is, so that autocast is assumed.
+    ``is_float32`` says that its weight is float32, so that autocast is assumed.
     """
 
     layer: str
@@ -50,7 +49,7 @@ class Row:
     is_float32: bool = False
 
     def speedup(self, recipe: str) -> float | None:
-        """Of one recipe; None where refused."""
+        """The speed-up of one recipe; None where refused."""
         return self.recipes[recipe].speedup(self.bf16_s)
 
     def gains(self, recipe: str) -> bool:
@@ -60,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Total:
-    """A sum over layers: seconds as they are, seconds with a recipe, bytes saved."""
+    """A sum over layers: seconds in bfloat16, seconds with a recipe, bytes saved."""
 
     bf16_s: float
     seconds: float
@@ -68,43 +67,39 @@ class Total:
 
     @property
     def speedup(self) -> float:
-        """Of all linear layers together."""
+        """The speed-up of all linear layers together."""
         return self.bf16_s / self.seconds
 
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """What `float8.estimate` predicts: one `Row` per layer; ``str`` is the table."""
+    """What `float8.estimate` predicts: one `LayerEstimate` per layer; ``str`` is the table."""
 
     device: Device
     use: Use
-    rows: Sequence[Row]
+    rows: Sequence[LayerEstimate]
 
     @property
     def recipes(self) -> list[str]:
-        """The recipes, in the order in which they were asked for."""
+        """The recipes, in the order of the call."""
         return list(self.rows[0].recipes)
 
     def total(self, recipe: str, only_gains: bool = False) -> Total:
-        """The sum over all layers; those that are refused stay as they are.
+        """The sum over all layers; refused layers count with their plain time.
 
         Args:
             recipe: its name in the table.
             only_gains: convert only layers predicted to gain, as `faster_layers` does.
         """
-        converted = [
-            row.recipes[recipe].seconds is not None and (row.gains(recipe) or not only_gains)
-            for row in self.rows
-        ]
-        seconds = saved = 0.0
-        for row, converts in zip(self.rows, converted, strict=True):
+        seconds, saved = 0.0, 0
+        for row in self.rows:
             prediction = row.recipes[recipe]
-            if converts and prediction.seconds is not None:
+            if prediction.seconds is None or (only_gains and not row.gains(recipe)):
+                seconds += row.bf16_s
+            else:
                 seconds += prediction.seconds.total
                 saved += prediction.saved_bytes
-            else:
-                seconds += row.bf16_s
-        return Total(sum(row.bf16_s for row in self.rows), seconds, int(saved))
+        return Total(sum(row.bf16_s for row in self.rows), seconds, saved)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the rows with seconds and bytes, and the sources of the device's figures."""
@@ -125,7 +120,7 @@ class Estimate:
         from tabulate import tabulate
 
         reasons: dict[str, int] = {}
-        lines = [_line(rows, reasons) for rows in _alike(self.rows)]
+        lines = [_line(rows, reasons) for rows in _grouped(self.rows)]
         lines += [
             self._total_line("all that run", False),
             self._total_line("only those that gain", True),
@@ -141,7 +136,7 @@ class Estimate:
         totals = [self.total(recipe, only_gains) for recipe in self.recipes]
         cells = [what, "" if only_gains else str(len(self.rows)), "", _ms(totals[0].bf16_s)]
         for total in totals:
-            cells += [_ms(total.seconds), _times(total.speedup), _mib(total.saved_bytes)]
+            cells += [_ms(total.seconds), _speedup(total.speedup), _mib(total.saved_bytes)]
         return cells
 
     def _footnotes(self, reasons: dict[str, int]) -> list[str]:
@@ -150,37 +145,39 @@ class Estimate:
         notes = [f"[{number}] refused: {reason}" for reason, number in reasons.items()]
         notes.append(
             f"{what} of one batch on {self.device.name} ({self.device.arch}), casts by {casts}, "
-            f"predicted. {_trust(self.device)}"
+            f"predicted. {_reliability(self.device)}"
         )
         if any(row.is_float32 for row in self.rows):
             notes.append(
-                "Layers with float32 weights are taken to run under bfloat16 autocast: float8 "
+                "Layers with float32 weights are assumed to run under bfloat16 autocast: float8 "
                 "converts the weight before each cast."
             )
         if self.use.weights_cached:
-            notes.append("Memory saved is less the 2 bytes per element of cached weights.")
+            notes.append(
+                "The 2 bytes per element of cached weights are subtracted from the memory saved."
+            )
         return notes + [f"  {line}" for line in self.device.provenance()]
 
 
-def _trust(device: Device) -> str:
-    """One sentence on what the figures rest on."""
+def _reliability(device: Device) -> str:
+    """One sentence on how reliable the figures are."""
     kinds = {figure.kind for figure in device.figures().values()}
     if not kinds & {"measured", "fitted"}:
         return (
-            "NOTHING HERE WAS MEASURED: datasheet peaks under assumed efficiencies; device="
-            "'measured' measures this machine."
+            "NOTHING HERE WAS MEASURED: datasheet peaks under assumed efficiencies; "
+            "benchmarks/measure_device.py measures a machine."
         )
     if "assumed" in kinds:
         return "Some figures are measured or fitted, others assumed:"
     return "Its figures:"
 
 
-def _alike(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows grouped by what their line says."""
-    groups: dict[tuple[object, ...], list[Row]] = {}
+def _grouped(rows: Iterable[LayerEstimate]) -> list[list[LayerEstimate]]:
+    """Rows grouped by the line that they share."""
+    groups: dict[tuple[object, ...], list[LayerEstimate]] = {}
     for row in rows:
-        said = (_pattern(row.layer), row.shape, row.bf16_s, *row.recipes.values())
-        groups.setdefault(said, []).append(row)
+        line = (_pattern(row.layer), row.shape, row.bf16_s, *row.recipes.values())
+        groups.setdefault(line, []).append(row)
     return list(groups.values())
 
 
@@ -188,7 +185,7 @@ def _pattern(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
-def _line(rows: Sequence[Row], reasons: dict[str, int]) -> Cells:
+def _line(rows: Sequence[LayerEstimate], reasons: dict[str, int]) -> Cells:
     row = rows[0]
     name = row.layer if len(rows) == 1 else _pattern(row.layer)
     cells = [name, str(len(rows)), str(row.shape), _ms(row.bf16_s)]
@@ -198,12 +195,12 @@ def _line(rows: Sequence[Row], reasons: dict[str, int]) -> Cells:
             number = reasons.setdefault(prediction.refused, len(reasons) + 1)
             cells += [f"refused [{number}]", "", ""]
         else:
-            speedup = row.speedup(recipe)
-            cells += [_ms(prediction.seconds.total), _times(speedup), _mib(prediction.saved_bytes)]
+            seconds, saved = prediction.seconds.total, prediction.saved_bytes
+            cells += [_ms(seconds), _speedup(row.speedup(recipe)), _mib(saved)]
     return cells
 
 
-def _as_dict(row: Row, recipe: str) -> dict[str, Any]:
+def _as_dict(row: LayerEstimate, recipe: str) -> dict[str, Any]:
     prediction = row.recipes[recipe]
     if prediction.seconds is None:
         return {"refused": prediction.refused}
@@ -219,7 +216,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}" if seconds < 0.1 else f"{seconds * 1e3:.1f}"
 
 
-def _times(speedup: float | None) -> str:
+def _speedup(speedup: float | None) -> str:
     return "" if speedup is None else f"{speedup:.2f}x"
 
 

@@ -49,7 +49,7 @@ from float8.fusion.autograd import (
     swiglu_cast,
 )
 from float8.granularity import WHOLE
-from float8.linear.autograd import compute_dtype
+from float8.linear.bound_plan import compute_dtype
 from float8.linear.cast import Cast, make_cast
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import with_state_of

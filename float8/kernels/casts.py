@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from float8.granularity import WHOLE, Block
-from float8.kernels.scaled_mm import CPU, EMULATED, SUPPORT, architecture, family_of
+from float8.kernels.scaled_mm import CPU, SUPPORT, family_of
 
 
 class Orientations(NamedTuple):
@@ -63,12 +63,12 @@ COMPILED: dict[str, tuple[str, str]] = {
 
 
 def kernel_for(
-    device: torch.device, block: Block, emulate: bool = False, compiling: bool = False
+    family: str, block: Block, emulate: bool = False, compiling: bool = False
 ) -> str | None:
     """The file of gpu/ that casts matrices of this granularity; None for plain PyTorch.
 
     Args:
-        device: where the operand lies.
+        family: of the device, see `float8.kernels.family_of`.
         block: in GEMM-operand orientation.
         emulate: plain PyTorch is asked for.
         compiling: the cast is traced by torch.compile.
@@ -77,14 +77,15 @@ def kernel_for(
         ValueError: the GPU has no float8 conversions.
         ModuleNotFoundError: Triton is not installed.
     """
-    family = family_of(device, emulate)
-    if family not in (*SUPPORT, CPU, EMULATED):
+    if emulate:
+        return None
+    if family not in (CPU, *SUPPORT):
         raise ValueError(
             f"cast: {family} is not known to have float8 conversions (known: "
             f"{', '.join(SUPPORT)}); set emulate=True to run it in plain PyTorch"
         )
     kernel = KERNELS.get(family, {}).get(block)
-    if kernel is None or (compiling and _is_left_to_the_compiler(kernel, device)):
+    if kernel is None or (compiling and _is_left_to_the_compiler(kernel, family)):
         return None
     _import_kernels(family)
     return kernel
@@ -92,11 +93,12 @@ def kernel_for(
 
 def runs_kernel(device: torch.device, block: Block, emulate: bool = False) -> bool:
     """Whether a kernel casts matrices of this granularity; see `kernel_for`."""
-    return kernel_for(device, block, emulate, torch.compiler.is_compiling()) is not None
+    compiling = torch.compiler.is_compiling()
+    return kernel_for(family_of(device), block, emulate, compiling) is not None
 
 
-def _is_left_to_the_compiler(kernel: str, device: torch.device) -> bool:
-    return COMPILED[kernel][0] == "aten" and compiler_may_cast(device)
+def _is_left_to_the_compiler(kernel: str, family: str) -> bool:
+    return COMPILED[kernel][0] == "aten" and compiler_may_cast(family)
 
 
 # For torch.compile: it runs once, while tracing. See `architecture`.
@@ -126,9 +128,9 @@ def _import_kernels(family: str) -> None:
 _KEEPS_CONVERSIONS = (13, 1)
 
 
-def compiler_may_cast(device: torch.device) -> bool:
-    """Whether code that torch.compile makes for this device stores float8 right."""
-    return device.type != "cuda" or _ptxas_that_loses_conversions(device.index) is None
+def compiler_may_cast(family: str) -> bool:
+    """Whether code that torch.compile makes for this device family stores float8 right."""
+    return family == CPU or _ptxas_that_loses_conversions(family) is None
 
 
 def check_compiler(device: torch.device) -> None:
@@ -137,8 +139,9 @@ def check_compiler(device: torch.device) -> None:
     Raises:
         RuntimeError: naming ptxas, and what to set.
     """
-    if not compiler_may_cast(device):
-        ptxas = _ptxas_that_loses_conversions(device.index)
+    family = family_of(device)
+    if not compiler_may_cast(family):
+        ptxas = _ptxas_that_loses_conversions(family)
         raise RuntimeError(
             "torch.compile would compile this float8 cast itself, because the operand is a DTensor "
             f"(tensor parallelism) or emulate=True, and {ptxas} loses results of float8 "
@@ -149,16 +152,15 @@ def check_compiler(device: torch.device) -> None:
 
 
 @functools.cache
-def _ptxas_that_loses_conversions(device_index: int | None) -> str | None:
-    name = architecture(device_index)
-    if not name.startswith("sm_"):
+def _ptxas_that_loses_conversions(family: str) -> str | None:
+    if not family.startswith("sm_"):
         return None  # ptxas is NVIDIA's
     from triton.backends.nvidia.compiler import get_ptxas
 
-    ptxas = get_ptxas(int(name.removeprefix("sm_")))
+    ptxas = get_ptxas(int(family.removeprefix("sm_")))
     if tuple(int(part) for part in ptxas.version.split(".")) >= _KEEPS_CONVERSIONS:
         return None
-    return f"ptxas {ptxas.version} ({ptxas.path}) for {name}"
+    return f"ptxas {ptxas.version} ({ptxas.path}) for {family}"
 
 
 # For torch.compile: both run once, while tracing. See `architecture`.

@@ -101,17 +101,11 @@ def _architecture(device_index: int | None) -> str:
     return f"sm_{major}{minor}"
 
 
-CPU, EMULATED = "cpu", "emulated"  # device families beside those of `SUPPORT`
+CPU = "cpu"  # the device family of every device that is not CUDA
 
 
-def family_of(device: torch.device, emulate: bool = False) -> str:
-    """The device family that decides which kernels run.
-
-    `EMULATED` where plain PyTorch is asked for, `CPU` for every device that is not CUDA, else the
-    `architecture`.
-    """
-    if emulate:
-        return EMULATED
+def family_of(device: torch.device) -> str:
+    """The device family that decides which kernels run: `CPU`, or the `architecture`."""
     return CPU if device.type != "cuda" else architecture(device.index)
 
 
@@ -318,14 +312,14 @@ def refuses_sizes(
 
 
 def gemm_for(
-    family: str, a_block: Block, b_block: Block, out_dtype: torch.dtype
+    family: str, a_block: Block, b_block: Block, out_dtype: torch.dtype, emulate: bool = False
 ) -> tuple[str, str | None]:
     """Which GEMM multiplies operands of two granularities, as `multiply` takes it.
 
     Returns:
         its name in `GEMMS`, "" where there is none; and why there is none, or None.
     """
-    if family in (CPU, EMULATED):
+    if family == CPU or emulate:
         return PLAIN, None
     if willing := _willing(family, a_block, b_block, out_dtype):
         return willing[0].name, None
@@ -425,10 +419,8 @@ def scaled_mm(
         )
         if reason is not None:
             raise ValueError(f"scaled_mm: {reason}")
-    family = family_of(a_MK.device, emulate)
-    if 0 in (*a_MK.shape, *b_NK.shape):
-        family = EMULATED
-    gemm, reason = gemm_for(family, a_block, b_block, out_dtype)
+    is_plain = emulate or 0 in (*a_MK.shape, *b_NK.shape)
+    gemm, reason = gemm_for(family_of(a_MK.device), a_block, b_block, out_dtype, is_plain)
     if reason is not None:
         raise ValueError(f"scaled_mm: {reason}")
     return multiply(

@@ -26,14 +26,22 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from float8 import kernels
 from float8.config import Float8LinearConfig
 from float8.granularity import scale_shape
-from float8.linear.bound_plan import BoundPlan, plan_on, product
+from float8.linear.bound_plan import BoundGemm, BoundPlan, autocasts, plan_for
 from float8.linear.float8_weight import Float8Weight
-from float8.linear.scaling import DelayedState, Pair, cast_again, cast_both, cast_rows
+from float8.linear.scaling import (
+    DelayedState,
+    Pair,
+    cast_again,
+    cast_both,
+    cast_rows,
+    multiply_scale,
+)
 from float8.tensor import Float8Tensor
 
 # What output, grad_input and grad_weight are multiplied by, each by its own: they need not be the
@@ -155,6 +163,38 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
     return grad_x, grad_w, grad_bias
 
 
+def product(
+    gemm: BoundGemm, a: Pair, b: Pair, bias: Tensor | None = None, factor: float | None = None
+) -> Tensor:
+    """``(a @ b.T) * factor``, and the bias times the factor too.
+
+    Args:
+        gemm: which multiplies.
+        a, b: as its casts made them; in high precision, the matrix and no scale.
+        bias: in the compute dtype.
+        factor: what unit scaling multiplies by; None for nothing.
+    """
+    if gemm.a is None or gemm.b is None:
+        out = F.linear(a[0], b[0], bias)
+        return out if factor is None else out * factor
+    a_data, a_scale = a
+    if factor is not None:
+        a_scale = multiply_scale(a_scale, gemm.a, factor)
+        bias = None if bias is None else bias * factor
+    return kernels.multiply(
+        gemm.name,
+        a_data,
+        a_scale,
+        *b,
+        gemm.a.block,
+        gemm.b.block,
+        bias,
+        gemm.out_dtype,
+        gemm.use_fast_accum,
+        gemm.pad,
+    )
+
+
 def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
     # Tensor.to costs a microsecond where there is nothing to do.
     return x if x.dtype == dtype else x.to(dtype)
@@ -212,17 +252,6 @@ def _checked_tensors(ctx: Any) -> tuple[Tensor, ...]:
         ) from error
 
 
-def autocasts(device_type: str) -> bool:
-    """Whether autocast is on for a device type; meta tensors have none."""
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
-
-
-def compute_dtype(input: Tensor) -> torch.dtype:
-    """What operands are rounded to before they are cast, and what the GEMMs return."""
-    device_type = input.device.type
-    return torch.get_autocast_dtype(device_type) if autocasts(device_type) else input.dtype
-
-
 def call_of(
     config: Float8LinearConfig,
     input: Tensor,
@@ -231,7 +260,7 @@ def call_of(
     factors: Factors = NO_FACTORS,
 ) -> Call:
     """A call with this input of a layer without a weight in float8; autocast is respected."""
-    plan = plan_on(config, input.device, compute_dtype(input))
+    plan = plan_for(config, input)
     return Call(plan, states, record, None, factors, torch.is_grad_enabled())
 
 

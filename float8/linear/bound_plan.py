@@ -1,4 +1,4 @@
-"""A config's plan on one device, in one compute dtype: bound once, read at every call.
+"""A config's plan on one device family, in one compute dtype: bound once, read at every call.
 
 A `LinearPlan` says which casts and GEMMs a config means. Bound to a device it also says which
 kernel casts each operand and which GEMM multiplies each pair, or why none does. `plan_on` remembers
@@ -14,14 +14,87 @@ from __future__ import annotations
 import functools
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from float8 import kernels
-from float8.config import Float8LinearConfig, Gemm, LinearPlan
+from float8.config import Float8LinearConfig, Gemm, LinearPlan, OperandCast, ScalingType
 from float8.config.plan import plan_of_key
-from float8.kernels.scaled_mm import CPU, EMULATED
-from float8.linear.scaling import BoundCast, BoundOperand, Pair, multiply_scale
+from float8.formats import on_family
+from float8.granularity import WHOLE
+from float8.kernels.scaled_mm import CPU
+
+
+class BoundCast:
+    """An `OperandCast` on one device family: what is known of it before the values are.
+
+    Data alone, and plain functions read it: torch.compile takes it as a constant, without guards.
+
+    Args:
+        cast: the cast, in the orientation of its GEMM.
+        family: of the device, see `float8.kernels.family_of`.
+        emulate: cast in plain PyTorch on every device.
+        compiling: torch.compile traces the casts.
+
+    Attributes:
+        dtype: the float8 dtype that the device multiplies.
+        largest: the largest finite value of its format.
+        kernel: the Triton kernel, see `float8.kernels.kernel_for`; None for plain PyTorch.
+        static: the scale of a static cast.
+        is_whole: whether one scale serves the whole operand.
+    """
+
+    __slots__ = (
+        "block",
+        "dtype",
+        "is_delayed",
+        "is_dynamic",
+        "is_whole",
+        "kernel",
+        "largest",
+        "power_of_two",
+        "static",
+    )
+
+    def __init__(
+        self,
+        cast: OperandCast,
+        family: str,
+        emulate: bool = False,
+        compiling: bool = False,
+    ) -> None:
+        fmt = on_family(cast.format, family)
+        self.dtype, self.largest = fmt.dtype, fmt.max
+        self.block, self.power_of_two = cast.block, cast.power_of_two_scale
+        self.is_whole = cast.block.count(WHOLE) == len(cast.block)
+        self.is_delayed = cast.scaling_type is ScalingType.DELAYED
+        self.is_dynamic = cast.scaling_type is ScalingType.DYNAMIC
+        self.static = None if cast.static_scale is None else float(cast.static_scale)
+        self.kernel = kernels.kernel_for(family, cast.block, emulate, compiling)
+        if self.static is not None and compiling and kernels.compiler_may_cast(family):
+            # Elementwise by a constant: it joins the op that makes x, which then writes one byte
+            # and no bfloat16, and a transposed copy is 1 + 1: 3 bytes per element. With a kernel,
+            # opaque to the compiler, x is written (2) and read (2), both orientations are written
+            # (1 + 1): 6.
+            self.kernel = None
+
+
+class BoundOperand:
+    """The two casts of one operand on one device.
+
+    Attributes:
+        first: for the GEMM that contracts the operand's rows; None for high precision.
+        second: for the GEMM that contracts its columns, stated for the transpose; or None.
+        is_shared: whether the second GEMM reads the transpose of the first one's bytes.
+        at_once: whether one kernel call casts both orientations.
+    """
+
+    __slots__ = ("at_once", "first", "is_shared", "second")
+
+    def __init__(
+        self, first: BoundCast | None, second: BoundCast | None, is_same: bool, is_shared: bool
+    ) -> None:
+        self.first, self.second, self.is_shared = first, second, is_shared
+        self.at_once = is_same and first is not None and first.kernel is not None
 
 
 class BoundGemm:
@@ -44,13 +117,14 @@ class BoundGemm:
         b: BoundCast | None,
         family: str,
         out_dtype: torch.dtype,
+        emulate: bool,
         pad: bool,
     ) -> None:
         self.a, self.b, self.out_dtype, self.pad = a, b, out_dtype, pad
         self.use_fast_accum = gemm.use_fast_accum
         self.name, self.refusal = "", None
         if a is not None and b is not None:
-            self.name, self.refusal = kernels.gemm_for(family, a.block, b.block, out_dtype)
+            self.name, self.refusal = kernels.gemm_for(family, a.block, b.block, out_dtype, emulate)
         self.is_plain = self.name == kernels.PLAIN
 
 
@@ -60,6 +134,7 @@ class BoundPlan:
     Attributes:
         x, w, g: the casts of input, weight and grad_output.
         output, grad_input, grad_weight: the GEMMs.
+        family: the device family.
         dtype: the compute dtype, of the operands before their casts and of the results.
         has_delayed: whether any cast is delayed.
         on_gpu: whether tensor cores multiply.
@@ -69,6 +144,7 @@ class BoundPlan:
 
     __slots__ = (
         "dtype",
+        "family",
         "g",
         "grad_input",
         "grad_weight",
@@ -84,22 +160,20 @@ class BoundPlan:
     def __init__(
         self,
         plan: LinearPlan,
-        device: torch.device,
+        family: str,
         dtype: torch.dtype,
         emulate: bool,
         pad: bool,
         compiling: bool,
     ) -> None:
-        family = kernels.family_of(device, emulate)
-
         def bound(gemm: Gemm) -> BoundGemm:
             a, b = (
-                None if cast is None else BoundCast(cast, device, emulate, compiling)
+                None if cast is None else BoundCast(cast, family, emulate, compiling)
                 for cast in (gemm.a, gemm.b)
             )
-            return BoundGemm(gemm, a, b, family, dtype, pad)
+            return BoundGemm(gemm, a, b, family, dtype, emulate, pad)
 
-        self.dtype = dtype
+        self.family, self.dtype = family, dtype
         self.output, self.grad_input = bound(plan.output), bound(plan.grad_input)
         self.grad_weight = bound(plan.grad_weight)
         output, grad_input, grad_weight = plan.output, plan.grad_input, plan.grad_weight
@@ -124,9 +198,27 @@ class BoundPlan:
         gemms = (self.output, self.grad_input, self.grad_weight)
         casts = [cast for gemm in gemms for cast in (gemm.a, gemm.b)]
         self.has_delayed = any(cast is not None and cast.is_delayed for cast in casts)
-        self.on_gpu = family not in (CPU, EMULATED)
+        self.on_gpu = family != CPU and not emulate
         self.has_refusal = any(gemm.refusal is not None for gemm in gemms)
         self.is_aligned = not pad and any(kernels.is_aligned(gemm.name) for gemm in gemms)
+
+
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on for a device type; meta tensors have none."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def compute_dtype(input: Tensor) -> torch.dtype:
+    """What operands are rounded to before they are cast, and what the GEMMs return."""
+    device_type = input.device.type
+    return torch.get_autocast_dtype(device_type) if autocasts(device_type) else input.dtype
+
+
+def plan_for(config: Float8LinearConfig, input: Tensor) -> BoundPlan:
+    """The plan of a config for one call: on the input's device, in the dtype of the call."""
+    device = input.device
+    dtype = torch.get_autocast_dtype(device.type) if autocasts(device.type) else input.dtype
+    return _bound(config.key, device, dtype, torch.compiler.is_compiling())
 
 
 def plan_on(config: Float8LinearConfig, device: torch.device, dtype: torch.dtype) -> BoundPlan:
@@ -140,46 +232,14 @@ def plan_on(config: Float8LinearConfig, device: torch.device, dtype: torch.dtype
 
 
 @functools.lru_cache(maxsize=1024)
-def _remembered(key: str, device: torch.device, dtype: torch.dtype, compiling: bool) -> BoundPlan:
+def _bound_once(key: str, device: torch.device, dtype: torch.dtype, compiling: bool) -> BoundPlan:
     plan, emulate, pad = plan_of_key(key)
-    return BoundPlan(plan, device, dtype, emulate, pad, compiling)
+    return BoundPlan(plan, kernels.family_of(device), dtype, emulate, pad, compiling)
 
 
 def _bound(key: str, device: torch.device, dtype: torch.dtype, compiling: bool) -> BoundPlan:
-    return _remembered(key, device, dtype, compiling)
+    return _bound_once(key, device, dtype, compiling)
 
 
 # What torch.compiler.assume_constant_result does, which would import all of dynamo (a second).
 _bound._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def product(
-    gemm: BoundGemm, a: Pair, b: Pair, bias: Tensor | None = None, factor: float | None = None
-) -> Tensor:
-    """``(a @ b.T) * factor``, and the bias times the factor too.
-
-    Args:
-        gemm: which multiplies.
-        a, b: as its casts made them; in high precision, the matrix and no scale.
-        bias: in the compute dtype.
-        factor: what unit scaling multiplies by; None for nothing.
-    """
-    if gemm.a is None or gemm.b is None:
-        out = F.linear(a[0], b[0], bias)
-        return out if factor is None else out * factor
-    a_data, a_scale = a
-    if factor is not None:
-        a_scale = multiply_scale(a_scale, gemm.a, factor)
-        bias = None if bias is None else bias * factor
-    return kernels.multiply(
-        gemm.name,
-        a_data,
-        a_scale,
-        *b,
-        gemm.a.block,
-        gemm.b.block,
-        bias,
-        gemm.out_dtype,
-        gemm.use_fast_accum,
-        gemm.pad,
-    )

@@ -15,17 +15,15 @@ from torch import Tensor, nn
 from float8.arguments import check_tensors, check_type
 from float8.config import Float8LinearConfig, check_config
 from float8.formats import E4M3, E5M2
-from float8.kernels.scaled_mm import ALIGNMENT, architecture
+from float8.kernels.scaled_mm import ALIGNMENT
 from float8.linear.autograd import (
     Call,
     Factors,
     States,
-    autocasts,
     call_of,
-    compute_dtype,
     linear_in_float8,
 )
-from float8.linear.bound_plan import BoundPlan, plan_on
+from float8.linear.bound_plan import BoundPlan, autocasts, plan_for
 from float8.linear.cast import Cast, make_cast
 from float8.linear.delayed import DelayedCast
 from float8.linear.float8_weight import (
@@ -142,9 +140,9 @@ class Float8Linear(Float8Module, nn.Linear):
             )
         if self.config.enable_pre_and_post_forward:
             self._check_input(input, self.weight)
-        plan = plan_on(self.config, input.device, compute_dtype(input))
+        plan = plan_for(self.config, input)
         if self.config.enable_pre_and_post_forward:
-            self._check_sizes(input, plan)
+            self._check_call(input, self.weight, plan)
         weight, grad = float8_weight(self, plan), torch.is_grad_enabled()
         record = self.training and grad
         call = Call(plan, self._states(), record, weight, self._factors(input), grad)
@@ -188,27 +186,31 @@ class Float8Linear(Float8Module, nn.Linear):
         error = error or refuses_input(input, weight, autocasts(input.device.type))
         if error is not None:
             raise type(error)(f"{self._name}: {error}")
+
+    def _check_call(self, input: Tensor, weight: Tensor, plan: BoundPlan) -> None:
+        """Raise where the plan or the device does not run the products of this call."""
+        grad = torch.is_grad_enabled()
         if isinstance(input, Float8Tensor):
-            needs_grad_weight = weight.requires_grad and torch.is_grad_enabled()
-            reason = refuses_float8_input(input, self.config, needs_grad_weight)
+            reason = refuses_float8_input(input, plan, weight.requires_grad and grad)
             if reason is not None:
                 raise ValueError(f"{self._name}: {reason}")
-
-    def _check_sizes(self, input: Tensor, plan: BoundPlan) -> None:
-        """Raise where the device does not run the products of this call."""
         if not plan.on_gpu and torch.compiler.is_compiling():
             return
-        N, K = self.weight.shape
-        tokens, grad = input.numel() // max(K, 1), torch.is_grad_enabled()
-        is_odd = grad and self.weight.requires_grad and tokens % ALIGNMENT != 0
+        N, K = weight.shape
+        tokens = input.numel() // max(K, 1)
+        is_odd = grad and weight.requires_grad and tokens % ALIGNMENT != 0
         if not plan.on_gpu:
             if is_odd:
                 tell_once_of_tokens(self, self.config, tokens)
         elif plan.has_refusal or (plan.is_aligned and (is_odd or K % ALIGNMENT or N % ALIGNMENT)):
-            arch = architecture(input.device.index)
-            reason = refuses_call(self.config, self.weight, tokens, plan.dtype, arch, grad)
+            reason = refuses_call(self.config, weight, tokens, plan.dtype, plan.family, grad)
             if reason is not None:
-                raise ValueError(f"{self._name}: {reason}")
+                raise ValueError(f"{self._place}: {reason}")
+
+    @property
+    def _place(self) -> str:
+        """What the sizes of a refusal are of, for messages."""
+        return self._name
 
     def __prepare_scriptable__(self) -> nn.Module:
         """What torch.jit.script asks for."""
@@ -363,8 +365,9 @@ def float8_linear(
         raise ValueError(f"float8_linear: weight must be (N, K), got {tuple(weight.shape)}")
     if (error := refuses_input(input, weight, autocasts(input.device.type))) is not None:
         raise type(error)(f"float8_linear: {error}")
+    call = call_of(config, input)
     if isinstance(input, Float8Tensor):
         needs_grad_weight = weight.requires_grad and torch.is_grad_enabled()
-        if (reason := refuses_float8_input(input, config, needs_grad_weight)) is not None:
+        if (reason := refuses_float8_input(input, call.plan, needs_grad_weight)) is not None:
             raise ValueError(f"float8_linear: {reason}")
-    return linear_in_float8(input, weight, bias, call_of(config, input))
+    return linear_in_float8(input, weight, bias, call)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from float8.arguments import described
 from float8.config import Float8LinearConfig, Gemm, LinearPlan
-from float8.formats import HIGH_PRECISION_DTYPES, on_device
+from float8.formats import HIGH_PRECISION_DTYPES, format_of
 from float8.granularity import WHOLE
 from float8.kernels.scaled_mm import ALIGNMENT, refuses_device, refuses_granularity, refuses_sizes
+from float8.linear.bound_plan import BoundPlan
 from float8.tensor import Float8Tensor
 
 logger = logging.getLogger("float8")
@@ -83,23 +84,22 @@ def refuses_input(input: Tensor, weight: Tensor, autocasts: bool) -> TypeError |
 
 
 def refuses_float8_input(
-    input: Float8Tensor, config: Float8LinearConfig, needs_grad_weight: bool
+    input: Float8Tensor, plan: BoundPlan, needs_grad_weight: bool
 ) -> str | None:
-    """The reason why an input that is in float8 already does not fit this config, or None."""
-    plan = config.plan
-    if plan.output.a is None:
+    """The reason why an input that is in float8 already does not fit a plan, or None."""
+    cast = plan.x.first
+    if cast is None:
         return "input is a Float8Tensor, but this config keeps inputs in high precision"
-    expected = (1,) * (input.dim() - len(plan.output.a.block)) + plan.output.a.block
+    expected = (1,) * (input.dim() - len(cast.block)) + cast.block
     # By attribute: torch.compile does not trace a subclass's properties.
-    is_whole = all(extent == WHOLE for extent in (*input._block, *plan.output.a.block))
-    fmt = on_device(plan.output.a.format, input.device)
-    if input._data.dtype != fmt.dtype or (input._block != expected and not is_whole):
+    is_whole = cast.is_whole and all(extent == WHOLE for extent in input._block)
+    if input._data.dtype != cast.dtype or (input._block != expected and not is_whole):
         return (
             f"input is a Float8Tensor in {input.format} with block {input.block}; this config "
-            f"casts inputs to {fmt} with block {expected} (-1: the whole dimension). Cast it so, "
-            "or pass input.dequantize()"
+            f"casts inputs to {format_of(cast.dtype)} with block {expected} (-1: the whole "
+            "dimension). Cast it so, or pass input.dequantize()"
         )
-    if needs_grad_weight and not plan.reuses_input:
+    if needs_grad_weight and not plan.x.is_shared:
         return (
             "input is a Float8Tensor, from which the weight gradient cannot be computed: this "
             "config casts it a second time, along other rows, which takes the high-precision "

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from float8 import kernels
 from float8.config import CastConfig, OperandCast, ScalingType
 from float8.formats import Format, format_of, on_device
-from float8.granularity import WHOLE
+from float8.linear.bound_plan import BoundCast, BoundOperand
 from float8.tensor import Float8Tensor
 
 
@@ -103,79 +103,6 @@ class Cast(nn.Module):
 Pair = tuple[Tensor, Any]  # data and scale; in high precision a matrix and None
 
 
-class BoundCast:
-    """An `OperandCast` on one device: what there is to know of it before the values are seen.
-
-    Data alone, and plain functions read it: torch.compile takes it as a constant, without guards.
-
-    Args:
-        cast: the cast, in the orientation of its GEMM.
-        device: where its operands lie.
-        emulate: cast in plain PyTorch on every device.
-        compiling: torch.compile traces the casts.
-
-    Attributes:
-        dtype: the float8 dtype that the device multiplies.
-        largest: the largest finite value of its format.
-        kernel: the Triton kernel, see `float8.kernels.kernel_for`; None for plain PyTorch.
-        static: the scale of a static cast.
-        is_whole: whether one scale serves the whole operand.
-    """
-
-    __slots__ = (
-        "block",
-        "dtype",
-        "is_delayed",
-        "is_dynamic",
-        "is_whole",
-        "kernel",
-        "largest",
-        "power_of_two",
-        "static",
-    )
-
-    def __init__(
-        self,
-        cast: OperandCast,
-        device: torch.device,
-        emulate: bool = False,
-        compiling: bool = False,
-    ) -> None:
-        fmt = on_device(cast.format, device)
-        self.dtype, self.largest = fmt.dtype, fmt.max
-        self.block, self.power_of_two = cast.block, cast.power_of_two_scale
-        self.is_whole = cast.block.count(WHOLE) == len(cast.block)
-        self.is_delayed = cast.scaling_type is ScalingType.DELAYED
-        self.is_dynamic = cast.scaling_type is ScalingType.DYNAMIC
-        self.static = None if cast.static_scale is None else float(cast.static_scale)
-        self.kernel = kernels.kernel_for(device, cast.block, emulate, compiling)
-        if self.static is not None and compiling and kernels.compiler_may_cast(device):
-            # Elementwise by a constant: it joins the op that makes x, which then writes one byte
-            # and no bfloat16, and a transposed copy is 1 + 1: 3 bytes per element. With a kernel,
-            # opaque to the compiler, x is written (2) and read (2), both orientations are written
-            # (1 + 1): 6.
-            self.kernel = None
-
-
-class BoundOperand:
-    """The two casts of one operand on one device.
-
-    Attributes:
-        first: for the GEMM that contracts the operand's rows; None for high precision.
-        second: for the GEMM that contracts its columns, stated for the transpose; or None.
-        is_shared: whether the second GEMM reads the transpose of the first one's bytes.
-        at_once: whether one kernel call casts both orientations.
-    """
-
-    __slots__ = ("at_once", "first", "is_shared", "second")
-
-    def __init__(
-        self, first: BoundCast | None, second: BoundCast | None, is_same: bool, is_shared: bool
-    ) -> None:
-        self.first, self.second, self.is_shared = first, second, is_shared
-        self.at_once = is_same and first is not None and first.kernel is not None
-
-
 def quantize(
     x: Tensor,
     cast: OperandCast,
@@ -185,7 +112,8 @@ def quantize(
     emulate: bool = False,
 ) -> Pair:
     """`cast_rows` by a cast that is not bound yet."""
-    how = BoundCast(cast, x.device, emulate, torch.compiler.is_compiling())
+    family, compiling = kernels.family_of(x.device), torch.compiler.is_compiling()
+    how = BoundCast(cast, family, emulate, compiling)
     return cast_rows(x, how, state, record, scale)
 
 
@@ -215,8 +143,7 @@ def cast_rows(
         return x, None
     if how.kernel is not None and not kernels.is_sharded(x):
         return _by_kernel(x, how, state, record, scale, rows=True, cols=False)[:2]
-    if x.device.type == "cuda" and torch.compiler.is_compiling():
-        # The compiler casts: static scales, DTensors, emulation.
+    if torch.compiler.is_compiling():  # the compiler casts: static scales, DTensors, emulation
         kernels.check_compiler(x.device)
     if scale is None:
         scale = _scale(x, how, state, record)

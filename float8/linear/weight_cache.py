@@ -50,8 +50,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from float8.arguments import check_bool, check_module, described
 from float8.formats import HIGH_PRECISION_DTYPES
-from float8.linear.autograd import autocasts, compute_dtype
-from float8.linear.bound_plan import plan_on
+from float8.linear.bound_plan import autocasts, compute_dtype, plan_on
 from float8.linear.float8_weight import Float8Weight, cast_weight, is_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.registration import AFTER_SYNC

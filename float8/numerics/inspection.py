@@ -48,8 +48,8 @@ from float8.config import LinearPlan, OperandCast, ScalingType
 from float8.formats import FORMATS
 from float8.granularity import WHOLE, Block
 from float8.kernels import is_sharded
-from float8.linear.autograd import as_matrix, autocasts, compute_dtype
-from float8.linear.bound_plan import plan_on
+from float8.linear.autograd import as_matrix
+from float8.linear.bound_plan import autocasts, compute_dtype, plan_on
 from float8.linear.float8_weight import float8_weight, is_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.scaling import DelayedState, quantize

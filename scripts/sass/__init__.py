@@ -1,4 +1,4 @@
-"""Machine code of NVIDIA GPUs, read as text: what may each byte that a kernel stores come from?
+"""Analyses machine code of NVIDIA GPUs: the possible origins of each byte that a kernel stores.
 
 ``kinds.py`` < ``instructions.py`` < ``effects.py`` < ``flow.py`` < ``findings.py``: sets of kinds
 of a byte; a line of a listing; what an instruction does to the bytes of its registers; the

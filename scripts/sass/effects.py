@@ -11,7 +11,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from sass.instructions import (
+from scripts.sass.instructions import (
     LOCAL,
     STACK_POINTER,
     Instruction,
@@ -19,7 +19,7 @@ from sass.instructions import (
     register_number,
     width_in_registers,
 )
-from sass.kinds import (
+from scripts.sass.kinds import (
     ALL_BYTES,
     FLOAT,
     FLOAT8,

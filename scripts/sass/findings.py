@@ -25,10 +25,10 @@ import re
 from collections import deque
 from dataclasses import dataclass
 
-from sass.effects import Reader, stored
-from sass.flow import Flow, Node
-from sass.instructions import UNIFORM, Instruction
-from sass.kinds import (
+from scripts.sass.effects import Reader, stored
+from scripts.sass.flow import Flow, Node
+from scripts.sass.instructions import UNIFORM, Instruction
+from scripts.sass.kinds import (
     ALL_BYTES,
     FLOAT,
     FLOAT8,

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sass.effects import COMPUTED_JUMPS, Effect, Reader, State, effect
-from sass.instructions import Instruction, parse
+from scripts.sass.effects import COMPUTED_JUMPS, Effect, Reader, State, effect
+from scripts.sass.instructions import Instruction, parse
 
 ENDS_BLOCK = {"BRA", "CALL", "RET", "EXIT", "KILL", *COMPUTED_JUMPS}
 Node = tuple[int, tuple[int, ...]]  # the first step of a block, and those its callers return to

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from sass.kinds import WORD
+from scripts.sass.kinds import WORD
 
 UNIFORM = 1000  # number of UR0; R0 is 0
 LOCAL = 2000  # local memory, all of it as one register

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import float8
-from benchmarks.llama import Block, Sizes, rotary_table
+from benchmarks.models.llama import Block, Sizes, rotary_table
 from float8 import unit_scaling as uu
 from float8.activations import saved_activations
 from float8.formats import E5M2

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks import bench_bert as bench
-from benchmarks import bert
+from benchmarks.models import bert
 
 
 def rows_of(losses: dict[tuple[str, str], float]) -> list[dict]:

@@ -1,4 +1,4 @@
-"""`bench_casts.py`: every cast does its work, and a row says how near it is to a copy."""
+"""`bench_casts`: every cast runs, and a row compares it with a copy."""
 
 import json
 
@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks import bench_casts, report
+from benchmarks import bench_casts
 from benchmarks.bench_casts import CASTS, COMPILED, EAGER, KERNEL, main
+from benchmarks.measuring import report
 
 
 @pytest.mark.parametrize("name", CASTS)

@@ -1,4 +1,4 @@
-"""`bench_comm`, run as people run it: every form is counted, and the targets are judged."""
+"""`bench_comm`: every form is counted and compared with its targets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import bench_comm
 from benchmarks.bench_comm import DDP, FORMS, FSDP2, QUICK
-from benchmarks.llama import Llama
+from benchmarks.models.llama import Llama
 
 
 @pytest.fixture(scope="module")

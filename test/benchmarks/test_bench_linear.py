@@ -1,4 +1,4 @@
-"""`bench_linear`, run as people run it, on sizes that take no time."""
+"""`bench_linear`: its command line, on small sizes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import bench_linear, contenders, harness, limit, targets
-from benchmarks.contenders import SCALED
-from benchmarks.shapes import Shape
+from benchmarks import bench_linear
+from benchmarks.measuring import contenders, harness, limit, targets
+from benchmarks.measuring.contenders import SCALED
+from benchmarks.measuring.shapes import Shape
 
 M, K, N = 48, 128, 64
 TINY = ["--device", "cpu", "--shapes", f"{M},{K},{N}", "--repeats", "3", "--warmup", "1"]
@@ -36,7 +37,7 @@ def assert_ratios_are_paired(rows: list[dict]) -> None:
 
 @pytest.fixture
 def compiled(monkeypatch) -> list[object]:
-    """What was given to torch.compile, which leaves it as it is."""
+    """The models given to torch.compile, which returns them unchanged."""
     given: list[object] = []
 
     def note(model: object, **kwargs: object) -> object:
@@ -201,7 +202,7 @@ def test_casts_that_the_compiler_does_not_get_are_not_measured_as_its_own(
     tmp_path, monkeypatch, capsys
 ):
     """With an older ptxas the kernels would run, under the name of the compiler's casts."""
-    monkeypatch.setattr(bench_linear, "compiler_may_cast", lambda device: False)
+    monkeypatch.setattr(bench_linear, "compiler_may_cast", lambda family: False)
     file = tmp_path / "out.json"
     asked = [*TINY, "--no-peer", "--compile", "--compiled-casts", "aten", "-o", str(file)]
     assert bench_linear.main(asked) == 0

@@ -1,4 +1,4 @@
-"""`bench_matmul`, run as people run it, on sizes that take no time."""
+"""`bench_matmul`: its command line, on small sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from statistics import median
 
 import pytest
 
-from benchmarks import bench_matmul, report
+from benchmarks import bench_matmul
+from benchmarks.measuring import report
 
 M, K, N = 48, 128, 64
 TINY = ["--device", "cpu", "--shapes", f"{M},{K},{N}", "--repeats", "3", "--warmup", "1"]

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from benchmarks import bench_memory as bench
-from benchmarks import savers
-from benchmarks.llama import MODELS
+from benchmarks.measuring import savers
+from benchmarks.models.llama import MODELS
 
 WAYS = ("bf16", savers.MASTER, *savers.PEERS, "bf16+float8_adamw")
 WAYS += ("tensorwise+O3", savers.ALL_TOGETHER)

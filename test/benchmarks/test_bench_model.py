@@ -1,4 +1,4 @@
-"""`bench_model`, run as people run it, on a model that takes no time."""
+"""`bench_model`: its command line, on a small model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import bench_model, llama
-from benchmarks.contenders import BASELINE, SCALED
+from benchmarks import bench_model
+from benchmarks.measuring.contenders import BASELINE, SCALED
+from benchmarks.models import llama
 from float8 import Float8Linear
 
 SIZES = llama.Sizes(64, 128, 4, 2, batch=2, tokens=16, blocks=2)
@@ -41,8 +42,8 @@ def test_every_recipe_is_measured_beside_bf16(tmp_path):
 def test_float8_keeps_less_for_backward(tmp_path):
     plain, tensorwise = run(tmp_path, "--recipes", "tensorwise", "--blocks", "1")
     tokens = SIZES.batch * SIZES.tokens
-    # wqkv and w13, wo, w2 read four inputs. nn.Linear's are kept in two bytes, two of them by
-    # somebody else as well: SwiGLU and attention keep what they gave away.
+    # wqkv and w13, wo, w2 read four inputs. nn.Linear saves them in two bytes per
+    # element; two of them are saved anyway, by SwiGLU and attention, as their outputs.
     halved = tokens * (3 * SIZES.hidden + SIZES.feed_forward)
     assert 0 < (plain["saved_mib"] - tensorwise["saved_mib"]) * 2**20 <= halved
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench_mup_transfer as bench
-from benchmarks.decoders import PARAMETRISATIONS
+from benchmarks.models.decoders import PARAMETRISATIONS
 
 FAST = ["--device", "cpu", "--quick"]
 

@@ -1,4 +1,4 @@
-"""`bench_numerics`, run as people run it, on a model that is small enough."""
+"""`bench_numerics`: its command line, on a small model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TINY = {"layers": 1, "width": 32, "heads": 2, "context": 16, "batch": 2, "steps"
 
 def test_watched_trainings_take_turns_with_one_that_is_not(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(bench_numerics.SIZES, "tiny", TINY)
-    monkeypatch.setattr("benchmarks.harness.TARGET_S", 1e-4)
+    monkeypatch.setattr("benchmarks.measuring.harness.TARGET_S", 1e-4)
     file = tmp_path / "out.json"
     options = ["--recipes", "delayed", "--size", "tiny", "-n", "2", "--repeats", "3"]
     assert bench_numerics.main([*options, "--device", "cpu", "-o", str(file)]) == 0

@@ -1,4 +1,4 @@
-"""`bench_optim`, run as people run it: every option beside torch's AdamW."""
+"""`bench_optim`: every option is compared with torch's AdamW."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from benchmarks import bench_optim, harness
+from benchmarks import bench_optim
+from benchmarks.measuring import harness
 
 
 def test_eager_steps_are_timed_and_weighed(tmp_path):

@@ -1,4 +1,4 @@
-"""`bench_overhead`, run as people run it: each recipe beside its layer by hand."""
+"""`bench_overhead`: each recipe is compared with its layer by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks import bench_overhead
-from benchmarks.by_hand import FUNCTIONS
+from benchmarks.measuring.by_hand import FUNCTIONS
 
 TINY = ["--shapes", "16,32,48", "--repeats", "3", "--warmup", "1"]
 

@@ -1,4 +1,4 @@
-"""`bench_unit`, run as people run it, on a model that takes no time."""
+"""`bench_unit`: its command line, on a small model."""
 
 from __future__ import annotations
 

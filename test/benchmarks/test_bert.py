@@ -1,4 +1,4 @@
-"""The BERTs of `bench_bert`: what is hidden, what they see, and what they multiply in."""
+"""The BERTs of `bench_bert`: masking, attention to both sides, and the dtypes of their GEMMs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import bert
-from benchmarks.bert import IGNORED, MASK
+from benchmarks.models import bert
+from benchmarks.models.bert import IGNORED, MASK
 from float8 import Float8Linear
 
 WIDTH, LAYERS, CONTEXT = 128, 1, 32

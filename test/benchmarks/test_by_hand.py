@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from benchmarks import bench_overhead
-from benchmarks.by_hand import FUNCTIONS
-from benchmarks.contenders import BASELINE, Operands
-from benchmarks.shapes import Shape
-from benchmarks.step import Step, saved_bytes
+from benchmarks.measuring.by_hand import FUNCTIONS
+from benchmarks.measuring.contenders import BASELINE, Operands
+from benchmarks.measuring.shapes import Shape
+from benchmarks.measuring.step import Step, saved_bytes
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.decoders import PARAMETRISATIONS
+from benchmarks.models.decoders import PARAMETRISATIONS
 
 WIDTH, LAYERS, CONTEXT = 64, 2, 16
 

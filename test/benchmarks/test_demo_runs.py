@@ -1,4 +1,4 @@
-"""The demo GPT in `bench_memory`: sizes as its process says, gaps as a mean over seeds."""
+"""The demo GPT in `bench_memory`: sizes as its process reports, gaps as a mean over seeds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import bench_memory as bench
-from benchmarks import demo_runs
-from benchmarks.savers import ALL_TOGETHER
+from benchmarks.measuring import demo_runs
+from benchmarks.measuring.savers import ALL_TOGETHER
 
 
 def test_sizes_come_from_a_training_of_that_way():

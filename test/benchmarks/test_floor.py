@@ -1,13 +1,13 @@
-"""The floor: every cast that a recipe asks for, once, and nn.Linear's step."""
+"""The lower bound of emulation: every cast of a recipe, once, and nn.Linear's step."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from benchmarks import contenders, floor
-from benchmarks.contenders import BASELINE, Operands, config_of
-from benchmarks.shapes import Shape
+from benchmarks.measuring import contenders, floor
+from benchmarks.measuring.contenders import BASELINE, Operands, config_of
+from benchmarks.measuring.shapes import Shape
 
 SHAPE = Shape(32, 64, 128)
 

@@ -1,4 +1,4 @@
-"""What the benchmarks' numbers mean: turns, pairing, warm-up, and a report that hides nothing."""
+"""Timing in turns, paired ratios, warm-up, and the report."""
 
 from __future__ import annotations
 
@@ -11,20 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import (
-    bench_linear,
-    bench_matmul,
-    bench_model,
-    bench_overhead,
-    harness,
-    report,
-)
+from benchmarks import bench_linear, bench_matmul, bench_model, bench_overhead
+from benchmarks.measuring import harness, report
 
 ROOT = report.ROOT
 
 
 class Clock:
-    """A clock that moves only when work is done, and a list of who did it."""
+    """A clock that advances only by the work done, and a list of the work."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import limit
-from benchmarks.contenders import Operands, config_of
-from benchmarks.shapes import Shape
+from benchmarks.measuring import limit
+from benchmarks.measuring.contenders import Operands, config_of
+from benchmarks.measuring.shapes import Shape
 from float8.config import RECIPES
 
 SHAPE = Shape(32, 64, 128)

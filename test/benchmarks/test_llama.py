@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.llama import MODELS, SIZES, LanguageModel, Llama, rotary_table, rotate
-from benchmarks.shapes import LLAMA3_8B
+from benchmarks.measuring.shapes import LLAMA3_8B
+from benchmarks.models.llama import MODELS, SIZES, LanguageModel, Llama, rotary_table, rotate
 
 TINY = SIZES["tiny"]
 

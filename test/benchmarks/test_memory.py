@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from benchmarks import memory
-from benchmarks.llama import MODELS, Block, LanguageModel
+from benchmarks.measuring import memory
+from benchmarks.models.llama import MODELS, Block, LanguageModel
 from float8 import E4M3, Float8LinearConfig, Float8Tensor, convert_to_float8_training
 from float8.optim import AdamW
 
@@ -171,10 +171,10 @@ class Mean(nn.Module):
 def test_what_as_on_cuda_replaces_is_put_back():
     from float8 import kernels
 
-    before = kernels.runs_kernel
+    before = kernels.family_of
     with memory.as_on_cuda():
-        assert kernels.runs_kernel is not before
-    assert kernels.runs_kernel is before
+        assert kernels.family_of is not before
+    assert kernels.family_of is before
     with torch.device("meta"):
         block, x = Block(TINY), torch.empty(1, 8, TINY.hidden)
         rotary = torch.empty(2, 8, TINY.head_dim // 2)

@@ -1,4 +1,4 @@
-"""Pictures: speed-ups by mode, recipe and size, from any report that has them."""
+"""Pictures of speed-ups by mode, recipe and size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from benchmarks import plots, report
+from benchmarks.measuring import plots, report
+from benchmarks.plots import main
 
 RESULTS = report.ROOT / "benchmarks" / "results"
 
@@ -56,7 +57,7 @@ def test_a_panel_per_mode_and_a_line_per_contender():
 @pytest.mark.parametrize("name", ["cpu_bench_linear", "cpu_bench_matmul"])
 def test_committed_results_are_drawn(name, tmp_path):
     picture = tmp_path / "new" / "out.png"
-    assert plots.main([str(RESULTS / f"{name}.json"), "-o", str(picture)]) == 0
+    assert main([str(RESULTS / f"{name}.json"), "-o", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -64,5 +65,5 @@ def test_a_report_without_a_picture_is_refused(tmp_path, capsys):
     file = tmp_path / "x.json"
     file.write_text(json.dumps({**REPORT, "benchmark": "bench_overhead"}))
     with pytest.raises(SystemExit):
-        plots.main([str(file), "-o", str(tmp_path / "x.png")])
+        main([str(file), "-o", str(tmp_path / "x.png")])
     assert "bench_linear" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Ways to hold a LLaMA: each has the dtypes that its name says, and takes a step."""
+"""The runs of `bench_memory`: each has the dtypes that its name says, and takes a step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import bench_memory, harness, savers
-from benchmarks.llama import MODELS
+from benchmarks import bench_memory
+from benchmarks.measuring import harness, savers
+from benchmarks.models.llama import MODELS
 from float8 import Float8Linear, Float8Tensor
 from float8.optim import Moment
 

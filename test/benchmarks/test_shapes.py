@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from benchmarks.shapes import (
+from benchmarks.measuring.shapes import (
     LLAMA3_8B,
     LLAMA3_70B,
     SQUARES,

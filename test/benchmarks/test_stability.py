@@ -1,4 +1,4 @@
-"""What `stability.measure` says of a model, computed here by hand."""
+"""`stability.measure` against values computed by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import stability
+from benchmarks.measuring import stability
 
 
 class Layer(nn.Module):

@@ -1,4 +1,4 @@
-"""A training step: gradients are fresh, delayed scaling syncs, and what it leaves is counted."""
+"""A training step: fresh gradients, the sync of delayed scaling, saved bytes and launches."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from benchmarks import contenders, step
-from benchmarks.contenders import ALL_RECIPES, BASELINE, Operands
-from benchmarks.shapes import Shape
+from benchmarks.measuring import contenders, step
+from benchmarks.measuring.contenders import ALL_RECIPES, BASELINE, Operands
+from benchmarks.measuring.shapes import Shape
 
 M, K, N = 48, 128, 64
 

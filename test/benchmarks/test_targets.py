@@ -1,9 +1,9 @@
-"""Verdicts: target, measured, met."""
+"""The rows of targets: target, measured, met."""
 
 from __future__ import annotations
 
-from benchmarks import targets
-from benchmarks.contenders import BASELINE
+from benchmarks.measuring import targets
+from benchmarks.measuring.contenders import BASELINE
 
 
 def row(layer: str, mode: str, *samples: float, sizes=targets.SIZES) -> dict:

@@ -1,4 +1,4 @@
-"""What linear layers move and launch on CUDA, against a meter of the ops that run."""
+"""Bytes and launches of linear layers on CUDA, against a meter of the ops that run."""
 
 from __future__ import annotations
 
@@ -10,25 +10,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
-from benchmarks import traffic
+from linear.test_bytes import Context, K, M, N, empty, states_of
+
+from benchmarks.measuring import traffic
 from float8.config import RECIPES
-from float8.linear.autograd import STATELESS, _Float8LinearFunction
-from float8.linear.scaling import DelayedState
+from float8.linear.autograd import Call, Float8LinearFunction
+from float8.linear.bound_plan import plan_on
 from float8.unit_scaling import functional as U
 
-M, K, N = 512, 1024, 4096
 FACTORS = (0.5, 0.25, 0.125)
-
-
-def empty(*shape, dtype=torch.bfloat16):
-    return torch.empty(shape, device="cuda", dtype=dtype)
-
-
-class Context:
-    needs_input_grad = (True, True, False, *(False,) * 7)
-
-    def save_for_backward(self, *tensors):
-        self.saved_tensors = tensors
 
 
 def layer():
@@ -36,21 +26,15 @@ def layer():
         return nn.Linear(K, N, bias=False)
 
 
-def states_of(config):
-    if not config.uses_delayed_scaling:
-        return STATELESS
-    scalar = {"dtype": torch.float32}
-    return tuple(DelayedState(empty(**scalar), empty(**scalar), True) for _ in range(3))
-
-
 def metered(config, monkeypatch):
     with FakeTensorMode(), torch.no_grad(), CastMeter() as meter:
         one = empty(1, 1, dtype=torch.float32)
         monkeypatch.setattr("float8.linear.scaling.constant", lambda value, like: one)
-        ctx = Context()
-        args = (empty(M, K), empty(N, K), None, config, torch.bfloat16, states_of(config))
-        _Float8LinearFunction.forward(ctx, *args, True, True, None, FACTORS)
-        _Float8LinearFunction.backward(ctx, empty(M, N))
+        x, w, ctx = empty(M, K), empty(N, K), Context()
+        plan = plan_on(config, w.device, torch.bfloat16)
+        call = Call(plan, states_of(config), True, None, FACTORS, saves=True)
+        Float8LinearFunction.forward(ctx, x, w, None, call)
+        Float8LinearFunction.backward(ctx, empty(M, N))
     return meter
 
 

@@ -1,4 +1,4 @@
-"""Training as benchmarks of quality do it: the schedule, what a run says, and when it stops."""
+"""Training for benchmarks of quality: the schedule, the result of a run, and when it stops."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import training
-
-import corpus  # isort: skip  # of scripts/, which training puts on the path
+from benchmarks.models import training
+from scripts.training import corpus
 
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 

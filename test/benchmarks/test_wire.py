@@ -1,4 +1,4 @@
-"""Two gloo processes: what is counted is what was sent, computed by hand."""
+"""Two gloo processes: the bytes that are counted equal those computed by hand."""
 
 from __future__ import annotations
 

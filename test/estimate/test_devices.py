@@ -1,4 +1,4 @@
-"""Every figure has a source, every file comes back, and bad figures are refused."""
+"""Every figure has a source, files are read back, bad figures are refused; devices are found."""
 
 import dataclasses
 import json
@@ -12,7 +12,8 @@ from float8.estimate.devices import (
     FLOAT8,
     Device,
     Figure,
-    Product,
+    GemmSpeed,
+    find_device,
 )
 
 A_GUESS = "assumed: for this test"
@@ -22,7 +23,7 @@ def figure(value: float) -> Figure:
     return Figure(value, A_GUESS)
 
 
-PRODUCT = Product(figure(100.0), figure(0.5), figure(30.0))
+PRODUCT = GemmSpeed(figure(100.0), figure(0.5), figure(30.0))
 DEVICE = Device("d", "sm_90", figure(10.0), figure(0.5), figure(1.0), {BF16: PRODUCT})
 
 
@@ -58,17 +59,13 @@ def test_the_table_holds_the_datasheets_dense_figures(name, bf16, float8, bandwi
     assert device.bandwidth.value == bandwidth
 
 
-def test_efficiency_is_half_its_best_at_half_size_and_rises_towards_it():
-    assert PRODUCT.efficiency(30.0) == pytest.approx(0.25)
-    sizes = [1.0, 10.0, 100.0, 1e6, 1e12]
-    reached = [PRODUCT.efficiency(size) for size in sizes]
-    assert reached == sorted(reached) and reached[-1] == pytest.approx(0.5)
+def test_a_gemm_reaches_half_its_best_at_half_size_and_more_with_more_operations():
+    def reached(flops: float) -> float:  # as a fraction of the peak, 100
+        return flops / (100.0 * PRODUCT.seconds(flops, 7.0))
 
-
-def test_seconds_are_operations_over_peak_times_efficiency():
-    for flops in (1.0, 30.0, 1e9):
-        expected = flops / (100.0 * PRODUCT.efficiency(flops))
-        assert PRODUCT.seconds(flops, 7.0) == pytest.approx(expected)
+    assert reached(30.0) == pytest.approx(0.25)
+    sizes = [reached(flops) for flops in (1.0, 10.0, 100.0, 1e6, 1e12)]
+    assert sizes == sorted(sizes) and sizes[-1] == pytest.approx(0.5)
 
 
 def test_decoding_costs_time_per_operand_element():
@@ -154,3 +151,32 @@ def test_long_lists_of_figures_are_shortened():
 def test_the_directory_of_a_file_is_made(tmp_path):
     DEVICE.save(tmp_path / "new" / "device.json")
     assert Device.load(tmp_path / "new" / "device.json") == DEVICE
+
+
+H100 = DEVICES["H100"]
+
+
+def test_names_are_found_in_any_case_and_devices_are_themselves():
+    assert find_device("H100") is find_device("h100") is find_device(H100) is H100
+    assert find_device("mi300x") is DEVICES["MI300X"]
+
+
+def test_a_file_is_a_device(tmp_path):
+    H100.save(tmp_path / "mine.json")
+    assert find_device(str(tmp_path / "mine.json")) == H100
+
+
+@pytest.mark.parametrize("name", ["A100", "", "H100 PCIe", "missing.json", "measured"])
+def test_an_unknown_device_lists_the_known_ones(name):
+    with pytest.raises(ValueError, match=f"unknown device '{name}'; known: H100, .*measure_device"):
+        find_device(name)
+
+
+def test_a_name_too_long_for_a_file_is_unknown():
+    with pytest.raises(ValueError, match="unknown device 'xxx"):
+        find_device("x" * 5000)
+
+
+def test_a_path_may_be_given(tmp_path):
+    DEVICES["H200"].save(tmp_path / "device.json")
+    assert find_device(tmp_path / "device.json") == DEVICES["H200"]

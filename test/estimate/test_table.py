@@ -1,4 +1,4 @@
-"""The table says what is predicted, and on what that rests."""
+"""The printed table: its rows, totals and footnotes."""
 
 import json
 from dataclasses import replace
@@ -130,9 +130,9 @@ def test_a_result_shows_itself_in_one_line():
 
 
 def test_footnotes_say_what_is_taken_of_float32_and_of_caches():
-    model, autocast = transformer(1), "taken to run under bfloat16 autocast"
+    model, autocast = transformer(1), "assumed to run under bfloat16 autocast"
     assert autocast in str(table_of(model, 4096))
     assert autocast not in str(table_of(model.bfloat16(), 4096))
-    cache = "less the 2 bytes per element of cached weights"
+    cache = "2 bytes per element of cached weights are subtracted"
     assert cache in str(table_of(model, 4096, weights_cached=True))
     assert cache not in str(table_of(model, 4096))

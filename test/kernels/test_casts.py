@@ -22,7 +22,7 @@ def another_gpu(monkeypatch):
     """Pretend that this machine has a GPU of another architecture."""
 
     def use(arch):
-        monkeypatch.setattr(casts, "family_of", lambda device, emulate: arch)
+        monkeypatch.setattr(casts, "family_of", lambda device: arch)
         casts._import_kernels.cache_clear()
 
     yield use

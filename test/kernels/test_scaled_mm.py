@@ -439,7 +439,7 @@ def test_transposed_fake_cuda_operands_are_brought_into_layout(a_block, b_block,
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_torch_compile_traces_the_choice(dynamic, monkeypatch):
     """On CPU tensors that take the way of CUDA ones; the op itself is the reference there."""
-    monkeypatch.setattr(module, "family_of", lambda device, emulate: "sm_89")
+    monkeypatch.setattr(module, "family_of", lambda device: "sm_89")
 
     @torch.compile(fullgraph=True, backend="aot_eager", dynamic=dynamic)
     def product(parts):

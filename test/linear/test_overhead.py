@@ -70,7 +70,7 @@ def test_calls_of_a_step_on_a_cpu(recipe):
 def as_on_cuda():
     """CPU tensors take the path of CUDA ones; casts and GEMMs return empty results."""
 
-    def family_of(device, emulate=False):
+    def family_of(device):
         return "sm_90"
 
     def cast(kernel, x, block, dtype, power_of_two, scale, rows, cols, amax):
@@ -89,8 +89,8 @@ def as_on_cuda():
         stack.enter_context(mock.patch("float8.kernels.cast_by_kernel", cast))
         stub = TORCH._replace(multiply=multiply)
         stack.enter_context(mock.patch.dict(GEMMS, {stub.name: stub}))
-        stack.callback(bound_plan._remembered.cache_clear)
-        bound_plan._remembered.cache_clear()
+        stack.callback(bound_plan._bound_once.cache_clear)
+        bound_plan._bound_once.cache_clear()
         yield
 
 
@@ -128,4 +128,4 @@ def test_a_plan_is_bound_once_per_device_and_dtype():
     assert bound_plan.plan_on(equal, cpu, torch.bfloat16) is first
     assert bound_plan.plan_on(config, cpu, torch.float32) is not first
     assert bound_plan.plan_on(config, meta, torch.bfloat16) is not first
-    assert casts.kernel_for(cpu, (1, -1)) is None
+    assert casts.kernel_for("cpu", (1, -1)) is None

@@ -24,6 +24,7 @@ from float8 import (
     high_precision,
 )
 from float8.config import RECIPES
+from float8.linear.bound_plan import plan_on
 from float8.linear.refusals import refuses_call, refuses_float8_input, refuses_layer
 
 
@@ -110,7 +111,10 @@ def test_what_no_device_multiplies_is_refused_at_conversion_unless_emulated():
 def test_an_input_in_float8_must_be_what_the_config_makes():
     x = torch.randn(2, 16, 32)
     make = Float8Tensor.from_high_precision
-    tensorwise, rowwise = RECIPES["tensorwise"], RECIPES["rowwise"]
+    cpu = torch.device("cpu")
+    tensorwise, rowwise = (
+        plan_on(RECIPES[name], cpu, x.dtype) for name in ("tensorwise", "rowwise")
+    )
     fits = make(x, E4M3)
     assert refuses_float8_input(fits, tensorwise, True) is None
     assert refuses_float8_input(make(x, E4M3, Rowwise()), rowwise, False) is None
@@ -121,7 +125,7 @@ def test_an_input_in_float8_must_be_what_the_config_makes():
         make(x, E4M3, Rowwise()), rowwise, True
     )
     off = CastConfig(scaling_type=ScalingType.DISABLED)
-    plain = Float8LinearConfig(off, off, off)
+    plain = plan_on(Float8LinearConfig(off, off, off), cpu, x.dtype)
     assert "keeps inputs in high precision" in refuses_float8_input(fits, plain, True)
 
 

@@ -291,7 +291,7 @@ def test_constants_are_bounded(monkeypatch):
 def test_a_factor_multiplies_a_scale(scaling_type):
     static = "0.5" if scaling_type is ScalingType.STATIC else None
     cast = OperandCast(scaling_type, E4M3, (WHOLE, WHOLE), False, static)
-    how = BoundCast(cast, torch.device("cpu"))
+    how = BoundCast(cast, "cpu")
     found = multiply_scale(torch.full((1, 1), 0.5), how, 0.3)
     assert_bitwise(found, torch.full((1, 1), 0.5) * 0.3)
 

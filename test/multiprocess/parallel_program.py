@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import corpus
-import train_gpt
-from options import Options
-from sharded import Sharded
-from train_gpt import Trainer
+from benchmarks.measuring.wire import Wire
+from scripts import train_gpt
+from scripts.train_gpt import Trainer
+from scripts.training import corpus
+from scripts.training.options import Options
+from scripts.training.sharded import Sharded
 
 WORLD = 2
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 16, "batch": 4, "steps": 6}
@@ -87,9 +85,6 @@ def stopped_by_one_rank_it_resumes_to_the_same_losses(rank, recipe, data, folder
 
 
 def weights_travel_as_float8(rank, recipe, data, folder):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from benchmarks.wire import Wire
-
     sent = {}
     for name in ("bf16", recipe):
         trainer = Trainer(options_of(name, folder), corpus.load(Path(data)))

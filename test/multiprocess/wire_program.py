@@ -1,4 +1,4 @@
-"""The counts of `benchmarks.wire.Wire` on two processes; `test_wire.py` starts them.
+"""The counts of `benchmarks.measuring.wire.Wire` on two processes; `test_wire.py` starts them.
 
 Every expected number is computed by hand in the comment beside it.
 """
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.wire import Wire
+from benchmarks.measuring.wire import Wire
 
 WORLD = 2
 

@@ -1,4 +1,4 @@
-"""What tests of the training scripts share: a small text, and one thread."""
+"""Shared by tests of the training scripts: a small text, and one thread."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +22,6 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
-    for path in (SCRIPTS / "gpt.py", SCRIPTS / "corpus.py", SCRIPTS / "demo.py"):
+    for path in (SCRIPTS / "training/gpt.py", SCRIPTS / "training/corpus.py", SCRIPTS / "demo.py"):
         (folder / path.name).write_bytes(path.read_bytes())
     return folder

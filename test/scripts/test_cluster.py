@@ -1,16 +1,12 @@
 """The plan of a cluster against numbers computed by hand, and published sizes."""
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from cluster import BF16, MODELS, Assumptions, Cluster, Model, Step, Traffic, ring
-
 from float8.estimate import DEVICES
+from scripts.training.cluster import BF16, MODELS, Assumptions, Cluster, Model, Step, Traffic, ring
 
 H100 = DEVICES["H100"]
 SMALL = Model("small", blocks=3, hidden=256, feed_forward=512, heads=2, kv_heads=1, vocabulary=1024)

@@ -1,13 +1,11 @@
 """The text is split by whole files, the same way everywhere, and a step names its batch."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import corpus
+from scripts.training import corpus
 
 NAMES = [f"{folder}/{i:02}.txt" for folder in ("a", "b") for i in range(15)]
 

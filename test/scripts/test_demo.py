@@ -1,16 +1,14 @@
-"""The demo trains every recipe in turns, resumes what was interrupted, and reports it all."""
+"""The demo trains every recipe in turns, resumes an interrupted run, and reports it."""
 
 import json
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import corpus
-import demo
+from scripts import demo
+from scripts.training import corpus
 
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "2"]
 TINY += ["--device", "cpu", "--eval-batches", "2"]
@@ -55,7 +53,7 @@ def test_an_interrupted_demo_resumes_every_recipe(
     monkeypatch.setattr(demo.CtrlC, "__call__", lambda _: stop())
     assert demo.main(parts) == 130
     assert not (tmp_path / "parts" / "demo.json").exists()
-    stop = stop_after(5 * everyone - done)  # whoever trained a step again would be stopped
+    stop = stop_after(5 * everyone - done)  # stops a run that repeats a step
     assert demo.main([*parts, "--resume"]) == 0
     stop = stop_after(5 * everyone)
     assert demo.main(whole) == 0

@@ -1,4 +1,4 @@
-"""The nanochat-style example trains in float8 and evaluates without, in a process of its own."""
+"""The nanochat-style example trains in float8 and evaluates without, in a separate process."""
 
 from __future__ import annotations
 

@@ -1,16 +1,12 @@
-"""bf16 and fp16 products by way of float32 are bf16 and fp16 products."""
+"""bf16 and fp16 GEMMs computed in float32 equal bf16 and fp16 GEMMs."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from half_products import HALF, HalfProducts
+from scripts.training.half_products import HALF, HalfProducts
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -69,7 +65,7 @@ def test_products_of_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
 
 
 def test_a_float32_sum_that_is_rounded_twice_would_be_seen() -> None:
-    """The first test has teeth: products rounded one by one miss its bound."""
+    """GEMMs that round every product miss the bound of the first test."""
     left, right = normal(7, 33), normal(33, 5)
     rounded = (left[:, :, None] * right[None]).sum(1)
     exact = left.double() @ right.double()

@@ -1,4 +1,4 @@
-"""Every program prints its help and ends well, without doing what it is for."""
+"""Every program prints its help and exits with 0."""
 
 from __future__ import annotations
 

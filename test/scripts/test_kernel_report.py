@@ -1,15 +1,12 @@
 """The options of the report: bad ones are refused before anything is compiled."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import kernel_report
+from scripts import kernel_report
 
 ROW = {
     "registers": 1, "spills": 0, "shared": 0, "instructions": 1,

@@ -6,17 +6,14 @@ Listings are written by hand; `test/kernels/gpu/test_machine_code.py` scans the 
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import machine_code
-from sass.findings import Scan, scan
-from sass.instructions import parse
+from scripts import machine_code
+from scripts.sass.findings import Scan, scan
+from scripts.sass.instructions import parse
 
 CONVERT = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C"
 HEAD = """

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import operand_table
+from scripts import operand_table
 
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch", "64"]
 

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import demo
-from options import options_from, parser
-from parallel import leave
 from parallel_program import options_of, trained
 from processes import failures
-from train_gpt import Trainer
+
+from scripts import demo
+from scripts.train_gpt import Trainer
+from scripts.training.options import options_from, parser
+from scripts.training.parallel import leave
 
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "4"]
 TINY += ["--device", "cpu", "--eval-batches", "2"]

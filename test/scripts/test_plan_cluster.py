@@ -1,15 +1,12 @@
-"""What `plan_cluster.py` prints: a prediction, every assumption, and errors that name the fix."""
+"""`plan_cluster.py` prints a prediction and every assumption; its errors name the fix."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import plan_cluster
-from cluster import MODELS
-
 from float8.estimate import DEVICES
+from scripts import plan_cluster
+from scripts.training.cluster import MODELS
 
 
 def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -32,7 +29,7 @@ def test_it_says_that_nothing_was_measured_and_names_what_it_assumes(
     assert rows[0][-1] == rows[2][-1] == "1.00x"
     text = "\n".join(lines)
     for word in (
-        *("8.03e9 parameters", "450 GB/s", "50 GB/s", "80%", "10 us", "beside compute"),
+        *("8.03e9 parameters", "450 GB/s", "50 GB/s", "80%", "10 us", "overlapping compute"),
         *("NVIDIA H100", "ConnectX-7", "attention reaches 50%", "recomputed", "bf16 (--gradients"),
     ):
         assert word in text, word
@@ -44,7 +41,7 @@ def test_it_says_that_nothing_was_measured_and_names_what_it_assumes(
 def test_options_change_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     given = "--gpus 64 --gradients float8 --no-overlap --keep-activations --link-efficiency 0.5"
     text = "\n".join(lines_of(capsys, *given.split(), "--network-bandwidth", "25e9"))
-    for word in ("as float8 (--gradients", "not beside compute", "all that backward", "50%"):
+    for word in ("as float8 (--gradients", "without overlap", "all that backward", "50%"):
         assert word in text, word
     assert "25 GB/s each way. given: --network-bandwidth" in text
 
@@ -115,17 +112,17 @@ def test_the_help_explains_the_columns_and_points_to_the_measurements(
     with pytest.raises(SystemExit):
         plan_cluster.main(["--help"])
     text = capsys.readouterr().out
-    for word in ("docs", "left out", "scripts/cluster.py", "bench_comm.py", "memory GB"):
+    for word in ("docs", "left out", "scripts/training/cluster.py", "bench_comm.py", "memory GB"):
         assert word in text
 
 
 def test_the_moments_bytes_are_those_that_an_optimizer_really_keeps(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    import savings
     import torch
 
-    from benchmarks.memory import bytes_of, state_tensors
+    from benchmarks.measuring.memory import bytes_of, state_tensors
+    from scripts.training import savings
 
     assert plan_cluster.MOMENTS.keys() == savings.OPTIMIZERS.keys()
     weight = torch.nn.Parameter(torch.randn(64, 256))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import scale_plot
+from scripts import scale_plot
 
 TINY = ["--width", "32", "--heads", "2", "--context", "16", "--batch", "4"]
 

@@ -26,14 +26,8 @@ from torch import Tensor, nn
 from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.convert.filters import ModuleFilter
 from float8.kernels.scaled_mm import architecture
-from float8.linear.autograd import (
-    NO_FACTORS,
-    Factors,
-    autocasts,
-    call_of,
-    compute_dtype,
-    linear_in_float8,
-)
+from float8.linear.autograd import NO_FACTORS, Factors, call_of, linear_in_float8
+from float8.linear.bound_plan import autocasts, compute_dtype
 from float8.linear.refusals import refuses_call, refuses_input, refuses_layer
 from float8.linear.registration import MODEL_CHECKS
 from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Function

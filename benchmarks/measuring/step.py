@@ -1,0 +1,105 @@
+"""One training step of a layer or a model, timed; the bytes that it saves, and its launches.
+
+A step is what training does: gradients set to None (they are written, not accumulated), forward,
+backward with a random `grad_output`, and for delayed scaling the `sync` that a step owes.
+
+`saved_bytes` are unique storages that autograd holds between forward and backward, parameters
+excluded. `launches` counts kernels, copies and fills on the CUDA stream: the cost of a step
+where the work itself is small. A CPU build has no stream to count on.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from benchmarks.measuring.harness import Row, sqnr_db
+from float8 import Float8Linear, sync_float8_amax_and_scale_history
+
+MODES = ("eager", "compiled")
+ON_THE_STREAM = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a Kineto trace's events
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step of `layer`; `run` is what calls it, compiled where asked."""
+
+    layer: nn.Module
+    run: Callable[[torch.Tensor], torch.Tensor]
+    x: torch.Tensor
+    grad_output: torch.Tensor
+    syncs: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        layers = (m for m in self.layer.modules() if isinstance(m, Float8Linear))
+        delayed = any(layer.config.uses_delayed_scaling for layer in layers)
+        object.__setattr__(self, "syncs", delayed)
+
+    def __call__(self) -> None:
+        self.x.grad = None
+        for parameter in self.layer.parameters():
+            parameter.grad = None
+        self.run(self.x).backward(self.grad_output)
+        if self.syncs:
+            sync_float8_amax_and_scale_history(self.layer)
+
+
+def room_to_compile() -> AbstractContextManager[object]:
+    """All candidates share nn.Module's call code, which may be compiled 8 times unless one asks."""
+    return torch._dynamo.config.patch(recompile_limit=64)
+
+
+def saved_bytes(step: Step) -> int:
+    """Bytes that autograd keeps from forward for backward: unique storages, not parameters."""
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        output = step.run(step.x)  # held, so that no storage is freed and its address used again
+    for parameter in step.layer.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    del output
+    return sum(kept.values())
+
+
+def launches(step: Callable[[], object], device: str) -> int | None:
+    """How many kernels, copies and fills one step puts on the stream; None without a stream."""
+    if torch.device(device).type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        return launches_in(trace)
+
+
+def launches_in(trace: Path) -> int:
+    """The same from a trace in Chrome's format, which includes events of the host."""
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    return sum(event.get("cat") in ON_THE_STREAM for event in events)
+
+
+def compare(step: Step, baseline: Step, device: str) -> Row:
+    """The bytes that a step saves, its launches, and the SQNR of its output to the baseline's."""
+    row: Row = {"saved_mib": saved_bytes(step) / 2**20}
+    if (launched := launches(step, device)) is not None:
+        row["launches"] = launched
+    if step is not baseline:
+        outputs = (each.run(step.x).detach() for each in (baseline, step))
+        row["sqnr_db"] = sqnr_db(*outputs)
+    return row

@@ -1,0 +1,78 @@
+"""The record of a run's machine, versions and command, and writing the file of its results."""
+
+import contextlib
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measuring.report import cpu_model
+from float8.numerics.snapshot import replace_file, try_writing
+
+
+def environment(seed: int, device: str) -> dict[str, Any]:
+    """The machine, versions and command of a run."""
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "seed": seed,
+        "git_commit": commit or None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": machine(device),
+    }
+
+
+def machine(device: str) -> str:
+    """The GPU's name, or the CPU's and how many of its threads torch uses."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_model()}, {torch.get_num_threads()} threads"
+
+
+class NotWritten(OSError):
+    """A file could not be written; the message names it, the reason and the fix."""
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raise `NotWritten` before the work if a file could not be written after it.
+
+    Its folder is made. `option` is the one that names the file, or its folder. Of several processes
+    only the first writes.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try_writing(path)
+    except OSError as error:
+        raise NotWritten(
+            f"{path} cannot be written ({error.strerror or error}): take another {option}"
+        ) from error
+
+
+def remove(path: Path) -> None:
+    """Without an error where it is not there, or cannot be removed."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a file as a whole, in a folder that is made.
+
+    Raises:
+        NotWritten: it could not be; an older file is still there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise NotWritten(f"{path} could not be written ({error.strerror or error})") from error

@@ -1,0 +1,126 @@
+"""Which parts of a training, besides GEMMs, are in float8: optimizer states, activations, weights.
+
+A run is written as its recipe and what it saves, joined by "+":
+
+    bf16                                        the baseline: AdamW with float32 states
+    bf16+float8_adamw                           both moments in float8, 2.1 bytes instead of 8
+    tensorwise+saved_activations+float8_adamw   all that does not change the weights
+    tensorwise+O3                               MS-AMP's level (float8.ms_amp), weights included
+
+The parts are names of `OPTIMIZERS`, `SAVED` and names of `LEVELS`. A level chooses the optimizer's
+storage itself, so it excludes the float8 optimizers; u-muP's AdamW (recipes "unit", "unit_bf16")
+has float32 states.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from scripts.training import gpt
+
+SAVED = "saved_activations"
+LEVELS = ("O1", "O2", "O3")
+# optimizer -> how its second moment is kept (the first: float8); the baseline has both in float32
+OPTIMIZERS = {"adamw": None, "float8_adamw": "float8", "float8_adamw_v16": "float16"}
+
+
+def parts_of(run: str) -> dict[str, Any]:
+    """The options of a run: recipe, optimizer, saved_activations, ms_amp.
+
+    Raises:
+        ValueError: an unknown part, or two of a kind.
+    """
+    recipe, *parts = run.split("+")
+    options: dict[str, Any] = {"recipe": recipe}
+    for part in parts:
+        name, value = _option(part, run)
+        if name in options:
+            raise ValueError(f"{run}: {part} is a second {name.replace('_', '-')}; name one")
+        options[name] = value
+    return options
+
+
+def _option(part: str, run: str) -> tuple[str, Any]:
+    if part in OPTIMIZERS:
+        return "optimizer", part
+    if part in LEVELS:
+        return "ms_amp", part
+    if part == SAVED:
+        return SAVED, True
+    known = ", ".join((*OPTIMIZERS, SAVED, *LEVELS))
+    raise ValueError(f"{run}: nothing is called {part!r}; after the recipe come {known}")
+
+
+def name_of(recipe: str, optimizer: str, saved_activations: bool, ms_amp: str | None) -> str:
+    """The inverse of `parts_of`."""
+    parts = [recipe]
+    parts += [SAVED] * saved_activations
+    parts += [optimizer] * (optimizer != "adamw")
+    parts += [ms_amp] if ms_amp is not None else []
+    return "+".join(parts)
+
+
+def check(recipe: str, optimizer: str, ms_amp: str | None, processes: int) -> None:
+    """Refuse combinations that do not work.
+
+    Raises:
+        ValueError: naming what to leave out.
+    """
+    if "+" in recipe:
+        parts = parts_of(recipe)
+        flags = " ".join(
+            f"--{n.replace('_', '-')} {v}".removesuffix(" True") for n, v in parts.items()
+        )
+        raise ValueError(f"recipe {recipe!r} is the name of a whole run: take {flags}")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"no optimizer {optimizer!r}; known: {', '.join(OPTIMIZERS)}")
+    if ms_amp is not None and ms_amp not in LEVELS:
+        raise ValueError(f"no MS-AMP level {ms_amp!r}; known: {', '.join(LEVELS)}")
+    if recipe in gpt.UNIT and (optimizer != "adamw" or ms_amp):
+        raise ValueError(
+            f"recipe {recipe} trains with u-muP's AdamW, whose states are float32: leave out "
+            "--optimizer and --ms-amp, or take another recipe"
+        )
+    if ms_amp and optimizer != "adamw":
+        raise ValueError(
+            f"--ms-amp {ms_amp} chooses how the optimizer's states are kept: leave out "
+            f"--optimizer {optimizer}"
+        )
+    if ms_amp and recipe == "bf16":
+        raise ValueError(
+            f"--ms-amp {ms_amp} multiplies in float8, and recipe bf16 does not: take "
+            "--recipe tensorwise"
+        )
+    if ms_amp and processes > 1:
+        raise ValueError("--ms-amp trains in one process here: leave out --nproc or --ms-amp")
+
+
+def adamw(
+    name: str, groups: list[dict[str, Any]], learning_rate: float, betas: tuple[float, float]
+) -> torch.optim.Optimizer:
+    """The optimizer of that name, over the groups."""
+    second_moment = OPTIMIZERS[name]
+    if second_moment is None:
+        return torch.optim.AdamW(groups, learning_rate, betas=betas, fused=True)
+    from float8.optim import AdamW  # here: the baseline needs nothing but PyTorch
+
+    return AdamW(groups, learning_rate, betas=betas, second_moment=second_moment)
+
+
+def save_activations(model: nn.Module) -> None:
+    """Let the ops of the model's forward save activations in float8."""
+    from float8.activations import saved_activations
+
+    saved_activations(model).__enter__()  # for the model's life: nothing here would end it
+
+
+def in_level(
+    model: nn.Module, optimizer: torch.optim.Optimizer, level: str
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model and the optimizer of an MS-AMP level; the head keeps its dtypes, as in recipes."""
+    from float8.ms_amp.ms_amp import ms_amp
+
+    return ms_amp(model, optimizer, level, module_filter_fn=lambda _, fqn: fqn != "head")

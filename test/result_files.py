@@ -1,0 +1,43 @@
+"""Result files as the benchmarks write them, of a device whose times the model made up."""
+
+import json
+from pathlib import Path
+
+from float8.config import RECIPES
+from float8.estimate import Device
+from float8.estimate.devices import BF16, FLOAT8
+from float8.estimate.roofline import Shape, Use, gemm_seconds, layer_seconds, saved_bytes
+
+
+def write(path: Path, benchmark: str, rows: list[dict], device: str = "NVIDIA H100 80GB HBM3"):
+    environment = {"device": device, "capability": None if "Xeon" in device else [9, 0]}
+    fields = {"benchmark": benchmark, "command": "", "environment": environment, "rows": rows}
+    path.write_text(json.dumps(fields))
+    return path
+
+
+def matmul_rows(device: Device, shapes: list[Shape]) -> list[dict]:
+    return [
+        {
+            "shape": f"name ({s})", "granularity": kind,
+            "ms": gemm_seconds(device, kind, s.M, s.N, s.K) * 1e3,
+            "baseline_ms": gemm_seconds(device, BF16, s.M, s.N, s.K) * 1e3,
+        }
+        for s in shapes
+        for kind in FLOAT8
+    ]  # fmt: skip
+
+
+def linear_rows(device: Device, shapes: list[Shape]) -> list[dict]:
+    rows = []
+    for shape in shapes:
+        plain = layer_seconds(device, shape, None, Use()).total
+        kept = saved_bytes(shape, None, Use())
+        for recipe, config in RECIPES.items():
+            seconds = layer_seconds(device, shape, config.plan, Use()).total
+            saved = saved_bytes(shape, config.plan, Use())
+            rows.append(
+                {"shape": f"({shape})", "layer": recipe, "ms": seconds * 1e3,
+                 "ratio": seconds / plain, "saved_ratio": saved / kept}
+            )  # fmt: skip
+    return rows
