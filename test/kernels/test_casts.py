@@ -69,6 +69,7 @@ def test_every_kernel_has_a_choice_for_the_compiler():
 def test_aten_is_what_the_compiler_gets_if_the_table_says_so(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(casts, "compiler_may_cast", lambda _: True)  # whichever ptxas there is
     assert runs_kernel(CUDA, WHOLE, emulate=False)
     monkeypatch.setitem(COMPILED, "cast", ("aten", "for this test"))
     assert not runs_kernel(CUDA, WHOLE, emulate=False)

@@ -113,7 +113,7 @@ def encode_linear(
     if RANDOM:
         j, t, spacing = _split(tl.minimum(tl.abs(x) * factor, LARGEST), TO_FLOAT16)
         y = tl.where(t > chances(index, seed, offset, NUMBER), j + 1, j) * spacing
-        y = tl.where(x < 0, -y, y)
+        y = tl.where(x < 0, y * -1.0, y)  # -y of Triton 3.6 is 0 - y: a zero loses its sign
         y = tl.where(magnitude_bits(x) < _INFINITE, y, float("nan"))
     elif TO_FLOAT16:
         y = x * factor
