@@ -31,9 +31,8 @@ from float8.linear.autograd import (
     as_matrix,
     gradients,
     refuse_double_backward,
-    without_autocast,
 )
-from float8.linear.bound_plan import compute_dtype
+from float8.linear.bound_plan import compute_dtype, without_autocast
 from float8.linear.scaling import DelayedState, bind_and_cast, cast_matrix, sharded_state
 from float8.tensor import Float8Tensor
 from float8.tensor.differentiable import differentiable

@@ -22,7 +22,6 @@ FSDP see ordinary tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import Float8LinearConfig
 from float8.granularity import scale_shape
-from float8.linear.bound_plan import BoundGemm, BoundPlan, autocasts, plan_for
+from float8.linear.bound_plan import BoundGemm, BoundPlan, plan_for, without_autocast
 from float8.linear.float8_weight import Float8Weight
 from float8.linear.scaling import (
     DelayedState,
@@ -280,13 +279,6 @@ def linear_in_float8(input: Tensor, weight: Tensor, bias: Tensor | None, call: C
     """
     with without_autocast(input):
         return Float8LinearFunction.apply(input, weight, bias, call)
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Switch autocast off: it would convert the data that plain PyTorch multiplies."""
-    if autocasts(x.device.type):
-        return torch.autocast(x.device.type, enabled=False)
-    return nullcontext()
 
 
 def refuse_double_backward(name: str) -> None:

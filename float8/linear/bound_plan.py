@@ -11,6 +11,8 @@ once, while tracing. A compiled layer guards on the config's key and not on its 
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -205,6 +207,13 @@ class BoundPlan:
 def autocasts(device_type: str) -> bool:
     """Whether autocast is on for a device type; meta tensors have none."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Switches autocast off, which would convert the data that plain PyTorch multiplies."""
+    if autocasts(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return nullcontext()
 
 
 def compute_dtype(input: Tensor) -> torch.dtype:
