@@ -27,8 +27,9 @@ def after_step(model: nn.Module, group: Group | None = None) -> None:
     With delayed scaling this step's amaxes become the next scales
     (`sync_float8_amax_and_scale_history`). Then, for weights that FSDP2 gathers in float8, one
     all-reduce finds the dynamic scales (`precompute_float8_dynamic_scale_for_fsdp`). The order
-    saves work: a delayed weight that has its first scale needs no dynamic one. Other models are
-    left as they are, so a training loop can call this for every recipe.
+    saves work: a delayed weight that has its first scale needs no dynamic one. Other recipes need
+    nothing, so a training loop can call this for all. A model without float8 layers is left as it
+    is, with one warning in the log.
 
     Args:
         model: any module.

@@ -90,6 +90,9 @@ class GemmSpeed:
         return work + self.decode.value * operand_elements
 
 
+Product = GemmSpeed  # its name up to version 0.7, which pickles contain
+
+
 @dataclass(frozen=True)
 class Device:
     """The figures of one device; see the top of this file.

@@ -301,7 +301,7 @@ def _warn_of_plain(model: nn.Module) -> None:
     if not any(isinstance(module, Cast) for module in model.modules()):
         _plain.add(model)
         logger.warning(
-            "sync_float8_amax_and_scale_history: %s has no float8 layer; pass what "
+            "after_step or sync_float8_amax_and_scale_history: %s has no float8 layer; pass what "
             "convert_to_float8_training(model) returns",
             type(model).__name__,
         )
