@@ -364,11 +364,9 @@ def multiply(
     if gemm == PLAIN or 0 in (*a_MK.shape, *b_NK.shape):
         return cpu.scaled_mm(a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype)
     candidate = GEMMS[gemm]
-    if b_NK.device != a_MK.device:
-        raise ValueError(
-            f"scaled_mm: b is on {b_NK.device} and a on {a_MK.device}; move it with "
-            f".to({str(a_MK.device)!r})"
-        )
+    reason = _refuses_devices(a_MK.device, a_scale=a_scale, b=b_NK, b_scale=b_scale, bias=bias_N)
+    if reason is not None:
+        raise ValueError(f"scaled_mm: {reason}")
     columns, contraction = b_NK.shape
     if candidate.is_aligned and not pad and (columns % ALIGNMENT or contraction % ALIGNMENT):
         reason = _unaligned(contraction, columns)
@@ -415,12 +413,6 @@ def scaled_mm(
     if (reason := refuses_formats(a_MK.dtype, b_NK.dtype)) is not None:
         raise ValueError(f"scaled_mm: {reason}")
     family = family_of(a_MK.device)
-    if family != CPU and not emulate:
-        reason = _refuses_devices(
-            a_MK.device, a_scale=a_scale, b=b_NK, b_scale=b_scale, bias=bias_N
-        )
-        if reason is not None:
-            raise ValueError(f"scaled_mm: {reason}")
     is_plain = emulate or 0 in (*a_MK.shape, *b_NK.shape)
     gemm, reason = gemm_for(family, a_block, b_block, out_dtype, is_plain)
     if reason is not None:

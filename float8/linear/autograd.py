@@ -177,6 +177,8 @@ def product(
         out = F.linear(a[0], b[0], bias)
         return out if factor is None else out * factor
     a_data, a_scale = a
+    if gemm.refusal is not None and 0 not in (*a_data.shape, *b[0].shape):
+        raise ValueError(f"scaled_mm: {gemm.refusal}")
     if factor is not None:
         a_scale = multiply_scale(a_scale, gemm.a, factor)
         bias = None if bias is None else bias * factor

@@ -22,7 +22,7 @@ from float8.config import Float8LinearConfig, Gemm, LinearPlan, OperandCast, Sca
 from float8.config.plan import plan_of_key
 from float8.formats import on_family
 from float8.granularity import WHOLE
-from float8.kernels.scaled_mm import CPU
+from float8.kernels.scaled_mm import CPU, SUPPORT
 
 
 class BoundCast:
@@ -70,7 +70,11 @@ class BoundCast:
         self.is_delayed = cast.scaling_type is ScalingType.DELAYED
         self.is_dynamic = cast.scaling_type is ScalingType.DYNAMIC
         self.static = None if cast.static_scale is None else float(cast.static_scale)
-        self.kernel = kernels.kernel_for(family, cast.block, emulate, compiling)
+        # A GPU without float8 conversions also has no GEMM, whose refusal names the layer.
+        is_known = emulate or family == CPU or family in SUPPORT
+        self.kernel = None
+        if is_known:
+            self.kernel = kernels.kernel_for(family, cast.block, emulate, compiling)
         if self.static is not None and compiling and kernels.compiler_may_cast(family):
             # A cast by a constant scale is elementwise: the compiler fuses it into the op that
             # makes x. That op writes 1 byte per element instead of bfloat16, and the transposed

@@ -109,7 +109,7 @@ def float8_weight(layer: Any, plan: BoundPlan) -> Float8Weight | None:
     """
     weight, cached = layer.weight, layer.cached_weight
     if isinstance(weight, Float8Tensor):
-        if (reason := refuses_training(weight) or _refuses_dtype(weight, plan)) is not None:
+        if (reason := refuses_training(weight) or _refuses_plan(weight, plan)) is not None:
             raise ValueError(f"{layer._name}: {reason}")
         return _of_float8_tensor(weight, plan)
     if cached is None or not (torch.compiler.is_compiling() or cached.is_of(weight)):
@@ -122,7 +122,13 @@ def float8_weight(layer: Any, plan: BoundPlan) -> Float8Weight | None:
     return cached
 
 
-def _refuses_dtype(weight: Float8Tensor, plan: BoundPlan) -> str | None:
+def _refuses_plan(weight: Float8Tensor, plan: BoundPlan) -> str | None:
+    """The reason why this weight does not fit a plan, or None."""
+    if plan.w.first is None or plan.w.second is None:
+        return (
+            "its weight is a Float8Tensor, and this config multiplies weights in high precision; "
+            "give the layer weight.dequantize(), or a config that casts weights"
+        )
     if is_resident(weight) or weight.dtype == plan.dtype:
         return None
     return (

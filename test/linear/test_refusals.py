@@ -1,7 +1,9 @@
 """What a GPU does not take is refused before it runs, with the reason and a way out."""
 
+import importlib
 import io
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,9 +23,11 @@ from float8 import (
     convert_from_float8_training,
     convert_to_float8_inference,
     convert_to_float8_training,
+    float8_linear,
     high_precision,
 )
 from float8.config import RECIPES
+from float8.linear import bound_plan
 from float8.linear.bound_plan import plan_on
 from float8.linear.refusals import refuses_call, refuses_float8_input, refuses_layer
 
@@ -217,3 +221,49 @@ def test_a_compiled_graph_is_shared_by_layers_of_other_names():
     for layer in layers.values():
         call(layer, torch.randn(7, 32))
     assert graphs.frame_count == 1
+
+
+# --- found by comparing with version 0.7
+
+
+def test_a_float8_weight_needs_a_config_that_casts_weights():
+    off, delayed = CastConfig(ScalingType.DISABLED), CastConfig(ScalingType.DELAYED)
+    config = Float8LinearConfig(off, off, delayed, delayed, delayed, None)
+    layer = Float8Linear(32, 32, config=config)
+    layer.fqn = "head"
+    weight = Float8Tensor.from_high_precision(layer.weight.detach(), E4M3)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(ValueError, match=r"head: its weight is a Float8Tensor.*dequantize"):
+        layer(torch.randn(16, 32))
+
+
+@pytest.fixture
+def on_family(monkeypatch):
+    """CPU tensors take the path of a device family."""
+
+    def use(family):
+        for module in ("float8.kernels", "float8.kernels.casts", "float8.kernels.scaled_mm"):
+            module = importlib.import_module(module)
+            monkeypatch.setattr(module, "family_of", lambda device: family)
+        bound_plan._bound_once.cache_clear()
+
+    yield use
+    bound_plan._bound_once.cache_clear()
+
+
+def test_a_gpu_without_float8_is_refused_with_the_layers_name(on_family):
+    on_family("sm_80")
+    layer = Float8Linear(32, 32)
+    layer.fqn = "head"
+    with pytest.raises(ValueError, match=r"head: output: sm_80 is not known.*emulate=True"):
+        layer(torch.randn(16, 32))
+    assert float8_linear(torch.randn(0, 32), torch.randn(32, 32)).shape == (0, 32)
+
+
+def test_a_product_that_no_gemm_runs_is_refused_without_the_layers_checks_too(on_family):
+    pytest.importorskip("triton")
+    on_family("sm_100")
+    config = replace(RECIPES["rowwise"], enable_pre_and_post_forward=False)
+    layer = Float8Linear(32, 32, config=config)
+    with pytest.raises(ValueError, match=r"sm_100 does not run a rowwise product"):
+        layer(torch.randn(16, 32))
