@@ -242,8 +242,8 @@ def on_family(monkeypatch):
     """CPU tensors take the path of a device family."""
 
     def use(family):
-        for module in ("float8.kernels", "float8.kernels.casts", "float8.kernels.scaled_mm"):
-            module = importlib.import_module(module)
+        for name in ("float8.kernels", "float8.kernels.casts", "float8.kernels.scaled_mm"):
+            module = importlib.import_module(name)
             monkeypatch.setattr(module, "family_of", lambda device: family)
         bound_plan._bound_once.cache_clear()
 
