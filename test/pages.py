@@ -4,8 +4,8 @@ A page is one program. Its ``python`` blocks run in order, in one namespace and 
 Further kinds of blocks:
 
 - ```` ```python title="train.py" ````: saved as that file, not run.
-- ```` ```bash ````: a line ``python NAME.py ...`` or ``torchrun ... NAME.py ...`` runs if the page saved
-  that file. Of other lines the files, modules and options that they name must exist.
+- ```` ```bash ````: a line ``python NAME.py ...`` or ``torchrun ... NAME.py ...`` runs if the page
+  saved that file. Of other lines the files, modules and options that they name must exist.
 - ```` ```text ```` directly after such a block: its output, in which ``...`` matches anything.
 - ``<!-- not run: REASON -->`` before a block: the block is not run.
 """
