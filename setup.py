@@ -13,8 +13,10 @@ INTEGRATIONS = {
     "torchtitan": ["torchtitan; python_version >= '3.11'"],
     "torchao": ["torchao"],  # Float8LinearConfig.from_torchao
 }
+DOCS = ["mkdocs-material", "mkdocstrings[python]"]  # scripts/docs.sh
 FRAMEWORKS = sorted({package for packages in INTEGRATIONS.values() for package in packages})
-TEST = ["pytest>=8", "pytest-cov", "pytest-xdist", "hypothesis", *DEMO, *FRAMEWORKS]
+TEST = ["pytest>=8", "pytest-cov", "pytest-xdist", "hypothesis", "build", *DEMO, *DOCS]
+TEST += FRAMEWORKS
 DEV = ["ruff==0.17.5", "mypy==2.4.1", *TEST]
 
 setup(
@@ -28,5 +30,5 @@ setup(
     package_data={"float8": ["py.typed"], "float8.numerics": ["page.css", "page.html", "*.js"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.11", "triton; platform_system == 'Linux'", "tabulate"],
-    extras_require={"demo": DEMO, "test": TEST, "dev": DEV, **INTEGRATIONS},
+    extras_require={"demo": DEMO, "docs": DOCS, "test": TEST, "dev": DEV, **INTEGRATIONS},
 )

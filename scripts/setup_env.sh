@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make or reuse the repository's .venv with the package and one of its extras:
 #
-#     bash scripts/setup_env.sh demo|test|dev
+#     bash scripts/setup_env.sh demo|docs|test|dev
 #
 # Needs a Python >= 3.10 (PYTHON=python3.12 to choose one) and pip. A stamp per extra remembers what
 # was installed, so a second run takes no time until setup.py or constraints.txt change.
@@ -13,7 +13,7 @@ esac
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-extra=${1:?usage: bash scripts/setup_env.sh demo|test|dev}
+extra=${1:?usage: bash scripts/setup_env.sh demo|docs|test|dev}
 base=${PYTHON:-python3}
 python=.venv/bin/python
 
@@ -29,12 +29,13 @@ fi
 pip=("$python" -m pip)
 "${pip[@]}" --version >/dev/null 2>&1 || pip=("$base" -m pip --python "$python")
 
-# Each extra includes the ones before it: with a larger one installed nothing else is needed.
+# Larger extras include smaller ones: with one of those installed nothing else is needed.
 case $extra in
     demo) enough=(demo test dev) ;;
+    docs) enough=(docs test dev) ;;
     test) enough=(test dev) ;;
     dev) enough=(dev) ;;
-    *) echo "setup_env.sh: no extra '$extra': take demo, test or dev" >&2 && exit 1 ;;
+    *) echo "setup_env.sh: no extra '$extra': take demo, docs, test or dev" >&2 && exit 1 ;;
 esac
 wanted=$("$python" -c '
 import hashlib, pathlib, sys
