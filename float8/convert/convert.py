@@ -33,7 +33,7 @@ from float8.linear.registration import (
     ModuleRule,
     register_module_rule,
 )
-from float8.linear.switch import Float8Module, Switchable, switched_off
+from float8.linear.switch import Float8Module, switchable_parts, switched_off
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -155,5 +155,5 @@ def high_precision(model: M) -> Iterator[M]:
         TypeError: ``model`` is no module.
     """
     check_module(model, "high_precision")
-    with switched_off([m for m in model.modules() if isinstance(m, Switchable)]):
+    with switched_off(switchable_parts(model)):
         yield model
