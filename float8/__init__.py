@@ -1,7 +1,7 @@
 """Train PyTorch models with 8-bit floating point matrix products.
 
 Start with `convert_to_float8_training`; the recipes are in `float8.config.RECIPES`. The map of the
-package is in CONTRIBUTING.md.
+package is in docs/architecture.md.
 """
 
 import importlib

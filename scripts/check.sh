@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# What must hold before a change lands: lint, format, types, tests. CI runs exactly this.
+# What must hold before a change lands: lint, format, types, documentation, tests. CI runs exactly
+# this.
 #
 #     bash scripts/check.sh
 #
-# Makes or reuses .venv. All four are run even if one fails; arguments go to scripts/test.sh.
+# Makes or reuses .venv. All five are run even if one fails; arguments go to scripts/test.sh.
 case " $* " in *" --help "* | *" -h "*)
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit 0
@@ -19,6 +20,8 @@ for tool in "ruff check" "ruff format --check" "mypy"; do
     # shellcheck disable=SC2086  # a tool and its arguments
     .venv/bin/python -m $tool || failed+=("$tool")
 done
+echo "== documentation"
+bash scripts/docs.sh || failed+=("documentation")
 echo "== tests"
 bash scripts/test.sh "$@" || failed+=("tests")
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Make or reuse the repository's .venv with the package and one of its extras:
 #
-#     bash scripts/setup_env.sh demo|test|dev
+#     bash scripts/setup_env.sh demo|docs|test|dev
 #
 # Needs a Python >= 3.10 (PYTHON=python3.12 to choose one) and pip. A stamp per extra remembers what
-# was installed, so a second run takes no time until setup.py or constraints.txt change.
+# was installed, so a second run takes no time until setup.py, version.py or constraints.txt change.
 case " $* " in *" --help "* | *" -h "*)
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit 0
@@ -13,7 +13,7 @@ esac
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-extra=${1:?usage: bash scripts/setup_env.sh demo|test|dev}
+extra=${1:?usage: bash scripts/setup_env.sh demo|docs|test|dev}
 base=${PYTHON:-python3}
 python=.venv/bin/python
 
@@ -29,16 +29,18 @@ fi
 pip=("$python" -m pip)
 "${pip[@]}" --version >/dev/null 2>&1 || pip=("$base" -m pip --python "$python")
 
-# Each extra includes the ones before it: with a larger one installed nothing else is needed.
+# Larger extras include smaller ones: with one of those installed nothing else is needed.
 case $extra in
     demo) enough=(demo test dev) ;;
+    docs) enough=(docs test dev) ;;
     test) enough=(test dev) ;;
     dev) enough=(dev) ;;
-    *) echo "setup_env.sh: no extra '$extra': take demo, test or dev" >&2 && exit 1 ;;
+    *) echo "setup_env.sh: no extra '$extra': take demo, docs, test or dev" >&2 && exit 1 ;;
 esac
 wanted=$("$python" -c '
 import hashlib, pathlib, sys
-text = b"".join(pathlib.Path(name).read_bytes() for name in ("setup.py", "constraints.txt"))
+names = "setup.py", "float8/version.py", "constraints.txt"
+text = b"".join(pathlib.Path(name).read_bytes() for name in names)
 print(sys.version_info[:2], hashlib.sha256(text).hexdigest())')
 for larger in "${enough[@]}"; do
     if [ "$(cat ".venv/installed-$larger" 2>/dev/null)" = "$wanted" ]; then exit 0; fi

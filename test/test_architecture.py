@@ -1,6 +1,6 @@
 """Imports point down, every file opens with its idea, and importing costs little.
 
-CONTRIBUTING.md explains the levels; this file enforces them. Imports are read from the syntax tree,
+docs/architecture.md explains the levels; this file enforces them. Imports are read from the syntax tree,
 so that an import inside a function counts too.
 """
 
@@ -85,7 +85,7 @@ def relative(path: Path) -> str:
 
 def test_every_package_has_a_level():
     missing = {package_of(path) for path in FILES} - LEVELS.keys()
-    assert missing == set(), "add them to LEVELS and to CONTRIBUTING.md"
+    assert missing == set(), "add them to LEVELS and to docs/architecture.md"
     assert {name for name in LEVELS if not is_package(name)} == set(), "these are gone"
 
 

@@ -1,0 +1,1 @@
+"""Parts of the documentation's build: `hooks.py` is called by mkdocs (see mkdocs.yml)."""

@@ -1,0 +1,101 @@
+"""Every page of the documentation, README.md included, runs and prints what it says."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from fresh import ROOT
+from pages import blocks_of, check_command, check_output, run_commands, run_page
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROGRAMS = [page for page in PAGES if blocks_of(page.read_text(encoding="utf-8"))]
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_settings():
+    """Pages may set what holds for the process."""
+    dtype, level = torch.get_default_dtype(), logging.getLogger("float8").level
+    yield
+    torch.set_default_dtype(dtype)
+    logging.getLogger("float8").setLevel(level)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_runs_as_written(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_page(page, tmp_path)
+
+
+# --- the runner
+
+
+def test_blocks_and_their_outputs_are_found():
+    text = 'a\n```python title="x.py"\n1\n```\n\n```text\nout\n```\nb\n'
+    text += "<!-- not run: CUDA -->\n```bash\nls\n```\n"
+    first, second, third = blocks_of(text)
+    assert (first.kind, first.title, first.code, first.line, first.runs) == (
+        "python", "x.py", "1\n", 3, True,
+    )  # fmt: skip
+    assert second.follows and not third.follows
+    assert not third.runs
+
+
+def _page(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pages.ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "page.md").write_text(text, encoding="utf-8")
+    run_page(tmp_path / "page.md", tmp_path)
+
+
+def test_a_page_is_one_namespace(tmp_path, monkeypatch):
+    _page(
+        tmp_path,
+        "```python\nx = 1\n```\n\n```python\nprint(x)\n```\n\n```text\n1\n```\n",
+        monkeypatch,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("```python\nprint(1)\n```\n```text\n2\n```\n", "page.md:5: the output differs"),
+        (
+            '```python title="a.py"\nraise SystemExit(3)\n```\n```bash\npython a.py\n```\n',
+            "page.md:5",
+        ),
+        ("```bash\nbash scripts/nothing.sh\n```\n", "there is no scripts/nothing.sh"),
+    ],
+)
+def test_a_wrong_page_is_caught(text, error, tmp_path, monkeypatch):
+    with pytest.raises(AssertionError) as caught:
+        _page(tmp_path, text, monkeypatch)
+    assert error in str(caught.value)
+
+
+def test_a_saved_file_runs_and_its_output_is_returned(tmp_path):
+    (tmp_path / "a.py").write_text("import sys\nprint(sys.argv[1:])\n", encoding="utf-8")
+    assert run_commands("python a.py \\\n  --b 2  # why\n", tmp_path, "here") == "['--b', '2']\n"
+
+
+def test_a_module_runs_where_its_output_is_shown(tmp_path):
+    command = "python -m float8.estimate 64,64,64"
+    assert run_commands(command, tmp_path, "here") is None
+    assert "predicted" in run_commands(command, tmp_path, "here", shown=True)
+
+
+def test_an_option_that_no_script_has_is_caught():
+    check_command(["bash", "scripts/demo.sh", "--steps", "40"], "here")
+    with pytest.raises(AssertionError) as caught:
+        check_command(["bash", "scripts/demo.sh", "--stepz", "40"], "here")
+    assert "--stepz" in str(caught.value)
+
+
+def test_dots_match_anything_in_an_output():
+    check_output("loss 2.0...\n", "loss 2.0571\n", "here")
+    with pytest.raises(AssertionError):
+        check_output("loss 2.0...\n", "loss 2.1571\n", "here")
