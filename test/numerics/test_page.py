@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from chromium import Browser
+from browser import CHROMIUM, Browser
 from runs import run
 
 from float8.numerics.explanations import EXPLANATIONS
@@ -21,41 +21,65 @@ SORTED = (
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with Browser(tmp_path_factory.mktemp("browser")) as browser:
-        (browser.folder / "page.html").write_text(page(run(), ABOUT))
-        browser.url = (browser.folder / "page.html").as_uri()
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "page.html").write_text(page(run(), ABOUT))
+    (folder / "large.html").write_text(page(run(steps=(0,), layers=300), ABOUT))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser(folder):
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed")
+    with Browser() as browser:
         yield browser
-        assert browser.console == []
+        assert browser.errors == []
+        assert {address.split("#")[0] for address in browser.requests} <= {
+            "about:blank", *(path.as_uri() for path in folder.iterdir())
+        }  # fmt: skip
 
 
 @pytest.fixture
-def wide(browser):
-    browser.open(browser.url)
-    browser.move_mouse(1, 1)
-    return browser
+def show(browser, folder):
+    """Shows a view of the page in a window."""
+
+    def show(view="", width=1280, dark=False, name="page.html"):
+        browser.resize(width, 900)
+        browser.prefer(color_scheme="dark" if dark else "light")
+        browser.open("about:blank")  # another fragment alone would load nothing
+        browser.open((folder / name).as_uri() + view)
+        return browser
+
+    return show
 
 
 @pytest.fixture
-def phone(browser):
-    browser.open(browser.url + "#open=0", width=400, dark=True)
-    return browser
+def wide(show):
+    wide = show()
+    wide.point(1, 1)
+    return wide
+
+
+@pytest.fixture
+def phone(show):
+    return show("#open=0", width=400, dark=True)
 
 
 def focused(browser, of="innerText"):
-    return (browser.evaluate(f"document.activeElement.{of}") or "").replace("▸\n", "").strip()
+    return (browser.value(f"document.activeElement.{of}") or "").replace("▸\n", "").strip()
 
 
 def tip(browser):
-    return browser.evaluate("byId('tip').hidden ? '' : byId('tip').innerText")
+    return browser.value("byId('tip').hidden ? '' : byId('tip').innerText")
 
 
 def focus(browser, selector):
-    browser.evaluate(f"document.querySelector({selector!r}).focus()")
+    browser.value(f"document.querySelector({selector!r}).focus()")
 
 
 def middle_of(browser, selector):
-    return browser.evaluate(
+    return browser.value(
         f"(() => {{ const node = document.querySelector({selector!r});"
         "node.scrollIntoView({ block: 'center' }); const r = node.getBoundingClientRect();"
         "return [r.x + r.width / 2, r.y + r.height / 2]; })()"
@@ -63,8 +87,7 @@ def middle_of(browser, selector):
 
 
 def wait_for_tip(browser):
-    done = "new Promise((go) => setTimeout(go, 600))"
-    browser("Runtime.evaluate", expression=done, awaitPromise=True)
+    browser.value("new Promise((go) => setTimeout(go, 600))")
     return tip(browser)
 
 
@@ -72,7 +95,7 @@ def wait_for_tip(browser):
 
 
 def test_every_column_is_explained_where_it_stands(wide):
-    heads = wide.evaluate(
+    heads = wide.value(
         "[...byId('head').children].map((th) => { const term = th.querySelector('[data-explain]');"
         "return [term.innerText.replace(/[▴▾]/, '').trim(),"
         " byId(term.getAttribute('aria-describedby')).textContent]; })"
@@ -84,7 +107,7 @@ def test_every_column_is_explained_where_it_stands(wide):
         for part in (one.meaning, f"Good {one.good}", f"Bad {one.bad}"):
             assert part in text
     assert set(by_name) - {name for name, _ in heads} == {"Inf or NaN"}, "which has a tile"
-    assert wide.evaluate("document.querySelectorAll('#tiles [data-explain]').length") == 5
+    assert wide.value("document.querySelectorAll('#tiles [data-explain]').length") == 5
 
 
 def test_the_explanations_say_the_thresholds():
@@ -103,21 +126,21 @@ def test_all_explanations_are_there_without_javascript():
 
 
 def test_a_pointer_shows_an_explanation_and_leaving_hides_it(wide):
-    wide.move_mouse(*middle_of(wide, "th[data-key=kurtosis] button"))
+    wide.point(*middle_of(wide, "th[data-key=kurtosis] button"))
     assert wait_for_tip(wide).startswith("Kurtosis\nHow heavy the tails are")
-    wide.move_mouse(*middle_of(wide, "#tip"))
+    wide.point(*middle_of(wide, "#tip"))
     assert wait_for_tip(wide).startswith("Kurtosis"), "its text can be selected"
-    wide.move_mouse(1, 1)
+    wide.point(1, 1)
     assert wait_for_tip(wide) == ""
 
 
 def test_a_tap_shows_an_explanation_on_a_phone(phone):
-    assert not phone.evaluate("byId('head').checkVisibility()")
+    assert not phone.value("byId('head').checkVisibility()")
     phone.tap(*middle_of(phone, "td.staleness button.cell-label"))
     assert tip(phone).startswith("Stale\nHow many octaves")
     inside = "(() => { const r = byId('tip').getBoundingClientRect();"
     inside += "return r.left >= 0 && r.right <= innerWidth; })()"
-    assert phone.evaluate(inside)
+    assert phone.value(inside)
     phone.tap(*middle_of(phone, "#about"))
     assert tip(phone) == ""
 
@@ -126,7 +149,7 @@ def test_the_focus_shows_an_explanation_and_escape_hides_it(wide):
     focus(wide, "#problems")
     wide.press("Tab")
     assert focused(wide) == "Layer"
-    wide.press("Tab", count=2)
+    wide.press("Tab", times=2)
     assert tip(wide).startswith("SQNR dB\nSignal to quantisation noise")
     wide.press("Escape")
     assert tip(wide) == ""
@@ -144,7 +167,7 @@ def test_tab_reaches_every_control_in_the_order_of_the_page_and_the_focus_is_see
         wide.press("Tab")
         order.append(focused(wide, "id") or focused(wide).split("\n")[0])
         width = "parseFloat(getComputedStyle(document.activeElement).outlineWidth)"
-        assert wide.evaluate(width) >= 2, order[-1]
+        assert wide.value(width) >= 2, order[-1]
     head = [EXPLANATIONS[key].name for key in EXPLANATIONS if key != "nonfinite"]
     for part in (["earlier", "step"], ["filter", "operand", "sort", "problems", "Layer"]):
         assert part == order[order.index(part[0]) :][: len(part)]
@@ -156,28 +179,28 @@ def test_tab_reaches_every_control_in_the_order_of_the_page_and_the_focus_is_see
 def test_enter_and_space_sort_by_a_header(wide):
     focus(wide, "th[data-key=kurtosis] button")
     wide.press("Enter")
-    assert wide.evaluate(SORTED) == [["kurtosis", "descending"]]
-    assert "by Kurtosis, descending" in wide.evaluate("byId('caption').textContent")
+    assert wide.value(SORTED) == [["kurtosis", "descending"]]
+    assert "by Kurtosis, descending" in wide.value("byId('caption').textContent")
     wide.press(" ")
-    assert wide.evaluate(SORTED) == [["kurtosis", "ascending"]]
+    assert wide.value(SORTED) == [["kurtosis", "ascending"]]
     assert "Kurtosis" in focused(wide), "the focus stays"
 
 
 def test_arrows_go_through_headers_and_rows(wide):
     focus(wide, "th[data-key=layer] button")
-    wide.press("ArrowRight", count=2)
+    wide.press("ArrowRight", times=2)
     assert "SQNR" in focused(wide)
     wide.press("End")
     assert focused(wide) == "Stale"
-    wide.press("ArrowDown", count=2)
+    wide.press("ArrowDown", times=2)
     assert focused(wide) == "blocks.2.ffn"
-    wide.press("ArrowUp", count=2)
+    wide.press("ArrowUp", times=2)
     assert focused(wide) == "Layer", "above the first row"
     wide.press("ArrowDown")
     wide.press("End")
-    drawn = wide.evaluate("document.querySelectorAll('tr.cast').length")
+    drawn = wide.value("document.querySelectorAll('tr.cast').length")
     wide.press("ArrowDown")
-    assert drawn == 92 or wide.evaluate("document.querySelectorAll('tr.cast').length") > drawn
+    assert drawn == 92 or wide.value("document.querySelectorAll('tr.cast').length") > drawn
 
 
 def test_a_row_opens_and_closes(wide):
@@ -186,18 +209,18 @@ def test_a_row_opens_and_closes(wide):
     details = "document.querySelectorAll('tr.detail').length"
     for opens, closes in (("Enter", "Enter"), (" ", " "), ("ArrowRight", "ArrowLeft")):
         wide.press(opens)
-        assert wide.evaluate(details) == 1, opens
-        assert wide.evaluate("document.activeElement.ariaExpanded") == "true"
+        assert wide.value(details) == 1, opens
+        assert wide.value("document.activeElement.ariaExpanded") == "true"
         wide.press(closes)
-        assert wide.evaluate(details) == 0, closes
+        assert wide.value(details) == 0, closes
     wide.press("Enter")
     wide.press("Tab")
     assert focused(wide) == "Inf or NaN"
     assert tip(wide).startswith("Inf or NaN")
     wide.press("Escape")
-    assert wide.evaluate(details) == 1, "of two open things, the last one closes"
+    assert wide.value(details) == 1, "of two open things, the last one closes"
     wide.press("Escape")
-    assert wide.evaluate(details) == 0
+    assert wide.value(details) == 0
     assert focused(wide) == "blocks.2.ffn"
 
 
@@ -205,47 +228,47 @@ def test_the_filter_takes_keys_and_escape_empties_it(wide):
     focus(wide, "#filter")
     for key in "ks.2.":
         wide.press(key)
-    assert wide.evaluate("byId('count').innerText") == "3 of 92 casts"
+    assert wide.value("byId('count').innerText") == "3 of 92 casts"
     wide.press("ArrowDown")
     assert focused(wide) == "blocks.2.ffn"
     focus(wide, "#filter")
     wide.press("Escape")
-    assert wide.evaluate("byId('count').innerText") == "92 of 92 casts"
+    assert wide.value("byId('count').innerText") == "92 of 92 casts"
 
 
 def test_the_focus_is_never_lost(wide):
     focus(wide, ".problem:nth-child(2) button.link")
     wide.press("Enter")  # "Show it"
     assert focused(wide).endswith("blocks.2.ffn")
-    assert wide.evaluate("document.activeElement.ariaExpanded") == "true"
+    assert wide.value("document.activeElement.ariaExpanded") == "true"
     focus(wide, "#earlier")
-    wide.press("Enter", count=2)
-    assert wide.evaluate("byId('step-name').textContent") == "step 0"
+    wide.press("Enter", times=2)
+    assert wide.value("byId('step-name').textContent") == "step 0"
     assert focused(wide, "id") == "step", "the button is disabled at the first snapshot"
     wide.press("ArrowRight")
-    assert wide.evaluate("byId('step-name').textContent") == "step 50"
+    assert wide.value("byId('step-name').textContent") == "step 50"
     focus(wide, "#problem-steps button")
     wide.press("Enter")
     assert focused(wide) == "step 0 to step 100"
 
 
 def test_a_click_opens_a_row_and_its_legend_by_keys(wide):
-    wide.evaluate("document.querySelector('tr.cast td.amax').click()")
-    assert wide.evaluate("document.querySelectorAll('tr.detail').length") == 1
+    wide.value("document.querySelector('tr.cast td.amax').click()")
+    assert wide.value("document.querySelectorAll('tr.detail').length") == 1
     focus(wide, "#legend summary")
     wide.press("Enter")
-    assert wide.evaluate("byId('explain-staleness').checkVisibility()")
+    assert wide.value("byId('explain-staleness').checkVisibility()")
     wide.press("Escape")
-    assert not wide.evaluate("byId('legend').open")
+    assert not wide.value("byId('legend').open")
 
 
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("dark", [False, True])
-def test_no_part_is_wider_than_the_window(browser, width, dark):
-    browser.open(browser.url + "#open=0", width=width, dark=dark)
-    browser.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
+def test_no_part_is_wider_than_the_window(show, width, dark):
+    browser = show("#open=0", width, dark)
+    browser.value("for (const one of document.querySelectorAll('details')) one.open = true")
     widths = "[document.documentElement.scrollWidth, innerWidth, byId('scroll').scrollWidth]"
-    page_width, window, table = browser.evaluate(widths)
+    page_width, window, table = browser.value(widths)
     assert page_width <= window
     assert table <= window, "the last columns are seen without scrolling"
 
@@ -296,12 +319,12 @@ FACTS = """(() => {
 })()"""
 
 
-def test_paper_shows_all_findings_opened_and_no_controls(browser):
-    browser.open(browser.url + "#problems=0", width=964, dark=True)  # Letter, less the margins
-    before = browser.evaluate(FACTS)
-    browser("Emulation.setEmulatedMedia", media="print")
-    browser.evaluate("dispatchEvent(new Event('beforeprint'))")
-    facts = browser.evaluate(FACTS)
+def test_paper_shows_all_findings_opened_and_no_controls(show):
+    browser = show(width=964, dark=True)  # Letter, less the margins
+    before = browser.value(FACTS)
+    browser.send("Emulation.setEmulatedMedia", media="print")
+    browser.value("dispatchEvent(new Event('beforeprint'))")
+    facts = browser.value(FACTS)
     assert facts["closed"] == facts["controls"] == 0
     assert (facts["problems"], facts["skipped"], facts["explained"]) == (3, 1, 12)
     assert facts["rows"] == 92, "also those that no scrolling has drawn yet"
@@ -313,20 +336,19 @@ def test_paper_shows_all_findings_opened_and_no_controls(browser):
     assert facts["caption"] == "92 of 92 casts at step 100, by SQNR dB, ascending"
     assert facts["order"][-1] == "legend"
     assert facts["width"][0] <= facts["width"][1], "no column is cut off"
-    browser("Emulation.setEmulatedMedia", media="")
-    browser.evaluate("dispatchEvent(new Event('afterprint'))")
-    after = browser.evaluate(FACTS)
+    browser.send("Emulation.setEmulatedMedia", media="")
+    browser.value("dispatchEvent(new Event('afterprint'))")
+    after = browser.value(FACTS)
     for name in ("closed", "opened", "legend", "order"):
         assert after[name] == before[name], name
 
 
-def test_a_printed_page_is_made_so(browser, tmp_path):
-    browser.open(browser.url, width=400, dark=True)
-    counting = "prints = 0; addEventListener('beforeprint', () => { prints += 1; })"
-    browser.evaluate(counting.replace("prints = 0", "globalThis.prints = 0"))
+def test_a_printed_page_is_made_so(show, tmp_path):
+    browser = show(width=400, dark=True)
+    browser.value("globalThis.prints = 0; addEventListener('beforeprint', () => { prints += 1; })")
     browser.pdf(tmp_path / "page.pdf")
-    assert browser.evaluate("prints") == 1, "print.js was asked"
-    assert browser.evaluate("printing") is False
+    assert browser.value("prints") == 1, "print.js was asked"
+    assert browser.value("printing") is False
     if shutil.which("pdftotext") is None:
         pytest.skip("pdftotext is not installed; the text of the PDF is not read")
     text = subprocess.run(
@@ -342,12 +364,10 @@ def test_a_printed_page_is_made_so(browser, tmp_path):
         assert said in text
 
 
-def test_a_large_run_prints_its_findings_and_not_thousands_of_rows(browser):
-    path = browser.folder / "large.html"
-    path.write_text(page(run(steps=(0,), layers=300), ABOUT))
-    browser.open(path.as_uri() + "#sort=amax&desc=1")
-    browser.evaluate("dispatchEvent(new Event('beforeprint'))")
+def test_a_large_run_prints_its_findings_and_not_thousands_of_rows(show):
+    browser = show("#sort=amax&desc=1", name="large.html")
+    browser.value("dispatchEvent(new Event('beforeprint'))")
     rows = "document.querySelectorAll('tr.cast').length"
-    assert browser.evaluate(rows) == 202
-    assert browser.evaluate("document.querySelectorAll('tr.cast .badge').length") == 2
-    assert "without 700 casts that want no look" in browser.evaluate("byId('caption').innerText")
+    assert browser.value(rows) == 202
+    assert browser.value("document.querySelectorAll('tr.cast .badge').length") == 2
+    assert "without 700 casts that want no look" in browser.value("byId('caption').innerText")
