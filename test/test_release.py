@@ -106,7 +106,7 @@ def succeeds(*command: str | Path, cwd: Path) -> str:
 
 
 def copy_of_the_repository(to: Path) -> Path:
-    """The repository without what git ignores, which leaves its mark where it should not be taken."""
+    """The repository without what git ignores, and with files that must not be taken."""
     ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text("utf-8").split("\n")]
     ignored = [name for name in ignored if name and not name.startswith("#")]
     shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns(".git", "float8-*", *ignored))
