@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 MupType = Literal["weight", "bias", "norm", "output"]
+"""A parameter's role: of hidden and input layers, "weight"; of a readout, "output"."""
 MUP_TYPES: tuple[str, ...] = get_args(MupType)
 
 P = TypeVar("P", bound=Tensor)  # an nn.Parameter, which torch's modules declare as a Tensor
