@@ -122,6 +122,10 @@ class Browser:
                 type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text,
             )  # fmt: skip
 
+    def type(self, text: str) -> None:
+        """Type a text into the element that has the focus."""
+        self.send("Input.insertText", text=text)
+
     def forget(self) -> None:
         """Empty the lists of requests and errors."""
         self.requests.clear()
