@@ -1,7 +1,7 @@
 """Imports point down, every file opens with its idea, and importing costs little.
 
-docs/architecture.md explains the levels; this file enforces them. Imports are read from the syntax tree,
-so that an import inside a function counts too.
+docs/architecture.md explains the levels; this file enforces them. Imports are read from the syntax
+tree, so that an import inside a function counts too.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ The error of the gradients by op, as SQNR in dB (``python -m float8.activations.
 whose help explains the columns):
 
 ============== ====== ====== ========= =========
-op             normal        with outliers
--------------- ------------- -------------------
+op             normal normal outliers  outliers
 group          1x128  1x16   1x128     1x16
 ============== ====== ====== ========= =========
 rms_norm       31.5   31.5   35.3      35.3

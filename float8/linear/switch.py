@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -84,10 +84,24 @@ class Float8Module(Switchable):
         raise NotImplementedError(f"{type(self).__name__} is abstract")
 
 
+class HasSwitch(Protocol):
+    """A `Switchable`, or a transform that runs a model's products in float8."""
+
+    switch: Switch
+
+
+def switchable_parts(model: nn.Module) -> list[HasSwitch]:
+    """The parts of a model that `float8.high_precision` switches off: layers and transforms."""
+    layers = [module for module in model.modules() if isinstance(module, Switchable)]
+    # Set by `float8.unit_scaling.transforms.float8`.
+    transforms = [m.float8_products for m in model.modules() if hasattr(m, "float8_products")]
+    return [*layers, *transforms]  # type: ignore[list-item]
+
+
 class Scope:
     """Modules that one thread runs in high precision, from `open` to `close`."""
 
-    def __init__(self, modules: Iterable[Switchable]) -> None:
+    def __init__(self, modules: Iterable[HasSwitch]) -> None:
         self.modules = tuple(modules)
         self.is_open = False
         self._switches: list[dict[str, Any]] = []
@@ -123,7 +137,7 @@ class Scope:
 
 
 @contextmanager
-def switched_off(modules: Iterable[Switchable]) -> Iterator[None]:
+def switched_off(modules: Iterable[HasSwitch]) -> Iterator[None]:
     """Run modules in high precision, in this thread; contexts may nest and overlap."""
     if torch.compiler.is_compiling():  # it traces attributes only; a graph is in one thread
         switches = [(module.switch, module.switch.is_off) for module in modules]

@@ -130,9 +130,7 @@ def ms_amp(
     Raises:
         ValueError: unknown level, no layers, or layers, weights or options that do not fit.
         TypeError: another optimizer, or arguments of other types.
-        RuntimeError: the model has a level already.
-
-        Nothing has been changed then.
+        RuntimeError: the model has a level already. Nothing has been changed after any of these.
     """
     _check_arguments(model, optimizer, level, storage)
     row = LEVELS[level]

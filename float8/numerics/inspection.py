@@ -94,10 +94,7 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
         if isinstance(module, Float8Linear)
     }
     if not layers:
-        raise ValueError(
-            f"inspect: {type(model).__name__} has no float8 layer; convert it first, as "
-            "convert_to_float8_training(model), and inspect what that returns"
-        )
+        raise ValueError(f"inspect: {type(model).__name__} has no float8 layer; {_remedy(model)}")
     report = Report(model=type(model).__name__, step=step)
     inspection = _Inspection(layers)
     with ExitStack() as stack:
@@ -363,3 +360,13 @@ def _local_part(x: Tensor, matrix: Float8Matrix) -> tuple[Tensor, Float8Matrix]:
     placements = [Replicate() if d is None or scale.shape[d] == 1 else Shard(d) for d in dims]
     local_scale = scale.redistribute(placements=placements).to_local()
     return whole.to_local(), Float8Matrix(data.to_local(), local_scale, matrix.block)
+
+
+def _remedy(model: nn.Module) -> str:
+    """What to do about a model without float8 layers."""
+    if any(hasattr(module, "float8_products") for module in model.modules()):
+        return (
+            "its products run in float8 by a transform, which has no layers to inspect: "
+            "float8.unit_scaling.analysis.operand_table shows what its casts lose"
+        )
+    return "convert it first, as convert_to_float8_training(model), and inspect what that returns"

@@ -65,11 +65,15 @@ class Finding:
     """The first tensor of a model that is not finite.
 
     Attributes:
-        module, module_type: the name of the module that made it; "" is the model itself.
+        module: the name of the module that made it; "" is the model itself.
+        module_type: the name of its type.
         tensor: which: "output", "input of NAME", "parameter weight", "gradient of its input", ...
         phase: "before" the run, "forward" or "backward".
-        shape, dtype: of the tensor.
-        elements, nan, inf: how many there are; -inf counts as inf.
+        shape: of the tensor.
+        dtype: of the tensor.
+        elements: how many it has.
+        nan: how many of them are NaN.
+        inf: how many of them are inf or -inf.
         first: the index of the first that is not finite.
         amax: the largest finite magnitude.
         went_in: the tensors that it was made of: name -> amax, inf or NaN where that is not finite.
@@ -143,7 +147,9 @@ def find_nan(
         seed: of dropout, and of the cotangent where there is no loss.
 
     Returns:
-        the finding, to print; None if all is finite (see the top of this file for what counts).
+        the finding, to print; None if nothing counts. A NaN always counts. An inf counts in a
+        parameter, the loss or a parameter's gradient, or if the run ends with one; attention masks
+        of -inf do not.
 
     Raises:
         TypeError: ``model`` is no module, or ``loss_fn`` no function.

@@ -61,7 +61,9 @@ class Report:
         skipped: layers without statistics: name -> reason.
 
     Attributes:
-        model, step, skipped: as given.
+        model: as given.
+        step: as given.
+        skipped: as given.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ that hold for every width and depth. Float8 products then need no scales measure
 `functional` (U) has the operations, `scale`, `constraints` and `core` their parts, this package the
 modules. `parameter` and `optim` give learning rates. `transforms` change the numbers that a model
 computes with, `analysis` shows its scales; both are imported on first use. The names are those of
-the package ``unit-scaling``, `utils` too; docs/unit_scaling.md lists the differences.
+the package ``unit-scaling``, `utils` too; docs/migrating/unit_scaling.md lists the differences.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every difference from the package ``unit-scaling`` that docs/unit_scaling.md lists, and no other.
+"""Every difference from the package ``unit-scaling`` in docs/migrating/unit_scaling.md, no other.
 
 The first column of the page's tables names a row here. What ours does is checked always; that the
 other package does something else, where it can be imported. Should it come to agree, the row goes.
@@ -23,7 +23,7 @@ from torch import nn
 import float8
 from float8.unit_scaling.formats import FPFormat
 
-PAGE = (ROOT / "docs" / "unit_scaling.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "migrating" / "unit_scaling.md").read_text(encoding="utf-8")
 REFUSALS = (
     AssertionError,
     AttributeError,

@@ -40,7 +40,9 @@ Norm = Literal["pre", "res-post"]
 class MLP(nn.Module):
     """A unit-scaled feed-forward network, ``linear_2(linear_1(x) silu(linear_gate(x)))`` (SwiGLU).
 
-    It has ``hidden_size`` features outside and ``expansion_factor * hidden_size`` inside.
+    Args:
+        hidden_size: features of input and output.
+        expansion_factor: features between the layers, relative to ``hidden_size``.
     """
 
     def __init__(self, hidden_size: int, expansion_factor: int = 4) -> None:

@@ -10,6 +10,8 @@ GEMMs of `float8.linear.autograd`, with the unit scaling factors in the GEMMs' s
 By default the recipe is ``unit``, static scales of 1, made for unit-scaled models. Any recipe
 without state will do; delayed scaling keeps a history per layer, which functions cannot keep.
 
+``with float8.high_precision(model):`` turns the transform off, as it does converted layers.
+
 Contractions of two activations stay in high precision: ``F.scaled_dot_product_attention``,
 ``torch.matmul``, ``@``, ``torch.bmm``. Tensor cores multiply matrices, not batches of them: in
 float8 they would take one GEMM per matrix and head.
@@ -30,6 +32,7 @@ from float8.linear.autograd import NO_FACTORS, Factors, call_of, linear_in_float
 from float8.linear.bound_plan import autocasts, compute_dtype
 from float8.linear.refusals import refuses_call, refuses_input, refuses_layer
 from float8.linear.registration import MODEL_CHECKS
+from float8.linear.switch import Switch
 from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Function
 from float8.unit_scaling.transforms.transformed import Mode, Transform, Transformed, transformed
 
@@ -48,9 +51,16 @@ class Float8Products(Transform):
 
     def __init__(self, config: Float8LinearConfig, skipped: tuple[str, ...] = ()) -> None:
         self.config, self.skipped = config, skipped
+        self.switch = Switch()  # of `float8.high_precision`
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of a transform that was pickled before it had a switch."""
+        self.__dict__.update({"switch": Switch(), **state})
 
     def mode(self, model: nn.Module, forward: Function, args: Any, kwargs: Any) -> Mode:
         """The mode for one call."""
+        if self.switch.is_off:
+            return Mode({})
         skipped: list[Any] = [model.get_submodule(name).weight for name in self.skipped]
         return Mode(
             {
@@ -123,7 +133,10 @@ def float8(
             "convert_to_float8_training for delayed scaling of uu.Linear and nn.Linear layers"
         )
     skipped = [] if module_filter_fn is None else _skipped(model, module_filter_fn)
-    return transformed(model, Float8Products(config, tuple(skipped)))
+    products = Float8Products(config, tuple(skipped))
+    new = transformed(model, products)
+    new.float8_products = products  # type: ignore[assignment]  # for `float8.high_precision`
+    return new
 
 
 def _skipped(model: nn.Module, module_filter_fn: ModuleFilter) -> list[str]:

@@ -365,7 +365,7 @@ def _count_on_copies(
     Raises:
         ValueError: an argument, or a part of the model, cannot be copied.
     """
-    with _without_outer_modes(), _random_state_of(model):
+    with _without_outer_modes(), _without_saved_tensor_hooks(), _random_state_of(model):
         try:
             with _CopiesWithoutGraphs():
                 shared: dict[int, Any] = {id(p): p for p in model.parameters()}
@@ -435,3 +435,22 @@ def _without_outer_modes() -> Iterator[None]:
     finally:
         for mode in reversed(modes):
             _push_mode(mode)
+
+
+@contextlib.contextmanager
+def _without_saved_tensor_hooks() -> Iterator[None]:
+    """Takes off the hooks on tensors that autograd saves, for example a checkpoint's.
+
+    The counted forward would save them first, and the recomputation, which counts no more, would
+    save fewer tensors than the checkpoint has seen.
+    """
+    autograd: Any = torch._C._autograd
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)

@@ -1,7 +1,7 @@
 """Functions of the package unit-scaling give the same numbers where both follow the papers.
 
 Skipped unless ``unit_scaling`` can be imported. Where the two differ on purpose is in
-docs/unit_scaling.md and ``test_differences.py``.
+docs/migrating/unit_scaling.md and ``test_differences.py``.
 """
 
 import warnings

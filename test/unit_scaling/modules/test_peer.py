@@ -1,6 +1,6 @@
 """The modules of the package ``unit-scaling`` compute the same from the same weights.
 
-What differs on purpose is in docs/unit_scaling.md and ``test_differences.py``.
+What differs on purpose is in docs/migrating/unit_scaling.md and ``test_differences.py``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,13 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import float8.unit_scaling as uu
-from float8 import Float8LinearConfig, convert_to_float8_training, filters
+from float8 import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    filters,
+    high_precision,
+    inspect,
+)
 from float8.config import RECIPES
 from float8.unit_scaling.transforms import float8, simulate_fp8, unit_scale
 from float8.unit_scaling.transforms.transformed import Transformed
@@ -173,3 +179,20 @@ def test_bad_input_is_refused_by_name(act, error, message):
 
 def test_the_default_recipe_is_unit():
     assert float8(Net()).transforms[0].config == Float8LinearConfig.from_recipe_name("unit")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_high_precision_turns_it_off(compiled):
+    unit, x = unit_scale(Net()), torch.randn(16, 32)
+    model = copy.deepcopy(float8(unit))
+    called = torch.compile(model, backend="aot_eager") if compiled else model
+    before = called(x)
+    with high_precision(model):
+        assert_bitwise(called(x), unit(x))
+    assert_bitwise(called(x), before)
+    assert sqnr(unit(x), before) < 60
+
+
+def test_inspect_says_what_to_use_instead():
+    with pytest.raises(ValueError, match="operand_table"), inspect(float8(unit_scale(Net()))):
+        pass
