@@ -26,6 +26,10 @@ _OPTIONS = (
     "--disable-background-networking", "--disable-component-update", "--disable-extensions",
     "--no-first-run", "--hide-scrollbars", "--remote-debugging-pipe",
 )  # fmt: skip
+# Names and codes of keys; a key with a text types it.
+_KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "End": 35, "Home": 36}
+_KEYS |= {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+_TEXTS = {"Enter": "\r", " ": " "}
 # Chromium reads commands from file descriptor 3 and writes to 4.
 _START = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4)\n"
@@ -112,15 +116,28 @@ class Browser:
             time.sleep(0.05)
         return value
 
-    def press(self, key: str) -> None:
-        """Press and release a key, such as ``Tab``."""
-        for kind in ("keyDown", "keyUp"):
-            code = {"Tab": 9, "Enter": 13}[key]
-            text = {"text": "\r"} if (key, kind) == ("Enter", "keyDown") else {}
-            self.send(
-                "Input.dispatchKeyEvent",
-                type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text,
-            )  # fmt: skip
+    def press(self, key: str, times: int = 1) -> None:
+        """Press and release a key, such as ``Tab`` or ``a``."""
+        code, typed = _KEYS.get(key, 0), _TEXTS.get(key, key if len(key) == 1 else "")
+        names = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+        for kind in ("keyDown", "keyUp") * times:
+            text = {"text": typed} if typed and kind == "keyDown" else {}
+            self.send("Input.dispatchKeyEvent", type=kind, **names, **text)
+
+    def point(self, x: float, y: float) -> None:
+        """Move the mouse to a place of the window."""
+        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def tap(self, x: float, y: float) -> None:
+        """Tap a place of the window with a finger."""
+        self.send("Emulation.setTouchEmulationEnabled", enabled=True)
+        self.send("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+        self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        self.send("Emulation.setTouchEmulationEnabled", enabled=False)
+
+    def type(self, text: str) -> None:
+        """Type a text into the element that has the focus."""
+        self.send("Input.insertText", text=text)
 
     def forget(self) -> None:
         """Empty the lists of requests and errors."""
@@ -134,6 +151,12 @@ class Browser:
         clip["height"] = min(clip["height"], height or clip["height"])
         shot = self.send("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(shot["data"]))
+
+    def pdf(self, path: Path) -> None:
+        """Print the page, on the paper that it asks for or on A4."""
+        size = {"paperWidth": 8.27, "paperHeight": 11.69, "preferCSSPageSize": True}
+        printed = self.send("Page.printToPDF", printBackground=True, **size)
+        path.write_bytes(base64.b64decode(printed["data"]))
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
         """Send a command and return its result."""

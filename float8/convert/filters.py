@@ -22,7 +22,10 @@ from torch import nn
 from float8.arguments import check_integer, described
 from float8.config.suggestions import did_you_mean
 
+__all__ = ["ModuleFilter", "all_of", "divisible_by", "min_features", "min_size", "skip_names"]
+
 ModuleFilter = Callable[[nn.Module, str], bool]
+"""(module, its name in the model) -> whether to convert it."""
 
 
 @dataclass(frozen=True)

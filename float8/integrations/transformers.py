@@ -81,6 +81,8 @@ conversion.require("transformers", "transformers", ("5.23", "5.24"))
 from transformers import PreTrainedModel, TrainerCallback  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
+__all__ = ["Float8Callback", "convert", "layers_of_a_pretrained_model"]
+
 logger = logging.getLogger("float8")
 _SMALL = re.compile(r"\bpooler\b|\blora_")
 
