@@ -104,14 +104,10 @@ def succeeds(*command: str | Path, cwd: Path) -> str:
 
 
 def copy_of_the_repository(to: Path) -> Path:
-<<<<<<< HEAD
     """The repository without what git ignores, and with files that must not be taken."""
-=======
-    """The repository without what git ignores, of which a few files are planted."""
->>>>>>> release
     ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text("utf-8").split("\n")]
     ignored = [name for name in ignored if name and not name.startswith("#")]
-    shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns(".git", "float8-*", *ignored))
+    shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns(".git", *ignored))
     for junk in ("test/__pycache__/a.pyc", "out/demo.json", ".venv/a.py", "build/lib/float8/a.py"):
         (to / junk).parent.mkdir(parents=True, exist_ok=True)
         (to / junk).write_text("junk", encoding="utf-8")
