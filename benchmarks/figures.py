@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,8 +41,12 @@ class Drawn(NamedTuple):
 
 def _of(file: str) -> Drawn:
     """What `plots.py` draws of a result file."""
-    report: dict[str, Any] = json.loads((RESULTS / file).read_text(encoding="utf-8"))
-    return Drawn((file,), lambda: plots.DRAWN[plots.kind_of(report)](report))
+    return Drawn((file,), partial(_result, RESULTS / file))
+
+
+def _result(path: Path) -> Figure:
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return plots.DRAWN[plots.kind_of(report)](report)
 
 
 def _overview() -> Figure:

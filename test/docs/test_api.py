@@ -23,7 +23,6 @@ from scripts.documentation.docstrings import add_names_on_demand, as_markdown, o
 
 OPTIONS = {
     "returns_multiple_items": False,
-    "returns_named_value": False,
     "warn_missing_types": False,
     "warn_unknown_params": False,
 }
@@ -189,8 +188,8 @@ def test_docstrings_become_markdown(text, markdown, tmp_path):
 def _built(root: Path) -> subprocess.CompletedProcess[str]:
     """Build a small site with this project's settings, hooks and extension."""
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    settings = text[: text.index("\nnav:")].replace("docs/theme", str(ROOT / "docs/theme"))
-    (root / "mkdocs.yml").write_text(f"{settings}\nnav: [index.md, api/all.md]\n", encoding="utf-8")
+    settings = text.partition("\nnav:")[0] + "\nnav: [index.md, api/all.md]\n"
+    (root / "mkdocs.yml").write_text(settings, encoding="utf-8")
     shutil.copytree(ROOT / "scripts/documentation", root / "scripts/documentation")
     (root / "scripts/__init__.py").touch()
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": ""}
