@@ -135,6 +135,11 @@ class Browser:
         self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
         self.send("Emulation.setTouchEmulationEnabled", enabled=False)
 
+    def type(self, text: str) -> None:
+        """Type a text into the element that has the focus."""
+        self.send("Input.insertText", text=text)
+        self.send("Input.dispatchKeyEvent", type="keyUp", key=text[-1])  # scripts listen to keys
+
     def forget(self) -> None:
         """Empty the lists of requests and errors."""
         self.requests.clear()

@@ -1,8 +1,8 @@
 """The wheel and the source distribution are complete, and work where nothing else of the tree is.
 
 Both are built as ``python -m build --no-isolation`` does it, without a network, from a copy of the
-repository. The wheel is installed into a new virtual environment, which finds torch and the other
-requirements in the one that runs the tests, but not the float8 that is installed there.
+repository. The wheel is installed into a new virtual environment, which finds its requirements in
+the one that runs the tests, but neither the float8 nor, for the README, any other package there.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ import tarfile
 import zipfile
 from dataclasses import dataclass
 from html.parser import HTMLParser
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from fresh import ROOT
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from pages import blocks_of
 
 import float8
@@ -51,18 +54,15 @@ x[0](y)
 ```
 """
 SAMPLE = ["test_formats.py", "test_granularity.py", "test_security.py", "config/test_casts.py"]
-# Run after the README's Python: requirements, and the files of the package that are no Python.
+# Run after the README's Python: the files of the package that are no Python.
 PROGRAM = """
 import json
 from importlib import metadata
 from pathlib import Path
 import torch
-from packaging.requirements import Requirement
 import float8
 from float8.numerics.report import main
 
-required = [Requirement(text) for text in metadata.requires("float8")]
-required = [r for r in required if r.marker is None or r.marker.evaluate({"extra": ""})]
 model = float8.convert_to_float8_training(torch.nn.Sequential(torch.nn.Linear(32, 32)))
 with float8.inspect(model) as report:
     model(torch.randn(32, 32)).sum().backward()
@@ -70,8 +70,6 @@ report.save("run.json")
 facts = {
     "file": float8.__file__,
     "version": [float8.__version__, metadata.version("float8")],
-    "required": [r.name for r in required],
-    "missing": [str(r) for r in required if metadata.version(r.name) not in r.specifier],
     "page": main(["run.json"]),
 }
 Path("facts.json").write_text(json.dumps(facts))
@@ -109,7 +107,7 @@ def copy_of_the_repository(to: Path) -> Path:
     """The repository without what git ignores, and with files that must not be taken."""
     ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text("utf-8").split("\n")]
     ignored = [name for name in ignored if name and not name.startswith("#")]
-    shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns(".git", "float8-*", *ignored))
+    shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns(".git", *ignored))
     for junk in ("test/__pycache__/a.pyc", "out/demo.json", ".venv/a.py", "build/lib/float8/a.py"):
         (to / junk).parent.mkdir(parents=True, exist_ok=True)
         (to / junk).write_text("junk", encoding="utf-8")
@@ -140,11 +138,46 @@ def python(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = sys.executable if find_spec("pip") else sys._base_executable  # see scripts/setup_env.sh
     options = ["--disable-pip-version-check", "install", "--no-index", "--no-deps", built.wheel]
     succeeds(pip, "-m", "pip", "--python", python, *options, cwd=folder)
-    (site,) = folder.glob("lib/python*/site-packages")
-    # Entries of a .pth come last, and .pth files in them, of editable installations, are not read.
-    found = {str(Path(m.__file__ or "").parents[1]) for m in (torch, pytest)}
-    (site / "others.pth").write_text("\n".join(found), encoding="utf-8")
     return python
+
+
+def let_see(python: Path, *folders: Path) -> None:
+    """Let an environment import from these folders too, in place of those of an earlier call.
+
+    They come last, and their .pth files, of editable installations, are not read.
+    """
+    (site,) = python.parents[1].glob("lib/python*/site-packages")
+    (site / "others.pth").write_text("\n".join(map(str, folders)), encoding="utf-8")
+
+
+def all_packages() -> list[Path]:
+    """Where the packages of the interpreter that runs the tests are."""
+    return sorted({Path(module.__file__ or "").parents[1] for module in (torch, pytest)})
+
+
+def link_requirements(built: Built, folder: Path) -> list[str]:
+    """Fill a folder with links to what the wheel requires, at any remove, and nothing else.
+
+    Raises:
+        PackageNotFoundError: a requirement is not installed.
+    """
+    about = email.message_from_string(built.of_the_wheel("METADATA"))
+    lines, packages = about.get_all("Requires-Dist", []), []
+    folder.mkdir()
+    while lines:
+        required = Requirement(lines.pop())
+        if required.marker is not None and not required.marker.evaluate({"extra": ""}):
+            continue
+        found = metadata.distribution(required.name)
+        assert required.specifier.contains(found.version, prereleases=True), str(required)
+        if canonicalize_name(required.name) in packages:
+            continue
+        packages.append(canonicalize_name(required.name))
+        lines += found.requires or []
+        for name in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
+            if not (folder / name).exists():
+                (folder / name).symlink_to(found.locate_file(name))
+    return packages
 
 
 # --- what is in them
@@ -251,24 +284,28 @@ def test_links_and_images_point_into_the_repository_at_this_version(built):
 # --- what they do
 
 
-def test_the_readme_runs_with_the_wheel_alone(built, python, tmp_path):
+def test_the_readme_runs_with_the_wheel_and_what_it_requires(built, python, tmp_path):
     blocks = blocks_of(description(built)[0].removesuffix(LINES))
     snippets = [b.code for b in blocks if b.kind == "python" and b.runs and b.title is None]
     snippets = [code for code in snippets if code != "x[0](y)\n"]
     assert snippets
-    (tmp_path / "snippets.py").write_text("\n".join([*snippets, PROGRAM]), encoding="utf-8")
-    succeeds(python, "snippets.py", cwd=tmp_path)
-    facts = json.loads((tmp_path / "facts.json").read_text(encoding="utf-8"))
+    packages = link_requirements(built, tmp_path / "packages")
+    assert {"torch", "tabulate"} <= set(packages) and "numpy" not in packages
+    let_see(python, tmp_path / "packages")
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "snippets.py").write_text("\n".join([*snippets, PROGRAM]), encoding="utf-8")
+    succeeds(python, "snippets.py", cwd=folder)
+    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     assert Path(facts["file"]).is_relative_to(python.parents[1]), "the float8 of the wheel"
     assert facts["version"] == [float8.__version__] * 2
-    assert {"torch", "tabulate"} <= set(facts["required"])
-    assert facts["missing"] == []
-    assert facts["page"] == 0 and (tmp_path / "run.html").is_file()
+    assert facts["page"] == 0 and (folder / "run.html").is_file()
 
 
 def test_the_demo_of_the_sdist_runs_with_the_wheel(built, python, tmp_path):
     for folder in ("scripts", "benchmarks"):  # without the tree's float8, which it would take
         shutil.copytree(built.tree / folder, tmp_path / folder)
+    let_see(python, *all_packages())
     sizes = {"layers": 1, "width": 64, "heads": 2, "context": 32, "batch": 4, "eval-batches": 1}
     options = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
     run = ["--steps", "5", "--recipes", "bf16", "tensorwise", "--out-dir", "results"]
@@ -278,6 +315,7 @@ def test_the_demo_of_the_sdist_runs_with_the_wheel(built, python, tmp_path):
 
 
 def test_tests_pass_from_the_sdist(built, python):
+    let_see(python, *all_packages())
     code = "import float8, pytest, sys; print(float8.__file__); sys.exit(pytest.main(sys.argv[1:]))"
     files = [f"test/{name}" for name in SAMPLE]
     where = f"import sys; sys.path.insert(0, {str(built.tree)!r}); "

@@ -69,6 +69,8 @@ from float8.distributed.parallel_linear import (
 )
 from float8.linear.layer import Float8Linear
 
+__all__ = ["Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"]
+
 
 class Float8ColwiseParallel(ColwiseParallel):
     """``ColwiseParallel`` for float8: an input that is cut (sequences) is gathered as float8.

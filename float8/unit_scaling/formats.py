@@ -48,6 +48,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+__all__ = ["FPFormat", "format_to_tuple", "tuple_to_format"]
+
 VARIANTS = ("ocp", "ieee", "fn", "finite", "fnuz")
 ROUNDINGS = ("stochastic", "nearest")
 # The OCP specifications' use of the all-ones exponent, where it differs from IEEE's.

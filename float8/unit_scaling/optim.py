@@ -273,6 +273,8 @@ def _require_parameter_data(groups: list[dict[str, Any]]) -> None:
         return
     listed = [f"{name or 'a parameter'} of shape {tuple(p.shape)}" for name, p in without]
     more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
+    if any(hasattr(p, "device_mesh") for _, p in without):
+        more += ", sharded (FSDP2 replaces the parameters that unit_scale has marked)"
     raise ValueError(
         f"parameters without mup_type: {', '.join(listed[:_LISTED])}{more}. Use unit-scaled "
         "modules, or uu.Parameter in modules that derive from uu.parameter.MupModule, or let these "

@@ -33,6 +33,8 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, TypeVar, get_a
 import torch
 from torch import Tensor, nn
 
+__all__ = ["MupModule", "MupType", "Parameter", "has_parameter_data", "set_parameter_data"]
+
 MupType = Literal["weight", "bias", "norm", "output"]
 """A parameter's role: of hidden and input layers, "weight"; of a readout, "output"."""
 MUP_TYPES: tuple[str, ...] = get_args(MupType)

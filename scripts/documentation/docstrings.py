@@ -111,7 +111,7 @@ def _end_of_block(lines: list[str], start: int) -> int:
 def _table(lines: list[str], scope: griffe.Object) -> list[str]:
     """A reStructuredText simple table in Markdown, its cells joined over lines."""
     starts = [match.start() for match in re.finditer("=+", lines[0])]
-    bounds = [(a, b) for a, b in zip(starts, [*starts[1:], None], strict=True)]  # type: ignore[list-item]
+    bounds = [(a, b) for a, b in zip(starts, [*starts[1:], None], strict=True)]
     rulers = [i for i, line in enumerate(lines) if _RULER.match(line)]
     has_head = len(rulers) > 2
     rows: list[list[str]] = []
@@ -151,7 +151,7 @@ def path_of(name: str, scope: griffe.Object) -> str | None:
     try:
         path = first if first == package.name else scope.resolve(first)
     except griffe.NameResolutionError:
-        path = f"{package.name}.{first}"  # a public name, which this module does not import
+        return None
     path = f"{path}.{rest}" if rest else path
     inside = path.removeprefix(f"{package.name}.")
     if inside == path:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import float8.unit_scaling as uu
 from float8.unit_scaling.parameter import MupModule, has_parameter_data, set_parameter_data
+from float8.unit_scaling.transforms import unit_scale
 
 
 class Mine(MupModule):
@@ -215,6 +216,12 @@ def test_fsdp2_shards_have_roles_and_learning_rates(one_process):
         optimizer.step()
         optimizer.zero_grad()
         assert roles(model) == expected
+
+
+def test_fsdp2_takes_the_roles_of_a_transformed_model_and_the_optimizer_says_so(one_process):
+    model = fully_shard(unit_scale(nn.Sequential(nn.Linear(7, 5))), mesh=one_process)
+    with pytest.raises(ValueError, match="FSDP2 replaces the parameters that unit_scale has mark"):
+        uu.optim.Adam(model, lr=1.0)
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
