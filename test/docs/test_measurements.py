@@ -242,14 +242,14 @@ def memory_of_llama2():
     for (model, run), row in MEMORY.items():
         if model == "llama2-7b" and "error" not in row:
             loss = spread(gaps[run]) if run in gaps else ""
-            body.append([f"`{run}`" if "torchao" not in run else run, *memory(row), loss])
+            body.append([run.replace("+", " + "), *memory(row), loss])
     return markdown(f"run | {SIZES} | loss", body)
 
 
 def memory_of_llama3():
     models = {"llama3-8b": "Llama-3-8B", "llama3-70b": "Llama-3-70B"}
     body = [
-        [label, f"`{run}`", *memory(MEMORY[model, run])]
+        [label, run.replace("+", " + "), *memory(MEMORY[model, run])]
         for model, label in models.items()
         for run in SOME
     ]
@@ -267,7 +267,7 @@ def memory(row):
 def memory_in_bytes():
     fields = ("optimizer_mib", "activations_mib", "peak_rss_mib")
     body = [
-        [f"`{run}`", *(f"{row[field]:,.1f}" for field in fields)]
+        [run.replace("+", " + "), *(f"{row[field]:,.1f}" for field in fields)]
         for (model, run), row in MEMORY.items()
         if model == "demo GPT"
     ]
@@ -308,6 +308,30 @@ def test_table_is_that_of_the_result_files(page, table):
 
 def read(page):
     return (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+
+
+def test_sentences_quote_the_result_files():
+    runs = result("cpu_noamx_demo")["runs"]
+    gaps = {r: statistics.fmean(x["gap_to_base_percent"] for x in runs if x["recipe"] == r)
+            for r in dict.fromkeys(run["recipe"] for run in runs)}  # fmt: skip
+    worst = max(gap for recipe, gap in gaps.items() if recipe != "naive")
+    assert f"at most {worst:.2f} % above bf16" in read("measurements")
+    assert f"`naive` ends {gaps['naive']:.0f} % above" in read("measurements")
+
+    seeds = [
+        row["val_loss"] for row in result("cpu_memory_quality")["rows"] if row["layer"] == "bf16"
+    ]
+    noise = 100 * statistics.stdev(seeds) / statistics.fmean(seeds)
+    assert f"lie ± {noise:.2f} % apart" in read("memory")
+
+    sent = rows("cpu_comm", "form", "processes")
+    for form, what, ratio in (
+        ("FSDP2, tensorwise", "weights", "weights_ratio"),
+        ("FSDP2, float8 gradients", "gradients", "gradients_ratio"),
+        ("DDP, float8 gradients", "gradients", "gradients_ratio"),
+    ):
+        most = max(sent[form, processes][ratio] for processes in (2, 4))
+        assert f"| {what}: {times(most)}" in read("many_gpus"), form
 
 
 @pytest.mark.parametrize("name", FILES)
