@@ -138,6 +138,7 @@ class Browser:
     def type(self, text: str) -> None:
         """Type a text into the element that has the focus."""
         self.send("Input.insertText", text=text)
+        self.send("Input.dispatchKeyEvent", type="keyUp", key=text[-1])  # scripts listen to keys
 
     def forget(self) -> None:
         """Empty the lists of requests and errors."""

@@ -77,9 +77,6 @@ unconverted LLaMA block (hidden 256, 128 tokens) saves 0.67x under inductor, 0.5
 
 rstd is saved as it is, and x's gradient has an SQNR of 48 dB. A converted block with two such norms
 and separate projections (hidden 512, 256 tokens) saves 0.58x under the scope.
-
-``copies``: float8 copies, one per tensor; ``autograd``: ops that save them; ``ops``: the table;
-``scope``: `saved_activations`; ``gradient_error``: the errors above.
 """
 
 from float8.activations.scope import saved_activations

@@ -236,11 +236,12 @@ def plan_conversion(
             raise ValueError(f"nothing was converted: {why}")
     plan = ConversionPlan(caller, config or Float8LinearConfig(), module_filter_fn)
     is_wanted = module_filter_fn or all_of()
+    why_not = getattr(is_wanted, "reason", lambda module, fqn: "module_filter_fn returned False")
     for fqn, module in model.named_modules():
         is_candidate = type(module) in MODULE_RULES or isinstance(module, Float8Linear)
         reason = _left_alone(module, fqn, plan.config, replaces_weights)
         if reason is None and is_candidate and not is_wanted(module, fqn):
-            reason = "module_filter_fn returned False"
+            reason = why_not(module, fqn)
         if reason is not None:
             plan.leave(fqn, reason)
         elif is_candidate:

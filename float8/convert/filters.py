@@ -1,7 +1,8 @@
 """Filters for ``convert_to_float8_training(module_filter_fn=...)``: which layers to convert.
 
 A filter is called as ``filter(module, fqn)`` with a candidate layer and its name in the model, and
-returns True to convert it. Any function will do; these cover the usual cases::
+returns True to convert it. Any function will do; its attribute ``reason``, a function of the same
+arguments, if it has one, tells the conversion report why it returned False. For the usual cases::
 
     convert_to_float8_training(
         model, module_filter_fn=all_of(skip_names("lm_head", "*.gate"), divisible_by(16))

@@ -107,9 +107,17 @@ def layers_of_a_pretrained_model(
     pads = config is not None and config.pad_inner_dim
     fits = (lambda module, fqn: True) if pads else divisible_by(16)
 
-    def is_of_the_body(module: nn.Module, fqn: str) -> bool:
-        return module not in heads and not _SMALL.search(fqn) and fits(module, fqn)
+    def reason(module: nn.Module, fqn: str) -> str | None:
+        if module in heads:
+            return "it is outside of the model's body: its errors are those of the output"
+        if _SMALL.search(fqn):
+            return "a pooler or an adapter is too small to gain"
+        return None if fits(module, fqn) else "a dimension is no multiple of 16"
 
+    def is_of_the_body(module: nn.Module, fqn: str) -> bool:
+        return reason(module, fqn) is None
+
+    is_of_the_body.reason = reason  # type: ignore[attr-defined]  # for the conversion report
     return is_of_the_body
 
 

@@ -141,9 +141,11 @@ def find_nan(
 
     Args:
         model: runs in the mode that it is in.
-        batch: a mapping, tuple, list or single argument of the model; see
-            `float8.numerics.passes`, also for where backward starts.
-        loss_fn: of the model's output; a scalar.
+        batch: the model is called as ``model(**batch)`` with a mapping, ``model(*batch)`` with a
+            tuple or a list, and ``model(batch)`` with anything else.
+        loss_fn: of the model's output; a scalar, where backward starts. By default that is
+            ``output.loss`` or ``output["loss"]``, or the output if it is a scalar, or else its
+            first floating point tensor times a random cotangent.
         seed: of dropout, and of the cotangent where there is no loss.
 
     Returns:

@@ -157,6 +157,16 @@ def test_converting_no_layer_warns():
         convert_to_float8_inference(nn.ReLU())
 
 
+def test_a_filter_can_say_why():
+    def is_wanted(module, fqn):
+        return fqn != "2"
+
+    is_wanted.reason = lambda module, fqn: f"{fqn} is the last"
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    convert_to_float8_training(model, module_filter_fn=is_wanted)
+    assert model.float8_conversion.skipped == {"2": "2 is the last"}
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_converting_back_gives_the_plain_model(recipe):
     model = _mlp()

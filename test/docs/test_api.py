@@ -23,7 +23,6 @@ from scripts.documentation.docstrings import add_names_on_demand, as_markdown, o
 
 OPTIONS = {
     "returns_multiple_items": False,
-    "returns_named_value": False,
     "warn_missing_types": False,
     "warn_unknown_params": False,
 }

@@ -46,6 +46,8 @@ def test_leaves_out_heads_tied_or_not_and_what_tensor_cores_refuse():
         narrow = {f"bert.encoder.layer.0.{part}" for part in parts}
         left = {"bert.pooler.dense", "classifier"} | (set() if pads else narrow)
         assert done.skipped.keys() == left
+        assert "outside of the model's body" in done.skipped["classifier"]
+        assert "too small to gain" in done.skipped["bert.pooler.dense"]
         assert len(done.converted) == 6 - (0 if pads else 2)
 
 
