@@ -270,12 +270,13 @@ def memory_of_llama3():
     return markdown(f"model | run | {SIZES}", body)
 
 
-SIZES = "optimizer | activations | peak | less | less per GPU"
+SIZES = "optimizer | activations | peak | per GPU"
 
 
 def memory(row):
+    optimizer, activations, peak = gib(row, "optimizer", "activations", "peak")
     ratios = times(row["smaller"]), times(row["smaller_per_gpu"])
-    return [*gib(row, "optimizer", "activations", "peak"), *ratios]
+    return [optimizer, activations, f"{peak} ({ratios[0]})", ratios[1]]
 
 
 def memory_of_recipes():
