@@ -28,7 +28,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,12 +37,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 from benchmarks.measuring import harness, report, stability
 from benchmarks.models import decoders, training
 from benchmarks.models.decoders import PARAMETRISATIONS
-from scripts.training import corpus
+from scripts.training import corpus, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+COLOURS = (picture.ORANGE, picture.BLUE, picture.BLACK, picture.GREEN, picture.PURPLE)
 COLUMNS = {
     "layer": ("parametrisation", ""),
     "width": ("width", ".0f"),
@@ -141,24 +142,28 @@ def draw(rows: Sequence[harness.Row]) -> Figure:
     from matplotlib.figure import Figure  # needed for drawing only
 
     names = list(dict.fromkeys(row["layer"] for row in rows))
-    figure = Figure(figsize=(1 + 4.5 * len(names), 4), layout="constrained")
+    figure = Figure(figsize=(max(4, 2.7 * len(names)), 3.4), layout="constrained")
     grid = figure.subplots(1, max(1, len(names)), sharey=True, squeeze=False)
     for axes, name in zip(grid[0], names, strict=False):
         draw_panel(axes, rows, name)
+    grid[0][0].set_ylabel("held-out loss", color=picture.GREY)
+    grid[0][0].legend(frameon=False)
     return figure
 
 
 def draw_panel(axes: Axes, rows: Sequence[harness.Row], name: str) -> None:
-    for width in sorted({row["width"] for row in rows if row["layer"] == name}):
+    """Dotted lines mark the optima."""
+    picture.plain(axes, "left", "bottom")
+    widths = sorted({row["width"] for row in rows if row["layer"] == name})
+    for width, colour in zip(widths, itertools.cycle(COLOURS)):
         losses = curve(rows, name, width)
         if not losses:
             continue
-        (line,) = axes.plot(list(losses), list(losses.values()), marker="o", label=f"width {width}")
-        axes.axvline(optimum(losses), color=line.get_color(), linewidth=0.8, linestyle=":")
-    axes.set_title(name)
-    axes.set_xlabel("log2(learning rate)")
-    axes.set_ylabel("held-out loss")
-    axes.legend(fontsize="small")
+        style: Any = {"marker": "o", "markersize": 5, "linewidth": 1.8, "color": colour}
+        axes.plot(list(losses), list(losses.values()), label=f"width {width}", **style)
+        axes.axvline(optimum(losses), color=colour, linewidth=1.2, linestyle=":")
+    axes.set_title(name, loc="left", fontweight="bold", pad=10)
+    axes.set_xlabel("log2(learning rate)", color=picture.GREY)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -206,8 +211,7 @@ def main(argv: Sequence[str]) -> int:
         note_optima(rows)
         report.publish("bench_mup_transfer", argv, options, rows, COLUMNS, drifts(rows))
         if options.plot:
-            options.plot.parent.mkdir(parents=True, exist_ok=True)
-            draw(rows).savefig(options.plot, dpi=120)
+            picture.save(draw(rows), options.plot)
     trained = {(row["layer"], row["width"]) for row in rows if "optimum" in row}
     return int(len(trained) < len(options.variant) * len(options.widths))
 

@@ -1,6 +1,11 @@
-"""Draw the speed-ups of a result file: one panel per mode, one line per recipe.
+"""Draw a result file, as the program that wrote it draws it.
+
+    bench_linear, bench_matmul  speed-ups: one panel per mode, one line per recipe
+    bench_mup_transfer          held-out loss over the learning rate, one line per width
+    scripts/demo.py             loss curves, and gaps to the base
 
 python benchmarks/plots.py benchmarks/results/cpu_bench_matmul.json -o matmul.png
+python benchmarks/plots.py out/demo/demo.json -o demo.png
 """
 
 from __future__ import annotations
@@ -8,12 +13,30 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks.measuring.plots import LINES, save
+from benchmarks import bench_mup_transfer
+from benchmarks.measuring import plots
+from scripts.training import curves
+from scripts.training.picture import save
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DRAWN: dict[str, Callable[[dict[str, Any]], Figure]] = {
+    **dict.fromkeys(plots.LINES, plots.draw),
+    "bench_mup_transfer": lambda report: bench_mup_transfer.draw(report["rows"]),
+    "demo": lambda report: curves.draw(report["runs"]),
+}
+
+
+def kind_of(report: dict[str, Any]) -> str:
+    """The program that wrote a report; the demo does not write its name."""
+    return str(report.get("benchmark", "demo" if "runs" in report else "unknown"))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,9 +47,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
     options = parser.parse_args(argv)
     report = json.loads(options.report.read_text(encoding="utf-8"))
-    if report["benchmark"] not in LINES:
-        parser.error(f"{report['benchmark']} has no picture; these have: {', '.join(LINES)}")
-    save(report, options.output)
+    if (kind := kind_of(report)) not in DRAWN:
+        parser.error(f"{kind} has no picture; these have: {', '.join(DRAWN)}")
+    save(DRAWN[kind](report), options.output)
     return 0
 
 

@@ -53,6 +53,8 @@ _ON_DEMAND = {
     "inspect_every": "float8.numerics",
     "ms_amp": "float8.ms_amp",
 }
+# Packages that are imported on first use too, so that ``float8.optim.AdamW`` works as written.
+_PACKAGES = ("numerics", "optim", "unit_scaling")
 
 
 def __getattr__(name: str) -> Any:
@@ -60,7 +62,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_ON_DEMAND[name]), name)
         globals()[name] = value  # for the next use; importing float8.ms_amp has bound the package
         return value
-    if f"float8.{name}" in _old_paths.MOVED:
+    if name in _PACKAGES or f"float8.{name}" in _old_paths.MOVED:
         return importlib.import_module(f"float8.{name}")
     refuse_name("float8", name)
 

@@ -30,7 +30,12 @@ HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Format:
-    """An 8-bit floating point format: its short name and its torch dtype."""
+    """An 8-bit floating point format.
+
+    Args:
+        name: its short name, such as ``"e4m3"``.
+        dtype: its torch dtype.
+    """
 
     name: str
     dtype: torch.dtype
@@ -51,7 +56,9 @@ class Format:
 
 
 E4M3 = Format("e4m3", torch.float8_e4m3fn)
+"""4 exponent and 3 mantissa bits: largest value 448, smallest 2^-9, no infinity."""
 E5M2 = Format("e5m2", torch.float8_e5m2)
+"""5 exponent and 2 mantissa bits: largest finite value 57344, smallest 2^-16, with infinity."""
 E4M3FNUZ = Format("e4m3fnuz", torch.float8_e4m3fnuz)
 E5M2FNUZ = Format("e5m2fnuz", torch.float8_e5m2fnuz)
 

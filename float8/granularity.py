@@ -61,7 +61,12 @@ class Rowwise(Granularity):
 
 @dataclass(frozen=True)
 class Blockwise(Granularity):
-    """One scale per ``rows`` x ``cols`` block of the last two dimensions."""
+    """One scale per ``rows`` x ``cols`` block of the last two dimensions.
+
+    Args:
+        rows: the extent along the last dimension but one, at least 1.
+        cols: the extent along the last dimension, at least 1.
+    """
 
     rows: int
     cols: int

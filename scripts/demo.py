@@ -26,7 +26,8 @@ With --nproc the recipes of `SHARDED`, or of --recipes, train once in this proce
 many under torchrun and FSDP2, with weights gathered as float8 where the recipe can
 (training/parallel.py says which, and why the losses are comparable). The table shows both.
 
-Writes demo.json (numbers) and demo.png (loss curves) into --out-dir. Ctrl-C leaves a checkpoint,
+Writes demo.json (numbers) and demo.png (loss curves, training/curves.py) into --out-dir;
+`python benchmarks/plots.py demo.json -o demo.png` draws a file again. Ctrl-C leaves a checkpoint,
 and --resume goes on from there, with the recipes that were already done.
 """
 
@@ -37,24 +38,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure  # not pyplot, which may need a display
 from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 from scripts.train_gpt import Trainer
-from scripts.training import corpus
+from scripts.training import corpus, curves
 from scripts.training.ctrl_c import CtrlC, at_once
+from scripts.training.curves import base_of, times
 from scripts.training.environment import NotWritten, check_writable, environment, write_json
 from scripts.training.options import Options, give_up, options_from, parser, processes
 from scripts.training.options import seed as seed_of
 from scripts.training.parallel import launch, leave
+from scripts.training.picture import save
 from scripts.training.savings import SAVED, parts_of
 
 SHARDED = ("bf16", "tensorwise", "delayed")  # with --nproc, unless --recipes says otherwise
 RECIPES = ("bf16", "tensorwise", "delayed", "rowwise", "naive", "unit_bf16", "unit")
-BASES = dict.fromkeys(RECIPES, "bf16") | {"unit": "unit_bf16", "unit_bf16": "unit_bf16"}
-SMOOTHING = 0.8  # of the training losses in the plot; the JSON has them as they are
 
 
 def trainers(options: Options, recipes: list[str], seeds: list[int], folder: Path) -> list[Trainer]:
@@ -67,11 +67,6 @@ def trainers(options: Options, recipes: list[str], seeds: list[int], folder: Pat
             resume = options.resume and path.is_file()
             made.append(Trainer(replace(own, resume=resume), text))
     return made
-
-
-def times(processes: int) -> str:
-    """What names of runs end with: nothing for one process, x2 for two."""
-    return "" if processes == 1 else f"x{processes}"
 
 
 def take_turns(team: list[Trainer], options: Options, stop: CtrlC) -> bool:
@@ -97,7 +92,7 @@ def add_gaps(runs: list[dict[str, Any]]) -> None:
         seed, recipe, processes = run["seed"], run["recipe"], run["processes"]
         others = {
             "bf16": losses.get((seed, processes, "bf16")),
-            "base": losses.get((seed, processes, BASES.get(recipe, "bf16"))),
+            "base": losses.get((seed, processes, base_of(recipe))),
             "alone": losses.get((seed, 1, recipe)) if processes > 1 else None,
         }
         for name, loss in others.items():
@@ -140,37 +135,6 @@ def cell(values: list[float | None], form: str, spread: bool) -> str:
     if not spread or len(numbers) == 1:
         return mean
     return f"{mean} ± {form.replace('+', '').format(statistics.stdev(numbers))}"
-
-
-def plot(runs: list[dict[str, Any]], path: Path) -> None:
-    figure = Figure(figsize=(8, 5))
-    axes = figure.subplots()
-    names = [f"{run['recipe']} {times(run['processes'])}".strip() for run in runs]
-    colours = {recipe: f"C{i}" for i, recipe in enumerate(dict.fromkeys(names))}
-    named = set()
-    for recipe, run in zip(names, runs, strict=True):
-        dashes = "--" if run["recipe"] in BASES.values() else "-"
-        label = None if recipe in named else recipe  # once, however many seeds
-        losses = smooth(run["train_loss"])
-        axes.plot(losses, dashes, color=colours[recipe], label=label, linewidth=1)
-        steps, validated = zip(*run["val_loss"], strict=True)
-        axes.plot(steps, validated, "o", color=colours[recipe], markersize=4)
-        named.add(recipe)
-    axes.set(xlabel="step", ylabel="loss (nats per byte)")
-    axes.set_title("Training loss (lines, smoothed) and validation loss (dots)")
-    axes.legend()
-    first = max(run["val_loss"][0][1] for run in runs)  # untrained, the losses would hide the rest
-    axes.set_ylim(top=first + 0.5)
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-
-
-def smooth(losses: list[float]) -> list[float]:
-    """An exponential average, unbiased at its start as Adam's are."""
-    averages, average = [], 0.0
-    for step, loss in enumerate(losses, start=1):
-        average = SMOOTHING * average + (1 - SMOOTHING) * loss
-        averages.append(average / (1 - SMOOTHING**step))
-    return averages
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -228,7 +192,7 @@ def report(runs: list[dict[str, Any]], options: Options, folder: Path, first_hal
         runs = _runs_of(alone, options) + runs
     add_gaps(runs)
     write_json(folder / "demo.json", {**about, "runs": runs})
-    plot(runs, folder / "demo.png")
+    save(curves.draw(runs), folder / "demo.png")
     print(f"\n{table(runs)}\n\nnumbers: {folder / 'demo.json'}, curves: {folder / 'demo.png'}")
 
 

@@ -12,4 +12,5 @@ esac
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup_env.sh docs
+export NO_MKDOCS_2_WARNING=1  # constraints.txt pins 1.6
 exec .venv/bin/python -m mkdocs "${1:-build}"

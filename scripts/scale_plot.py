@@ -1,11 +1,12 @@
 """The scale of every tensor of the demo's GPT, before and after `unit_scale`, in one picture.
 
-    python scripts/scale_plot.py --out out/unit_scales.png
+    python scripts/scale_plot.py                                     # out/unit_scales.png
+    python scripts/scale_plot.py --out docs/figures/unit_scales.png  # the documentation's
 
 The model is freshly initialised and has one block, since further blocks look like the first. It
 runs one forward and one backward pass on a batch of the demo's text, in float32, which loses
-nothing. Both panels have the same axis. Tensors in a shaded part (outside E4M3 for the forward
-pass, outside E5M2 for the backward pass) would need a scale to be cast to float8.
+nothing. A row has all tensors of one layer. Tensors and weights outside the band of E4M3, and
+gradients outside that of E5M2, would need a scale to be cast to float8.
 """
 
 from __future__ import annotations
@@ -13,12 +14,10 @@ from __future__ import annotations
 import operator
 import sys
 from pathlib import Path
-from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.image import imsave
-from numpy import asarray, full, hstack
-from numpy.typing import NDArray
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from torch.fx import Graph
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
@@ -31,41 +30,62 @@ from float8.unit_scaling.transforms import (
 )
 from scripts.operand_table import model_and_batch
 from scripts.training.options import Options, options_from, parser
+from scripts.training.picture import PALE, plain, save
 
-XMIN, XMAX = 2.0**-32, 2.0**18
-DPI = 110
+XMIN, XMAX = 2.0**-24, 2.0**17
+# module, or its own calls -> what its row is called
+NAMES = {
+    "blocks.0.attention_norm": "norm",
+    "blocks.0.attention.qkv": "q, k, v",
+    "blocks.0.attention": "attention",
+    "blocks.0.attention.proj": "projection",
+    "blocks.0": "add",
+    "blocks.0.feed_forward_norm": "norm",
+    "blocks.0.feed_forward.gate_up": "gate, up",
+    "blocks.0.feed_forward": "SwiGLU",
+    "blocks.0.feed_forward.down": "down",
+    "cross_entropy": "loss",
+}
+LEGEND = {
+    "forward pass, tensor": "activations",
+    "forward pass, weight": "weights",
+    "backward pass, tensor": "gradients of activations",
+    "backward pass, weight": "of weights",
+}
 
 
-def panels(options: Options) -> list[NDArray[Any]]:
-    """Two pictures: the model as it is, and unit-scaled."""
+def graphs(options: Options) -> dict[str, Graph]:
+    """The scales of the model as it is, and unit-scaled."""
     model, tokens, targets = model_and_batch(options)
-    made = []
+    made = {}
     for name, variant in (("GPT as it is", model), ("after unit_scale", unit_scale(model))):
         tracked = track_scales(variant)
         tracked(tokens, targets).backward()
         graph = prune_non_float_tensors(tracked.scales_graph())  # type: ignore[operator]
-        graph = prune_selected_nodes(graph, [operator.getitem, "rotary"])  # parts, and a constant
-        title = f"{name}: mean loss over {tokens.numel():,} tokens"
-        made.append(pixels(plot(graph, title, xmin=XMIN, xmax=XMAX).figure))
+        made[name] = prune_selected_nodes(graph, [operator.getitem, "rotary"])  # parts; a constant
     return made
 
 
-def pixels(figure: Any) -> NDArray[Any]:
-    figure.set_dpi(DPI)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return asarray(canvas.buffer_rgba())
-
-
-def side_by_side(pictures: list[NDArray[Any]]) -> NDArray[Any]:
-    """One picture, white where one of them is shorter."""
-    height = max(picture.shape[0] for picture in pictures)
-    columns = []
-    for picture in pictures:
-        column = full((height, *picture.shape[1:]), 255, dtype=picture.dtype)
-        column[: picture.shape[0]] = picture
-        columns.append(column)
-    return hstack(columns)
+def draw(made: dict[str, Graph]) -> Figure:
+    """A panel for each graph, with the same rows."""
+    figure = Figure(figsize=(8, 4.9), layout="constrained")
+    panels = figure.subplots(1, len(made), sharey=True)
+    for axes, (name, graph) in zip(panels, made.items(), strict=True):
+        plot(graph, xmin=XMIN, xmax=XMAX, rows="layers", show_arrows=False, show_error_bars=False,
+             axes=axes)  # fmt: skip
+        axes.set_title(name, loc="left", fontsize=11.5, fontweight="bold")
+        axes.set_xticks([2.0**power for power in range(-24, 17, 8)])
+        plain(axes)
+    labels = [label.get_text().partition(":")[0] for label in panels[0].get_yticklabels()]
+    panels[0].set_yticks(range(len(labels)), [NAMES.get(label, label) for label in labels])
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(
+        [*handles, Patch(color=PALE)],
+        [*(LEGEND[name] for name in names), "paler: subnormal"],
+        loc="outside lower center", ncols=5, frameon=False, fontsize=9.5, handletextpad=0.2,
+        columnspacing=1.3,
+    )  # fmt: skip
+    return figure
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,9 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--out", type=Path, default=Path("out/unit_scales.png"))
     args = p.parse_args(argv)
     try:
-        picture = side_by_side(panels(options_from(args)))
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        imsave(args.out, picture, format="png")  # whatever its name
+        save(draw(graphs(options_from(args))), args.out)
     except (ValueError, OSError) as error:
         sys.exit(f"scale_plot.py: {error}")
     print(f"scales: {args.out}")

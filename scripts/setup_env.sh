@@ -4,7 +4,7 @@
 #     bash scripts/setup_env.sh demo|docs|test|dev
 #
 # Needs a Python >= 3.10 (PYTHON=python3.12 to choose one) and pip. A stamp per extra remembers what
-# was installed, so a second run takes no time until setup.py or constraints.txt change.
+# was installed, so a second run takes no time until setup.py, version.py or constraints.txt change.
 case " $* " in *" --help "* | *" -h "*)
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit 0
@@ -39,7 +39,8 @@ case $extra in
 esac
 wanted=$("$python" -c '
 import hashlib, pathlib, sys
-text = b"".join(pathlib.Path(name).read_bytes() for name in ("setup.py", "constraints.txt"))
+names = "setup.py", "float8/version.py", "constraints.txt"
+text = b"".join(pathlib.Path(name).read_bytes() for name in names)
 print(sys.version_info[:2], hashlib.sha256(text).hexdigest())')
 for larger in "${enough[@]}"; do
     if [ "$(cat ".venv/installed-$larger" 2>/dev/null)" = "$wanted" ]; then exit 0; fi

@@ -6,7 +6,8 @@ Further kinds of blocks:
 - ```` ```python title="train.py" ````: saved as that file, not run.
 - ```` ```bash ````: a line ``python NAME.py ...`` or ``torchrun ... NAME.py ...`` runs if the page
   saved that file. Of other lines the files, modules and options that they name must exist.
-- ```` ```text ```` directly after such a block: its output, in which ``...`` matches anything.
+- ```` ```text ```` directly after such a block: its output, in which ``...`` matches anything. A
+  line ``python -m float8...`` of that block runs too.
 - ``<!-- not run: REASON -->`` before a block: the block is not run.
 """
 
@@ -71,7 +72,8 @@ def run_page(path: Path, folder: Path) -> None:
     """Run a page in ``folder``, the current directory; an error names the page and the line."""
     namespace: dict[str, Any] = {"__name__": "page"}
     output: str | None = None  # of the block before, if it ran
-    for block in blocks_of(path.read_text(encoding="utf-8")):
+    blocks = blocks_of(path.read_text(encoding="utf-8"))
+    for block, after in zip(blocks, [*blocks[1:], None], strict=True):
         place = f"{path.relative_to(ROOT)}:{block.line}"
         if block.kind == "text" and block.follows and output is not None:
             check_output(block.code, output, place)
@@ -83,7 +85,8 @@ def run_page(path: Path, folder: Path) -> None:
         elif block.kind == "python":
             output = run_python(block.code, namespace, place)
         elif block.kind == "bash":
-            output = run_commands(block.code, folder, place)
+            shown = after is not None and after.kind == "text" and after.follows
+            output = run_commands(block.code, folder, place, shown)
 
 
 def run_python(code: str, namespace: dict[str, Any], place: str) -> str:
@@ -94,15 +97,19 @@ def run_python(code: str, namespace: dict[str, Any], place: str) -> str:
     return printed.getvalue()
 
 
-def run_commands(code: str, folder: Path, place: str) -> str | None:
-    """Run the commands whose files the page saved, and check the others; what they printed."""
+def run_commands(code: str, folder: Path, place: str, shown: bool = False) -> str | None:
+    """Run the commands whose files the page saved, and check the others; what they printed.
+
+    With ``shown``, the page shows their output: ``python -m float8...`` runs too.
+    """
     printed = None
     for line in code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if not words:
             continue
         saved = [word for word in words if word.endswith(".py") and (folder / word).is_file()]
-        if saved and words[0] in ("python", "torchrun"):
+        module = shown and words[:2] == ["python", "-m"] and words[2].startswith("float8")
+        if module or (saved and words[0] in ("python", "torchrun")):
             printed = (printed or "") + _run(words, folder, place)
         else:
             check_command(words, place)

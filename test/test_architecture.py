@@ -1,7 +1,7 @@
 """Imports point down, every file opens with its idea, and importing costs little.
 
-docs/architecture.md explains the levels; this file enforces them. Imports are read from the syntax tree,
-so that an import inside a function counts too.
+docs/architecture.md explains the levels; this file enforces them. Imports are read from the syntax
+tree, so that an import inside a function counts too.
 """
 
 from __future__ import annotations
@@ -190,6 +190,16 @@ def test_float8_works_without_triton(fresh):
 def test_importing_float8_and_casting_on_a_cpu_asks_for_no_triton(fresh):
     assert fresh["asked"] == []
     assert fresh["kernels"] == []
+
+
+def test_packages_are_imported_on_first_use():
+    facts = facts_of("""
+import sys, float8
+facts["before"] = [n for n in float8._PACKAGES if f"float8.{n}" in sys.modules]
+facts["reached"] = [getattr(float8, n).__name__ for n in float8._PACKAGES]
+""")
+    assert facts["before"] == []
+    assert facts["reached"] == ["float8.numerics", "float8.optim", "float8.unit_scaling"]
 
 
 def test_importing_float8_costs_little_beside_torch(fresh):

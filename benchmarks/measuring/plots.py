@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.measuring.shapes import Shape
+from scripts.training import picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,5 +89,4 @@ def draw_panel(axes: Axes, panel: dict[str, dict[str, float]], sizes: list[str])
 
 def save(report: dict[str, Any], file: Path) -> None:
     """Draw a report as `report.publish` returns it, in the format of the file's suffix."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draw(report).savefig(file, dpi=120)
+    picture.save(draw(report), file)

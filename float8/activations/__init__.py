@@ -17,8 +17,7 @@ The error of the gradients by op, as SQNR in dB (``python -m float8.activations.
 whose help explains the columns):
 
 ============== ====== ====== ========= =========
-op             normal        with outliers
--------------- ------------- -------------------
+op             normal normal outliers  outliers
 group          1x128  1x16   1x128     1x16
 ============== ====== ====== ========= =========
 rms_norm       31.5   31.5   35.3      35.3
@@ -78,9 +77,6 @@ unconverted LLaMA block (hidden 256, 128 tokens) saves 0.67x under inductor, 0.5
 
 rstd is saved as it is, and x's gradient has an SQNR of 48 dB. A converted block with two such norms
 and separate projections (hidden 512, 256 tokens) saves 0.58x under the scope.
-
-``copies``: float8 copies, one per tensor; ``autograd``: ops that save them; ``ops``: the table;
-``scope``: `saved_activations`; ``gradient_error``: the errors above.
 """
 
 from float8.activations.scope import saved_activations

@@ -26,7 +26,7 @@ class saved_activations:
     are plain. `torch.compile` works around, outside and inside of the scope. Scopes nest: the inner
     one is asked first, and the outer one may save an op that the inner one skips.
 
-    The package's docstring says how exact gradients are, and where no memory is saved. An inf or
+    `float8.activations` says how exact gradients are, and where no memory is saved. An inf or
     NaN in a copied tensor makes the gradients of its whole group NaN, also where torch's would be
     finite (``sigmoid`` of scores masked by -inf): skip that op there.
 

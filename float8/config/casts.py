@@ -18,16 +18,24 @@ from float8.config.suggestions import DIALECTS, explains_unknown_fields
 from float8.formats import Format, format_of
 from float8.granularity import Block, Blockwise, Granularity, Tensorwise, transpose_block
 
-MAX_MARGIN = 32  # far more than any format's headroom
+MAX_MARGIN = 32
+"""The largest magnitude of `DelayedScalingConfig.margin`, far above any format's headroom."""
 
 
 class ScalingType(enum.Enum):
-    """The source of the scale of a cast."""
+    """The source of the scale of a cast.
 
-    DYNAMIC = "dynamic"  # from the amax of the tensor that is cast
-    DELAYED = "delayed"  # from the amaxes of past steps (arXiv 2209.05433 and TransformerEngine)
-    STATIC = "static"  # a constant given by the user
-    DISABLED = "disabled"  # not cast: the GEMM runs in high precision
+    Attributes:
+        DYNAMIC: the amax of the tensor that is cast.
+        DELAYED: the amaxes of past steps (arXiv 2209.05433 and TransformerEngine).
+        STATIC: a constant that the user gives.
+        DISABLED: none; the operand is not cast, and its GEMM runs in high precision.
+    """
+
+    DYNAMIC = "dynamic"
+    DELAYED = "delayed"
+    STATIC = "static"
+    DISABLED = "disabled"
 
 
 @explains_unknown_fields
@@ -95,7 +103,11 @@ class CastConfig:
             raise ValueError(f"power_of_two_scale is set, static_scale={self.static_scale} is not")
 
     def resolve(self, default_format: Format) -> OperandCast | None:
-        """This cast of a matrix, in GEMM-operand orientation; None where it is disabled."""
+        """This cast of a matrix, in GEMM-operand orientation; None where it is disabled.
+
+        Args:
+            default_format: taken where ``target_dtype`` is None.
+        """
         if self.scaling_type is ScalingType.DISABLED:
             return None
         return OperandCast(
@@ -127,8 +139,13 @@ class CastConfig:
 class OperandCast:
     """One resolved cast: a matrix in GEMM-operand orientation becomes ``(data, scale)``.
 
-    ``static_scale`` is the digits of a float: torch.compile makes an input of every float that it
-    meets where shapes are dynamic, which in a backward it cannot (torch 2.13).
+    Args:
+        scaling_type: the source of the scale.
+        format: the float8 format.
+        block: the extent per dimension that shares a scale; -1 is the whole dimension.
+        power_of_two_scale: whether scales are rounded up to powers of two.
+        static_scale: the digits of a float, or None. torch.compile makes an input of every float
+            that it meets where shapes are dynamic, which in a backward it cannot (torch 2.13).
     """
 
     scaling_type: ScalingType

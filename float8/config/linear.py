@@ -30,12 +30,15 @@ class Float8LinearConfig:
 
     Args:
         cast_config_input, cast_config_weight, cast_config_grad_output: the casts of the operands.
-        cast_config_input_for_grad_weight, cast_config_weight_for_grad_input,
-            cast_config_grad_output_for_grad_weight: overrides for an operand's second use; None
-            takes the operand's own cast.
+        cast_config_input_for_grad_weight: the cast of the input where it is read a second time,
+            for the weight's gradient; None takes ``cast_config_input``.
+        cast_config_weight_for_grad_input: the same of the weight, for the input's gradient.
+        cast_config_grad_output_for_grad_weight: the same of the output's gradient, for the
+            weight's gradient.
         gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: the GEMMs.
         delayed_scaling: for operands with ``ScalingType.DELAYED``.
-        enable_fsdp_float8_all_gather: see ``float8.distributed.gathered_weights``.
+        enable_fsdp_float8_all_gather: under FSDP2, gather weights as float8 where they have one
+            scale per tensor; the report of the conversion names the others.
         pad_inner_dim: pad dimensions that are no multiple of 16 with zeros, on devices whose GEMM
             needs it, instead of refusing.
         emulate: run the reference path on every device.
@@ -118,6 +121,9 @@ class Float8LinearConfig:
     @classmethod
     def from_recipe_name(cls, name: str) -> Float8LinearConfig:
         """A copy of the config of a row of `RECIPES`, down to its casts and GEMMs.
+
+        Args:
+            name: such as ``"tensorwise"``.
 
         Raises:
             TypeError: not a string; of another library's enum the message has the name.
@@ -283,3 +289,16 @@ def _recipes() -> dict[str, Float8LinearConfig]:
 
 
 RECIPES: dict[str, Float8LinearConfig] = _recipes()
+"""The ready-made configs: recipe name -> `Float8LinearConfig`.
+
+Take one with `Float8LinearConfig.from_recipe_name`, which returns a copy. "pow2": scales are
+rounded up to powers of two.
+
+- ``"tensorwise"``: one dynamic scale per tensor; gradients in E5M2, all else in E4M3.
+- ``"delayed"``: one scale per tensor, from the amaxes of the last 16 steps.
+- ``"rowwise"``: one dynamic scale per row of each operand, pow2, all in E4M3.
+- ``"rowwise_with_gw_hp"``: as rowwise, the weight's gradient in high precision.
+- ``"blockwise"``: one dynamic scale per 1 x 128 elements of activations and gradients, and per
+  128 x 128 of weights, pow2, all in E4M3 (DeepSeek-V3, arXiv 2412.19437, section 3.3).
+- ``"unit"``: every scale is 1; for unit-scaled models.
+"""

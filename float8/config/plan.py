@@ -36,7 +36,12 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class Gemm:
-    """One product ``a @ b.T``; a cast of None means that both operands stay in high precision."""
+    """One product ``a @ b.T``.
+
+    Args:
+        a, b: the casts of the operands; both None where the product is in high precision.
+        use_fast_accum: see `GemmConfig`.
+    """
 
     a: OperandCast | None
     b: OperandCast | None
@@ -45,14 +50,25 @@ class Gemm:
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """The three GEMMs of a layer, and which second uses share the first use's bytes."""
+    """The three GEMMs of a layer, and which second uses share the first use's bytes.
 
-    output: Gemm  # a = x_MK, b = w_NK
-    grad_input: Gemm  # a = g_MN, b = w_KN
-    grad_weight: Gemm  # a = g_NM, b = x_KM
-    reuses_input: bool  # x_KM of grad_weight is the transpose of the float8 x_MK of output
-    reuses_weight: bool  # w_KN of grad_input is the transpose of the float8 w_NK of output
-    reuses_grad_output: bool  # g_NM of grad_weight is the transpose of grad_input's g_MN
+    For M tokens, K input features and N output features:
+
+    Args:
+        output: a = x_MK, b = w_NK.
+        grad_input: a = g_MN, b = w_KN.
+        grad_weight: a = g_NM, b = x_KM.
+        reuses_input: x_KM of grad_weight is the transpose of the float8 x_MK of output.
+        reuses_weight: w_KN of grad_input is the transpose of the float8 w_NK of output.
+        reuses_grad_output: g_NM of grad_weight is the transpose of grad_input's g_MN.
+    """
+
+    output: Gemm
+    grad_input: Gemm
+    grad_weight: Gemm
+    reuses_input: bool
+    reuses_weight: bool
+    reuses_grad_output: bool
 
 
 _PLANS: dict[str, tuple[LinearPlan, bool, bool]] = {}

@@ -52,6 +52,9 @@ def register_linear_type(linear_type: type[nn.Linear]) -> None:
     For a subclass whose forward is ``F.linear(x, self.weight.to(x.dtype), self.bias)``, as scripts
     without autocast write it. Registering a type again changes nothing.
 
+    Args:
+        linear_type: exactly this type; its subclasses are not converted.
+
     Raises:
         TypeError, ValueError: it is no subclass of ``nn.Linear``, or has another rule.
     """
@@ -73,8 +76,7 @@ def convert_to_float8_training(
     Parameters stay the same objects; mode, hooks, dtype and device stay; a layer registered under
     two names stays one layer. Convert before building the optimizer where a distributed wrapper
     replaces parameters, as ``enable_fsdp_float8_all_gather`` does with weights. Converting again
-    changes nothing. Delayed recipes need ``sync_float8_amax_and_scale_history(module)`` once per
-    step.
+    changes nothing. Call `float8.after_step` once per optimizer step; delayed recipes need it.
 
     Args:
         module: the model; it may itself be an ``nn.Linear``.
@@ -113,6 +115,12 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
     state dict has plain keys. Weights that are in float8 are dequantised. Norms and gates that
     return float8 become plain too.
 
+    Args:
+        module: a converted model.
+
+    Returns:
+        ``module``, or the new layer if ``module`` itself was one.
+
     Raises:
         TypeError: ``module`` is no module.
     """
@@ -136,6 +144,12 @@ def high_precision(model: M) -> Iterator[M]:
     It applies to the thread that enters it, and to the modules that the model has then; contexts
     may nest and overlap. The backward of a forward within it is in high precision too, in any
     thread, with activation checkpointing as without.
+
+    Args:
+        model: a converted model, or any module.
+
+    Yields:
+        ``model``.
 
     Raises:
         TypeError: ``model`` is no module.

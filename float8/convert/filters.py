@@ -23,7 +23,10 @@ from torch import nn
 from float8.arguments import check_integer, described
 from float8.config.suggestions import did_you_mean
 
+__all__ = ["ModuleFilter", "all_of", "divisible_by", "min_features", "min_size", "skip_names"]
+
 ModuleFilter = Callable[[nn.Module, str], bool]
+"""(module, its name in the model) -> whether to convert it."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,9 @@ def skip_names(*patterns: str) -> ModuleFilter:
     torchao's ``filter_fqns``, is ``*substring*``. The report of the conversion
     (``model.float8_conversion``) names patterns that match no layer.
 
+    Args:
+        patterns: names of layers, or patterns of them.
+
     Raises:
         TypeError: a pattern is not a string.
     """
@@ -68,13 +74,22 @@ def skip_names(*patterns: str) -> ModuleFilter:
 
 
 def min_size(weight_elements: int) -> ModuleFilter:
-    """Skip layers whose weight has fewer elements: small GEMMs gain less than their casts cost."""
+    """Skip layers whose weight has fewer elements: small GEMMs gain less than their casts cost.
+
+    Args:
+        weight_elements: ``in_features * out_features`` of the smallest layer to convert.
+    """
     check_integer(weight_elements, "min_size: weight_elements", 0)
     return lambda module, fqn: _features(module)[0] * _features(module)[1] >= weight_elements
 
 
 def min_features(in_features: int = 0, out_features: int = 0) -> ModuleFilter:
-    """Skip layers with fewer input or output features."""
+    """Skip layers with fewer input or output features.
+
+    Args:
+        in_features: of the smallest layer to convert.
+        out_features: of the smallest layer to convert.
+    """
     check_integer(in_features, "min_features: in_features", 0)
     check_integer(out_features, "min_features: out_features", 0)
     return lambda module, fqn: (
@@ -85,6 +100,9 @@ def min_features(in_features: int = 0, out_features: int = 0) -> ModuleFilter:
 def divisible_by(multiple: int = 16) -> ModuleFilter:
     """Skip layers with a dimension that is no multiple of 16, which tensor cores do not take.
 
+    Args:
+        multiple: what ``in_features`` and ``out_features`` must be multiples of.
+
     Raises:
         TypeError, ValueError: ``multiple`` is no integer of at least 1.
     """
@@ -94,6 +112,9 @@ def divisible_by(multiple: int = 16) -> ModuleFilter:
 
 def all_of(*filters: ModuleFilter) -> ModuleFilter:
     """Convert a layer only if every filter says so.
+
+    Args:
+        filters: called in this order, until one returns False.
 
     Raises:
         TypeError: a filter cannot be called.

@@ -44,6 +44,8 @@ from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_call
 from float8.linear.switch import Float8Module
 
+__all__ = ["convert_to_float8_inference", "hide_from_ddp"]
+
 
 def convert_to_float8_inference(
     model: nn.Module,

@@ -69,6 +69,8 @@ from float8.distributed.parallel_linear import (
 )
 from float8.linear.layer import Float8Linear
 
+__all__ = ["Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"]
+
 
 class Float8ColwiseParallel(ColwiseParallel):
     """``ColwiseParallel`` for float8: an input that is cut (sequences) is gathered as float8.
@@ -126,17 +128,20 @@ def _parallelized(module: nn.Module, partition: Any, layout: Layout) -> nn.Modul
 class PrepareFloat8ModuleInput(PrepareModuleInput):
     """``PrepareModuleInput`` for float8: an input is cast once and gathered as float8.
 
-    Arguments as ``PrepareModuleInput``, and ``fwd_config_submodule_fqn``: the name, within the
-    module, of the `Float8Linear` whose config says how to cast. By default all layers must have the
-    same input cast. Tensors whose layout goes from ``Shard`` to ``Replicate`` are gathered as
-    float8, if the layers cast inputs with one dynamic or static scale. All others, and those for
-    layers with other recipes or under `float8.high_precision`, are prepared as torch does.
+    Tensors whose layout goes from ``Shard`` to ``Replicate`` are gathered as float8, if the layers
+    cast inputs with one dynamic or static scale. All others, and those for layers with other
+    recipes or under `float8.high_precision`, are prepared as torch does.
 
     The prepared tensor is an input of `Float8ColwiseParallel` layers. It is a DTensor that holds a
     `Float8Tensor`: gradients are summed over layers first, and then over ranks in one
     reduce-scatter. With ``use_local_output=True`` it is a `Float8Tensor`, and every layer sums its
     gradient over ranks by itself. A layer of that style that is in high precision reads the
     dequantised values. ``torch.compile`` must see the module and its caller in one graph.
+
+    Args:
+        fwd_config_submodule_fqn: the name, within the module, of the `Float8Linear` whose config
+            says how to cast. By default all layers must have the same input cast.
+        arguments: as ``PrepareModuleInput``.
     """
 
     def __init__(self, *, fwd_config_submodule_fqn: str | None = None, **arguments: Any) -> None:

@@ -38,7 +38,13 @@ MEASURE = "python benchmarks/measure_device.py --save FILE"
 
 @dataclass(frozen=True)
 class Figure:
-    """A number and where it comes from; ``source`` starts with a word of `SOURCES`.
+    """A number and where it comes from.
+
+    Args:
+        value: the number, at least 0.
+        source: starts with one word that says how reliable the number is: ``datasheet``,
+            ``measured``, ``fitted`` (to a result file), ``assumed`` or ``exact``; then a colon and
+            what the source is.
 
     Raises:
         ValueError: a source of no known kind, or a value that is negative or not finite.
@@ -68,6 +74,9 @@ EXACT_ZERO = Figure(0.0, "exact: tensor cores multiply float8 directly")
 class GemmSpeed:
     """How fast a device runs one kind of GEMM.
 
+    A GEMM of F operations takes ``(F + half_size) / (peak * best)`` seconds (Hockney and Jesshope,
+    "Parallel Computers 2", 1988, section 1.3.2).
+
     Args:
         peak: operations per second (a multiplication and an addition are two).
         best: the fraction of the peak that very large GEMMs reach.
@@ -95,7 +104,7 @@ Product = GemmSpeed  # its name up to version 0.7, which pickles contain
 
 @dataclass(frozen=True)
 class Device:
-    """The figures of one device; see the top of this file.
+    """The figures of one device, each with its source.
 
     Args:
         name: as the table shows it.
@@ -232,6 +241,7 @@ DEVICES: dict[str, Device] = {
     "B200": _gpu("B200", "sm_100", 2250, 4500, 8.0, "datasheet: NVIDIA Blackwell (HGX B200)"),
     "MI300X": _gpu("MI300X", "gfx94", 1307.4, 2614.9, 5.3, "datasheet: AMD Instinct MI300X"),
 }
+"""Devices by name: peaks from datasheets, efficiencies assumed; none has been measured."""
 
 
 def find_device(device: str | Path | Device) -> Device:

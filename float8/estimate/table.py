@@ -76,7 +76,13 @@ class Total:
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """What `float8.estimate` predicts: one `LayerEstimate` per layer; ``str`` is the table."""
+    """What `float8.estimate` predicts; ``str`` of it is the table.
+
+    Args:
+        device: the device whose figures were used.
+        use: how the model is run: training or not, cached weights, microbatches.
+        rows: one `LayerEstimate` per layer.
+    """
 
     device: Device
     use: Use

@@ -106,7 +106,12 @@ def register_norm(
 
 @dataclass
 class NormFusion:
-    """The norms that `fuse_norms` fused with their readers, and norm -> reason of others."""
+    """The report of `fuse_norms`.
+
+    Args:
+        fused: (norm, the layers that read it), by their names.
+        skipped: norm -> why it was left alone.
+    """
 
     fused: list[tuple[str, list[str]]] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)

@@ -71,6 +71,8 @@ require("accelerate", "accelerate", ("1.15", "1.16"))
 from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 
+__all__ = ["prepare_float8"]
+
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 

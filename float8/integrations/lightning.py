@@ -95,6 +95,8 @@ from lightning.pytorch.callbacks import Callback  # noqa: E402
 from lightning.pytorch.plugins import HalfPrecision, Precision  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
+__all__ = ["Float8Monitor", "Float8Precision"]
+
 Computes = Literal["bf16-mixed", "bf16-true", "32-true"]
 
 

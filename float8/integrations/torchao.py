@@ -42,11 +42,13 @@ FIELDS = {
     "delayed_scaling_config": "float8 calls it delayed_scaling: "
     "delayed_scaling=DelayedScalingConfig(...)",
     "scale_fn_name": "float8 calls it amax_compute_algo",
+    "enable_fsdp_fp8_all_gather": "float8 calls it enable_fsdp_float8_all_gather",
 }
 
 _MATMUL = "a Float8LinearConfig says how products run: its gemm_config_* and emulate"
 _SWAP = "use convert_to_float8_training(model, config=..., module_filter_fn=...)"
 _CAST = "use Float8Tensor.from_high_precision(x, dtype, granularity, scale)"
+_FROZEN = "use convert_to_float8_inference(model)"
 # public name of torchao -> its counterpart in float8
 NAMES = {
     # torchao 0.18
@@ -69,6 +71,14 @@ NAMES = {
     "swap_linear_layers": _SWAP,
     "TensorScalingType": "float8 calls it ScalingType",
     "Float8TensorCastConfig": "float8 calls it CastConfig",
+    "DelayedScalingRecipe": "float8 calls it DelayedScalingConfig",
+    "LinearType": "use ScalingType, in the CastConfig of each operand",
+    "get_float8_linear": "use Float8Linear.from_float(linear, config)",
+    "filter_out_small_unaligned_layers": "use float8.filters.min_features and divisible_by",
+    "Float8InferenceLinear": _FROZEN,
+    "quantize_to_float8": _FROZEN,
+    "QuantConfig": _FROZEN,
+    "ActivationCasting": _FROZEN,
     "Float8DynamicLinear": "use Float8Linear, whose default config casts dynamically",
     "get_float8_layers": "use [m for m in model.modules() if isinstance(m, Float8Linear)]",
     "hp_tensor_to_float8_dynamic": _CAST,

@@ -75,6 +75,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torchtitan.distributed import ParallelDims
 
+__all__ = ["Float8Converter", "Float8TitanLinear", "float8"]
+
 logger = logging.getLogger("float8")
 
 
@@ -178,7 +180,11 @@ def _refuses(config: Float8LinearConfig, parallel_dims: ParallelDims) -> str | N
 
 
 class Float8Converter(QuantizationConverter):
-    """Puts float8 layers in the place of ``Linear.Config``; see the top of this file."""
+    """Puts float8 layers in the place of torchtitan's linear layers, before a model is built.
+
+    Args:
+        config: the options, a `Float8Converter.Config`.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):

@@ -81,6 +81,8 @@ conversion.require("transformers", "transformers", ("5.23", "5.24"))
 from transformers import PreTrainedModel, TrainerCallback  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
+__all__ = ["Float8Callback", "convert", "layers_of_a_pretrained_model"]
+
 logger = logging.getLogger("float8")
 _SMALL = re.compile(r"\bpooler\b|\blora_")
 
@@ -88,7 +90,16 @@ _SMALL = re.compile(r"\bpooler\b|\blora_")
 def layers_of_a_pretrained_model(
     model: nn.Module, config: Float8LinearConfig | None = None
 ) -> ModuleFilter:
-    """The filter that `convert` takes by default; the top of this file says what it leaves out."""
+    """The filter that `convert` takes by default.
+
+    It leaves out what a ``PreTrainedModel`` has outside of its ``base_model``, the output head,
+    poolers, PEFT's ``lora_`` layers and, without ``pad_inner_dim``, dimensions that are no multiple
+    of 16.
+
+    Args:
+        model: the model to convert.
+        config: the config to convert it with.
+    """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     heads = set() if head is None else set(head.modules())  # a head with an adapter has parts
     if isinstance(model, PreTrainedModel):

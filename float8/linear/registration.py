@@ -75,6 +75,10 @@ AFTER_SYNC: list[Callable[[nn.Module], None]] = []
 def register_module_rule(module_type: type[nn.Module], rule: ModuleRule) -> None:
     """Let conversion handle modules whose type is exactly ``module_type``.
 
+    Args:
+        module_type: subclasses are not meant.
+        rule: how to convert them.
+
     Raises:
         ValueError: the type has a rule already.
     """
@@ -85,6 +89,11 @@ def register_module_rule(module_type: type[nn.Module], rule: ModuleRule) -> None
 
 def register_weight_rule(rule: WeightRule) -> None:
     """Let conversion store weights so that FSDP2 gathers them in float8.
+
+    The library registers its own rule when it is imported, so there is no place for another.
+
+    Args:
+        rule: how to store them.
 
     Raises:
         ValueError: there is a rule already.

@@ -40,6 +40,7 @@ LEVELS = {
     "O2": Level("float16", "float8", "float16"),
     "O3": Level("float8", "float8", "float16"),
 }
+"""The levels: name -> `Level`. O3 also keeps a float16 master of each float8 weight."""
 
 
 @dataclass

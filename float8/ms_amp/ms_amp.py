@@ -86,6 +86,11 @@ OPTIMIZERS: dict[type[torch.optim.Optimizer], type[AdamW]] = {
     AdamW: AdamW,
     Adam: Adam,
 }
+# Arguments of msamp.initialize -> what to write.
+_OF_MS_AMP = {
+    "opt_level": 'float8 calls it level: ms_amp(model, optimizer, "O2")',
+    "use_te": "leave it out: layers are those of convert_to_float8_training",
+}
 # What groups of torch.optim have that is no hyperparameter, or that a level decides.
 _NOT_CARRIED = {"params", "param_names", "foreach", "fused", "differentiable"} | {
     "decoupled_weight_decay",
@@ -130,9 +135,7 @@ def ms_amp(
     Raises:
         ValueError: unknown level, no layers, or layers, weights or options that do not fit.
         TypeError: another optimizer, or arguments of other types.
-        RuntimeError: the model has a level already.
-
-        Nothing has been changed then.
+        RuntimeError: the model has a level already. Nothing has been changed after any of these.
     """
     _check_arguments(model, optimizer, level, storage)
     row = LEVELS[level]
@@ -166,6 +169,9 @@ def _check_arguments(
 ) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"ms_amp takes (model, optimizer, level), got {type(model).__name__} first")
+    for name, instead in _OF_MS_AMP.items():
+        if name in storage:
+            raise TypeError(f"ms_amp has no argument {name!r}; {instead}")
     if level not in tuple(LEVELS):
         raise ValueError(f"unknown level {level!r}; known levels: {', '.join(LEVELS)}")
     for module in model.modules():

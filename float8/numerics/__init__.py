@@ -27,7 +27,8 @@ comparison.py       `compare`, `accurate_layers`
 nonfinite.py        `find_nan`
 calibration.py      `calibrate`
 problems.py         what is wrong with a cast, and what to do about it
-report.py           the page, with page.html, page.css, page.js and pictures.js
+explanations.py     what the columns of the page mean, and how to read them
+report.py           the page, with page.html, page.css and the scripts *.js
 =================== ================================================================================
 
 May import: packages of lower levels.

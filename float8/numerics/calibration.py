@@ -297,7 +297,10 @@ def calibrate(
         model: the model.
         batches: an iterable of batches: mappings, tuples, lists or single arguments of the model.
             Of a loader of pairs with labels: ``(x for x, y in loader)``.
-        method: "sqnr", "amax" or "percentile"; see the top of this file.
+        method: how a scale is chosen. "sqnr": the highest signal-to-noise ratio over the data,
+            searched among powers of two and the amax scale. "amax": the largest magnitude maps to
+            the format's largest value, so that nothing in the data saturates. "percentile": the
+            same for a percentile; larger magnitudes saturate.
         percentile: of an input's nonzero elements, which shall not saturate; of "percentile" only.
         config: of layers that are no Float8Linear yet; dynamic tensorwise by default.
         module_filter_fn: called with each candidate and its name; False leaves it alone.

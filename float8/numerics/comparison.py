@@ -103,7 +103,8 @@ class Comparison:
         layers: worst first.
         output: SQNR of the model's output in dB, all layers in float8.
         gradient: of all gradients as one vector; None where nothing requires one.
-        loss_high_precision, loss_float8: None where there is no loss.
+        loss_high_precision: the loss in high precision; None where there is no loss.
+        loss_float8: the loss in float8; None where there is no loss.
         model: the name of the model's class.
     """
 
@@ -115,7 +116,13 @@ class Comparison:
     model: str = field(default="", kw_only=True)
 
     def rows(self) -> list[dict[str, Any]]:
-        """A dictionary for each layer, worst first; see the table of this file for the keys."""
+        """A dictionary for each layer, worst first.
+
+        Keys: layer, and SQNRs in dB. ``alone_output`` and ``alone_gradient``: of the model's output
+        and of all its gradients, with this layer alone in float8. ``output``, ``grad_input`` and
+        ``grad_weight``: of this layer's output and gradients, with all layers in float8. None where
+        there is nothing to compare.
+        """
         return [asdict(layer) for layer in self.layers]
 
     def worst(self, count: int = 1) -> list[str]:
@@ -173,9 +180,11 @@ def compare(
 
     Args:
         model: with `Float8Linear` layers; it runs in the mode that it is in.
-        batch: a mapping, tuple, list or single argument of the model; see
-            `float8.numerics.passes`, also for where backward starts.
-        loss_fn: of the model's output; a scalar.
+        batch: the model is called as ``model(**batch)`` with a mapping, ``model(*batch)`` with a
+            tuple or a list, and ``model(batch)`` with anything else.
+        loss_fn: of the model's output; a scalar, where backward starts. By default that is
+            ``output.loss`` or ``output["loss"]``, or the output if it is a scalar, or else its
+            first floating point tensor times a random cotangent.
         seed: of dropout, and of the cotangent where there is no loss.
         layers: names, or shell patterns such as ``"blocks.3.*"``, of the layers to report; the
             others take part in "all layers in float8".

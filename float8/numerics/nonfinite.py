@@ -65,11 +65,15 @@ class Finding:
     """The first tensor of a model that is not finite.
 
     Attributes:
-        module, module_type: the name of the module that made it; "" is the model itself.
+        module: the name of the module that made it; "" is the model itself.
+        module_type: the name of its type.
         tensor: which: "output", "input of NAME", "parameter weight", "gradient of its input", ...
         phase: "before" the run, "forward" or "backward".
-        shape, dtype: of the tensor.
-        elements, nan, inf: how many there are; -inf counts as inf.
+        shape: of the tensor.
+        dtype: of the tensor.
+        elements: how many it has.
+        nan: how many of them are NaN.
+        inf: how many of them are inf or -inf.
         first: the index of the first that is not finite.
         amax: the largest finite magnitude.
         went_in: the tensors that it was made of: name -> amax, inf or NaN where that is not finite.
@@ -137,13 +141,17 @@ def find_nan(
 
     Args:
         model: runs in the mode that it is in.
-        batch: a mapping, tuple, list or single argument of the model; see
-            `float8.numerics.passes`, also for where backward starts.
-        loss_fn: of the model's output; a scalar.
+        batch: the model is called as ``model(**batch)`` with a mapping, ``model(*batch)`` with a
+            tuple or a list, and ``model(batch)`` with anything else.
+        loss_fn: of the model's output; a scalar, where backward starts. By default that is
+            ``output.loss`` or ``output["loss"]``, or the output if it is a scalar, or else its
+            first floating point tensor times a random cotangent.
         seed: of dropout, and of the cotangent where there is no loss.
 
     Returns:
-        the finding, to print; None if all is finite (see the top of this file for what counts).
+        the finding, to print; None if nothing counts. A NaN always counts. An inf counts in a
+        parameter, the loss or a parameter's gradient, or if the run ends with one; attention masks
+        of -inf do not.
 
     Raises:
         TypeError: ``model`` is no module, or ``loss_fn`` no function.

@@ -1,27 +1,28 @@
-// The page: health, key figures, the table, and the events of the user. pictures.js comes first.
+// The page: health, key figures, the table, and the events of the user. Before it come pictures.js
+// and explanations.js, after it keyboard.js and print.js.
 const ROWS_AT_ONCE = 60; // rows that are drawn at once
 
 // --- what is shown
 
 const COLUMNS = [
-  { key: "layer", label: "Layer", type: "text" },
-  { key: "operand", label: "Operand", type: "text" },
-  { key: "format", label: "Format", type: "text", hidden: true }, // in the operand's cell
-  { key: "sqnr", label: "SQNR dB", show: (row) => decibel(row.sqnr) },
-  { key: "flushed", label: "Flushed", show: (row) => percent(row.flushed), worst: true },
-  { key: "saturated", label: "Saturated", show: (row) => percent(row.saturated), worst: true },
-  { key: "amax", label: "Amax", show: (row) => number(row.amax), worst: true },
-  { key: "scale_max", label: "Scale", show: (row) => number(row.scale_max), worst: true },
-  { key: "kurtosis", label: "Kurtosis", show: (row) => number(row.kurtosis), worst: true },
-  { key: "staleness", label: "Stale", show: (row) => octaves(row.staleness), worst: true },
+  { key: "layer", type: "text" },
+  { key: "operand", type: "text" },
+  { key: "format", type: "text", hidden: true }, // in the operand's cell
+  { key: "sqnr", show: (row) => decibel(row.sqnr) },
+  { key: "flushed", show: (row) => percent(row.flushed), worst: true },
+  { key: "saturated", show: (row) => percent(row.saturated), worst: true },
+  { key: "amax", show: (row) => number(row.amax), worst: true },
+  { key: "scale_max", show: (row) => number(row.scale_max), worst: true },
+  { key: "kurtosis", show: (row) => number(row.kurtosis), worst: true },
+  { key: "staleness", show: (row) => octaves(row.staleness), worst: true },
 ];
 // The column of each kind of problem.
 const KIND_COLUMNS = ["sqnr", "saturated", "flushed", "sqnr", "staleness"];
 const PICTURE_PLACE = 3; // the pictures are before this column
-const pictureNames = hasSteps ? ["Powers of two", "Over the run"] : ["Powers of two"];
+const pictureKeys = hasSteps ? ["histogram", "trend"] : ["histogram"];
 const state = { step: 0, sort: "sqnr", desc: false, filter: "", operand: "", problems: false };
 const openCasts = new Set();
-let shown = [], drawn = 0;
+let shown = [], drawn = 0, printing = false;
 
 function sortedRows() {
   const wanted = state.filter.toLowerCase();
@@ -50,17 +51,15 @@ function castRow(row) {
     element("td", { class: "layer" }, open),
     element("td", { class: "text operand" }, row.operand, element("span", { class: "tag" }, cast)));
   for (const column of COLUMNS.slice(3)) tr.append(cellOf(row, column));
-  const small = phone() ? byId("scroll").clientWidth - 26 : 0;
+  const small = phone() ? roomOfTable() - 26 : 0;
   const drawings = [histogram(row, small || 132, 30, false)];
   const trend = [{ name: "cast", values: trends[row.cast] }];
   if (hasSteps) drawings.push(lineChart(trend, small || 84, 28, false));
   const cells = drawings.map((drawing) => element("td", { class: "wide" }, drawing));
   tr.children[PICTURE_PLACE].before(...cells);
-  open.addEventListener("click", () => {
-    if (openCasts.delete(row.cast)) {
-      tr.nextElementSibling.remove();
-      open.setAttribute("aria-expanded", "false");
-    } else openDetails(tr, row);
+  open.addEventListener("click", () => toggleDetails(tr, row));
+  tr.addEventListener("click", (event) => { // anywhere else, unless the user selects text
+    if (!event.target.closest("button") && getSelection().isCollapsed) toggleDetails(tr, row);
   });
   return tr;
 }
@@ -73,18 +72,26 @@ function cellOf(row, column) {
   const level = isNoisy || KIND_COLUMNS.some(hasKind) ? row.level : 0;
   const several = column.key === "scale_max" && row.scale_min !== row.scale_max;
   const tag = (text) => element("span", { class: "tag" }, text);
-  return element("td", { "data-label": column.label, class: `level-${level} ${column.key}` },
+  const label = nameOfColumn(column.key);
+  return element("td", { "data-label": label, class: `level-${level} ${column.key}` },
+    explained(column.key, { class: "cell-label", tabindex: "-1" }), // of a card on a phone
     element("span", { class: "value" }, column.show(row)),
     first && row.level ? badge(row.level) : null,
     first && row.nonfinite ? tag(`${grouped(row.nonfinite)} inf or NaN`) : null,
     several ? tag(`from ${number(row.scale_min)}`) : null);
 }
-const phone = () => matchMedia("(max-width: 760px)").matches;
+const phone = () => !printing && matchMedia("(max-width: 760px)").matches;
+const roomOfTable = () => (printing ? PRINTED_WIDTH : byId("scroll").clientWidth);
+function toggleDetails(tr, row) {
+  if (!openCasts.delete(row.cast)) return openDetails(tr, row);
+  tr.nextElementSibling.remove();
+  tr.querySelector("button").setAttribute("aria-expanded", "false");
+}
 function openDetails(tr, row) {
   openCasts.add(row.cast);
   tr.querySelector("button").setAttribute("aria-expanded", "true");
   const cell = element("div");
-  const room = byId("scroll").clientWidth - (phone() ? 26 : 30);
+  const room = roomOfTable() - (phone() ? 26 : 30);
   cell.style.width = `${room}px`; // not the table's, which may be wider than its place
   tr.after(element("tr", { class: "detail" },
     element("td", { colspan: byId("head").children.length }, cell)));
@@ -92,18 +99,20 @@ function openDetails(tr, row) {
   const range = rangeOf(row);
   const facts = [
     ["elements", `${grouped(row.elements)} in ${plural(row.calls, "call")}`],
-    ["zeros, not finite", `${grouped(row.zeros)}, ${grouped(row.nonfinite)}`],
+    ["zeros", grouped(row.zeros)],
+    ["nonfinite", grouped(row.nonfinite)],
     ["amax", number(row.amax)],
-    ["scale", scaleText(row)],
+    ["scale_max", scaleText(row)],
     ["precise between", ...powerOfTwo(range.normal), " and ", ...powerOfTwo(range.saturated)],
     ["zero below", ...powerOfTwo(range.flushed)],
-    ["SQNR", `${decibel(row.sqnr)} of ${run.formats[row.format].expected} dB`],
+    ["sqnr", `${decibel(row.sqnr)} of ${run.formats[row.format].expected}`],
     ["kurtosis", number(row.kurtosis)],
   ];
-  if (row.staleness !== null) facts.push(["stale by", `${octaves(row.staleness)} octaves`]);
+  if (row.staleness !== null) facts.push(["staleness", `${octaves(row.staleness)} octaves`]);
   const list = element("dl");
   for (const [name, ...values] of facts)
-    list.append(element("dt", {}, name), element("dd", {}, ...values));
+    list.append(element("dt", {}, hasExplanation(name) ? explained(name) : name),
+      element("dd", {}, ...values));
   const figure = element("figure", {}, histogram(row, width, 210, true),
     element("figcaption", {}, "Share of the elements by magnitude, before the cast (logarithmic)"));
   if (hasSteps)
@@ -116,22 +125,25 @@ function openDetails(tr, row) {
   });
 }
 function drawMore() {
-  for (const row of shown.slice(drawn, drawn + ROWS_AT_ONCE)) {
+  const end = printing ? shown.length : Math.min(drawn + ROWS_AT_ONCE, shown.length);
+  for (const row of shown.slice(drawn, end)) {
     const tr = castRow(row);
     byId("body").append(tr);
     if (openCasts.has(row.cast)) openDetails(tr, row);
   }
-  drawn = Math.min(drawn + ROWS_AT_ONCE, shown.length);
+  drawn = end;
   byId("more").hidden = drawn === shown.length;
   byId("more").textContent = `Show more (${grouped(shown.length - drawn)} left)`;
 }
 function drawTable() {
-  shown = sortedRows();
+  const rows = sortedRows();
+  shown = printing ? rowsToPrint(rows) : rows;
   drawn = 0;
   byId("body").replaceChildren();
   drawMore();
   const all = rowsOf(state.step).length;
-  byId("count").textContent = `${grouped(shown.length)} of ${grouped(all)} casts`;
+  byId("count").textContent = `${grouped(rows.length)} of ${grouped(all)} casts`;
+  byId("caption").textContent = captionOf(rows.length - shown.length);
   for (const th of byId("head").children) {
     const mine = th.dataset.key === state.sort;
     if (mine) th.setAttribute("aria-sort", state.desc ? "descending" : "ascending");
@@ -140,6 +152,16 @@ function drawTable() {
     if (arrow) arrow.textContent = mine ? (state.desc ? "▾" : "▴") : "";
   }
   byId("sort").value = `${state.sort} ${state.desc ? "desc" : "asc"}`;
+}
+// For readers of a screen or of paper, who do not see the filters.
+function captionOf(left) {
+  const order = `${nameOfColumn(state.sort)}, ${state.desc ? "descending" : "ascending"}`;
+  const parts = [`${byId("count").textContent} at ${nameOf(state.step)}, by ${order}`];
+  if (state.filter) parts.push(`layers with "${state.filter}"`);
+  if (state.operand) parts.push(`operand ${state.operand}`);
+  if (state.problems) parts.push("only what wants a look");
+  if (left) parts.push(`without ${plural(left, "cast")} that want no look`);
+  return parts.join("; ");
 }
 const levelOf = (step) =>
   Math.max(0, ...run.snapshots[step].problems.map((problem) => problem.level));
@@ -172,7 +194,8 @@ function showCast(cast) {
   Object.assign(state, { filter: layer, operand, problems: false });
   openCasts.add(cast);
   draw();
-  byId("casts").scrollIntoView({ block: "start" });
+  byId("scroll").scrollIntoView({ block: "start" });
+  document.querySelector(`tr[data-cast="${cast}"] button`)?.focus({ preventScroll: true });
 }
 function drawTiles() {
   const rows = rowsOf(state.step);
@@ -187,18 +210,20 @@ function drawTiles() {
   };
   const bad = rows.filter((row) => row.nonfinite > 0);
   const layers = new Set(rows.map((row) => row.layer)).size;
-  const tiles = [
-    ["worst SQNR", lowest ? decibelWithUnit(lowest.sqnr) : "–", place(lowest)],
-    ["median SQNR", decibelWithUnit(median(finite(rows.map((row) => row.sqnr)))), "of all casts"],
-    ["most saturated", ...most("saturated")],
-    ["most flushed", ...most("flushed")],
-    ["inf or NaN", grouped(bad.reduce((sum, row) => sum + row.nonfinite, 0)),
+  const middle = median(finite(rows.map((row) => row.sqnr)));
+  const tiles = [ // the key of their explanation, or none, and their name
+    ["sqnr", "worst SQNR", lowest ? decibelWithUnit(lowest.sqnr) : "–", place(lowest)],
+    ["sqnr", "median SQNR", decibelWithUnit(middle), "of all casts"],
+    ["saturated", "most saturated", ...most("saturated")],
+    ["flushed", "most flushed", ...most("flushed")],
+    ["nonfinite", "inf or NaN", grouped(bad.reduce((sum, row) => sum + row.nonfinite, 0)),
       bad.length ? place(bad[0]) : "elements"],
-    ["layers", grouped(layers), plural(rows.length, "cast")],
+    ["", "layers", grouped(layers), plural(rows.length, "cast")],
   ];
-  byId("tiles").replaceChildren(...tiles.map(([name, value, where]) =>
+  byId("tiles").replaceChildren(...tiles.map(([key, name, value, where]) =>
     element("div", { class: "tile" },
-      element("span", { class: "small muted" }, name), element("b", {}, value),
+      element("span", { class: "small muted" }, key ? explained(key, {}, name) : name),
+      element("b", {}, value),
       element("span", { class: "small muted" }, ...breakable(where)))));
 }
 // Consecutive snapshots of the same level, as [first, last, level].
@@ -233,12 +258,13 @@ function drawRun() {
     { name: "median", values: values.map(median) },
   ];
   byId("run-chart").replaceChildren(element("h2", {}, "SQNR over the run"),
-    lineChart(series, byId("run-chart").clientWidth || 320, 150, true));
-  drawProblemSpans();
+    lineChart(series, printing ? PRINTED_WIDTH : byId("run-chart").clientWidth || 320, 150, true));
   byId("step").value = state.step;
   byId("step-name").textContent = nameOf(state.step);
+  const focused = document.activeElement;
   byId("earlier").disabled = state.step === 0;
   byId("later").disabled = state.step === run.snapshots.length - 1;
+  if (focused.disabled) byId("step").focus(); // a disabled button would lose it
 }
 function draw() {
   for (const id of ["filter", "operand"]) byId(id).value = state[id];
@@ -256,8 +282,9 @@ function sortBy(key, desc) {
   drawTable();
 }
 for (const column of COLUMNS) {
-  const button = element("button", { type: "button" }, column.label,
-    element("span", { class: "arrow", "aria-hidden": "true" }));
+  const name = nameOfColumn(column.key);
+  const button = explained(column.key, { class: "sort" }, name);
+  button.append(element("span", { class: "arrow", "aria-hidden": "true" }));
   const first = Boolean(column.worst); // the worst first
   button.addEventListener("click", () =>
     sortBy(column.key, state.sort === column.key ? !state.desc : first));
@@ -267,10 +294,10 @@ for (const column of COLUMNS) {
       element("th", { scope: "col", "data-key": column.key, class: text }, button));
   for (const desc of [first, !first])
     byId("sort").append(element("option", { value: `${column.key} ${desc ? "desc" : "asc"}` },
-      `${column.label} ${desc ? "↓" : "↑"}`));
+      `${name} ${desc ? "↓" : "↑"}`));
 }
 byId("head").children[PICTURE_PLACE].before(
-  ...pictureNames.map((name) => element("th", { scope: "col", class: "text" }, name)));
+  ...pictureKeys.map((key) => element("th", { scope: "col", class: "text" }, explained(key))));
 byId("sort").addEventListener("change", (event) => {
   const [key, order] = event.target.value.split(" ");
   sortBy(key, order === "desc");
@@ -287,7 +314,11 @@ byId("problems").addEventListener("change", (event) => {
   state.problems = event.target.checked;
   drawTable();
 });
-byId("more").addEventListener("click", drawMore);
+byId("more").addEventListener("click", () => {
+  const first = drawn;
+  drawMore();
+  document.querySelectorAll("td.layer button")[first]?.focus({ preventScroll: true });
+});
 new IntersectionObserver((entries) => {
   if (entries.some((entry) => entry.isIntersecting) && drawn < shown.length) drawMore();
 }, { rootMargin: "400px" }).observe(byId("more"));
@@ -328,4 +359,5 @@ byId("about").textContent =
 byId("step").max = run.snapshots.length - 1;
 byId("app").hidden = false;
 byId("run-card").hidden = !hasSteps;
+if (hasSteps) drawProblemSpans();
 showAddress();

@@ -27,7 +27,12 @@ from float8.numerics.statistics import CastStatistics
 FINE, SUSPICIOUS, BAD = 0, 1, 2
 # Of a well-scaled operand, in dB.
 EXPECTED_SQNR = {f.name: 32.0 if f.name.startswith("e4m3") else 26.0 for f in FORMATS.values()}
-_NOISY, _VERY_NOISY = 6.0, 15.0  # dB below it
+# The values above which a cast is suspicious, and bad.
+SATURATED = 1e-3, 1e-2  # fractions of the elements
+FLUSHED = 0.1, 0.5
+MISSING_SQNR = 6.0, 15.0  # dB below what is expected
+STALE_ABOVE, STALE_BELOW = 0.5, -6.0  # octaves; outside of them a cast is suspicious
+MANY_OUTLIERS = 30.0  # a kurtosis: no problem by itself, but the reason for a low SQNR
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,7 @@ def level_of(cast: CastStatistics) -> int:
 
 def noisy_below(format_name: str) -> float:
     """The SQNR in dB below which a cast of this format is noisy, for any reason."""
-    return EXPECTED_SQNR[format_name] - _NOISY
+    return EXPECTED_SQNR[format_name] - MISSING_SQNR[0]
 
 
 def _level(value: float | None, suspicious: float, bad: float) -> int:
@@ -115,18 +120,18 @@ def _is_lost(cast: CastStatistics) -> bool:
 
 
 def _saturation_level(cast: CastStatistics) -> int:
-    return _level(cast.saturated, 1e-3, 1e-2)
+    return _level(cast.saturated, *SATURATED)
 
 
 def _flush_level(cast: CastStatistics) -> int:
     if _is_lost(cast):
         return FINE
-    level = _level(cast.flushed, 0.1, 0.5)
+    level = _level(cast.flushed, *FLUSHED)
     return level if _sqnr_level(cast) else max(level - 1, FINE)
 
 
 def _sqnr_level(cast: CastStatistics) -> int:
-    return _level(_missing_decibels(cast), _NOISY, _VERY_NOISY)
+    return _level(_missing_decibels(cast), *MISSING_SQNR)
 
 
 def _noise_level(cast: CastStatistics) -> int:
@@ -143,8 +148,8 @@ def _staleness(cast: CastStatistics) -> float:
 
 def _staleness_level(cast: CastStatistics) -> int:
     # A static scale is larger on purpose, and its flushed elements are another problem.
-    is_too_large = cast.scaling == "delayed" and _staleness(cast) < -6.0
-    return SUSPICIOUS if _staleness(cast) > 0.5 or is_too_large else FINE
+    is_too_large = cast.scaling == "delayed" and _staleness(cast) < STALE_BELOW
+    return SUSPICIOUS if _staleness(cast) > STALE_ABOVE or is_too_large else FINE
 
 
 def _flush_message(cast: CastStatistics) -> str:
@@ -154,7 +159,7 @@ def _flush_message(cast: CastStatistics) -> str:
 
 def _noise_message(cast: CastStatistics) -> str:
     expected = f"{EXPECTED_SQNR[cast.format]:.0f} dB is what {cast.format.upper()} gives by itself"
-    has_outliers = (cast.kurtosis or 0.0) > 30
+    has_outliers = (cast.kurtosis or 0.0) > MANY_OUTLIERS
     why = f"; a kurtosis of {cast.kurtosis:.3g} says outliers" if has_outliers else ""
     return f"Its SQNR is {cast.sqnr:.1f} dB, where {expected}{why}."
 
@@ -184,7 +189,7 @@ PROBLEM_KINDS = (
             f"{100 * (cast.saturated or 0.0):.2g} % of its elements lie beyond the format's range."
         ),
         "A delayed scale lags behind: give DelayedScalingConfig a margin or a longer history, and "
-        "call float8.sync_float8_amax_and_scale_history(model) after each step. A static scale "
+        "call float8.after_step(model) after each step. A static scale "
         "needs to be calibrated again. A dynamic scale never saturates.",
     ),
     ProblemKind(

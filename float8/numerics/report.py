@@ -6,8 +6,8 @@ It shows the problems in plain words, every cast in a table that sorts and filte
 against the format's range, and how it changed over the steps. The file needs no network.
 """
 
-# The page is page.html with page.css, pictures.js and page.js put into it, and the run as JSON in a
-# <script type="application/json">, which browsers do not execute. No text of the run is markup:
+# The page is page.html with page.css and the scripts of SCRIPTS put into it, and the run as JSON in
+# a <script type="application/json">, which browsers do not execute. No text of the run is markup:
 # "<", ">" and "&" are escaped in the JSON, the scripts write text nodes, and a content security
 # policy allows one style and one script by their SHA-256. Without JavaScript the worst casts of the
 # last snapshot are there as a plain table.
@@ -36,6 +36,7 @@ from typing import Any
 import torch
 
 from float8.formats import FORMATS
+from float8.numerics.explanations import as_html as explanations_as_html
 from float8.numerics.problems import (
     EXPECTED_SQNR,
     PROBLEM_KINDS,
@@ -51,6 +52,7 @@ from float8.numerics.statistics import CastLabels, CastStatistics, Histogram
 DECADES = 8
 SHARE_LEVELS = "".join(chr(code) for code in range(35, 127) if chr(code) not in "<>&\\")
 ROWS_WITHOUT_SCRIPT = 200
+SCRIPTS = ("pictures.js", "explanations.js", "page.js", "keyboard.js", "print.js")  # in this order
 ROW_COLUMNS = (
     "cast", "sqnr", "amax", "scale_min", "scale_max", "flushed", "saturated", "kurtosis",
     "staleness", "elements", "calls", "zeros", "nonfinite", "level", "problems", "lowest", "shares",
@@ -70,7 +72,7 @@ def page(reports: Sequence[Report], about: Mapping[str, str]) -> str:
     if not reports:
         raise ValueError("there is no snapshot to show: the file holds an empty run")
     style = _resource("page.css")
-    script = _resource("pictures.js") + _resource("page.js")
+    script = "".join(_resource(name) for name in SCRIPTS)
     model = html.escape(reports[-1].model or "model")
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; "
@@ -83,6 +85,7 @@ def page(reports: Sequence[Report], about: Mapping[str, str]) -> str:
         script=script,
         data=_inline_json(content(reports, about)),
         table=_plain_table(reports[-1].casts),
+        explanations=explanations_as_html(),
     )
 
 

@@ -59,9 +59,6 @@ class Report:
         model: the name of the model's class.
         step: of the training, if there is one.
         skipped: layers without statistics: name -> reason.
-
-    Attributes:
-        model, step, skipped: as given.
     """
 
     def __init__(

@@ -122,6 +122,17 @@ class CastLabels(NamedTuple):
 class CastStatistics:
     """The statistics of one cast.
 
+    With x the operand and x' = data * scale what the GEMM reads of it, over finite elements::
+
+        sqnr      = 10 log10( sum x^2 / sum (x - x')^2 )       in dB
+        kurtosis  = E[(x - mean)^4] / var^2                    3 for a Gaussian
+        staleness = log2( amax / (scale * max(format)) )       in octaves
+
+    About 32 dB is the SQNR of E4M3 where nothing saturates or is flushed, 26 dB that of E5M2. A
+    large kurtosis means outliers: one scale for the whole tensor may not suffice. Staleness says
+    how far a delayed or static scale is from the values: above 0 they saturate, below 0 the upper
+    end of the format is unused.
+
     Args:
         layer: its name in the model.
         operand: "input", "weight" or "grad_output".
@@ -189,7 +200,8 @@ class CastStatistics:
         return found
 
 
-Row = CastStatistics  # its name up to version 0.7
+Row = CastStatistics
+"""The name of `CastStatistics` up to version 0.7."""
 
 
 # --- merging

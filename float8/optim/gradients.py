@@ -32,6 +32,8 @@ from float8.formats import E4M3, Format, format_of, on_device
 from float8.granularity import WHOLE, Block
 from float8.tensor import Float8Tensor
 
+__all__ = ["HeldGradient", "HeldGradients", "hold_gradients_in_float8"]
+
 aten = torch.ops.aten
 _COPIES = (aten.clone.default, aten.detach.default, aten._to_copy.default)
 

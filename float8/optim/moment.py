@@ -93,7 +93,8 @@ class Moment(Tensor):
 
     Args:
         codes: float8_e4m3fn or float16, contiguous, of the tensor's shape.
-        scale: float32 of shape (R, ceil(C / group)); see the head of this file.
+        scale: float32 of shape (R, ceil(C / group)); R is the
+            first extent of the tensor and C the product of the others; a vector is one row.
         exponent: float32 of scale's shape, or None.
         group: how many consecutive elements of a row share a scale.
 

@@ -33,7 +33,8 @@ class Options(TypedDict, total=False):
         stochastic_rounding: round bfloat16 and float16 parameters stochastically, so that small
             updates are not lost; the same numbers in every run.
         state_rounding: of float8 moments: "nearest", "stochastic", or "auto", which rounds
-            stochastically what changes too little in a step to move otherwise (``optimizer.py``).
+            stochastically a moment whose decay is so near to 1 that a step changes it by less than
+            the distance of two float8 values, as AdamW's second moment.
     """
 
     maximize: bool

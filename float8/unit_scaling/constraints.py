@@ -22,7 +22,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+__all__ = [
+    "Constraint",
+    "amean",
+    "apply_constraint",
+    "gmean",
+    "hmean",
+    "to_grad_input_scale",
+    "to_left_grad_scale",
+    "to_output_scale",
+    "to_right_grad_scale",
+]
+
 Constraint = str | Callable[..., float] | None
+"""A name of this module, a function of the scales, or None for no constraint."""
 
 
 def gmean(*scales: float) -> float:

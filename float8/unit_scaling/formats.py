@@ -48,6 +48,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+__all__ = ["FPFormat", "format_to_tuple", "tuple_to_format"]
+
 VARIANTS = ("ocp", "ieee", "fn", "finite", "fnuz")
 ROUNDINGS = ("stochastic", "nearest")
 # The OCP specifications' use of the all-ones exponent, where it differs from IEEE's.
@@ -77,7 +79,10 @@ class FPFormat:
         mantissa_bits: 0 to 23, the leading one not counted.
         rounding: "stochastic" or "nearest" (ties to even).
         srbits: how many random bits a stochastic rounding has, at most 23; 0 for all 23.
-        variant: the bias and which codes are not finite; see the table above.
+        variant: the bias and which of the largest codes are not finite. "ieee": all of the last
+            exponent (inf and NaN). "fn": one (NaN). "finite": none. "fnuz": none, the bias one
+            larger, NaN in the place of -0. "ocp": what the OCP specifications say: E4M3 is fn,
+            E2M1, E2M3 and E3M2 are finite, all others ieee.
 
     Raises:
         ValueError: an argument is out of its range.

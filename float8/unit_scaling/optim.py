@@ -77,7 +77,12 @@ def lr_scale_for_depth(param: ParameterData) -> float:
 
 
 def lr_scale_func_adam(param: ParameterData) -> float:
-    """The factor of a parameter's learning rate in Adam and AdamW, by the table above.
+    """The factor of a parameter's learning rate in Adam and AdamW (u-muP, table 2).
+
+    ``1 / sqrt(fan_in)`` for a "weight" and 1 for the others; in a stack also `lr_scale_for_depth`.
+
+    Args:
+        param: a `Parameter`.
 
     Raises:
         ValueError: an unknown ``mup_type``.
@@ -329,9 +334,14 @@ class SGD(_Scaled, torch.optim.SGD):
     """``torch.optim.SGD`` with the learning rates of u-muP.
 
     Args:
+        params: see `scaled_parameters`.
+        lr: the learning rate, which is multiplied by each parameter's scale; a float, or a tensor
+            of one element.
         args, kwargs: torch's further arguments, in its order (momentum, dampening, ...).
+        weight_decay: see `scaled_parameters`.
+        independent_weight_decay: see `scaled_parameters`.
+        allow_non_unit_scaling_params: see `scaled_parameters`.
         readout_constraint: the ``constraint`` of the model's `LinearReadout`.
-        others: see `scaled_parameters`.
     """
 
     def __init__(
@@ -367,6 +377,6 @@ class Adam(_Scaled, torch.optim.Adam):
 class AdamW(Adam, torch.optim.AdamW):
     """``torch.optim.AdamW`` with the learning rates of u-muP; arguments as of `Adam`.
 
-    A step multiplies a weight by ``1 - weight_decay * schedule``, see the module. The default is no
-    decay; torch's default is 0.01.
+    A step multiplies a weight by ``1 - weight_decay * schedule``, where the schedule is the factor
+    that a scheduler has put on the learning rate. The default is no decay; torch's default is 0.01.
     """

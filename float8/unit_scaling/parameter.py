@@ -33,7 +33,10 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, TypeVar, get_a
 import torch
 from torch import Tensor, nn
 
+__all__ = ["MupModule", "MupType", "Parameter", "has_parameter_data", "set_parameter_data"]
+
 MupType = Literal["weight", "bias", "norm", "output"]
+"""A parameter's role: of hidden and input layers, "weight"; of a readout, "output"."""
 MUP_TYPES: tuple[str, ...] = get_args(MupType)
 
 P = TypeVar("P", bound=Tensor)  # an nn.Parameter, which torch's modules declare as a Tensor

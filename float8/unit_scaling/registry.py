@@ -34,7 +34,13 @@ Decorated = TypeVar("Decorated", bound=Function)
 
 
 def overridable(function: Decorated) -> Decorated:
-    """Make torch function modes see the calls of ``function``."""
+    """Make torch function modes see the calls of ``function``, as a decorator.
+
+    `float8.unit_scaling.transforms` are such modes.
+
+    Args:
+        function: called with tensors among its arguments.
+    """
 
     @functools.wraps(function)
     def visible(*args: Any, **kwargs: Any) -> Any:
@@ -87,8 +93,8 @@ def respelt(func: Any) -> Any:
     return SPELLINGS.get(func, func)
 
 
-# torch function -> its unit-scaled function; float8.unit_scaling.functional fills it
 torch_map: dict[Function, Function] = {}
+"""torch function -> its unit-scaled function; change it with `register` and `unregister`."""
 # torch function -> torch's name of an argument -> ours
 _KEYWORDS: dict[Function, Mapping[str, str]] = {}
 

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+__all__ = ["scale_bwd", "scale_fwd"]
+
 Factor = float | Tensor
 Later = Callable[[], float | None]  # a factor that backward asks for
 

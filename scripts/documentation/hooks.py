@@ -5,7 +5,8 @@ Pages are plain Markdown whose links work in the repository. The site differs in
 - README.md and CHANGELOG.md, which lie outside docs/, become the pages index.md and changelog.md.
 - Links to files that are not part of the site, such as result files, lead to the repository.
 
-A link to a file that does not exist is left as it is, so that a strict build refuses it.
+A link to a file that does not exist is left as it is, and a public name that is not documented
+(`api.py`) is a warning, so that a strict build refuses both.
 """
 
 from __future__ import annotations
@@ -16,12 +17,23 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from scripts.documentation.api import undocumented
+
+log = get_plugin_logger("api")
 
 PAGES_OF_FILES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 _FENCED = re.compile(r"^ *```.*?^ *```[^\n]*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+
+
+def on_pre_build(config: MkDocsConfig, **_: Any) -> None:
+    """Warn of public names that are not documented."""
+    for problem in undocumented(Path(config.config_file_path).parent):
+        log.warning(problem)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -54,7 +54,9 @@ def test_a_panel_per_mode_and_a_line_per_contender():
     assert (ours.get_linestyle(), peer.get_linestyle()) == ("-", "--")
 
 
-@pytest.mark.parametrize("name", ["cpu_bench_linear", "cpu_bench_matmul"])
+@pytest.mark.parametrize(
+    "name", ["cpu_bench_linear", "cpu_bench_matmul", "cpu_mup_transfer", "cpu_noamx_demo_nproc2"]
+)
 def test_committed_results_are_drawn(name, tmp_path):
     picture = tmp_path / "new" / "out.png"
     assert main([str(RESULTS / f"{name}.json"), "-o", str(picture)]) == 0

@@ -82,6 +82,12 @@ def test_a_saved_file_runs_and_its_output_is_returned(tmp_path):
     assert run_commands("python a.py \\\n  --b 2  # why\n", tmp_path, "here") == "['--b', '2']\n"
 
 
+def test_a_module_runs_where_its_output_is_shown(tmp_path):
+    command = "python -m float8.estimate 64,64,64"
+    assert run_commands(command, tmp_path, "here") is None
+    assert "predicted" in run_commands(command, tmp_path, "here", shown=True)
+
+
 def test_an_option_that_no_script_has_is_caught():
     check_command(["bash", "scripts/demo.sh", "--steps", "40"], "here")
     with pytest.raises(AssertionError) as caught:

@@ -227,6 +227,8 @@ def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path):
 
     saved = torch.load(file, weights_only=False)
     assert saved["state_dict"].keys() == Module().state_dict().keys()
+    histories = [x for cast in saved["Float8Precision"].values() for x in cast.values()]
+    assert {type(x) for x in histories} == {torch.Tensor}
     lost = {**saved, "Float8Precision": {}}  # planted: what forgetting the histories would do
     torch.save(lost, file)
     with pytest.raises(AssertionError, match="parameters"):

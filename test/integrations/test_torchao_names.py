@@ -16,6 +16,7 @@ FIELD_OF = {
     "force_recompute_fp8_weight_in_bwd": Float8LinearConfig,
     "delayed_scaling_config": Float8LinearConfig,
     "scale_fn_name": DelayedScalingConfig,
+    "enable_fsdp_fp8_all_gather": Float8LinearConfig,
 }
 
 

@@ -17,11 +17,11 @@ from float8 import convert_to_float8_training
 from float8.config import RECIPES
 
 # The policy of docs/troubleshooting.md.
-KEPT = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
+KEPT = ("aten.mm.default", "aten._scaled_mm.default", "float8.blockwise_mm.default")
 
 
 def policy(ctx, op, *args, **kwargs):
-    kept = op in KEPT
+    kept = str(op) in KEPT
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -481,6 +481,17 @@ def resident(model):
 
 
 @pytest.mark.parametrize(
+    ("argument", "message"),
+    [("opt_level", "float8 calls it level"), ("use_te", "leave it out")],
+)
+def test_an_argument_of_ms_amp_says_what_to_write(argument, message):
+    model = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(TypeError, match=f"no argument '{argument}'; {message}"):
+        ms_amp(model, optimizer_of(model), **{argument: "O2"})
+    assert not hasattr(model, "ms_amp")
+
+
+@pytest.mark.parametrize(
     ("case", "error", "message"),
     [
         (unknown, ValueError, "unknown level 'O4'; known levels: O1, O2, O3"),

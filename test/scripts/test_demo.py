@@ -113,7 +113,3 @@ def test_runs_of_several_processes_compare_with_each_other_and_with_one_process(
     lines = demo.table(runs).splitlines()
     assert "gap to 1 process" in lines[0]
     assert [line.split("  ")[0] for line in lines[2:]] == ["bf16", "unit", "bf16 x2", "unit x2"]
-
-
-def test_smoothing_neither_lags_nor_starts_at_zero() -> None:
-    assert demo.smooth([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])

@@ -116,7 +116,11 @@ def median_flushed(operands: Sequence[Operand]) -> dict[str, float]:
 
 
 def format_operands(operands: Sequence[Operand]) -> str:
-    """The operands as a table of text, and the medians below."""
+    """The operands as a table of text, and below it the medians over all layers.
+
+    Args:
+        operands: as `operand_table` returns them.
+    """
     lines = [("product", "operand", "format", "std", "flushed", "saturated")]
     lines += [
         (x.product, x.operand, x.format, f"{x.std:.2g}", f"{x.flushed:.1%}", f"{x.saturated:.1%}")

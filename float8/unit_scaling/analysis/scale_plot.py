@@ -1,14 +1,14 @@
 """`plot`: the scales of a model's tensors against the ranges of float8 formats.
 
-Each tensor of the graph has a row, in the order of the calls. One dot marks the scale of the
-tensor; a dot of another colour marks the scale of its gradient. Weights have triangles instead of
-dots. The faint line through a dot reaches from the smallest to the largest magnitude. Arrows go
-from each tensor to those computed from it, forward and backward.
+Each tensor of the graph has a row, in the order of the calls; with ``rows="layers"`` all tensors of
+a layer share one. A filled dot marks the scale of a tensor, a hollow one that of its gradient, and
+weights have triangles. The faint line through a dot reaches from the smallest to the largest
+magnitude. Arrows go from each tensor to those computed from it, forward and backward.
 
-The horizontal axis is logarithmic. The background shows the two formats, each in the colour of the
-pass that uses it. It is shaded where a format overflows, beyond its largest value, and where it
-underflows, below its smallest subnormal one. The dashed line marks its smallest normal value, below
-which it loses bits. A tensor suits float8 if its whole line lies between the shaded parts.
+The horizontal axis is logarithmic. The two bars at the top are the formats, each in the colour of
+the pass that uses it, and their ranges go on below as bands. A format keeps all its bits in the
+normal range and loses some of them in the subnormal range, which is paler. Outside both it
+saturates, or flushes to zero. A tensor suits float8 if its whole line lies in the format's band.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 E4M3, E5M2 = FPFormat(4, 3, "nearest"), FPFormat(5, 2, "nearest")
-_COLOURS = {"fwd": "tab:blue", "bwd": "tab:orange"}
+_COLOURS = {"fwd": "#0072B2", "bwd": "#D55E00"}  # told apart with any form of colour blindness
+# Of the bands: the normal range and the subnormal one. Opaque, so that the bands do not mix: the
+# narrower format's lies on the wider one's.
+_TINTS = {"fwd": ("#d3e6f2", "#e6f1f8"), "bwd": ("#fae3d4", "#fdf2ea")}
+_BARS = {"fwd": -2.1, "bwd": -1.3}  # where the formats' bars are, in rows
+_BAR, _TOP = 0.7, -2.55  # how high a bar is, and where the rows end
+_FONT = 9
+ROWS = ("tensors", "layers")
 _PASSES = {"fwd": "forward pass", "bwd": "backward pass"}
 
 
@@ -56,6 +63,8 @@ def plot(
     xmax: float | None = None,
     fwd_format: FPFormat | None = E4M3,
     bwd_format: FPFormat | None = E5M2,
+    rows: str = "tensors",
+    axes: Axes | None = None,
 ) -> Axes:
     """Plot the scales of a graph against the ranges of the formats.
 
@@ -70,28 +79,37 @@ def plot(
             not finite, at the left end.
         xmin, xmax: the ends of the axis; if None, the axis shows all dots and formats.
         fwd_format, bwd_format: the ranges to show; None for none.
+        rows: "tensors" for a row per tensor; "layers" for one per layer, which is shorter.
+        axes: where to draw, to compare several models in one figure, with a legend of its own; if
+            None, a new figure with a legend is made.
 
     Returns:
-        the axes of a new figure, which is not shown in a window: call
-        ``axes.figure.savefig(...)``, or end a notebook's cell with ``axes.figure``.
+        the axes. A new figure is not shown in a window: call ``axes.figure.savefig(...)``, or end a
+        notebook's cell with ``axes.figure``.
 
     Raises:
-        ValueError: the metric is unknown; the ends are not a positive range; or the graph is not
-            from `track_scales`, or has no tensor to show.
+        ValueError: the metric or ``rows`` is unknown; the ends are not a positive range; or the
+            graph is not from `track_scales`, or has no tensor to show.
         ImportError: matplotlib is not installed.
     """
     metric = _metric(metric)
+    if rows not in ROWS:
+        raise ValueError(f"rows={rows!r} must be one of {', '.join(map(repr, ROWS))}")
     g = prune_non_float_tensors(g)
     g = prune_same_scale_tensors(g) if prune_same_scale else g
-    tensors = _tensors(g, metric)
+    nodes = [node for node in g.nodes if node.op != "output"]
+    names, places = _by_layer(nodes) if rows == "layers" else _by_tensor(nodes)
+    tensors = _tensors(places, metric)
     if not tensors:
         raise ValueError("the graph has no floating-point tensor: call the model before plotting")
     formats = {"fwd": fwd_format, "bwd": bwd_format}
     ranges = {d: f for d, f in formats.items() if f is not None and metric != "numel"}
     low, high = _limits(tensors, ranges, xmin, xmax)
-    axes = _axes(g, title, metric, low, high)
-    for direction, fmt in ranges.items():
-        _draw_range(axes, direction, fmt, low, high)
+    is_new = axes is None
+    axes = _new_axes(len(names)) if axes is None else axes
+    _set_up(axes, names, title, metric, (low, high), _TOP if ranges else -0.5)
+    for order, direction in enumerate(sorted(ranges, key=lambda d: -_width(ranges[d]))):
+        _draw_range(axes, direction, ranges[direction], (low, high), len(names), order)
     if show_error_bars and metric != "numel":
         for tensor in tensors:
             _draw_bar(axes, tensor, low)
@@ -100,7 +118,11 @@ def plot(
     _draw_dots(axes, tensors)
     if show_zero_tensors:
         _draw_zeros(axes, tensors, low)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, fontsize=8)
+    if is_new:
+        handles, labels = axes.get_legend_handles_labels()
+        axes.figure.legend(
+            handles, labels, loc="outside lower center", ncols=4, fontsize=_FONT, frameon=False
+        )
     return axes
 
 
@@ -111,9 +133,34 @@ def _metric(name: str) -> str:
     return short
 
 
-def _tensors(g: Graph, metric: str) -> list[_Tensor]:
+def _by_tensor(nodes: list[Node]) -> tuple[list[str], dict[Node, int]]:
+    """The names of the rows, and each node's row."""
+    return [node.meta["clean_name"] for node in nodes], {node: i for i, node in enumerate(nodes)}
+
+
+def _by_layer(nodes: list[Node]) -> tuple[list[str], dict[Node, int]]:
+    """The same, a row for all that one module computes without a call of another in between."""
+    paths = [node.meta.get("modules", ()) for node in nodes]
+    containers = {path for inside in paths for path in inside[:-1]}
+    names: list[str] = []
+    places: dict[Node, int] = {}
+    last: object = None
+    for node, path in zip(nodes, paths, strict=True):
+        layer = path[-1] if path else node
+        name = str(path[-1]) if path else node.meta["clean_name"]
+        if path and layer in containers:  # what it computes itself, named by the last call
+            name = f"{name}: {node.meta['clean_name']}"
+        if layer == last:
+            names[-1] = name
+        else:
+            names.append(name)
+        places[node], last = len(names) - 1, layer
+    return names, places
+
+
+def _tensors(places: dict[Node, int], metric: str) -> list[_Tensor]:
     found = []
-    for row, node in enumerate(n for n in g.nodes if n.op != "output"):
+    for node, row in places.items():
         for direction in _COLOURS:
             data = getattr(node.meta["metrics"], direction)
             if data is not None:
@@ -135,51 +182,60 @@ def _limits(
     return low, high
 
 
-def _axes(g: Graph, title: str, metric: str, low: float, high: float) -> Axes:
+def _new_axes(count: int) -> Axes:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plot draws with matplotlib: pip install matplotlib") from error
-    names = [node.meta["clean_name"] for node in g.nodes if node.op != "output"]
-    figure = Figure(figsize=(11, 2 + len(names) / 4), layout="constrained")
-    axes = figure.subplots()
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(low, high)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.xaxis.set_ticks_position("top")
-    axes.xaxis.set_label_position("top")
-    axes.set_xlabel(Metrics.get_full_name(metric))
-    axes.grid(axis="y", alpha=0.3)
-    if title:
-        axes.set_title(title, fontweight="bold")
+    figure = Figure(figsize=(9, 2 + count / 4), layout="constrained")
+    axes: Axes = figure.subplots()
     return axes
 
 
-def _draw_range(axes: Axes, direction: str, fmt: FPFormat, low: float, high: float) -> None:
+def _set_up(
+    axes: Axes, names: list[str], title: str, metric: str, ends: tuple[float, float], top: float
+) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(*ends)
+    axes.set_ylim(len(names) - 0.5, top)
+    axes.set_yticks(range(len(names)), names, fontsize=_FONT)
+    axes.tick_params(axis="x", labelsize=_FONT)
+    axes.xaxis.set_ticks_position("top")
+    axes.xaxis.set_label_position("top")
+    axes.set_xlabel(Metrics.get_full_name(metric), fontsize=_FONT)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    if title:
+        axes.set_title(title, fontweight="bold")
+
+
+def _width(fmt: FPFormat) -> float:
+    """How many times larger the largest value is than the smallest."""
+    return fmt.max_absolute_value / fmt.min_absolute_subnormal
+
+
+def _draw_range(
+    axes: Axes, direction: str, fmt: FPFormat, ends: tuple[float, float], count: int, order: int
+) -> None:
     name = str(fmt).partition("-")[0]
-    colour = _COLOURS[direction]
-    label = f"{name} over- or underflows"
-    for start, end in (
-        (low, min(fmt.min_absolute_subnormal, high)),
-        (max(fmt.max_absolute_value, low), high),
-    ):
-        if start < end:
-            axes.axvspan(start, end, color=colour, alpha=0.15, lw=0, label=label)
-            label = "_"  # one entry in the legend
-    marks = {
-        "min": fmt.min_absolute_subnormal,
-        "min normal": fmt.min_absolute_normal,
-        "max": fmt.max_absolute_value,
-    }
-    for what, value in marks.items():
-        if not low <= value <= high:
+    tints, y = _TINTS[direction], _BARS[direction]
+    edges = fmt.min_absolute_subnormal, fmt.min_absolute_normal, fmt.max_absolute_value
+    normal, subnormal = (edges[1], edges[2]), (edges[0], edges[1])
+    for (start, end), tint, alpha in zip((normal, subnormal), tints, (1.0, 0.5), strict=True):
+        start, end = max(start, ends[0]), min(end, ends[1])  # noqa: PLW2901
+        if start >= end:
             continue
-        if what == "min normal":
-            axes.axvline(value, color=colour, ls="--", lw=0.8, alpha=0.7)
+        below = (y + _BAR / 2, count - 0.5)
+        band = axes.fill_between((start, end), *below, color=tint, lw=0, zorder=0.1 + order / 10)
+        band.set_label(f"_{name}")
+        axes.barh(
+            y, end - start, _BAR, left=start, color=_COLOURS[direction], alpha=alpha, zorder=1
+        )
+    start, end = max(normal[0], ends[0]), min(normal[1], ends[1])
+    if start < end:
         axes.text(
-            value, -0.01, f"{name} {what} ", rotation=90, va="top", ha="center", fontsize=7,
-            color=colour, transform=axes.get_xaxis_transform(),
+            math.sqrt(start * end), y, name, ha="center", va="center", color="white",
+            fontsize=_FONT, fontweight="bold", clip_on=True,
         )  # fmt: skip
 
 
@@ -196,7 +252,7 @@ def _draw_arrows(axes: Axes, tensors: list[_Tensor]) -> None:
     for tensor in shown.values():
         for source in tensor.node.all_input_nodes:
             other = shown.get((source, tensor.direction))
-            if other is None:
+            if other is None or other.row == tensor.row:
                 continue
             start, end = (other, tensor) if tensor.direction == "fwd" else (tensor, other)
             style = {"arrowstyle": "->", "color": _COLOURS[tensor.direction], "alpha": 0.5}
@@ -218,13 +274,14 @@ def _draw_dots(axes: Axes, tensors: list[_Tensor]) -> None:
             ]
             if chosen:
                 axes.plot(
-                    [t.value for t in chosen], [t.row for t in chosen], marker, color=colour,
-                    ms=5, label=f"{_PASSES[direction]}, {what}",
+                    [t.value for t in chosen], [t.row for t in chosen], marker, color=colour, ms=6,
+                    mfc=colour if direction == "fwd" else "white", mew=1.4,
+                    label=f"{_PASSES[direction]}, {what}",
                 )  # fmt: skip
 
 
 def _draw_zeros(axes: Axes, tensors: list[_Tensor], low: float) -> None:
-    style: dict[str, Any] = {"va": "center", "fontsize": 8, "clip_on": True}
+    style: dict[str, Any] = {"va": "center", "fontsize": _FONT, "clip_on": True}
     for tensor in tensors:
         if not tensor.is_shown:
             text = f"{tensor.value:.3g}"

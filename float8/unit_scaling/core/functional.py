@@ -51,8 +51,8 @@ __all__ = [
     "transformer_residual_scaling_rule",
 ]
 
-# (index of the residual branch, number of branches) -> tau
 ResidualScalingFn = Callable[[int, int], float]
+"""(index of the residual branch, number of branches) -> its weight ``tau``."""
 
 
 def scale_elementwise(
@@ -105,7 +105,7 @@ def rms(
 def transformer_residual_scaling_rule(
     residual_mult: float = 1.0, residual_attn_ratio: float = 1.0
 ) -> ResidualScalingFn:
-    """The residual weights ``tau`` of a transformer (u-muP, appendix G; formulas above).
+    """The residual weights ``tau`` of a transformer (u-muP, arXiv 2407.17465, appendix G).
 
     All attention layers contribute the same scale to the last residual stream, and so do all
     feed-forward layers. With both arguments 1 the embedding, the attention layers together and the

@@ -57,7 +57,8 @@ def cross_entropy(
         target: class indices or probabilities. The gradient of probabilities has unit scale where
             they are one-hot, and less where not.
         size_average, reduce: must be None; torch replaced them by ``reduction``.
-        reduction: "none", "sum" or "mean". The gradient of "mean" is that of "sum"; see above.
+        reduction: "none", "sum" or "mean". The gradient of "mean" is that of "sum": a mean over N
+            tokens would divide all gradients by N.
         mult: multiplies the logits, but not their gradient.
 
     Raises:
@@ -97,7 +98,8 @@ def mse_loss(
     Args:
         input, target: of one shape.
         size_average, reduce: must be None; torch replaced them by ``reduction``.
-        reduction: "none", "sum" or "mean". The gradient of "mean" is that of "sum"; see above.
+        reduction: "none", "sum" or "mean". The gradient of "mean" is that of "sum": a mean over N
+            tokens would divide all gradients by N.
         weight: must be None: weighted gradients have the scale of the weights.
 
     Raises:

@@ -40,7 +40,9 @@ Norm = Literal["pre", "res-post"]
 class MLP(nn.Module):
     """A unit-scaled feed-forward network, ``linear_2(linear_1(x) silu(linear_gate(x)))`` (SwiGLU).
 
-    It has ``hidden_size`` features outside and ``expansion_factor * hidden_size`` inside.
+    Args:
+        hidden_size: features of input and output.
+        expansion_factor: features between the layers, relative to ``hidden_size``.
     """
 
     def __init__(self, hidden_size: int, expansion_factor: int = 4) -> None:
@@ -68,7 +70,9 @@ class TransformerLayer(nn.Module):
         mlp_tau: the weight of the feed-forward branch relative to the skip.
         is_causal: whether a position sees earlier ones only.
         dropout_p: the probability of dropout on attention weights and on both branches.
-        norm: "pre" or "res-post", see the module's docstring.
+        norm: where the norm of a branch f is. "pre": ``f(x) = branch(norm(x))``, as in u-muP.
+            "res-post": ``f(x) = norm(branch(x))``, as in muS (arXiv 2502.05967), which makes the
+            branch's scale 1.
         rotary_base, attention: as for `MHSA`.
 
     Raises:

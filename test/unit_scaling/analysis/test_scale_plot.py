@@ -76,31 +76,105 @@ def test_views_and_integers_are_left_out_and_views_shown_on_request(graph):
     assert "argmax" not in rows(plot(graph, prune_same_scale=False))
 
 
-def spans(axes):
+def bands(axes):
+    """Where the bands of a format begin and end: the normal range, then the subnormal one."""
+    found = {}
+    for band in axes.collections:
+        if band.get_label().startswith("_E"):
+            box = band.get_datalim(axes.transData)
+            found.setdefault(band.get_label()[1:], []).append((box.x0, box.x1))
+    return found
+
+
+def bars(axes):
     return sorted(
         (p.get_x(), p.get_x() + p.get_width()) for p in axes.patches if isinstance(p, Rectangle)
     )
 
 
-def test_the_ground_is_shaded_where_the_formats_lose_values(graph):
+def texts(axes):
+    return [text.get_text() for text in axes.texts if not isinstance(text, Annotation)]
+
+
+def test_bands_show_where_the_formats_keep_all_bits_and_some(graph):
     axes = plot(graph, xmin=2**-20, xmax=2**20)
-    assert spans(axes) == sorted([(2**-20, 2**-9), (448, 2**20), (2**-20, 2**-16), (57344, 2**20)])
-    texts = {text.get_text().strip(): text.get_position()[0] for text in axes.texts}
-    assert texts["E4M3 max"] == 448
-    assert texts["E4M3 min"] == 2**-9
-    assert texts["E4M3 min normal"] == 2**-6
-    assert texts["E5M2 max"] == 57344
-    assert texts["E5M2 min"] == 2**-16
-    assert texts["E5M2 min normal"] == 2**-14
-    legend = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert "E4M3 over- or underflows" in legend
-    assert "forward pass, weight" in legend
+    e4m3, e5m2 = [(2**-6, 448), (2**-9, 2**-6)], [(2**-14, 57344), (2**-16, 2**-14)]
+    assert bands(axes) == {"E4M3": e4m3, "E5M2": e5m2}
+    assert bars(axes) == sorted(e4m3 + e5m2)
+    assert texts(axes) == ["E5M2", "E4M3"]
+
+
+def test_a_band_ends_where_the_axis_ends(graph):
+    axes = plot(graph, xmin=2**-8, xmax=2**8)
+    assert bands(axes) == {
+        "E4M3": [(2**-6, 2**8), (2**-8, 2**-6)],
+        "E5M2": [(2**-8, 2**8)],
+    }
+
+
+def test_the_narrower_format_lies_on_the_wider_one(graph):
+    for forward, backward in ((FPFormat(4, 3), FPFormat(5, 2)), (FPFormat(5, 2), FPFormat(4, 3))):
+        axes = plot(graph, fwd_format=forward, bwd_format=backward)
+        order = {c.get_label(): c.get_zorder() for c in axes.collections}
+        assert order["_E4M3"] > order["_E5M2"]
+
+
+def test_the_legend_names_passes_and_kinds_in_a_figure_of_its_own(graph):
+    axes = plot(graph)
+    (legend,) = axes.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        f"{direction} pass, {kind}"
+        for direction in ("forward", "backward")
+        for kind in ("tensor", "weight")
+    ]
 
 
 def test_other_formats_and_none_can_be_shown(graph):
     axes = plot(graph, xmin=2**-8, xmax=2**8, fwd_format=FPFormat(2, 1), bwd_format=None)
-    assert spans(axes) == [(2**-8, 0.5), (6.0, 2**8)]
-    assert spans(plot(graph, metric="numel")) == []
+    assert bands(axes) == {"E2M1": [(1.0, 6.0), (0.5, 1.0)]}
+    assert bands(plot(graph, metric="numel")) == {}
+    assert bars(plot(graph, metric="numel")) == []
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.branch = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x):
+        return (x + self.branch(self.norm(x))).square()
+
+
+def test_a_row_per_layer_has_all_its_tensors():
+    torch.manual_seed(1)
+    model = track_scales(nn.Sequential(Block()))
+    model(torch.randn(4, 8)).sum().backward()
+    graph = model.scales_graph()
+    by_tensor, by_layer = plot(graph), plot(graph, rows="layers")
+    names = [name.partition(": ")[0] for name in rows(by_layer)]
+    assert names == ["input_1", "0.norm", "0.branch.0", "0.branch.1", "0.branch.2", "0"]
+    assert rows(by_layer)[5] == "0: square"  # a module's own calls, after those of its parts
+    for direction in ("forward", "backward"):
+        values = [
+            sorted(value for _, value in dots(axes)[direction]) for axes in (by_tensor, by_layer)
+        ]
+        assert values[0] == values[1]
+    of_weight = next(n for n in graph.nodes if n.name.endswith("branch_0_weight"))
+    assert (2, of_weight.meta["metrics"].fwd.mean_abs) in dots(by_layer)["forward"]
+    ends = [(int(a.xyann[1]), int(a.xy[1])) for a in arrows(by_layer)]
+    assert (1, 2) in ends and (2, 1) in ends
+    assert all(start != end for start, end in ends)
+
+
+def test_several_models_are_drawn_beside_one_another(graph):
+    from matplotlib.figure import Figure
+
+    left, right = Figure().subplots(1, 2, sharey=True)
+    assert plot(graph, "left", axes=left) is left
+    plot(graph, "right", axes=right)
+    assert dots(left) == dots(right) == dots(plot(graph))
+    assert left.figure.legends == []
 
 
 def arrows(axes):
@@ -147,6 +221,8 @@ def test_a_title_is_shown_and_a_picture_written(graph, tmp_path):
 def test_what_cannot_be_plotted_is_refused_by_name(graph):
     with pytest.raises(ValueError, match="'scale' is not a metric"):
         plot(graph, metric="scale")
+    with pytest.raises(ValueError, match="rows='layer' must be one of 'tensors', 'layers'"):
+        plot(graph, rows="layer")
     with pytest.raises(ValueError, match="0 < xmin < xmax"):
         plot(graph, xmin=-1.0)
     with pytest.raises(ValueError, match="call the model before"):

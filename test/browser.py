@@ -1,0 +1,203 @@
+"""Headless Chromium, told what to do over a pair of pipes; it needs no package.
+
+`Browser` opens pages of a size, runs expressions in them and remembers their requests and errors.
+The messages are those of the DevTools protocol: JSON, each ended by a zero byte.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+_OPTIONS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--disable-extensions",
+    "--no-first-run", "--hide-scrollbars", "--remote-debugging-pipe",
+)  # fmt: skip
+# Names and codes of keys; a key with a text types it.
+_KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "End": 35, "Home": 36}
+_KEYS |= {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+_TEXTS = {"Enter": "\r", " ": " "}
+# Chromium reads commands from file descriptor 3 and writes to 4.
+_START = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4)\n"
+    "os.execv(sys.argv[3], sys.argv[3:])"
+)
+
+
+class Browser:
+    """One browser with one tab; a context manager.
+
+    Attributes:
+        requests: the addresses that pages asked for, since `forget`.
+        errors: errors that pages wrote to the console or raised, since `forget`.
+    """
+
+    def __init__(self) -> None:
+        assert CHROMIUM is not None
+        self.requests: list[str] = []
+        self.errors: list[str] = []
+        self._events: list[dict[str, Any]] = []
+        self._buffer, self._last_id, self._session = b"", 0, ""
+        self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        commands, self._write = os.pipe()
+        self._read, answers = os.pipe()
+        # Above 10, so that neither is replaced by the other.
+        ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (commands, answers)]
+        program = [CHROMIUM, *_OPTIONS, f"--user-data-dir={self._profile.name}", "about:blank"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START, *map(str, ends), *program],
+            pass_fds=ends, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        for fd in (commands, answers, *ends):
+            os.close(fd)
+
+    def __enter__(self) -> Browser:
+        tab = self.send("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.send("Target.attachToTarget", targetId=tab, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.send(f"{domain}.enable")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._write)
+        os.close(self._read)
+        self._profile.cleanup()
+
+    def open(self, address: str) -> None:
+        """Load a page, and wait until its images and scripts are there."""
+        self._events.clear()
+        answer = self.send("Page.navigate", url=address)
+        assert "errorText" not in answer, f"{address}: {answer['errorText']}"
+        self.wait_for("Page.loadEventFired")
+
+    def resize(self, width: int, height: int = 800) -> None:
+        """Give pages a window of this size, in CSS pixels."""
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width, height=height, deviceScaleFactor=1, mobile=False,
+        )  # fmt: skip
+
+    def prefer(self, **features: str) -> None:
+        """Set media features by name, as ``color_scheme="dark"``."""
+        values = [
+            {"name": f"prefers-{name.replace('_', '-')}", "value": value}
+            for name, value in features.items()
+        ]
+        self.send("Emulation.setEmulatedMedia", features=values)
+
+    def value(self, expression: str) -> Any:
+        """The value of a JavaScript expression, JSON or a promise of it."""
+        answer = self.send(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def until(self, expression: str, seconds: float = 10.0) -> Any:
+        """The value of an expression as soon as it is true."""
+        end = time.monotonic() + seconds
+        while not (value := self.value(expression)):
+            assert time.monotonic() < end, f"not within {seconds} s: {expression}"
+            time.sleep(0.05)
+        return value
+
+    def press(self, key: str, times: int = 1) -> None:
+        """Press and release a key, such as ``Tab`` or ``a``."""
+        code, typed = _KEYS.get(key, 0), _TEXTS.get(key, key if len(key) == 1 else "")
+        names = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+        for kind in ("keyDown", "keyUp") * times:
+            text = {"text": typed} if typed and kind == "keyDown" else {}
+            self.send("Input.dispatchKeyEvent", type=kind, **names, **text)
+
+    def point(self, x: float, y: float) -> None:
+        """Move the mouse to a place of the window."""
+        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def tap(self, x: float, y: float) -> None:
+        """Tap a place of the window with a finger."""
+        self.send("Emulation.setTouchEmulationEnabled", enabled=True)
+        self.send("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+        self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        self.send("Emulation.setTouchEmulationEnabled", enabled=False)
+
+    def type(self, text: str) -> None:
+        """Type a text into the element that has the focus."""
+        self.send("Input.insertText", text=text)
+        self.send("Input.dispatchKeyEvent", type="keyUp", key=text[-1])  # scripts listen to keys
+
+    def forget(self) -> None:
+        """Empty the lists of requests and errors."""
+        self.requests.clear()
+        self.errors.clear()
+
+    def picture(self, path: Path, height: int | None = None) -> None:
+        """Write the page, or its first ``height`` pixels, as PNG."""
+        size = self.send("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "scale": 1, **{k: size[k] for k in ("width", "height")}}
+        clip["height"] = min(clip["height"], height or clip["height"])
+        shot = self.send("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+    def pdf(self, path: Path) -> None:
+        """Print the page, on the paper that it asks for or on A4."""
+        size = {"paperWidth": 8.27, "paperHeight": 11.69, "preferCSSPageSize": True}
+        printed = self.send("Page.printToPDF", printBackground=True, **size)
+        path.write_bytes(base64.b64decode(printed["data"]))
+
+    def send(self, method: str, **params: Any) -> dict[str, Any]:
+        """Send a command and return its result."""
+        self._last_id += 1
+        message = {"id": self._last_id, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._message()
+            if answer.get("id") == self._last_id:
+                assert "error" not in answer, f"{method}: {answer['error']}"
+                return answer["result"]
+
+    def wait_for(self, event: str) -> None:
+        """Wait for an event that may have come already since the last `open`."""
+        while all(message["method"] != event for message in self._events):
+            self._message()
+
+    def _message(self, seconds: float = 30.0) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._read], [], [], seconds)
+            assert ready, f"Chromium has said nothing for {seconds} s"
+            read = os.read(self._read, 1 << 20)
+            assert read, "Chromium has ended"
+            self._buffer += read
+        text, _, self._buffer = self._buffer.partition(b"\0")
+        message: dict[str, Any] = json.loads(text)
+        if "method" in message:
+            self._events.append(message)
+            self._note(message["method"], message["params"])
+        return message
+
+    def _note(self, method: str, params: dict[str, Any]) -> None:
+        if method == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
+        elif method == "Runtime.exceptionThrown":
+            details = params["exceptionDetails"]
+            self.errors.append(details.get("exception", details).get("description", str(details)))
+        elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
+        elif method == "Runtime.consoleAPICalled" and params["type"] == "error":
+            self.errors.append(str(params["args"]))

@@ -1,0 +1,185 @@
+"""Every page of the site in a browser, on a desk and on a phone: it fits, loads and can be used."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, Browser
+from fresh import ROOT
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+WIDTHS = (1280, 400)
+PAGE = "architecture/"  # one that all pages are like
+
+# What a page shows, at the width that it has.
+FACTS = """(() => {
+  const width = document.documentElement.clientWidth;
+  const scrolls = element => {
+    for (let e = element.parentElement; e && e !== document.body; e = e.parentElement)
+      if (getComputedStyle(e).overflowX !== "visible") return true;
+    return false;
+  };
+  const wide = [...document.querySelectorAll("body *")].filter(
+    e => e.getBoundingClientRect().right > width + 1 && !scrolls(e)
+         && getComputedStyle(e).position !== "fixed");
+  const images = [...document.querySelectorAll(".md-content img")];
+  return {
+    overflow: document.documentElement.scrollWidth - width,
+    wide: wide.slice(0, 3).map(e => e.outerHTML.slice(0, 200)),
+    missing: images.filter(i => !i.complete || i.naturalWidth === 0).map(i => i.src),
+    mute: images.filter(i => !i.alt.trim()).map(i => i.src),
+    titles: [...document.querySelectorAll("h1")].map(e => e.textContent),
+    text: document.querySelector(".md-content").innerText.length,
+  };
+})()"""
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The directory of a strict build."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)],
+        cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    """Where the site is served."""
+    handler = functools.partial(_Quiet, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def tab():
+    with Browser() as browser:
+        yield browser
+
+
+def pages_of(site: Path) -> list[str]:
+    """The addresses of all pages, relative to the site's."""
+    found = (page.parent.relative_to(site) for page in site.rglob("index.html"))
+    return sorted("" if str(folder) == "." else f"{folder}/" for folder in found)
+
+
+def faults_of(tab: Browser, address: str, page: str) -> list[str]:
+    """What is wrong with a page: at any width, and at each."""
+    tab.forget()
+    tab.resize(WIDTHS[0])
+    tab.open(address + page)
+    faults = []
+    for width in WIDTHS:
+        tab.resize(width)
+        facts = tab.value(FACTS)
+        if facts["overflow"] > 0:
+            faults.append(f"at {width}: {facts['overflow']} px too wide: {facts['wide']}")
+    faults += [f"an image was not loaded: {src}" for src in facts["missing"]]
+    faults += [f"an image has no alt text: {src}" for src in facts["mute"]]
+    if len(facts["titles"]) != 1:
+        faults.append(f"headings of level 1: {facts['titles']}")
+    if facts["text"] < 100:
+        faults.append(f"it has {facts['text']} characters")
+    own = (address, "data:", "blob:")
+    faults += [f"it asks for {url}" for url in tab.requests if not url.startswith(own)]
+    return faults + [f"an error: {error}" for error in tab.errors]
+
+
+def test_every_page_fits_and_loads(tab, site, address):
+    pages = pages_of(site)
+    assert len(pages) >= len(list((ROOT / "docs").rglob("*.md")))
+    faults = {page: found for page in pages if (found := faults_of(tab, address, page))}
+    assert faults == {}
+
+
+PLANTED = {
+    "wide": ('<div style="width:600px">wide</div>', "at 400: "),
+    "image": ('<img src="none.png" alt="none">', "an image was not loaded"),
+    "mute": ('<img src="../assets/images/favicon.png">', "an image has no alt text"),
+    "title": ("<h1>Another</h1>", "headings of level 1"),
+    "host": ('<link rel="stylesheet" href="http://localhost:1/x.css">', "it asks for http://loc"),
+    "script": ("<script>nothing()</script>", "an error: ReferenceError: nothing"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name, tab, site, address):
+    html, fault = PLANTED[name]
+    page = (site / PAGE / "index.html").read_text(encoding="utf-8")
+    planted = site / PAGE / f"{name}.html"
+    planted.write_text(page.replace("</h1>", f"</h1>{html}", 1), encoding="utf-8")
+    found = faults_of(tab, address, f"{PAGE}{name}.html")
+    assert [each for each in found if each.startswith(fault)], found
+
+
+def test_tables_and_code_scroll_inside_their_own_box(tab, address):
+    tab.resize(400)
+    tab.open(f"{address}api/config/")
+    assert tab.value("""[...document.querySelectorAll(".md-content pre > code")]
+        .some(e => e.scrollWidth > e.clientWidth)""")
+
+
+def test_the_search_finds_a_page_and_an_entry(tab, address):
+    tab.resize(1280)
+    tab.open(address)
+    tab.value('document.querySelector("[data-md-component=search-query]").focus()')
+    for query, found in (
+        ("levels of packages", PAGE),
+        ("saved_activations", "api/activations/"),
+    ):
+        tab.value('document.querySelector("[data-md-component=search-query]").select()')
+        tab.type(query)
+        tab.until(f"""[...document.querySelectorAll(".md-search-result__link")]
+            .some(link => link.href.includes("{found}"))""")
+
+
+def test_the_keyboard_reaches_the_content(tab, address):
+    tab.resize(1280)
+    tab.open(address + PAGE)
+    tab.press("Tab")
+    assert tab.value('document.activeElement.matches("a.md-skip")')
+    tab.press("Enter")
+    tab.press("Tab")
+    assert tab.value('document.activeElement.closest(".md-content") !== null')
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_has_the_readers_colours(scheme, tab, address):
+    """Text is dark on light or light on dark, with a contrast of 4.5 (WCAG 2.2, 1.4.3)."""
+    tab.resize(1280)
+    tab.prefer(color_scheme=scheme)
+    tab.open(address + PAGE)
+    contrast, luminance = tab.value("""(() => {
+      const channels = text => text.match(/[\\d.]+/g).map(Number);
+      const linear = c => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+      const luminance = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+      const back = channels(getComputedStyle(document.body).backgroundColor);
+      const text = channels(getComputedStyle(document.querySelector(".md-content p")).color);
+      const alpha = text[3] ?? 1;
+      const mixed = [0, 1, 2].map(i => alpha * text[i] + (1 - alpha) * back[i]);
+      const both = [luminance(back), luminance(mixed)];
+      return [(Math.max(...both) + 0.05) / (Math.min(...both) + 0.05), both[0]];
+    })()""")
+    tab.prefer(color_scheme="light")
+    assert contrast >= 4.5
+    assert (luminance > 0.5) == (scheme == "light")

@@ -1,0 +1,343 @@
+"""The numbers on the pages are those of the result files.
+
+Each function makes one table from files of `benchmarks/results/`, and its page must contain exactly
+that text. After a new measurement the test fails and prints the table: paste it into the page.
+"""
+
+import json
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+from linear.test_bytes import BYTES, LAUNCHES
+
+from float8.config import RECIPES
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+FILES = sorted(path.stem for path in RESULTS.glob("*.json"))
+
+
+def result(name):
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def rows(name, *fields):
+    """The rows of a file, by the values of these fields; a single field is the key itself."""
+    keys = [tuple(row[field] for field in fields) for row in result(name)["rows"]]
+    return {
+        key if len(fields) > 1 else key[0]: row
+        for key, row in zip(keys, result(name)["rows"], strict=True)
+    }
+
+
+def markdown(header, body):
+    """A table; ``header`` is its first line without the outer bars."""
+    columns = header.split(" | ")
+    assert all(len(line) == len(columns) for line in body)
+    rule = "---".join("|" * (len(columns) + 1))
+    lines = [f"| {' | '.join(map(str, line))} |".replace("|  |", "| |") for line in body]
+    return "\n".join([f"| {header} |", rule, *lines, ""])
+
+
+def times(ratio, digits=2):
+    return f"{ratio:.{digits}f}x"
+
+
+def spread(values, form="+.2f", unit=" %"):
+    """Mean and standard deviation."""
+    mean, deviation = statistics.fmean(values), statistics.stdev(values)
+    return f"{mean:{form}} ± {deviation:{form.strip('+')}}{unit}"
+
+
+def gib(row, *parts):
+    return [f"{row[f'{part}_mib'] / 1024:,.1f}" for part in parts]
+
+
+# --- the files themselves
+
+VERSIONS = {  # the commit of a result -> the version of float8
+    "39b5a18": "0.1.0", "79c545e": "0.2.0", "aef3fd8": "0.3.0", "b1d6a43": "0.3.0",
+    "20418ed": "0.3.0", "c7f6d8a": "0.3.0", "e200748": "0.3.0", "bd9ff96": "0.3.0",
+    "929869d": "0.5.0", "c9b3b16": "0.5.0", "571dcdc": "0.6.0", "fc72c88": "0.8.0",
+}  # fmt: skip
+CLEAN = {True: "no", False: "yes", None: "not recorded"}
+
+
+def all_files():
+    body = []
+    for name in FILES:
+        found = result(name)
+        where = found.get("environment") or demo_environment(found)
+        assert (where["torch"], where["python"]) == ("2.13.0+cpu", "3.11.7"), "the page says so"
+        link = f"[`{name}.json`](../benchmarks/results/{name}.json)"
+        clean, commit = CLEAN[where["dirty"]], where["commit"][:7]
+        body.append([link, where["cpu"], where["threads"], VERSIONS[commit], commit, clean])
+    return markdown("file | CPU | threads | version | commit | clean checkout", body)
+
+
+def demo_environment(found):
+    cpu, threads = found["machine"].removesuffix(" threads").split(", ")
+    return found | {"cpu": cpu, "threads": threads, "commit": found["git_commit"], "dirty": None}
+
+
+# --- speed
+
+
+def layer_without_amx():
+    found = rows("cpu_noamx_bench_linear", "mode", "layer")
+    body = []
+    for mode, layer in found:
+        if mode == "eager" and layer != "nn.Linear":
+            ratios = [times(found[m, layer]["ratio"]) for m in ("eager", "compiled")]
+            saved = found[mode, layer].get("saved_ratio")
+            body.append([f"`{layer}`", *ratios, "" if saved is None else times(saved)])
+    return markdown("layer | eager | compiled | saved in eager mode", body)
+
+
+def layer_with_amx():
+    eager = rows("cpu_bench_linear", "layer")
+    compiled = rows("cpu_bench_linear_compile", "layer")
+    body = [
+        [f"`{layer}`", *map(times, (row["ratio"], compiled[layer]["ratio"], row["saved_ratio"]))]
+        for layer, row in eager.items()
+        if layer != "nn.Linear"
+    ]
+    return markdown("layer | eager | compiled | saved in eager mode", body)
+
+
+def products():
+    return by_shape("scales", rows("cpu_bench_matmul", "granularity", "shape"), "ratio")
+
+
+def overhead():
+    return by_shape("recipe", rows("cpu_bench_overhead", "layer", "shape"), "overhead")
+
+
+def by_shape(header, found, field):
+    shapes = list(dict.fromkeys(shape for _, shape in found))
+    names = dict.fromkeys(name for name, shape in found if field in found[name, shape])
+    body = [[f"`{name}`", *(times(found[name, s][field]) for s in shapes)] for name in names]
+    return markdown(" | ".join([header, *shapes]), body)
+
+
+def unit_casts():
+    body = [
+        [mode, layer, times(row["ratio_to_unit"]), f"{row['cuda_mib']:.1f}", row["cuda_launches"]]
+        for (mode, layer), row in rows("cpu_unit", "mode", "layer").items()
+    ]
+    return markdown("mode | linear layers | time / `unit`'s | MiB moved | launches", body)
+
+
+def optimizer_steps():
+    body = [
+        [name, mode, times(row["ratio"]), f"{row['state_bytes']:.2f}", f"{row['moved_bytes']:.1f}"]
+        for (name, mode), row in rows("cpu_optim", "optimizer", "mode").items()
+    ]
+    header = "states | mode | time / foreach's | state bytes per parameter"
+    return markdown(f"{header} | bytes moved per parameter", body)
+
+
+def inspection():
+    found = rows("cpu_numerics", "watched", "layer")
+    body = [
+        [f"`{layer}`", times(found["every 50", layer]["ratio"], 3), times(row["ratio"])]
+        for (watched, layer), row in found.items()
+        if watched == "each step"
+    ]
+    return markdown("recipe | a run with `inspect_every(model, n=50)` | an inspected step", body)
+
+
+def casts_on_cuda():
+    body = []
+    for recipe in RECIPES:
+        x, g, w, cached = BYTES[recipe]
+        assert x == g
+        body.append([f"`{recipe}`", x, w, cached, LAUNCHES[recipe]])
+    return markdown("recipe | input, grad_output | weight | cached weight | launches", body)
+
+
+# --- quality
+
+
+def demo():
+    runs = result("cpu_noamx_demo")["runs"]
+    body = []
+    for recipe in dict.fromkeys(run["recipe"] for run in runs):
+        losses, gaps, speed, saved = (
+            [run[field] for run in runs if run["recipe"] == recipe] for field in DEMO
+        )
+        loss, gap = spread(losses, ".3f", ""), spread(gaps) if any(gaps) else ""
+        mean = f"{statistics.fmean(speed):,.0f}", f"{statistics.fmean(saved):.1f}"
+        body.append([f"`{recipe}`", loss, gap, *mean])
+    return markdown("recipe | validation loss | gap to its base | tokens/s | saved MiB", body)
+
+
+DEMO = ("final_val_loss", "gap_to_base_percent", "tokens_per_second", "saved_for_backward_mib")
+
+
+def demo_in_two_processes():
+    body = [
+        [f"`{run['recipe']}`", f"{run['gap_to_alone_percent']:+.2f} %"]
+        for run in result("cpu_noamx_demo_nproc2")["runs"]
+        if run["processes"] == 2
+    ]
+    return markdown("recipe | loss in two processes, against one", body)
+
+
+def learning_rates():
+    found = rows("cpu_mup_transfer", "layer", "width", "log2_lr")
+    best = {
+        key[:2]: f"{round(row['optimum'], 1) + 0.0:.1f}"
+        for key, row in found.items()
+        if "optimum" in row
+    }
+    targets = result("cpu_mup_transfer")["targets"]
+    spreads = {t["layer"]: t["measured"] for t in targets if t["mode"] == "spread"}
+    body = [
+        [layer, *(best[layer, width] for width in (64, 128, 256)), f"{distance:.1f}"]
+        for layer, distance in spreads.items()
+    ]
+    return markdown("parametrisation | width 64 | 128 | 256 | spread", body)
+
+
+def stability():
+    found = rows("cpu_mus_stability", "log2_lr", "layer")
+    body = []
+    for power in (0, 3, 6):
+        cells = []
+        for layer in ("u-mup", "mus"):
+            row = found[power, layer]
+            cells += [f"{row['val_loss']:.2f}", f"{row['last_std']:,.1f}"]
+            cells.append(f"{row['operand_max']:,.0f}")
+        body.append([2**power, *cells])
+    one = "{0} loss | {0} stream | {0} largest"
+    return markdown(f"learning rate | {one.format('u-muP')} | {one.format('muS')}", body)
+
+
+def bert():
+    found = rows("cpu_bert", "layer", "mode")
+    body = []
+    for model, name in (("base", "base"), ("unit", "unit-scaled")):
+        rest = [found[model, mode] for mode in ("fp16", "fp8")]
+        cells = [f"{row['val_loss']:.3f} ({row['gap_percent']:+.2f} %)" for row in rest]
+        body.append([name, f"{found[model, 'fp32']['val_loss']:.3f}", *cells])
+    return markdown("model | fp32 | fp16 | fp8, scale 1", body)
+
+
+# --- memory and communication
+
+MEMORY = rows("cpu_memory", "mode", "layer")
+EVERYTHING = "tensorwise+saved_activations+float8_adamw"
+SOME = ("bf16", "bf16+float8_adamw", "tensorwise+saved_activations", EVERYTHING)
+
+
+def memory_of_llama2():
+    gaps = {}
+    for row in result("cpu_memory_quality")["rows"]:
+        if "gap_percent" in row:
+            gaps.setdefault(row["layer"], []).append(row["gap_percent"])
+    body = []
+    for (model, run), row in MEMORY.items():
+        if model == "llama2-7b" and "error" not in row:
+            loss = spread(gaps[run]) if run in gaps else ""
+            body.append([run.replace("+", " + "), *memory(row), loss])
+    return markdown(f"run | {SIZES} | loss", body)
+
+
+def memory_of_llama3():
+    models = {"llama3-8b": "Llama-3-8B", "llama3-70b": "Llama-3-70B"}
+    body = [
+        [label, run.replace("+", " + "), *memory(MEMORY[model, run])]
+        for model, label in models.items()
+        for run in SOME
+    ]
+    return markdown(f"model | run | {SIZES}", body)
+
+
+SIZES = "optimizer | activations | peak | less | less per GPU"
+
+
+def memory(row):
+    ratios = times(row["smaller"]), times(row["smaller_per_gpu"])
+    return [*gib(row, "optimizer", "activations", "peak"), *ratios]
+
+
+def memory_in_bytes():
+    fields = ("optimizer_mib", "activations_mib", "peak_rss_mib")
+    body = [
+        [run.replace("+", " + "), *(f"{row[field]:,.1f}" for field in fields)]
+        for (model, run), row in MEMORY.items()
+        if model == "demo GPT"
+    ]
+    return markdown("run | optimizer MiB | activations MiB | resident MiB", body)
+
+
+def communication():
+    body = []
+    for (processes, form), row in rows("cpu_comm", "processes", "form").items():
+        ratios = [row.get("weights_ratio"), row.get("gradients_ratio")]
+        cells = ["" if ratio is None else times(ratio, 3) for ratio in ratios]
+        counts = row["collectives"], row["scale_collectives"]
+        body.append([processes, form, f"{row['sent_kib']:,.0f}", *cells, *counts])
+    header = "processes | form | sent KiB | weights | gradients | collectives | for scales"
+    return markdown(header, body)
+
+
+TABLES = {
+    "measurements": (
+        all_files,
+        *(layer_without_amx, layer_with_amx, products, overhead),
+        *(unit_casts, optimizer_steps, inspection),
+        *(demo, demo_in_two_processes, learning_rates, stability, bert),
+        *(memory_of_llama3, memory_in_bytes, communication),
+    ),
+    "memory": (memory_of_llama2,),
+    "speed": (casts_on_cuda,),
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "table"), [(page, table) for page, tables in TABLES.items() for table in tables]
+)
+def test_table_is_that_of_the_result_files(page, table):
+    expected = table()
+    assert expected in read(page), f"docs/{page}.md lacks this table:\n\n{expected}"
+
+
+def read(page):
+    return (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+
+
+def test_sentences_quote_the_result_files():
+    runs = result("cpu_noamx_demo")["runs"]
+    gaps = {r: statistics.fmean(x["gap_to_base_percent"] for x in runs if x["recipe"] == r)
+            for r in dict.fromkeys(run["recipe"] for run in runs)}  # fmt: skip
+    worst = max(gap for recipe, gap in gaps.items() if recipe != "naive")
+    assert f"at most {worst:.2f} % above bf16" in read("measurements")
+    assert f"`naive` ends {gaps['naive']:.0f} % above" in read("measurements")
+
+    seeds = [
+        row["val_loss"] for row in result("cpu_memory_quality")["rows"] if row["layer"] == "bf16"
+    ]
+    noise = 100 * statistics.stdev(seeds) / statistics.fmean(seeds)
+    assert f"lie ± {noise:.2f} % apart" in read("memory")
+
+    sent = rows("cpu_comm", "form", "processes")
+    for form, what, ratio in (
+        ("FSDP2, tensorwise", "weights", "weights_ratio"),
+        ("FSDP2, float8 gradients", "gradients", "gradients_ratio"),
+        ("DDP, float8 gradients", "gradients", "gradients_ratio"),
+    ):
+        most = max(sent[form, processes][ratio] for processes in (2, 4))
+        assert f"| {what}: {times(most)}" in read("many_gpus"), form
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_file_stands_with_its_command(name):
+    """A section links the file, and its command is the one that wrote it."""
+    written = re.sub(r" (-o|--plot|--out-dir) \S+", "", result(name)["command"])
+    sections = re.split(r"^##+ ", read("measurements"), flags=re.MULTILINE)
+    sections = [" ".join(text.split()) for text in sections if f"results/{name}.json" in text]
+    assert any(written.replace("'", '"') in text for text in sections), written
