@@ -347,6 +347,12 @@ def test_sentences_quote_the_result_files():
     noise = 100 * statistics.stdev(seeds) / statistics.fmean(seeds)
     assert f"lie ± {noise:.2f} % apart" in read("memory")
 
+    llama2, llama3 = (MEMORY[model, EVERYTHING] for model in ("llama2-7b", "llama3-8b"))
+    text = " ".join(read("memory").split())
+    assert f"take {times(llama2['states_ratio'], 3)} of float32 AdamW's" in text
+    block2, block3 = (times(row["block_ratio"], 3) for row in (llama2, llama3))
+    assert f"take {block2} of bf16's, and {block3} for Llama-3-8B" in text
+
     sent = rows("cpu_comm", "form", "processes")
     for form, what, ratio in (
         ("FSDP2, tensorwise", "weights", "weights_ratio"),
