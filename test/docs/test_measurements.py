@@ -255,9 +255,9 @@ def memory_of_llama2():
     body = []
     for (model, run), row in MEMORY.items():
         if model == "llama2-7b" and "error" not in row:
-            loss = spread(gaps[run]) if run in gaps else ""
+            loss = spread(gaps[run], unit="") if run in gaps else ""
             body.append([run.replace("+", " + "), *memory(row), loss])
-    return markdown(f"run | {SIZES} | loss", body)
+    return markdown(f"run | {SIZES} | loss, %", body)
 
 
 def memory_of_llama3():
