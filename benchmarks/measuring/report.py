@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.measuring.harness import Row
+from float8.version import __version__
 
 Columns = Mapping[str, tuple[str, str]]  # a row's key -> its header and its number format
 
@@ -102,6 +103,7 @@ def environment(device: str) -> Row:
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
         "platform": platform.platform(),
+        "float8": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": version("triton"),

@@ -1,9 +1,10 @@
 """What mkdocs does with this repository beyond rendering docs/; mkdocs.yml names this file.
 
-Pages are plain Markdown whose links work in the repository. The site differs in two ways:
+Pages are plain Markdown whose links work in the repository. The site differs in three ways:
 
 - README.md and CHANGELOG.md, which lie outside docs/, become the pages index.md and changelog.md.
 - Links to files that are not part of the site, such as result files, lead to the repository.
+- A picture of many pixels is a link to itself: on a phone its text would be too small.
 
 A link to a file that does not exist is left as it is, and a public name that is not documented
 (`api.py`) is a warning, so that a strict build refuses both.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,6 +30,7 @@ log = get_plugin_logger("api")
 PAGES_OF_FILES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 _FENCED = re.compile(r"^ *```.*?^ *```[^\n]*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+_IMAGE = re.compile(r"(?<!\[)(!\[[^\]]*\]\(([^)\s]+\.png)\))")  # not one that is a link already
 
 
 def on_pre_build(config: MkDocsConfig, **_: Any) -> None:
@@ -47,9 +50,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
-    """The page's text with its links as the site needs them."""
+    """The page's text with its links as the site needs them, and pictures that open alone."""
     root = Path(config.config_file_path).parent
-    return with_links(markdown, page.file.src_uri, root, config.repo_url or "")
+    text = with_links(markdown, page.file.src_uri, root, config.repo_url or "")
+    return _outside_code(text, lambda part: _IMAGE.sub(r"[\1](\2)", part))
 
 
 def with_links(markdown: str, page: str, root: Path, repository: str) -> str:
@@ -68,11 +72,15 @@ def with_links(markdown: str, page: str, root: Path, repository: str) -> str:
         before, link, after = match.groups()
         return before + _target(link, folder, PurePosixPath(page).parent, root, repository) + after
 
+    return _outside_code(markdown, lambda part: _LINK.sub(target, part))
+
+
+def _outside_code(markdown: str, change: Callable[[str], str]) -> str:
     parts, end = [], 0
     for code in _FENCED.finditer(markdown):
-        parts += [_LINK.sub(target, markdown[end : code.start()]), code.group()]
+        parts += [change(markdown[end : code.start()]), code.group()]
         end = code.end()
-    return "".join([*parts, _LINK.sub(target, markdown[end:])])
+    return "".join([*parts, change(markdown[end:])])
 
 
 def _target(

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.measuring.report import cpu_model
 from float8.numerics.snapshot import replace_file, try_writing
+from float8.version import __version__
 
 
 def environment(seed: int, device: str) -> dict[str, Any]:
@@ -25,6 +26,7 @@ def environment(seed: int, device: str) -> dict[str, Any]:
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "seed": seed,
         "git_commit": commit or None,
+        "float8": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": machine(device),

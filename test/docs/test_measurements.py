@@ -16,7 +16,8 @@ from float8.config import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-FILES = sorted(path.stem for path in RESULTS.glob("*.json"))
+PREDICTED = "predicted_h100"
+FILES = sorted(path.stem for path in RESULTS.glob("*.json") if path.stem != PREDICTED)
 
 
 def result(name):
@@ -57,10 +58,11 @@ def gib(row, *parts):
 
 # --- the files themselves
 
-VERSIONS = {  # the commit of a result -> the version of float8
+VERSIONS = {  # the commit of a result that does not name the version of float8 -> that version
     "39b5a18": "0.1.0", "79c545e": "0.2.0", "aef3fd8": "0.3.0", "b1d6a43": "0.3.0",
     "20418ed": "0.3.0", "c7f6d8a": "0.3.0", "e200748": "0.3.0", "bd9ff96": "0.3.0",
     "929869d": "0.5.0", "c9b3b16": "0.5.0", "571dcdc": "0.6.0", "fc72c88": "0.8.0",
+    "3713d83": "0.8.0",
 }  # fmt: skip
 CLEAN = {True: "no", False: "yes", None: "not recorded"}
 
@@ -73,7 +75,8 @@ def all_files():
         assert (where["torch"], where["python"]) == ("2.13.0+cpu", "3.11.7"), "the page says so"
         link = f"[`{name}.json`](../benchmarks/results/{name}.json)"
         clean, commit = CLEAN[where["dirty"]], where["commit"][:7]
-        body.append([link, where["cpu"], where["threads"], VERSIONS[commit], commit, clean])
+        version = where.get("float8") or VERSIONS[commit]
+        body.append([link, where["cpu"], where["threads"], version, commit, clean])
     return markdown("file | CPU | threads | version | commit | clean checkout", body)
 
 
@@ -147,6 +150,17 @@ def inspection():
         if watched == "each step"
     ]
     return markdown("recipe | a run with `inspect_every(model, n=50)` | an inspected step", body)
+
+
+def predicted_on_h100():
+    found = result(PREDICTED)["rows"]
+    plain = sum(row["bf16_s"] for row in found)
+    body = []
+    for recipe in RECIPES:
+        products, casts = (sum(row[recipe][key] for row in found) for key in ("gemms_s", "casts_s"))
+        share = f"{100 * casts / (products + casts):.0f} %"
+        body.append([f"`{recipe}`", times(plain / (products + casts)), share])
+    return markdown("recipe | linear layers of a block | share of casts", body)
 
 
 def casts_on_cuda():
@@ -256,12 +270,19 @@ def memory_of_llama3():
     return markdown(f"model | run | {SIZES}", body)
 
 
-SIZES = "optimizer | activations | peak | less | less per GPU"
+SIZES = "optimizer | activations | peak | per GPU"
 
 
 def memory(row):
+    optimizer, activations, peak = gib(row, "optimizer", "activations", "peak")
     ratios = times(row["smaller"]), times(row["smaller_per_gpu"])
-    return [*gib(row, "optimizer", "activations", "peak"), *ratios]
+    return [optimizer, activations, f"{peak} ({ratios[0]})", ratios[1]]
+
+
+def memory_of_recipes():
+    found = rows("cpu_memory_recipes", "layer").items()
+    body = [[f"`{run}`", *memory(row)] for run, row in found if "+" not in run]
+    return markdown(f"recipe | {SIZES}", body)
 
 
 def memory_in_bytes():
@@ -291,10 +312,10 @@ TABLES = {
         *(layer_without_amx, layer_with_amx, products, overhead),
         *(unit_casts, optimizer_steps, inspection),
         *(demo, demo_in_two_processes, learning_rates, stability, bert),
-        *(memory_of_llama3, memory_in_bytes, communication),
+        *(memory_of_recipes, memory_of_llama3, memory_in_bytes, communication),
     ),
     "memory": (memory_of_llama2,),
-    "speed": (casts_on_cuda,),
+    "speed": (predicted_on_h100, casts_on_cuda),
 }
 
 
@@ -312,8 +333,10 @@ def read(page):
 
 def test_sentences_quote_the_result_files():
     runs = result("cpu_noamx_demo")["runs"]
-    gaps = {r: statistics.fmean(x["gap_to_base_percent"] for x in runs if x["recipe"] == r)
-            for r in dict.fromkeys(run["recipe"] for run in runs)}  # fmt: skip
+    gaps = {
+        recipe: statistics.fmean(x["gap_to_base_percent"] for x in runs if x["recipe"] == recipe)
+        for recipe in dict.fromkeys(run["recipe"] for run in runs)
+    }
     worst = max(gap for recipe, gap in gaps.items() if recipe != "naive")
     assert f"at most {worst:.2f} % above bf16" in read("measurements")
     assert f"`naive` ends {gaps['naive']:.0f} % above" in read("measurements")
@@ -339,5 +362,6 @@ def test_file_stands_with_its_command(name):
     """A section links the file, and its command is the one that wrote it."""
     written = re.sub(r" (-o|--plot|--out-dir) \S+", "", result(name)["command"])
     sections = re.split(r"^##+ ", read("measurements"), flags=re.MULTILINE)
-    sections = [" ".join(text.split()) for text in sections if f"results/{name}.json" in text]
+    sections = [text.replace("\\\n", "") for text in sections if f"results/{name}.json" in text]
+    sections = [" ".join(text.split()) for text in sections]
     assert any(written.replace("'", '"') in text for text in sections), written

@@ -102,6 +102,13 @@ def _index_put_(
     return x
 
 
+@implements(aten.masked_fill_.Scalar)
+def _masked_fill_(func: Any, x: Tensor, mask: Tensor, value: float) -> Tensor:
+    """``x.masked_fill_(mask, value)``; from torch 2.15 on ``x[mask] = value`` calls it too."""
+    filled = torch.tensor(float(value), device=x.device)
+    return _index_put_(aten.index_put_.default, x, [mask.expand(x.shape)], filled)
+
+
 def _scale_of_each_element(x: Float8Tensor) -> Tensor:
     scale = x._scale
     for dim, extent in enumerate(x._block):

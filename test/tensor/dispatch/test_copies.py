@@ -225,6 +225,15 @@ def test_a_mask_may_set_elements_to_a_number():
     assert bool((q.dequantize() >= 0).all()) and bool((q.dequantize()[mask] == 0).all())
 
 
+def test_masked_fill_writes_what_an_assignment_does():
+    q = Float8Tensor.from_high_precision(torch.randn(6, 24), E4M3, Rowwise())
+    columns, other = torch.arange(24) % 3 == 0, q.clone()
+    assert q.masked_fill_(columns, -0.3) is q
+    other[columns.expand(6, 24).nonzero(as_tuple=True)] = torch.tensor(-0.3)
+    assert torch.equal(q.float8_data.view(torch.uint8), other.float8_data.view(torch.uint8))
+    assert torch.equal(q.scale, other.scale)
+
+
 def test_index_put_of_a_float8_tensor_into_a_plain_one():
     q = Float8Tensor.from_high_precision(torch.randn(2, 24), E4M3)
     plain = torch.zeros(6, 24).index_put_((torch.tensor([5, 1]),), q)
