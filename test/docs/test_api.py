@@ -103,6 +103,21 @@ def test_an_entry_of_nothing_is_caught(tmp_path):
     assert undocumented(tmp_path) == ["docs/api/more.md: there is no float8.old", MISSING[0]]
 
 
+def test_an_entry_of_a_module_that_a_function_hides_is_caught(tmp_path):
+    _write(
+        tmp_path,
+        {
+            "float8/__init__.py": '"""P."""\nfrom float8.late import late\n__all__ = ["late"]',
+            "float8/late.py": '"""A module."""\ndef late():\n    """A function."""',
+            "docs/api/all.md": "::: float8.late",
+        },
+    )
+    problems = undocumented(tmp_path)
+    assert problems[0] == "docs/api/all.md: float8.late is a module too: add .late"
+    _write(tmp_path, {"docs/api/all.md": "::: float8.late.late"})
+    assert undocumented(tmp_path) == []
+
+
 # --- true
 
 
