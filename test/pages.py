@@ -9,6 +9,7 @@ Further kinds of blocks:
 - ```` ```text ```` directly after such a block: its output, in which ``...`` matches anything. A
   line ``python -m float8...`` of that block runs too.
 - ``<!-- not run: REASON -->`` before a block: the block is not run.
+- ``<!-- needs: lightning, torch>=2.13 -->``: the page runs only where these are installed.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from fresh import ROOT
+from torch.torch_version import TorchVersion
 
 _BLOCK = re.compile(
     r"^(?P<skip><!-- not run: .+ -->\n+)?^```(?P<kind>\w+)(?P<options>[^\n]*)\n(?P<code>.*?)^```$",
@@ -66,6 +69,19 @@ def blocks_of(text: str) -> list[Block]:
         )
         end = found.end()
     return blocks
+
+
+def lacks(text: str) -> str | None:
+    """The first package that a page needs and that is not installed, or None."""
+    for needs in re.findall(r"^<!-- needs: (.+) -->$", text, re.MULTILINE):
+        for need in needs.split(", "):
+            package, _, least = need.partition(">=")
+            try:
+                if TorchVersion(metadata.version(package)) < (least or "0"):
+                    return str(need)
+            except metadata.PackageNotFoundError:
+                return str(need)
+    return None
 
 
 def run_page(path: Path, folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fresh import ROOT
-from pages import blocks_of, check_command, check_output, run_commands, run_page
+from pages import blocks_of, check_command, check_output, lacks, run_commands, run_page
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = [page for page in PAGES if blocks_of(page.read_text(encoding="utf-8"))]
@@ -27,11 +27,20 @@ def _leave_no_settings():
 
 @pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_runs_as_written(page, tmp_path, monkeypatch):
+    if missing := lacks(page.read_text(encoding="utf-8")):
+        pytest.skip(f"{missing} is not installed")
     monkeypatch.chdir(tmp_path)
     run_page(page, tmp_path)
 
 
 # --- the runner
+
+
+def test_what_a_page_needs():
+    assert lacks("a page\n") is None
+    assert lacks("<!-- needs: torch, pytest>=2 -->\n") is None
+    assert lacks("<!-- needs: torch>=99.1, pytest -->\n") == "torch>=99.1"
+    assert lacks("<!-- needs: pytest -->\n\n<!-- needs: no-such-package -->\n") == "no-such-package"
 
 
 def test_blocks_and_their_outputs_are_found():
