@@ -255,9 +255,9 @@ def memory_of_llama2():
     body = []
     for (model, run), row in MEMORY.items():
         if model == "llama2-7b" and "error" not in row:
-            loss = spread(gaps[run]) if run in gaps else ""
+            loss = spread(gaps[run], unit="") if run in gaps else ""
             body.append([run.replace("+", " + "), *memory(row), loss])
-    return markdown(f"run | {SIZES} | loss", body)
+    return markdown(f"run | {SIZES} | loss, %", body)
 
 
 def memory_of_llama3():
@@ -346,6 +346,12 @@ def test_sentences_quote_the_result_files():
     ]
     noise = 100 * statistics.stdev(seeds) / statistics.fmean(seeds)
     assert f"lie ± {noise:.2f} % apart" in read("memory")
+
+    llama2, llama3 = (MEMORY[model, EVERYTHING] for model in ("llama2-7b", "llama3-8b"))
+    text = " ".join(read("memory").split())
+    assert f"take {times(llama2['states_ratio'], 3)} of float32 AdamW's" in text
+    block2, block3 = (times(row["block_ratio"], 3) for row in (llama2, llama3))
+    assert f"take {block2} of bf16's, and {block3} for Llama-3-8B" in text
 
     sent = rows("cpu_comm", "form", "processes")
     for form, what, ratio in (

@@ -8,10 +8,18 @@ import subprocess
 
 import pytest
 from browser import CHROMIUM, Browser
+from fresh import ROOT
 from runs import run
 
 from float8.numerics.explanations import EXPLANATIONS
-from float8.numerics.problems import EXPECTED_SQNR
+from float8.numerics.problems import (
+    EXPECTED_SQNR,
+    FLUSHED,
+    MANY_OUTLIERS,
+    MISSING_SQNR,
+    STALE_ABOVE,
+    STALE_BELOW,
+)
 from float8.numerics.report import _resource, page
 
 ABOUT = {"file": "run.json", "float8": "1", "torch": "2"}
@@ -116,6 +124,21 @@ def test_the_explanations_say_the_thresholds():
     assert "Above 0.1 % wants a look, above 1 % is bad" in EXPLANATIONS["saturated"].bad
     assert EXPLANATIONS["staleness"].good.startswith("Between -6 and +0.5")
     assert set(EXPECTED_SQNR.values()) == {32.0, 26.0}
+
+
+def test_the_documentation_has_the_columns_and_thresholds_of_the_page():
+    text = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+    table = text[text.index("| column |") : text.index("A low SQNR of one cast")]
+    rows = {line.split("|")[1].strip(): line for line in table.splitlines()[2:] if line}
+    shown = {one.name.lower().removesuffix(" db") for one in EXPLANATIONS.values()}
+    described = {"layer", "operand", "powers of two", "over the run"}  # no number to judge
+    assert {name.lower() for name in rows} == shown - described
+    less, least = MISSING_SQNR
+    assert f"below {32 - less:g} ({26 - less:g})" in rows["SQNR"]
+    assert f"below {32 - least:g} ({26 - least:g})" in rows["SQNR"]
+    assert f"below {100 * FLUSHED[0]:g} %" in rows["flushed"]
+    assert f"below {MANY_OUTLIERS:g}" in rows["kurtosis"]
+    assert f"between {STALE_BELOW:g} and +{STALE_ABOVE:g}" in rows["stale"]
 
 
 def test_all_explanations_are_there_without_javascript():
