@@ -1,4 +1,4 @@
-"""The pages for users of other libraries have every name that the errors know, and that those have."""
+"""The pages for users of other libraries have all names that those have, or that errors know."""
 
 from dataclasses import fields
 
