@@ -173,7 +173,8 @@ class Device:
     def save(self, path: str | Path) -> None:
         """Write the device as JSON, sources included; `load` reads it.
 
-        Creates missing directories.
+        Args:
+            path: of the file; directories that are missing are made.
         """
         text = json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -182,6 +183,9 @@ class Device:
     @classmethod
     def load(cls, path: str | Path) -> Device:
         """The device that `save` wrote.
+
+        Args:
+            path: of the file.
 
         Raises:
             ValueError: the file is not such a file; the message says what is wrong with it.

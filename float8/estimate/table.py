@@ -99,6 +99,10 @@ class Estimate:
         Args:
             recipe: its name in the table.
             only_gains: convert only layers predicted to gain, as `faster_layers` does.
+
+        Returns:
+            Its ``speedup``, and what that is made of: ``bf16_s`` and ``seconds``, the times in
+            bfloat16 and with the recipe, and ``saved_bytes``.
         """
         seconds, saved = 0.0, 0
         for row in self.rows:

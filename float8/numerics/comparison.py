@@ -126,7 +126,11 @@ class Comparison:
         return [asdict(layer) for layer in self.layers]
 
     def worst(self, count: int = 1) -> list[str]:
-        """The names of the layers that hurt most."""
+        """The names of the layers that hurt most, worst first.
+
+        Args:
+            count: how many.
+        """
         return [layer.layer for layer in self.layers[:count]]
 
     def table(self, top: int | None = None) -> str:
@@ -139,7 +143,11 @@ class Comparison:
         return simple_table(_HEADERS, rows, 1, top)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as strict JSON, for other programs; inf is the string "inf"."""
+        """Write it as strict JSON, for other programs; inf is the string "inf".
+
+        Args:
+            path: of the file.
+        """
         content = {"format": "float8.comparison", "version": 1, **asdict(self)}
         text = json.dumps(strict_json(content), allow_nan=False, indent=1)
         Path(path).write_text(text, encoding="utf-8")

@@ -69,7 +69,7 @@ def inspect_every(
 
 
 class Monitor:
-    """The context manager that `inspect_every` returns.
+    """The context manager that `inspect_every` returns, with the arguments of that function.
 
     Attributes:
         report: of the last inspected step, or None.

@@ -158,6 +158,9 @@ class Report:
     def merged(self, *others: Report) -> Report:
         """One report of the elements of all: of other ranks, batches or steps of one model.
 
+        Args:
+            others: reports of the same casts.
+
         Raises:
             ValueError: the reports are of different casts.
         """
@@ -191,12 +194,21 @@ class Report:
         return reports[0].merged(*reports[1:])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file with this one snapshot."""
+        """Write a file with this one snapshot, as JSON.
+
+        ``python -m float8.numerics.report`` makes a page of it.
+
+        Args:
+            path: of the file, which is replaced if it exists.
+        """
         write_run(path, self.model, [as_json(self)])
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Report:
         """The report of a file that holds one.
+
+        Args:
+            path: of a file that `save` wrote.
 
         Raises:
             ValueError: it holds none or many (`load_run` reads those), or is of another kind or
@@ -286,6 +298,9 @@ def _remove(path: Path) -> None:
 
 def load_run(path: str | os.PathLike[str]) -> list[Report]:
     """The reports of a file, in the order in which they were written.
+
+    Args:
+        path: of a file that `inspect_every` or `Report.save` wrote.
 
     Raises:
         ValueError: the file is not JSON, of another kind, or of another version.
