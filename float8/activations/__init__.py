@@ -38,7 +38,7 @@ linear         31.5   31.5   31.2      31.2
 ============== ====== ====== ========= =========
 
 Smaller groups cost bytes and gain nothing: E4M3's 18 binades hold these outliers. Float32 scales
-gain up to 1 dB in the gradients of a LLaMA block, for 2 % more bytes (`copies`).
+gain up to 1 dB in the gradients of a LLaMA block, for 2 % more bytes.
 
 *Why ops, and not* `torch.autograd.graph.saved_tensors_hooks`? Saved bytes of one converted LLaMA
 block (hidden 512, 256 tokens, bfloat16, CPU, without parameters), relative to the block in
@@ -54,7 +54,8 @@ and a function mode, with a backward for each op   0.38x
 
 Hooks see tensors, not ops. They save ``silu(gate)`` beside gate, cannot leave one op out, and cast
 attention's tensors: its gradient then has an SQNR of 25 dB at logits of standard deviation 1, but
-7 dB at 9 and -17 dB at 36 (`ops` explains why). Both ways take the same time within the noise.
+7 dB at 9 and -17 dB at 36 (``float8/activations/ops.py`` explains why). Both ways take the same
+time within the noise.
 
 *What the scope does not reach* saves what torch saves: calls inside torch's own Python functions
 (``nn.MultiheadAttention``) and autograd functions (``RMSNormCast``, ``LayerNormCast``,

@@ -108,12 +108,12 @@ class Device:
 
     Args:
         name: as the table shows it.
-        arch: as `float8.kernels.scaled_mm.SUPPORT` names it; ``"cpu"`` where float8 is emulated.
+        arch: such as ``"sm_90"`` or ``"gfx94"``; ``"cpu"`` where float8 is emulated.
         bandwidth: bytes per second between chip and memory.
         bandwidth_best: the fraction of it that a large copy reaches.
         launch: seconds that every kernel costs in addition to its work.
-        products: kind of GEMM (`BF16`, or one of `FLOAT8`) -> its speed.
-        passes: `float8.estimate.roofline.MemoryPass.name`, or `ANY_PASS` -> bytes per second.
+        products: kind of GEMM ("bf16", "tensorwise", "rowwise" or "blockwise") -> its speed.
+        passes: name of a pass over memory, or "any" -> bytes per second.
             A pass that is not listed runs at the bandwidth, as a fused kernel on a GPU does.
     """
 

@@ -53,7 +53,7 @@ class Float8Linear(Float8Module, nn.Linear):
 
     ``weight`` is the high-precision parameter, so initialisation, clipping, averaging and
     optimizers work as on ``nn.Linear``. It is a `Float8Tensor` while FSDP2 has gathered it in
-    float8, and if it is resident (`float8.linear.float8_weight`); forward does not cast it then.
+    float8, and after `float8.convert_to_float8_inference`; forward does not cast it then.
 
     Args:
         in_features, out_features, bias, device, dtype: as ``nn.Linear``.

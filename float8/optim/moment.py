@@ -133,7 +133,8 @@ class Moment(Tensor):
 
         Args:
             shape: of the parameter.
-            kind: one of `KINDS`.
+            kind: "float8", "float8_expanded" or "float16"; the second has the wider range that
+                second moments need.
             group: how many consecutive elements of a row share a scale.
             device: where it lives.
         """

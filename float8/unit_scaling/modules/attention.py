@@ -45,8 +45,8 @@ class MHSA(nn.Module):
         is_causal: whether a position sees earlier ones only.
         dropout_p: the probability of dropping an attention weight, in training.
         mult: the inverse temperature of the softmax (a hyperparameter of u-muP).
-        rotary_base: for rotary position embedding, see `rotary`, for example 10000.0; None for no
-            position embedding.
+        rotary_base: of rotary position embedding (arXiv 2104.09864), for example 10000.0; None
+            for no position embedding.
         attention: "softmax", or muS's "sqrt_softmax" (arXiv 2502.05967).
 
     Raises:
