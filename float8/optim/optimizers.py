@@ -112,7 +112,8 @@ class SGD(QuantizedOptimizer):
     Args:
         params: see `AdamW`.
         lr: learning rate, a float or a tensor with one element.
-        momentum: > 0; without one there is no state, and torch.optim.SGD has no disadvantage.
+        momentum: above 0; without one there is no state to keep in float8, so take
+            torch.optim.SGD.
         dampening: of the gradient that enters the momentum, from the second step on.
         weight_decay: times the parameter is added to the gradient.
         nesterov: look ahead by one momentum; needs ``dampening=0``.

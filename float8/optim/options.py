@@ -21,7 +21,7 @@ class Options(TypedDict, total=False):
     """The options that every optimizer takes; all of them belong to the parameter group.
 
     Attributes:
-        maximize: ascend.
+        maximize: step up the gradient, as under this name in torch.optim.
         capturable: keep ``step`` on the parameter's device, for CUDA graphs.
         fused: True asks for the CUDA kernel, False for plain PyTorch. None takes the kernel where
             it runs: on CUDA for every option but a ``group_size`` that is no power of two or is

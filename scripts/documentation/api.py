@@ -37,6 +37,8 @@ def undocumented(root: Path, package: str = "float8") -> list[str]:
         found = find(top, name)
         if found is None:
             problems.append(f"docs/api/{page}: there is no {name}")
+        elif top[name.removeprefix(f"{package}.")].is_module and not found.is_module:
+            problems.append(f"docs/api/{page}: {name} is a module too: add .{found.name}")
         else:
             documented.add(found.path)
     internal = tuple(f"{package}.{name}" for name in INTERNAL)

@@ -6,7 +6,8 @@ Docstrings are written to be read with ``help()``. Three of their habits are not
 - a table in reStructuredText, between lines of ``=``, becomes a Markdown table;
 - two colons before an indented block become one: Markdown indents code without them.
 
-It also adds the names that ``float8`` imports on first use, which no import statement shows.
+It also adds the names that ``float8`` imports on first use, which no import statement shows, and
+leaves ``cls`` out of functions that a class takes for its class methods.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Docstrings(griffe.Extension):
             if isinstance(obj, griffe.Module):
                 add_names_on_demand(obj)
         for obj in objects(pkg):
+            if isinstance(obj, griffe.Function) and isinstance(obj.parent, griffe.Module):
+                obj.parameters = griffe.Parameters(*(p for p in obj.parameters if p.name != "cls"))
             if obj.docstring is not None:
                 obj.docstring.value = as_markdown(obj.docstring.value, obj)
 

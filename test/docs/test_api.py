@@ -19,7 +19,7 @@ import pytest
 from fresh import ROOT
 
 from scripts.documentation.api import entries, find, undocumented
-from scripts.documentation.docstrings import add_names_on_demand, as_markdown, objects
+from scripts.documentation.docstrings import add_names_on_demand, as_markdown, objects, path_of
 
 OPTIONS = {
     "returns_multiple_items": False,
@@ -103,6 +103,21 @@ def test_an_entry_of_nothing_is_caught(tmp_path):
     assert undocumented(tmp_path) == ["docs/api/more.md: there is no float8.old", MISSING[0]]
 
 
+def test_an_entry_of_a_module_that_a_function_hides_is_caught(tmp_path):
+    _write(
+        tmp_path,
+        {
+            "float8/__init__.py": '"""P."""\nfrom float8.late import late\n__all__ = ["late"]',
+            "float8/late.py": '"""A module."""\ndef late():\n    """A function."""',
+            "docs/api/all.md": "::: float8.late",
+        },
+    )
+    problems = undocumented(tmp_path)
+    assert problems[0] == "docs/api/all.md: float8.late is a module too: add .late"
+    _write(tmp_path, {"docs/api/all.md": "::: float8.late.late"})
+    assert undocumented(tmp_path) == []
+
+
 # --- true
 
 
@@ -142,6 +157,18 @@ def test_attributes_have_a_line_each(package):
         for section in docstring.parse("google", **OPTIONS):
             if section.kind.value == "attributes":
                 assert not [one.name for one in section.value if "," in one.name], name
+
+
+def test_full_names_in_docstrings_exist(package):
+    named = {
+        (obj.path, name)
+        for obj in objects(package)
+        if obj.docstring is not None
+        for name in re.findall(r"(?<!`)`(float8\.[\w.]+)`(?!`)", obj.docstring.value)
+    }
+    assert len(named) > 100
+    assert {each for each in named if path_of(each[1], package) is None} == set()
+    assert path_of("float8.no_such_name", package) is None
 
 
 def test_a_parameter_that_does_not_exist_is_caught(tmp_path):
