@@ -157,6 +157,29 @@ def test_converting_no_layer_warns():
         convert_to_float8_inference(nn.ReLU())
 
 
+class Conv1D(nn.Module):
+    """As Transformers has it: y = x W + b, with W of (in_features, out_features)."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.weight = nf, nn.Parameter(torch.zeros(nx, nf))
+
+
+class GatedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(4, 16, 16))
+
+
+def test_the_report_names_modules_that_hold_matrices_and_are_no_linear_layers():
+    model = nn.ModuleDict({"c_fc": Conv1D(48, 16), "moe": GatedExperts(), "up": nn.Linear(16, 16)})
+    convert_to_float8_training(model)
+    left = model.float8_conversion.skipped
+    assert "its type is Conv1D, not nn.Linear" in left.pop("c_fc")
+    assert "its type is GatedExperts" in left.pop("moe")
+    assert not left and model.float8_conversion.converted == ["up"]
+
+
 def test_a_filter_can_say_why():
     def is_wanted(module, fqn):
         return fqn != "2"
