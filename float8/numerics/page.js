@@ -113,10 +113,11 @@ function openDetails(tr, row) {
   for (const [name, ...values] of facts)
     list.append(element("dt", {}, hasExplanation(name) ? explained(name) : name),
       element("dd", {}, ...values));
-  const figure = element("figure", {}, histogram(row, width, 210, true),
+  const figure = element("figure", {}, histogram(row, width, printing ? 140 : 210, true),
     element("figcaption", {}, "Share of the elements by magnitude, before the cast (logarithmic)"));
-  if (hasSteps)
-    figure.append(lineChart([{ name: "SQNR", values: trends[row.cast] }], width, 110, true));
+  const trend = hasSteps ? trends[row.cast] : [];
+  if (finite(trend).length)
+    figure.append(lineChart([{ name: "SQNR", values: trend }], width, printing ? 80 : 110, true));
   cell.append(element("div", { class: "panes" }, figure, list));
   run.kinds.forEach((kind, i) => {
     if (row.problems & (1 << i))

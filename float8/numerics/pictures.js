@@ -205,7 +205,7 @@ function lineChart(series, width, height, large) {
   const x = (i) => left + (i / Math.max(1, count - 1)) * (right - left);
   const y = (v) => bottom - ((v - low + pad) / (high - low + 2 * pad)) * (bottom - top);
   if (large) {
-    for (const value of high - low < 0.05 ? [high] : [low, high])
+    for (const value of y(low) - y(high) < 12 ? [high] : [low, high]) // not one over the other
       picture.append(
         svgElement("line", { x1: left, x2: right, y1: y(value), y2: y(value), class: "grid" }),
         svgElement("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" },
