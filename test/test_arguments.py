@@ -318,7 +318,7 @@ CALLS: dict[str, list[Call]] = {
 # functions make; and torch's own parallel styles, whose arguments torch checks.
 NO_CALLS = {
     *("Calibration", "CastStatistics", "Comparison", "Device", "Estimate", "Figure"),
-    *("Finding", "ModuleFilter"),
+    *("Finding",),
     *("Float8Gradients", "Gemm", "GradientReport", "LinearPlan", "Moment", "Monitor"),
     *("GemmSpeed", "OperandCast", "Report", "Row", "ScalingController", "StateReport"),
     *("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"),
