@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from float8.arguments import check_module, described
 from float8.config import RECIPES, Float8LinearConfig, check_config
@@ -262,6 +263,8 @@ def _left_alone(
         return "it is a Float8Linear already" + (other if module.config != config else "")
     if type(module) in MODULE_RULES:
         return runs_something_else(module, fqn)
+    if type(module) is NonDynamicallyQuantizableLinear:
+        return "nn.MultiheadAttention does not call it, and multiplies by its weight itself"
     if isinstance(module, nn.Linear):
         return (
             f"its type is {type(module).__name__}, not nn.Linear: its own forward may not be "

@@ -125,6 +125,7 @@ def test_only_filtered_layers_convert_and_the_report_says_why(caplog):
     assert "module_filter_fn" in report.skipped["head"]
     assert "MyLinear" in report.skipped["mine"]
     assert "weights itself" in report.skipped["attention"]
+    assert "MultiheadAttention does not call it" in report.skipped["attention.out_proj"]
     assert "set_fastpath_enabled(False)" in report.skipped["encoder"]
     assert type(model["head"]) is nn.Linear and type(model["mine"]) is MyLinear
     assert len(caplog.records) == 1 and "head: module_filter_fn" in caplog.records[0].getMessage()
