@@ -9,6 +9,7 @@ from typing import Any
 
 import float8.distributed.first_use as _first_use  # noqa: F401  compares ranks
 import float8.distributed.gathered_weights as _gathered_weights  # noqa: F401  stores weights
+import float8.integrations.other_names as _other_names  # noqa: F401  hints
 import float8.integrations.torchao as _torchao  # noqa: F401  Float8LinearConfig.from_torchao
 import float8.integrations.transformer_engine as _te  # noqa: F401  .from_te_recipe
 import float8.old_paths as _old_paths

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from float8 import Float8LinearConfig, convert_to_float8_training, high_precision
-from float8.convert.convert import convert_from_float8_training, register_linear_type
+from float8.convert import convert_from_float8_training, register_linear_type
 
 
 class Linear(nn.Linear):

@@ -22,14 +22,15 @@ class Dialect:
 
     Args:
         library: its name, for messages.
-        constructor: the class method of `Float8LinearConfig` that translates its configs.
+        constructor: the class method of `Float8LinearConfig` that translates its configs; empty
+            if there is none.
         fields: a field of its configs -> the counterpart in float8, or advice.
         values: the value of one of its enums -> the expression in float8.
         names: a public name of it -> the counterpart in float8, or advice.
     """
 
     library: str
-    constructor: str
+    constructor: str = ""
     fields: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
@@ -40,8 +41,12 @@ DIALECTS: dict[str, Dialect] = {}
 
 
 def dialect_of(value: object) -> Dialect | None:
-    """The dialect of the library that defines the type of ``value``, or None."""
-    return DIALECTS.get(type(value).__module__.partition(".")[0])
+    """The dialect of the library that defines the type of ``value``, or None.
+
+    A library whose configs are not translated counts as none.
+    """
+    dialect = DIALECTS.get(type(value).__module__.partition(".")[0])
+    return dialect if dialect is not None and dialect.constructor else None
 
 
 def refuse_name(module: str, name: str) -> NoReturn:

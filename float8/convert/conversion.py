@@ -27,6 +27,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from float8.arguments import check_module, described
 from float8.config import RECIPES, Float8LinearConfig, check_config
+from float8.config.suggestions import dialect_of
 from float8.convert.filters import ModuleFilter, all_of, unmatched_patterns, why_not
 from float8.formats import E4M3
 from float8.linear.layer import Float8Linear
@@ -42,6 +43,8 @@ _BYPASSES: dict[type[nn.Module], str] = {
     nn.TransformerEncoderLayer: "nn.TransformerEncoderLayer has a fused inference path that goes "
     "around its float8 layers; torch.backends.mha.set_fastpath_enabled(False) avoids it",
 }
+
+_OTHER_CONFIG = ", with another config: convert_from_float8_training first, to change it"
 
 
 @dataclass
@@ -190,7 +193,9 @@ class ConversionPlan:
                 named(fqn),
                 reason,
             )
-        if not layers and not conversion.converted:
+        if conversion.converted:
+            return
+        if not layers or any(_OTHER_CONFIG in reason for reason in conversion.skipped.values()):
             warnings.warn(f"{self.caller} converted no layer:{self.reasons}", stacklevel=3)
 
     @property
@@ -259,13 +264,17 @@ def _left_alone(
     if isinstance(module, Float8Linear):
         if replaces_weights:
             return None
-        other = ", with another config: convert_from_float8_training first, to change it"
-        return "it is a Float8Linear already" + (other if module.config != config else "")
+        return "it is a Float8Linear already" + _OTHER_CONFIG * (module.config != config)
     if type(module) in MODULE_RULES:
         return runs_something_else(module, fqn)
     if type(module) is NonDynamicallyQuantizableLinear:
         return "nn.MultiheadAttention does not call it, and multiplies by its weight itself"
     if isinstance(module, nn.Linear):
+        if (theirs := dialect_of(module)) is not None:
+            return (
+                f"it is a {type(module).__name__} of {theirs.library}: convert the plain model, "
+                "then load the state dict"
+            )
         return (
             f"its type is {type(module).__name__}, not nn.Linear: its own forward may not be "
             "that of a linear layer (float8.convert.register_linear_type says that it is)"

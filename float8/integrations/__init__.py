@@ -11,6 +11,7 @@ torchtitan              ``.torchtitan.Float8Converter``  ``pip install 'float8[t
 
 Each of these files imports its framework, after ``conversion.py`` has checked that it is installed;
 ``conversion.py`` is what they share. ``torchao.py``, ``transformer_engine.py`` and
-``accelerate_settings.py`` translate other libraries' configs and names and import none of them.
+``accelerate_settings.py`` translate other libraries' configs and names and import none of them;
+``other_names.py`` has the names of libraries without configs.
 ``float8/__init__.py`` imports these, so that `Float8LinearConfig` has its constructors.
 """

@@ -110,7 +110,9 @@ def from_te_recipe(
     _check_names(kind, together, known_names)
     for name in ("fp8_dpa", "fp8_mha"):
         if together.get(name):
-            raise ValueError(f"{name}={together[name]!r}: attention in float8 is no linear layer's")
+            raise ValueError(
+                f"{name}={together[name]!r}: attention stays in high precision here; leave it out"
+            )
     fields = fields_of(recipe, {name: v for name, v in together.items() if v is not None})
     return cls(**fields)
 
@@ -151,8 +153,9 @@ def _delayed(recipe: Any, arguments: Arguments) -> Fields:
         )
     if not arguments.get("reduce_amax", True):
         raise ValueError(
-            "reduce_amax=False: sync_float8_amax_and_scale_history reduces over ranks; for scales "
-            "that each rank finds alone leave it out and pass sync a process group of that rank"
+            "reduce_amax=False: after_step(model) reduces amaxes over ranks; for a scale per rank "
+            "leave the argument out and call after_step(model, group) with a process group of "
+            "this rank only"
         )
     history, cast = _history(arguments), CastConfig(ScalingType.DELAYED)
     fields = _operands((cast, cast, cast), arguments) | {"enable_amax_init": False}

@@ -49,7 +49,13 @@ class HeldGradient(Float8Tensor):
         if func is aten.add_.Tensor and isinstance(args[0], HeldGradient):
             total = _plain(args[0]) + _plain(args[1]) * (kwargs or {}).get("alpha", 1)
             return args[0].write(total)
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"{error}. The tensor is a gradient that hold_gradients_in_float8 holds: step it "
+                "with an optimizer of float8.optim, which reads it, not with one of torch.optim"
+            ) from error
         if func in _COPIES and type(out) is Float8Tensor:
             return HeldGradient(*out.data_and_scale, out._block, out.dtype)
         return out

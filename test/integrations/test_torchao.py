@@ -10,7 +10,7 @@ from layer_check import run
 from plans import ROW, TENSOR, cast, casts_of
 from torch import nn
 
-from float8 import Float8Linear
+from float8 import Float8Linear, convert_to_float8_training
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, GemmConfig, ScalingType
 from float8.formats import E5M2
 from float8.integrations.torchao import KNOWN
@@ -122,6 +122,13 @@ def test_what_changes_nothing_there_changes_nothing_here():
 
 
 # --- what is refused
+
+
+def test_a_layer_of_torchao_is_left_alone_and_the_reason_names_torchao():
+    model = nn.Sequential(nn.Linear(16, 16))
+    ao.convert_to_float8_training(model)
+    with pytest.warns(UserWarning, match="0: it is a Float8Linear of torchao: convert the plain"):
+        convert_to_float8_training(model)
 
 
 def test_a_field_of_a_later_torchao_is_refused_where_it_is_set():

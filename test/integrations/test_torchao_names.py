@@ -8,6 +8,7 @@ import torch
 import float8
 from float8 import CastConfig, DelayedScalingConfig, Float8Linear, Float8LinearConfig, ScalingType
 from float8.config import check_config
+from float8.integrations.other_names import MSAMP_NAMES, NANOCHAT_NAMES
 from float8.integrations.torchao import FIELDS, NAMES
 
 FIELD_OF = {
@@ -49,6 +50,17 @@ def test_a_missing_name_says_what_to_write(name, module):
     for text in (str(error.value), str(imported.value)):
         assert f"'{name}'" in text
         assert text.endswith(NAMES[name])
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "hint"),
+    [("MS-AMP", *item) for item in MSAMP_NAMES.items()]
+    + [("nanochat", *item) for item in NANOCHAT_NAMES.items()],
+)
+def test_a_name_of_a_library_without_configs_says_what_to_write(library, name, hint):
+    with pytest.raises(ImportError) as error:
+        exec(f"from float8 import {name}")
+    assert str(error.value).endswith(f"a script for {library} imports it: {hint}")
 
 
 def test_an_unknown_name_is_an_ordinary_error():

@@ -142,6 +142,14 @@ def test_a_scaler_skips_the_step_of_an_overflow_and_recovers():
         assert torch.equal(model[0].bias, before["0.bias"]) == overflows
 
 
+def test_an_optimizer_of_torch_is_refused_with_the_reason():
+    model = model_of()
+    hold_gradients_in_float8(model.parameters())
+    backward(model)
+    with pytest.raises(NotImplementedError, match=r"holds: .* an optimizer of float8\.optim"):
+        torch.optim.AdamW(model.parameters()).step()
+
+
 def test_a_compiled_float8_model_holds_the_same_gradients():
     model = convert_to_float8_training(model_of()[:2])
     twin = copy.deepcopy(model)
