@@ -300,7 +300,6 @@ CALLS: dict[str, list[Call]] = {
     ],
     "divisible_by": [Call(filters.divisible_by, "multiple must be an integer >= 1")],
     "all_of": [Call(filters.all_of, "all_of takes filters")],
-    "unmatched_patterns": [],  # for conversions
     # float8.numerics
     "load_run": [Call(f.numerics.load_run, "", ("a string",))],  # a path
     # float8.optim
@@ -318,7 +317,7 @@ CALLS: dict[str, list[Call]] = {
 # functions make; and torch's own parallel styles, whose arguments torch checks.
 NO_CALLS = {
     *("Calibration", "CastStatistics", "Comparison", "Device", "Estimate", "Figure"),
-    *("Finding",),
+    *("Finding", "ModuleFilter"),
     *("Float8Gradients", "Gemm", "GradientReport", "LinearPlan", "Moment", "Monitor"),
     *("GemmSpeed", "OperandCast", "Report", "Row", "ScalingController", "StateReport"),
     *("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"),

@@ -135,7 +135,8 @@ def python(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment") / "venv"
     succeeds(sys.executable, "-m", "venv", "--without-pip", folder, cwd=built.tree)
     python = folder / "bin" / "python"
-    pip = sys.executable if find_spec("pip") else sys._base_executable  # see scripts/setup_env.sh
+    has_pip = any(metadata.distributions(name="pip"))  # see scripts/setup_env.sh
+    pip = sys.executable if has_pip else sys._base_executable
     options = ["--disable-pip-version-check", "install", "--no-index", "--no-deps", built.wheel]
     succeeds(pip, "-m", "pip", "--python", python, *options, cwd=folder)
     return python

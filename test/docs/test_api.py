@@ -244,7 +244,7 @@ def test_a_site_without_faults_is_built(tmp_path):
     done = _built(tmp_path)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
-    page = (tmp_path / "site/api/all/index.html").read_text(encoding="utf-8")
+    page = (tmp_path / "site/api/all.html").read_text(encoding="utf-8")
     assert 'id="float8.told"' in page
 
 

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
 ]
 WIDTHS = (1280, 400)
-PAGE = "architecture/"  # one that all pages are like
+PAGE = "architecture.html"  # one that all pages are like
 
 # What a page shows, at the width that it has.
 FACTS = """(() => {
@@ -95,8 +95,8 @@ def tab():  # one for each test, so that one that hangs fails one test only
 
 def pages_of(site: Path) -> list[str]:
     """The addresses of all pages, relative to the site's."""
-    found = (page.parent.relative_to(site) for page in site.rglob("index.html"))
-    return sorted("" if str(folder) == "." else f"{folder}/" for folder in found)
+    found = {page.relative_to(site).as_posix() for page in site.rglob("*.html")}
+    return sorted(page for page in found if Path(page).stem not in {"404", *PLANTED})
 
 
 def faults_of(tab: Browser, address: str, page: str) -> list[str]:
@@ -131,7 +131,7 @@ def test_every_page_fits_and_loads(tab, site, address):
 PLANTED = {
     "wide": ('<div style="width:600px">wide</div>', "at 400: "),
     "image": ('<img src="none.png" alt="none">', "an image was not loaded"),
-    "mute": ('<img src="../assets/images/favicon.png">', "an image has no alt text"),
+    "mute": ('<img src="assets/images/favicon.png">', "an image has no alt text"),
     "title": ("<h1>Another</h1>", "headings of level 1"),
     "host": ('<link rel="stylesheet" href="http://localhost:1/x.css">', "it asks for http://loc"),
     "script": ("<script>nothing()</script>", "an error: ReferenceError: nothing"),
@@ -141,16 +141,16 @@ PLANTED = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name, tab, site, address):
     html, fault = PLANTED[name]
-    page = (site / PAGE / "index.html").read_text(encoding="utf-8")
-    planted = site / PAGE / f"{name}.html"
+    page = (site / PAGE).read_text(encoding="utf-8")
+    planted = site / f"{name}.html"
     planted.write_text(page.replace("</h1>", f"</h1>{html}", 1), encoding="utf-8")
-    found = faults_of(tab, address, f"{PAGE}{name}.html")
+    found = faults_of(tab, address, f"{name}.html")
     assert [each for each in found if each.startswith(fault)], found
 
 
 def test_tables_and_code_scroll_inside_their_own_box(tab, address):
     tab.resize(400)
-    tab.open(f"{address}api/config/")
+    tab.open(f"{address}api/config.html")
     assert tab.value("""[...document.querySelectorAll(".md-content pre > code")]
         .some(e => e.scrollWidth > e.clientWidth)""")
 
@@ -161,7 +161,7 @@ def test_the_search_finds_a_page_and_an_entry(tab, address):
     tab.value('document.querySelector("[data-md-component=search-query]").focus()')
     for query, found in (
         ("levels of packages", PAGE),
-        ("saved_activations", "api/activations/"),
+        ("saved_activations", "api/activations.html"),
     ):
         tab.value('document.querySelector("[data-md-component=search-query]").select()')
         tab.type(query)

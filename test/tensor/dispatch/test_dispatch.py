@@ -257,8 +257,9 @@ def test_every_registered_operation_is_in_these_tables(monkeypatch):
     collectives = {func for func in OP_TABLE if "c10d" in func.namespace}
     not_seen = {str(func) for func in OP_TABLE if func not in seen | products | collectives}
     # The first is what a compiled reshape becomes; the others are in test_copies.py.
-    others = {"aten.equal.default", "aten.is_same_size.default", "aten.index_put_.default"}
-    assert not_seen <= {"aten._unsafe_view.default", *others}
+    others = {"aten.equal.default", "aten.is_same_size.default"}
+    writes = {"aten.index_put_.default", "aten.masked_fill_.Scalar"}
+    assert not_seen <= {"aten._unsafe_view.default", *others, *writes}
 
 
 @EVERY_GRANULARITY
