@@ -18,11 +18,12 @@ INTEGRATIONS = {
     "torchtitan": ["torchtitan; python_version >= '3.11'"],
     "torchao": ["torchao"],  # Float8LinearConfig.from_torchao
 }
-DOCS = ["mkdocs-material", "mkdocstrings[python]"]  # scripts/docs.sh
+RUFF = "ruff==0.17.5"
+DOCS = ["mkdocs-material", "mkdocstrings[python]", RUFF]  # ruff breaks long signatures
 FRAMEWORKS = sorted({package for packages in INTEGRATIONS.values() for package in packages})
 TEST = ["pytest>=8", "pytest-cov", "pytest-xdist", "hypothesis", "build", *DEMO, *DOCS]
 TEST += FRAMEWORKS
-DEV = ["ruff==0.17.5", "mypy==2.4.1", *TEST]
+DEV = [RUFF, "mypy==2.4.1", *TEST]
 
 
 def long_description() -> str:

@@ -267,20 +267,25 @@ def _left_alone(
         return "it is a Float8Linear already" + _OTHER_CONFIG * (module.config != config)
     if type(module) in MODULE_RULES:
         return runs_something_else(module, fqn)
-    if type(module) is NonDynamicallyQuantizableLinear:
-        return "nn.MultiheadAttention does not call it, and multiplies by its weight itself"
     if isinstance(module, nn.Linear):
-        if (theirs := dialect_of(module)) is not None:
-            return (
-                f"it is a {type(module).__name__} of {theirs.library}: convert the plain model, "
-                "then load the state dict"
-            )
-        return (
-            f"its type is {type(module).__name__}, not nn.Linear: its own forward may not be "
-            "that of a linear layer (float8.convert.register_linear_type says that it is)"
-        )
+        return _why_not_this_linear(module)
     return next(
         (why for kind, why in _BYPASSES.items() if isinstance(module, kind)), _holds_weights(module)
+    )
+
+
+def _why_not_this_linear(module: nn.Linear) -> str:
+    """The reason why a subclass of ``nn.Linear`` without a rule stays."""
+    if type(module) is NonDynamicallyQuantizableLinear:
+        return "nn.MultiheadAttention does not call it, and multiplies by its weight itself"
+    if (theirs := dialect_of(module)) is not None:
+        return (
+            f"it is a {type(module).__name__} of {theirs.library}: convert the plain model, "
+            "then load the state dict"
+        )
+    return (
+        f"its type is {type(module).__name__}, not nn.Linear: its own forward may not be "
+        "that of a linear layer (float8.convert.register_linear_type says that it is)"
     )
 
 
