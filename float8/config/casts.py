@@ -83,10 +83,15 @@ class CastConfig:
 
     def _check_static_scale(self) -> None:
         is_static = self.scaling_type is ScalingType.STATIC
-        if is_static != (self.static_scale is not None):
+        if is_static and self.static_scale is None:
             raise ValueError(
-                f"static_scale={self.static_scale} with {self.scaling_type}: static_scale belongs "
-                "to ScalingType.STATIC, and to it alone"
+                "ScalingType.STATIC needs a static_scale, such as static_scale=8 / 448 for values "
+                "up to 8 in E4M3"
+            )
+        if not is_static and self.static_scale is not None:
+            raise ValueError(
+                f"static_scale={self.static_scale} belongs to ScalingType.STATIC, and this is "
+                f"{self.scaling_type}; set scaling_type=ScalingType.STATIC or leave the scale out"
             )
         if self.static_scale is None:
             return

@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from float8.arguments import check_module, described
 from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.config.suggestions import dialect_of
-from float8.convert.filters import ModuleFilter, all_of, unmatched_patterns
+from float8.convert.filters import ModuleFilter, all_of, unmatched_patterns, why_not
 from float8.formats import E4M3
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_on_gpu
@@ -245,12 +246,11 @@ def plan_conversion(
     plan = ConversionPlan(caller, config or Float8LinearConfig(), module_filter_fn)
     plan.config_is_given = config is not None
     is_wanted = module_filter_fn or all_of()
-    why_not = getattr(is_wanted, "reason", lambda module, fqn: "module_filter_fn returned False")
     for fqn, module in model.named_modules():
         is_candidate = type(module) in MODULE_RULES or isinstance(module, Float8Linear)
         reason = _left_alone(module, fqn, plan.config, replaces_weights)
         if reason is None and is_candidate and not is_wanted(module, fqn):
-            reason = why_not(module, fqn)
+            reason = why_not(is_wanted, module, fqn)
         if reason is not None:
             plan.leave(fqn, reason)
         elif is_candidate:
@@ -271,6 +271,8 @@ def _left_alone(
         return "it is a Float8Linear already" + _OTHER_CONFIG * (module.config != config)
     if type(module) in MODULE_RULES:
         return runs_something_else(module, fqn)
+    if type(module) is NonDynamicallyQuantizableLinear:
+        return "nn.MultiheadAttention does not call it, and multiplies by its weight itself"
     if isinstance(module, nn.Linear):
         if (theirs := dialect_of(module)) is not None:
             return (
@@ -281,7 +283,26 @@ def _left_alone(
             f"its type is {type(module).__name__}, not nn.Linear: its own forward may not be "
             "that of a linear layer (float8.convert.register_linear_type says that it is)"
         )
-    return next((why for kind, why in _BYPASSES.items() if isinstance(module, kind)), None)
+    return next(
+        (why for kind, why in _BYPASSES.items() if isinstance(module, kind)), _holds_weights(module)
+    )
+
+
+def _holds_weights(module: nn.Module) -> str | None:
+    """The reason why the matrices of a module that is no linear layer stay, or None."""
+    name = type(module).__name__
+    if name == "Conv1D" and getattr(module, "nf", None) is not None:  # of Transformers
+        return (
+            "its type is Conv1D, not nn.Linear: its weight is transposed, and stays in high "
+            "precision"
+        )
+    is_stacked = any(p is not None and p.dim() == 3 for p in module._parameters.values())
+    if name.endswith("Experts") and is_stacked:
+        return (
+            f"its type is {name}: products with the stacked weights of experts stay in high "
+            "precision"
+        )
+    return None
 
 
 def runs_something_else(module: nn.Module, fqn: str) -> str | None:

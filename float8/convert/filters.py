@@ -15,6 +15,7 @@ whole names. ``filter_fqns=["output"]`` becomes ``skip_names("*output*")``.
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ __all__ = ["ModuleFilter", "all_of", "divisible_by", "min_features", "min_size",
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 """(module, its name in the model) -> whether to convert it."""
+Reason = Callable[[nn.Module, str], str]
+"""(module, its name in the model) -> why it is not converted."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,10 @@ class _SkipNames:
     def __call__(self, module: nn.Module, fqn: str) -> bool:
         return not any(_matches(pattern, fqn) for pattern in self.patterns)
 
+    def reason(self, module: nn.Module, fqn: str) -> str:
+        pattern = next(p for p in self.patterns if _matches(p, fqn))
+        return f"left out by skip_names({pattern!r})"
+
 
 @dataclass(frozen=True)
 class _AllOf:
@@ -47,6 +54,31 @@ class _AllOf:
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
         return all(f(module, fqn) for f in self.filters)
+
+    def reason(self, module: nn.Module, fqn: str) -> str:
+        return why_not(next(f for f in self.filters if not f(module, fqn)), module, fqn)
+
+
+@dataclass(frozen=True)
+class _Because:
+    """A filter that tells the conversion report why it returns False."""
+
+    accepts: ModuleFilter
+    reason: Reason
+
+    def __call__(self, module: nn.Module, fqn: str) -> bool:
+        return self.accepts(module, fqn)
+
+
+def with_reason(accepts: ModuleFilter, reason: Reason) -> ModuleFilter:
+    """Give a filter its ``reason``, which is called for layers that the filter leaves out."""
+    return _Because(accepts, reason)
+
+
+def why_not(module_filter_fn: ModuleFilter, module: nn.Module, fqn: str) -> str:
+    """The reason why a filter leaves this layer out, for the report of the conversion."""
+    reason: Reason | None = getattr(module_filter_fn, "reason", None)
+    return "module_filter_fn returned False" if reason is None else reason(module, fqn)
 
 
 def skip_names(*patterns: str) -> ModuleFilter:
@@ -80,7 +112,13 @@ def min_size(weight_elements: int) -> ModuleFilter:
         weight_elements: ``in_features * out_features`` of the smallest layer to convert.
     """
     check_integer(weight_elements, "min_size: weight_elements", 0)
-    return lambda module, fqn: _features(module)[0] * _features(module)[1] >= weight_elements
+    return with_reason(
+        lambda module, fqn: math.prod(_features(module)) >= weight_elements,
+        lambda module, fqn: (
+            f"its weight has {math.prod(_features(module)):,} elements, and min_size is "
+            f"{weight_elements:,}"
+        ),
+    )
 
 
 def min_features(in_features: int = 0, out_features: int = 0) -> ModuleFilter:
@@ -92,8 +130,13 @@ def min_features(in_features: int = 0, out_features: int = 0) -> ModuleFilter:
     """
     check_integer(in_features, "min_features: in_features", 0)
     check_integer(out_features, "min_features: out_features", 0)
-    return lambda module, fqn: (
-        _features(module)[0] >= in_features and _features(module)[1] >= out_features
+    return with_reason(
+        lambda module, fqn: (
+            _features(module)[0] >= in_features and _features(module)[1] >= out_features
+        ),
+        lambda module, fqn: (
+            f"{_sizes(module)}, and min_features is {in_features} and {out_features}"
+        ),
     )
 
 
@@ -107,7 +150,10 @@ def divisible_by(multiple: int = 16) -> ModuleFilter:
         TypeError, ValueError: ``multiple`` is no integer of at least 1.
     """
     check_integer(multiple, "divisible_by: multiple", 1)
-    return lambda module, fqn: all(size % multiple == 0 for size in _features(module))
+    return with_reason(
+        lambda module, fqn: all(size % multiple == 0 for size in _features(module)),
+        lambda module, fqn: f"{_sizes(module)}: not multiples of {multiple}",
+    )
 
 
 def all_of(*filters: ModuleFilter) -> ModuleFilter:
@@ -160,3 +206,7 @@ def _matches(pattern: str, fqn: str) -> bool:
 
 def _features(module: nn.Module) -> tuple[int, int]:
     return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
+
+
+def _sizes(module: nn.Module) -> str:
+    return "in_features={}, out_features={}".format(*_features(module))

@@ -1,7 +1,8 @@
 """Predicts what float8 does for linear layers of given shapes.
 
 A shape is M,K,N: tokens, in_features, out_features of one linear layer. Printed are the time of one
-forward and backward in bfloat16 and under each recipe, and what backward saves.
+forward and backward in bfloat16 and under each recipe, and how much less memory float8 keeps for
+backward.
 
     python -m float8.estimate 16384,8192,28672 16384,4096,4096 --device H100
     python -m float8.estimate 8192,4096,14336 --device here.json --recipes tensorwise rowwise

@@ -274,7 +274,8 @@ def find_device(device: str | Path | Device) -> Device:
         return Device.load(name)
     raise ValueError(
         f"unknown device {name!r}; known: {', '.join(DEVICES)}, or the path of a JSON file that "
-        f"Device.save wrote; {MEASURE} writes one of this machine"
+        f"Device.save wrote; {MEASURE} writes one of this machine. NVIDIA GPUs older than Ada and "
+        "Hopper, such as A100, have no float8 tensor cores"
     )
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from float8.arguments import described
 from float8.config import RECIPES, Float8LinearConfig
-from float8.convert.filters import ModuleFilter
+from float8.convert.filters import ModuleFilter, with_reason
 from float8.estimate.devices import Device, find_device
 from float8.estimate.roofline import (
     LARGEST,
@@ -315,4 +315,14 @@ def faster_layers(
         speedup = predict(layer, config, found, use).speedup(plain_seconds(layer, found, use))
         return speedup is not None and speedup > min_speedup
 
-    return is_faster
+    def reason(module: nn.Module, fqn: str) -> str:
+        if 0 in (module.in_features, module.out_features):
+            return "its weight is empty"
+        layer = layer_of(module, fqn, tokens)
+        predicted = predict(layer, config, found, use)
+        speedup = predicted.speedup(plain_seconds(layer, found, use))
+        if speedup is None:
+            return f"{found.name} refuses it: {predicted.refused}"
+        return f"its predicted speed-up on {found.name} is {speedup:.2f}x"
+
+    return with_reason(is_faster, reason)

@@ -302,7 +302,8 @@ def _warn_of_plain(model: nn.Module) -> None:
         _plain.add(model)
         logger.warning(
             "after_step or sync_float8_amax_and_scale_history: %s has no float8 layer; pass what "
-            "convert_to_float8_training(model) returns",
+            "convert_to_float8_training(model) returns, and if that converted no layer, see its "
+            "float8_conversion",
             type(model).__name__,
         )
 

@@ -196,9 +196,14 @@ def refuses_call(
             return f"{name}: {reason}"
         reason = refuses_sizes(*product, *sizes[name])
         if reason is not None and not config.pad_inner_dim:
+            is_of_the_batch = name == "grad_weight" and tokens % ALIGNMENT != 0
+            way_out = (
+                f"pad the batch to a multiple of {ALIGNMENT} tokens"
+                if is_of_the_batch
+                else "filter the layer out with module_filter_fn"
+            )
             return (
                 f"{name} GEMM of {tokens} tokens, in_features={in_features}, "
-                f"out_features={out_features}: {reason}; filter the layer out with "
-                "module_filter_fn or set pad_inner_dim=True"
+                f"out_features={out_features}: {reason}; {way_out} or set pad_inner_dim=True"
             )
     return None

@@ -52,7 +52,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from float8.arguments import check_type, described
-from float8.convert.filters import ModuleFilter
+from float8.convert.filters import ModuleFilter, with_reason
 from float8.linear.layer import Float8Linear
 from float8.numerics.display import simple_table
 from float8.numerics.inspection import name_in_model
@@ -347,7 +347,13 @@ def accurate_layers(
             )
         return unknown
 
-    return is_accurate
+    def reason(module: nn.Module, fqn: str) -> str:
+        sqnr = lowest.get(_without_wrappers(fqn))
+        if sqnr is None:
+            return "it was not measured"
+        return f"its lowest SQNR is {sqnr:.1f} dB, and min_sqnr is {min_sqnr:g}"
+
+    return with_reason(is_accurate, reason)
 
 
 def _lowest(report: Report | Comparison, by: Sequence[str] | None) -> dict[str, float]:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from float8.numerics.display import layer_name, plot_casts, table_of_casts
+from float8.numerics.problems import level_of
 from float8.numerics.statistics import (
     FORMAT_OF,
     CastLabels,
@@ -80,10 +81,15 @@ class Report:
 
     @property
     def casts(self) -> list[CastStatistics]:
-        """Worst first: casts of inf or NaN, then the lowest SQNR; those without an SQNR last."""
+        """Worst first: casts of inf or NaN, then those with a problem, then by SQNR.
 
-        def place(cast: CastStatistics) -> float:
-            return -math.inf if cast.nonfinite else math.inf if cast.sqnr is None else cast.sqnr
+        The SQNR alone would put a cast last that keeps one huge element and flushes all others.
+        """
+
+        def place(cast: CastStatistics) -> tuple[bool, int, float]:
+            known = math.inf if cast.sqnr is None else cast.sqnr
+            sqnr = -math.inf if cast.nonfinite else known
+            return sqnr > -math.inf, -level_of(cast), sqnr
 
         return sorted(self._rows, key=place)
 

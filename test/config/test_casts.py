@@ -31,12 +31,12 @@ BAD_CASTS = {
         ValueError,
         "static scaling keeps one scale per tensor",
     ),
-    "static without": ({"scaling_type": STATIC}, ValueError, "static_scale belongs to"),
-    "dynamic with": ({"static_scale": 1.0}, ValueError, "static_scale belongs to"),
+    "static without": ({"scaling_type": STATIC}, ValueError, "needs a static_scale, such as"),
+    "dynamic with": ({"static_scale": 1.0}, ValueError, "set scaling_type=ScalingType.STATIC"),
     "delayed with": (
         {"scaling_type": DELAYED, "static_scale": 1.0},
         ValueError,
-        "static_scale belongs to",
+        r"static_scale=1\.0 belongs to ScalingType\.STATIC, and this is ScalingType\.DELAYED",
     ),
     "not a power of two": (
         {"scaling_type": STATIC, "static_scale": 3.0, "power_of_two_scale": True},

@@ -129,6 +129,7 @@ def test_only_filtered_layers_convert_and_the_report_says_why(caplog):
     assert "module_filter_fn" in report.skipped["head"]
     assert "MyLinear" in report.skipped["mine"]
     assert "weights itself" in report.skipped["attention"]
+    assert "MultiheadAttention does not call it" in report.skipped["attention.out_proj"]
     assert "set_fastpath_enabled(False)" in report.skipped["encoder"]
     assert type(model["head"]) is nn.Linear and type(model["mine"]) is MyLinear
     assert len(caplog.records) == 1 and "head: module_filter_fn" in caplog.records[0].getMessage()
@@ -159,6 +160,29 @@ def test_converting_no_layer_warns():
         convert_to_float8_training(nn.ReLU())
     with pytest.warns(UserWarning, match="convert_to_float8_inference converted no layer"):
         convert_to_float8_inference(nn.ReLU())
+
+
+class Conv1D(nn.Module):
+    """As Transformers has it: y = x W + b, with W of (in_features, out_features)."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.weight = nf, nn.Parameter(torch.zeros(nx, nf))
+
+
+class GatedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(4, 16, 16))
+
+
+def test_the_report_names_modules_that_hold_matrices_and_are_no_linear_layers():
+    model = nn.ModuleDict({"c_fc": Conv1D(48, 16), "moe": GatedExperts(), "up": nn.Linear(16, 16)})
+    convert_to_float8_training(model)
+    left = model.float8_conversion.skipped
+    assert "its type is Conv1D, not nn.Linear" in left.pop("c_fc")
+    assert "its type is GatedExperts" in left.pop("moe")
+    assert not left and model.float8_conversion.converted == ["up"]
 
 
 def test_a_filter_can_say_why():

@@ -1,8 +1,10 @@
 """Filters answer "convert this layer?" from its name and its sizes."""
 
 import pytest
+import torch
 from torch import nn
 
+from float8 import accurate_layers, compare, convert_to_float8_training, faster_layers
 from float8.convert.filters import (
     all_of,
     divisible_by,
@@ -42,6 +44,50 @@ def test_all_of_needs_every_filter():
     assert all_of(skip_names("a"), min_size(1))(layer, "b")
     assert not all_of(skip_names("a"), min_size(1))(layer, "a")
     assert not all_of(skip_names("a"), divisible_by(16))(layer, "b")
+
+
+@pytest.mark.parametrize(
+    ("leaves_out", "reason"),
+    [
+        (skip_names("head", "layers.*"), "left out by skip_names('layers.*')"),
+        (min_size(1000), "its weight has 768 elements, and min_size is 1,000"),
+        (min_features(64, 0), "in_features=32, out_features=24, and min_features is 64 and 0"),
+        (divisible_by(16), "in_features=32, out_features=24: not multiples of 16"),
+        (
+            all_of(skip_names("head"), all_of(divisible_by(16))),
+            "in_features=32, out_features=24: not multiples of 16",
+        ),
+        (
+            all_of(lambda module, fqn: fqn == "up", divisible_by(16)),
+            "module_filter_fn returned False",
+        ),
+        (
+            faster_layers("tensorwise", tokens=4096, device="H100"),
+            "H100 SXM refuses it: output GEMM of 4096 tokens, in_features=32, out_features=24: "
+            "columns=24 not a multiple of 16; filter the layer out with module_filter_fn or set "
+            "pad_inner_dim=True",
+        ),
+    ],
+)
+def test_the_report_says_which_filter_left_a_layer_out_and_why(leaves_out, reason):
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleList([nn.Linear(32, 24)]), "up": nn.Linear(4096, 4096)}
+    )
+    convert_to_float8_training(model, module_filter_fn=leaves_out)
+    assert model.float8_conversion.skipped["layers.0"] == reason
+
+
+def test_the_report_tells_the_numbers_of_a_prediction_and_of_a_measurement():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(4096, 4096))
+    convert_to_float8_training(model, module_filter_fn=faster_layers("tensorwise", tokens=4096))
+    assert "its predicted speed-up on H100" in model.float8_conversion.skipped["0"]
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
+    found = compare(model, torch.randn(16, 32))
+    with pytest.warns(UserWarning, match=r"its lowest SQNR is \d+\.\d dB, and min_sqnr is 99"):
+        convert_to_float8_training(
+            nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)),
+            module_filter_fn=accurate_layers(found, min_sqnr=99),
+        )
 
 
 NAMES = ["model.lm_head", "model.layers.0.ffn", "model.layers.1.ffn"]

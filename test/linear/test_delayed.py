@@ -218,6 +218,7 @@ def test_without_delayed_casts_sync_does_nothing(caplog):
         sync_float8_amax_and_scale_history(plain)
     (message,) = caplog.messages
     assert "ReLU has no float8 layer; pass what convert_to_float8_training" in message
+    assert "converted no layer, see its float8_conversion" in message
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
