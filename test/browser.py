@@ -177,10 +177,10 @@ class Browser:
         while all(message["method"] != event for message in self._events):
             self._message()
 
-    def _message(self, seconds: float = 30.0) -> dict[str, Any]:
+    def _message(self, seconds: float = 60.0) -> dict[str, Any]:
         while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._read], [], [], seconds)
-            assert ready, f"Chromium has said nothing for {seconds} s"
+            assert ready, f"Chromium has said nothing for {seconds} s; {self._process.poll()=}"
             read = os.read(self._read, 1 << 20)
             assert read, "Chromium has ended"
             self._buffer += read

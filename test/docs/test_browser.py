@@ -46,6 +46,8 @@ FACTS = """(() => {
 
 
 class _Quiet(SimpleHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # one connection for many files
+
     def log_message(self, format: str, *args: object) -> None:
         pass
 
@@ -85,8 +87,8 @@ def address(site):
         thread.join()
 
 
-@pytest.fixture(scope="module")
-def tab():
+@pytest.fixture
+def tab():  # one for each test, so that one that hangs fails one test only
     with Browser() as browser:
         yield browser
 
