@@ -95,6 +95,7 @@ class ConversionPlan:
         layers: name -> layer, each once, under its first name.
         configs: name -> the layer's config: its own, where it is in float8 already.
         conversion: why the other layers are left alone; after `convert`, the converted layers too.
+        config_is_given: whether the user asked for ``config``, which is the default otherwise.
     """
 
     caller: str
@@ -103,6 +104,7 @@ class ConversionPlan:
     layers: dict[str, Any] = field(default_factory=dict)
     configs: dict[str, Float8LinearConfig] = field(default_factory=dict)
     conversion: Conversion = field(default_factory=Conversion)
+    config_is_given: bool = False
 
     def take(self, fqn: str, layer: nn.Module) -> None:
         """Add a layer to the plan."""
@@ -195,7 +197,8 @@ class ConversionPlan:
             )
         if conversion.converted:
             return
-        if not layers or any(_OTHER_CONFIG in reason for reason in conversion.skipped.values()):
+        others = any(_OTHER_CONFIG in reason for reason in conversion.skipped.values())
+        if not layers or (self.config_is_given and others):
             warnings.warn(f"{self.caller} converted no layer:{self.reasons}", stacklevel=3)
 
     @property
@@ -241,6 +244,7 @@ def plan_conversion(
         if (why := check(model)) is not None:
             raise ValueError(f"nothing was converted: {why}")
     plan = ConversionPlan(caller, config or Float8LinearConfig(), module_filter_fn)
+    plan.config_is_given = config is not None
     is_wanted = module_filter_fn or all_of()
     for fqn, module in model.named_modules():
         is_candidate = type(module) in MODULE_RULES or isinstance(module, Float8Linear)
