@@ -31,8 +31,8 @@ SORTED = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
-    (folder / "page.html").write_text(page(run(), ABOUT))
-    (folder / "large.html").write_text(page(run(steps=(0,), layers=300), ABOUT))
+    (folder / "page.html").write_text(page(run(), ABOUT), encoding="utf-8")
+    (folder / "large.html").write_text(page(run(steps=(0,), layers=300), ABOUT), encoding="utf-8")
     return folder
 
 
