@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 from float8.arguments import check_module, described
 from float8.config import RECIPES, Float8LinearConfig, check_config
@@ -249,7 +250,7 @@ def plan_conversion(
     for fqn, module in model.named_modules():
         is_candidate = type(module) in MODULE_RULES or isinstance(module, Float8Linear)
         reason = _left_alone(module, fqn, plan.config, replaces_weights)
-        if reason is None and is_candidate and not is_wanted(module, fqn):
+        if reason is None and is_candidate:
             reason = why_not(is_wanted, module, fqn)
         if reason is not None:
             plan.leave(fqn, reason)
@@ -301,13 +302,17 @@ def _holds_weights(module: nn.Module) -> str | None:
             "its type is Conv1D, not nn.Linear: its weight is transposed, and stays in high "
             "precision"
         )
-    is_stacked = any(p is not None and p.dim() == 3 for p in module._parameters.values())
-    if name.endswith("Experts") and is_stacked:
+    if name.endswith("Experts") and any(map(_is_stacked, module._parameters.values())):
         return (
             f"its type is {name}: products with the stacked weights of experts stay in high "
             "precision"
         )
     return None
+
+
+def _is_stacked(parameter: Tensor | None) -> bool:
+    # A lazy one has no shape yet.
+    return parameter is not None and not is_lazy(parameter) and parameter.dim() == 3
 
 
 def runs_something_else(module: nn.Module, fqn: str) -> str | None:

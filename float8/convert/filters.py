@@ -30,6 +30,7 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 """(module, its name in the model) -> whether to convert it."""
 Reason = Callable[[nn.Module, str], str]
 """(module, its name in the model) -> why it is not converted."""
+_NO_REASON = "module_filter_fn returned False"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class _AllOf:
         return all(f(module, fqn) for f in self.filters)
 
     def reason(self, module: nn.Module, fqn: str) -> str:
-        return why_not(next(f for f in self.filters if not f(module, fqn)), module, fqn)
+        return why_not(self, module, fqn) or _NO_REASON
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,20 @@ def with_reason(accepts: ModuleFilter, reason: Reason) -> ModuleFilter:
     return _Because(accepts, reason)
 
 
-def why_not(module_filter_fn: ModuleFilter, module: nn.Module, fqn: str) -> str:
-    """The reason why a filter leaves this layer out, for the report of the conversion."""
-    reason: Reason | None = getattr(module_filter_fn, "reason", None)
-    return "module_filter_fn returned False" if reason is None else reason(module, fqn)
+def why_not(module_filter_fn: ModuleFilter, module: nn.Module, fqn: str) -> str | None:
+    """The reason why a filter leaves this layer out, or None if it converts it.
+
+    Each filter is called once, also within `all_of`: a user's may count or record its calls.
+    """
+    if isinstance(module_filter_fn, _AllOf):
+        reasons = (why_not(f, module, fqn) for f in module_filter_fn.filters)
+        return next((reason for reason in reasons if reason is not None), None)
+    if module_filter_fn(module, fqn):
+        return None
+    # A user's callable may have an attribute of this name that means something else.
+    reason = getattr(module_filter_fn, "reason", None)
+    why = reason(module, fqn) if callable(reason) else None
+    return why if isinstance(why, str) else _NO_REASON
 
 
 def skip_names(*patterns: str) -> ModuleFilter:

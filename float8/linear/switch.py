@@ -93,9 +93,9 @@ class HasSwitch(Protocol):
 def switchable_parts(model: nn.Module) -> list[HasSwitch]:
     """The parts of a model that `float8.high_precision` switches off: layers and transforms."""
     layers = [module for module in model.modules() if isinstance(module, Switchable)]
-    # Set by `float8.unit_scaling.transforms.float8`.
-    transforms = [m.float8_products for m in model.modules() if hasattr(m, "float8_products")]
-    return [*layers, *transforms]  # type: ignore[list-item]
+    # Of the models that `float8.unit_scaling.transforms` returns.
+    transforms = [getattr(module, "float8_products", None) for module in model.modules()]
+    return [*layers, *(t for t in transforms if t is not None)]
 
 
 class Scope:

@@ -364,7 +364,7 @@ def _local_part(x: Tensor, matrix: Float8Matrix) -> tuple[Tensor, Float8Matrix]:
 
 def _remedy(model: nn.Module) -> str:
     """What to do about a model without float8 layers."""
-    if any(hasattr(module, "float8_products") for module in model.modules()):
+    if any(getattr(module, "float8_products", None) for module in model.modules()):
         return (
             "its products run in float8 by a transform, which has no layers to inspect: "
             "float8.unit_scaling.analysis.operand_table shows what its casts lose"

@@ -185,6 +185,16 @@ def test_the_report_names_modules_that_hold_matrices_and_are_no_linear_layers():
     assert not left and model.float8_conversion.converted == ["up"]
 
 
+class LazyExperts(nn.LazyConv2d):
+    """Its name would be of experts, its weight has no shape yet."""
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyConv2d, LazyExperts])
+def test_lazy_modules_are_not_asked_for_a_shape(lazy):
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), lazy(4, 1)))
+    assert model.float8_conversion.converted == ["0"]
+
+
 def test_a_filter_can_say_why():
     def is_wanted(module, fqn):
         return fqn != "2"
@@ -193,6 +203,17 @@ def test_a_filter_can_say_why():
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
     convert_to_float8_training(model, module_filter_fn=is_wanted)
     assert model.float8_conversion.skipped == {"2": "2 is the last"}
+
+
+@pytest.mark.parametrize("reason", ["the last", lambda module, fqn: None, {"2": "the last"}])
+def test_an_attribute_of_a_filter_that_is_no_reason_is_not_used(reason):
+    def is_wanted(module, fqn):
+        return fqn != "2"
+
+    is_wanted.reason = reason
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    convert_to_float8_training(model, module_filter_fn=is_wanted)
+    assert model.float8_conversion.skipped == {"2": "module_filter_fn returned False"}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -14,9 +14,12 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import griffe
 import pytest
 from fresh import ROOT
+
+pytest.importorskip("griffe")  # it comes with mkdocstrings, of the extra `docs`
+
+import griffe
 
 from scripts.documentation.api import entries, find, undocumented
 from scripts.documentation.docstrings import add_names_on_demand, as_markdown, objects, path_of

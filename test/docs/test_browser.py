@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from fresh import ROOT
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
+    pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed"),
 ]
 WIDTHS = (1280, 400)
 PAGE = "architecture.html"  # one that all pages are like

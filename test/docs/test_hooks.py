@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 from fresh import ROOT
 
+pytest.importorskip("mkdocs")  # of the extra `docs`
+
 from scripts.documentation.hooks import on_page_markdown
 
 HOST = "https://example.org/float8"

@@ -133,10 +133,7 @@ def float8(
             "convert_to_float8_training for delayed scaling of uu.Linear and nn.Linear layers"
         )
     skipped = [] if module_filter_fn is None else _skipped(model, module_filter_fn)
-    products = Float8Products(config, tuple(skipped))
-    new = transformed(model, products)
-    new.float8_products = products  # type: ignore[assignment]  # for `float8.high_precision`
-    return new
+    return transformed(model, Float8Products(config, tuple(skipped)))
 
 
 def _skipped(model: nn.Module, module_filter_fn: ModuleFilter) -> list[str]:

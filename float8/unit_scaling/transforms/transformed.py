@@ -96,6 +96,11 @@ class Transformed:
         _ALIVE[id(new)] = new
         return new
 
+    @property
+    def float8_products(self) -> Transform | None:
+        """The transform that runs products in float8, for `float8.high_precision`."""
+        return next((t for t in self.transforms if hasattr(t, "switch")), None)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, under its transforms."""
         plain = super().forward  # type: ignore[misc]
@@ -179,10 +184,11 @@ def transformed(model: M, transform: Transform) -> M:
             "the model as it was"
         )
     new = copy.deepcopy(model)
+    copied: tuple[Transform, ...] = getattr(new, "transforms", ())
     if not isinstance(model, Transformed):
         new.__class__ = _subclass(type(model))
         _ALIVE[id(new)] = new
-    new.transforms = (*earlier, transform)  # type: ignore[assignment]
+    new.transforms = (*copied, transform)  # type: ignore[assignment]
     return new
 
 

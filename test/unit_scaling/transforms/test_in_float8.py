@@ -193,6 +193,25 @@ def test_high_precision_turns_it_off(compiled):
     assert sqnr(unit(x), before) < 60
 
 
+def test_high_precision_turns_it_off_whichever_transform_is_the_last():
+    plain, x = Net(), torch.randn(16, 32)
+    first = float8(plain)
+    model, unit, before = unit_scale(first), unit_scale(plain), first(x)
+    with high_precision(model):
+        assert_bitwise(model(x), unit(x))
+        assert_bitwise(first(x), before)  # another model's
+
+
+def test_high_precision_turns_off_what_version_0_8_has_pickled():
+    plain, x = Net(), torch.randn(16, 32)
+    model = float8(plain)
+    del vars(model.transforms[0])["switch"]
+    model = pickle.loads(pickle.dumps(model))
+    assert not torch.equal(model(x), plain(x))
+    with high_precision(model):
+        assert_bitwise(model(x), plain(x))
+
+
 def test_inspect_says_what_to_use_instead():
     with pytest.raises(ValueError, match="operand_table"), inspect(float8(unit_scale(Net()))):
         pass
