@@ -45,8 +45,6 @@ _BYPASSES: dict[type[nn.Module], str] = {
     "around its float8 layers; torch.backends.mha.set_fastpath_enabled(False) avoids it",
 }
 
-_OTHER_CONFIG = ", with another config: convert_from_float8_training first, to change it"
-
 
 @dataclass
 class Conversion:
@@ -198,8 +196,8 @@ class ConversionPlan:
             )
         if conversion.converted:
             return
-        others = any(_OTHER_CONFIG in reason for reason in conversion.skipped.values())
-        if not layers or (self.config_is_given and others):
+        unchanged = any(layer.config != self.config for layer in layers.values())
+        if not layers or (self.config_is_given and unchanged):
             warnings.warn(f"{self.caller} converted no layer:{self.reasons}", stacklevel=3)
 
     @property
@@ -269,7 +267,8 @@ def _left_alone(
     if isinstance(module, Float8Linear):
         if replaces_weights:
             return None
-        return "it is a Float8Linear already" + _OTHER_CONFIG * (module.config != config)
+        other = ", with another config: convert_from_float8_training first, to change it"
+        return "it is a Float8Linear already" + (other if module.config != config else "")
     if type(module) in MODULE_RULES:
         return runs_something_else(module, fqn)
     if isinstance(module, nn.Linear):
