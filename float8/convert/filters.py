@@ -28,7 +28,7 @@ __all__ = ["ModuleFilter", "all_of", "divisible_by", "min_features", "min_size",
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 """(module, its name in the model) -> whether to convert it."""
-Reason = Callable[[nn.Module, str], str]
+Reason = Callable[[nn.Module, str], str | None]
 """(module, its name in the model) -> why it is not converted."""
 _NO_REASON = "module_filter_fn returned False"
 
@@ -55,9 +55,6 @@ class _AllOf:
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
         return all(f(module, fqn) for f in self.filters)
-
-    def reason(self, module: nn.Module, fqn: str) -> str:
-        return why_not(self, module, fqn) or _NO_REASON
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig
-from float8.convert.filters import ModuleFilter, divisible_by
+from float8.convert.filters import ModuleFilter, divisible_by, with_reason
 from float8.distributed.after_step import after_step
 from float8.integrations import conversion
 from float8.integrations.accelerate_settings import evaluates_in_float8, refuses_fp8
@@ -114,11 +114,7 @@ def layers_of_a_pretrained_model(
             return "a pooler or an adapter is too small to gain"
         return None if fits(module, fqn) else "a dimension is no multiple of 16"
 
-    def is_of_the_body(module: nn.Module, fqn: str) -> bool:
-        return reason(module, fqn) is None
-
-    is_of_the_body.reason = reason  # type: ignore[attr-defined]  # for the conversion report
-    return is_of_the_body
+    return with_reason(lambda module, fqn: reason(module, fqn) is None, reason)
 
 
 def convert(
