@@ -32,7 +32,7 @@ from float8.convert.inference import convert_to_float8_inference
 from float8.distributed.after_step import after_step
 from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
 from float8.estimate import estimate, faster_layers
-from float8.formats import E4M3, E5M2, Format
+from float8.formats import E4M3, E5M2, Format, ScaleFormat
 from float8.fusion import LayerNormCast, RMSNormCast, SwiGLUCast, fuse_norms
 from float8.granularity import Blockwise, Rowwise, Tensorwise
 from float8.linear.delayed import sync_float8_amax_and_scale_history
@@ -86,6 +86,7 @@ __all__ = [
     "PrepareFloat8ModuleInput",
     "RMSNormCast",
     "Rowwise",
+    "ScaleFormat",
     "ScalingType",
     "SwiGLUCast",
     "Tensorwise",

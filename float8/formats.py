@@ -1,4 +1,4 @@
-"""The 8-bit floating point formats, and the numbers that describe each.
+"""The 8-bit floating point formats, the numbers that describe each, and the formats of scales.
 
 A format is a torch dtype plus four facts that every cast needs:
 
@@ -14,10 +14,13 @@ has the ``fnuz`` twins, one exponent lower and with a single zero: `E4M3FNUZ` (m
 `E5M2FNUZ` (max 57344). `on_device` maps a format to the twin that a device multiplies.
 
 The numbers come from torch; nothing else in the package writes 448 or 57344 down.
+
+`ScaleFormat` says which numbers a scale may be, and so how it is stored.
 """
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +81,43 @@ def format_of(format_or_dtype: Format | torch.dtype) -> Format:
         known = ", ".join(str(dtype) for dtype in FORMATS)
         raise TypeError(f"{described(format_or_dtype)} is not a float8 format; use one of {known}")
     return FORMATS[format_or_dtype]
+
+
+class ScaleFormat(str, enum.Enum):
+    """Which numbers a scale may be, and how it is rounded to one.
+
+    Each member is also the string of its value, which compiled code compares.
+
+    E8M0 is the scale of the MX formats (OCP Microscaling Formats 1.0, section 5.4.1): one byte that
+    holds an exponent, ``scale = 2^(byte - 127)``; 255 is NaN. Its two members differ in the
+    rounding of computed scales.
+
+    Attributes:
+        FLOAT32: any float32, ``amax / max(format)``.
+        POWER_OF_TWO: a float32 that is a power of two, rounded up: nothing saturates.
+        E8M0: one byte, ``ceil(log2(amax / max(format)))``: nothing saturates. The conversion of
+            cuBLAS ("1D block scaling", there "rounded up"), and of torchao's ``RCEIL``.
+        E8M0_FLOOR: one byte, ``floor(log2(amax)) - floor(log2(max(format)))``, the conversion of
+            OCP MX 1.0 (section 6.3): up to an eighth of the largest values of E4M3 saturate.
+    """
+
+    FLOAT32 = "float32"
+    POWER_OF_TWO = "power_of_two"
+    E8M0 = "e8m0"
+    E8M0_FLOOR = "e8m0_floor"
+
+    def __str__(self) -> str:
+        return f"ScaleFormat.{self.name}"
+
+    @property
+    def is_e8m0(self) -> bool:
+        """Whether a scale is one byte, of dtype ``torch.float8_e8m0fnu``."""
+        return self in (ScaleFormat.E8M0, ScaleFormat.E8M0_FLOOR)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the scales."""
+        return torch.float8_e8m0fnu if self.is_e8m0 else torch.float32
 
 
 FNUZ_FAMILY = "gfx94"  # the device family that multiplies the fnuz formats

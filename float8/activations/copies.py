@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.formats import E4M3, HIGH_PRECISION_DTYPES, format_of
+from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ScaleFormat, format_of
 from float8.linear.float8_weight import version_of
 
 OUTPUT = -1  # as the index of a tensor: the op's result
@@ -65,13 +65,14 @@ def cast(x: Tensor, fmt: CopyFormat) -> Float8Copy:
     one_row = x.dim() == 0 or x.shape[-1] < fmt.group
     x_RC = x.reshape(1, -1) if one_row else x.reshape(-1, x.shape[-1])
     block = (1, fmt.group)
+    scale_format = (ScaleFormat.FLOAT32, ScaleFormat.POWER_OF_TWO)[fmt.power_of_two_scale].value
     if kernels.runs_kernel(x.device, block, emulate=False):
-        result = kernels.cast_operand(x_RC, block, fmt.dtype, fmt.power_of_two_scale)
+        result = kernels.cast_operand(x_RC, block, fmt.dtype, scale_format)
         data, scale = result.data, result.scale
     else:
         amax = kernels.amax(x_RC, block)
         largest = format_of(fmt.dtype).max
-        scale = kernels.scale_from_amax(amax, largest, fmt.power_of_two_scale)
+        scale = kernels.scale_from_amax(amax, largest, scale_format)
         data = kernels.cast(x_RC, scale, block, fmt.dtype, fits=True)
     if fmt.power_of_two_scale:
         scale = (scale.view(torch.int32) >> 23).to(torch.uint8)

@@ -7,15 +7,18 @@ of the GEMM that reads it (last dimension = contraction), with nothing left to a
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from float8.arguments import check_bool, described
 from float8.config.suggestions import DIALECTS, explains_unknown_fields
-from float8.formats import Format, format_of
+from float8.formats import Format, ScaleFormat, format_of
 from float8.granularity import Block, Blockwise, Granularity, Tensorwise, transpose_block
 
 MAX_MARGIN = 32
@@ -38,6 +41,35 @@ class ScalingType(enum.Enum):
     DISABLED = "disabled"
 
 
+def _accepts_power_of_two_scale(cls: type[CastConfig]) -> type[CastConfig]:
+    """Let ``power_of_two_scale=``, of versions before 0.10, stand for two of the scale formats."""
+    made: Any = cls
+    set_up: Callable[..., None] = made.__init__
+
+    @functools.wraps(set_up)
+    def __init__(self: CastConfig, *args: Any, **kwargs: Any) -> None:
+        if "power_of_two_scale" in kwargs:
+            is_set = kwargs.pop("power_of_two_scale")
+            check_bool(is_set, "power_of_two_scale")
+            given = kwargs.get("scale_format", ScaleFormat.FLOAT32)
+            if given in (ScaleFormat.FLOAT32, ScaleFormat.POWER_OF_TWO):
+                kwargs["scale_format"] = _BY_FLAG[is_set]
+            elif not is_set:
+                raise ValueError(
+                    f"power_of_two_scale=False contradicts scale_format={given}, whose scales are "
+                    "powers of two; leave power_of_two_scale out"
+                )
+        set_up(self, *args, **kwargs)
+
+    made.__init__ = __init__
+    return cls
+
+
+_BY_FLAG = (ScaleFormat.FLOAT32, ScaleFormat.POWER_OF_TWO)
+_MX_BLOCK = Blockwise(1, 32)
+
+
+@_accepts_power_of_two_scale
 @explains_unknown_fields
 @dataclass(frozen=True)
 class CastConfig:
@@ -47,8 +79,10 @@ class CastConfig:
         scaling_type: see `ScalingType`. Delayed and static scales are tensorwise.
         granularity: which elements share a scale, in GEMM-operand orientation.
         target_dtype: a float8 dtype; None is E4M3 for input and weight, E5M2 for grad_output.
-        power_of_two_scale: round scales up to a power of two, so that scaling is exact and
-            nothing saturates.
+        scale_format: which numbers scales may be, see `ScaleFormat`. E8M0 scales are those of
+            ``Blockwise(1, 32)``, which takes no others: together they are an MX format. A bool,
+            and the argument ``power_of_two_scale`` of earlier versions, stand for ``POWER_OF_TWO``
+            or ``FLOAT32``.
         static_scale: with ``STATIC`` only: the dequantisation scale, ``value = data * scale``.
 
     Raises:
@@ -59,7 +93,7 @@ class CastConfig:
     scaling_type: ScalingType = ScalingType.DYNAMIC
     granularity: Granularity = Tensorwise()
     target_dtype: torch.dtype | None = None
-    power_of_two_scale: bool = False
+    scale_format: ScaleFormat = ScaleFormat.FLOAT32
     static_scale: float | None = None
 
     def __post_init__(self) -> None:
@@ -67,12 +101,38 @@ class CastConfig:
             raise TypeError(_wrong_kind("scaling_type", "ScalingType", self.scaling_type))
         if not isinstance(self.granularity, Granularity):
             raise TypeError(_wrong_kind("granularity", "Granularity", self.granularity))
-        check_bool(self.power_of_two_scale, "power_of_two_scale")
+        given: object = self.scale_format
+        if isinstance(given, bool):
+            object.__setattr__(self, "scale_format", _BY_FLAG[given])
+        elif not isinstance(given, ScaleFormat):
+            raise TypeError(_wrong_kind("scale_format", "ScaleFormat", self.scale_format))
+        self._check_mx()
         if self.target_dtype is not None:
             format_of(self.target_dtype)
         if self.scaling_type in (ScalingType.DELAYED, ScalingType.STATIC):
             self._check_tensorwise()
         self._check_static_scale()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """For copies and pickles, also of versions before 0.10."""
+        if "power_of_two_scale" in state:
+            state["scale_format"] = _BY_FLAG[state.pop("power_of_two_scale")]
+        self.__dict__.update(state)
+
+    @property
+    def power_of_two_scale(self) -> bool:
+        """Whether every scale is a power of two."""
+        return self.scale_format is not ScaleFormat.FLOAT32
+
+    def _check_mx(self) -> None:
+        is_mx = self.granularity == _MX_BLOCK
+        if self.scaling_type is not ScalingType.DISABLED and is_mx != self.scale_format.is_e8m0:
+            raise ValueError(
+                f"granularity={self.granularity} and scale_format={self.scale_format} do not fit: "
+                "blocks of 1x32 have E8M0 scales, and no others have (OCP MX). Give "
+                "Blockwise(1, 32) with ScaleFormat.E8M0, or another granularity with "
+                "ScaleFormat.FLOAT32 or POWER_OF_TWO"
+            )
 
     def _check_tensorwise(self) -> None:
         if self.granularity != Tensorwise():
@@ -105,7 +165,10 @@ class CastConfig:
                 f"{self.static_scale}"
             )
         if self.power_of_two_scale and math.frexp(self.static_scale)[0] != 0.5:
-            raise ValueError(f"power_of_two_scale is set, static_scale={self.static_scale} is not")
+            raise ValueError(
+                f"scale_format={self.scale_format}, and static_scale={self.static_scale} is no "
+                "power of two"
+            )
 
     def resolve(self, default_format: Format) -> OperandCast | None:
         """This cast of a matrix, in GEMM-operand orientation; None where it is disabled.
@@ -119,7 +182,7 @@ class CastConfig:
             scaling_type=self.scaling_type,
             format=format_of(self.target_dtype or default_format),
             block=self.granularity.block_of((0, 0)),
-            power_of_two_scale=self.power_of_two_scale,
+            scale_format=self.scale_format,
             static_scale=None if self.static_scale is None else repr(float(self.static_scale)),
         )
 
@@ -133,11 +196,14 @@ class CastConfig:
             granularity = f"{self.granularity.rows}x{self.granularity.cols}"
         dtype = format_of(self.target_dtype).name if self.target_dtype else "default"
         parts = [self.scaling_type.value, granularity, dtype]
-        if self.power_of_two_scale:
-            parts.append("pow2")
+        if self.scale_format is not ScaleFormat.FLOAT32:
+            parts.append(_SHORT.get(self.scale_format, self.scale_format.value))
         if self.static_scale is not None:
             parts.append(f"scale={self.static_scale:g}")
         return " ".join(parts)
+
+
+_SHORT = {ScaleFormat.POWER_OF_TWO: "pow2"}
 
 
 @dataclass(frozen=True)
@@ -148,7 +214,7 @@ class OperandCast:
         scaling_type: the source of the scale.
         format: the float8 format.
         block: the extent per dimension that shares a scale; -1 is the whole dimension.
-        power_of_two_scale: whether scales are rounded up to powers of two.
+        scale_format: which numbers scales may be.
         static_scale: the digits of a float, or None. torch.compile makes an input of every float
             that it meets where shapes are dynamic, which in a backward it cannot (torch 2.13).
     """
@@ -156,7 +222,7 @@ class OperandCast:
     scaling_type: ScalingType
     format: Format
     block: Block
-    power_of_two_scale: bool = False
+    scale_format: ScaleFormat = ScaleFormat.FLOAT32
     static_scale: str | None = None
 
     def transposed(self) -> OperandCast:
@@ -216,6 +282,10 @@ _MEANT = {
     "tensorwise": "Tensorwise()",
     "rowwise": "Rowwise()",
     "blockwise": "Blockwise(1, 128)",
+    "float32": "ScaleFormat.FLOAT32",
+    "power_of_two": "ScaleFormat.POWER_OF_TWO",
+    "e8m0": "ScaleFormat.E8M0",
+    "e8m0_floor": "ScaleFormat.E8M0_FLOOR",
 }
 
 

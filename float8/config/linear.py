@@ -15,7 +15,7 @@ from float8.arguments import check_bool, described
 from float8.config.casts import CastConfig, DelayedScalingConfig, ScalingType
 from float8.config.plan import GemmConfig, LinearPlan, gemm, key_of_plan, same_bytes
 from float8.config.suggestions import dialect_of, did_you_mean, explains_unknown_fields
-from float8.formats import E4M3, E5M2
+from float8.formats import E4M3, E5M2, ScaleFormat
 from float8.granularity import Blockwise, Rowwise
 
 
@@ -261,11 +261,14 @@ def check_config(config: object, caller: str = "") -> None:
 def _recipes() -> dict[str, Float8LinearConfig]:
     off = CastConfig(scaling_type=ScalingType.DISABLED)
     delayed = CastConfig(scaling_type=ScalingType.DELAYED)
-    row = CastConfig(granularity=Rowwise(), target_dtype=E4M3.dtype, power_of_two_scale=True)
-    pow2 = CastConfig(power_of_two_scale=True)
+    row = CastConfig(
+        granularity=Rowwise(), target_dtype=E4M3.dtype, scale_format=ScaleFormat.POWER_OF_TWO
+    )
+    pow2 = CastConfig(scale_format=ScaleFormat.POWER_OF_TWO)
     one = CastConfig(scaling_type=ScalingType.STATIC, static_scale=1.0)
     by_1x128 = replace(row, granularity=Blockwise(1, 128))
     by_128x128 = replace(row, granularity=Blockwise(128, 128))
+    mx = replace(row, granularity=Blockwise(1, 32), scale_format=ScaleFormat.E8M0)
     return {
         "tensorwise": Float8LinearConfig(),
         "delayed": Float8LinearConfig(delayed, delayed, delayed),
@@ -284,6 +287,7 @@ def _recipes() -> dict[str, Float8LinearConfig]:
             by_1x128,
             gemm_config_output=GemmConfig(),  # DeepSeek-V3 promotes every partial sum
         ),
+        "mxfp8": Float8LinearConfig(mx, mx, mx, gemm_config_output=GemmConfig()),
         "unit": Float8LinearConfig(one, one, one),  # for unit-scaled models
     }
 
@@ -300,5 +304,7 @@ rounded up to powers of two.
 - ``"rowwise_with_gw_hp"``: as rowwise, the weight's gradient in high precision.
 - ``"blockwise"``: one dynamic scale per 1 x 128 elements of activations and gradients, and per
   128 x 128 of weights, pow2, all in E4M3 (DeepSeek-V3, arXiv 2412.19437, section 3.3).
+- ``"mxfp8"``: one dynamic E8M0 scale per 32 elements along each contraction, all in E4M3 (OCP MX
+  1.0). On GPUs of sm_100 and sm_103 (B200, B300), emulated elsewhere.
 - ``"unit"``: every scale is 1; for unit-scaled models.
 """

@@ -101,7 +101,7 @@ def cast_shard(
             assert state is not None
             kernels.record_amax(state.current_amax, amax)
         fmt = on_device(cast.format, rounded.device)
-        scale = kernels.scale_from_amax(amax, fmt.max, cast.power_of_two_scale)
+        scale = kernels.scale_from_amax(amax, fmt.max, cast.scale_format.value)
         return _data_of(rounded, cast, scale, emulate), scale
     if records and rounded.numel():
         data, scale = bind_and_cast(rounded, cast, state, record=True, emulate=emulate)

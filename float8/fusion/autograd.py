@@ -16,7 +16,7 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import OperandCast
-from float8.formats import on_device
+from float8.formats import ScaleFormat, on_device
 from float8.granularity import WHOLE
 from float8.kernels import definition
 from float8.linear.autograd import as_matrix, refuse_double_backward
@@ -41,7 +41,8 @@ class OutputCast(NamedTuple):
         scale = known_scale(self.cast, self.state, x)
         amax = amax_to_record(self.cast, self.state, self.record)
         dtype = on_device(self.cast.format, x.device).dtype
-        return scale, self.dtype, dtype, self.cast.power_of_two_scale, self.transpose, amax
+        power_of_two = self.cast.scale_format is not ScaleFormat.FLOAT32
+        return scale, self.dtype, dtype, power_of_two, self.transpose, amax
 
     def in_plain_torch(self, y32_MK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The float8 data of float32 values, no transpose, and the scale."""

@@ -27,6 +27,7 @@ from typing import Any
 
 from float8.config import CastConfig, Float8LinearConfig, GemmConfig, ScalingType
 from float8.config.suggestions import DIALECTS, Dialect
+from float8.formats import ScaleFormat
 from float8.granularity import Granularity, Rowwise, Tensorwise
 
 # --- names
@@ -36,7 +37,7 @@ FIELDS = {
     "scaling_granularity": "float8 calls it granularity: Tensorwise() for TENSORWISE, Rowwise() "
     "for AXISWISE",
     "round_scales_to_power_of_2": "in float8 it belongs to each cast: "
-    "CastConfig(power_of_two_scale=True)",
+    "CastConfig(scale_format=ScaleFormat.POWER_OF_TWO)",
     "force_recompute_fp8_weight_in_bwd": "leave it out: backward always casts the weight again, "
     "unless float8.cached_weights keeps it",
     "delayed_scaling_config": "float8 calls it delayed_scaling: "
@@ -161,7 +162,8 @@ def _cast(name: str, cast: Any, is_pow2: bool) -> CastConfig:
     if scaling_type is ScalingType.DISABLED:
         return CastConfig(scaling_type)
     granularity = GRANULARITIES[cast.scaling_granularity.value]
-    return CastConfig(scaling_type, granularity, cast.target_dtype, is_pow2)
+    scale_format = ScaleFormat.POWER_OF_TWO if is_pow2 else ScaleFormat.FLOAT32
+    return CastConfig(scaling_type, granularity, cast.target_dtype, scale_format)
 
 
 Float8LinearConfig.from_torchao = classmethod(from_torchao)  # type: ignore[assignment]

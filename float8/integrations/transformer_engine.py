@@ -44,7 +44,7 @@ from float8.config import (
     ScalingType,
 )
 from float8.config.suggestions import DIALECTS, Dialect, did_you_mean
-from float8.formats import E4M3
+from float8.formats import E4M3, ScaleFormat
 from float8.granularity import Blockwise, Granularity, Tensorwise
 from float8.integrations.accelerate_settings import is_te_recipe, te_arguments
 
@@ -149,7 +149,7 @@ def _delayed(recipe: Any, arguments: Arguments) -> Fields:
     if (own := arguments.get("scaling_factor_compute_algo")) is not None:
         raise ValueError(
             f"scaling_factor_compute_algo={own!r}: scales follow from the documented formula only; "
-            "margin and CastConfig(power_of_two_scale=True) are what can be chosen"
+            "margin and CastConfig(scale_format=ScaleFormat.POWER_OF_TWO) are what can be chosen"
         )
     if not arguments.get("reduce_amax", True):
         raise ValueError(
@@ -229,7 +229,8 @@ def _dynamic(
                 f"{flag} and {name}.power_2_scale={pow2!r} contradict each other; "
                 "TransformerEngine itself reads the latter"
             )
-        casts.append(CastConfig(granularity=granularity, power_of_two_scale=pow2))
+        scale_format = ScaleFormat.POWER_OF_TWO if pow2 else ScaleFormat.FLOAT32
+        casts.append(CastConfig(granularity=granularity, scale_format=scale_format))
     return tuple(casts)
 
 
@@ -244,7 +245,7 @@ def _operands(casts: tuple[CastConfig, ...], arguments: Arguments) -> Fields:
     """The six casts; disabled for the GEMMs that run in high precision."""
     x, w, g = casts
     if _is_e4m3(arguments.get("fp8_format", "HYBRID")):
-        g = CastConfig(g.scaling_type, g.granularity, E4M3.dtype, g.power_of_two_scale)
+        g = CastConfig(g.scaling_type, g.granularity, E4M3.dtype, g.scale_format)
     off = CastConfig(ScalingType.DISABLED)
     fprop, dgrad, wgrad = _high_precision(arguments)
     uses = {

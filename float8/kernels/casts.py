@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from float8.granularity import WHOLE, Block
+from float8.kernels.definition import FLOAT32
 from float8.kernels.scaled_mm import CPU, SUPPORT, family_of
 
 
@@ -174,7 +175,7 @@ def cast_by_kernel(
     x_MK: Tensor,
     block: Block,
     dtype: torch.dtype,
-    power_of_two: bool = False,
+    scale_format: str = FLOAT32,
     scale: Tensor | None = None,
     row_major: bool = True,
     transposed: bool = False,
@@ -187,13 +188,13 @@ def cast_by_kernel(
         x_MK: float32, bfloat16 or float16, any strides.
         block: of ``x`` for ``data``, and of ``x.t()`` for ``data_t``.
         dtype: the float8 dtype.
-        power_of_two: round computed scales up to powers of two.
+        scale_format: which numbers computed scales may be.
         scale: the scale to use, one for the tensor; None computes scales from x. Scales of smaller
             blocks are always computed: that needs no second read, and gives the same scales again.
         row_major, transposed: whether to write the row-major and the transposed orientation.
         amax: float32, 0-dim: a running maximum to record the amax of x in; whole tensors only.
     """
-    ops = torch.ops.float8
+    ops, power_of_two = torch.ops.float8, scale_format != FLOAT32
     if kernel == "cast" and scale is not None:
         data, data_t = ops.cast.default(x_MK, scale, dtype, row_major, transposed, amax)
         return Orientations(data, scale, data_t, scale)
@@ -215,7 +216,7 @@ def cast_operand(
     x_MK: Tensor,
     block: Block,
     dtype: torch.dtype,
-    power_of_two: bool = False,
+    scale_format: str = FLOAT32,
     scale: Tensor | None = None,
     row_major: bool = True,
     transposed: bool = False,
@@ -224,5 +225,5 @@ def cast_operand(
     """`cast_by_kernel` by the Triton kernel of this granularity."""
     kernel = _TRITON[block]
     return cast_by_kernel(
-        kernel, x_MK, block, dtype, power_of_two, scale, row_major, transposed, amax
+        kernel, x_MK, block, dtype, scale_format, scale, row_major, transposed, amax
     )

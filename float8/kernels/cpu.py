@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from float8.granularity import WHOLE, Block
-from float8.kernels import definition
+from float8.kernels import definition, e8m0
 from float8.kernels.definition import (
     MIN_SCALE,
     in_blocks,
@@ -77,11 +77,12 @@ def _tiles(x: Tensor, block: Block) -> Tensor | None:
 def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool = False) -> Tensor:
     """`definition.cast`, with one float32 buffer in eager mode.
 
-    ``fits`` promises that ``scale`` was computed from this very ``x``. Then no finite value exceeds
-    the format, and the clamp is not needed.
+    ``fits`` promises that ``scale`` is a float32 computed from this very ``x``. Then no finite
+    value exceeds the format, an infinite one becomes NaN, and the clamp is not needed.
     """
     x32 = x.float()
-    factor = reciprocal(scale) if torch.compiler.is_compiling() else scale.reciprocal()
+    is_plain = scale.dtype == torch.float32 and not torch.compiler.is_compiling()
+    factor = scale.reciprocal() if is_plain else reciprocal(scale)
     if block.count(WHOLE) + block.count(1) < len(block):
         y = _scaled(x32, factor, block)
     else:
@@ -100,7 +101,7 @@ def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool 
 
 def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """`definition.dequantize`; right under torch.compile for every block."""
-    return _scaled(data.to(torch.float32), scale, block).to(dtype)
+    return _scaled(data.to(torch.float32), e8m0.as_float32(scale), block).to(dtype)
 
 
 def _scaled(x32: Tensor, factor: Tensor, block: Block) -> Tensor:
@@ -190,6 +191,7 @@ def scaled_mm(
         b = dequantize(b_NK, b_scale, b_block, torch.float32)
         out = a @ b.t()
         return (out if bias_N is None else out + bias_N.to(torch.float32)).to(out_dtype)
+    a_scale, b_scale = e8m0.as_float32(a_scale), e8m0.as_float32(b_scale)
     if out_dtype == torch.bfloat16:
         product = decode(a_MK) @ decode(b_NK).t()
     else:

@@ -1,7 +1,7 @@
 """The definition of every float8 op, in plain PyTorch. This file is not optimised for speed.
 
-Legend: ``data`` float8; ``scale`` float32, ``value = data * scale``; ``block`` the extent per
-dimension that shares a scale (-1: the whole dimension); ``scale.shape == ceil(shape / block)``.
+Legend: ``data`` float8; ``scale`` float32 or E8M0, ``value = data * scale``; ``block`` the extent
+per dimension that shares a scale (-1: whole dimension); ``scale.shape == ceil(shape / block)``.
 
 The casts are defined to the bit, and all backends agree on them, because each step is one correctly
 rounded float32 operation that no compiler may rewrite:
@@ -9,7 +9,8 @@ rounded float32 operation that no compiler may rewrite:
 1. ``amax = max(|x|)`` over a block, NaN if the block holds a NaN.
 2. ``scale = max(amax * float32(1 / max(format)), 2^-126)``, on request rounded up to a power of
    two. A multiplication, not a division: compilers turn division by a constant into one anyway.
-   2^-126 is the smallest scale whose reciprocal is finite and neither is subnormal.
+   2^-126 is the smallest scale whose reciprocal is finite and neither is subnormal. E8M0 scales
+   start at 2^-127, see ``e8m0.py``.
 3. ``data = round_to_nearest_even(clamp(float32(x) * float32(1 / scale)))``.
 
 Special values: NaN stays NaN. An infinite x makes a dynamic scale infinite and every product with
@@ -27,8 +28,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from float8.formats import ScaleFormat
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
+from float8.kernels import e8m0
 
+# Plain strings, which torch.compile compares without a guard.
+FLOAT32, E8M0 = ScaleFormat.FLOAT32.value, ScaleFormat.E8M0.value
+E8M0_FLOOR = ScaleFormat.E8M0_FLOOR.value
 MIN_SCALE = torch.finfo(torch.float32).tiny  # 2^-126
 
 
@@ -75,7 +81,7 @@ def record_amax(current: Tensor, amax: Tensor) -> None:
     torch.maximum(current, amax.reshape(()), out=current)
 
 
-def scale_from_amax(amax: Tensor, format_max: float, power_of_two: bool = False) -> Tensor:
+def scale_from_amax(amax: Tensor, format_max: float, scale_format: str = FLOAT32) -> Tensor:
     """The dequantisation scale that maps ``amax`` to the format's largest value.
 
     ``scale = amax / max(format)`` (arXiv 2209.05433, section 3.1, there as its reciprocal), at
@@ -85,22 +91,33 @@ def scale_from_amax(amax: Tensor, format_max: float, power_of_two: bool = False)
     Args:
         amax: float32, any shape.
         format_max: the largest finite value of the float8 format.
-        power_of_two: round the scale up to a power of two, so that nothing saturates.
+        scale_format: which numbers the scale may be: a `ScaleFormat`, or its value.
 
     Returns:
-        float32 of amax's shape; NaN and inf stay what they are.
+        the scale, of amax's shape. A float32 keeps NaN and inf as they are.
     """
+    if scale_format == E8M0_FLOOR:
+        return e8m0.floor_of(amax, format_max)
+    if scale_format == E8M0:
+        return e8m0.rounded_up(amax * (1.0 / format_max))
     # MIN_SCALE as a literal: with dynamic shapes torch.compile would make an input of the global.
     scale = (amax * (1.0 / format_max)).clamp(min=2.0**-126)
-    if not power_of_two:
+    if scale_format == FLOAT32:
         return scale
     # Adding the largest mantissa carries into the exponent unless the mantissa is zero already.
     bits = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
     return torch.maximum(bits.view(torch.float32), scale)  # a NaN overflowed to 0: bring it back
 
 
+def scale_format_of(power_of_two: bool) -> str:
+    """The format of float32 scales that are rounded up to powers of two, or not."""
+    return ScaleFormat.POWER_OF_TWO.value if power_of_two else FLOAT32
+
+
 def reciprocal(scale: Tensor) -> Tensor:
     """``1 / scale`` in float32, correctly rounded, compiled or not."""
+    if scale.dtype != torch.float32:
+        return e8m0.reciprocal(scale)
     # Compilers may emit an approximate float32 division; a float64 one is exact enough that
     # rounding it to float32 gives the correctly rounded quotient, which is what eager computes.
     if torch.compiler.is_compiling():
@@ -113,7 +130,7 @@ def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
 
     Args:
         x: float32, bfloat16 or float16, any shape and strides.
-        scale: float32 of shape ``ceil(x.shape / block)``.
+        scale: float32 or E8M0, of shape ``ceil(x.shape / block)``.
         block: one extent per dimension.
         dtype: the float8 dtype.
 
@@ -126,19 +143,23 @@ def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
 
 
 def cast_dynamic(
-    x: Tensor, block: Block, dtype: torch.dtype, power_of_two: bool = False
+    x: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    scale_format: str = FLOAT32,
 ) -> tuple[Tensor, Tensor]:
     """`cast` under the scales that follow from x's own amaxes.
 
     Returns:
         data of x's shape, and its scale.
     """
-    scale = scale_from_amax(amax(x, block), torch.finfo(dtype).max, power_of_two)
+    scale = scale_from_amax(amax(x, block), torch.finfo(dtype).max, scale_format)
     return cast(x, scale, block, dtype), scale
 
 
 def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """``data * scale``, computed in float32 and rounded once to ``dtype``."""
+    scale = e8m0.as_float32(scale)
     return (data.to(torch.float32) * _per_element(scale, data.shape, block)).to(dtype)
 
 
@@ -214,7 +235,7 @@ def scaled_mm(
 
     Args:
         a_MK, b_NK: float8, or the same values in bfloat16; the contraction K last.
-        a_scale, b_scale: float32, shapes as a_block and b_block say.
+        a_scale, b_scale: float32 or E8M0, shapes as a_block and b_block say.
         bias_N: added in float32 before the result is rounded, or None.
         out_dtype: float32, bfloat16 or float16.
     """
@@ -224,6 +245,7 @@ def scaled_mm(
         b32 = dequantize(b_NK, b_scale, b_block, torch.float32)
         out32 = a32 @ b32.t()
     else:
+        a_scale, b_scale = e8m0.as_float32(a_scale), e8m0.as_float32(b_scale)
         exact = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
         product32 = (a_MK.to(exact) @ b_NK.to(exact).t()).to(torch.float32)
         if a_block == b_block == tensorwise and bias_N is None:

@@ -35,7 +35,7 @@ from float8.granularity import Block, block_name
 from float8.kernels import cpu, cublas
 
 ALIGNMENT = cublas.ALIGNMENT
-TENSORWISE, ROWWISE, BLOCKWISE = "tensorwise", "rowwise", "blockwise"
+TENSORWISE, ROWWISE, BLOCKWISE, MX = "tensorwise", "rowwise", "blockwise", "mx"
 # The names of two blocks (`block_name`) -> the product that they make. A tensorwise scale beside a
 # rowwise one is repeated for every row, which is free. What is not listed runs with emulate=True.
 _PRODUCTS: dict[tuple[str, str], str] = {
@@ -46,6 +46,7 @@ _PRODUCTS: dict[tuple[str, str], str] = {
     ("1x128", "128x128"): BLOCKWISE,
     ("128x128", "1x128"): BLOCKWISE,
     ("1x128", "1x128"): BLOCKWISE,
+    ("1x32", "1x32"): MX,
 }
 # Every architecture with float8 tensor cores that the library knows -> product -> None where
 # torch._scaled_mm runs it, else the reason why not. Sources, in torch 2.11 and 2.13:
@@ -56,16 +57,17 @@ _PRODUCTS: dict[tuple[str, str], str] = {
 #   pytorch#155991); the Linux wheels contain them for 8.9, 9.0, 10.0, 10.3, 12.0 and 12.1;
 # - blockwise: ScaledBlas.cpp, _check_deepseek_support.
 _NO_128 = "takes 1x128 and 128x128 scales on sm_90 only"
-_ALL_BUT_128: dict[str, str | None] = {TENSORWISE: None, ROWWISE: None, BLOCKWISE: _NO_128}
+_NO_MX = "multiplies MX formats on sm_100 and sm_103 (B200, B300) only: use the recipe blockwise"
+_BASIC: dict[str, str | None] = {TENSORWISE: None, ROWWISE: None, BLOCKWISE: _NO_128, MX: _NO_MX}
 SUPPORT: dict[str, dict[str, str | None]] = {
-    "sm_89": {**_ALL_BUT_128},
-    "sm_90": {**_ALL_BUT_128, BLOCKWISE: None},
-    "sm_100": {**_ALL_BUT_128},
-    "sm_103": {**_ALL_BUT_128},
-    "sm_120": {**_ALL_BUT_128},
-    "sm_121": {**_ALL_BUT_128},
-    "gfx94": {**_ALL_BUT_128},
-    "gfx95": {**_ALL_BUT_128},
+    "sm_89": {**_BASIC},
+    "sm_90": {**_BASIC, BLOCKWISE: None},
+    "sm_100": {**_BASIC, MX: None},
+    "sm_103": {**_BASIC, MX: None},
+    "sm_120": {**_BASIC},
+    "sm_121": {**_BASIC},
+    "gfx94": {**_BASIC},
+    "gfx95": {**_BASIC},
 }
 # cuBLASLt takes scales of rows and of 128-wide blocks from this CUDA version on, on sm_90 alone
 # (cuBLAS 12.9 release notes).
@@ -233,6 +235,7 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     TENSORWISE: (TORCH,),
     ROWWISE: (TORCH,),
     BLOCKWISE: (TORCH, TRITON),
+    MX: (TORCH,),
 }
 GEMMS = {candidate.name: candidate for row in CANDIDATES.values() for candidate in row}
 

@@ -179,10 +179,11 @@ def product(
     a_data, a_scale = a
     if gemm.refusal is not None and 0 not in (*a_data.shape, *b[0].shape):
         raise ValueError(f"scaled_mm: {gemm.refusal}")
-    if factor is not None:
+    after = factor if a_scale.dtype != torch.float32 else None
+    if factor is not None and after is None:
         a_scale = multiply_scale(a_scale, gemm.a, factor)
         bias = None if bias is None else bias * factor
-    return kernels.multiply(
+    out = kernels.multiply(
         gemm.name,
         a_data,
         a_scale,
@@ -194,6 +195,7 @@ def product(
         gemm.use_fast_accum,
         gemm.pad,
     )
+    return out if after is None else out * after  # E8M0 scales hold no factor
 
 
 def _to(x: Tensor, dtype: torch.dtype) -> Tensor:

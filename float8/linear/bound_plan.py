@@ -40,6 +40,7 @@ class BoundCast:
         dtype: the float8 dtype that the device multiplies.
         largest: the largest finite value of its format.
         kernel: the Triton kernel, see `float8.kernels.kernel_for`; None for plain PyTorch.
+        fits: whether scales make a clamp in plain PyTorch unnecessary, see `float8.kernels.cast`.
         static: the scale of a static cast.
         is_whole: whether one scale serves the whole operand.
     """
@@ -47,12 +48,13 @@ class BoundCast:
     __slots__ = (
         "block",
         "dtype",
+        "fits",
         "is_delayed",
         "is_dynamic",
         "is_whole",
         "kernel",
         "largest",
-        "power_of_two",
+        "scale_format",
         "static",
     )
 
@@ -65,10 +67,11 @@ class BoundCast:
     ) -> None:
         fmt = on_family(cast.format, family)
         self.dtype, self.largest = fmt.dtype, fmt.max
-        self.block, self.power_of_two = cast.block, cast.power_of_two_scale
+        self.block, self.scale_format = cast.block, cast.scale_format.value
         self.is_whole = cast.block.count(WHOLE) == len(cast.block)
         self.is_delayed = cast.scaling_type is ScalingType.DELAYED
         self.is_dynamic = cast.scaling_type is ScalingType.DYNAMIC
+        self.fits = self.is_dynamic and not cast.scale_format.is_e8m0
         self.static = None if cast.static_scale is None else float(cast.static_scale)
         # A GPU without float8 conversions also has no GEMM, whose refusal names the layer.
         is_known = emulate or family == CPU or family in SUPPORT

@@ -80,7 +80,7 @@ def updated_history(
     scale_N: Tensor,
     config: DelayedScalingConfig,
     format_max: float,
-    power_of_two: bool,
+    scale_format: str,
     age_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """One step of delayed scaling for N operands that share format and config.
@@ -91,7 +91,7 @@ def updated_history(
         scale_N: the scales in use; 0 where there has been none yet.
         config: the rule's parameters.
         format_max: the largest finite value of the format.
-        power_of_two: round scales up to powers of two.
+        scale_format: which numbers scales may be.
         age_N: how many steps ago each scale was computed, inf if never. Scales younger than
             ``config.interval`` stay. None where the interval is 1.
 
@@ -104,7 +104,7 @@ def updated_history(
     history_NH = torch.cat([newest_N.unsqueeze(1), history_NH[:, :-1]], dim=1)
     amax_N = newest_N if config.amax_compute_algo == "most_recent" else history_NH.amax(1)
     largest = format_max * 2.0**-config.margin  # what the amax is mapped to
-    scaled = kernels.scale_from_amax(amax_N, largest, power_of_two)
+    scaled = kernels.scale_from_amax(amax_N, largest, scale_format)
     # A large margin may move the scale out of float32's range.
     is_new = (amax_N > 0) & scaled.isfinite()
     if age_N is not None:
@@ -391,14 +391,14 @@ def _is_one_of_many() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-Key = tuple[DelayedScalingConfig, float, bool]  # see `updated_history`
+Key = tuple[DelayedScalingConfig, float, str]  # see `updated_history`
 
 
 def _update_all(casts: list[DelayedCast], groups: list[dist.ProcessGroup]) -> None:
     # Casts on one device with equal keys are updated together.
     by_device: dict[torch.device, dict[Key, list[DelayedCast]]] = {}
     for cast in casts:
-        key = (cast.delayed, cast.format_on_device.max, cast.config.power_of_two_scale)
+        key = (cast.delayed, cast.format_on_device.max, cast.config.scale_format.value)
         by_device.setdefault(cast.scale.device, {}).setdefault(key, []).append(cast)
     ordered = [[cast for same in own.values() for cast in same] for own in by_device.values()]
     stacked = [torch.stack([cast.current_amax for cast in own]) for own in ordered]
@@ -414,7 +414,7 @@ def _update_all(casts: list[DelayedCast], groups: list[dist.ProcessGroup]) -> No
 
 
 def _update(casts: list[DelayedCast], currents: Tensor, key: Key) -> None:
-    delayed, format_max, power_of_two = key
+    delayed, format_max, scale_format = key
     aged = [c.scale_age for c in casts] if delayed.interval > 1 else []
     histories, scales, ages = updated_history(
         torch.stack([c.amax_history for c in casts]),
@@ -422,7 +422,7 @@ def _update(casts: list[DelayedCast], currents: Tensor, key: Key) -> None:
         torch.stack([c.scale for c in casts]),
         delayed,
         format_max,
-        power_of_two,
+        scale_format,
         torch.stack(aged) if aged else None,
     )
     torch._foreach_copy_([c.amax_history for c in casts], list(histories.unbind()))

@@ -89,7 +89,7 @@ class Cast(nn.Module):
             on_device(self.format, x.device),
             config.granularity,
             self._scale(),
-            config.power_of_two_scale,
+            config.scale_format,
         )
 
     def _scale(self) -> Tensor | float | None:
@@ -137,8 +137,8 @@ def cast_matrix(
             computes it.
 
     Returns:
-        float8 data of x's shape and its float32 scale of shape ``ceil(shape / block)``; in high
-        precision, x and None.
+        float8 data of x's shape and its scale of shape ``ceil(shape / block)``; in high precision,
+        x and None.
     """
     if how is None:
         return x, None
@@ -148,7 +148,7 @@ def cast_matrix(
         kernels.check_compiler(x.device)
     if scale is None:
         scale = _scale(x, how, state, record)
-    return kernels.cast(x, scale, how.block, how.dtype, how.is_dynamic), scale
+    return kernels.cast(x, scale, how.block, how.dtype, how.fits), scale
 
 
 def cast_orientations(
@@ -232,7 +232,7 @@ def _by_kernel(
         amax = state.current_amax if how.is_delayed and record else None
         scale = _scale_of_state(x, how, state) if scale is None else scale
     return kernels.cast_by_kernel(
-        how.kernel, x, how.block, how.dtype, how.power_of_two, scale, row_major, transpose, amax
+        how.kernel, x, how.block, how.dtype, how.scale_format, scale, row_major, transpose, amax
     )
 
 
@@ -243,7 +243,7 @@ def _scale_of_state(x: Tensor, how: BoundCast, state: DelayedState) -> Tensor | 
     if not how.is_whole or state.group is None:
         return None
     found = max_over_ranks(kernels.amax(x, how.block), state.group)
-    return kernels.scale_from_amax(found, how.largest, how.power_of_two)
+    return kernels.scale_from_amax(found, how.largest, how.scale_format)
 
 
 def known_scale(cast: OperandCast, state: DelayedState | None, x: Tensor) -> Tensor | None:
@@ -318,7 +318,7 @@ def _scale(x: Tensor, how: BoundCast, state: DelayedState | None, record: bool) 
         amax = kernels.amax(x, how.block)
     if state is not None and state.group is not None and how.is_whole:
         amax = max_over_ranks(amax, state.group)
-    return kernels.scale_from_amax(amax, how.largest, how.power_of_two)
+    return kernels.scale_from_amax(amax, how.largest, how.scale_format)
 
 
 def max_over_ranks(amax: Tensor, group: Any) -> Tensor:

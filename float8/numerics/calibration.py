@@ -164,7 +164,7 @@ class Distribution:
 
 
 def _scale(amax: float, fmt: Format) -> float:
-    found = kernels.scale_from_amax(torch.tensor([amax], dtype=torch.float32), fmt.max, False)
+    found = kernels.scale_from_amax(torch.tensor([amax], dtype=torch.float32), fmt.max)
     return float(found)
 
 

@@ -258,7 +258,7 @@ def _scale(cast: Cast, value: Tensor, largest: float) -> Tensor:
     if cast.config.scaling_type is ScalingType.STATIC:
         return torch.tensor(cast.config.static_scale, device=value.device)
     amax = kernels.amax(value.detach(), cast.config.granularity.block_of(value.shape))
-    return kernels.scale_from_amax(amax, largest, cast.config.power_of_two_scale)
+    return kernels.scale_from_amax(amax, largest, cast.config.scale_format.value)
 
 
 # --- the search

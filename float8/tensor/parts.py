@@ -22,8 +22,7 @@ def check_parts(
     format_of(data.dtype)
     if dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"a Float8Tensor stands for a float32, bfloat16 or float16, not {dtype}")
-    if scale.dtype != torch.float32:
-        raise TypeError(f"scale must be float32, got {scale.dtype}")
+    _check_scale_dtype(scale)
     if len(block) != data.dim():
         raise ValueError(f"block {tuple(block)} does not fit shape {tuple(data.shape)}")
     if tuple(scale.shape) != (expected := scale_shape(data.shape, block)):
@@ -39,9 +38,19 @@ def check_parts(
                 f"{tuple(data.shape)}, got {data_t.dtype} {tuple(data_t.shape)}"
             )
     # On a device the look would stall the stream; fake and traced tensors have nothing to look at.
-    is_plain_cpu = type(scale) is Tensor and scale.device.type == "cpu"
+    is_plain_cpu = type(scale) is Tensor and scale.device.type == "cpu" and not is_e8m0(scale)
     if is_plain_cpu and not torch.compiler.is_compiling() and bool((scale <= 0).any()):
         raise ValueError(f"scale must be > 0, got {scale[scale <= 0][0].item()}")
+
+
+def is_e8m0(scale: Tensor) -> bool:
+    """Whether scales are exponents of one byte, which are all > 0 or NaN."""
+    return scale.dtype == torch.float8_e8m0fnu
+
+
+def _check_scale_dtype(scale: Tensor) -> None:
+    if scale.dtype != torch.float32 and not is_e8m0(scale):
+        raise TypeError(f"scale must be float32 or torch.float8_e8m0fnu, got {scale.dtype}")
 
 
 def given_scale(scale: Tensor | float, x: Tensor, block: Block) -> Tensor:
@@ -51,8 +60,7 @@ def given_scale(scale: Tensor | float, x: Tensor, block: Block) -> Tensor:
         check_type(scale, numbers.Real, "from_high_precision", "scale", "a float or a tensor")
         _check_scale_value(scale)
         scale = torch.full(shape, scale, dtype=torch.float32, device=x.device)
-    if scale.dtype != torch.float32:
-        raise TypeError(f"scale must be float32, got {scale.dtype}")
+    _check_scale_dtype(scale)
     scale = scale.expand(shape) if scale.dim() == 0 else scale
     if tuple(scale.shape) != shape:
         raise ValueError(
@@ -62,6 +70,7 @@ def given_scale(scale: Tensor | float, x: Tensor, block: Block) -> Tensor:
     # A CPU tensor is checked at once; on a device the check would stall the stream.
     if (
         scale.device.type == "cpu"
+        and not is_e8m0(scale)
         and not torch.compiler.is_compiling()
         and not has_no_values(scale)
     ):

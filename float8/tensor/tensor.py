@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from float8 import kernels
 from float8.arguments import check_bool, check_tensors, check_type, described
-from float8.formats import FORMATS, HIGH_PRECISION_DTYPES, Format, format_of
+from float8.formats import FORMATS, HIGH_PRECISION_DTYPES, Format, ScaleFormat, format_of
 from float8.granularity import Block, Granularity, Tensorwise
 from float8.tensor.parts import check_parts, given_scale, has_no_values
 from float8.tensor.running_module import innermost_module
@@ -38,7 +38,7 @@ class Float8Tensor(Tensor):
 
     Args:
         data: float8, of the tensor's shape.
-        scale: float32 > 0 of shape ``ceil(shape / block)``; ``value = data * scale``.
+        scale: float32 > 0 or E8M0, of shape ``ceil(shape / block)``; ``value = data * scale``.
         block: one extent per dimension, -1 for the whole dimension.
         dtype: the high-precision dtype that the tensor reports and dequantises to.
         data_t: the transposed copy of ``data``, row-major, or None: (K, M) for data (..., K), whose
@@ -46,7 +46,8 @@ class Float8Tensor(Tensor):
             of ops on the tensor have none.
 
     Raises:
-        TypeError: data is not float8, scale not float32, or dtype not a high-precision one.
+        TypeError: data is not float8, scale neither float32 nor E8M0, or dtype not a
+            high-precision one.
         ValueError: scale has another shape than ``ceil(shape / block)``.
     """
 
@@ -104,6 +105,8 @@ class Float8Tensor(Tensor):
         format_or_dtype: Format | torch.dtype,
         granularity: Granularity | None = None,
         scale: Tensor | float | None = None,
+        scale_format: ScaleFormat = ScaleFormat.FLOAT32,
+        *,
         power_of_two_scale: bool = False,
     ) -> Float8Tensor:
         """Cast ``x`` to float8. Gradients pass straight through, unrounded.
@@ -112,18 +115,22 @@ class Float8Tensor(Tensor):
             x: float32, bfloat16 or float16.
             format_or_dtype: `E4M3`, `E5M2` or a torch float8 dtype.
             granularity: which elements share a scale; `Tensorwise` by default.
-            scale: the scale to use, a float or a float32 tensor of shape ``ceil(shape / block)``;
-                None computes it from x.
-            power_of_two_scale: round a computed scale up to a power of two.
+            scale: the scale to use, a float, or a float32 or E8M0 tensor of shape
+                ``ceil(shape / block)``; None computes it from x.
+            scale_format: which numbers a computed scale may be.
+            power_of_two_scale: the same as ``ScaleFormat.POWER_OF_TWO``.
 
         Raises:
-            TypeError: x is no tensor of a high-precision dtype, scale is not float32, or an
+            TypeError: x is no tensor of a high-precision dtype, scale is of another dtype, or an
                 argument is of another type.
             ValueError: scale has the wrong shape or is not finite and > 0.
         """
         caller = "Float8Tensor.from_high_precision"
         check_tensors(caller, x=x)
+        such_as = "a ScaleFormat, such as ScaleFormat.E8M0"
         check_bool(power_of_two_scale, f"{caller}: power_of_two_scale")
+        scale_format = ScaleFormat.POWER_OF_TWO if power_of_two_scale else scale_format
+        check_type(scale_format, ScaleFormat, caller, "scale_format", such_as)
         granularity = Tensorwise() if granularity is None else granularity
         such_as = "a Granularity, such as Rowwise()"
         check_type(granularity, Granularity, caller, "granularity", such_as)
@@ -134,10 +141,10 @@ class Float8Tensor(Tensor):
         block = granularity.block_of(x.shape)
         if scale is None:
             amax = kernels.amax(x.detach(), block)
-            scale_tensor = kernels.scale_from_amax(amax, fmt.max, power_of_two_scale)
+            scale_tensor = kernels.scale_from_amax(amax, fmt.max, scale_format.value)
         else:
             scale_tensor = given_scale(scale, x, block)
-        fits = scale is None
+        fits = scale is None and not scale_format.is_e8m0
         result: Float8Tensor = _ToFloat8.apply(x, scale_tensor, block, fmt.dtype, fits)
         return result
 

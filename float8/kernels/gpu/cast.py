@@ -112,7 +112,8 @@ def define(
     if amax is not None:
         definition.record_amax(amax, found)
     if scale is None:
-        scale = definition.scale_from_amax(found, torch.finfo(dtype).max, power_of_two)
+        scale_format = definition.scale_format_of(power_of_two)
+        scale = definition.scale_from_amax(found, torch.finfo(dtype).max, scale_format)
     scale = scale.reshape(1, 1).clone()
     data = definition.cast(x, scale, _WHOLE, dtype)
     nothing = data.new_empty((0, 0))

@@ -179,9 +179,10 @@ def define_both_ways(
     x: Tensor, outputs: BothWays, rows: bool, cols: bool, block: Block, power_of_two: bool
 ) -> BothWays:
     """Fill ``outputs`` by `definition.cast_dynamic`, for scales of rows and of blocks."""
+    scale_format = definition.scale_format_of(power_of_two)
     for wanted, source, data, scale in ((rows, x, *outputs[:2]), (cols, x.t(), *outputs[2:])):
         if wanted:
-            found = definition.cast_dynamic(source, block, data.dtype, power_of_two)
+            found = definition.cast_dynamic(source, block, data.dtype, scale_format)
             data.copy_(found[0])
             scale.copy_(found[1])
     return outputs

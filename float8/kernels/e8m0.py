@@ -1,0 +1,95 @@
+"""E8M0 scales: one byte that holds an exponent, ``scale = 2^(byte - 127)``, 255 being NaN.
+
+(OCP Microscaling Formats 1.0, section 5.4.1.) The dtype is ``torch.float8_e8m0fnu``, for which
+torch has few operations and inductor no code. Both directions are integer operations on a float32's
+bits. When torch.compile traces them, each is one opaque op.
+
+Block by block, for the largest magnitude ``amax`` of a block in float32:
+
+============== ============================ ====================== ============================
+block          ``E8M0``                     ``E8M0_FLOOR``         its data
+============== ============================ ====================== ============================
+zeros          0 (2^-127)                   0 (2^-127)             zeros
+very small     at least 0                   at least 0             ``x / 2^-127``, as for others
+with an inf    254 (2^127)                  247 or 239             the infs are NaN
+with a NaN     255 (NaN)                    255 (NaN)              NaN
+============== ============================ ====================== ============================
+
+The bytes are those of torchao's ``to_mx``, and so are the data, with three exceptions. It writes
+the largest finite value for an inf, which could be taken for a number. Where the byte is 0, it
+multiplies by 1 (``RCEIL``) or 2^126 (``FLOOR``) in place of 2^127. And its logarithm in float32
+rounds an ``amax / max(format)`` that is within a few ulps above a power of two down to it, so that
+the largest value saturates; here the exponent is exact.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_NAN = 255
+_INF = 254  # of a scale that would be infinite
+_SMALLEST = 0x00400000  # the bits of 2^-127, a subnormal float32
+_FLOAT32_NAN = 0x7FC00000
+
+
+def rounded_up(scale: Tensor) -> Tensor:
+    """The smallest E8M0 numbers that are at least as large as float32 ``scale`` >= 0."""
+    if torch.compiler.is_compiling():
+        return torch.ops.float8.e8m0_rounded_up.default(scale)
+    bits = scale.view(torch.int32)
+    exponent = torch.where(bits <= _SMALLEST, 0, (bits + 0x7FFFFF) >> 23)
+    exponent = torch.where(scale.isinf(), _INF, exponent)
+    return _bytes(torch.where(scale.isnan(), _NAN, exponent))
+
+
+def floor_of(amax: Tensor, format_max: float) -> Tensor:
+    """``2^(floor(log2(amax)) - floor(log2(format_max)))``, at least 2^-127."""
+    if torch.compiler.is_compiling():
+        return torch.ops.float8.e8m0_floor_of.default(amax, format_max)
+    largest = math.frexp(format_max)[1] - 1  # floor(log2(format_max))
+    exponent = ((amax.view(torch.int32) >> 23) - largest).clamp(min=0)
+    return _bytes(torch.where(amax.isnan(), _NAN, exponent))
+
+
+def _bytes(exponent: Tensor) -> Tensor:
+    return exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def as_float32(scale: Tensor) -> Tensor:
+    """A scale in float32, exactly; one that is float32 is returned as it is."""
+    if scale.dtype == torch.float32:
+        return scale
+    if torch.compiler.is_compiling():
+        return torch.ops.float8.e8m0_as_float32.default(scale)
+    exponent = scale.view(torch.uint8).to(torch.int32)
+    bits = torch.where(exponent == 0, _SMALLEST, exponent << 23)
+    return torch.where(exponent == _NAN, _FLOAT32_NAN, bits).view(torch.float32)
+
+
+def reciprocal(scale: Tensor) -> Tensor:
+    """``1 / scale`` of E8M0 scales, in float32: a power of two, exactly."""
+    if torch.compiler.is_compiling():
+        return torch.ops.float8.e8m0_reciprocal.default(scale)
+    exponent = scale.view(torch.uint8).to(torch.int32)
+    bits = torch.where(exponent == _INF, _SMALLEST, (_INF - exponent) << 23)
+    return torch.where(exponent == _NAN, _FLOAT32_NAN, bits).view(torch.float32)
+
+
+_LIBRARY = torch.library.Library("float8", "FRAGMENT")
+for _schema, _run, _dtype in (
+    ("e8m0_rounded_up(Tensor scale) -> Tensor", rounded_up, torch.float8_e8m0fnu),
+    ("e8m0_floor_of(Tensor amax, float format_max) -> Tensor", floor_of, torch.float8_e8m0fnu),
+    ("e8m0_as_float32(Tensor scale) -> Tensor", as_float32, torch.float32),
+    ("e8m0_reciprocal(Tensor scale) -> Tensor", reciprocal, torch.float32),
+):
+    _name = _schema.partition("(")[0]
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+
+    def _fake(scale: Tensor, *_: float, dtype: torch.dtype = _dtype) -> Tensor:
+        return torch.empty_like(scale, dtype=dtype)
+
+    torch.library.register_fake(f"float8::{_name}", _fake, lib=_LIBRARY)
