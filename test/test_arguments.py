@@ -63,6 +63,7 @@ def optimizer() -> torch.optim.Optimizer:
 
 
 X, W = torch.ones(16, 32), torch.ones(16, 32)
+EXPERTS, OFFS = torch.ones(2, 32, 16), torch.tensor([8, 16], dtype=torch.int32)
 
 
 class NotIt:
@@ -248,6 +249,12 @@ CALLS: dict[str, list[Call]] = {
         Call(lambda v: f.float8_linear(X, v), f"weight {TENSOR}"),
         Call(lambda v: f.float8_linear(X, W, v), f"bias {TENSOR}", NONE),
         Call(lambda v: f.float8_linear(X, W, None, v), f"float8_linear: {CONFIG}", NONE),
+    ],
+    "grouped_mm": [
+        Call(lambda v: f.grouped_mm(v, EXPERTS, OFFS), f"grouped_mm: x {TENSOR}"),
+        Call(lambda v: f.grouped_mm(X, v, OFFS), f"grouped_mm: w {TENSOR}"),
+        Call(lambda v: f.grouped_mm(X, EXPERTS, v), f"grouped_mm: offs {TENSOR}"),
+        Call(lambda v: f.grouped_mm(X, EXPERTS, OFFS, v), f"grouped_mm: {CONFIG}", NONE),
     ],
     "fuse_norms": [
         Call(f.fuse_norms, f"fuse_norms: model {MODULE}"),
