@@ -32,6 +32,7 @@ from float8.convert.inference import convert_to_float8_inference
 from float8.distributed.after_step import after_step
 from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
 from float8.estimate import estimate, faster_layers
+from float8.experts.grouped_mm import grouped_mm
 from float8.formats import E4M3, E5M2, Format, ScaleFormat
 from float8.fusion import LayerNormCast, RMSNormCast, SwiGLUCast, fuse_norms
 from float8.granularity import Blockwise, Rowwise, Tensorwise
@@ -104,6 +105,7 @@ __all__ = [
     "find_nan",
     "float8_linear",
     "fuse_norms",
+    "grouped_mm",
     "high_precision",
     "inspect_every",
     "ms_amp",
