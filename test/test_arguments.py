@@ -150,6 +150,7 @@ CALLS: dict[str, list[Call]] = {
         Call(lambda v: f.CastConfig(scaling_type=v), "scaling_type must be a ScalingType"),
         Call(lambda v: f.CastConfig(granularity=v), "granularity must be a Granularity"),
         Call(lambda v: f.CastConfig(target_dtype=v), "is not a float8 format", NONE),
+        Call(lambda v: f.CastConfig(scale_format=v), "scale_format must be a ScaleFormat"),
         Call(lambda v: f.CastConfig(power_of_two_scale=v), "must be True or False"),
         Call(lambda v: f.CastConfig(f.ScalingType.STATIC, static_scale=v), "static_scale"),
     ],
@@ -184,6 +185,10 @@ CALLS: dict[str, list[Call]] = {
         Call(lambda v: Float8Tensor.from_high_precision(X, v), "is not a float8 format"),
         Call(lambda v: Float8Tensor.from_high_precision(X, E4M3, v), "must be a Gran", NONE),
         Call(lambda v: Float8Tensor.from_high_precision(X, E4M3, scale=v), "scale must be", NONE),
+        Call(
+            lambda v: Float8Tensor.from_high_precision(X, E4M3, scale_format=v),
+            "scale_format must be a ScaleFormat",
+        ),
         Call(
             lambda v: Float8Tensor.from_high_precision(X, E4M3, power_of_two_scale=v),
             "must be True or False",
@@ -325,6 +330,7 @@ CALLS: dict[str, list[Call]] = {
 NO_CALLS = {
     *("Calibration", "CastStatistics", "Comparison", "Device", "Estimate", "Figure"),
     *("Finding", "ModuleFilter"),
+    "ScaleFormat",
     *("Float8Gradients", "Gemm", "GradientReport", "LinearPlan", "Moment", "Monitor"),
     *("GemmSpeed", "OperandCast", "Report", "Row", "ScalingController", "StateReport"),
     *("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"),

@@ -38,15 +38,20 @@ _OPTIONS = {"num_warps": 4, **NO_FUSION}
 def _amax_kernel(
     x_ptr,
     partials_ptr,
+    offs_ptr,  # int32 (E,), where LIMITED: rows at or beyond the last offset are not read
     M,
     K,
     stride_m,
     stride_k,
+    E,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     PARTIALS: tl.constexpr,
+    LIMITED: tl.constexpr,
 ):
     """partials[i] = bits of the amax of tiles i, i + PARTIALS, ...; 0 where there is none."""
+    if LIMITED:
+        M = tl.minimum(tl.load(offs_ptr + E - 1), M)
     tiles_k = tl.cdiv(K, COLS)
     # Not .to(int64), of which there are fewer than 2^31: M is a constant where it is 1.
     tiles = tl.cdiv(M, ROWS) * tiles_k
@@ -88,18 +93,22 @@ def _lines_kernel(
 
 def new_partials(x: Tensor, tiles: int, most: int) -> Tensor:
     """int32 (P,), P a power of two: for the amaxes of at most ``most`` programs."""
-    count = min(most, triton.next_power_of_2(tiles))
+    count = min(most, triton.next_power_of_2(max(tiles, 1)))
     return torch.empty(count, dtype=torch.int32, device=x.device)
 
 
-def partial_amaxes(x: Tensor, most: int = MAX_PARTIALS) -> Tensor:
-    """int32 (P,), P a power of two: bits of amaxes whose maximum is that of the matrix x."""
-    x = x.t() if is_transposed(x) else x
+def partial_amaxes(x: Tensor, most: int = MAX_PARTIALS, offs: Tensor | None = None) -> Tensor:
+    """int32 (P,), P a power of two: bits of amaxes whose maximum is that of the matrix x.
+
+    With ``offs`` (E,), int32, it is that of the rows ``x[:offs[-1]]``; the others are not read.
+    """
+    x = x.t() if is_transposed(x) and offs is None else x
     partials = new_partials(x, tiles_of(x, _TILE), most)
     count = partials.numel()
+    groups = 0 if offs is None else offs.numel()
     launch(
-        _amax_kernel, count, x, partials, *x.shape, *x.stride(),
-        **_TILE, PARTIALS=count, **_OPTIONS,
+        _amax_kernel, count, x, partials, partials if offs is None else offs, *x.shape, *x.stride(),
+        groups, **_TILE, PARTIALS=count, LIMITED=groups > 0, **_OPTIONS,
     )  # fmt: skip
     return partials
 

@@ -162,13 +162,13 @@ def _fake(
     M, K = x.shape
     return (
         new_data(x, M, K, rows, dtype),
-        _new_scale(x, M, K, rows, block),
+        new_scale(x, M, K, rows, block),
         new_data(x, K, M, cols, dtype),
-        _new_scale(x, K, M, cols, block),
+        new_scale(x, K, M, cols, block),
     )
 
 
-def _new_scale(x: Tensor, rows: int, cols: int, wanted: bool, block: Block) -> Tensor:
+def new_scale(x: Tensor, rows: int, cols: int, wanted: bool, block: Block) -> Tensor:
     """An empty scale of an operand (rows, cols), as cuBLASLt reads it."""
     down, across = scale_shape((rows, cols), block)
     if block[0] == 1:
