@@ -66,7 +66,8 @@ def shapes_of(text: str) -> tuple[Shape, ...]:
             "a shape is four positive numbers T,K,N,E or one of "
             f"{', '.join((*GROUPS, *NAMED))}, not {text!r}"
         )
-    return (Shape(*sizes),)
+    T, K, N, E = sizes
+    return (Shape(T, K, N, E),)
 
 
 def measure(
