@@ -5,6 +5,7 @@
     python scripts/demo.py --seeds 0 1 2     # each recipe three times: mean and spread
     python scripts/demo.py --recipes bf16 bf16+float8_adamw tensorwise+saved_activations
     bash scripts/demo.sh --nproc 2           # in one process, then in two under FSDP2
+    bash scripts/demo.sh --experts 8         # mixtures of 8 experts and a shared one, in `MIXED`
 
 All runs share the initial weights, the order of the data, and bf16 mixed precision around the
 linear layers (see training/gpt.py, also for why the output head is not in float8). Recipes in bf16
@@ -55,6 +56,7 @@ from scripts.training.savings import SAVED, parts_of
 
 SHARDED = ("bf16", "tensorwise", "delayed")  # with --nproc, unless --recipes says otherwise
 RECIPES = ("bf16", "tensorwise", "delayed", "rowwise", "naive", "unit_bf16", "unit")
+MIXED = ("bf16", "tensorwise", "rowwise", "blockwise", "mxfp8")  # with --experts
 
 
 def trainers(options: Options, recipes: list[str], seeds: list[int], folder: Path) -> list[Trainer]:
@@ -146,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
     try:
         options = options_from(args)
-        default = RECIPES if options.nproc == 1 else SHARDED
+        default = MIXED if options.experts else RECIPES if options.nproc == 1 else SHARDED
         recipes, seeds = (
             list(dict.fromkeys(x)) for x in (args.recipes or default, args.seeds or [options.seed])
         )

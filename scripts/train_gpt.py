@@ -60,6 +60,7 @@ UNIT_DECAY = 2**-13  # per step, whatever the learning rate (u-muP, arXiv:2407.1
 FINAL_LEARNING_RATE = 0.1  # of the peak: cosine, as Llama
 # Options that older checkpoints lack, and the values that those were trained with.
 SINCE = {"nproc": 1, "optimizer": "adamw", "saved_activations": False, "ms_amp": None}
+SINCE |= {"experts": 0, "top_k": 2}
 PARTS = {"identity": dict, "text": str, "model": dict, "optimizer": dict, "history": dict}
 
 
@@ -84,7 +85,8 @@ class Trainer:
         text.check(options.context)
         self.options, self.text, self.history = options, text, History()
         self.team = team(options)
-        sizes = gpt.Sizes(options.layers, options.width, options.heads, options.context)
+        o = options
+        sizes = gpt.Sizes(o.layers, o.width, o.heads, o.context, o.experts, o.top_k)
         torch.manual_seed(options.seed)  # every recipe starts from the same weights
         model = gpt.GPT(sizes).to(options.device)
         self.model = self.team.model(model, options.recipe)

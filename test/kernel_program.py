@@ -71,7 +71,7 @@ def same(what: str, actual: Tensor, expected: Tensor) -> None:
 
 
 def same_blocks(what: str, source: Tensor, block, data: Tensor, scale: Tensor) -> None:
-    expected, expected_scale = definition.cast_dynamic(source, block, E4M3, True)
+    expected, expected_scale = definition.cast_dynamic(source, block, E4M3, "power_of_two")
     same(f"{what} scales", scale, expected_scale)
     same(what, data, expected)
 

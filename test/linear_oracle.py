@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-TENSOR, ROW, ONE, SQUARE = (-1, -1), (1, -1), (1, 128), (128, 128)
+TENSOR, ROW, ONE, SQUARE, MX = (-1, -1), (1, -1), (1, 128), (128, 128), (1, 32)
 
-# (dtype, block, power-of-two scale or a fixed one) of operand a and b; None: high precision.
-Operand = tuple[torch.dtype, tuple[int, int], bool | float]
+# (dtype, block, scale format or a fixed scale) of operand a and b; None: high precision.
+Operand = tuple[torch.dtype, tuple[int, int], str | float]
 _TENSORWISE = {
-    "output": ((E4M3, TENSOR, False), (E4M3, TENSOR, False)),
-    "grad_input": ((E5M2, TENSOR, False), (E4M3, TENSOR, False)),
-    "grad_weight": ((E5M2, TENSOR, False), (E4M3, TENSOR, False)),
+    "output": ((E4M3, TENSOR, "float32"), (E4M3, TENSOR, "float32")),
+    "grad_input": ((E5M2, TENSOR, "float32"), (E4M3, TENSOR, "float32")),
+    "grad_weight": ((E5M2, TENSOR, "float32"), (E4M3, TENSOR, "float32")),
 }
-_ROWWISE = ((E4M3, ROW, True), (E4M3, ROW, True))
+_MX = ((E4M3, MX, "e8m0"), (E4M3, MX, "e8m0"))
+_ROWWISE = ((E4M3, ROW, "power_of_two"), (E4M3, ROW, "power_of_two"))
 GEMMS: dict[str, dict[str, tuple[Operand, Operand] | None]] = {
     "tensorwise": _TENSORWISE,
     "delayed": _TENSORWISE,
@@ -35,13 +36,14 @@ GEMMS: dict[str, dict[str, tuple[Operand, Operand] | None]] = {
     "rowwise": {"output": _ROWWISE, "grad_input": _ROWWISE, "grad_weight": _ROWWISE},
     "rowwise_with_gw_hp": {
         "output": _ROWWISE,
-        "grad_input": ((E4M3, ROW, True), (E4M3, TENSOR, True)),
+        "grad_input": ((E4M3, ROW, "power_of_two"), (E4M3, TENSOR, "power_of_two")),
         "grad_weight": None,
     },
+    "mxfp8": {"output": _MX, "grad_input": _MX, "grad_weight": _MX},
     "blockwise": {
-        "output": ((E4M3, ONE, True), (E4M3, SQUARE, True)),
-        "grad_input": ((E4M3, ONE, True), (E4M3, SQUARE, True)),
-        "grad_weight": ((E4M3, ONE, True), (E4M3, ONE, True)),
+        "output": ((E4M3, ONE, "power_of_two"), (E4M3, SQUARE, "power_of_two")),
+        "grad_input": ((E4M3, ONE, "power_of_two"), (E4M3, SQUARE, "power_of_two")),
+        "grad_weight": ((E4M3, ONE, "power_of_two"), (E4M3, ONE, "power_of_two")),
     },
 }
 
@@ -92,10 +94,10 @@ def _product(
 def _cast(x: Tensor, operand: Operand) -> tuple[Tensor, Tensor]:
     """The values of the codes, and the scale of every element, in float64."""
     dtype, block, scaling = operand
-    if isinstance(scaling, bool):
+    if isinstance(scaling, str):
         codes, scale = oracle.quantize(x.contiguous(), block, dtype, scaling)
     else:
         scale = torch.full((1, 1), scaling)
         codes = oracle.cast(x.contiguous(), scale, block, dtype)
     values = oracle.table(dtype)[codes.long()]
-    return values, oracle.spread(scale.double(), tuple(x.shape), block)
+    return values, oracle.spread(oracle.scale_values(scale), tuple(x.shape), block)

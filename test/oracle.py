@@ -8,8 +8,9 @@ has at most 48 significant bits and is exact in float64; a float64 quotient roun
 the correctly rounded float32 quotient (53 >= 2 * 24 + 2; Figueroa, "When is double rounding
 innocuous?", 1995).
 
-Legend: codes uint8; ``scale`` float32, ``value = code's value * scale``; ``block`` the extent per
-dimension that shares a scale, -1 being the whole dimension.
+Legend: codes uint8; ``scale`` float32 or E8M0, ``value = code's value * scale``; ``block`` the
+extent per dimension that shares a scale, -1 being the whole dimension; ``scale_format`` a name:
+"float32", "power_of_two", "e8m0" or "e8m0_floor".
 """
 
 from __future__ import annotations
@@ -132,23 +133,67 @@ def amax(x: Tensor, block: Block) -> Tensor:
     return out
 
 
-def scale_of(amax: float, dtype: torch.dtype, power_of_two: bool = False) -> float:
-    """The dequantisation scale for an amax: ``max(float32(amax * float32(1/max)), 2^-126)``."""
+def scale_of(amax: float, dtype: torch.dtype, scale_format: str = "float32") -> float:
+    """The dequantisation scale for an amax.
+
+    A float32 scale is ``max(float32(amax * float32(1/max)), 2^-126)``, or the power of two that is
+    not below it.
+    """
+    if scale_format.startswith("e8m0"):
+        return value_of_byte(scale_byte(amax, dtype, scale_format))
     reciprocal = _float32(1.0 / largest(dtype))
     scale = _float32(amax * reciprocal)
     if math.isnan(scale) or math.isinf(scale):
         return scale
     scale = max(scale, MIN_SCALE)
-    if power_of_two:
+    if scale_format == "power_of_two":
         mantissa, exponent = math.frexp(scale)  # scale = mantissa * 2^exponent, 0.5 <= mantissa
         scale = math.ldexp(1.0, exponent - (mantissa == 0.5))
     return scale
 
 
-def scales(x: Tensor, block: Block, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
-    """The dynamic scale of every block of x, in float32."""
+def scale_byte(amax: float, dtype: torch.dtype, scale_format: str) -> int:
+    """The E8M0 scale of an amax: a biased exponent, 255 for NaN.
+
+    Rounded up ("e8m0"): the smallest with ``amax <= max * scale``, exactly. "e8m0_floor":
+    ``floor(log2(amax)) - floor(log2(max))`` (OCP Microscaling Formats 1.0, section 6.3), where an
+    infinite amax counts as 2^128.
+    """
+    if math.isnan(amax):
+        return 255
+    if amax == 0:
+        return 0
+    rounds_up = scale_format == "e8m0"
+    if math.isinf(amax) and rounds_up:
+        return 254
+    mantissa, exponent = math.frexp(2.0**128 if math.isinf(amax) else amax)
+    largest_mantissa, largest_exponent = math.frexp(largest(dtype))
+    is_above = rounds_up and mantissa > largest_mantissa
+    return min(max(exponent - largest_exponent + is_above + 127, 0), 254)
+
+
+def value_of_byte(byte: int) -> float:
+    """What an E8M0 scale stands for (OCP Microscaling Formats 1.0, section 5.4.1)."""
+    return math.nan if byte == 255 else 2.0 ** (byte - 127)
+
+
+def scale_values(scale: Tensor) -> Tensor:
+    """What scales stand for, in float64: of E8M0, from the bytes."""
+    if scale.dtype != torch.float8_e8m0fnu:
+        return scale.to(torch.float64)
+    known = torch.tensor([value_of_byte(byte) for byte in range(256)], dtype=torch.float64)
+    return known[scale.contiguous().view(torch.uint8).long()]
+
+
+def scales(x: Tensor, block: Block, dtype: torch.dtype, scale_format: str = "float32") -> Tensor:
+    """The dynamic scale of every block of x, in float32 or E8M0."""
     found = amax(x, block)
-    values = [scale_of(value, dtype, power_of_two) for value in found.flatten().tolist()]
+    amaxes = found.flatten().tolist()
+    if scale_format.startswith("e8m0"):
+        bytes_ = [scale_byte(value, dtype, scale_format) for value in amaxes]
+        stored = torch.tensor(bytes_, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        return stored.reshape(found.shape)
+    values = [scale_of(value, dtype, scale_format) for value in amaxes]
     return torch.tensor(values, dtype=torch.float32).reshape(found.shape)
 
 
@@ -163,19 +208,20 @@ def spread(scale: Tensor, shape: tuple[int, ...], block: Block) -> Tensor:
 def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """The codes (uint8) of x under a scale: ``nearest(float32(x * float32(1 / scale)))``."""
     shape = tuple(x.shape)
-    inverse = (1.0 / scale.to(torch.float64)).to(torch.float32).to(torch.float64)
+    value = scale_values(scale)
+    inverse = (1.0 / value).to(torch.float32).to(torch.float64)
     y = (x.to(torch.float64) * spread(inverse, shape, block)).to(torch.float32)
     # A product that overflows float32 is still finite, so it saturates; only inf x gives inf.
-    overflowed = y.isinf() & x.isfinite() & spread(scale, shape, block).isfinite()
+    overflowed = y.isinf() & x.isfinite() & spread(value, shape, block).isfinite()
     y = torch.where(overflowed, torch.finfo(torch.float32).max * y.sign(), y)
     return encode(y.to(torch.float64), dtype)
 
 
 def quantize(
-    x: Tensor, block: Block, dtype: torch.dtype, power_of_two: bool = False
+    x: Tensor, block: Block, dtype: torch.dtype, scale_format: str = "float32"
 ) -> tuple[Tensor, Tensor]:
-    """A dynamic cast: uint8 codes and float32 scales."""
-    scale = scales(x, block, dtype, power_of_two)
+    """A dynamic cast: uint8 codes, and the scales of `scales`."""
+    scale = scales(x, block, dtype, scale_format)
     return cast(x, scale, block, dtype), scale
 
 
@@ -184,13 +230,13 @@ def values(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype | None 
 
     Args:
         data: a float8 tensor, or uint8 codes together with ``dtype``.
-        scale: float32 of shape ``ceil(shape / block)``.
+        scale: float32 or E8M0, of shape ``ceil(shape / block)``.
         block: one extent per dimension.
         dtype: the format of uint8 codes.
     """
     dtype = dtype or data.dtype
     codes = data.cpu().contiguous().view(torch.uint8).to(torch.int64)
-    return table(dtype)[codes] * spread(scale.cpu().to(torch.float64), tuple(data.shape), block)
+    return table(dtype)[codes] * spread(scale_values(scale.cpu()), tuple(data.shape), block)
 
 
 def matmul(

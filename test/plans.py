@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from float8.config import CastConfig, LinearPlan, OperandCast, ScalingType
-from float8.formats import E4M3
+from float8.formats import E4M3, ScaleFormat
 
 DYNAMIC, DELAYED = ScalingType.DYNAMIC, ScalingType.DELAYED
 STATIC, DISABLED = ScalingType.STATIC, ScalingType.DISABLED
 OFF = CastConfig(DISABLED)
-TENSOR, ROW, B1, B128 = (-1, -1), (1, -1), (1, 128), (128, 128)
+TENSOR, ROW, B1, B128, MX = (-1, -1), (1, -1), (1, 128), (128, 128), (1, 32)
+FLOAT32, POW2, E8M0 = ScaleFormat.FLOAT32, ScaleFormat.POWER_OF_TWO, ScaleFormat.E8M0
 
 
-def cast(block, fmt=E4M3, scaling=DYNAMIC, pow2=False, static=None) -> OperandCast:
-    return OperandCast(scaling, fmt, block, pow2, static)
+def cast(block, fmt=E4M3, scaling=DYNAMIC, scales=FLOAT32, static=None) -> OperandCast:
+    return OperandCast(scaling, fmt, block, scales, static)
 
 
 def casts_of(plan: LinearPlan) -> list[OperandCast | None]:

@@ -22,10 +22,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from float8.formats import ScaleFormat
 from float8.granularity import Blockwise, Granularity, Rowwise, Tensorwise
 
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+SCALE_FORMATS = tuple(ScaleFormat)  # each equals its name in the oracle
+FLOAT32_SCALES = (ScaleFormat.FLOAT32, ScaleFormat.POWER_OF_TWO)
 
 # Nothing a multiple of a tile, one row, one column, one element, empty, a block and one more.
 WEIRD_SHAPES = (

@@ -25,6 +25,7 @@ LEVELS = {
     "tensor": 3,
     "linear": 4,
     "convert": 5,
+    "experts": 5,
     "activations": 6,
     "distributed": 6,
     "estimate": 6,

@@ -63,6 +63,7 @@ def optimizer() -> torch.optim.Optimizer:
 
 
 X, W = torch.ones(16, 32), torch.ones(16, 32)
+EXPERTS, OFFS = torch.ones(2, 32, 16), torch.tensor([8, 16], dtype=torch.int32)
 
 
 class NotIt:
@@ -149,6 +150,7 @@ CALLS: dict[str, list[Call]] = {
         Call(lambda v: f.CastConfig(scaling_type=v), "scaling_type must be a ScalingType"),
         Call(lambda v: f.CastConfig(granularity=v), "granularity must be a Granularity"),
         Call(lambda v: f.CastConfig(target_dtype=v), "is not a float8 format", NONE),
+        Call(lambda v: f.CastConfig(scale_format=v), "scale_format must be a ScaleFormat"),
         Call(lambda v: f.CastConfig(power_of_two_scale=v), "must be True or False"),
         Call(lambda v: f.CastConfig(f.ScalingType.STATIC, static_scale=v), "static_scale"),
     ],
@@ -183,6 +185,10 @@ CALLS: dict[str, list[Call]] = {
         Call(lambda v: Float8Tensor.from_high_precision(X, v), "is not a float8 format"),
         Call(lambda v: Float8Tensor.from_high_precision(X, E4M3, v), "must be a Gran", NONE),
         Call(lambda v: Float8Tensor.from_high_precision(X, E4M3, scale=v), "scale must be", NONE),
+        Call(
+            lambda v: Float8Tensor.from_high_precision(X, E4M3, scale_format=v),
+            "scale_format must be a ScaleFormat",
+        ),
         Call(
             lambda v: Float8Tensor.from_high_precision(X, E4M3, power_of_two_scale=v),
             "must be True or False",
@@ -243,6 +249,15 @@ CALLS: dict[str, list[Call]] = {
         Call(lambda v: f.float8_linear(X, v), f"weight {TENSOR}"),
         Call(lambda v: f.float8_linear(X, W, v), f"bias {TENSOR}", NONE),
         Call(lambda v: f.float8_linear(X, W, None, v), f"float8_linear: {CONFIG}", NONE),
+    ],
+    "grouped_mm": [
+        Call(lambda v: f.grouped_mm(v, EXPERTS, OFFS), f"grouped_mm: x {TENSOR}"),
+        Call(lambda v: f.grouped_mm(X, v, OFFS), f"grouped_mm: w {TENSOR}"),
+        Call(lambda v: f.grouped_mm(X, EXPERTS, v), f"grouped_mm: offs {TENSOR}"),
+        Call(lambda v: f.grouped_mm(X, EXPERTS, OFFS, v), f"grouped_mm: {CONFIG}", NONE),
+    ],
+    "Float8ExpertParallel": [
+        Call(lambda v: f.Float8ExpertParallel(config=v), f"Float8ExpertParallel: {CONFIG}", NONE)
     ],
     "fuse_norms": [
         Call(f.fuse_norms, f"fuse_norms: model {MODULE}"),
@@ -318,6 +333,7 @@ CALLS: dict[str, list[Call]] = {
 NO_CALLS = {
     *("Calibration", "CastStatistics", "Comparison", "Device", "Estimate", "Figure"),
     *("Finding", "ModuleFilter"),
+    "ScaleFormat",
     *("Float8Gradients", "Gemm", "GradientReport", "LinearPlan", "Moment", "Monitor"),
     *("GemmSpeed", "OperandCast", "Report", "Row", "ScalingController", "StateReport"),
     *("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"),

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from float8.config import CastConfig
+from float8.config import CastConfig, Float8LinearConfig
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
 from float8.linear.registration import WEIGHT_RULES
@@ -226,12 +226,19 @@ def facts_of(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Facts]:
 
 def _layer_facts(layer: Float8Linear) -> Facts:
     facts = {"in_features": str(layer.in_features), "out_features": str(layer.out_features)}
-    for field in fields(layer.config):
-        value = getattr(layer.config, field.name)
-        if field.init:  # the others follow from these
-            facts[field.name] = _cast_fact(value) if isinstance(value, CastConfig) else repr(value)
+    facts |= config_facts(layer.config)
     if layer.config.enable_fsdp_float8_all_gather:
         facts["a weight that is gathered in float8"] = str(is_gathered_in_float8(layer))
+    return facts
+
+
+def config_facts(config: Float8LinearConfig) -> Facts:
+    """The fields of a config."""
+    facts: Facts = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.init:  # the others follow from these
+            facts[field.name] = _cast_fact(value) if isinstance(value, CastConfig) else repr(value)
     return facts
 
 

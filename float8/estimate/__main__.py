@@ -1,10 +1,12 @@
 """Predicts what float8 does for linear layers of given shapes.
 
-A shape is M,K,N: tokens, in_features, out_features of one linear layer. Printed are the time of one
+A shape is M,K,N: tokens, in_features, out_features of one linear layer. M,K,N,E is a grouped GEMM
+with E experts; a token counts once in M for each expert that reads it. Printed are the time of one
 forward and backward in bfloat16 and under each recipe, and how much less memory float8 keeps for
 backward.
 
     python -m float8.estimate 16384,8192,28672 16384,4096,4096 --device H100
+    python -m float8.estimate 32768,2048,1536,128 --device B200 --recipes tensorwise mxfp8
     python -m float8.estimate 8192,4096,14336 --device here.json --recipes tensorwise rowwise
 
 From a checkout, python benchmarks/measure_device.py --save here.json measures this machine, and
@@ -27,13 +29,13 @@ from float8.estimate.roofline import LARGEST, Shape
 
 
 def parse_shape(text: str) -> Shape:
-    """``"8192,4096,14336"`` as a Shape; for argparse."""
+    """``"8192,4096,14336"`` as a Shape, a fourth number being experts; for argparse."""
     try:
-        M, K, N = (int(size) for size in text.split(","))
-        return Shape(M, K, N)
-    except ValueError as error:
+        M, K, N, *E = (int(size) for size in text.split(","))
+        return Shape(M, K, N, *E)
+    except (ValueError, TypeError) as error:
         raise argparse.ArgumentTypeError(
-            f"a shape is M,K,N, three integers from 1 to {LARGEST}, not {reprlib.repr(text)}"
+            f"a shape is M,K,N or M,K,N,E, integers from 1 to {LARGEST}, not {reprlib.repr(text)}"
         ) from error
 
 
@@ -45,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = options.add_argument
-    add("shapes", nargs="+", type=parse_shape, metavar="M,K,N")
+    add("shapes", nargs="+", type=parse_shape, metavar="M,K,N[,E]")
     known = ", ".join(DEVICES)
     add("--device", default="H100", help=f"{known}, or a file of Device.save; default H100")
     add("--recipes", nargs="+", choices=list(RECIPES), default=["tensorwise", "rowwise"])

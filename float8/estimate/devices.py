@@ -27,10 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from float8.kernels.scaled_mm import BLOCKWISE, ROWWISE, TENSORWISE
+from float8.kernels.scaled_mm import BLOCKWISE, MX, ROWWISE, SUPPORT, TENSORWISE
 
 BF16 = "bf16"
-FLOAT8 = (TENSORWISE, ROWWISE, BLOCKWISE)
+FLOAT8 = (TENSORWISE, ROWWISE, BLOCKWISE, MX)
 ANY_PASS = "any"
 SOURCES = ("datasheet", "measured", "fitted", "assumed", "exact")
 MEASURE = "python benchmarks/measure_device.py --save FILE"
@@ -112,7 +112,7 @@ class Device:
         bandwidth: bytes per second between chip and memory.
         bandwidth_best: the fraction of it that a large copy reaches.
         launch: seconds that every kernel costs in addition to its work.
-        products: kind of GEMM ("bf16", "tensorwise", "rowwise" or "blockwise") -> its speed.
+        products: kind of GEMM ("bf16", "tensorwise", "rowwise", "blockwise" or "mx") -> its speed.
         passes: name of a pass over memory, or "any" -> bytes per second.
             A pass that is not listed runs at the bandwidth, as a fused kernel on a GPU does.
     """
@@ -218,33 +218,51 @@ def _from_fields(fields: dict[str, Any]) -> Device:
 
 # Assumptions for every GPU until `benchmarks/results/` holds a file to fit. The first three figures
 # are those of torchao's cost model (torchao/testing/training/roofline_utils.py), measured there on
-# H100s; the fourth is a guess. All float8 granularities are assumed to be equally fast, which is
-# optimistic for blockwise GEMMs: they scale while they accumulate.
-BEST = Figure(0.78, "assumed: as torchao's roofline_utils.py has it")
-BANDWIDTH_BEST = Figure(0.92, BEST.source)
-LAUNCH = Figure(2e-6, BEST.source)
+# H100s, and on a B300 for its row; the fourth is a guess. All float8 granularities are assumed to
+# be equally fast, which is optimistic for blockwise GEMMs: they scale while they accumulate. On a
+# B200 torchao's mxfp8 grouped GEMMs reach 0.75 and 0.57 of the peak, its casts 0.72 to 0.83 of the
+# bandwidth (torchao/prototype/moe_training/README.md, "MXFP8 Kernel Breakdown by Pass").
+ROOFLINE_UTILS = "assumed: as torchao's roofline_utils.py has it"
+BEST = Figure(0.78, ROOFLINE_UTILS)
+BANDWIDTH_BEST = Figure(0.92, ROOFLINE_UTILS)
+LAUNCH = Figure(2e-6, ROOFLINE_UTILS)
 RAMP_S = 5e-6  # seconds to fill and drain, the same in every precision; half_size follows
 
 
-def _gpu(name: str, arch: str, bf16: float, float8: float, terabytes: float, sheet: str) -> Device:
+def _gpu(
+    name: str,
+    arch: str,
+    bf16: float,
+    float8: float,
+    terabytes: float,
+    sheet: str,
+    best: Figure = BEST,
+    bandwidth_best: Figure = BANDWIDTH_BEST,
+) -> Device:
     """A row of `DEVICES`: dense peaks in 10^12 operations per second, bandwidth in 10^12 bytes."""
 
     def speed(tera: float) -> GemmSpeed:
-        half_size = tera * 1e12 * BEST.value * RAMP_S
+        half_size = tera * 1e12 * best.value * RAMP_S
         ramp = Figure(half_size, f"assumed: {RAMP_S * 1e6:g} us to fill and drain")
-        return GemmSpeed(Figure(tera * 1e12, sheet), BEST, ramp)
+        return GemmSpeed(Figure(tera * 1e12, sheet), best, ramp)
 
-    products = {BF16: speed(bf16)} | {kind: speed(float8) for kind in FLOAT8}
-    return Device(name, arch, Figure(terabytes * 1e12, sheet), BANDWIDTH_BEST, LAUNCH, products)
+    kinds = [kind for kind in FLOAT8 if kind != MX or SUPPORT[arch][MX] is None]
+    products = {BF16: speed(bf16)} | {kind: speed(float8) for kind in kinds}
+    return Device(name, arch, Figure(terabytes * 1e12, sheet), bandwidth_best, LAUNCH, products)
 
 
-# Dense peaks: half of what NVIDIA's sheets print "with sparsity"; AMD's sheet prints both.
+# Dense peaks: half of what NVIDIA's sheets print "with sparsity"; AMD's sheet prints both. NVIDIA
+# prints HGX B200's bandwidth for eight GPUs, 62 TB/s.
 DEVICES: dict[str, Device] = {
     "H100": _gpu("H100 SXM", "sm_90", 989.4, 1978.9, 3.35, "datasheet: NVIDIA H100 (SXM)"),
     "H200": _gpu("H200 SXM", "sm_90", 989.4, 1978.9, 4.8, "datasheet: NVIDIA H200 (SXM)"),
-    "B200": _gpu("B200", "sm_100", 2250, 4500, 8.0, "datasheet: NVIDIA Blackwell (HGX B200)"),
+    "B200": _gpu("B200", "sm_100", 2250, 4500, 7.7, "datasheet: NVIDIA Blackwell (HGX B200)"),
+    "B300": _gpu(
+        "B300", "sm_103", 2250, 4500, 8.0, "datasheet: NVIDIA Blackwell Ultra (HGX B300)",
+        Figure(0.82, ROOFLINE_UTILS), Figure(0.84, ROOFLINE_UTILS),
+    ),
     "MI300X": _gpu("MI300X", "gfx94", 1307.4, 2614.9, 5.3, "datasheet: AMD Instinct MI300X"),
-}
+}  # fmt: skip
 """Devices by name: peaks from datasheets, efficiencies assumed; none has been measured."""
 
 

@@ -7,7 +7,8 @@ The layers of a model are those that conversion would take: modules whose type i
 ``nn.Linear`` or a registered type, and `Float8Linear`s, each once, under however many names it is
 registered. Only sizes, dtypes and ``requires_grad`` are read: the model may be on the meta device.
 Every layer is assumed to see the same number of tokens, in one call per batch. Where that is not so
-(experts that share the tokens, a layer called twice), give shapes instead of the model.
+(a layer called twice), give shapes instead of the model. A shape (T, K, N, E) is a grouped GEMM of
+T tokens among E experts.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def layers_of(model_or_shapes: nn.Module | Shapes, tokens: int | None) -> list[L
     ):
         raise TypeError(
             f"model={model_or_shapes!r} must be a module, such as nn.Linear(64, 64) (an instance, "
-            "not its class or name), or a list of shapes (M, K, N)"
+            "not its class or name), or a list of shapes (M, K, N) or (M, K, N, E)"
         )
     if isinstance(model_or_shapes, nn.Module):
         return _of_model(model_or_shapes, check_tokens(tokens))
@@ -76,7 +77,7 @@ def layers_of(model_or_shapes: nn.Module | Shapes, tokens: int | None) -> list[L
         raise ValueError(f"tokens={tokens} beside shapes: a shape's M is its tokens; leave it None")
     shapes = [s if isinstance(s, Shape) else _shape(s) for s in model_or_shapes]
     if not shapes:
-        raise ValueError("no shapes given; one is (M, K, N): tokens, in_features, out_features")
+        raise ValueError(f"no shapes given; one is {_A_SHAPE}")
     return [Layer("", shape) for shape in shapes]
 
 
@@ -90,12 +91,12 @@ def check_tokens(tokens: int | None) -> int:
     return tokens
 
 
+_A_SHAPE = "(M, K, N): tokens, in_features, out_features; or (M, K, N, E): with experts"
+
+
 def _shape(sizes: Sequence[int]) -> Shape:
-    if not isinstance(sizes, Sequence) or len(sizes) != 3:
-        raise ValueError(
-            f"a shape is (M, K, N): tokens, in_features, out_features; got {sizes!r} in the list "
-            "of shapes"
-        )
+    if not isinstance(sizes, Sequence) or len(sizes) not in (3, 4):
+        raise ValueError(f"a shape is {_A_SHAPE}; got {sizes!r} in the list of shapes")
     return Shape(*sizes)
 
 
@@ -148,7 +149,8 @@ def padded(shape: Shape, config: Float8LinearConfig, device: Device) -> Shape:
     """The shape that runs: on GPUs ``pad_inner_dim`` rounds sizes up to multiples of 16."""
     if device.emulates or not config.pad_inner_dim:
         return shape
-    return Shape(*(-(-size // ALIGNMENT) * ALIGNMENT for size in (shape.M, shape.K, shape.N)))
+    M, K, N = (-(-size // ALIGNMENT) * ALIGNMENT for size in (shape.M, shape.K, shape.N))
+    return Shape(M, K, N, shape.E)
 
 
 def predict(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) -> Prediction:
@@ -160,7 +162,8 @@ def predict(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) 
         return Prediction(refused=reason)
     shape = padded(layer.shape, config, device)
     seconds = layer_seconds(device, shape, config.plan, use)
-    saved = saved_bytes(layer.shape, None, use) - saved_bytes(shape, config.plan, use)
+    float8_saved = saved_bytes(shape, config.plan, use, device.emulates)
+    saved = saved_bytes(layer.shape, None, use) - float8_saved
     return Prediction(seconds, saved)
 
 
@@ -229,8 +232,9 @@ def estimate(
     weights are assumed to run under autocast to bfloat16.
 
     Args:
-        model: any module, on any device, the meta device too; or shapes ``(M, K, N)``. A layer that
-            is registered several times is counted once.
+        model: any module, on any device, the meta device too; or shapes ``(M, K, N)``, or
+            ``(M, K, N, E)`` for `float8.grouped_mm`. A layer that is registered several times is
+            counted once.
         tokens: rows of every layer's input in one forward (batch size * sequence length).
         device: a name of `DEVICES`, a file that `Device.save` wrote, or a `Device`.
         recipes: names of recipes, or configs, one or several; a mapping gives

@@ -25,7 +25,7 @@ cast                                 row-major  transposed both orientations tog
 dynamic tensorwise                   2 + 3 = 5  2 + 3 = 5  2 + 4 = 6
 delayed or static tensorwise         3          3          4
 dynamic rowwise                      3          2 + 3 = 5  3 + 3 = 6
-dynamic 1x128, 128x128               3          3          4
+dynamic 1x128, 128x128, 1x32 (mx)    3          3          4
 ==================================== ========== ========== ======================================
 
 3 is 2 read and 1 written; 4 is 2 read and 1 written in each orientation. A leading 2 is a separate
@@ -40,8 +40,25 @@ for delayed casts. It multiplies a transposed view and needs no second copy of e
 
 Every pass is one launch. Column amaxes are accumulated atomically into zeros that another launch
 writes: a rowwise cast in both orientations is three launches. A float32 weight is assumed to run
-under autocast to bfloat16; each cast of it first converts it, 6 bytes per element. Reads and writes
-of scales (at most 4 bytes per 128 elements) and launches that fill or repeat a scale are ignored.
+under autocast to bfloat16; each cast of it first converts it, 6 bytes per element. Scales count in
+blocks along one dimension, as 1/32 byte per element and orientation: 4 bytes per 128 elements, or
+one byte (E8M0) per 32. Other scales, reads of scales by GEMMs, and launches that fill or repeat a
+scale are ignored.
+
+A grouped GEMM multiplies each group of tokens by its expert's weight. It is priced as a GEMM with
+these differences, for T tokens in E groups:
+
+- Weights, and their gradients, have E matrices; every operand is read once.
+- Each group's tokens fill whole tiles of 128, along the rows of output and grad_input and along the
+  contraction of grad_weight. Float8 copies for grad_weight are padded to multiples of 16 tokens per
+  group (32 for mx). Both count as expected values (`padding`): the router is not known, so the size
+  of a group is taken to be any number from 0 to twice the mean, with equal probability.
+- Two launches instead of one: torch's kernels first compute the address of each group. A cast for
+  grad_weight has one launch more, which computes where the groups start.
+
+Grouped GEMMs are assumed to reach the efficiency of dense ones, in bfloat16 and in float8. Those
+that torchao measured on a B200 (torchao/prototype/moe_training/README.md) take two to three times
+as long as predicted, in both; mxfp8 speeds them up 1.19 to 1.81 times, predicted are 1.60 to 1.80.
 """
 
 from __future__ import annotations
@@ -52,16 +69,19 @@ from math import prod
 from float8.config import Gemm, LinearPlan, OperandCast, ScalingType
 from float8.estimate.devices import BF16, FLOAT8, Device
 from float8.granularity import WHOLE, Block, scale_shape
+from float8.kernels.cublas import ALIGNMENT
+from float8.kernels.groups import padded_tokens
 from float8.kernels.scaled_mm import BLOCKWISE, ROWWISE, TENSORWISE, product_of
 
 READ = 2  # bytes of a bfloat16 element
 WRITE = 1  # bytes of a float8 element
 CONVERT = 4 + 2  # bytes read and written per element to round float32 to bfloat16
 RESULT_BYTES = 2
-SCALE_BYTES = 4
+TILE = 128  # tokens of a group that a grouped GEMM multiplies at a time
 LARGEST = 2**30  # of any size or count: beyond, sums of bytes exceed 64 bits
 GIVEN = "given"  # the scale is known before the cast: delayed and static
-_ROW_BLOCKS, _SQUARE_BLOCKS = "1x128", "128x128"
+_ROW_BLOCKS, _SQUARE_BLOCKS, _MX_BLOCKS = "1x128", "128x128", "1x32"
+_SCALES = {_ROW_BLOCKS: 1 / 32, _MX_BLOCKS: 1 / 32}  # bytes of scales per element
 
 # Whether a fused kernel needs a separate pass to compute amaxes: (row-major, transposed).
 _NEEDS_AMAX_PASS: dict[str, tuple[bool, bool]] = {
@@ -69,6 +89,7 @@ _NEEDS_AMAX_PASS: dict[str, tuple[bool, bool]] = {
     ROWWISE: (False, True),
     _ROW_BLOCKS: (False, False),
     _SQUARE_BLOCKS: (False, False),
+    _MX_BLOCKS: (False, False),
     GIVEN: (False, False),
 }
 
@@ -80,21 +101,47 @@ def is_count(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer and its batch: M tokens, K in_features, N out_features."""
+    """A layer and its batch: M tokens, K in_features, N out_features; of E experts, where given.
+
+    With E, the M tokens are rows of the grouped GEMM: a token that two experts read counts twice.
+    """
 
     M: int
     K: int
     N: int
+    E: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = (self.M, self.K, self.N)
+        sizes = (self.M, self.K, self.N) if self.E is None else (self.M, self.K, self.N, self.E)
         if not all(is_count(size) for size in sizes):
             raise ValueError(
-                f"a shape is M,K,N (tokens, in, out), integers >= 1 and <= {LARGEST}; got {sizes}"
+                f"a shape is M,K,N (tokens, in, out) or M,K,N,E (with experts), integers >= 1 and "
+                f"<= {LARGEST}; got {sizes}"
             )
 
+    @property
+    def weights(self) -> int:
+        """How many weight matrices there are."""
+        return self.E or 1
+
     def __str__(self) -> str:
-        return f"{self.M},{self.K},{self.N}"
+        experts = "" if self.E is None else f",{self.E}"
+        return f"{self.M},{self.K},{self.N}{experts}"
+
+    def padding(self, multiple: int) -> float:
+        """The expected tokens that fill all groups up to multiples of ``multiple``; 0 without E.
+
+        A group's size is uniform over 0 .. q, where q is twice the mean, rounded. Its ceiling to
+        multiples of A is then, with n = q // A, on average ::
+
+            A * (A * n * (n + 1) / 2 + (q - n * A) * (n + 1)) / (q + 1)
+        """
+        if self.E is None:
+            return 0.0
+        q = max(1, round(2 * self.M / self.E))
+        n, rest = divmod(q, multiple)
+        filled = multiple * (multiple * n * (n + 1) / 2 + rest * (n + 1)) / (q + 1)
+        return self.E * (filled - q / 2)
 
 
 @dataclass(frozen=True)
@@ -140,7 +187,7 @@ class MemoryPass:
     """One pass over an operand's memory: its name, and the bytes it moves per element."""
 
     name: str
-    bytes_per_element: int
+    bytes_per_element: float
 
 
 FILL = MemoryPass("fill", 0)  # a launch that writes a few zeros
@@ -152,6 +199,7 @@ def kind_of_block(block: Block) -> str:
         (WHOLE, WHOLE): TENSORWISE,
         (1, WHOLE): ROWWISE,
         (128, 128): _SQUARE_BLOCKS,
+        (1, 32): _MX_BLOCKS,
     }
     return kinds.get(block, _ROW_BLOCKS)
 
@@ -206,7 +254,8 @@ def _one_cast(
     """The passes that make one float8 copy; none for an operand in high precision."""
     if cast is None:
         return []
-    copy = MemoryPass(pass_name("cast", _kind_of_cast(cast), transposed), READ + WRITE)
+    kind = _kind_of_cast(cast)
+    copy = MemoryPass(pass_name("cast", kind, transposed), READ + _written(kind, emulates))
     return [copy] if scale_known else [*_amax_passes(cast, transposed, emulates), copy]
 
 
@@ -218,11 +267,17 @@ def _both_casts(
         return _one_cast(first, False, emulates)
     if emulates or first is None or second is None or _kind_of_cast(first) != _kind_of_cast(second):
         return _one_cast(first, False, emulates) + _one_cast(second, True, emulates)
-    if _kind_of_cast(first) == ROWWISE:
+    kind = _kind_of_cast(first)
+    if kind == ROWWISE:
         names = [pass_name("cast", ROWWISE, transposed) for transposed in (False, True)]
         return [FILL, *(MemoryPass(name, READ + WRITE) for name in names)]
-    copies = MemoryPass(pass_name("cast", _kind_of_cast(first), False), READ + 2 * WRITE)
+    copies = MemoryPass(pass_name("cast", kind, False), READ + 2 * _written(kind, emulates))
     return [*_amax_passes(first, False, emulates), copies]
+
+
+def _written(kind: str, emulates: bool) -> float:
+    """Bytes written per element in one orientation; rates of emulated passes leave out scales."""
+    return WRITE if emulates else WRITE + _SCALES.get(kind, 0)
 
 
 def _kind_of_cast(cast: OperandCast) -> str:
@@ -284,6 +339,28 @@ def gemm_seconds(device: Device, kind: str, rows: int, columns: int, contraction
     return max(computing, moving) + device.launch.value
 
 
+def grouped_gemm_bytes(kind: str, name: str, shape: Shape) -> int:
+    """Bytes that the grouped GEMM of this name reads and writes, each once, without padding."""
+    read, written = _grouped_elements(name, shape)
+    return (READ if kind == BF16 else WRITE) * read + RESULT_BYTES * written
+
+
+def _grouped_elements(name: str, shape: Shape) -> tuple[int, int]:
+    """Elements of both operands, and of the result."""
+    x, w, g = shape.M * shape.K, shape.weights * shape.K * shape.N, shape.M * shape.N
+    result = {"output": g, "grad_input": x, "grad_weight": w}[name]
+    return x + w + g - result, result
+
+
+def grouped_gemm_seconds(device: Device, kind: str, name: str, shape: Shape) -> float:
+    """Time of the grouped GEMM ``output``, ``grad_input`` or ``grad_weight`` of a shape with E."""
+    tokens = shape.M + (0 if device.emulates else shape.padding(TILE))
+    flops, elements = 2 * tokens * shape.K * shape.N, _grouped_elements(name, shape)[0]
+    computing = device.products[kind].seconds(flops, elements)
+    moving = grouped_gemm_bytes(kind, name, shape) / device.bytes_per_second
+    return max(computing, moving) + (1 if device.emulates else 2) * device.launch.value
+
+
 # --- layers
 
 
@@ -304,7 +381,10 @@ def layer_seconds(device: Device, shape: Shape, plan: LinearPlan | None, use: Us
     """Time of one layer for one batch; a plan of None is plain ``nn.Linear`` in bfloat16."""
     kinds = kinds_of_plan(plan, use)
     gemms = sum(
-        gemm_seconds(device, kinds[name], *sizes) for name, sizes in gemm_sizes(shape, use).items()
+        gemm_seconds(device, kinds[name], *sizes)
+        if shape.E is None
+        else grouped_gemm_seconds(device, kinds[name], name, shape)
+        for name, sizes in gemm_sizes(shape, use).items()
     )
     return Seconds(gemms, 0.0 if plan is None else cast_seconds(device, shape, plan, use))
 
@@ -317,26 +397,65 @@ def cast_seconds(device: Device, shape: Shape, plan: LinearPlan, use: Use) -> fl
 
     x, w, g, runs_per_batch = passes_of_layer(plan, use, device.emulates)
     M, K, N = shape.M, shape.K, shape.N
-    return seconds_of(M * K, x) + seconds_of(N * K, w) * runs_per_batch + seconds_of(M * N, g)
+    weight = seconds_of(shape.weights * N * K, w) * runs_per_batch
+    return (
+        seconds_of(M * K, x)
+        + weight
+        + seconds_of(M * N, g)
+        + _padding_seconds(device, shape, plan, use)
+    )
 
 
-def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use) -> int:
+def _padding_seconds(device: Device, shape: Shape, plan: LinearPlan, use: Use) -> float:
+    """Time of writing the padding of the float8 operands of grad_weight, and of their starts."""
+    copies = (plan.grad_weight.a, shape.N), (plan.grad_weight.b, shape.K)
+    if shape.E is None or device.emulates or not (use.training and use.weight_trains):
+        return 0.0
+    return sum(
+        device.launch.value
+        + WRITE * width * shape.padding(tokens_aligned(cast)) / device.bytes_per_second
+        for cast, width in copies
+        if cast is not None
+    )
+
+
+def tokens_aligned(cast: OperandCast) -> int:
+    """The tokens to whose multiples a GPU pads each group, where they are the contraction."""
+    return 32 if kind_of_block(cast.block) == _MX_BLOCKS else ALIGNMENT
+
+
+def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use, emulates: bool = False) -> int:
     """The bytes that one layer saves for backward, and those of its weight's cached casts.
 
     A plan of None is ``nn.Linear``. Layers that read the same input (query, key and value) share
     ``nn.Linear``'s copy but not the float8 copies: for them the saving is less than the sum over
-    layers.
+    layers. Experts reserve the most that padding could take, so that no size depends on the router.
     """
     cached = plan is not None and use.caches_weight(plan)
-    kept = 2 * WRITE * shape.N * shape.K if cached else 0
+    kept = 2 * WRITE * shape.weights * shape.N * shape.K if cached else 0
     if not use.training:
         return kept
     elements = shape.M * shape.K if use.weight_trains else 0
     if plan is None:
         return READ * elements
     if plan.reuses_weight and plan.output.b is not None:
-        kept += SCALE_BYTES * prod(scale_shape((shape.N, shape.K), plan.output.b.block))
-    if elements and plan.grad_weight.b is not None:
-        scales = prod(scale_shape((shape.K, shape.M), plan.grad_weight.b.block))
-        return kept + WRITE * elements + SCALE_BYTES * scales
+        scales = prod(scale_shape((shape.N, shape.K), plan.output.b.block))
+        kept += shape.weights * _scale_bytes(plan.output.b) * scales
+    if elements and (cast := plan.grad_weight.b) is not None:
+        tokens, scales = shape.M, prod(scale_shape((shape.K, shape.M), cast.block))
+        if shape.E is not None:
+            tokens = padded_tokens(shape.M, shape.E, 1 if emulates else tokens_aligned(cast))
+            scales = _scales_of_groups(shape, tokens, cast.block)
+        return kept + WRITE * tokens * shape.K + _scale_bytes(cast) * scales
     return kept + READ * elements
+
+
+def _scale_bytes(cast: OperandCast) -> int:
+    return cast.scale_format.dtype.itemsize
+
+
+def _scales_of_groups(shape: Shape, tokens: int, block: Block) -> int:
+    """One; or for each row one per group, or one per block that a group may have."""
+    if block == (WHOLE, WHOLE):
+        return 1
+    return shape.K * (shape.weights + (0 if block[-1] == WHOLE else tokens // block[-1]))

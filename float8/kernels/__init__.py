@@ -28,6 +28,13 @@ from float8.kernels.cpu import (
     scale_from_amax,
 )
 from float8.kernels.cublas import is_sharded
+from float8.kernels.grouped_mm import (
+    group_alignment,
+    grouped_gemm_for,
+    multiply_groups,
+    multiply_groups_plainly,
+)
+from float8.kernels.groups import cast_tokens, group_kernel_for
 from float8.kernels.scaled_mm import PLAIN, family_of, gemm_for, is_aligned, multiply, scaled_mm
 
 __all__ = [
@@ -38,16 +45,22 @@ __all__ = [
     "cast",
     "cast_by_kernel",
     "cast_operand",
+    "cast_tokens",
     "check_compiler",
     "compiler_may_cast",
     "decode",
     "dequantize",
     "family_of",
     "gemm_for",
+    "group_alignment",
+    "group_kernel_for",
+    "grouped_gemm_for",
     "is_aligned",
     "is_sharded",
     "kernel_for",
     "multiply",
+    "multiply_groups",
+    "multiply_groups_plainly",
     "record_amax",
     "runs_kernel",
     "scale_from_amax",

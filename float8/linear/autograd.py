@@ -94,19 +94,29 @@ class Float8LinearFunction(torch.autograd.Function):
     """Forward and backward of the layer."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call) -> Tensor:
-        """(..., K), (N, K), (N,) -> (..., N), in the compute dtype."""
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w_NK: Tensor,
+        bias_N: Tensor | None,
+        call: Call,
+        offs: Tensor | None = None,
+    ) -> Tensor:
+        """(..., K), (N, K), (N,) -> (..., N), in the compute dtype.
+
+        With the ends of groups (E,): (T, K), (E, N, K) -> (T, N).
+        """
         plan = call.plan
         needs_x = call.saves and ctx.needs_input_grad[0]
         needs_w = call.saves and ctx.needs_input_grad[1]
-        x8_MK, x8_KM = _cast_input(x, call, needs_w)
+        x8_MK, x8_KM = _cast_input(x, call, needs_w, offs)
         w8_NK, saved_w = _cast_weight(w_NK, call)
         # Rounding to the compute dtype first makes autocast, DDP and FSDP cast the same bits.
         bias = None if bias_N is None else bias_N.to(plan.dtype)
-        out_MN = product(plan.output, x8_MK, w8_NK, bias, call.factors[0])
+        out_MN = product(plan.output, x8_MK, w8_NK, bias, call.factors[0], offs)
         # Delayed scales too: autograd then detects a sync between forward and backward.
         scales = [state.scale for state in call.states if state] if plan.has_delayed else []
-        ctx.save_for_backward(*x8_KM, *(saved_w if needs_x else (None, None)), *scales)
+        ctx.save_for_backward(*x8_KM, *(saved_w if needs_x else (None, None)), offs, *scales)
         # The call itself is not kept: FSDP2 may free the memory of its weight after the forward.
         ctx.plan, ctx.states, ctx.record, ctx.factors = plan, call.states, call.record, call.factors
         ctx.is_cast = call.weight is not None
@@ -123,9 +133,9 @@ class Float8LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """See `gradients`."""
         if torch.is_grad_enabled():
-            refuse_double_backward("Float8Linear")
+            refuse_double_backward("grouped_mm" if ctx.plan.is_grouped else "Float8Linear")
         with without_autocast(g):
-            return (*gradients(ctx, g), None)
+            return (*gradients(ctx, g), None, None)
 
 
 def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -133,7 +143,7 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
     plan: BoundPlan = ctx.plan
     are_checked = plan.has_delayed and not torch.compiler.is_compiling()
     saved = _checked_tensors(ctx) if are_checked else ctx.saved_tensors
-    x_KM, x_scale, w, w_scale = saved[:4]
+    x_KM, x_scale, w, w_scale, offs = saved[:5]
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
     factor_x, factor_w = ctx.factors[1:]
     grad_x = grad_w = grad_bias = None
@@ -142,7 +152,14 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
     g8_MN: Any
     g8_NM: Any
     g8_MN, g8_NM = cast_orientations(
-        g_scaled, plan.g, ctx.states[2], ctx.record, needs_x, needs_w, plan.grad_input.is_plain
+        g_scaled,
+        plan.g,
+        ctx.states[2],
+        ctx.record,
+        needs_x,
+        needs_w,
+        plan.grad_input.is_plain,
+        offs,
     )
     if needs_x:
         factor_x = factor_x() if callable(factor_x) else factor_x
@@ -150,10 +167,10 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
         if ctx.scales_grad:  # g was multiplied by the weight's scales before its cast
             assert plan.grad_input.b is not None
             w8_KN = (w, w_scale.new_ones(scale_shape(w.shape, plan.grad_input.b.block)))
-        grad_x = product(plan.grad_input, g8_MN, w8_KN, None, factor_x)
+        grad_x = product(plan.grad_input, g8_MN, w8_KN, None, factor_x, offs)
         grad_x = _to(grad_x, ctx.x_dtype).reshape(ctx.x_shape)
     if needs_w:
-        grad_w = product(plan.grad_weight, g8_NM, (x_KM, x_scale), None, factor_w)
+        grad_w = product(plan.grad_weight, g8_NM, (x_KM, x_scale), None, factor_w, offs)
         # autograd casts to float16 by itself, unless the weight's grad_dtype has a wider range.
         grad_w = grad_w if ctx.w_dtype is torch.float16 else _to(grad_w, ctx.w_dtype)
     if needs_bias:
@@ -163,7 +180,12 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
 
 
 def product(
-    gemm: BoundGemm, a: Pair, b: Pair, bias: Tensor | None = None, factor: float | None = None
+    gemm: BoundGemm,
+    a: Pair,
+    b: Pair,
+    bias: Tensor | None = None,
+    factor: float | None = None,
+    offs: Tensor | None = None,
 ) -> Tensor:
     """``(a @ b.T) * factor``, and the bias times the factor too.
 
@@ -172,9 +194,13 @@ def product(
         a, b: the results of its casts; in high precision, the matrix and None.
         bias: in the compute dtype.
         factor: the factor of unit scaling, or None.
+        offs: the ends of groups of tokens, for a grouped product.
     """
     if gemm.a is None or gemm.b is None:
-        out = F.linear(a[0], b[0], bias)
+        if offs is None:
+            out = F.linear(a[0], b[0], bias)
+        else:
+            out = kernels.multiply_groups_plainly(a[0], b[0], offs)
         return out if factor is None else out * factor
     a_data, a_scale = a
     if gemm.refusal is not None and 0 not in (*a_data.shape, *b[0].shape):
@@ -183,6 +209,12 @@ def product(
     if factor is not None and after is None:
         a_scale = multiply_scale(a_scale, gemm.a, factor)
         bias = None if bias is None else bias * factor
+    if offs is not None:
+        blocks = (gemm.a.block, gemm.b.block)
+        out = kernels.multiply_groups(
+            gemm.name, a_data, a_scale, *b, offs, *blocks, gemm.out_dtype, gemm.align
+        )
+        return out if after is None else out * after
     out = kernels.multiply(
         gemm.name,
         a_data,
@@ -206,7 +238,7 @@ def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
 _Saved = tuple[Tensor | None, Tensor | None]
 
 
-def _cast_input(x: Tensor, call: Call, needs_w: bool) -> tuple[Pair, _Saved]:
+def _cast_input(x: Tensor, call: Call, needs_w: bool, offs: Tensor | None) -> tuple[Pair, _Saved]:
     """x_MK for the output, and x_KM for backward if grad_weight is needed."""
     if isinstance(x, Float8Tensor):
         # By attribute: torch.compile does not trace a subclass's properties.
@@ -217,7 +249,7 @@ def _cast_input(x: Tensor, call: Call, needs_w: bool) -> tuple[Pair, _Saved]:
     plan = call.plan
     x_MK = _to(as_matrix(x), plan.dtype)
     x8_MK, x8_KM = cast_orientations(
-        x_MK, plan.x, call.states[0], call.record, True, needs_w, False
+        x_MK, plan.x, call.states[0], call.record, True, needs_w, False, offs
     )
     return x8_MK, x8_KM or (None, None)  # type: ignore[return-value]
 
@@ -240,7 +272,8 @@ def _cast_weight_again(ctx: Any, w_NK: Tensor, w_scale: Tensor | None) -> Pair:
     if w_scale is not None:
         return cast_again(w_NK, operand.first, w_scale)
     # A delayed cast is used only if forward did not cast the weight, so no amax is recorded yet.
-    return cast_matrix(w_NK.t(), operand.second, ctx.states[1], ctx.record, None)
+    w_KN = w_NK.t() if w_NK.dim() == 2 else w_NK.mT
+    return cast_matrix(w_KN, operand.second, ctx.states[1], ctx.record, None)
 
 
 def _checked_tensors(ctx: Any) -> tuple[Tensor, ...]:

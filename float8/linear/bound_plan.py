@@ -21,8 +21,10 @@ from float8 import kernels
 from float8.config import Float8LinearConfig, Gemm, LinearPlan, OperandCast, ScalingType
 from float8.config.plan import plan_of_key
 from float8.formats import on_family
-from float8.granularity import WHOLE
+from float8.granularity import WHOLE, Block
 from float8.kernels.scaled_mm import CPU, SUPPORT
+
+TOKENS, EXPERTS = "tokens", "experts"  # the operands of grouped GEMMs
 
 
 class BoundCast:
@@ -35,6 +37,8 @@ class BoundCast:
         family: the device family, see `float8.kernels.family_of`.
         emulate: cast in plain PyTorch on every device.
         compiling: torch.compile traces the casts.
+        groups: "" for a matrix; "tokens" or "experts" for an operand of a grouped GEMM. One of
+            experts has three dimensions, and its block a 1 for the first.
 
     Attributes:
         dtype: the float8 dtype that the device multiplies.
@@ -64,10 +68,12 @@ class BoundCast:
         family: str,
         emulate: bool = False,
         compiling: bool = False,
+        groups: str = "",
     ) -> None:
         fmt = on_family(cast.format, family)
         self.dtype, self.largest = fmt.dtype, fmt.max
-        self.block, self.scale_format = cast.block, cast.scale_format.value
+        self.block: Block = (1, *cast.block) if groups == EXPERTS else cast.block
+        self.scale_format = cast.scale_format.value
         self.is_whole = cast.block.count(WHOLE) == len(cast.block)
         self.is_delayed = cast.scaling_type is ScalingType.DELAYED
         self.is_dynamic = cast.scaling_type is ScalingType.DYNAMIC
@@ -76,8 +82,11 @@ class BoundCast:
         # A GPU without float8 conversions also has no GEMM, whose refusal names the layer.
         is_known = emulate or family == CPU or family in SUPPORT
         self.kernel = None
+        if groups == TOKENS:
+            self.kernel = kernels.group_kernel_for(family, self.block, emulate)
+            return
         if is_known:
-            self.kernel = kernels.kernel_for(family, cast.block, emulate, compiling)
+            self.kernel = kernels.kernel_for(family, self.block, emulate, compiling)
         if self.static is not None and compiling and kernels.compiler_may_cast(family):
             # A cast by a constant scale is elementwise: the compiler fuses it into the op that
             # makes x. That op writes 1 byte per element instead of bfloat16, and the transposed
@@ -93,15 +102,23 @@ class BoundOperand:
         first: for the GEMM that contracts along the operand's rows; None for high precision.
         second: for the GEMM that contracts along its columns, stated for the transpose; or None.
         is_shared: whether the second GEMM reads the transpose of the first GEMM's data.
+        is_same: whether both casts have one block, each in its own orientation.
         at_once: whether one kernel call casts both orientations.
+        align: the multiple to which the transposed orientation of tokens pads each group.
     """
 
-    __slots__ = ("at_once", "first", "is_shared", "second")
+    __slots__ = ("align", "at_once", "first", "is_same", "is_shared", "second")
 
     def __init__(
-        self, first: BoundCast | None, second: BoundCast | None, is_same: bool, is_shared: bool
+        self,
+        first: BoundCast | None,
+        second: BoundCast | None,
+        is_same: bool,
+        is_shared: bool,
+        align: int = 1,
     ) -> None:
         self.first, self.second, self.is_shared = first, second, is_shared
+        self.is_same, self.align = is_same, align
         self.at_once = is_same and first is not None and first.kernel is not None
 
 
@@ -114,9 +131,20 @@ class BoundGemm:
         is_plain: whether plain PyTorch multiplies.
         refusal: the reason why no GEMM multiplies, or None.
         out_dtype: the dtype of the result.
+        align: of a grouped GEMM, the multiple to which it needs groups of tokens padded.
     """
 
-    __slots__ = ("a", "b", "is_plain", "name", "out_dtype", "pad", "refusal", "use_fast_accum")
+    __slots__ = (
+        "a",
+        "align",
+        "b",
+        "is_plain",
+        "name",
+        "out_dtype",
+        "pad",
+        "refusal",
+        "use_fast_accum",
+    )
 
     def __init__(
         self,
@@ -127,12 +155,16 @@ class BoundGemm:
         out_dtype: torch.dtype,
         emulate: bool,
         pad: bool,
+        grouped: bool = False,
     ) -> None:
         self.a, self.b, self.out_dtype, self.pad = a, b, out_dtype, pad
         self.use_fast_accum = gemm.use_fast_accum
-        self.name, self.refusal = "", None
+        self.name, self.refusal, self.align = "", None, 1
         if a is not None and b is not None:
-            self.name, self.refusal = kernels.gemm_for(family, a.block, b.block, out_dtype, emulate)
+            find = kernels.grouped_gemm_for if grouped else kernels.gemm_for
+            self.name, self.refusal = find(family, a.block, b.block[-2:], out_dtype, emulate)
+        if grouped:
+            self.align = kernels.group_alignment(self.name)
         self.is_plain = self.name == kernels.PLAIN
 
 
@@ -148,6 +180,7 @@ class BoundPlan:
         on_gpu: whether tensor cores multiply.
         has_refusal: whether there is a product that the device runs for no sizes.
         is_aligned: whether sizes must be multiples of 16.
+        is_grouped: whether the GEMMs multiply groups of tokens with experts.
     """
 
     __slots__ = (
@@ -159,6 +192,7 @@ class BoundPlan:
         "has_delayed",
         "has_refusal",
         "is_aligned",
+        "is_grouped",
         "on_gpu",
         "output",
         "w",
@@ -173,23 +207,28 @@ class BoundPlan:
         emulate: bool,
         pad: bool,
         compiling: bool,
+        grouped: bool = False,
     ) -> None:
-        def bound(gemm: Gemm) -> BoundGemm:
+        def bound(gemm: Gemm, b_groups: str = EXPERTS) -> BoundGemm:
             a, b = (
-                None if cast is None else BoundCast(cast, family, emulate, compiling)
-                for cast in (gemm.a, gemm.b)
+                None
+                if cast is None
+                else BoundCast(cast, family, emulate, compiling, groups if grouped else "")
+                for cast, groups in ((gemm.a, TOKENS), (gemm.b, b_groups))
             )
-            return BoundGemm(gemm, a, b, family, dtype, emulate, pad)
+            return BoundGemm(gemm, a, b, family, dtype, emulate, pad, grouped)
 
-        self.family, self.dtype = family, dtype
+        self.family, self.dtype, self.is_grouped = family, dtype, grouped
         self.output, self.grad_input = bound(plan.output), bound(plan.grad_input)
-        self.grad_weight = bound(plan.grad_weight)
+        self.grad_weight = bound(plan.grad_weight, TOKENS)
+        align = self.grad_weight.align
         output, grad_input, grad_weight = plan.output, plan.grad_input, plan.grad_weight
         self.x = BoundOperand(
             self.output.a,
             self.grad_weight.b,
             output.a == grad_weight.b,
             plan.reuses_input,
+            align,
         )
         self.w = BoundOperand(
             self.output.b,
@@ -202,6 +241,7 @@ class BoundPlan:
             self.grad_weight.a,
             grad_input.a == grad_weight.a,
             plan.reuses_grad_output,
+            align,
         )
         gemms = (self.output, self.grad_input, self.grad_weight)
         casts = [cast for gemm in gemms for cast in (gemm.a, gemm.b)]
@@ -229,11 +269,11 @@ def compute_dtype(input: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if autocasts(device_type) else input.dtype
 
 
-def plan_for(config: Float8LinearConfig, input: Tensor) -> BoundPlan:
+def plan_for(config: Float8LinearConfig, input: Tensor, grouped: bool = False) -> BoundPlan:
     """The plan of a config for one call: on the input's device, in the dtype of the call."""
     device = input.device
     dtype = torch.get_autocast_dtype(device.type) if autocasts(device.type) else input.dtype
-    return _bound(config.key, device, dtype, torch.compiler.is_compiling())
+    return _bound(config.key, device, dtype, torch.compiler.is_compiling(), grouped)
 
 
 def plan_on(config: Float8LinearConfig, device: torch.device, dtype: torch.dtype) -> BoundPlan:
@@ -247,13 +287,17 @@ def plan_on(config: Float8LinearConfig, device: torch.device, dtype: torch.dtype
 
 
 @functools.lru_cache(maxsize=1024)
-def _bound_once(key: str, device: torch.device, dtype: torch.dtype, compiling: bool) -> BoundPlan:
+def _bound_once(
+    key: str, device: torch.device, dtype: torch.dtype, compiling: bool, grouped: bool
+) -> BoundPlan:
     plan, emulate, pad = plan_of_key(key)
-    return BoundPlan(plan, kernels.family_of(device), dtype, emulate, pad, compiling)
+    return BoundPlan(plan, kernels.family_of(device), dtype, emulate, pad, compiling, grouped)
 
 
-def _bound(key: str, device: torch.device, dtype: torch.dtype, compiling: bool) -> BoundPlan:
-    return _bound_once(key, device, dtype, compiling)
+def _bound(
+    key: str, device: torch.device, dtype: torch.dtype, compiling: bool, grouped: bool = False
+) -> BoundPlan:
+    return _bound_once(key, device, dtype, compiling, grouped)
 
 
 # The effect of torch.compiler.assume_constant_result, whose import of dynamo would take a second.

@@ -159,6 +159,7 @@ def cast_orientations(
     first: bool,
     second: bool,
     decode: bool,
+    offs: Tensor | None = None,
 ) -> tuple[Pair | None, Pair | None]:
     """Cast a matrix for the GEMM that contracts along its rows and the one along its columns.
 
@@ -169,11 +170,14 @@ def cast_orientations(
         first, second: whether each of the two is needed.
         decode: both products run in plain PyTorch: data that both read is converted to bfloat16
             once.
+        offs: the ends of groups of tokens, for grouped GEMMs; see `float8.kernels.groups`.
 
     Returns:
         the pair for x and the pair for ``x.t()``, None for one that is not needed. On a CPU the
         second is a view of the first where the casts allow it.
     """
+    if offs is not None:
+        return _cast_groups(x, operand, first, second, offs)
     if isinstance(x, Float8Tensor):  # by attribute: torch.compile traces no properties of it
         pair = (x._data, x._scale)
         return (pair if first else None), (transposed(pair) if second else None)
@@ -195,6 +199,40 @@ def cast_orientations(
     return row_major, transposed(row_major)
 
 
+def _cast_groups(
+    x: Tensor, operand: BoundOperand, first: bool, second: bool, offs: Tensor
+) -> tuple[Pair | None, Pair | None]:
+    """`cast_orientations` of tokens in groups."""
+
+    def cast(how: BoundCast | None, row_major: bool, transpose: bool) -> tuple[Pair, Pair]:
+        if how is None:
+            return (x, None), (x.t(), None)
+        scale = None if how.static is None else constant(how.static, x)
+        both = kernels.cast_tokens(
+            how.kernel,
+            x,
+            offs,
+            how.block,
+            how.dtype,
+            how.scale_format,
+            scale,
+            operand.align,
+            row_major,
+            transpose,
+        )
+        return both[:2], both[2:]
+
+    if operand.is_shared and operand.align == 1:  # no padding: a view
+        row_major = cast(operand.first, True, False)[0]
+        return (row_major if first else None), (transposed(row_major) if second else None)
+    if first and second and operand.is_same:
+        return cast(operand.first, True, True)
+    return (
+        cast(operand.first, True, False)[0] if first else None,
+        cast(operand.second, False, True)[1] if second else None,
+    )
+
+
 def cast_again(x: Tensor, how: BoundCast, scale: Tensor) -> Pair:
     """Repeat an earlier ``cast_matrix(x, how)`` and return the transpose of its data.
 
@@ -212,6 +250,8 @@ def cast_again(x: Tensor, how: BoundCast, scale: Tensor) -> Pair:
 def transposed(pair: Pair) -> Pair:
     """The transpose of a pair, as views."""
     data, scale = pair
+    if data.dim() == 3:
+        return data.mT, scale.mT
     return data.t(), scale if scale.numel() == 1 else scale.t()
 
 

@@ -14,8 +14,12 @@ a recipe changes only what the blocks' linear layers do inside that. The output 
 every recipe, as is usual: its output feeds the loss directly, and casting it to float8 costs more
 accuracy than the layer costs time.
 
+With experts the feed-forward part is a mixture of them (`MixtureOfExperts`): of E SwiGLUs each
+token passes through its best k, and through one that all tokens share. The hidden width is divided
+among those that a token passes, so that its arithmetic stays that of the model without experts.
+
 Shapes: B batch, T context, C width, H heads, D = C / H, F hidden width of the feed-forward part,
-V vocabulary.
+V vocabulary; E experts, k of them for each token, S = k * B * T rows of tokens sorted by expert.
 """
 
 from __future__ import annotations
@@ -40,8 +44,15 @@ class Sizes:
     width: int
     heads: int
     context: int
+    experts: int = 0
+    top_k: int = 2
 
     def __post_init__(self) -> None:
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise ValueError(
+                f"--top-k {self.top_k} of --experts {self.experts}: a token takes from 1 to all of "
+                "them; change one of the two"
+            )
         if self.width % 16:
             near = max(16, round(self.width / 16) * 16)
             raise ValueError(
@@ -56,8 +67,12 @@ class Sizes:
 
     @property
     def hidden(self) -> int:
-        """8/3 of the width (so SwiGLU's three matrices cost what two of 4x do), in 64s."""
-        return math.ceil(self.width * 8 / 3 / 64) * 64
+        """8/3 of the width (so SwiGLU's three matrices cost what two of 4x do), in 64s.
+
+        Among experts each has its share of that: a token passes k of them, and the shared one.
+        """
+        parts = self.top_k + 1 if self.experts else 1
+        return math.ceil(self.width * 8 / 3 / parts / 64) * 64
 
 
 class Attention(nn.Module):
@@ -88,13 +103,60 @@ class SwiGLU(nn.Module):
         return out
 
 
+class Experts(nn.Module):
+    """E SwiGLUs as grouped GEMMs; rows of `x_SC` are sorted by expert, group e ends at offs[e]."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(sizes.experts, 2 * sizes.hidden, sizes.width))
+        self.down = nn.Parameter(torch.empty(sizes.experts, sizes.width, sizes.hidden))
+
+    def forward(self, x_SC: Tensor, offs: Tensor) -> Tensor:
+        gate_up, down = (under_autocast(weight) for weight in (self.gate_up, self.down))
+        gate_SF, up_SF = F.grouped_mm(under_autocast(x_SC), gate_up.mT, offs=offs).chunk(2, -1)
+        return F.grouped_mm(F.silu(gate_SF) * up_SF, down.mT, offs=offs)
+
+
+def under_autocast(x: Tensor) -> Tensor:
+    """In autocast's dtype, where it is on: it does not know `F.grouped_mm`."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+class MixtureOfExperts(nn.Module):
+    """``shared(x) + sum over the best k of p_e expert_e(x)``, p being the softmax among these k.
+
+    No token is dropped, and nothing balances the experts.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.top_k = sizes.top_k
+        self.router = nn.Linear(sizes.width, sizes.experts, bias=False)
+        self.experts = Experts(sizes)
+        self.shared = SwiGLU(sizes)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        x_NC = x_BTC.flatten(0, 1)
+        best, expert = self.router(x_NC).float().topk(self.top_k)
+        p_S = best.softmax(-1).flatten()
+        order = expert.flatten().argsort(stable=True)
+        token_S = order // self.top_k
+        counts = torch.bincount(expert.flatten(), minlength=self.router.out_features)
+        offs = counts.cumsum(0, dtype=torch.int32)
+        y_SC = self.experts(x_NC[token_S], offs) * p_S[order].unsqueeze(-1)
+        mixed = torch.zeros_like(x_NC).index_add(0, token_S, y_SC.to(x_NC.dtype))
+        out: Tensor = self.shared(x_BTC) + mixed.view_as(x_BTC)
+        return out
+
+
 class Block(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.width)
         self.attention = Attention(sizes)
         self.feed_forward_norm = nn.RMSNorm(sizes.width)
-        self.feed_forward = SwiGLU(sizes)
+        self.feed_forward = MixtureOfExperts(sizes) if sizes.experts else SwiGLU(sizes)
 
     def forward(self, h_BTC: Tensor, rotary: Tensor) -> Tensor:
         h_BTC = h_BTC + self.attention(self.attention_norm(h_BTC), rotary)
@@ -117,8 +179,8 @@ class GPT(nn.Module):
 
     def _initialise(self, layers: int) -> None:
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                last = name.endswith(("proj.weight", "down.weight"))
+            if parameter.ndim >= 2:
+                last = name.endswith(("proj.weight", "down.weight", "experts.down"))
                 nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * layers if last else 1))
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -167,6 +229,10 @@ def in_recipe(model: GPT, recipe: str) -> GPT:
     # of 1e-5 and less, which E5M2, whose smallest number is 1.5e-5, rounds to zero; weights of 0.02
     # lie where E4M3 has one or two bits left.
     config = Float8LinearConfig.from_recipe_name("unit" if recipe == "naive" else recipe)
+    if any(isinstance(module, Experts) for module in model.modules()):
+        from float8 import register_experts
+
+        register_experts(Experts)
     with warnings.catch_warnings():
         if recipe == "naive":  # conversion warns of just that
             warnings.filterwarnings("ignore", 'recipe "unit" casts with a scale of 1')

@@ -60,6 +60,8 @@ class Options:
     device: str = "cpu"
     compile: bool = False
     nproc: int = 1  # processes that share each batch
+    experts: int = 0  # 0: every token passes the same feed-forward part
+    top_k: int = 2  # experts for each token
     data: Path | None = None
     checkpoint: Path = Path("out/gpt.pt")
     inspect: Path | None = None  # what casts do, at every eval_interval-th step
@@ -67,6 +69,12 @@ class Options:
 
     def __post_init__(self) -> None:
         savings.check(self.recipe, self.optimizer, self.ms_amp, self.nproc)
+        if self.experts and self.recipe in ("delayed", "unit_bf16", "unit"):
+            raise ValueError(
+                f"--recipe {self.recipe} does not train --experts {self.experts}: grouped GEMMs "
+                "have no delayed scales, and unit_scale no rule for them; take tensorwise, "
+                "rowwise, blockwise or mxfp8"
+            )
         if self.inspect is not None and self.recipe in ("bf16", "unit_bf16"):
             raise ValueError(f"--inspect looks at float8 layers; --recipe {self.recipe} has none")
 
@@ -102,6 +110,12 @@ def parser(description: str) -> argparse.ArgumentParser:
     sizes.add_argument("--context", type=positive, help="bytes in one training window")
     sizes.add_argument("--batch", type=positive, help="windows in one step")
     sizes.add_argument("--steps", type=positive)
+    p.add_argument(
+        "--experts",
+        type=positive,
+        help="a mixture of so many in each block, and one that all tokens share",
+    )
+    p.add_argument("--top-k", type=positive, help="experts for each token (2)")
     p.add_argument("--learning-rate", type=rate, help="its peak (1e-3 where no size has its own)")
     p.add_argument(
         "--unit-learning-rate",

@@ -6,6 +6,8 @@ import oracle
 import torch
 from torch import Tensor
 
+SCALES = ("float32", "power_of_two")  # by whether they are powers of two
+
 
 def rows(x: Tensor, group: int) -> Tensor:
     """The matrix whose rows are cut into groups."""
@@ -17,5 +19,6 @@ def copy_of(
     x: Tensor, group: int = 128, dtype: torch.dtype = torch.float8_e4m3fn, power_of_two: bool = True
 ) -> Tensor:
     """float64, of x's shape: the exact values that `dequantize` must return."""
-    codes, scale = oracle.quantize(rows(x, group), (1, group), dtype, power_of_two)
+    scales = SCALES[power_of_two]
+    codes, scale = oracle.quantize(rows(x, group), (1, group), dtype, scales)
     return oracle.values(codes, scale, (1, group), dtype).reshape(x.shape)

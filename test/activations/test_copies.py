@@ -5,7 +5,7 @@ import gc
 import oracle
 import pytest
 import torch
-from activations.copies import copy_of, rows
+from activations.copies import SCALES, copy_of, rows
 from assertions import assert_bitwise
 from meter import CastMeter, saved_bytes
 from shapes import Case, pairs
@@ -32,7 +32,7 @@ def test_data_and_scales_are_the_oracles(shape, dtype, group, fmt, power_of_two,
     case = Case(shape, dtype, fill=fill, layout=layout if len(shape) > 1 else "contiguous")
     x = case.make()
     copy = cast(x, CopyFormat(group, fmt, power_of_two))
-    data, scale = oracle.quantize(rows(x, group), (1, group), fmt, power_of_two)
+    data, scale = oracle.quantize(rows(x, group), (1, group), fmt, SCALES[power_of_two])
     assert_bitwise(copy.data, data, case)
     if power_of_two:
         assert copy.scale.dtype == torch.uint8

@@ -101,7 +101,7 @@ def test_the_saved_copies_are_the_oracles():
     with saved_activations():
         product, norm = F.silu(x) * y, F.rms_norm(x, (128,))
     (data, scale), (of_y, scale_y) = (
-        oracle.quantize(t.detach(), (1, 128), torch.float8_e4m3fn, True) for t in (x, y)
+        oracle.quantize(t.detach(), (1, 128), torch.float8_e4m3fn, "power_of_two") for t in (x, y)
     )
     saved = product.grad_fn.saved_tensors  # for x's gradient y, for y's the x of silu
     assert_bitwise(saved[0], of_y)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plans import B1, DELAYED, OFF, STATIC, cast
+from plans import B1, DELAYED, OFF, POW2, STATIC, cast
 
 from float8.config import RECIPES, CastConfig, DelayedScalingConfig
 from float8.formats import E4M3, E5M2
@@ -39,9 +39,9 @@ BAD_CASTS = {
         r"static_scale=1\.0 belongs to ScalingType\.STATIC, and this is ScalingType\.DELAYED",
     ),
     "not a power of two": (
-        {"scaling_type": STATIC, "static_scale": 3.0, "power_of_two_scale": True},
+        {"scaling_type": STATIC, "static_scale": 3.0, "scale_format": POW2},
         ValueError,
-        "power_of_two_scale is set, static_scale=3.0 is not",
+        r"scale_format=ScaleFormat.POWER_OF_TWO, and static_scale=3\.0 is no power of two",
     ),
 }
 
@@ -61,7 +61,7 @@ def test_a_static_scale_is_a_positive_float32_with_a_finite_reciprocal(scale):
 
 @pytest.mark.parametrize("scale", [2.0**-126, 0.5, 1.0, 2.0**100])
 def test_a_power_of_two_is_a_static_power_of_two_scale(scale):
-    config = CastConfig(STATIC, static_scale=scale, power_of_two_scale=True)
+    config = CastConfig(STATIC, static_scale=scale, scale_format=POW2)
     assert config.resolve(E4M3).static_scale == repr(scale)
 
 
@@ -86,9 +86,9 @@ def test_a_delayed_config_that_makes_no_sense_is_refused(arguments, error, messa
 
 def test_replace_behaves_as_written_out():
     row = CastConfig(granularity=Rowwise(), target_dtype=torch.float8_e4m3fn)
-    block = replace(row, granularity=Blockwise(1, 128), power_of_two_scale=True)
+    block = replace(row, granularity=Blockwise(1, 128), scale_format=POW2)
     assert block == CastConfig(
-        granularity=Blockwise(1, 128), target_dtype=torch.float8_e4m3fn, power_of_two_scale=True
+        granularity=Blockwise(1, 128), target_dtype=torch.float8_e4m3fn, scale_format=POW2
     )
     assert row.granularity == Rowwise()
 
@@ -120,7 +120,7 @@ def test_a_cast_in_a_few_words(config, words):
 
 
 def test_transposing_a_cast_twice_changes_nothing():
-    block = cast(B1, E5M2, pow2=True)
+    block = cast(B1, E5M2, scales=POW2)
     assert block.transposed().block == (128, 1)
     assert block.transposed() != block
     assert block.transposed().transposed() == block

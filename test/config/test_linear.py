@@ -7,7 +7,20 @@ import pickle
 from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
-from plans import B1, B128, DELAYED, ROW, STATIC, TENSOR, cast, casts_of
+from plans import (
+    B1,
+    B128,
+    DELAYED,
+    E8M0,
+    FLOAT32,
+    MX,
+    POW2,
+    ROW,
+    STATIC,
+    TENSOR,
+    cast,
+    casts_of,
+)
 
 from float8.config import (
     RECIPES,
@@ -19,7 +32,8 @@ from float8.config import (
 )
 from float8.formats import E4M3, E5M2
 
-ROW_POW2, B1_POW2, B128_POW2 = (cast(b, pow2=True) for b in (ROW, B1, B128))
+ROW_POW2, B1_POW2, B128_POW2 = (cast(b, scales=POW2) for b in (ROW, B1, B128))
+MX8 = cast(MX, scales=E8M0)
 T4, T5 = cast(TENSOR), cast(TENSOR, E5M2)
 S4, S5 = (cast(TENSOR, fmt, STATIC, static="1.0") for fmt in (E4M3, E5M2))
 D4, D5 = cast(TENSOR, scaling=DELAYED), cast(TENSOR, E5M2, DELAYED)
@@ -29,7 +43,7 @@ PLANS = {
     "delayed": ([D4, D4, D5, D4, D5, D4], (True, True, True), (True, False, False)),
     "rowwise": ([ROW_POW2] * 6, (False, False, False), (True, False, False)),
     "rowwise_with_gw_hp": (
-        [ROW_POW2, ROW_POW2, ROW_POW2, cast(TENSOR, pow2=True), None, None],
+        [ROW_POW2, ROW_POW2, ROW_POW2, cast(TENSOR, scales=POW2), None, None],
         (False, False, False),
         (True, False, False),
     ),
@@ -38,6 +52,7 @@ PLANS = {
         (False, True, False),
         (False, False, False),
     ),
+    "mxfp8": ([MX8] * 6, (False, False, False), (False, False, False)),
     "unit": ([S4, S4, S5, S4, S5, S4], (True, True, True), (True, False, False)),
 }
 
@@ -100,8 +115,8 @@ def test_one_delayed_operand_needs_sync(operand):
 
 
 def test_a_shared_cast_is_as_three_written_out():
-    shared = CastConfig(power_of_two_scale=True)
-    three = [CastConfig(power_of_two_scale=True) for _ in range(3)]
+    shared = CastConfig(scale_format=POW2)
+    three = [CastConfig(scale_format=POW2) for _ in range(3)]
     assert Float8LinearConfig(shared, shared, shared).plan == Float8LinearConfig(*three).plan
 
 
@@ -154,7 +169,7 @@ def test_a_recipe_is_a_copy_down_to_its_parts(recipe):
     assert config.plan == before.plan
     # As scripts for torchao change a frozen config.
     object.__setattr__(config, "emulate", True)
-    object.__setattr__(config.cast_config_input, "power_of_two_scale", "changed")
+    object.__setattr__(config.cast_config_input, "scale_format", "changed")
     object.__setattr__(config.gemm_config_output, "use_fast_accum", "changed")
     object.__setattr__(config.delayed_scaling, "margin", 7)
     object.__setattr__(config.plan.grad_input, "a", "changed")
@@ -164,10 +179,10 @@ def test_a_recipe_is_a_copy_down_to_its_parts(recipe):
 
 def test_default_parts_are_shared_by_no_two_configs():
     one, other = Float8LinearConfig(), Float8LinearConfig()
-    object.__setattr__(one.cast_config_input, "power_of_two_scale", True)
-    object.__setattr__(one.cast_config_weight, "power_of_two_scale", False)
-    assert not other.cast_config_input.power_of_two_scale
-    assert not CastConfig().power_of_two_scale
+    object.__setattr__(one.cast_config_input, "scale_format", POW2)
+    object.__setattr__(one.cast_config_weight, "scale_format", E8M0)
+    assert other.cast_config_input.scale_format is FLOAT32
+    assert CastConfig().scale_format is FLOAT32
     parts = [getattr(one, f.name) for f in fields(one) if f.init]
     others = [getattr(other, f.name) for f in fields(other) if f.init]
     shared = [a for a, b in zip(parts, others, strict=True) if a is b]

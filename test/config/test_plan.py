@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plans import DELAYED, OFF, ROW, STATIC, TENSOR, cast, casts_of
+from plans import DELAYED, OFF, POW2, ROW, STATIC, TENSOR, cast, casts_of
 
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, GemmConfig
 from float8.granularity import Blockwise, Rowwise
@@ -19,12 +19,12 @@ SECOND_USES = {
 
 @pytest.mark.parametrize("override", SECOND_USES)
 def test_a_second_use_changes_its_gemm_alone(override):
-    special = CastConfig(power_of_two_scale=True, target_dtype=torch.float8_e4m3fn)
+    special = CastConfig(scale_format=POW2, target_dtype=torch.float8_e4m3fn)
     before = casts_of(Float8LinearConfig().plan)
     after = casts_of(Float8LinearConfig(**{override: special}).plan)
     changed = [i for i in range(6) if before[i] != after[i]]
     assert changed == [SECOND_USES[override]]
-    assert after[changed[0]] == cast(TENSOR, pow2=True)
+    assert after[changed[0]] == cast(TENSOR, scales=POW2)
 
 
 def test_a_second_use_takes_the_first_ones_cast_in_its_own_orientation():
@@ -38,7 +38,7 @@ def test_a_second_use_takes_the_first_ones_cast_in_its_own_orientation():
     ("first", "second", "reuses"),
     [
         (CastConfig(), CastConfig(), True),
-        (CastConfig(), CastConfig(power_of_two_scale=True), False),
+        (CastConfig(), CastConfig(scale_format=POW2), False),
         (CastConfig(), CastConfig(target_dtype=torch.float8_e4m3fn), True),  # the default, spelt
         (CastConfig(), CastConfig(target_dtype=torch.float8_e5m2), False),
         (CastConfig(STATIC, static_scale=1.0), CastConfig(STATIC, static_scale=2.0), False),

@@ -36,7 +36,7 @@ from float8.convert.inference import convert_to_float8_inference, refuses_device
 from float8.linear.float8_weight import to_resident
 
 BLOCKS = {"tensorwise": (-1, -1), "rowwise": (1, -1), "blockwise": (128, 128)}
-POWER_OF_TWO = {"tensorwise": False, "rowwise": True, "blockwise": True}
+SCALES = {"tensorwise": "float32", "rowwise": "power_of_two", "blockwise": "power_of_two"}
 SHAPES = [(48, 160, 96), (1, 16, 16), (5, 123, 7), (130, 257, 131), (3, 1, 1)]
 
 
@@ -67,7 +67,7 @@ def test_codes_are_the_oracles_and_both_gemms_read_them(recipe, shape, dtype):
     layer.weight.data *= sizes.to(dtype)
     w = layer.weight.detach().clone()
     layer = convert_to_float8_inference(layer, config=config_of(recipe))
-    codes, _ = oracle.quantize(w, BLOCKS[recipe], torch.float8_e4m3fn, POWER_OF_TWO[recipe])
+    codes, _ = oracle.quantize(w, BLOCKS[recipe], torch.float8_e4m3fn, SCALES[recipe])
     assert_bitwise(layer.weight._data, codes)
     exact_w = oracle.values(layer.weight._data, layer.weight._scale, BLOCKS[recipe])
     x = torch.randn(m, k).to(dtype).requires_grad_()
@@ -93,7 +93,7 @@ def test_scales_along_the_contraction_join_grad_output(recipe):
     x, g = torch.randn(12, 64, requires_grad=True), torch.randn(12, 40)
     layer(x).backward(g)
     folded = g * layer.weight._scale.t()
-    g8, g_scale = oracle.quantize(folded, (1, -1), torch.float8_e4m3fn, True)
+    g8, g_scale = oracle.quantize(folded, (1, -1), torch.float8_e4m3fn, "power_of_two")
     values = oracle.table(torch.float8_e4m3fn)[g8.long()]
     codes = layer.weight._data.double()
     exact = (values @ codes) * g_scale.double()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from float8 import Blockwise, CastConfig, Float8LinearConfig, Float8Tensor, ScalingType
+from float8 import Blockwise, CastConfig, Float8LinearConfig, Float8Tensor, ScaleFormat, ScalingType
 from float8.config import RECIPES
 from float8.distributed import exchange
 from float8.distributed.exchange import Ranks, check_even, part_of, sends_input_in_float8
@@ -24,7 +24,7 @@ def test_inputs_travel_in_float8_where_one_scale_serves_all_gemms(recipe):
 
 def test_an_input_with_a_second_cast_travels_in_high_precision():
     off = CastConfig(scaling_type=ScalingType.DISABLED)
-    other = CastConfig(power_of_two_scale=True)
+    other = CastConfig(scale_format=ScaleFormat.POWER_OF_TWO)
     for second in (off, other):
         config = Float8LinearConfig(
             cast_config_input_for_grad_weight=second,

@@ -66,7 +66,9 @@ def test_a_file_may_be_the_device(tmp_path, capsys):
     ("arguments", "said"),
     [
         ([], "the following arguments are required: M,K,N"),
-        (["1,2"], "a shape is M,K,N, three integers from 1 to 1073741824, not '1,2'"),
+        (["1,2"], "a shape is M,K,N or M,K,N,E, integers from 1 to 1073741824, not '1,2'"),
+        (["1,2,3,4,5"], "not '1,2,3,4,5'"),
+        (["1,2,3,0"], "not '1,2,3,0'"),
         (["1,2,0"], "not '1,2,0'"),
         (["1,2,x"], "not '1,2,x'"),
         ([f"16,16,{10**12}"], "not '16,16,1000000000000'"),

@@ -372,8 +372,8 @@ def test_float64_is_refused_everywhere():
 
 
 def test_blocks_without_hardware_are_refused_unless_emulated():
-    mx = CastConfig(granularity=Blockwise(1, 32), target_dtype=torch.float8_e4m3fn)
-    config = Float8LinearConfig(mx, mx, mx)
+    narrow = CastConfig(granularity=Blockwise(1, 64), target_dtype=torch.float8_e4m3fn)
+    config = Float8LinearConfig(narrow, narrow, narrow)
     assert "no hardware multiplies" in refuses(CUBE, config, CPU, Use())
     emulated = replace(config, emulate=True)
     assert refuses(CUBE, emulated, CPU, Use()) is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from assertions import assert_bitwise
 from layer_check import run
-from plans import ROW, TENSOR, cast, casts_of
+from plans import POW2, ROW, TENSOR, cast, casts_of
 from torch import nn
 
 from float8 import Float8Linear, convert_to_float8_training
@@ -113,7 +113,7 @@ def test_flags_keep_their_names(name):
 
 def test_rounding_is_of_every_cast():
     config = ours(ao.Float8LinearConfig(round_scales_to_power_of_2=True))
-    assert all(c.power_of_two_scale for c in casts_of(config.plan))
+    assert all(c.scale_format is POW2 for c in casts_of(config.plan))
 
 
 def test_what_changes_nothing_there_changes_nothing_here():

@@ -19,7 +19,7 @@ import pytest
 import torch
 from assertions import assert_bitwise, assert_error_within_baseline
 from layer_check import run
-from plans import B1, B128, DELAYED, TENSOR, cast, casts_of
+from plans import B1, B128, DELAYED, POW2, TENSOR, cast, casts_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -308,7 +308,7 @@ def test_current_scaling_is_the_dynamic_recipe():
 
 
 def test_block_scaling_is_the_blockwise_recipe():
-    x, w = cast(B1, pow2=True), cast(B128, pow2=True)
+    x, w = cast(B1, scales=POW2), cast(B128, scales=POW2)
     plan = te(Float8BlockScaling()).plan
     assert casts_of(plan) == [x, w, x, w, x, x]
     assert not any(g.use_fast_accum for g in (plan.output, plan.grad_input, plan.grad_weight))
@@ -319,7 +319,7 @@ def test_fields_of_a_dynamic_recipe_arrive():
     recipe.fp8_quant_bwd_grad = quantiser(True)
     recipe.backward_override = "high_precision"
     config = te(recipe)
-    square = CastConfig(granularity=Blockwise(128, 128), power_of_two_scale=True)
+    square = CastConfig(granularity=Blockwise(128, 128), scale_format=POW2)
     assert config.cast_config_input == square
     assert config.cast_config_weight.granularity == Blockwise(1, 128)
     assert config.plan.grad_input.a is None and config.plan.grad_weight.a is None

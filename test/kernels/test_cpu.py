@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import Case
 
-from float8.kernels import cpu, definition
+from float8.kernels import cpu, definition, e8m0
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRANULARITIES = list(shapes.GRANULARITIES.values())
@@ -20,16 +20,17 @@ ALL_DTYPES = pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
 SHAPES = ((5, 123), (96, 384), (130, 257), (1, 1), (0, 16), (16, 0))
 
 
-def check(case, dtype, granularity, power_of_two):
+def check(case, dtype, granularity, scale_format):
     """Each op of one input, by both files."""
     x = case.make()
     before, block = x.clone(), granularity.block_of(x.shape)
-    replay = (case, dtype, granularity, power_of_two)
+    replay = (case, dtype, granularity, scale_format)
     amax = definition.amax(x, block)
     assert_bitwise(cpu.amax(x, block), amax, replay, "amax")
-    data, scale = definition.cast_dynamic(x, block, dtype, power_of_two)
-    assert_bitwise(cpu.cast(x, scale, block, dtype, fits=True), data, replay, "cast by its scale")
-    other = scale.nan_to_num(1.0, 1.0) * 0.37  # so that something saturates
+    data, scale = definition.cast_dynamic(x, block, dtype, scale_format)
+    fits = scale.dtype == torch.float32
+    assert_bitwise(cpu.cast(x, scale, block, dtype, fits), data, replay, "cast by its scale")
+    other = e8m0.as_float32(scale).nan_to_num(1.0, 1.0) * 0.37  # so that something saturates
     expected = definition.cast(x, other, block, dtype)
     assert_bitwise(cpu.cast(x, other, block, dtype), expected, replay, "cast by a given scale")
     for out in shapes.HIGH_PRECISION:
@@ -47,7 +48,7 @@ def check(case, dtype, granularity, power_of_two):
     dtype=oracle.DTYPES,
 )
 def test_bits_of_the_definition(shape, source, layout, granularity, dtype):
-    check(Case(shape, source, fill="wide", layout=layout), dtype, granularity, False)
+    check(Case(shape, source, fill="wide", layout=layout), dtype, granularity, "float32")
 
 
 @shapes.pairs(
@@ -55,11 +56,11 @@ def test_bits_of_the_definition(shape, source, layout, granularity, dtype):
     source=shapes.HIGH_PRECISION,
     fill=shapes.FILLS,
     granularity=GRANULARITIES,
-    power_of_two=[False, True],
+    scale_format=shapes.SCALE_FORMATS,
 )
-def test_bits_of_special_values(special, source, fill, granularity, power_of_two):
+def test_bits_of_special_values(special, source, fill, granularity, scale_format):
     case = Case((130, 257), source, fill=fill, specials=(special,), seed=1)
-    check(case, E4M3, granularity, power_of_two)
+    check(case, E4M3, granularity, scale_format)
 
 
 @settings(max_examples=100)
@@ -67,10 +68,10 @@ def test_bits_of_special_values(special, source, fill, granularity, power_of_two
     case=shapes.cases(),
     dtype=st.sampled_from(oracle.DTYPES),
     granularity=st.sampled_from(GRANULARITIES),
-    power_of_two=st.booleans(),
+    scale_format=st.sampled_from(shapes.SCALE_FORMATS),
 )
-def test_bits_of_the_definition_for_any_input(case, dtype, granularity, power_of_two):
-    check(case, dtype, granularity, power_of_two)
+def test_bits_of_the_definition_for_any_input(case, dtype, granularity, scale_format):
+    check(case, dtype, granularity, scale_format)
 
 
 @shapes.pairs(
@@ -111,9 +112,9 @@ def check_product(sizes, a, b, specials, bias_dtype, out_dtype):
 
 @ALL_DTYPES
 @pytest.mark.parametrize("granularity", shapes.GRANULARITIES)
-@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize("scale_format", shapes.FLOAT32_SCALES)
 @pytest.mark.parametrize("ulps", [1, 3])
-def test_an_operand_computed_again_by_other_bits_is_no_nan(dtype, granularity, pow2, ulps):
+def test_an_operand_computed_again_by_other_bits_is_no_nan(dtype, granularity, scale_format, ulps):
     """A dynamic cast does not clamp, so a scale that was kept meets values larger than its amax.
 
     Where inductor recomputes what a cast reads, its rounding may differ by ulps of bfloat16, up to
@@ -122,11 +123,11 @@ def test_an_operand_computed_again_by_other_bits_is_no_nan(dtype, granularity, p
     """
     x = Case((37, 300), torch.bfloat16, seed=3).make()
     block = shapes.GRANULARITIES[granularity].block_of(x.shape)
-    scale = definition.cast_dynamic(x, block, dtype, pow2)[1]
+    scale = definition.cast_dynamic(x, block, dtype, scale_format)[1]
     again = x.float() * (1 + ulps * 2.0**-7)
     data = cpu.cast(again, scale, block, dtype, fits=True)
     assert_all_finite(cpu.dequantize(data, scale, block, torch.float32), (dtype, granularity))
-    replay = (dtype, granularity, pow2)
+    replay = (dtype, granularity, scale_format)
     assert_bitwise(data, definition.cast(again, scale, block, dtype), replay)
 
 
@@ -186,8 +187,8 @@ def test_codes_are_decoded_where_subnormals_are_flushed():
 # --- compiled
 
 
-def dynamic(x, block, dtype, pow2=False):
-    scale = cpu.scale_from_amax(cpu.amax(x, block), torch.finfo(dtype).max, pow2)
+def dynamic(x, block, dtype, scale_format="float32"):
+    scale = cpu.scale_from_amax(cpu.amax(x, block), torch.finfo(dtype).max, scale_format)
     return cpu.cast(x, scale, block, dtype, fits=True), scale
 
 
@@ -201,7 +202,8 @@ def cast_both_ways(x, scale, block, dtype):
         own,
         given,
         value,
-        dynamic(x, block, dtype, pow2=True)[1],
+        dynamic(x, block, dtype, "power_of_two")[1],
+        e8m0.as_float32(dynamic(x, block, dtype, "e8m0")[1]),
         cpu.decode(codes),
     )
 
@@ -226,7 +228,7 @@ def test_compiled_casts_have_the_bits_of_eager_ones(name):
         scale = oracle.scales(Case(case.shape, seed=9).make(), block, dtype)
         scale = scale * 2.0**case.exponent
         outputs = compiled(x, scale, block, dtype), cast_both_ways(x, scale, block, dtype)
-        names = ("codes", "scale", "given", "value", "pow2", "decoded")
+        names = ("codes", "scale", "given", "value", "pow2", "e8m0", "decoded")
         for what, actual, expected in zip(names, *outputs, strict=True):
             assert_bitwise(actual, expected, (case, specials), f"compiled {what}")
 

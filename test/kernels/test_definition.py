@@ -25,8 +25,9 @@ from hypothesis import strategies as st
 from shapes import Case
 from torch import Tensor
 
+from float8.formats import ScaleFormat
 from float8.granularity import Blockwise, Rowwise, Tensorwise
-from float8.kernels import definition
+from float8.kernels import definition, e8m0
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALL_DTYPES = pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
@@ -34,6 +35,8 @@ BOTH_DTYPES = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 EVERY_GRANULARITY = pytest.mark.parametrize("name", shapes.GRANULARITIES)
 EVERY_DEVICE = pytest.mark.parametrize("device", shapes.DEVICES)
 granularities = st.sampled_from(list(shapes.GRANULARITIES.values()))
+scale_formats = st.sampled_from(shapes.SCALE_FORMATS)
+FLOAT32, POWER_OF_TWO = ScaleFormat.FLOAT32, ScaleFormat.POWER_OF_TWO
 formats = st.sampled_from(oracle.DTYPES)
 
 
@@ -104,13 +107,14 @@ AMAXES += [math.inf, math.nan, float(torch.tensor(1.17549435e-38 * 448))]
 
 
 @BOTH_DTYPES
-@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("scale_format", shapes.SCALE_FORMATS)
 @pytest.mark.parametrize("amax", AMAXES)
-def test_the_scale_follows_the_formula(amax, dtype, power_of_two):
+def test_the_scale_follows_the_formula(amax, dtype, scale_format):
     amax = torch.tensor(amax, dtype=torch.float32)
-    actual = definition.scale_from_amax(amax, oracle.largest(dtype), power_of_two)
-    expected = oracle.scale_of(amax.item(), dtype, power_of_two)
-    assert_bitwise(actual, torch.tensor(expected, dtype=torch.float32), (amax, dtype))
+    actual = definition.scale_from_amax(amax, oracle.largest(dtype), scale_format)
+    assert actual.dtype == scale_format.dtype
+    expected = oracle.scale_of(amax.item(), dtype, scale_format)
+    assert_bitwise(e8m0.as_float32(actual), torch.tensor(expected), (amax, dtype))
 
 
 @given(
@@ -118,12 +122,12 @@ def test_the_scale_follows_the_formula(amax, dtype, power_of_two):
     st.sampled_from([E4M3, E5M2]),
 )
 def test_scales_have_the_oracles_bits(amaxes, dtype):
-    for power_of_two in (False, True):
+    for scale_format in shapes.SCALE_FORMATS:
         actual = definition.scale_from_amax(
-            torch.tensor(amaxes), oracle.largest(dtype), power_of_two
+            torch.tensor(amaxes), oracle.largest(dtype), scale_format
         )
-        expected = torch.tensor([oracle.scale_of(a, dtype, power_of_two) for a in amaxes])
-        assert_bitwise(actual, expected, (amaxes, dtype, power_of_two))
+        expected = torch.tensor([oracle.scale_of(a, dtype, scale_format) for a in amaxes])
+        assert_bitwise(e8m0.as_float32(actual), expected, (amaxes, dtype, scale_format))
 
 
 @given(st.floats(2.0**-110, 2.0**127, width=32), st.sampled_from([E4M3, E5M2]))
@@ -133,7 +137,7 @@ def test_scales_have_the_oracles_bits(amaxes, dtype):
 def test_a_power_of_two_scale_never_saturates_and_wastes_less_than_half(amax, dtype):
     x = torch.tensor([amax, -amax, 0.3 * amax])
     plain = definition.scale_from_amax(x[:1], oracle.largest(dtype))
-    scale = definition.scale_from_amax(x[:1], oracle.largest(dtype), power_of_two=True)
+    scale = definition.scale_from_amax(x[:1], oracle.largest(dtype), POWER_OF_TWO)
     assert math.frexp(scale.item())[0] == 0.5
     assert plain <= scale < 2 * plain
     assert_no_saturation(x, torch.empty(0, dtype=dtype), scale, (amax, dtype))
@@ -144,7 +148,7 @@ def test_a_power_of_two_scale_loses_nothing_but_the_cast(dtype):
     # Codes times a power of two come back exactly, which a plain scale does not grant.
     x = oracle.table(dtype)
     x = (x[x.isfinite()] * 2.0**-31).to(torch.float32)
-    codes, scale = definition.cast_dynamic(x, (-1,), dtype, power_of_two=True)
+    codes, scale = definition.cast_dynamic(x, (-1,), dtype, POWER_OF_TWO)
     assert_bitwise(definition.dequantize(codes, scale, (-1,), torch.float32), x, dtype)
 
 
@@ -152,20 +156,22 @@ def test_a_power_of_two_scale_loses_nothing_but_the_cast(dtype):
 
 
 @settings(max_examples=150)
-@given(case=shapes.cases(), dtype=formats, granularity=granularities, pow2=st.booleans())
-@example(Case((5, 123), fill="ties"), E4M3, Tensorwise(), True)
-@example(Case((5, 123), fill="ties", exponent=-3), E5M2, Rowwise(), True)
-@example(Case((130, 257), torch.bfloat16, layout="transposed"), E4M3, Blockwise(128, 128), True)
-@example(Case((37, 300), fill="wide", exponent=-130), E4M3, Blockwise(1, 128), False)
-@example(Case((37, 300), exponent=120, specials=("max",)), E5M2, Blockwise(1, 128), False)
-@example(Case((40, 64), fill="wide", specials=("inf", "nan")), E5M2, Blockwise(3, 5), False)
-def test_a_dynamic_cast_has_the_oracles_bits(case, dtype, granularity, pow2):
+@given(case=shapes.cases(), dtype=formats, granularity=granularities, scale_format=scale_formats)
+@example(Case((5, 123), fill="ties"), E4M3, Tensorwise(), POWER_OF_TWO)
+@example(Case((5, 123), fill="ties", exponent=-3), E5M2, Rowwise(), POWER_OF_TWO)
+@example(
+    Case((130, 257), torch.bfloat16, layout="transposed"), E4M3, Blockwise(128, 128), POWER_OF_TWO
+)
+@example(Case((37, 300), fill="wide", exponent=-130), E4M3, Blockwise(1, 128), FLOAT32)
+@example(Case((37, 300), exponent=120, specials=("max",)), E5M2, Blockwise(1, 128), FLOAT32)
+@example(Case((40, 64), fill="wide", specials=("inf", "nan")), E5M2, Blockwise(3, 5), FLOAT32)
+def test_a_dynamic_cast_has_the_oracles_bits(case, dtype, granularity, scale_format):
     x = case.make()
     before = x.clone()
     block = granularity.block_of(x.shape)
-    codes, scale = definition.cast_dynamic(x, block, dtype, pow2)
-    replay = (case, dtype, granularity, pow2)
-    assert_bitwise(scale, oracle.scales(x, block, dtype, pow2), replay, "scale")
+    codes, scale = definition.cast_dynamic(x, block, dtype, scale_format)
+    replay = (case, dtype, granularity, scale_format)
+    assert_bitwise(scale, oracle.scales(x, block, dtype, scale_format), replay, "scale")
     assert_bitwise(codes, oracle.cast(x, scale, block, dtype), replay, "codes")
     assert_bitwise(x, before, replay, "the input afterwards")
 
@@ -244,17 +250,17 @@ def test_zero_keeps_its_sign(dtype):
 
 
 @EVERY_GRANULARITY
-@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize("scale_format", shapes.SCALE_FORMATS)
 @pytest.mark.parametrize("x_dtype", shapes.HIGH_PRECISION, ids=str)
-def test_zeros_have_a_positive_scale_and_stay_zeros(name, pow2, x_dtype):
+def test_zeros_have_a_positive_scale_and_stay_zeros(name, scale_format, x_dtype):
     x = Case((37, 300), x_dtype).make()
     x[3] = 0
     x[:, 5:10] = 0
     block = shapes.GRANULARITIES[name].block_of(x.shape)
     for zeros in (x, torch.zeros_like(x)):
-        codes, scale = definition.cast_dynamic(zeros, block, E4M3, pow2)
-        assert (scale > 0).all()
-        assert_all_finite(scale, name)
+        codes, scale = definition.cast_dynamic(zeros, block, E4M3, scale_format)
+        assert (e8m0.as_float32(scale) > 0).all()
+        assert_all_finite(e8m0.as_float32(scale), name)
         value = definition.dequantize(codes, scale, block, torch.float32)
         assert_all_finite(value, name)
         assert value[zeros == 0].count_nonzero() == 0
@@ -290,11 +296,11 @@ def test_what_is_not_finite_is_seen_in_its_own_block_and_nowhere_else(name, spec
 # --- products
 
 
-def operand(case: Case, name: str, dtype: torch.dtype, pow2: bool = False):
+def operand(case: Case, name: str, dtype: torch.dtype, scale_format: str = FLOAT32):
     """(data, scale, block), cast by the oracle, so that a product is judged alone."""
     x = case.make()
     block = shapes.GRANULARITIES[name].block_of(x.shape)
-    codes, scale = oracle.quantize(x, block, dtype, pow2)
+    codes, scale = oracle.quantize(x, block, dtype, scale_format)
     return codes.view(dtype), scale, block
 
 
@@ -348,20 +354,23 @@ def test_a_product_of_odd_sizes(sizes, names, with_bias, out_dtype, device):
     exponents=st.tuples(st.integers(-50, 50), st.integers(-50, 50)),
     fill=st.sampled_from(["normal", "wide", "zeros"]),
     out_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    pow2=st.booleans(),
+    scale_format=scale_formats,
 )
-def test_a_product_of_any_sizes_and_magnitudes(M, K, N, names, exponents, fill, out_dtype, pow2):
+def test_a_product_of_any_sizes_and_magnitudes(
+    M, K, N, names, exponents, fill, out_dtype, scale_format
+):
     a_case, b_case = Case((M, K), exponent=exponents[0]), Case((N, K), torch.bfloat16, exponents[1])
     b_case = Case((N, K), torch.bfloat16, exponents[1], fill, seed=1)
-    a, b = operand(a_case, names[0], E5M2, pow2), operand(b_case, names[1], E4M3, pow2)
-    assert_product(a, b, None, out_dtype, (a_case, b_case, names, out_dtype, pow2))
+    a = operand(a_case, names[0], E5M2, scale_format)
+    b = operand(b_case, names[1], E4M3, scale_format)
+    assert_product(a, b, None, out_dtype, (a_case, b_case, names, out_dtype, scale_format))
 
 
 @pytest.mark.parametrize("names", [("rowwise", "rowwise"), ("rowwise", "tensorwise")], ids=str)
 def test_power_of_two_scales_cost_a_bfloat16_product_nothing(names):
     # Scaling by powers of two is exact, so one rounding remains: that of the float32 sum.
-    a = operand(Case((16, 64), seed=1), names[0], E4M3, pow2=True)
-    b = operand(Case((16, 64), seed=2), names[1], E4M3, pow2=True)
+    a = operand(Case((16, 64), seed=1), names[0], E4M3, POWER_OF_TWO)
+    b = operand(Case((16, 64), seed=2), names[1], E4M3, POWER_OF_TWO)
     actual = definition.scaled_mm(a[0], a[1], b[0], b[1], a[2], b[2], None, torch.bfloat16)
     exact = oracle.matmul(*a[:2], a[2], *b[:2], b[2])
     # K = 64 products of 8-bit significands are exact in float64, and in float32 up to its rounding.
@@ -421,8 +430,8 @@ def test_dequantising_with_a_power_of_two_scale_may_overflow_where_the_cast_did_
     """What the docstring of the file says of float16's largest number."""
     x = torch.full((1, 16), 65504.0, dtype=torch.float16)
     amax = definition.amax(x, (-1, -1))
-    for power_of_two, finite in ((True, False), (False, True)):
-        scale = definition.scale_from_amax(amax, 448.0, power_of_two)
+    for scale_format, finite in ((POWER_OF_TWO, False), (FLOAT32, True)):
+        scale = definition.scale_from_amax(amax, 448.0, scale_format)
         data = definition.cast(x, scale, (-1, -1), torch.float8_e4m3fn)
         assert bool(data.float().isfinite().all())
         plain = definition.dequantize(data, scale, (-1, -1), torch.float16)

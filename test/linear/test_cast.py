@@ -16,7 +16,7 @@ from torch import nn
 
 from float8 import Float8Linear, Float8Tensor, sync_float8_amax_and_scale_history
 from float8.config import RECIPES, CastConfig, DelayedScalingConfig, ScalingType
-from float8.formats import E4M3, E5M2
+from float8.formats import E4M3, E5M2, ScaleFormat
 from float8.granularity import Blockwise, Rowwise
 from float8.linear.cast import Cast, DelayedCast, DynamicCast, NoCast, StaticCast, make_cast
 
@@ -76,10 +76,10 @@ def test_the_scaling_type_names_the_cast(scaling, cls):
     [
         ({}, E4M3),
         ({}, E5M2),
-        ({"granularity": Rowwise(), "power_of_two_scale": True}, E4M3),
+        ({"granularity": Rowwise(), "scale_format": ScaleFormat.POWER_OF_TWO}, E4M3),
         ({"granularity": Blockwise(3, 5)}, E5M2),
         ({"target_dtype": torch.float8_e5m2}, E4M3),
-        ({"power_of_two_scale": True}, E4M3),
+        ({"scale_format": ScaleFormat.POWER_OF_TWO}, E4M3),
     ],
 )
 def test_a_dynamic_cast_is_from_high_precision(config, fmt):
@@ -89,7 +89,7 @@ def test_a_dynamic_cast_is_from_high_precision(config, fmt):
         case.make(),
         config.get("target_dtype", fmt.dtype),
         config.get("granularity"),
-        power_of_two_scale=config.get("power_of_two_scale", False),
+        scale_format=config.get("scale_format", ScaleFormat.FLOAT32),
     )
     assert_same_float8(actual, expected, (case, config))
 

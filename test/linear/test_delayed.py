@@ -479,7 +479,7 @@ def check_steps(cases=CASES, steps: int = STEPS) -> None:
     """Every case at once: one sync per step serves them all."""
     casts, published, draws = nn.ModuleList(), [], []
     for config, fmt, pow2, seed in cases:
-        how = CastConfig(ScalingType.DELAYED, power_of_two_scale=pow2)
+        how = CastConfig(ScalingType.DELAYED, scale_format=shapes.FLOAT32_SCALES[pow2])
         casts.append(make_cast(how, fmt, config, amax_init=False))
         published.append(Published(config, fmt.max, pow2))
         draws.append(random.Random(seed))

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from float8 import scaling
 from float8.config import RECIPES, DelayedScalingConfig, OperandCast, ScalingType
-from float8.formats import E4M3, E5M2
+from float8.formats import E4M3, E5M2, ScaleFormat
 from float8.granularity import WHOLE
 from float8.linear.delayed import updated_history
 from float8.linear.scaling import (
@@ -38,8 +38,10 @@ INF, NAN = math.inf, math.nan
 BLOCKS = {name: g.block_of((0, 0)) for name, g in shapes.GRANULARITIES.items()}
 
 
-def operand_cast(scaling=ScalingType.DYNAMIC, fmt=E4M3, block=(-1, -1), pow2=False, static=None):
-    return OperandCast(scaling, fmt, block, pow2, static)
+def operand_cast(
+    scaling=ScalingType.DYNAMIC, fmt=E4M3, block=(-1, -1), scales=ScaleFormat.FLOAT32, static=None
+):
+    return OperandCast(scaling, fmt, block, scales, static)
 
 
 def state(scale: float, current: float = 0.0, ready: bool = True) -> DelayedState:
@@ -66,12 +68,12 @@ def test_only_static_scales_and_those_with_a_history_are_known_beforehand():
 
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("pow2", [False, True])
-def test_a_dynamic_scale_is_that_of_this_very_tensor(name, fmt, pow2):
+@pytest.mark.parametrize("scales", shapes.SCALE_FORMATS)
+def test_a_dynamic_scale_is_that_of_this_very_tensor(name, fmt, scales):
     case = Case((37, 300), torch.bfloat16, exponent=-20, layout="transposed", seed=1)
     x, block = case.make(), BLOCKS[name]
-    data, scale = bind_and_cast(x, operand_cast(fmt=fmt, block=block, pow2=pow2))
-    expected = oracle.scales(x, block, fmt.dtype, pow2)
+    data, scale = bind_and_cast(x, operand_cast(fmt=fmt, block=block, scales=scales))
+    expected = oracle.scales(x, block, fmt.dtype, scales)
     assert_cast_with(data, scale, x, expected, block, fmt.dtype, (case, name))
 
 
@@ -159,7 +161,7 @@ def test_the_formats_twin_is_cast_on_amd(monkeypatch):
 # --- the history
 
 
-def published_update(history: list, current: float, scale: float, config, dtype, pow2: bool):
+def published_update(history: list, current: float, scale: float, config, dtype, scales: str):
     """One step as TransformerEngine's documentation of DelayedScaling states it.
 
     ``amax = max(history)`` or its newest entry; ``FP8_SCALE = FP8_MAX / amax / 2^margin`` (here its
@@ -167,7 +169,7 @@ def published_update(history: list, current: float, scale: float, config, dtype,
     """
     history = [current if math.isfinite(current) else 0.0, *history[:-1]]
     amax = history[0] if config.amax_compute_algo == "most_recent" else max(history)
-    found = oracle.scale_of(amax * 2.0**config.margin, dtype, pow2)
+    found = oracle.scale_of(amax * 2.0**config.margin, dtype, scales)
     if amax > 0 and math.isfinite(found):
         scale = found
     return history, scale
@@ -191,18 +193,18 @@ SEQUENCES = {
     sequence=list(SEQUENCES),
     algo=["max", "most_recent"],
     history=[(1, 0), (3, 0), (3, 2), (4, -1), (16, 3)],  # its length and the margin
-    pow2=[False, True],
+    scales=shapes.FLOAT32_SCALES,
 )
-def test_the_history_follows_the_published_formula(sequence, algo, history, pow2):
+def test_the_history_follows_the_published_formula(sequence, algo, history, scales):
     length, margin = history
     config = DelayedScalingConfig(length, algo, margin)
     history, scale = torch.zeros(1, length), torch.zeros(1)
     expected = ([0.0] * length, 0.0)
     for step, amax in enumerate(SEQUENCES[sequence]):
         current = torch.tensor([amax])
-        history, scale, _ = updated_history(history, current, scale, config, E4M3.max, pow2)
+        history, scale, _ = updated_history(history, current, scale, config, E4M3.max, scales)
         expected = published_update(
-            expected[0], current.item(), expected[1], config, E4M3.dtype, pow2
+            expected[0], current.item(), expected[1], config, E4M3.dtype, scales
         )
         replay = (sequence, algo, length, margin, f"step {step}")
         assert_bitwise(history, torch.tensor([expected[0]]), replay, "history")
@@ -308,7 +310,7 @@ def test_constants_are_bounded(monkeypatch):
 @pytest.mark.parametrize("scaling_type", [ScalingType.STATIC, ScalingType.DYNAMIC])
 def test_a_factor_multiplies_a_scale(scaling_type):
     static = "0.5" if scaling_type is ScalingType.STATIC else None
-    cast = OperandCast(scaling_type, E4M3, (WHOLE, WHOLE), False, static)
+    cast = OperandCast(scaling_type, E4M3, (WHOLE, WHOLE), static_scale=static)
     how = BoundCast(cast, "cpu")
     found = multiply_scale(torch.full((1, 1), 0.5), how, 0.3)
     assert_bitwise(found, torch.full((1, 1), 0.5) * 0.3)

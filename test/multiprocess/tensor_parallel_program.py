@@ -31,6 +31,7 @@ from float8 import (
     Float8LinearConfig,
     Float8Tensor,
     RMSNormCast,
+    ScaleFormat,
     ScalingType,
     convert_from_float8_training,
     convert_to_float8_training,
@@ -47,8 +48,8 @@ from float8.distributed.tensor_parallel import (
 )
 
 B, S, K, H = 2, 8, 32, 64
-POW2 = CastConfig(power_of_two_scale=True)
-DELAYED = CastConfig(scaling_type=ScalingType.DELAYED, power_of_two_scale=True)
+POW2 = CastConfig(scale_format=ScaleFormat.POWER_OF_TWO)
+DELAYED = CastConfig(scaling_type=ScalingType.DELAYED, scale_format=ScaleFormat.POWER_OF_TWO)
 STATIC = CastConfig(scaling_type=ScalingType.STATIC, static_scale=2.0)
 EXACT = {
     "dynamic": Float8LinearConfig(POW2, POW2, POW2),

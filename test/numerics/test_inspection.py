@@ -45,7 +45,7 @@ def rows(report):
 def by_hand(x, cast):
     """The SQNR of a dynamic cast by the oracle."""
     x = x.detach().float()
-    data, scale = oracle.quantize(x, cast.block, cast.format.dtype, cast.power_of_two_scale)
+    data, scale = oracle.quantize(x, cast.block, cast.format.dtype, cast.scale_format)
     values = oracle.values(data, scale, cast.block, cast.format.dtype)
     noise = float(((x.double() - values) ** 2).sum())
     return 10 * math.log10(float((x.double() ** 2).sum()) / noise)

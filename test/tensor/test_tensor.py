@@ -40,14 +40,14 @@ def example(name="rowwise", case: Case | None = None, fmt=E5M2) -> Float8Tensor:
     case=shapes.cases(),
     dtype=st.sampled_from(oracle.DTYPES),
     name=st.sampled_from(list(shapes.GRANULARITIES)),
-    pow2=st.booleans(),
+    scale_format=st.sampled_from(shapes.SCALE_FORMATS),
 )
-def test_it_has_the_oracles_bits_and_value(case, dtype, name, pow2):
+def test_it_has_the_oracles_bits_and_value(case, dtype, name, scale_format):
     x = case.make()
-    q = quantize(x, dtype, shapes.GRANULARITIES[name], power_of_two_scale=pow2)
+    q = quantize(x, dtype, shapes.GRANULARITIES[name], scale_format=scale_format)
     block = shapes.GRANULARITIES[name].block_of(x.shape)
-    codes, scale = oracle.quantize(x, block, dtype, pow2)
-    replay = (case, dtype, name, pow2)
+    codes, scale = oracle.quantize(x, block, dtype, scale_format)
+    replay = (case, dtype, name, scale_format)
     assert_bitwise(q._data, codes, replay, "codes")
     assert_bitwise(q._scale, scale, replay, "scale")
     assert (q.shape, q.dtype, q.block, q.format.dtype) == (x.shape, x.dtype, block, dtype)
@@ -159,9 +159,13 @@ def test_a_scale_is_finite_and_positive(scale, kind):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32])
 def test_a_scale_is_float32(dtype):
-    with pytest.raises(TypeError, match=f"scale must be float32, got {dtype}"):
+    with pytest.raises(
+        TypeError, match=f"scale must be float32 or torch.float8_e8m0fnu, got {dtype}"
+    ):
         quantize(torch.ones(3, 2), E4M3, scale=torch.ones(1, 1, dtype=dtype))
-    with pytest.raises(TypeError, match=f"scale must be float32, got {dtype}"):
+    with pytest.raises(
+        TypeError, match=f"scale must be float32 or torch.float8_e8m0fnu, got {dtype}"
+    ):
         Float8Tensor(codes(3, 2), torch.ones(1, 1, dtype=dtype), (-1, -1), torch.float32)
 
 

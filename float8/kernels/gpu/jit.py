@@ -197,6 +197,13 @@ def place_of_tile(pid, K, ROWS_BY_4: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
+def outputs_of_matrix(data_ptr, data_t_ptr, M, K, PACK: tl.constexpr):
+    """The pointers to a matrix of a stack: ``data`` (E, M, K), ``data_t`` (E, K, M) as `write_codes`."""
+    e = tl.program_id(1).to(tl.int64)
+    return data_ptr + e * M * K, data_t_ptr + e * K * ((M // 16) * 4 if PACK else M)
+
+
+@triton.jit
 def to_float32(xs):
     """4 tiles in float32."""
     return xs[0].to(tl.float32), xs[1].to(tl.float32), xs[2].to(tl.float32), xs[3].to(tl.float32)
@@ -237,6 +244,68 @@ def store_packed(out_ptr, packed, first_m4, k, M, K):
     m4 = first_m4 + tl.arange(0, packed.shape[0])
     inside = (k < K)[:, None] & (m4 < M4)[None, :]
     tl.store(out_ptr + k[:, None] * M4 + m4[None, :], tl.trans(packed), inside)
+
+
+@triton.jit
+def group_of_tile(
+    tile, offs_ptr, E, T, P, ROWS: tl.constexpr, ALIGN: tl.constexpr, GROUPS: tl.constexpr
+):
+    """The group that a tile of rows belongs to; see `cast_groups` for the layout.
+
+    The tiles of a group start at its first row, and tile j of group g has the number
+    ``begin // ROWS + g + j``. So T // ROWS + E numbers are enough for groups of any sizes, and each
+    program finds its group without a table. Group g has at least the tile j = 0; a number whose
+    tile starts at or beyond the group's end has no rows.
+
+    Args:
+        tile: the number.
+        offs_ptr: int32 (E,), the ends of the groups. What does not ascend from 0 to T gives wrong
+            groups, but no access outside x and the outputs.
+        P: the columns of the transposed operand.
+        ROWS: rows of a tile.
+        ALIGN: starts of groups in the transposed operand are multiples of it.
+        GROUPS: E, rounded up to a power of two.
+
+    Returns:
+        the group; its first row in x, its rows, and its first column in the transposed operand; the
+        tile's first row, counted from the group's. All int64.
+    """
+    e = tl.arange(0, GROUPS)
+    ends = _clamp(tl.load(offs_ptr + e, e < E, 0), T)
+    begins = _clamp(tl.load(offs_ptr + e - 1, (e > 0) & (e < E), 0), T)
+    is_before = (begins // ROWS + e <= tile) & (e < E)
+    group = tl.sum(is_before.to(tl.int32)) - 1
+    begin = tl.max(tl.where(is_before, begins, 0))
+    end = _clamp(tl.load(offs_ptr + group), T)
+    aligned = (tl.maximum(ends - begins, 0) + (ALIGN - 1)) // ALIGN * ALIGN
+    start = tl.minimum(tl.sum(tl.where(e < group, aligned, 0)), P)
+    size = tl.minimum(tl.maximum(end - begin, 0), P - start)
+    first = (tile - begin // ROWS - group) * ROWS
+    return (
+        group.to(tl.int64),
+        begin.to(tl.int64),
+        size.to(tl.int64),
+        start.to(tl.int64),
+        first.to(tl.int64),
+    )
+
+
+@triton.jit
+def _clamp(offset, T):
+    return tl.minimum(tl.maximum(offset, 0), T)
+
+
+@triton.jit
+def store_packed_group(out_ptr, packed, first_m4, k, size, start, K, P):
+    """`store_packed` of rows of a group, at the columns of (K, P) from ``start``; see `group_of_tile`.
+
+    P and ``start`` are multiples of 16, and ``size`` is rounded up to one: that stores the padding.
+    """
+    m4 = first_m4 + tl.arange(0, packed.shape[0])
+    inside = (k < K)[:, None] & (m4 < (size + 15) // 16 * 4)[None, :]
+    first = (start // 16) * 4  # in this form the compiler sees whole 16-byte words
+    stride = (P // 16) * 4
+    tl.store(out_ptr + k[:, None] * stride + first + m4[None, :], tl.trans(packed), inside)
 
 
 @triton.jit

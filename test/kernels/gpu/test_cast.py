@@ -12,6 +12,7 @@ from interpreter import launcher
 from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case, pairs
 
 from float8.kernels import definition
+from float8.kernels.definition import scale_format_of
 from float8.kernels.gpu.cast import cast, cast_dynamic
 
 E4M3, WHOLE = torch.float8_e4m3fn, (-1, -1)
@@ -30,7 +31,9 @@ def check(got, x, scale, dtype, replay):
 def check_dynamic(got, x, dtype, power_of_two, seen, replay):
     found = definition.amax(x, WHOLE)
     assert_bitwise(seen.reshape(1, 1), found, replay, "recorded amax")
-    expected = definition.scale_from_amax(found, torch.finfo(dtype).max, power_of_two)
+    expected = definition.scale_from_amax(
+        found, torch.finfo(dtype).max, scale_format_of(power_of_two)
+    )
     assert_bitwise(got[2], expected, replay, "scale")
     check(got, x, expected, dtype, replay)
 

@@ -12,6 +12,7 @@ from interpreter import launcher
 from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case, pairs
 
 from float8.kernels import definition
+from float8.kernels.definition import scale_format_of
 from float8.kernels.gpu.cast_rowwise import cast_rowwise
 
 BY_ROW = (1, -1)
@@ -26,7 +27,9 @@ def check(x, dtype, power_of_two, rows, cols, device, replay):
         if not wanted:
             assert data.shape == scale.shape == (0, 0)
             continue
-        codes, expected = definition.cast_dynamic(source, BY_ROW, dtype, power_of_two)
+        codes, expected = definition.cast_dynamic(
+            source, BY_ROW, dtype, scale_format_of(power_of_two)
+        )
         assert_bitwise(scale, expected, replay, "scale")
         assert_bitwise(data, codes, replay, "data")
         assert data.is_contiguous()

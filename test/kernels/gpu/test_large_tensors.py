@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 from assertions import assert_bitwise
 
 from float8 import kernels
+from float8.formats import ScaleFormat
 from float8.kernels import definition
 from float8.kernels.casts import KERNELS
 from float8.kernels.gpu.blockwise_mm import blockwise_mm
@@ -31,7 +32,7 @@ for file in KERNELS["sm_90"].values():
     importlib.import_module(f"float8.kernels.gpu.{file}")
 
 ROOT = Path(__file__).resolve().parents[3]
-E4M3 = torch.float8_e4m3fn
+E4M3, POWER_OF_TWO = torch.float8_e4m3fn, ScaleFormat.POWER_OF_TWO.value
 WHOLE, ROW, BY_128, SQUARE = (-1, -1), (1, -1), (1, 128), (128, 128)
 # fault -> what a copy's kernels say (a regular expression), what instead, which run must see it
 FAULTS = {
@@ -93,7 +94,7 @@ def test_a_gpu_takes_more_than_2_to_the_31_elements():
     x[-64:] = torch.randn(64, LARGE[1], device="cuda").bfloat16()
     for block in (WHOLE, ROW, BY_128, SQUARE):
         got = kernels.cast_operand(
-            x, block, E4M3, power_of_two=True, row_major=True, transposed=True
+            x, block, E4M3, scale_format=POWER_OF_TWO, row_major=True, transposed=True
         )
         assert not got.data[:-64].view(torch.uint8).count_nonzero()
         rows = 64 if block[0] == 1 else 1  # of scales
@@ -101,12 +102,12 @@ def test_a_gpu_takes_more_than_2_to_the_31_elements():
             (got.data[-64:], got.scale[-rows:], x[-64:]),
             (got.data_t[:, -64:], got.scale_t[:, -1:], x[-64:].t()),
         ):
-            expected, expected_scale = definition.cast_dynamic(source, block, E4M3, True)
+            expected, expected_scale = definition.cast_dynamic(source, block, E4M3, POWER_OF_TWO)
             assert_bitwise(scale, expected_scale, block, "scales")
             assert_bitwise(data, expected, block)
         del got
-    a, a_scale, *_ = kernels.cast_operand(x, BY_128, E4M3, power_of_two=True)
-    b, b_scale, *_ = kernels.cast_operand(x[-128:], BY_128, E4M3, power_of_two=True)
+    a, a_scale, *_ = kernels.cast_operand(x, BY_128, E4M3, scale_format=POWER_OF_TWO)
+    b, b_scale, *_ = kernels.cast_operand(x[-128:], BY_128, E4M3, scale_format=POWER_OF_TWO)
     out = blockwise_mm(a, a_scale, b, b_scale, 1, 1, None, torch.bfloat16)
     parts = a[-64:], a_scale[-64:], b, b_scale
     exact = definition.scaled_mm(*parts, BY_128, BY_128, None, torch.float32)
@@ -121,7 +122,9 @@ def test_a_second_device_casts_and_multiplies(block):
     """While another one is current: its kernels are launched there, on its own memory."""
     x = torch.randn(256, 256, device="cuda:1").bfloat16()
     assert torch.cuda.current_device() == 0
-    got = kernels.cast_operand(x, block, E4M3, power_of_two=True, row_major=True, transposed=True)
+    got = kernels.cast_operand(
+        x, block, E4M3, scale_format=POWER_OF_TWO, row_major=True, transposed=True
+    )
     expected = kernels.cast_operand(
         x.to("cuda:0"), block, E4M3, True, row_major=True, transposed=True
     )
@@ -129,7 +132,7 @@ def test_a_second_device_casts_and_multiplies(block):
         assert mine.device == x.device
         assert_bitwise(mine.cpu(), theirs.cpu(), block)
     other = BY_128 if block == SQUARE else block
-    b = kernels.cast_operand(x, other, E4M3, power_of_two=True)
+    b = kernels.cast_operand(x, other, E4M3, scale_format=POWER_OF_TWO)
     blocks = block, other
     parts = got.data, got.scale, b.data, b.scale
     actual = kernels.scaled_mm(*parts, *blocks, out_dtype=torch.bfloat16)

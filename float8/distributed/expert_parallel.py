@@ -1,0 +1,227 @@
+"""`Float8ExpertParallel`: experts on several ranks, to which tokens travel as float8.
+
+The experts' weights are sharded over a mesh dimension: each rank holds some of the experts, whole.
+A rank's tokens are sent to the ranks of their experts and back (`token_exchange`)::
+
+    mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("ep",))
+    parallelize_module(model, mesh, {"layers.0.moe.experts": Float8ExpertParallel()})
+
+Two interfaces of experts' modules are known:
+
+- ``forward(x, num_tokens_per_expert)``: x (R, D) sorted by expert, num_tokens_per_expert (E,); as
+  torchtitan's ``GroupedExperts``. The router's weights are applied by the caller.
+- ``forward(hidden_states, top_k_index, top_k_weights)``: (T, D), (T, k), (T, k); as the experts of
+  HuggingFace's Transformers. Rows are sorted before they are sent, and weighted after they return.
+
+A hook before the module's forward dispatches, and one after it combines. Between them the module
+sees the rows of its own experts, from all ranks, and the local part of each weight under its name.
+
+Ranks must agree: the shapes of experts are compared when they are sharded, and the config, the
+sizes and the order of the modules at each module's first forward. Ranks that differ raise an error,
+all of them. Later calls are not compared, but for the numbers of tokens, which each call exchanges.
+
+The weights' gradients are sums over the tokens of all ranks, each token's being that of its own
+rank's loss. Where the loss of a batch is the mean of the ranks' losses, divide them by the number
+of ranks, as data parallelism does for other parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from float8.config import Float8LinearConfig, LinearPlan, OperandCast, check_config
+from float8.distributed.exchange import Ranks
+from float8.distributed.rank_comparison import Facts, compare_ranks, config_facts
+from float8.distributed.token_exchange import (
+    bytes_per_row,
+    combine,
+    dispatch,
+    find_route,
+    row_cast,
+)
+from float8.tensor.running_module import innermost_module
+
+__all__ = ["Float8ExpertParallel"]
+
+
+class Float8ExpertParallel(ParallelStyle):
+    """Shard the experts of a module over a mesh dimension, and send tokens to them in float8.
+
+    For ``parallelize_module``, before ``fully_shard`` and before or after conversion. The module's
+    own parameters have the experts as their first dimension, and become DTensors sharded along it.
+
+    Dispatched are, in float8: the input in forward, and the gradient of the output in backward.
+    Results and the gradient of the input are combined in the compute dtype. An operand of which the
+    config multiplies any use in high precision is dispatched in high precision.
+
+    Args:
+        config: says how tokens are cast. By default that of the converted module; one that is not
+            converted, or under `float8.high_precision`, sends tokens in high precision.
+
+    Raises:
+        ValueError: ranks have other experts, or there are more ranks than experts.
+    """
+
+    def __init__(self, *, config: Float8LinearConfig | None = None) -> None:
+        super().__init__()
+        if config is not None:
+            check_config(config, "Float8ExpertParallel")
+        self.config = config
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        name = type(module).__name__
+        shapes = {key: str(tuple(p.shape)) for key, p in module.named_parameters()}
+        error = _refuses(module, device_mesh)
+        compare_ranks(
+            dist.get_process_group_ranks(device_mesh.get_group()),
+            "applies Float8ExpertParallel",
+            {name: shapes},
+            "Give each rank the same model",
+            None if error is None else f"Float8ExpertParallel: {name} {error}",
+            "experts",
+        )
+        for key, parameter in list(module.named_parameters()):
+            placed = distribute_tensor(
+                parameter, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank
+            )
+            module.register_parameter(key, nn.Parameter(placed, parameter.requires_grad))
+        hooks = _Hooks(self.config, device_mesh, next(module.parameters()).shape[0])
+        module.register_forward_pre_hook(hooks.before, with_kwargs=True)
+        module.register_forward_hook(hooks.after, with_kwargs=True, always_call=True)
+        return module
+
+
+def _refuses(module: nn.Module, mesh: DeviceMesh) -> str | None:
+    """The reason why a module's experts cannot be sharded, or None."""
+    if mesh.ndim != 1:
+        return f'needs a mesh of one dimension, got {mesh}; slice it by name, as mesh["ep"]'
+    parameters = dict(module.named_parameters())
+    for name, parameter in parameters.items():
+        if "." in name:
+            return (
+                f"has the parameter {name} in a submodule; give the style the experts' own module"
+            )
+        if isinstance(parameter, DTensor):
+            return f"has a DTensor as {name}; apply the style before fully_shard, and once"
+    sizes = {name: p.shape[0] if p.dim() else 0 for name, p in parameters.items()}
+    if len(set(sizes.values())) != 1:
+        return f"needs the experts as the first dimension of all parameters, which have {sizes}"
+    experts, size = next(iter(sizes.values())), mesh.size()
+    if -(-experts // size) * (size - 1) >= experts:
+        return (
+            f"has {experts} experts, which leave a rank of {size} without any; use a mesh "
+            "dimension with fewer ranks"
+        )
+    return None
+
+
+_compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_CALL = "_expert_parallel_call"
+
+
+class _Hooks:
+    """What runs before and after the forward of one module; copies of the module share it."""
+
+    def __init__(self, config: Float8LinearConfig | None, mesh: DeviceMesh, experts: int) -> None:
+        self.config, self.mesh, self.experts = config, mesh, experts
+        self.ranks = Ranks.of(mesh)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
+        return self
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Dispatch the tokens, and show the module its own experts only."""
+        name = innermost_module()
+        x_RD, counts_E, unsort = self._sorted(module, name, args, kwargs)
+        config = self._config_of(module)
+        if module not in _compared:
+            self._compare(name, x_RD, config)
+            _compared.add(module)
+        x_cast, g_cast = (None, None) if config is None else _casts(config.plan)
+        emulate = config is not None and config.emulate
+        sent_bytes = bytes_per_row(x_RD, x_cast)
+        route, counts_e = find_route(counts_E, x_RD.shape[0], sent_bytes, self.ranks, name)
+        x_SD = dispatch(x_RD[: sum(route.sent)], route, x_cast, emulate).to(x_RD.dtype)
+
+        def back(y_SD: Tensor) -> Tensor:
+            y_RD = combine(y_SD, route, g_cast, emulate).to(y_SD.dtype)
+            y_RD = F.pad(y_RD, (0, 0, 0, x_RD.shape[0] - y_RD.shape[0]))
+            return y_RD if unsort is None else unsort(y_RD)
+
+        local: dict[str, Any] = {key: p.to_local() for key, p in module._parameters.items()}
+        if module.__dict__.get("num_experts") == self.experts:
+            local["num_experts"] = counts_e.numel()
+        # Attributes of the object are found before its parameters, which stay as they are.
+        before = {key: module.__dict__[key] for key in local if key in module.__dict__}
+        module.__dict__.update(local)
+        module.__dict__[_CALL] = back, local, before
+        if unsort is None:
+            return (x_SD, counts_e), {}
+        expert = torch.arange(counts_e.numel(), device=x_SD.device)
+        expert = expert.repeat_interleave(counts_e, output_size=x_SD.shape[0]).unsqueeze(1)
+        return (x_SD, expert, x_SD.new_ones(expert.shape)), {}
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, y: Any) -> Any:
+        """Combine the results; also called, without any, after a forward that raised."""
+        back, local, before = module.__dict__.pop(_CALL, (None, {}, {}))
+        for key in local:
+            del module.__dict__[key]
+        module.__dict__.update(before)
+        return None if back is None or y is None else back(y)
+
+    def _sorted(
+        self, module: nn.Module, name: str, args: Any, kwargs: Any
+    ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor] | None]:
+        """Rows (R, D) sorted by expert, their numbers (E,), and what makes the result of rows."""
+        forward = getattr(module, "plain_type", type(module)).forward
+        given = list(inspect.signature(forward).bind(module, *args, **kwargs).args[1:])
+        if len(given) == 2 and given[0].dim() == 2 and given[1].shape == (self.experts,):
+            return given[0], given[1], None
+        if len(given) != 3 or given[0].dim() != 2 or given[1].shape != given[2].shape:
+            raise ValueError(
+                f"{name}: Float8ExpertParallel needs the arguments (x (R, D), "
+                f"num_tokens_per_expert ({self.experts},)) or (hidden_states (T, D), top_k_index "
+                f"(T, k), top_k_weights (T, k)), got {[tuple(getattr(each, 'shape', ())) for each in given]}"
+            )
+        x_TD, index_TK, weights_TK = given
+        order_R = index_TK.flatten().argsort(stable=True)
+
+        def unsort(y_RD: Tensor) -> Tensor:
+            y_TKD = torch.empty_like(y_RD).index_copy(0, order_R, y_RD).view(*index_TK.shape, -1)
+            return (y_TKD * weights_TK.unsqueeze(-1)).sum(1).to(x_TD.dtype)
+
+        # An index of E or more stands for no expert in Transformers; such rows come last.
+        counts = torch.bincount(index_TK.flatten(), minlength=self.experts)[: self.experts]
+        return x_TD[order_R // index_TK.shape[1]], counts, unsort
+
+    def _config_of(self, module: nn.Module) -> Float8LinearConfig | None:
+        if getattr(module, "high_precision", False):
+            return None
+        return self.config or getattr(module, "float8_config", None)
+
+    def _compare(self, name: str, x: Tensor, config: Float8LinearConfig | None) -> None:
+        facts: Facts = {"experts": str(self.experts), "features": str(x.shape[1])}
+        facts |= {"tokens are sent": "as they are"} if config is None else config_facts(config)
+        ranks = dist.get_process_group_ranks(self.mesh.get_group())
+        compare_ranks(ranks, f"runs {name}", {name: facts}, subject="experts")
+
+
+def _casts(plan: LinearPlan) -> tuple[OperandCast | None, OperandCast | None]:
+    """The casts by which the input, and the gradient of the output, are dispatched."""
+    has_x = plan.output.a is not None and plan.grad_weight.b is not None
+    has_g = plan.grad_input.a is not None and plan.grad_weight.a is not None
+    return (
+        row_cast(plan.output.a) if has_x else None,
+        row_cast(plan.grad_input.a) if has_g else None,
+    )

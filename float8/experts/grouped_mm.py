@@ -1,0 +1,114 @@
+"""`grouped_mm`: each group of tokens times the weight of its expert, in float8.
+
+Legend: T tokens, E experts, K and N features. The three products, each operand with the contraction
+last, are those of a linear layer with the expert of each token in place of one weight::
+
+    output_TN       = x_TK @ w_ENK.T   per group
+    grad_input_TK   = g_TN @ w_EKN.T   per group
+    grad_weight_ENK = g_NT @ x_KT.T    per group, the contraction being its tokens
+
+No two experts share a scale of their weights, and no two groups a scale along their tokens, so an
+expert's result depends on its own tokens and weight. A tensorwise scale of the tokens is the one
+exception: it is one for all tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from float8.arguments import check_tensors
+from float8.config import Float8LinearConfig, check_config
+from float8.formats import HIGH_PRECISION_DTYPES
+from float8.linear.autograd import (
+    NO_FACTORS,
+    STATELESS,
+    Call,
+    Factors,
+    Float8LinearFunction,
+)
+from float8.linear.bound_plan import autocasts, plan_for, without_autocast
+
+
+def grouped_mm(
+    x: Tensor, w: Tensor, offs: Tensor, config: Float8LinearConfig | None = None
+) -> Tensor:
+    """``x[begin:end] @ w[e]`` for the tokens of each expert e, in float8.
+
+    The semantics are those of ``torch.nn.functional.grouped_mm(x, w, offs=offs)``.
+
+    Args:
+        x: (T, K), the tokens sorted by expert; float32, bfloat16 or float16.
+        w: (E, K, N) of the same dtype, any strides; usually ``weight.mT`` of an (E, N, K) weight.
+        offs: (E,) int32, the end of each expert's tokens among the T rows, ascending. A group may
+            be empty. Rows at or beyond ``offs[-1]`` are in no group and never read. On a CPU the
+            values are checked; on a GPU that would wait for it, so there they are not.
+        config: dynamic tensorwise by default. A delayed config is refused.
+
+    Returns:
+        (T, N). Rows of no group are zero on a CPU and unspecified on a GPU; so are those of the
+        gradient of x. The gradient of the weight of an expert without tokens is zero.
+
+    Raises:
+        TypeError: an argument has another type or dtype.
+        ValueError: shapes, devices or offsets do not fit; the config is delayed; or the device does
+            not run one of its products.
+    """
+    config = Float8LinearConfig() if config is None else config
+    _check("grouped_mm", x, w, offs, config)
+    return grouped_mm_in_float8(x, w, offs, config)
+
+
+def grouped_mm_in_float8(
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor,
+    config: Float8LinearConfig,
+    factors: Factors = NO_FACTORS,
+) -> Tensor:
+    """`grouped_mm` of arguments that were checked, with the factors of unit scaling."""
+    plan = plan_for(config, x, grouped=True)
+    call = Call(plan, STATELESS, False, None, factors, torch.is_grad_enabled())
+    with without_autocast(x):
+        out: Tensor = Float8LinearFunction.apply(x, w.mT, None, call, offs)
+    return out
+
+
+def _check(name: str, x: Tensor, w: Tensor, offs: Tensor, config: Float8LinearConfig) -> None:
+    """Raise unless the arguments fit each other; the values of offs are checked by the casts."""
+    check_tensors(name, x=x, w=w, offs=offs)
+    check_config(config, name)
+    if config.uses_delayed_scaling:
+        raise ValueError(
+            f"{name}: a delayed config keeps a history of amaxes per operand, and experts have "
+            'none; take a dynamic recipe, such as from_recipe_name("tensorwise") or "rowwise"'
+        )
+    if x.dim() != 2 or w.dim() != 3 or offs.dim() != 1:
+        raise ValueError(
+            f"{name}: x must be (T, K), w (E, K, N) and offs (E,), got {tuple(x.shape)}, "
+            f"{tuple(w.shape)} and {tuple(offs.shape)}"
+        )
+    if offs.dtype != torch.int32:
+        raise TypeError(f"{name}: offs is {offs.dtype}, expected torch.int32: offs.to(torch.int32)")
+    if w.device != x.device or offs.device != x.device:
+        raise ValueError(
+            f"{name}: x is on {x.device}, w on {w.device} and offs on {offs.device}; move them to "
+            "one device"
+        )
+    if offs.shape[0] != w.shape[0]:
+        raise ValueError(
+            f"{name}: offs has {offs.shape[0]} ends, but w has {w.shape[0]} experts; give one end "
+            "per expert"
+        )
+    if x.shape[1] != w.shape[1]:
+        raise ValueError(
+            f"{name}: x has K={x.shape[1]}, but w has K={w.shape[1]}: w must be (E, K, N). For a "
+            "weight (E, N, K) pass weight.mT"
+        )
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
+        raise TypeError(f"{name}: x is {x.dtype}; float8 is cast from {known}")
+    if x.dtype != w.dtype and not autocasts(x.device.type):
+        raise TypeError(
+            f"{name}: x is {x.dtype} and w is {w.dtype}; convert one of them or use torch.autocast"
+        )

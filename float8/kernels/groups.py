@@ -1,0 +1,248 @@
+"""Tokens that are sorted into groups, one group per expert: their layout and their casts.
+
+A grouped GEMM multiplies each group of tokens with the weight of its expert. ``offs`` (E,) int32 is
+the end of each group among the T rows of ``x_TK``. Rows at or beyond ``offs[-1]`` are in no group
+and never read. ``offs`` lies on the device; on a GPU nothing here waits for its values.
+
+The GEMM that contracts the tokens reads the transpose of a group, so the transposed operand
+``data_KP`` has the groups side by side, with a layout of its own:
+
+- Group g has its tokens in the columns from ``starts[g]`` on, ``starts[g]`` being the sum of
+  ``ceil(size / align) * align`` over the groups before it. ``align`` is what the kernels need: 1 on
+  a CPU, where ``P = T``. The columns between groups hold zeros.
+- ``P`` must be known without the values of ``offs``: `padded_tokens` is an upper bound.
+- Scales: one for the tensor (1, 1); one per row of a group (E, K); one per ``extent`` tokens of a
+  group (K, P // extent + E), block j of group g being in column ``starts[g] // extent + g + j``.
+  Two groups never share a block, and no column is used twice.
+
+`cast_groups` casts token operands, and is one opaque op to torch.compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from float8.formats import ScaleFormat
+from float8.granularity import WHOLE, Block, ceil_div, scale_shape
+from float8.kernels import cpu
+from float8.kernels.casts import Orientations
+
+
+def padded_tokens(tokens: int, experts: int, align: int) -> int:
+    """``P``: columns that hold T tokens in E groups, each group padded to a multiple of align."""
+    if align == 1:
+        return tokens
+    return ceil_div(tokens + experts * (align - 1), align) * align
+
+
+def starts_of(offs: Tensor, align: int) -> Tensor:
+    """(E,) int32: the first column of each group of a transposed operand."""
+    ends = offs.to(torch.int32)
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+    padded = (sizes + (align - 1)) // align * align
+    return (padded.cumsum(0) - padded).to(torch.int32)
+
+
+def scale_columns(tokens: int, experts: int, align: int, extent: int) -> int:
+    """How many blocks of ``extent`` tokens the scale of a transposed operand holds, at most."""
+    return padded_tokens(tokens, experts, align) // extent + experts
+
+
+def ends_of(offs: Tensor, tokens: int) -> list[int]:
+    """The values of ``offs``, on the host; a GPU must not be asked for them.
+
+    Raises:
+        ValueError: they do not ascend from 0 to at most ``tokens``.
+    """
+    ends: list[int] = offs.tolist()
+    previous = 0
+    for expert, end in enumerate(ends):
+        if end < previous or end > tokens:
+            what = f"offs[{expert}]={end}"
+            wrong = (
+                f"is beyond the {tokens} rows of x"
+                if end > tokens
+                else (f"is less than offs[{expert - 1}]={previous}" if expert else "is negative")
+            )
+            raise ValueError(
+                f"grouped_mm: {what} {wrong}; offs are the cumulative ends of the groups, such as "
+                "counts.cumsum(0, dtype=torch.int32)"
+            )
+        previous = end
+    return ends
+
+
+def spans_of(ends: Sequence[int], align: int = 1) -> list[tuple[int, int, int]]:
+    """For each group, its first row, its end, and its first column in a transposed operand."""
+    spans, begin, start = [], 0, 0
+    for end in ends:
+        spans.append((begin, end, start))
+        start += ceil_div(end - begin, align) * align
+        begin = end
+    return spans
+
+
+def cast_groups(
+    x_TK: Tensor,
+    offs: Tensor,
+    block: Sequence[int],
+    dtype: torch.dtype,
+    scale_format: str,
+    scale: Tensor | None,
+    align: int,
+    row_major: bool,
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cast tokens in groups to float8: row-major, and transposed as the file's docstring says.
+
+    Args:
+        x_TK: (T, K), float32, bfloat16 or float16, any strides.
+        offs: (E,) int32, the ends of the groups.
+        block: of both orientations, the contraction last: (-1, -1), (1, -1) or (1, extent).
+        dtype: the float8 dtype.
+        scale_format: which numbers computed scales may be.
+        scale: the scale to use, (1, 1) float32, for (-1, -1) only; None computes scales.
+        align: the multiple to which groups are padded in the transposed orientation.
+        row_major, transposed: which orientations are written; others have no elements.
+
+    Returns:
+        ``data`` (T, K) and its scale; ``data_t`` (K, P) and its scale. What belongs to no group is
+        zero, and its scale 1.
+    """
+    block = tuple(block)
+    ends = ends_of(offs, x_TK.shape[0])
+    used = x_TK[: ends[-1]] if ends else x_TK[:0]
+    if block == (WHOLE, WHOLE) and scale is None:
+        scale = _scale(used, block, dtype, scale_format)
+    out = _empty(x_TK, offs, block, dtype, scale_format, align, row_major, transposed)
+    if row_major:
+        found = _scale(used, block, dtype, scale_format) if scale is None else scale
+        data = cpu.cast(used, found, block, dtype, scale is None and _fits(scale_format))
+        _write(out[0], data)
+        _write(out[1], found)
+    if transposed:
+        for group, (begin, end, start) in enumerate(spans_of(ends, align)):
+            if begin == end:
+                continue
+            x_KT = x_TK[begin:end].t()
+            found = _scale(x_KT, block, dtype, scale_format) if scale is None else scale
+            data = cpu.cast(x_KT, found, block, dtype, scale is None and _fits(scale_format))
+            _write(out[2][:, start : start + end - begin], data)
+            if block[1] != WHOLE:
+                first = start // block[1] + group
+                found_t = out[3][:, first : first + found.shape[1]]
+            else:
+                found_t = out[3][group, :, None] if block[0] == 1 else out[3]
+            _write(found_t, found)
+    if scale is not None:
+        for index in (1, 3):
+            if out[index].numel():
+                _write(out[index], scale)
+    return out
+
+
+def _fits(scale_format: str) -> bool:
+    return not ScaleFormat(scale_format).is_e8m0
+
+
+def _scale(x: Tensor, block: Block, dtype: torch.dtype, scale_format: str) -> Tensor:
+    return cpu.scale_from_amax(cpu.amax(x, block), torch.finfo(dtype).max, scale_format)
+
+
+def _write(where: Tensor, values: Tensor) -> None:
+    """Copy into the beginning of each dimension; one-byte types as bytes."""
+    for dim, size in enumerate(values.shape):
+        where = where.narrow(dim, 0, size)
+    if values.element_size() == 1:
+        where, values = where.view(torch.uint8), values.view(torch.uint8)
+    where.copy_(values)
+
+
+def _empty(
+    x_TK: Tensor,
+    offs: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    scale_format: str,
+    align: int,
+    row_major: bool,
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `cast_groups` returns: zeros with scales of 1, in the shapes and strides of the op."""
+    (T, K), E = x_TK.shape, offs.shape[0]
+    P = padded_tokens(T, E, align)
+    is_e8m0 = not _fits(scale_format)
+    nothing = x_TK.new_empty(0)
+    data = x_TK.new_zeros((T, K) if row_major else (0, 0), dtype=torch.uint8).view(dtype)
+    data_t = x_TK.new_zeros((P, K) if transposed else (0, 0), dtype=torch.uint8).view(dtype).t()
+    shape: tuple[int, ...] = scale_shape((T, K), block) if row_major else (0, 0)
+    shape_t: tuple[int, ...] = (0, 0)
+    if transposed and block[1] == WHOLE:
+        shape_t = (1, 1) if block[0] == WHOLE else (E, K)
+    elif transposed:
+        shape_t = (K, scale_columns(T, E, align, block[1]))
+    scales = []
+    for each in (shape, shape_t):
+        if is_e8m0:
+            full = nothing.new_full(each, 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        else:
+            full = nothing.new_full(each, 1.0, dtype=torch.float32)
+        scales.append(full)
+    return data, scales[0], data_t, scales[1]
+
+
+def _fake_cast_groups(
+    x_TK: Tensor,
+    offs: Tensor,
+    block: Sequence[int],
+    dtype: torch.dtype,
+    scale_format: str,
+    scale: Tensor | None,
+    align: int,
+    row_major: bool,
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty(x_TK, offs, tuple(block), dtype, scale_format, align, row_major, transposed)
+
+
+_LIBRARY = torch.library.Library("float8", "FRAGMENT")
+_LIBRARY.define(
+    "cast_groups(Tensor x, Tensor offs, int[] block, ScalarType dtype, str scale_format, "
+    "Tensor? scale, int align, bool row_major, bool transposed) -> "
+    "(Tensor data, Tensor scale, Tensor data_t, Tensor scale_t)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.impl("cast_groups", cast_groups, "CompositeExplicitAutograd")
+torch.library.register_fake("float8::cast_groups", _fake_cast_groups, lib=_LIBRARY)
+
+
+# device family -> block of a token operand -> the file of gpu/ whose op casts it in groups. All
+# others are cast by the definition, which reads ``offs`` on the host.
+GROUP_KERNELS: dict[str, dict[Block, str]] = {}
+
+
+def cast_tokens(
+    kernel: str | None,
+    x_TK: Tensor,
+    offs: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    scale_format: str,
+    scale: Tensor | None,
+    align: int,
+    row_major: bool,
+    transposed: bool,
+) -> Orientations:
+    """`cast_groups` by the kernel that `group_kernel_for` returned."""
+    op = getattr(torch.ops.float8, kernel or "cast_groups").default
+    return Orientations(
+        *op(x_TK, offs, block, dtype, scale_format, scale, align, row_major, transposed)
+    )
+
+
+def group_kernel_for(family: str, block: Block, emulate: bool) -> str | None:
+    """The op that casts token operands of this granularity; None for plain PyTorch."""
+    return None if emulate else GROUP_KERNELS.get(family, {}).get(block)

@@ -1,0 +1,183 @@
+"""Grouped GEMMs in the cost model: their operations, bytes and padding, counted again by hand."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from float8 import CastConfig, Float8LinearConfig, ScalingType
+from float8.config import RECIPES
+from float8.estimate import estimate, roofline
+from float8.estimate.devices import BF16, DEVICES
+from float8.estimate.roofline import (
+    Shape,
+    Use,
+    cast_seconds,
+    grouped_gemm_seconds,
+    layer_seconds,
+    saved_bytes,
+)
+
+H100, B200 = DEVICES["H100"], DEVICES["B200"]
+CPU = replace(H100, name="some CPU", arch="cpu")
+QWEN3 = Shape(4096 * 8, 2048, 1536, 128)  # Qwen3-30B-A3B's gate and up: 4096 tokens, 8 experts each
+
+
+@pytest.mark.parametrize("multiple", [1, 16, 32, 128])
+@pytest.mark.parametrize(("tokens", "experts"), [(40, 8), (800, 8), (4096, 8), (12800, 128)])
+def test_padding_is_the_mean_over_all_sizes_of_a_group(tokens, experts, multiple):
+    sizes = range(2 * tokens // experts + 1)
+    padded = [-(-size // multiple) * multiple - size for size in sizes]
+    expected = experts * sum(padded) / len(padded)
+    assert Shape(tokens, 1, 1, experts).padding(multiple) == pytest.approx(expected)
+
+
+def test_padding_is_that_of_simulated_routers():
+    source, groups = random.Random(0), []
+    for _ in range(4000):
+        size = source.randint(0, 512)  # 2048 tokens among 8 experts: 256 on average
+        groups.append(-(-size // 128) * 128 - size)
+    simulated = 8 * sum(groups) / len(groups)
+    assert Shape(2048, 1, 1, 8).padding(128) == pytest.approx(simulated, rel=0.05)
+
+
+def test_a_layer_without_experts_is_not_padded():
+    assert Shape(100, 16, 16).padding(128) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "operand", "peak"), [(BF16, 2, 989.4e12), ("rowwise", 1, 1978.9e12)]
+)
+@pytest.mark.parametrize(
+    ("tokens", "K", "N", "E"), [(2**17, 4096, 4096, 8), (4096, 2048, 1536, 128), (64, 512, 512, 8)]
+)
+def test_grouped_gemms_by_hand(kind, operand, peak, tokens, K, N, E):
+    """On an H100: 78 % of its peak, 5 us to fill and drain, 92 % of 3.35 TB/s, 2 us a launch."""
+    shape = Shape(tokens, K, N, E)
+    x, w, g = tokens * K, E * K * N, tokens * N
+    computing = 2 * (tokens + shape.padding(128)) * K * N / peak / 0.78 + 5e-6
+    for name, read, written in (
+        ("output", x + w, g), ("grad_input", g + w, x), ("grad_weight", g + x, w),
+    ):  # fmt: skip
+        moving = (operand * read + 2 * written) / 3.35e12 / 0.92
+        expected = max(computing, moving) + 2 * 2e-6
+        assert grouped_gemm_seconds(H100, kind, name, shape) == pytest.approx(expected), name
+
+
+def test_small_groups_multiply_whole_tiles():
+    """A group of 1 to 128 tokens takes one tile, most of which is padding if it has few."""
+    few, many = Shape(8 * 20, 4096, 4096, 8), Shape(8 * 2000, 4096, 4096, 8)
+    assert few.padding(128) / few.M > 4
+    assert many.padding(128) / many.M < 0.05
+
+
+def test_an_emulated_product_pads_nothing_and_launches_once():
+    shape = Shape(4096, 512, 1024, 8)
+    (seconds,) = {
+        grouped_gemm_seconds(CPU, BF16, name, shape)
+        for name in ("output", "grad_input", "grad_weight")
+    }
+    assert seconds == pytest.approx(2 * 4096 * 512 * 1024 / 989.4e12 / 0.78 + 5e-6 + 2e-6)
+
+
+# recipe -> bytes per element of x and w moved by casts (FUSED of test_roofline), and launches of
+# all casts; then the tokens to whose multiples groups are padded
+S = 1 / 32
+CASTS = {
+    "tensorwise": (6, 8, 2 + 3 + 2, 16),
+    "rowwise": (6, 8, 3 + 4 + 3, 16),
+    "blockwise": (4 + 2 * S, 6, 1 + 2 + 1, 16),
+    "mxfp8": (4 + 2 * S, 6 + 2 * S, 1 + 2 + 1, 32),
+}
+
+
+def check_casts() -> None:
+    shape = QWEN3
+    x, w, g = shape.M * shape.K, shape.E * shape.K * shape.N, shape.M * shape.N
+    for recipe, (tokens, weights, launches, multiple) in CASTS.items():
+        moved = tokens * (x + g) + weights * w
+        padding = shape.padding(multiple) * (shape.K + shape.N)
+        expected = (moved + padding) / (7.7e12 * 0.92) + (launches + 2) * 2e-6
+        plan = RECIPES[recipe].plan
+        assert cast_seconds(B200, shape, plan, Use()) == pytest.approx(expected), recipe
+
+
+def test_casts_of_experts_by_hand():
+    check_casts()
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("tokens_aligned", lambda cast: 1),
+        ("_padding_seconds", lambda *args: 0.0),
+        ("_written", lambda kind, emulates: 1),
+    ],
+)
+def test_a_planted_fault_in_the_casts_is_caught(name, fault, monkeypatch):
+    monkeypatch.setattr(roofline, name, fault)
+    with pytest.raises(AssertionError):
+        check_casts()
+
+
+def test_a_frozen_expert_pads_no_copies():
+    plan, frozen = RECIPES["rowwise"].plan, Use(weight_trains=False)
+    alone = Shape(QWEN3.M, QWEN3.K, QWEN3.N, 1)
+    more = cast_seconds(B200, QWEN3, plan, frozen) - cast_seconds(B200, alone, plan, frozen)
+    weights = 127 * QWEN3.K * QWEN3.N
+    assert more == pytest.approx(8 * weights / (7.7e12 * 0.92))
+
+
+@pytest.mark.parametrize("emulates", [True, False])
+def test_saved_bytes_of_experts_by_hand(emulates):
+    T, K, N, E = 4096, 512, 1024, 8
+    shape = Shape(T, K, N, E)
+    # A GPU reserves the most that padding to 16 (32) tokens could take: 15 (31) tokens a group.
+    tokens, for_mx = (T, T) if emulates else (T + 128, T + 256)
+    expected = {
+        "tensorwise": tokens * K + 4 + 4 * E,  # the scale of x, and of each expert
+        "rowwise": tokens * K + 4 * K * E,
+        "blockwise": tokens * K + 4 * K * (tokens // 128 + E) + 4 * E * (N // 128) * (K // 128),
+        "mxfp8": for_mx * K + K * (for_mx // 32 + E),
+    }
+    for recipe, saved in expected.items():
+        assert saved_bytes(shape, RECIPES[recipe].plan, Use(), emulates) == saved, recipe
+    assert saved_bytes(shape, None, Use()) == 2 * T * K
+
+
+def test_high_precision_experts_are_not_cast():
+    off = CastConfig(ScalingType.DISABLED)
+    plan = Float8LinearConfig(off, off, off).plan
+    assert layer_seconds(B200, QWEN3, plan, Use()) == layer_seconds(B200, QWEN3, None, Use())
+    assert saved_bytes(QWEN3, plan, Use()) == saved_bytes(QWEN3, None, Use())
+
+
+# M, N, K, groups -> microseconds of bfloat16 and of mxfp8, forward and backward, that torchao
+# publishes of its own grouped GEMMs on a B200 (torchao/prototype/moe_training/README.md).
+PUBLISHED = {
+    (128000, 8192, 5120, 1): (43140.20, 23867.00),
+    (128000, 8192, 5120, 2): (39487.60, 23359.00),
+    (128000, 8192, 5120, 4): (39189.20, 23945.50),
+    (128000, 8192, 5120, 8): (37700.70, 22170.60),
+    (128000, 2048, 7168, 1): (13064.80, 10996.00),
+    (128000, 2048, 7168, 2): (14900.20, 11283.40),
+    (128000, 2048, 7168, 4): (15823.60, 9919.36),
+    (128000, 2048, 7168, 8): (14966.80, 10397.20),
+}
+
+
+def test_published_times_are_where_the_docstring_says():
+    for (M, N, K, E), (bf16_us, mx_us) in PUBLISHED.items():
+        shape, plan = Shape(M, K, N, E), RECIPES["mxfp8"].plan
+        bf16, mx = (layer_seconds(B200, shape, p, Use()).total * 1e6 for p in (None, plan))
+        assert 1.18 < bf16_us / mx_us < 1.82
+        assert 1.59 < bf16 / mx < 1.81
+        assert 2 < bf16_us / bf16 < 3 and 2 < mx_us / mx < 3
+
+
+def test_experts_are_shapes_of_four():
+    result = estimate([(4096, 512, 1024, 8), QWEN3], device="B200", recipes="mxfp8", show=False)
+    assert [str(row.shape) for row in result.rows] == ["4096,512,1024,8", "32768,2048,1536,128"]
+    assert "32768,2048,1536,128" in str(result)
+    large = estimate([(2**17, 8192, 8192, 8)], device="B200", recipes="mxfp8", show=False)
+    assert large.rows[0].gains("mxfp8")
