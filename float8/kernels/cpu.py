@@ -3,6 +3,10 @@
 These run wherever no kernel does: on every device that is not CUDA, with ``emulate=True``, on
 DTensors, and in code that torch.compile makes. `amax`, `cast`, `dequantize` and `scaled_mm` have a
 form of their own here; all other names are the definition's.
+
+An op in eager mode takes several passes over its operand. A large one is cut in parts (`_parts`),
+so that every pass after the first finds its part in the processor's L2 cache: two to four times
+faster.
 """
 
 from __future__ import annotations
@@ -41,16 +45,36 @@ __all__ = [
 ]
 
 _SMALL = 8192  # elements below which, in eager mode, fewer calls beat faster passes
+_PART = 1 << 18  # elements whose float32 values stay in an L2 cache of 2 MiB
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether x is an ordinary tensor on a CPU, in eager mode."""
+    is_eager = not torch.compiler.is_compiling()
+    return is_eager and x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
+
+
+def _parts(x_MK: Tensor, extent: int) -> list[tuple[int, int]]:
+    """Begin and end of each part of the rows; ``extent`` rows stay together."""
+    size = x_MK.shape[0]
+    rows = max(1, _PART * size // x_MK.numel() // extent) * extent
+    return [(begin, min(begin + rows, size)) for begin in range(0, size, rows)]
+
+
+def _is_column_major(x: Tensor) -> bool:
+    return x.dim() == 2 and x.stride(0) == 1 and x.stride(1) != 1
 
 
 def amax(x: Tensor, block: Block) -> Tensor:
     """`definition.amax`; whole tensors are read once."""
     if x.numel() == 0:
         return definition.amax(x, block)
+    if len(block) == 3 and block[0] == 1 and _is_plain(x):
+        return torch.stack([amax(matrix, block[1:]) for matrix in x])
     if WHOLE not in block or block.count(WHOLE) + block.count(1) < len(block):
         if (tiles := _tiles(x, block)) is None:
             return definition.amax(x, block)
-        return tiles.abs().amax((1, 3)).float()
+        return _largest(tiles, [1, 3], keepdim=False)
     # In this order: a compiler would guard on the size.
     is_small = not torch.compiler.is_compiling() and x.numel() < _SMALL
     if 1 in block or is_small:
@@ -58,12 +82,24 @@ def amax(x: Tensor, block: Block) -> Tensor:
         for dim, extent in enumerate(block):
             if extent == WHOLE:
                 lines.append(dim)
-        return x.abs().amax(lines, keepdim=True).float()
+        return _largest(x, lines, keepdim=True)
     # aminmax reads x once and writes two numbers; in eager mode abs() would write all of |x|.
     # In storage order: aminmax is many times slower over columns.
     in_order = x.t() if x.dim() == 2 and x.stride(0) == 1 else x
     smallest, largest = torch.aminmax(in_order)
     return torch.maximum(largest, -smallest).float().reshape((1,) * len(block))
+
+
+def _largest(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+    """``x.abs().amax(dims)`` in float32; of 16-bit numbers several times faster."""
+    if x.element_size() != 2 or not _is_plain(x):
+        return x.abs().amax(dims, keepdim).float()
+    # Magnitudes are ordered as their bits, NaN above inf. In parts, unless a column is reduced.
+    bits = x.detach().view(torch.int16)
+    whole = x.numel() <= _PART or 0 in dims
+    pieces = [bits] if whole else [bits[begin:end] for begin, end in _parts(x, 1)]
+    found = [piece.bitwise_and(0x7FFF).amax(dims, keepdim) for piece in pieces]
+    return torch.cat(found).view(x.dtype).float() if len(found) > 1 else found[0].view(x.dtype).float()
 
 
 def _tiles(x: Tensor, block: Block) -> Tensor | None:
@@ -80,6 +116,20 @@ def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool 
     ``fits`` promises that ``scale`` is a float32 computed from this very ``x``. Then no finite
     value exceeds the format, an infinite one becomes NaN, and the clamp is not needed.
     """
+    if not torch.compiler.is_compiling() and x.numel() > _PART and _is_plain(x):
+        if x.dim() == 3 == scale.dim():
+            out = torch.empty_like(x, dtype=dtype)
+            for matrix, factor, where in zip(x, scale.expand(x.shape[0], -1, -1), out, strict=True):
+                where.copy_(cast(matrix, factor, block[1:], dtype, fits))
+            return out
+        if _is_column_major(x):
+            return cast(x.t(), scale.t(), block[::-1], dtype, fits).t()
+        if x.dim() == 2 and len(parts := _parts(x, extent := max(1, block[0]))) > 1:
+            out = torch.empty_like(x, dtype=dtype)
+            for begin, end in parts:
+                its = scale if scale.shape[0] == 1 else scale[begin // extent : -(-end // extent)]
+                out[begin:end].copy_(cast(x[begin:end], its, block, dtype, fits))
+            return out
     x32 = x.float()
     is_plain = scale.dtype == torch.float32 and not torch.compiler.is_compiling()
     factor = scale.reciprocal() if is_plain else reciprocal(scale)
@@ -154,8 +204,14 @@ def decode(data: Tensor) -> Tensor:
     in_order = data.t() if is_transposed else data
     if is_eager and _can_move_bits(in_order):
         shift, fields, power = _AS_BFLOAT16[data.dtype]
-        codes = in_order.view(torch.int8).to(torch.int16).bitwise_left_shift_(shift)
-        decoded = codes.bitwise_and_(fields).view(torch.bfloat16).mul_(power)
+        codes = in_order.view(torch.int8)
+        decoded = torch.empty_like(codes, dtype=torch.bfloat16)
+        is_large = data.dim() == 2 and data.numel() > _PART
+        for begin, end in _parts(codes, 1) if is_large else [(0, len(codes))]:
+            part = decoded[begin:end]
+            bits = part.view(torch.int16).copy_(codes[begin:end])
+            bits.bitwise_left_shift_(shift).bitwise_and_(fields)
+            part.mul_(power)
     else:
         decoded = in_order.to(torch.bfloat16)
     return decoded.t() if is_transposed else decoded
@@ -183,23 +239,35 @@ def scaled_mm(
     b_block: Block,
     bias_N: Tensor | None,
     out_dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """`definition.scaled_mm`; a bfloat16 product of whole tensors has no float32 copy."""
+    """`definition.scaled_mm`; a bfloat16 product of whole tensors has no float32 copy.
+
+    ``out`` receives the result, if it is given.
+    """
     by_row = ((WHOLE, WHOLE), (1, WHOLE))
     if a_block not in by_row or b_block not in by_row:
         a = dequantize(a_MK, a_scale, a_block, torch.float32)
         b = dequantize(b_NK, b_scale, b_block, torch.float32)
-        out = a @ b.t()
-        return (out if bias_N is None else out + bias_N.to(torch.float32)).to(out_dtype)
+        product = a @ b.t()
+        product = product if bias_N is None else product + bias_N.to(torch.float32)
+        return product.to(out_dtype) if out is None else out.copy_(product)
     a_scale, b_scale = e8m0.as_float32(a_scale), e8m0.as_float32(b_scale)
+    is_whole = a_block[0] == WHOLE and b_block[0] == WHOLE and bias_N is None
     if out_dtype == torch.bfloat16:
+        if out is not None and is_whole:
+            product = torch.mm(decode(a_MK), decode(b_NK).t(), out=out)
+            return product.mul_((a_scale * b_scale).reshape(()))
         product = decode(a_MK) @ decode(b_NK).t()
     else:
         product = a_MK.to(torch.float32) @ b_NK.to(torch.float32).t()
-    if a_block[0] == WHOLE and b_block[0] == WHOLE and bias_N is None:
+    if is_whole:
         # A 0-dim factor scales in float32 without a float32 copy of the product. Not in place:
         # selective activation checkpointing may have kept the product.
         scaled = product * (a_scale * b_scale).reshape(())
-        return scaled if scaled.dtype == out_dtype else scaled.to(out_dtype)
-    scaled = (product.to(torch.float32) * a_scale).mul_(b_scale.t())
-    return (scaled if bias_N is None else scaled + bias_N.to(torch.float32)).to(out_dtype)
+    else:
+        scaled = (product.to(torch.float32) * a_scale).mul_(b_scale.t())
+        scaled = scaled if bias_N is None else scaled + bias_N.to(torch.float32)
+    if out is not None:
+        return out.copy_(scaled)
+    return scaled if scaled.dtype == out_dtype else scaled.to(out_dtype)
