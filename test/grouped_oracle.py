@@ -12,6 +12,7 @@ import torch
 from linear_oracle import Product
 from torch import Tensor
 
+
 def expected(
     recipe: str, x: Tensor, w_EKN: Tensor, ends: list[int], g: Tensor
 ) -> dict[str, Product]:

@@ -99,7 +99,9 @@ def _largest(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
     whole = x.numel() <= _PART or 0 in dims
     pieces = [bits] if whole else [bits[begin:end] for begin, end in _parts(x, 1)]
     found = [piece.bitwise_and(0x7FFF).amax(dims, keepdim) for piece in pieces]
-    return torch.cat(found).view(x.dtype).float() if len(found) > 1 else found[0].view(x.dtype).float()
+    return (
+        torch.cat(found).view(x.dtype).float() if len(found) > 1 else found[0].view(x.dtype).float()
+    )
 
 
 def _tiles(x: Tensor, block: Block) -> Tensor | None:
@@ -110,33 +112,44 @@ def _tiles(x: Tensor, block: Block) -> Tensor | None:
     return x.reshape(x.shape[0] // rows, rows, x.shape[1] // cols, cols)
 
 
-def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool = False) -> Tensor:
+def cast(
+    x: Tensor,
+    scale: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    fits: bool = False,
+    decoded: bool = False,
+) -> Tensor:
     """`definition.cast`, with one float32 buffer in eager mode.
 
     ``fits`` promises that ``scale`` is a float32 computed from this very ``x``. Then no finite
-    value exceeds the format, an infinite one becomes NaN, and the clamp is not needed.
+    value exceeds the format, an infinite one becomes NaN, and the clamp is not needed. ``decoded``
+    returns the data in bfloat16 (`decode`), for a product that follows at once.
     """
-    if not torch.compiler.is_compiling() and x.numel() > _PART and _is_plain(x):
-        if x.dim() == 3 == scale.dim():
-            out = torch.empty_like(x, dtype=dtype)
-            for matrix, factor, where in zip(x, scale.expand(x.shape[0], -1, -1), out, strict=True):
-                where.copy_(cast(matrix, factor, block[1:], dtype, fits))
-            return out
-        if _is_column_major(x):
-            return cast(x.t(), scale.t(), block[::-1], dtype, fits).t()
-        if x.dim() == 2 and len(parts := _parts(x, extent := max(1, block[0]))) > 1:
-            out = torch.empty_like(x, dtype=dtype)
-            for begin, end in parts:
-                its = scale if scale.shape[0] == 1 else scale[begin // extent : -(-end // extent)]
-                out[begin:end].copy_(cast(x[begin:end], its, block, dtype, fits))
-            return out
-    x32 = x.float()
+    if (
+        not torch.compiler.is_compiling()
+        and x.numel() > _PART
+        and _is_plain(x)
+        and x.dim() in (2, 3)
+    ):
+        out = torch.empty_like(x, dtype=torch.bfloat16 if decoded else dtype)
+        buffer = torch.empty(_PART, dtype=torch.float32)  # fresh memory costs more than the passes
+        _cast_parts(out, x, scale, block, dtype, fits, buffer)
+        return out
+    data = _fitted(x.float(), x, scale, block, dtype, fits).to(dtype)
+    return decode(data) if decoded else data
+
+
+def _fitted(
+    x32: Tensor, x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool
+) -> Tensor:
+    """``x / scale``, in the range of ``dtype``; it may overwrite x32, unless that is x."""
     is_plain = scale.dtype == torch.float32 and not torch.compiler.is_compiling()
     factor = scale.reciprocal() if is_plain else reciprocal(scale)
     if block.count(WHOLE) + block.count(1) < len(block):
         y = _scaled(x32, factor, block)
     else:
-        y = x32.mul_(factor) if fits and x.dtype != torch.float32 else x32 * factor
+        y = x32.mul_(factor) if fits and x32 is not x else x32 * factor
     if not fits:
         largest = torch.finfo(dtype).max
         y = y.clamp_(-largest, largest)
@@ -146,7 +159,38 @@ def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool 
             # In eager mode one pass instead of three: 0 * inf is NaN, and adding a zero of x's own
             # sign changes nothing else. Compilers fold the product to 0.
             y = y.add_(x32, alpha=0)
-    return y.to(dtype)
+    return y
+
+
+def _cast_parts(
+    out: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    fits: bool,
+    buffer: Tensor,
+) -> None:
+    """`cast` into ``out``, of dtype or bfloat16, part by part in storage order."""
+    if x.dim() == 3:
+        for index, matrix in enumerate(x):
+            its = scale[index if len(scale) > 1 else 0]
+            _cast_parts(out[index], matrix, its, block[1:], dtype, fits, buffer)
+        return
+    if _is_column_major(x):
+        _cast_parts(out.t(), x.t(), scale.t(), block[::-1], dtype, fits, buffer)
+        return
+    extent = max(1, block[0])
+    for begin, end in _parts(x, extent):
+        part, where = x[begin:end], out[begin:end]
+        its = scale if len(scale) == 1 else scale[begin // extent : -(-end // extent)]
+        is_small = part.numel() <= _PART
+        x32 = buffer[: part.numel()].view(part.shape).copy_(part) if is_small else part.float()
+        y = _fitted(x32, part, its, block, dtype, fits)
+        if out.dtype == dtype:
+            where.copy_(y)
+        else:
+            decode(y.to(dtype), where)
 
 
 def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
@@ -187,34 +231,34 @@ _AS_BFLOAT16 = {
 _LARGEST_CODE = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}  # of the finite ones
 
 
-def decode(data: Tensor) -> Tensor:
+def decode(data: Tensor, out: Tensor | None = None) -> Tensor:
     """Float8 data as bfloat16, exactly (without any scale).
 
     Both OCP formats are bit fields of a bfloat16, up to a shift and a power of two. In eager mode
     on a CPU, integer operations on whole tensors are several times faster than torch's elementwise
     conversion. Compiled code converts in registers. A bfloat16 tensor is returned as it is.
+
+    ``out`` receives the result, if it is given.
     """
     if data.dtype == torch.bfloat16:
         return data
     is_eager = not torch.compiler.is_compiling()
     if is_eager and data.numel() < _SMALL:
-        return data.to(torch.bfloat16)
+        return data.to(torch.bfloat16) if out is None else out.copy_(data)
     # In storage order: a compiler would transpose for real.
-    is_transposed = data.dim() == 2 and data.stride(0) == 1 and data.stride(1) != 1
-    in_order = data.t() if is_transposed else data
-    if is_eager and _can_move_bits(in_order):
-        shift, fields, power = _AS_BFLOAT16[data.dtype]
-        codes = in_order.view(torch.int8)
-        decoded = torch.empty_like(codes, dtype=torch.bfloat16)
-        is_large = data.dim() == 2 and data.numel() > _PART
-        for begin, end in _parts(codes, 1) if is_large else [(0, len(codes))]:
-            part = decoded[begin:end]
-            bits = part.view(torch.int16).copy_(codes[begin:end])
-            bits.bitwise_left_shift_(shift).bitwise_and_(fields)
-            part.mul_(power)
-    else:
-        decoded = in_order.to(torch.bfloat16)
-    return decoded.t() if is_transposed else decoded
+    if data.dim() == 2 and data.stride(0) == 1 and data.stride(1) != 1:
+        return decode(data.t(), None if out is None else out.t()).t()
+    if not (is_eager and _can_move_bits(data)):
+        return data.to(torch.bfloat16) if out is None else out.copy_(data)
+    shift, fields, power = _AS_BFLOAT16[data.dtype]
+    decoded = torch.empty_like(data, dtype=torch.bfloat16) if out is None else out
+    is_large = data.dim() == 2 and data.numel() > _PART
+    for begin, end in _parts(data, 1) if is_large else [(0, len(data))]:
+        part = decoded[begin:end]
+        bits = part.view(torch.int16).copy_(data[begin:end].view(torch.int8))
+        bits.bitwise_left_shift_(shift).bitwise_and_(fields)
+        part.mul_(power)
+    return decoded
 
 
 def _can_move_bits(data: Tensor) -> bool:
