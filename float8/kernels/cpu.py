@@ -290,13 +290,13 @@ def scaled_mm(
     ``out`` receives the result, if it is given.
     """
     by_row = ((WHOLE, WHOLE), (1, WHOLE))
-    if a_block not in by_row or b_block not in by_row:
+    is_e8m0 = not a_scale.dtype == b_scale.dtype == torch.float32
+    if a_block not in by_row or b_block not in by_row or is_e8m0:
         a = dequantize(a_MK, a_scale, a_block, torch.float32)
         b = dequantize(b_NK, b_scale, b_block, torch.float32)
         product = a @ b.t()
         product = product if bias_N is None else product + bias_N.to(torch.float32)
         return product.to(out_dtype) if out is None else out.copy_(product)
-    a_scale, b_scale = e8m0.as_float32(a_scale), e8m0.as_float32(b_scale)
     is_whole = a_block[0] == WHOLE and b_block[0] == WHOLE and bias_N is None
     if out_dtype == torch.bfloat16:
         if out is not None and is_whole:
