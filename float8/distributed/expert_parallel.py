@@ -190,9 +190,9 @@ class _Hooks:
             return given[0], given[1], None
         if len(given) != 3 or given[0].dim() != 2 or given[1].shape != given[2].shape:
             raise ValueError(
-                f"{name}: Float8ExpertParallel needs the arguments (x (R, D), num_tokens_per_expert "
-                f"({self.experts},)) or (hidden_states (T, D), top_k_index (T, k), top_k_weights "
-                f"(T, k)), got {[tuple(getattr(each, 'shape', ())) for each in given]}"
+                f"{name}: Float8ExpertParallel needs the arguments (x (R, D), "
+                f"num_tokens_per_expert ({self.experts},)) or (hidden_states (T, D), top_k_index "
+                f"(T, k), top_k_weights (T, k)), got {[tuple(getattr(each, 'shape', ())) for each in given]}"
             )
         x_TD, index_TK, weights_TK = given
         order_R = index_TK.flatten().argsort(stable=True)
