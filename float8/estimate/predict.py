@@ -149,8 +149,8 @@ def padded(shape: Shape, config: Float8LinearConfig, device: Device) -> Shape:
     """The shape that runs: on GPUs ``pad_inner_dim`` rounds sizes up to multiples of 16."""
     if device.emulates or not config.pad_inner_dim:
         return shape
-    sizes = (-(-size // ALIGNMENT) * ALIGNMENT for size in (shape.M, shape.K, shape.N))
-    return Shape(*sizes, shape.E)
+    M, K, N = (-(-size // ALIGNMENT) * ALIGNMENT for size in (shape.M, shape.K, shape.N))
+    return Shape(M, K, N, shape.E)
 
 
 def predict(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) -> Prediction:

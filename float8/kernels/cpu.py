@@ -186,12 +186,12 @@ def scaled_mm(
 ) -> Tensor:
     """`definition.scaled_mm`; a bfloat16 product of whole tensors has no float32 copy."""
     by_row = ((WHOLE, WHOLE), (1, WHOLE))
-    if a_block not in by_row or b_block not in by_row:
+    is_e8m0 = not a_scale.dtype == b_scale.dtype == torch.float32
+    if a_block not in by_row or b_block not in by_row or is_e8m0:
         a = dequantize(a_MK, a_scale, a_block, torch.float32)
         b = dequantize(b_NK, b_scale, b_block, torch.float32)
         out = a @ b.t()
         return (out if bias_N is None else out + bias_N.to(torch.float32)).to(out_dtype)
-    a_scale, b_scale = e8m0.as_float32(a_scale), e8m0.as_float32(b_scale)
     if out_dtype == torch.bfloat16:
         product = decode(a_MK) @ decode(b_NK).t()
     else:

@@ -185,6 +185,13 @@ def place_of_tile(pid, K, ROWS_BY_4: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
+def outputs_of_matrix(data_ptr, data_t_ptr, M, K, PACK: tl.constexpr):
+    """The pointers to a matrix of a stack: ``data`` (E, M, K), ``data_t`` (E, K, M) as `write_codes`."""
+    e = tl.program_id(1).to(tl.int64)
+    return data_ptr + e * M * K, data_t_ptr + e * K * ((M // 16) * 4 if PACK else M)
+
+
+@triton.jit
 def to_float32(xs):
     """4 tiles in float32."""
     return xs[0].to(tl.float32), xs[1].to(tl.float32), xs[2].to(tl.float32), xs[3].to(tl.float32)
