@@ -93,11 +93,12 @@ def _starts_aligned(x: Tensor) -> bool:
 
 
 def contraction_last(x: Tensor) -> Tensor:
-    """A row-major matrix that starts at a multiple of 16 bytes: x itself, or a copy."""
+    """Row-major matrices that start at multiples of 16 bytes: x itself, or a copy."""
     # By strides: is_contiguous() accepts one row of any strides, and hardware reads the strides.
-    if _starts_aligned(x) and x.stride() == (x.shape[1], 1):
+    wanted = (x.shape[-1] * x.shape[-2], x.shape[-1], 1)[-x.dim() :]
+    if _starts_aligned(x) and x.stride() == wanted:
         return x
-    if x.element_size() == 1 and x.stride(0) == 1 and not is_sharded(x):
+    if x.dim() == 2 and x.element_size() == 1 and x.stride(0) == 1 and not is_sharded(x):
         _load_transpose()
         return torch.ops.float8.transpose.default(x.t())
     # A clone: Tensor.contiguous() needs a CUDA build even for FakeTensors.
