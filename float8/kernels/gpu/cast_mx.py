@@ -4,6 +4,7 @@ As in `cast_blockwise`, a program reads a tile, finds the amaxes in registers, a
 both ways, in one launch that zeroes nothing and reads nothing twice: 2 + 1 + 1 bytes per element of
 a bfloat16 source, and 1/32 byte per element for the scales of each orientation. ``e8m0.py`` defines
 the rounding of scales: integer operations on the bits of an amax.
+
 =========== =================================== ======================
             swizzled                            plain
 =========== =================================== ======================
