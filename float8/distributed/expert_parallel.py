@@ -159,7 +159,8 @@ class _Hooks:
             y_RD = F.pad(y_RD, (0, 0, 0, x_RD.shape[0] - y_RD.shape[0]))
             return y_RD if unsort is None else unsort(y_RD)
 
-        local: dict[str, Any] = {key: p.to_local() for key, p in module._parameters.items()}
+        parameters: dict[str, Any] = dict(module.named_parameters())
+        local: dict[str, Any] = {key: p.to_local() for key, p in parameters.items()}
         if module.__dict__.get("num_experts") == self.experts:
             local["num_experts"] = counts_e.numel()
         # Attributes of the object are found before its parameters, which stay as they are.
