@@ -200,7 +200,7 @@ class _Hooks:
         order_R = index_TK.flatten().argsort(stable=True)
 
         def unsort(y_RD: Tensor) -> Tensor:
-            y_TKD = torch.empty_like(y_RD).index_copy(0, order_R, y_RD).view(*index_TK.shape, -1)
+            y_TKD = torch.empty_like(y_RD).index_copy(0, order_R, y_RD).unflatten(0, index_TK.shape)
             return (y_TKD * weights_TK.unsqueeze(-1)).sum(1).to(x_TD.dtype)
 
         # An index of E or more stands for no expert in Transformers; such rows come last.
