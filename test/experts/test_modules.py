@@ -81,10 +81,10 @@ def test_each_product_is_float8s_grouped_mm(recipe):
         lambda x, w, ends: F.grouped_mm(x, w, offs=ends),
         lambda x, w, ends: F.grouped_mm(mat_a=x, mat_b=w, offs=ends, bias=None),
         lambda x, w, ends: F.grouped_mm(x, w, offs=ends, out_dtype=torch.bfloat16),
-        lambda x, w, ends: torch._grouped_mm(x, w, ends),
+        torch._grouped_mm,
         lambda x, w, ends: torch._grouped_mm(x, mat2=w, offs=ends),
-        lambda x, w, ends: torch.ops.aten._grouped_mm(x, w, ends),
-        lambda x, w, ends: torch.ops.aten._grouped_mm.default(x, w, ends),
+        torch.ops.aten._grouped_mm,
+        torch.ops.aten._grouped_mm.default,
     ],
 )
 def test_every_spelling_of_grouped_mm(product):
@@ -393,7 +393,9 @@ def test_errors_name_the_module():
         experts(x, ENDS.long())
     with pytest.raises(ValueError, match=r"mine: .*3 ends"):
         experts(x, ENDS[:3])
-    with pytest.raises(ValueError, match=r"mine: grouped_mm of \(37, 32\) and \(4, 32, 96\) with no"):
+    with pytest.raises(
+        ValueError, match=r"mine: grouped_mm of \(37, 32\) and \(4, 32, 96\) with no"
+    ):
         experts(x, None)
     del converted
 
