@@ -72,37 +72,30 @@ def grouped_mm(
     Returns:
         (T, N), rows of no group being zero; or (E, M, N), zero for an empty group.
     """
-    is_bfloat16 = out_dtype == torch.bfloat16 and WHOLE == a_block[-1] == b_block[-1]
-    if a_scale is not None and is_bfloat16:
-        a, b = cpu.decode(a), _decode(b)
     of_experts = b.dim() == 3
     ends = ends_of(offs, a.shape[0] if of_experts else a.shape[1])
     out = _empty(a, b, offs, out_dtype)
-    ab, bb = tuple(a_block), tuple(b_block)[-2:]
+    a_block, b_block = tuple(a_block), tuple(b_block)[-2:]
     for group, (begin, end, start) in enumerate(spans_of(ends, align)):
         if begin == end:
             continue
         rows, columns = slice(begin, end), slice(start, start + end - begin)
         a_part = a[rows] if of_experts else a[:, columns]
         b_part = b[group] if of_experts else b[:, columns]
+        where = out[rows if of_experts else group]
         if a_scale is None or b_scale is None:
-            product = (a_part @ b_part.t()).to(out_dtype)
+            where.copy_(a_part @ b_part.t())
+            continue
+        if of_experts:
+            a_scale_part = a_scale[rows] if a_block[0] != WHOLE else a_scale
+            b_scale_part = b_scale[group if b_scale.shape[0] > 1 else 0]
         else:
-            if of_experts:
-                a_s = a_scale[rows] if ab[0] != WHOLE else a_scale
-                b_s = b_scale[group if b_scale.shape[0] > 1 else 0]
-            else:
-                a_s = _scale_of_group(a_scale, ab, group, start, end - begin)
-                b_s = _scale_of_group(b_scale, bb, group, start, end - begin)
-            product = cpu.scaled_mm(a_part, a_s, b_part, b_s, ab, bb, None, out_dtype)
-        out[rows if of_experts else group] = product
+            a_scale_part = _scale_of_group(a_scale, a_block, group, start, end - begin)
+            b_scale_part = _scale_of_group(b_scale, b_block, group, start, end - begin)
+        cpu.scaled_mm(
+            a_part, a_scale_part, b_part, b_scale_part, a_block, b_block, None, out_dtype, where
+        )
     return out
-
-
-def _decode(b: Tensor) -> Tensor:
-    if b.dim() == 3 and b.stride(1) == 1:
-        return cpu.decode(b.mT).mT
-    return cpu.decode(b)
 
 
 def _scale_of_group(scale: Tensor, block: Block, group: int, start: int, size: int) -> Tensor:
