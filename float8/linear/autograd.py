@@ -205,7 +205,7 @@ def product(
         return out if factor is None else out * factor
     a_data, a_scale = a
     if gemm.refusal is not None and 0 not in (*a_data.shape, *b[0].shape):
-        raise ValueError(f"scaled_mm: {gemm.refusal}")
+        raise ValueError(f"{'scaled_mm' if offs is None else 'grouped_mm'}: {gemm.refusal}")
     after = factor if a_scale.dtype != torch.float32 else None
     if factor is not None and after is None:
         a_scale = multiply_scale(a_scale, gemm.a, factor)
@@ -213,8 +213,9 @@ def product(
     if offs is not None:
         blocks = (gemm.a.block, gemm.b.block)
         out = kernels.multiply_groups(
-            gemm.name, a_data, a_scale, *b, offs, *blocks, gemm.out_dtype, gemm.align
-        )
+            gemm.name, a_data, a_scale, *b, offs, *blocks, gemm.out_dtype, gemm.align,
+            gemm.use_fast_accum, gemm.pad,
+        )  # fmt: skip
         return out if after is None else out * after
     out = kernels.multiply(
         gemm.name,

@@ -165,6 +165,25 @@ def _of_float8_tensor(weight: Float8Tensor, plan: BoundPlan) -> Float8Weight:
     return Float8Weight((data, scale), (data.t(), scale_t), scales_grad=is_rowwise)
 
 
+def of_experts(weight: Float8Tensor, plan: BoundPlan) -> Float8Weight:
+    """The gathered weights of experts (E, N, K) in both orientations; nothing is copied.
+
+    Raises:
+        ValueError: they are not in the form in which both GEMMs read them.
+    """
+    if (reason := _refuses_plan(weight, plan)) is not None:
+        raise ValueError(reason)
+    first, data, scale = plan.w.first, weight._data, weight._scale
+    assert first is not None
+    if not plan.w.is_shared or (weight._block, data.dtype) != (first.block, first.dtype):
+        raise ValueError(
+            f"the weights of experts are {data.dtype} with one scale for each block "
+            f"{weight._block}, and the config casts them to {first.dtype} with {first.block}; pass "
+            "weight.dequantize()"
+        )
+    return Float8Weight((data, scale), (data.mT, scale.mT))
+
+
 def cast_weight(weight: Tensor, plan: BoundPlan, state: DelayedState | None) -> Float8Weight | None:
     """A weight (N, K), rounded to the compute dtype and cast for both GEMMs.
 

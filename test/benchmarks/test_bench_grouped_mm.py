@@ -13,9 +13,11 @@ import torch
 from benchmarks import bench_grouped_mm
 from benchmarks.measuring import experts
 from benchmarks.measuring.experts import BASELINE, MODELS, NAMED, RECIPES, Shape
+from float8 import Float8LinearConfig
+from float8.estimate import roofline
 
 T, K, N, E = 192, 64, 96, 3
-TINY = ["--device", "cpu", "--shapes", f"{T},{K},{N},{E}", "--repeats", "3", "--warmup", "1"]
+TINY = ["--device", "cpu", "--shapes", f"{T},{K},{N},{E}", "--repeats", "2", "--warmup", "1"]
 
 
 def run(tmp_path: Path, *arguments: str) -> dict:
@@ -37,6 +39,9 @@ def test_every_recipe_is_measured_against_torchs_grouped_mm(tmp_path):
         pairs = zip(row["samples_s"], base["samples_s"], strict=True)
         assert row["ratio"] == median(mine / other for mine, other in pairs)
         assert row["sqnr_db"] > 20
+        plan = Float8LinearConfig.from_recipe_name(recipe).plan
+        predicted = roofline.saved_bytes(roofline.Shape(T, K, N, E), plan, roofline.Use(), True)
+        assert row["saved_mib"] * 2**20 == predicted + 4 * E, recipe
     assert rows["tensorwise"]["saved_ratio"] < 0.54
     assert "targets" not in found  # those are of another shape
 
