@@ -44,7 +44,9 @@ def trains(rank, recipe):
     whole = Experts()
     xs = [tokens(c, r) for r, c in enumerate(counts[: mesh.size()])]
     by_expert = [[t.split(c)[e] for t, c in zip(xs, counts)] for e in range(E)]
-    z = whole(torch.cat([t for ts in by_expert for t in ts]), torch.tensor(counts[:mesh.size()]).sum(0))
+    z = whole(
+        torch.cat([t for ts in by_expert for t in ts]), torch.tensor(counts[: mesh.size()]).sum(0)
+    )
     (z.float() ** 2).sum().backward()
     print(rank, recipe, (x.grad - xs[rank].grad).norm() / xs[rank].grad.norm())
     for a, b in zip(model.parameters(), whole.parameters()):
