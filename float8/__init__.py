@@ -9,6 +9,7 @@ from typing import Any
 
 import float8.distributed.first_use as _first_use  # noqa: F401  compares ranks
 import float8.distributed.gathered_weights as _gathered_weights  # noqa: F401  stores weights
+import float8.integrations.experts as _experts  # noqa: F401  finds those of other libraries
 import float8.integrations.other_names as _other_names  # noqa: F401  hints
 import float8.integrations.torchao as _torchao  # noqa: F401  Float8LinearConfig.from_torchao
 import float8.integrations.transformer_engine as _te  # noqa: F401  .from_te_recipe
@@ -33,6 +34,7 @@ from float8.distributed.after_step import after_step
 from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
 from float8.estimate import estimate, faster_layers
 from float8.experts.grouped_mm import grouped_mm
+from float8.experts.modules import register_experts
 from float8.formats import E4M3, E5M2, Format, ScaleFormat
 from float8.fusion import LayerNormCast, RMSNormCast, SwiGLUCast, fuse_norms
 from float8.granularity import Blockwise, Rowwise, Tensorwise
@@ -45,6 +47,7 @@ from float8.version import __version__ as __version__
 # Imported on first use: tensor parallelism takes long to import, and most programs need none of it.
 _ON_DEMAND = {
     "Float8ColwiseParallel": "float8.distributed.tensor_parallel",
+    "Float8ExpertParallel": "float8.distributed.expert_parallel",
     "Float8RowwiseParallel": "float8.distributed.tensor_parallel",
     "PrepareFloat8ModuleInput": "float8.distributed.tensor_parallel",
     "accurate_layers": "float8.numerics",
@@ -77,6 +80,7 @@ __all__ = [
     "CastConfig",
     "DelayedScalingConfig",
     "Float8ColwiseParallel",
+    "Float8ExpertParallel",
     "Float8Linear",
     "Float8LinearConfig",
     "Float8RowwiseParallel",
@@ -110,6 +114,7 @@ __all__ = [
     "inspect_every",
     "ms_amp",
     "precompute_float8_dynamic_scale_for_fsdp",
+    "register_experts",
     "saved_activations",
     "sync_float8_amax_and_scale_history",
 ]

@@ -24,16 +24,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.parameter import is_lazy
 
 from float8.arguments import check_module, described
 from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.config.suggestions import dialect_of
 from float8.convert.filters import ModuleFilter, all_of, unmatched_patterns, why_not
+from float8.convert.routers import routers_of
 from float8.formats import E4M3
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_on_gpu
-from float8.linear.registration import MODEL_CHECKS, MODULE_RULES, WEIGHT_RULES
+from float8.linear.registration import (
+    MODEL_CHECKS,
+    WEIGHT_RULES,
+    ModuleRule,
+    rule_of,
+    stacked_weights,
+)
+from float8.linear.switch import Float8Module
 
 logger = logging.getLogger("float8")
 
@@ -45,6 +52,11 @@ _BYPASSES: dict[type[nn.Module], str] = {
     "around its float8 layers; torch.backends.mha.set_fastpath_enabled(False) avoids it",
 }
 
+NO_HISTORY = (
+    "delayed scaling keeps a history for each operand of a linear layer, and experts have none. "
+    "Convert them first, by a config with dynamic scales and a module_filter_fn that takes them"
+)
+
 
 @dataclass
 class Conversion:
@@ -52,6 +64,7 @@ class Conversion:
 
     Attributes:
         converted: the layers that are float8 now.
+        experts: those of them that are experts, with stacked weights.
         skipped: name -> why it was left alone.
         gathered_in_high_precision: under enable_fsdp_float8_all_gather, name -> why its weight is
             gathered in high precision.
@@ -61,6 +74,7 @@ class Conversion:
     """
 
     converted: list[str] = field(default_factory=list)
+    experts: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     gathered_in_high_precision: dict[str, str] = field(default_factory=dict)
     refused_on_gpu: dict[str, str] = field(default_factory=dict)
@@ -76,7 +90,8 @@ class Conversion:
             "weight gathered in high precision": self.gathered_in_high_precision,
             "a GPU will refuse": self.refused_on_gpu,
         }
-        lines = [f"converted to float8: {len(self.converted)} layers"]
+        experts = f", {len(self.experts)} of them experts" if self.experts else ""
+        lines = [f"converted to float8: {len(self.converted)} layers{experts}"]
         for what, reasons in told.items():
             lines += [f"  {what}: {fqn}: {reason}" for fqn, reason in reasons.items()]
         lines += [f"  skip_names: no layer is called {name}" for name in self.unmatched_patterns]
@@ -108,7 +123,7 @@ class ConversionPlan:
     def take(self, fqn: str, layer: nn.Module) -> None:
         """Add a layer to the plan."""
         self.layers[fqn] = layer
-        self.configs[fqn] = layer.config if isinstance(layer, Float8Linear) else self.config
+        self.configs[fqn] = own_config(layer) or self.config
 
     def leave(self, fqn: str, reason: str) -> None:
         """Leave a layer as it is, for this reason."""
@@ -129,9 +144,9 @@ class ConversionPlan:
         """
         problems: list[tuple[str, str | None]] = []
         for fqn, layer in self.plain_layers.items():
-            config = self.configs[fqn]
-            problems.append((fqn, MODULE_RULES[type(layer)].refuses(layer, config)))
-            if config.enable_fsdp_float8_all_gather:
+            config, rule = self.configs[fqn], _rule_of(layer)
+            problems.append((fqn, rule.refuses(layer, config)))
+            if config.enable_fsdp_float8_all_gather and not rule.stacked:
                 problems.append((fqn, WEIGHT_RULES[0].refuses(layer, config)))
         problems = [problem for problem in (*problems, *further) if problem[1] is not None]
         if problems:
@@ -143,15 +158,15 @@ class ConversionPlan:
     def warn_of_fixed_scales(self) -> None:
         """Warn of recipe ``unit``, whose scale of 1 moves no tensor into the format's range."""
         layers = self.plain_layers
-        scaled = {f: m for f, m in layers.items() if not MODULE_RULES[type(m)].unit_scaled}
+        scaled = {f: m for f, m in layers.items() if not _rule_of(m).unit_scaled}
         if self.config != RECIPES["unit"] or not scaled:
             return
         warnings.warn(
             f'recipe "unit" casts with a scale of 1, and {len(scaled)} of {len(layers)} layers '
             f"(first: {named(next(iter(scaled)))}) are not unit-scaled"
-            f"{_flushed([m.weight for m in scaled.values()])}; gradients are smaller yet. Build "
-            "the model from float8.unit_scaling's layers, transform it with unit_scale and float8 "
-            "of float8.unit_scaling.transforms, or take a dynamic recipe",
+            f"{_flushed([w for m in scaled.values() for w in _weights(m)])}; gradients are smaller "
+            "yet. Build the model from float8.unit_scaling's layers, transform it with unit_scale "
+            "and float8 of float8.unit_scaling.transforms, or take a dynamic recipe",
             stacklevel=3,
         )
 
@@ -161,18 +176,18 @@ class ConversionPlan:
         Returns:
             ``model``, or the new layer if ``model`` itself was one.
         """
-        swapped = {
-            layer: MODULE_RULES[type(layer)].convert(layer, self.configs[fqn], fqn)
-            for fqn, layer in self.plain_layers.items()
-        }
+        plain = self.plain_layers
+        swapped = {m: _rule_of(m).convert(m, self.configs[fqn], fqn) for fqn, m in plain.items()}
         self.layers = {fqn: swapped.get(layer, layer) for fqn, layer in self.layers.items()}
         self.conversion.converted = list(self.layers)
+        self.conversion.experts = [fqn for fqn, m in plain.items() if _rule_of(m).stacked]
         return replace_children(model, swapped)
 
     def finish(self, model: nn.Module) -> None:
         """Complete the report, attach it to the model, log it, and warn if no layer is float8."""
         conversion = self.conversion
-        layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Float8Linear)}
+        own = {fqn: m for fqn, m in model.named_modules() if own_config(m) is not None}
+        layers = {fqn: m for fqn, m in own.items() if isinstance(m, Float8Linear)}
         for fqn in conversion.converted:
             layer = layers.get(fqn)
             if layer is None or layer.weight.device.type == "cuda":
@@ -180,7 +195,7 @@ class ConversionPlan:
             reason = refuses_on_gpu(layer.config, layer.weight, tokens=16, grad=True)
             if reason is not None:
                 conversion.refused_on_gpu[fqn] = reason
-        names = [*layers, *conversion.skipped]
+        names = [*own, *conversion.skipped]
         conversion.unmatched_patterns = unmatched_patterns(self.module_filter_fn, names)
         model.float8_conversion = conversion  # type: ignore[assignment]
         logger.info("%s", conversion)
@@ -194,10 +209,18 @@ class ConversionPlan:
                 named(fqn),
                 reason,
             )
+        kept = [fqn for fqn, reason in conversion.skipped.items() if reason == NO_HISTORY]
+        if kept:
+            logger.warning(
+                "%d experts modules stay in high precision; the first is %s: %s",
+                len(kept),
+                named(kept[0]),
+                NO_HISTORY,
+            )
         if conversion.converted:
             return
-        unchanged = any(layer.config != self.config for layer in layers.values())
-        if not layers or (self.config_is_given and unchanged):
+        unchanged = any(own_config(layer) != self.config for layer in own.values())
+        if not own or (self.config_is_given and unchanged):
             warnings.warn(f"{self.caller} converted no layer:{self.reasons}", stacklevel=3)
 
     @property
@@ -245,9 +268,10 @@ def plan_conversion(
     plan = ConversionPlan(caller, config or Float8LinearConfig(), module_filter_fn)
     plan.config_is_given = config is not None
     is_wanted = module_filter_fn or all_of()
+    routers = routers_of(model)
     for fqn, module in model.named_modules():
-        is_candidate = type(module) in MODULE_RULES or isinstance(module, Float8Linear)
-        reason = _left_alone(module, fqn, plan.config, replaces_weights)
+        is_candidate = own_config(module) is not None or rule_of(module) is not None
+        reason = routers.get(module) or _left_alone(module, fqn, plan, replaces_weights)
         if reason is None and is_candidate:
             reason = why_not(is_wanted, module, fqn)
         if reason is not None:
@@ -260,22 +284,39 @@ def plan_conversion(
     return plan
 
 
+def own_config(module: nn.Module) -> Float8LinearConfig | None:
+    """The config of a converted layer or of converted experts, or None for other modules."""
+    if isinstance(module, Float8Linear):
+        return module.config
+    return module.float8_config if isinstance(module, Float8Module) else None
+
+
 def _left_alone(
-    module: nn.Module, fqn: str, config: Float8LinearConfig, replaces_weights: bool
+    module: nn.Module, fqn: str, plan: ConversionPlan, replaces_weights: bool
 ) -> str | None:
     """The reason why a module stays as it is, whatever the filter says, or None."""
-    if isinstance(module, Float8Linear):
-        if replaces_weights:
-            return None
+    own, rule = own_config(module), rule_of(module)
+    if isinstance(module, Float8Linear) and replaces_weights:
+        return None
+    if own is not None:
         other = ", with another config: convert_from_float8_training first, to change it"
-        return "it is a Float8Linear already" + (other if module.config != config else "")
-    if type(module) in MODULE_RULES:
-        return runs_something_else(module, fqn)
+        what = "a Float8Linear" if isinstance(module, Float8Linear) else "in float8"
+        kept = "; its weights stay in high precision" if replaces_weights else ""
+        return f"it is {what} already" + (other if own != plan.config else "") + kept
+    if rule is not None:
+        why = _why_not_these_experts(plan, replaces_weights) if rule.stacked else None
+        return why or runs_something_else(module, fqn)
     if isinstance(module, nn.Linear):
         return _why_not_this_linear(module)
     return next(
         (why for kind, why in _BYPASSES.items() if isinstance(module, kind)), _holds_weights(module)
     )
+
+
+def _why_not_these_experts(plan: ConversionPlan, replaces_weights: bool) -> str | None:
+    if replaces_weights:
+        return f"{plan.caller} takes the weights of linear layers, and none of experts"
+    return NO_HISTORY if plan.config.uses_delayed_scaling else None
 
 
 def _why_not_this_linear(module: nn.Linear) -> str:
@@ -301,17 +342,23 @@ def _holds_weights(module: nn.Module) -> str | None:
             "its type is Conv1D, not nn.Linear: its weight is transposed, and stays in high "
             "precision"
         )
-    if name.endswith("Experts") and any(map(_is_stacked, module._parameters.values())):
+    if name.endswith("Experts") and stacked_weights(module):
         return (
             f"its type is {name}: products with the stacked weights of experts stay in high "
-            "precision"
+            "precision (float8.register_experts converts a type that calls grouped_mm)"
         )
     return None
 
 
-def _is_stacked(parameter: Tensor | None) -> bool:
-    # A lazy one has no shape yet.
-    return parameter is not None and not is_lazy(parameter) and parameter.dim() == 3
+def _rule_of(layer: nn.Module) -> ModuleRule:
+    """The rule of a layer that a plan has taken."""
+    rule = rule_of(layer)
+    assert rule is not None
+    return rule
+
+
+def _weights(layer: Any) -> list[Tensor]:
+    return list(stacked_weights(layer).values()) if _rule_of(layer).stacked else [layer.weight]
 
 
 def runs_something_else(module: nn.Module, fqn: str) -> str | None:
@@ -375,8 +422,8 @@ def _flushed(weights: list[Tensor]) -> str:
 
 def replace_children(root: nn.Module, swapped: dict[nn.Module, nn.Module]) -> nn.Module:
     """Replace modules of a tree; returns the root, which may be one of them."""
-    # A list first: the tree must not change while it is walked.
-    for parent in list(root.modules()):
+    # A list first: the tree must not change while it is walked. A replaced module may be a parent.
+    for parent in [*root.modules(), *swapped.values()]:
         for name, child in parent._modules.items():
             if child in swapped:
                 parent._modules[name] = swapped[child]

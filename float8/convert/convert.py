@@ -1,13 +1,14 @@
-"""Replace a model's linear layers by float8 ones for training, and back.
+"""Replace a model's linear layers and experts by float8 ones for training, and back.
 
 Conversion checks everything before it changes anything, shares every parameter, and reports what it
 did: the returned module has a `Conversion` as its attribute ``float8_conversion``, which lists the
 converted layers, the others, and the reasons.
 
 Converted are modules whose type is exactly ``nn.Linear``, or a type that has a rule
-(`register_linear_type`, `register_module_rule`). Others are reported, among them the two torch
-modules that go around their own linear layers: ``nn.MultiheadAttention`` multiplies by
-``out_proj.weight`` itself, and ``nn.TransformerEncoderLayer`` has a fused path for inference.
+(`register_linear_type`, `register_module_rule`, `float8.register_experts`). Others are reported,
+among them the two torch modules that go around their own linear layers: ``nn.MultiheadAttention``
+multiplies by ``out_proj.weight`` itself, and ``nn.TransformerEncoderLayer`` has a fused path for
+inference.
 """
 
 from __future__ import annotations
@@ -71,8 +72,10 @@ def convert_to_float8_training(
     config: Float8LinearConfig | None = None,
     module_filter_fn: ModuleFilter | None = None,
 ) -> nn.Module:
-    """Replace the linear layers of ``module`` by float8 ones, in place.
+    """Replace the linear layers and the experts of ``module`` by float8 ones, in place.
 
+    Experts are modules that multiply by stacked weights with ``grouped_mm``: those of Transformers
+    and torchtitan, and types given to `float8.register_experts`. Routers stay in high precision.
     Parameters stay the same objects; mode, hooks, dtype and device stay; a layer registered under
     two names stays one layer. Convert before building the optimizer where a distributed wrapper
     replaces parameters, as ``enable_fsdp_float8_all_gather`` does with weights. Converting again
@@ -81,8 +84,8 @@ def convert_to_float8_training(
     Args:
         module: the model; it may itself be an ``nn.Linear``.
         config: dynamic tensorwise by default.
-        module_filter_fn: called with each candidate and its name; False leaves it alone. See
-            `float8.filters`.
+        module_filter_fn: called with each candidate, a linear layer or experts, and its name; False
+            leaves it alone. See `float8.filters`.
 
     Returns:
         ``module``, or the new layer if ``module`` itself was one.
@@ -109,7 +112,7 @@ def convert_to_float8_training(
 
 
 def convert_from_float8_training(module: nn.Module) -> nn.Module:
-    """Replace every `Float8Linear` of ``module`` by a plain ``nn.Linear``, in place.
+    """Replace every `Float8Linear` of ``module`` by a plain ``nn.Linear``, in place; experts too.
 
     The inverse of `convert_to_float8_training`: parameters, mode and hooks are shared, and the
     state dict has plain keys. Weights that are in float8 are dequantised. Norms and gates that

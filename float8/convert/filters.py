@@ -1,8 +1,9 @@
 """Filters for ``convert_to_float8_training(module_filter_fn=...)``: which layers to convert.
 
-A filter is called as ``filter(module, fqn)`` with a candidate layer and its name in the model, and
-returns True to convert it. Any function will do; its attribute ``reason``, a function of the same
-arguments, if it has one, tells the conversion report why it returned False. For the usual cases::
+A filter is called as ``filter(module, fqn)`` with a candidate, a linear layer or experts, and its
+name in the model, and returns True to convert it. Any function will do; its attribute ``reason``, a
+function of the same arguments, if it has one, tells the conversion report why it returned False.
+For the usual cases::
 
     convert_to_float8_training(
         model, module_filter_fn=all_of(skip_names("lm_head", "*.gate"), divisible_by(16))
@@ -18,11 +19,13 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from float8.arguments import check_integer, described
 from float8.config.suggestions import did_you_mean
+from float8.linear.registration import stacked_weights
 
 __all__ = ["ModuleFilter", "all_of", "divisible_by", "min_features", "min_size", "skip_names"]
 
@@ -121,10 +124,9 @@ def min_size(weight_elements: int) -> ModuleFilter:
     """
     check_integer(weight_elements, "min_size: weight_elements", 0)
     return with_reason(
-        lambda module, fqn: math.prod(_features(module)) >= weight_elements,
+        lambda module, fqn: _elements(module) >= weight_elements,
         lambda module, fqn: (
-            f"its weight has {math.prod(_features(module)):,} elements, and min_size is "
-            f"{weight_elements:,}"
+            f"its weight has {_elements(module):,} elements, and min_size is {weight_elements:,}"
         ),
     )
 
@@ -139,8 +141,8 @@ def min_features(in_features: int = 0, out_features: int = 0) -> ModuleFilter:
     check_integer(in_features, "min_features: in_features", 0)
     check_integer(out_features, "min_features: out_features", 0)
     return with_reason(
-        lambda module, fqn: (
-            _features(module)[0] >= in_features and _features(module)[1] >= out_features
+        lambda module, fqn: all(
+            in_features <= K and out_features <= N for K, N in _features(module)
         ),
         lambda module, fqn: (
             f"{_sizes(module)}, and min_features is {in_features} and {out_features}"
@@ -159,7 +161,7 @@ def divisible_by(multiple: int = 16) -> ModuleFilter:
     """
     check_integer(multiple, "divisible_by: multiple", 1)
     return with_reason(
-        lambda module, fqn: all(size % multiple == 0 for size in _features(module)),
+        lambda module, fqn: all(size % multiple == 0 for s in _features(module) for size in s),
         lambda module, fqn: f"{_sizes(module)}: not multiples of {multiple}",
     )
 
@@ -212,9 +214,19 @@ def _matches(pattern: str, fqn: str) -> bool:
     return fnmatch.fnmatchcase(fqn, pattern) or fqn.startswith(pattern + ".")
 
 
-def _features(module: nn.Module) -> tuple[int, int]:
-    return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
+def _features(module: Any) -> list[tuple[int, int]]:
+    """(in_features, out_features) of a linear layer, or of each stack of experts."""
+    if stacks := stacked_weights(module):
+        turned = getattr(module, "is_transposed", False)
+        shapes = [tuple(w.shape[1:]) for w in stacks.values()]
+        return [(K, N) if turned else (N, K) for K, N in shapes]
+    return [(int(module.in_features), int(module.out_features))]
+
+
+def _elements(module: nn.Module) -> int:
+    """The elements of a weight; of experts, of their smallest matrix."""
+    return min(map(math.prod, _features(module)))
 
 
 def _sizes(module: nn.Module) -> str:
-    return "in_features={}, out_features={}".format(*_features(module))
+    return " and ".join(f"in_features={K}, out_features={N}" for K, N in _features(module))

@@ -1,7 +1,9 @@
-"""torchtitan: float8 linear layers by its converters, or by its overrides from the command line.
+"""torchtitan: float8 layers by its converters, or by its overrides from the command line.
 
 torchtitan builds a model from a tree of ``Config`` objects, so float8 means another ``Config`` in
-the place of each ``Linear.Config``. In a config registry, for any of `float8.config.RECIPES`::
+the place of each ``Linear.Config``, and of each ``GroupedExperts.Config``, whose grouped products
+then run in float8. Routers stay in high precision; with a delayed recipe, experts do too. In a
+config registry, for any of `float8.config.RECIPES`::
 
     def llama3_8b_float8() -> Trainer.Config:
         config = llama3_8b()
@@ -52,15 +54,17 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from float8.config import Float8LinearConfig, check_config
-from float8.convert.conversion import ConversionPlan
-from float8.convert.filters import ModuleFilter, divisible_by
+from float8.convert.conversion import NO_HISTORY, ConversionPlan
+from float8.convert.filters import ModuleFilter, divisible_by, why_not
+from float8.convert.routers import ROUTES
 from float8.distributed.after_step import after_step
 from float8.estimate import faster_layers
+from float8.experts.modules import float8_type
 from float8.integrations.conversion import require
 from float8.linear.cast import DynamicCast, NoCast, StaticCast
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
-from float8.linear.registration import WEIGHT_RULES
+from float8.linear.registration import WEIGHT_RULES, rule_of
 
 require("torchtitan", "torchtitan", ("0.3", "0.4"))
 
@@ -68,6 +72,7 @@ from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
 from torchtitan.components.quantization import QuantizationConverter  # noqa: E402
 from torchtitan.config import derive, override  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
+from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.protocols.model import BaseModel  # noqa: E402
 from torchtitan.protocols.module import Module  # noqa: E402
 
@@ -179,8 +184,26 @@ def _refuses(config: Float8LinearConfig, parallel_dims: ParallelDims) -> str | N
     return None
 
 
+@functools.cache
+def _float8_experts(experts: Any) -> Any:
+    """The type of float8 experts that are built from a ``Config``, as torchtitan builds modules."""
+
+    class Float8TitanExperts(float8_type(experts)):  # type: ignore[misc]
+        @dataclass(kw_only=True, slots=True)
+        class Config(experts.Config):
+            recipe: str = "tensorwise"
+            _float8: Float8LinearConfig | None = None
+            _fqn: str = ""
+
+        def __init__(self, config: Config) -> None:
+            super().__init__(config)
+            self.set_up(config._float8, config._fqn)
+
+    return Float8TitanExperts
+
+
 class Float8Converter(QuantizationConverter):
-    """Puts float8 layers in the place of torchtitan's linear layers, before a model is built.
+    """Puts float8 layers in the place of torchtitan's linear layers and experts.
 
     Args:
         config: the options, a `Float8Converter.Config`.
@@ -193,9 +216,10 @@ class Float8Converter(QuantizationConverter):
         Args:
             recipe: a row of `float8.config.RECIPES`.
             config: a configuration in place of a recipe.
-            filter_fqns: layers whose name contains one of these stay in high precision; an entry
-                that matches no layer raises a warning. Layers with a dimension that is no multiple
-                of 16 stay so too, which tensor cores do not take, unless the configuration pads.
+            filter_fqns: layers and experts whose name contains one of these stay in high precision;
+                an entry that matches none raises a warning. Those with a dimension that is no
+                multiple of 16 stay so too, which tensor cores do not take, unless the configuration
+                pads.
             enable_fsdp_float8_all_gather: FSDP2 sends weights in float8, where there is one scale
                 per weight (``tensorwise``, ``delayed``, ``unit``) and no tensor parallelism.
             faster_layers_tokens: tokens that a layer sees at once (local batch size times sequence
@@ -229,7 +253,7 @@ class Float8Converter(QuantizationConverter):
             self._is_faster = faster_layers(self.float8, config.faster_layers_tokens, config.device)
 
     def convert(self, model_config: Module.Config) -> Module.Config:
-        """Replace the configs of linear layers below ``model_config``, in place.
+        """Replace the configs of linear layers and experts below ``model_config``, in place.
 
         Returns:
             ``model_config``, or the new config if it was a ``Linear.Config`` itself.
@@ -239,22 +263,22 @@ class Float8Converter(QuantizationConverter):
                 has been changed then.
         """
         plan, places = ConversionPlan("Float8Converter", self.float8), {}
-        found = list(model_config.traverse(Linear.Config))
+        experts = list(model_config.traverse(GroupedExperts.Config))
+        found = [*model_config.traverse(Linear.Config), *experts]
         self._check_names([fqn for fqn, *_ in found])
-        for fqn, linear, parent, attr in found:
-            layer = nn.Linear(
-                linear.in_features, linear.out_features, device="meta", dtype=torch.bfloat16
-            )
-            if (reason := self._left_alone(fqn, linear, layer)) is not None:
+        for fqn, plain, parent, attr in found:
+            layer = _on_meta(plain)
+            if (reason := self._left_alone(fqn, plain, layer)) is not None:
                 plan.leave(fqn, reason)
             else:
                 plan.take(fqn, layer)
-                places[fqn] = linear, parent, attr
+                places[fqn] = plain, parent, attr
         plan.check()
         plan.warn_of_fixed_scales()
         tied = getattr(model_config, "enable_weight_tying", False)
-        for fqn, (linear, parent, attr) in places.items():
-            new = self._converted(fqn, linear, tied and fqn == "lm_head")
+        plan.conversion.experts = [fqn for fqn, *_ in experts if fqn in places]
+        for fqn, (plain, parent, attr) in places.items():
+            new = self._converted(fqn, plain, tied and fqn == "lm_head")
             plan.conversion.converted.append(fqn)
             plan.conversion.gathered_in_high_precision |= _stays_plain(fqn, new)
             if parent is None:
@@ -278,41 +302,53 @@ class Float8Converter(QuantizationConverter):
                 stacklevel=3,
             )
 
-    def _left_alone(self, fqn: str, linear: Linear.Config, layer: nn.Linear) -> str | None:
-        """The reason why a layer stays as it is, or None."""
-        if isinstance(linear, Float8TitanLinear.Config):
-            other = "" if linear._float8 == self.float8 else ", with another config"
-            return f"it is a Float8TitanLinear already{other}"
-        if type(linear) is not Linear.Config:
-            return f"its config is a {type(linear).__qualname__}: its forward may be its own"
+    def _left_alone(self, fqn: str, plain: Any, layer: nn.Module) -> str | None:
+        """The reason why a layer or experts stay as they are, or None."""
+        is_experts = isinstance(plain, GroupedExperts.Config)
+        own = getattr(plain, "_float8", None)
+        if own is not None:
+            other = "" if own == self.float8 else ", with another config"
+            return f"it is {'in float8' if is_experts else 'a Float8TitanLinear'} already{other}"
+        if rule_of(layer) is None if is_experts else type(plain) is not Linear.Config:
+            return f"its config is a {type(plain).__qualname__}: its forward may be its own"
         if any(part in fqn for part in self.options.filter_fqns):
             return "filter_fqns names it"
-        if not (self.float8.pad_inner_dim or divisible_by(16)(layer, fqn)):
-            sizes = f"{layer.in_features} x {layer.out_features}"
-            return f"{sizes} has a dimension that is no multiple of 16"
-        if self._is_faster is not None and not self._is_faster(layer, fqn):
+        if "router" in fqn.split(".") or (is_experts and self.float8.uses_delayed_scaling):
+            return NO_HISTORY if is_experts else ROUTES
+        odd = None if self.float8.pad_inner_dim else why_not(divisible_by(16), layer, fqn)
+        if odd is None and self._is_faster is not None and not self._is_faster(layer, fqn):
             return f"it is not predicted to be faster on {self.options.device}"
-        return None
+        return odd
 
-    def _converted(self, fqn: str, linear: Linear.Config, tied: bool) -> Module.Config:
+    def _converted(self, fqn: str, plain: Any, tied: bool) -> Module.Config:
         float8 = self.float8
         if tied:  # an embedding reads this weight too, and it reads no float8
             float8 = replace(float8, enable_fsdp_float8_all_gather=False)
-        return derive(
-            linear,
-            Float8TitanLinear.Config,
-            recipe=self.options.recipe if self.options.config is None else "own config",
-            plain_checkpoint=self.options.plain_checkpoint,
-            _float8=float8,
-            _fqn=fqn,
-        )
+        recipe = self.options.recipe if self.options.config is None else "own config"
+        options: dict[str, Any] = {"recipe": recipe, "_float8": float8, "_fqn": fqn}
+        if isinstance(plain, GroupedExperts.Config):
+            experts: Any = type(_on_meta(plain))
+            return derive(plain, _float8_experts(experts).Config, **options)
+        options["plain_checkpoint"] = self.options.plain_checkpoint
+        return derive(plain, Float8TitanLinear.Config, **options)
 
 
-def _stays_plain(fqn: str, config: Float8TitanLinear.Config) -> dict[str, str]:
+def _on_meta(config: Any) -> nn.Module:
+    """An ``nn.Linear`` of a linear layer's sizes, or the experts that a config builds."""
+    with torch.device("meta"):
+        if isinstance(config, Linear.Config):
+            return nn.Linear(config.in_features, config.out_features, dtype=torch.bfloat16)
+        built: nn.Module = config.build()
+        return built
+
+
+def _stays_plain(fqn: str, config: Any) -> dict[str, str]:
     """Under enable_fsdp_float8_all_gather: why FSDP2 will send this weight as it is, if it will."""
     float8 = config._float8
     if float8 is None or not float8.enable_fsdp_float8_all_gather:
         return {}
+    if isinstance(config, GroupedExperts.Config):
+        return {fqn: "the stacked weights of experts are gathered as they are"}
     sizes = config.in_features, config.out_features
     layer = Float8Linear(*sizes, device="meta", dtype=torch.bfloat16, config=float8)
     return WEIGHT_RULES[0].wrap(layer, {fqn: layer})

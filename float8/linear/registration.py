@@ -6,6 +6,8 @@ packages above fill when they are imported:
 - ``MODULE_RULES``: `float8.convert` registers ``nn.Linear``, `float8.unit_scaling` and
   `float8.distributed` their layers, and users their own types; conversion and `float8.estimate`
   read it.
+- ``RULE_FINDERS``: `float8.experts` registers one, for types that it knows by what they have;
+  `rule_of` asks it.
 - ``WEIGHT_RULES``: `float8.distributed.gathered_weights` registers one; conversion reads it for
   ``enable_fsdp_float8_all_gather``, and layers when they load and save checkpoints.
 - ``MODEL_CHECKS``: `float8.unit_scaling.transforms` registers one; conversion reads it first.
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from float8.config import Float8LinearConfig
 
@@ -34,11 +37,14 @@ class ModuleRule:
         convert: (module, config, fqn) -> the float8 module, parameters shared.
         unit_scaled: whether the type keeps its operands near unit scale by itself, so that recipe
             ``unit`` suits it.
+        stacked: whether the module has stacks of weights (E, N, K), those of experts, instead of
+            one ``weight`` (N, K). What stores or replaces a layer's weight leaves it alone.
     """
 
     refuses: Callable[[nn.Module, Float8LinearConfig], str | None]
     convert: Callable[[nn.Module, Float8LinearConfig, str], nn.Module]
     unit_scaled: bool = False
+    stacked: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,8 @@ class WeightRule:
 
 
 MODULE_RULES: dict[type[nn.Module], ModuleRule] = {}
+# (type) -> its rule, or None where the finder does not know the type.
+RULE_FINDERS: list[Callable[[type[nn.Module]], ModuleRule | None]] = []
 WEIGHT_RULES: list[WeightRule] = []  # at most one
 # (the whole model) -> the reason why swapping its layers would be wrong, or None.
 MODEL_CHECKS: list[Callable[[nn.Module], str | None]] = []
@@ -85,6 +93,28 @@ def register_module_rule(module_type: type[nn.Module], rule: ModuleRule) -> None
     if module_type in MODULE_RULES:
         raise ValueError(f"{module_type.__name__} already has a conversion rule")
     MODULE_RULES[module_type] = rule
+
+
+def rule_of(module: nn.Module) -> ModuleRule | None:
+    """The rule of a module's type, or None where conversion leaves the type alone."""
+    kind = type(module)
+    found = (rule for find in RULE_FINDERS if (rule := find(kind)) is not None)
+    return MODULE_RULES.get(kind) or next(found, None)
+
+
+def stacked_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a module, by name, that are stacks of the matrices of experts: (E, N, K).
+
+    ``is_transposed``, where a module has it, says that they are (E, K, N).
+    """
+    own = module._parameters.items()
+    # A lazy one has no shape yet.
+    return {n: p for n, p in own if p is not None and not is_lazy(p) and p.dim() == 3}
+
+
+def stored_by(weight: Tensor) -> WeightRule | None:
+    """The rule by which a weight is stored, or None for an ordinary one."""
+    return next((rule for rule in WEIGHT_RULES if rule.is_stored(weight)), None)
 
 
 def register_weight_rule(rule: WeightRule) -> None:

@@ -24,6 +24,8 @@ import torch
 from torch import nn
 from torch.utils import checkpoint
 
+from float8.config import Float8LinearConfig
+
 # Re-entrant: garbage collection may close the scope of an abandoned generator at any time.
 _LOCK = threading.RLock()
 
@@ -77,7 +79,13 @@ class Switchable(nn.Module):
 
 
 class Float8Module(Switchable):
-    """Abstract: a module that computes in float8 and can become the plain module again."""
+    """Abstract: a module that computes in float8 and can become the plain module again.
+
+    Attributes:
+        float8_config: of the module's products, where ``config`` is not that: of experts.
+    """
+
+    float8_config: Float8LinearConfig | None = None
 
     def to_float(self) -> nn.Module:
         """The plain module, parameters shared."""

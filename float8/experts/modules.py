@@ -1,0 +1,293 @@
+"""`Float8Experts`: a module of a mixture of experts whose grouped products run in float8.
+
+Such a module holds the weights of E experts as stacks (E, N, K), and multiplies the tokens of all
+experts by one call of ``torch.nn.functional.grouped_mm`` per stack. Around these calls each library
+sorts, masks, gates and adds biases in its own way. So a converted module runs its own forward,
+under a torch function mode that makes `float8.grouped_mm` of each ``grouped_mm``. Parameters,
+buffers, hooks and attributes are the module's, and checkpoints have the plain keys. Its class is a
+subclass of the module's, made for it, so ``isinstance`` answers as before.
+
+Which types hold experts: those that `register_experts` was told, and those that a function in
+`FINDERS` knows, where `float8.integrations.experts` adds other libraries' types. Some forwards call
+``grouped_mm`` only if asked to, and loop over experts otherwise: their type is registered with the
+forward that does.
+
+The mode sees calls of the forward that runs now, in this thread. A checkpoint *around* the module
+recomputes them in float8; one *inside* its forward would recompute without the mode.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from float8.arguments import described
+from float8.config import Float8LinearConfig
+from float8.experts.grouped_mm import grouped_mm
+from float8.kernels import is_sharded
+from float8.linear.layer import with_state_of
+from float8.linear.refusals import refuses_layer
+from float8.linear.registration import RULE_FINDERS, ModuleRule, stacked_weights, stored_by
+from float8.linear.switch import Float8Module
+from float8.tensor import Float8Tensor
+
+logger = logging.getLogger("float8")
+Forward = Callable[..., Any]
+"""(module, its arguments) -> its result, by calls of ``grouped_mm``."""
+
+# type -> the forward that runs in float8
+_REGISTERED: dict[type[nn.Module], Forward] = {}
+# (type) -> the forward that runs in float8, or None where the type is not known.
+FINDERS: list[Callable[[type[nn.Module]], Forward | None]] = []
+# The functions that a mode replaces: (x (T, K), w (E, K, N), offs (E,)) -> (T, N)
+GROUPED_MM: set[Any] = {torch._grouped_mm, F.grouped_mm, torch.ops.aten._grouped_mm}
+_NAMES = {"mat_a": "x", "self": "x", "input": "x", "mat_b": "w", "mat2": "w", "weight": "w"}
+
+
+def register_experts(experts_type: type[nn.Module], forward: Forward | None = None) -> None:
+    """Convert modules of this type: `float8.convert_to_float8_training` finds them from now on.
+
+    Every ``torch.nn.functional.grouped_mm`` that the forward calls runs as `float8.grouped_mm`, and
+    all else as it is. Registering a type again with the same forward changes nothing.
+
+    Args:
+        experts_type: exactly this type; its subclasses are not converted.
+        forward: ``forward(module, ...)`` with the arguments and the result of the type's own, which
+            runs in its place while the module computes in float8: for a type that loops over its
+            experts. None for the type's own.
+
+    Raises:
+        TypeError: ``experts_type`` is no type of module, or ``forward`` cannot be called.
+        ValueError: the type is registered with another forward, or is converted as another layer.
+    """
+    if not (isinstance(experts_type, type) and issubclass(experts_type, nn.Module)):
+        raise TypeError(
+            "register_experts: experts_type must be a subclass of nn.Module, got "
+            f"{described(experts_type)}"
+        )
+    if forward is not None and not callable(forward):
+        raise TypeError(f"register_experts: forward must be callable, got {described(forward)}")
+    forward = forward or experts_type.forward
+    if _forward_of(experts_type) not in (None, forward) or issubclass(experts_type, nn.Linear):
+        raise ValueError(f"register_experts: {experts_type.__name__} has a conversion already")
+    _REGISTERED[experts_type] = forward
+
+
+def _forward_of(kind: type[nn.Module]) -> Forward | None:
+    """The forward of a type of experts that calls ``grouped_mm``, or None for other types."""
+    if kind in _REGISTERED or issubclass(kind, Float8Experts):
+        return _REGISTERED.get(kind)
+    return next((forward for find in FINDERS if (forward := find(kind)) is not None), None)
+
+
+class Float8Experts(Float8Module):
+    """Abstract: an experts module whose grouped products run in float8; see the module.
+
+    Attributes:
+        float8_config: how products run. ``config`` is often the module's own.
+        float8_name: the module's name in its model, for messages.
+    """
+
+    plain_type: ClassVar[type[nn.Module]]
+    float8_forward: Forward
+    float8_config: Float8LinearConfig
+    float8_name: str
+
+    def set_up(self, config: Float8LinearConfig, fqn: str) -> None:
+        """Compute by this config, under this name."""
+        self.float8_config, self.float8_name = config, fqn
+        self._add_switch()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, its grouped products in float8."""
+        if self.high_precision:
+            with _DequantizedWeights():
+                return super().forward(*args, **kwargs)
+        products = _GroupedProducts(self)
+        with products:
+            result = self.float8_forward(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            products.tell_if_there_were_none()
+        return result
+
+    def to_float(self) -> nn.Module:
+        """The plain module, of its own type, parameters shared.
+
+        Raises:
+            ValueError: something has wrapped ``forward``, which would still run in float8.
+        """
+        if "forward" in self.__dict__:
+            raise ValueError(
+                f"{self._name}: its forward was replaced after the conversion, by what would still "
+                "run in float8: evaluate under float8.high_precision(model), or load a checkpoint "
+                "into the plain model"
+            )
+        plain: nn.Module = with_state_of(self, self.plain_type)
+        for name in ("float8_config", "float8_name", "switch", "evaluates_in_high_precision"):
+            plain.__dict__.pop(name, None)
+        return plain
+
+    @property
+    def _name(self) -> str:
+        return self.float8_name or type(self).__name__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles hold the plain type, from which this one is made again."""
+        return _new, (self.plain_type,), self.__dict__
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, weight in stacked_weights(self).items():
+            stored = stored_by(weight)
+            if stored is not None and not keep_vars and prefix + name in destination:
+                destination[prefix + name] = stored.to_plain(weight)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        stored = {name: stored_by(weight) for name, weight in stacked_weights(self).items()}
+        super()._load_from_state_dict(*args)
+        for name, rule in stored.items():
+            weight = self._parameters[name]
+            if (
+                rule is not None and weight is not None and not rule.is_stored(weight)
+            ):  # assign=True
+                self._parameters[name] = nn.Parameter(rule.from_plain(weight), weight.requires_grad)
+
+    def extra_repr(self) -> str:
+        """As the plain module, and the stacked weights, which torch leaves out."""
+        shapes = {n: tuple(w.shape) for n, w in stacked_weights(self).items()}
+        stacks = ", ".join(f"{name}={shape}" for name, shape in shapes.items())
+        return ", ".join(filter(None, (super().extra_repr(), stacks)))
+
+
+class _DequantizedWeights(TorchFunctionMode):
+    """Gives grouped products, in high precision, the values of weights that were gathered."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in GROUPED_MM:
+            args = [a.dequantize() if isinstance(a, Float8Tensor) else a for a in args]
+        return func(*args, **(kwargs or {}))
+
+
+class _GroupedProducts(TorchFunctionMode):
+    """Runs the grouped products of one forward in float8.
+
+    Args:
+        experts: whose forward it is. Its name is read for messages only, because torch.compile
+            guards on what is read.
+    """
+
+    def __init__(self, experts: Float8Experts) -> None:
+        super().__init__()
+        self.experts = experts
+        self.count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in GROUPED_MM:
+            return func(*args, **kwargs)
+        self.count += 1
+        return self._product(*args, **{_NAMES.get(name, name): x for name, x in kwargs.items()})
+
+    def _product(
+        self,
+        x: Tensor,
+        w: Tensor,
+        offs: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        if x.dim() != 2 or w.dim() != 3 or offs is None or bias is not None:
+            given = (
+                "no offs" if offs is None else "offs" + (" and bias" if bias is not None else "")
+            )
+            raise ValueError(
+                f"{self.experts._name}: grouped_mm of {tuple(x.shape)} and {tuple(w.shape)} with "
+                f"{given}: float8 multiplies tokens (T, K) by weights (E, K, N) with offs. Leave "
+                "the module out by module_filter_fn"
+            )
+        y = self._in_float8(x, w, offs)
+        return y if out_dtype is None else y.to(out_dtype)
+
+    def _in_float8(self, x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+        config = self.experts.float8_config
+        if torch.compiler.is_compiling():
+            return grouped_mm(x, w, offs, config)
+        try:
+            return grouped_mm(x, w, offs, config)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{self.experts._name}: {error}") from error
+
+    def tell_if_there_were_none(self) -> None:
+        """Log a warning, once per module, after a forward that multiplied nothing in float8."""
+        if self.count or self.experts in _told:
+            return
+        _told.add(self.experts)
+        logger.warning(
+            "%s: its forward called no grouped_mm, and has run in high precision; register_experts("
+            "type, forward) takes a forward that does",
+            self.experts._name,
+        )
+
+
+_told: weakref.WeakSet[Float8Experts] = weakref.WeakSet()
+
+
+# --- the types of converted modules, and their conversion
+
+
+def _make_type(plain_type: Any) -> Any:
+    @functools.wraps(plain_type.forward)  # torchtitan reads its signature
+    def forward(self: Float8Experts, *args: Any, **kwargs: Any) -> Any:
+        return Float8Experts.forward(self, *args, **kwargs)
+
+    body = {
+        "__module__": __name__,
+        "__doc__": f"A {plain_type.__name__} whose grouped products run in float8.",
+        "plain_type": plain_type,
+        "forward": forward,
+        "float8_forward": _forward_of(plain_type),
+    }
+    return type(f"Float8{plain_type.__name__}", (Float8Experts, plain_type), body)
+
+
+# type of experts -> the type of converted ones
+float8_type: Callable[[Any], Any] = functools.cache(_make_type)
+
+
+def _new(plain_type: type[nn.Module]) -> nn.Module:
+    made = float8_type(plain_type)
+    return made.__new__(made)
+
+
+def _convert(module: nn.Module, config: Float8LinearConfig, fqn: str) -> nn.Module:
+    new: Float8Experts = with_state_of(module, float8_type(type(module)))
+    new.set_up(config, fqn)
+    return new
+
+
+def _refuses(module: nn.Module, config: Float8LinearConfig) -> str | None:
+    """The reason why a module's products cannot run by this config on any device, or None."""
+    for name, weight in stacked_weights(module).items():
+        if type(weight) is not nn.Parameter and not is_sharded(weight):
+            return f"{name} is a {type(weight).__name__}: convert the plain module"
+        if (reason := refuses_layer(weight, config)) is not None:
+            return f"{name}: {reason}"
+    return None
+
+
+_RULE = ModuleRule(_refuses, _convert, stacked=True)
+RULE_FINDERS.append(lambda kind: _RULE if _forward_of(kind) is not None else None)

@@ -1,0 +1,41 @@
+"""The experts of other libraries, which conversion finds by itself.
+
+*Transformers* (5.x) decorates its classes of experts with ``use_experts_implementation``: their
+forward asks the model's config which of several functions to run, among them a loop over experts
+and one that calls ``grouped_mm``. A converted module runs the latter, whatever the config says.
+
+*torchtitan*'s ``GroupedExperts``, and what is derived from it, multiply in their method
+``_grouped_mm``. A subclass with a ``_grouped_mm`` of its own has another precision already.
+
+Neither library is imported: the classes say what they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from float8.experts.modules import FINDERS, GROUPED_MM, Forward
+
+_TRANSFORMERS = "transformers.integrations.moe"
+_TORCHTITAN = "torchtitan.models.common.moe"
+
+
+def _of_transformers(kind: type[nn.Module]) -> Forward | None:
+    namespace: dict[str, Any] = getattr(kind.forward, "__globals__", {})
+    if namespace.get("__name__") != _TRANSFORMERS:  # where the decorator's forward is written
+        return None
+    # What it multiplies with where torch's function does not take a dtype under torch.compile.
+    GROUPED_MM.add(torch.ops.transformers.grouped_mm_fallback)
+    forward: Forward = namespace["ALL_EXPERTS_FUNCTIONS"]["grouped_mm"]
+    return forward
+
+
+def _of_torchtitan(kind: type[nn.Module]) -> Forward | None:
+    method = getattr(kind, "_grouped_mm", None)
+    return kind.forward if getattr(method, "__module__", None) == _TORCHTITAN else None
+
+
+FINDERS.extend([_of_transformers, _of_torchtitan])
