@@ -32,7 +32,8 @@ from float8.formats import ScaleFormat
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 from float8.kernels import e8m0
 
-FLOAT32 = ScaleFormat.FLOAT32.value
+FLOAT32, E8M0 = ScaleFormat.FLOAT32.value, ScaleFormat.E8M0.value
+E8M0_FLOOR = ScaleFormat.E8M0_FLOOR.value
 MIN_SCALE = torch.finfo(torch.float32).tiny  # 2^-126
 
 
@@ -96,10 +97,8 @@ def scale_from_amax(amax: Tensor, format_max: float, scale_format: str = FLOAT32
     """
     # Literals: torch.compile would guard on globals, and with dynamic shapes make an input of
     # MIN_SCALE.
-    if scale_format == "e8m0_floor":
-        return e8m0.floor_of(amax, format_max)
-    if scale_format == "e8m0":
-        return e8m0.rounded_up(amax * (1.0 / format_max))
+    if scale_format == "e8m0" or scale_format == "e8m0_floor":
+        return e8m0.scale_from_amax(amax, format_max, scale_format == "e8m0")
     scale = (amax * (1.0 / format_max)).clamp(min=2.0**-126)
     if scale_format == "float32":
         return scale

@@ -8,6 +8,8 @@ of one process that rounds its rows first.
 
 import copy
 import sys
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 from assertions import assert_bitwise, error
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +27,15 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.measuring.wire import Wire
-from float8 import Float8ExpertParallel, Float8Tensor, grouped_mm
+from float8 import (
+    Float8ExpertParallel,
+    Float8Tensor,
+    after_step,
+    convert_to_float8_training,
+    grouped_mm,
+    high_precision,
+    register_experts,
+)
 from float8.config import RECIPES
 from float8.granularity import Blockwise, Rowwise
 
@@ -334,3 +344,92 @@ def trains(rank):
         assert expected[-1] < 0.9 * expected[0]
         # A tensorwise scale of the tokens is one per rank, not one for all of them.
         assert gap < (0.02 if recipe == "tensorwise" else 1e-6), (recipe, gap)
+
+
+# --- FSDP2
+
+
+class PlainExperts(IndexedExperts):
+    """Conversion runs its grouped products in float8."""
+
+    def __init__(self, experts=E):
+        super().__init__(None, experts)
+        self.num_experts = experts
+
+
+register_experts(PlainExperts)
+
+
+def converted(recipe, gathers, experts=E):
+    model = Mixture(None)
+    model.experts, model.router = PlainExperts(experts), nn.Linear(D, experts, bias=False)
+    config = replace(RECIPES[recipe], enable_fsdp_float8_all_gather=gathers)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", 'recipe "unit"')  # these layers are not unit-scaled
+        return convert_to_float8_training(model.float(), config=config)
+
+
+def sharded(model, **options):
+    fully_shard(model.experts, **options)
+    return fully_shard(model, **options)
+
+
+GATHERED = ("tensorwise", "blockwise", "unit")  # both GEMMs of these read one cast of a weight
+
+
+def fsdp2_equals_one_process(rank, experts=E, recipes=tuple(r for r in RECIPES if r != "delayed")):
+    """Outputs, gradients and weights of two steps, to the bit; shards are uneven, or empty."""
+    world = dist.get_world_size()
+    for recipe in recipes:
+        for gathers in (True, False):
+            single, model = converted(recipe, False, experts), converted(recipe, gathers, experts)
+            told = "experts" in model.float8_conversion.gathered_in_high_precision
+            assert told == (gathers and recipe not in GATHERED), recipe
+            sharded(model)
+            optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (single, model)]
+            for number in range(2):
+                torch.manual_seed(number)
+                x, g = torch.randn(2, world, 24, D)
+                expected = [single(x[r]) for r in range(world)]
+                for y, g_of_rank in zip(expected, g, strict=True):
+                    y.backward(g_of_rank)
+                y = model(x[rank])
+                assert_bitwise(y, expected[rank], (recipe, gathers))
+                y.backward(g[rank])
+                for p, q in zip(single.parameters(), model.parameters(), strict=True):
+                    p.grad /= world
+                    assert_bitwise(whole(q.grad), p.grad, (recipe, gathers))
+                for m, optimizer in zip((single, model), optimizers, strict=True):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    after_step(m)
+            plain = {k: whole(v) for k, v in model.state_dict().items()}
+            assert {type(v) for v in plain.values()} == {torch.Tensor}
+            for name, value in single.state_dict().items():
+                assert_bitwise(plain[name], value, name)
+            with high_precision(model):
+                assert model(x[rank]).isfinite().all()
+
+
+def weights_are_gathered_in_float8(rank):
+    """Bytes of the gathers, and one all-reduce for the scales of all experts."""
+    world = dist.get_world_size()
+    per_rank = -(-E // world) * 2 * D * H
+    for recipe in RECIPES:
+        if recipe == "delayed":
+            continue
+        sent = {}
+        for gathers in (True, False):
+            model = converted(recipe, gathers)
+            sharded(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+            after_step(model)
+            with Wire() as wire:
+                model(torch.randn(8, D).bfloat16()).sum().backward()
+            sent[gathers] = wire.bytes("all_gather")
+            assert wire.count("all_reduce") == 0, recipe
+        saved = per_rank * (world - 1) * 2 if recipe in GATHERED else 0  # forward and backward
+        assert sent[False] - sent[True] == saved, (recipe, sent)
+    model = sharded(converted("tensorwise", True))
+    with Wire() as wire:
+        after_step(model)
+    assert [each.kind for each in wire.sent] == ["all_reduce"]

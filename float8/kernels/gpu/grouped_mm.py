@@ -28,9 +28,8 @@ of 128 of contraction   a (T, K / 128), 1x128;         (M, P // 128 + E), 1x128:
 ======================  =============================  =======================================
 
 The host knows no group's size, and does not wait for it: the grid is an upper bound, and each
-program finds its group from ``offs``. Group g has the row tiles from ``starts[g] // TILE_M + g``
-on. That is at least as many tiles as it has rows for, so at most one per group is idle, and the
-group of a tile follows from one comparison per group, without a sum over earlier groups.
+program finds its group from ``offs`` (`jit.group_of_tile`). At most one row of tiles per group is
+idle.
 
 A group without tokens gives no rows, or a matrix of zeros. Rows of ``a`` at or beyond ``offs[-1]``
 are not read, and their rows of the result not written.
@@ -64,6 +63,7 @@ from float8.kernels.gpu.blockwise_mm import (
     place_of,
     tile_of,
 )
+from float8.kernels.gpu.jit import group_of_tile
 from float8.kernels.gpu.launch import Variant, check_device, launch, meta, register, variant
 from float8.kernels.grouped_mm import grouped_mm as define
 
@@ -71,7 +71,7 @@ ONE, ROW, BY_128, SQUARE = (WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128)
 PAIRS = (*itertools.product((ONE, ROW), repeat=2), (BY_128, SQUARE), (BY_128, BY_128))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # T is another in each batch
 def _kernel(
     a_ptr,  # float8 (T, K), or (M, P) where BY_TOKENS; stride 1 along the contraction
     a_scale_ptr,
@@ -79,9 +79,9 @@ def _kernel(
     b_scale_ptr,
     offs_ptr,  # int32 (E,)
     out_ptr,  # (T, N), or (E, M, N); row-major
-    M,  # unused unless BY_TOKENS
+    M,  # T, or M
     N,
-    K,  # unused where BY_TOKENS
+    K,  # K, or P
     E,
     stride_a,
     stride_b_e,
@@ -105,32 +105,29 @@ def _kernel(
 ):
     pid = tl.program_id(0)
     tiles_n = tl.cdiv(N, TILE_N)
-    e = tl.arange(0, EXPERTS)
-    ends = tl.load(offs_ptr + e, e < E, 0)
     if BY_TOKENS:
         tiles_m = tl.cdiv(M, TILE_M)
-        group = pid // (tiles_m * tiles_n)
+        group = (pid // (tiles_m * tiles_n)).to(tl.int64)
         tile_m, tile_n = place_of(pid % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
-        sizes = ends - tl.load(offs_ptr + e - 1, (e > 0) & (e < E), 0)
+        e = tl.arange(0, EXPERTS)
+        ends = tl.load(offs_ptr + e, e < E, 0)
+        sizes = tl.maximum(ends - tl.load(offs_ptr + e - 1, (e > 0) & (e < E), 0), 0)
         sizes = (sizes + ALIGN - 1) // ALIGN * ALIGN
-        first_k = tl.multiple_of(tl.sum(tl.where(e < group, sizes, 0)), ALIGN)
-        K = tl.multiple_of(tl.sum(tl.where(e == group, sizes, 0)), ALIGN)
-        first_m = tile_m * TILE_M
-        rows = M - first_m
-        a_row, out_row = first_m.to(tl.int64), group.to(tl.int64) * M + first_m
+        first_k = tl.minimum(tl.sum(tl.where(e < group, sizes, 0)), K)
+        K = tl.minimum(tl.sum(tl.where(e == group, sizes, 0)), K - first_k)
+        first_k, K = tl.multiple_of(first_k, ALIGN), tl.multiple_of(K, ALIGN)
+        a_row = tile_m.to(tl.int64) * TILE_M
+        out_row, rows = group * M + a_row, (M - a_row).to(tl.int32)
         block = first_k // STEP + group
     else:
         slot, tile_n = place_of(pid, tl.num_programs(0) // tiles_n, tiles_n, GROUP)
-        group = tl.sum(((ends // TILE_M + e < slot) & (e < E)).to(tl.int32))
-        start = tl.load(offs_ptr + group - 1, group > 0, 0)
-        first_m = start + (slot - start // TILE_M - group) * TILE_M
-        rows = tl.load(offs_ptr + group, group < E, 0) - first_m
+        group, begin, size, _, first_m = group_of_tile(slot, offs_ptr, E, M, M, TILE_M, 1, EXPERTS)
+        rows = (size - first_m).to(tl.int32)
         if rows <= 0:
             return
-        a_row, out_row = first_m.to(tl.int64), first_m.to(tl.int64)
+        a_row, out_row = begin + first_m, begin + first_m
         first_k, block = 0, 0
     first_n = tile_n.to(tl.int64) * TILE_N
-    group = group.to(tl.int64)
 
     # As in `blockwise_mm`: rows beyond the last of a group read the last one.
     m, n, k = tl.arange(0, TILE_M), tl.arange(0, TILE_N), tl.arange(0, STEP)
@@ -177,15 +174,14 @@ def _launch(
     out = _fake(a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align, use_fast_accum)
     if out.numel() == 0:
         return out
-    by_tokens, N, experts = b.dim() == 2, b.shape[-2], offs.shape[0]
-    rows = a.shape[0] if by_tokens else ceil_div(a.shape[0], experts)
-    tile = tile or tile_of(rows, N, experts)
-    tiles_m = experts * ceil_div(rows, tile.M) if by_tokens else a.shape[0] // tile.M + experts
+    by_tokens, M, N, experts = b.dim() == 2, a.shape[0], b.shape[-2], offs.shape[0]
+    tile = tile or tile_of(M if by_tokens else ceil_div(M, experts), N, experts)
+    tiles_m = experts * ceil_div(M, tile.M) if by_tokens else M // tile.M + experts
     if blocks and b_rows == 1 and b_scale.stride(-2) != 1:
         b_scale = b_scale.mT.contiguous().mT  # as in `blockwise_mm`
     launch(
         _kernel, tiles_m * ceil_div(N, tile.N),
-        a, a_scale, b, b_scale, offs, out, rows, N, a.shape[1], experts,
+        a, a_scale, b, b_scale, offs, out, M, N, a.shape[1], experts,
         a.stride(0), 0 if by_tokens else b.stride(0), b.stride(-2),
         *_strides(a_scale, by_tokens, blocks), *_strides(b_scale, by_tokens, blocks),
         BY_TOKENS=by_tokens, EXPERTS=triton.next_power_of_2(experts), ALIGN=align,

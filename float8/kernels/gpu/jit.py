@@ -100,10 +100,22 @@ def scaled(x32, factor, FORMAT_MAX: tl.constexpr, FITS: tl.constexpr):
     """
     y = x32 * factor
     if not FITS:
-        if not _PTX:
-            y = tl.clamp(y, -FORMAT_MAX, FORMAT_MAX, propagate_nan=tl.PropagateNan.ALL)
-        y = tl.where(tl.abs(x32) == float("inf"), float("nan"), y)
+        y = tl.where(tl.abs(x32) == float("inf"), float("nan"), clamped(y, FORMAT_MAX))
     return y
+
+
+@triton.jit
+def clamped(y, FORMAT_MAX: tl.constexpr):
+    """y, in the range of a format where `convert` does not saturate."""
+    if not _PTX:
+        y = tl.clamp(y, -FORMAT_MAX, FORMAT_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return y
+
+
+@triton.jit
+def without_infinities(x32):
+    """x, where NaN replaces the infinities, in one instruction; signs of zeros are kept."""
+    return tl.fma(x32, 0.0, x32)
 
 
 @triton.jit
