@@ -41,7 +41,7 @@ from benchmarks.measuring.step import Step, compare, room_to_compile, saved_byte
 from float8.kernels.casts import COMPILED, compiler_may_cast
 from float8.kernels.scaled_mm import family_of
 
-FLOORS = ("tensorwise", "rowwise", "blockwise")  # the others cast as one of these does
+FLOORS = ("tensorwise", "rowwise", "blockwise", "mxfp8")  # the others cast as one of these does
 CPU_SHAPES = (Shape(2048, 1024, 4096),)
 COLUMNS = {
     "shape": ("shape (M,K,N)", ""),

@@ -30,15 +30,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 
 from benchmarks.measuring import harness, report, shapes
 from benchmarks.measuring.shapes import LLAMA3_8B, LLAMA3_70B, Shape
-from float8 import Blockwise, Float8Tensor, Rowwise, Tensorwise
+from float8 import Blockwise, Float8Tensor, Rowwise, ScaleFormat, Tensorwise
 
 BASELINE = "bf16"
 # How `a` and `b` are scaled. Blockwise is DeepSeek-V3's: activations in rows of 128, weights in
-# squares of 128 (arXiv:2412.19437, section 3.3.2).
+# squares of 128 (arXiv:2412.19437, section 3.3.2). MX formats have a scale of one byte per 32.
 GRANULARITIES = {
     "tensorwise": (Tensorwise(), Tensorwise()),
     "rowwise": (Rowwise(), Rowwise()),
     "blockwise": (Blockwise(1, 128), Blockwise(128, 128)),
+    "mx": (Blockwise(1, 32), Blockwise(1, 32)),
 }
 CPU_SHAPES = (Shape(512, 1024, 1024), Shape(512, 1024, 4096))
 COLUMNS = {
@@ -64,8 +65,9 @@ def products(
     b_NK = torch.randn(shape.N, shape.K, device=device, dtype=torch.bfloat16)
 
     def product(name: str) -> Callable[[], torch.Tensor]:
+        scales = ScaleFormat.E8M0 if name == "mx" else ScaleFormat.FLOAT32
         a, b = (
-            Float8Tensor.from_high_precision(x, torch.float8_e4m3fn, granularity=granularity)
+            Float8Tensor.from_high_precision(x, torch.float8_e4m3fn, granularity, None, scales)
             for x, granularity in zip((a_MK, b_NK), GRANULARITIES[name], strict=True)
         )
         return lambda: a @ b.t()

@@ -47,6 +47,7 @@ from float8.version import __version__ as __version__
 # Imported on first use: tensor parallelism takes long to import, and most programs need none of it.
 _ON_DEMAND = {
     "Float8ColwiseParallel": "float8.distributed.tensor_parallel",
+    "Float8ExpertParallel": "float8.distributed.expert_parallel",
     "Float8RowwiseParallel": "float8.distributed.tensor_parallel",
     "PrepareFloat8ModuleInput": "float8.distributed.tensor_parallel",
     "accurate_layers": "float8.numerics",
@@ -79,6 +80,7 @@ __all__ = [
     "CastConfig",
     "DelayedScalingConfig",
     "Float8ColwiseParallel",
+    "Float8ExpertParallel",
     "Float8Linear",
     "Float8LinearConfig",
     "Float8RowwiseParallel",

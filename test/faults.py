@@ -57,7 +57,11 @@ def _swapped_scales(original: Any) -> Any:
 
 def _inverted_scale(original: Any) -> Any:
     """Divide by the scales in a GEMM, instead of multiplying."""
-    return lambda a, a_s, b, b_s, *rest, **kw: original(a, 1 / a_s, b, 1 / b_s, *rest, **kw)
+
+    def scaled_mm(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor, *rest: Any, **kw: Any) -> Tensor:
+        return original(a, definition.reciprocal(a_s), b, definition.reciprocal(b_s), *rest, **kw)
+
+    return scaled_mm
 
 
 def _wrong_format(original: Any) -> Any:

@@ -9,19 +9,15 @@ from __future__ import annotations
 import linear_oracle
 import oracle
 import torch
-from linear_oracle import E4M3, Product
+from linear_oracle import Product
 from torch import Tensor
-
-_MX = ((E4M3, (1, 32), True), (E4M3, (1, 32), True))
-GEMMS = {"mxfp8": dict.fromkeys(("output", "grad_input", "grad_weight"), _MX)}
-GEMMS |= linear_oracle.GEMMS
 
 
 def expected(
     recipe: str, x: Tensor, w_EKN: Tensor, ends: list[int], g: Tensor
 ) -> dict[str, Product]:
     """Output (T, N), grad_input (T, K) and grad_weight (E, K, N); zero where there is no token."""
-    table = GEMMS[recipe]
+    table = linear_oracle.GEMMS[recipe]
     used = slice(0, ends[-1])
     results = {
         "output": _zeros(g.shape, g.dtype),
@@ -72,12 +68,12 @@ def _cast(x: Tensor, operand, whole: Tensor | None) -> tuple[Tensor, Tensor]:
     """Values of the codes, and the scale of each element; ``whole`` has all tokens, in rows."""
     dtype, block, scaling = operand
     x = x.contiguous()
-    if not isinstance(scaling, bool):
+    if not isinstance(scaling, str):
         scale = torch.full((1, 1), scaling)
     elif block == (-1, -1) and whole is not None:
         scale = oracle.scales(whole.contiguous(), block, dtype, scaling)
     else:
         scale = oracle.scales(x, block, dtype, scaling)
     codes = oracle.cast(x, scale, block, dtype)
-    spread = oracle.spread(scale.double(), tuple(x.shape), block)
+    spread = oracle.spread(oracle.scale_values(scale), tuple(x.shape), block)
     return oracle.table(dtype)[codes.long()], spread

@@ -5,8 +5,15 @@ from pathlib import Path
 
 from float8.config import RECIPES
 from float8.estimate import Device
-from float8.estimate.devices import BF16, FLOAT8
-from float8.estimate.roofline import Shape, Use, gemm_seconds, layer_seconds, saved_bytes
+from float8.estimate.devices import BF16
+from float8.estimate.roofline import (
+    Shape,
+    Use,
+    gemm_seconds,
+    kinds_of_plan,
+    layer_seconds,
+    saved_bytes,
+)
 
 
 def write(path: Path, benchmark: str, rows: list[dict], device: str = "NVIDIA H100 80GB HBM3"):
@@ -24,7 +31,8 @@ def matmul_rows(device: Device, shapes: list[Shape]) -> list[dict]:
             "baseline_ms": gemm_seconds(device, BF16, s.M, s.N, s.K) * 1e3,
         }
         for s in shapes
-        for kind in FLOAT8
+        for kind in device.products
+        if kind != BF16
     ]  # fmt: skip
 
 
@@ -34,6 +42,8 @@ def linear_rows(device: Device, shapes: list[Shape]) -> list[dict]:
         plain = layer_seconds(device, shape, None, Use()).total
         kept = saved_bytes(shape, None, Use())
         for recipe, config in RECIPES.items():
+            if not set(kinds_of_plan(config.plan, Use()).values()) <= set(device.products):
+                continue
             seconds = layer_seconds(device, shape, config.plan, Use()).total
             saved = saved_bytes(shape, config.plan, Use())
             rows.append(

@@ -256,6 +256,9 @@ CALLS: dict[str, list[Call]] = {
         Call(lambda v: f.grouped_mm(X, EXPERTS, v), f"grouped_mm: offs {TENSOR}"),
         Call(lambda v: f.grouped_mm(X, EXPERTS, OFFS, v), f"grouped_mm: {CONFIG}", NONE),
     ],
+    "Float8ExpertParallel": [
+        Call(lambda v: f.Float8ExpertParallel(config=v), f"Float8ExpertParallel: {CONFIG}", NONE)
+    ],
     "fuse_norms": [
         Call(f.fuse_norms, f"fuse_norms: model {MODULE}"),
         Call(lambda v: f.fuse_norms(model(), v), "pairs must map norms", NONE),

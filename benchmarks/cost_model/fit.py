@@ -15,7 +15,7 @@ emulated. Single GEMMs bounded by memory do not determine the compute rate and a
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,11 +72,12 @@ def timed_layer(
     shape: Shape, plan: LinearPlan | None, seconds: float, device: Device
 ) -> Timed | None:
     """A training step of a layer; a plan of None is ``nn.Linear``. None as `timed_gemm`."""
-    counts: Counter[tuple[str, str]] = Counter()
+    counts: dict[tuple[str, str], float] = defaultdict(float)
     use, launches = Use(), 0.0
     kinds = kinds_of_plan(plan, use)
     for name, sizes in gemm_sizes(shape, use).items():
-        counts.update(_counts(kinds[name], *sizes))
+        for key, count in _counts(kinds[name], *sizes).items():
+            counts[key] += count
         launches += 1
     if plan is not None:
         x, w, g, _ = passes_of_layer(plan, use, device.emulates)

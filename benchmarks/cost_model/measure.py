@@ -25,9 +25,9 @@ from float8 import kernels
 from float8.config import RECIPES
 from float8.estimate.devices import BF16, FLOAT8, Device, Figure, GemmSpeed
 from float8.estimate.roofline import GIVEN, READ, WRITE, kind_of_block, pass_name
-from float8.formats import E4M3, on_device
+from float8.formats import E4M3, ScaleFormat, on_device
 from float8.granularity import WHOLE, Block
-from float8.kernels.scaled_mm import architecture, refuses_device, scaled_mm
+from float8.kernels.scaled_mm import MX, architecture, refuses_device, scaled_mm
 from float8.linear.scaling import bind_and_cast
 
 Size = tuple[int, int, int]
@@ -36,7 +36,8 @@ Candidate = Callable[[], object]
 CPU_SIZES = ((128, 256, 256), (256, 512, 512), (512, 512, 1024), (512, 1024, 1024))
 CUDA_SIZES = ((1024, 1024, 1024), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192))
 CAST_SIZES = ((512, 1024), (2048, 1024), (2048, 2048))
-BLOCKS: tuple[Block, ...] = ((WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128))
+BLOCKS: tuple[Block, ...] = ((WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128), (1, 32))
+RECIPE_OF = {kind: kind for kind in FLOAT8} | {MX: "mxfp8"}
 COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
 SAMPLE_S = 0.005  # a sample is as many calls as fill this, to exceed the clock's resolution
 GROUP_S = 1.0  # a group of candidates stops after this, and two rounds
@@ -142,10 +143,10 @@ def _operands(size: Size, where: torch.device) -> list[tuple[str, Tensor, Tensor
 
 
 def _call(kind: str, gemm_name: str, device: Device, a: Tensor, b: Tensor) -> Candidate | None:
-    """The GEMM, with operands cast as by the recipe of the kind's name; None if refused."""
+    """The GEMM, with operands cast as by the recipe of the kind; None if refused."""
     if kind == BF16:
         return lambda: a @ b.t()
-    gemm = getattr(RECIPES[kind].plan, gemm_name)
+    gemm = getattr(RECIPES[RECIPE_OF[kind]].plan, gemm_name)
     blocks = (gemm.a.block, gemm.b.block)
     if not device.emulates and refuses_device(device.arch, *blocks, torch.bfloat16):
         return None
@@ -188,7 +189,8 @@ def _timed_passes(
 
 def _passes_over(x: Tensor, block: Block) -> list[Candidate]:
     fmt = on_device(E4M3, x.device)
-    scale = kernels.scale_from_amax(kernels.amax(x, block), fmt.max)
+    scale_format = ScaleFormat.E8M0 if block == (1, 32) else ScaleFormat.FLOAT32
+    scale = kernels.scale_from_amax(kernels.amax(x, block), fmt.max, scale_format.value)
     return [
         lambda: kernels.amax(x, block),
         lambda: kernels.cast(x, scale, block, fmt.dtype, True),

@@ -31,7 +31,7 @@ GEMMS = 3
 class Traffic:
     """Bytes of device memory and launches, GEMMs' bytes not included."""
 
-    bytes: int
+    bytes: float
     launches: int
 
     def __add__(self, other: Traffic) -> Traffic:

@@ -101,8 +101,7 @@ def convert_to_float8_training(
     plan.warn_of_fixed_scales()
     module = plan.convert(module)
     if plan.config.enable_fsdp_float8_all_gather:
-        linear = {f: m for f, m in plan.layers.items() if f not in plan.conversion.experts}
-        plan.conversion.gathered_in_high_precision = WEIGHT_RULES[0].wrap(module, linear)
+        plan.conversion.gathered_in_high_precision = WEIGHT_RULES[0].wrap(module, plan.layers)
     plan.finish(module)
     if plan.config.uses_delayed_scaling and plan.layers:
         remind_to_sync(module)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from float8.arguments import check_module
+from float8.convert.conversion import own_config
 from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
 from float8.linear.delayed import sync_float8_amax_and_scale_history
-from float8.linear.layer import Float8Linear
 
 if TYPE_CHECKING:
     from float8.linear.delayed import Group
@@ -43,6 +43,6 @@ def after_step(model: nn.Module, group: Group | None = None) -> None:
     """
     check_module(model, "after_step")
     sync_float8_amax_and_scale_history(model, group)
-    layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
-    if any(layer.config.enable_fsdp_float8_all_gather for layer in layers):
+    configs = [config for module in model.modules() if (config := own_config(module)) is not None]
+    if any(config.enable_fsdp_float8_all_gather for config in configs):
         precompute_float8_dynamic_scale_for_fsdp(model)

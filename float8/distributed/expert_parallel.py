@@ -184,15 +184,16 @@ class _Hooks:
         self, module: nn.Module, name: str, args: Any, kwargs: Any
     ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor] | None]:
         """Rows (R, D) sorted by expert, their numbers (E,), and what makes the result of rows."""
-        forward = getattr(module, "plain_type", type(module)).forward
-        given = list(inspect.signature(forward).bind(module, *args, **kwargs).args[1:])
+        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+        given = bound.args[1:]
         if len(given) == 2 and given[0].dim() == 2 and given[1].shape == (self.experts,):
             return given[0], given[1], None
         if len(given) != 3 or given[0].dim() != 2 or given[1].shape != given[2].shape:
+            shapes = [tuple(getattr(each, "shape", ())) for each in given]
             raise ValueError(
-                f"{name}: Float8ExpertParallel needs the arguments (x (R, D), num_tokens_per_expert "
-                f"({self.experts},)) or (hidden_states (T, D), top_k_index (T, k), top_k_weights "
-                f"(T, k)), got {[tuple(getattr(each, 'shape', ())) for each in given]}"
+                f"{name}: Float8ExpertParallel needs the arguments (x (R, D), "
+                f"num_tokens_per_expert ({self.experts},)) or (hidden_states (T, D), top_k_index "
+                f"(T, k), top_k_weights (T, k)), got {shapes}"
             )
         x_TD, index_TK, weights_TK = given
         order_R = index_TK.flatten().argsort(stable=True)

@@ -49,7 +49,9 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from float8.convert.conversion import own_config
 from float8.distributed.rank_comparison import (
+    LAYERS,
     PLACE,
     SAME_LAYERS,
     Facts,
@@ -57,9 +59,9 @@ from float8.distributed.rank_comparison import (
     facts_of,
     is_gathered_in_float8,
     is_one_of_many,
+    weights_of,
 )
 from float8.linear.delayed import DelayedCast, modules_by_name, ranks_of
-from float8.linear.layer import Float8Linear
 from float8.linear.registration import AFTER_CONVERSION, FIRST_SYNC_CHECKS
 from float8.tensor.running_module import running_modules
 
@@ -162,7 +164,7 @@ def compare_before(model: nn.Module, entry: str) -> None:
         RuntimeError: on every rank, with the name of the first layer that differs.
     """
     modules = set(model.modules())
-    layers = [m for m in modules if isinstance(m, Float8Linear) and m not in _compared]
+    layers = [m for m in modules if isinstance(m, LAYERS) and m not in _compared]
     roots = [root for root in WAITING if root in modules]
     if not layers and not roots:
         _without_layers.add(model)
@@ -191,7 +193,7 @@ def compare_before(model: nn.Module, entry: str) -> None:
 
 def _is_compared(root: nn.Module) -> bool:
     """Whether all layers of a model were compared, perhaps in forwards of its parts."""
-    layers = [module for module in root.modules() if isinstance(module, Float8Linear)]
+    layers = [module for module in root.modules() if isinstance(module, LAYERS)]
     return bool(layers) and all(layer in _compared for layer in layers)
 
 
@@ -208,9 +210,10 @@ def _facts_by_ranks(model: nn.Module) -> dict[tuple[int, ...], dict[str, Facts]]
         if hasattr(parameter, "device_mesh"):
             found[_ranks_of(parameter)] |= {}
     places = _places_in_units(model)
-    for name, module in modules_by_name(model, (Float8Linear, *_wrappers())):
-        weight: Any = module._parameters.get("weight")
-        if isinstance(module, Float8Linear) and hasattr(weight, "device_mesh"):
+    for name, module in modules_by_name(model, (*LAYERS, *_wrappers())):
+        is_layer = isinstance(module, LAYERS)
+        weight = next(iter(weights_of(module).values()), None) if is_layer else None
+        if hasattr(weight, "device_mesh"):
             found[_ranks_of(weight)][name] = _facts_with_place(name, module, places.get(module))
         elif isinstance(module, _wrappers()):
             inner: Any = module
@@ -224,12 +227,13 @@ def _facts_in_order(wrapper: Any) -> dict[str, Facts]:
     layers = [
         module
         for name, module in model.named_modules()
-        if isinstance(module, Float8Linear) and f"{name}.weight" not in ignored
+        if isinstance(module, LAYERS)
+        and any(f"{name}.{key}" not in ignored for key in weights_of(module))
     ]
     places = {layer: ("the model", place) for place, layer in enumerate(layers)}
     return {
         name: _facts_with_place(name, module, places[module])
-        for name, module in modules_by_name(model, Float8Linear)
+        for name, module in modules_by_name(model, LAYERS)
         if module in places
     }
 
@@ -262,7 +266,7 @@ def _places_in_units(model: nn.Module) -> dict[nn.Module, tuple[str, int]]:
     counts: dict[str, int] = defaultdict(int)
     units = {name for name, m in model.named_modules() if isinstance(m, fsdp.FSDPModule)}
     for name, module in model.named_modules():
-        if not isinstance(module, Float8Linear):
+        if not isinstance(module, LAYERS):
             continue
         unit = name
         while unit and unit not in units:
@@ -282,9 +286,11 @@ def _warn_of_weights_that_are_not_gathered(model: nn.Module) -> None:
         reported |= set(getattr(conversion, "gathered_in_high_precision", ()))
     found = [
         name
-        for name, layer in modules_by_name(model, Float8Linear)
-        if layer.config.enable_fsdp_float8_all_gather
-        and layer.fqn not in reported
+        for name, layer in modules_by_name(model, LAYERS)
+        if (config := own_config(layer)) is not None
+        and config.enable_fsdp_float8_all_gather
+        and getattr(layer, "float8_name", None) not in reported
+        and getattr(layer, "fqn", None) not in reported
         and not (layer in units and is_gathered_in_float8(layer))
     ]
     if found:
@@ -312,7 +318,7 @@ def _compare_before_sync(model: nn.Module, ranks: list[int]) -> None:
         "sync_float8_amax_and_scale_history(model, group=...) the process group or DeviceMesh of "
         "the ranks that hold the same layers"
     )
-    facts = facts_of(modules_by_name(model, (Float8Linear, DelayedCast)))
+    facts = facts_of(modules_by_name(model, (*LAYERS, DelayedCast)))
     compare_ranks(ranks, SYNC, facts, remedy, _error_of_missing_ranks(model, ranks))
 
 
@@ -347,8 +353,8 @@ GATHERINGS: list[_Gathering] = []
 def _expect_second_scales(model: nn.Module) -> None:
     by_ranks: dict[tuple[int, ...], list[nn.Module]] = defaultdict(list)
     for module in model.modules():
-        if isinstance(module, Float8Linear) and is_gathered_in_float8(module):
-            weight = module._parameters["weight"]
+        if isinstance(module, LAYERS) and is_gathered_in_float8(module):
+            weight = next(iter(weights_of(module).values()))
             if hasattr(weight, "device_mesh"):
                 by_ranks[_ranks_of(weight)].append(module)
     GATHERINGS[:] = [gathering for gathering in GATHERINGS if gathering.layers]

@@ -2,7 +2,9 @@
 
 The bits are those of a single process: a shard is rounded to the compute dtype and cast with the
 scale of the whole weight. A static or delayed scale is known without communication. For a dynamic
-scale, the ranks reduce the largest magnitude of the weight: one MAX all-reduce of one number.
+scale, the ranks reduce the largest magnitude of the weight: one MAX all-reduce of one number. The
+weights of experts (E, N, K) have a number per expert, or per block of one. A rank fills in those of
+its own experts, so uneven and empty shards are no special case.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import OperandCast, ScalingType
+from float8.convert.conversion import own_config
 from float8.distributed.first_use import (
     GATHER,
     GATHERINGS,
@@ -22,8 +25,10 @@ from float8.distributed.first_use import (
     compare_before_gather,
 )
 from float8.distributed.known_amax import KnownAmax
+from float8.distributed.rank_comparison import weights_of
 from float8.formats import on_device
-from float8.granularity import WHOLE
+from float8.granularity import WHOLE, Block, scale_shape
+from float8.linear.bound_plan import EXPERTS
 from float8.linear.float8_weight import version_of
 from float8.linear.layer import Float8Linear
 from float8.linear.scaling import DelayedState, Pair, bind_and_cast, known_scale, max_over_ranks
@@ -65,6 +70,18 @@ def _is_whole(x: Tensor, size: Any, stride: Any, offset: int | None = None) -> b
     return tuple(size) == x.shape and tuple(stride) == x.stride() and not offset
 
 
+def weight_cast(layer: Any) -> tuple[OperandCast | None, DelayedState | None]:
+    """The cast of a layer's weights for its output, and the state of a delayed one."""
+    config = own_config(layer)
+    assert config is not None
+    return config.plan.output.b, layer.casts[1].state if isinstance(layer, Float8Linear) else None
+
+
+def block_of(cast: OperandCast, weight: Tensor) -> Block:
+    """The block of a weight (N, K) or (E, N, K); experts share no scale."""
+    return cast.block if weight.dim() == 2 else (1, *cast.block)
+
+
 def needs_amax(cast: OperandCast, state: DelayedState | None) -> bool:
     """Whether a weight's scale needs its amax: it is dynamic, or the first of a delayed cast."""
     if cast.scaling_type is ScalingType.DELAYED:
@@ -73,7 +90,7 @@ def needs_amax(cast: OperandCast, state: DelayedState | None) -> bool:
 
 
 def cast_shard(
-    shard: Tensor, known: KnownAmax, layer: Float8Linear, dtype: torch.dtype, group: Any
+    shard: Tensor, known: KnownAmax, layer: Any, size: torch.Size, dtype: torch.dtype, group: Any
 ) -> Pair:
     """Cast a shard of a layer's weight to float8.
 
@@ -83,48 +100,76 @@ def cast_shard(
         shard: in high precision; it may be empty.
         known: the largest magnitude of the whole weight; computed and kept if it is unknown.
         layer: the layer of the weight.
+        size: of the whole weight.
         dtype: the compute dtype.
         group: the ranks of the shards.
 
     Returns:
-        float8 data of the shard's shape, and the scale of the whole weight, (1, 1).
+        float8 data of the shard's shape, and the scale of the whole weight.
     """
     if WAITING:
         compare_before_gather(layer)
-    cast, state = layer.config.plan.output.b, layer.casts[1].state
+    (cast, state), config = weight_cast(layer), own_config(layer)
     assert cast is not None
-    emulate, records = layer.config.emulate, state is not None and layer.training
+    assert config is not None
+    emulate, records = config.emulate, state is not None and layer.training
     rounded = shard.to(dtype)  # first, as autocast, DDP and one process do
     if needs_amax(cast, state):
-        amax = _amax_of_all(shard, known, layer, group).to(dtype).float()
+        amax = _amax_of_all(shard, known, layer, size, group).to(dtype).float()
         if records:
             assert state is not None
             kernels.record_amax(state.current_amax, amax)
         fmt = on_device(cast.format, rounded.device)
         scale = kernels.scale_from_amax(amax, fmt.max, cast.scale_format.value)
-        return _data_of(rounded, cast, scale, emulate), scale
+        own = scale[experts_here(shard, size, group)] if shard.dim() == 3 else scale
+        return _data_of(rounded, cast, own, emulate), scale
     if records and rounded.numel():
         data, scale = bind_and_cast(rounded, cast, state, record=True, emulate=emulate)
     else:
         found = known_scale(cast, state, rounded)
         assert found is not None
         data, scale = _data_of(rounded, cast, found, emulate), found
+    if shard.dim() == 3:  # static: one per expert, all equal
+        scale = scale.expand(scale_shape(size, block_of(cast, shard)))
     # A delayed scale is a view of its buffer, which the next `sync` writes to.
     return data, scale if state is None else scale.clone()
 
 
-def _amax_of_all(shard: Tensor, known: KnownAmax, layer: Float8Linear, group: Any) -> Tensor:
-    weight = layer.weight
-    amax = known.of(weight)
+def experts_here(shard: Tensor, size: torch.Size, group: Any) -> slice:
+    """The experts that a rank's shard has, of all; all of them if another dimension is sharded."""
+    if shard.shape[0] == size[0]:
+        return slice(None)
+    start = min(group.rank() * -(-size[0] // group.size()), size[0])
+    return slice(start, start + shard.shape[0])
+
+
+def amax_of_shard(shard: Tensor, cast: OperandCast, size: torch.Size, group: Any) -> Tensor:
+    """This rank's part of the amax of a whole weight; 0 for the experts of other ranks."""
+    block = block_of(cast, shard)
+    amax = kernels.amax(shard, block)
+    if shard.dim() == 2:
+        return amax
+    whole = amax.new_zeros(scale_shape(size, block))
+    whole[experts_here(shard, size, group)] = amax
+    return whole
+
+
+def _amax_of_all(
+    shard: Tensor, known: KnownAmax, layer: Any, size: torch.Size, group: Any
+) -> Tensor:
+    weights, cast = weights_of(layer).values(), weight_cast(layer)[0]
+    assert cast is not None
+    amax = known.of(*weights)
     if amax is None:
         if GATHERINGS:
             compare_before_finding_scales([layer], GATHER)
-        amax = max_over_ranks(kernels.amax(shard, TENSORWISE), group)
-        known.remember(amax, shard, version_of(weight))
+        amax = max_over_ranks(amax_of_shard(shard, cast, size, group), group)
+        known.remember(amax, shard, sum(map(version_of, weights)))
     return amax
 
 
 def _data_of(x: Tensor, cast: OperandCast, scale: Tensor, emulate: bool) -> Tensor:
     if not x.numel():
         return torch.empty_like(x, dtype=on_device(cast.format, x.device).dtype)
-    return bind_and_cast(x, cast, scale=scale, emulate=emulate)[0]
+    groups = EXPERTS if x.dim() == 3 else ""
+    return bind_and_cast(x, cast, scale=scale, emulate=emulate, groups=groups)[0]

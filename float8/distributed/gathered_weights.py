@@ -45,6 +45,7 @@ from torch import Tensor, nn
 
 from float8.arguments import check_module
 from float8.config import Float8LinearConfig, ScalingType
+from float8.convert.conversion import own_config
 from float8.distributed.first_use import (
     PRECOMPUTE,
     RANKS_OF_ONE_SCALE,
@@ -55,11 +56,14 @@ from float8.distributed.first_use import (
 from float8.distributed.float8_gather import (
     TENSORWISE,
     GatheredWeight,
+    amax_of_shard,
     needs_amax,
+    weight_cast,
 )
+from float8.distributed.rank_comparison import LAYERS, weights_of
 from float8.distributed.replaced_parameters import mark_replaced, unmark
 from float8.distributed.sharded_weight import ShardedWeight
-from float8.kernels import amax, is_sharded
+from float8.kernels import is_sharded
 from float8.linear.delayed import modules_by_name
 from float8.linear.float8_weight import version_of
 from float8.linear.layer import Float8Linear
@@ -92,18 +96,17 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         compare_before(model, PRECOMPUTE)
     by_ranks: dict[tuple[Any, str], list[Any]] = defaultdict(list)
     seen: set[int] = set()
-    found: list[Float8Linear] = []
-    for _, layer in modules_by_name(model, Float8Linear):
-        if id(layer.weight) in seen:
+    found: list[Any] = []
+    for _, layer in modules_by_name(model, LAYERS):
+        cast, state = weight_cast(layer)
+        if cast is None or not needs_amax(cast, state):
             continue
-        weight: Any = layer.weight
-        cast, local = layer.config.plan.output.b, getattr(weight, "_local_tensor", None)
-        if not isinstance(local, ShardedWeight) or cast is None:
-            continue
-        if needs_amax(cast, layer.casts[1].state):
-            seen.add(id(weight))
-            by_ranks[_ranks_of(weight)].append(weight)
-            found.append(layer)
+        for weight in weights_of(layer).values():
+            local = getattr(weight, "_local_tensor", None)
+            if id(weight) not in seen and isinstance(local, ShardedWeight):
+                seen.add(id(weight))
+                by_ranks[_ranks_of(weight)].append((weight, layer, cast))
+                found.append(layer)
     compare_before_finding_scales(found, PRECOMPUTE)
     for (group, device_type), weights in by_ranks.items():
         _agree(weights, group, device_type)
@@ -131,9 +134,12 @@ def _ranks_of_one_scale(layer: nn.Module) -> list[int] | None:
 @torch.no_grad()
 def _agree(weights: list[Any], group: Any, device_type: str) -> None:
     # Weights may be on the CPU (CPUOffloadPolicy), where NCCL cannot reach them.
-    local = torch.stack([amax(w._local_tensor.plain, TENSORWISE) for w in weights]).to(device_type)
-    for weight, found in zip(weights, max_over_ranks(local, group).unbind(), strict=True):
-        weight._local_tensor.remember(found.to(weight.device), version_of(weight))
+    own = [amax_of_shard(w._local_tensor.plain, cast, w.shape, group) for w, _, cast in weights]
+    local = torch.cat([amax.flatten() for amax in own]).to(device_type)
+    all_found = max_over_ranks(local, group).split([amax.numel() for amax in own])
+    for (weight, layer, _), amax, found in zip(weights, own, all_found, strict=True):
+        version = sum(map(version_of, weights_of(layer).values()))
+        weight._local_tensor.remember(found.view(amax.shape).to(weight.device), version)
 
 
 def _refuses(layer: nn.Module, config: Float8LinearConfig) -> str | None:
@@ -152,32 +158,36 @@ def _wrap(root: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str]:
     plain: dict[str, str] = {}
     swapped: dict[int, nn.Parameter] = {}
     for fqn, layer in layers.items():
-        weight: Any = layer.weight
-        if isinstance(weight, ShardedWeight):
-            continue  # tied, and replaced with the first of its layers
-        reason = _stays_plain(layer, places[id(weight)])
-        if reason is not None:
-            plain[fqn] = reason
-            continue
-        swapped[id(weight)] = new = _of_type(weight, ShardedWeight(weight.detach()))
-        mark_replaced(weight, fqn)
-        for module, name in places[id(weight)]:
-            module.register_parameter(name, new)
+        for weight in weights_of(layer).values():
+            if isinstance(weight, ShardedWeight):
+                continue  # tied, and replaced with the first of its layers
+            reason = _stays_plain(layer, weight, places[id(weight)])
+            if reason is not None:
+                plain[fqn] = reason
+                continue
+            swapped[id(weight)] = new = _of_type(weight, ShardedWeight(weight.detach()))
+            mark_replaced(weight, fqn)
+            for module, name in places[id(weight)]:
+                module.register_parameter(name, new)
     return plain
 
 
-def _stays_plain(layer: nn.Module, places: list[tuple[nn.Module, str]]) -> str | None:
-    assert isinstance(layer, Float8Linear)
-    plan = layer.config.plan
-    cast = plan.output.b
+def _stays_plain(
+    layer: nn.Module, weight: Tensor, places: list[tuple[nn.Module, str]]
+) -> str | None:
+    config = own_config(layer)
+    assert config is not None
+    plan, cast = config.plan, config.plan.output.b
+    if is_sharded(weight):
+        return "it is a DTensor already, as expert parallelism makes it"
     if cast is None or plan.grad_input.b is None:
         return "a product with it runs in high precision"
     if not plan.reuses_weight:
         return "its two GEMMs need casts along different dimensions, so they cannot share data"
-    if cast.block != TENSORWISE:
+    if cast.block != TENSORWISE and weight.dim() == 2:
         return f"shards may split its blocks of one scale, {cast.block}"
     for module, _ in places:
-        if not isinstance(module, Float8Linear):
+        if not isinstance(module, LAYERS):
             return f"it is tied to a {type(module).__name__}, which does not read float8"
     return None
 

@@ -21,9 +21,9 @@ from float8.linear.float8_weight import version_of
 class KnownAmax:
     """The largest magnitude of a whole weight, shared by all views of one rank's shard of it.
 
-    ``amax`` is (1, 1) float32, or None. It is not rounded to a compute dtype: rounding is monotonic
-    and may come later. It is the amax of ``source`` at version ``version``. ``is_zero`` is True
-    while the memory has contained nothing but zeros.
+    ``amax`` is float32, one number per block, or None. It is not rounded to a compute dtype:
+    rounding is monotonic and may come later. It is the amax of ``source`` at version ``version``.
+    ``is_zero`` is True while the memory has contained nothing but zeros.
     """
 
     def __init__(self, is_zero: bool = False) -> None:
@@ -39,13 +39,17 @@ class KnownAmax:
         self.is_zero = False
 
     def remember(self, amax: Tensor, source: Tensor, owner_version: int | None = None) -> None:
-        """Keep the amax of a stored tensor, with the versions of that tensor and its parameter."""
+        """Keep the amax of a stored tensor, with its version and that of the layer's parameters."""
         self.amax, self.source, self.version = amax, source, version_of(source)
         self.owner_version = owner_version
 
-    def of(self, owner: Tensor) -> Tensor | None:
-        """``amax`` if neither the stored tensor nor its parameter was written to since; or None."""
-        is_as_it_was = self.owner_version in (None, version_of(owner))
+    def of(self, *owners: Tensor) -> Tensor | None:
+        """``amax`` if neither the stored tensor nor its parameter was written to since; or None.
+
+        Args:
+            owners: the parameters of the layer, its own among them.
+        """
+        is_as_it_was = self.owner_version in (None, sum(map(version_of, owners)))
         return self.current if is_as_it_was else None
 
     @property

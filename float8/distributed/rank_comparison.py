@@ -37,11 +37,14 @@ import torch.distributed as dist
 from torch import nn
 
 from float8.config import CastConfig, Float8LinearConfig
+from float8.convert.conversion import own_config
+from float8.experts.modules import Float8Experts
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
-from float8.linear.registration import WEIGHT_RULES
+from float8.linear.registration import WEIGHT_RULES, stacked_weights
 
 logger = logging.getLogger("float8")
+LAYERS = (Float8Linear, Float8Experts)
 NOTICE = 30.0  # seconds after which a waiting rank names the ranks that it waits for
 Facts = dict[str, str]  # of one layer: name of a property -> its value
 PLACE = "place among the layers of "  # starts the name of a fact about the order of layers
@@ -213,7 +216,7 @@ def facts_of(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Facts]:
     """The facts of each float8 layer and each delayed cast, by name."""
     found: dict[str, Facts] = {}
     for name, module in modules:
-        if isinstance(module, Float8Linear):
+        if isinstance(module, LAYERS):
             found[name] = _layer_facts(module)
         elif isinstance(module, DelayedCast):
             found[name] = {
@@ -224,10 +227,23 @@ def facts_of(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Facts]:
     return found
 
 
-def _layer_facts(layer: Float8Linear) -> Facts:
-    facts = {"in_features": str(layer.in_features), "out_features": str(layer.out_features)}
-    facts |= config_facts(layer.config)
-    if layer.config.enable_fsdp_float8_all_gather:
+def weights_of(layer: Any) -> dict[str, Any]:
+    """The weights of a float8 layer, by name."""
+    if not isinstance(layer, Float8Linear):
+        return stacked_weights(layer)
+    weight = layer._parameters.get("weight")  # a wrapper may have put a property in its place
+    return {} if weight is None else {"weight": weight}
+
+
+def _layer_facts(layer: Any) -> Facts:
+    names = ("in_features", "out_features")
+    facts = {name: str(getattr(layer, name)) for name in names if isinstance(layer, Float8Linear)}
+    if not facts:
+        facts = {name: str(tuple(w.shape)) for name, w in weights_of(layer).items()}
+    config = own_config(layer)
+    assert config is not None
+    facts |= config_facts(config)
+    if config.enable_fsdp_float8_all_gather:
         facts["a weight that is gathered in float8"] = str(is_gathered_in_float8(layer))
     return facts
 
@@ -246,10 +262,9 @@ def _cast_fact(config: CastConfig) -> str:
     return config.summary.replace(" default", "")
 
 
-def is_gathered_in_float8(layer: Float8Linear) -> bool:
-    """Whether conversion stored the layer's weight so that FSDP2 gathers it in float8."""
-    weight = layer._parameters.get("weight")  # a wrapper may have put a property in its place
-    return weight is not None and any(rule.is_stored(weight) for rule in WEIGHT_RULES)
+def is_gathered_in_float8(layer: Any) -> bool:
+    """Whether conversion stored the layer's weights so that FSDP2 gathers them in float8."""
+    return any(rule.is_stored(w) for w in weights_of(layer).values() for rule in WEIGHT_RULES)
 
 
 def _first_difference(a: dict[str, Facts], b: dict[str, Facts]) -> str | None:

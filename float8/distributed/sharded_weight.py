@@ -24,11 +24,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from float8.distributed.float8_gather import TENSORWISE, GatheredWeight, cast_shard
+from float8.distributed.float8_gather import GatheredWeight, block_of, cast_shard, weight_cast
 from float8.distributed.known_amax import KnownAmax
-from float8.linear.layer import Float8Linear
+from float8.distributed.rank_comparison import LAYERS
+from float8.granularity import WHOLE, Block
 
 aten = torch.ops.aten
+_Metadata = tuple[torch.Size, Tensor, torch.dtype, Block]  # size, scale, dtype of the data, block
 
 
 class ShardedWeight(Tensor):
@@ -86,45 +88,53 @@ class ShardedWeight(Tensor):
 
     @property
     def known_amax(self) -> Tensor | None:
-        """The largest magnitude of the whole weight, (1, 1) float32, or None if it is unknown."""
+        """The largest magnitudes of the whole weight, float32, or None if they are unknown."""
         return self._known.current
 
     def remember(self, amax: Tensor, owner_version: int | None = None) -> None:
-        """Keep the largest magnitude of the whole weight, (1, 1) float32, until the next write."""
+        """Keep the largest magnitudes of the whole weight, float32, until the next write."""
         self._known.remember(amax, self._tensor, owner_version)
 
     # --- the functions that FSDP2 calls
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor], tuple[torch.Size, Tensor, torch.dtype]]:
+    ) -> tuple[tuple[Tensor], _Metadata]:
         """The float8 data that this rank sends, (padded rows, K) bytes; and metadata.
 
         Args:
             mesh: the 1-D mesh that the weight is sharded over.
-            outer_size, outer_stride: (N, K) of the whole weight.
-            module: the `Float8Linear` that owns it.
+            outer_size, outer_stride: of the whole weight, (N, K) or (E, N, K).
+            module: the float8 layer that owns it.
             mp_policy: its ``param_dtype`` is the compute dtype.
         """
-        if not isinstance(module, Float8Linear) or module.config.plan.output.b is None:
+        cast = weight_cast(module)[0] if isinstance(module, LAYERS) else None
+        if cast is None:
             raise TypeError(
                 "a weight that is gathered in float8 belongs to a Float8Linear, not to a "
                 f"{type(module).__name__}; convert the whole model at once, or without "
                 "enable_fsdp_float8_all_gather"
             )
-        dtype = mp_policy.param_dtype or self.dtype
-        data, scale = cast_shard(self._tensor, self._known, module, dtype, mesh.get_group())
+        block = block_of(cast, self)
+        if set(block) - {1, WHOLE} and self.shape[1:] != outer_size[1:]:
+            raise ValueError(
+                f"{type(module).__name__}: its weights are gathered in float8 with one scale for "
+                f"each block {block}, and a dimension other than the experts is sharded, which may "
+                "split blocks: shard along dimension 0"
+            )
+        dtype, group = mp_policy.param_dtype or self.dtype, mesh.get_group()
+        data, scale = cast_shard(self._tensor, self._known, module, outer_size, dtype, group)
         sent = data.view(torch.uint8)  # gloo cannot send float8; NCCL sends either as bytes
         # If rows are sharded, the last shards may be short or empty. Columns are sharded evenly.
         missing = -(-outer_size[0] // mesh.size()) - sent.shape[0]
         if missing > 0:
-            sent = F.pad(sent, (0, 0, 0, missing))
-        return (sent,), (outer_size, scale, data.dtype)
+            sent = F.pad(sent, (0, 0) * (sent.dim() - 1) + (0, missing))
+        return (sent,), (outer_size, scale, data.dtype, block)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: tuple[torch.Size, Tensor, torch.dtype],
+        metadata: _Metadata,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
@@ -137,7 +147,7 @@ class ShardedWeight(Tensor):
             param_dtype: the compute dtype.
             out: the `GatheredWeight` of an earlier gather, whose memory has been written to.
         """
-        size, scale, dtype = metadata
+        size, scale, dtype, block = metadata
         if scale.device.type == "cuda":
             # The scale was made on the gather's stream and is read on the layer's stream.
             scale.record_stream(torch.cuda.current_stream(scale.device))
@@ -146,7 +156,7 @@ class ShardedWeight(Tensor):
             out._scale = scale
             return None
         data = all_gather_outputs[0].view(-1)[: size.numel()].view(size).view(dtype)
-        return GatheredWeight(data, scale, TENSORWISE, param_dtype), ()
+        return GatheredWeight(data, scale, block, param_dtype), ()
 
     # --- the functions of a tensor subclass
 

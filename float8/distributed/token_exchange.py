@@ -11,12 +11,13 @@ A row is cast where it is, with scales of its own, which travel in the same mess
 
     1 message per rank: rows of  D bytes of data | bytes of the row's scales
 
-The cast is the first of the recipe's own casts of that operand, if rows have scales of their own
-under it (rowwise, 1x128, 1x32; or a static scale, which is not sent). The receiving rank
-dequantises the rows, and casting them again by the same cast gives the same values where scales are
-powers of two: the output and the gradient of the input are those of one process, to the bit. The
-GEMM of grad_weight casts the rows a second time along the tokens. Other recipes (one dynamic scale
-per tensor) send 1x128 blocks in E4M3 with scales of powers of two, as DeepSeek-V3 does.
+The cast is the recipe's own cast of that operand, if rows have scales of their own under it
+(rowwise, 1x128, 1x32; a static scale is not sent). The receiving rank dequantises the rows, and the
+GEMMs cast them again. With scales of powers of two, a number that E4M3 holds under one scale it
+holds under another, unless it becomes subnormal. So casting again by rows gives the same values,
+and the results are those of one process, to the bit; casting along the tokens, for grad_weight,
+loses next to nothing. Other recipes (one dynamic scale per tensor) send 1x128 blocks in E4M3 with
+scales of powers of two, as DeepSeek-V3 does.
 
 Legend: R rows of this rank, sorted by expert; S rows that arrive; D features; E experts in all, e
 of this rank.

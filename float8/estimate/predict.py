@@ -7,8 +7,9 @@ The layers of a model are those that conversion would take: modules whose type i
 ``nn.Linear`` or a registered type, and `Float8Linear`s, each once, under however many names it is
 registered. Only sizes, dtypes and ``requires_grad`` are read: the model may be on the meta device.
 Every layer is assumed to see the same number of tokens, in one call per batch. Where that is not so
-(a layer called twice), give shapes instead of the model. A shape (T, K, N, E) is a grouped GEMM of
-T tokens among E experts.
+(a layer called twice), give shapes instead of the model. Experts that conversion finds are one
+grouped GEMM per stack of weights, and share ``tokens * experts_per_token`` rows: a shape
+(T, K, N, E).
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ from float8.estimate.roofline import (
     saved_bytes,
 )
 from float8.estimate.table import Estimate, LayerEstimate, Prediction
+from float8.experts.modules import Float8Experts
 from float8.kernels.cublas import ALIGNMENT
+from float8.linear.bound_plan import BoundPlan
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_call, refuses_layer
-from float8.linear.registration import MODULE_RULES
+from float8.linear.registration import rule_of, stacked_weights
 
 Recipe = str | Float8LinearConfig
 Recipes = Recipe | Sequence[Recipe] | Mapping[str, Recipe]
@@ -57,8 +60,10 @@ class Layer:
     trains: bool = True
 
 
-def layers_of(model_or_shapes: nn.Module | Shapes, tokens: int | None) -> list[Layer]:
-    """The layers of a model for a batch of ``tokens``, or one layer per (M, K, N).
+def layers_of(
+    model_or_shapes: nn.Module | Shapes, tokens: int | None, experts_per_token: int = 1
+) -> list[Layer]:
+    """The layers of a model for a batch of ``tokens``, or one layer per shape.
 
     Raises:
         TypeError: neither a module nor shapes.
@@ -72,7 +77,7 @@ def layers_of(model_or_shapes: nn.Module | Shapes, tokens: int | None) -> list[L
             "not its class or name), or a list of shapes (M, K, N) or (M, K, N, E)"
         )
     if isinstance(model_or_shapes, nn.Module):
-        return _of_model(model_or_shapes, check_tokens(tokens))
+        return _of_model(model_or_shapes, check_tokens(tokens), experts_per_token)
     if tokens is not None:
         raise ValueError(f"tokens={tokens} beside shapes: a shape's M is its tokens; leave it None")
     shapes = [s if isinstance(s, Shape) else _shape(s) for s in model_or_shapes]
@@ -107,13 +112,31 @@ def layer_of(module: nn.Module, name: str, tokens: int) -> Layer:
     return Layer(name, Shape(tokens, K, N), weight.dtype, weight.requires_grad)  # type: ignore[arg-type]
 
 
-def _of_model(model: nn.Module, tokens: int) -> list[Layer]:
+def layers_in(module: nn.Module, name: str, tokens: int, experts_per_token: int) -> list[Layer]:
+    """A linear layer, none if it is empty; or one layer per stack of weights of experts."""
+    if not _holds_experts(module):
+        empty = 0 in (module.in_features, module.out_features)
+        return [] if empty else [layer_of(module, name, tokens)]
+    transposed = getattr(module, "is_transposed", False)
+    return [
+        Layer(f"{name}.{own}", Shape(tokens * experts_per_token, K, N, E), w.dtype, w.requires_grad)
+        for own, w in stacked_weights(module).items()
+        for E, N, K in [(w.mT if transposed else w).shape]
+    ]
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    rule = rule_of(module)
+    return isinstance(module, Float8Experts) or (rule is not None and rule.stacked)
+
+
+def _of_model(model: nn.Module, tokens: int, experts_per_token: int) -> list[Layer]:
     layers = [
-        layer_of(module, name or type(module).__name__, tokens)
+        layer
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and (type(module) in MODULE_RULES or isinstance(module, Float8Linear))
-        and 0 not in (module.in_features, module.out_features)
+        if _holds_experts(module)
+        or (isinstance(module, nn.Linear) and (rule_of(module) or isinstance(module, Float8Linear)))
+        for layer in layers_in(module, name or type(module).__name__, tokens, experts_per_token)
     ]
     if not layers:
         raise ValueError(
@@ -127,6 +150,8 @@ def refuses(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) 
     M, K, N = layer.shape.M, layer.shape.K, layer.shape.N
     weight = torch.empty(N, K, dtype=layer.dtype, device="meta", requires_grad=use.weight_trains)
     reason = refuses_layer(weight, config)
+    if layer.shape.E is not None and config.uses_delayed_scaling:
+        return "experts have no history of amaxes; take a recipe with dynamic scales"
     if reason is None and not device.emulates:
         if config.emulate:
             return (
@@ -134,8 +159,19 @@ def refuses(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) 
             )
         # float32 parameters are assumed to run under autocast to bfloat16.
         dtype = torch.bfloat16 if layer.dtype == torch.float32 else layer.dtype
-        reason = refuses_call(config, weight, M, dtype, device.arch, use.training)
+        if layer.shape.E is None:
+            reason = refuses_call(config, weight, M, dtype, device.arch, use.training)
+        else:
+            reason = _refuses_experts(config, dtype, device, use)
     return reason or _lacks_figures(config, device, use)
+
+
+def _refuses_experts(
+    config: Float8LinearConfig, dtype: torch.dtype, device: Device, use: Use
+) -> str | None:
+    plan = BoundPlan(config.plan, device.arch, dtype, False, config.pad_inner_dim, False, True)
+    gemms = {name: getattr(plan, name).refusal for name in kinds_of_plan(config.plan, use)}
+    return next((f"{name}: {why}" for name, why in gemms.items() if why is not None), None)
 
 
 def _lacks_figures(config: Float8LinearConfig, device: Device, use: Use) -> str | None:
@@ -149,8 +185,8 @@ def padded(shape: Shape, config: Float8LinearConfig, device: Device) -> Shape:
     """The shape that runs: on GPUs ``pad_inner_dim`` rounds sizes up to multiples of 16."""
     if device.emulates or not config.pad_inner_dim:
         return shape
-    sizes = (-(-size // ALIGNMENT) * ALIGNMENT for size in (shape.M, shape.K, shape.N))
-    return Shape(*sizes, shape.E)
+    M, K, N = (-(-size // ALIGNMENT) * ALIGNMENT for size in (shape.M, shape.K, shape.N))
+    return Shape(M, K, N, shape.E)
 
 
 def predict(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) -> Prediction:
@@ -223,9 +259,10 @@ def estimate(
     training: bool = True,
     weights_cached: bool = False,
     gradient_accumulation: int = 1,
+    experts_per_token: int = 1,
     show: bool = True,
 ) -> Estimate:
-    """Predict time and memory in float8 of each linear layer of a model, without running it.
+    """Predict time and memory in float8 of each layer of a model, without running it.
 
     Times are device time of one batch of ``tokens``, forward and backward, with bfloat16 as the
     compute dtype. `float8.estimate.roofline` lists what is not modelled. Layers with float32
@@ -243,6 +280,7 @@ def estimate(
         weights_cached: the weight is cast once per step, not in every forward and backward; the
             2 bytes per weight element of the cache are subtracted from the memory saved.
         gradient_accumulation: microbatches per step, which share a cached cast.
+        experts_per_token: how many experts of a mixture read each token.
         show: print the table.
 
     Returns:
@@ -253,7 +291,7 @@ def estimate(
             none of the above.
         ValueError: an unknown device or recipe, ``tokens`` < 1, or a model without ``nn.Linear``.
     """
-    configs, layers = named_configs(recipes), layers_of(model, tokens)
+    configs, layers = named_configs(recipes), layers_of(model, tokens, experts_per_token)
     use = Use(training, True, weights_cached, gradient_accumulation)
     found = find_device(device)
     rows = [
@@ -281,6 +319,7 @@ def faster_layers(
     training: bool = True,
     weights_cached: bool = False,
     gradient_accumulation: int = 1,
+    experts_per_token: int = 1,
 ) -> ModuleFilter:
     """A filter for ``convert_to_float8_training`` that accepts the layers predicted to gain.
 
@@ -292,7 +331,8 @@ def faster_layers(
 
     Args:
         recipe: the recipe or config that the model is converted with.
-        tokens, device, training, weights_cached, gradient_accumulation: as `estimate`.
+        tokens, device, training, weights_cached, gradient_accumulation, experts_per_token: as
+            `estimate`.
         min_speedup: convert where the predicted speed-up exceeds this. 1 means no loss; a larger
             one, such as 1.1, also skips layers that gain less than the prediction's error.
 
@@ -312,21 +352,19 @@ def faster_layers(
     use = Use(training, True, weights_cached, gradient_accumulation)
     found = find_device(device)
 
-    def is_faster(module: nn.Module, fqn: str) -> bool:
-        if 0 in (module.in_features, module.out_features):
-            return False
-        layer = layer_of(module, fqn, tokens)
-        speedup = predict(layer, config, found, use).speedup(plain_seconds(layer, found, use))
-        return speedup is not None and speedup > min_speedup
+    def predicted(module: nn.Module, fqn: str) -> tuple[float, str]:
+        layers = layers_in(module, fqn, tokens, experts_per_token)
+        if not layers:
+            return 0.0, "its weight is empty"
+        times = [predict(layer, config, found, use) for layer in layers]
+        for time in times:
+            if time.seconds is None:
+                return 0.0, f"{found.name} refuses it: {time.refused}"
+        plain = sum(plain_seconds(layer, found, use) for layer in layers)
+        speedup = plain / sum(time.seconds.total for time in times if time.seconds)
+        return speedup, f"its predicted speed-up on {found.name} is {speedup:.2f}x"
 
-    def reason(module: nn.Module, fqn: str) -> str:
-        if 0 in (module.in_features, module.out_features):
-            return "its weight is empty"
-        layer = layer_of(module, fqn, tokens)
-        predicted = predict(layer, config, found, use)
-        speedup = predicted.speedup(plain_seconds(layer, found, use))
-        if speedup is None:
-            return f"{found.name} refuses it: {predicted.refused}"
-        return f"its predicted speed-up on {found.name} is {speedup:.2f}x"
-
-    return with_reason(is_faster, reason)
+    return with_reason(
+        lambda module, fqn: predicted(module, fqn)[0] > min_speedup,
+        lambda module, fqn: predicted(module, fqn)[1],
+    )

@@ -68,8 +68,9 @@ from math import prod
 
 from float8.config import Gemm, LinearPlan, OperandCast, ScalingType
 from float8.estimate.devices import BF16, FLOAT8, Device
-from float8.granularity import WHOLE, Block, ceil_div, scale_shape
+from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels.cublas import ALIGNMENT
+from float8.kernels.groups import padded_tokens
 from float8.kernels.scaled_mm import BLOCKWISE, ROWWISE, TENSORWISE, product_of
 
 READ = 2  # bytes of a bfloat16 element
@@ -338,16 +339,26 @@ def gemm_seconds(device: Device, kind: str, rows: int, columns: int, contraction
     return max(computing, moving) + device.launch.value
 
 
-def grouped_gemm_seconds(device: Device, kind: str, name: str, shape: Shape) -> float:
-    """Time of the grouped GEMM ``output``, ``grad_input`` or ``grad_weight`` of a shape with E."""
+def grouped_gemm_bytes(kind: str, name: str, shape: Shape) -> int:
+    """Bytes that the grouped GEMM of this name reads and writes, each once, without padding."""
+    read, written = _grouped_elements(name, shape)
+    return (READ if kind == BF16 else WRITE) * read + RESULT_BYTES * written
+
+
+def _grouped_elements(name: str, shape: Shape) -> tuple[int, int]:
+    """Elements of both operands, and of the result."""
     x, w, g = shape.M * shape.K, shape.weights * shape.K * shape.N, shape.M * shape.N
     result = {"output": g, "grad_input": x, "grad_weight": w}[name]
-    elements = x + w + g - result
+    return x + w + g - result, result
+
+
+def grouped_gemm_seconds(device: Device, kind: str, name: str, shape: Shape) -> float:
+    """Time of the grouped GEMM ``output``, ``grad_input`` or ``grad_weight`` of a shape with E."""
     tokens = shape.M + (0 if device.emulates else shape.padding(TILE))
-    computing = device.products[kind].seconds(2 * tokens * shape.K * shape.N, elements)
-    moved = (READ if kind == BF16 else WRITE) * elements + RESULT_BYTES * result
-    launches = 1 if device.emulates else 2
-    return max(computing, moved / device.bytes_per_second) + launches * device.launch.value
+    flops, elements = 2 * tokens * shape.K * shape.N, _grouped_elements(name, shape)[0]
+    computing = device.products[kind].seconds(flops, elements)
+    moving = grouped_gemm_bytes(kind, name, shape) / device.bytes_per_second
+    return max(computing, moving) + (1 if device.emulates else 2) * device.launch.value
 
 
 # --- layers
@@ -433,7 +444,7 @@ def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use, emulates: bool 
     if elements and (cast := plan.grad_weight.b) is not None:
         tokens, scales = shape.M, prod(scale_shape((shape.K, shape.M), cast.block))
         if shape.E is not None:
-            tokens = shape.M if emulates else _reserved_tokens(shape, cast)
+            tokens = padded_tokens(shape.M, shape.E, 1 if emulates else tokens_aligned(cast))
             scales = _scales_of_groups(shape, tokens, cast.block)
         return kept + WRITE * tokens * shape.K + _scale_bytes(cast) * scales
     return kept + READ * elements
@@ -441,11 +452,6 @@ def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use, emulates: bool 
 
 def _scale_bytes(cast: OperandCast) -> int:
     return cast.scale_format.dtype.itemsize
-
-
-def _reserved_tokens(shape: Shape, cast: OperandCast) -> int:
-    multiple = tokens_aligned(cast)
-    return ceil_div(shape.M + shape.weights * (multiple - 1), multiple) * multiple
 
 
 def _scales_of_groups(shape: Shape, tokens: int, block: Block) -> int:

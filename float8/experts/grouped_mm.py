@@ -28,6 +28,8 @@ from float8.linear.autograd import (
     Float8LinearFunction,
 )
 from float8.linear.bound_plan import autocasts, plan_for, without_autocast
+from float8.linear.float8_weight import of_experts
+from float8.tensor import Float8Tensor
 
 
 def grouped_mm(
@@ -40,6 +42,7 @@ def grouped_mm(
     Args:
         x: (T, K), the tokens sorted by expert; float32, bfloat16 or float16.
         w: (E, K, N) of the same dtype, any strides; usually ``weight.mT`` of an (E, N, K) weight.
+            FSDP2 may have gathered it in float8; it is not cast then.
         offs: (E,) int32, the end of each expert's tokens among the T rows, ascending. A group may
             be empty. Rows at or beyond ``offs[-1]`` are in no group and never read. On a CPU the
             values are checked; on a GPU that would wait for it, so there they are not.
@@ -68,9 +71,11 @@ def grouped_mm_in_float8(
 ) -> Tensor:
     """`grouped_mm` of arguments that were checked, with the factors of unit scaling."""
     plan = plan_for(config, x, grouped=True)
-    call = Call(plan, STATELESS, False, None, factors, torch.is_grad_enabled())
+    w_ENK = w.mT
+    weight = of_experts(w_ENK, plan) if isinstance(w_ENK, Float8Tensor) else None
+    call = Call(plan, STATELESS, False, weight, factors, torch.is_grad_enabled())
     with without_autocast(x):
-        out: Tensor = Float8LinearFunction.apply(x, w.mT, None, call, offs)
+        out: Tensor = Float8LinearFunction.apply(x, w_ENK, None, call, offs)
     return out
 
 

@@ -37,8 +37,9 @@ from float8.experts.grouped_mm import grouped_mm
 from float8.kernels import is_sharded
 from float8.linear.layer import with_state_of
 from float8.linear.refusals import refuses_layer
-from float8.linear.registration import RULE_FINDERS, ModuleRule, stacked_weights
+from float8.linear.registration import RULE_FINDERS, ModuleRule, stacked_weights, stored_by
 from float8.linear.switch import Float8Module
+from float8.tensor import Float8Tensor
 
 logger = logging.getLogger("float8")
 Forward = Callable[..., Any]
@@ -110,10 +111,11 @@ class Float8Experts(Float8Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, its grouped products in float8."""
-        if self.high_precision:
-            return super().forward(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             _show_grouped_mm_to_modes()
+        if self.high_precision:
+            with _DequantizedWeights():
+                return super().forward(*args, **kwargs)
         products = _GroupedProducts(self)
         with products:
             result = self.float8_forward(*args, **kwargs)
@@ -153,11 +155,41 @@ class Float8Experts(Float8Module):
         """Copies and pickles hold the plain type, from which this one is made again."""
         return _new, (self.plain_type,), self.__dict__
 
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, weight in stacked_weights(self).items():
+            stored = stored_by(weight)
+            if stored is not None and not keep_vars and prefix + name in destination:
+                destination[prefix + name] = stored.to_plain(weight)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        stored = {name: stored_by(weight) for name, weight in stacked_weights(self).items()}
+        super()._load_from_state_dict(*args)
+        for name, rule in stored.items():
+            weight = self._parameters[name]
+            if (
+                rule is not None and weight is not None and not rule.is_stored(weight)
+            ):  # assign=True
+                self._parameters[name] = nn.Parameter(rule.from_plain(weight), weight.requires_grad)
+
     def extra_repr(self) -> str:
         """As the plain module, and the stacked weights, which torch leaves out."""
         shapes = {n: tuple(w.shape) for n, w in stacked_weights(self).items()}
         stacks = ", ".join(f"{name}={shape}" for name, shape in shapes.items())
         return ", ".join(filter(None, (super().extra_repr(), stacks)))
+
+
+class _DequantizedWeights(TorchFunctionMode):
+    """Gives grouped products, in high precision, the values of weights that were gathered."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in GROUPED_MM:
+            args = [a.dequantize() if isinstance(a, Float8Tensor) else a for a in args]
+        return func(*args, **(kwargs or {}))
 
 
 class _GroupedProducts(TorchFunctionMode):

@@ -3,6 +3,10 @@
 These run wherever no kernel does: on every device that is not CUDA, with ``emulate=True``, on
 DTensors, and in code that torch.compile makes. `amax`, `cast`, `dequantize` and `scaled_mm` have a
 form of their own here; all other names are the definition's.
+
+An op in eager mode takes several passes over its operand. A large one is cut in parts (`_parts`),
+so that every pass after the first finds its part in the processor's L2 cache: two to four times
+faster.
 """
 
 from __future__ import annotations
@@ -41,16 +45,36 @@ __all__ = [
 ]
 
 _SMALL = 8192  # elements below which, in eager mode, fewer calls beat faster passes
+_PART = 1 << 18  # elements whose float32 values stay in an L2 cache of 2 MiB
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether x is an ordinary tensor on a CPU, in eager mode."""
+    is_eager = not torch.compiler.is_compiling()
+    return is_eager and x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
+
+
+def _parts(x_MK: Tensor, extent: int) -> list[tuple[int, int]]:
+    """Begin and end of each part of the rows; ``extent`` rows stay together."""
+    size = x_MK.shape[0]
+    rows = max(1, _PART * size // x_MK.numel() // extent) * extent
+    return [(begin, min(begin + rows, size)) for begin in range(0, size, rows)]
+
+
+def _is_column_major(x: Tensor) -> bool:
+    return x.dim() == 2 and x.stride(0) == 1 and x.stride(1) != 1
 
 
 def amax(x: Tensor, block: Block) -> Tensor:
     """`definition.amax`; whole tensors are read once."""
     if x.numel() == 0:
         return definition.amax(x, block)
+    if len(block) == 3 and block[0] == 1 and _is_plain(x):
+        return torch.stack([amax(matrix, block[1:]) for matrix in x])
     if WHOLE not in block or block.count(WHOLE) + block.count(1) < len(block):
         if (tiles := _tiles(x, block)) is None:
             return definition.amax(x, block)
-        return tiles.abs().amax((1, 3)).float()
+        return _largest(tiles, [1, 3], keepdim=False)
     # In this order: a compiler would guard on the size.
     is_small = not torch.compiler.is_compiling() and x.numel() < _SMALL
     if 1 in block or is_small:
@@ -58,12 +82,26 @@ def amax(x: Tensor, block: Block) -> Tensor:
         for dim, extent in enumerate(block):
             if extent == WHOLE:
                 lines.append(dim)
-        return x.abs().amax(lines, keepdim=True).float()
+        return _largest(x, lines, keepdim=True)
     # aminmax reads x once and writes two numbers; in eager mode abs() would write all of |x|.
     # In storage order: aminmax is many times slower over columns.
     in_order = x.t() if x.dim() == 2 and x.stride(0) == 1 else x
     smallest, largest = torch.aminmax(in_order)
     return torch.maximum(largest, -smallest).float().reshape((1,) * len(block))
+
+
+def _largest(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+    """``x.abs().amax(dims)`` in float32; of 16-bit numbers several times faster."""
+    if x.element_size() != 2 or not _is_plain(x):
+        return x.abs().amax(dims, keepdim).float()
+    # Magnitudes are ordered as their bits, NaN above inf. In parts, unless a column is reduced.
+    bits = x.detach().view(torch.int16)
+    whole = x.numel() <= _PART or 0 in dims
+    pieces = [bits] if whole else [bits[begin:end] for begin, end in _parts(x, 1)]
+    found = [piece.bitwise_and(0x7FFF).amax(dims, keepdim) for piece in pieces]
+    return (
+        torch.cat(found).view(x.dtype).float() if len(found) > 1 else found[0].view(x.dtype).float()
+    )
 
 
 def _tiles(x: Tensor, block: Block) -> Tensor | None:
@@ -74,19 +112,44 @@ def _tiles(x: Tensor, block: Block) -> Tensor | None:
     return x.reshape(x.shape[0] // rows, rows, x.shape[1] // cols, cols)
 
 
-def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool = False) -> Tensor:
+def cast(
+    x: Tensor,
+    scale: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    fits: bool = False,
+    decoded: bool = False,
+) -> Tensor:
     """`definition.cast`, with one float32 buffer in eager mode.
 
     ``fits`` promises that ``scale`` is a float32 computed from this very ``x``. Then no finite
-    value exceeds the format, an infinite one becomes NaN, and the clamp is not needed.
+    value exceeds the format, an infinite one becomes NaN, and the clamp is not needed. ``decoded``
+    returns the data in bfloat16 (`decode`), for a product that follows at once.
     """
-    x32 = x.float()
+    if (
+        not torch.compiler.is_compiling()
+        and x.numel() > _PART
+        and _is_plain(x)
+        and x.dim() in (2, 3)
+    ):
+        out = torch.empty_like(x, dtype=torch.bfloat16 if decoded else dtype)
+        buffer = torch.empty(_PART, dtype=torch.float32)  # fresh memory costs more than the passes
+        _cast_parts(out, x, scale, block, dtype, fits, buffer)
+        return out
+    data = _fitted(x.float(), x, scale, block, dtype, fits).to(dtype)
+    return decode(data) if decoded else data
+
+
+def _fitted(
+    x32: Tensor, x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool
+) -> Tensor:
+    """``x / scale``, in the range of ``dtype``; it may overwrite x32, unless that is x."""
     is_plain = scale.dtype == torch.float32 and not torch.compiler.is_compiling()
     factor = scale.reciprocal() if is_plain else reciprocal(scale)
     if block.count(WHOLE) + block.count(1) < len(block):
         y = _scaled(x32, factor, block)
     else:
-        y = x32.mul_(factor) if fits and x.dtype != torch.float32 else x32 * factor
+        y = x32.mul_(factor) if fits and x32 is not x else x32 * factor
     if not fits:
         largest = torch.finfo(dtype).max
         y = y.clamp_(-largest, largest)
@@ -96,7 +159,38 @@ def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool 
             # In eager mode one pass instead of three: 0 * inf is NaN, and adding a zero of x's own
             # sign changes nothing else. Compilers fold the product to 0.
             y = y.add_(x32, alpha=0)
-    return y.to(dtype)
+    return y
+
+
+def _cast_parts(
+    out: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    fits: bool,
+    buffer: Tensor,
+) -> None:
+    """`cast` into ``out``, of dtype or bfloat16, part by part in storage order."""
+    if x.dim() == 3:
+        for index, matrix in enumerate(x):
+            its = scale[index if len(scale) > 1 else 0]
+            _cast_parts(out[index], matrix, its, block[1:], dtype, fits, buffer)
+        return
+    if _is_column_major(x):
+        _cast_parts(out.t(), x.t(), scale.t(), block[::-1], dtype, fits, buffer)
+        return
+    extent = max(1, block[0])
+    for begin, end in _parts(x, extent):
+        part, where = x[begin:end], out[begin:end]
+        its = scale if len(scale) == 1 else scale[begin // extent : -(-end // extent)]
+        is_small = part.numel() <= _PART
+        x32 = buffer[: part.numel()].view(part.shape).copy_(part) if is_small else part.float()
+        y = _fitted(x32, part, its, block, dtype, fits)
+        if out.dtype == dtype:
+            where.copy_(y)
+        else:
+            decode(y.to(dtype), where)
 
 
 def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
@@ -137,28 +231,34 @@ _AS_BFLOAT16 = {
 _LARGEST_CODE = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}  # of the finite ones
 
 
-def decode(data: Tensor) -> Tensor:
+def decode(data: Tensor, out: Tensor | None = None) -> Tensor:
     """Float8 data as bfloat16, exactly (without any scale).
 
     Both OCP formats are bit fields of a bfloat16, up to a shift and a power of two. In eager mode
     on a CPU, integer operations on whole tensors are several times faster than torch's elementwise
     conversion. Compiled code converts in registers. A bfloat16 tensor is returned as it is.
+
+    ``out`` receives the result, if it is given.
     """
     if data.dtype == torch.bfloat16:
         return data
     is_eager = not torch.compiler.is_compiling()
     if is_eager and data.numel() < _SMALL:
-        return data.to(torch.bfloat16)
+        return data.to(torch.bfloat16) if out is None else out.copy_(data)
     # In storage order: a compiler would transpose for real.
-    is_transposed = data.dim() == 2 and data.stride(0) == 1 and data.stride(1) != 1
-    in_order = data.t() if is_transposed else data
-    if is_eager and _can_move_bits(in_order):
-        shift, fields, power = _AS_BFLOAT16[data.dtype]
-        codes = in_order.view(torch.int8).to(torch.int16).bitwise_left_shift_(shift)
-        decoded = codes.bitwise_and_(fields).view(torch.bfloat16).mul_(power)
-    else:
-        decoded = in_order.to(torch.bfloat16)
-    return decoded.t() if is_transposed else decoded
+    if data.dim() == 2 and data.stride(0) == 1 and data.stride(1) != 1:
+        return decode(data.t(), None if out is None else out.t()).t()
+    if not (is_eager and _can_move_bits(data)):
+        return data.to(torch.bfloat16) if out is None else out.copy_(data)
+    shift, fields, power = _AS_BFLOAT16[data.dtype]
+    decoded = torch.empty_like(data, dtype=torch.bfloat16) if out is None else out
+    is_large = data.dim() == 2 and data.numel() > _PART
+    for begin, end in _parts(data, 1) if is_large else [(0, len(data))]:
+        part = decoded[begin:end]
+        bits = part.view(torch.int16).copy_(data[begin:end].view(torch.int8))
+        bits.bitwise_left_shift_(shift).bitwise_and_(fields)
+        part.mul_(power)
+    return decoded
 
 
 def _can_move_bits(data: Tensor) -> bool:
@@ -183,23 +283,35 @@ def scaled_mm(
     b_block: Block,
     bias_N: Tensor | None,
     out_dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """`definition.scaled_mm`; a bfloat16 product of whole tensors has no float32 copy."""
+    """`definition.scaled_mm`; a bfloat16 product of whole tensors has no float32 copy.
+
+    ``out`` receives the result, if it is given.
+    """
     by_row = ((WHOLE, WHOLE), (1, WHOLE))
-    if a_block not in by_row or b_block not in by_row:
+    is_e8m0 = not a_scale.dtype == b_scale.dtype == torch.float32
+    if a_block not in by_row or b_block not in by_row or is_e8m0:
         a = dequantize(a_MK, a_scale, a_block, torch.float32)
         b = dequantize(b_NK, b_scale, b_block, torch.float32)
-        out = a @ b.t()
-        return (out if bias_N is None else out + bias_N.to(torch.float32)).to(out_dtype)
-    a_scale, b_scale = e8m0.as_float32(a_scale), e8m0.as_float32(b_scale)
+        product = a @ b.t()
+        product = product if bias_N is None else product + bias_N.to(torch.float32)
+        return product.to(out_dtype) if out is None else out.copy_(product)
+    is_whole = a_block[0] == WHOLE and b_block[0] == WHOLE and bias_N is None
     if out_dtype == torch.bfloat16:
+        if out is not None and is_whole:
+            product = torch.mm(decode(a_MK), decode(b_NK).t(), out=out)
+            return product.mul_((a_scale * b_scale).reshape(()))
         product = decode(a_MK) @ decode(b_NK).t()
     else:
         product = a_MK.to(torch.float32) @ b_NK.to(torch.float32).t()
-    if a_block[0] == WHOLE and b_block[0] == WHOLE and bias_N is None:
+    if is_whole:
         # A 0-dim factor scales in float32 without a float32 copy of the product. Not in place:
         # selective activation checkpointing may have kept the product.
         scaled = product * (a_scale * b_scale).reshape(())
-        return scaled if scaled.dtype == out_dtype else scaled.to(out_dtype)
-    scaled = (product.to(torch.float32) * a_scale).mul_(b_scale.t())
-    return (scaled if bias_N is None else scaled + bias_N.to(torch.float32)).to(out_dtype)
+    else:
+        scaled = (product.to(torch.float32) * a_scale).mul_(b_scale.t())
+        scaled = scaled if bias_N is None else scaled + bias_N.to(torch.float32)
+    if out is not None:
+        return out.copy_(scaled)
+    return scaled if scaled.dtype == out_dtype else scaled.to(out_dtype)

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8.granularity import WHOLE, Block, scale_shape
+from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 
 ALIGNMENT = 16
 _BLOCK_ROWS = 4  # M must be a multiple of it where a scale covers 128 of the contraction
@@ -93,11 +93,12 @@ def _starts_aligned(x: Tensor) -> bool:
 
 
 def contraction_last(x: Tensor) -> Tensor:
-    """A row-major matrix that starts at a multiple of 16 bytes: x itself, or a copy."""
+    """Row-major matrices that start at multiples of 16 bytes: x itself, or a copy."""
     # By strides: is_contiguous() accepts one row of any strides, and hardware reads the strides.
-    if _starts_aligned(x) and x.stride() == (x.shape[1], 1):
+    wanted = (x.shape[-1] * x.shape[-2], x.shape[-1], 1)[-x.dim() :]
+    if _starts_aligned(x) and x.stride() == wanted:
         return x
-    if x.element_size() == 1 and x.stride(0) == 1 and not is_sharded(x):
+    if x.dim() == 2 and x.element_size() == 1 and x.stride(0) == 1 and not is_sharded(x):
         _load_transpose()
         return torch.ops.float8.transpose.default(x.t())
     # A clone: Tensor.contiguous() needs a CUDA build even for FakeTensors.
@@ -150,3 +151,23 @@ def _pad(data: Tensor, scale: Tensor, block: Block, rows: int, cols: int) -> tup
 def _blockwise_scales(scale: Tensor, block: Block) -> Tensor:
     """Scales in torch's layouts: 1x128 contiguous along the rows, 128x128 along the columns."""
     return contraction_last(scale.t()).t() if block[0] == 1 else contraction_last(scale)
+
+
+def swizzled_size(rows: int, blocks: int) -> int:
+    """The number of scales that `swizzled` returns."""
+    return ceil_div(rows, 128) * 128 * (ceil_div(blocks, 4) * 4)
+
+
+def swizzled(scale: Tensor) -> Tensor:
+    """E8M0 scales (rows, blocks) of 1x32 blocks -> the vector that cuBLASLt reads.
+
+    (cuBLAS documentation, "1D block scaling factors layout"; SWIZZLE_32_4_4 in torch.) The scales
+    are padded by zeros to tiles of 128 rows and 4 blocks, stored tile by tile. In the 512 bytes of a
+    tile, the scale of row r and block b is at ``(r % 32) * 16 + (r // 32) * 4 + b``.
+    """
+    rows, blocks = scale.shape
+    down, across = ceil_div(rows, 128), ceil_div(blocks, 4)
+    # As bytes: torch has few operations for the dtype, and inductor no code.
+    padded = F.pad(scale.view(torch.uint8), (0, across * 4 - blocks, 0, down * 128 - rows))
+    tiles = padded.view(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(swizzled_size(rows, blocks)).view(scale.dtype)

@@ -32,7 +32,6 @@ from float8.formats import ScaleFormat
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 from float8.kernels import e8m0
 
-# Plain strings, which torch.compile compares without a guard.
 FLOAT32, E8M0 = ScaleFormat.FLOAT32.value, ScaleFormat.E8M0.value
 E8M0_FLOOR = ScaleFormat.E8M0_FLOOR.value
 MIN_SCALE = torch.finfo(torch.float32).tiny  # 2^-126
@@ -96,13 +95,12 @@ def scale_from_amax(amax: Tensor, format_max: float, scale_format: str = FLOAT32
     Returns:
         the scale, of amax's shape. A float32 keeps NaN and inf as they are.
     """
-    if scale_format == E8M0_FLOOR:
-        return e8m0.floor_of(amax, format_max)
-    if scale_format == E8M0:
-        return e8m0.rounded_up(amax * (1.0 / format_max))
-    # MIN_SCALE as a literal: with dynamic shapes torch.compile would make an input of the global.
+    # Literals: torch.compile would guard on globals, and with dynamic shapes make an input of
+    # MIN_SCALE.
+    if scale_format == "e8m0" or scale_format == "e8m0_floor":
+        return e8m0.scale_from_amax(amax, format_max, scale_format == "e8m0")
     scale = (amax * (1.0 / format_max)).clamp(min=2.0**-126)
-    if scale_format == FLOAT32:
+    if scale_format == "float32":
         return scale
     # Adding the largest mantissa carries into the exponent unless the mantissa is zero already.
     bits = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
@@ -231,7 +229,8 @@ def scaled_mm(
     the product. Float8 values are exact in bfloat16, so a bfloat16 result comes from a bfloat16
     GEMM (float32 accumulation); its product is then rounded once before and once after scaling,
     which float8 hardware does once: up to one bfloat16 ulp apart, nothing when scales are powers of
-    two. Other results, and scales that vary along the contraction, use a float32 GEMM.
+    two. Other results, and E8M0 scales and those that vary along the contraction, use a float32
+    GEMM of dequantised operands.
 
     Args:
         a_MK, b_NK: float8, or the same values in bfloat16; the contraction K last.
@@ -240,12 +239,12 @@ def scaled_mm(
         out_dtype: float32, bfloat16 or float16.
     """
     tensorwise, rowwise = (WHOLE, WHOLE), (1, WHOLE)
-    if not {a_block, b_block} <= {tensorwise, rowwise}:
+    is_e8m0 = not a_scale.dtype == b_scale.dtype == torch.float32
+    if is_e8m0 or not {a_block, b_block} <= {tensorwise, rowwise}:
         a32 = dequantize(a_MK, a_scale, a_block, torch.float32)
         b32 = dequantize(b_NK, b_scale, b_block, torch.float32)
         out32 = a32 @ b32.t()
     else:
-        a_scale, b_scale = e8m0.as_float32(a_scale), e8m0.as_float32(b_scale)
         exact = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
         product32 = (a_MK.to(exact) @ b_NK.to(exact).t()).to(torch.float32)
         if a_block == b_block == tensorwise and bias_N is None:

@@ -15,11 +15,11 @@ with an inf    254 (2^127)                  247 or 239             the infs are 
 with a NaN     255 (NaN)                    255 (NaN)              NaN
 ============== ============================ ====================== ============================
 
-The bytes are those of torchao's ``to_mx``, and so are the data, with three exceptions. It writes
-the largest finite value for an inf, which could be taken for a number. Where the byte is 0, it
-multiplies by 1 (``RCEIL``) or 2^126 (``FLOOR``) in place of 2^127. And its logarithm in float32
-rounds an ``amax / max(format)`` that is within a few ulps above a power of two down to it, so that
-the largest value saturates; here the exponent is exact.
+The bytes are those of torchao's ``to_mx``, and so are the data, with three exceptions. For an inf it
+writes the largest finite value, which could be taken for a number. Where the byte is 0, it
+multiplies by 1 (``RCEIL``) or 2^126 (``FLOOR``) in place of 2^127. And in ``RCEIL`` its float32
+logarithm takes an ``amax / max(format)`` up to 2^-18 (relative) above a power of two for that power:
+its byte is one less, and the largest value saturates. Here the exponent is exact.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ _SMALLEST = 0x00400000  # the bits of 2^-127, a subnormal float32
 _FLOAT32_NAN = 0x7FC00000
 
 
-def rounded_up(scale: Tensor) -> Tensor:
-    """The smallest E8M0 numbers that are at least as large as float32 ``scale`` >= 0."""
-    if torch.compiler.is_compiling():
-        return torch.ops.float8.e8m0_rounded_up.default(scale)
-    bits = scale.view(torch.int32)
-    exponent = torch.where(bits <= _SMALLEST, 0, (bits + 0x7FFFFF) >> 23)
-    exponent = torch.where(scale.isinf(), _INF, exponent)
-    return _bytes(torch.where(scale.isnan(), _NAN, exponent))
+def scale_from_amax(amax: Tensor, format_max: float, rounds_up: bool) -> Tensor:
+    """The E8M0 scale of each float32 amax, exactly.
 
-
-def floor_of(amax: Tensor, format_max: float) -> Tensor:
-    """``2^(floor(log2(amax)) - floor(log2(format_max)))``, at least 2^-127."""
+    Args:
+        amax: >= 0, or NaN.
+        format_max: the largest finite value of the float8 format.
+        rounds_up: ``2^ceil(log2(amax / format_max))``; otherwise
+            ``2^(floor(log2(amax)) - floor(log2(format_max)))``.
+    """
     if torch.compiler.is_compiling():
-        return torch.ops.float8.e8m0_floor_of.default(amax, format_max)
-    largest = math.frexp(format_max)[1] - 1  # floor(log2(format_max))
-    exponent = ((amax.view(torch.int32) >> 23) - largest).clamp(min=0)
-    return _bytes(torch.where(amax.isnan(), _NAN, exponent))
+        return torch.ops.float8.e8m0_scale_from_amax.default(amax, format_max, rounds_up)
+    mantissa, exponent = math.frexp(format_max)
+    # A significand above that of format_max carries into the exponent.
+    carry = 0x7FFFFF - int((2 * mantissa - 1) * 2**23) if rounds_up else 0
+    found = (((amax.view(torch.int32) + carry) >> 23) - (exponent - 1)).clamp(min=0)
+    if rounds_up:
+        found = torch.where(amax.isinf(), _INF, found)
+    return _bytes(torch.where(amax.isnan(), _NAN, found))
 
 
 def _bytes(exponent: Tensor) -> Tensor:
@@ -80,8 +81,11 @@ def reciprocal(scale: Tensor) -> Tensor:
 
 _LIBRARY = torch.library.Library("float8", "FRAGMENT")
 for _schema, _run, _dtype in (
-    ("e8m0_rounded_up(Tensor scale) -> Tensor", rounded_up, torch.float8_e8m0fnu),
-    ("e8m0_floor_of(Tensor amax, float format_max) -> Tensor", floor_of, torch.float8_e8m0fnu),
+    (
+        "e8m0_scale_from_amax(Tensor amax, float format_max, bool rounds_up) -> Tensor",
+        scale_from_amax,
+        torch.float8_e8m0fnu,
+    ),
     ("e8m0_as_float32(Tensor scale) -> Tensor", as_float32, torch.float32),
     ("e8m0_reciprocal(Tensor scale) -> Tensor", reciprocal, torch.float32),
 ):
@@ -89,7 +93,7 @@ for _schema, _run, _dtype in (
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
 
-    def _fake(scale: Tensor, *_: float, dtype: torch.dtype = _dtype) -> Tensor:
-        return torch.empty_like(scale, dtype=dtype)
+    def _fake(x: Tensor, *_: float, dtype: torch.dtype = _dtype) -> Tensor:
+        return torch.empty_like(x, dtype=dtype)
 
     torch.library.register_fake(f"float8::{_name}", _fake, lib=_LIBRARY)

@@ -15,6 +15,7 @@ host. There is no other fallback.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,10 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8.granularity import WHOLE, Block
-from float8.kernels import cpu
+from float8.granularity import WHOLE, Block, ceil_div
+from float8.kernels import cpu, scaled_mm
+from float8.kernels.cublas import contraction_last, pad_codes
 from float8.kernels.groups import ends_of, spans_of
 from float8.kernels.scaled_mm import (
+    ALIGNMENT,
     BLOCKWISE,
     CPU,
     MX,
@@ -33,8 +36,9 @@ from float8.kernels.scaled_mm import (
     ROWWISE,
     SUPPORT,
     TENSORWISE,
+    family_of,
     product_of,
-    refuses_granularity,
+    refuses_device,
 )
 
 _EMULATE = "set emulate=True to run it in plain PyTorch"
@@ -67,37 +71,30 @@ def grouped_mm(
     Returns:
         (T, N), rows of no group being zero; or (E, M, N), zero for an empty group.
     """
-    is_bfloat16 = out_dtype == torch.bfloat16 and WHOLE == a_block[-1] == b_block[-1]
-    if a_scale is not None and is_bfloat16:
-        a, b = cpu.decode(a), _decode(b)
     of_experts = b.dim() == 3
     ends = ends_of(offs, a.shape[0] if of_experts else a.shape[1])
     out = _empty(a, b, offs, out_dtype)
-    ab, bb = tuple(a_block), tuple(b_block)[-2:]
+    a_block, b_block = tuple(a_block), tuple(b_block)[-2:]
     for group, (begin, end, start) in enumerate(spans_of(ends, align)):
         if begin == end:
             continue
         rows, columns = slice(begin, end), slice(start, start + end - begin)
         a_part = a[rows] if of_experts else a[:, columns]
         b_part = b[group] if of_experts else b[:, columns]
+        where = out[rows if of_experts else group]
         if a_scale is None or b_scale is None:
-            product = (a_part @ b_part.t()).to(out_dtype)
+            where.copy_(a_part @ b_part.t())
+            continue
+        if of_experts:
+            a_scale_part = a_scale[rows] if a_block[0] != WHOLE else a_scale
+            b_scale_part = b_scale[group if b_scale.shape[0] > 1 else 0]
         else:
-            if of_experts:
-                a_s = a_scale[rows] if ab[0] != WHOLE else a_scale
-                b_s = b_scale[group if b_scale.shape[0] > 1 else 0]
-            else:
-                a_s = _scale_of_group(a_scale, ab, group, start, end - begin)
-                b_s = _scale_of_group(b_scale, bb, group, start, end - begin)
-            product = cpu.scaled_mm(a_part, a_s, b_part, b_s, ab, bb, None, out_dtype)
-        out[rows if of_experts else group] = product
+            a_scale_part = _scale_of_group(a_scale, a_block, group, start, end - begin)
+            b_scale_part = _scale_of_group(b_scale, b_block, group, start, end - begin)
+        cpu.scaled_mm(
+            a_part, a_scale_part, b_part, b_scale_part, a_block, b_block, None, out_dtype, where
+        )
     return out
-
-
-def _decode(b: Tensor) -> Tensor:
-    if b.dim() == 3 and b.stride(1) == 1:
-        return cpu.decode(b.mT).mT
-    return cpu.decode(b)
 
 
 def _scale_of_group(scale: Tensor, block: Block, group: int, start: int, size: int) -> Tensor:
@@ -143,26 +140,115 @@ torch.library.register_fake("float8::grouped_mm", _fake_grouped_mm, lib=_LIBRARY
 # --- the candidates
 
 
+def _torch_refuses(
+    family: str, product: str, out_dtype: torch.dtype, by_tokens: bool, is_e4m3: bool
+) -> str | None:
+    """What ``torch._scaled_grouped_mm`` does not run, in torch 2.11 and 2.13.
+
+    Its rowwise kernel (ATen/native/cuda/ScaledGroupMM.cu) is built for sm_90a; GroupedBlas.cpp lets
+    sm_10x through to it, where it traps (pytorch#187095). Tokens by tokens, a group of no tokens is
+    a contraction of length 0: torch's tests of float8 have none, and the bfloat16 kernel beside it
+    has hung on it (pytorch#152668) or returned garbage (pytorch#172439).
+    """
+    if family != "sm_90":
+        return "multiplies on sm_90 only"
+    if by_tokens:
+        return "is not known to multiply groups without tokens, tokens by tokens"
+    if not is_e4m3:
+        return "multiplies E4M3 by E4M3 only"
+    return None if out_dtype == torch.bfloat16 else f"writes bfloat16 only, not {out_dtype}"
+
+
+def _triton_refuses(
+    family: str, product: str, out_dtype: torch.dtype, by_tokens: bool, is_e4m3: bool
+) -> str | None:
+    return scaled_mm.triton_refuses(family, product, out_dtype)
+
+
+def _torch_multiply(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_block: Block,
+    b_block: Block,
+    out_dtype: torch.dtype,
+    align: int,
+    use_fast_accum: bool,
+) -> Tensor:
+    """Rowwise, tokens by experts, by torch. Its scales are (T,) and (E, N), contiguous."""
+    (T, _), (E, N, _) = a.shape, b.shape
+    # Not F.scaled_grouped_mm: its op has no kernel for FakeTensors, up to torch 2.13.
+    return torch._scaled_grouped_mm(
+        contraction_last(a),
+        contraction_last(b).mT,
+        a_scale.expand(T, 1).reshape(T).contiguous(),
+        b_scale.expand(E, N, 1).reshape(E, N).contiguous(),
+        offs=offs,
+        out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+    )
+
+
+def _triton_multiply(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_block: Block,
+    b_block: Block,
+    out_dtype: torch.dtype,
+    align: int,
+    use_fast_accum: bool,
+) -> Tensor:
+    _load_triton_gemm()
+    out: Tensor = torch.ops.float8.grouped_mm_gpu.default(
+        contraction_last(a),
+        a_scale,
+        contraction_last(b),
+        b_scale,
+        offs,
+        a_block,
+        b_block,
+        out_dtype,
+        align,
+        use_fast_accum,
+    )
+    return out
+
+
+def _load_triton_gemm() -> None:
+    importlib.import_module("float8.kernels.gpu.grouped_mm")
+
+
+_load_triton_gemm._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class GroupedCandidate(NamedTuple):
     """One way to run a grouped product on a GPU.
 
-    ``refuses(architecture, product, out_dtype)`` returns the reason why it does not run, or None; a
-    message puts it after ``name``. ``multiply`` takes the arguments of `grouped_mm`. ``multiple``:
-    K and N must be multiples of it. ``align``: what it needs of groups in the transposed layout.
+    ``refuses(architecture, product, out_dtype, by_tokens, is_e4m3)`` returns the reason why it does
+    not run, or None; a message puts it after ``name``. ``multiply`` takes the arguments of
+    `grouped_mm`, and ``use_fast_accum``. ``align``: what it needs of groups in the transposed
+    layout. Every candidate needs K and N that are multiples of 16.
     """
 
     name: str
-    refuses: Callable[[str, str, torch.dtype], str | None]
+    refuses: Callable[[str, str, torch.dtype, bool, bool], str | None]
     multiply: Callable[..., Tensor]
-    multiple: int = 16
-    align: int = 16
+    align: int = ALIGNMENT
 
 
-# product -> its candidates; the first that does not refuse runs it
+TORCH = GroupedCandidate("torch._scaled_grouped_mm", _torch_refuses, _torch_multiply)
+TRITON = GroupedCandidate("the Triton grouped GEMM", _triton_refuses, _triton_multiply)
+# product -> its candidates, the presumably fastest first (not measured); the first that does not
+# refuse runs it
 CANDIDATES: dict[str, tuple[GroupedCandidate, ...]] = {
-    TENSORWISE: (),
-    ROWWISE: (),
-    BLOCKWISE: (),
+    TENSORWISE: (TRITON,),
+    ROWWISE: (TORCH, TRITON),
+    BLOCKWISE: (TRITON,),
     MX: (),
 }
 
@@ -171,37 +257,43 @@ def _named() -> dict[str, GroupedCandidate]:
     return {candidate.name: candidate for row in CANDIDATES.values() for candidate in row}
 
 
-def _willing(family: str, product: str, out_dtype: torch.dtype) -> list[GroupedCandidate]:
-    if family not in SUPPORT:
-        return []
-    return [c for c in CANDIDATES[product] if c.refuses(family, product, out_dtype) is None]
-
-
 def grouped_gemm_for(
-    family: str, a_block: Block, b_block: Block, out_dtype: torch.dtype, emulate: bool = False
+    family: str,
+    a_block: Block,
+    b_block: Block,
+    out_dtype: torch.dtype,
+    emulate: bool = False,
+    is_e4m3: bool = True,
 ) -> tuple[str, str | None]:
     """The candidate that runs a product, as `multiply_groups` takes it.
 
     Args:
         family: the device family, see `float8.kernels.family_of`.
-        a_block, b_block: of matrices, without the 1 of experts.
+        a_block: of the first operand.
+        b_block: of the second: of experts with a 1 for the first dimension, else of tokens.
         out_dtype: of the result.
         emulate: run plain PyTorch on every device.
+        is_e4m3: whether both operands are E4M3.
 
     Returns:
         its name and None; or "" and the reason why there is none.
     """
     if family == CPU or emulate:
         return PLAIN, None
+    by_tokens, b_block = len(b_block) == 2, b_block[-2:]
     product = product_of(a_block, b_block)
-    if product is None:
-        return "", refuses_granularity(a_block, b_block)
-    if willing := _willing(family, product, out_dtype):
-        return willing[0].name, None
-    reasons = [f"{c.name} {c.refuses(family, product, out_dtype)}" for c in CANDIDATES[product]]
+    if product is None or family not in SUPPORT:
+        return "", refuses_device(family, a_block, b_block, out_dtype)
+    reasons = []
+    for candidate in CANDIDATES[product]:
+        reason = candidate.refuses(family, product, out_dtype, by_tokens, is_e4m3)
+        if reason is None:
+            return candidate.name, None
+        reasons.append(f"{candidate.name} {reason}")
     return "", (
         f"{family} does not run a grouped {product} product written in {out_dtype}: "
-        f"{'; '.join(reasons) or 'no GEMM is written for it'}. Or {_EMULATE}"
+        f"{'; '.join(reasons) or 'no GEMM is written for it, use the recipe blockwise'}. "
+        f"Or {_EMULATE}"
     )
 
 
@@ -221,20 +313,48 @@ def multiply_groups(
     b_block: Block,
     out_dtype: torch.dtype,
     align: int,
+    use_fast_accum: bool = False,
+    pad: bool = False,
 ) -> Tensor:
-    """`grouped_mm` by the candidate that `grouped_gemm_for` chose."""
-    is_plain = gemm == PLAIN or 0 in (*a.shape, *b.shape)
-    run = torch.ops.float8.grouped_mm.default if is_plain else _named()[gemm].multiply
-    out: Tensor = run(a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align)
-    return out
+    """`grouped_mm` by the candidate that `grouped_gemm_for` chose.
+
+    Raises:
+        ValueError: K or N of experts is no multiple of 16 and ``pad`` is False.
+    """
+    if gemm == PLAIN:
+        out: Tensor = torch.ops.float8.grouped_mm.default(
+            a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align
+        )
+        return out
+    if 0 in (*a.shape, *b.shape):
+        return _empty(a, b, offs, out_dtype)
+    columns = b.shape[-2]
+    rows, inner = -columns % ALIGNMENT, -b.shape[-1] % ALIGNMENT
+    if b.dim() == 3 and (rows or inner):
+        if not pad:
+            raise ValueError(
+                f"grouped_mm: experts of {columns} by {b.shape[-1]} features, but a GPU multiplies "
+                f"multiples of {ALIGNMENT}; pad them or set pad_inner_dim=True"
+            )
+        a, b = pad_codes(a, 0, inner), pad_codes(b, rows, inner)
+        if b_block[-2] != WHOLE:
+            missing = ceil_div(b.shape[1], b_block[-2]) - b_scale.shape[1]
+            b_scale = F.pad(b_scale, (0, 0, 0, missing), value=1.0)
+    out = _named()[gemm].multiply(
+        a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align, use_fast_accum
+    )
+    return out if out.shape[-1] == columns else out.narrow(-1, 0, columns)
 
 
 def multiply_groups_plainly(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """The product of operands in high precision; the tokens of each group are not padded."""
     if a.device.type == "cuda":
-        return F.grouped_mm(a, b.mT, offs=offs)
+        out: Tensor = F.grouped_mm(a, b.mT, offs=offs)
+        if b.dim() == 2 and family_of(a.device).startswith("sm_10"):
+            # There torch leaves garbage for groups without tokens (pytorch#172439).
+            is_empty = torch.diff(offs, prepend=offs.new_zeros(1)) == 0
+            out = out.masked_fill(is_empty[:, None, None], 0)
+        return out
     whole = (WHOLE, WHOLE)
-    out: Tensor = torch.ops.float8.grouped_mm.default(
-        a, None, b, None, offs, whole, whole, a.dtype, 1
-    )
+    out = torch.ops.float8.grouped_mm.default(a, None, b, None, offs, whole, whole, a.dtype, 1)
     return out

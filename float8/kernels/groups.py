@@ -25,10 +25,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from float8.formats import ScaleFormat
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 from float8.kernels import cpu
 from float8.kernels.casts import Orientations
-from float8.kernels.definition import E8M0, E8M0_FLOOR
 
 
 def padded_tokens(tokens: int, experts: int, align: int) -> int:
@@ -145,7 +145,7 @@ def cast_groups(
 
 
 def _fits(scale_format: str) -> bool:
-    return scale_format not in (E8M0, E8M0_FLOOR)
+    return not ScaleFormat(scale_format).is_e8m0
 
 
 def _scale(x: Tensor, block: Block, dtype: torch.dtype, scale_format: str) -> Tensor:

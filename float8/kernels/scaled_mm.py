@@ -163,7 +163,8 @@ def _cuda_version() -> tuple[int, ...]:
     return tuple(int(part) for part in torch.version.cuda.split(".")[:2])
 
 
-def _triton_refuses(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
+def triton_refuses(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
+    """The reason why no Triton GEMM runs on this architecture, or None."""
     if not arch.startswith("sm_"):
         return "is for NVIDIA GPUs and untested on others"
     return None if _has_triton() else "needs Triton, which is not installed: `pip install triton`"
@@ -228,7 +229,7 @@ class Candidate(NamedTuple):
 
 PLAIN = "plain PyTorch"
 TORCH = Candidate("torch._scaled_mm", _torch_refuses, True, cublas.multiply)
-TRITON = Candidate("the Triton GEMM", _triton_refuses, False, _triton_multiply)
+TRITON = Candidate("the Triton GEMM", triton_refuses, False, _triton_multiply)
 # product -> its candidates; the presumably fastest comes first (not measured). () where no GPU runs
 # it: a CPU does, and a GPU refuses it by name
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {

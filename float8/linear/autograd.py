@@ -30,6 +30,7 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import Float8LinearConfig
+from float8.formats import FORMATS
 from float8.granularity import scale_shape
 from float8.linear.bound_plan import BoundGemm, BoundPlan, plan_for, without_autocast
 from float8.linear.float8_weight import Float8Weight
@@ -119,7 +120,7 @@ class Float8LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(*x8_KM, *(saved_w if needs_x else (None, None)), offs, *scales)
         # The call itself is not kept: FSDP2 may free the memory of its weight after the forward.
         ctx.plan, ctx.states, ctx.record, ctx.factors = plan, call.states, call.record, call.factors
-        ctx.is_cast = call.weight is not None
+        ctx.is_cast = call.weight is not None and not call.weight.is_cast_again
         ctx.scales_grad = call.weight is not None and call.weight.scales_grad
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, w_NK.dtype
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
@@ -204,7 +205,7 @@ def product(
         return out if factor is None else out * factor
     a_data, a_scale = a
     if gemm.refusal is not None and 0 not in (*a_data.shape, *b[0].shape):
-        raise ValueError(f"scaled_mm: {gemm.refusal}")
+        raise ValueError(f"{'scaled_mm' if offs is None else 'grouped_mm'}: {gemm.refusal}")
     after = factor if a_scale.dtype != torch.float32 else None
     if factor is not None and after is None:
         a_scale = multiply_scale(a_scale, gemm.a, factor)
@@ -212,8 +213,9 @@ def product(
     if offs is not None:
         blocks = (gemm.a.block, gemm.b.block)
         out = kernels.multiply_groups(
-            gemm.name, a_data, a_scale, *b, offs, *blocks, gemm.out_dtype, gemm.align
-        )
+            gemm.name, a_data, a_scale, *b, offs, *blocks, gemm.out_dtype, gemm.align,
+            gemm.use_fast_accum, gemm.pad,
+        )  # fmt: skip
         return out if after is None else out * after
     out = kernels.multiply(
         gemm.name,
@@ -268,6 +270,9 @@ def _cast_weight(w_NK: Tensor, call: Call) -> tuple[Pair, _Saved]:
 def _cast_weight_again(ctx: Any, w_NK: Tensor, w_scale: Tensor | None) -> Pair:
     """w_KN, cast in backward; with forward's scale if both casts are the same."""
     operand = ctx.plan.w
+    if w_NK.dtype in FORMATS:  # a resident weight whose scales grad_input cannot read
+        w_NK = kernels.dequantize(w_NK, w_scale, operand.first.block, ctx.plan.dtype)
+        w_scale = None
     w_NK = _to(w_NK, ctx.plan.dtype)
     if w_scale is not None:
         return cast_again(w_NK, operand.first, w_scale)

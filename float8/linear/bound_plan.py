@@ -161,10 +161,13 @@ class BoundGemm:
         self.use_fast_accum = gemm.use_fast_accum
         self.name, self.refusal, self.align = "", None, 1
         if a is not None and b is not None:
-            find = kernels.grouped_gemm_for if grouped else kernels.gemm_for
-            self.name, self.refusal = find(family, a.block, b.block[-2:], out_dtype, emulate)
-        if grouped:
-            self.align = kernels.group_alignment(self.name)
+            what = (family, a.block, b.block, out_dtype, emulate)
+            if grouped:
+                is_e4m3 = a.dtype == b.dtype == torch.float8_e4m3fn
+                self.name, self.refusal = kernels.grouped_gemm_for(*what, is_e4m3)
+                self.align = kernels.group_alignment(self.name)
+            else:
+                self.name, self.refusal = kernels.gemm_for(*what)
         self.is_plain = self.name == kernels.PLAIN
 
 

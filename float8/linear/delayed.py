@@ -64,7 +64,7 @@ from float8.config import CastConfig, DelayedScalingConfig
 from float8.formats import Format, on_device
 from float8.linear.registration import AFTER_SYNC, FIRST_SYNC_CHECKS
 from float8.linear.scaling import Cast, DelayedState, max_over_ranks
-from float8.linear.switch import Switchable
+from float8.linear.switch import Float8Module, Switchable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -298,7 +298,7 @@ def _warn_of_plain(model: nn.Module) -> None:
     """Log a warning, once per model: it may be the wrong one, or a baseline in high precision."""
     if torch.compiler.is_compiling() or model in _plain:
         return
-    if not any(isinstance(module, Cast) for module in model.modules()):
+    if not any(isinstance(module, (Cast, Float8Module)) for module in model.modules()):
         _plain.add(model)
         logger.warning(
             "after_step or sync_float8_amax_and_scale_history: %s has no float8 layer; pass what "

@@ -11,7 +11,7 @@ and the scales. A frozen one serves as the base of adapters, or in a model that 
 (`float8.convert.inference`). A trainable one is MS-AMP's level O3 (`float8.ms_amp`).
 
 Two GEMMs read the weight w_NK = data_NK * scale. The output contracts K and reads data and scale
-unchanged. grad_input contracts N and reads the same data, which is not rounded a second time:
+unchanged. grad_input contracts N and reads the same data, which but for E8M0 scales is not cast again:
 
 =============== ===================== ==========================================================
 block of w_NK   scale                 grad_input_MK = g_MN @ w_NK
@@ -20,6 +20,8 @@ whole tensor    (1, 1)                the data's transpose, the same scale
 128x128         (N / 128, K / 128)    the data's transpose, the scale's transpose
 row (1, K)      (N, 1), along the     (g_MN * scale_N), cast along its rows, times the data's
                 contraction           transpose with a scale of 1
+1x32, E8M0      (N, K / 32)           the dequantised weight is cast along N: exactly, but for
+                                      values far below the largest of the new block
 =============== ===================== ==========================================================
 
 On a CPU the transpose is a view. On a GPU, GEMMs read row-major operands only, so the transpose is
@@ -29,8 +31,8 @@ The data of a resident weight does not depend on the compute dtype, nor on autoc
 ``weight.dtype`` is the dtype that the weight dequantises to and that its gradient has. The gradient
 is an ordinary tensor.
 
-A checkpoint has two plain tensors, ``weight`` (float8) and ``weight_scale`` (float32). Loading
-casts a ``weight`` in high precision. Loading float8 data into a layer with a high-precision weight
+A checkpoint has two plain tensors, ``weight`` (float8) and ``weight_scale`` (float32 or E8M0).
+Loading casts a ``weight`` in high precision. Loading float8 data into a layer with a high-precision weight
 dequantises it.
 """
 
@@ -58,16 +60,26 @@ class Float8Weight:
 
     Args:
         row_major: data and scale of w_NK, for the output.
-        transposed: data and scale of w_KN, for grad_input.
+        transposed: data and scale of w_KN, for grad_input; or of w_NK, see ``is_cast_again``.
         dtype: the dtype to which the weight was rounded before its cast; None if the data does not
             depend on it.
         amax: for a delayed cast, the amax that each forward records.
         scales_grad: the scales of ``transposed`` run along the contraction of grad_input, so
             backward multiplies grad_output by them before its cast.
+        is_cast_again: backward dequantises ``transposed``, which is w_NK, and casts it.
         source: the high-precision weight that was cast, or None.
     """
 
-    __slots__ = ("amax", "dtype", "row_major", "scales_grad", "source", "transposed", "version")
+    __slots__ = (
+        "amax",
+        "dtype",
+        "is_cast_again",
+        "row_major",
+        "scales_grad",
+        "source",
+        "transposed",
+        "version",
+    )
 
     def __init__(
         self,
@@ -77,9 +89,11 @@ class Float8Weight:
         amax: Tensor | None = None,
         scales_grad: bool = False,
         source: Tensor | None = None,
+        is_cast_again: bool = False,
     ) -> None:
         self.row_major, self.transposed, self.dtype = row_major, transposed, dtype
         self.amax, self.scales_grad, self.source = amax, scales_grad, source
+        self.is_cast_again = is_cast_again
         self.version = 0 if source is None else version_of(source)
 
     def is_of(self, weight: Tensor) -> bool:
@@ -142,11 +156,32 @@ def _of_float8_tensor(weight: Float8Tensor, plan: BoundPlan) -> Float8Weight:
     # By attribute: torch.compile does not trace a subclass's properties.
     data, scale, second = weight._data, weight._scale, plan.w.second
     assert second is not None
+    if scale.dtype != torch.float32:
+        return Float8Weight((data, scale), (data, scale), is_cast_again=True)
     scale_t = scale.t()
     if weight._block == TENSORWISE and not second.is_whole:
         scale_t = scale.expand(scale_shape(data.t().shape, second.block))
     is_rowwise = weight._block == ROWWISE
     return Float8Weight((data, scale), (data.t(), scale_t), scales_grad=is_rowwise)
+
+
+def of_experts(weight: Float8Tensor, plan: BoundPlan) -> Float8Weight:
+    """The gathered weights of experts (E, N, K) in both orientations; nothing is copied.
+
+    Raises:
+        ValueError: they are not in the form in which both GEMMs read them.
+    """
+    if (reason := _refuses_plan(weight, plan)) is not None:
+        raise ValueError(reason)
+    first, data, scale = plan.w.first, weight._data, weight._scale
+    assert first is not None
+    if not plan.w.is_shared or (weight._block, data.dtype) != (first.block, first.dtype):
+        raise ValueError(
+            f"the weights of experts are {data.dtype} with one scale for each block "
+            f"{weight._block}, and the config casts them to {first.dtype} with {first.block}; pass "
+            "weight.dequantize()"
+        )
+    return Float8Weight((data, scale), (data.mT, scale.mT))
 
 
 def cast_weight(weight: Tensor, plan: BoundPlan, state: DelayedState | None) -> Float8Weight | None:
@@ -197,10 +232,12 @@ def refuses_resident(config: Float8LinearConfig) -> str | None:
         )
     if output.block in (TENSORWISE, ROWWISE) or output.transposed().block == grad_input.block:
         return None
+    if output.scale_format.is_e8m0 and grad_input.scale_format.is_e8m0:
+        return None
     return (
         f"its weight has one scale for each block {output.block} (-1: the whole dimension), and "
         "grad_input cannot use such scales; use Tensorwise(), Rowwise() or Blockwise(128, 128) "
-        "weights"
+        "weights, or an MX format"
     )
 
 
@@ -316,6 +353,12 @@ def _joined(
     if cast is None:
         raise ValueError("this layer multiplies its weight in high precision")
     block = weight._block if is_resident(weight) else cast.block
+    if scale.dtype != cast.scale_format.dtype:
+        raise ValueError(
+            f"its {SCALE_KEY} is {scale.dtype}, and this layer has scales of "
+            f"{cast.scale_format.dtype} ({cast.scale_format}); load the checkpoint of a layer with "
+            "this config, or one in high precision"
+        )
     if is_resident(weight) and data.dtype != weight._data.dtype:
         raise ValueError(f"it is {data.dtype}, and the layer's weight is {weight._data.dtype}")
     return Float8Tensor(data.detach(), scale.detach(), block, weight.dtype)

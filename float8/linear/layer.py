@@ -43,7 +43,7 @@ from float8.linear.refusals import (
     refuses_transform,
     tell_once_of_tokens,
 )
-from float8.linear.registration import WEIGHT_RULES, WeightRule
+from float8.linear.registration import stored_by
 from float8.linear.switch import Float8Module
 from float8.tensor import Float8Tensor
 
@@ -218,10 +218,10 @@ class Float8Linear(Float8Module, nn.Linear):
         raise RuntimeError(f"{self._name}: {REFUSES_SCRIPT}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        stored = _stored(self.weight)
+        stored = stored_by(self.weight)
         join_loaded(self.weight, state_dict, prefix, self.config, errors=args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if stored is not None and not stored.is_stored(self.weight):  # assign=True
+        if stored is not None and not stored.isstored_by(self.weight):  # assign=True
             like = stored.from_plain(self.weight)
             self.weight = nn.Parameter(like, self.weight.requires_grad)
         weight = state_dict.get(prefix + "weight")
@@ -237,7 +237,7 @@ class Float8Linear(Float8Module, nn.Linear):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        stored, key = _stored(self.weight), prefix + "weight"
+        stored, key = stored_by(self.weight), prefix + "weight"
         if stored is not None and not keep_vars and key in destination:
             destination[key] = stored.to_plain(self.weight)
         if is_resident(self.weight) and not keep_vars:
@@ -312,10 +312,6 @@ class Float8CastingLinear(Float8Linear):
 
 _CAST_NAMES = ("cast_input", "cast_weight", "cast_grad_output")
 _OWN_ATTRIBUTES = ("config", "fqn", "switch", "evaluates_in_high_precision", "cached_weight")
-
-
-def _stored(weight: Tensor) -> WeightRule | None:
-    return next((rule for rule in WEIGHT_RULES if rule.is_stored(weight)), None)
 
 
 def with_state_of(source: nn.Module, cls: Any) -> Any:

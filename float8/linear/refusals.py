@@ -125,7 +125,9 @@ def _gemms(plan: LinearPlan) -> tuple[tuple[str, Gemm], ...]:
 def refuses_on_gpu(
     config: Float8LinearConfig, weight: Tensor, tokens: int, grad: bool
 ) -> str | None:
-    """The reason why a GPU (an H100, in bfloat16) refuses sizes that a CPU runs, or None.
+    """The reason why a GPU refuses sizes that a CPU runs, or None.
+
+    The GPU is an H100, for MX formats a B200; the results are bfloat16.
 
     Args:
         config: of the layer.
@@ -133,7 +135,9 @@ def refuses_on_gpu(
         tokens: rows of the input.
         grad: whether a backward may follow.
     """
-    return refuses_call(config, weight, tokens, torch.bfloat16, "sm_90", grad)
+    is_mx = any(cast.scale_format.is_e8m0 for cast in config.operand_casts)
+    arch = "sm_100" if is_mx else "sm_90"
+    return refuses_call(config, weight, tokens, torch.bfloat16, arch, grad)
 
 
 def tell_once_of_tokens(layer: Any, config: Float8LinearConfig, tokens: int) -> None:

@@ -112,6 +112,11 @@ def stacked_weights(module: nn.Module) -> dict[str, Tensor]:
     return {n: p for n, p in own if p is not None and not is_lazy(p) and p.dim() == 3}
 
 
+def stored_by(weight: Tensor) -> WeightRule | None:
+    """The rule by which a weight is stored, or None for an ordinary one."""
+    return next((rule for rule in WEIGHT_RULES if rule.is_stored(weight)), None)
+
+
 def register_weight_rule(rule: WeightRule) -> None:
     """Let conversion store weights so that FSDP2 gathers them in float8.
 

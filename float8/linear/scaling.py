@@ -111,10 +111,11 @@ def bind_and_cast(
     record: bool = False,
     scale: Tensor | None = None,
     emulate: bool = False,
+    groups: str = "",
 ) -> Pair:
     """Bind a cast to the device of x, and cast x by it; see `cast_matrix`."""
     family, compiling = kernels.family_of(x.device), torch.compiler.is_compiling()
-    how = BoundCast(cast, family, emulate, compiling)
+    how = BoundCast(cast, family, emulate, compiling, groups)
     return cast_matrix(x, how, state, record, scale)
 
 

@@ -229,6 +229,10 @@ def in_recipe(model: GPT, recipe: str) -> GPT:
     # of 1e-5 and less, which E5M2, whose smallest number is 1.5e-5, rounds to zero; weights of 0.02
     # lie where E4M3 has one or two bits left.
     config = Float8LinearConfig.from_recipe_name("unit" if recipe == "naive" else recipe)
+    if any(isinstance(module, Experts) for module in model.modules()):
+        from float8 import register_experts
+
+        register_experts(Experts)
     with warnings.catch_warnings():
         if recipe == "naive":  # conversion warns of just that
             warnings.filterwarnings("ignore", 'recipe "unit" casts with a scale of 1')

@@ -21,6 +21,7 @@ SOURCE = "fitted: this test"
 LARGE = [Shape(16384, 8192, 10240), Shape(16384, 8192, 8192), Shape(16384, 8192, 57344)]
 MIXED = [Shape(size, size, size) for size in (512, 1024, 2048, 4096, 8192)]
 H100 = DEVICES["H100"]
+RUN_ON_H100 = [recipe for recipe in RECIPES if recipe != "mxfp8"]
 
 
 def truth(best: float = 0.6, half_size: float = 1e10, **changes) -> Device:
@@ -33,7 +34,7 @@ def truth(best: float = 0.6, half_size: float = 1e10, **changes) -> Device:
     return replace(H100, products=products, **changes)
 
 
-def times_of(device: Device, shapes: list[Shape], kinds=(BF16, *FLOAT8)):
+def times_of(device: Device, shapes: list[Shape], kinds=tuple(H100.products)):
     """Single products of a device, timed by the model itself."""
     return [
         timed_gemm(kind, *sizes, gemm_seconds(device, kind, *sizes), device)
@@ -43,7 +44,7 @@ def times_of(device: Device, shapes: list[Shape], kinds=(BF16, *FLOAT8)):
     ]
 
 
-def steps_of(device: Device, shapes: list[Shape], recipes=tuple(RECIPES)):
+def steps_of(device: Device, shapes: list[Shape], recipes=tuple(RUN_ON_H100)):
     """Layers of a device, timed by the model itself; the plain one too."""
     plans = [None, *(RECIPES[recipe].plan for recipe in recipes)]
     return [
@@ -167,7 +168,8 @@ def test_files_of_two_devices_are_refused(tmp_path):
 def test_the_committed_cpu_files_fit_a_cpu():
     files = [RESULTS / "cpu_bench_linear.json", RESULTS / "cpu_bench_matmul.json"]
     device = fit(*files)
-    assert device.emulates and set(device.products) == {BF16, *FLOAT8}
+    assert device.emulates
+    assert set(device.products) == {BF16, *FLOAT8} - {"mx"}, "the files are older"
     kinds = {figure.kind for figure in device.figures().values()}
     assert "fitted" in kinds and not kinds & {"datasheet", "measured"}
 

@@ -151,7 +151,7 @@ def test_a_compiled_model_evaluates_without_float8_in_a_graph_of_its_own():
     assert len(graphs) == 2
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_selective_checkpointing_may_keep_the_products(recipe):
     """As torchtitan does by default; nothing may then be written over them."""
     model, x, g = converted(recipe=recipe), torch.randn(8, 32), torch.randn(8, 16)

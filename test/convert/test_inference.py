@@ -35,8 +35,9 @@ from float8 import (
 from float8.convert.inference import convert_to_float8_inference, refuses_device
 from float8.linear.float8_weight import to_resident
 
-BLOCKS = {"tensorwise": (-1, -1), "rowwise": (1, -1), "blockwise": (128, 128)}
-SCALES = {"tensorwise": "float32", "rowwise": "power_of_two", "blockwise": "power_of_two"}
+# recipe -> the block and the scale format of a weight
+BLOCKS = {"tensorwise": (-1, -1), "rowwise": (1, -1), "blockwise": (128, 128), "mxfp8": (1, 32)}
+SCALES = dict(zip(BLOCKS, ("float32", "power_of_two", "power_of_two", "e8m0"), strict=True))
 SHAPES = [(48, 160, 96), (1, 16, 16), (5, 123, 7), (130, 257, 131), (3, 1, 1)]
 
 

@@ -29,7 +29,9 @@ def layer(request):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_one_shard_has_the_codes_of_the_whole(layer, dtype):
     for _ in range(2):  # the second time a delayed scale follows from the history
-        data, scale = cast_shard(layer.weight.detach(), KnownAmax(), layer, dtype, dist.group.WORLD)
+        data, scale = cast_shard(
+            layer.weight.detach(), KnownAmax(), layer, layer.weight.shape, dtype, dist.group.WORLD
+        )
         expected = layer.cast_weight(layer.weight.detach().to(dtype))
         assert torch.equal(data.view(torch.uint8), expected._data.view(torch.uint8))
         assert torch.equal(scale, expected._scale)
@@ -43,7 +45,14 @@ def test_training_records_the_amax_and_evaluation_does_not():
         for training in (False, True):
             layer.train(training)
             assert needs_amax(layer.config.plan.output.b, layer.cast_weight.state) != ready
-            cast_shard(layer.weight.detach(), KnownAmax(), layer, torch.float32, dist.group.WORLD)
+            cast_shard(
+                layer.weight.detach(),
+                KnownAmax(),
+                layer,
+                layer.weight.shape,
+                torch.float32,
+                dist.group.WORLD,
+            )
             assert layer.cast_weight.current_amax == (peak if training else 0)
         sync_float8_amax_and_scale_history(layer)
 
@@ -53,7 +62,12 @@ def test_a_delayed_scale_is_not_the_buffer_that_sync_writes_to():
     layer(torch.randn(16, 32)).backward(torch.randn(16, 48))
     sync_float8_amax_and_scale_history(layer)
     _, scale = cast_shard(
-        layer.weight.detach(), KnownAmax(), layer, torch.float32, dist.group.WORLD
+        layer.weight.detach(),
+        KnownAmax(),
+        layer,
+        layer.weight.shape,
+        torch.float32,
+        dist.group.WORLD,
     )
     before = scale.clone()
     layer.cast_weight.scale.zero_()
@@ -63,7 +77,9 @@ def test_a_delayed_scale_is_not_the_buffer_that_sync_writes_to():
 def test_an_empty_shard_has_the_scale_of_the_whole(layer):
     known = KnownAmax()
     known.remember(torch.full((1, 1), 448.0), torch.zeros(1))
-    data, scale = cast_shard(torch.empty(0, 32), known, layer, torch.float32, dist.group.WORLD)
+    data, scale = cast_shard(
+        torch.empty(0, 32), known, layer, layer.weight.shape, torch.float32, dist.group.WORLD
+    )
     assert data.shape == (0, 32)
     assert data.dtype == torch.float8_e4m3fn
     assert scale == 1
@@ -75,7 +91,12 @@ def test_what_is_not_finite_is_visible_in_the_values(bad):
     with torch.no_grad():
         layer.weight[0, 0] = bad
     data, scale = cast_shard(
-        layer.weight.detach(), KnownAmax(), layer, torch.float32, dist.group.WORLD
+        layer.weight.detach(),
+        KnownAmax(),
+        layer,
+        layer.weight.shape,
+        torch.float32,
+        dist.group.WORLD,
     )
     assert not (data.float() * scale).isfinite().all()
 

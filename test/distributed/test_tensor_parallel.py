@@ -18,6 +18,7 @@ ON_TWO = [
     ("rows_and_blocks_are_cast_by_the_receiving_rank", "rowwise"),
     ("rows_and_blocks_are_cast_by_the_receiving_rank", "rowwise_with_gw_hp"),
     ("rows_and_blocks_are_cast_by_the_receiving_rank", "blockwise"),
+    ("rows_and_blocks_are_cast_by_the_receiving_rank", "mxfp8"),
     ("an_input_is_cast_once_for_all_layers",),
     ("a_nan_on_one_rank_reaches_all",),
     ("sequences_that_do_not_divide",),

@@ -4,7 +4,10 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+import float8
 from float8 import CastConfig, Float8LinearConfig, ScalingType
 from float8.config import RECIPES
 from float8.estimate import estimate, roofline
@@ -17,6 +20,7 @@ from float8.estimate.roofline import (
     layer_seconds,
     saved_bytes,
 )
+from float8.kernels.grouped_mm import CANDIDATES, GroupedCandidate, multiply_groups
 
 H100, B200 = DEVICES["H100"], DEVICES["B200"]
 CPU = replace(H100, name="some CPU", arch="cpu")
@@ -175,9 +179,80 @@ def test_published_times_are_where_the_docstring_says():
         assert 2 < bf16_us / bf16 < 3 and 2 < mx_us / mx < 3
 
 
+# --- shapes and models
+
+
+@pytest.fixture
+def runs_everything(monkeypatch):
+    """Every GPU runs every grouped product, whatever the table of candidates says today."""
+    every = GroupedCandidate("a kernel of this test", lambda *_: None, multiply_groups)
+    for product in CANDIDATES:
+        monkeypatch.setitem(CANDIDATES, product, (every,))
+
+
+class Experts(nn.Module):
+    """E experts of two stacks, (E, N, K) or (E, K, N)."""
+
+    def __init__(self, K: int, N: int, E: int, is_transposed: bool = False):
+        super().__init__()
+        up, down = ((E, K, N), (E, N, K)) if is_transposed else ((E, N, K), (E, K, N))
+        self.up, self.down = (nn.Parameter(torch.empty(s, device="meta")) for s in (up, down))
+        self.is_transposed = is_transposed
+
+    def forward(self, x, offs):
+        raise NotImplementedError
+
+
+float8.register_experts(Experts)
+
+
+def quiet(*args, **options):
+    return estimate(*args, show=False, **options)
+
+
+@pytest.mark.usefixtures("runs_everything")
 def test_experts_are_shapes_of_four():
-    result = estimate([(4096, 512, 1024, 8), QWEN3], device="B200", recipes="mxfp8", show=False)
+    result = quiet([(4096, 512, 1024, 8), QWEN3], device="B200", recipes="mxfp8")
     assert [str(row.shape) for row in result.rows] == ["4096,512,1024,8", "32768,2048,1536,128"]
     assert "32768,2048,1536,128" in str(result)
-    large = estimate([(2**17, 8192, 8192, 8)], device="B200", recipes="mxfp8", show=False)
+    large = quiet([(2**17, 8192, 8192, 8)], device="B200", recipes="mxfp8")
     assert large.rows[0].gains("mxfp8")
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_stacks_of_experts_are_layers_of_a_model(is_transposed, is_converted):
+    model = nn.ModuleDict({"moe": Experts(64, 32, 8, is_transposed), "out": nn.Linear(64, 48)})
+    if is_converted:
+        float8.convert_to_float8_training(model)
+    found = quiet(model, 256, device=CPU, experts_per_token=2)
+    assert {row.layer: row.shape for row in found.rows} == {
+        "moe.up": Shape(512, 64, 32, 8),
+        "moe.down": Shape(512, 32, 64, 8),
+        "out": Shape(256, 64, 48),
+    }
+
+
+@pytest.mark.usefixtures("runs_everything")
+def test_the_filter_takes_experts_by_the_time_of_all_their_products():
+    few, many = (float8.faster_layers("mxfp8", tokens, "B200", experts_per_token=2)
+                 for tokens in (16, 2**17))  # fmt: skip
+    experts = Experts(8192, 8192, 8)
+    assert many(experts, "moe") and not few(experts, "moe")
+    model = nn.ModuleDict({"moe": experts})
+    rows = quiet(model, 2**17, "B200", "mxfp8", experts_per_token=2).rows
+    plain, mx = sum(r.bf16_s for r in rows), sum(r.recipes["mxfp8"].seconds.total for r in rows)
+    assert many.reason(experts, "moe") == f"its predicted speed-up on B200 is {plain / mx:.2f}x"
+
+
+def test_what_grouped_gemms_refuse_is_not_predicted(monkeypatch):
+    refuses = GroupedCandidate("a kernel", lambda *_: "has a reason of its own", multiply_groups)
+    monkeypatch.setitem(CANDIDATES, "rowwise", (refuses,))
+    (row,) = quiet([(4096, 512, 1024, 8)], recipes=["rowwise", "delayed", "mxfp8"]).rows
+    assert "output: sm_90 does not run a grouped rowwise product" in row.recipes["rowwise"].refused
+    assert "a kernel has a reason of its own" in row.recipes["rowwise"].refused
+    assert "experts have no history of amaxes" in row.recipes["delayed"].refused
+    assert "grouped mx product" in row.recipes["mxfp8"].refused
+    assert not float8.faster_layers("rowwise", 4096)(Experts(512, 1024, 8), "moe")
+    (row,) = quiet([(4096, 512, 1024, 8)], device=CPU, recipes=["rowwise"]).rows
+    assert row.recipes["rowwise"].seconds is not None

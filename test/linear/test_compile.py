@@ -56,7 +56,7 @@ def _assert_bits_of_eager(recipe, size, backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "blockwise", "unit"])
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "blockwise", "mxfp8", "unit"])
 def test_a_layer_compiles_to_one_graph_with_the_bits_of_eager(recipe):
     # By inductor, once for each kind of cast: the first step of delayed scaling casts as tensorwise
     # does. Of aot_eager the test of checkpointing claims the same of every recipe. Blocks of 128

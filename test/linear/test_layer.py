@@ -55,7 +55,7 @@ def test_results_hold_on_float8_tensor_cores(recipe, shape):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "by hand"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "by hand"])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5])
 def test_few_tokens_run_on_float8_tensor_cores(recipe, tokens):
     """As generation has them; in training their gradients contract them, padded.
@@ -142,7 +142,7 @@ def test_without_gradients_the_output_is_the_same(recipe, mode):
 
 
 # Bytes saved for backward, of bf16 nn.Linear's; the input's scales come on top.
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("shape", [(512, 1024, 64), (256, 512, 384)])
 def test_backward_saves_one_byte_per_input_element(recipe, shape):
     m, k, n = shape

@@ -82,7 +82,7 @@ def by_hand(model: nn.Module) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return output, torch.cat([p.grad.flatten() for p in model.parameters()]), seen
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "mxfp8"])
 def test_every_column_is_that_of_models_converted_one_layer_at_a_time(recipe):
     found = compare(converted(recipe), X, loss_fn=loss_fn, seed=7)
     exact_output, exact_gradient, exact = by_hand(plain())

@@ -51,7 +51,7 @@ def by_hand(x, cast):
     return 10 * math.log10(float((x.double() ** 2).sum()) / noise)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_rows_are_those_of_the_three_products(recipe, autocast):
     layer = Float8Linear.from_float(nn.Linear(24, 40), RECIPES[recipe])
@@ -103,7 +103,7 @@ def train(model, watched, steps=3, accumulate=2):
     return found + [t.detach() for t in (*model.parameters(), *model.buffers())]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("kind", [None, *KINDS])
 def test_a_watched_training_is_the_same_to_the_bit(recipe, kind):
     model = mlp(recipe)
@@ -315,7 +315,7 @@ def test_operands_that_come_in_float8_have_no_error():
     assert found["1", "weight", "output"].sqnr > 30
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_weights_that_live_in_float8(recipe):
     """Under rowwise scales grad_output is multiplied by them before its cast; that is measured."""
     torch.manual_seed(0)

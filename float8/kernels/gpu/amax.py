@@ -22,9 +22,11 @@ from float8.kernels.gpu.jit import magnitude_bits
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     Variant,
+    count_of,
     is_transposed,
     launch,
     meta,
+    sizes_of,
     tiles_of,
     variant,
 )
@@ -37,10 +39,11 @@ _OPTIONS = {"num_warps": 4, **NO_FUSION}
 @triton.jit
 def _amax_kernel(
     x_ptr,
-    partials_ptr,
+    partials_ptr,  # of each matrix
     offs_ptr,  # int32 (E,), where LIMITED: rows at or beyond the last offset are not read
     M,
     K,
+    stride_e,
     stride_m,
     stride_k,
     E,
@@ -50,6 +53,7 @@ def _amax_kernel(
     LIMITED: tl.constexpr,
 ):
     """partials[i] = bits of the amax of tiles i, i + PARTIALS, ...; 0 where there is none."""
+    x_ptr += tl.program_id(1).to(tl.int64) * stride_e
     if LIMITED:
         M = tl.minimum(tl.load(offs_ptr + E - 1), M)
     tiles_k = tl.cdiv(K, COLS)
@@ -62,16 +66,17 @@ def _amax_kernel(
         offsets = m[:, None] * stride_m + k[None, :] * stride_k
         x = tl.load(x_ptr + offsets, (m < M)[:, None] & (k < K)[None, :], 0.0)
         bits = tl.maximum(bits, magnitude_bits(x.to(tl.float32)))
-    tl.store(partials_ptr + tl.program_id(0), tl.max(bits))
+    tl.store(partials_ptr + tl.program_id(1) * PARTIALS + tl.program_id(0), tl.max(bits))
 
 
 @triton.jit
 def _lines_kernel(
     x_ptr,
-    rows_ptr,  # int32 bits (M,), zeros before the first program
+    rows_ptr,  # int32 bits (M,) of each matrix, zeros before the first program
     cols_ptr,  # int32 bits (K,), likewise
     M,
     K,
+    stride_e,
     stride_m,
     stride_k,
     ROWS: tl.constexpr,
@@ -79,6 +84,8 @@ def _lines_kernel(
     OF_ROWS: tl.constexpr,
     OF_COLS: tl.constexpr,
 ):
+    e = tl.program_id(1).to(tl.int64)
+    x_ptr += e * stride_e
     tiles_k = tl.cdiv(K, COLS)
     m = (tl.program_id(0) // tiles_k).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     k = (tl.program_id(0) % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
@@ -86,9 +93,9 @@ def _lines_kernel(
     x = tl.load(x_ptr + offsets, (m < M)[:, None] & (k < K)[None, :], 0.0)
     bits = magnitude_bits(x.to(tl.float32))
     if OF_ROWS:
-        tl.atomic_max(rows_ptr + m, tl.max(bits, 1), m < M, sem="relaxed")
+        tl.atomic_max(rows_ptr + e * M + m, tl.max(bits, 1), m < M, sem="relaxed")
     if OF_COLS:
-        tl.atomic_max(cols_ptr + k, tl.max(bits, 0), k < K, sem="relaxed")
+        tl.atomic_max(cols_ptr + e * K + k, tl.max(bits, 0), k < K, sem="relaxed")
 
 
 def new_partials(x: Tensor, tiles: int, most: int) -> Tensor:
@@ -100,14 +107,17 @@ def new_partials(x: Tensor, tiles: int, most: int) -> Tensor:
 def partial_amaxes(x: Tensor, most: int = MAX_PARTIALS, offs: Tensor | None = None) -> Tensor:
     """int32 (P,), P a power of two: bits of amaxes whose maximum is that of the matrix x.
 
-    With ``offs`` (E,), int32, it is that of the rows ``x[:offs[-1]]``; the others are not read.
+    Of a stack (E, M, K), int32 (E, P). With ``offs`` (E,), int32, the amax is that of the rows
+    ``x[:offs[-1]]``, and the others are not read.
     """
-    x = x.t() if is_transposed(x) and offs is None else x
-    partials = new_partials(x, tiles_of(x, _TILE), most)
+    x = x.mT if is_transposed(x) and offs is None else x
+    E = count_of(x)
+    partials = new_partials(x, tiles_of(x, _TILE), max(1, most // triton.next_power_of_2(E)))
     count = partials.numel()
+    partials = partials if x.dim() == 2 else partials.new_empty(E, count)
     groups = 0 if offs is None else offs.numel()
     launch(
-        _amax_kernel, count, x, partials, partials if offs is None else offs, *x.shape, *x.stride(),
+        _amax_kernel, (count, E), x, partials, partials if offs is None else offs, *sizes_of(x),
         groups, **_TILE, PARTIALS=count, LIMITED=groups > 0, **_OPTIONS,
     )  # fmt: skip
     return partials
@@ -116,15 +126,16 @@ def partial_amaxes(x: Tensor, most: int = MAX_PARTIALS, offs: Tensor | None = No
 def line_amaxes(x: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
     """int32 (M,) and (K,): bits of the amaxes of the rows and of the columns of the matrix x.
 
-    They take one read. A result that is not requested has no elements.
+    They take one read. A result that is not requested has no elements. Of a stack (E, M, K), they
+    are (E M,) and (E K,).
     """
     if is_transposed(x):
-        return line_amaxes(x.t(), cols, rows)[::-1]
-    M, K = x.shape
-    zeros = torch.zeros(M * rows + K * cols, dtype=torch.int32, device=x.device)
-    of_rows, of_cols = zeros[: M * rows], zeros[M * rows :]
+        return line_amaxes(x.mT, cols, rows)[::-1]
+    E, (M, K) = count_of(x), x.shape[-2:]
+    zeros = torch.zeros(E * (M * rows + K * cols), dtype=torch.int32, device=x.device)
+    of_rows, of_cols = zeros[: E * M * rows], zeros[E * M * rows :]
     launch(
-        _lines_kernel, tiles_of(x, _TILE), x, of_rows, of_cols, M, K, *x.stride(),
+        _lines_kernel, (tiles_of(x, _TILE), E), x, of_rows, of_cols, *sizes_of(x),
         **_TILE, OF_ROWS=rows, OF_COLS=cols, **_OPTIONS,
     )  # fmt: skip
     return of_rows, of_cols

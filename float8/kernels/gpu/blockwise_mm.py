@@ -42,9 +42,9 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS = ((1, 128), (128, 1), (1, 1))  # rows that share a scale, of a and of b
-_STEP = tl.constexpr(128)  # of the contraction: between promotions, and that share a scale
+STEP = tl.constexpr(128)  # of the contraction: between promotions, and that share a scale
 # The kernel needs a * b + c with one rounding; Triton's default for that is about to change.
-_FUSION = {"enable_fp_fusion": True}
+FUSION = {"enable_fp_fusion": True}
 
 
 class Tile(NamedTuple):
@@ -69,17 +69,83 @@ TILES = (
     Tile(64, 128, 4, 3),
     Tile(64, 64, 4, 4),
 )
-_GROUP = 8  # tiles along M that share what they read of b: see the order of programs
+GROUP = 8  # tiles along M that share what they read of b: see the order of programs
 _MULTIPROCESSORS = 132  # of an H100; an L40S has 142, a B200 148
 
 
-def tile_of(M: int, N: int) -> Tile:
+def tile_of(M: int, N: int, products: int = 1) -> Tile:
     """The largest tile that is not half empty and has enough programs to fill a GPU."""
     for tile in TILES:
-        programs = triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N)
+        programs = products * triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N)
         if programs >= _MULTIPROCESSORS and tile.M < 2 * M and tile.N < 2 * N:
             return tile
     return TILES[-1]
+
+
+@triton.jit
+def place_of(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """The row and column of program number pid in a matrix of tiles.
+
+    Programs that run at the same time should read the same rows of a and b, which then come from
+    the L2 cache: GROUP tiles down, then one to the right, and so on.
+    """
+    first = pid // (GROUP * tiles_n) * GROUP
+    down = tl.minimum(tiles_m - first, GROUP)
+    return first + pid % (GROUP * tiles_n) % down, pid % (GROUP * tiles_n) // down
+
+
+@triton.jit
+def contract(
+    a_ptr,  # a's tile, without its offsets (TILE_M, 128)
+    a_offsets,
+    a_scale_ptr,  # the scales of its first step
+    a_scale_offsets,  # of its rows
+    inside_m,
+    a_scale_step,  # from the scales of one step to those of the next
+    b_ptr,  # b's tile, with offsets (128, TILE_N)
+    b_offsets,
+    b_scale_ptr,
+    b_scale_offsets,
+    inside_n,
+    b_scale_step,
+    K,
+    A_ROWS: tl.constexpr,  # rows that share a scale: 1 or 128; 0 where scales do not change along K
+    B_ROWS: tl.constexpr,
+    FAST: tl.constexpr,  # the tensor core alone sums all of K; where scales do not change
+):
+    """A tile of the product in float32, (TILE_M, TILE_N), with the scales that change along K."""
+    out = tl.zeros((a_offsets.shape[0], b_offsets.shape[1]), tl.float32)
+    k = tl.arange(0, STEP)
+    for first_k in tl.range(0, K, STEP):
+        inside = k < K - first_k
+        a = tl.load(a_ptr + a_offsets, inside[None, :], 0.0)
+        b = tl.load(b_ptr + b_offsets, inside[:, None], 0.0)
+        if FAST:
+            out = tl.dot(a, b, out)
+        elif A_ROWS == 0:
+            # With the number, no compiler merges the addition into the tensor core's sum.
+            out += tl.dot(a, b, max_num_imprecise_acc=STEP)
+        else:
+            if A_ROWS == 1:
+                a_scale = tl.load(a_scale_ptr + a_scale_offsets, inside_m, 0.0)
+            else:
+                a_scale = tl.load(a_scale_ptr)
+            if B_ROWS == 1:
+                b_scale = tl.load(b_scale_ptr + b_scale_offsets, inside_n, 0.0)
+            else:
+                b_scale = tl.load(b_scale_ptr)
+            step = tl.dot(a, b)
+            if A_ROWS == 1 and B_ROWS == 1:
+                out += step * a_scale[:, None] * b_scale[None, :]
+            elif A_ROWS == 1:
+                out += step * (a_scale * b_scale)[:, None]
+            else:
+                out += step * (a_scale * b_scale)[None, :]
+            a_scale_ptr += a_scale_step
+            b_scale_ptr += b_scale_step
+        a_ptr += STEP
+        b_ptr += STEP
+    return out
 
 
 @triton.jit
@@ -107,18 +173,12 @@ def _kernel(
     TILE_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    # Programs that run at the same time should read the same rows of a and b, which then come from
-    # the L2 cache: GROUP tiles down, then one to the right, and so on.
-    pid = tl.program_id(0)
-    tiles_n = tl.cdiv(N, TILE_N)
-    first = pid // (GROUP * tiles_n) * GROUP
-    down = tl.minimum(tl.cdiv(M, TILE_M) - first, GROUP)
-    first_m = (first + pid % (GROUP * tiles_n) % down).to(tl.int64) * TILE_M
-    first_n = (pid % (GROUP * tiles_n) // down).to(tl.int64) * TILE_N
+    tile_m, tile_n = place_of(tl.program_id(0), tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N), GROUP)
+    first_m, first_n = tile_m.to(tl.int64) * TILE_M, tile_n.to(tl.int64) * TILE_N
 
     # Offsets inside a tile fit in 32 bits. Rows beyond the last read the last one, which costs less
     # than a mask; their results are not stored.
-    m, n, k = tl.arange(0, TILE_M), tl.arange(0, TILE_N), tl.arange(0, _STEP)
+    m, n, k = tl.arange(0, TILE_M), tl.arange(0, TILE_N), tl.arange(0, STEP)
     a_tile_ptr, b_tile_ptr = a_ptr + first_m * stride_a, b_ptr + first_n * stride_b
     a_offsets = tl.minimum(m, (M - 1 - first_m).to(tl.int32))[:, None] * stride_a + k[None, :]
     b_offsets = tl.minimum(n, (N - 1 - first_n).to(tl.int32))[None, :] * stride_b + k[:, None]
@@ -127,31 +187,11 @@ def _kernel(
     a_scale_ptr += first_m // A_ROWS * stride_a_scale_m
     b_scale_ptr += first_n // B_ROWS * stride_b_scale_n
 
-    out = tl.zeros((TILE_M, TILE_N), tl.float32)
-    for first_k in tl.range(0, K, _STEP):
-        inside = k < K - first_k
-        a = tl.load(a_tile_ptr + a_offsets, inside[None, :], 0.0)
-        b = tl.load(b_tile_ptr + b_offsets, inside[:, None], 0.0)
-        if A_ROWS == 1:
-            a_scale = tl.load(a_scale_ptr + m * stride_a_scale_m, inside_m, 0.0)
-        else:
-            a_scale = tl.load(a_scale_ptr)
-        if B_ROWS == 1:
-            b_scale = tl.load(b_scale_ptr + n * stride_b_scale_n, inside_n, 0.0)
-        else:
-            b_scale = tl.load(b_scale_ptr)
-        step = tl.dot(a, b)
-        if A_ROWS == 1 and B_ROWS == 1:
-            out += step * a_scale[:, None] * b_scale[None, :]
-        elif A_ROWS == 1:
-            out += step * (a_scale * b_scale)[:, None]
-        else:
-            out += step * (a_scale * b_scale)[None, :]
-        a_tile_ptr += _STEP
-        b_tile_ptr += _STEP
-        a_scale_ptr += stride_a_scale_k
-        b_scale_ptr += stride_b_scale_k
-
+    out = contract(
+        a_tile_ptr, a_offsets, a_scale_ptr, m * stride_a_scale_m, inside_m, stride_a_scale_k,
+        b_tile_ptr, b_offsets, b_scale_ptr, n * stride_b_scale_n, inside_n, stride_b_scale_k,
+        K, A_ROWS, B_ROWS, False,
+    )  # fmt: skip
     if BIAS:
         bias = tl.load(bias_ptr + (first_n + n) * stride_bias, inside_n, 0.0)
         out += bias.to(tl.float32)[None, :]
@@ -180,7 +220,7 @@ def _launch(
         a.stride(0), b.stride(0), 1 if bias is None else bias.stride(0),
         *a_scale.stride(), *b_scale.stride(),
         A_ROWS=a_rows, B_ROWS=b_rows, BIAS=bias is not None, TILE_M=tile.M, TILE_N=tile.N,
-        GROUP=_GROUP, num_warps=tile.warps, num_stages=tile.stages, **_FUSION,
+        GROUP=GROUP, num_warps=tile.warps, num_stages=tile.stages, **FUSION,
     )  # fmt: skip
     return out
 

@@ -29,6 +29,7 @@ from float8.kernels.gpu.amax import partial_amaxes
 from float8.kernels.gpu.jit import (
     amax_bits_of,
     load_4_rows,
+    outputs_of_matrix,
     place_of_tile,
     reciprocal,
     scale_of_tensor,
@@ -39,12 +40,14 @@ from float8.kernels.gpu.launch import (
     NO_FUSION,
     Variant,
     check_device,
+    count_of,
     is_transposed,
     launch,
     meta,
     new_data,
     one_scale_arguments,
     register,
+    sizes_of,
     tiles_of,
     variant,
 )
@@ -65,8 +68,10 @@ def _cast_kernel(
     amax_ptr,  # int32 bits of a running maximum
     M,
     K,
+    stride_e,
     stride_m,
     stride_k,
+    stride_given,  # 0: all matrices have one given scale
     ROWS_BY_4: tl.constexpr,
     COLS: tl.constexpr,
     PARTIALS: tl.constexpr,
@@ -78,10 +83,12 @@ def _cast_kernel(
     RECORD: tl.constexpr,
     PACK: tl.constexpr,  # M is a multiple of 16
 ):
+    e = tl.program_id(1).to(tl.int64)
+    data_ptr, data_t_ptr = outputs_of_matrix(data_ptr, data_t_ptr, M, K, PACK)
     first_m4, m, k = place_of_tile(tl.program_id(0), K, ROWS_BY_4, COLS)
-    ys = to_float32(load_4_rows(x_ptr, m, k, M, K, stride_m, stride_k))
+    ys = to_float32(load_4_rows(x_ptr + e * stride_e, m, k, M, K, stride_m, stride_k))
     scale = scale_of_tensor(
-        given_ptr, scale_ptr, partials_ptr, amax_ptr,
+        given_ptr + e * stride_given, scale_ptr + e, partials_ptr + e * PARTIALS, amax_ptr,
         FORMAT_MAX, POWER_OF_TWO, PARTIALS, RECORD, PARTIALS > 0,
     )  # fmt: skip
     factor = reciprocal(scale, POWER_OF_TWO and PARTIALS > 0)
@@ -98,7 +105,7 @@ Outputs = tuple[Tensor, Tensor, Tensor]  # data, data_t, scale
 
 def new_outputs(x: Tensor, dtype: torch.dtype, rows: bool, cols: bool) -> Outputs:
     """Empty results of a cast by one scale."""
-    M, K = x.shape
+    M, K = x.shape[-2:]
     scale = new_data(x, 1, 1, True, torch.float32)
     return new_data(x, M, K, rows, dtype), new_data(x, K, M, cols, dtype), scale
 
@@ -108,19 +115,20 @@ def define(
     cols: bool, amax: Tensor | None,
 ) -> Outputs:  # fmt: skip
     """A cast by one scale in plain PyTorch; ``scale`` None computes it from x."""
-    found = definition.amax(x, _WHOLE)
+    block = _WHOLE if x.dim() == 2 else (1, *_WHOLE)
+    found = definition.amax(x, block)
     if amax is not None:
         definition.record_amax(amax, found)
     if scale is None:
         scale_format = definition.scale_format_of(power_of_two)
         scale = definition.scale_from_amax(found, torch.finfo(dtype).max, scale_format)
-    scale = scale.reshape(1, 1).clone()
-    data = definition.cast(x, scale, _WHOLE, dtype)
+    scale = scale.reshape(-1, *[1] * (x.dim() - 1)).clone()
+    data = definition.cast(x, scale, block, dtype)
     nothing = data.new_empty((0, 0))
     return (
         data.contiguous() if rows else nothing,
         # A clone: of one row or column, contiguous() would be an alias.
-        data.t().clone(memory_format=torch.contiguous_format) if cols else nothing,
+        data.mT.clone(memory_format=torch.contiguous_format) if cols else nothing,
         scale,
     )
 
@@ -131,13 +139,13 @@ def _launch(
 ) -> None:  # fmt: skip
     data, data_t, scale = outputs
     if is_transposed(x):
-        x, data, data_t = x.t(), data_t, data
+        x, data, data_t = x.mT, data_t, data
     pointers, constants = one_scale_arguments(
         data, data_t, scale, given, partials, amax, power_of_two
     )
     launch(
-        _cast_kernel, tiles_of(x, _TILE), x, *pointers, *x.shape, *x.stride(),
-        **_TILE, **constants, WRITE_ROWS=data.numel() > 0, **_OPTIONS,
+        _cast_kernel, (tiles_of(x, _TILE), count_of(x)), x, *pointers, *sizes_of(x),
+        int(given is not None and given.numel() > 1), **_TILE, **constants, WRITE_ROWS=data.numel() > 0, **_OPTIONS,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from float8.kernels.gpu.jit import (
     encode_fitting,
     load_4_rows,
     magnitude_bits,
+    outputs_of_matrix,
     reciprocal,
     scale_from_amax,
     to_float32,
@@ -40,6 +41,7 @@ from float8.kernels.gpu.launch import (
     BothWays,
     Variant,
     as_bytes,
+    count_of,
     define_both_ways,
     format_constants,
     launch,
@@ -47,6 +49,7 @@ from float8.kernels.gpu.launch import (
     new_data,
     read_row_major,
     register,
+    sizes_of,
     variant,
 )
 
@@ -63,6 +66,7 @@ def _blocks_kernel(
     scale_t_ptr,  # (ceil(M / BLOCK), K); where SQUARE (ceil(K / BLOCK), ceil(M / BLOCK))
     M,
     K,
+    stride_e,
     stride_m,
     stride_k,
     BLOCK: tl.constexpr,
@@ -75,15 +79,18 @@ def _blocks_kernel(
     WRITE_COLS: tl.constexpr,
     PACK: tl.constexpr,  # M is a multiple of 16
 ):
-    pid = tl.program_id(0)
+    pid, e = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    data_ptr, data_t_ptr = outputs_of_matrix(data_ptr, data_t_ptr, M, K, PACK)
     blocks_m = tl.cdiv(M, BLOCK)
     blocks_k = tl.cdiv(K, BLOCK)
     block_m = (pid // blocks_k).to(tl.int64)
     block_k = (pid % blocks_k).to(tl.int64)
+    scale_ptr += e * blocks_k * (blocks_m if SQUARE else M)
+    scale_t_ptr += e * blocks_m * (blocks_k if SQUARE else K)
     first_m4 = block_m * BLOCK_BY_4
     m = (first_m4 + tl.arange(0, BLOCK_BY_4)) * 4
     k = block_k * BLOCK + tl.arange(0, BLOCK)
-    xs = load_4_rows(x_ptr, m, k, M, K, stride_m, stride_k)
+    xs = load_4_rows(x_ptr + e * stride_e, m, k, M, K, stride_m, stride_k)
 
     seen = tl.zeros((BLOCK_BY_4, BLOCK), tl.int32)
     for i in tl.static_range(4):
@@ -123,7 +130,7 @@ def _launch(
     if x.numel() == 0 or not (rows or cols):
         return outputs
     x, (data, scale, data_t, scale_t) = read_row_major(x, outputs)
-    M, K = x.shape
+    M, K = x.shape[-2:]
     pack, square = M % 16 == 0, block_rows != 1
     write_rows, write_cols = data.numel() > 0, data_t.numel() > 0
     options = {"num_warps": 8, **NO_FUSION}
@@ -133,8 +140,8 @@ def _launch(
         # need 180, and would spill.
         options["maxnreg"] = 128
     launch(
-        _blocks_kernel, triton.cdiv(M, _TILE["BLOCK"]) * triton.cdiv(K, _TILE["BLOCK"]), x,
-        as_bytes(data), scale, as_bytes(data_t, pack and write_cols), scale_t, M, K, *x.stride(),
+        _blocks_kernel, (triton.cdiv(M, 128) * triton.cdiv(K, 128), count_of(x)), x,
+        as_bytes(data), scale, as_bytes(data_t, pack and write_cols), scale_t, *sizes_of(x),
         **_TILE, **format_constants(dtype, power_of_two), SQUARE=square, PACK=pack,
         WRITE_ROWS=write_rows, WRITE_COLS=write_cols, **options,
     )  # fmt: skip
@@ -159,7 +166,7 @@ def _fake(
         raise ValueError(
             f"float8::cast_blockwise: no kernel casts blocks {block}; use one of {_BLOCKS}"
         )
-    M, K = x.shape
+    M, K = x.shape[-2:]
     return (
         new_data(x, M, K, rows, dtype),
         new_scale(x, M, K, rows, block),
@@ -172,7 +179,7 @@ def new_scale(x: Tensor, rows: int, cols: int, wanted: bool, block: Block) -> Te
     """An empty scale of an operand (rows, cols), as cuBLASLt reads it."""
     down, across = scale_shape((rows, cols), block)
     if block[0] == 1:
-        return new_data(x, across, down, wanted, torch.float32).t()
+        return new_data(x, across, down, wanted, torch.float32).mT
     return new_data(x, down, across, wanted, torch.float32)
 
 

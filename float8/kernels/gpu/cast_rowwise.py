@@ -36,6 +36,7 @@ from float8.kernels.gpu.jit import (
     encode_fitting,
     load_4_rows,
     magnitude_bits,
+    outputs_of_matrix,
     place_of_tile,
     reciprocal,
     scale_from_amax,
@@ -47,6 +48,7 @@ from float8.kernels.gpu.launch import (
     BothWays,
     Variant,
     as_bytes,
+    count_of,
     define_both_ways,
     format_constants,
     launch,
@@ -54,6 +56,7 @@ from float8.kernels.gpu.launch import (
     new_data,
     read_row_major,
     register,
+    sizes_of,
     tiles_of,
     variant,
 )
@@ -71,6 +74,7 @@ def _rows_kernel(
     scale_ptr,  # (M,)
     M,
     K,
+    stride_e,
     stride_m,
     stride_k,
     ROWS: tl.constexpr,
@@ -80,10 +84,11 @@ def _rows_kernel(
     FORMAT_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
+    e = tl.program_id(1).to(tl.int64)
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, COLS).to(tl.int64)
-    row = x_ptr + m[:, None] * stride_m
-    out = data_ptr + m[:, None] * K
+    row = x_ptr + e * stride_e + m[:, None] * stride_m
+    out = data_ptr + e * M * K + m[:, None] * K
     x = tl.load(row + k[None, :] * stride_k, (m < M)[:, None] & (k < K)[None, :], 0.0)
     bits = magnitude_bits(x.to(tl.float32))
     if not WHOLE_ROWS:
@@ -93,7 +98,7 @@ def _rows_kernel(
             bits = tl.maximum(bits, magnitude_bits(more.to(tl.float32)))
     amax = tl.max(bits, 1).to(tl.float32, bitcast=True)
     scale = scale_from_amax(amax, FORMAT_MAX, POWER_OF_TWO)
-    tl.store(scale_ptr + m, scale, m < M)
+    tl.store(scale_ptr + e * M + m, scale, m < M)
     factor = reciprocal(scale, POWER_OF_TWO)[:, None]
     if WHOLE_ROWS:
         codes = encode_fitting(x.to(tl.float32), factor, FORMAT)
@@ -117,6 +122,7 @@ def _tiles_kernel(
     scale_t_ptr,  # (K,)
     M,
     K,
+    stride_e,
     stride_m,
     stride_k,
     ROWS_BY_4: tl.constexpr,
@@ -127,23 +133,24 @@ def _tiles_kernel(
     WRITE_ROWS: tl.constexpr,
     PACK: tl.constexpr,  # M is a multiple of 16
 ):
-    pid = tl.program_id(0)
+    pid, e = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    data_ptr, data_t_ptr = outputs_of_matrix(data_ptr, data_t_ptr, M, K, PACK)
     tiles_k = tl.cdiv(K, COLS)
     first_m4, m, k = place_of_tile(pid, K, ROWS_BY_4, COLS)
-    xs = load_4_rows(x_ptr, m, k, M, K, stride_m, stride_k)
+    xs = load_4_rows(x_ptr + e * stride_e, m, k, M, K, stride_m, stride_k)
 
-    amax_t = tl.load(amax_t_ptr + k, k < K, 0).to(tl.float32, bitcast=True)
+    amax_t = tl.load(amax_t_ptr + e * K + k, k < K, 0).to(tl.float32, bitcast=True)
     scale_t = scale_from_amax(amax_t, FORMAT_MAX, POWER_OF_TWO)
     if pid < tiles_k:
-        tl.store(scale_t_ptr + k, scale_t, k < K)
+        tl.store(scale_t_ptr + e * K + k, scale_t, k < K)
     factor_t = reciprocal(scale_t, POWER_OF_TWO)[None, :]
     if WRITE_ROWS:
         for i in tl.static_range(4):
             inside = (m + i < M)[:, None] & (k < K)[None, :]
-            amax = tl.load(amax_ptr + m + i, m + i < M, 0).to(tl.float32, bitcast=True)
+            amax = tl.load(amax_ptr + e * M + m + i, m + i < M, 0).to(tl.float32, bitcast=True)
             scale = scale_from_amax(amax, FORMAT_MAX, POWER_OF_TWO)
             if pid % tiles_k == 0:
-                tl.store(scale_ptr + m + i, scale, m + i < M)
+                tl.store(scale_ptr + e * M + m + i, scale, m + i < M)
             factor = reciprocal(scale, POWER_OF_TWO)[:, None]
             codes = encode_fitting(xs[i].to(tl.float32), factor, FORMAT)
             tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
@@ -166,19 +173,19 @@ def _launch(x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, cols:
         return _definition(x, dtype, power_of_two, rows, cols)
     outputs = _fake(x, dtype, power_of_two, rows, cols)
     x, (data, scale, data_t, scale_t) = read_row_major(x, outputs)
-    M, K = x.shape
+    (M, K), E = x.shape[-2:], count_of(x)
     constants = format_constants(dtype, power_of_two)
     if data_t.numel() == 0:
         tile, options = _rows_constants(K)
         launch(
-            _rows_kernel, triton.cdiv(M, tile["ROWS"]), x, as_bytes(data), scale, M, K,
-            *x.stride(), **tile, **constants, **options,
+            _rows_kernel, (triton.cdiv(M, tile["ROWS"]), E), x, as_bytes(data), scale,
+            *sizes_of(x), **tile, **constants, **options,
         )  # fmt: skip
         return outputs
     write_rows, pack = data.numel() > 0, M % 16 == 0
     launch(
-        _tiles_kernel, tiles_of(x, _TILE), x, *line_amaxes(x, write_rows, True),
-        as_bytes(data), scale, as_bytes(data_t, pack), scale_t, M, K, *x.stride(),
+        _tiles_kernel, (tiles_of(x, _TILE), E), x, *line_amaxes(x, write_rows, True),
+        as_bytes(data), scale, as_bytes(data_t, pack), scale_t, *sizes_of(x),
         **_TILE, **constants, WRITE_ROWS=write_rows, PACK=pack, **_TILE_OPTIONS,
     )  # fmt: skip
     return outputs
@@ -192,7 +199,7 @@ def _definition(
 
 
 def _fake(x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, cols: bool) -> BothWays:
-    M, K = x.shape
+    M, K = x.shape[-2:]
     return (
         new_data(x, M, K, rows, dtype),
         new_data(x, M, 1, rows, torch.float32),

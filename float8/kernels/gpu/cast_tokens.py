@@ -133,14 +133,14 @@ def _cast_kernel(
         if BLOCKS:
             amax_t = tl.max(amax_bits_of(ys), 0)
             scale_t_ptr += (start // ROWS + group + first // ROWS) * K
-            writes_t = k < K
+            last_k = K
         else:
             amax_t = tl.load(amax_t_ptr + group * K + k, k < K, 0)
             scale_t_ptr += group * K
-            writes_t = (k < K) & (first == 0)
+            last_k = tl.where(first == 0, K, 0)  # the first tile writes the scales
         scale_t = scale_from_amax(amax_t.to(tl.float32, bitcast=True), FORMAT_MAX, POWER_OF_TWO)
         scale_t = tl.where(size > 0, scale_t, 1.0)
-        tl.store(scale_t_ptr + k, scale_t, writes_t)
+        tl.store(scale_t_ptr + k, scale_t, k < last_k)
         factor_t = reciprocal(scale_t, POWER_OF_TWO)[None, :]
 
     if WRITE_ROWS and not WHOLE_TENSOR:
@@ -148,12 +148,12 @@ def _cast_kernel(
             row, inside = begin + m + i, m + i < size
             if BLOCKS:
                 amax = tl.max(magnitude_bits(ys[i]), 1)
-                writes = inside
+                last = size
             else:
                 amax = tl.load(amax_ptr + row, inside, 0)
-                writes = inside & (tile_k == 0)
+                last = tl.where(tile_k == 0, size, 0)
             scale = scale_from_amax(amax.to(tl.float32, bitcast=True), FORMAT_MAX, POWER_OF_TWO)
-            tl.store(scale_ptr + tile_k * T + row, scale, writes)
+            tl.store(scale_ptr + tile_k * T + row, scale, m + i < last)
             codes = encode_fitting(ys[i], reciprocal(scale, POWER_OF_TWO)[:, None], FORMAT)
             inside = inside[:, None] & (k < K)[None, :]
             tl.store(data_ptr + row[:, None] * K + k[None, :], codes, inside)

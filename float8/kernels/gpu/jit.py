@@ -100,10 +100,22 @@ def scaled(x32, factor, FORMAT_MAX: tl.constexpr, FITS: tl.constexpr):
     """
     y = x32 * factor
     if not FITS:
-        if not _PTX:
-            y = tl.clamp(y, -FORMAT_MAX, FORMAT_MAX, propagate_nan=tl.PropagateNan.ALL)
-        y = tl.where(tl.abs(x32) == float("inf"), float("nan"), y)
+        y = tl.where(tl.abs(x32) == float("inf"), float("nan"), clamped(y, FORMAT_MAX))
     return y
+
+
+@triton.jit
+def clamped(y, FORMAT_MAX: tl.constexpr):
+    """y, in the range of a format where `convert` does not saturate."""
+    if not _PTX:
+        y = tl.clamp(y, -FORMAT_MAX, FORMAT_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return y
+
+
+@triton.jit
+def without_infinities(x32):
+    """x, where NaN replaces the infinities, in one instruction; signs of zeros are kept."""
+    return tl.fma(x32, 0.0, x32)
 
 
 @triton.jit
@@ -182,6 +194,13 @@ def place_of_tile(pid, K, ROWS_BY_4: tl.constexpr, COLS: tl.constexpr):
     m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
     k = (pid % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
     return first_m4, m, k
+
+
+@triton.jit
+def outputs_of_matrix(data_ptr, data_t_ptr, M, K, PACK: tl.constexpr):
+    """The pointers to a matrix of a stack: ``data`` (E, M, K), ``data_t`` (E, K, M) as `write_codes`."""
+    e = tl.program_id(1).to(tl.int64)
+    return data_ptr + e * M * K, data_t_ptr + e * K * ((M // 16) * 4 if PACK else M)
 
 
 @triton.jit

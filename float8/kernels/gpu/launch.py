@@ -99,12 +99,14 @@ NO_FUSION = {"enable_fp_fusion": False}
 _recorded: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
 
-def launch(kernel: Any, programs: int, x: Tensor, *arguments: Any, **constants: Any) -> None:
+def launch(
+    kernel: Any, programs: int | tuple[int, int], x: Tensor, *arguments: Any, **constants: Any
+) -> None:
     """Run ``programs`` programs of a kernel on the device of its first argument, x.
 
     Args:
         kernel: the ``@triton.jit`` function.
-        programs: the size of the grid, which has one dimension.
+        programs: the size of the grid: of its only dimension, or of both.
         x, arguments: the runtime arguments, in the order of the signature.
         constants: the compile-time arguments and Triton's options.
     """
@@ -112,7 +114,7 @@ def launch(kernel: Any, programs: int, x: Tensor, *arguments: Any, **constants: 
         _recorded.append((kernel, (x, *arguments), constants))
         return
     with on_device_of(x):
-        kernel[(programs,)](x, *arguments, **constants)
+        kernel[(programs,) if isinstance(programs, int) else programs](x, *arguments, **constants)
 
 
 def variant(name: str, launcher: Callable[..., Any], *arguments: Any, **options: Any) -> Variant:
@@ -156,14 +158,29 @@ def check_device(op: str, x: Tensor, **others: Tensor | None) -> None:
 
 
 def tiles_of(x: Tensor, tile: Mapping[str, int]) -> int:
-    """How many tiles, of COLS columns and of ROWS or 4 ROWS_BY_4 rows, cover the matrix x."""
+    """How many tiles, of COLS columns and of ROWS or 4 ROWS_BY_4 rows, cover a matrix of x."""
     rows = tile["ROWS"] if "ROWS" in tile else 4 * tile["ROWS_BY_4"]
-    return int(triton.cdiv(x.shape[0], rows) * triton.cdiv(x.shape[1], tile["COLS"]))
+    return int(triton.cdiv(x.shape[-2], rows) * triton.cdiv(x.shape[-1], tile["COLS"]))
+
+
+# Casts take a matrix (M, K), or a stack of them (E, M, K) such as the weights of experts: each is
+# cast by itself, in the same launches. The second dimension of the grid is E.
+
+
+def count_of(x: Tensor) -> int:
+    """How many matrices x has."""
+    return x.shape[0] if x.dim() == 3 else 1
+
+
+def sizes_of(x: Tensor) -> tuple[int, int, int, int, int]:
+    """M and K; the strides between matrices, rows and columns."""
+    M, K = x.shape[-2:]
+    return M, K, x.stride(0) if x.dim() == 3 else 0, x.stride(-2), x.stride(-1)
 
 
 def is_transposed(x: Tensor) -> bool:
-    """Whether the matrix x is the transpose of a row-major one, which kernels read instead."""
-    return x.stride(0) == 1 and x.stride(1) != 1
+    """Whether each matrix of x is the transpose of a row-major one, which kernels read instead."""
+    return x.stride(-2) == 1 and x.stride(-1) != 1
 
 
 # data, scale, data_t, scale_t: of a matrix and of its transpose; of no elements if not wanted.
@@ -171,8 +188,8 @@ BothWays = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def read_row_major(x: Tensor, outputs: BothWays) -> tuple[Tensor, BothWays]:
-    """The matrix x and its outputs; those of ``x.t()`` where that is row-major."""
-    return (x.t(), (*outputs[2:], *outputs[:2])) if is_transposed(x) else (x, outputs)
+    """x and its outputs; those of ``x.mT`` where that is row-major."""
+    return (x.mT, (*outputs[2:], *outputs[:2])) if is_transposed(x) else (x, outputs)
 
 
 def define_both_ways(
@@ -180,7 +197,8 @@ def define_both_ways(
 ) -> BothWays:
     """Fill ``outputs`` by `definition.cast_dynamic`, for scales of rows and of blocks."""
     scale_format = definition.scale_format_of(power_of_two)
-    for wanted, source, data, scale in ((rows, x, *outputs[:2]), (cols, x.t(), *outputs[2:])):
+    block = block if x.dim() == 2 else (1, *block)
+    for wanted, source, data, scale in ((rows, x, *outputs[:2]), (cols, x.mT, *outputs[2:])):
         if wanted:
             found = definition.cast_dynamic(source, block, data.dtype, scale_format)
             data.copy_(found[0])
@@ -194,8 +212,8 @@ def row_major(x: Tensor) -> Tensor:
 
 
 def new_data(x: Tensor, rows: int, cols: int, wanted: bool, dtype: torch.dtype) -> Tensor:
-    """An empty row-major matrix on x's device; of no elements if it is not wanted."""
-    return torch.empty((rows, cols) if wanted else (0, 0), dtype=dtype, device=x.device)
+    """Empty row-major matrices, as many as x has; no elements if they are not wanted."""
+    return torch.empty((*x.shape[:-2], rows, cols) if wanted else (0, 0), dtype=dtype, device=x.device)
 
 
 def as_bytes(data: Tensor, packed: bool = False) -> Tensor:
@@ -226,7 +244,7 @@ def one_scale_arguments(
     """The arguments of the kernels that cast by one scale; see `jit.scale_of_tensor`.
 
     Args:
-        data (M, K), data_t (K, M): float8, to be written; data_t may have no elements.
+        data (M, K), data_t (K, M): float8, to be written, or stacks; data_t may have no elements.
         scale: to be written, unless ``given`` is it.
         given: the scale, or None to compute it from ``partials``.
         partials: int32 bits of amaxes, or None.
@@ -237,7 +255,7 @@ def one_scale_arguments(
         the arguments from ``given_ptr`` to ``amax_ptr``, and compile-time arguments.
     """
     cols = data_t.numel() > 0
-    pack = cols and data_t.shape[1] % 16 == 0
+    pack = cols and data_t.shape[-1] % 16 == 0
     pointers = (
         scale if given is None else given,
         scale,
@@ -247,7 +265,7 @@ def one_scale_arguments(
         (scale if amax is None else amax).view(torch.int32),
     )
     constants = {
-        "PARTIALS": 0 if partials is None else partials.numel(),
+        "PARTIALS": 0 if partials is None else partials.shape[-1],
         **format_constants(data.dtype, power_of_two),
         "WRITE_COLS": cols,
         "RECORD": amax is not None,

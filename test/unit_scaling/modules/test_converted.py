@@ -94,9 +94,7 @@ def test_exchanged_factors_would_be_seen(wrong):
     assert differing == [a != b for a, b in zip(wrong, range(3), strict=True)]
 
 
-@pytest.mark.parametrize(
-    "recipe", ["unit", "tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
-)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_runs_a_unit_scaled_model(recipe):
     """All recipes come close to high precision on one model."""
     model = uu.MLP(128)

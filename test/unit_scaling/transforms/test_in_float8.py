@@ -47,7 +47,7 @@ def results(model, x, g):
     return [out.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("recipe", ["unit", "tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["unit", "tensorwise", "rowwise", "mxfp8"])
 def test_a_layer_has_the_bits_of_a_converted_one(recipe):
     plain, scaled = nn.Linear(32, 48), uu.Linear(32, 48, bias=True)
     config, x, g = RECIPES[recipe], torch.randn(16, 32), torch.randn(16, 48)

@@ -1,0 +1,273 @@
+"""`cast_mx`: 1x32 blocks with E8M0 scales, both orientations from one read, as cuBLAS reads them.
+
+Like `cast_blockwise`, a program reads a tile of 128 x 128, finds the amaxes in registers, and writes
+float8 both ways, in one launch that zeroes nothing and reads nothing twice: 2 + 1 + 1 bytes per
+element of a bfloat16 source, and 1/32 byte for each orientation's scales. Scales are rounded as
+``e8m0.py`` defines it, by integer operations on the bits of the amax.
+
+=========== =================================== ======================
+            swizzled                            plain
+=========== =================================== ======================
+``scale``   (128 ceil(M/128) * 4 ceil(K/128),)  (M, ceil(K / 32))
+``scale_t`` (128 ceil(K/128) * 4 ceil(M/128),)  (K, ceil(M / 32))
+=========== =================================== ======================
+
+`float8.kernels.cublas.swizzled` describes the first layout: 512 bytes for 128 rows and 4 blocks
+along each, which are one tile of this kernel. So a program writes its 512 bytes whole, with the
+padding, whose bytes are 0 because the tile is 0 outside the matrix.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from float8.granularity import scale_shape
+from float8.kernels import cublas, definition
+from float8.kernels.gpu.jit import (
+    amax_bits_of,
+    clamped,
+    convert,
+    convert_4,
+    load_4_rows,
+    magnitude_bits,
+    place_of_tile,
+    store_packed,
+    to_float32,
+    without_infinities,
+)
+from float8.kernels.gpu.launch import (
+    NO_FUSION,
+    TRITON_FORMATS,
+    BothWays,
+    Variant,
+    as_bytes,
+    launch,
+    meta,
+    new_data,
+    read_row_major,
+    register,
+    variant,
+)
+
+_BLOCK = (1, 32)
+# Programs of 4 warps: three of those that write both orientations share a multiprocessor.
+_TILE = {"ROWS_BY_4": 16, "COLS": 128}
+
+
+@triton.jit
+def exponent_of(amax_bits, FORMAT_MAX: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr):
+    """Amax bits -> the byte of the E8M0 scale, as int32; `float8.kernels.e8m0` has the formulas.
+
+    LARGEST: ``floor(log2(FORMAT_MAX))``.
+    """
+    if FLOOR:
+        exponent = tl.maximum((amax_bits >> 23) - LARGEST, 0)
+    else:
+        scale = amax_bits.to(tl.float32, bitcast=True) * (1.0 / FORMAT_MAX)
+        bits = scale.to(tl.int32, bitcast=True)
+        exponent = tl.where(bits <= 0x00400000, 0, (bits + 0x7FFFFF) >> 23)  # 2^-127 or less
+        exponent = tl.where(amax_bits == 0x7F800000, 254, exponent)
+    return tl.where(amax_bits > 0x7F800000, 255, exponent)
+
+
+@triton.jit
+def reciprocal_of(exponent):
+    """``1 / scale`` of E8M0 bytes, in float32: exact; 1 / 2^127 is subnormal."""
+    bits = tl.where(exponent == 254, 0x00400000, (254 - exponent) << 23)
+    return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_exponents(
+    scale_ptr, exponent, first_row, row, first_block, block, rows, blocks, SWIZZLED: tl.constexpr
+):
+    """Store the scales of a tile.
+
+    Args:
+        exponent: bytes as int32.
+        first_row, first_block: int64, the tile's place in the matrix of scales.
+        row, block: int32, the place of each scale in the tile; both broadcast.
+        rows, blocks: the shape of the matrix. Where SWIZZLED the tile may exceed it.
+    """
+    codes = exponent.to(tl.uint8)
+    if SWIZZLED:  # see `float8.kernels.cublas.swizzled`
+        first = (first_row // 128 * tl.cdiv(blocks, 4) + first_block // 4) * 512
+        row += (first_row % 128).to(tl.int32)
+        block += (first_block % 4).to(tl.int32)
+        tl.store(scale_ptr + first + (row % 32 * 16 + row // 32 * 4 + block), codes)
+    else:
+        row, block = first_row + row, first_block + block
+        tl.store(scale_ptr + row * blocks + block, codes, (row < rows) & (block < blocks))
+
+
+@triton.jit
+def _quotient(x32, factor, FORMAT_MAX: tl.constexpr):
+    """``x / scale``, for `convert`: the largest exceed the format by a rounding or by ``FLOOR``."""
+    return clamped(without_infinities(x32) * factor, FORMAT_MAX)
+
+
+@triton.jit
+def _mx_kernel(
+    x_ptr,
+    data_ptr,  # uint8 (M, K)
+    scale_ptr,  # uint8
+    data_t_ptr,  # uint8 (K, M); int32 where PACK
+    scale_t_ptr,  # uint8
+    M,
+    K,
+    stride_m,
+    stride_k,
+    ROWS_BY_4: tl.constexpr,
+    COLS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    LARGEST: tl.constexpr,  # floor(log2(FORMAT_MAX))
+    FLOOR: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    WRITE_ROWS: tl.constexpr,
+    WRITE_COLS: tl.constexpr,
+    PACK: tl.constexpr,  # M is a multiple of 16
+):
+    DOWN: tl.constexpr = ROWS_BY_4 // 8  # blocks along a column of the tile
+    ACROSS: tl.constexpr = COLS // 32
+    pid = tl.program_id(0)
+    first_m4, m, k = place_of_tile(pid, K, ROWS_BY_4, COLS)
+    first_m, first_k = first_m4 * 4, (pid % tl.cdiv(K, COLS)).to(tl.int64) * COLS
+    xs = load_4_rows(x_ptr, m, k, M, K, stride_m, stride_k)
+
+    seen = tl.zeros((ROWS_BY_4, COLS), tl.int32)
+    if WRITE_ROWS:
+        row, block = tl.arange(0, ROWS_BY_4)[:, None] * 4, tl.arange(0, ACROSS)[None, :]
+        for i in tl.static_range(4):
+            x32 = xs[i].to(tl.float32)
+            bits = magnitude_bits(x32)
+            seen = tl.maximum(seen, bits)
+            amax_bits = tl.max(bits.reshape(ROWS_BY_4, ACROSS, 32), 2)
+            exponent = exponent_of(amax_bits, FORMAT_MAX, LARGEST, FLOOR)
+            store_exponents(
+                scale_ptr, exponent, first_m, row + i, first_k // 32, block,
+                M, (K + 31) // 32, SWIZZLED,
+            )  # fmt: skip
+            factor = reciprocal_of(exponent)[:, :, None]
+            factor = tl.broadcast_to(factor, (ROWS_BY_4, ACROSS, 32)).reshape(ROWS_BY_4, COLS)
+            inside = (m + i < M)[:, None] & (k < K)[None, :]
+            codes = convert(_quotient(x32, factor, FORMAT_MAX), FORMAT)
+            tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
+
+    if WRITE_COLS:
+        xs = to_float32(xs)
+        if not WRITE_ROWS:
+            seen = amax_bits_of(xs)
+        amax_bits_t = tl.max(seen.reshape(DOWN, 8, COLS), 1)  # 8 sets of 4 rows are a block
+        exponent_t = exponent_of(amax_bits_t, FORMAT_MAX, LARGEST, FLOOR)
+        store_exponents(
+            scale_t_ptr, exponent_t, first_k, tl.arange(0, COLS)[None, :],
+            first_m // 32, tl.arange(0, DOWN)[:, None], K, (M + 31) // 32, SWIZZLED,
+        )  # fmt: skip
+        factor_t = reciprocal_of(exponent_t)[:, None, :]
+        factor_t = tl.broadcast_to(factor_t, (DOWN, 8, COLS)).reshape(ROWS_BY_4, COLS)
+        if PACK:
+            packed = convert_4(
+                _quotient(xs[0], factor_t, FORMAT_MAX),
+                _quotient(xs[1], factor_t, FORMAT_MAX),
+                _quotient(xs[2], factor_t, FORMAT_MAX),
+                _quotient(xs[3], factor_t, FORMAT_MAX),
+                FORMAT,
+            )
+            store_packed(data_t_ptr, packed, first_m4, k, M, K)
+        else:
+            for i in tl.static_range(4):
+                codes = convert(_quotient(xs[i], factor_t, FORMAT_MAX), FORMAT)
+                inside = (m + i < M)[:, None] & (k < K)[None, :]
+                tl.store(data_t_ptr + k[None, :] * M + (m + i)[:, None], codes, inside)
+
+
+def _launch(
+    x: Tensor, dtype: torch.dtype, scale_format: str, swizzled: bool, rows: bool, cols: bool
+) -> BothWays:
+    outputs = _fake(x, dtype, scale_format, swizzled, rows, cols)
+    if x.numel() == 0 or not (rows or cols):
+        return outputs
+    x, (data, scale, data_t, scale_t) = read_row_major(x, outputs)
+    M, K = x.shape
+    write_rows, write_cols = data.numel() > 0, data_t.numel() > 0
+    pack = M % 16 == 0
+    format_max = torch.finfo(dtype).max
+    # Whole tiles of swizzled scales: 128 rows and columns.
+    programs = triton.cdiv(M, 128) * 2 * triton.cdiv(K, 128)
+    launch(
+        _mx_kernel, programs, x, as_bytes(data), as_bytes(scale),
+        as_bytes(data_t, pack and write_cols), as_bytes(scale_t), M, K, *x.stride(), **_TILE,
+        FORMAT=TRITON_FORMATS[dtype], FORMAT_MAX=format_max,
+        LARGEST=math.frexp(format_max)[1] - 1, FLOOR=scale_format == definition.E8M0_FLOOR,
+        SWIZZLED=swizzled, WRITE_ROWS=write_rows, WRITE_COLS=write_cols, PACK=pack,
+        num_warps=4, **NO_FUSION,
+    )  # fmt: skip
+    return outputs
+
+
+def _definition(
+    x: Tensor, dtype: torch.dtype, scale_format: str, swizzled: bool, rows: bool, cols: bool
+) -> BothWays:
+    outputs = _fake(x, dtype, scale_format, swizzled, rows, cols)
+    for wanted, source, data, scale in ((rows, x, *outputs[:2]), (cols, x.t(), *outputs[2:])):
+        if wanted:
+            codes, exponents = definition.cast_dynamic(source, _BLOCK, dtype, scale_format)
+            data.copy_(codes)
+            scale.copy_(cublas.swizzled(exponents) if swizzled else exponents)
+    return outputs
+
+
+def _fake(
+    x: Tensor, dtype: torch.dtype, scale_format: str, swizzled: bool, rows: bool, cols: bool
+) -> BothWays:
+    if scale_format not in (definition.E8M0, definition.E8M0_FLOOR):
+        raise ValueError(
+            f"float8::cast_mx: scales of 1x32 blocks are E8M0, not {scale_format!r}; use "
+            f"{definition.E8M0!r} or {definition.E8M0_FLOOR!r}"
+        )
+    M, K = x.shape
+    return (
+        new_data(x, M, K, rows, dtype),
+        _new_scale(x, M, K, rows, swizzled),
+        new_data(x, K, M, cols, dtype),
+        _new_scale(x, K, M, cols, swizzled),
+    )
+
+
+def _new_scale(x: Tensor, rows: int, cols: int, wanted: bool, swizzled: bool) -> Tensor:
+    """The empty scale of an operand (rows, cols)."""
+    down, across = scale_shape((rows, cols), _BLOCK)
+    if not swizzled:
+        return new_data(x, down, across, wanted, torch.float8_e8m0fnu)
+    size = cublas.swizzled_size(down, across) if wanted else 0
+    return torch.empty(size, dtype=torch.float8_e8m0fnu, device=x.device)
+
+
+cast_mx = register(
+    "cast_mx(Tensor x, ScalarType dtype, str scale_format, bool swizzled, bool rows, bool cols) -> "
+    "(Tensor data, Tensor scale, Tensor data_t, Tensor scale_t)",
+    kernel=_launch,
+    definition=_definition,
+    fake=_fake,
+)
+
+
+def shipped() -> list[Variant]:
+    """The forms that the recipe mxfp8 launches on bfloat16, and a cast to a Float8Tensor."""
+    x, e4m3 = meta(4096, 4096), torch.float8_e4m3fn
+    forms = {
+        "rows and columns": (definition.E8M0, True, True, True),
+        "rows": (definition.E8M0, True, True, False),
+        "columns": (definition.E8M0, True, False, True),
+        "rows and columns, floor": (definition.E8M0_FLOOR, True, True, True),
+        "rows, plain scales": (definition.E8M0, False, True, False),
+    }
+    return [
+        variant(f"cast_mx, e4m3, {name}", _launch, x, e4m3, *form) for name, form in forms.items()
+    ]

@@ -1,0 +1,311 @@
+"""`grouped_mm`: one GEMM per group of tokens, all of them in one launch, with any granularity.
+
+Legend: T tokens, sorted by expert; E experts; ``offs`` (E,) int32, the cumulative ends of their
+groups; ``starts[g] = offs[g - 1]``. The two forms have the operands of ``blockwise_mm.py``, with
+the contraction last:
+
+===================  ============  =============================  ==========================
+form                 a             b                              result
+===================  ============  =============================  ==========================
+tokens by experts    (T, K)        (E, N, K)                      (T, N): each group's rows
+                                                                  by its expert's matrix
+tokens by tokens     (M, P)        (N, P), groups of columns      (E, M, N): the contraction
+                                                                  of each group's columns
+===================  ============  =============================  ==========================
+
+In the second form, each group starts at a multiple of ``align`` columns, with zeros behind its
+tokens, so that loads are 16 bytes wide. Its first column is the sum of the earlier groups' sizes,
+each rounded up.
+
+======================  =============================  =======================================
+scales                  tokens by experts              tokens by tokens
+======================  =============================  =======================================
+one                     a (1, 1), b (E, 1, 1)          (1, 1)
+of rows                 a (T, 1), b (E, N, 1)          (E, M), (E, N)
+of 128 of contraction   a (T, K / 128), 1x128;         (M, P // 128 + E), 1x128: block j of
+                        b (E, N / 128, K / 128),       group g in column first // 128 + g + j
+                        128x128, or (E, N, K / 128)
+======================  =============================  =======================================
+
+The host knows no group's size, and does not wait for it: the grid is an upper bound, and each
+program finds its group from ``offs`` (`jit.group_of_tile`). At most one row of tiles per group is
+idle.
+
+A group without tokens gives no rows, or a matrix of zeros. Rows of ``a`` at or beyond ``offs[-1]``
+are not read, and their rows of the result not written.
+
+Like those of ``blockwise_mm.py``, the tiles are unmeasured on a GPU. ``FAST`` leaves the whole
+contraction to the tensor core; without it, its sums are added in float32 every 128.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from float8.granularity import WHOLE, Block, block_name, ceil_div, scale_shape
+from float8.kernels.gpu.blockwise_mm import (
+    E4M3,
+    E5M2,
+    FORMATS,
+    FUSION,
+    GROUP,
+    OUT_DTYPES,
+    STEP,
+    TILES,
+    Tile,
+    contract,
+    place_of,
+    tile_of,
+)
+from float8.kernels.gpu.jit import group_of_tile
+from float8.kernels.gpu.launch import Variant, check_device, launch, meta, register, variant
+from float8.kernels.grouped_mm import grouped_mm as define
+
+ONE, ROW, BY_128, SQUARE = (WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128)
+PAIRS = (*itertools.product((ONE, ROW), repeat=2), (BY_128, SQUARE), (BY_128, BY_128))
+
+
+@triton.jit(do_not_specialize=["M"])  # T is another in each batch
+def _kernel(
+    a_ptr,  # float8 (T, K), or (M, P) where BY_TOKENS; stride 1 along the contraction
+    a_scale_ptr,
+    b_ptr,  # float8 (E, N, K), or (N, P)
+    b_scale_ptr,
+    offs_ptr,  # int32 (E,)
+    out_ptr,  # (T, N), or (E, M, N); row-major
+    M,  # T, or M
+    N,
+    K,  # K, or P
+    E,
+    stride_a,
+    stride_b_e,
+    stride_b,
+    stride_a_scale_e,
+    stride_a_scale_m,
+    stride_a_scale_k,
+    stride_b_scale_e,
+    stride_b_scale_n,
+    stride_b_scale_k,
+    BY_TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,  # E, rounded up to a power of two
+    ALIGN: tl.constexpr,
+    A_ROWS: tl.constexpr,  # rows that share a scale: 0 (all of them), 1, and 128 for an expert
+    B_ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # scales change every 128 of the contraction
+    FAST: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    tiles_n = tl.cdiv(N, TILE_N)
+    if BY_TOKENS:
+        tiles_m = tl.cdiv(M, TILE_M)
+        group = (pid // (tiles_m * tiles_n)).to(tl.int64)
+        tile_m, tile_n = place_of(pid % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+        e = tl.arange(0, EXPERTS)
+        ends = tl.load(offs_ptr + e, e < E, 0)
+        sizes = tl.maximum(ends - tl.load(offs_ptr + e - 1, (e > 0) & (e < E), 0), 0)
+        sizes = (sizes + ALIGN - 1) // ALIGN * ALIGN
+        first_k = tl.minimum(tl.sum(tl.where(e < group, sizes, 0)), K)
+        K = tl.minimum(tl.sum(tl.where(e == group, sizes, 0)), K - first_k)
+        first_k, K = tl.multiple_of(first_k, ALIGN), tl.multiple_of(K, ALIGN)
+        a_row = tile_m.to(tl.int64) * TILE_M
+        out_row, rows = group * M + a_row, (M - a_row).to(tl.int32)
+        block = first_k // STEP + group
+    else:
+        slot, tile_n = place_of(pid, tl.num_programs(0) // tiles_n, tiles_n, GROUP)
+        group, begin, size, _, first_m = group_of_tile(slot, offs_ptr, E, M, M, TILE_M, 1, EXPERTS)
+        rows = (size - first_m).to(tl.int32)
+        if rows <= 0:
+            return
+        a_row, out_row = begin + first_m, begin + first_m
+        first_k, block = 0, 0
+    first_n = tile_n.to(tl.int64) * TILE_N
+
+    # As in `blockwise_mm`: rows beyond the last of a group read the last one.
+    m, n, k = tl.arange(0, TILE_M), tl.arange(0, TILE_N), tl.arange(0, STEP)
+    columns = (N - first_n).to(tl.int32)
+    inside_m, inside_n = m < rows, n < columns
+    a_offsets = tl.minimum(m, rows - 1)[:, None] * stride_a + k[None, :]
+    b_offsets = tl.minimum(n, columns - 1)[None, :] * stride_b + k[:, None]
+    a_scale_ptr += group * stride_a_scale_e + block * stride_a_scale_k
+    b_scale_ptr += group * stride_b_scale_e + block * stride_b_scale_k
+    if A_ROWS != 0:
+        a_scale_ptr += a_row * stride_a_scale_m
+    if B_ROWS != 0:
+        b_scale_ptr += first_n // B_ROWS * stride_b_scale_n
+
+    out = contract(
+        a_ptr + a_row * stride_a + first_k, a_offsets,
+        a_scale_ptr, m * stride_a_scale_m, inside_m, stride_a_scale_k,
+        b_ptr + group * stride_b_e + first_n * stride_b + first_k, b_offsets,
+        b_scale_ptr, n * stride_b_scale_n, inside_n, stride_b_scale_k,
+        K, A_ROWS if BLOCKS else 0, B_ROWS, FAST,
+    )  # fmt: skip
+    if not BLOCKS:  # in turn: the product of two scales alone may leave float32's range
+        out *= _scales(a_scale_ptr, m * stride_a_scale_m, inside_m, A_ROWS)[:, None]
+        out *= _scales(b_scale_ptr, n * stride_b_scale_n, inside_n, B_ROWS)[None, :]
+    out = out.to(out_ptr.dtype.element_ty)
+    out_ptr += out_row * N + first_n
+    tl.store(out_ptr + m[:, None] * N + n[None, :], out, inside_m[:, None] & inside_n[None, :])
+
+
+@triton.jit
+def _scales(scale_ptr, offsets, inside, ROWS: tl.constexpr):
+    if ROWS == 0:
+        return tl.broadcast_to(tl.load(scale_ptr), offsets.shape)
+    return tl.load(scale_ptr + offsets, inside, 0.0)
+
+
+def _launch(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, a_block: Sequence[int],
+    b_block: Sequence[int], out_dtype: torch.dtype, align: int, use_fast_accum: bool,
+    tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
+    """Launch; a test or a benchmark may name the tile."""
+    a_rows, b_rows, blocks = _check(a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype)
+    out = _fake(a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align, use_fast_accum)
+    if out.numel() == 0:
+        return out
+    by_tokens, M, N, experts = b.dim() == 2, a.shape[0], b.shape[-2], offs.shape[0]
+    tile = tile or tile_of(M if by_tokens else ceil_div(M, experts), N, experts)
+    tiles_m = experts * ceil_div(M, tile.M) if by_tokens else M // tile.M + experts
+    if blocks and b_rows == 1 and b_scale.stride(-2) != 1:
+        b_scale = b_scale.mT.contiguous().mT  # as in `blockwise_mm`
+    launch(
+        _kernel, tiles_m * ceil_div(N, tile.N),
+        a, a_scale, b, b_scale, offs, out, M, N, a.shape[1], experts,
+        a.stride(0), 0 if by_tokens else b.stride(0), b.stride(-2),
+        *_strides(a_scale, by_tokens, blocks), *_strides(b_scale, by_tokens, blocks),
+        BY_TOKENS=by_tokens, EXPERTS=triton.next_power_of_2(experts), ALIGN=align,
+        A_ROWS=a_rows, B_ROWS=b_rows, BLOCKS=blocks, FAST=use_fast_accum and not blocks,
+        TILE_M=tile.M, TILE_N=tile.N, GROUP=GROUP, num_warps=tile.warps, num_stages=tile.stages,
+        **FUSION,
+    )  # fmt: skip
+    return out
+
+
+def _strides(scale: Tensor, by_tokens: bool, blocks: bool) -> tuple[int, int, int]:
+    """Of a scale: from expert to expert, row to row, and step to step of the contraction."""
+    experts = 0 if scale.shape[0] == 1 else scale.stride(0)
+    if by_tokens and not blocks:
+        return experts, scale.stride(1), 0
+    return (experts if scale.dim() == 3 else 0), scale.stride(-2), scale.stride(-1)
+
+
+def _check(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, a_block: Sequence[int],
+    b_block: Sequence[int], out_dtype: torch.dtype,
+) -> tuple[int, int, bool]:  # fmt: skip
+    """Refuse operands that the kernel would misread, or read past the end of.
+
+    Returns:
+        A_ROWS, B_ROWS and BLOCKS of the kernel.
+    """
+    check_device("grouped_mm_gpu", a, a_scale=a_scale, b=b, b_scale=b_scale, offs=offs)
+    pair = (tuple(a_block)[-2:], tuple(b_block)[-2:])
+    E, by_tokens = offs.shape[0], b.dim() == 2
+    wrong = None
+    if (a.dtype, b.dtype) not in FORMATS:
+        wrong = f"{a.dtype} by {b.dtype}; it multiplies E4M3 by either format, or E5M2 by E4M3"
+    elif pair not in PAIRS or (by_tokens and 128 in (pair[0][0], pair[1][0])):
+        wrong = f"scales of {pair[0]} by {pair[1]}"
+    elif out_dtype not in OUT_DTYPES:
+        wrong = f"out_dtype {out_dtype}; it writes {', '.join(str(d) for d in OUT_DTYPES)}"
+    elif a.dim() != 2 or b.dim() not in (2, 3) or a.shape[1] != b.shape[-1]:
+        wrong = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
+    elif offs.dim() != 1 or offs.dtype != torch.int32 or not (by_tokens or b.shape[0] == E):
+        wrong = f"offs of {offs.dtype} {tuple(offs.shape)} for b {tuple(b.shape)}"
+    for name, x, scale, block in (("a", a, a_scale, pair[0]), ("b", b, b_scale, pair[1])):
+        if wrong is not None:
+            break
+        if x.stride(-1) != 1 and x.numel() > 0:
+            wrong = f"{name}'s strides are {x.stride()}, not (..., 1)"
+        expected = scale_shape(x.shape, (1, *block)[-x.dim() :])
+        if by_tokens and block[0] == 1:
+            rows, columns = x.shape
+            expected = (E, rows) if block[1] == WHOLE else (rows, columns // 128 + E)
+        shapes = (expected, (1, *expected[1:])) if x.dim() == 3 else (expected,)
+        if scale.shape not in shapes or scale.dtype != torch.float32:
+            wrong = f"{name}_scale is {scale.dtype} {tuple(scale.shape)}, not float32 {expected}"
+    if wrong is not None:
+        raise ValueError(f"float8::grouped_mm_gpu: {wrong}")
+    return max(pair[0][0], 0), max(pair[1][0], 0), pair[0][1] == 128
+
+
+def _definition(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, a_block: Sequence[int],
+    b_block: Sequence[int], out_dtype: torch.dtype, align: int, use_fast_accum: bool,
+) -> Tensor:  # fmt: skip
+    _check(a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype)
+    return define(a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align)
+
+
+def _fake(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, a_block: Sequence[int],
+    b_block: Sequence[int], out_dtype: torch.dtype, align: int, use_fast_accum: bool,
+) -> Tensor:  # fmt: skip
+    rows, N = a.shape[0], b.shape[-2]
+    shape = (rows, N) if b.dim() == 3 else (offs.shape[0], rows, N)
+    return torch.empty(shape, dtype=out_dtype, device=a.device)
+
+
+grouped_mm_gpu = register(
+    "grouped_mm_gpu(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offs, "
+    "int[] a_block, int[] b_block, ScalarType out_dtype, int align, bool use_fast_accum) -> Tensor",
+    kernel=_launch,
+    definition=_definition,
+    fake=_fake,
+)
+
+
+def shipped() -> list[Variant]:
+    """Both forms of each product in the largest tile, and the other tiles in the recipes'."""
+    forms: list[tuple[Tile, bool, tuple[Block, Block], torch.dtype, bool]] = []
+    for tile in TILES:
+        forms += [
+            (tile, False, (BY_128, SQUARE), E4M3, False),
+            (tile, True, (BY_128,) * 2, E4M3, False),
+        ]
+        forms += [(tile, by_tokens, (ONE, ONE), E5M2, False) for by_tokens in (False, True)]
+    forms += [(TILES[0], by_tokens, (ROW, ROW), E4M3, False) for by_tokens in (False, True)]
+    forms += [(TILES[0], False, pair, E4M3, True) for pair in ((ONE, ONE), (ROW, ROW), (ROW, ONE))]
+    return [_variant(*form) for form in forms]
+
+
+def _variant(
+    tile: Tile, by_tokens: bool, pair: tuple[Block, Block], a_dtype: torch.dtype, fast: bool
+) -> Variant:
+    """32 experts, with scales in the layouts of the casts."""
+    size, E = 4096, 32
+    a, b = (meta(size, size, dtype=dtype) for dtype in (a_dtype, E4M3))
+    scales = []
+    for x, block in zip((a, b), pair, strict=True):
+        rows, columns = scale_shape(x.shape, block)
+        if by_tokens and block == ROW:
+            scales.append(meta(E, size, dtype=torch.float32))
+        elif by_tokens and block == BY_128:
+            scales.append(meta(columns + E, rows, dtype=torch.float32).t())
+        elif block == BY_128:
+            scales.append(meta(columns, rows, dtype=torch.float32).t())
+        elif x is b and not by_tokens:
+            scales.append(meta(E, rows, columns, dtype=torch.float32))
+        else:
+            scales.append(meta(rows, columns, dtype=torch.float32))
+    if not by_tokens:
+        b = meta(E, size, size, dtype=E4M3)
+    kind = "tokens" if by_tokens else "experts"
+    names = " by ".join(block_name(block) for block in pair)
+    format = "e4m3" if a_dtype == E4M3 else "e5m2"
+    return variant(
+        f"grouped_mm by {kind} {tile.M}x{tile.N}, {names}, {format}{', fast' * fast}",
+        _launch, a, scales[0], b, scales[1], meta(E, dtype=torch.int32), *pair, torch.bfloat16, 16,
+        fast, tile,
+    )  # fmt: skip
