@@ -92,6 +92,15 @@ def test_results_in_float32_are_not_torchs(recipe, monkeypatch):
     assert step(recipe, "sm_90", monkeypatch, dtype=torch.float32) == BY_TRITON
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_mx_products_are_torchs_on_sm_100(dtype, monkeypatch):
+    if dtype == BF16:
+        assert step("mxfp8", "sm_100", monkeypatch) == (TORCH, TORCH, TORCH)
+        return
+    with pytest.raises(ValueError, match="writes bfloat16 only, not torch.float32"):
+        step("mxfp8", "sm_100", monkeypatch, dtype=dtype)
+
+
 def test_emulation_runs_plain_pytorch(monkeypatch):
     assert step("rowwise", "sm_90", monkeypatch, emulate=True) == ("float8::grouped_mm",) * 3
 
