@@ -28,7 +28,8 @@ from torch import Tensor
 from float8.formats import ScaleFormat
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 from float8.kernels import cpu
-from float8.kernels.casts import Orientations
+from float8.kernels.casts import Orientations, import_kernels
+from float8.kernels.scaled_mm import SUPPORT
 
 
 def padded_tokens(tokens: int, experts: int, align: int) -> int:
@@ -216,9 +217,12 @@ _LIBRARY.impl("cast_groups", cast_groups, "CompositeExplicitAutograd")
 torch.library.register_fake("float8::cast_groups", _fake_cast_groups, lib=_LIBRARY)
 
 
-# device family -> block of a token operand -> the file of gpu/ whose op casts it in groups. All
-# others are cast by the definition, which reads ``offs`` on the host.
-GROUP_KERNELS: dict[str, dict[Block, str]] = {}
+# device family -> block of a token operand -> the op that casts it in groups, and its file in gpu/.
+# All others are cast by the definition, which reads ``offs`` on the host.
+_TRITON: dict[Block, str] = dict.fromkeys(((WHOLE, WHOLE), (1, WHOLE), (1, 128)), "cast_tokens")
+GROUP_KERNELS: dict[str, dict[Block, str]] = {
+    family: _TRITON for family in SUPPORT if family.startswith("sm_")
+}
 
 
 def cast_tokens(
@@ -242,4 +246,7 @@ def cast_tokens(
 
 def group_kernel_for(family: str, block: Block, emulate: bool) -> str | None:
     """The op that casts token operands of this granularity; None for plain PyTorch."""
-    return None if emulate else GROUP_KERNELS.get(family, {}).get(block)
+    kernel = None if emulate else GROUP_KERNELS.get(family, {}).get(block)
+    if kernel is not None:
+        import_kernels((kernel,))
+    return kernel
