@@ -287,6 +287,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name():
     with pytest.raises(RuntimeError, match=r"0\.weight: .*scale must have shape \(1, 1\)"):
         model.load_state_dict(resident("rowwise").state_dict())
     assert_bitwise(model[0].weight.dequantize(), before)
+    mx = resident("mxfp8")
+    in_float32 = {k: v.float() if "scale" in k else v for k, v in mx.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"weight_scale is torch\.float32, .*ScaleFormat\.E8M0"):
+        mx.load_state_dict(in_float32)
     for assign in (False, True):  # which would leave a layer in high precision
         with pytest.raises(RuntimeError, match=r"0\.weight: it is torch\.float64, and only"):
             model.load_state_dict(mlp().double().state_dict(), assign=assign)
