@@ -135,7 +135,9 @@ def cast_groups(
         cpu.cast(x_KT, found, block, dtype, fits, data_t[:, start : start + end - begin])
         if scale is None:
             is_whole = block[1] == WHOLE
-            where = scales_t[group, :, None] if is_whole else scales_t[:, start // block[1] + group :]
+            where = (
+                scales_t[group, :, None] if is_whole else scales_t[:, start // block[1] + group :]
+            )
             _write(where, found)
     return out
 
