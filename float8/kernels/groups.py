@@ -116,32 +116,27 @@ def cast_groups(
     block = tuple(block)
     ends = ends_of(offs, x_TK.shape[0])
     used = x_TK[: ends[-1]] if ends else x_TK[:0]
-    if block == (WHOLE, WHOLE) and scale is None:
-        scale = _scale(used, block, dtype, scale_format)
     out = _empty(x_TK, offs, block, dtype, scale_format, align, row_major, transposed)
+    data, scales, data_t, scales_t = out
+    fits = scale is None and _fits(scale_format)
+    if block == (WHOLE, WHOLE):
+        scale = _scale(used, block, dtype, scale_format) if scale is None else scale
     if row_major:
         found = _scale(used, block, dtype, scale_format) if scale is None else scale
-        data = cpu.cast(used, found, block, dtype, scale is None and _fits(scale_format))
-        _write(out[0], data)
-        _write(out[1], found)
-    if transposed:
-        for group, (begin, end, start) in enumerate(spans_of(ends, align)):
-            if begin == end:
-                continue
-            x_KT = x_TK[begin:end].t()
-            found = _scale(x_KT, block, dtype, scale_format) if scale is None else scale
-            data = cpu.cast(x_KT, found, block, dtype, scale is None and _fits(scale_format))
-            _write(out[2][:, start : start + end - begin], data)
-            if block[1] != WHOLE:
-                first = start // block[1] + group
-                found_t = out[3][:, first : first + found.shape[1]]
-            else:
-                found_t = out[3][group, :, None] if block[0] == 1 else out[3]
-            _write(found_t, found)
-    if scale is not None:
-        for index in (1, 3):
-            if out[index].numel():
-                _write(out[index], scale)
+        cpu.cast(used, found, block, dtype, fits, data[: len(used)])
+        _write(scales, found)
+    if transposed and scale is not None:
+        _write(scales_t, scale)
+    for group, (begin, end, start) in enumerate(spans_of(ends, align) if transposed else []):
+        if begin == end:
+            continue
+        x_KT = x_TK[begin:end].t()
+        found = _scale(x_KT, block, dtype, scale_format) if scale is None else scale
+        cpu.cast(x_KT, found, block, dtype, fits, data_t[:, start : start + end - begin])
+        if scale is None:
+            is_whole = block[1] == WHOLE
+            where = scales_t[group, :, None] if is_whole else scales_t[:, start // block[1] + group :]
+            _write(where, found)
     return out
 
 
