@@ -81,6 +81,7 @@ class Cast:
         return partial(function, x, *self._arguments(x))
 
     def _arguments(self, x: Tensor) -> list[Any]:
+        made: dict[str, Callable[[Tensor], Tensor]]
         made = {ANOTHER: torch.randn_like, OFFSETS: _offsets}
         values = [made[a](x) if isinstance(a, str) and a in made else a for a in self.arguments]
         return [a.to(x.device) if isinstance(a, Tensor) else a for a in values]
