@@ -111,6 +111,21 @@ def check(rows: int, columns: int, tail: int) -> None:
         same_blocks(f"cast_blockwise {block} {size} transposed", x[-last:].t(), block, *ends)
         del data, data_t
 
+    offs = torch.tensor([0, rows], dtype=torch.int32)
+    data, scale, data_t, scale_t = op("cast_tokens", "cast_tokens")(
+        x, offs, BY_128, E4M3, "power_of_two", None, 16, True, True
+    )
+    same_blocks(f"cast_tokens {size}", x[-last:], BY_128, data[-last:], scale[-last:])
+    column = 1 + (rows - 1) // 128  # of the last block of the second group
+    ends = data_t[:, rows - last : rows], scale_t[:, column : column + 1]
+    same_blocks(f"cast_tokens {size} transposed", x[-last:].t(), BY_128, *ends)
+    del data, data_t
+
+    stack = x[rows % 3 :].unflatten(0, (3, -1))
+    data, _ = op("cast", "cast")(stack, torch.full((1, 1), 0.01), E4M3, True, False)
+    same(f"cast of a stack {size}", data[-1, -few:], codes[-few:])
+    del data
+
     a = untouched(rows, columns, torch.uint8)
     a[-tail:] = torch.randint(0x60, (tail, columns), dtype=torch.uint8)
     b = torch.randint(0x60, (columns, columns), dtype=torch.uint8).view(E4M3)
