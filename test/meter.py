@@ -35,6 +35,7 @@ class GemmCounter(TorchDispatchMode):
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
         torch.ops.aten._scaled_mm.default,
+        torch.ops.aten._scaled_grouped_mm.default,
     )
 
     def __init__(self) -> None:
