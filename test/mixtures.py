@@ -1,4 +1,4 @@
-"""A small mixture of experts in plain PyTorch, as users write it: with a router, a shared expert."""
+"""A small mixture of experts in plain PyTorch, as users write it, with a shared expert."""
 
 from __future__ import annotations
 

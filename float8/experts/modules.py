@@ -111,11 +111,11 @@ class Float8Experts(Float8Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, its grouped products in float8."""
+        if torch.compiler.is_dynamo_compiling():
+            _show_grouped_mm_to_modes()
         if self.high_precision:
             with _DequantizedWeights():
                 return super().forward(*args, **kwargs)
-        if torch.compiler.is_dynamo_compiling():
-            _show_grouped_mm_to_modes()
         products = _GroupedProducts(self)
         with products:
             result = self.float8_forward(*args, **kwargs)

@@ -43,6 +43,7 @@ _TRITON: dict[Block, str] = {
     (1, WHOLE): "cast_rowwise",
     (1, 128): "cast_blockwise",
     (128, 128): "cast_blockwise",
+    (1, 32): "cast_mx",
 }
 # device family (`family_of`) -> block of a matrix in GEMM-operand orientation -> the file of gpu/
 # that casts it. All other casts are plain PyTorch.
@@ -60,6 +61,7 @@ COMPILED: dict[str, tuple[str, str]] = {
     "cast": ("kernel", "6 bytes, 4 with a delayed scale; no time measured"),
     "cast_rowwise": ("kernel", "6 bytes, 3 for rows alone; no time measured"),
     "cast_blockwise": ("kernel", "4 bytes; no time measured"),
+    "cast_mx": ("kernel", "4 bytes, and inductor has no code for E8M0 scales; no time measured"),
 }
 
 
@@ -70,7 +72,8 @@ def kernel_for(
 
     Args:
         family: the device family, see `float8.kernels.family_of`.
-        block: in GEMM-operand orientation.
+        block: in GEMM-operand orientation. Of experts (E, N, K), the extents are those of each
+            one's matrix, after a 1.
         emulate: use plain PyTorch on every device.
         compiling: the cast is traced by torch.compile.
 
@@ -85,10 +88,10 @@ def kernel_for(
             f"cast: {family} is not known to have float8 conversions (known: "
             f"{', '.join(SUPPORT)}); set emulate=True to run it in plain PyTorch"
         )
-    kernel = KERNELS.get(family, {}).get(block)
+    kernel = KERNELS.get(family, {}).get(block[-2:])
     if kernel is None or (compiling and _is_left_to_the_compiler(kernel, family)):
         return None
-    _import_kernels(family)
+    import_kernels(tuple(KERNELS[family].values()))
     return kernel
 
 
@@ -107,9 +110,9 @@ kernel_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _import_kernels(family: str) -> None:
-    """Import the kernels of a family, which registers their ops."""
-    for name in KERNELS[family].values():
+def import_kernels(files: tuple[str, ...]) -> None:
+    """Import files of gpu/, which registers their ops."""
+    for name in files:
         try:
             importlib.import_module(f"float8.kernels.gpu.{name}")
         except ModuleNotFoundError as error:
@@ -180,12 +183,13 @@ def cast_by_kernel(
     row_major: bool = True,
     transposed: bool = False,
     amax: Tensor | None = None,
+    swizzled: bool = False,
 ) -> Orientations:
-    """Cast a CUDA matrix by the kernel that `kernel_for` returned.
+    """Cast a CUDA matrix, or a stack of them, by the kernel that `kernel_for` returned.
 
     Args:
         kernel: the file of gpu/.
-        x_MK: float32, bfloat16 or float16, any strides.
+        x_MK: float32, bfloat16 or float16, any strides; of experts (E, N, K), cast one by one.
         block: of ``x`` for ``data``, and of ``x.t()`` for ``data_t``.
         dtype: the float8 dtype.
         scale_format: which numbers computed scales may be.
@@ -193,6 +197,7 @@ def cast_by_kernel(
             blocks are always computed: that needs no second read, and gives the same scales again.
         row_major, transposed: whether to write the row-major and the transposed orientation.
         amax: float32, 0-dim: a running maximum to record the amax of x in; whole tensors only.
+        swizzled: write scales of 1x32 blocks as `cublas.swizzled` does, for the GEMM alone.
     """
     ops, power_of_two = torch.ops.float8, scale_format != FLOAT32
     if kernel == "cast" and scale is not None:
@@ -207,8 +212,12 @@ def cast_by_kernel(
         return Orientations(
             *ops.cast_rowwise.default(x_MK, dtype, power_of_two, row_major, transposed)
         )
+    if kernel == "cast_mx":
+        return Orientations(
+            *ops.cast_mx.default(x_MK, dtype, scale_format, swizzled, row_major, transposed)
+        )
     return Orientations(
-        *ops.cast_blockwise.default(x_MK, dtype, power_of_two, *block, row_major, transposed)
+        *ops.cast_blockwise.default(x_MK, dtype, power_of_two, *block[-2:], row_major, transposed)
     )
 
 
@@ -223,7 +232,7 @@ def cast_operand(
     amax: Tensor | None = None,
 ) -> Orientations:
     """`cast_by_kernel` by the Triton kernel of this granularity."""
-    kernel = _TRITON[block]
+    kernel = _TRITON[block[-2:]]
     return cast_by_kernel(
         kernel, x_MK, block, dtype, scale_format, scale, row_major, transposed, amax
     )

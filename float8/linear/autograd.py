@@ -30,7 +30,6 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import Float8LinearConfig
-from float8.formats import FORMATS
 from float8.granularity import scale_shape
 from float8.linear.bound_plan import BoundGemm, BoundPlan, plan_for, without_autocast
 from float8.linear.float8_weight import Float8Weight
@@ -263,22 +262,25 @@ def _cast_weight(w_NK: Tensor, call: Call) -> tuple[Pair, _Saved]:
         if call.record and weight.amax is not None and state is not None:
             kernels.record_amax(state.current_amax, weight.amax)
         return weight.row_major, weight.transposed
-    w8 = cast_matrix(_to(w_NK, call.plan.dtype), how, state, call.record, None)
+    decode = call.plan.output.is_plain
+    w8 = cast_matrix(_to(w_NK, call.plan.dtype), how, state, call.record, None, decode)
     return w8, (w_NK, w8[1] if call.plan.w.is_shared else None)
 
 
 def _cast_weight_again(ctx: Any, w_NK: Tensor, w_scale: Tensor | None) -> Pair:
     """w_KN, cast in backward; with forward's scale if both casts are the same."""
     operand = ctx.plan.w
-    if w_NK.dtype in FORMATS:  # a resident weight whose scales grad_input cannot read
+    if w_NK.dtype.itemsize == 1:  # a resident weight whose scales grad_input cannot read
+        assert w_scale is not None
         w_NK = kernels.dequantize(w_NK, w_scale, operand.first.block, ctx.plan.dtype)
         w_scale = None
     w_NK = _to(w_NK, ctx.plan.dtype)
+    decode = ctx.plan.grad_input.is_plain
     if w_scale is not None:
-        return cast_again(w_NK, operand.first, w_scale)
+        return cast_again(w_NK, operand.first, w_scale, decode)
     # A delayed cast is used only if forward did not cast the weight, so no amax is recorded yet.
     w_KN = w_NK.t() if w_NK.dim() == 2 else w_NK.mT
-    return cast_matrix(w_KN, operand.second, ctx.states[1], ctx.record, None)
+    return cast_matrix(w_KN, operand.second, ctx.states[1], ctx.record, None, decode)
 
 
 def _checked_tensors(ctx: Any) -> tuple[Tensor, ...]:
