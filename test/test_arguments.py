@@ -256,6 +256,14 @@ CALLS: dict[str, list[Call]] = {
         Call(lambda v: f.grouped_mm(X, EXPERTS, v), f"grouped_mm: offs {TENSOR}"),
         Call(lambda v: f.grouped_mm(X, EXPERTS, OFFS, v), f"grouped_mm: {CONFIG}", NONE),
     ],
+    "register_experts": [
+        Call(f.register_experts, r"experts_type must be a subclass of nn\.Module, got"),
+        Call(
+            lambda v: f.register_experts(type("Own", (nn.Module,), {}), v),
+            "register_experts: forward must be callable, got ",
+            (*NONE, "a class"),
+        ),
+    ],
     "Float8ExpertParallel": [
         Call(lambda v: f.Float8ExpertParallel(config=v), f"Float8ExpertParallel: {CONFIG}", NONE)
     ],

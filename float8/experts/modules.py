@@ -13,7 +13,9 @@ Which types hold experts: those that `register_experts` was told, and those that
 forward that does.
 
 The mode sees calls of the forward that runs now, in this thread. A checkpoint *around* the module
-recomputes them in float8; one *inside* its forward would recompute without the mode.
+recomputes them in float8; one *inside* its forward would recompute without the mode. While dynamo
+traces, a mode sees functions of a list, from which names that begin with ``_`` are missing;
+``torch._grouped_mm`` is added to it, since dynamo looks through ``F.grouped_mm`` to that.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ _REGISTERED: dict[type[nn.Module], Forward] = {}
 # (type) -> the forward that runs in float8, or None where the type is not known.
 FINDERS: list[Callable[[type[nn.Module]], Forward | None]] = []
 # The functions that a mode replaces: (x (T, K), w (E, K, N), offs (E,)) -> (T, N)
-GROUPED_MM: set[Any] = {torch._grouped_mm, F.grouped_mm, torch.ops.aten._grouped_mm}
+_ATEN = torch.ops.aten._grouped_mm
+GROUPED_MM: set[Any] = {F.grouped_mm, torch._grouped_mm, _ATEN, _ATEN.default}
 _NAMES = {"mat_a": "x", "self": "x", "input": "x", "mat_b": "w", "mat2": "w", "weight": "w"}
 
 
@@ -108,15 +111,24 @@ class Float8Experts(Float8Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, its grouped products in float8."""
+        if torch.compiler.is_dynamo_compiling():
+            _show_grouped_mm_to_modes()
         if self.high_precision:
             with _DequantizedWeights():
                 return super().forward(*args, **kwargs)
         products = _GroupedProducts(self)
         with products:
             result = self.float8_forward(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            products.tell_if_there_were_none()
+        if products.count == 0:
+            self._tell_of_no_products()
         return result
+
+    def _tell_of_no_products(self) -> None:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(f"float8 experts that call no grouped_mm: {_LEFT_FLOAT8}")
+        if self not in _told:
+            _told.add(self)
+            logger.warning("%s: its forward called no grouped_mm, and %s", self._name, _LEFT_FLOAT8)
 
     def to_float(self) -> nn.Module:
         """The plain module, of its own type, parameters shared.
@@ -231,19 +243,21 @@ class _GroupedProducts(TorchFunctionMode):
         except (TypeError, ValueError) as error:
             raise type(error)(f"{self.experts._name}: {error}") from error
 
-    def tell_if_there_were_none(self) -> None:
-        """Log a warning, once per module, after a forward that multiplied nothing in float8."""
-        if self.count or self.experts in _told:
-            return
-        _told.add(self.experts)
-        logger.warning(
-            "%s: its forward called no grouped_mm, and has run in high precision; register_experts("
-            "type, forward) takes a forward that does",
-            self.experts._name,
-        )
-
 
 _told: weakref.WeakSet[Float8Experts] = weakref.WeakSet()
+_LEFT_FLOAT8 = (
+    "has run in high precision; register_experts(type, forward) takes a forward that calls it"
+)
+
+
+def _show_grouped_mm_to_modes() -> None:
+    # Runs while dynamo traces, which has this list in a cache.
+    from torch._dynamo.variables.torch import get_overridable_functions
+
+    get_overridable_functions().add(torch._grouped_mm)
+
+
+_show_grouped_mm_to_modes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # --- the types of converted modules, and their conversion

@@ -26,6 +26,7 @@ from torch.torch_version import TorchVersion
 
 from float8.config import Float8LinearConfig
 from float8.config.suggestions import dialect_of
+from float8.convert.conversion import own_config
 from float8.convert.convert import convert_to_float8_training
 from float8.convert.filters import ModuleFilter
 from float8.distributed.replaced_parameters import refuses_optimizer
@@ -119,8 +120,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def is_converted(model: nn.Module) -> bool:
-    """Whether any layer is a `Float8Linear`."""
-    return any(isinstance(m, Float8Linear) for m in model.modules())
+    """Whether any layer or experts are in float8."""
+    return any(own_config(m) is not None for m in model.modules())
 
 
 def convert(
@@ -153,7 +154,10 @@ def convert(
 
 def _check_same_config(model: nn.Module, config: Float8LinearConfig) -> None:
     for fqn, layer in model.named_modules():
-        if isinstance(layer, Float8Linear) and layer.config != config:
+        own = own_config(layer)
+        # Experts have no delayed scaling, and may have been converted before all else.
+        differs = isinstance(layer, Float8Linear) or not config.uses_delayed_scaling
+        if differs and own not in (None, config):
             raise ValueError(
                 f"{fqn or 'the model'} was converted before with another config than the one given "
                 "here: leave this one out to train the model as it is, or make it plain with "

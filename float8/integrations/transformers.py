@@ -39,8 +39,8 @@ The methods of the callback, which the Trainer calls:
   refuse other numbers of tokens in a microbatch too: let the data collator pad them
   (``pad_to_multiple_of=16``).
 
-A ``module_filter_fn`` replaces this choice. Only ``nn.Linear`` is converted: not GPT-2's
-``Conv1D``, nor fused experts. ``model.float8_conversion`` reports the result.
+A ``module_filter_fn`` replaces this choice. Converted are ``nn.Linear`` and stacked experts, not
+GPT-2's ``Conv1D``. ``model.float8_conversion`` reports the result.
 
 **Checkpoints** of a ``PreTrainedModel`` hold plain tensors under the plain model's names. The
 histories of delayed scaling are in ``trainer_state.json``, in the callback's state. FSDP

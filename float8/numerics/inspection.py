@@ -45,6 +45,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from float8.arguments import check_module
 from float8.config import LinearPlan, OperandCast, ScalingType
+from float8.experts.modules import Float8Experts
 from float8.formats import FORMATS
 from float8.granularity import WHOLE, block_name
 from float8.kernels import is_sharded
@@ -88,15 +89,13 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
     """
     check_module(model, "inspect")
     model = _unwrapped(model)
-    layers = {
-        name_in_model(fqn): module
-        for fqn, module in model.named_modules()
-        if isinstance(module, Float8Linear)
-    }
+    named = [(name_in_model(fqn), module) for fqn, module in model.named_modules()]
+    layers = {fqn: module for fqn, module in named if isinstance(module, Float8Linear)}
+    experts = [fqn for fqn, m in named if isinstance(m, Float8Experts)]
     if not layers:
         raise ValueError(f"inspect: {type(model).__name__} has no float8 layer; {_remedy(model)}")
     report = Report(model=type(model).__name__, step=step)
-    inspection = _Inspection(layers)
+    inspection = _Inspection(layers, experts)
     with ExitStack() as stack:
         stack.callback(inspection.close, report)
         stack.enter_context(_FORCE_EAGER)
@@ -198,8 +197,8 @@ Found = tuple[CastLabels, CastTotals]
 class _Inspection:
     """The numbers between the opening and the closing of a block."""
 
-    def __init__(self, layers: dict[str, Float8Linear]) -> None:
-        self.layers = layers
+    def __init__(self, layers: dict[str, Float8Linear], experts: list[str]) -> None:
+        self.layers, self.experts = layers, experts
         self.found: dict[tuple[CastKey, bool], Found] = {}
         self.seen: set[str] = set()
         self.reasons: dict[str, str] = {}
@@ -256,7 +255,9 @@ class _Inspection:
 
         rows = statistics_of(sorted(self.found.values(), key=place))
         unseen = [fqn for fqn in self.layers if fqn not in self.seen]
-        report.fill(rows, {fqn: self.reasons.get(fqn, "it was not called") for fqn in unseen})
+        skipped = {fqn: self.reasons.get(fqn, "it was not called") for fqn in unseen}
+        experts = dict.fromkeys(self.experts, "the casts of experts are not watched")
+        report.fill(rows, skipped | experts)
 
 
 def _measured(

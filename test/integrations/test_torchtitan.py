@@ -29,6 +29,9 @@ CASES = {
     "tensor parallel": ("tensor_parallel",),
     "delayed scaling resumes exactly": ("resumes_exactly",),
     "a Hugging Face checkpoint": ("exports_to_hugging_face",),
+    "experts train in every recipe": ("experts_train_in_every_recipe",),
+    "experts become plain again": ("experts_become_plain_again",),
+    "which experts a converter took": ("a_converter_says_which_experts_it_took",),
 }
 
 

@@ -1,0 +1,444 @@
+"""Converted experts: their own forward, with every grouped product in float8, and back again."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from assertions import assert_bitwise, assert_sqnr_at_least
+from mixtures import EXPERTS, HIDDEN, Experts, Mixture, model, tokens
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import float8
+from float8 import Float8LinearConfig, convert_from_float8_training, filters, high_precision
+from float8.experts.modules import Float8Experts
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "unit")
+ENDS = torch.tensor([9, 9, 30, 37], dtype=torch.int32)
+pytestmark = pytest.mark.filterwarnings("ignore:recipe .unit.")
+
+
+def config_of(recipe: str) -> Float8LinearConfig:
+    return Float8LinearConfig.from_recipe_name(recipe)
+
+
+def only_experts(module: nn.Module, fqn: str) -> bool:
+    return fqn.endswith("experts")
+
+
+def convert(module: nn.Module, recipe: str = "tensorwise", **options) -> nn.Module:
+    return float8.convert_to_float8_training(module, config=config_of(recipe), **options)
+
+
+def results(module: nn.Module, x: torch.Tensor, *rest) -> list[torch.Tensor]:
+    """The output, and the gradients of the input and of all parameters."""
+    x = x.detach().requires_grad_()
+    out = module(x, *rest)
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out.dtype)
+    wanted = [x, *module.parameters()]
+    return [out.detach(), *torch.autograd.grad(out, wanted, g)]
+
+
+def assert_same(actual, expected, replay=""):
+    for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert_bitwise(one, other, f"{replay}, result {i}")
+
+
+def assert_different(actual, expected):
+    assert not any(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+# --- what runs
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_product_is_float8s_grouped_mm(recipe):
+    class ByHand(Experts):
+        def forward(self, x, ends):
+            config = config_of(recipe)
+            gate, up = float8.grouped_mm(x, self.up.mT, ends, config).chunk(2, -1)
+            return float8.grouped_mm(F.silu(gate) * up, self.down.mT, ends, config)
+
+    plain, x = Experts().bfloat16(), tokens()
+    by_hand = ByHand().bfloat16()
+    by_hand.load_state_dict(plain.state_dict())
+    converted = convert(copy.deepcopy(plain), recipe)
+    exact, actual = results(plain, x, ENDS), results(converted, x, ENDS)
+    assert_same(actual, results(by_hand, x, ENDS), recipe)
+    for one, other in zip(actual, exact, strict=True):
+        assert_sqnr_at_least(one, other.double(), 8 if recipe == "unit" else 17, recipe)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, w, ends: F.grouped_mm(x, w, offs=ends),
+        lambda x, w, ends: F.grouped_mm(mat_a=x, mat_b=w, offs=ends, bias=None),
+        lambda x, w, ends: F.grouped_mm(x, w, offs=ends, out_dtype=torch.bfloat16),
+        torch._grouped_mm,
+        lambda x, w, ends: torch._grouped_mm(x, mat2=w, offs=ends),
+        torch.ops.aten._grouped_mm,
+        torch.ops.aten._grouped_mm.default,
+    ],
+)
+def test_every_spelling_of_grouped_mm(product):
+    class Spelt(Experts):
+        def forward(self, x, ends):
+            return product(x, self.up.mT, ends)
+
+    float8.register_experts(Spelt)
+    spelt, x = convert(Spelt().bfloat16()), tokens()
+    assert_bitwise(spelt(x, ENDS), float8.grouped_mm(x, spelt.up.mT, ENDS))
+
+
+def test_a_forward_that_calls_grouped_mm_stands_in_for_a_loop():
+    class Looping(Experts):
+        def forward(self, x, ends):
+            starts = [0, *ends.tolist()[:-1]]
+            parts = zip(starts, ends.tolist(), self.up, self.down, strict=True)
+            glu = lambda gate, up: F.silu(gate) * up  # noqa: E731
+            return torch.cat(
+                [glu(*(x[a:b] @ up.T).chunk(2, -1)) @ down.T for a, b, up, down in parts]
+            )
+
+    plain, x = Looping().bfloat16(), tokens()
+    expected = plain(x, ENDS)
+    float8.register_experts(Looping, Experts.forward)
+    float8.register_experts(Looping, Experts.forward)  # again changes nothing
+    converted = convert(plain)
+    reference = Experts().bfloat16()
+    reference.load_state_dict(plain.state_dict())
+    assert_same(results(converted, x, ENDS), results(convert(reference), x, ENDS))
+    with high_precision(converted):  # runs the type's own, the loop
+        assert_bitwise(converted(x, ENDS), expected)
+
+
+def test_a_forward_without_grouped_mm_is_told_once(caplog):
+    class Silent(Experts):
+        def forward(self, x, ends):
+            return x
+
+    float8.register_experts(Silent)
+    silent = convert(nn.Sequential(Silent()))
+    for _ in range(2):
+        silent[0](tokens(), ENDS)
+    compiled = torch.compile(silent[0], fullgraph=True, backend="eager")
+    with pytest.raises(RuntimeError, match="call no grouped_mm"):
+        compiled(tokens(), ENDS)
+    assert [r.message for r in caplog.records if r.levelno == logging.WARNING] == [
+        "0: its forward called no grouped_mm, and has run in high precision; "
+        "register_experts(type, forward) takes a forward that calls it"
+    ]
+
+
+def test_a_model_trains_and_its_router_too():
+    plain, x = model(), tokens()
+    converted = convert(copy.deepcopy(plain))
+    assert converted.float8_conversion.experts == ["0.experts"]
+    assert converted.float8_conversion.converted == ["0.experts", "0.shared_expert"]
+    assert "routes tokens" in converted.float8_conversion.skipped["0.gate"]
+    assert "2 layers, 1 of them experts" in str(converted.float8_conversion)
+    expected, actual = results(plain, x), results(converted, x)
+    assert_different(actual, expected)
+    for one, other in zip(actual, expected, strict=True):
+        assert_sqnr_at_least(one, other.double(), 15)
+        assert one.abs().max() > 0
+
+
+# --- the module stays what it was
+
+
+def test_the_type_of_a_converted_module():
+    plain = model()
+    experts, handle = plain[0].experts, []
+    experts.register_forward_hook(lambda *_: handle.append(1))
+    converted = convert(plain)[0].experts
+    assert isinstance(converted, Experts)
+    assert isinstance(converted, Float8Experts)
+    assert type(converted).__name__ == "Float8Experts"
+    assert converted.config == "the module's own"
+    assert converted.up is experts.up
+    assert f"up=({EXPERTS}, {2 * HIDDEN}, 32)" in repr(converted)
+    plain(tokens())
+    assert handle == [1]
+
+
+def test_back_to_the_plain_module():
+    plain, x = model(), tokens()
+    before, expected, keys = vars(plain[0].experts).keys(), results(plain, x), plain.state_dict()
+    back = convert_from_float8_training(convert(plain))
+    assert type(back[0].experts) is Experts
+    assert vars(back[0].experts).keys() == before
+    assert_same(results(back, x), expected)
+    assert back.state_dict().keys() == keys.keys()
+
+
+def test_checkpoints_are_plain_both_ways():
+    plain = model()
+    converted = convert(copy.deepcopy(plain), "rowwise")
+    assert converted.state_dict().keys() == plain.state_dict().keys()
+    other = model()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.5)
+    converted.load_state_dict(other.state_dict())
+    x = tokens()
+    assert_same(results(converted, x), results(convert(other, "rowwise"), x))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_compute_in_float8_with_weights_of_their_own(copied):
+    converted, x = convert(model()), tokens()
+    twin = copied(converted)
+    assert type(twin[0].experts) is type(converted[0].experts)
+    assert_same(results(twin, x), results(converted, x))
+    expected = results(converted, x)
+    with torch.no_grad():
+        twin[0].experts.up.zero_()
+    assert_same(results(converted, x), expected)
+    with high_precision(converted):
+        assert not twin[0].experts.high_precision
+
+
+def test_converting_again_changes_nothing():
+    converted = convert(model())
+    experts = converted[0].experts
+    with pytest.warns(UserWarning, match="converted no layer"):
+        convert(converted, "rowwise")
+    assert converted[0].experts is experts
+    why = converted.float8_conversion.skipped["0.experts"]
+    assert why.startswith("it is in float8 already, with another config")
+
+
+def test_tied_experts_stay_tied():
+    plain = nn.Sequential(*(Mixture() for _ in range(2)))
+    plain[1].experts = plain[0].experts
+    converted = convert(plain)
+    assert converted[0].experts is converted[1].experts
+    assert converted.float8_conversion.experts == ["0.experts"]
+    one, other = nn.Sequential(Mixture(), Mixture()), 0
+    one[1].experts.up = one[0].experts.up
+    one = convert(one)
+    assert one[1].experts.up is one[0].experts.up
+    assert one[1].experts is not one[other].experts
+
+
+def test_experts_that_hold_linear_layers():
+    class Deep(Experts):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(32, 32)
+
+        def forward(self, x, ends):
+            return self.last(super().forward(x, ends))
+
+    float8.register_experts(Deep)
+    converted = convert(Mixture(Deep))
+    assert type(converted.experts.last) is float8.Float8Linear
+    assert converted.experts.last in set(converted.modules())
+    back = convert_from_float8_training(converted)
+    assert type(back.experts.last) is nn.Linear
+
+
+# --- how it runs
+
+
+def test_high_precision_leaves_float8_also_in_backward_and_in_one_thread_only():
+    plain, x = model(), tokens()
+    expected = results(plain, x)
+    converted = convert(copy.deepcopy(plain))
+    elsewhere = []
+    with high_precision(converted):
+        assert_same(results(converted, x), expected)
+        thread = threading.Thread(target=lambda: elsewhere.extend(results(converted, x)))
+        thread.start(), thread.join()
+    in_float8 = results(converted, x)
+    assert_same(elsewhere, in_float8)
+    assert_different(in_float8, expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_is_in_float8_too(reentrant):
+    converted, x = convert(model(), "rowwise"), tokens()
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = converted
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    def gradients(module):
+        x.grad = None
+        module.zero_grad()
+        module(x).square().sum().backward()
+        return [x.grad, *(p.grad for p in converted.parameters())]
+
+    expected = [g.clone() for g in gradients(converted)]
+    assert_same(gradients(Checkpointed()), expected)
+
+
+def test_autocast_rounds_first():
+    plain, x = model(torch.float32), tokens(dtype=torch.float32)
+    x = x.detach().bfloat16().float().requires_grad_()
+    low = copy.deepcopy(plain).bfloat16()
+    with torch.no_grad():
+        for p, q in zip(plain.parameters(), low.parameters(), strict=True):
+            p.copy_(q)
+    plain, low = convert(plain), convert(low)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = plain[0].experts(x, ENDS)
+    assert y.dtype is torch.bfloat16
+    assert_bitwise(y, low[0].experts(x.bfloat16(), ENDS))
+
+
+def test_compiled_to_the_same_bits_whatever_the_routing():
+    """In one graph, which changed routing does not compile again."""
+    converted = convert(model(torch.float32), "rowwise")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = torch.compile(converted, fullgraph=True, backend="aot_eager", dynamic=False)
+        for seed in range(3):
+            x = tokens(dtype=torch.float32, seed=seed)
+            assert_same(results(compiled, x), results(converted, x), seed)
+
+
+def test_compiled_experts_leave_float8_too():
+    converted, x = convert(model())[0].experts, tokens()
+    compiled = torch.compile(converted, fullgraph=True, backend="aot_eager")
+    in_float8 = results(compiled, x, ENDS)
+    with high_precision(converted):
+        plain = results(compiled, x, ENDS)
+        assert_bitwise(plain[0], converted(x, ENDS))
+    assert_different(in_float8, plain)
+
+
+# --- which modules
+
+
+def test_the_filter_is_asked_for_experts():
+    asked = []
+    converted = convert(model(), module_filter_fn=lambda m, fqn: asked.append((m, fqn)) or False)
+    assert [fqn for _, fqn in asked] == ["0.experts", "0.shared_expert"]
+    assert type(asked[0][0]) is Experts
+    assert type(converted[0].experts) is Experts
+    done = convert(model(), module_filter_fn=only_experts).float8_conversion
+    assert done.converted == ["0.experts"]
+
+
+test_the_filter_is_asked_for_experts = pytest.mark.filterwarnings("ignore:.*converted no layer")(
+    test_the_filter_is_asked_for_experts
+)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "reason"),
+    [
+        (filters.skip_names("*.experts"), "skip_names"),
+        (filters.divisible_by(64), "in_features=32, out_features=96 and in_features=48"),
+        (filters.min_size(2000), "its weight has 1,536 elements"),
+        (filters.min_features(40, 40), "in_features=32, out_features=96 and in_features=48"),
+        (filters.divisible_by(16), None),
+        (filters.min_size(1536), None),
+        (filters.min_features(32, 32), None),
+    ],
+)
+def test_the_library_s_filters_read_stacked_weights(chosen, reason):
+    wanted = filters.all_of(chosen, only_experts) if reason is None else chosen
+    plain = model()
+    plain[0].shared_expert = nn.Linear(2048, 2048)
+    done = convert(plain, module_filter_fn=wanted).float8_conversion
+    assert ("0.experts" in done.converted) == (reason is None)
+    assert reason is None or reason in done.skipped["0.experts"]
+    assert done.unmatched_patterns == []
+
+
+def test_min_features_of_weights_that_are_transposed():
+    turned = Experts()
+    turned.is_transposed = True
+    assert filters.min_features(96, 0)(Experts(), "") is False
+    assert "in_features=96, out_features=32" in filters.min_features(200).reason(turned, "")
+
+
+def test_a_delayed_recipe_leaves_experts_and_says_so(caplog):
+    converted = convert(model(blocks=2), "delayed")
+    done = converted.float8_conversion
+    assert done.converted == ["0.shared_expert", "1.shared_expert"]
+    assert "keeps a history" in done.skipped["0.experts"]
+    (warning,) = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert warning.startswith("2 experts modules stay in high precision; the first is 0.experts:")
+    # The way out that it names:
+    converted = convert(model(), "rowwise", module_filter_fn=only_experts)
+    converted = convert(converted, "delayed")
+    assert isinstance(converted[0].experts, Float8Experts)
+    results(converted, tokens())
+    float8.after_step(converted)
+
+
+def test_weights_that_cannot_be_converted_are_refused():
+    with pytest.raises(ValueError, match=r"0\.experts: up: weight is torch.float64"):
+        convert(model(torch.float64), module_filter_fn=only_experts)
+
+
+def test_errors_name_the_module():
+    converted, x = convert(model())[0], tokens()
+    experts = convert(nn.ModuleDict({"mine": Experts().bfloat16()}))["mine"]
+    with pytest.raises(TypeError, match=r"mine: grouped_mm: offs is torch.int64"):
+        experts(x, ENDS.long())
+    with pytest.raises(ValueError, match=r"mine: .*3 ends"):
+        experts(x, ENDS[:3])
+    with pytest.raises(
+        ValueError, match=r"mine: grouped_mm of \(37, 32\) and \(4, 32, 96\) with no"
+    ):
+        experts(x, None)
+    del converted
+
+
+def test_register_experts_refuses():
+    class Other(nn.Linear):
+        pass
+
+    with pytest.raises(ValueError, match="Other has a conversion already"):
+        float8.register_experts(Other)
+    with pytest.raises(ValueError, match="Experts has a conversion already"):
+        float8.register_experts(Experts, lambda module, x, ends: x)
+
+
+# --- what else takes a converted model
+
+
+@pytest.mark.filterwarnings("ignore:.*converted no layer")
+def test_what_replaces_weights_leaves_experts_and_says_so():
+    plain, x = model(), tokens()
+    done = float8.convert_to_float8_inference(copy.deepcopy(plain)).float8_conversion
+    assert "takes the weights of linear layers" in done.skipped["0.experts"]
+    converted = convert(plain)
+    frozen = float8.convert_to_float8_inference(converted)
+    why = frozen.float8_conversion.skipped["0.experts"]
+    assert why == "it is in float8 already; its weights stay in high precision"
+    assert isinstance(frozen[0].experts, Float8Experts)
+    assert frozen(x).isfinite().all()
+
+
+def test_cached_weights_change_no_bits_of_experts():
+    converted, x = convert(model()), tokens()
+    expected = results(converted, x)
+    with float8.cached_weights(converted):
+        assert_same(results(converted, x), expected)
+
+
+def test_tools_that_watch_linear_layers_pass_experts_by():
+    converted, x = convert(model()), tokens().detach()
+    loss = lambda y: y.square().mean()  # noqa: E731
+    with float8.inspect(converted) as report:
+        loss(converted(x)).backward()
+    assert {cast.layer for cast in report.casts} == {"0.shared_expert"}
+    assert report.skipped == {"0.experts": "the casts of experts are not watched"}
+    assert len(float8.compare(converted, x, loss_fn=loss).layers) == 1
+    float8.find_nan(converted, x, loss_fn=loss)

@@ -1,0 +1,256 @@
+"""Mixtures of experts of Transformers: found, trained in every recipe, and plain again."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from assertions import assert_bitwise, assert_sqnr_at_least
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+from transformers.models.mixtral import modeling_mixtral as mixtral
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3
+
+import float8
+from float8 import Float8LinearConfig, filters
+from float8.integrations.transformers import convert as convert_by_default
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "num_experts_per_tok": 2, "initializer_range": 0.1,
+}  # fmt: skip
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "unit")
+pytestmark = pytest.mark.filterwarnings("ignore:recipe .unit.")
+
+MODELS = {
+    "mixtral": lambda: mixtral.MixtralForCausalLM(
+        mixtral.MixtralConfig(intermediate_size=48, num_local_experts=4, **SIZES)
+    ),
+    "qwen3": lambda: qwen3.Qwen3MoeForCausalLM(
+        qwen3.Qwen3MoeConfig(
+            intermediate_size=48, moe_intermediate_size=32, head_dim=16, num_experts=4, **SIZES
+        )
+    ),
+    "deepseek": lambda: deepseek.DeepseekV3ForCausalLM(  # a dense layer, one of experts
+        deepseek.DeepseekV3Config(
+            intermediate_size=48, moe_intermediate_size=32, n_routed_experts=4, n_group=2,
+            topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
+            qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, n_shared_experts=1, **SIZES,
+        )
+    ),
+    "gpt_oss": lambda: gpt_oss.GptOssForCausalLM(  # transposed weights, with biases
+        gpt_oss.GptOssConfig(
+            intermediate_size=32, head_dim=16, num_local_experts=4,
+            layer_types=["sliding_attention", "full_attention"], **SIZES,
+        )
+    ),
+}  # fmt: skip
+EXPERTS = {"deepseek": ["model.layers.1.mlp.experts"]}
+ROUTERS = {"gpt_oss": "router", "deepseek": "gate", "mixtral": "gate", "qwen3": "gate"}
+
+
+def model_of(name, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return MODELS[name]().to(dtype)
+
+
+def convert(model, recipe="rowwise", **options):
+    options = {"module_filter_fn": filters.skip_names("lm_head")} | options
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return float8.convert_to_float8_training(model, config=config, **options)
+
+
+def batch():
+    """17 tokens, and 11 of another text."""
+    tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[1, 11:] = 0
+    return {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "labels": tokens.masked_fill(mask == 0, -100),
+    }
+
+
+def trained(model, steps=4):
+    """The losses, and the gradients of the first step."""
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+    losses, gradients = [], {}
+    for _ in range(steps):
+        loss = model(**batch()).loss
+        loss.backward()
+        losses.append(loss.item())
+        gradients = gradients or {n: p.grad.clone() for n, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, gradients
+
+
+@pytest.fixture(scope="module")
+def in_bfloat16():
+    return {name: trained(model_of(name)) for name in MODELS}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_are_those_of_bfloat16_within_two_percent(name, recipe, in_bfloat16):
+    """Over 4 steps in which they decrease by a fifth; float8 changes what routers choose too."""
+    model = convert(model_of(name), recipe)
+    names = EXPERTS.get(name, [f"model.layers.{i}.mlp.experts" for i in (0, 1)])
+    assert model.float8_conversion.experts == names
+    losses, gradients = trained(model)
+    expected, exact = in_bfloat16[name]
+    assert expected[-1] < 0.8 * expected[0]
+    assert losses != expected
+    assert losses == pytest.approx(expected, rel=0.02)
+    watched = [n for n in exact if ".experts." in n or f".{ROUTERS[name]}.weight" in n]
+    assert len(watched) == len(names) * (5 if name == "gpt_oss" else 3)
+    for parameter in watched:
+        assert gradients[parameter].isfinite().all()
+        assert gradients[parameter].abs().max() > 0, parameter
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_state_after_converting_back_are_the_plain_models(name):
+    plain, inputs = model_of(name), batch()
+    expected = plain(**inputs).logits
+    converted = convert(copy.deepcopy(plain))
+    assert converted.state_dict().keys() == plain.state_dict().keys()
+    assert not torch.equal(converted(**inputs).logits, expected)
+    with float8.high_precision(converted):
+        assert_bitwise(converted(**inputs).logits, expected)
+    back = float8.convert_from_float8_training(converted)
+    assert_bitwise(back(**inputs).logits, expected)
+    for one, other in zip(back.modules(), plain.modules(), strict=True):
+        assert type(one) is type(other)
+        assert vars(one).keys() - {"float8_conversion"} == vars(other).keys()
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_float8_whatever_the_config_says(implementation):
+    plain, inputs = model_of("mixtral"), batch()
+    plain.set_experts_implementation(implementation)
+    expected = plain(**inputs).logits
+    converted = convert(plain, module_filter_fn=lambda module, fqn: fqn.endswith("experts"))
+    actual = converted(**inputs).logits
+    reference = convert(
+        model_of("mixtral"), module_filter_fn=lambda m, fqn: fqn.endswith("experts")
+    )
+    assert_bitwise(actual, reference(**inputs).logits)
+    with float8.high_precision(converted):
+        assert_bitwise(converted(**inputs).logits, expected)
+
+
+def test_routers_stay_and_the_report_says_so():
+    done = convert(model_of("gpt_oss")).float8_conversion
+    assert done.skipped["model.layers.0.mlp.router"].startswith("it routes tokens to experts")
+    done = convert(model_of("deepseek")).float8_conversion
+    assert "model.layers.1.mlp.gate" in done.skipped
+    assert "model.layers.1.mlp.shared_experts.gate_proj" in done.converted
+    assert "model.layers.0.mlp.gate_proj" in done.converted
+
+
+def test_rows_of_other_ranks_experts_are_left_out():
+    """Transformers marks them by an index beyond the experts, and their weight is 0."""
+    torch.manual_seed(0)
+    experts = model_of("gpt_oss").model.layers[0].mlp.experts
+    experts._is_expert_parallel = True
+    x = torch.randn(9, 32, dtype=torch.bfloat16, requires_grad=True)
+    index = torch.tensor([[0, 4]] * 4 + [[4, 4]] * 2 + [[3, 1]] * 3)
+    weights = torch.full((9, 2), 0.5, dtype=torch.bfloat16).masked_fill(index == 4, 0)
+    converted = convert(torch.nn.ModuleDict({"experts": experts}))["experts"]
+    y = converted(x, index, weights)
+    y.sum().backward()
+    assert y[4:6].eq(0).all()
+    assert x.grad[4:6].eq(0).all()
+    assert x.grad.isfinite().all()
+    assert x.grad[:4].ne(0).any()
+
+
+def routed(dtype=torch.bfloat16, seed=0):
+    """What a router hands to 4 experts, one without tokens: (T, D), (T, k) and (T, k)."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(21, 32, generator=random).to(dtype).requires_grad_()
+    index = torch.stack([torch.randperm(3, generator=random)[:2] for _ in range(21)])
+    return x, index, torch.rand(21, 2, generator=random).to(dtype)
+
+
+def results(experts, x, index, weights):
+    """The output, and the gradients of the input and of all parameters."""
+    y = experts(x, index, weights)
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, [x, *experts.parameters()], g)]
+
+
+def experts_of(name, dtype=torch.bfloat16, recipe="rowwise"):
+    plain = model_of(name, dtype).model.layers[1].mlp.experts
+    return plain, convert(torch.nn.ModuleDict({"experts": copy.deepcopy(plain)}), recipe)["experts"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_are_as_exact_as_their_casts(name, recipe):
+    plain, converted = experts_of(name, recipe=recipe)
+    exact, actual = results(plain, *routed()), results(converted, *routed())
+    for one, other in zip(actual, exact, strict=True):
+        assert_sqnr_at_least(one, other.double(), 12 if recipe == "unit" else 18, (name, recipe))
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache.")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_in_one_graph_with_products_in_float8(dtype):
+    """Transformers calls torch's function in bfloat16, and a function of its own in float32."""
+    _, converted = experts_of("mixtral", dtype)
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = torch.compile(converted, fullgraph=True, backend=backend)
+        for seed in range(2):  # other experts have no tokens, other numbers of tokens
+            inputs = routed(dtype, seed)
+            for one, other in zip(
+                results(compiled, *inputs), results(converted, *inputs), strict=True
+            ):
+                assert_bitwise(one, other)
+    (graph,) = graphs
+    assert "grouped_mm" not in graph.code
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache.")
+def test_a_whole_model_compiles_in_one_graph():
+    torch.manual_seed(0)
+    config = mixtral.MixtralConfig(
+        intermediate_size=48, num_local_experts=4, **{**SIZES, "num_hidden_layers": 1}
+    )
+    model = convert(mixtral.MixtralForCausalLM(config).bfloat16())
+    expected = model(**batch()).loss
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    loss = compiled(**batch()).loss
+    loss.backward()
+    assert_bitwise(loss.detach(), expected.detach())
+    assert model.model.layers[0].mlp.experts.gate_up_proj.grad.abs().max() > 0
+
+
+def test_the_default_choice_takes_experts_of_sizes_that_tensor_cores_take():
+    assert len(convert_by_default(model_of("mixtral")).float8_conversion.experts) == 2
+    odd = mixtral.MixtralConfig(intermediate_size=40, num_local_experts=4, **SIZES)
+    done = convert_by_default(mixtral.MixtralForCausalLM(odd)).float8_conversion
+    assert done.experts == []
+    assert "multiple of 16" in done.skipped["model.layers.0.mlp.experts"]
+
+
+def test_a_class_with_a_forward_of_its_own_is_not_known():
+    class Own(mixtral.MixtralExperts):
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            return hidden_states
+
+    config = model_of("mixtral").config
+    done = convert(torch.nn.ModuleDict({"OwnExperts": Own(config), "x": torch.nn.Linear(16, 16)}))
+    assert done.float8_conversion.experts == []
