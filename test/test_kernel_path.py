@@ -9,7 +9,7 @@ must be those of the plain path, in eager mode and compiled, where the ops are o
 from __future__ import annotations
 
 import importlib
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,15 +20,16 @@ from meter import CastMeter
 
 pytest.importorskip("triton")
 
-from float8 import Float8Linear, cached_weights, sync_float8_amax_and_scale_history
+from float8 import Float8Linear, cached_weights, grouped_mm, sync_float8_amax_and_scale_history
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
 from float8.kernels import casts
 from float8.kernels.casts import KERNELS
+from float8.kernels.groups import GROUP_KERNELS
 from float8.kernels.scaled_mm import CPU
 from float8.linear import bound_plan
 from float8.linear.autograd import NO_FACTORS, call_of, linear_in_float8
 
-for file in KERNELS["sm_90"].values():
+for file in (*KERNELS["sm_90"].values(), *GROUP_KERNELS["sm_90"].values()):
     importlib.import_module(f"float8.kernels.gpu.{file}")
 
 STATIC = CastConfig(ScalingType.STATIC, static_scale=0.03)
@@ -42,6 +43,14 @@ def kernel_path():
         bound_plan._bound_once.cache_clear()
         yield
     bound_plan._bound_once.cache_clear()
+
+
+@contextmanager
+def grouped_kernel_path():
+    """Grouped GEMMs with operands as on a GPU: cast by the kernels' ops, groups aligned to 16."""
+    aligned = mock.patch("float8.kernels.group_alignment", return_value=16)
+    with mock.patch.dict(GROUP_KERNELS, {CPU: GROUP_KERNELS["sm_90"]}), aligned, kernel_path():
+        yield
 
 
 def layer_of(name, dtype=torch.bfloat16):
@@ -191,6 +200,29 @@ def test_compiled_the_casts_have_the_bits_of_eager(name):
     with kernel_path():
         got = steps(layer, torch.compile(layer, backend="aot_eager", fullgraph=True))
     assert_all_bitwise(got, steps(layer_of(name)), name)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise", "unit"])
+def test_a_grouped_gemm_has_the_bits_of_the_plain_path(name, compiled):
+    """Its tokens by `cast_tokens`, padded per group, and its experts as stacks of matrices."""
+    torch.manual_seed(0)
+    x, g = (torch.randn(70, n).bfloat16() for n in (48, 32))
+    w = torch.randn(4, 32, 48).bfloat16()
+
+    def product(x, w, offs):
+        return grouped_mm(x, w.mT, offs, RECIPES[name])
+
+    run = torch.compile(product, backend="aot_eager", fullgraph=True) if compiled else product
+    for ends in ((5, 5, 45, 64), (0, 33, 34, 70)):
+        offs, results = torch.tensor(ends, dtype=torch.int32), []
+        for function, path in ((product, nullcontext), (run, grouped_kernel_path)):
+            leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+            with path():
+                out = function(*leaves, offs)
+                out.backward(g)
+            results.append((out.detach(), *(leaf.grad for leaf in leaves)))
+        assert_all_bitwise(results[1], results[0], (name, ends))
 
 
 @pytest.mark.slow

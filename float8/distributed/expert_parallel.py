@@ -159,7 +159,8 @@ class _Hooks:
             y_RD = F.pad(y_RD, (0, 0, 0, x_RD.shape[0] - y_RD.shape[0]))
             return y_RD if unsort is None else unsort(y_RD)
 
-        local: dict[str, Any] = {key: p.to_local() for key, p in module._parameters.items()}
+        parameters: dict[str, Any] = dict(module.named_parameters())
+        local: dict[str, Any] = {key: p.to_local() for key, p in parameters.items()}
         if module.__dict__.get("num_experts") == self.experts:
             local["num_experts"] = counts_e.numel()
         # Attributes of the object are found before its parameters, which stay as they are.
@@ -199,7 +200,7 @@ class _Hooks:
         order_R = index_TK.flatten().argsort(stable=True)
 
         def unsort(y_RD: Tensor) -> Tensor:
-            y_TKD = torch.empty_like(y_RD).index_copy(0, order_R, y_RD).view(*index_TK.shape, -1)
+            y_TKD = torch.empty_like(y_RD).index_copy(0, order_R, y_RD).unflatten(0, index_TK.shape)
             return (y_TKD * weights_TK.unsqueeze(-1)).sum(1).to(x_TD.dtype)
 
         # An index of E or more stands for no expert in Transformers; such rows come last.

@@ -62,8 +62,8 @@ def te_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     _check_backend(own["backend"])
     if own["use_mxfp8_block_scaling"]:
         raise ValueError(
-            "use_mxfp8_block_scaling: MX formats (a scale per 32 elements, in E8M0) are not "
-            "supported; use Float8BlockScaling, or the recipe 'blockwise'"
+            "use_mxfp8_block_scaling replaces the other settings: write "
+            'Float8LinearConfig.from_recipe_name("mxfp8") in their place'
         )
     if own["use_autocast_during_eval"] is False:
         warnings.warn(

@@ -25,8 +25,8 @@ Two extremes differ. A factor is at most 2^126 in float8, and at most float32's 
 TransformerEngine. If a large margin makes a factor less than 2^-128, float8 keeps the old scale;
 TransformerEngine uses a factor of 0 or nearly 0.
 
-``Float8CurrentScaling`` and ``Float8BlockScaling`` have dynamic scales: one per tensor, or one per
-block of 128 elements or 128 x 128. Mappings in the spelling of Accelerate's files are understood
+``Float8CurrentScaling``, ``Float8BlockScaling`` and ``MXFP8BlockScaling`` have dynamic scales: one
+per tensor, per block of 128 elements or 128 x 128, or per 32 elements, in E8M0. Mappings in the spelling of Accelerate's files are understood
 too (`float8.integrations.accelerate_settings`).
 """
 
@@ -81,9 +81,9 @@ def from_te_recipe(
     Call ``sync_float8_amax_and_scale_history(model)`` once per step, as for ``"delayed"``.
 
     Args:
-        recipe: a ``DelayedScaling``, ``Float8CurrentScaling`` or ``Float8BlockScaling``, or a
-            mapping of arguments such as the ``fp8_config`` of an Accelerate configuration file,
-            whose spellings are understood.
+        recipe: a ``DelayedScaling``, ``Float8CurrentScaling``, ``Float8BlockScaling`` or
+            ``MXFP8BlockScaling``, or a mapping of arguments such as the ``fp8_config`` of an
+            Accelerate configuration file, whose spellings are understood.
         arguments: those of ``DelayedScaling`` by name: ``margin=0``, ``interval=1``,
             ``fp8_format="HYBRID"`` or ``"E4M3"``, ``amax_history_len=1024``,
             ``amax_compute_algo="max"`` or ``"most_recent"``,
@@ -213,6 +213,14 @@ def _blockwise(recipe: Any, arguments: Arguments) -> Fields:
     return _operands(casts, {"fp8_format": "E4M3", **arguments}) | _gemms(recipe)
 
 
+def _mx(recipe: Any, arguments: Arguments) -> Fields:
+    if arguments.get("margin"):
+        raise ValueError(f"margin={arguments['margin']!r}: MXFP8BlockScaling has none; leave it 0")
+    cast = CastConfig(granularity=Blockwise(1, 32), scale_format=ScaleFormat.E8M0)
+    fields = _operands((cast,) * 3, {"fp8_format": "E4M3", **arguments})
+    return {**fields, "gemm_config_output": GemmConfig()}
+
+
 def _dynamic(
     recipe: Any, granularities: tuple[Granularity, ...], is_pow2: bool | None, flag: str
 ) -> tuple[CastConfig, ...]:
@@ -309,10 +317,9 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Any, Arguments], Fields]]] = {
     "DelayedScaling": ((*OF_DELAYED, *_OF_ALL), _delayed),
     "Float8CurrentScaling": (("use_power_2_scales", *_OF_DYNAMIC), _current),
     "Float8BlockScaling": (("use_f32_scales", *_BLOCK_DIMS, *_OF_DYNAMIC), _blockwise),
+    "MXFP8BlockScaling": (("margin", *_OF_ALL), _mx),
 }
 REFUSED = {
-    "MXFP8BlockScaling": "MX formats (a scale per 32 elements, in E8M0) are not supported; the "
-    "nearest is Float8BlockScaling, or the recipe 'blockwise'",
     "NVFP4BlockScaling": "4-bit formats are not supported",
     "CustomRecipe": "quantizer factories are not supported; write a Float8LinearConfig",
 }

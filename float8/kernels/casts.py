@@ -70,7 +70,8 @@ def kernel_for(
 
     Args:
         family: the device family, see `float8.kernels.family_of`.
-        block: in GEMM-operand orientation.
+        block: in GEMM-operand orientation. Of experts (E, N, K), the extents are those of each
+            one's matrix, after a 1.
         emulate: use plain PyTorch on every device.
         compiling: the cast is traced by torch.compile.
 
@@ -85,10 +86,10 @@ def kernel_for(
             f"cast: {family} is not known to have float8 conversions (known: "
             f"{', '.join(SUPPORT)}); set emulate=True to run it in plain PyTorch"
         )
-    kernel = KERNELS.get(family, {}).get(block)
+    kernel = KERNELS.get(family, {}).get(block[-2:])
     if kernel is None or (compiling and _is_left_to_the_compiler(kernel, family)):
         return None
-    _import_kernels(family)
+    import_kernels(tuple(KERNELS[family].values()))
     return kernel
 
 
@@ -107,9 +108,9 @@ kernel_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _import_kernels(family: str) -> None:
-    """Import the kernels of a family, which registers their ops."""
-    for name in KERNELS[family].values():
+def import_kernels(files: tuple[str, ...]) -> None:
+    """Import files of gpu/, which registers their ops."""
+    for name in files:
         try:
             importlib.import_module(f"float8.kernels.gpu.{name}")
         except ModuleNotFoundError as error:
@@ -181,11 +182,11 @@ def cast_by_kernel(
     transposed: bool = False,
     amax: Tensor | None = None,
 ) -> Orientations:
-    """Cast a CUDA matrix by the kernel that `kernel_for` returned.
+    """Cast a CUDA matrix, or a stack of them, by the kernel that `kernel_for` returned.
 
     Args:
         kernel: the file of gpu/.
-        x_MK: float32, bfloat16 or float16, any strides.
+        x_MK: float32, bfloat16 or float16, any strides; of experts (E, N, K), cast one by one.
         block: of ``x`` for ``data``, and of ``x.t()`` for ``data_t``.
         dtype: the float8 dtype.
         scale_format: which numbers computed scales may be.
@@ -208,7 +209,7 @@ def cast_by_kernel(
             *ops.cast_rowwise.default(x_MK, dtype, power_of_two, row_major, transposed)
         )
     return Orientations(
-        *ops.cast_blockwise.default(x_MK, dtype, power_of_two, *block, row_major, transposed)
+        *ops.cast_blockwise.default(x_MK, dtype, power_of_two, *block[-2:], row_major, transposed)
     )
 
 
@@ -223,7 +224,7 @@ def cast_operand(
     amax: Tensor | None = None,
 ) -> Orientations:
     """`cast_by_kernel` by the Triton kernel of this granularity."""
-    kernel = _TRITON[block]
+    kernel = _TRITON[block[-2:]]
     return cast_by_kernel(
         kernel, x_MK, block, dtype, scale_format, scale, row_major, transposed, amax
     )

@@ -118,13 +118,13 @@ def cast(
     block: Block,
     dtype: torch.dtype,
     fits: bool = False,
-    decoded: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`definition.cast`, with one float32 buffer in eager mode.
 
     ``fits`` promises that ``scale`` is a float32 computed from this very ``x``. Then no finite
-    value exceeds the format, an infinite one becomes NaN, and the clamp is not needed. ``decoded``
-    returns the data in bfloat16 (`decode`), for a product that follows at once.
+    value exceeds the format, an infinite one becomes NaN, and the clamp is not needed. ``out``
+    receives the data, in ``dtype``; or in bfloat16, for a product that follows at once (`decode`).
     """
     if (
         not torch.compiler.is_compiling()
@@ -132,12 +132,14 @@ def cast(
         and _is_plain(x)
         and x.dim() in (2, 3)
     ):
-        out = torch.empty_like(x, dtype=torch.bfloat16 if decoded else dtype)
+        out = torch.empty_like(x, dtype=dtype) if out is None else out
         buffer = torch.empty(_PART, dtype=torch.float32)  # fresh memory costs more than the passes
         _cast_parts(out, x, scale, block, dtype, fits, buffer)
         return out
     data = _fitted(x.float(), x, scale, block, dtype, fits).to(dtype)
-    return decode(data) if decoded else data
+    if out is None:
+        return data
+    return out.copy_(data) if out.dtype == dtype else decode(data, out)
 
 
 def _fitted(
@@ -195,7 +197,9 @@ def _cast_parts(
 
 def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """`definition.dequantize`; right under torch.compile for every block."""
-    return _scaled(data.to(torch.float32), e8m0.as_float32(scale), block).to(dtype)
+    # A plain tensor by way of bfloat16, which holds float8 exactly: three times faster.
+    data32 = (decode(data) if data.element_size() == 1 and _is_plain(data) else data).float()
+    return _scaled(data32, e8m0.as_float32(scale), block).to(dtype)
 
 
 def _scaled(x32: Tensor, factor: Tensor, block: Block) -> Tensor:
@@ -310,7 +314,10 @@ def scaled_mm(
         # selective activation checkpointing may have kept the product.
         scaled = product * (a_scale * b_scale).reshape(())
     else:
-        scaled = (product.to(torch.float32) * a_scale).mul_(b_scale.t())
+        product32 = product.to(torch.float32)
+        is_own = product32 is not product or out is not None
+        scaled = product32.mul_(a_scale) if is_own else product32 * a_scale
+        scaled = scaled.mul_(b_scale.t())
         scaled = scaled if bias_N is None else scaled + bias_N.to(torch.float32)
     if out is not None:
         return out.copy_(scaled)

@@ -159,15 +159,15 @@ def swizzled_size(rows: int, blocks: int) -> int:
 
 
 def swizzled(scale: Tensor) -> Tensor:
-    """E8M0 scales (rows, blocks) of 1x32 blocks -> the vector that cuBLASLt reads.
+    """E8M0 scales (..., rows, blocks) of 1x32 blocks -> (..., n), as cuBLASLt reads them.
 
     (cuBLAS documentation, "1D block scaling factors layout"; SWIZZLE_32_4_4 in torch.) The scales
-    are padded by zeros to tiles of 128 rows and 4 blocks, stored tile by tile. In the 512 bytes of a
-    tile, the scale of row r and block b is at ``(r % 32) * 16 + (r // 32) * 4 + b``.
+    are padded with zeros to squares of 128 rows and 4 blocks, stored one after the other. In its
+    512 bytes, the scale of row r and block b is at ``(r % 32) * 16 + (r // 32) * 4 + b``.
     """
-    rows, blocks = scale.shape
+    rows, blocks = scale.shape[-2:]
     down, across = ceil_div(rows, 128), ceil_div(blocks, 4)
     # As bytes: torch has few operations for the dtype, and inductor no code.
-    padded = F.pad(scale.view(torch.uint8), (0, across * 4 - blocks, 0, down * 128 - rows))
-    tiles = padded.view(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(swizzled_size(rows, blocks)).view(scale.dtype)
+    codes = F.pad(scale.view(torch.uint8), (0, across * 4 - blocks, 0, down * 128 - rows))
+    squares = codes.unflatten(-1, (across, 4)).unflatten(-3, (down, 4, 32))
+    return squares.movedim(-2, -4).transpose(-2, -3).flatten(-5).view(scale.dtype)

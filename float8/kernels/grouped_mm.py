@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8.granularity import WHOLE, Block, ceil_div
-from float8.kernels import cpu, scaled_mm
+from float8.kernels import cpu
 from float8.kernels.cublas import contraction_last, pad_codes
 from float8.kernels.groups import ends_of, spans_of
 from float8.kernels.scaled_mm import (
@@ -39,6 +39,7 @@ from float8.kernels.scaled_mm import (
     family_of,
     product_of,
     refuses_device,
+    triton_refuses,
 )
 
 _EMULATE = "set emulate=True to run it in plain PyTorch"
@@ -162,7 +163,7 @@ def _torch_refuses(
 def _triton_refuses(
     family: str, product: str, out_dtype: torch.dtype, by_tokens: bool, is_e4m3: bool
 ) -> str | None:
-    return scaled_mm.triton_refuses(family, product, out_dtype)
+    return triton_refuses(family, product, out_dtype)
 
 
 def _torch_multiply(
@@ -183,12 +184,17 @@ def _torch_multiply(
     return torch._scaled_grouped_mm(
         contraction_last(a),
         contraction_last(b).mT,
-        a_scale.expand(T, 1).reshape(T).contiguous(),
-        b_scale.expand(E, N, 1).reshape(E, N).contiguous(),
+        _contiguous(a_scale.expand(T, 1).reshape(T)),
+        _contiguous(b_scale.expand(E, N, 1).reshape(E, N)),
         offs=offs,
         out_dtype=out_dtype,
         use_fast_accum=use_fast_accum,
     )
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    # Tensor.contiguous() needs a CUDA build even for FakeTensors.
+    return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
 def _triton_multiply(
@@ -353,7 +359,7 @@ def multiply_groups_plainly(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
         if b.dim() == 2 and family_of(a.device).startswith("sm_10"):
             # There torch leaves garbage for groups without tokens (pytorch#172439).
             is_empty = torch.diff(offs, prepend=offs.new_zeros(1)) == 0
-            out = out.masked_fill(is_empty[:, None, None], 0)
+            out = out.masked_fill(is_empty.view(-1, 1, 1), 0)
         return out
     whole = (WHOLE, WHOLE)
     out = torch.ops.float8.grouped_mm.default(a, None, b, None, offs, whole, whole, a.dtype, 1)

@@ -28,7 +28,8 @@ from torch import Tensor
 from float8.formats import ScaleFormat
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 from float8.kernels import cpu
-from float8.kernels.casts import Orientations
+from float8.kernels.casts import Orientations, import_kernels
+from float8.kernels.scaled_mm import SUPPORT
 
 
 def padded_tokens(tokens: int, experts: int, align: int) -> int:
@@ -115,32 +116,27 @@ def cast_groups(
     block = tuple(block)
     ends = ends_of(offs, x_TK.shape[0])
     used = x_TK[: ends[-1]] if ends else x_TK[:0]
-    if block == (WHOLE, WHOLE) and scale is None:
-        scale = _scale(used, block, dtype, scale_format)
     out = _empty(x_TK, offs, block, dtype, scale_format, align, row_major, transposed)
+    data, scales, data_t, scales_t = out
+    fits = scale is None and _fits(scale_format)
+    if block == (WHOLE, WHOLE):
+        scale = _scale(used, block, dtype, scale_format) if scale is None else scale
     if row_major:
         found = _scale(used, block, dtype, scale_format) if scale is None else scale
-        data = cpu.cast(used, found, block, dtype, scale is None and _fits(scale_format))
-        _write(out[0], data)
-        _write(out[1], found)
-    if transposed:
-        for group, (begin, end, start) in enumerate(spans_of(ends, align)):
-            if begin == end:
-                continue
-            x_KT = x_TK[begin:end].t()
-            found = _scale(x_KT, block, dtype, scale_format) if scale is None else scale
-            data = cpu.cast(x_KT, found, block, dtype, scale is None and _fits(scale_format))
-            _write(out[2][:, start : start + end - begin], data)
-            if block[1] != WHOLE:
-                first = start // block[1] + group
-                found_t = out[3][:, first : first + found.shape[1]]
-            else:
-                found_t = out[3][group, :, None] if block[0] == 1 else out[3]
-            _write(found_t, found)
-    if scale is not None:
-        for index in (1, 3):
-            if out[index].numel():
-                _write(out[index], scale)
+        cpu.cast(used, found, block, dtype, fits, data[: len(used)])
+        _write(scales, found)
+    if transposed and scale is not None:
+        _write(scales_t, scale)
+    for group, (begin, end, start) in enumerate(spans_of(ends, align) if transposed else []):
+        if begin == end:
+            continue
+        x_KT = x_TK[begin:end].t()
+        found = _scale(x_KT, block, dtype, scale_format) if scale is None else scale
+        cpu.cast(x_KT, found, block, dtype, fits, data_t[:, start : start + end - begin])
+        if scale is None:
+            is_whole = block[1] == WHOLE
+            where = scales_t[group, :, None] if is_whole else scales_t[:, start // block[1] + group :]
+            _write(where, found)
     return out
 
 
@@ -219,9 +215,12 @@ _LIBRARY.impl("cast_groups", cast_groups, "CompositeExplicitAutograd")
 torch.library.register_fake("float8::cast_groups", _fake_cast_groups, lib=_LIBRARY)
 
 
-# device family -> block of a token operand -> the file of gpu/ whose op casts it in groups. All
-# others are cast by the definition, which reads ``offs`` on the host.
-GROUP_KERNELS: dict[str, dict[Block, str]] = {}
+# device family -> block of a token operand -> the op that casts it in groups, and its file in gpu/.
+# All others are cast by the definition, which reads ``offs`` on the host.
+_TRITON: dict[Block, str] = dict.fromkeys(((WHOLE, WHOLE), (1, WHOLE), (1, 128)), "cast_tokens")
+GROUP_KERNELS: dict[str, dict[Block, str]] = {
+    family: _TRITON for family in SUPPORT if family.startswith("sm_")
+}
 
 
 def cast_tokens(
@@ -245,4 +244,7 @@ def cast_tokens(
 
 def group_kernel_for(family: str, block: Block, emulate: bool) -> str | None:
     """The op that casts token operands of this granularity; None for plain PyTorch."""
-    return None if emulate else GROUP_KERNELS.get(family, {}).get(block)
+    kernel = None if emulate else GROUP_KERNELS.get(family, {}).get(block)
+    if kernel is not None:
+        import_kernels((kernel,))
+    return kernel

@@ -263,7 +263,8 @@ def _cast_weight(w_NK: Tensor, call: Call) -> tuple[Pair, _Saved]:
         if call.record and weight.amax is not None and state is not None:
             kernels.record_amax(state.current_amax, weight.amax)
         return weight.row_major, weight.transposed
-    w8 = cast_matrix(_to(w_NK, call.plan.dtype), how, state, call.record, None)
+    decode = call.plan.output.is_plain
+    w8 = cast_matrix(_to(w_NK, call.plan.dtype), how, state, call.record, None, decode)
     return w8, (w_NK, w8[1] if call.plan.w.is_shared else None)
 
 
@@ -274,11 +275,12 @@ def _cast_weight_again(ctx: Any, w_NK: Tensor, w_scale: Tensor | None) -> Pair:
         w_NK = kernels.dequantize(w_NK, w_scale, operand.first.block, ctx.plan.dtype)
         w_scale = None
     w_NK = _to(w_NK, ctx.plan.dtype)
+    decode = ctx.plan.grad_input.is_plain
     if w_scale is not None:
-        return cast_again(w_NK, operand.first, w_scale)
+        return cast_again(w_NK, operand.first, w_scale, decode)
     # A delayed cast is used only if forward did not cast the weight, so no amax is recorded yet.
     w_KN = w_NK.t() if w_NK.dim() == 2 else w_NK.mT
-    return cast_matrix(w_KN, operand.second, ctx.states[1], ctx.record, None)
+    return cast_matrix(w_KN, operand.second, ctx.states[1], ctx.record, None, decode)
 
 
 def _checked_tensors(ctx: Any) -> tuple[Tensor, ...]:

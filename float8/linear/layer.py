@@ -221,7 +221,7 @@ class Float8Linear(Float8Module, nn.Linear):
         stored = stored_by(self.weight)
         join_loaded(self.weight, state_dict, prefix, self.config, errors=args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if stored is not None and not stored.isstored_by(self.weight):  # assign=True
+        if stored is not None and not stored.is_stored(self.weight):  # assign=True
             like = stored.from_plain(self.weight)
             self.weight = nn.Parameter(like, self.weight.requires_grad)
         weight = state_dict.get(prefix + "weight")

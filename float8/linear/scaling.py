@@ -125,6 +125,7 @@ def cast_matrix(
     state: DelayedState | None,
     record: bool,
     scale: Tensor | None,
+    decode: bool = False,
 ) -> Pair:
     """Cast a matrix to float8 for one GEMM.
 
@@ -136,6 +137,7 @@ def cast_matrix(
             recomputation of the same forward changes nothing.
         scale: the scale that an earlier call computed for this x, in this orientation; None
             computes it.
+        decode: plain PyTorch multiplies at once; the data of experts is then returned in bfloat16.
 
     Returns:
         float8 data of x's shape and its scale of shape ``ceil(shape / block)``; in high precision,
@@ -149,7 +151,10 @@ def cast_matrix(
         kernels.check_compiler(x.device)
     if scale is None:
         scale = _scale(x, how, state, record)
-    return kernels.cast(x, scale, how.block, how.dtype, how.fits), scale
+    out = None
+    if decode and x.dim() == 3 and not torch.compiler.is_compiling():
+        out = torch.empty_like(x, dtype=torch.bfloat16)
+    return kernels.cast(x, scale, how.block, how.dtype, how.fits, out), scale
 
 
 def cast_orientations(
@@ -178,7 +183,7 @@ def cast_orientations(
         second is a view of the first where the casts allow it.
     """
     if offs is not None:
-        return _cast_groups(x, operand, first, second, offs)
+        return _cast_groups(x, operand, first, second, decode, offs)
     if isinstance(x, Float8Tensor):  # by attribute: torch.compile traces no properties of it
         pair = (x._data, x._scale)
         return (pair if first else None), (transposed(pair) if second else None)
@@ -201,7 +206,7 @@ def cast_orientations(
 
 
 def _cast_groups(
-    x: Tensor, operand: BoundOperand, first: bool, second: bool, offs: Tensor
+    x: Tensor, operand: BoundOperand, first: bool, second: bool, decode: bool, offs: Tensor
 ) -> tuple[Pair | None, Pair | None]:
     """`cast_orientations` of tokens in groups."""
 
@@ -225,6 +230,8 @@ def _cast_groups(
 
     if operand.is_shared and operand.align == 1:  # no padding: a view
         row_major = cast(operand.first, True, False)[0]
+        if decode and first and second:
+            row_major = (kernels.decode(row_major[0]), row_major[1])
         return (row_major if first else None), (transposed(row_major) if second else None)
     if first and second and operand.is_same:
         return cast(operand.first, True, True)
@@ -234,7 +241,7 @@ def _cast_groups(
     )
 
 
-def cast_again(x: Tensor, how: BoundCast, scale: Tensor) -> Pair:
+def cast_again(x: Tensor, how: BoundCast, scale: Tensor, decode: bool = False) -> Pair:
     """Repeat an earlier ``cast_matrix(x, how)`` and return the transpose of its data.
 
     For an operand whose second GEMM reads the data of the first cast, if that was not kept.
@@ -242,10 +249,11 @@ def cast_again(x: Tensor, how: BoundCast, scale: Tensor) -> Pair:
     Args:
         x, how: those of the earlier call.
         scale: the scale that the earlier call returned.
+        decode: see `cast_matrix`.
     """
     if how.kernel is not None and not kernels.is_sharded(x):
         return _by_kernel(x, how, None, False, scale, row_major=False, transpose=True)[2:]
-    return transposed(cast_matrix(x, how, None, False, scale))
+    return transposed(cast_matrix(x, how, None, False, scale, decode))
 
 
 def transposed(pair: Pair) -> Pair:

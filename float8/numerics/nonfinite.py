@@ -239,7 +239,7 @@ def _remark(name: str, cast: Cast, value: Tensor) -> str | None:
     if isinstance(cast, DelayedCast) and not cast.history_ready:
         kind = "dynamic (no history yet)"
     scale, amax = _scale(cast, value, fmt.max), amax_of(value)
-    low, high = float(scale.min()), float(scale.max())
+    low, high = float(scale.double().min()), float(scale.double().max())
     text = f"{name}: amax {amax:.4g}, {kind} {fmt} scale {low:.4g}"
     text += "" if low == high else f" to {high:.4g}"
     if not math.isfinite(amax):

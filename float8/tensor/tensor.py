@@ -25,7 +25,7 @@ from float8 import kernels
 from float8.arguments import check_bool, check_tensors, check_type, described
 from float8.formats import FORMATS, HIGH_PRECISION_DTYPES, Format, ScaleFormat, format_of
 from float8.granularity import Block, Granularity, Tensorwise
-from float8.tensor.parts import check_parts, given_scale, has_no_values
+from float8.tensor.parts import check_parts, given_scale, has_no_values, is_e8m0
 from float8.tensor.running_module import innermost_module
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]  # torch's property
@@ -240,7 +240,8 @@ class Float8Tensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Plain float8 tensors cannot be pickled outside torch.save; uint8 tensors can.
         bytes_ = self._data.detach().view(torch.uint8)
-        parts = (bytes_, self._data.dtype, self._scale, self._block, self.dtype)
+        scale = self._scale.view(torch.uint8) if is_e8m0(self._scale) else self._scale
+        parts = (bytes_, self._data.dtype, scale, self._block, self.dtype)
         return _rebuild, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     def share_memory_(self) -> Float8Tensor:
@@ -371,6 +372,7 @@ def _rebuild(
     is_parameter: bool,
 ) -> Float8Tensor:
     """Unpickle a Float8Tensor."""
+    scale = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
     tensor = Float8Tensor(bytes_.view(data_dtype), scale, block, dtype)
     return _with_autograd(tensor, requires_grad, is_parameter)
 

@@ -1,4 +1,4 @@
-"""Experts on two and on four processes equal one process."""
+"""Experts on two and on four processes equal one process, by expert parallelism and by FSDP2."""
 
 import pytest
 from processes import failures
@@ -12,8 +12,11 @@ CHECKS = [
 ON_TWO = [
     *CHECKS,
     ("recomputes",),
-    ("takes_indices_and_weights",),
+    ("converts_before_and_after",),
     ("ranks_that_differ_get_an_error",),
+    ("fsdp2_equals_one_process",),
+    ("fsdp2_equals_one_process", 1, ("tensorwise", "blockwise")),
+    ("weights_are_gathered_in_float8",),
 ]
 
 

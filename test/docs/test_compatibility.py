@@ -25,7 +25,7 @@ def test_every_architecture_of_the_code_has_a_row():
 def test_a_changed_table_of_the_code_makes_the_page_outdated(monkeypatch):
     monkeypatch.setitem(SUPPORT, "sm_100", {**SUPPORT["sm_100"], ROWWISE: "takes no rows"})
     row = next(line for line in compatibility.devices().splitlines() if "`sm_100`" in line)
-    assert "torch._scaled_mm: all | refused (3) |" in row
+    assert re.search(r"torch._scaled_mm: all \| refused \(\d\) \|", row)
     assert compatibility.with_tables(PAGE) != PAGE
 
 

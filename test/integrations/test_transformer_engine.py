@@ -19,13 +19,14 @@ import pytest
 import torch
 from assertions import assert_bitwise, assert_error_within_baseline
 from layer_check import run
-from plans import B1, B128, DELAYED, POW2, TENSOR, cast, casts_of
+from plans import B1, B128, DELAYED, E8M0, MX, POW2, TENSOR, cast, casts_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import float8
 from float8 import Float8Linear, convert_to_float8_training, sync_float8_amax_and_scale_history
 from float8.config import (
+    RECIPES,
     CastConfig,
     DelayedScalingConfig,
     Float8LinearConfig,
@@ -193,7 +194,7 @@ REFUSED = {
         ValueError,
         "backward_override='dequantized'",
     ),
-    "mx": ({"use_mxfp8_block_scaling": True}, ValueError, "a scale per 32 elements"),
+    "mx": ({"use_mxfp8_block_scaling": True}, ValueError, r'from_recipe_name\("mxfp8"\)'),
     "torchao": (
         {"backend": "AO", "enable_fsdp_float8_all_gather": True, "pad_inner_dim": True},
         ValueError,
@@ -328,8 +329,22 @@ def test_fields_of_a_dynamic_recipe_arrive():
     assert te(Float8CurrentScaling(fp8_format="HYBRID")).plan.grad_input.a == cast(TENSOR, E5M2)
 
 
+@dataclass
 class MXFP8BlockScaling:
-    pass
+    margin: int = 0
+    fp8_format: Any = "E4M3"
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: Any = None
+
+
+def test_mx_scaling_is_the_recipe_mxfp8():
+    assert te(MXFP8BlockScaling()).plan == RECIPES["mxfp8"].plan
+    plan = te(MXFP8BlockScaling(fp8_format="HYBRID")).plan
+    x, g = (cast(MX, fmt, scales=E8M0) for fmt in (E4M3, E5M2))
+    assert casts_of(plan) == [x, x, g, x, g, x]
+    plan = te(MXFP8BlockScaling(backward_override="high_precision")).plan
+    assert casts_of(plan) == [x, x, None, None, None, None]
 
 
 class NVFP4BlockScaling:
@@ -347,7 +362,7 @@ class Float8CurentScaling:
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        (MXFP8BlockScaling(), "a scale per 32 elements.*Float8BlockScaling"),
+        (MXFP8BlockScaling(margin=1), "margin=1: MXFP8BlockScaling has none"),
         (NVFP4BlockScaling(), "4-bit formats are not supported"),
         (CustomRecipe(), "write a Float8LinearConfig"),
         (Float8CurentScaling(), "did you mean 'Float8CurrentScaling'"),

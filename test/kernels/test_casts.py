@@ -23,10 +23,10 @@ def another_gpu(monkeypatch):
 
     def use(arch):
         monkeypatch.setattr(casts, "family_of", lambda device: arch)
-        casts._import_kernels.cache_clear()
+        casts.import_kernels.cache_clear()
 
     yield use
-    casts._import_kernels.cache_clear()
+    casts.import_kernels.cache_clear()
 
 
 def test_only_cuda_tensors_that_are_not_emulated_take_kernels():

@@ -8,6 +8,7 @@ element with dynamic scales, 2 + 1 + 1 with scales that are known before.
 
 from __future__ import annotations
 
+import importlib
 from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
@@ -25,6 +26,7 @@ from float8.linear.bound_plan import plan_on
 from float8.linear.float8_weight import cast_weight
 from float8.linear.scaling import DelayedState
 
+scaled_mm = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
 M, K, N = 512, 1024, 4096  # three products of two that differ
 
 
@@ -51,9 +53,13 @@ def states_of(config):
 def step(config, cached=False, microbatches=1):
     """The meter of one optimizer step's forwards and backwards, after the first.
 
+    On an sm_90, or an sm_100 for MX formats.
+
     Static scales are there by then (`test_kernel_path.py` sees that nothing is filled in again).
     """
     with ExitStack() as stack:
+        arch = "sm_100" if config.cast_config_input.scale_format.is_e8m0 else "sm_90"
+        stack.enter_context(mock.patch.object(scaled_mm, "architecture", lambda index=None: arch))
         stack.enter_context(FakeTensorMode())
         stack.enter_context(torch.no_grad())
         meter = stack.enter_context(CastMeter())
@@ -84,6 +90,7 @@ BYTES = {
     "rowwise": (6, 6, 3 + 5, 6),
     "rowwise_with_gw_hp": (3, 3, 3 + 5, 3 + 5),  # w: rows, then one scale for the tensor
     "blockwise": (4, 4, 3 + 3, 4),
+    "mxfp8": (4, 4, 3 + 3, 4),
 }
 
 
@@ -115,6 +122,7 @@ LAUNCHES = {
     "rowwise": 3 + 1 + 3 + 3,
     "rowwise_with_gw_hp": 1 + 1 + 1 + 2 + 1,
     "blockwise": 4,
+    "mxfp8": 4,
 }
 
 

@@ -72,7 +72,7 @@ class IndexedExperts(Experts):
         order = top_k_index.flatten().argsort(stable=True)
         counts = F.one_hot(top_k_index.flatten(), self.num_experts).sum(0)
         rows = super().forward(hidden_states[order // top_k_index.shape[1]], counts)
-        rows = torch.empty_like(rows).index_copy(0, order, rows).view(*top_k_index.shape, -1)
+        rows = torch.empty_like(rows).index_copy(0, order, rows).unflatten(0, top_k_index.shape)
         return (rows * top_k_weights.unsqueeze(-1)).sum(1)
 
 
@@ -229,38 +229,37 @@ def recomputes(rank):
         assert_bitwise(whole(p.grad), expected)
 
 
-def takes_indices_and_weights(rank):
-    """The interface of Transformers; an index of no expert, and two equal indices."""
+def converts_before_and_after(rank):
+    """Experts as those of Transformers, which take the config of the conversion."""
+    world, mesh = dist.get_world_size(), ep_mesh()
+    style = {"experts": Float8ExpertParallel()}
     torch.manual_seed(0)
-    x = torch.randn(dist.get_world_size(), 6, D).bfloat16()
-    index = torch.randint(E, (dist.get_world_size(), 6, 2))
-    scores = torch.rand(dist.get_world_size(), 6, 2).bfloat16()
-    for recipe in (None, "rowwise"):
-        single, model = IndexedExperts(config_of(recipe)), IndexedExperts(config_of(recipe))
-        single.num_experts = model.num_experts = E
-        model = parallel(model, ep_mesh())[0]
-        inputs = [
-            x[rank].clone().requires_grad_(),
-            index[rank],
-            scores[rank].clone().requires_grad_(),
-        ]
-        y = model(*inputs)
-        y.float().square().sum().backward()
-        plain = [
-            x.flatten(0, 1).clone().requires_grad_(),
-            index.flatten(0, 1),
-            scores.flatten(0, 1).clone().requires_grad_(),
-        ]
-        z = single(*plain)
-        z.float().square().sum().backward()
-        mine = slice(6 * rank, 6 * rank + 6)
-        assert_bitwise(y, z[mine], recipe)
-        assert_bitwise(inputs[0].grad, plain[0].grad[mine], recipe)
-        assert_bitwise(inputs[2].grad, plain[2].grad[mine], recipe)
-        assert model.num_experts == E
-        assert isinstance(model.up, DTensor)
-        if recipe is None:
-            assert_bitwise(whole(model.up.grad), single.up.grad)
+    x = torch.randn(world, 24, D)
+    for first in ("conversion", "style"):
+        single, model = converted("rowwise", False), Mixture(None)
+        model.experts, model.router = PlainExperts(), nn.Linear(D, E, bias=False)
+        model.float().load_state_dict(single.state_dict())
+        if first == "style":
+            parallelize_module(model, mesh, style)
+        convert_to_float8_training(model, config=RECIPES["rowwise"])
+        if first == "conversion":
+            parallelize_module(model, mesh, style)
+        inputs, plain = x[rank].clone().requires_grad_(), x.flatten(0, 1).requires_grad_()
+        mine = slice(24 * rank, 24 * rank + 24)
+        y, z = model(inputs), single(plain)
+        assert_bitwise(y, z[mine], first)
+        y.square().sum().backward()
+        z.square().sum().backward()
+        assert_bitwise(inputs.grad, plain.grad[mine], first)
+        assert error(whole(model.experts.up.grad), single.experts.up.grad) < 1e-6
+        assert isinstance(model.experts.up, DTensor)
+        assert model.experts.num_experts == E
+        with high_precision(model), high_precision(single), Wire() as wire:
+            assert_bitwise(model(x[rank]), single(plain)[mine], first)
+        assert {each.dtype for each in wire.sent[1:]} == {torch.float32}
+        index = torch.full((24, 2), E)  # of no expert
+        rows = 24 * (rank == 0)  # a rank without tokens
+        assert not model.experts(x[rank, :rows], index[:rows], torch.ones(rows, 2)).any()
 
 
 class InTurn(nn.ModuleList):

@@ -51,7 +51,9 @@ def by_hand(x, cast):
     return 10 * math.log10(float((x.double() ** 2).sum()) / noise)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
+)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_rows_are_those_of_the_three_products(recipe, autocast):
     layer = Float8Linear.from_float(nn.Linear(24, 40), RECIPES[recipe])

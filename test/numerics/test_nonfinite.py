@@ -476,7 +476,9 @@ def test_other_modules_have_no_remarks():
     assert remarks_of(nn.Linear(3, 3), BAD) == ()
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "unit", "delayed"])
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "unit", "delayed"]
+)
 def test_operands_are_described_in_every_recipe(recipe):
     x, g = torch.randn(8, 16), torch.randn(8, 16)
     input, weight, grad = remarks_of(layer(recipe), x, g)

@@ -145,7 +145,8 @@ def _launch(
     )
     launch(
         _cast_kernel, (tiles_of(x, _TILE), count_of(x)), x, *pointers, *sizes_of(x),
-        int(given is not None and given.numel() > 1), **_TILE, **constants, WRITE_ROWS=data.numel() > 0, **_OPTIONS,
+        int(given is not None and given.numel() > 1), **_TILE, **constants,
+        WRITE_ROWS=data.numel() > 0, **_OPTIONS,
     )  # fmt: skip
 
 

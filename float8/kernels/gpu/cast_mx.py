@@ -1,10 +1,9 @@
-"""`cast_mx`: 1x32 blocks with E8M0 scales, both orientations from one read, as cuBLAS reads them.
+"""`cast_mx`: E8M0 scales of 1x32 blocks, both orientations from one read, as cuBLASLt reads them.
 
-Like `cast_blockwise`, a program reads a tile of 128 x 128, finds the amaxes in registers, and writes
-float8 both ways, in one launch that zeroes nothing and reads nothing twice: 2 + 1 + 1 bytes per
-element of a bfloat16 source, and 1/32 byte for each orientation's scales. Scales are rounded as
-``e8m0.py`` defines it, by integer operations on the bits of the amax.
-
+As in `cast_blockwise`, a program reads a tile, finds the amaxes in registers, and writes float8
+both ways, in one launch that zeroes nothing and reads nothing twice: 2 + 1 + 1 bytes per element of
+a bfloat16 source, and 1/32 byte per element for the scales of each orientation. ``e8m0.py`` defines
+the rounding of scales: integer operations on the bits of an amax.
 =========== =================================== ======================
             swizzled                            plain
 =========== =================================== ======================
@@ -12,9 +11,9 @@ element of a bfloat16 source, and 1/32 byte for each orientation's scales. Scale
 ``scale_t`` (128 ceil(K/128) * 4 ceil(M/128),)  (K, ceil(M / 32))
 =========== =================================== ======================
 
-`float8.kernels.cublas.swizzled` describes the first layout: 512 bytes for 128 rows and 4 blocks
-along each, which are one tile of this kernel. So a program writes its 512 bytes whole, with the
-padding, whose bytes are 0 because the tile is 0 outside the matrix.
+A stack of matrices (E, M, K) has a dimension E before these. `float8.kernels.cublas.swizzled`
+describes the swizzled layout: 512 bytes for the 4 blocks along each of 128 rows. The tiles cover
+such squares whole, and read zeros outside the matrix. So they write the padding too: bytes 0.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from float8.kernels.gpu.jit import (
     convert_4,
     load_4_rows,
     magnitude_bits,
+    outputs_of_matrix,
     place_of_tile,
     store_packed,
     to_float32,
@@ -46,31 +46,28 @@ from float8.kernels.gpu.launch import (
     BothWays,
     Variant,
     as_bytes,
+    count_of,
     launch,
     meta,
     new_data,
     read_row_major,
     register,
+    sizes_of,
     variant,
 )
 
-_BLOCK = (1, 32)
 # Programs of 4 warps: three of those that write both orientations share a multiprocessor.
 _TILE = {"ROWS_BY_4": 16, "COLS": 128}
 
 
 @triton.jit
-def exponent_of(amax_bits, FORMAT_MAX: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr):
-    """Amax bits -> the byte of the E8M0 scale, as int32; `float8.kernels.e8m0` has the formulas.
+def exponent_of(amax_bits, LARGEST: tl.constexpr, CARRY: tl.constexpr):
+    """Amax bits -> the byte of the E8M0 scale, as int32.
 
-    LARGEST: ``floor(log2(FORMAT_MAX))``.
+    By the formula of `e8m0.scale_from_amax`; LARGEST and CARRY are those of `rounding_constants`.
     """
-    if FLOOR:
-        exponent = tl.maximum((amax_bits >> 23) - LARGEST, 0)
-    else:
-        scale = amax_bits.to(tl.float32, bitcast=True) * (1.0 / FORMAT_MAX)
-        bits = scale.to(tl.int32, bitcast=True)
-        exponent = tl.where(bits <= 0x00400000, 0, (bits + 0x7FFFFF) >> 23)  # 2^-127 or less
+    exponent = tl.maximum(((amax_bits + CARRY) >> 23) - LARGEST, 0)
+    if CARRY:
         exponent = tl.where(amax_bits == 0x7F800000, 254, exponent)
     return tl.where(amax_bits > 0x7F800000, 255, exponent)
 
@@ -106,8 +103,16 @@ def store_exponents(
 
 
 @triton.jit
+def scales_of(rows, blocks, SWIZZLED: tl.constexpr):
+    """How many scales a matrix has: `float8.kernels.cublas.swizzled_size`."""
+    if SWIZZLED:
+        return tl.cdiv(rows, 128).to(tl.int64) * tl.cdiv(blocks, 4) * 512
+    return rows.to(tl.int64) * blocks
+
+
+@triton.jit
 def _quotient(x32, factor, FORMAT_MAX: tl.constexpr):
-    """``x / scale``, for `convert`: the largest exceed the format by a rounding or by ``FLOOR``."""
+    """``x / scale``, for `convert`. Under a scale that is rounded down x may exceed the format."""
     return clamped(without_infinities(x32) * factor, FORMAT_MAX)
 
 
@@ -120,14 +125,15 @@ def _mx_kernel(
     scale_t_ptr,  # uint8
     M,
     K,
+    stride_e,
     stride_m,
     stride_k,
     ROWS_BY_4: tl.constexpr,
     COLS: tl.constexpr,
     FORMAT: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
-    LARGEST: tl.constexpr,  # floor(log2(FORMAT_MAX))
-    FLOOR: tl.constexpr,
+    LARGEST: tl.constexpr,
+    CARRY: tl.constexpr,
     SWIZZLED: tl.constexpr,
     WRITE_ROWS: tl.constexpr,
     WRITE_COLS: tl.constexpr,
@@ -135,10 +141,14 @@ def _mx_kernel(
 ):
     DOWN: tl.constexpr = ROWS_BY_4 // 8  # blocks along a column of the tile
     ACROSS: tl.constexpr = COLS // 32
-    pid = tl.program_id(0)
+    pid, e = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    blocks_m, blocks_k = (M + 31) // 32, (K + 31) // 32
+    data_ptr, data_t_ptr = outputs_of_matrix(data_ptr, data_t_ptr, M, K, PACK)
+    scale_ptr += e * scales_of(M, blocks_k, SWIZZLED)
+    scale_t_ptr += e * scales_of(K, blocks_m, SWIZZLED)
     first_m4, m, k = place_of_tile(pid, K, ROWS_BY_4, COLS)
     first_m, first_k = first_m4 * 4, (pid % tl.cdiv(K, COLS)).to(tl.int64) * COLS
-    xs = load_4_rows(x_ptr, m, k, M, K, stride_m, stride_k)
+    xs = load_4_rows(x_ptr + e * stride_e, m, k, M, K, stride_m, stride_k)
 
     seen = tl.zeros((ROWS_BY_4, COLS), tl.int32)
     if WRITE_ROWS:
@@ -148,10 +158,9 @@ def _mx_kernel(
             bits = magnitude_bits(x32)
             seen = tl.maximum(seen, bits)
             amax_bits = tl.max(bits.reshape(ROWS_BY_4, ACROSS, 32), 2)
-            exponent = exponent_of(amax_bits, FORMAT_MAX, LARGEST, FLOOR)
+            exponent = exponent_of(amax_bits, LARGEST, CARRY)
             store_exponents(
-                scale_ptr, exponent, first_m, row + i, first_k // 32, block,
-                M, (K + 31) // 32, SWIZZLED,
+                scale_ptr, exponent, first_m, row + i, first_k // 32, block, M, blocks_k, SWIZZLED
             )  # fmt: skip
             factor = reciprocal_of(exponent)[:, :, None]
             factor = tl.broadcast_to(factor, (ROWS_BY_4, ACROSS, 32)).reshape(ROWS_BY_4, COLS)
@@ -164,10 +173,10 @@ def _mx_kernel(
         if not WRITE_ROWS:
             seen = amax_bits_of(xs)
         amax_bits_t = tl.max(seen.reshape(DOWN, 8, COLS), 1)  # 8 sets of 4 rows are a block
-        exponent_t = exponent_of(amax_bits_t, FORMAT_MAX, LARGEST, FLOOR)
+        exponent_t = exponent_of(amax_bits_t, LARGEST, CARRY)
         store_exponents(
             scale_t_ptr, exponent_t, first_k, tl.arange(0, COLS)[None, :],
-            first_m // 32, tl.arange(0, DOWN)[:, None], K, (M + 31) // 32, SWIZZLED,
+            first_m // 32, tl.arange(0, DOWN)[:, None], K, blocks_m, SWIZZLED,
         )  # fmt: skip
         factor_t = reciprocal_of(exponent_t)[:, None, :]
         factor_t = tl.broadcast_to(factor_t, (DOWN, 8, COLS)).reshape(ROWS_BY_4, COLS)
@@ -187,6 +196,13 @@ def _mx_kernel(
                 tl.store(data_t_ptr + k[None, :] * M + (m + i)[:, None], codes, inside)
 
 
+def rounding_constants(dtype: torch.dtype, scale_format: str) -> dict[str, int]:
+    """The compile-time arguments of `exponent_of`."""
+    mantissa, exponent = math.frexp(torch.finfo(dtype).max)
+    carry = 0x7FFFFF - int((2 * mantissa - 1) * 2**23)
+    return {"LARGEST": exponent - 1, "CARRY": carry if scale_format == definition.E8M0 else 0}
+
+
 def _launch(
     x: Tensor, dtype: torch.dtype, scale_format: str, swizzled: bool, rows: bool, cols: bool
 ) -> BothWays:
@@ -194,19 +210,16 @@ def _launch(
     if x.numel() == 0 or not (rows or cols):
         return outputs
     x, (data, scale, data_t, scale_t) = read_row_major(x, outputs)
-    M, K = x.shape
+    M, K = x.shape[-2:]
     write_rows, write_cols = data.numel() > 0, data_t.numel() > 0
     pack = M % 16 == 0
-    format_max = torch.finfo(dtype).max
-    # Whole tiles of swizzled scales: 128 rows and columns.
-    programs = triton.cdiv(M, 128) * 2 * triton.cdiv(K, 128)
+    squares = triton.cdiv(M, 128) * triton.cdiv(K, 128)  # of two tiles
     launch(
-        _mx_kernel, programs, x, as_bytes(data), as_bytes(scale),
-        as_bytes(data_t, pack and write_cols), as_bytes(scale_t), M, K, *x.stride(), **_TILE,
-        FORMAT=TRITON_FORMATS[dtype], FORMAT_MAX=format_max,
-        LARGEST=math.frexp(format_max)[1] - 1, FLOOR=scale_format == definition.E8M0_FLOOR,
-        SWIZZLED=swizzled, WRITE_ROWS=write_rows, WRITE_COLS=write_cols, PACK=pack,
-        num_warps=4, **NO_FUSION,
+        _mx_kernel, (2 * squares, count_of(x)), x, as_bytes(data), as_bytes(scale),
+        as_bytes(data_t, pack and write_cols), as_bytes(scale_t), *sizes_of(x), **_TILE,
+        FORMAT=TRITON_FORMATS[dtype], FORMAT_MAX=torch.finfo(dtype).max,
+        **rounding_constants(dtype, scale_format), SWIZZLED=swizzled,
+        WRITE_ROWS=write_rows, WRITE_COLS=write_cols, PACK=pack, num_warps=4, **NO_FUSION,
     )  # fmt: skip
     return outputs
 
@@ -215,9 +228,10 @@ def _definition(
     x: Tensor, dtype: torch.dtype, scale_format: str, swizzled: bool, rows: bool, cols: bool
 ) -> BothWays:
     outputs = _fake(x, dtype, scale_format, swizzled, rows, cols)
-    for wanted, source, data, scale in ((rows, x, *outputs[:2]), (cols, x.t(), *outputs[2:])):
+    block = (1,) * (x.dim() - 1) + (32,)
+    for wanted, source, data, scale in ((rows, x, *outputs[:2]), (cols, x.mT, *outputs[2:])):
         if wanted:
-            codes, exponents = definition.cast_dynamic(source, _BLOCK, dtype, scale_format)
+            codes, exponents = definition.cast_dynamic(source, block, dtype, scale_format)
             data.copy_(codes)
             scale.copy_(cublas.swizzled(exponents) if swizzled else exponents)
     return outputs
@@ -231,7 +245,7 @@ def _fake(
             f"float8::cast_mx: scales of 1x32 blocks are E8M0, not {scale_format!r}; use "
             f"{definition.E8M0!r} or {definition.E8M0_FLOOR!r}"
         )
-    M, K = x.shape
+    M, K = x.shape[-2:]
     return (
         new_data(x, M, K, rows, dtype),
         _new_scale(x, M, K, rows, swizzled),
@@ -241,12 +255,12 @@ def _fake(
 
 
 def _new_scale(x: Tensor, rows: int, cols: int, wanted: bool, swizzled: bool) -> Tensor:
-    """The empty scale of an operand (rows, cols)."""
-    down, across = scale_shape((rows, cols), _BLOCK)
-    if not swizzled:
+    """The empty scale of an operand (rows, cols), or of a stack."""
+    down, across = scale_shape((rows, cols), (1, 32))
+    if not (swizzled and wanted):
         return new_data(x, down, across, wanted, torch.float8_e8m0fnu)
-    size = cublas.swizzled_size(down, across) if wanted else 0
-    return torch.empty(size, dtype=torch.float8_e8m0fnu, device=x.device)
+    shape = (*x.shape[:-2], cublas.swizzled_size(down, across))
+    return torch.empty(shape, dtype=torch.float8_e8m0fnu, device=x.device)
 
 
 cast_mx = register(

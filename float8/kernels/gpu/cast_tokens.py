@@ -29,6 +29,7 @@ and columns of ``scale_t`` that belong to no block. A group without tokens has s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -41,7 +42,6 @@ from float8.kernels.gpu.amax import partial_amaxes
 from float8.kernels.gpu.cast_blockwise import cast_blockwise, new_scale
 from float8.kernels.gpu.cast_rowwise import cast_rowwise
 from float8.kernels.gpu.jit import (
-    amax_bits_of,
     convert_4,
     encode_fitting,
     group_of_tile,
@@ -73,7 +73,7 @@ ALIGNMENT = 16
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _TENSOR, _ROW, _BY_128 = (WHOLE, WHOLE), (1, WHOLE), (1, 128)
 # block -> the tile of a program, and its options
-_TILES = {
+_TILES: dict[Block, tuple[dict[str, int], dict[str, Any]]] = {
     _TENSOR: ({"ROWS": 64, "COLS": 128}, {"num_warps": 4, **NO_FUSION}),
     _ROW: ({"ROWS": 64, "COLS": 128}, {"num_warps": 4, **NO_FUSION}),
     _BY_128: ({"ROWS": 128, "COLS": 128}, {"num_warps": 8, **NO_FUSION}),
@@ -119,7 +119,24 @@ def _cast_kernel(
         return
     m = first + tl.arange(0, ROWS // 4) * 4  # rows of the group
     k = tile_k * COLS + tl.arange(0, COLS)
-    ys = to_float32(load_4_rows(x_ptr + begin * stride_m, m, k, size, K, stride_m, stride_k))
+    xs = load_4_rows(x_ptr + begin * stride_m, m, k, size, K, stride_m, stride_k)
+
+    seen = tl.zeros((ROWS // 4, COLS), tl.int32)
+    for i in tl.static_range(4):
+        x32, inside = xs[i].to(tl.float32), m + i < size
+        bits = magnitude_bits(x32)
+        seen = tl.maximum(seen, bits)
+        if WRITE_ROWS and not WHOLE_TENSOR:
+            row = begin + m + i
+            if BLOCKS:
+                amax, writes = tl.max(bits, 1), size
+            else:
+                amax, writes = tl.load(amax_ptr + row, inside, 0), tl.where(tile_k == 0, size, 0)
+            scale = scale_from_amax(amax.to(tl.float32, bitcast=True), FORMAT_MAX, POWER_OF_TWO)
+            tl.store(scale_ptr + tile_k * T + row, scale, m + i < writes)
+            codes = encode_fitting(x32, reciprocal(scale, POWER_OF_TWO)[:, None], FORMAT)
+            inside = inside[:, None] & (k < K)[None, :]
+            tl.store(data_ptr + row[:, None] * K + k[None, :], codes, inside)
 
     if WHOLE_TENSOR:
         scale = scale_of_tensor(
@@ -131,32 +148,17 @@ def _cast_kernel(
         factor_t = reciprocal(scale, POWER_OF_TWO and PARTIALS > 0)
     else:
         if BLOCKS:
-            amax_t = tl.max(amax_bits_of(ys), 0)
+            amax_t, writes = tl.max(seen, 0), K
             scale_t_ptr += (start // ROWS + group + first // ROWS) * K
-            last_k = K
         else:
             amax_t = tl.load(amax_t_ptr + group * K + k, k < K, 0)
+            writes = tl.where(first == 0, K, 0)
             scale_t_ptr += group * K
-            last_k = tl.where(first == 0, K, 0)  # the first tile writes the scales
         scale_t = scale_from_amax(amax_t.to(tl.float32, bitcast=True), FORMAT_MAX, POWER_OF_TWO)
         scale_t = tl.where(size > 0, scale_t, 1.0)
-        tl.store(scale_t_ptr + k, scale_t, k < last_k)
+        tl.store(scale_t_ptr + k, scale_t, k < writes)
         factor_t = reciprocal(scale_t, POWER_OF_TWO)[None, :]
-
-    if WRITE_ROWS and not WHOLE_TENSOR:
-        for i in tl.static_range(4):
-            row, inside = begin + m + i, m + i < size
-            if BLOCKS:
-                amax = tl.max(magnitude_bits(ys[i]), 1)
-                last = size
-            else:
-                amax = tl.load(amax_ptr + row, inside, 0)
-                last = tl.where(tile_k == 0, size, 0)
-            scale = scale_from_amax(amax.to(tl.float32, bitcast=True), FORMAT_MAX, POWER_OF_TWO)
-            tl.store(scale_ptr + tile_k * T + row, scale, m + i < last)
-            codes = encode_fitting(ys[i], reciprocal(scale, POWER_OF_TWO)[:, None], FORMAT)
-            inside = inside[:, None] & (k < K)[None, :]
-            tl.store(data_ptr + row[:, None] * K + k[None, :], codes, inside)
+    ys = to_float32(xs)
 
     FITS: tl.constexpr = PARTIALS > 0 or not WHOLE_TENSOR
     packed = convert_4(
@@ -208,43 +210,60 @@ def _lines_kernel(
         tl.atomic_max(amax_ptr + begin + m, tl.max(bits, 1), m < size, sem="relaxed")
 
 
+def _arguments(
+    x: Tensor, offs: Tensor, block: Block
+) -> tuple[int, tuple[int, ...], dict[str, Any]]:
+    """What both kernels launch with: programs, sizes and strides, compile-time arguments."""
+    (T, K), E = x.shape, offs.numel()
+    tile, options = _TILES[block]
+    programs = (T // tile["ROWS"] + E) * triton.cdiv(K, tile["COLS"])
+    sizes = (T, K, groups.padded_tokens(T, E, ALIGNMENT), E, *x.stride())
+    # At least 16, so that few forms are compiled.
+    return programs, sizes, {**tile, "GROUPS": max(16, triton.next_power_of_2(E)), **options}
+
+
+def _line_amaxes(x: Tensor, offs: Tensor, rows: bool) -> tuple[Tensor, Tensor]:
+    """int32 (T,) and (E K,): bits of the amaxes of the rows, and of each group's columns."""
+    T, K = x.shape
+    zeros = torch.zeros(T * rows + offs.numel() * K, dtype=torch.int32, device=x.device)
+    of_rows, of_groups = zeros[: T * rows], zeros[T * rows :]
+    programs, sizes, constants = _arguments(x, offs, _ROW)
+    launch(_lines_kernel, programs, x, offs, of_rows, of_groups, *sizes, OF_ROWS=rows, **constants)
+    return of_rows, of_groups
+
+
 def _launch(
     x: Tensor, offs: Tensor, block: Sequence[int], dtype: torch.dtype, scale_format: str,
     scale: Tensor | None, align: int, row_major: bool, transposed: bool,
 ) -> BothWays:  # fmt: skip
     check_device("cast_tokens", x, offs=offs, scale=scale)
-    block, (T, K), E = (block[0], block[1]), x.shape, offs.numel()
-    outputs = _fake(x, offs, block, dtype, scale_format, scale, align, row_major, transposed)
-    power_of_two = scale_format != definition.FLOAT32
-    if K == 0 or E == 0 or not (row_major or transposed):
+    if 0 in (x.shape[1], offs.numel()) or not (row_major or transposed):
         return _definition(x, offs, block, dtype, scale_format, scale, align, row_major, transposed)
-    if not transposed and block == _ROW:
-        return cast_rowwise(x, dtype, power_of_two, True, False)  # type: ignore[no-any-return]
-    if not transposed and block == _BY_128:
-        return cast_blockwise(x, dtype, power_of_two, *block, True, False)  # type: ignore[no-any-return]
+    block, power_of_two = (block[0], block[1]), scale_format != definition.FLOAT32
+    outputs = _fake(x, offs, block, dtype, scale_format, scale, align, row_major, transposed)
+    if not transposed and block != _TENSOR:
+        if block == _ROW:
+            rows: BothWays = cast_rowwise(x, dtype, power_of_two, True, False)
+        else:
+            rows = cast_blockwise(x, dtype, power_of_two, *block, True, False)
+        return rows
 
-    tile, options = _TILES[block]
-    programs = (T // tile["ROWS"] + E) * triton.cdiv(K, tile["COLS"])
-    sizes = (T, K, groups.padded_tokens(T, E, align), E, *x.stride())
-    constants = {**tile, "GROUPS": max(16, triton.next_power_of_2(E)), **options}
-    partials = partial_amaxes(x, offs=offs) if block == _TENSOR and scale is None else None
-    amaxes = torch.zeros(
-        T * row_major + E * K if block == _ROW else 0, dtype=torch.int32, device=x.device
-    )
-    of_rows, of_groups = amaxes[: T * row_major], amaxes[T * row_major :]
-    if block == _ROW:
-        launch(
-            _lines_kernel, programs, x, offs, of_rows, of_groups, *sizes, OF_ROWS=row_major,
-            **constants,
-        )  # fmt: skip
     data, row_scale, data_t, scale_t = outputs
+    partials, of_rows, of_groups = scale_t, scale_t, scale_t  # where they are not read
+    if block == _ROW:
+        of_rows, of_groups = _line_amaxes(x, offs, row_major)
+    is_computed = block == _TENSOR and scale is None
+    if is_computed:
+        partials = partial_amaxes(x, offs=offs)
+    programs, sizes, constants = _arguments(x, offs, block)
+    if block == _BY_128 and power_of_two and row_major and torch.version.hip is None:
+        constants["maxnreg"] = 128  # as in `cast_blockwise`, and nothing spills
     launch(
-        _cast_kernel, programs, x, offs, row_scale if scale is None else scale,
-        amaxes if partials is None else partials, of_rows, of_groups, as_bytes(data), row_scale,
-        as_bytes(data_t, transposed), scale_t, *sizes, WHOLE_TENSOR=block == _TENSOR,
-        BLOCKS=block == _BY_128, PARTIALS=0 if partials is None else partials.numel(),
-        WRITE_ROWS=row_major, WRITE_COLS=transposed, **format_constants(dtype, power_of_two),
-        **constants,
+        _cast_kernel, programs, x, offs, scale_t if scale is None else scale, partials, of_rows,
+        of_groups, as_bytes(data), row_scale, as_bytes(data_t, transposed), scale_t, *sizes,
+        WHOLE_TENSOR=block == _TENSOR, BLOCKS=block == _BY_128,
+        PARTIALS=partials.numel() if is_computed else 0, WRITE_ROWS=row_major,
+        WRITE_COLS=transposed, **format_constants(dtype, power_of_two), **constants,
     )  # fmt: skip
     return outputs
 
@@ -312,7 +331,8 @@ def shipped() -> list[Variant]:
         "e4m3, 1 x 128": (_BY_128, e4m3, rounded, None, True, True),
         "e4m3, 1 x 128, columns": (_BY_128, e4m3, rounded, None, False, True),
     }
-    return [
+    amaxes = variant("cast_tokens, amaxes", _line_amaxes, x, offs, True)
+    return [amaxes] + [
         variant(f"cast_tokens, {name}", _launch, x, offs, *form[:4], ALIGNMENT, *form[4:])
         for name, form in forms.items()
     ]

@@ -24,9 +24,11 @@ import torch
 import triton
 from torch import Tensor
 
+from float8.kernels import definition
+
 SWITCH = "FLOAT8_SKIP_KERNEL_CHECK"
 
-_CHECKED = ("cast", "cast_dynamic", "cast_rowwise", "cast_blockwise", "transpose")
+_CHECKED = ("cast", "cast_dynamic", "cast_rowwise", "cast_blockwise", "cast_tokens", "transpose")
 
 
 def checked(op: str, kernel: Callable[..., Any], definition: Callable[..., Any]) -> Any:
@@ -79,7 +81,10 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def _arguments(op: str) -> Iterator[tuple[Any, ...]]:
-    """The arguments of each launch of a check: a CPU matrix, and the op's other arguments."""
+    """The arguments of each launch of a check: a CPU matrix, and the op's other arguments.
+
+    The sizes of the groups of `cast_tokens`, 33, 1 and 17, leave nothing of its results unwritten.
+    """
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     random = torch.Generator().manual_seed(0)
     exponents = torch.randint(-12, 12, (80, 1), generator=random, device="cpu").float()
@@ -99,6 +104,16 @@ def _arguments(op: str) -> Iterator[tuple[Any, ...]]:
         yield from ((x, dtype, True, True, True) for dtype in (e4m3, e5m2))
     elif op == "cast_blockwise":
         yield from ((x, e4m3, True, *block, True, True) for block in ((1, 128), (128, 128)))
+    elif op == "cast_tokens":
+        offs = torch.tensor([33, 34, 51], dtype=torch.int32, device="cpu")
+        for block, given in (
+            ((-1, -1), scale),
+            ((-1, -1), None),
+            ((1, -1), None),
+            ((1, 128), None),
+        ):
+            scale_format = definition.scale_format_of(block[0] == 1)
+            yield x[:51], offs, block, e4m3, scale_format, given, 16, True, True
     else:
         yield (x.view(torch.uint8).view(e4m3),)
 
@@ -113,7 +128,7 @@ def _differences(found: Tensor, expected: Tensor) -> int:
 
 
 def _message(op: str, arguments: tuple[Any, ...], what: str, device: torch.device) -> str:
-    given = ", ".join(str(a.item() if isinstance(a, Tensor) else a) for a in arguments)
+    given = ", ".join(str(a.tolist() if isinstance(a, Tensor) else a) for a in arguments)
     compiler, variable = _compiler(device)
     return (
         f"float8::{op}({given}) on {device} differs from its definition in plain PyTorch: {what}. "

@@ -267,16 +267,13 @@ grouped_mm_gpu = register(
 
 
 def shipped() -> list[Variant]:
-    """Both forms of each product in the largest tile, and the other tiles in the recipes'."""
+    """Both forms of blockwise products in every tile, and of the others in the largest."""
     forms: list[tuple[Tile, bool, tuple[Block, Block], torch.dtype, bool]] = []
-    for tile in TILES:
-        forms += [
-            (tile, False, (BY_128, SQUARE), E4M3, False),
-            (tile, True, (BY_128,) * 2, E4M3, False),
-        ]
-        forms += [(tile, by_tokens, (ONE, ONE), E5M2, False) for by_tokens in (False, True)]
-    forms += [(TILES[0], by_tokens, (ROW, ROW), E4M3, False) for by_tokens in (False, True)]
-    forms += [(TILES[0], False, pair, E4M3, True) for pair in ((ONE, ONE), (ROW, ROW), (ROW, ONE))]
+    for by_tokens, pair in ((False, (BY_128, SQUARE)), (True, (BY_128, BY_128))):
+        forms += [(tile, by_tokens, pair, E4M3, False) for tile in TILES]
+        forms += [(TILES[0], by_tokens, (ONE, ONE), E5M2, False)]
+        forms += [(TILES[0], by_tokens, (ROW, ROW), E4M3, False)]
+    forms += [(TILES[0], False, pair, E4M3, True) for pair in ((ONE, ONE), (ROW, ROW))]
     return [_variant(*form) for form in forms]
 
 

@@ -198,7 +198,7 @@ def place_of_tile(pid, K, ROWS_BY_4: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def outputs_of_matrix(data_ptr, data_t_ptr, M, K, PACK: tl.constexpr):
-    """The pointers to a matrix of a stack: ``data`` (E, M, K), ``data_t`` (E, K, M) as `write_codes`."""
+    """The pointers of `write_codes` to a program's own matrix, in stacks (E, M, K), (E, K, M)."""
     e = tl.program_id(1).to(tl.int64)
     return data_ptr + e * M * K, data_t_ptr + e * K * ((M // 16) * 4 if PACK else M)
 
@@ -297,9 +297,9 @@ def _clamp(offset, T):
 
 @triton.jit
 def store_packed_group(out_ptr, packed, first_m4, k, size, start, K, P):
-    """`store_packed` of rows of a group, at the columns of (K, P) from ``start``; see `group_of_tile`.
+    """`store_packed` for rows of a group, to the columns of (K, P) that begin with ``start``.
 
-    P and ``start`` are multiples of 16, and ``size`` is rounded up to one: that stores the padding.
+    P and ``start`` are multiples of 16; ``size`` is rounded up to one, which stores the padding.
     """
     m4 = first_m4 + tl.arange(0, packed.shape[0])
     inside = (k < K)[:, None] & (m4 < (size + 15) // 16 * 4)[None, :]

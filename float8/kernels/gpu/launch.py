@@ -213,7 +213,9 @@ def row_major(x: Tensor) -> Tensor:
 
 def new_data(x: Tensor, rows: int, cols: int, wanted: bool, dtype: torch.dtype) -> Tensor:
     """Empty row-major matrices, as many as x has; no elements if they are not wanted."""
-    return torch.empty((*x.shape[:-2], rows, cols) if wanted else (0, 0), dtype=dtype, device=x.device)
+    return torch.empty(
+        (*x.shape[:-2], rows, cols) if wanted else (0, 0), dtype=dtype, device=x.device
+    )
 
 
 def as_bytes(data: Tensor, packed: bool = False) -> Tensor:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.formats import HIGH_PRECISION_DTYPES
+from float8.formats import HIGH_PRECISION_DTYPES, ScaleFormat
 from float8.granularity import WHOLE, scale_shape
+from float8.tensor.parts import is_e8m0
 from float8.tensor.tensor import Float8Tensor, implements
 
 aten = torch.ops.aten
@@ -130,9 +131,10 @@ def _cast_like(
         raise TypeError(f"cannot copy {source.dtype} into a Float8Tensor: convert it to {known}")
     source = source.to(destination.device).expand(destination.shape)
     fmt, block = destination.format, destination._block
-    fits = scale is None
+    fits = scale is None and not is_e8m0(destination._scale)
     if scale is None:
-        scale = kernels.scale_from_amax(kernels.amax(source, block), fmt.max)
+        scales = ScaleFormat.FLOAT32 if fits else ScaleFormat.E8M0
+        scale = kernels.scale_from_amax(kernels.amax(source, block), fmt.max, scales.value)
     return destination._replace(kernels.cast(source, scale, block, fmt.dtype, fits), scale)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.tensor.dispatch.copies import is_part
+from float8.tensor.parts import is_e8m0
 from float8.tensor.tensor import Float8Tensor, implements
 
 aten = torch.ops.aten
@@ -53,7 +54,7 @@ def _div_(func: Any, x: Tensor, divisor: Tensor | float) -> Tensor:
 
 def _is_for_the_scale(x: Float8Tensor, factor: Tensor | float) -> bool:
     is_one = not isinstance(factor, Tensor) or factor.numel() == 1
-    return is_one and x._scale.numel() == 1 and not is_part(x)
+    return is_one and x._scale.numel() == 1 and not is_part(x) and not is_e8m0(x._scale)
 
 
 def _with_scale(x: Float8Tensor, scale: Tensor) -> Float8Tensor:

@@ -7,7 +7,6 @@ GPU in bfloat16, as in `test_blockwise_mm.py`.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import oracle
@@ -16,14 +15,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from assertions import assert_error_within_baseline
+from assertions import assert_bitwise, assert_error_within_baseline
 from interpreter import launcher
-from shapes import DEVICES, HIGH_PRECISION, Case, pairs
+from shapes import DEVICES, Case, pairs
 from torch import Tensor
 
 from float8.kernels import definition
 from float8.kernels.gpu import grouped_mm as module
-from scripts import kernel_report
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ONE, ROW, BY_128, SQUARE = (-1, -1), (1, -1), (1, 128), (128, 128)
@@ -40,7 +38,7 @@ ALIGN = 16
 EVERY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 # Tokens of each expert: nothing a multiple of a tile, empty groups at both ends and inside, several
 # tiles and steps of 128 in one group, one expert, no token at all.
-SIZES = ((0, 5, 130, 0, 17, 0), (1,), (64, 128, 16), (0, 0, 3))
+SIZES = ((0, 5, 130, 0, 17, 0), (1,), (64, 128, 16))
 TILE = module.TILES[-1]
 
 
@@ -149,16 +147,200 @@ def by_tokens(sizes, M, N, blocks, formats=(E4M3, E4M3), spare=7) -> Product:
 
 
 @EVERY_DEVICE
-@pairs(sizes=SIZES, blocks=list(BLOCKS), formats=FORMATS, shape=[(123, 7), (272, 133)])
+@pairs(sizes=SIZES, blocks=list(BLOCKS), formats=FORMATS, shape=[(123, 7), (144, 70)])
 def test_tokens_by_experts(sizes, blocks, formats, shape, device):
     product = by_experts(sizes, *shape, BLOCKS[blocks], formats)
     product.check(product.multiply(device), (sizes, blocks, formats, shape))
 
 
 @EVERY_DEVICE
-@pairs(sizes=SIZES, blocks=BY_TOKENS, formats=FORMATS, shape=[(5, 7), (66, 133)])
+@pairs(sizes=SIZES, blocks=BY_TOKENS, formats=FORMATS, shape=[(5, 7), (66, 7)])
 def test_tokens_by_tokens(sizes, blocks, formats, shape, device):
     product = by_tokens(sizes, *shape, BLOCKS[blocks], formats)
-    product.check(product.multiply(device), (sizes, blocks, formats, shape))
-    for group, size in enumerate(sizes):
-        assert size or not product.multiply(device)[group].any()
+    actual = product.multiply(device)
+    product.check(actual, (sizes, blocks, formats, shape))
+    assert not any(actual[group].any() for group, size in enumerate(sizes) if size == 0)
+
+
+def form_of(by: str, sizes=(5, 0, 67, 9), blocks="1x128", **options) -> Product:
+    """One product of each form: more than one tile and step in either."""
+    build = {"experts": by_experts, "tokens": by_tokens}[by]
+    return build(sizes, *((144, 24) if by == "experts" else (24, 20)), BLOCKS[blocks], **options)
+
+
+EVERY_FORM = pytest.mark.parametrize("by", ["experts", "tokens"])
+
+
+@EVERY_DEVICE
+@EVERY_FORM
+@pytest.mark.parametrize("tile", module.TILES, ids=lambda tile: f"{tile.M}x{tile.N}")
+def test_every_tile(tile, by, device):
+    product = form_of(by, sizes=(0, 131, 2))
+    product.check(product.multiply(device, tile=tile), (tile, by))
+
+
+@EVERY_DEVICE
+@EVERY_FORM
+def test_more_row_tiles_than_one_group_of_programs_holds(by, device):
+    sizes = (64 * 9, 1, 3) if by == "experts" else (3, 1)
+    product = (
+        form_of("experts", sizes, "tensorwise")
+        if by == "experts"
+        else by_tokens(sizes, 64 * 9 + 1, 65, BLOCKS["tensorwise"])
+    )
+    product.check(product.multiply(device), by)
+
+
+@EVERY_DEVICE
+@EVERY_FORM
+@pytest.mark.parametrize("blocks", ["tensorwise", "rowwise", "1x128"])
+def test_fast_accumulation_and_the_chosen_tile(blocks, by, device):
+    product = form_of(by, blocks=blocks)
+    fast = {"out_dtype": torch.bfloat16, "use_fast_accum": True, "tile": None}
+    product.check(product.multiply(device, **fast), (blocks, by))
+
+
+@EVERY_DEVICE
+@EVERY_FORM
+def test_out_dtypes(by, device):
+    product = form_of(by, blocks="rowwise")
+    for out_dtype in HIGH_PRECISION:
+        product.check(product.multiply(device, out_dtype), (out_dtype, by))
+
+
+@EVERY_DEVICE
+@EVERY_FORM
+@pytest.mark.parametrize("blocks", ["rowwise", "1x128"])
+def test_strides_change_nothing(blocks, by, device):
+    product = form_of(by, blocks=blocks)
+    for i, part in enumerate(product.arguments):
+        if i in (0, 2):  # rows of a wider matrix
+            wide = nan_codes((*part.shape[:-1], part.shape[-1] + 32), part.dtype)
+            view = wide[..., 16:-16]
+            view.view(torch.uint8).copy_(part.view(torch.uint8))
+        else:
+            view = part.mT.contiguous().mT if part.is_contiguous() else part.contiguous()
+        assert view.stride() != part.stride() or 1 in part.shape
+        product.arguments[i] = view
+    product.check(product.multiply(device), (blocks, by))
+
+
+@EVERY_DEVICE
+@EVERY_FORM
+@pytest.mark.parametrize("blocks", ["rowwise", "1x128"])
+def test_faults_are_caught(blocks, by, device):
+    """A kernel that reads at another place than the layout says fails `check`."""
+    sizes = (35, 20, 0, 19) if by == "experts" else (35, 20, 0, 130)
+    faults = {
+        "a's next scale": (1, lambda s: s.roll(1, 0)),
+        "b's next scale": (3, lambda s: s.roll(1, -2)),
+        "the next expert's scale": (3, lambda s: s.roll(-1, 0)),
+        "a's next step": (1, lambda s: s.roll(-1, -1)),
+        "b's first step everywhere": (3, lambda s: s[..., :1].expand_as(s)),
+        "a's next row": (0, lambda x: rolled(x, 0)),
+        "b's next column": (2, lambda x: rolled(x, -1)),
+    }
+    for fault, (place, plant) in faults.items():
+        product = form_of(by, sizes, blocks)
+        planted = plant(product.arguments[place]).contiguous()
+        if same_values(planted, product.arguments[place]):
+            continue  # no such step
+        product.arguments[place] = planted
+        with pytest.raises(AssertionError, match="claimed at most"):
+            product.check(product.multiply(device), fault)
+    for fault, change in {"a later start": 1, "an earlier start": -1}.items():
+        product = form_of(by, sizes, blocks)
+        product.offs[1] += change * ALIGN
+        with pytest.raises(AssertionError, match="claimed at most"):
+            product.check(product.multiply(device), fault)
+
+
+def rolled(x: Tensor, dim: int) -> Tensor:
+    return x.view(torch.uint8).roll(1, dim).view(x.dtype)
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num()) if a.dtype == torch.float32 else False
+
+
+@EVERY_DEVICE
+@pytest.mark.parametrize("by", ["experts", "tokens"])
+@pytest.mark.parametrize("offs", [(700, 40, 900), (-5, 2**30, 3)], ids=str)
+def test_offsets_that_do_not_ascend_read_nothing_outside(offs, by, device):
+    """A GPU does not check them, which would take waiting; the groups are then wrong."""
+    product = form_of(by, (20, 0, 30), "rowwise")
+    product.offs.copy_(torch.tensor(offs))
+    product.multiply(device)
+
+
+@EVERY_DEVICE
+@EVERY_FORM
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0)], ids=str)
+def test_empty(shape, by, device):
+    sizes = (0, 0)
+    build = by_experts if by == "experts" else by_tokens
+    product = build(sizes, *shape, BLOCKS["rowwise"], spare=0)
+    assert not product.multiply(device).any()
+
+
+# --- refusals and the op
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "words"),
+    [
+        (0, lambda a: a.float(), "torch.float32 by"),
+        (0, lambda a: a[:, :-1], "shapes (88, 143) and (4, 24, 144)"),
+        (0, lambda a: a.view(torch.uint8).t().contiguous().t().view(E4M3), "a's strides are"),
+        (1, lambda s: s.double(), "a_scale is torch.float64"),
+        (3, lambda s: s[:, :-1], "b_scale is torch.float32 (4, 23, 2), not float32 (4, 24, 2)"),
+        (3, lambda s: s.to("meta"), "b_scale is on meta and the operand on cpu"),
+        (4, lambda offs: offs.long(), "offs of torch.int64 (4,)"),
+        (4, lambda offs: offs[1:], "offs of torch.int32 (3,) for b (4, 24, 144)"),
+        (5, lambda _: SQUARE, "scales of (128, 128) by (1, 128)"),
+        (7, lambda _: torch.float64, "out_dtype torch.float64"),
+    ],
+)
+def test_what_it_cannot_take_is_refused(place, change, words):
+    product = form_of("experts")
+    arguments = [*product.arguments, product.offs, BY_128, BY_128, torch.bfloat16, 1, False]
+    arguments[place] = change(arguments[place])
+    with pytest.raises(ValueError, match=f"float8::grouped_mm_gpu: .*{re.escape(words)}"):
+        module._launch(*arguments)
+
+
+@EVERY_DEVICE
+@EVERY_FORM
+def test_opcheck(by, device):
+    product = form_of(by)
+    parts = [part.nan_to_num() if part.dtype == torch.float32 else part
+             for part in product.arguments]  # fmt: skip
+    parts = [part.to(device) for part in (*parts, product.offs)]
+    checks = ("test_faketensor", "test_aot_dispatch_static", "test_autograd_registration")
+    arguments = (*parts, *product.blocks, torch.bfloat16, ALIGN, False)
+    torch.library.opcheck(module.grouped_mm_gpu, arguments, test_utils=checks)
+
+
+@EVERY_FORM
+def test_on_a_cpu_the_op_is_the_definition(by):
+    product = form_of(by)
+    arguments = (*product.arguments, product.offs, *product.blocks, torch.float32, ALIGN)
+    expected = torch.ops.float8.grouped_mm(*arguments)
+    product.check(expected, by)
+    assert_bitwise(module.grouped_mm_gpu(*arguments, False), expected, by)
+
+
+# --- the machine code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
+def test_only_fast_accumulation_leaves_the_whole_sum_to_the_tensor_core(arch):
+    """Without it, each step's sum is added in float32: at 128 x 128, 64 additions per thread."""
+    for fast in (False, True):
+        variant = next(
+            v for v in module.shipped() if v.constants["FAST"] == fast and "rowwise" in v.name
+        )
+        ptx = kernel_report.compile_for(variant, arch).asm["ptx"]
+        additions = len(re.findall(r"\badd(\.\w+)*\.f32", ptx))
+        assert additions == (0 if fast else 64), variant.name

@@ -5,13 +5,25 @@ That every one of them keeps values and metadata is tested in ``test_dispatch.py
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import oracle
 import pytest
 import torch
 from assertions import assert_bitwise, assert_same_float8
 from shapes import Case
 
-from float8 import E4M3, E5M2, Blockwise, Float8Tensor, Rowwise, Tensorwise
+from float8 import (
+    E4M3,
+    E5M2,
+    Blockwise,
+    Float8Tensor,
+    Rowwise,
+    ScaleFormat,
+    Tensorwise,
+    kernels,
+)
 
 quantize = Float8Tensor.from_high_precision
 KINDS = pytest.mark.parametrize(
@@ -110,6 +122,22 @@ def test_copy_from_high_precision_casts_with_new_scales(granularity):
     returned = destination.copy_(x)
     assert returned is destination
     assert_same_float8(destination, quantize(x, E5M2, granularity))
+
+
+def test_e8m0_scales_are_computed_copied_and_pickled():
+    mx = {"granularity": Blockwise(1, 8), "scale_format": ScaleFormat.E8M0}
+    x, other = (Case((6, 24), exponent=e, fill="wide", seed=2).make() for e in (9, -9))
+    q, expected = quantize(x, E5M2, **mx), quantize(other, E5M2, **mx)
+    assert_same_float8(copy.deepcopy(q).copy_(other), expected)
+    assert_same_float8(copy.deepcopy(q).copy_(expected), expected)
+    assert_same_float8(pickle.loads(pickle.dumps(q)), q)
+    part = q.clone()
+    part[2:4].copy_(other[2:4])  # under the scales that are there
+    assert_bitwise(part._scale, q._scale)
+    assert_bitwise(part._data[2:4], kernels.cast(other, q._scale, (1, 8), E5M2.dtype)[2:4])
+    one = quantize(x, E5M2, scale_format=ScaleFormat.E8M0)
+    tripled = one.dequantize() * 3
+    assert_same_float8(one.mul_(3), quantize(tripled, E5M2, scale_format=ScaleFormat.E8M0))
 
 
 @KINDS

@@ -21,7 +21,7 @@ from shapes import Case
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from float8 import E5M2, Blockwise, Float8Tensor, Rowwise, Tensorwise
+from float8 import E5M2, Blockwise, Float8Tensor, Rowwise, ScaleFormat, Tensorwise
 from float8.tensor.tensor import OP_TABLE
 
 SHAPE = (6, 24)
@@ -29,11 +29,12 @@ GRANULARITIES = {
     "tensorwise": Tensorwise(),
     "rowwise": Rowwise(),
     "1x8": Blockwise(1, 8),
+    "1x8 E8M0": Blockwise(1, 8),
     "3x4": Blockwise(3, 4),
     "4x16": Blockwise(4, 16),  # which does not divide
 }
 ROWS = {"3x4", "4x16"}  # blocks of several rows
-SPLIT = {"1x8", "3x4", "4x16"}  # rows of several scales
+SPLIT = {"1x8", "1x8 E8M0", "3x4", "4x16"}  # rows of several scales
 ALL = set(GRANULARITIES)
 
 
@@ -153,7 +154,8 @@ EVERY_GRANULARITY = pytest.mark.parametrize("name", GRANULARITIES)
 def example(name: str, seed: int = 1) -> Float8Tensor:
     """A tensor none of whose metadata is the default, and no two of whose scales are equal."""
     x = Case(SHAPE, torch.bfloat16, fill="wide", seed=seed).make()
-    return Float8Tensor.from_high_precision(x, E5M2, GRANULARITIES[name])
+    scales = ScaleFormat.E8M0 if "E8M0" in name else ScaleFormat.FLOAT32
+    return Float8Tensor.from_high_precision(x, E5M2, GRANULARITIES[name], scale_format=scales)
 
 
 def assert_consistent(q: Float8Tensor, dtype: torch.dtype, replay) -> None:
@@ -162,7 +164,8 @@ def assert_consistent(q: Float8Tensor, dtype: torch.dtype, replay) -> None:
     assert (q.dtype, q.format) == (dtype, E5M2), replay
     assert (q.shape, q.stride()) == (q._data.shape, q._data.stride()), replay
     assert q.storage_offset() == q._data.storage_offset(), replay
-    assert q._scale.dtype == torch.float32, replay
+    is_e8m0 = any("E8M0" in str(part) for part in replay)
+    assert q._scale.dtype == (torch.float8_e8m0fnu if is_e8m0 else torch.float32), replay
     assert tuple(q._scale.shape) == oracle.scale_shape(tuple(q.shape), q.block), replay
     assert q.device == q._data.device == q._scale.device, replay
 

@@ -1,0 +1,102 @@
+"""`grouped_mm` on FakeTensors of a CUDA device: which GEMMs a step runs, forward and backward.
+
+FakeTensors have no autograd without a CUDA build, so the autograd function is called by hand. Torch
+checks the layouts that it is handed; nothing may ask for a value, which would wait for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+from float8.config import Float8LinearConfig
+from float8.linear import bound_plan
+from float8.linear.autograd import NO_FACTORS, STATELESS, Call, Float8LinearFunction
+
+T, K, N, E = 100, 64, 48, 4
+BF16 = torch.bfloat16
+TORCH, TRITON, PLAIN = "aten::_scaled_grouped_mm", "float8::grouped_mm_gpu", "aten::_grouped_mm"
+BY_TRITON = (TRITON, TRITON, TRITON)
+# Of the output, grad_input and grad_weight.
+RUNS = {
+    "tensorwise": dict.fromkeys(("sm_89", "sm_90", "sm_100"), BY_TRITON),
+    "unit": dict.fromkeys(("sm_89", "sm_90", "sm_100"), BY_TRITON),
+    "blockwise": dict.fromkeys(("sm_89", "sm_90", "sm_100"), BY_TRITON),
+    "rowwise": {"sm_89": BY_TRITON, "sm_90": (TORCH, TORCH, TRITON), "sm_100": BY_TRITON},
+    "rowwise_with_gw_hp": {
+        "sm_89": (TRITON, TRITON, PLAIN),
+        "sm_90": (TORCH, TORCH, PLAIN),
+        "sm_100": (TRITON, TRITON, PLAIN),
+    },
+}
+
+
+class Context:
+    """What the autograd function needs of its context."""
+
+    needs_input_grad = (True, True, False, False, False)
+
+    def save_for_backward(self, *tensors):
+        self.saved_tensors = tensors
+
+
+class Gemms(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "local_scalar" not in func.name(), "waits for the device"
+        if func.name() in (TORCH, TRITON, PLAIN, "float8::grouped_mm"):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def step(recipe, arch, monkeypatch, dtype=BF16, **options):
+    """The GEMMs of a forward and backward, and the shapes of their results."""
+    monkeypatch.setattr(bound_plan.kernels, "family_of", lambda device: arch)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), **options)
+    bound_plan._bound_once.cache_clear()
+    try:
+        with FakeTensorMode(), torch.no_grad(), Gemms() as gemms:
+            x, w, g = (
+                torch.empty(*shape, dtype=dtype, device="cuda")
+                for shape in ((T, K), (E, N, K), (T, N))
+            )
+            offs = torch.empty(E, dtype=torch.int32, device="cuda")
+            ctx, plan = Context(), bound_plan.plan_for(config, x, grouped=True)
+            call = Call(plan, STATELESS, False, None, NO_FACTORS, saves=True)
+            out = Float8LinearFunction.forward(ctx, x, w, None, call, offs)
+            grad_x, grad_w, *_ = Float8LinearFunction.backward(ctx, g)
+    finally:
+        bound_plan._bound_once.cache_clear()
+    assert out.dtype == grad_x.dtype == grad_w.dtype == dtype
+    assert (out.shape, grad_x.shape, grad_w.shape) == ((T, N), (T, K), (E, N, K))
+    return tuple(gemms.names)
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90", "sm_100"])
+@pytest.mark.parametrize("recipe", RUNS)
+def test_the_gemms_of_a_step(recipe, arch, monkeypatch):
+    assert step(recipe, arch, monkeypatch) == RUNS[recipe][arch]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_results_in_float32_are_not_torchs(recipe, monkeypatch):
+    assert step(recipe, "sm_90", monkeypatch, dtype=torch.float32) == BY_TRITON
+
+
+def test_emulation_runs_plain_pytorch(monkeypatch):
+    assert step("rowwise", "sm_90", monkeypatch, emulate=True) == ("float8::grouped_mm",) * 3
+
+
+@pytest.mark.parametrize(("recipe", "arch"), [("rowwise", "gfx94"), ("mxfp8", "sm_90")])
+def test_what_no_gpu_runs_is_refused_with_the_way_out(recipe, arch, monkeypatch):
+    with pytest.raises(ValueError, match=f"grouped_mm: {arch} does not run .* emulate=True"):
+        step(recipe, arch, monkeypatch)
