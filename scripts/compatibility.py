@@ -133,23 +133,26 @@ class Notes:
         return "\n".join(f"{i}. `{text}`" for i, text in enumerate(self.found.values(), 1))
 
 
-def cell(config: Float8LinearConfig, family: str, notes: Notes) -> str:
+def cell(config: Float8LinearConfig, family: str, notes: Notes, grouped: bool = False) -> str:
     """By which GEMMs a device runs a recipe, in which dtypes; numbers of `Notes` for the others."""
     weight = torch.empty(64, 64, device="meta")
     runs: dict[str, list[str]] = {}
     reasons: set[int] = set()
     for dtype in sorted(HIGH_PRECISION_DTYPES, key=list(SHORT).index):
-        reason = refuses_call(config, weight, 64, dtype, family, grad=True)
+        plan = BoundPlan(config.plan, family, dtype, config.emulate, False, False, grouped)
+        gemms = [plan.output, plan.grad_input, plan.grad_weight]
+        if grouped:
+            reason = next((f"grouped: {g.refusal}" for g in gemms if g.refusal is not None), None)
+        else:
+            reason = refuses_call(config, weight, 64, dtype, family, grad=True)
         if reason is not None:
             reasons.add(notes.number(reason, family, dtype))
             continue
-        plan = BoundPlan(config.plan, family, dtype, config.emulate, False, False)
-        gemms = [plan.output, plan.grad_input, plan.grad_weight]
         names = dict.fromkeys(gemm.name for gemm in gemms if gemm.a is not None)
         runs.setdefault(" and ".join(names), []).append(SHORT[dtype])
     parts = [f"{name}: {_all(dtypes)}" for name, dtypes in runs.items()] or ["refused"]
     numbers = ", ".join(str(number) for number in sorted(reasons))
-    return "; ".join(parts).replace("the Triton GEMM", "Triton") + (
+    return "; ".join(parts).replace("the Triton ", "Triton ").replace("Triton GEMM", "Triton") + (
         f" ({numbers})" if reasons else ""
     )
 
@@ -160,13 +163,24 @@ def _all(dtypes: list[str]) -> str:
 
 def devices() -> str:
     """The matrix of devices and recipes, and the messages that its numbers stand for."""
+    return matrix(RECIPES, grouped=False)
+
+
+def grouped_gemms() -> str:
+    """The same for grouped GEMMs, which no delayed recipe has."""
+    recipes = {name: c for name, c in RECIPES.items() if not c.uses_delayed_scaling}
+    return matrix(recipes, grouped=True)
+
+
+def matrix(recipes: dict[str, Float8LinearConfig], grouped: bool) -> str:
+    """A row per architecture, where that matters per version of CUDA; a column per recipe."""
     notes, rows = Notes(), {}
     for family in GPUS:
         for cuda in CUDA_VERSIONS:
             with torch_for(cuda):
-                rows[family, cuda] = [cell(config, family, notes) for config in RECIPES.values()]
+                rows[family, cuda] = [cell(c, family, notes, grouped) for c in recipes.values()]
     columns: dict[tuple[str, ...], list[str]] = {}
-    for i, recipe in enumerate(RECIPES):
+    for i, recipe in enumerate(recipes):
         columns.setdefault(tuple(row[i] for row in rows.values()), []).append(f"`{recipe}`")
     head = ["architecture", "devices", "has run", *(", ".join(names) for names in columns.values())]
     lines = []
@@ -200,6 +214,7 @@ FORMATS = (E4M3, E5M2)
 PARTS: dict[str, Callable[[], str]] = {
     "versions": versions,
     "devices": devices,
+    "grouped_gemms": grouped_gemms,
     "casts": casts,
     "frameworks": frameworks,
 }

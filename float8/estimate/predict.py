@@ -162,13 +162,15 @@ def refuses(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) 
         if layer.shape.E is None:
             reason = refuses_call(config, weight, M, dtype, device.arch, use.training)
         else:
-            reason = _refuses_experts(config, dtype, device, use)
+            reason = _refuses_experts(layer.shape, config, dtype, device, use)
     return reason or _lacks_figures(config, device, use)
 
 
 def _refuses_experts(
-    config: Float8LinearConfig, dtype: torch.dtype, device: Device, use: Use
+    shape: Shape, config: Float8LinearConfig, dtype: torch.dtype, device: Device, use: Use
 ) -> str | None:
+    if not config.pad_inner_dim and (shape.K % ALIGNMENT or shape.N % ALIGNMENT):
+        return f"experts of K={shape.K} by N={shape.N}, no multiples of {ALIGNMENT}; pad_inner_dim"
     plan = BoundPlan(config.plan, device.arch, dtype, False, config.pad_inner_dim, False, True)
     gemms = {name: getattr(plan, name).refusal for name in kinds_of_plan(config.plan, use)}
     return next((f"{name}: {why}" for name, why in gemms.items() if why is not None), None)
