@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -198,30 +198,11 @@ def _contiguous(x: Tensor) -> Tensor:
 
 
 def _triton_multiply(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_block: Block,
-    b_block: Block,
-    out_dtype: torch.dtype,
-    align: int,
-    use_fast_accum: bool,
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *others: Any
 ) -> Tensor:
     _load_triton_gemm()
-    out: Tensor = torch.ops.float8.grouped_mm_gpu.default(
-        contraction_last(a),
-        a_scale,
-        contraction_last(b),
-        b_scale,
-        offs,
-        a_block,
-        b_block,
-        out_dtype,
-        align,
-        use_fast_accum,
-    )
+    run = torch.ops.float8.grouped_mm_gpu.default
+    out: Tensor = run(contraction_last(a), a_scale, contraction_last(b), b_scale, *others)
     return out
 
 
