@@ -117,6 +117,7 @@ CASTS = {
     "rowwise both": Cast("cast_rowwise", "cast_rowwise", (E4M3, True, True, True), 6),
     "1x128 both": Cast("cast_blockwise", "cast_blockwise", (E4M3, True, 1, 128, True, True), 4),
     "128x128 both": Cast("cast_blockwise", "cast_blockwise", (E4M3, True, 128, 128, True, True), 4),
+    "1x32 both": Cast("cast_mx", "cast_mx", (E4M3, "e8m0", True, True, True), 4),
     "static tokens": _tokens(-1, -1, 4, SCALE),
     "dynamic tokens": _tokens(-1, -1, 6),
     "rowwise tokens": _tokens(1, -1, 6),

@@ -35,6 +35,7 @@ class GemmCounter(TorchDispatchMode):
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
         torch.ops.aten._scaled_mm.default,
+        torch.ops.aten._scaled_grouped_mm.default,
     )
 
     def __init__(self) -> None:
@@ -63,6 +64,7 @@ class CastMeter(TorchDispatchMode):
         "float8::cast_dynamic": 2,
         "float8::transpose": 1,
         "float8::cast_blockwise": 1,
+        "float8::cast_mx": 1,
     }
     # ours -> kernels that it launches
     LAUNCHES: ClassVar = {"float8::cast": 1, "float8::cast_dynamic": 2, "float8::transpose": 1}

@@ -59,7 +59,7 @@ def step(config, cached=False, microbatches=1):
     """
     with ExitStack() as stack:
         arch = "sm_100" if config.cast_config_input.scale_format.is_e8m0 else "sm_90"
-        stack.enter_context(mock.patch.object(scaled_mm, "architecture", lambda index=None: arch))
+        stack.enter_context(mock.patch.object(scaled_mm, "architecture", return_value=arch))
         stack.enter_context(FakeTensorMode())
         stack.enter_context(torch.no_grad())
         meter = stack.enter_context(CastMeter())
