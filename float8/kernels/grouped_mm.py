@@ -389,6 +389,8 @@ def multiply_groups(
         if b_block[-2] != WHOLE and b_scale.dim() == 3:  # not those that are swizzled
             missing = ceil_div(b.shape[1], b_block[-2]) - b_scale.shape[1]
             b_scale = F.pad(b_scale, (0, 0, 0, missing), value=1.0)
+    if b.stride(-1) != 1:  # a gathered weight for grad_input: the copy lives while this runs
+        b = contraction_last(b)
     out = _named()[gemm].multiply(
         a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align, use_fast_accum
     )
