@@ -135,7 +135,9 @@ def cast_groups(
         cpu.cast(x_KT, found, block, dtype, fits, data_t[:, start : start + end - begin])
         if scale is None:
             is_whole = block[1] == WHOLE
-            where = scales_t[group, :, None] if is_whole else scales_t[:, start // block[1] + group :]
+            where = (
+                scales_t[group, :, None] if is_whole else scales_t[:, start // block[1] + group :]
+            )
             _write(where, found)
     return out
 
@@ -221,6 +223,8 @@ _TRITON: dict[Block, str] = dict.fromkeys(((WHOLE, WHOLE), (1, WHOLE), (1, 128))
 GROUP_KERNELS: dict[str, dict[Block, str]] = {
     family: _TRITON for family in SUPPORT if family.startswith("sm_")
 }
+# In the layout of torch's grouped GEMM of MX formats, which runs on this family alone.
+GROUP_KERNELS["sm_100"] = {**_TRITON, (1, 32): "cast_tokens_mx"}
 
 
 def cast_tokens(

@@ -152,7 +152,7 @@ def cast_matrix(
     if scale is None:
         scale = _scale(x, how, state, record)
     out = None
-    if decode and x.dim() == 3 and not torch.compiler.is_compiling():
+    if decode and x.dim() == 3 and x.device.type == "cpu" and not torch.compiler.is_compiling():
         out = torch.empty_like(x, dtype=torch.bfloat16)
     return kernels.cast(x, scale, how.block, how.dtype, how.fits, out), scale
 
@@ -281,7 +281,16 @@ def _by_kernel(
         amax = state.current_amax if how.is_delayed and record else None
         scale = _scale_of_state(x, how, state) if scale is None else scale
     return kernels.cast_by_kernel(
-        how.kernel, x, how.block, how.dtype, how.scale_format, scale, row_major, transpose, amax
+        how.kernel,
+        x,
+        how.block,
+        how.dtype,
+        how.scale_format,
+        scale,
+        row_major,
+        transpose,
+        amax,
+        how.swizzled,
     )
 
 
