@@ -98,6 +98,7 @@ CASTS = {
     "rowwise both": Cast("cast_rowwise", "cast_rowwise", (E4M3, True, True, True), 6),
     "1x128 both": Cast("cast_blockwise", "cast_blockwise", (E4M3, True, 1, 128, True, True), 4),
     "128x128 both": Cast("cast_blockwise", "cast_blockwise", (E4M3, True, 128, 128, True, True), 4),
+    "1x32 both": Cast("cast_mx", "cast_mx", (E4M3, "e8m0", True, True, True), 4),
     "static rms norm": Cast("norm_cast", "rms_norm_cast", (None, 1e-5, SCALE, *NORMED), 4),
     "dynamic rms norm": Cast("norm_cast", "rms_norm_cast", (None, 1e-5, None, *NORMED), 6),
     "static layer norm": Cast(

@@ -23,7 +23,7 @@ import torch
 from interpreter import _mend_float8_casts
 from torch import Tensor
 
-from float8.kernels import definition
+from float8.kernels import cublas, definition
 
 GPU = "float8.kernels.gpu"
 importlib.import_module(f"{GPU}.launch").register = lambda schema, *, kernel, **_: kernel
@@ -109,6 +109,24 @@ def check(rows: int, columns: int, tail: int) -> None:
         )
         ends = data_t[:, -last:], scale_t[:, -1:]
         same_blocks(f"cast_blockwise {block} {size} transposed", x[-last:].t(), block, *ends)
+        del data, data_t
+
+    for swizzled in (True, False):
+        data, scale, data_t, scale_t = op("cast_mx", "cast_mx")(
+            x, E4M3, "e8m0", swizzled, True, True
+        )
+        codes, exponents = definition.cast_dynamic(x[-last:], (1, 32), E4M3, "e8m0")
+        codes_t, exponents_t = definition.cast_dynamic(x[-last:].t(), (1, 32), E4M3, "e8m0")
+        if swizzled:  # the last 128 rows; of the transpose, the last 128 of the last rows
+            exponents = cublas.swizzled(exponents)
+            exponents_t = cublas.swizzled(exponents_t)[-512:]
+            scale, scale_t = scale[-exponents.numel() :], scale_t[-512:]
+        else:
+            scale, scale_t = scale[-last:], scale_t[:, -exponents_t.shape[1] :]
+        same(f"cast_mx {size} scales", scale, exponents)
+        same(f"cast_mx {size}", data[-last:], codes)
+        same(f"cast_mx {size} transposed scales", scale_t, exponents_t)
+        same(f"cast_mx {size} transposed", data_t[:, -last:], codes_t)
         del data, data_t
 
     a = untouched(rows, columns, torch.uint8)

@@ -63,6 +63,7 @@ class CastMeter(TorchDispatchMode):
         "float8::cast_dynamic": 2,
         "float8::transpose": 1,
         "float8::cast_blockwise": 1,
+        "float8::cast_mx": 1,
     }
     # ours -> kernels that it launches
     LAUNCHES: ClassVar = {"float8::cast": 1, "float8::cast_dynamic": 2, "float8::transpose": 1}
