@@ -394,6 +394,8 @@ def multiply_groups(
         return out
     if 0 in (*a.shape, *b.shape):
         return _empty(a, b, offs, out_dtype)
+    if b.dim() == 3 and b_scale.dim() == 2:
+        b_scale = b_scale.view(1, 1, 1)  # one static scale for all experts
     columns = b.shape[-2]
     rows, inner = -columns % ALIGNMENT, -b.shape[-1] % ALIGNMENT
     if b.dim() == 3 and (rows or inner):

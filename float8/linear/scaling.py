@@ -152,7 +152,7 @@ def cast_matrix(
     if scale is None:
         scale = _scale(x, how, state, record)
     out = None
-    if decode and x.dim() == 3 and not torch.compiler.is_compiling():
+    if decode and x.dim() == 3 and x.device.type == "cpu" and not torch.compiler.is_compiling():
         out = torch.empty_like(x, dtype=torch.bfloat16)
     return kernels.cast(x, scale, how.block, how.dtype, how.fits, out), scale
 

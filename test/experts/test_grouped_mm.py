@@ -5,6 +5,7 @@ Rows beyond the last offset hold NaN in every test, so that reading one of them 
 
 from __future__ import annotations
 
+import functools
 import math
 
 import grouped_oracle
@@ -12,9 +13,11 @@ import pytest
 import torch
 from assertions import assert_bitwise, assert_error_within_baseline
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import float8
 from float8 import Float8LinearConfig
+from float8.experts.grouped_mm import grouped_mm_in_float8
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "unit")
 K, N = 96, 160
@@ -47,15 +50,16 @@ def make(
 
 
 def step(run, x, w, offs, g):
-    """Output, grad_input and grad_weight (E, N, K) of ``run(x, weight.mT, offs)``."""
+    """Output, grad_input and grad_weight (E, N, K) of ``run(x, weight, offs)``."""
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-    out = run(x, w.mT, offs)
+    out = run(x, w, offs)
     out.backward(g)
     return out.detach(), x.grad, w.grad
 
 
 def results_of(recipe, x, w, offs, g):
-    return step(lambda *a: float8.grouped_mm(*a, config_of(recipe)), x, w, offs, g)
+    config = config_of(recipe)
+    return step(lambda x, w, offs: float8.grouped_mm(x, w.mT, offs, config), x, w, offs, g)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -91,7 +95,7 @@ def test_any_strides(recipe):
     wanted = results_of(recipe, x, w, offs, g)
     copied = step(
         lambda x, w, offs: float8.grouped_mm(
-            x.t().contiguous().t(), w.contiguous(), offs, config_of(recipe)
+            x.t().contiguous().t(), w.mT.contiguous(), offs, config_of(recipe)
         ),
         *(x, w, offs, g.t().contiguous().t()),
     )
@@ -99,3 +103,189 @@ def test_any_strides(recipe):
     exact = 2 if recipe == "rowwise_with_gw_hp" else 3
     for actual, expected in zip(copied[:exact], wanted[:exact], strict=True):
         assert_bitwise(actual, expected, recipe)
+
+
+# --- what runs, and what is kept
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_only_what_is_needed_runs(recipe):
+    x, w, offs, g = make()
+    _, grad_x, grad_w = results_of(recipe, x, w, offs, g)
+    config = config_of(recipe)
+    frozen = float8.grouped_mm(x, w.detach().mT, offs, config)
+    kept = tensors_kept_by(lambda: float8.grouped_mm(x, w.detach().mT, offs, config))
+    assert not any(t.shape in (x.shape, x.t().shape) for t in kept), "x is kept for a frozen weight"
+    frozen.backward(g)
+    assert_bitwise(x.grad, grad_x, recipe)
+    float8.grouped_mm(x.detach(), w.mT, offs, config).backward(g)
+    assert_bitwise(w.grad, grad_w, recipe)
+
+
+def tensors_kept_by(run) -> list[Tensor]:
+    """What autograd saves for the backward of ``run``."""
+    kept: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run()
+    return kept
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "rowwise_with_gw_hp"])
+def test_saved_for_backward(recipe):
+    sizes = [512] * 8
+    x, w, offs, _ = make(sizes, (512, 256), beyond=0)
+    kept = tensors_kept_by(lambda: float8.grouped_mm(x, w.mT, offs, config_of(recipe)))
+    own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    own.pop(w.untyped_storage().data_ptr())
+    bfloat16 = x.numel() * 2 + offs.numel() * 4
+    assert sum(own.values()) <= 0.54 * bfloat16
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_checkpointing(recipe, reentrant):
+    x, w, offs, g = make()
+    wanted = results_of(recipe, x, w, offs, g)
+
+    def run(x, w, offs):
+        return checkpoint(
+            float8.grouped_mm, x, w.mT, offs, config_of(recipe), use_reentrant=reentrant
+        )
+
+    for actual, expected in zip(step(run, x, w, offs, g), wanted, strict=True):
+        assert_bitwise(actual, expected, recipe)
+
+
+def test_no_gradients():
+    x, w, offs, g = make()
+    wanted = results_of("rowwise", x, w, offs, g)[0]
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            assert_bitwise(float8.grouped_mm(x, w.mT, offs, config_of("rowwise")), wanted)
+
+
+def test_autocast():
+    x, w, offs, g = make()
+    wanted = results_of("rowwise", x, w, offs, g)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, grad_x, grad_w = results_of("rowwise", x.float(), w.float(), offs, g)
+    for actual, expected in zip((out, grad_x.bfloat16(), grad_w.bfloat16()), wanted, strict=True):
+        assert_bitwise(actual, expected)
+
+
+def test_no_second_derivative():
+    x, w, offs, _ = make(beyond=0)
+    out = float8.grouped_mm(x, w.mT, offs)
+    with pytest.raises(RuntimeError, match="grouped_mm has no second derivative"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (0, 0, 5), (5, 0, 0)], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_few_tokens(recipe, sizes):
+    x, w, offs, g = make(sizes=sizes, beyond=3)
+    out, grad_x, grad_w = results_of(recipe, x, w, offs, g)
+    end = sum(sizes)
+    assert out[:end].isfinite().all()
+    assert not out[end:].any()
+    assert not grad_x[end:].any()
+    assert grad_w.shape == w.shape
+    assert all(bool(grad.any()) == (size > 0) for grad, size in zip(grad_w, sizes, strict=True))
+
+
+@pytest.mark.parametrize("factor", [0.25, 3.0])
+@pytest.mark.parametrize("recipe", ["unit", "mxfp8"])
+def test_factors(recipe, factor):
+    x, w, offs, g = make(dtype=torch.float32)
+    plain = results_of(recipe, x, w, offs, g)
+    factors = (factor, lambda: 2 * factor, 4 * factor)
+    config = config_of(recipe)
+
+    def run(x, w, offs):
+        return grouped_mm_in_float8(x, w.mT, offs, config, factors)
+
+    scaled = step(run, x, w, offs, g)
+    for actual, expected, times in zip(scaled, plain, (1, 2, 4), strict=True):
+        torch.testing.assert_close(actual, expected * (times * factor))
+
+
+# --- torch.compile
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_to_the_same_bits(recipe):
+    torch._dynamo.reset()
+    config = config_of(recipe)
+
+    @functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    def compiled(x, weight, offs):
+        return float8.grouped_mm(x, weight.mT, offs, config)
+
+    frames = []
+    for seed, sizes in enumerate([SIZES, (100, 20, 30, 28, 0), (0, 0, 0, 0, 178)]):
+        x, w, offs, g = make(sizes, seed=seed)
+        results = step(compiled, x, w, offs, g)
+        for actual, expected in zip(results, results_of(recipe, x, w, offs, g), strict=True):
+            assert_bitwise(actual, expected, (recipe, sizes))
+        frames.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(set(frames)) == 1, "compiled again for another routing"
+
+
+# --- bad input
+
+
+def bad_calls():
+    x, w = torch.ones(8, 32), torch.ones(2, 32, 16)
+    offs = torch.tensor([3, 8], dtype=torch.int32)
+
+    def ends(*values):
+        return torch.tensor(values, dtype=torch.int32)
+
+    return {
+        "int64": ((x, w, offs.long()), TypeError, r"offs is torch.int64.*offs.to\(torch.int32\)"),
+        "no vector": ((x, w, offs[None]), ValueError, r"offs \(E,\), got .*\(1, 2\)"),
+        "three ends": ((x, w, ends(1, 2, 3)), ValueError, "offs has 3 ends, but w has 2 experts"),
+        "descending": ((x, w, ends(5, 3)), ValueError, r"offs\[1\]=3 is less than offs\[0\]=5"),
+        "negative": ((x, w, ends(-1, 3)), ValueError, r"offs\[0\]=-1 is negative"),
+        "beyond": ((x, w, ends(3, 9)), ValueError, r"offs\[1\]=9 is beyond the 8 rows of x"),
+        "x is 3-D": ((x[None], w, offs), ValueError, r"x must be \(T, K\)"),
+        "w is 2-D": ((x, w[0], offs), ValueError, r"w \(E, K, N\)"),
+        "(E, N, K)": ((x, w.mT, offs), ValueError, "K=32, but w has K=16.*pass weight.mT"),
+        "dtypes": ((x, w.bfloat16(), offs), TypeError, "x is torch.float32 and w is torch.bfloat"),
+        "float64": (
+            (x.double(), w.double(), offs),
+            TypeError,
+            "x is torch.float64; float8 is cast",
+        ),
+        "devices": ((x, w.to("meta"), offs), ValueError, "w on meta"),
+        "delayed": (
+            (x, w, offs, config_of("delayed")),
+            ValueError,
+            "a delayed config keeps a history.*take a dynamic recipe",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", bad_calls())
+def test_bad_input(name):
+    args, error, says = bad_calls()[name]
+    with pytest.raises(error, match=f"^grouped_mm: .*{says}"):
+        float8.grouped_mm(*args)
+
+
+@pytest.mark.parametrize("op", ["cast_groups", "grouped_mm"])
+def test_the_ops_are_what_they_say(op):
+    x, w, offs, _ = make(beyond=4)
+    x, w = x.detach(), w.detach()
+    if op == "cast_groups":
+        args = (x, offs, (1, 32), torch.float8_e4m3fn, "float32", None, 16, True, True)
+    else:
+        one = torch.ones(1, 1)
+        # In bfloat16, as float8 data decoded: torch checks inputs by arithmetic that float8 lacks.
+        args = (x.nan_to_num(), one, w, one[None], offs, (-1, -1), (1, -1, -1), torch.bfloat16, 1)
+    torch.library.opcheck(getattr(torch.ops.float8, op).default, args)
