@@ -96,6 +96,10 @@ def test_results_in_float32_are_not_torchs(recipe, monkeypatch):
     assert step(recipe, "sm_90", monkeypatch, dtype=torch.float32) == BY_TRITON
 
 
+def test_mx_products_are_torchs_on_sm_100(monkeypatch):
+    assert step("mxfp8", "sm_100", monkeypatch) == (TORCH, TORCH, TORCH)
+
+
 @pytest.mark.parametrize(("recipe", "arch"), [("rowwise", "gfx94"), ("mxfp8", "sm_90")])
 def test_what_no_gpu_runs_is_refused_with_the_way_out(recipe, arch, monkeypatch):
     with pytest.raises(ValueError, match=f"grouped_mm: {arch} does not run .* emulate=True"):
