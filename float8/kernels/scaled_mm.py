@@ -366,7 +366,9 @@ def multiply(
             several devices.
     """
     if gemm == PLAIN or 0 in (*a_MK.shape, *b_NK.shape):
-        return cpu.scaled_mm(a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype)
+        return cpu.scaled_mm(
+            a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype, None
+        )
     candidate = GEMMS[gemm]
     reason = _refuses_devices(a_MK.device, a_scale=a_scale, b=b_NK, b_scale=b_scale, bias=bias_N)
     if reason is not None:

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import Float8LinearConfig
-from float8.formats import FORMATS
 from float8.granularity import scale_shape
 from float8.linear.bound_plan import BoundGemm, BoundPlan, plan_for, without_autocast
 from float8.linear.float8_weight import Float8Weight
@@ -271,7 +270,7 @@ def _cast_weight(w_NK: Tensor, call: Call) -> tuple[Pair, _Saved]:
 def _cast_weight_again(ctx: Any, w_NK: Tensor, w_scale: Tensor | None) -> Pair:
     """w_KN, cast in backward; with forward's scale if both casts are the same."""
     operand = ctx.plan.w
-    if w_NK.dtype in FORMATS:  # a resident weight whose scales grad_input cannot read
+    if w_NK.element_size() == 1:  # a resident weight whose scales grad_input cannot read
         w_NK = kernels.dequantize(w_NK, w_scale, operand.first.block, ctx.plan.dtype)
         w_scale = None
     w_NK = _to(w_NK, ctx.plan.dtype)
@@ -322,7 +321,7 @@ def linear_in_float8(input: Tensor, weight: Tensor, bias: Tensor | None, call: C
         (..., N) in the compute dtype.
     """
     with without_autocast(input):
-        return Float8LinearFunction.apply(input, weight, bias, call)
+        return Float8LinearFunction.apply(input, weight, bias, call, None)
 
 
 def refuse_double_backward(name: str) -> None:
