@@ -64,6 +64,7 @@ class Cast:
     op: str
     arguments: tuple[Any, ...]
     bytes_per_element: float
+    compiles: bool = True  # whether the definition in plain PyTorch does
 
     def on(self, x: Tensor) -> Callable[[], object]:
         """The registered op: the kernel on CUDA."""
@@ -80,13 +81,31 @@ class Cast:
         return partial(function, x, *self._arguments(x))
 
     def _arguments(self, x: Tensor) -> list[Any]:
-        values = [torch.randn_like(x) if a is ANOTHER else a for a in self.arguments]
+        made: dict[str, Callable[[Tensor], Tensor]]
+        made = {ANOTHER: torch.randn_like, OFFSETS: _offsets}
+        values = [made[a](x) if isinstance(a, str) and a in made else a for a in self.arguments]
         return [a.to(x.device) if isinstance(a, Tensor) else a for a in values]
 
 
+def _offsets(x: Tensor) -> Tensor:
+    """The ends of groups of rows: about 128 on average, few in the first groups."""
+    parts = torch.linspace(0, 1, x.shape[0] // 128 + 2)[1:]
+    return (parts.square() * x.shape[0]).to(x.device, torch.int32)
+
+
 ANOTHER = "another matrix like x"
+OFFSETS = "the ends of groups of rows"
 SCALE = torch.full((1, 1), 0.01)
 NORMED = (torch.bfloat16, E4M3, False, True)  # a norm's result in bfloat16, cast both ways
+
+
+def _tokens(rows: int, cols: int, bytes_per_element: float, scale: Tensor | None = None) -> Cast:
+    """`cast_tokens` in both orientations."""
+    scale_format = "float32" if rows == -1 else "power_of_two"
+    arguments = (OFFSETS, (rows, cols), E4M3, scale_format, scale, 16, True, True)
+    return Cast("cast_tokens", "cast_tokens", arguments, bytes_per_element, compiles=False)
+
+
 # name -> op: which orientations are written is the last two flags of an op's arguments
 CASTS = {
     "static rows": Cast("cast", "cast", (SCALE, E4M3, True, False), 3),
@@ -98,6 +117,11 @@ CASTS = {
     "rowwise both": Cast("cast_rowwise", "cast_rowwise", (E4M3, True, True, True), 6),
     "1x128 both": Cast("cast_blockwise", "cast_blockwise", (E4M3, True, 1, 128, True, True), 4),
     "128x128 both": Cast("cast_blockwise", "cast_blockwise", (E4M3, True, 128, 128, True, True), 4),
+    "1x32 both": Cast("cast_mx", "cast_mx", (E4M3, "e8m0", True, True, True), 4),
+    "static tokens": _tokens(-1, -1, 4, SCALE),
+    "dynamic tokens": _tokens(-1, -1, 6),
+    "rowwise tokens": _tokens(1, -1, 6),
+    "1x128 tokens": _tokens(1, 128, 4),
     "static rms norm": Cast("norm_cast", "rms_norm_cast", (None, 1e-5, SCALE, *NORMED), 4),
     "dynamic rms norm": Cast("norm_cast", "rms_norm_cast", (None, 1e-5, None, *NORMED), 6),
     "static layer norm": Cast(
@@ -171,7 +195,13 @@ def main(argv: Sequence[str]) -> int:
     rows: list[harness.Row] = []
     try:
         who = [c for c in CONTENDERS if c in options.contenders and not (c == KERNEL and on_cpu)]
-        work = [(c, shape, name) for c in who for shape in shapes for name in options.casts]
+        work = [
+            (c, shape, name)
+            for c in who
+            for shape in shapes
+            for name in options.casts
+            if c != COMPILED or CASTS[name].compiles
+        ]
         for item in harness.in_time(work, options.stop_after):
             rows.append(measure(*item, options))
             report.write("bench_casts", argv, options, rows, COLUMNS)

@@ -23,7 +23,7 @@ import torch
 from interpreter import _mend_float8_casts
 from torch import Tensor
 
-from float8.kernels import definition
+from float8.kernels import cublas, definition
 
 GPU = "float8.kernels.gpu"
 importlib.import_module(f"{GPU}.launch").register = lambda schema, *, kernel, **_: kernel
@@ -111,6 +111,39 @@ def check(rows: int, columns: int, tail: int) -> None:
         same_blocks(f"cast_blockwise {block} {size} transposed", x[-last:].t(), block, *ends)
         del data, data_t
 
+    for swizzled in (True, False):
+        data, scale, data_t, scale_t = op("cast_mx", "cast_mx")(
+            x, E4M3, "e8m0", swizzled, True, True
+        )
+        codes, exponents = definition.cast_dynamic(x[-last:], (1, 32), E4M3, "e8m0")
+        codes_t, exponents_t = definition.cast_dynamic(x[-last:].t(), (1, 32), E4M3, "e8m0")
+        if swizzled:  # the last 128 rows; of the transpose, the last 128 of the last rows
+            exponents = cublas.swizzled(exponents)
+            exponents_t = cublas.swizzled(exponents_t)[-512:]
+            scale, scale_t = scale[-exponents.numel() :], scale_t[-512:]
+        else:
+            scale, scale_t = scale[-last:], scale_t[:, -exponents_t.shape[1] :]
+        same(f"cast_mx {size} scales", scale, exponents)
+        same(f"cast_mx {size}", data[-last:], codes)
+        same(f"cast_mx {size} transposed scales", scale_t, exponents_t)
+        same(f"cast_mx {size} transposed", data_t[:, -last:], codes_t)
+        del data, data_t
+
+    offs = torch.tensor([0, rows], dtype=torch.int32)
+    data, scale, data_t, scale_t = op("cast_tokens", "cast_tokens")(
+        x, offs, BY_128, E4M3, "power_of_two", None, 16, True, True
+    )
+    same_blocks(f"cast_tokens {size}", x[-last:], BY_128, data[-last:], scale[-last:])
+    column = 1 + (rows - 1) // 128  # of the last block of the second group
+    ends = data_t[:, rows - last : rows], scale_t[:, column : column + 1]
+    same_blocks(f"cast_tokens {size} transposed", x[-last:].t(), BY_128, *ends)
+    del data, data_t
+
+    stack = x[rows % 3 :].unflatten(0, (3, -1))
+    data, _ = op("cast", "cast")(stack, torch.full((1, 1), 0.01), E4M3, True, False)
+    same(f"cast of a stack {size}", data[-1, -few:], codes[-few:])
+    del data
+
     a = untouched(rows, columns, torch.uint8)
     a[-tail:] = torch.randint(0x60, (tail, columns), dtype=torch.uint8)
     b = torch.randint(0x60, (columns, columns), dtype=torch.uint8).view(E4M3)
@@ -125,6 +158,39 @@ def check(rows: int, columns: int, tail: int) -> None:
     error = (out[-tail:] - exact).norm() / exact.norm()
     if not error < 1e-5:
         sys.exit(f"blockwise_mm {size}: error {error}")
+    check_groups(size, a.view(E4M3), tail)
+
+
+def check_groups(size: str, a: Tensor, tail: int) -> None:
+    """Two groups, the second of at most 64 tokens; by experts, so that the last program has it."""
+    rows, columns = a.shape
+    one, whole = torch.ones(1, 1), (WHOLE, WHOLE)
+    module = importlib.import_module(f"{GPU}.grouped_mm")
+    ends = max(rows - 64, 0), rows - 1
+    offs = torch.tensor(ends, dtype=torch.int32)
+    b = torch.randint(0x60, (2, columns, columns), dtype=torch.uint8).view(E4M3)
+    parts = a[:-1], one, b, torch.ones(2, 1, 1), offs, *whole, torch.float32, 16, False
+    out = module._launch(*parts, module.Tile(64, COLUMNS, 4, 3))
+    for begin, end, expert in ((0, ends[0], b[0]), (*ends, b[1])):
+        first = max(begin, rows - tail)
+        same_products(f"{size} by experts", out[first:end], a[first:end], expert)
+
+    tokens = min(16 * (rows // 16), 2**23)
+    a_t, b_t = untouched(4 * COLUMNS, tokens, torch.uint8), untouched(COLUMNS, tokens, torch.uint8)
+    for x in (a_t, b_t):
+        x[-COLUMNS:, -48:] = torch.randint(0x60, (COLUMNS, 48), dtype=torch.uint8)
+    a_t, b_t = a_t.view(E4M3), b_t.view(E4M3)
+    offs = torch.tensor((tokens - 48, tokens), dtype=torch.int32)
+    parts = a_t, one, b_t, one, offs, *whole, torch.float32, 16, False
+    out = module._launch(*parts, module.Tile(COLUMNS, COLUMNS, 8, 4))
+    ends = (x[-COLUMNS:, -48:] for x in (a_t, b_t))
+    same_products(f"{size} by tokens", out[1, -COLUMNS:], *ends)
+
+
+def same_products(what: str, out: Tensor, a: Tensor, b: Tensor) -> None:
+    exact = a.to(torch.float64) @ b.to(torch.float64).t()
+    if not (out - exact).norm() <= 1e-5 * exact.norm():
+        sys.exit(f"grouped_mm {what} differ")
 
 
 def main(which: list[str]) -> None:

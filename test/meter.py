@@ -35,6 +35,7 @@ class GemmCounter(TorchDispatchMode):
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
         torch.ops.aten._scaled_mm.default,
+        torch.ops.aten._scaled_grouped_mm.default,
     )
 
     def __init__(self) -> None:
@@ -63,6 +64,7 @@ class CastMeter(TorchDispatchMode):
         "float8::cast_dynamic": 2,
         "float8::transpose": 1,
         "float8::cast_blockwise": 1,
+        "float8::cast_mx": 1,
     }
     # ours -> kernels that it launches
     LAUNCHES: ClassVar = {"float8::cast": 1, "float8::cast_dynamic": 2, "float8::transpose": 1}
@@ -98,18 +100,29 @@ class CastMeter(TorchDispatchMode):
     def _reads(self, name: str, args: Any) -> int:
         if name == "float8::cast_rowwise":
             return 1 + _wants_columns(args)
+        if name == "float8::cast_tokens":
+            return 1 if _is_one_pass(args) else 2
         return self.READS[name] if name.startswith("float8::") else 1
 
     def _launches(self, name: str, args: Any) -> int:
         if name == "float8::cast_rowwise":
             return 3 if _wants_columns(args) else 1
+        if name == "float8::cast_tokens":
+            return 1 if _is_one_pass(args) else 2 + (args[2][0] == 1)
         return self.LAUNCHES.get(name, 1)
 
 
 def _wants_columns(args: Any) -> bool:
     """Whether `cast_rowwise` casts columns of what lies in memory: they need their amaxes first."""
     x, _, _, rows, cols = args
-    return bool(rows if x.stride(0) == 1 else cols)
+    return bool(rows if x.stride(-2) == 1 else cols)
+
+
+def _is_one_pass(args: Any) -> bool:
+    """Whether `cast_tokens` finds its scales in the read that casts."""
+    _, _, block, _, _, scale, _, _, transposed = args
+    whole_columns = transposed and block[1] == -1
+    return scale is not None or not (block[0] == -1 or whole_columns)
 
 
 def _nbytes(x: Tensor) -> int:

@@ -2,11 +2,12 @@
 
 The bytes of a `PretendCuda` tensor are on the CPU. `install_torch_scaled_mm` replaces
 ``torch._scaled_mm`` by a product in float64 that insists on the rules of cuBLASLt's documentation
-and of torch's own checks, and keeps its arguments.
+and of torch's own checks, and keeps its arguments. The GPU multiplies whatever some GPU does.
 """
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +20,11 @@ from torch import Tensor
 
 from float8 import kernels
 
+scaled_mm_module = importlib.import_module("float8.kernels.scaled_mm")  # kernels has its function
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = torch.bfloat16
 TENSOR, ROW, B1, B128 = (-1, -1), (1, -1), (1, 128), (128, 128)
+MX = (1, 32)
 PRODUCTS = {
     (TENSOR, TENSOR): "tensorwise",
     (TENSOR, ROW): "rowwise",
@@ -30,6 +33,7 @@ PRODUCTS = {
     (B1, B128): "blockwise",
     (B128, B1): "blockwise",
     (B1, B1): "blockwise",
+    (MX, MX): "mx",
 }
 EVERY_PRODUCT = pytest.mark.parametrize(("a_block", "b_block"), PRODUCTS, ids=str)
 
@@ -50,7 +54,10 @@ def operands(M: int, K: int, N: int, a_block, b_block, b_dtype=E4M3, a_dtype=E4M
     """a and b as (data, scale), cast by the oracle."""
     parts = []
     for rows, block, dtype, seed in ((M, a_block, a_dtype, 1), (N, b_block, b_dtype, 2)):
-        codes, scale = oracle.quantize(Case((rows, K), seed=seed).make(), block, dtype)
+        scale_format = "e8m0" if block == MX else "float32"
+        codes, scale = oracle.quantize(
+            Case((rows, K), seed=seed).make(), block, dtype, scale_format
+        )
         parts += [codes.view(dtype), scale]
     return parts
 
@@ -78,7 +85,9 @@ def install_torch_scaled_mm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls = []
 
     def scaled_mm(a, b, *, scale_a, scale_b, bias, out_dtype, use_fast_accum):
-        calls.append(SimpleNamespace(a=a, b=b, bias=bias, out_dtype=out_dtype, fast=use_fast_accum))
+        call = SimpleNamespace(a=a, b=b, bias=bias, scale_a=scale_a, out_dtype=out_dtype)
+        call.fast = use_fast_accum
+        calls.append(call)
         a, b, scale_a, scale_b = (plain(x) for x in (a, b, scale_a, scale_b))
         (M, K), N = a.shape, b.shape[1]
         assert a.stride() == (K, 1), "a must be row-major"
@@ -87,8 +96,13 @@ def install_torch_scaled_mm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         assert b.shape[0] == K
         assert (K % 16, N % 16) == (0, 0)
         assert not a.dtype == b.dtype == E5M2
-        assert scale_a.dtype == scale_b.dtype == torch.float32
-        a_block, b_block = _blocks_of(scale_a, scale_b, M, K, N)
+        if scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu:
+            a_block = b_block = MX
+            scale_a = _out_of_squares(scale_a, M, -(-K // 32))
+            scale_b = _out_of_squares(scale_b, N, -(-K // 32)).t()
+        else:
+            assert scale_a.dtype == scale_b.dtype == torch.float32
+            a_block, b_block = _blocks_of(scale_a, scale_b, M, K, N)
         if PRODUCTS[a_block, b_block] == "blockwise":
             assert M % 4 == N % 4 == 0, "cuBLASLt: M and N in fours for scales of 128"
             assert not use_fast_accum, "CUDABlas.cpp: no fast accumulation with scales of 128"
@@ -106,7 +120,41 @@ def install_torch_scaled_mm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return out.to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    for products in scaled_mm_module.SUPPORT.values():
+        monkeypatch.setitem(products, "mx", None)
     return calls
+
+
+def into_squares(scale: Tensor) -> Tensor:
+    """Bytes (rows, blocks) where cuBLAS documents the scales of 1x32 blocks, one by one.
+
+    (cuBLAS documentation, "1D block scaling factors layout".) Zeros are elsewhere.
+    """
+    rows, blocks = scale.shape
+    placed = torch.zeros(-(-rows // 128) * -(-blocks // 4) * 512, dtype=torch.uint8)
+    placed[_places(rows, blocks)] = scale
+    return placed
+
+
+def _out_of_squares(scale: Tensor, rows: int, blocks: int) -> Tensor:
+    """The scales (rows, blocks) that cuBLASLt reads; all others must be zeros."""
+    assert scale.dim() == 1
+    assert scale.is_contiguous()
+    assert scale.storage_offset() % 16 == 0, "scales start unaligned"
+    codes = scale.view(torch.uint8)
+    found = codes[_places(rows, blocks)]
+    assert torch.equal(into_squares(found), codes), "padding that is not 0, or another size"
+    return found.view(scale.dtype)
+
+
+def _places(rows: int, blocks: int) -> Tensor:
+    tiles = -(-blocks // 4)
+    places = [
+        ((r // 128) * tiles + b // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + b % 4
+        for r in range(rows)
+        for b in range(blocks)
+    ]
+    return torch.tensor(places, dtype=torch.int64).reshape(rows, blocks)
 
 
 def _blocks_of(scale_a: Tensor, scale_b: Tensor, M: int, K: int, N: int):

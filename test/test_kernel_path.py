@@ -24,6 +24,7 @@ from float8 import Float8Linear, cached_weights, grouped_mm, sync_float8_amax_an
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
 from float8.kernels import casts
 from float8.kernels.casts import KERNELS
+from float8.kernels.grouped_mm import grouped_gemm_for
 from float8.kernels.groups import GROUP_KERNELS
 from float8.kernels.scaled_mm import CPU
 from float8.linear import bound_plan
@@ -47,9 +48,13 @@ def kernel_path():
 
 @contextmanager
 def grouped_kernel_path():
-    """Grouped GEMMs with operands as on a GPU: cast by the kernels' ops, groups aligned to 16."""
-    aligned = mock.patch("float8.kernels.group_alignment", return_value=16)
-    with mock.patch.dict(GROUP_KERNELS, {CPU: GROUP_KERNELS["sm_90"]}), aligned, kernel_path():
+    """Grouped GEMMs as on an sm_89, by ops whose CPU implementation is the definition."""
+
+    def gemm(family, *arguments):
+        return grouped_gemm_for("sm_89", *arguments)
+
+    gemms = mock.patch("float8.kernels.grouped_gemm_for", gemm)
+    with mock.patch.dict(GROUP_KERNELS, {CPU: GROUP_KERNELS["sm_89"]}), gemms, kernel_path():
         yield
 
 

@@ -13,7 +13,7 @@ The routed experts of four models, from their papers and configurations:
 
 for 8192 tokens on a GPU, T = 8192 * experts per token. DeepSeek-V3's experts are shared among eight
 GPUs, so that a GPU holds 32 of them and sees as many tokens as it sends. `small` has an eighth of
-each width, and 1024 tokens for 8, and fits a CPU.
+each width and 512 tokens, for a CPU.
 
 The router is simulated: the size of a group is uniform between 0 and twice the mean, and a multiple
 of 32, because torchao's grouped GEMMs need that.

@@ -53,6 +53,9 @@ class CopyFormat(NamedTuple):
     power_of_two_scale: bool = True
 
 
+_BY_KERNEL = (1, 128)  # what ``gpu/cast_blockwise`` casts
+
+
 class Float8Copy(NamedTuple):
     """data (R, C) float8; scale (R, G), uint8 exponents or float32."""
 
@@ -66,7 +69,7 @@ def cast(x: Tensor, fmt: CopyFormat) -> Float8Copy:
     x_RC = x.reshape(1, -1) if one_row else x.reshape(-1, x.shape[-1])
     block = (1, fmt.group)
     scale_format = (ScaleFormat.FLOAT32, ScaleFormat.POWER_OF_TWO)[fmt.power_of_two_scale].value
-    if kernels.runs_kernel(x.device, block, emulate=False):
+    if block == _BY_KERNEL and kernels.runs_kernel(x.device, block, emulate=False):
         result = kernels.cast_operand(x_RC, block, fmt.dtype, scale_format)
         data, scale = result.data, result.scale
     else:

@@ -305,6 +305,6 @@ rounded up to powers of two.
 - ``"blockwise"``: one dynamic scale per 1 x 128 elements of activations and gradients, and per
   128 x 128 of weights, pow2, all in E4M3 (DeepSeek-V3, arXiv 2412.19437, section 3.3).
 - ``"mxfp8"``: one dynamic E8M0 scale per 32 elements along each contraction, all in E4M3 (OCP MX
-  1.0). On GPUs of sm_100 and sm_103 (B200, B300), emulated elsewhere.
+  1.0). On GPUs from sm_100 (B200) on, emulated elsewhere.
 - ``"unit"``: every scale is 1; for unit-scaled models.
 """

@@ -32,7 +32,7 @@ from float8.convert.filters import ModuleFilter, all_of, unmatched_patterns, why
 from float8.convert.routers import routers_of
 from float8.formats import E4M3
 from float8.linear.layer import Float8Linear
-from float8.linear.refusals import refuses_on_gpu
+from float8.linear.refusals import refuses_experts_on_gpu, refuses_on_gpu
 from float8.linear.registration import (
     MODEL_CHECKS,
     WEIGHT_RULES,
@@ -187,13 +187,8 @@ class ConversionPlan:
         """Complete the report, attach it to the model, log it, and warn if no layer is float8."""
         conversion = self.conversion
         own = {fqn: m for fqn, m in model.named_modules() if own_config(m) is not None}
-        layers = {fqn: m for fqn, m in own.items() if isinstance(m, Float8Linear)}
         for fqn in conversion.converted:
-            layer = layers.get(fqn)
-            if layer is None or layer.weight.device.type == "cuda":
-                continue  # the first call on a GPU refuses it
-            reason = refuses_on_gpu(layer.config, layer.weight, tokens=16, grad=True)
-            if reason is not None:
+            if (reason := _refused_on_gpu(own.get(fqn))) is not None:
                 conversion.refused_on_gpu[fqn] = reason
         names = [*own, *conversion.skipped]
         conversion.unmatched_patterns = unmatched_patterns(self.module_filter_fn, names)
@@ -359,6 +354,16 @@ def _rule_of(layer: nn.Module) -> ModuleRule:
 
 def _weights(layer: Any) -> list[Tensor]:
     return list(stacked_weights(layer).values()) if _rule_of(layer).stacked else [layer.weight]
+
+
+def _refused_on_gpu(layer: nn.Module | None) -> str | None:
+    """The reason why a GPU will refuse a converted layer that a CPU runs, or None."""
+    if layer is None or any(p.device.type == "cuda" for p in layer.parameters(recurse=False)):
+        return None  # the first call on a GPU refuses it
+    if isinstance(layer, Float8Linear):
+        return refuses_on_gpu(layer.config, layer.weight, tokens=16, grad=True)
+    config = own_config(layer)
+    return None if config is None else refuses_experts_on_gpu(config, stacked_weights(layer))
 
 
 def runs_something_else(module: nn.Module, fqn: str) -> str | None:

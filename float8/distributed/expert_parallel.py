@@ -37,19 +37,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from float8.config import Float8LinearConfig, LinearPlan, OperandCast, check_config
+from float8.config import Float8LinearConfig, check_config
 from float8.distributed.exchange import Ranks
 from float8.distributed.rank_comparison import Facts, compare_ranks, config_facts
-from float8.distributed.token_exchange import (
-    bytes_per_row,
-    combine,
-    dispatch,
-    find_route,
-    row_cast,
-)
+from float8.distributed.token_exchange import bytes_per_row, exchange, find_route, row_cast
 from float8.tensor.running_module import innermost_module
 
 __all__ = ["Float8ExpertParallel"]
@@ -70,7 +64,7 @@ class Float8ExpertParallel(ParallelStyle):
             converted, or under `float8.high_precision`, sends tokens in high precision.
 
     Raises:
-        ValueError: ranks have other experts, or there are more ranks than experts.
+        RuntimeError: on every rank, if ranks have other experts, or a rank none.
     """
 
     def __init__(self, *, config: Float8LinearConfig | None = None) -> None:
@@ -80,93 +74,88 @@ class Float8ExpertParallel(ParallelStyle):
         self.config = config
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        name = type(module).__name__
-        shapes = {key: str(tuple(p.shape)) for key, p in module.named_parameters()}
-        error = _refuses(module, device_mesh)
+        name, parameters = type(module).__name__, dict(module.named_parameters())
+        error = _refuses(parameters, device_mesh.size())
         compare_ranks(
             dist.get_process_group_ranks(device_mesh.get_group()),
             "applies Float8ExpertParallel",
-            {name: shapes},
+            {name: {key: str(tuple(p.shape)) for key, p in parameters.items()}},
             "Give each rank the same model",
-            None if error is None else f"Float8ExpertParallel: {name} {error}",
+            error and f"Float8ExpertParallel: {name} {error}",
             "experts",
         )
-        for key, parameter in list(module.named_parameters()):
-            placed = distribute_tensor(
-                parameter, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank
-            )
-            module.register_parameter(key, nn.Parameter(placed, parameter.requires_grad))
-        hooks = _Hooks(self.config, device_mesh, next(module.parameters()).shape[0])
-        module.register_forward_pre_hook(hooks.before, with_kwargs=True)
-        module.register_forward_hook(hooks.after, with_kwargs=True, always_call=True)
+        hooks = _Hooks(self.config, device_mesh, next(iter(parameters.values())).shape[0])
+        for key, p in parameters.items():
+            placed = distribute_tensor(p, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+            module.register_parameter(key, nn.Parameter(placed, p.requires_grad))
+        before, after = (torch.compiler.disable(hook) for hook in (hooks.before, hooks.after))
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after, with_kwargs=True, always_call=True)
         return module
 
 
-def _refuses(module: nn.Module, mesh: DeviceMesh) -> str | None:
-    """The reason why a module's experts cannot be sharded, or None."""
-    if mesh.ndim != 1:
-        return f'needs a mesh of one dimension, got {mesh}; slice it by name, as mesh["ep"]'
-    parameters = dict(module.named_parameters())
+def _refuses(parameters: dict[str, nn.Parameter], ranks: int) -> str | None:
+    """The reason why experts cannot be sharded, or None."""
     for name, parameter in parameters.items():
         if "." in name:
+            return f"has the parameter {name} in a submodule; apply the style to the experts' own"
+        if type(parameter) is not nn.Parameter:
             return (
-                f"has the parameter {name} in a submodule; give the style the experts' own module"
+                f"has a {type(parameter).__name__} as {name}; apply the style once, before "
+                "fully_shard, and convert without enable_fsdp_float8_all_gather, or later"
             )
-        if isinstance(parameter, DTensor):
-            return f"has a DTensor as {name}; apply the style before fully_shard, and once"
     sizes = {name: p.shape[0] if p.dim() else 0 for name, p in parameters.items()}
-    if len(set(sizes.values())) != 1:
+    experts = max(sizes.values(), default=0)
+    if experts != min(sizes.values(), default=0):
         return f"needs the experts as the first dimension of all parameters, which have {sizes}"
-    experts, size = next(iter(sizes.values())), mesh.size()
-    if -(-experts // size) * (size - 1) >= experts:
-        return (
-            f"has {experts} experts, which leave a rank of {size} without any; use a mesh "
-            "dimension with fewer ranks"
-        )
+    if -(-experts // ranks) * (ranks - 1) >= experts:
+        return f"has {experts} experts, which leave one of {ranks} ranks without any; use fewer"
     return None
 
 
 _compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_CALL = "_expert_parallel_call"
+_CALL = "_expert_parallel_call"  # while a forward runs, what its end needs
 
 
 class _Hooks:
     """What runs before and after the forward of one module; copies of the module share it."""
 
     def __init__(self, config: Float8LinearConfig | None, mesh: DeviceMesh, experts: int) -> None:
-        self.config, self.mesh, self.experts = config, mesh, experts
-        self.ranks = Ranks.of(mesh)
+        self.config, self.experts, self.ranks = config, experts, Ranks.of(mesh)
+        self.global_ranks = dist.get_process_group_ranks(mesh.get_group())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
         return self
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def before(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Dispatch the tokens, and show the module its own experts only."""
-        name = innermost_module()
-        x_RD, counts_E, unsort = self._sorted(module, name, args, kwargs)
-        config = self._config_of(module)
+        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
+        x_RD, counts_E, unsort = self._sorted(*given)
+        config = self.config or getattr(module, "float8_config", None)
+        config = None if getattr(module, "high_precision", False) else config
         if module not in _compared:
-            self._compare(name, x_RD, config)
+            self._compare(x_RD, config)
             _compared.add(module)
-        x_cast, g_cast = (None, None) if config is None else _casts(config.plan)
-        emulate = config is not None and config.emulate
-        sent_bytes = bytes_per_row(x_RD, x_cast)
-        route, counts_e = find_route(counts_E, x_RD.shape[0], sent_bytes, self.ranks, name)
-        x_SD = dispatch(x_RD[: sum(route.sent)], route, x_cast, emulate).to(x_RD.dtype)
+        x_cast = g_cast = None
+        if config is not None:
+            plan = config.plan
+            x_cast = row_cast(plan.output.a, plan.grad_weight.b)
+            g_cast = row_cast(plan.grad_input.a, plan.grad_weight.a)
+        emulate, rows = config is not None and config.emulate, x_RD.shape[0]
+        route, counts_e = find_route(counts_E, rows, bytes_per_row(x_RD, x_cast), self.ranks)
+        x_SD = exchange(x_RD[: sum(route.sent)], route, x_cast, emulate)
 
         def back(y_SD: Tensor) -> Tensor:
-            y_RD = combine(y_SD, route, g_cast, emulate).to(y_SD.dtype)
-            y_RD = F.pad(y_RD, (0, 0, 0, x_RD.shape[0] - y_RD.shape[0]))
+            y_RD = exchange(y_SD, route, g_cast, emulate, back=True)
+            y_RD = F.pad(y_RD, (0, 0, 0, rows - y_RD.shape[0]))
             return y_RD if unsort is None else unsort(y_RD)
 
-        parameters: dict[str, Any] = dict(module.named_parameters())
-        local: dict[str, Any] = {key: p.to_local() for key, p in parameters.items()}
+        local = {key: p.to_local() for key, p in module.named_parameters()}
         if module.__dict__.get("num_experts") == self.experts:
             local["num_experts"] = counts_e.numel()
         # Attributes of the object are found before its parameters, which stay as they are.
-        before = {key: module.__dict__[key] for key in local if key in module.__dict__}
-        module.__dict__.update(local)
-        module.__dict__[_CALL] = back, local, before
+        hidden = {key: module.__dict__[key] for key in local if key in module.__dict__}
+        module.__dict__.update({**local, _CALL: (back, local, hidden)})
         if unsort is None:
             return (x_SD, counts_e), {}
         expert = torch.arange(counts_e.numel(), device=x_SD.device)
@@ -175,24 +164,20 @@ class _Hooks:
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, y: Any) -> Any:
         """Combine the results; also called, without any, after a forward that raised."""
-        back, local, before = module.__dict__.pop(_CALL, (None, {}, {}))
+        back, local, hidden = module.__dict__.pop(_CALL, (None, {}, {}))
         for key in local:
             del module.__dict__[key]
-        module.__dict__.update(before)
+        module.__dict__.update(hidden)
         return None if back is None or y is None else back(y)
 
-    def _sorted(
-        self, module: nn.Module, name: str, args: Any, kwargs: Any
-    ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor] | None]:
+    def _sorted(self, *given: Any) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor] | None]:
         """Rows (R, D) sorted by expert, their numbers (E,), and what makes the result of rows."""
-        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
-        given = bound.args[1:]
-        if len(given) == 2 and given[0].dim() == 2 and given[1].shape == (self.experts,):
+        shapes = [tuple(getattr(each, "shape", ())) for each in given]
+        if len(given) == 2 and len(shapes[0]) == 2 and shapes[1] == (self.experts,):
             return given[0], given[1], None
-        if len(given) != 3 or given[0].dim() != 2 or given[1].shape != given[2].shape:
-            shapes = [tuple(getattr(each, "shape", ())) for each in given]
+        if len(given) != 3 or len(shapes[0]) != 2 or shapes[1] != shapes[2]:
             raise ValueError(
-                f"{name}: Float8ExpertParallel needs the arguments (x (R, D), "
+                f"{innermost_module()}: Float8ExpertParallel needs the arguments (x (R, D), "
                 f"num_tokens_per_expert ({self.experts},)) or (hidden_states (T, D), top_k_index "
                 f"(T, k), top_k_weights (T, k)), got {shapes}"
             )
@@ -200,30 +185,15 @@ class _Hooks:
         order_R = index_TK.flatten().argsort(stable=True)
 
         def unsort(y_RD: Tensor) -> Tensor:
-            y_TKD = torch.empty_like(y_RD).index_copy(0, order_R, y_RD).unflatten(0, index_TK.shape)
+            y_TKD = torch.empty_like(y_RD).index_copy(0, order_R, y_RD).unflatten(0, shapes[1])
             return (y_TKD * weights_TK.unsqueeze(-1)).sum(1).to(x_TD.dtype)
 
         # An index of E or more stands for no expert in Transformers; such rows come last.
         counts = torch.bincount(index_TK.flatten(), minlength=self.experts)[: self.experts]
-        return x_TD[order_R // index_TK.shape[1]], counts, unsort
+        return x_TD[order_R // shapes[1][1]], counts, unsort
 
-    def _config_of(self, module: nn.Module) -> Float8LinearConfig | None:
-        if getattr(module, "high_precision", False):
-            return None
-        return self.config or getattr(module, "float8_config", None)
-
-    def _compare(self, name: str, x: Tensor, config: Float8LinearConfig | None) -> None:
+    def _compare(self, x: Tensor, config: Float8LinearConfig | None) -> None:
+        name = innermost_module()
         facts: Facts = {"experts": str(self.experts), "features": str(x.shape[1])}
         facts |= {"tokens are sent": "as they are"} if config is None else config_facts(config)
-        ranks = dist.get_process_group_ranks(self.mesh.get_group())
-        compare_ranks(ranks, f"runs {name}", {name: facts}, subject="experts")
-
-
-def _casts(plan: LinearPlan) -> tuple[OperandCast | None, OperandCast | None]:
-    """The casts by which the input, and the gradient of the output, are dispatched."""
-    has_x = plan.output.a is not None and plan.grad_weight.b is not None
-    has_g = plan.grad_input.a is not None and plan.grad_weight.a is not None
-    return (
-        row_cast(plan.output.a) if has_x else None,
-        row_cast(plan.grad_input.a) if has_g else None,
-    )
+        compare_ranks(self.global_ranks, f"runs {name}", {name: facts}, subject="experts")

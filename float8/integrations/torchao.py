@@ -27,8 +27,8 @@ from typing import Any
 
 from float8.config import CastConfig, Float8LinearConfig, GemmConfig, ScalingType
 from float8.config.suggestions import DIALECTS, Dialect
-from float8.formats import ScaleFormat
-from float8.granularity import Granularity, Rowwise, Tensorwise
+from float8.formats import E4M3, ScaleFormat
+from float8.granularity import Blockwise, Granularity, Rowwise, Tensorwise
 
 # --- names
 
@@ -93,6 +93,7 @@ NAMES = {
 
 SCALING_TYPES = {"dynamic": ScalingType.DYNAMIC, "disabled": ScalingType.DISABLED}
 GRANULARITIES: dict[str, Granularity] = {"tensorwise": Tensorwise(), "axiswise": Rowwise()}
+SCALE_FORMATS = {"rceil": ScaleFormat.E8M0, "floor": ScaleFormat.E8M0_FLOOR}
 SECOND_USES = {
     "cast_config_input": "cast_config_input_for_grad_weight",
     "cast_config_weight": "cast_config_weight_for_grad_input",
@@ -109,7 +110,8 @@ def from_torchao(cls: type[Float8LinearConfig], config: Any) -> Float8LinearConf
     """The config that does what a ``torchao.float8.Float8LinearConfig`` does.
 
     Args:
-        config: of torchao, as ``torchao.float8.Float8LinearConfig.from_recipe_name(name)``.
+        config: of torchao, as ``torchao.float8.Float8LinearConfig.from_recipe_name(name)``; or the
+            ``MXFP8TrainingOpConfig`` of ``torchao.prototype.moe_training.config``.
 
     Raises:
         ImportError: torchao is not installed; the message has the command that installs it.
@@ -122,6 +124,8 @@ def from_torchao(cls: type[Float8LinearConfig], config: Any) -> Float8LinearConf
         raise ImportError(
             "Float8LinearConfig.from_torchao needs torchao: pip install 'float8[torchao]'"
         ) from error
+    if type(config).__name__ == "MXFP8TrainingOpConfig":
+        return _of_mx(cls, config)
     if not isinstance(config, TorchaoConfig):
         raise TypeError(
             f"from_torchao takes a torchao.float8.Float8LinearConfig, got {config!r}; a recipe's "
@@ -137,6 +141,29 @@ def from_torchao(cls: type[Float8LinearConfig], config: Any) -> Float8LinearConf
         other = _cast(second, getattr(config, second), is_pow2)
         found[second] = None if other == found[first] else other
     return cls(**found)
+
+
+def _of_mx(cls: type[Float8LinearConfig], config: Any) -> Float8LinearConfig:
+    # Results have the compute dtype, and groups any size: out_dtype and the padding say nothing.
+    mode = config.scale_calculation_mode.value
+    if mode not in SCALE_FORMATS:
+        raise ValueError(
+            f"torchao's scale_calculation_mode={mode!r} has no counterpart in float8: use "
+            f"{' or '.join(SCALE_FORMATS)}"
+        )
+    mx = CastConfig(
+        granularity=Blockwise(1, 32), target_dtype=E4M3.dtype, scale_format=SCALE_FORMATS[mode]
+    )
+    off = CastConfig(ScalingType.DISABLED) if config.wgrad_with_hp else None
+    return cls(
+        mx,
+        mx,
+        mx,
+        cast_config_input_for_grad_weight=off,
+        cast_config_grad_output_for_grad_weight=off,
+        gemm_config_output=GemmConfig(),
+        emulate=config.kernel_preference.value == "emulated",
+    )
 
 
 def _refuse_unknown(config: Any) -> None:

@@ -26,8 +26,8 @@ TransformerEngine. If a large margin makes a factor less than 2^-128, float8 kee
 TransformerEngine uses a factor of 0 or nearly 0.
 
 ``Float8CurrentScaling``, ``Float8BlockScaling`` and ``MXFP8BlockScaling`` have dynamic scales: one
-per tensor, per block of 128 elements or 128 x 128, or per 32 elements, in E8M0. Mappings in the spelling of Accelerate's files are understood
-too (`float8.integrations.accelerate_settings`).
+per tensor, per block of 128 elements or 128 x 128, or per 32 elements, in E8M0. Mappings in the
+spelling of Accelerate's files are understood too (`float8.integrations.accelerate_settings`).
 """
 
 from __future__ import annotations

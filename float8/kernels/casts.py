@@ -43,6 +43,7 @@ _TRITON: dict[Block, str] = {
     (1, WHOLE): "cast_rowwise",
     (1, 128): "cast_blockwise",
     (128, 128): "cast_blockwise",
+    (1, 32): "cast_mx",
 }
 # device family (`family_of`) -> block of a matrix in GEMM-operand orientation -> the file of gpu/
 # that casts it. All other casts are plain PyTorch.
@@ -60,6 +61,7 @@ COMPILED: dict[str, tuple[str, str]] = {
     "cast": ("kernel", "6 bytes, 4 with a delayed scale; no time measured"),
     "cast_rowwise": ("kernel", "6 bytes, 3 for rows alone; no time measured"),
     "cast_blockwise": ("kernel", "4 bytes; no time measured"),
+    "cast_mx": ("kernel", "4 bytes, and inductor has no code for E8M0 scales; no time measured"),
 }
 
 
@@ -181,6 +183,7 @@ def cast_by_kernel(
     row_major: bool = True,
     transposed: bool = False,
     amax: Tensor | None = None,
+    swizzled: bool = False,
 ) -> Orientations:
     """Cast a CUDA matrix, or a stack of them, by the kernel that `kernel_for` returned.
 
@@ -194,6 +197,7 @@ def cast_by_kernel(
             blocks are always computed: that needs no second read, and gives the same scales again.
         row_major, transposed: whether to write the row-major and the transposed orientation.
         amax: float32, 0-dim: a running maximum to record the amax of x in; whole tensors only.
+        swizzled: write scales of 1x32 blocks as `cublas.swizzled` does, for the GEMM alone.
     """
     ops, power_of_two = torch.ops.float8, scale_format != FLOAT32
     if kernel == "cast" and scale is not None:
@@ -207,6 +211,10 @@ def cast_by_kernel(
     if kernel == "cast_rowwise":
         return Orientations(
             *ops.cast_rowwise.default(x_MK, dtype, power_of_two, row_major, transposed)
+        )
+    if kernel == "cast_mx":
+        return Orientations(
+            *ops.cast_mx.default(x_MK, dtype, scale_format, swizzled, row_major, transposed)
         )
     return Orientations(
         *ops.cast_blockwise.default(x_MK, dtype, power_of_two, *block[-2:], row_major, transposed)

@@ -1,6 +1,7 @@
 """The operands and scales of ``torch._scaled_mm``, in the layouts that cuBLASLt reads.
 
-Legend: ``a`` (M, K) and ``b`` (N, K), the contraction K last; scales ``ceil(shape / block)``.
+Legend: ``a`` (M, K) and ``b`` (N, K), the contraction K last; scales ``ceil(shape / block)``, or
+E8M0 scales as `swizzled` returns them.
 
 The library reads ``a`` row-major and ``b.T`` column-major, from addresses that are multiples of 16
 bytes, with K and N multiples of 16 (cuBLASLt documentation, "FP8 data types"). With 1x128 and
@@ -8,12 +9,18 @@ bytes, with K and N multiples of 16 (cuBLASLt documentation, "FP8 data types"). 
 data types" there), which torch does not check. Operands of any other form are copied, or padded
 with zeros. Torch tells the kinds of scales apart by their layouts: see `_blockwise_scales`.
 
-Tensorwise and rowwise products fuse a bias of the result's own 16-bit type, as torch 2.11 to 2.13
-do. Torch's tests run that on sm_90 with CUDA 12.9, where cuBLASLt scales the rows (pytorch#166744:
-test_scaled_mm_vs_emulated_row_wise), and with fast accumulation and M of 1, 3 and 33
-(test/inductor/test_fp8.py). cuBLASLt refuses a fused float32 bias (CUBLAS_STATUS_NOT_SUPPORTED,
-pytorch#190538), and none of torch's tests fuses the bias of a blockwise product: a separate
-operation adds these two.
+MX products take any M, and a last block that is shorter (torch's tests,
+test_blockwise_mxfp8_nvfp4_mxfp4_numerics: M of 2 and 197, K of 240). ``torch._scaled_mm`` runs
+them, not ``torch.nn.functional.scaled_mm``: inductor of torch 2.13 refuses the swizzled scales of
+the latter (torch/_inductor/kernel/mm.py, `tuned_scaled_mm_v2`). Both end in the same call of
+cuBLASLt.
+
+Tensorwise, rowwise and MX products fuse a bias of the result's own 16-bit type, as torch 2.11 to
+2.13 do. Torch's tests run that on sm_90 with CUDA 12.9, where cuBLASLt scales the rows
+(pytorch#166744: test_scaled_mm_vs_emulated_row_wise), and with fast accumulation and M of 1, 3 and
+33 (test/inductor/test_fp8.py); torchao passes the bias of its MX products. cuBLASLt refuses a fused
+float32 bias (CUBLAS_STATUS_NOT_SUPPORTED, pytorch#190538), and none of torch's tests fuses the bias
+of a blockwise product: a separate operation adds these two.
 """
 
 from __future__ import annotations
@@ -27,6 +34,7 @@ from torch import Tensor
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 
 ALIGNMENT = 16
+_MX: Block = (1, 32)
 _BLOCK_ROWS = 4  # M must be a multiple of it where a scale covers 128 of the contraction
 
 
@@ -43,7 +51,10 @@ def multiply(
 ) -> Tensor:
     """`float8.kernels.scaled_mm.scaled_mm` by ``torch._scaled_mm``; odd sizes are padded."""
     rows, columns = a_MK.shape[0], b_NK.shape[0]
-    is_blockwise = a_block[1] != WHOLE
+    is_mx = a_block == b_block == _MX
+    is_blockwise = a_block[1] != WHOLE and not is_mx
+    if is_mx:
+        a_scale, b_scale = _mx_scales(a_scale), _mx_scales(b_scale)
     inner = _missing_of_contraction(a_scale, b_NK.shape[1], a_block, b_block)
     a_MK, a_scale = _pad(a_MK, a_scale, a_block, -rows % _BLOCK_ROWS if is_blockwise else 0, inner)
     b_NK, b_scale = _pad(b_NK, b_scale, b_block, -columns % ALIGNMENT, inner)
@@ -52,6 +63,8 @@ def multiply(
     if is_blockwise:
         a_scale = _blockwise_scales(a_scale, a_block)
         b_scale = _blockwise_scales(b_scale, b_block).t()
+    elif is_mx:
+        pass
     elif a_block[0] == b_block[0] == WHOLE:
         a_scale, b_scale = a_scale.reshape(()), b_scale.reshape(())
     else:
@@ -130,7 +143,7 @@ def _missing_of_contraction(a_scale: Tensor, inner: int, a_block: Block, b_block
     A contraction along which scales vary is padded to whole blocks of 128. Padded to a multiple of
     16, torch.compile could not prove its number of scales (see `float8.granularity.ceil_div`).
     """
-    if a_block[1] == WHOLE:
+    if a_block[1] in (WHOLE, _MX[1]):
         return -inner % ALIGNMENT
     blocks = a_scale.shape[1]
     # cuBLASLt needs 128x128 scales in rows aligned to 16 bytes. Torch does not check that, and with
@@ -144,8 +157,20 @@ def _pad(data: Tensor, scale: Tensor, block: Block, rows: int, cols: int) -> tup
     if not rows and not cols:
         return data, scale
     data = pad_codes(data, rows, cols)
+    if scale.dim() == 1:  # swizzled, which has room for 128 rows and columns
+        return data, scale
     down, across = scale_shape(data.shape, block)
     return data, F.pad(scale, (0, across - scale.shape[1], 0, down - scale.shape[0]), value=1.0)
+
+
+def _mx_scales(scale: Tensor) -> Tensor:
+    """Scales as `swizzled` returns them, which plain ones are not yet."""
+    if scale.dtype != torch.float8_e8m0fnu:
+        raise ValueError(
+            f"scaled_mm: hardware multiplies 1x32 blocks with E8M0 scales only, got {scale.dtype}; "
+            "cast with ScaleFormat.E8M0, or set emulate=True"
+        )
+    return _aligned_vector(scale if scale.dim() == 1 else swizzled(scale))
 
 
 def _blockwise_scales(scale: Tensor, block: Block) -> Tensor:
@@ -165,9 +190,9 @@ def swizzled(scale: Tensor) -> Tensor:
     are padded with zeros to squares of 128 rows and 4 blocks, stored one after the other. In its
     512 bytes, the scale of row r and block b is at ``(r % 32) * 16 + (r // 32) * 4 + b``.
     """
-    rows, blocks = scale.shape[-2:]
+    *stack, rows, blocks = scale.shape
     down, across = ceil_div(rows, 128), ceil_div(blocks, 4)
     # As bytes: torch has few operations for the dtype, and inductor no code.
     codes = F.pad(scale.view(torch.uint8), (0, across * 4 - blocks, 0, down * 128 - rows))
-    squares = codes.unflatten(-1, (across, 4)).unflatten(-3, (down, 4, 32))
-    return squares.movedim(-2, -4).transpose(-2, -3).flatten(-5).view(scale.dtype)
+    squares = codes.reshape(*stack, down, 4, 32, across, 4).movedim(-2, -4).transpose(-2, -3)
+    return squares.reshape(*stack, swizzled_size(rows, blocks)).view(scale.dtype)

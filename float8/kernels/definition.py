@@ -97,7 +97,7 @@ def scale_from_amax(amax: Tensor, format_max: float, scale_format: str = FLOAT32
     """
     # Literals: torch.compile would guard on globals, and with dynamic shapes make an input of
     # MIN_SCALE.
-    if scale_format == "e8m0" or scale_format == "e8m0_floor":
+    if scale_format in ("e8m0", "e8m0_floor"):
         return e8m0.scale_from_amax(amax, format_max, scale_format == "e8m0")
     scale = (amax * (1.0 / format_max)).clamp(min=2.0**-126)
     if scale_format == "float32":

@@ -15,11 +15,11 @@ with an inf    254 (2^127)                  247 or 239             the infs are 
 with a NaN     255 (NaN)                    255 (NaN)              NaN
 ============== ============================ ====================== ============================
 
-The bytes are those of torchao's ``to_mx``, and so are the data, with three exceptions. For an inf it
-writes the largest finite value, which could be taken for a number. Where the byte is 0, it
+The bytes are those of torchao's ``to_mx``, and so are the data, with three exceptions. For an inf
+it writes the largest finite value, which could be taken for a number. Where the byte is 0, it
 multiplies by 1 (``RCEIL``) or 2^126 (``FLOOR``) in place of 2^127. And in ``RCEIL`` its float32
-logarithm takes an ``amax / max(format)`` up to 2^-18 (relative) above a power of two for that power:
-its byte is one less, and the largest value saturates. Here the exponent is exact.
+logarithm may take an ``amax / max(format)`` that is less than 2^-18 (relative) above a power of two
+for that power: its byte is one less, and the largest value saturates. Here the exponent is exact.
 """
 
 from __future__ import annotations

@@ -193,6 +193,63 @@ def _torch_multiply(
     )
 
 
+def _torch_refuses_mx(
+    family: str, product: str, out_dtype: torch.dtype, by_tokens: bool, is_e4m3: bool
+) -> str | None:
+    """What ``torch._scaled_grouped_mm`` does not run in MX formats, in torch 2.11 and 2.13.
+
+    GroupedBlas.cpp hands them to MSLK's kernel for sm_100a, where torch was built with it. Torch
+    tests it on that architecture alone (PLATFORM_SUPPORTS_MXFP8_GROUPED_GEMM of
+    torch/testing/_internal/common_cuda.py).
+    """
+    if family != "sm_100":
+        return "multiplies MX formats on sm_100 (B200) only: use the recipe blockwise"
+    if torch.version.cuda is not None and not _has_mslk():
+        return "multiplies MX formats only if torch was built with MSLK, which this one was not"
+    if not is_e4m3:
+        return "multiplies E4M3 by E4M3 only"
+    return None if out_dtype == torch.bfloat16 else f"writes bfloat16 only, not {out_dtype}"
+
+
+def _has_mslk() -> bool:
+    built_with = torch.__config__.show()
+    return "USE_MSLK" in built_with or "USE_FBGEMM_GENAI" in built_with  # its earlier name
+
+
+def _torch_multiply_mx(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_block: Block,
+    b_block: Block,
+    out_dtype: torch.dtype,
+    align: int,
+    use_fast_accum: bool,
+) -> Tensor:
+    """MX products by torch, with the scales of ``gpu/cast_tokens_mx`` and ``gpu/cast_mx``."""
+    columns, contraction = b.shape[-2:]
+    of_experts = b.dim() == 3
+    # The kernel counts whole blocks, and 16 columns at a time. The scales have room for both.
+    inner, rows = -contraction % 32 if of_experts else 0, -columns % ALIGNMENT
+    if inner or rows:
+        a, b = pad_codes(a, 0, inner), pad_codes(b, rows, inner)
+    sizes = torch.diff(offs, prepend=offs.new_zeros(1))
+    if not of_experts:  # groups are padded in the transposed layout
+        offs = ((sizes + (align - 1)) // align * align).cumsum(0).to(torch.int32)
+    out = torch._scaled_grouped_mm(
+        contraction_last(a),
+        contraction_last(b).mT,
+        _contiguous(a_scale),
+        _contiguous(b_scale),
+        offs=offs,
+        out_dtype=out_dtype,
+    )
+    # It writes nothing for a group without tokens.
+    return out if of_experts else out.masked_fill((sizes == 0).view(-1, 1, 1), 0)
+
+
 def _contiguous(x: Tensor) -> Tensor:
     # Tensor.contiguous() needs a CUDA build even for FakeTensors.
     return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
@@ -249,6 +306,9 @@ class GroupedCandidate(NamedTuple):
 
 
 TORCH = GroupedCandidate("torch._scaled_grouped_mm", _torch_refuses, _torch_multiply)
+TORCH_MX = GroupedCandidate(
+    "torch._scaled_grouped_mm of MX formats", _torch_refuses_mx, _torch_multiply_mx, align=128
+)
 TRITON = GroupedCandidate("the Triton grouped GEMM", _triton_refuses, _triton_multiply)
 # product -> its candidates, the presumably fastest first (not measured); the first that does not
 # refuse runs it
@@ -256,7 +316,7 @@ CANDIDATES: dict[str, tuple[GroupedCandidate, ...]] = {
     TENSORWISE: (TRITON,),
     ROWWISE: (TORCH, TRITON),
     BLOCKWISE: (TRITON,),
-    MX: (),
+    MX: (TORCH_MX,),
 }
 
 
@@ -342,6 +402,8 @@ def multiply_groups(
         return out
     if 0 in (*a.shape, *b.shape):
         return _empty(a, b, offs, out_dtype)
+    if b.dim() == 3 and b_scale.dim() == 2:
+        b_scale = b_scale.view(1, 1, 1)  # one static scale for all experts
     columns = b.shape[-2]
     rows, inner = -columns % ALIGNMENT, -b.shape[-1] % ALIGNMENT
     if b.dim() == 3 and (rows or inner):
@@ -351,7 +413,7 @@ def multiply_groups(
                 f"multiples of {ALIGNMENT}; pad them or set pad_inner_dim=True"
             )
         a, b = pad_codes(a, 0, inner), pad_codes(b, rows, inner)
-        if b_block[-2] != WHOLE:
+        if b_block[-2] != WHOLE and b_scale.dim() == 3:  # not those that are swizzled
             missing = ceil_div(b.shape[1], b_block[-2]) - b_scale.shape[1]
             b_scale = F.pad(b_scale, (0, 0, 0, missing), value=1.0)
     out = _named()[gemm].multiply(

@@ -223,6 +223,8 @@ _TRITON: dict[Block, str] = dict.fromkeys(((WHOLE, WHOLE), (1, WHOLE), (1, 128))
 GROUP_KERNELS: dict[str, dict[Block, str]] = {
     family: _TRITON for family in SUPPORT if family.startswith("sm_")
 }
+# In the layout of torch's grouped GEMM of MX formats, which runs on this family alone.
+GROUP_KERNELS["sm_100"] = {**_TRITON, (1, 32): "cast_tokens_mx"}
 
 
 def cast_tokens(

@@ -6,8 +6,8 @@ On CUDA, the first of `CANDIDATES` that does not refuse the product runs it:
 candidate      products                                refuses
 =============  ======================================  ===========================================
 torch          tensorwise, rowwise; blockwise on       contraction or columns that are not
-(`cublas`)     sm_90 with CUDA 12.9                    multiples of 16 (unless padded); results in
-                                                       another dtype than `written_dtypes` says
+(`cublas`)     sm_90 with CUDA 12.9; MX from sm_100    multiples of 16 (unless padded); results in
+               on                                      another dtype than `written_dtypes` says
 Triton         blockwise                               AMD GPUs, on which it is untested
 (`gpu/`)
 =============  ======================================  ===========================================
@@ -55,17 +55,20 @@ _PRODUCTS: dict[tuple[str, str], str] = {
 # - rowwise: ScaledBlas.cpp gives it to cuBLASLt on sm_90 with CUDA 12.9, elsewhere to the CUTLASS
 #   kernels of RowwiseScaledMM.cu, which dispatches on 8.9, 9.x, 10.x, 11.x and 12.x (sm_120:
 #   pytorch#155991); the Linux wheels contain them for 8.9, 9.0, 10.0, 10.3, 12.0 and 12.1;
-# - blockwise: ScaledBlas.cpp, _check_deepseek_support.
+# - blockwise: ScaledBlas.cpp, _check_deepseek_support;
+# - MX: cuBLASLt. Torch runs its tests of it from sm_100 on, sm_120 too (PLATFORM_SUPPORTS_MX_GEMM of
+#   torch/testing/_internal/common_cuda.py), where cuBLASLt takes the layouts of `cublas`
+#   (pytorch#198126).
 _NO_128 = "takes 1x128 and 128x128 scales on sm_90 only"
-_NO_MX = "multiplies MX formats on sm_100 and sm_103 (B200, B300) only: use the recipe blockwise"
+_NO_MX = "multiplies MX formats from sm_100 (B200) on only: use the recipe blockwise"
 _BASIC: dict[str, str | None] = {TENSORWISE: None, ROWWISE: None, BLOCKWISE: _NO_128, MX: _NO_MX}
 SUPPORT: dict[str, dict[str, str | None]] = {
     "sm_89": {**_BASIC},
     "sm_90": {**_BASIC, BLOCKWISE: None},
     "sm_100": {**_BASIC, MX: None},
     "sm_103": {**_BASIC, MX: None},
-    "sm_120": {**_BASIC},
-    "sm_121": {**_BASIC},
+    "sm_120": {**_BASIC, MX: None},
+    "sm_121": {**_BASIC, MX: None},
     "gfx94": {**_BASIC},
     "gfx95": {**_BASIC},
 }
@@ -365,7 +368,10 @@ def multiply(
         ValueError: its sizes are no multiples of 16 and ``pad`` is False, or the operands are on
             several devices.
     """
-    if gemm == PLAIN or 0 in (*a_MK.shape, *b_NK.shape):
+    if 0 in (*a_MK.shape, *b_NK.shape):
+        out = a_MK.new_zeros((a_MK.shape[0], b_NK.shape[0]), dtype=out_dtype)
+        return out if bias_N is None else out + bias_N.to(out_dtype)
+    if gemm == PLAIN:
         return cpu.scaled_mm(
             a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype, None
         )
@@ -401,7 +407,8 @@ def scaled_mm(
     Args:
         a_MK, b_NK: float8 matrices, or on a CPU their data in bfloat16 (`decode`); the contraction
             K last; any strides (copied if need be).
-        a_scale, b_scale: float32, ``ceil(shape / block)``.
+        a_scale, b_scale: float32 or E8M0, ``ceil(shape / block)``; for the hardware E8M0 ones may
+            also be what `cublas.swizzled` returns.
         a_block, b_block: the extents that share a scale; -1 is the whole dimension.
         bias_N: added before rounding where the hardware can, or None.
         out_dtype: float32, bfloat16 or float16; on CUDA see `written_dtypes`.

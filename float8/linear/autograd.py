@@ -270,7 +270,8 @@ def _cast_weight(w_NK: Tensor, call: Call) -> tuple[Pair, _Saved]:
 def _cast_weight_again(ctx: Any, w_NK: Tensor, w_scale: Tensor | None) -> Pair:
     """w_KN, cast in backward; with forward's scale if both casts are the same."""
     operand = ctx.plan.w
-    if w_NK.element_size() == 1:  # a resident weight whose scales grad_input cannot read
+    if w_NK.dtype.itemsize == 1:  # a resident weight whose scales grad_input cannot read
+        assert w_scale is not None
         w_NK = kernels.dequantize(w_NK, w_scale, operand.first.block, ctx.plan.dtype)
         w_scale = None
     w_NK = _to(w_NK, ctx.plan.dtype)

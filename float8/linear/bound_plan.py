@@ -47,6 +47,7 @@ class BoundCast:
         fits: whether scales make a clamp in plain PyTorch unnecessary, see `float8.kernels.cast`.
         static: the scale of a static cast.
         is_whole: whether one scale serves the whole operand.
+        swizzled: whether tensor cores read the scales, for which E8M0 ones are swizzled.
     """
 
     __slots__ = (
@@ -60,6 +61,7 @@ class BoundCast:
         "largest",
         "scale_format",
         "static",
+        "swizzled",
     )
 
     def __init__(
@@ -79,6 +81,7 @@ class BoundCast:
         self.is_dynamic = cast.scaling_type is ScalingType.DYNAMIC
         self.fits = self.is_dynamic and not cast.scale_format.is_e8m0
         self.static = None if cast.static_scale is None else float(cast.static_scale)
+        self.swizzled = False
         # A GPU without float8 conversions also has no GEMM, whose refusal names the layer.
         is_known = emulate or family == CPU or family in SUPPORT
         self.kernel = None
@@ -169,6 +172,9 @@ class BoundGemm:
             else:
                 self.name, self.refusal = kernels.gemm_for(*what)
         self.is_plain = self.name == kernels.PLAIN
+        for cast in (a, b):
+            if cast is not None:
+                cast.swizzled = bool(self.name) and not self.is_plain
 
 
 class BoundPlan:
@@ -224,7 +230,7 @@ class BoundPlan:
         self.family, self.dtype, self.is_grouped = family, dtype, grouped
         self.output, self.grad_input = bound(plan.output), bound(plan.grad_input)
         self.grad_weight = bound(plan.grad_weight, TOKENS)
-        align = self.grad_weight.align
+        align = max(gemm.align for gemm in (self.output, self.grad_input, self.grad_weight))
         output, grad_input, grad_weight = plan.output, plan.grad_input, plan.grad_weight
         self.x = BoundOperand(
             self.output.a,

@@ -11,7 +11,8 @@ and the scales. A frozen one serves as the base of adapters, or in a model that 
 (`float8.convert.inference`). A trainable one is MS-AMP's level O3 (`float8.ms_amp`).
 
 Two GEMMs read the weight w_NK = data_NK * scale. The output contracts K and reads data and scale
-unchanged. grad_input contracts N and reads the same data, which but for E8M0 scales is not cast again:
+unchanged. grad_input contracts N and reads the same data, which is not rounded a second time but
+in the last row:
 
 =============== ===================== ==========================================================
 block of w_NK   scale                 grad_input_MK = g_MN @ w_NK
@@ -32,8 +33,8 @@ The data of a resident weight does not depend on the compute dtype, nor on autoc
 is an ordinary tensor.
 
 A checkpoint has two plain tensors, ``weight`` (float8) and ``weight_scale`` (float32 or E8M0).
-Loading casts a ``weight`` in high precision. Loading float8 data into a layer with a high-precision weight
-dequantises it.
+Loading casts a ``weight`` in high precision. Loading float8 data into a layer with a high-precision
+weight dequantises it.
 """
 
 from __future__ import annotations

@@ -140,6 +140,27 @@ def refuses_on_gpu(
     return refuses_call(config, weight, tokens, torch.bfloat16, arch, grad)
 
 
+def refuses_experts_on_gpu(config: Float8LinearConfig, weights: dict[str, Tensor]) -> str | None:
+    """The reason why a GPU (an H100, in bfloat16) refuses experts that a CPU runs, or None.
+
+    Args:
+        config: of the experts.
+        weights: name -> a stack of matrices (E, N, K) or (E, K, N).
+    """
+    emulate, pad = config.emulate, config.pad_inner_dim
+    plan = BoundPlan(config.plan, "sm_90", torch.bfloat16, emulate, pad, False, grouped=True)
+    for name, _ in _gemms(config.plan):
+        if (reason := getattr(plan, name).refusal) is not None:
+            return f"{name}: {reason}"
+    for name, weight in weights.items():
+        if not (emulate or pad) and any(size % ALIGNMENT for size in weight.shape[1:]):
+            return (
+                f"{name} is {tuple(weight.shape)}, and matrices of experts must be multiples of "
+                f"{ALIGNMENT}; filter it out with module_filter_fn or set pad_inner_dim=True"
+            )
+    return None
+
+
 def tell_once_of_tokens(layer: Any, config: Float8LinearConfig, tokens: int) -> None:
     """Log a warning, once in a process, if a GPU refuses the batch that a CPU runs.
 

@@ -283,7 +283,16 @@ def _by_kernel(
         amax = state.current_amax if how.is_delayed and record else None
         scale = _scale_of_state(x, how, state) if scale is None else scale
     return kernels.cast_by_kernel(
-        how.kernel, x, how.block, how.dtype, how.scale_format, scale, row_major, transpose, amax
+        how.kernel,
+        x,
+        how.block,
+        how.dtype,
+        how.scale_format,
+        scale,
+        row_major,
+        transpose,
+        amax,
+        how.swizzled,
     )
 
 

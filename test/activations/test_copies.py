@@ -22,7 +22,7 @@ SHAPES = ((3, 256), (2, 3, 130), (5, 123), (40, 8), (7,), (), (0, 64), (4, 0))
 @pairs(
     shape=SHAPES,
     dtype=(torch.float32, torch.bfloat16, torch.float16),
-    group=(128, 16, 5),
+    group=(128, 32, 16, 5),
     fmt=(torch.float8_e4m3fn, torch.float8_e5m2),
     power_of_two=(True, False),
     fill=("normal", "wide", "zeros"),

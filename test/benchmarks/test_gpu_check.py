@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_casts, bench_linear, bench_model, bench_unit
-from benchmarks.measuring import report, targets
+from benchmarks import bench_casts, bench_grouped_mm, bench_linear, bench_model, bench_unit
+from benchmarks.measuring import experts, report, targets
 
 SCRIPT = report.ROOT / "scripts" / "gpu_check.sh"
 NINE_MINUTES = 9 * 60
@@ -80,6 +80,7 @@ def test_it_attempts_every_part_and_the_most_important_first(run):
     benchmarks = [command[0] for command in run.commands if command[0].startswith("benchmarks/")]
     assert benchmarks[:2] == ["benchmarks/bench_casts.py", "benchmarks/bench_linear.py"]
     assert {Path(name).stem for name in benchmarks} == {
+        "bench_grouped_mm",
         "bench_linear",
         "bench_matmul",
         "bench_casts",
@@ -103,7 +104,7 @@ def test_a_part_that_fails_is_named_and_starves_no_other(tmp_path):
 def test_its_limits_together_stay_under_nine_minutes():
     parts = r'^(?:CUDA_VISIBLE_DEVICES=\'\' )?(?:tests \w+|benchmark \w+|part ".*"|part \w+) (\d+)'
     limits = re.findall(parts, SCRIPT.read_text(), re.M)
-    assert len(limits) == 16
+    assert len(limits) == 17
     assert sum(map(int, limits)) <= NINE_MINUTES
     assert f"seconds_in_all={NINE_MINUTES}" in SCRIPT.read_text()
 
@@ -114,7 +115,7 @@ def test_a_part_that_hangs_is_killed_and_the_next_ones_run_in_what_is_left(tmp_p
     text = text.replace("kill-after=10", "kill-after=1").replace(
         "seconds_in_all=540", "seconds_in_all=12"
     )
-    text = re.sub(r"^benchmark bench_matmul 25", "benchmark bench_matmul 1", text, flags=re.M)
+    text = re.sub(r"^benchmark bench_matmul 20", "benchmark bench_matmul 1", text, flags=re.M)
     run = Run(tmp_path, changed(tmp_path, text), HANGS="bench_matmul")
     assert run.status == 1
     assert "== bench_matmul: FAILED: stopped after 1 s" in run.report
@@ -210,6 +211,8 @@ def test_its_options_are_understood_and_show_every_target(run):
     assert model.modes == ["eager", "compiled"]
     (unit,) = (bench_unit.parse(o) for o in run.options_of("bench_unit"))
     assert "unit" in unit.recipes
+    (grouped,) = (bench_grouped_mm.parse(o) for o in run.options_of("bench_grouped_mm"))
+    assert {shape.name.split(".")[0] for shape in grouped.shapes} == set(experts.MODELS)
     (casts,) = run.options_of("bench_casts")
     assert "--casts" not in casts, "all of them"
     assert bench_casts.CONTENDERS[0] == "kernel"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 
 import pytest
 import torch
-from plans import B1, DELAYED, OFF, POW2, STATIC, cast
+from plans import B1, DELAYED, DYNAMIC, FLOAT32, OFF, POW2, STATIC, cast
 
 from float8.config import RECIPES, CastConfig, DelayedScalingConfig
-from float8.formats import E4M3, E5M2
+from float8.formats import E4M3, E5M2, ScaleFormat
 from float8.granularity import Blockwise, Rowwise, Tensorwise
 
 BAD_CASTS = {
@@ -37,6 +39,21 @@ BAD_CASTS = {
         {"scaling_type": DELAYED, "static_scale": 1.0},
         ValueError,
         r"static_scale=1\.0 belongs to ScalingType\.STATIC, and this is ScalingType\.DELAYED",
+    ),
+    "float32 scales of MX blocks": (
+        {"granularity": Blockwise(1, 32)},
+        ValueError,
+        r"blocks of 1x32 have E8M0 scales.*Give Blockwise\(1, 32\) with ScaleFormat\.E8M0",
+    ),
+    "E8M0 scales of other blocks": (
+        {"granularity": Rowwise(), "scale_format": ScaleFormat.E8M0_FLOOR},
+        ValueError,
+        r"granularity=Rowwise\(\) and scale_format=ScaleFormat\.E8M0_FLOOR do not fit",
+    ),
+    "a scale format by its name": (
+        {"scale_format": "e8m0"},
+        TypeError,
+        r"scale_format must be a ScaleFormat, got 'e8m0'.*ScaleFormat\.E8M0",
     ),
     "not a power of two": (
         {"scaling_type": STATIC, "static_scale": 3.0, "scale_format": POW2},
@@ -98,6 +115,38 @@ def test_replacing_checks_again():
         replace(CastConfig(granularity=Rowwise()), scaling_type=DELAYED)
 
 
+# --- what version 0.9 called power_of_two_scale
+
+
+@pytest.mark.parametrize(("flag", "scales"), [(False, FLOAT32), (True, POW2)])
+def test_the_flag_of_earlier_versions_is_a_scale_format(flag, scales):
+    by_flag, expected = CastConfig(power_of_two_scale=flag), CastConfig(scale_format=scales)
+    assert by_flag == expected == CastConfig(DYNAMIC, Tensorwise(), None, flag)
+    assert by_flag.power_of_two_scale is flag
+    for before in (FLOAT32, POW2):
+        assert replace(CastConfig(scale_format=before), power_of_two_scale=flag) == expected
+    assert replace(by_flag, static_scale=2.0, scaling_type=STATIC).scale_format is scales
+
+
+def test_the_flag_of_earlier_versions_beside_a_scale_format():
+    mx = RECIPES["mxfp8"].cast_config_input
+    assert mx.power_of_two_scale
+    assert replace(mx, power_of_two_scale=True) == mx
+    with pytest.raises(ValueError, match=r"power_of_two_scale=False contradicts .*E8M0"):
+        replace(mx, power_of_two_scale=False)
+
+
+@pytest.mark.parametrize(("flag", "scales"), [(False, FLOAT32), (True, POW2)])
+def test_a_pickle_of_version_0_9_loads(flag, scales):
+    config = CastConfig(granularity=Rowwise(), scale_format=scales)
+    old = {k: v for k, v in vars(config).items() if k != "scale_format"}
+    loaded = CastConfig.__new__(CastConfig)
+    loaded.__setstate__({**old, "power_of_two_scale": flag})
+    assert loaded == config
+    assert vars(loaded).keys() == vars(config).keys()
+    assert pickle.loads(pickle.dumps(loaded)) == copy.deepcopy(loaded) == config
+
+
 # --- words
 
 
@@ -107,6 +156,7 @@ def test_replacing_checks_again():
         (CastConfig(), "dynamic tensorwise default"),
         (RECIPES["rowwise"].cast_config_input, "dynamic rowwise e4m3 pow2"),
         (CastConfig(granularity=Blockwise(1, 128)), "dynamic 1x128 default"),
+        (RECIPES["mxfp8"].cast_config_weight, "dynamic 1x32 e4m3 e8m0"),
         (
             CastConfig(STATIC, target_dtype=torch.float8_e5m2, static_scale=0.5),
             "static tensorwise e5m2 scale=0.5",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import io
 import pickle
@@ -172,9 +173,12 @@ def test_recipe_unit_warns_of_weights_that_it_would_flush_for_good():
         convert_to_float8_inference(model, config=config_of("unit"))
 
 
-def test_what_no_gpu_multiplies_is_refused_while_the_weight_is_still_there():
+def test_what_no_gpu_multiplies_is_refused_while_the_weight_is_still_there(monkeypatch):
     gpu = torch.device("cuda")
+    scaled_mm = importlib.import_module("float8.kernels.scaled_mm")
     for recipe in BLOCKS:
+        arch = "sm_100" if recipe == "mxfp8" else "sm_90"
+        monkeypatch.setattr(scaled_mm, "architecture", lambda index=None, arch=arch: arch)
         config = config_of(recipe)
         assert refuses_device(torch.zeros(256, 128), config, gpu) is None
         reason = refuses_device(torch.zeros(250, 128), config, gpu) or ""
@@ -287,6 +291,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name():
     with pytest.raises(RuntimeError, match=r"0\.weight: .*scale must have shape \(1, 1\)"):
         model.load_state_dict(resident("rowwise").state_dict())
     assert_bitwise(model[0].weight.dequantize(), before)
+    mx = resident("mxfp8")
+    in_float32 = {k: v.float() if "scale" in k else v for k, v in mx.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"weight_scale is torch\.float32, .*ScaleFormat\.E8M0"):
+        mx.load_state_dict(in_float32)
     for assign in (False, True):  # which would leave a layer in high precision
         with pytest.raises(RuntimeError, match=r"0\.weight: it is torch\.float64, and only"):
             model.load_state_dict(mlp().double().state_dict(), assign=assign)

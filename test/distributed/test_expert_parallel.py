@@ -13,6 +13,8 @@ ON_TWO = [
     *CHECKS,
     ("recomputes",),
     ("converts_before_and_after",),
+    ("takes_experts_of_other_libraries",),
+    ("faults_are_found",),
     ("ranks_that_differ_get_an_error",),
     ("fsdp2_equals_one_process",),
     ("fsdp2_equals_one_process", 1, ("tensorwise", "blockwise")),

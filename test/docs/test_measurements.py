@@ -16,8 +16,8 @@ from float8.config import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PREDICTED = "predicted_h100"
-FILES = sorted(path.stem for path in RESULTS.glob("*.json") if path.stem != PREDICTED)
+PREDICTED = ("predicted_h100", "predicted_b200")
+FILES = sorted(path.stem for path in RESULTS.glob("*.json") if path.stem not in PREDICTED)
 
 
 def result(name):
@@ -114,6 +114,29 @@ def products():
     return by_shape("scales", rows("cpu_bench_matmul", "granularity", "shape"), "ratio")
 
 
+GROUPED = "cpu_grouped_mm", "cpu_noamx_grouped_mm"
+
+
+def grouped_gemms():
+    with_amx, without = (rows(name, "shape", "layer") for name in GROUPED)
+    body = [
+        [f"`{layer}`", *(times(found[shape, layer]["ratio"]) for found in (with_amx, without)),
+         times(row["saved_ratio"])]
+        for (shape, layer), row in with_amx.items()
+        if shape == "(4096,512,1024,8)" and "saved_ratio" in row and layer != "F.grouped_mm"
+    ]  # fmt: skip
+    return markdown("grouped GEMM | with AMX | without | saved", body)
+
+
+def grouped_gemms_of_models():
+    small = {
+        (row["layer"], row["shape"].removeprefix("small.").partition(".")[0]): row
+        for row in result(GROUPED[1])["rows"]
+        if row["shape"].startswith("small") and row["layer"] != "F.grouped_mm"
+    }
+    return by_shape("grouped GEMM", small, "ratio")
+
+
 def overhead():
     return by_shape("recipe", rows("cpu_bench_overhead", "layer", "shape"), "overhead")
 
@@ -152,15 +175,20 @@ def inspection():
     return markdown("recipe | a run with `inspect_every(model, n=50)` | an inspected step", body)
 
 
-def predicted_on_h100():
-    found = result(PREDICTED)["rows"]
+def predicted():
+    body = [[f"`{recipe}`", *(c for name in PREDICTED for c in of_block(name, recipe))]
+            for recipe in RECIPES]  # fmt: skip
+    return markdown("recipe | H100 | share of casts | B200 | share of casts", body)
+
+
+def of_block(name, recipe):
+    """The predicted speed-up of all linear layers of a block, and the casts' share of the time."""
+    found = result(name)["rows"]
+    if "refused" in found[0][recipe]:
+        return "refused", ""
+    products, casts = (sum(row[recipe][key] for row in found) for key in ("gemms_s", "casts_s"))
     plain = sum(row["bf16_s"] for row in found)
-    body = []
-    for recipe in RECIPES:
-        products, casts = (sum(row[recipe][key] for row in found) for key in ("gemms_s", "casts_s"))
-        share = f"{100 * casts / (products + casts):.0f} %"
-        body.append([f"`{recipe}`", times(plain / (products + casts)), share])
-    return markdown("recipe | linear layers of a block | share of casts", body)
+    return times(plain / (products + casts)), f"{100 * casts / (products + casts):.0f} %"
 
 
 def casts_on_cuda():
@@ -310,12 +338,13 @@ TABLES = {
     "measurements": (
         all_files,
         *(layer_without_amx, layer_with_amx, products, overhead),
+        *(grouped_gemms, grouped_gemms_of_models),
         *(unit_casts, optimizer_steps, inspection),
         *(demo, demo_in_two_processes, learning_rates, stability, bert),
         *(memory_of_recipes, memory_of_llama3, memory_in_bytes, communication),
     ),
     "memory": (memory_of_llama2,),
-    "speed": (predicted_on_h100, casts_on_cuda),
+    "speed": (predicted, casts_on_cuda),
 }
 
 

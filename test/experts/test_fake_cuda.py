@@ -6,11 +6,15 @@ checks the layouts that it is handed; nothing may ask for a value, which would w
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
@@ -58,16 +62,16 @@ class Gemms(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step(recipe, arch, monkeypatch, dtype=BF16, **options):
+def step(recipe, arch, monkeypatch, dtype=BF16, tokens=T, mode=None):
     """The GEMMs of a forward and backward, and the shapes of their results."""
     monkeypatch.setattr(bound_plan.kernels, "family_of", lambda device: arch)
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), **options)
+    config = Float8LinearConfig.from_recipe_name(recipe)
     bound_plan._bound_once.cache_clear()
     try:
-        with FakeTensorMode(), torch.no_grad(), Gemms() as gemms:
+        with mode or FakeTensorMode(), torch.no_grad(), Gemms() as gemms:
             x, w, g = (
                 torch.empty(*shape, dtype=dtype, device="cuda")
-                for shape in ((T, K), (E, N, K), (T, N))
+                for shape in ((tokens, K), (E, N, K), (tokens, N))
             )
             offs = torch.empty(E, dtype=torch.int32, device="cuda")
             ctx, plan = Context(), bound_plan.plan_for(config, x, grouped=True)
@@ -77,7 +81,7 @@ def step(recipe, arch, monkeypatch, dtype=BF16, **options):
     finally:
         bound_plan._bound_once.cache_clear()
     assert out.dtype == grad_x.dtype == grad_w.dtype == dtype
-    assert (out.shape, grad_x.shape, grad_w.shape) == ((T, N), (T, K), (E, N, K))
+    assert (out.shape, grad_x.shape, grad_w.shape) == ((tokens, N), (tokens, K), (E, N, K))
     return tuple(gemms.names)
 
 
@@ -92,11 +96,23 @@ def test_results_in_float32_are_not_torchs(recipe, monkeypatch):
     assert step(recipe, "sm_90", monkeypatch, dtype=torch.float32) == BY_TRITON
 
 
-def test_emulation_runs_plain_pytorch(monkeypatch):
-    assert step("rowwise", "sm_90", monkeypatch, emulate=True) == ("float8::grouped_mm",) * 3
-
-
 @pytest.mark.parametrize(("recipe", "arch"), [("rowwise", "gfx94"), ("mxfp8", "sm_90")])
 def test_what_no_gpu_runs_is_refused_with_the_way_out(recipe, arch, monkeypatch):
     with pytest.raises(ValueError, match=f"grouped_mm: {arch} does not run .* emulate=True"):
         step(recipe, arch, monkeypatch)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
+def test_no_number_of_tokens_is_compiled_in(recipe, arch, monkeypatch):
+    """With a symbolic T, a step leaves no condition on it but that there are tokens."""
+    env, example = ShapeEnv(), torch.empty(T, 0)
+    with FakeTensorMode(shape_env=env) as mode:
+        dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+        tokens = mode.from_tensor(example, symbolic_context=dynamic).shape[0]
+    with enable_python_dispatcher():
+        names = step(recipe, arch, monkeypatch, tokens=tokens, mode=mode)
+    assert names == RUNS[recipe][arch]
+    symbol = tokens.node.expr
+    for guard in env.guards:
+        assert all(guard.expr.subs(symbol, other) for other in (2, 17, 4096, 100_003)), guard.expr

@@ -81,13 +81,16 @@ def test_both_orientations_with_their_scales(block, rows, cols):
     """Shapes on CUDA, where a CPU build can only pretend; bits are test_kernel_path.py's."""
     pytest.importorskip("triton")
     runs_kernel(CUDA, block, emulate=False)
+    scale_format = "e8m0" if block == (1, 32) else "float32"
     with FakeTensorMode():
         x = torch.empty(256, 384, device="cuda", dtype=torch.bfloat16)
-        out = cast_operand(x, block, torch.float8_e4m3fn, row_major=rows, transposed=cols)
+        how = torch.float8_e4m3fn, scale_format
+        out = cast_operand(x, block, *how, row_major=rows, transposed=cols)
     assert out.data.shape == ((256, 384) if rows else (0, 0))
     assert out.data_t.shape == ((384, 256) if cols else (0, 0))
     per_row = {(-1, -1): (1, 1), (1, -1): (256, 1), (1, 128): (256, 3), (128, 128): (2, 3)}
     per_col = {(-1, -1): (1, 1), (1, -1): (384, 1), (1, 128): (384, 2), (128, 128): (3, 2)}
+    per_row[1, 32], per_col[1, 32] = (256, 12), (384, 8)
     if rows:
         assert out.scale.shape == per_row[block]
     if cols:

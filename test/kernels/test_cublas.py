@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+import torch.nn.functional as F
 from assertions import assert_bitwise
 from pretend import (
     B1,
@@ -14,17 +15,21 @@ from pretend import (
     E4M3,
     E5M2,
     EVERY_PRODUCT,
+    MX,
     PRODUCTS,
     ROW,
     TENSOR,
     assert_product_of,
     install_torch_scaled_mm,
+    into_squares,
     multiply,
     operands,
     plain,
 )
 from shapes import Case
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from float8 import kernels
 from float8.kernels import cublas
 
 module = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
@@ -182,3 +187,94 @@ def test_a_matrix_in_layout_is_not_copied(block):
     copy = cublas.contraction_last(scale.t())
     assert copy.is_contiguous()
     assert_bitwise(copy, scale.t())
+
+
+# --- MX products
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 4), (130, 5), (33, 9), (257, 130), (0, 4), (4, 0)])
+def test_scales_are_swizzled_as_documented(shape):
+    codes = torch.randint(0, 255, shape, dtype=torch.uint8)
+    found = cublas.swizzled(codes.view(torch.float8_e8m0fnu))
+    assert_bitwise(found.view(torch.uint8), into_squares(codes), shape)
+    assert found.is_contiguous()
+    assert found.numel() == cublas.swizzled_size(*shape)
+
+
+def test_scales_of_a_stack_are_swizzled_one_by_one():
+    codes = torch.randint(0, 255, (3, 130, 5), dtype=torch.uint8)
+    found = cublas.swizzled(codes.view(torch.float8_e8m0fnu)).view(torch.uint8)
+    assert_bitwise(found, torch.stack([into_squares(each) for each in codes]))
+
+
+@pytest.mark.parametrize("shape", [(128, 4), (130, 5)])
+def test_scales_are_swizzled_as_torchao_does(shape):
+    torchao = pytest.importorskip("torchao.prototype.mx_formats.utils")
+    codes = torch.randint(0, 255, shape, dtype=torch.uint8)
+    found = cublas.swizzled(codes.view(torch.float8_e8m0fnu))
+    assert_bitwise(found.view(torch.uint8), torchao.to_blocked(codes).flatten(), shape)
+
+
+@pytest.mark.parametrize("sizes", [(48, 272, 160), (5, 272, 123), (130, 257, 129)], ids=str)
+def test_swizzled_scales_multiply_as_plain_ones(hardware, sizes):
+    """They are passed on as they are, also where the data is padded."""
+    parts = operands(*sizes, MX, MX)
+    ready = [parts[0], cublas.swizzled(parts[1]), parts[2], cublas.swizzled(parts[3])]
+    actual = multiply(ready, MX, MX, pad=True)
+    assert_bitwise(actual, multiply(parts, MX, MX, pad=True), sizes)
+    assert hardware[0].scale_a.data_ptr() == ready[1].data_ptr()
+
+
+@pytest.mark.parametrize("sizes", [(0, 32, 16), (16, 0, 16), (16, 32, 0)], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_an_empty_product_with_swizzled_scales(hardware, sizes, with_bias):
+    M, K, N = sizes
+    a, b = torch.zeros(M, K).to(E4M3), torch.zeros(N, K).to(E4M3)
+    scales = [
+        torch.zeros(cublas.swizzled_size(rows, K // 32), dtype=torch.uint8) for rows in (M, N)
+    ]
+    scales = [scale.view(torch.float8_e8m0fnu) for scale in scales]
+    bias = torch.ones(N, dtype=BF16) if with_bias else None
+    actual = multiply([a, scales[0], b, scales[1]], MX, MX, bias)
+    assert_bitwise(actual, torch.full((M, N), float(with_bias), dtype=BF16))
+    assert not hardware
+
+
+def test_float32_scales_of_1x32_blocks_are_refused(hardware):
+    a, a_scale, b, b_scale = operands(16, 64, 16, MX, MX)
+    with pytest.raises(
+        ValueError, match=r"E8M0 scales only, got torch.float32; .*ScaleFormat.E8M0"
+    ):
+        multiply([a, a_scale.to(torch.float32), b, b_scale], MX, MX)
+
+
+def test_torch_checks_what_it_gets(monkeypatch):
+    """Both of torch's functions accept the operands, on fake CUDA tensors.
+
+    ``F.scaled_mm`` is told that the scales are swizzled; ``_scaled_mm`` takes no others.
+    """
+    monkeypatch.setattr(module, "architecture", lambda index=None: "sm_100")
+    original, seen = torch._scaled_mm, []
+
+    def both(a, b, *, scale_a, scale_b, bias, out_dtype, use_fast_accum):
+        how = (F.ScalingType.BlockWise1x32,) * 2
+        swizzle = (F.SwizzleType.SWIZZLE_32_4_4,) * 2
+        out = F.scaled_mm(a, b, scale_a, how[0], scale_b, how[1], *swizzle, bias, out_dtype)
+        seen.append(out.shape)
+        return original(
+            a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+        )  # fmt: skip
+
+    monkeypatch.setattr(torch, "_scaled_mm", both)
+    for M, K, N in ((48, 272, 160), (5, 257, 123), (1, 16, 16), (4096, 4096, 64)):
+        with FakeTensorMode(), torch.no_grad():
+            parts = []
+            for rows in (M, N):
+                parts.append(torch.empty(rows, K, dtype=E4M3, device="cuda"))
+                shape = rows, -(-K // 32)
+                parts.append(torch.empty(shape, dtype=torch.float8_e8m0fnu, device="cuda"))
+            bias = torch.empty(N, dtype=BF16, device="cuda")
+            out = kernels.scaled_mm(*parts, MX, MX, bias, out_dtype=BF16, pad=True)
+            assert (out.shape, out.dtype) == ((M, N), BF16)
+    assert seen == [(48, 160), (5, 128), (1, 16), (4096, 64)]

@@ -22,6 +22,7 @@ from pretend import (
     E4M3,
     E5M2,
     EVERY_PRODUCT,
+    MX,
     PRODUCTS,
     ROW,
     TENSOR,
@@ -48,7 +49,7 @@ RUNS = {
     "sm_89": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH, "blockwise": BY_TRITON},
     "sm_90": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH, "blockwise": BY_TORCH},
     **{
-        arch: {"tensorwise": BY_TORCH, "rowwise": BY_TORCH, "blockwise": BY_TRITON}
+        arch: {"tensorwise": BY_TORCH, "rowwise": BY_TORCH, "blockwise": BY_TRITON, "mx": BY_TORCH}
         for arch in ("sm_100", "sm_103", "sm_120", "sm_121")
     },
     "gfx94": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH},
@@ -56,6 +57,11 @@ RUNS = {
     "sm_80": {},
     "gfx90": {},
 }
+
+
+def an_arch(a_block, b_block):
+    """An architecture on which torch runs the product of these blocks."""
+    return "sm_100" if PRODUCTS[a_block, b_block] == "mx" else "sm_90"
 
 
 @pytest.fixture
@@ -121,21 +127,25 @@ WRITERS = {
         "tensorwise": (BY_TORCH, BY_TORCH),
         "rowwise": (BY_TORCH, BY_TORCH),  # by cuBLASLt
         "blockwise": (BY_TORCH, BY_TRITON),
+        "mx": (None, None),
     },
     ("sm_90", "12.8"): {
         "tensorwise": (BY_TORCH, BY_TORCH),
         "rowwise": (None, None),  # by CUTLASS
         "blockwise": (BY_TRITON, BY_TRITON),
+        "mx": (None, None),
     },
     ("sm_120", "13.0"): {
         "tensorwise": (BY_TORCH, BY_TORCH),
         "rowwise": (None, None),
         "blockwise": (BY_TRITON, BY_TRITON),
+        "mx": (BY_TORCH, BY_TORCH),
     },
     ("gfx94", None): {
         "tensorwise": (BY_TORCH, BY_TORCH),
         "rowwise": (None, None),
         "blockwise": (None, None),
+        "mx": (None, None),
     },
 }
 
@@ -171,9 +181,11 @@ def test_candidates_that_write_other_dtypes_than_bfloat16(a_block, b_block, whic
 )
 @EVERY_PRODUCT
 def test_torch_takes_multiples_of_16_and_no_other_takes_its_place(
-    a_block, b_block, contraction, columns, words
+    a_block, b_block, contraction, columns, words, monkeypatch
 ):
-    reason = module.refuses_sizes("sm_90", a_block, b_block, BF16, contraction, columns)
+    arch = an_arch(a_block, b_block)
+    monkeypatch.setattr(module, "architecture", lambda index=None: arch)
+    reason = module.refuses_sizes(arch, a_block, b_block, BF16, contraction, columns)
     if words is None:
         assert reason is None
         return
@@ -383,7 +395,9 @@ def fake_operands(M: int, K: int, N: int, a_block, b_block) -> list[Tensor]:
     parts = []
     for rows, block in ((M, a_block), (N, b_block)):
         parts.append(torch.empty(rows, K, dtype=E4M3, device="cuda"))
-        parts.append(torch.empty(oracle.scale_shape((rows, K), block), device="cuda"))
+        dtype = torch.float8_e8m0fnu if block == MX else torch.float32
+        shape = oracle.scale_shape((rows, K), block)
+        parts.append(torch.empty(shape, dtype=dtype, device="cuda"))
     return parts
 
 
@@ -413,10 +427,11 @@ def test_the_chosen_candidate_is_traced_on_fake_cuda_tensors(
 @pytest.mark.parametrize("sizes", [(5, 123, 7), (48, 272, 150), (48, 130, 160)], ids=str)
 def test_odd_sizes_can_be_traced_on_fake_cuda_tensors(a_block, b_block, sizes, pad, monkeypatch):
     M, K, N = sizes
+    arch = an_arch(a_block, b_block) if pad else "sm_89"
     if not pad and PRODUCTS[a_block, b_block] != "blockwise":
         pytest.skip("refused")
     # Without padding on an architecture whose blockwise products are Triton's, of any size.
-    monkeypatch.setattr(module, "architecture", lambda index=None: "sm_90" if pad else "sm_89")
+    monkeypatch.setattr(module, "architecture", lambda index=None: arch)
     with FakeTensorMode(), torch.no_grad(), Products() as products:
         bias = torch.empty(N, dtype=BF16, device="cuda")
         parts = fake_operands(M, K, N, a_block, b_block)
@@ -428,6 +443,7 @@ def test_odd_sizes_can_be_traced_on_fake_cuda_tensors(a_block, b_block, sizes, p
 @EVERY_PRODUCT
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
 def test_transposed_fake_cuda_operands_are_brought_into_layout(a_block, b_block, arch, monkeypatch):
+    arch = "sm_100" if a_block == MX else arch
     monkeypatch.setattr(module, "architecture", lambda index=None: arch)
     with FakeTensorMode(), torch.no_grad():
         parts = fake_operands(48, 272, 160, a_block, b_block)

@@ -22,9 +22,9 @@ pytest.importorskip("triton")
 
 from float8.config import RECIPES
 from float8.linear.autograd import NO_FACTORS, STATELESS, Call, Float8LinearFunction
-from float8.linear.bound_plan import plan_on
+from float8.linear.bound_plan import plan_for, plan_on
 from float8.linear.float8_weight import cast_weight
-from float8.linear.scaling import DelayedState
+from float8.linear.scaling import DelayedState, cast_again, cast_matrix, cast_orientations
 
 scaled_mm = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
 M, K, N = 512, 1024, 4096  # three products of two that differ
@@ -59,7 +59,7 @@ def step(config, cached=False, microbatches=1):
     """
     with ExitStack() as stack:
         arch = "sm_100" if config.cast_config_input.scale_format.is_e8m0 else "sm_90"
-        stack.enter_context(mock.patch.object(scaled_mm, "architecture", lambda index=None: arch))
+        stack.enter_context(mock.patch.object(scaled_mm, "architecture", return_value=arch))
         stack.enter_context(FakeTensorMode())
         stack.enter_context(torch.no_grad())
         meter = stack.enter_context(CastMeter())
@@ -129,6 +129,38 @@ LAUNCHES = {
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_step_launches_what_a_hand_written_one_would(name):
     assert step(RECIPES[name]).launches == LAUNCHES[name] + 3
+
+
+# Bytes per element, and launches: of tokens x and g, and of experts cast for one GEMM at a time.
+GROUPED = {
+    "tensorwise": (6, 2, 5 + 3, 2 + 1),
+    "unit": (4, 1, 3 + 3, 2),
+    "rowwise": (6, 3, 3 + 5, 1 + 3),
+    "blockwise": (4, 1, 3 + 3, 2),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_operands_of_grouped_gemms(name):
+    """As many bytes as those of a layer: no pass for the groups, and no launch for each."""
+    with FakeTensorMode(), torch.no_grad(), ExitStack() as stack:
+        scale = empty(1, 1, dtype=torch.float32)
+        stack.enter_context(mock.patch("float8.linear.scaling.constant", return_value=scale))
+        offs, w = empty(4, dtype=torch.int32), empty(4, N, K)
+        plan = plan_for(RECIPES[name], w, grouped=True)
+        for tokens, operand in ((empty(M, K), plan.x), (empty(M, N), plan.g)):
+            with CastMeter() as meter:
+                cast_orientations(tokens, operand, None, False, True, True, False, offs)
+            moved = sum(meter.bytes_by_numel.values())  # the transpose has more elements: padding
+            assert round(moved / tokens.numel()) == GROUPED[name][0]
+            assert meter.launches == GROUPED[name][1]
+        with CastMeter() as meter:
+            _, scale = cast_matrix(w, plan.w.first, None, False, None)
+            cast_again(w, plan.w.first, scale) if name in ("tensorwise", "unit") else cast_matrix(
+                w.mT, plan.w.second, None, False, None
+            )
+        assert bytes_per_element(meter, 4 * N, K) == GROUPED[name][2]
+        assert meter.launches == GROUPED[name][3]
 
 
 def test_the_meter_notices_plain_pytorch():

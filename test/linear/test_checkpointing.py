@@ -17,7 +17,14 @@ from float8 import convert_to_float8_training
 from float8.config import RECIPES
 
 # The policy of docs/troubleshooting.md.
-KEPT = ("aten.mm.default", "aten._scaled_mm.default", "float8.blockwise_mm.default")
+KEPT = (
+    "aten.mm.default",
+    "aten._scaled_mm.default",
+    "float8.blockwise_mm.default",
+    "aten._scaled_grouped_mm.default",
+    "float8.grouped_mm_gpu.default",
+    "float8.grouped_mm.default",
+)
 
 
 def policy(ctx, op, *args, **kwargs):

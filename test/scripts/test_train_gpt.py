@@ -17,8 +17,9 @@ import torch
 from disk import full_after
 
 from float8 import Float8Tensor
+from float8.experts.modules import Float8Experts
 from float8.numerics import load_run
-from scripts import train_gpt
+from scripts import demo, train_gpt
 from scripts.train_gpt import Trainer
 from scripts.training import corpus, gpt, savings
 from scripts.training import options as options_module
@@ -556,3 +557,76 @@ def test_rotary_products_depend_on_distance_alone() -> None:
     products = turned_q @ turned_k.T
     torch.testing.assert_close(products.diagonal(-5), products[5, 0].expand(27), atol=1e-5, rtol=0)
     assert products[5, 0] != products[6, 0]
+
+
+# --- mixtures of experts
+
+
+def test_experts_train_in_every_recipe_to_losses_near_bf16s(
+    options: Options, text: corpus.Corpus
+) -> None:
+    losses, kept = {}, {}
+    for recipe in demo.MIXED:
+        trainer = Trainer(replace(options, experts=4, steps=4, recipe=recipe), text)
+        assert trainer.fit()
+        experts = trainer.model.get_submodule("blocks.0.feed_forward.experts")
+        router = trainer.model.get_submodule("blocks.0.feed_forward.router")
+        assert type(router) is torch.nn.Linear
+        assert isinstance(experts, Float8Experts) == (recipe != "bf16")
+        losses[recipe], kept[recipe] = trainer.history.val_loss[-1][1], trainer.saved_for_backward()
+    for recipe, loss in losses.items():
+        assert loss == pytest.approx(losses["bf16"], rel=0.01), recipe
+        assert kept[recipe] <= kept["bf16"], recipe
+
+
+def test_experts_resume_to_the_same_bits(options: Options, text: corpus.Corpus) -> None:
+    options = replace(options, experts=4, recipe="rowwise", steps=4)
+    whole = Trainer(options, text)
+    assert whole.fit()
+    assert not Trainer(options, text).fit(stop_after(2))
+    rest = Trainer(replace(options, resume=True), text)
+    assert rest.fit()
+    assert rest.history.train_loss == whole.history.train_loss
+
+
+def test_each_token_passes_its_best_experts_and_the_shared_one() -> None:
+    """Against a loop over tokens, in float64."""
+    torch.manual_seed(0)
+    sizes = gpt.Sizes(layers=1, width=32, heads=2, context=8, experts=4, top_k=2)
+    mixture = gpt.MixtureOfExperts(sizes)
+    for parameter in mixture.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x_BTC = torch.randn(2, 5, 32)
+    out, mixture = mixture(x_BTC), mixture.double()
+    for x, y in zip(x_BTC.flatten(0, 1).double(), out.flatten(0, 1), strict=True):
+        scores = mixture.router(x)
+        best = scores.topk(2).indices
+        expected = mixture.shared(x)
+        for p, e in zip(scores[best].softmax(0), best, strict=True):
+            gate, up = (mixture.experts.gate_up[e] @ x).chunk(2)
+            expected = expected + p * (
+                mixture.experts.down[e] @ (torch.nn.functional.silu(gate) * up)
+            )
+        assert torch.allclose(y.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--experts", "4", "--top-k", "5"], "--top-k 5 of --experts 4: a token takes from 1 to"),
+        (["--experts", "4", "--recipe", "delayed"], "--recipe delayed does not train --experts 4"),
+        (["--experts", "4", "--recipe", "unit"], "unit_scale no rule for them; take tensorwise"),
+    ],
+)
+def test_experts_that_do_not_train_are_refused(
+    arguments: list[str], reason: str, data: Path, tmp_path: Path
+) -> None:
+    assert reason in line_of(given(data, tmp_path / "gpt.pt", *arguments))
+
+
+def test_a_checkpoint_without_experts_is_not_resumed_with_them(
+    options: Options, text: corpus.Corpus
+) -> None:
+    assert Trainer(replace(options, steps=3), text).fit()
+    with pytest.raises(ValueError, match="trained with --experts 0, not 4: resume with no --exp"):
+        Trainer(replace(options, steps=3, experts=4, resume=True), text)

@@ -4,6 +4,7 @@ As in `cast_blockwise`, a program reads a tile, finds the amaxes in registers, a
 both ways, in one launch that zeroes nothing and reads nothing twice: 2 + 1 + 1 bytes per element of
 a bfloat16 source, and 1/32 byte per element for the scales of each orientation. ``e8m0.py`` defines
 the rounding of scales: integer operations on the bits of an amax.
+
 =========== =================================== ======================
             swizzled                            plain
 =========== =================================== ======================
@@ -28,7 +29,6 @@ from torch import Tensor
 from float8.granularity import scale_shape
 from float8.kernels import cublas, definition
 from float8.kernels.gpu.jit import (
-    amax_bits_of,
     clamped,
     convert,
     convert_4,
@@ -117,6 +117,75 @@ def _quotient(x32, factor, FORMAT_MAX: tl.constexpr):
 
 
 @triton.jit
+def write_rows(
+    xs,  # 4 tiles: of rows m, m + 1, m + 2, m + 3
+    data_ptr,
+    scale_ptr,
+    m,
+    M,
+    k,
+    K,
+    first_row,  # int64, the tile's first row and column in the matrix of scales
+    first_k,
+    scale_rows,
+    ROWS_BY_4: tl.constexpr,
+    COLS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    LARGEST: tl.constexpr,
+    CARRY: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    WRITE: tl.constexpr,
+):
+    """Write a tile row-major; returns, element by element, the amax bits of its 4 tiles."""
+    ACROSS: tl.constexpr = COLS // 32
+    row, block = tl.arange(0, ROWS_BY_4)[:, None] * 4, tl.arange(0, ACROSS)[None, :]
+    seen = tl.zeros((ROWS_BY_4, COLS), tl.int32)
+    for i in tl.static_range(4):
+        x32 = xs[i].to(tl.float32)
+        bits = magnitude_bits(x32)
+        seen = tl.maximum(seen, bits)
+        if WRITE:
+            amax_bits = tl.max(bits.reshape(ROWS_BY_4, ACROSS, 32), 2)
+            exponent = exponent_of(amax_bits, LARGEST, CARRY)
+            store_exponents(
+                scale_ptr, exponent, first_row, row + i, first_k // 32, block,
+                scale_rows, (K + 31) // 32, SWIZZLED,
+            )  # fmt: skip
+            factor = reciprocal_of(exponent)[:, :, None]
+            factor = tl.broadcast_to(factor, (ROWS_BY_4, ACROSS, 32)).reshape(ROWS_BY_4, COLS)
+            inside = (m + i < M)[:, None] & (k < K)[None, :]
+            codes = convert(_quotient(x32, factor, FORMAT_MAX), FORMAT)
+            tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
+    return seen
+
+
+@triton.jit
+def quotients_t(
+    xs,
+    seen,  # of `write_rows`
+    ROWS_BY_4: tl.constexpr,
+    COLS: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    LARGEST: tl.constexpr,
+    CARRY: tl.constexpr,
+):
+    """The 4 tiles divided by the scales of their columns, and the bytes of those scales."""
+    DOWN: tl.constexpr = ROWS_BY_4 // 8  # 8 sets of 4 rows are a block
+    exponent = exponent_of(tl.max(seen.reshape(DOWN, 8, COLS), 1), LARGEST, CARRY)
+    factor = reciprocal_of(exponent)[:, None, :]
+    factor = tl.broadcast_to(factor, (DOWN, 8, COLS)).reshape(ROWS_BY_4, COLS)
+    x0, x1, x2, x3 = to_float32(xs)
+    return (
+        _quotient(x0, factor, FORMAT_MAX),
+        _quotient(x1, factor, FORMAT_MAX),
+        _quotient(x2, factor, FORMAT_MAX),
+        _quotient(x3, factor, FORMAT_MAX),
+        exponent,
+    )
+
+
+@triton.jit
 def _mx_kernel(
     x_ptr,
     data_ptr,  # uint8 (M, K)
@@ -139,8 +208,6 @@ def _mx_kernel(
     WRITE_COLS: tl.constexpr,
     PACK: tl.constexpr,  # M is a multiple of 16
 ):
-    DOWN: tl.constexpr = ROWS_BY_4 // 8  # blocks along a column of the tile
-    ACROSS: tl.constexpr = COLS // 32
     pid, e = tl.program_id(0), tl.program_id(1).to(tl.int64)
     blocks_m, blocks_k = (M + 31) // 32, (K + 31) // 32
     data_ptr, data_t_ptr = outputs_of_matrix(data_ptr, data_t_ptr, M, K, PACK)
@@ -150,49 +217,25 @@ def _mx_kernel(
     first_m, first_k = first_m4 * 4, (pid % tl.cdiv(K, COLS)).to(tl.int64) * COLS
     xs = load_4_rows(x_ptr + e * stride_e, m, k, M, K, stride_m, stride_k)
 
-    seen = tl.zeros((ROWS_BY_4, COLS), tl.int32)
-    if WRITE_ROWS:
-        row, block = tl.arange(0, ROWS_BY_4)[:, None] * 4, tl.arange(0, ACROSS)[None, :]
-        for i in tl.static_range(4):
-            x32 = xs[i].to(tl.float32)
-            bits = magnitude_bits(x32)
-            seen = tl.maximum(seen, bits)
-            amax_bits = tl.max(bits.reshape(ROWS_BY_4, ACROSS, 32), 2)
-            exponent = exponent_of(amax_bits, LARGEST, CARRY)
-            store_exponents(
-                scale_ptr, exponent, first_m, row + i, first_k // 32, block, M, blocks_k, SWIZZLED
-            )  # fmt: skip
-            factor = reciprocal_of(exponent)[:, :, None]
-            factor = tl.broadcast_to(factor, (ROWS_BY_4, ACROSS, 32)).reshape(ROWS_BY_4, COLS)
-            inside = (m + i < M)[:, None] & (k < K)[None, :]
-            codes = convert(_quotient(x32, factor, FORMAT_MAX), FORMAT)
-            tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
-
+    seen = write_rows(
+        xs, data_ptr, scale_ptr, m, M, k, K, first_m, first_k, M, ROWS_BY_4, COLS,
+        FORMAT, FORMAT_MAX, LARGEST, CARRY, SWIZZLED, WRITE_ROWS,
+    )  # fmt: skip
     if WRITE_COLS:
-        xs = to_float32(xs)
-        if not WRITE_ROWS:
-            seen = amax_bits_of(xs)
-        amax_bits_t = tl.max(seen.reshape(DOWN, 8, COLS), 1)  # 8 sets of 4 rows are a block
-        exponent_t = exponent_of(amax_bits_t, LARGEST, CARRY)
+        y0, y1, y2, y3, exponent = quotients_t(
+            xs, seen, ROWS_BY_4, COLS, FORMAT_MAX, LARGEST, CARRY
+        )
+        row, block = tl.arange(0, COLS)[None, :], tl.arange(0, ROWS_BY_4 // 8)[:, None]
         store_exponents(
-            scale_t_ptr, exponent_t, first_k, tl.arange(0, COLS)[None, :],
-            first_m // 32, tl.arange(0, DOWN)[:, None], K, blocks_m, SWIZZLED,
-        )  # fmt: skip
-        factor_t = reciprocal_of(exponent_t)[:, None, :]
-        factor_t = tl.broadcast_to(factor_t, (DOWN, 8, COLS)).reshape(ROWS_BY_4, COLS)
+            scale_t_ptr, exponent, first_k, row, first_m // 32, block, K, blocks_m, SWIZZLED
+        )
         if PACK:
-            packed = convert_4(
-                _quotient(xs[0], factor_t, FORMAT_MAX),
-                _quotient(xs[1], factor_t, FORMAT_MAX),
-                _quotient(xs[2], factor_t, FORMAT_MAX),
-                _quotient(xs[3], factor_t, FORMAT_MAX),
-                FORMAT,
-            )
-            store_packed(data_t_ptr, packed, first_m4, k, M, K)
+            store_packed(data_t_ptr, convert_4(y0, y1, y2, y3, FORMAT), first_m4, k, M, K)
         else:
+            ys = (y0, y1, y2, y3)
             for i in tl.static_range(4):
-                codes = convert(_quotient(xs[i], factor_t, FORMAT_MAX), FORMAT)
                 inside = (m + i < M)[:, None] & (k < K)[None, :]
+                codes = convert(ys[i], FORMAT)
                 tl.store(data_t_ptr + k[None, :] * M + (m + i)[:, None], codes, inside)
 
 

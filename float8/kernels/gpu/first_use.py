@@ -28,7 +28,15 @@ from float8.kernels import definition
 
 SWITCH = "FLOAT8_SKIP_KERNEL_CHECK"
 
-_CHECKED = ("cast", "cast_dynamic", "cast_rowwise", "cast_blockwise", "cast_tokens", "transpose")
+_CHECKED = (
+    "cast",
+    "cast_dynamic",
+    "cast_rowwise",
+    "cast_blockwise",
+    "cast_mx",
+    "cast_tokens",
+    "transpose",
+)
 
 
 def checked(op: str, kernel: Callable[..., Any], definition: Callable[..., Any]) -> Any:
@@ -104,6 +112,8 @@ def _arguments(op: str) -> Iterator[tuple[Any, ...]]:
         yield from ((x, dtype, True, True, True) for dtype in (e4m3, e5m2))
     elif op == "cast_blockwise":
         yield from ((x, e4m3, True, *block, True, True) for block in ((1, 128), (128, 128)))
+    elif op == "cast_mx":
+        yield (x, e4m3, "e8m0", True, True, True)
     elif op == "cast_tokens":
         offs = torch.tensor([33, 34, 51], dtype=torch.int32, device="cpu")
         for block, given in (

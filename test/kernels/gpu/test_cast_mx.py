@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from assertions import assert_bitwise
 from interpreter import launcher
+from pretend import into_squares
 from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case, pairs
 
 from float8.kernels import definition
@@ -18,18 +19,6 @@ E4M3 = torch.float8_e4m3fn
 ROUNDINGS = ("e8m0", "e8m0_floor")
 SHAPES = ((80, 144), (5, 123), (130, 129), (1, 1))
 ORIENTATIONS = ((True, True), (True, False), (False, True), (False, False))
-
-
-def in_places(scale):
-    """The scales (rows, blocks) where cuBLAS documents them, one by one; zeros elsewhere."""
-    rows, blocks = scale.shape
-    tiles = -(-blocks // 4)
-    placed = torch.zeros(-(-rows // 128) * tiles * 512, dtype=torch.uint8)
-    for r in range(rows):
-        for b in range(blocks):
-            tile = (r // 128) * tiles + b // 4
-            placed[tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + b % 4] = scale[r, b]
-    return placed
 
 
 def check(x, dtype, rounding, swizzled, rows, cols, device, replay):
@@ -46,7 +35,7 @@ def check(x, dtype, rounding, swizzled, rows, cols, device, replay):
         assert scale.is_contiguous()
         assert_bitwise(
             scale.view(torch.uint8),
-            in_places(exponents) if swizzled else exponents,
+            into_squares(exponents) if swizzled else exponents,
             replay,
             "scale",
         )

@@ -17,7 +17,14 @@ from interpreter import launcher
 from meter import CastMeter
 from shapes import DEVICES
 
-from float8.kernels.gpu import cast, cast_blockwise, cast_rowwise, cast_tokens, transpose  # noqa: F401
+from float8.kernels.gpu import (  # noqa: F401
+    cast,
+    cast_blockwise,
+    cast_mx,
+    cast_rowwise,
+    cast_tokens,
+    transpose,
+)
 from float8.kernels.gpu.first_use import SWITCH, _compiler, check, checked
 from float8.kernels.gpu.launch import DEFINITIONS, register
 
@@ -29,6 +36,7 @@ LAUNCHERS = {
     "cast_dynamic": ("cast", "_cast_dynamic"),
     "cast_rowwise": ("cast_rowwise", "_launch"),
     "cast_blockwise": ("cast_blockwise", "_launch"),
+    "cast_mx": ("cast_mx", "_launch"),
     "cast_tokens": ("cast_tokens", "_launch"),
     "transpose": ("transpose", "_launch"),
 }

@@ -7,6 +7,7 @@ GPU in bfloat16, as in `test_blockwise_mm.py`.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import oracle
@@ -17,11 +18,12 @@ pytest.importorskip("triton")
 
 from assertions import assert_bitwise, assert_error_within_baseline
 from interpreter import launcher
-from shapes import DEVICES, Case, pairs
+from shapes import DEVICES, HIGH_PRECISION, Case, pairs
 from torch import Tensor
 
 from float8.kernels import definition
 from float8.kernels.gpu import grouped_mm as module
+from scripts import kernel_report
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ONE, ROW, BY_128, SQUARE = (-1, -1), (1, -1), (1, 128), (128, 128)
