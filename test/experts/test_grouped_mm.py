@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import float8
-from float8 import Float8LinearConfig
+from float8 import Float8LinearConfig, kernels
 from float8.experts.grouped_mm import grouped_mm_in_float8
 from float8.linear.autograd import product
 from float8.linear.bound_plan import plan_on
@@ -239,6 +239,34 @@ def test_compiled_to_the_same_bits(recipe):
         frames.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     # A second graph serves every number of tokens.
     assert frames == [1, 1, 2, 2], "compiled again for another routing"
+
+
+# --- planted faults
+
+
+FAULTS = {
+    "scales of one expert for all": lambda gemm, a, a_s, b, b_s, *rest: (
+        (a, a_s, b, b_s[:1].expand_as(b_s), *rest) if b.dim() == 3 else (a, a_s, b, b_s, *rest)
+    ),
+    "groups shifted": lambda gemm, a, a_s, b, b_s, offs, *rest: (
+        (a, a_s, b, b_s, (offs - 1).clamp(min=0), *rest)
+    ),
+    "experts swapped": lambda gemm, a, a_s, b, b_s, *rest: (
+        (a, a_s, b.flip(0), b_s.flip(0), *rest) if b.dim() == 3 else (a, a_s, b, b_s, *rest)
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault, monkeypatch):
+    multiply = kernels.multiply_groups
+
+    def faulty(gemm, *args):
+        return multiply(gemm, *FAULTS[fault](gemm, *args))
+
+    monkeypatch.setattr(kernels, "multiply_groups", faulty)
+    with pytest.raises(AssertionError, match="output"):
+        test_values("tensorwise", torch.float32)
 
 
 # --- bad input
