@@ -42,6 +42,7 @@ from float8.kernels.scaled_mm import (
     triton_refuses,
 )
 
+_MX_BLOCK = (1, 32)
 _EMULATE = "set emulate=True to run it in plain PyTorch"
 
 
@@ -366,8 +367,15 @@ def multiply_groups(
     """`grouped_mm` by the candidate that `grouped_gemm_for` chose.
 
     Raises:
-        ValueError: K or N of experts is no multiple of 16 and ``pad`` is False.
+        ValueError: K or N of experts is no multiple of 16 and ``pad`` is False; or the scales of
+            blocks of 1x32 are not E8M0.
     """
+    for name, scale, block in (("a", a_scale, a_block), ("b", b_scale, b_block)):
+        if block[-2:] == _MX_BLOCK and scale.dtype != torch.float8_e8m0fnu:
+            raise ValueError(
+                f"grouped_mm: the scales of {name} are {scale.dtype}, but those of blocks of 1x32 "
+                "are torch.float8_e8m0fnu; cast it with ScaleFormat.E8M0, which rounds them up"
+            )
     if gemm == PLAIN:
         out: Tensor = torch.ops.float8.grouped_mm.default(
             a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align
