@@ -28,8 +28,9 @@ def _of_transformers(kind: type[nn.Module]) -> Forward | None:
     namespace: dict[str, Any] = getattr(kind.forward, "__globals__", {})
     if namespace.get("__name__") != _TRANSFORMERS:  # where the decorator's forward is written
         return None
-    functions = namespace["ALL_EXPERTS_FUNCTIONS"]
-    if inspect.getclosurevars(kind.forward).nonlocals.get("experts_interface") is not functions:
+    functions: Any = namespace["ALL_EXPERTS_FUNCTIONS"]
+    variables = inspect.getclosurevars(kind.forward).nonlocals
+    if id(variables.get("experts_interface")) != id(functions):
         return None  # those of experts in another precision
     # What it multiplies with where torch's function does not take a dtype under torch.compile.
     GROUPED_MM.add(torch.ops.transformers.grouped_mm_fallback)
