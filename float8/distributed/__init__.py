@@ -4,6 +4,8 @@
   `sharded_weight`, `replaced_parameters`). Imported when a config asks for it.
 - ``tensor_parallel.py``: activations of tensor-parallel layers travel as float8 (`exchange` <
   `parallel_linear`).
+- ``expert_parallel.py``: tokens travel to the ranks of their experts as float8
+  (`token_exchange`).
 - ``first_use.py``: ranks that train one model hold the same layers, or get an error that names the
   first difference (`rank_comparison`).
 - ``after_step.py``: one call for what a recipe needs after an optimizer step.

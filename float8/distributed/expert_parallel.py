@@ -16,9 +16,9 @@ Two interfaces of experts' modules are known:
 A hook before the module's forward dispatches, and one after it combines. Between them the module
 sees the rows of its own experts, from all ranks, and the local part of each weight under its name.
 
-Ranks must agree: the shapes of experts are compared when they are sharded, and the config, the
-sizes and the order of the modules at each module's first forward. Ranks that differ raise an error,
-all of them. Later calls are not compared, but for the numbers of tokens, which each call exchanges.
+Ranks must agree: the shapes of experts are compared when they are sharded; the config, the sizes
+and the order of the modules at each module's first forward; the bytes of a row in every call. If
+ranks differ, all of them raise an error.
 
 The weights' gradients are sums over the tokens of all ranks, each token's being that of its own
 rank's loss. Where the loss of a batch is the mean of the ranks' losses, divide them by the number

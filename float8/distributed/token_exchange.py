@@ -147,8 +147,6 @@ class _Exchange(torch.autograd.Function):
 def _dispatched(x_RD: Tensor, route: Route, cast: OperandCast | None, emulate: bool) -> Tensor:
     if cast is None:
         return _all_to_all(x_RD, route.sent, route.received, route.group)[route.order]
-    # A kernel may write E8M0 scales in the layout of a GEMM, where a row has none of its own.
-    emulate = emulate or cast.scale_format.is_e8m0
     data, scale = bind_and_cast(x_RD.contiguous(), cast, emulate=emulate)
     message, has_scales = data.view(torch.uint8), cast.block[0] == 1  # else every rank knows it
     if has_scales:

@@ -372,7 +372,9 @@ def multiply(
         out = a_MK.new_zeros((a_MK.shape[0], b_NK.shape[0]), dtype=out_dtype)
         return out if bias_N is None else out + bias_N.to(out_dtype)
     if gemm == PLAIN:
-        return cpu.scaled_mm(a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype)
+        return cpu.scaled_mm(
+            a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype, None
+        )
     candidate = GEMMS[gemm]
     reason = _refuses_devices(a_MK.device, a_scale=a_scale, b=b_NK, b_scale=b_scale, bias=bias_N)
     if reason is not None:

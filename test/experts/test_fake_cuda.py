@@ -33,6 +33,7 @@ RUNS = {
     "unit": dict.fromkeys(("sm_89", "sm_90", "sm_100"), BY_TRITON),
     "blockwise": dict.fromkeys(("sm_89", "sm_90", "sm_100"), BY_TRITON),
     "rowwise": {"sm_89": BY_TRITON, "sm_90": (TORCH, TORCH, TRITON), "sm_100": BY_TRITON},
+    "mxfp8": {"sm_100": (TORCH, TORCH, TORCH)},
     "rowwise_with_gw_hp": {
         "sm_89": (TRITON, TRITON, PLAIN),
         "sm_90": (TORCH, TORCH, PLAIN),
@@ -85,8 +86,7 @@ def step(recipe, arch, monkeypatch, dtype=BF16, tokens=T, mode=None):
     return tuple(gemms.names)
 
 
-@pytest.mark.parametrize("arch", ["sm_89", "sm_90", "sm_100"])
-@pytest.mark.parametrize("recipe", RUNS)
+@pytest.mark.parametrize(("recipe", "arch"), [(r, arch) for r, row in RUNS.items() for arch in row])
 def test_the_gemms_of_a_step(recipe, arch, monkeypatch):
     assert step(recipe, arch, monkeypatch) == RUNS[recipe][arch]
 
