@@ -110,9 +110,10 @@ def frameworks() -> str:
 
 @contextmanager
 def torch_for(cuda: str) -> Iterator[None]:
-    """As if torch was built for a CUDA version, and Triton was installed."""
+    """As if torch was built for a CUDA version, with MSLK, and Triton was installed."""
     triton = mock.patch("float8.kernels.scaled_mm._has_triton", return_value=True)
-    with mock.patch.object(torch.version, "cuda", cuda), triton:
+    mslk = mock.patch("float8.kernels.grouped_mm._has_mslk", return_value=True)
+    with mock.patch.object(torch.version, "cuda", cuda), triton, mslk:
         yield
 
 

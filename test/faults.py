@@ -35,10 +35,8 @@ def _patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Fault:
 def _truncating_cast(original: Any) -> Any:
     """Round toward zero: subtract one from each byte whose value is too large."""
 
-    def cast(
-        x: Tensor, scale: Tensor, block: Any, dtype: torch.dtype, fits: bool = False
-    ) -> Tensor:
-        data = original(x, scale, block, dtype, fits)
+    def cast(x: Tensor, scale: Tensor, block: Any, dtype: torch.dtype, *rest: Any) -> Tensor:
+        data = original(x, scale, block, dtype, *rest)
         too_large = definition.dequantize(data, scale, block, torch.float32).abs() > x.abs().float()
         bytes_ = data.view(torch.uint8)
         return (bytes_ - too_large.to(torch.uint8)).view(dtype)
@@ -70,7 +68,7 @@ def _wrong_format(original: Any) -> Any:
         torch.float8_e4m3fn: torch.float8_e4m3fnuz,
         torch.float8_e5m2: torch.float8_e5m2fnuz,
     }
-    return lambda x, scale, block, dtype, fits=False: original(x, scale, block, other[dtype])
+    return lambda x, scale, block, dtype, *rest: original(x, scale, block, other[dtype])
 
 
 def _format_maximum_of_fnuz(original: Any) -> Any:
@@ -104,7 +102,7 @@ def _sign_only_gradient(original: Any) -> Any:
 
 def _forgotten_clamp(original: Any) -> Any:
     """Cast without saturation."""
-    return lambda x, scale, block, dtype, fits=False: original(x, scale, block, dtype, True)
+    return lambda x, scale, block, dtype, *rest: original(x, scale, block, dtype, True)
 
 
 # Found by layer_check.check_layer.

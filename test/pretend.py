@@ -98,8 +98,8 @@ def install_torch_scaled_mm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         assert not a.dtype == b.dtype == E5M2
         if scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu:
             a_block = b_block = MX
-            scale_a = _out_of_squares(scale_a, M, -(-K // 32))
-            scale_b = _out_of_squares(scale_b, N, -(-K // 32)).t()
+            scale_a = out_of_squares(scale_a, M, -(-K // 32))
+            scale_b = out_of_squares(scale_b, N, -(-K // 32)).t()
         else:
             assert scale_a.dtype == scale_b.dtype == torch.float32
             a_block, b_block = _blocks_of(scale_a, scale_b, M, K, N)
@@ -136,7 +136,7 @@ def into_squares(scale: Tensor) -> Tensor:
     return placed
 
 
-def _out_of_squares(scale: Tensor, rows: int, blocks: int) -> Tensor:
+def out_of_squares(scale: Tensor, rows: int, blocks: int) -> Tensor:
     """The scales (rows, blocks) that cuBLASLt reads; all others must be zeros."""
     assert scale.dim() == 1
     assert scale.is_contiguous()

@@ -257,7 +257,9 @@ CALLS: dict[str, list[Call]] = {
         Call(lambda v: f.grouped_mm(X, EXPERTS, OFFS, v), f"grouped_mm: {CONFIG}", NONE),
     ],
     "register_experts": [
-        Call(f.register_experts, r"experts_type must be a subclass of nn\.Module, got", ("a class",)),
+        Call(
+            f.register_experts, r"experts_type must be a subclass of nn\.Module, got", ("a class",)
+        ),
         Call(
             lambda v: f.register_experts(type("Own", (nn.Module,), {}), v),
             "register_experts: forward must be callable, got ",

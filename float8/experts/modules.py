@@ -86,7 +86,9 @@ def register_experts(experts_type: type[nn.Module], forward: Forward | None = No
 
 def _forward_of(kind: type[nn.Module]) -> Forward | None:
     """The forward of a type of experts that calls ``grouped_mm``, or None for other types."""
-    if kind in _REGISTERED or issubclass(kind, Float8Experts):
+    # A type that fully_shard has made keeps its parameters' places in the module that it was.
+    is_sharded = any(base.__name__ == "FSDPModule" for base in kind.__mro__)
+    if kind in _REGISTERED or is_sharded or issubclass(kind, Float8Experts):
         return _REGISTERED.get(kind)
     return next((forward for find in FINDERS if (forward := find(kind)) is not None), None)
 
@@ -164,7 +166,8 @@ class Float8Experts(Float8Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles hold the plain type, from which this one is made again."""
-        return _new, (self.plain_type,), self.__dict__
+        state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+        return _new, (self.plain_type,), state
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -179,10 +182,8 @@ class Float8Experts(Float8Module):
         stored = {name: stored_by(weight) for name, weight in stacked_weights(self).items()}
         super()._load_from_state_dict(*args)
         for name, rule in stored.items():
-            weight = self._parameters[name]
-            if (
-                rule is not None and weight is not None and not rule.is_stored(weight)
-            ):  # assign=True
+            weight: Any = self._parameters[name]
+            if rule is not None and not rule.is_stored(weight):  # assign=True
                 self._parameters[name] = nn.Parameter(rule.from_plain(weight), weight.requires_grad)
 
     def extra_repr(self) -> str:
@@ -223,9 +224,7 @@ class _GroupedProducts(TorchFunctionMode):
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         if x.dim() != 2 or w.dim() != 3 or offs is None or bias is not None:
-            given = (
-                "no offs" if offs is None else "offs" + (" and bias" if bias is not None else "")
-            )
+            given = "no offs" if offs is None else "offs" if bias is None else "offs and bias"
             raise ValueError(
                 f"{self.experts._name}: grouped_mm of {tuple(x.shape)} and {tuple(w.shape)} with "
                 f"{given}: float8 multiplies tokens (T, K) by weights (E, K, N) with offs. Leave "

@@ -12,6 +12,7 @@ Neither library is imported: the classes say what they are.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -27,9 +28,13 @@ def _of_transformers(kind: type[nn.Module]) -> Forward | None:
     namespace: dict[str, Any] = getattr(kind.forward, "__globals__", {})
     if namespace.get("__name__") != _TRANSFORMERS:  # where the decorator's forward is written
         return None
+    functions: Any = namespace["ALL_EXPERTS_FUNCTIONS"]
+    variables = inspect.getclosurevars(kind.forward).nonlocals
+    if id(variables.get("experts_interface")) != id(functions):
+        return None  # those of experts in another precision
     # What it multiplies with where torch's function does not take a dtype under torch.compile.
     GROUPED_MM.add(torch.ops.transformers.grouped_mm_fallback)
-    forward: Forward = namespace["ALL_EXPERTS_FUNCTIONS"]["grouped_mm"]
+    forward: Forward = functions["grouped_mm"]
     return forward
 
 

@@ -71,10 +71,11 @@ def amax(x: Tensor, block: Block) -> Tensor:
         return definition.amax(x, block)
     if len(block) == 3 and block[0] == 1 and _is_plain(x):
         return torch.stack([amax(matrix, block[1:]) for matrix in x])
+    is_large = not torch.compiler.is_compiling() and x.numel() > _PART // 4
     if WHOLE not in block or block.count(WHOLE) + block.count(1) < len(block):
         if (tiles := _tiles(x, block)) is None:
             return definition.amax(x, block)
-        return _largest(tiles, [1, 3], keepdim=False)
+        return _largest(tiles, [1, 3], False) if is_large else tiles.abs().amax((1, 3)).float()
     # In this order: a compiler would guard on the size.
     is_small = not torch.compiler.is_compiling() and x.numel() < _SMALL
     if 1 in block or is_small:
@@ -82,7 +83,7 @@ def amax(x: Tensor, block: Block) -> Tensor:
         for dim, extent in enumerate(block):
             if extent == WHOLE:
                 lines.append(dim)
-        return _largest(x, lines, keepdim=True)
+        return _largest(x, lines, True) if is_large else x.abs().amax(lines, keepdim=True).float()
     # aminmax reads x once and writes two numbers; in eager mode abs() would write all of |x|.
     # In storage order: aminmax is many times slower over columns.
     in_order = x.t() if x.dim() == 2 and x.stride(0) == 1 else x
@@ -119,35 +120,25 @@ def cast(
     dtype: torch.dtype,
     fits: bool = False,
     out: Tensor | None = None,
+    buffer: Tensor | None = None,
 ) -> Tensor:
     """`definition.cast`, with one float32 buffer in eager mode.
 
     ``fits`` promises that ``scale`` is a float32 computed from this very ``x``. Then no finite
     value exceeds the format, an infinite one becomes NaN, and the clamp is not needed. ``out``
     receives the data, in ``dtype``; or in bfloat16, for a product that follows at once (`decode`).
+    ``buffer`` holds x in float32 meanwhile; for `_cast_parts`.
     """
-    if (
-        not torch.compiler.is_compiling()
-        and x.numel() > _PART
-        and _is_plain(x)
-        and x.dim() in (2, 3)
-    ):
+    is_eager = not torch.compiler.is_compiling()
+    if is_eager and buffer is None and x.numel() > _PART and _is_plain(x) and x.dim() in (2, 3):
         out = torch.empty_like(x, dtype=dtype) if out is None else out
-        buffer = torch.empty(_PART, dtype=torch.float32)  # fresh memory costs more than the passes
-        _cast_parts(out, x, scale, block, dtype, fits, buffer)
+        _cast_parts(out, x, scale, block, dtype, fits, torch.empty(_PART, dtype=torch.float32))
         return out
-    data = _fitted(x.float(), x, scale, block, dtype, fits).to(dtype)
-    if out is None:
-        return data
-    return out.copy_(data) if out.dtype == dtype else decode(data, out)
-
-
-def _fitted(
-    x32: Tensor, x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool
-) -> Tensor:
-    """``x / scale``, in the range of ``dtype``; it may overwrite x32, unless that is x."""
-    is_plain = scale.dtype == torch.float32 and not torch.compiler.is_compiling()
-    factor = scale.reciprocal() if is_plain else reciprocal(scale)
+    if buffer is None or buffer.numel() < x.numel():
+        x32 = x.float()
+    else:
+        x32 = buffer[: x.numel()].view(x.shape).copy_(x)
+    factor = scale.reciprocal() if is_eager and scale.dtype == torch.float32 else reciprocal(scale)
     if block.count(WHOLE) + block.count(1) < len(block):
         y = _scaled(x32, factor, block)
     else:
@@ -155,13 +146,15 @@ def _fitted(
     if not fits:
         largest = torch.finfo(dtype).max
         y = y.clamp_(-largest, largest)
-        if torch.compiler.is_compiling():
-            y = torch.where(x32.abs() == torch.inf, torch.nan, y)  # isinf() is not vectorised
-        else:
+        if is_eager:
             # In eager mode one pass instead of three: 0 * inf is NaN, and adding a zero of x's own
             # sign changes nothing else. Compilers fold the product to 0.
-            y = y.add_(x32, alpha=0)
-    return y
+            y.add_(x32, alpha=0)
+        else:
+            y = torch.where(x32.abs() == torch.inf, torch.nan, y)  # isinf() is not vectorised
+    if out is None:
+        return y.to(dtype)
+    return out.copy_(y) if out.dtype == dtype else decode(y.to(dtype), out)
 
 
 def _cast_parts(
@@ -171,9 +164,9 @@ def _cast_parts(
     block: Block,
     dtype: torch.dtype,
     fits: bool,
-    buffer: Tensor,
+    buffer: Tensor,  # fresh memory for each part would cost more than the passes over it
 ) -> None:
-    """`cast` into ``out``, of dtype or bfloat16, part by part in storage order."""
+    """`cast` into ``out``, part by part in storage order."""
     if x.dim() == 3:
         for index, matrix in enumerate(x):
             its = scale[index if len(scale) > 1 else 0]
@@ -184,22 +177,17 @@ def _cast_parts(
         return
     extent = max(1, block[0])
     for begin, end in _parts(x, extent):
-        part, where = x[begin:end], out[begin:end]
         its = scale if len(scale) == 1 else scale[begin // extent : -(-end // extent)]
-        is_small = part.numel() <= _PART
-        x32 = buffer[: part.numel()].view(part.shape).copy_(part) if is_small else part.float()
-        y = _fitted(x32, part, its, block, dtype, fits)
-        if out.dtype == dtype:
-            where.copy_(y)
-        else:
-            decode(y.to(dtype), where)
+        cast(x[begin:end], its, block, dtype, fits, out[begin:end], buffer)
 
 
 def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """`definition.dequantize`; right under torch.compile for every block."""
     # A plain tensor by way of bfloat16, which holds float8 exactly: three times faster.
-    data32 = (decode(data) if data.element_size() == 1 and _is_plain(data) else data).float()
-    return _scaled(data32, e8m0.as_float32(scale), block).to(dtype)
+    is_large = not torch.compiler.is_compiling() and data.numel() > _PART // 4
+    if is_large and data.element_size() == 1 and _is_plain(data):
+        data = decode(data)
+    return _scaled(data.float(), e8m0.as_float32(scale), block).to(dtype)
 
 
 def _scaled(x32: Tensor, factor: Tensor, block: Block) -> Tensor:
@@ -250,19 +238,22 @@ def decode(data: Tensor, out: Tensor | None = None) -> Tensor:
     if is_eager and data.numel() < _SMALL:
         return data.to(torch.bfloat16) if out is None else out.copy_(data)
     # In storage order: a compiler would transpose for real.
-    if data.dim() == 2 and data.stride(0) == 1 and data.stride(1) != 1:
-        return decode(data.t(), None if out is None else out.t()).t()
-    if not (is_eager and _can_move_bits(data)):
-        return data.to(torch.bfloat16) if out is None else out.copy_(data)
+    is_transposed = data.dim() == 2 and data.stride(0) == 1 and data.stride(1) != 1
+    in_order = data.t() if is_transposed else data
+    if not (is_eager and _can_move_bits(in_order)):
+        decoded = in_order.to(torch.bfloat16)
+        decoded = decoded.t() if is_transposed else decoded
+        return decoded if out is None else out.copy_(decoded)
     shift, fields, power = _AS_BFLOAT16[data.dtype]
-    decoded = torch.empty_like(data, dtype=torch.bfloat16) if out is None else out
+    out = torch.empty_like(data, dtype=torch.bfloat16) if out is None else out
+    decoded = out.t() if is_transposed else out
     is_large = data.dim() == 2 and data.numel() > _PART
-    for begin, end in _parts(data, 1) if is_large else [(0, len(data))]:
+    for begin, end in _parts(in_order, 1) if is_large else [(0, len(in_order))]:
         part = decoded[begin:end]
-        bits = part.view(torch.int16).copy_(data[begin:end].view(torch.int8))
+        bits = part.view(torch.int16).copy_(in_order[begin:end].view(torch.int8))
         bits.bitwise_left_shift_(shift).bitwise_and_(fields)
         part.mul_(power)
-    return decoded
+    return out
 
 
 def _can_move_bits(data: Tensor) -> bool:
@@ -306,7 +297,7 @@ def scaled_mm(
         if out is not None and is_whole:
             product = torch.mm(decode(a_MK), decode(b_NK).t(), out=out)
             return product.mul_((a_scale * b_scale).reshape(()))
-        product = decode(a_MK) @ decode(b_NK).t()
+        product = decode(a_MK, None) @ decode(b_NK, None).t()
     else:
         product = a_MK.to(torch.float32) @ b_NK.to(torch.float32).t()
     if is_whole:

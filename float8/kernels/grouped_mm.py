@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,7 @@ from float8.kernels.scaled_mm import (
     triton_refuses,
 )
 
+_MX_BLOCK = (1, 32)
 _EMULATE = "set emulate=True to run it in plain PyTorch"
 
 
@@ -255,30 +256,11 @@ def _contiguous(x: Tensor) -> Tensor:
 
 
 def _triton_multiply(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_block: Block,
-    b_block: Block,
-    out_dtype: torch.dtype,
-    align: int,
-    use_fast_accum: bool,
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *others: Any
 ) -> Tensor:
     _load_triton_gemm()
-    out: Tensor = torch.ops.float8.grouped_mm_gpu.default(
-        contraction_last(a),
-        a_scale,
-        contraction_last(b),
-        b_scale,
-        offs,
-        a_block,
-        b_block,
-        out_dtype,
-        align,
-        use_fast_accum,
-    )
+    run = torch.ops.float8.grouped_mm_gpu.default
+    out: Tensor = run(contraction_last(a), a_scale, contraction_last(b), b_scale, *others)
     return out
 
 
@@ -385,8 +367,15 @@ def multiply_groups(
     """`grouped_mm` by the candidate that `grouped_gemm_for` chose.
 
     Raises:
-        ValueError: K or N of experts is no multiple of 16 and ``pad`` is False.
+        ValueError: K or N of experts is no multiple of 16 and ``pad`` is False; or the scales of
+            blocks of 1x32 are not E8M0.
     """
+    for name, scale, block in (("a", a_scale, a_block), ("b", b_scale, b_block)):
+        if block[-2:] == _MX_BLOCK and scale.dtype != torch.float8_e8m0fnu:
+            raise ValueError(
+                f"grouped_mm: the scales of {name} are {scale.dtype}, but those of blocks of 1x32 "
+                "are torch.float8_e8m0fnu; cast it with ScaleFormat.E8M0, which rounds them up"
+            )
     if gemm == PLAIN:
         out: Tensor = torch.ops.float8.grouped_mm.default(
             a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align
@@ -394,7 +383,7 @@ def multiply_groups(
         return out
     if 0 in (*a.shape, *b.shape):
         return _empty(a, b, offs, out_dtype)
-    if b.dim() == 3 and b_scale.dim() == 2:
+    if b.dim() == 3 and b_scale.shape == (1, 1):
         b_scale = b_scale.view(1, 1, 1)  # one static scale for all experts
     columns = b.shape[-2]
     rows, inner = -columns % ALIGNMENT, -b.shape[-1] % ALIGNMENT

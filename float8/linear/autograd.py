@@ -14,6 +14,9 @@ For backward, forward saves the input in float8, in the orientation that grad_we
 per element. It saves the weight by reference, because the parameter is in memory anyway. Backward
 casts the weight again, with forward's scale where both casts are the same.
 
+With ``offs``, the ends of groups of tokens, the same three GEMMs are grouped, one group per expert:
+w_NK is w_ENK, and grad_weight contracts the tokens of each group (`float8.experts`).
+
 Only GEMMs whose result is needed run: with a frozen weight there is no grad_weight GEMM, and no
 input is saved. Data and scale are plain tensors, so compile, checkpointing, saved-tensor hooks and
 FSDP see ordinary tensors.
@@ -322,7 +325,7 @@ def linear_in_float8(input: Tensor, weight: Tensor, bias: Tensor | None, call: C
         (..., N) in the compute dtype.
     """
     with without_autocast(input):
-        return Float8LinearFunction.apply(input, weight, bias, call)
+        return Float8LinearFunction.apply(input, weight, bias, call, None)
 
 
 def refuse_double_backward(name: str) -> None:

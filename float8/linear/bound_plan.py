@@ -285,14 +285,16 @@ def plan_for(config: Float8LinearConfig, input: Tensor, grouped: bool = False) -
     return _bound(config.key, device, dtype, torch.compiler.is_compiling(), grouped)
 
 
-def plan_on(config: Float8LinearConfig, device: torch.device, dtype: torch.dtype) -> BoundPlan:
-    """The plan of a config, bound to a device and a compute dtype.
+def plan_on(
+    config: Float8LinearConfig, device: torch.device, dtype: torch.dtype, grouped: bool = False
+) -> BoundPlan:
+    """The plan of a config, bound to a device and a compute dtype; for grouped GEMMs if asked.
 
     Raises:
         ValueError: the GPU has no float8 conversions.
         ModuleNotFoundError: Triton is not installed.
     """
-    return _bound(config.key, device, dtype, torch.compiler.is_compiling())
+    return _bound(config.key, device, dtype, torch.compiler.is_compiling(), grouped)
 
 
 @functools.lru_cache(maxsize=1024)

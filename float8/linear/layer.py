@@ -140,7 +140,7 @@ class Float8Linear(Float8Module, nn.Linear):
             )
         if self.config.enable_pre_and_post_forward:
             self._check_input(input, self.weight)
-        plan = plan_for(self.config, input)
+        plan = plan_for(self.config, input, False)
         if self.config.enable_pre_and_post_forward:
             self._check_call(input, self.weight, plan)
         weight, grad = float8_weight(self, plan), torch.is_grad_enabled()

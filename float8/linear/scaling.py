@@ -154,7 +154,7 @@ def cast_matrix(
     out = None
     if decode and x.dim() == 3 and x.device.type == "cpu" and not torch.compiler.is_compiling():
         out = torch.empty_like(x, dtype=torch.bfloat16)
-    return kernels.cast(x, scale, how.block, how.dtype, how.fits, out), scale
+    return kernels.cast(x, scale, how.block, how.dtype, how.fits, out, None), scale
 
 
 def cast_orientations(
@@ -188,20 +188,22 @@ def cast_orientations(
         pair = (x._data, x._scale)
         return (pair if first else None), (transposed(pair) if second else None)
     if not (first and second):
-        row_major = cast_matrix(x, operand.first, state, record, None) if first else None
-        second_pair = cast_matrix(x.t(), operand.second, state, record, None) if second else None
+        row_major = cast_matrix(x, operand.first, state, record, None, False) if first else None
+        second_pair = None
+        if second:
+            second_pair = cast_matrix(x.t(), operand.second, state, record, None, False)
         return row_major, second_pair
     if operand.at_once and not kernels.is_sharded(x):
         assert operand.first is not None
         both = _by_kernel(x, operand.first, state, record, None, row_major=True, transpose=True)
         return both[:2], both[2:]
-    row_major = cast_matrix(x, operand.first, state, record, None)
+    row_major = cast_matrix(x, operand.first, state, record, None, False)
     if not operand.is_shared:
         # An amax is recorded once: by the first cast, or by the second if there is no first.
         record = record and operand.first is None
-        return row_major, cast_matrix(x.t(), operand.second, state, record, None)
+        return row_major, cast_matrix(x.t(), operand.second, state, record, None, False)
     if decode:
-        row_major = (kernels.decode(row_major[0]), row_major[1])
+        row_major = (kernels.decode(row_major[0], None), row_major[1])
     return row_major, transposed(row_major)
 
 
@@ -231,7 +233,7 @@ def _cast_groups(
     if operand.is_shared and operand.align == 1:  # no padding: a view
         row_major = cast(operand.first, True, False)[0]
         if decode and first and second:
-            row_major = (kernels.decode(row_major[0]), row_major[1])
+            row_major = (kernels.decode(row_major[0], None), row_major[1])
         return (row_major if first else None), (transposed(row_major) if second else None)
     if first and second and operand.is_same:
         return cast(operand.first, True, True)

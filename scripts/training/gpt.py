@@ -219,9 +219,10 @@ def in_recipe(model: GPT, recipe: str) -> GPT:
     if recipe in UNIT:
         return _unit_scaled(model, recipe)
     # Here, not at the top: the bf16 baseline then needs nothing but PyTorch.
-    from float8 import Float8LinearConfig, convert_to_float8_training
+    from float8 import Float8LinearConfig, convert_to_float8_training, register_experts
     from float8.config import RECIPES
 
+    register_experts(Experts)
     if recipe not in (*OWN, *RECIPES):
         raise ValueError(f"unknown recipe {recipe!r}; known recipes: {', '.join((*OWN, *RECIPES))}")
     # "naive" is a plain `.to(torch.float8_e4m3fn)` without any scale, which is
@@ -229,10 +230,6 @@ def in_recipe(model: GPT, recipe: str) -> GPT:
     # of 1e-5 and less, which E5M2, whose smallest number is 1.5e-5, rounds to zero; weights of 0.02
     # lie where E4M3 has one or two bits left.
     config = Float8LinearConfig.from_recipe_name("unit" if recipe == "naive" else recipe)
-    if any(isinstance(module, Experts) for module in model.modules()):
-        from float8 import register_experts
-
-        register_experts(Experts)
     with warnings.catch_warnings():
         if recipe == "naive":  # conversion warns of just that
             warnings.filterwarnings("ignore", 'recipe "unit" casts with a scale of 1')

@@ -104,8 +104,9 @@ class Sharded(Alone):
 
 def _gathering_float8(model: gpt.GPT, recipe: str) -> nn.Module:
     """The model in a recipe, as `gpt.in_recipe` has it, with weights gathered as float8."""
-    from float8 import Float8LinearConfig, convert_to_float8_training
+    from float8 import Float8LinearConfig, convert_to_float8_training, register_experts
 
+    register_experts(gpt.Experts)
     config = Float8LinearConfig.from_recipe_name(recipe)
     config = replace(config, enable_fsdp_float8_all_gather=True)
     return convert_to_float8_training(

@@ -33,6 +33,7 @@ RUNS = {
     "unit": dict.fromkeys(("sm_89", "sm_90", "sm_100"), BY_TRITON),
     "blockwise": dict.fromkeys(("sm_89", "sm_90", "sm_100"), BY_TRITON),
     "rowwise": {"sm_89": BY_TRITON, "sm_90": (TORCH, TORCH, TRITON), "sm_100": BY_TRITON},
+    "mxfp8": {"sm_100": (TORCH, TORCH, TORCH)},
     "rowwise_with_gw_hp": {
         "sm_89": (TRITON, TRITON, PLAIN),
         "sm_90": (TORCH, TORCH, PLAIN),
@@ -85,8 +86,7 @@ def step(recipe, arch, monkeypatch, dtype=BF16, tokens=T, mode=None):
     return tuple(gemms.names)
 
 
-@pytest.mark.parametrize("arch", ["sm_89", "sm_90", "sm_100"])
-@pytest.mark.parametrize("recipe", RUNS)
+@pytest.mark.parametrize(("recipe", "arch"), [(r, arch) for r, row in RUNS.items() for arch in row])
 def test_the_gemms_of_a_step(recipe, arch, monkeypatch):
     assert step(recipe, arch, monkeypatch) == RUNS[recipe][arch]
 
@@ -94,6 +94,10 @@ def test_the_gemms_of_a_step(recipe, arch, monkeypatch):
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_results_in_float32_are_not_torchs(recipe, monkeypatch):
     assert step(recipe, "sm_90", monkeypatch, dtype=torch.float32) == BY_TRITON
+
+
+def test_mx_products_are_torchs_on_sm_100(monkeypatch):
+    assert step("mxfp8", "sm_100", monkeypatch) == (TORCH, TORCH, TORCH)
 
 
 @pytest.mark.parametrize(("recipe", "arch"), [("rowwise", "gfx94"), ("mxfp8", "sm_90")])

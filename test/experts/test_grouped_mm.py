@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import float8
-from float8 import Float8LinearConfig
+from float8 import Float8LinearConfig, kernels
 from float8.experts.grouped_mm import grouped_mm_in_float8
+from float8.linear.autograd import product
+from float8.linear.bound_plan import plan_on
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "unit")
 K, N = 96, 160
@@ -220,6 +222,7 @@ def test_factors(recipe, factor):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_to_the_same_bits(recipe):
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     config = config_of(recipe)
 
     @functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
@@ -227,13 +230,43 @@ def test_compiled_to_the_same_bits(recipe):
         return float8.grouped_mm(x, weight.mT, offs, config)
 
     frames = []
-    for seed, sizes in enumerate([SIZES, (100, 20, 30, 28, 0), (0, 0, 0, 0, 178)]):
+    routings = [SIZES, (100, 20, 30, 28, 0), (9, 9, 0, 3, 40), (0, 0, 0, 0, 7)]
+    for seed, sizes in enumerate(routings):
         x, w, offs, g = make(sizes, seed=seed)
         results = step(compiled, x, w, offs, g)
         for actual, expected in zip(results, results_of(recipe, x, w, offs, g), strict=True):
             assert_bitwise(actual, expected, (recipe, sizes))
         frames.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert len(set(frames)) == 1, "compiled again for another routing"
+    # A second graph serves every number of tokens.
+    assert frames == [1, 1, 2, 2], "compiled again for another routing"
+
+
+# --- planted faults
+
+
+FAULTS = {
+    "scales of one expert for all": lambda gemm, a, a_s, b, b_s, *rest: (
+        (a, a_s, b, b_s[:1].expand_as(b_s), *rest) if b.dim() == 3 else (a, a_s, b, b_s, *rest)
+    ),
+    "groups shifted": lambda gemm, a, a_s, b, b_s, offs, *rest: (
+        (a, a_s, b, b_s, (offs - 1).clamp(min=0), *rest)
+    ),
+    "experts swapped": lambda gemm, a, a_s, b, b_s, *rest: (
+        (a, a_s, b.flip(0), b_s.flip(0), *rest) if b.dim() == 3 else (a, a_s, b, b_s, *rest)
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault, monkeypatch):
+    multiply = kernels.multiply_groups
+
+    def faulty(gemm, *args):
+        return multiply(gemm, *FAULTS[fault](gemm, *args))
+
+    monkeypatch.setattr(kernels, "multiply_groups", faulty)
+    with pytest.raises(AssertionError, match="output"):
+        test_values("tensorwise", torch.float32)
 
 
 # --- bad input
@@ -276,6 +309,16 @@ def test_bad_input(name):
     args, error, says = bad_calls()[name]
     with pytest.raises(error, match=f"^grouped_mm: .*{says}"):
         float8.grouped_mm(*args)
+
+
+def test_scales_of_mx_blocks_are_e8m0():
+    x, w, offs, _ = make(beyond=0)
+    config = config_of("mxfp8")
+    gemm = plan_on(config, x.device, x.dtype, grouped=True).output
+    x8, w8 = x.detach().to(torch.float8_e4m3fn), w.detach().to(torch.float8_e4m3fn)
+    scale, w_scale = torch.ones(len(x), K // 32), torch.ones(len(w), N, K // 32)
+    with pytest.raises(ValueError, match=r"scales of a are torch.float32.*ScaleFormat\.E8M0"):
+        product(gemm, (x8, scale), (w8, w_scale), offs=offs)
 
 
 @pytest.mark.parametrize("op", ["cast_groups", "grouped_mm"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import pickle
 import threading
@@ -386,8 +387,20 @@ def test_weights_that_cannot_be_converted_are_refused():
         convert(model(torch.float64), module_filter_fn=only_experts)
 
 
+def test_the_report_says_what_a_gpu_refuses():
+    assert convert(model(), module_filter_fn=only_experts).float8_conversion.refused_on_gpu == {}
+    odd = model()
+    odd[0].experts.down = nn.Parameter(torch.randn(EXPERTS, 32, 40))
+    done = convert(odd, module_filter_fn=only_experts).float8_conversion
+    assert "down is (4, 32, 40)" in done.refused_on_gpu["0.experts"]
+    padded = dataclasses.replace(config_of("tensorwise"), pad_inner_dim=True)
+    odd = convert_from_float8_training(odd)
+    done = float8.convert_to_float8_training(odd, config=padded, module_filter_fn=only_experts)
+    assert done.float8_conversion.refused_on_gpu == {}
+
+
 def test_errors_name_the_module():
-    converted, x = convert(model())[0], tokens()
+    x = tokens()
     experts = convert(nn.ModuleDict({"mine": Experts().bfloat16()}))["mine"]
     with pytest.raises(TypeError, match=r"mine: grouped_mm: offs is torch.int64"):
         experts(x, ENDS.long())
@@ -397,7 +410,6 @@ def test_errors_name_the_module():
         ValueError, match=r"mine: grouped_mm of \(37, 32\) and \(4, 32, 96\) with no"
     ):
         experts(x, None)
-    del converted
 
 
 def test_register_experts_refuses():

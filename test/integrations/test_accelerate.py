@@ -90,7 +90,7 @@ def on_cpu(init):
     return lambda self, *args, **kwargs: init(self, *args, cpu=True, **kwargs)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8"])
 def test_a_bare_loop_in_bf16_has_the_same_bits(recipe):
     expected = convert_to_float8_training(make(), config=RECIPES[recipe])
     losses = bare_loop(expected, one.adamw(expected), range(6))

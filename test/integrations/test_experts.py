@@ -10,6 +10,8 @@ pytest.importorskip("transformers")
 
 import torch
 from assertions import assert_bitwise, assert_sqnr_at_least
+from torch.distributed.fsdp import FSDPModule
+from transformers.integrations import moe
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.mixtral import modeling_mixtral as mixtral
@@ -246,11 +248,35 @@ def test_the_default_choice_takes_experts_of_sizes_that_tensor_cores_take():
     assert "multiple of 16" in done.skipped["model.layers.0.mlp.experts"]
 
 
-def test_a_class_with_a_forward_of_its_own_is_not_known():
-    class Own(mixtral.MixtralExperts):
-        def forward(self, hidden_states, top_k_index, top_k_weights):
-            return hidden_states
+class WithAForwardOfItsOwn(mixtral.MixtralExperts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return hidden_states
 
-    config = model_of("mixtral").config
-    done = convert(torch.nn.ModuleDict({"OwnExperts": Own(config), "x": torch.nn.Linear(16, 16)}))
-    assert done.float8_conversion.experts == []
+
+class OfFullyShard(FSDPModule, mixtral.MixtralExperts):
+    """Such a type makes fully_shard of a module's."""
+
+
+class WithOtherFunctions(torch.nn.Module):
+    """As Transformers' experts whose weights are in float8."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.up = torch.nn.Parameter(torch.ones(2, 16, 16))
+
+    def forward(self, x):
+        return x
+
+
+WithOtherFunctions = moe.use_experts_implementation(experts_interface=moe.ExpertsInterface())(
+    WithOtherFunctions
+)
+
+
+@pytest.mark.parametrize("kind", [WithAForwardOfItsOwn, OfFullyShard, WithOtherFunctions])
+def test_types_that_are_not_known(kind):
+    made = mixtral.MixtralExperts if kind is OfFullyShard else kind
+    experts = made(model_of("mixtral").config)
+    experts.__class__ = kind
+    model = torch.nn.ModuleDict({"experts": experts, "x": torch.nn.Linear(16, 16)})
+    assert convert(model).float8_conversion.experts == []

@@ -114,7 +114,8 @@ def test_the_trainer_equals_the_bare_loop(recipe, precision, clip):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "precision"), [("rowwise", "bf16-mixed"), ("delayed", "bf16-true")]
+    ("recipe", "precision"),
+    [("rowwise", "bf16-mixed"), ("delayed", "bf16-true"), ("mxfp8", "bf16-true")],
 )
 def test_fabric_equals_the_bare_loop(recipe, precision):
     model, expected = program.network(), converted(recipe)

@@ -55,7 +55,7 @@ def test_the_example_of_the_docstring_runs(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["tensorwise", replace(RECIPES["delayed"], delayed_scaling=DELAYED)]
+    "recipe", ["tensorwise", "mxfp8", replace(RECIPES["delayed"], delayed_scaling=DELAYED)]
 )
 def test_resumes_to_the_bits_of_an_uninterrupted_run(recipe, tmp_path):
     """Within an epoch and between two; steps of two microbatches, the last of an epoch of one."""

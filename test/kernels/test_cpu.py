@@ -240,3 +240,32 @@ def test_compiled_casts_of_any_size_have_the_bits_of_eager_ones():
         outputs = compiled(case.make(), (1, 128), E4M3), dynamic(case.make(), (1, 128), E4M3)
         for actual, expected in zip(*outputs, strict=True):
             assert_bitwise(actual, expected, case)
+
+
+# --- in parts
+
+BLOCKS_IN_PARTS = [(-1, -1), (1, -1), (-1, 1), (1, 128), (4, 16), (1, 1, -1), (1, -1, -1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("block", BLOCKS_IN_PARTS)
+def test_operands_in_parts(block, turned, dtype, monkeypatch):
+    monkeypatch.setattr(cpu, "_PART", 512)
+    monkeypatch.setattr(cpu, "_SMALL", 16)
+    shape = (3, 24, 40) if len(block) == 3 else (72, 40)
+    x = torch.randn(shape).to(dtype)
+    x = x.mT.contiguous().mT if turned else x
+    x[..., 7:9, 3] = torch.tensor([torch.nan, torch.inf], dtype=dtype)
+    found = cpu.amax(x, block)
+    assert_bitwise(found, definition.amax(x, block), block)
+    scale = definition.scale_from_amax(found, 448.0)
+    wanted = definition.cast(x, scale, block, torch.float8_e4m3fn)
+    for fits in (False, True):
+        data = cpu.cast(x, scale, block, torch.float8_e4m3fn, fits)
+        assert_bitwise(data, wanted, (block, fits))
+        assert data.stride() == x.stride()
+    decoded = cpu.cast(x, scale, block, torch.float8_e4m3fn, True, x.new_empty(shape).bfloat16())
+    assert_bitwise(decoded, wanted.to(torch.bfloat16), block)
+    values = cpu.dequantize(wanted, scale, block, torch.float32)
+    assert_bitwise(values, definition.dequantize(wanted, scale, block, torch.float32), block)

@@ -10,8 +10,12 @@ from __future__ import annotations
 import itertools
 import re
 
+import oracle
 import pytest
 import torch
+from assertions import assert_error_within_baseline
+from pretend import out_of_squares
+from shapes import Case
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from float8.kernels import grouped_mm as module
+from float8.kernels.gpu.cast_mx import cast_mx
+from float8.kernels.gpu.cast_tokens_mx import cast_tokens_mx
 from float8.kernels.scaled_mm import PLAIN
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -195,3 +201,122 @@ def test_blackwell_gradients_of_experts_without_tokens_are_zeroed(arch, monkeypa
         out = module.multiply_groups_plainly(g.t(), x.t(), offs)
     assert out.shape == (E, 48, 64)
     assert any("masked_fill" in name for name in ops) == (arch != "sm_90")
+
+
+# --- MX products
+
+
+def mslk(a, b, scale_a, scale_b, *, offs, out_dtype) -> Tensor:
+    """``torch._scaled_grouped_mm`` of MX operands in float64, as MSLK's kernel reads the scales.
+
+    (csrc/gemm/cutlass/mx8mx8bf16_grouped, include/mslk/gemm/cutlass/grouped_common.cuh.) It writes
+    no group without tokens.
+    """
+    assert scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu
+    assert scale_a.is_contiguous() and scale_b.is_contiguous() and scale_a.dim() == 2
+    assert a.is_contiguous() and b.mT.is_contiguous() and out_dtype == BF16
+    assert (a.shape[-1] % 16, b.shape[-2] % 16, b.shape[-1] % 16) == (0, 0, 0)
+    M, N, K = a.shape[0], b.shape[-1], a.shape[1]
+    ends, flat_a, flat_b = [0, *offs.tolist()], scale_a.flatten(), scale_b.flatten()
+    squares = lambda rows, columns: -(-rows // 128) * 128 * (-(-(columns // 32) // 4) * 4)  # noqa: E731
+    at_a = at_b = 0
+    if b.dim() == 3:
+        assert K % 32 == 0 and scale_b.shape == (b.shape[0], squares(N, K))
+        out = torch.full((M, N), torch.nan, dtype=out_dtype)
+    else:
+        out = torch.full((len(offs), M, N), torch.nan, dtype=out_dtype)
+    for group, (begin, end) in enumerate(itertools.pairwise(ends)):
+        size = end - begin
+        rows, depth = (size, K) if b.dim() == 3 else (M, size)
+        a_part = a[begin:end] if b.dim() == 3 else a[:, begin:end]
+        b_part = b[group].t() if b.dim() == 3 else b[begin:end].t()
+        assert depth % 32 == 0
+        number_a, number_b = squares(rows, depth), squares(N, depth)
+        at_b = group * squares(N, K) if b.dim() == 3 else at_b
+        if size:
+            scales = [
+                out_of_squares(flat[at : at + number], each, depth // 32)
+                for flat, at, number, each in (
+                    (flat_a, at_a, number_a, rows), (flat_b, at_b, number_b, N)
+                )
+            ]  # fmt: skip
+            product = oracle.matmul(a_part, scales[0], MX, b_part, scales[1], MX)
+            out[slice(begin, end) if b.dim() == 3 else group] = product.to(out_dtype)
+        at_a, at_b = at_a + number_a, at_b + number_b
+    return out
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 130, 33), (128, 64, 32), (0, 3)], ids=str)
+@pytest.mark.parametrize("features", [(160, 48), (144, 130)], ids=str)
+def test_mx_products_by_torch_are_those_of_each_group(sizes, features, monkeypatch):
+    """Casts and layouts together, with rows in no group; odd features are padded."""
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", mslk)
+    (K, N), experts, tokens = features, len(sizes), sum(sizes)
+    x, w = Case((tokens + 7, K), BF16, seed=1).make(), Case((experts, N, K), BF16, seed=2).make()
+    g = Case((tokens + 7, N), BF16, seed=3).make()
+    x[tokens:] = g[tokens:] = torch.nan
+    offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
+
+    def cast(tokens_TK):
+        return cast_tokens_mx(tokens_TK, offs, MX, E4M3, "e8m0", None, 128, True, True)
+
+    x8, x_scale, x8_t, x_scale_t = cast(x)
+    _, _, g8_t, g_scale_t = cast(g)
+    w8, w_scale, _, _ = cast_mx(w, E4M3, "e8m0", True, True, False)
+    name = module.TORCH_MX.name
+    how = (BF16, 128, False, True)
+    out = module.multiply_groups(name, x8, x_scale, w8, w_scale, offs, MX, (1, *MX), *how)
+    grad = module.multiply_groups(name, g8_t, g_scale_t, x8_t, x_scale_t, offs, MX, MX, *how)
+    assert (out.shape, grad.shape) == ((tokens + 7, N), (experts, N, K))
+    for group, (begin, end) in enumerate(itertools.pairwise([0, *offs.tolist()])):
+        rows = slice(begin, end)
+        if begin == end:
+            assert grad[group].count_nonzero() == 0
+            continue
+        for found, a, b in (
+            (out[rows], x[rows], w[group]), (grad[group], g[rows].t(), x[rows].t())
+        ):  # fmt: skip
+            parts = [each for m in (a, b) for each in oracle.quantize(m, MX, E4M3, "e8m0")]
+            parts[0], parts[2] = parts[0].view(E4M3), parts[2].view(E4M3)
+            exact = oracle.matmul(parts[0], parts[1], MX, parts[2], parts[3], MX)
+            assert_error_within_baseline(found, exact, exact.to(BF16), replay=(sizes, features))
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_torch_takes_the_layouts_of_mx_operands(by_tokens):
+    K, N = 160, 48
+    with FakeTensorMode(), torch.no_grad(), Products() as products:
+        x, g, w = (cuda(*shape, dtype=BF16) for shape in ((T, K), (T, N), (E, N, K)))
+        offs = cuda(E, dtype=torch.int32)
+        x8, g8 = (cast_tokens_mx(t, offs, MX, E4M3, "e8m0", None, 128, True, True) for t in (x, g))
+        w8 = cast_mx(w, E4M3, "e8m0", True, True, False)
+        pairs = (*g8[2:], *x8[2:]) if by_tokens else (*x8[:2], *w8[:2])
+        b_block = MX if by_tokens else (1, *MX)
+        out = module.multiply_groups(module.TORCH_MX.name, *pairs, offs, MX, b_block, BF16, 128)
+    assert out.shape == ((E, N, K) if by_tokens else (T, N))
+    assert products.names == [BY_TORCH]
+
+
+@pytest.mark.parametrize(
+    ("arch", "is_e4m3", "out_dtype", "words"),
+    [
+        ("sm_90", True, BF16, "on sm_100 .B200. only: use the recipe blockwise"),
+        ("sm_103", True, BF16, "on sm_100 .B200. only: use the recipe blockwise"),
+        ("sm_100", False, BF16, "E4M3 by E4M3 only"),
+        ("sm_100", True, FP32, "writes bfloat16 only, not torch.float32"),
+    ],
+)
+def test_mx_products_that_torch_does_not_run(arch, is_e4m3, out_dtype, words):
+    name, reason = module.grouped_gemm_for(arch, MX, (1, *MX), out_dtype, False, is_e4m3)
+    assert name == ""
+    assert re.search(words, reason), reason
+    assert "emulate=True" in reason
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_mx_products_need_a_torch_with_mslk(built, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.__config__, "show", lambda: "USE_MSLK=1" if built else "USE_CUDA=1")
+    name, reason = module.grouped_gemm_for("sm_100", MX, (1, *MX), BF16)
+    assert (name == module.TORCH_MX.name) == built
+    assert built or "built with MSLK" in reason

@@ -5,8 +5,10 @@ Autograd itself cannot handle CUDA tensors in a CPU build, so the autograd funct
 backward are called directly.
 """
 
+import importlib
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +22,9 @@ from float8.linear.bound_plan import plan_on
 from float8.linear.float8_weight import float8_weight
 from float8.linear.scaling import DelayedState
 
+scaled_mm = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
 aten = torch.ops.aten
-SAVING = ["tensorwise", "delayed", "rowwise", "blockwise"]
+SAVING = ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"]
 
 
 class _Context:
@@ -38,7 +41,7 @@ class _ScaledMms(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.scales = []
+        self.scales, self.scale_dtype = [], torch.float32
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -48,7 +51,7 @@ class _ScaledMms(TorchDispatchMode):
             assert b.stride() == (1, b.shape[0]), "b must be column-major"
             assert a.shape[1] % 16 == b.shape[1] % 16 == 0
             assert (a.dtype, b.dtype) != (torch.float8_e5m2,) * 2
-            assert scale_a.dtype == scale_b.dtype == torch.float32
+            assert scale_a.dtype == scale_b.dtype == self.scale_dtype
             self.scales.append((tuple(scale_a.shape), tuple(scale_b.shape)))
         assert func not in (aten.mm.default, aten.addmm.default) or "hp" in self.allowed
         return func(*args, **kwargs)
@@ -60,8 +63,15 @@ def _run(config, m=512, k=1024, n=4096, allowed=()):
     def empty(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, device="cuda", dtype=dtype)
 
-    with FakeTensorMode(), torch.no_grad(), _ScaledMms() as mode:
-        mode.allowed = allowed
+    scale_format = config.cast_config_input.scale_format
+    arch = mock.Mock(return_value="sm_100" if scale_format.is_e8m0 else "sm_90")
+    with (
+        mock.patch.object(scaled_mm, "architecture", arch),
+        FakeTensorMode(),
+        torch.no_grad(),
+        _ScaledMms() as mode,
+    ):
+        mode.allowed, mode.scale_dtype = allowed, scale_format.dtype
         x, w, bias, g = empty(m, k), empty(n, k), empty(n), empty(m, n)
         scalar = {"dtype": torch.float32}
         states = STATELESS
@@ -120,7 +130,7 @@ def test_backward_saves_one_byte_per_input_element(recipe, shape):
     assert found <= 0.52 * (2 * m * k)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("shape", [(24, 40, 72), (64, 64, 1), (1, 64, 64), (64, 1, 64)])
 def test_sizes_that_need_padding_are_padded_when_asked(recipe, shape):
     m, k, n = shape

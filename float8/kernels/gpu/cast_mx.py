@@ -103,11 +103,11 @@ def store_exponents(
 
 
 @triton.jit
-def scales_of(rows, blocks, SWIZZLED: tl.constexpr):
-    """How many scales a matrix has: `float8.kernels.cublas.swizzled_size`."""
+def scales_before(e, rows, blocks, SWIZZLED: tl.constexpr):
+    """How many scales precede those of matrix e (int64) of a stack; see `cublas.swizzled_size`."""
     if SWIZZLED:
-        return tl.cdiv(rows, 128).to(tl.int64) * tl.cdiv(blocks, 4) * 512
-    return rows.to(tl.int64) * blocks
+        return e * tl.cdiv(rows, 128) * tl.cdiv(blocks, 4) * 512
+    return e * rows * blocks
 
 
 @triton.jit
@@ -211,8 +211,8 @@ def _mx_kernel(
     pid, e = tl.program_id(0), tl.program_id(1).to(tl.int64)
     blocks_m, blocks_k = (M + 31) // 32, (K + 31) // 32
     data_ptr, data_t_ptr = outputs_of_matrix(data_ptr, data_t_ptr, M, K, PACK)
-    scale_ptr += e * scales_of(M, blocks_k, SWIZZLED)
-    scale_t_ptr += e * scales_of(K, blocks_m, SWIZZLED)
+    scale_ptr += scales_before(e, M, blocks_k, SWIZZLED)
+    scale_t_ptr += scales_before(e, K, blocks_m, SWIZZLED)
     first_m4, m, k = place_of_tile(pid, K, ROWS_BY_4, COLS)
     first_m, first_k = first_m4 * 4, (pid % tl.cdiv(K, COLS)).to(tl.int64) * COLS
     xs = load_4_rows(x_ptr + e * stride_e, m, k, M, K, stride_m, stride_k)

@@ -2,28 +2,29 @@
 
 `float8.kernels.groups` has the layout, and the definition `cast_groups`. The host never reads
 ``offs``: a grid depends on T and E alone, and each program finds its group (`jit.group_of_tile`).
-Groups may have any sizes. Rows at or beyond ``offs[-1]`` are not read.
+Groups may have any sizes. Rows at or beyond ``offs[-1]`` change no other row and no scale.
 
 In ``data_t`` (K, P) each group starts at a multiple of `ALIGNMENT` bytes, and zeros fill it up to
-one. So transposed rows are stored 16 bytes at a time, whatever the sizes of the groups.
+one (NaN where the scale is NaN). So transposed rows are stored 16 bytes at a time, whatever the
+sizes of the groups.
 
-============ ======================= ============================================ ==============
-block        scale_t                 bytes per element, both orientations         launches
-============ ======================= ============================================ ==============
-tensor       (1, 1)                  2 + 2 + 1 + 1: the amax first, then the cast 2
-given scale  (1, 1)                  2 + 1 + 1                                    1
-1 x K        (E, K)                  2 + 2 + 1 + 1: amaxes first, then the cast   3 (one a zero
-                                                                                  fill)
-1 x 128      (K, P // 128 + E),      2 + 1 + 1                                    1
-             strides (1, K)
-============ ======================= ============================================ ==============
+============ ================================ ===================== =========================
+block        scale_t                          bytes per element     launches
+============ ================================ ===================== =========================
+tensor       (1, 1)                           2 + 2 + 1 + 1         2: amax, cast
+given scale  (1, 1)                           2 + 1 + 1             1
+1 x K        (E, K)                           2 + 2 + 1 + 1         3: zero fill, amaxes, cast
+1 x 128      (K, P // 128 + E), stride (1, K) 2 + 1 + 1             1
+============ ================================ ===================== =========================
 
-The amaxes of a group's columns are atomic maxima over tiles of 64 tokens. So few large groups and
-many small ones both keep all multiprocessors busy; a program per group would not.
+(Both orientations, of a bfloat16 source.) The amaxes of a group's columns are atomic maxima over
+tiles of 64 tokens. So few large groups and many small ones both keep all multiprocessors busy; a
+program per group would not.
 
-Row-major data alone, where its scales belong to rows, is an ordinary cast. Unlike the definition,
-`cast_tokens` does not write what no GEMM reads: rows of no group, columns behind the last group,
-and columns of ``scale_t`` that belong to no block. A group without tokens has scales of 1.
+Row-major data alone, where its scales belong to rows, is an ordinary cast of all rows. Unlike the
+definition, `cast_tokens` does not write what no GEMM reads: rows of no group, columns behind the
+last group, and columns of ``scale_t`` that belong to no block. A group without tokens has scales
+of 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`cast_tokens_mx`: the tokens of grouped MX products, cast per group, in the layout of torch's GEMM.
+"""`cast_tokens_mx`: the tokens of grouped MX products, cast per group as torch's GEMM reads them.
 
 As `cast_tokens`, with E8M0 scales of 1x32 blocks: one launch whose grid depends on T and E alone,
 2 + 1 + 1 bytes per element. ``torch._scaled_grouped_mm`` hands MX operands to a CUTLASS kernel
@@ -149,13 +149,14 @@ def _fake(
     scale: Tensor | None, align: int, row_major: bool, transposed: bool,
 ) -> BothWays:  # fmt: skip
     is_e8m0 = scale_format in (definition.E8M0, definition.E8M0_FLOOR)
-    if tuple(block) != _BLOCK or align != ALIGNMENT or scale is not None or not is_e8m0:
+    is_aligned = align == ALIGNMENT or not transposed
+    if tuple(block) != _BLOCK or not is_aligned or scale is not None or not is_e8m0:
         raise ValueError(
             f"float8::cast_tokens_mx: no kernel casts blocks {tuple(block)} with {scale_format} "
             f"scales of groups at multiples of {align}; use {_BLOCK}, computed E8M0 scales and "
             f"{ALIGNMENT}"
         )
-    (T, K), P = x.shape, groups.padded_tokens(x.shape[0], offs.shape[0], align)
+    (T, K), P = x.shape, groups.padded_tokens(x.shape[0], offs.shape[0], ALIGNMENT)
     across, e8m0 = ceil_div(K, 128), torch.float8_e8m0fnu
     return (
         new_data(x, T, K, row_major, dtype),

@@ -101,6 +101,20 @@ def test_every_block_has_its_own_scale(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pairs(
+    shape=[(3, 33, 129), (2, 16, 48)], swizzled=[True, False], layout=["contiguous", "transposed"]
+)
+def test_each_matrix_of_a_stack_is_cast_by_itself(shape, swizzled, layout, device):
+    x = Case(shape, torch.bfloat16, fill="wide", layout=layout, seed=6).make(device)
+    op = launcher("cast_mx", "_launch", device)
+    together = op(x, E4M3, "e8m0", swizzled, True, True)
+    for e, matrix in enumerate(x):
+        alone = op(matrix, E4M3, "e8m0", swizzled, True, True)
+        for found, expected in zip(together, alone, strict=True):
+            assert_bitwise(found[e].view(torch.uint8), expected.view(torch.uint8), shape)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("swizzled", [True, False])
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0)])
 def test_empty(shape, swizzled, device):
