@@ -39,14 +39,6 @@ def padded_tokens(tokens: int, experts: int, align: int) -> int:
     return ceil_div(tokens + experts * (align - 1), align) * align
 
 
-def starts_of(offs: Tensor, align: int) -> Tensor:
-    """(E,) int32: the first column of each group of a transposed operand."""
-    ends = offs.to(torch.int32)
-    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
-    padded = (sizes + (align - 1)) // align * align
-    return (padded.cumsum(0) - padded).to(torch.int32)
-
-
 def scale_columns(tokens: int, experts: int, align: int, extent: int) -> int:
     """How many blocks of ``extent`` tokens the scale of a transposed operand holds, at most."""
     return padded_tokens(tokens, experts, align) // extent + experts

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import float8
 from float8 import Float8LinearConfig, kernels
 from float8.experts.grouped_mm import grouped_mm_in_float8
+from float8.linear import autograd
 from float8.linear.autograd import product
 from float8.linear.bound_plan import plan_on
 
@@ -239,6 +240,19 @@ def test_compiled_to_the_same_bits(recipe):
         frames.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     # A second graph serves every number of tokens.
     assert frames == [1, 1, 2, 2], "compiled again for another routing"
+
+
+def test_the_default_recipe_compiles_as_torch_2_11_needs_it(monkeypatch):
+    monkeypatch.setattr(autograd, "LOSES_GRADIENTS", True)
+
+    @functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    def compiled(x, weight, offs):
+        return float8.grouped_mm(x, weight.mT, offs)
+
+    x, w, offs, g = make()
+    results, expected = step(compiled, x, w, offs, g), results_of("tensorwise", x, w, offs, g)
+    for actual, wanted in zip(results, expected, strict=True):
+        assert_bitwise(actual, wanted)
 
 
 # --- planted faults
