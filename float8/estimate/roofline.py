@@ -51,8 +51,8 @@ these differences, for T tokens in E groups:
 - Weights, and their gradients, have E matrices; every operand is read once.
 - Each group's tokens fill whole tiles of 128, along the rows of output and grad_input and along the
   contraction of grad_weight. Float8 copies for grad_weight are padded to multiples of 16 tokens per
-  group (128 for mx). Both count as expected values (`padding`): the router is not known, so the size
-  of a group is taken to be any number from 0 to twice the mean, with equal probability.
+  group (128 for mx). Both count as expected values (`padding`): the router is not known, so a
+  group's size is taken to be any number from 0 to twice the mean, with equal probability.
 - Two launches instead of one: torch's kernels first compute the address of each group.
 
 Grouped GEMMs are assumed to reach the efficiency of dense ones, in bfloat16 and in float8. Those

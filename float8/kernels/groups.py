@@ -198,13 +198,14 @@ def _fake_cast_groups(
     return _empty(x_TK, offs, tuple(block), dtype, scale_format, align, row_major, transposed)
 
 
-_LIBRARY = torch.library.Library("float8", "FRAGMENT")
-_LIBRARY.define(
-    "cast_groups(Tensor x, Tensor offs, int[] block, ScalarType dtype, str scale_format, "
-    "Tensor? scale, int align, bool row_major, bool transposed) -> "
-    "(Tensor data, Tensor scale, Tensor data_t, Tensor scale_t)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+# Of `cast_groups`, and of each kernel in its place.
+SCHEMA = (
+    "(Tensor x, Tensor offs, int[] block, ScalarType dtype, str scale_format, Tensor? scale, "
+    "int align, bool row_major, bool transposed) -> "
+    "(Tensor data, Tensor scale, Tensor data_t, Tensor scale_t)"
 )
+_LIBRARY = torch.library.Library("float8", "FRAGMENT")
+_LIBRARY.define("cast_groups" + SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("cast_groups", cast_groups, "CompositeExplicitAutograd")
 torch.library.register_fake("float8::cast_groups", _fake_cast_groups, lib=_LIBRARY)
 

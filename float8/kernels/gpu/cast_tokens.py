@@ -306,12 +306,7 @@ def _fake(
 
 
 cast_tokens = register(
-    "cast_tokens(Tensor x, Tensor offs, int[] block, ScalarType dtype, str scale_format, "
-    "Tensor? scale, int align, bool row_major, bool transposed) -> "
-    "(Tensor data, Tensor scale, Tensor data_t, Tensor scale_t)",
-    kernel=_launch,
-    definition=_definition,
-    fake=_fake,
+    "cast_tokens" + groups.SCHEMA, kernel=_launch, definition=_definition, fake=_fake
 )
 
 
