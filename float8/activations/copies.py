@@ -39,7 +39,8 @@ import torch
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ScaleFormat, format_of
+from float8.formats import E4M3, HIGH_PRECISION_DTYPES, format_of
+from float8.kernels.definition import scale_format_of
 from float8.linear.float8_weight import version_of
 
 OUTPUT = -1  # as the index of a tensor: the op's result
@@ -68,7 +69,7 @@ def cast(x: Tensor, fmt: CopyFormat) -> Float8Copy:
     one_row = x.dim() == 0 or x.shape[-1] < fmt.group
     x_RC = x.reshape(1, -1) if one_row else x.reshape(-1, x.shape[-1])
     block = (1, fmt.group)
-    scale_format = (ScaleFormat.FLOAT32, ScaleFormat.POWER_OF_TWO)[fmt.power_of_two_scale].value
+    scale_format = scale_format_of(fmt.power_of_two_scale)
     if block == _BY_KERNEL and kernels.runs_kernel(x.device, block, emulate=False):
         result = kernels.cast_operand(x_RC, block, fmt.dtype, scale_format)
         data, scale = result.data, result.scale

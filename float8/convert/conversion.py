@@ -363,7 +363,9 @@ def _refused_on_gpu(layer: nn.Module | None) -> str | None:
     if isinstance(layer, Float8Linear):
         return refuses_on_gpu(layer.config, layer.weight, tokens=16, grad=True)
     config = own_config(layer)
-    return None if config is None else refuses_experts_on_gpu(config, stacked_weights(layer))
+    return (
+        None if config is None else refuses_experts_on_gpu(config, stacked_weights(layer).values())
+    )
 
 
 def runs_something_else(module: nn.Module, fqn: str) -> str | None:

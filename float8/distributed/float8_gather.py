@@ -27,7 +27,7 @@ from float8.distributed.first_use import (
 from float8.distributed.known_amax import KnownAmax
 from float8.distributed.rank_comparison import weights_of
 from float8.formats import on_device
-from float8.granularity import WHOLE, Block, scale_shape
+from float8.granularity import Block, scale_shape
 from float8.linear.bound_plan import EXPERTS
 from float8.linear.float8_weight import version_of
 from float8.linear.layer import Float8Linear
@@ -35,7 +35,6 @@ from float8.linear.scaling import DelayedState, Pair, bind_and_cast, known_scale
 from float8.tensor import Float8Tensor
 
 aten = torch.ops.aten
-TENSORWISE = (WHOLE, WHOLE)
 
 
 class GatheredWeight(Float8Tensor):

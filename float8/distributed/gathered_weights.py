@@ -60,7 +60,6 @@ from float8.distributed.first_use import (
     compare_before_finding_scales,
 )
 from float8.distributed.float8_gather import (
-    TENSORWISE,
     GatheredWeight,
     amax_of_shard,
     needs_amax,
@@ -71,7 +70,7 @@ from float8.distributed.replaced_parameters import mark_replaced, unmark
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.kernels import is_sharded
 from float8.linear.delayed import modules_by_name
-from float8.linear.float8_weight import version_of
+from float8.linear.float8_weight import TENSORWISE, version_of
 from float8.linear.layer import Float8Linear
 from float8.linear.registration import WeightRule, register_weight_rule
 from float8.linear.scaling import max_over_ranks

@@ -109,7 +109,7 @@ def bytes_per_row(x: Tensor, cast: OperandCast | None) -> int:
     if cast is None:
         return x.shape[1] * compute_dtype(x).itemsize
     scales = 0 if cast.block[0] == WHOLE else scale_shape(x.shape, cast.block)[1]
-    return x.shape[1] + scales * (1 if cast.scale_format.is_e8m0 else 4)
+    return x.shape[1] + scales * cast.scale_format.dtype.itemsize
 
 
 def exchange(
@@ -150,12 +150,17 @@ def _dispatched(x_RD: Tensor, route: Route, cast: OperandCast | None, emulate: b
     data, scale = bind_and_cast(x_RD.contiguous(), cast, emulate=emulate)
     message, has_scales = data.view(torch.uint8), cast.block[0] == 1  # else every rank knows it
     if has_scales:
-        message = torch.cat([message, scale.contiguous().view(torch.uint8)], 1)
+        message = torch.cat([message, _in_order(scale).view(torch.uint8)], 1)
     arrived = _all_to_all(message, route.sent, route.received, route.group)[route.order]
     if has_scales:
-        scale = arrived[:, x_RD.shape[1] :].contiguous().view(scale.dtype)
+        scale = _in_order(arrived[:, x_RD.shape[1] :]).view(scale.dtype)
         arrived = arrived[:, : x_RD.shape[1]].contiguous()
     return kernels.dequantize(arrived.view(data.dtype), scale, cast.block, x_RD.dtype)
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """A copy that other dtypes can view, unlike one row or column of any strides."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _combined(y_SD: Tensor, route: Route) -> Tensor:

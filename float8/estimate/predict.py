@@ -39,7 +39,7 @@ from float8.experts.modules import Float8Experts
 from float8.kernels.cublas import ALIGNMENT
 from float8.linear.bound_plan import BoundPlan
 from float8.linear.layer import Float8Linear
-from float8.linear.refusals import refuses_call, refuses_layer
+from float8.linear.refusals import refuses_call, refuses_experts, refuses_layer
 from float8.linear.registration import rule_of, stacked_weights
 
 Recipe = str | Float8LinearConfig
@@ -162,18 +162,10 @@ def refuses(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) 
         if layer.shape.E is None:
             reason = refuses_call(config, weight, M, dtype, device.arch, use.training)
         else:
-            reason = _refuses_experts(layer.shape, config, dtype, device, use)
+            pad = config.pad_inner_dim
+            plan = BoundPlan(config.plan, device.arch, dtype, False, pad, False, grouped=True)
+            reason = refuses_experts(plan, use.training, (layer.shape.E, K, N))
     return reason or _lacks_figures(config, device, use)
-
-
-def _refuses_experts(
-    shape: Shape, config: Float8LinearConfig, dtype: torch.dtype, device: Device, use: Use
-) -> str | None:
-    if not config.pad_inner_dim and (shape.K % ALIGNMENT or shape.N % ALIGNMENT):
-        return f"experts of K={shape.K} by N={shape.N}, no multiples of {ALIGNMENT}; pad_inner_dim"
-    plan = BoundPlan(config.plan, device.arch, dtype, False, config.pad_inner_dim, False, True)
-    gemms = {name: getattr(plan, name).refusal for name in kinds_of_plan(config.plan, use)}
-    return next((f"{name}: {why}" for name, why in gemms.items() if why is not None), None)
 
 
 def _lacks_figures(config: Float8LinearConfig, device: Device, use: Use) -> str | None:

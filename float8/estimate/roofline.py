@@ -51,10 +51,9 @@ these differences, for T tokens in E groups:
 - Weights, and their gradients, have E matrices; every operand is read once.
 - Each group's tokens fill whole tiles of 128, along the rows of output and grad_input and along the
   contraction of grad_weight. Float8 copies for grad_weight are padded to multiples of 16 tokens per
-  group (32 for mx). Both count as expected values (`padding`): the router is not known, so the size
-  of a group is taken to be any number from 0 to twice the mean, with equal probability.
-- Two launches instead of one: torch's kernels first compute the address of each group. A cast for
-  grad_weight has one launch more, which computes where the groups start.
+  group (128 for mx). Both count as expected values (`padding`): the router is not known, so a
+  group's size is taken to be any number from 0 to twice the mean, with equal probability.
+- Two launches instead of one: torch's kernels first compute the address of each group.
 
 Grouped GEMMs are assumed to reach the efficiency of dense ones, in bfloat16 and in float8. Those
 that torchao measured on a B200 (torchao/prototype/moe_training/README.md) take two to three times
@@ -70,6 +69,7 @@ from float8.config import Gemm, LinearPlan, OperandCast, ScalingType
 from float8.estimate.devices import BF16, FLOAT8, Device
 from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels.cublas import ALIGNMENT
+from float8.kernels.grouped_mm import TORCH_MX
 from float8.kernels.groups import padded_tokens
 from float8.kernels.scaled_mm import BLOCKWISE, ROWWISE, TENSORWISE, product_of
 
@@ -407,13 +407,12 @@ def cast_seconds(device: Device, shape: Shape, plan: LinearPlan, use: Use) -> fl
 
 
 def _padding_seconds(device: Device, shape: Shape, plan: LinearPlan, use: Use) -> float:
-    """Time of writing the padding of the float8 operands of grad_weight, and of their starts."""
+    """Time of writing the padding of the float8 operands of grad_weight."""
     copies = (plan.grad_weight.a, shape.N), (plan.grad_weight.b, shape.K)
     if shape.E is None or device.emulates or not (use.training and use.weight_trains):
         return 0.0
     return sum(
-        device.launch.value
-        + WRITE * width * shape.padding(tokens_aligned(cast)) / device.bytes_per_second
+        WRITE * width * shape.padding(tokens_aligned(cast)) / device.bytes_per_second
         for cast, width in copies
         if cast is not None
     )
@@ -421,7 +420,7 @@ def _padding_seconds(device: Device, shape: Shape, plan: LinearPlan, use: Use) -
 
 def tokens_aligned(cast: OperandCast) -> int:
     """The tokens to whose multiples a GPU pads each group, where they are the contraction."""
-    return 32 if kind_of_block(cast.block) == _MX_BLOCKS else ALIGNMENT
+    return TORCH_MX.align if kind_of_block(cast.block) == _MX_BLOCKS else ALIGNMENT
 
 
 def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use, emulates: bool = False) -> int:

@@ -1,7 +1,8 @@
 """Mixtures of experts: the grouped GEMMs of their layers in float8.
 
 `grouped_mm.py` is the functional form, `float8.grouped_mm`. It has the autograd function, the plans
-and the casts of the linear layer; groups are one more argument of them.
+and the casts of the linear layer; groups are one more argument of them. `modules.py` converts
+modules whose forward calls ``grouped_mm``.
 
 May import: ``float8.linear`` and what is below it.
 """

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from float8.arguments import check_tensors
-from float8.config import Float8LinearConfig, check_config
-from float8.formats import HIGH_PRECISION_DTYPES, ScaleFormat
-from float8.kernels.scaled_mm import ALIGNMENT
+from float8.config import RECIPES, Float8LinearConfig, check_config
+from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear.autograd import (
     NO_FACTORS,
     STATELESS,
@@ -28,11 +27,10 @@ from float8.linear.autograd import (
     Factors,
     Float8LinearFunction,
 )
-from float8.linear.bound_plan import BoundPlan, autocasts, plan_for, without_autocast
+from float8.linear.bound_plan import autocasts, plan_for, without_autocast
 from float8.linear.float8_weight import of_experts
+from float8.linear.refusals import refuses_experts
 from float8.tensor import Float8Tensor
-
-E8M0 = tuple(fmt.value for fmt in ScaleFormat if fmt.is_e8m0)
 
 
 def grouped_mm(
@@ -60,7 +58,7 @@ def grouped_mm(
         ValueError: shapes, devices or offsets do not fit; the config is delayed; or the device does
             not run one of its products.
     """
-    config = Float8LinearConfig() if config is None else config
+    config = RECIPES["tensorwise"] if config is None else config
     _check("grouped_mm", x, w, offs, config)
     return grouped_mm_in_float8(x, w, offs, config)
 
@@ -74,31 +72,16 @@ def grouped_mm_in_float8(
 ) -> Tensor:
     """`grouped_mm` of arguments that were checked, with the factors of unit scaling."""
     plan = plan_for(config, x, grouped=True)
-    if plan.on_gpu and (reason := refuses_on_gpu(plan, w)) is not None:
-        raise ValueError(f"grouped_mm: {reason}")
+    if plan.on_gpu:
+        reason = refuses_experts(plan, torch.is_grad_enabled(), w.shape)
+        if reason is not None:
+            raise ValueError(f"grouped_mm: {reason}")
     w_ENK = w.mT
     weight = of_experts(w_ENK, plan) if isinstance(w_ENK, Float8Tensor) else None
     call = Call(plan, STATELESS, False, weight, factors, torch.is_grad_enabled())
     with without_autocast(x):
         out: Tensor = Float8LinearFunction.apply(x, w_ENK, None, call, offs)
     return out
-
-
-def refuses_on_gpu(plan: BoundPlan, w: Tensor) -> str | None:
-    """The reason why a GPU does not run one of the products with experts w (E, K, N), or None."""
-    gemms = {"output": plan.output, "grad_input": plan.grad_input, "grad_weight": plan.grad_weight}
-    for name, gemm in gemms.items():
-        if gemm.refusal is not None and (name == "output" or torch.is_grad_enabled()):
-            return f"{name}: {gemm.refusal}"
-    casts = [cast for gemm in gemms.values() for cast in (gemm.a, gemm.b) if cast is not None]
-    multiple = max([ALIGNMENT, *(cast.block[-1] for cast in casts if cast.scale_format in E8M0)])
-    bad = [f"{n}={size}" for n, size in zip("KN", w.shape[1:], strict=True) if size % multiple]
-    if not bad or plan.output.pad:
-        return None
-    return (
-        f"{' and '.join(bad)} is no multiple of {multiple}, which {plan.family} needs; pad the "
-        "features, set pad_inner_dim=True, or leave these experts out with module_filter_fn"
-    )
 
 
 def _check(name: str, x: Tensor, w: Tensor, offs: Tensor, config: Float8LinearConfig) -> None:

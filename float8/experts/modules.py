@@ -87,8 +87,8 @@ def register_experts(experts_type: type[nn.Module], forward: Forward | None = No
 def _forward_of(kind: type[nn.Module]) -> Forward | None:
     """The forward of a type of experts that calls ``grouped_mm``, or None for other types."""
     # A type that fully_shard has made keeps its parameters' places in the module that it was.
-    is_sharded = any(base.__name__ == "FSDPModule" for base in kind.__mro__)
-    if kind in _REGISTERED or is_sharded or issubclass(kind, Float8Experts):
+    is_fsdps = any(base.__name__ == "FSDPModule" for base in kind.__mro__)
+    if kind in _REGISTERED or is_fsdps or issubclass(kind, Float8Experts):
         return _REGISTERED.get(kind)
     return next((forward for find in FINDERS if (forward := find(kind)) is not None), None)
 

@@ -197,7 +197,8 @@ def _float8_experts(experts: Any) -> Any:
 
         def __init__(self, config: Config) -> None:
             super().__init__(config)
-            self.set_up(config._float8, config._fqn)
+            own = config._float8 or Float8LinearConfig.from_recipe_name(config.recipe)
+            self.set_up(own, config._fqn)
 
     return Float8TitanExperts
 

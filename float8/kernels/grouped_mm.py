@@ -347,7 +347,8 @@ def grouped_gemm_for(
 
 def group_alignment(gemm: str) -> int:
     """The multiple to which a GEMM needs groups padded in the transposed layout of tokens."""
-    return _named()[gemm].align if gemm in _named() else 1
+    candidate = _named().get(gemm)
+    return 1 if candidate is None else candidate.align
 
 
 def multiply_groups(
@@ -381,7 +382,7 @@ def multiply_groups(
             a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align
         )
         return out
-    if 0 in (*a.shape, *b.shape):
+    if 0 in (*a.shape, *b.shape, *offs.shape):
         return _empty(a, b, offs, out_dtype)
     if b.dim() == 3 and b_scale.shape == (1, 1):
         b_scale = b_scale.view(1, 1, 1)  # one static scale for all experts
@@ -397,8 +398,6 @@ def multiply_groups(
         if b_block[-2] != WHOLE and b_scale.dim() == 3:  # not those that are swizzled
             missing = ceil_div(b.shape[1], b_block[-2]) - b_scale.shape[1]
             b_scale = F.pad(b_scale, (0, 0, 0, missing), value=1.0)
-    if b.stride(-1) != 1:  # a gathered weight for grad_input: the copy lives while this runs
-        b = contraction_last(b)
     out = _named()[gemm].multiply(
         a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align, use_fast_accum
     )

@@ -39,14 +39,6 @@ def padded_tokens(tokens: int, experts: int, align: int) -> int:
     return ceil_div(tokens + experts * (align - 1), align) * align
 
 
-def starts_of(offs: Tensor, align: int) -> Tensor:
-    """(E,) int32: the first column of each group of a transposed operand."""
-    ends = offs.to(torch.int32)
-    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
-    padded = (sizes + (align - 1)) // align * align
-    return (padded.cumsum(0) - padded).to(torch.int32)
-
-
 def scale_columns(tokens: int, experts: int, align: int, extent: int) -> int:
     """How many blocks of ``extent`` tokens the scale of a transposed operand holds, at most."""
     return padded_tokens(tokens, experts, align) // extent + experts
@@ -206,13 +198,14 @@ def _fake_cast_groups(
     return _empty(x_TK, offs, tuple(block), dtype, scale_format, align, row_major, transposed)
 
 
-_LIBRARY = torch.library.Library("float8", "FRAGMENT")
-_LIBRARY.define(
-    "cast_groups(Tensor x, Tensor offs, int[] block, ScalarType dtype, str scale_format, "
-    "Tensor? scale, int align, bool row_major, bool transposed) -> "
-    "(Tensor data, Tensor scale, Tensor data_t, Tensor scale_t)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+# Of `cast_groups`, and of each kernel in its place.
+SCHEMA = (
+    "(Tensor x, Tensor offs, int[] block, ScalarType dtype, str scale_format, Tensor? scale, "
+    "int align, bool row_major, bool transposed) -> "
+    "(Tensor data, Tensor scale, Tensor data_t, Tensor scale_t)"
 )
+_LIBRARY = torch.library.Library("float8", "FRAGMENT")
+_LIBRARY.define("cast_groups" + SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("cast_groups", cast_groups, "CompositeExplicitAutograd")
 torch.library.register_fake("float8::cast_groups", _fake_cast_groups, lib=_LIBRARY)
 

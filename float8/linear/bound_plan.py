@@ -230,7 +230,7 @@ class BoundPlan:
         self.family, self.dtype, self.is_grouped = family, dtype, grouped
         self.output, self.grad_input = bound(plan.output), bound(plan.grad_input)
         self.grad_weight = bound(plan.grad_weight, TOKENS)
-        align = max(gemm.align for gemm in (self.output, self.grad_input, self.grad_weight))
+        align = self.grad_weight.align  # the only GEMM that reads transposed tokens
         output, grad_input, grad_weight = plan.output, plan.grad_input, plan.grad_weight
         self.x = BoundOperand(
             self.output.a,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8.arguments import check_tensors, check_type
-from float8.config import Float8LinearConfig, check_config
+from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.formats import E4M3, E5M2
 from float8.kernels.scaled_mm import ALIGNMENT
 from float8.linear.autograd import (
@@ -350,7 +350,7 @@ def float8_linear(
     """
     optional = {} if bias is None else {"bias": bias}
     check_tensors("float8_linear", input=input, weight=weight, **optional)
-    config = Float8LinearConfig() if config is None else config
+    config = RECIPES["tensorwise"] if config is None else config
     check_config(config, "float8_linear")
     if config.uses_delayed_scaling:
         raise ValueError(

@@ -8,6 +8,7 @@ can name the layer, its sizes and the way out instead of the kernel's.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -135,28 +136,50 @@ def refuses_on_gpu(
         tokens: rows of the input.
         grad: whether a backward may follow.
     """
+    return refuses_call(config, weight, tokens, torch.bfloat16, _gpu_of(config), grad)
+
+
+def _gpu_of(config: Float8LinearConfig) -> str:
+    """The first architecture of data centres that multiplies the formats of a config."""
     is_mx = any(cast.scale_format.is_e8m0 for cast in config.operand_casts)
-    arch = "sm_100" if is_mx else "sm_90"
-    return refuses_call(config, weight, tokens, torch.bfloat16, arch, grad)
+    return "sm_100" if is_mx else "sm_90"
 
 
-def refuses_experts_on_gpu(config: Float8LinearConfig, weights: dict[str, Tensor]) -> str | None:
-    """The reason why a GPU (an H100, in bfloat16) refuses experts that a CPU runs, or None.
+def refuses_experts_on_gpu(config: Float8LinearConfig, weights: Iterable[Tensor]) -> str | None:
+    """The reason why a GPU, that of `refuses_on_gpu`, refuses experts that a CPU runs, or None.
 
     Args:
         config: of the experts.
-        weights: name -> a stack of matrices (E, N, K) or (E, K, N).
+        weights: stacks of matrices (E, N, K) or (E, K, N).
     """
     emulate, pad = config.emulate, config.pad_inner_dim
-    plan = BoundPlan(config.plan, "sm_90", torch.bfloat16, emulate, pad, False, grouped=True)
-    for name, _ in _gemms(config.plan):
-        if (reason := getattr(plan, name).refusal) is not None:
-            return f"{name}: {reason}"
-    for name, weight in weights.items():
-        if not (emulate or pad) and any(size % ALIGNMENT for size in weight.shape[1:]):
+    plan = BoundPlan(config.plan, _gpu_of(config), torch.bfloat16, emulate, pad, False, True)
+    return refuses_experts(plan, True, *(weight.shape for weight in weights))
+
+
+def refuses_experts(plan: BoundPlan, grad: bool, *shapes: Sequence[int]) -> str | None:
+    """The reason why a GPU does not run one of the grouped GEMMs with experts, or None.
+
+    Args:
+        plan: bound for groups.
+        grad: whether a backward may follow.
+        shapes: of the stacks of matrices, (E, N, K) or (E, K, N).
+    """
+    gemms = {"output": plan.output, "grad_input": plan.grad_input, "grad_weight": plan.grad_weight}
+    for name, gemm in gemms.items():
+        if gemm.refusal is not None and (name == "output" or grad):
+            return f"{name}: {gemm.refusal}"
+    if not plan.on_gpu or plan.output.pad:
+        return None
+    casts = [cast for gemm in gemms.values() for cast in (gemm.a, gemm.b)]
+    has_mx = any(cast is not None and cast.block[-1] == 32 for cast in casts)
+    multiple = 32 if has_mx else ALIGNMENT
+    for shape in shapes:
+        if any(size % multiple for size in shape[1:]):
             return (
-                f"{name} is {tuple(weight.shape)}, and matrices of experts must be multiples of "
-                f"{ALIGNMENT}; filter it out with module_filter_fn or set pad_inner_dim=True"
+                f"experts of {shape[1]} by {shape[2]} features are no multiples of {multiple}, "
+                f"which {plan.family} needs: pad them, set pad_inner_dim=True, or leave these "
+                "experts out with module_filter_fn"
             )
     return None
 

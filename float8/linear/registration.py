@@ -38,7 +38,7 @@ class ModuleRule:
         unit_scaled: whether the type keeps its operands near unit scale by itself, so that recipe
             ``unit`` suits it.
         stacked: whether the module has stacks of weights (E, N, K), those of experts, instead of
-            one ``weight`` (N, K). What stores or replaces a layer's weight leaves it alone.
+            one ``weight`` (N, K).
     """
 
     refuses: Callable[[nn.Module, Float8LinearConfig], str | None]

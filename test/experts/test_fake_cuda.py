@@ -6,6 +6,8 @@ checks the layouts that it is handed; nothing may ask for a value, which would w
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch._dispatch.python import enable_python_dispatcher
@@ -66,7 +68,9 @@ class Gemms(TorchDispatchMode):
 def step(recipe, arch, monkeypatch, dtype=BF16, tokens=T, mode=None):
     """The GEMMs of a forward and backward, and the shapes of their results."""
     monkeypatch.setattr(bound_plan.kernels, "family_of", lambda device: arch)
-    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = recipe
+    if isinstance(recipe, str):
+        config = Float8LinearConfig.from_recipe_name(recipe)
     bound_plan._bound_once.cache_clear()
     try:
         with mode or FakeTensorMode(), torch.no_grad(), Gemms() as gemms:
@@ -98,6 +102,22 @@ def test_results_in_float32_are_not_torchs(recipe, monkeypatch):
 
 def test_mx_products_are_torchs_on_sm_100(monkeypatch):
     assert step("mxfp8", "sm_100", monkeypatch) == (TORCH, TORCH, TORCH)
+
+
+@pytest.mark.parametrize("mx_contracts_tokens", [False, True])
+def test_the_layout_of_transposed_tokens_is_that_of_the_gemm_that_reads_it(
+    mx_contracts_tokens, monkeypatch
+):
+    """Torch's grouped GEMM of MX formats needs other padding than Triton's."""
+    mx, row = (Float8LinearConfig.from_recipe_name(name) for name in ("mxfp8", "rowwise"))
+    first, second = (row, mx) if mx_contracts_tokens else (mx, row)
+    config = dataclasses.replace(
+        first,
+        cast_config_input_for_grad_weight=second.cast_config_input,
+        cast_config_grad_output_for_grad_weight=second.cast_config_grad_output,
+    )
+    names = (TRITON, TRITON, TORCH) if mx_contracts_tokens else (TORCH, TORCH, TRITON)
+    assert step(config, "sm_100", monkeypatch) == names
 
 
 @pytest.mark.parametrize(("recipe", "arch"), [("rowwise", "gfx94"), ("mxfp8", "sm_90")])

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 from float8 import (
     Float8Linear,
     convert_to_float8_training,
+    float8_linear,
     high_precision,
     sync_float8_amax_and_scale_history,
 )
@@ -203,6 +204,12 @@ def test_autocast_compiles():
     x = torch.randn(32, 64)
     with torch.autocast("cpu", torch.bfloat16):
         assert_bitwise(run(x).detach(), layer(x).detach())
+
+
+def test_the_functional_form_compiles_with_its_default_config():
+    run = torch.compile(float8_linear, backend="aot_eager", fullgraph=True)
+    x, w = torch.randn(32, 64), torch.randn(48, 64)
+    assert_bitwise(run(x, w), float8_linear(x, w))
 
 
 def test_high_precision_compiles_its_own_graph_and_back():

@@ -285,7 +285,7 @@ def _fake(
     scale: Tensor | None, align: int, row_major: bool, transposed: bool,
 ) -> BothWays:  # fmt: skip
     block, (T, K), E = (block[0], block[1]), x.shape, offs.shape[0]
-    if block not in _TILES or align != ALIGNMENT:
+    if block not in _TILES or (transposed and align != ALIGNMENT):
         raise ValueError(
             f"float8::cast_tokens: no kernel casts blocks {block} of groups at multiples of "
             f"{align}; use one of {tuple(_TILES)} and {ALIGNMENT}"
@@ -306,12 +306,7 @@ def _fake(
 
 
 cast_tokens = register(
-    "cast_tokens(Tensor x, Tensor offs, int[] block, ScalarType dtype, str scale_format, "
-    "Tensor? scale, int align, bool row_major, bool transposed) -> "
-    "(Tensor data, Tensor scale, Tensor data_t, Tensor scale_t)",
-    kernel=_launch,
-    definition=_definition,
-    fake=_fake,
+    "cast_tokens" + groups.SCHEMA, kernel=_launch, definition=_definition, fake=_fake
 )
 
 

@@ -167,12 +167,7 @@ def _fake(
 
 
 cast_tokens_mx = register(
-    "cast_tokens_mx(Tensor x, Tensor offs, int[] block, ScalarType dtype, str scale_format, "
-    "Tensor? scale, int align, bool row_major, bool transposed) -> "
-    "(Tensor data, Tensor scale, Tensor data_t, Tensor scale_t)",
-    kernel=_launch,
-    definition=_definition,
-    fake=_fake,
+    "cast_tokens_mx" + groups.SCHEMA, kernel=_launch, definition=_definition, fake=_fake
 )
 
 

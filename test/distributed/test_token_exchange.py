@@ -1,0 +1,32 @@
+"""Rows that are sent as float8 arrive as the values of their cast, whatever the sizes."""
+
+import pytest
+import torch
+from assertions import assert_bitwise
+
+from float8 import Float8LinearConfig, kernels
+from float8.distributed import token_exchange as module
+from float8.distributed.token_exchange import Route
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8", "tensorwise", "unit"])
+@pytest.mark.parametrize("shape", [(1, 10), (5, 10), (3, 130), (0, 16)], ids=str)
+@pytest.mark.parametrize("as_kernels_write", [False, True])
+def test_the_values_of_the_cast_arrive(recipe, shape, as_kernels_write, monkeypatch):
+    monkeypatch.setattr(module, "_all_to_all", lambda rows, sent, received, group: rows)
+    bind_and_cast = module.bind_and_cast
+
+    def cast_by_columns(*args, **kwargs):
+        """With the strides that ``gpu/cast_blockwise`` gives to scales."""
+        data, scale = bind_and_cast(*args, **kwargs)
+        return data, scale.t().clone(memory_format=torch.contiguous_format).t()
+
+    if as_kernels_write:
+        monkeypatch.setattr(module, "bind_and_cast", cast_by_columns)
+    plan = Float8LinearConfig.from_recipe_name(recipe).plan
+    cast = module.row_cast(plan.output.a, plan.grad_weight.b)
+    x, rows = torch.randn(shape), shape[0]
+    route = Route([rows], [rows], torch.arange(rows), "")
+    arrived = module._dispatched(x, route, cast, False)
+    data, scale = bind_and_cast(x, cast)
+    assert_bitwise(arrived, kernels.dequantize(data, scale, cast.block, x.dtype))
