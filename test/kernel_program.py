@@ -111,22 +111,24 @@ def check(rows: int, columns: int, tail: int) -> None:
         same_blocks(f"cast_blockwise {block} {size} transposed", x[-last:].t(), block, *ends)
         del data, data_t
 
-    for swizzled in (True, False):
+    # Swizzled, the last program may have padding alone, so it is left out where only that one runs.
+    for swizzled in (True, False) if tail == rows else (False,):
+        written = rows % 128 or 128 if swizzled else rows % 64 or 64
         data, scale, data_t, scale_t = op("cast_mx", "cast_mx")(
             x, E4M3, "e8m0", swizzled, True, True
         )
-        codes, exponents = definition.cast_dynamic(x[-last:], (1, 32), E4M3, "e8m0")
-        codes_t, exponents_t = definition.cast_dynamic(x[-last:].t(), (1, 32), E4M3, "e8m0")
+        codes, exponents = definition.cast_dynamic(x[-written:], (1, 32), E4M3, "e8m0")
+        codes_t, exponents_t = definition.cast_dynamic(x[-written:].t(), (1, 32), E4M3, "e8m0")
         if swizzled:  # the last 128 rows; of the transpose, the last 128 of the last rows
             exponents = cublas.swizzled(exponents)
             exponents_t = cublas.swizzled(exponents_t)[-512:]
             scale, scale_t = scale[-exponents.numel() :], scale_t[-512:]
         else:
-            scale, scale_t = scale[-last:], scale_t[:, -exponents_t.shape[1] :]
+            scale, scale_t = scale[-written:], scale_t[:, -exponents_t.shape[1] :]
         same(f"cast_mx {size} scales", scale, exponents)
-        same(f"cast_mx {size}", data[-last:], codes)
+        same(f"cast_mx {size}", data[-written:], codes)
         same(f"cast_mx {size} transposed scales", scale_t, exponents_t)
-        same(f"cast_mx {size} transposed", data_t[:, -last:], codes_t)
+        same(f"cast_mx {size} transposed", data_t[:, -written:], codes_t)
         del data, data_t
 
     offs = torch.tensor([0, rows], dtype=torch.int32)

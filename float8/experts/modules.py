@@ -116,8 +116,7 @@ class Float8Experts(Float8Module):
         if torch.compiler.is_dynamo_compiling():
             _show_grouped_mm_to_modes()
         if self.high_precision:
-            with _DequantizedWeights():
-                return super().forward(*args, **kwargs)
+            return self._plain_forward(*args, **kwargs)
         products = _GroupedProducts(self)
         with products:
             result = self.float8_forward(*args, **kwargs)
@@ -131,6 +130,18 @@ class Float8Experts(Float8Module):
         if self not in _told:
             _told.add(self)
             logger.warning("%s: its forward called no grouped_mm, and %s", self._name, _LEFT_FLOAT8)
+
+    def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
+        own: Any = self._parameters.items()
+        gathered = {n: w.dequantize() for n, w in own if isinstance(w, Float8Tensor)}
+        if not gathered:
+            return super().forward(*args, **kwargs)
+        self.__dict__.update(gathered)  # attributes of the object are found before its parameters
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for name in gathered:
+                del self.__dict__[name]
 
     def to_float(self) -> nn.Module:
         """The plain module, of its own type, parameters shared.
@@ -180,17 +191,6 @@ class Float8Experts(Float8Module):
         shapes = {n: tuple(w.shape) for n, w in stacked_weights(self).items()}
         stacks = ", ".join(f"{name}={shape}" for name, shape in shapes.items())
         return ", ".join(filter(None, (super().extra_repr(), stacks)))
-
-
-class _DequantizedWeights(TorchFunctionMode):
-    """Gives grouped products, in high precision, the values of weights that were gathered."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in GROUPED_MM:
-            args = [a.dequantize() if isinstance(a, Float8Tensor) else a for a in args]
-        return func(*args, **(kwargs or {}))
 
 
 class _GroupedProducts(TorchFunctionMode):

@@ -56,7 +56,7 @@ _PRODUCTS: dict[tuple[str, str], str] = {
 #   kernels of RowwiseScaledMM.cu, which dispatches on 8.9, 9.x, 10.x, 11.x and 12.x (sm_120:
 #   pytorch#155991); the Linux wheels contain them for 8.9, 9.0, 10.0, 10.3, 12.0 and 12.1;
 # - blockwise: ScaledBlas.cpp, _check_deepseek_support;
-# - MX: cuBLASLt. Torch runs its tests of it from sm_100 on, sm_120 too (PLATFORM_SUPPORTS_MX_GEMM of
+# - MX: cuBLASLt. Torch runs its tests from sm_100 on, sm_120 too (PLATFORM_SUPPORTS_MX_GEMM of
 #   torch/testing/_internal/common_cuda.py), where cuBLASLt takes the layouts of `cublas`
 #   (pytorch#198126).
 _NO_128 = "takes 1x128 and 128x128 scales on sm_90 only"

@@ -128,7 +128,7 @@ class Float8LinearFunction(torch.autograd.Function):
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
         if x.dim() != 2 or (LOSES_GRADIENTS and torch.compiler.is_compiling()):
             # As with nn.Linear, the result is not a view of another tensor.
-            shape = (*x.shape[:-1], w_NK.shape[0])
+            shape = (*x.shape[:-1], w_NK.shape[-2])
             out_MN = torch.ops.aten._unsafe_view.default(out_MN, shape)
         return out_MN
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import float8
 from float8 import Float8LinearConfig, kernels
 from float8.experts.grouped_mm import grouped_mm_in_float8
+from float8.linear import autograd
 from float8.linear.autograd import product
 from float8.linear.bound_plan import plan_on
 
@@ -239,6 +240,20 @@ def test_compiled_to_the_same_bits(recipe):
         frames.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     # A second graph serves every number of tokens.
     assert frames == [1, 1, 2, 2], "compiled again for another routing"
+
+
+def test_compiled_by_a_torch_that_loses_gradients(monkeypatch):
+    """The result is then made a view of itself, which must have its shape."""
+    monkeypatch.setattr(autograd, "LOSES_GRADIENTS", True)
+    torch._dynamo.reset()
+    x, w, offs, g = make()
+    run = functools.partial(grouped_mm_in_float8, config=config_of("tensorwise"))
+    compiled = torch.compile(
+        lambda x, w, offs: run(x, w.mT, offs), backend="aot_eager", fullgraph=True
+    )
+    wanted = results_of("tensorwise", x, w, offs, g)
+    for actual, expected in zip(step(compiled, x, w, offs, g), wanted, strict=True):
+        assert_bitwise(actual, expected, "tensorwise")
 
 
 # --- planted faults

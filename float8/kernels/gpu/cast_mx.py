@@ -53,6 +53,7 @@ from float8.kernels.gpu.launch import (
     read_row_major,
     register,
     sizes_of,
+    tiles_of,
     variant,
 )
 
@@ -256,9 +257,10 @@ def _launch(
     M, K = x.shape[-2:]
     write_rows, write_cols = data.numel() > 0, data_t.numel() > 0
     pack = M % 16 == 0
-    squares = triton.cdiv(M, 128) * triton.cdiv(K, 128)  # of two tiles
+    # Swizzled scales are padded to squares of two tiles.
+    tiles = 2 * triton.cdiv(M, 128) * triton.cdiv(K, 128) if swizzled else tiles_of(x, _TILE)
     launch(
-        _mx_kernel, (2 * squares, count_of(x)), x, as_bytes(data), as_bytes(scale),
+        _mx_kernel, (tiles, count_of(x)), x, as_bytes(data), as_bytes(scale),
         as_bytes(data_t, pack and write_cols), as_bytes(scale_t), *sizes_of(x), **_TILE,
         FORMAT=TRITON_FORMATS[dtype], FORMAT_MAX=torch.finfo(dtype).max,
         **rounding_constants(dtype, scale_format), SWIZZLED=swizzled,

@@ -1,4 +1,4 @@
-"""`cast_tokens_mx`: the tokens of grouped MX products, cast per group, in the layout of torch's GEMM.
+"""`cast_tokens_mx`: the tokens of grouped MX products, cast per group as torch's GEMM reads them.
 
 As `cast_tokens`, with E8M0 scales of 1x32 blocks: one launch whose grid depends on T and E alone,
 2 + 1 + 1 bytes per element. ``torch._scaled_grouped_mm`` hands MX operands to a CUTLASS kernel

@@ -35,6 +35,7 @@ _CHECKED = (
     "cast_blockwise",
     "cast_mx",
     "cast_tokens",
+    "cast_tokens_mx",
     "transpose",
 )
 
@@ -91,7 +92,8 @@ def _is_capturing(device: torch.device) -> bool:
 def _arguments(op: str) -> Iterator[tuple[Any, ...]]:
     """The arguments of each launch of a check: a CPU matrix, and the op's other arguments.
 
-    The sizes of the groups of `cast_tokens`, 33, 1 and 17, leave nothing of its results unwritten.
+    The sizes of the groups of `cast_tokens`, 33, 1 and 17, and of `cast_tokens_mx`, 1 and 129,
+    leave nothing of their results unwritten.
     """
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     random = torch.Generator().manual_seed(0)
@@ -114,6 +116,9 @@ def _arguments(op: str) -> Iterator[tuple[Any, ...]]:
         yield from ((x, e4m3, True, *block, True, True) for block in ((1, 128), (128, 128)))
     elif op == "cast_mx":
         yield (x, e4m3, "e8m0", True, True, True)
+    elif op == "cast_tokens_mx":
+        offs = torch.tensor([1, 130], dtype=torch.int32, device="cpu")
+        yield (x.repeat(2, 1)[:130], offs, (1, 32), e4m3, "e8m0", None, 128, True, True)
     elif op == "cast_tokens":
         offs = torch.tensor([33, 34, 51], dtype=torch.int32, device="cpu")
         for block, given in (

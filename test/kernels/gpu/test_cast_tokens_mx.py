@@ -1,4 +1,4 @@
-"""`cast_tokens_mx`: every group of rows as the definition casts it, scales where the GEMM counts."""
+"""`cast_tokens_mx`: every group as the definition casts it, its scales where the GEMM looks."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from float8.kernels.gpu import (  # noqa: F401
     cast_mx,
     cast_rowwise,
     cast_tokens,
+    cast_tokens_mx,
     transpose,
 )
 from float8.kernels.gpu.first_use import SWITCH, _compiler, check, checked
@@ -38,6 +39,7 @@ LAUNCHERS = {
     "cast_blockwise": ("cast_blockwise", "_launch"),
     "cast_mx": ("cast_mx", "_launch"),
     "cast_tokens": ("cast_tokens", "_launch"),
+    "cast_tokens_mx": ("cast_tokens_mx", "_launch"),
     "transpose": ("transpose", "_launch"),
 }
 
