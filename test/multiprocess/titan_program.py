@@ -414,11 +414,14 @@ def trained(model, steps=2):
 
 
 def experts_train_in_every_recipe(rank):
-    """torchtitan's DeepSeek-V3: losses of bfloat16 within 2 %, which decrease."""
+    """torchtitan's DeepSeek-V3: losses of bfloat16 within 2 %, which decrease.
+
+    The ranks do not communicate: each trains half of the recipes.
+    """
     expected, _ = trained(built(two_blocks(deepseek_registry)))
     assert expected[-1] < 0.9 * expected[0], expected
     name = "layers.1.moe.routed_experts.inner_experts"
-    for recipe in ("tensorwise", "rowwise", "blockwise", "mxfp8"):
+    for recipe in (("tensorwise", "blockwise"), ("rowwise", "mxfp8"))[rank]:
         config = two_blocks(deepseek_registry)
         converter = Float8Converter.Config(recipe=recipe, filter_fqns=["lm_head"]).build()
         model = built(converter.convert(config))
