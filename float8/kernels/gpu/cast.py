@@ -87,7 +87,6 @@ def _cast_kernel(
     PACK: tl.constexpr,  # M is a multiple of 16
 ):
     e = tl.program_id(1).to(tl.int64)
-    data_ptr, data_t_ptr = outputs_of_matrix(data_ptr, data_t_ptr, M, K, PACK)
     first_m4, m, k = place_of_tile(tl.program_id(0), K, ROWS_BY_4, COLS)
     ys = to_float32(load_4_rows(x_ptr + e * stride_e, m, k, M, K, stride_m, stride_k))
     scale = scale_of_tensor(
@@ -95,6 +94,7 @@ def _cast_kernel(
         FORMAT_MAX, POWER_OF_TWO, PARTIALS, RECORD, PARTIALS > 0,
     )  # fmt: skip
     factor = reciprocal(scale, POWER_OF_TWO and PARTIALS > 0)
+    data_ptr, data_t_ptr = outputs_of_matrix(data_ptr, data_t_ptr, M, K, PACK)
     write_codes(
         ys, factor, data_ptr, data_t_ptr, first_m4, k, M, K,
         ROWS_BY_4, FORMAT, FORMAT_MAX, PARTIALS > 0, WRITE_ROWS, WRITE_COLS, PACK,
