@@ -106,6 +106,8 @@ def _tokens(rows: int, cols: int, bytes_per_element: float, scale: Tensor | None
     return Cast("cast_tokens", "cast_tokens", arguments, bytes_per_element, compiles=False)
 
 
+MX_TOKENS = (OFFSETS, (1, 32), E4M3, "e8m0", None, 128, True, True)
+
 # name -> op: which orientations are written is the last two flags of an op's arguments
 CASTS = {
     "static rows": Cast("cast", "cast", (SCALE, E4M3, True, False), 3),
@@ -122,6 +124,7 @@ CASTS = {
     "dynamic tokens": _tokens(-1, -1, 6),
     "rowwise tokens": _tokens(1, -1, 6),
     "1x128 tokens": _tokens(1, 128, 4),
+    "1x32 tokens": Cast("cast_tokens_mx", "cast_tokens_mx", MX_TOKENS, 4, compiles=False),
     "static rms norm": Cast("norm_cast", "rms_norm_cast", (None, 1e-5, SCALE, *NORMED), 4),
     "dynamic rms norm": Cast("norm_cast", "rms_norm_cast", (None, 1e-5, None, *NORMED), 6),
     "static layer norm": Cast(

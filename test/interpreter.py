@@ -147,6 +147,18 @@ def _mend_float8_casts() -> None:
 
     interpreter._patch_lang_tensor = patch
 
+    # Triton replaces its language's functions again in each call of a device function, which takes
+    # half of the time. A process that only interprets needs it once for each file.
+    patch_lang, done = interpreter._patch_lang, set()
+
+    def patch_once(fn: Any) -> Any:
+        if fn.__module__ not in done:
+            done.add(fn.__module__)
+            patch_lang(fn)
+        return interpreter._LangPatchScope()  # nothing to restore
+
+    interpreter._patch_lang = patch_once
+
 
 if __name__ == "__main__":
     _serve()

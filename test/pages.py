@@ -20,16 +20,14 @@ import functools
 import importlib.util
 import io
 import linecache
-import os
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import forked
 from fresh import ROOT
 from torch.torch_version import TorchVersion
 
@@ -133,19 +131,8 @@ def run_commands(code: str, folder: Path, place: str, shown: bool = False) -> st
 
 
 def _run(words: list[str], folder: Path, place: str) -> str:
-    command = {
-        "python": [sys.executable],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-    }[words[0]]
-    done = subprocess.run(
-        [*command, *words[1:]],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    run = {"python": forked.python, "torchrun": forked.torchrun}[words[0]]
+    done = run(words[1:], folder)
     assert done.returncode == 0, f"{place}: {shlex.join(words)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

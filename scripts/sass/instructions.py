@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from scripts.sass.kinds import WORD
 
@@ -56,12 +57,14 @@ def parse(address: int, text: str) -> Instruction:
     return Instruction(address, text, guard, opcode, kept, predicates)
 
 
+@cache  # the same few hundred operands in every pass over a listing
 def register_number(operand: str) -> int | None:
     """R7 -> 7, UR7 -> UNIFORM + 7, others None."""
     found = re.match(r"[-|~!]*(U?)R(\d+)", operand)
     return None if found is None else int(found[2]) + (UNIFORM if found[1] else 0)
 
 
+@cache
 def immediate(operand: str) -> int | None:
     """An integer written in the instruction, as 32 bits."""
     if re.fullmatch(r"-?(0x[0-9a-f]+|0)", operand):
