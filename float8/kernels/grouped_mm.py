@@ -407,6 +407,8 @@ def multiply_groups(
 def multiply_groups_plainly(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """The product of operands in high precision; the tokens of each group are not padded."""
     if a.device.type == "cuda":
+        # Torch takes no expanded gradient, such as that of a sum.
+        a = _contiguous(a.t()).t() if b.dim() == 2 else _contiguous(a)
         out: Tensor = F.grouped_mm(a, b.mT, offs=offs)
         if b.dim() == 2 and family_of(a.device).startswith("sm_10"):
             # There torch leaves garbage for groups without tokens (pytorch#172439).

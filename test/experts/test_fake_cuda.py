@@ -65,7 +65,7 @@ class Gemms(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step(recipe, arch, monkeypatch, dtype=BF16, tokens=T, mode=None):
+def step(recipe, arch, monkeypatch, dtype=BF16, tokens=T, mode=None, expand=False):
     """The GEMMs of a forward and backward, and the shapes of their results."""
     monkeypatch.setattr(bound_plan.kernels, "family_of", lambda device: arch)
     config = recipe
@@ -79,6 +79,7 @@ def step(recipe, arch, monkeypatch, dtype=BF16, tokens=T, mode=None):
                 for shape in ((tokens, K), (E, N, K), (tokens, N))
             )
             offs = torch.empty(E, dtype=torch.int32, device="cuda")
+            g = g.new_empty(()).expand(g.shape) if expand else g
             ctx, plan = Context(), bound_plan.plan_for(config, x, grouped=True)
             call = Call(plan, STATELESS, False, None, NO_FACTORS, saves=True)
             out = Float8LinearFunction.forward(ctx, x, w, None, call, offs)
@@ -102,6 +103,11 @@ def test_results_in_float32_are_not_torchs(recipe, monkeypatch):
 
 def test_mx_products_are_torchs_on_sm_100(monkeypatch):
     assert step("mxfp8", "sm_100", monkeypatch) == (TORCH, TORCH, TORCH)
+
+
+@pytest.mark.parametrize("recipe", RUNS)
+def test_the_gradient_of_a_sum_is_taken(recipe, monkeypatch):
+    assert step(recipe, "sm_100", monkeypatch, expand=True) == RUNS[recipe]["sm_100"]
 
 
 @pytest.mark.parametrize("mx_contracts_tokens", [False, True])
