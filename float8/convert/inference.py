@@ -9,10 +9,11 @@
 
 The weight (N, K) of a layer takes this fraction of its bytes in bfloat16: ``1 / 2`` and 4 bytes
 (recipe ``tensorwise``), ``1 / 2 + 2 / K`` (``rowwise``), ``1 / 2 + 1 / 8192`` (``blockwise``),
-``1 / 2 + 1 / 64`` (``mxfp8``). Inputs are cast at every call, with a dynamic scale or a calibrated constant. Gradients reach the
-input: grad_input runs in float8 with the same data (`float8.linear.float8_weight` says how for
-each granularity, and what a checkpoint contains). The weight itself is frozen, in ``train()`` as in
-``eval()``: the mode changes only dropout, and which amaxes a delayed recipe records.
+``1 / 2 + 1 / 64`` (``mxfp8``). Inputs are cast at every call, with a dynamic scale or a calibrated
+constant. Gradients reach the input: grad_input runs in float8 with the same data
+(`float8.linear.float8_weight` says how for each granularity, and what a checkpoint contains). The
+weight itself is frozen, in ``train()`` as in ``eval()``: the mode changes only dropout, and which
+amaxes a delayed recipe records.
 
 Under `DistributedDataParallel` adapters train after `hide_from_ddp`;
 `fully_shard` does not take weights that are in float8.
