@@ -460,6 +460,6 @@ def test_tools_that_watch_linear_layers_pass_experts_by():
 def test_fake_modules_are_converted():
     with FakeTensorMode():
         module = convert(Experts())
-        out = module(tokens(), torch.empty(EXPERTS, dtype=torch.int32))
+        out = module(tokens().float(), torch.empty(EXPERTS, dtype=torch.int32))
     assert isinstance(module, Float8Experts)
     assert out.shape == tokens().shape
