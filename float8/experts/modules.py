@@ -29,6 +29,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from float8.arguments import described
@@ -295,7 +296,7 @@ def _convert(module: nn.Module, config: Float8LinearConfig, fqn: str) -> nn.Modu
 def _refuses(module: nn.Module, config: Float8LinearConfig) -> str | None:
     """The reason why a module's products cannot run by this config on any device, or None."""
     for name, weight in stacked_weights(module).items():
-        if type(weight) is not nn.Parameter and not is_sharded(weight):
+        if type(weight) not in (nn.Parameter, FakeTensor) and not is_sharded(weight):
             return f"{name} is a {type(weight).__name__}: convert the plain module"
         if (reason := refuses_layer(weight, config)) is not None:
             return f"{name}: {reason}"

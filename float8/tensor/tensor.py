@@ -105,7 +105,7 @@ class Float8Tensor(Tensor):
         format_or_dtype: Format | torch.dtype,
         granularity: Granularity | None = None,
         scale: Tensor | float | None = None,
-        scale_format: ScaleFormat = ScaleFormat.FLOAT32,
+        scale_format: ScaleFormat | bool = ScaleFormat.FLOAT32,
         *,
         power_of_two_scale: bool = False,
     ) -> Float8Tensor:
@@ -117,8 +117,9 @@ class Float8Tensor(Tensor):
             granularity: which elements share a scale; `Tensorwise` by default.
             scale: the scale to use, a float, or a float32 or E8M0 tensor of shape
                 ``ceil(shape / block)``; None computes it from x.
-            scale_format: which numbers a computed scale may be.
-            power_of_two_scale: the same as ``ScaleFormat.POWER_OF_TWO``.
+            scale_format: which numbers a computed scale may be. A bool, and the argument
+                ``power_of_two_scale`` of earlier versions, stand for ``POWER_OF_TWO`` or
+                ``FLOAT32``, as in `CastConfig`.
 
         Raises:
             TypeError: x is no tensor of a high-precision dtype, scale is of another dtype, or an
@@ -129,7 +130,11 @@ class Float8Tensor(Tensor):
         check_tensors(caller, x=x)
         such_as = "a ScaleFormat, such as ScaleFormat.E8M0"
         check_bool(power_of_two_scale, f"{caller}: power_of_two_scale")
-        scale_format = ScaleFormat.POWER_OF_TWO if power_of_two_scale else scale_format
+        if isinstance(scale_format, bool):
+            power_of_two_scale |= scale_format
+            scale_format = ScaleFormat.FLOAT32
+        if power_of_two_scale and scale_format is ScaleFormat.FLOAT32:
+            scale_format = ScaleFormat.POWER_OF_TWO
         check_type(scale_format, ScaleFormat, caller, "scale_format", such_as)
         granularity = Tensorwise() if granularity is None else granularity
         such_as = "a Granularity, such as Rowwise()"

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from assertions import assert_bitwise, assert_sqnr_at_least
 from mixtures import EXPERTS, HIDDEN, Experts, Mixture, model, tokens
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import float8
@@ -454,3 +455,11 @@ def test_tools_that_watch_linear_layers_pass_experts_by():
     assert report.skipped == {"0.experts": "the casts of experts are not watched"}
     assert len(float8.compare(converted, x, loss_fn=loss).layers) == 1
     float8.find_nan(converted, x, loss_fn=loss)
+
+
+def test_fake_modules_are_converted():
+    with FakeTensorMode():
+        module = convert(Experts())
+        out = module(tokens().float(), torch.empty(EXPERTS, dtype=torch.int32))
+    assert isinstance(module, Float8Experts)
+    assert out.shape == tokens().shape
