@@ -62,6 +62,7 @@ BOARDS: dict[str, tuple[float, float, str]] = {
     "H100 SXM":   (450e9,  80e9, "datasheet: NVIDIA H100 SXM, NVLink 900 GB/s both ways, 80 GB"),
     "H200 SXM":   (450e9, 141e9, "datasheet: NVIDIA H200 SXM, NVLink 900 GB/s both ways, 141 GB"),
     "B200":       (900e9, 180e9, "datasheet: NVIDIA HGX B200, NVLink 1.8 TB/s both ways, 180 GB"),
+    "B300":       (900e9, 288e9, "datasheet: NVIDIA HGX B300, NVLink 1.8 TB/s both ways, 288 GB"),
     "MI300X":     (448e9, 192e9, "datasheet: AMD MI300X, 7 links of 128 GB/s both ways, 192 GB"),
 }
 # fmt: on

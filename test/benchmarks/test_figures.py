@@ -89,7 +89,10 @@ def test_the_prediction_is_what_estimate_says_of_a_block_on_an_h100():
         assert row["shape"] == expected["shape"]
         assert row["bf16_s"] == pytest.approx(expected["bf16_s"])
         for recipe in RECIPES:
-            assert row[recipe] == pytest.approx(expected[recipe]), recipe
+            if "refused" in expected[recipe]:  # mxfp8, by an H100
+                assert "refused" in row[recipe]
+            else:
+                assert row[recipe] == pytest.approx(expected[recipe]), recipe
 
 
 def texts(axes):
