@@ -146,6 +146,13 @@ torch.library.register_fake("float8::grouped_mm", _fake_grouped_mm, lib=_LIBRARY
 # --- the candidates
 
 
+def _torch_refuses_dtypes(out_dtype: torch.dtype, is_e4m3: bool) -> str | None:
+    """What no kernel of ``torch._scaled_grouped_mm`` reads or writes."""
+    if not is_e4m3:
+        return "multiplies E4M3 by E4M3 only"
+    return None if out_dtype == torch.bfloat16 else f"writes bfloat16 only, not {out_dtype}"
+
+
 def _torch_refuses(
     family: str, product: str, out_dtype: torch.dtype, by_tokens: bool, is_e4m3: bool
 ) -> str | None:
@@ -160,9 +167,7 @@ def _torch_refuses(
         return "multiplies on sm_90 only"
     if by_tokens:
         return "is not known to multiply groups without tokens, tokens by tokens"
-    if not is_e4m3:
-        return "multiplies E4M3 by E4M3 only"
-    return None if out_dtype == torch.bfloat16 else f"writes bfloat16 only, not {out_dtype}"
+    return _torch_refuses_dtypes(out_dtype, is_e4m3)
 
 
 def _triton_refuses(
@@ -210,9 +215,7 @@ def _torch_refuses_mx(
         return "multiplies MX formats on sm_100 (B200) only: use the recipe blockwise"
     if torch.version.cuda is not None and not _has_mslk():
         return "multiplies MX formats only if torch was built with MSLK, which this one was not"
-    if not is_e4m3:
-        return "multiplies E4M3 by E4M3 only"
-    return None if out_dtype == torch.bfloat16 else f"writes bfloat16 only, not {out_dtype}"
+    return _torch_refuses_dtypes(out_dtype, is_e4m3)
 
 
 def _has_mslk() -> bool:
