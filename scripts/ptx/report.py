@@ -50,7 +50,7 @@ class Report:
     """The result of a launch.
 
     ``instructions``: opcode -> issues of the whole launch, one for each warp in which at least one
-    thread reaches it. A false guard does not save the issue. Divide by ``programs`` for one program.
+    thread reaches it, also where its guard is false. Divide by ``programs`` for one program.
     ``traffic``: opcode -> bytes, sectors, wavefronts.
     """
 
