@@ -14,7 +14,14 @@ Approximate instructions (``ex2.approx``) are computed in float64 and rounded: a
 differ in the last bits. `arithmetic` says by how much.
 """
 
-from scripts.ptx import accesses, arithmetic, conversions, exchange
+from scripts.ptx import (
+    accesses,
+    arithmetic,
+    async_copies,
+    conversions,
+    exchange,
+    tensor_cores,
+)
 from scripts.ptx.machine import Machine, execute, instruction
 from scripts.ptx.memory import GlobalMemory
 from scripts.ptx.program import Instruction, Program, PtxError, parse
@@ -30,9 +37,11 @@ __all__ = [
     "Report",
     "accesses",
     "arithmetic",
+    "async_copies",
     "conversions",
     "exchange",
     "execute",
     "instruction",
     "parse",
+    "tensor_cores",
 ]

@@ -158,5 +158,7 @@ def _atomic(machine: Machine, ins: Instruction) -> None:
 @instruction("fence", "membar", "prefetch", "prefetchu", "createpolicy", "discard", "applypriority")
 def _no_effect(machine: Machine, ins: Instruction) -> None:
     """Orders or places what is visible at once here."""
+    if ins.modifiers[:2] == ("proxy", "async"):
+        machine.shared.fence(np.unique(machine.lanes // machine.threads))
     if ins.name == "createpolicy":
         machine.write(ins.operands[0], np.zeros(machine.count, np.uint64))

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,7 @@ from scripts.ptx.report import Report
 
 Lanes = npt.NDArray[Any]  # an element per lane
 Implementation = Callable[["Machine", Instruction], None]
+State = TypeVar("State")
 
 # PTX type -> how numpy reads its bits. bf16 and float8 have no numpy type: they are read as bits.
 TYPES: dict[str, Any] = {
@@ -137,6 +138,13 @@ class Machine:
         }
         self._waiting = np.zeros(self.count, bool)
         self._arrived: dict[int, Lanes] = {}  # barrier -> the lanes that wait at it
+        self._states: dict[type, Any] = {}
+
+    def state(self, kind: type[State]) -> State:
+        """The only ``kind(machine)``: what instructions in another file remember."""
+        if kind not in self._states:
+            self._states[kind] = kind(self)  # type: ignore[call-arg]
+        return self._states[kind]
 
     # --- operands
 
@@ -204,6 +212,16 @@ class Machine:
         dtype = TYPES["pred" if bits == 1 else f"b{bits}"]
         self._registers[register.name] = np.full(self.count, garbage, dtype)
         self._written[register.name] = np.zeros(self.count, bool)
+
+    def forget(self, register: Operand) -> None:
+        """Let the lanes that execute the instruction find no value in a register."""
+        assert isinstance(register, Register), register
+        old, written = self._registers.get(register.name), self._written.get(register.name)
+        self._start(register)
+        if self.mask is not None and old is not None:
+            garbage = self._registers[register.name]
+            self._registers[register.name] = np.where(self.mask, garbage, old)
+            self._written[register.name] = ~self.mask if written is None else written & ~self.mask
 
     def write(self, operand: Operand, values: Lanes) -> None:
         """Give a register ``values`` (lanes,), in the lanes that execute the instruction.

@@ -125,6 +125,10 @@ class SharedMemory:
         self._reader = np.full(count, _NOBODY, np.int32)
         self._read_time = np.zeros((2, count), np.int32)
         self.program_time = np.zeros(programs, np.int32)  # barriers passed
+        # What asynchronous instructions, which their threads wait for later, do to each byte.
+        self.arriving = np.zeros(count, bool)  # a copy will write it
+        self.departing = np.zeros(count, bool)  # a tensor core will read it
+        self.unfenced = np.zeros(count, bool)  # written since its program's fence.proxy.async
         self.warp_time = np.zeros(programs * -(-threads // 32), np.int32)
 
     def places(
@@ -162,12 +166,14 @@ class SharedMemory:
         """Find races and uninitialised reads, and remember an access."""
         at = offset[:, None] + np.arange(width)
         lane = lanes.astype(np.int32)[:, None]
+        self._find_unfinished(report, ins, at, lanes, is_write)
         now = self.program_time[lane // self.threads], self.warp_time[lane // 32]
         before = self._concurrent(self._writer, self._write_time, at, lane, now)
         if is_write:
             read = self._concurrent(self._reader, self._read_time, at, lane, now)
             before = np.where(before == _NOBODY, read, before)
             self._writer[at] = lane
+            self.unfenced[at] = True
             self._write_time[0][at], self._write_time[1][at] = now
         else:
             unwritten = self._writer[at] == _NOBODY
@@ -186,6 +192,24 @@ class SharedMemory:
                 f"{f'thread {other % self.threads}' if other >= 0 else 'several threads'}"
             )
             report.find("race", ins, detail, int(raced.any(1).sum()))
+
+    def _find_unfinished(
+        self, report: Report, ins: Instruction, at: Lanes, lanes: Lanes, is_write: bool
+    ) -> None:
+        """Find accesses to what an asynchronous instruction still uses."""
+        busy = self.arriving[at] | self.departing[at] if is_write else self.arriving[at]
+        if busy.any():
+            row, column = np.argwhere(busy)[0]
+            user = "copy writes" if self.arriving[at[row, column]] else "product reads"
+            detail = (
+                f"thread {lanes[row] % self.threads} {'writes' if is_write else 'reads'} shared "
+                f"address {at[row, column] % self.size} before the wait for what {user} it"
+            )
+            report.find("unfinished", ins, detail, int(busy.any(1).sum()))
+
+    def fence(self, programs: Lanes) -> None:
+        """Make what was written visible to asynchronous instructions (``fence.proxy.async``)."""
+        self.unfenced.reshape(-1, self.size)[programs] = False
 
     def _concurrent(
         self, who: Lanes, when: Lanes, at: Lanes, lane: Lanes, now: tuple[Lanes, Lanes]

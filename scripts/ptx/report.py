@@ -15,6 +15,8 @@ KINDS = (
     "program order",  # reads what another program of the same launch writes
     "uninitialised shared memory",
     "uninitialised register",
+    "unfinished",  # an access to what an asynchronous copy or product, not waited for, still uses
+    "proxy",  # an asynchronous product reads what no fence.proxy.async made visible to it
     "barrier",  # not all threads of a program, or of a mask, reach it
     "division by zero",  # of integers
 )
