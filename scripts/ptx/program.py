@@ -305,7 +305,7 @@ class _Body:
         starts.add(count)
         ordered = sorted(starts)
         number = {start: i for i, start in enumerate(ordered)}
-        self.labels = {name: number[at] for name, at in self.starts.items() if at in number}
+        self.labels.update((name, number[at]) for name, at in self.starts.items() if at in number)
         return [range(a, b) for a, b in pairwise(ordered)]
 
 
