@@ -148,6 +148,7 @@ def parse(text: str) -> Program:
     target = re.search(r"^\.target\s+(\w+)", text, re.M)
     threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)(?:\s*,\s*(\d+))?", entry[3])
     body = _Body(text, entry.end())
+    blocks = body.blocks()
     shared = {
         name: (int(count) if count else 0) * _bits(type_) // 8
         for type_, name, count in _VARIABLE.findall(text)
@@ -162,7 +163,7 @@ def parse(text: str) -> Program:
         ),
         instructions=tuple(body.instructions),
         labels=body.labels,
-        blocks=tuple(body.blocks()),
+        blocks=tuple(blocks),
         shared=shared,
     )
 
@@ -305,7 +306,7 @@ class _Body:
         starts.add(count)
         ordered = sorted(starts)
         number = {start: i for i, start in enumerate(ordered)}
-        self.labels.update((name, number[at]) for name, at in self.starts.items() if at in number)
+        self.labels = {name: number[at] for name, at in self.starts.items() if name in named}
         return [range(a, b) for a, b in pairwise(ordered)]
 
 
