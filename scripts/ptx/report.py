@@ -57,6 +57,7 @@ class Report:
     """
 
     kernel: str = ""
+    form: str = ""  # which compilation of the kernel: equal for equal ones
     programs: int = 0
     threads: int = 0  # of a program
     instructions: Counter[str] = field(default_factory=Counter)

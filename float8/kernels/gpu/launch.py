@@ -43,6 +43,7 @@ TRITON_DTYPES: dict[torch.dtype, Any] = {
 _POINTERS = {dtype: str(t) for dtype, t in (TRITON_FORMATS | TRITON_DTYPES).items()}
 _POINTERS |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 
+LAUNCHERS: dict[str, Callable[..., Any]] = {}  # op -> what launches its kernels
 DEFINITIONS: dict[str, Callable[..., Any]] = {}  # op -> the same in plain PyTorch
 
 
@@ -65,7 +66,7 @@ def register(
         the op's only overload, for calling it with the least overhead.
     """
     name = schema.partition("(")[0]
-    DEFINITIONS[name] = definition
+    LAUNCHERS[name], DEFINITIONS[name] = kernel, definition
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, checked(name, kernel, definition), "CUDA")
     LIBRARY.impl(name, definition, "CPU")
