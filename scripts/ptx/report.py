@@ -57,13 +57,13 @@ class Report:
     """
 
     kernel: str = ""
-    form: str = ""  # which compilation of the kernel: equal for equal ones
     programs: int = 0
     threads: int = 0  # of a program
     instructions: Counter[str] = field(default_factory=Counter)
     traffic: dict[str, Traffic] = field(default_factory=dict)
     divergences: int = 0  # branches that lanes of one batch took differently
     seconds: float = 0.0
+    form: str = ""  # which compilation of the kernel: equal for equal ones
     _findings: dict[tuple[str, int], Finding] = field(default_factory=dict)
 
     @property
