@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from scripts.ptx.pipes import by_pipe
 from scripts.ptx.program import Instruction, PtxError
 
 KINDS = (
@@ -65,6 +66,11 @@ class Report:
     seconds: float = 0.0
     form: str = ""  # which compilation of the kernel: equal for equal ones
     _findings: dict[tuple[str, int], Finding] = field(default_factory=dict)
+
+    @property
+    def pipes(self) -> Counter[str]:
+        """`instructions` by the kind of unit that executes them; see `pipes`."""
+        return by_pipe(self.instructions)
 
     @property
     def findings(self) -> list[Finding]:
