@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import JITFunction, driver
 
 from float8.granularity import Block
 from float8.kernels import definition
@@ -44,6 +44,7 @@ _POINTERS = {dtype: str(t) for dtype, t in (TRITON_FORMATS | TRITON_DTYPES).item
 _POINTERS |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 
 DEFINITIONS: dict[str, Callable[..., Any]] = {}  # op -> the same in plain PyTorch
+LAUNCHERS: dict[str, Callable[..., Any]] = {}  # op -> what launches its kernels
 
 
 def register(
@@ -66,6 +67,7 @@ def register(
     """
     name = schema.partition("(")[0]
     DEFINITIONS[name] = definition
+    LAUNCHERS[name] = kernel
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, checked(name, kernel, definition), "CUDA")
     LIBRARY.impl(name, definition, "CPU")
@@ -98,23 +100,55 @@ NO_FUSION = {"enable_fp_fusion": False}
 
 _recorded: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
+# What a compiled kernel depends on -> the kernel and its compile-time arguments. Triton's own
+# launch works this out anew each time, which takes longer than all else that a cast does.
+_compiled: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
+_MOST_COMPILED = (
+    4096  # forms that are remembered: a model whose sizes change at every step has many
+)
+
 
 def launch(
     kernel: Any, programs: int | tuple[int, int], x: Tensor, *arguments: Any, **constants: Any
 ) -> None:
     """Run ``programs`` programs of a kernel on the device of its first argument, x.
 
+    The first launch with these dtypes, alignments and sizes is Triton's; it compiles. Later ones
+    call the compiled kernel. Sizes are compared as they are, so that no rule of Triton's about
+    those that it compiles in (1, multiples of 16, 64 bits) is repeated here.
+
     Args:
-        kernel: the ``@triton.jit`` function.
+        kernel: the ``@triton.jit`` function, without defaults.
         programs: the size of the grid: of its only dimension, or of both.
         x, arguments: the runtime arguments, in the order of the signature.
-        constants: the compile-time arguments and Triton's options.
+        constants: the compile-time arguments, which end the signature, and Triton's options.
     """
     if x.is_meta:  # no memory: see `variant`
         _recorded.append((kernel, (x, *arguments), constants))
         return
+    grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
+    if not isinstance(kernel, JITFunction):
+        kernel[grid](x, *arguments, **constants)  # interpreted
+        return
     with on_device_of(x):
-        kernel[(programs,) if isinstance(programs, int) else programs](x, *arguments, **constants)
+        device = driver.active.get_current_device()
+        form = (
+            id(kernel), device, *constants.items(), x.dtype, x.data_ptr() % 16,
+            *[
+                a if isinstance(a, int) else (a.dtype, a.data_ptr() % 16)
+                if isinstance(a, Tensor) else type(a) for a in arguments
+            ],
+        )  # fmt: skip
+        found = _compiled.get(form)
+        if found is not None:
+            found[0][grid](x, *arguments, *found[2])
+            return
+        compiled = kernel[grid](x, *arguments, **constants)
+        if len(_compiled) >= _MOST_COMPILED:
+            _compiled.clear()
+        names = kernel.arg_names[1 + len(arguments) :]
+        # With the kernel itself, whose id no other object then has.
+        _compiled[form] = compiled, kernel, tuple(constants[name] for name in names)
 
 
 def variant(name: str, launcher: Callable[..., Any], *arguments: Any, **options: Any) -> Variant:
@@ -160,7 +194,7 @@ def check_device(op: str, x: Tensor, **others: Tensor | None) -> None:
 def tiles_of(x: Tensor, tile: Mapping[str, int]) -> int:
     """How many tiles, of COLS columns and of ROWS or 4 ROWS_BY_4 rows, cover a matrix of x."""
     rows = tile["ROWS"] if "ROWS" in tile else 4 * tile["ROWS_BY_4"]
-    return int(triton.cdiv(x.shape[-2], rows) * triton.cdiv(x.shape[-1], tile["COLS"]))
+    return -(-x.shape[-2] // rows) * -(-x.shape[-1] // tile["COLS"])
 
 
 # Casts take a matrix (M, K), or a stack of them (E, M, K) such as the weights of experts: each is
