@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ _POINTERS = {dtype: str(t) for dtype, t in (TRITON_FORMATS | TRITON_DTYPES).item
 _POINTERS |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 
 DEFINITIONS: dict[str, Callable[..., Any]] = {}  # op -> the same in plain PyTorch
-LAUNCHERS: dict[str, Callable[..., Any]] = {}  # op -> what launches its kernels
+LAUNCHERS: dict[str, Callable[..., Any]] = {}  # op -> the function that launches its kernels
 
 
 def register(
@@ -66,8 +66,7 @@ def register(
         the op's only overload, for calling it with the least overhead.
     """
     name = schema.partition("(")[0]
-    DEFINITIONS[name] = definition
-    LAUNCHERS[name] = kernel
+    DEFINITIONS[name], LAUNCHERS[name] = definition, kernel
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, checked(name, kernel, definition), "CUDA")
     LIBRARY.impl(name, definition, "CPU")
@@ -86,6 +85,8 @@ class Variant:
             (``"*bf16"``, ``"i32"``).
         constants: every compile-time argument.
         options: ``num_warps`` and what else the launch passes.
+        programs: the size of the grid.
+        arguments: every runtime argument, tensors without memory.
     """
 
     name: str
@@ -93,19 +94,19 @@ class Variant:
     types: Mapping[str, str]
     constants: Mapping[str, Any]
     options: Mapping[str, Any]
+    programs: tuple[int, int] = (1, 1)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 # Contracting a * b + c to one rounding would change bits; Triton's own default is about to change.
 NO_FUSION = {"enable_fp_fusion": False}
 
-_recorded: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+_recorded: list[tuple[Any, tuple[int, int], tuple[Any, ...], dict[str, Any]]] = []
 
 # What a compiled kernel depends on -> the kernel and its compile-time arguments. Triton's own
 # launch works this out anew each time, which takes longer than all else that a cast does.
 _compiled: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
-_MOST_COMPILED = (
-    4096  # forms that are remembered: a model whose sizes change at every step has many
-)
+_MOST_COMPILED = 4096  # remembered forms; sizes that change at every step make many
 
 
 def launch(
@@ -123,8 +124,9 @@ def launch(
         x, arguments: the runtime arguments, in the order of the signature.
         constants: the compile-time arguments, which end the signature, and Triton's options.
     """
-    if x.is_meta:  # no memory: see `variant`
-        _recorded.append((kernel, (x, *arguments), constants))
+    if x.is_meta:  # no memory: see `variants`
+        grid = (programs, 1) if isinstance(programs, int) else programs
+        _recorded.append((kernel, grid, (x, *arguments), constants))
         return
     grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
     if not isinstance(kernel, JITFunction):
@@ -153,9 +155,26 @@ def launch(
 
 def variant(name: str, launcher: Callable[..., Any], *arguments: Any, **options: Any) -> Variant:
     """The form of the last kernel that ``launcher`` launches, for arguments on the meta device."""
+    return variants(name, launcher, *arguments, **options)[-1]
+
+
+def variants(
+    name: str, launcher: Callable[..., Any], *arguments: Any, **options: Any
+) -> list[Variant]:
+    """The forms of all kernels that ``launcher`` launches, for arguments on the meta device."""
     _recorded.clear()
     launcher(*arguments, **options)
-    kernel, values, keywords = _recorded.pop()
+    launches, _recorded[:] = _recorded[:], []
+    return [_variant(name, *launched) for launched in launches]
+
+
+def _variant(
+    name: str,
+    kernel: Any,
+    programs: tuple[int, int],
+    values: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+) -> Variant:
     types, constants = {}, {}
     for parameter, value in zip(kernel.arg_names, values, strict=False):
         if isinstance(value, int) and value == 1:
@@ -166,7 +185,8 @@ def variant(name: str, launcher: Callable[..., Any], *arguments: Any, **options:
             types[parameter] = "i32" if isinstance(value, int) else "fp32"
     constants |= {n: value for n, value in keywords.items() if n in kernel.arg_names}
     compiler = {n: value for n, value in keywords.items() if n not in kernel.arg_names}
-    return Variant(name, kernel, types, constants, compiler)
+    runtime = dict(zip(kernel.arg_names, values, strict=False))
+    return Variant(name, kernel, types, constants, compiler, programs, runtime)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
