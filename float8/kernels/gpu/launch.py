@@ -116,7 +116,8 @@ def launch(
 
     The first launch with these dtypes, alignments and sizes is Triton's; it compiles. Later ones
     call the compiled kernel. Sizes are compared as they are, so that no rule of Triton's about
-    those that it compiles in (1, multiples of 16, 64 bits) is repeated here.
+    those that it compiles in (1, multiples of 16, 64 bits) is repeated here; arguments that the
+    kernel does not specialise must be integers.
 
     Args:
         kernel: the ``@triton.jit`` function, without defaults.
@@ -124,23 +125,23 @@ def launch(
         x, arguments: the runtime arguments, in the order of the signature.
         constants: the compile-time arguments, which end the signature, and Triton's options.
     """
-    if x.is_meta:  # no memory: see `variants`
-        grid = (programs, 1) if isinstance(programs, int) else programs
-        _recorded.append((kernel, grid, (x, *arguments), constants))
-        return
     grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
+    if x.is_meta:  # no memory: see `variants`
+        _recorded.append((kernel, grid[:2], (x, *arguments), constants))
+        return
     if not isinstance(kernel, JITFunction):
         kernel[grid](x, *arguments, **constants)  # interpreted
         return
     with on_device_of(x):
         device = driver.active.get_current_device()
-        form = (
-            id(kernel), device, *constants.items(), x.dtype, x.data_ptr() % 16,
-            *[
-                a if isinstance(a, int) else (a.dtype, a.data_ptr() % 16)
-                if isinstance(a, Tensor) else type(a) for a in arguments
-            ],
-        )  # fmt: skip
+        forms = [
+            (a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor)
+            else a if isinstance(a, int) else type(a) for a in arguments
+        ]  # fmt: skip
+        for name in kernel.do_not_specialize:  # other values of these are no other form
+            place = kernel.arg_names.index(name) - 1
+            forms[place] = -(2**31) <= arguments[place] < 2**31
+        form = (id(kernel), device, x.dtype, x.data_ptr() % 16, *forms, *constants.items())
         found = _compiled.get(form)
         if found is not None:
             found[0][grid](x, *arguments, *found[2])
