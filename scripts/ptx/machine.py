@@ -286,6 +286,7 @@ class Machine:
                     if not self._waiting.any():
                         return
                     self._deadlock()
+                    continue
                 block = int(at[running].min())
                 live = running & (at == block)
                 if live.all():
