@@ -220,6 +220,8 @@ def fit(*files: str | Path, base: Device | None = None) -> Device:
             no datasheet row and no ``base``.
     """
     results = [read_result(path) for path in files]
+    if others := sorted({r.benchmark for r in results} - {MATMUL, LINEAR}):
+        raise ValueError(f"fit needs files of {MATMUL} and {LINEAR}, not of {', '.join(others)}")
     hardware = sorted({result.hardware for result in results})
     if len(hardware) != 1:
         raise ValueError(f"fit needs files of one device, got {len(hardware)}: {hardware}")
