@@ -141,9 +141,9 @@ def line_amaxes(x: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
     return of_rows, of_cols
 
 
-def shipped() -> list[Variant]:
+def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The variants that the recipes launch on a bfloat16 matrix."""
-    x = meta(4096, 4096)
+    x = meta(M, K)
     return [
         variant("amax", partial_amaxes, x),
         variant("amax, rows and columns", line_amaxes, x, True, True),

@@ -221,10 +221,10 @@ cast_dynamic = register(
 )
 
 
-def shipped() -> list[Variant]:
+def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The forms that the recipes launch on bfloat16, and enough others to see each flag."""
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-    x, scale, amax = meta(4096, 4096), meta(1, 1, dtype=torch.float32), meta(dtype=torch.float32)
+    x, scale, amax = meta(M, K), meta(1, 1, dtype=torch.float32), meta(dtype=torch.float32)
     both, given = "rows and columns", "cast by a given scale"
     return [
         variant(f"cast, e4m3, {both}", _cast_dynamic, x, e4m3, False, True, True),

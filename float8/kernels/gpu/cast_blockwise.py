@@ -193,7 +193,7 @@ cast_blockwise = register(
 )
 
 
-def shipped() -> list[Variant]:
+def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The forms that the blockwise recipe launches on bfloat16."""
     forms = {
         "1x128, rows and columns": (1, 128, True, True),
@@ -201,7 +201,7 @@ def shipped() -> list[Variant]:
         "128x128, rows and columns": (128, 128, True, True),
         "128x128, columns": (128, 128, False, True),
     }
-    x, e4m3 = meta(4096, 4096), torch.float8_e4m3fn
+    x, e4m3 = meta(M, K), torch.float8_e4m3fn
     return [
         variant(f"cast_blockwise, e4m3, {name}", _launch, x, e4m3, True, *form)
         for name, form in forms.items()

@@ -318,9 +318,9 @@ cast_mx = register(
 )
 
 
-def shipped() -> list[Variant]:
+def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The forms that the recipe mxfp8 launches on bfloat16, and a cast to a Float8Tensor."""
-    x, e4m3 = meta(4096, 4096), torch.float8_e4m3fn
+    x, e4m3 = meta(M, K), torch.float8_e4m3fn
     forms = {
         "rows and columns": (definition.E8M0, True, True, True),
         "rows": (definition.E8M0, True, True, False),

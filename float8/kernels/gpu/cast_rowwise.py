@@ -218,16 +218,16 @@ cast_rowwise = register(
 )
 
 
-def shipped() -> list[Variant]:
+def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The forms that the rowwise recipe launches on bfloat16, and rows that do not fit."""
     forms = {
-        "rows of 4096": (4096, True, False),
+        "rows": (K, True, False),
         "rows in chunks": (2 * _LONGEST_ROW, True, False),
-        "rows and columns": (4096, True, True),
-        "columns": (4096, False, True),
+        "rows and columns": (K, True, True),
+        "columns": (K, False, True),
     }
     e4m3 = torch.float8_e4m3fn
     return [
-        variant(f"cast_rowwise, e4m3, {name}", _launch, meta(4096, K), e4m3, True, rows, cols)
-        for name, (K, rows, cols) in forms.items()
+        variant(f"cast_rowwise, e4m3, {name}", _launch, meta(M, k), e4m3, True, rows, cols)
+        for name, (k, rows, cols) in forms.items()
     ]

@@ -312,11 +312,11 @@ cast_tokens = register(
 )
 
 
-def shipped() -> list[Variant]:
+def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The forms that the recipes launch on bfloat16."""
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     x, offs, scale = (
-        meta(4096, 4096), meta(64, dtype=torch.int32), meta(1, 1, dtype=torch.float32)
+        meta(M, K), meta(64, dtype=torch.int32), meta(1, 1, dtype=torch.float32)
     )  # fmt: skip
     exact, rounded = definition.FLOAT32, definition.scale_format_of(True)
     forms = {

@@ -178,9 +178,9 @@ cast_tokens_mx = register(
 )
 
 
-def shipped() -> list[Variant]:
+def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The forms that the recipe mxfp8 launches on bfloat16."""
-    x, offs, e4m3 = meta(4096, 4096), meta(64, dtype=torch.int32), torch.float8_e4m3fn
+    x, offs, e4m3 = meta(M, K), meta(64, dtype=torch.int32), torch.float8_e4m3fn
     forms = {"both": (True, True), "rows": (True, False), "columns": (False, True)}
     return [
         variant(

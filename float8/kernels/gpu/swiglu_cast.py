@@ -287,9 +287,9 @@ swiglu_backward = register(
 )
 
 
-def shipped() -> list[Variant]:
+def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The forms that the recipes launch on bfloat16."""
-    gate, up = meta(4096, 4096), meta(4096, 4096)
+    gate, up = meta(M, K), meta(M, K)
     scale, amax = meta(1, 1, dtype=torch.float32), meta(dtype=torch.float32)
     cast_to = (torch.bfloat16, torch.float8_e4m3fn, False)
     given = "swiglu_cast: a given scale"
