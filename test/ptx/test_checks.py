@@ -75,6 +75,24 @@ def test_a_register_that_was_not_written():
 
 
 @pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("mov.b32 %r1, {%h1, %h2}; mov.b32 {%h3, _}, %r1; st.shared.b16 [%r9], %h3;", False),
+        ("mov.b32 %r2, %r1; mov.b32 %r3, %r2;", False),
+        ("mov.b32 %r2, %r1; mov.b32 %r3, %r2; not.b32 %r4, %r3;", True),
+        ("mov.b32 {%h2, %h3}, %r1; not.b16 %h4, %h3;", True),
+        ("setp.eq.b32 %p1, %r0, %r0; selp.b32 %r2, %r0, %r1, %p1;", False),
+        ("setp.ne.b32 %p1, %r0, %r0; selp.b32 %r2, %r0, %r1, %p1;", True),
+        ("setp.eq.b32 %p1, %r0, 3; @%p1 mov.b32 %r0, %r1; not.b32 %r2, %r0;", True),
+        ("setp.eq.b32 %p1, %r0, 3; @%p1 mov.b32 %r0, %r1; @!%p1 not.b32 %r2, %r0;", False),
+    ],
+)
+def test_a_move_or_an_unselected_value_is_not_a_use(body, found):
+    body = "mov.b16 %h1, 1;\nshl.b32 %r9, %r0, 1;\n" + body
+    assert kinds(run(assemble(body), shared_bytes=64)) == ["uninitialised register"] * found
+
+
+@pytest.mark.parametrize(
     ("body", "said"),
     [
         ("ld.global.b32 %r1, [%d1+4];", "out of bounds: .*4 bytes at byte 128 of buffer 0, of 128"),
