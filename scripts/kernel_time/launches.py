@@ -40,10 +40,16 @@ def variants(files: Sequence[str] = FILES, M: int = 4096, K: int = 4096) -> list
 
 
 def compile_for(variant: Variant, arch: str) -> Any:
-    """Triton's compiled kernel; sizes and pointers are multiples of 16, as in training."""
-    names = list(variant.kernel.arg_names)
-    signature = {n: variant.types.get(n, "constexpr") for n in names}
-    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in variant.types}
+    """Triton's compiled kernel; sizes and pointers are multiples of 16, as in training.
+
+    Its key in Triton's cache is that of a launch, so that the two share one compilation.
+    """
+    signature = {n: variant.types.get(n, "constexpr") for n in variant.kernel.arg_names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]] if parameter.name in variant.types else []
+        for i, parameter in enumerate(variant.kernel.params)
+        if variant.types.get(parameter.name) != "fp32" and not parameter.do_not_specialize
+    }
     source = ASTSource(variant.kernel, signature, dict(variant.constants), attributes)
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     return triton.compile(source, target=target, options=dict(variant.options))
