@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,7 @@ def predict_launch(variant: Variant, device: str) -> Prediction:
 def predict_compiled(variant: Variant, device: str, compiled: Any) -> Prediction:
     """`predict_launch` of what Triton compiled."""
     figures = DEVICES[device]
-    usage = resources(compiled.asm["cubin"])
-    registers = int(re.findall(r"\bREG:(\d+)", usage)[0])
+    registers, code = _machine_code(compiled.asm["cubin"])
     warps = compiled.metadata.num_warps
     resident = resident_programs(figures.arch, registers, compiled.metadata.shared, warps)
     programs = variant.programs[0] * variant.programs[1]
@@ -68,7 +68,7 @@ def predict_compiled(variant: Variant, device: str, compiled: Any) -> Prediction
         compiled.asm["ttir"], list(variant.types), variant.arguments, variant.programs, at,
         _average_trips(variant),
     )  # fmt: skip
-    work = work_of(listing(compiled.asm["cubin"]), program.loops)
+    work = work_of(code, program.loops)
     traffic = traffic_of(
         program, variant.arguments, programs, resident * figures.multiprocessors, figures.l2,
         variant.constants["GROUP"] if is_gemm else 0,
@@ -77,6 +77,12 @@ def predict_compiled(variant: Variant, device: str, compiled: Any) -> Prediction
         figures, work, traffic, programs, resident, warps,
         _flops(variant) if is_gemm else 0, variant.options.get("num_stages", 1),
     )  # fmt: skip
+
+
+@cache  # the same for many sizes
+def _machine_code(cubin: bytes) -> tuple[int, str]:
+    """Registers of a thread, and the listing."""
+    return int(re.findall(r"\bREG:(\d+)", resources(cubin))[0]), listing(cubin)
 
 
 def _flops(variant: Variant) -> float:
