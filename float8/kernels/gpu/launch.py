@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import JITFunction, driver
 
 from float8.granularity import Block
 from float8.kernels import definition
@@ -103,24 +103,55 @@ NO_FUSION = {"enable_fp_fusion": False}
 
 _recorded: list[tuple[Any, tuple[int, int], tuple[Any, ...], dict[str, Any]]] = []
 
+# What a compiled kernel depends on -> the kernel and its compile-time arguments. Triton's own
+# launch works this out anew each time, which takes longer than all else that a cast does.
+_compiled: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
+_MOST_COMPILED = 4096  # remembered forms; sizes that change at every step make many
+
 
 def launch(
     kernel: Any, programs: int | tuple[int, int], x: Tensor, *arguments: Any, **constants: Any
 ) -> None:
     """Run ``programs`` programs of a kernel on the device of its first argument, x.
 
+    The first launch with these dtypes, alignments and sizes is Triton's; it compiles. Later ones
+    call the compiled kernel. Sizes are compared as they are, so that no rule of Triton's about
+    those that it compiles in (1, multiples of 16, 64 bits) is repeated here; arguments that the
+    kernel does not specialise must be integers.
+
     Args:
-        kernel: the ``@triton.jit`` function.
+        kernel: the ``@triton.jit`` function, without defaults.
         programs: the size of the grid: of its only dimension, or of both.
         x, arguments: the runtime arguments, in the order of the signature.
-        constants: the compile-time arguments and Triton's options.
+        constants: the compile-time arguments, which end the signature, and Triton's options.
     """
+    grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
     if x.is_meta:  # no memory: see `variants`
-        grid = (programs, 1) if isinstance(programs, int) else programs
-        _recorded.append((kernel, grid, (x, *arguments), constants))
+        _recorded.append((kernel, grid[:2], (x, *arguments), constants))
+        return
+    if not isinstance(kernel, JITFunction):
+        kernel[grid](x, *arguments, **constants)  # interpreted
         return
     with on_device_of(x):
-        kernel[(programs,) if isinstance(programs, int) else programs](x, *arguments, **constants)
+        device = driver.active.get_current_device()
+        forms = [
+            (a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor)
+            else a if isinstance(a, int) else type(a) for a in arguments
+        ]  # fmt: skip
+        for name in kernel.do_not_specialize:  # other values of these are no other form
+            place = kernel.arg_names.index(name) - 1
+            forms[place] = -(2**31) <= arguments[place] < 2**31
+        form = (id(kernel), device, x.dtype, x.data_ptr() % 16, *forms, *constants.items())
+        found = _compiled.get(form)
+        if found is not None:
+            found[0][grid](x, *arguments, *found[2])
+            return
+        compiled = kernel[grid](x, *arguments, **constants)
+        if len(_compiled) >= _MOST_COMPILED:
+            _compiled.clear()
+        names = kernel.arg_names[1 + len(arguments) :]
+        # With the kernel itself, whose id no other object then has.
+        _compiled[form] = compiled, kernel, tuple(constants[name] for name in names)
 
 
 def variant(name: str, launcher: Callable[..., Any], *arguments: Any, **options: Any) -> Variant:
@@ -184,7 +215,7 @@ def check_device(op: str, x: Tensor, **others: Tensor | None) -> None:
 def tiles_of(x: Tensor, tile: Mapping[str, int]) -> int:
     """How many tiles, of COLS columns and of ROWS or 4 ROWS_BY_4 rows, cover a matrix of x."""
     rows = tile["ROWS"] if "ROWS" in tile else 4 * tile["ROWS_BY_4"]
-    return int(triton.cdiv(x.shape[-2], rows) * triton.cdiv(x.shape[-1], tile["COLS"]))
+    return -(-x.shape[-2] // rows) * -(-x.shape[-1] // tile["COLS"])
 
 
 # Casts take a matrix (M, K), or a stack of them (E, M, K) such as the weights of experts: each is
