@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,17 @@ def predict_launch(variant: Variant, device: str) -> Prediction:
     return predict_compiled(variant, device, compile_for(variant, DEVICES[device].arch))
 
 
-def predict_compiled(variant: Variant, device: str, compiled: Any) -> Prediction:
-    """`predict_launch` of what Triton compiled."""
+def predict_compiled(
+    variant: Variant, device: str, compiled: Any, cached: Mapping[str, float] | None = None
+) -> Prediction:
+    """`predict_launch` of what Triton compiled.
+
+    Args:
+        variant: the launch.
+        device: of `DEVICES`.
+        compiled: by `compile_for`.
+        cached: argument -> bytes of it that L2 holds before the launch.
+    """
     figures = DEVICES[device]
     registers, code = _machine_code(compiled.asm["cubin"])
     warps = compiled.metadata.num_warps
@@ -71,7 +80,7 @@ def predict_compiled(variant: Variant, device: str, compiled: Any) -> Prediction
     work = work_of(code, program.loops)
     traffic = traffic_of(
         program, variant.arguments, programs, resident * figures.multiprocessors, figures.l2,
-        variant.constants["GROUP"] if is_gemm else 0,
+        variant.constants["GROUP"] if is_gemm else 0, cached or {},
     )  # fmt: skip
     return predict(
         figures, work, traffic, programs, resident, warps,
@@ -91,7 +100,11 @@ def _flops(variant: Variant) -> float:
 
 
 def _average_trips(variant: Variant) -> float:
-    """Of a loop over a group's tokens, of which the host knows the sum alone."""
+    """Of a loop over tokens in groups, of which the host knows the number alone."""
     if variant.constants.get("BY_TOKENS"):
         return -(-variant.arguments["K"] // variant.arguments["E"] // 128)
+    if variant.constants.get("LIMITED"):  # all tokens belong to groups
+        M, K = variant.arguments["M"], variant.arguments["K"]
+        tiles = -(-M // variant.constants["ROWS"]) * -(-K // variant.constants["COLS"])
+        return -(-tiles // variant.constants["PARTIALS"])
     return 1
