@@ -102,6 +102,7 @@ class Cast(nn.Module):
 
 
 Pair = tuple[Tensor, Any]  # data and scale; in high precision a matrix and None
+Scales = tuple[Tensor | None, Tensor | None]  # of an operand's two casts; None computes it
 
 
 def bind_and_cast(
@@ -166,6 +167,7 @@ def cast_orientations(
     second: bool,
     decode: bool,
     offs: Tensor | None = None,
+    scales: Scales = (None, None),
 ) -> tuple[Pair | None, Pair | None]:
     """Cast a matrix for the GEMM that contracts along its rows and the one along its columns.
 
@@ -177,6 +179,7 @@ def cast_orientations(
         decode: both products run in plain PyTorch: data that both read is converted to bfloat16
             once.
         offs: the ends of groups of tokens, for grouped GEMMs; see `float8.kernels.groups`.
+        scales: known ones of the two casts, where both are needed.
 
     Returns:
         the pair for x and the pair for ``x.t()``, None for one that is not needed. On a CPU the
@@ -195,13 +198,15 @@ def cast_orientations(
         return row_major, second_pair
     if operand.at_once and not kernels.is_sharded(x):
         assert operand.first is not None
-        both = _by_kernel(x, operand.first, state, record, None, row_major=True, transpose=True)
+        both = _by_kernel(
+            x, operand.first, state, record, scales[0], row_major=True, transpose=True
+        )
         return both[:2], both[2:]
-    row_major = cast_matrix(x, operand.first, state, record, None, False)
+    row_major = cast_matrix(x, operand.first, state, record, scales[0], False)
     if not operand.is_shared:
         # An amax is recorded once: by the first cast, or by the second if there is no first.
         record = record and operand.first is None
-        return row_major, cast_matrix(x.t(), operand.second, state, record, None, False)
+        return row_major, cast_matrix(x.t(), operand.second, state, record, scales[1], False)
     if decode:
         row_major = (kernels.decode(row_major[0], None), row_major[1])
     return row_major, transposed(row_major)

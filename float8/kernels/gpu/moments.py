@@ -192,7 +192,10 @@ def encode_expanded(x, index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.con
 
 @triton.jit
 def stochastic_round(x, index, seed, offset, DTYPE: tl.constexpr):
-    """To bfloat16 or float16, up or down by the bits of (seed, offset, index)."""
+    """To a value of bfloat16 or float16, up or down by the bits of (seed, offset, index).
+
+    The result is float32; a number beyond the largest finite one is left for a conversion to round.
+    """
     noise = random_bits(index, seed, offset)
     magnitude = tl.abs(x)
     IS_FLOAT16: tl.constexpr = DTYPE.is_fp16()
@@ -206,7 +209,7 @@ def stochastic_round(x, index, seed, offset, DTYPE: tl.constexpr):
     rounded = (bits & ~MASK).to(tl.float32, bitcast=True)
     if IS_FLOAT16:
         rounded -= shift
-    return tl.where(tl.abs(x) < LARGEST, copysign(rounded, x), x).to(DTYPE)
+    return tl.where(tl.abs(x) < LARGEST, copysign(rounded, x), x)
 
 
 @triton.jit
