@@ -58,6 +58,16 @@ def copysign(magnitude, x32):
 
 
 @triton.jit
+def _times_at_most_1(x, y):
+    """The smaller of x * y >= 0 and 1, in one instruction; not a NaN."""
+    if _IS_INTERPRETED:
+        return tl.minimum(x * y, 1.0)
+    return tl.inline_asm_elementwise(
+        "mul.sat.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def values(codes):
     """Codes as float32; uint8 is E4M3."""
     if codes.dtype == tl.uint8:
@@ -88,11 +98,17 @@ def _smallest_of(bits):
 
 
 @triton.jit
-def _hash(h, between):
-    """Of uint32; `float8.kernels.stochastic._hash`."""
+def _unfinished_hash(h, between):
+    """`_hash` without its last line."""
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = h ^ between
-    h = (h ^ (h >> 15)) * 0x846CA68B
+    return (h ^ (h >> 15)) * 0x846CA68B
+
+
+@triton.jit
+def _hash(h, between):
+    """Of uint32; `float8.kernels.stochastic._hash`."""
+    h = _unfinished_hash(h, between)
     return h ^ (h >> 16)
 
 
@@ -103,8 +119,8 @@ def key(number):
 
 
 @triton.jit
-def random_bits(index, seed, offset, GROUP: tl.constexpr):
-    """int32 (GROUPS, GROUP), of (seed, offset, index of the element).
+def _unfinished_bits(index, seed, offset, GROUP: tl.constexpr):
+    """uint32 (GROUPS, GROUP): h of (seed, offset, index); h ^ (h >> 16) are the random bits.
 
     Args:
         index: int32 (GROUPS,), of the first element of each group. The key is added to it, and not
@@ -114,14 +130,15 @@ def random_bits(index, seed, offset, GROUP: tl.constexpr):
     """
     keyed = index.to(tl.uint32) + key(seed)
     keyed = keyed[:, None] + tl.arange(0, GROUP).to(tl.uint32)[None, :]
-    return _hash(keyed, key(offset)).to(tl.int32, bitcast=True)
+    return _unfinished_hash(keyed, key(offset))
 
 
 @triton.jit
 def chances(index, seed, offset, NUMBER: tl.constexpr, GROUP: tl.constexpr):
-    """Uniform in [0, 1), for the state of this number; see `random_bits`."""
-    bits = random_bits(index, seed + ((NUMBER + 2) << 28), offset, GROUP)
-    return ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+    """Uniform in [0, 1), for the state of this number: 23 random bits; see `_unfinished_bits`."""
+    h = _unfinished_bits(index, seed + ((NUMBER + 2) << 28), offset, GROUP)
+    # The last step of the hash and the exponent of 1.0, in two instructions.
+    return ((h & 0x7FFFFF) ^ ((h >> 16) + 0x3F800000)).to(tl.float32, bitcast=True) - 1.0
 
 
 @triton.jit
@@ -194,9 +211,9 @@ def expanded(x, index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr)
     factor = reciprocal(scale)
     if RANDOM:
         factor *= 1 + 2.0**-22  # the largest must not come out just below 448
-    ratio = tl.abs(x) * factor[:, None]
-    if RANDOM:
-        ratio = tl.minimum(ratio, 1.0)
+        ratio = _times_at_most_1(tl.abs(x), factor[:, None])
+    else:
+        ratio = tl.abs(x) * factor[:, None]
     y = tl.exp2(_log2(ratio) * reciprocal(exponent)[:, None]) * _E4M3_MAX
     y = tl.maximum(y, _SMALLEST_CODE)
     if RANDOM:
@@ -221,7 +238,8 @@ def stochastic_round(x, index, seed, offset, DTYPE: tl.constexpr):
 
     The result is float32; a number beyond the largest finite one is left for a conversion to round.
     """
-    noise = random_bits(index, seed, offset, x.shape[1])
+    h = _unfinished_bits(index, seed, offset, x.shape[1])
+    noise = (h ^ (h >> 16)).to(tl.int32, bitcast=True)
     magnitude = tl.abs(x)
     IS_FLOAT16: tl.constexpr = DTYPE.is_fp16()
     MASK: tl.constexpr = 0x1FFF if IS_FLOAT16 else 0xFFFF  # the bits of the mantissa that are lost
