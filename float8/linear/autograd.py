@@ -286,10 +286,11 @@ def _cast_weight_again(ctx: Any, w_NK: Tensor, w_scale: Tensor | None) -> Pair:
         assert w_scale is not None
         w_NK = kernels.dequantize(w_NK, w_scale, operand.first.block, ctx.plan.dtype)
         w_scale = None
+    is_parameter = w_NK.dtype == ctx.plan.dtype
     w_NK = _to(w_NK, ctx.plan.dtype)
     decode = ctx.plan.grad_input.is_plain
     if w_scale is not None and operand.is_shared:
-        return cast_again(w_NK, operand.first, w_scale, decode)
+        return cast_again(w_NK, operand.first, w_scale, decode, is_parameter)
     # A delayed cast is used only if forward did not cast the weight, so no amax is recorded yet.
     w_KN = w_NK.t() if w_NK.dim() == 2 else w_NK.mT
     return cast_matrix(w_KN, operand.second, ctx.states[1], ctx.record, w_scale, decode)

@@ -248,7 +248,9 @@ def _cast_groups(
     )
 
 
-def cast_again(x: Tensor, how: BoundCast, scale: Tensor, decode: bool = False) -> Pair:
+def cast_again(
+    x: Tensor, how: BoundCast, scale: Tensor, decode: bool = False, alone: bool = False
+) -> Pair:
     """Repeat an earlier ``cast_matrix(x, how)`` and return the transpose of its data.
 
     For an operand whose second GEMM reads the data of the first cast, if that was not kept.
@@ -257,8 +259,10 @@ def cast_again(x: Tensor, how: BoundCast, scale: Tensor, decode: bool = False) -
         x, how: those of the earlier call.
         scale: the scale that the earlier call returned.
         decode: see `cast_matrix`.
+        alone: no op computes x, with which a compiler could fuse the cast.
     """
-    if how.kernel is not None and not kernels.is_sharded(x):
+    kernel = how.kernel_alone if alone else how.kernel
+    if kernel is not None and not kernels.is_sharded(x):
         return _by_kernel(x, how, None, False, scale, row_major=False, transpose=True)[2:]
     return transposed(cast_matrix(x, how, None, False, scale, decode))
 
@@ -280,7 +284,7 @@ def _by_kernel(
     row_major: bool,
     transpose: bool,
 ) -> kernels.Orientations:
-    assert how.kernel is not None
+    assert how.kernel_alone is not None
     amax = None
     if how.static is not None:
         scale = constant(how.static, x) if scale is None else scale
@@ -288,7 +292,7 @@ def _by_kernel(
         amax = state.current_amax if how.is_delayed and record else None
         scale = _scale_of_state(x, how, state) if scale is None else scale
     return kernels.cast_by_kernel(
-        how.kernel,
+        how.kernel_alone,
         x,
         how.block,
         how.dtype,

@@ -51,6 +51,8 @@ class Lowerings(TorchDispatchMode):
             sides = [SimpleNamespace(get_size=lambda sizes=sizes: sizes) for sizes in (a, b)]
             with V.set_graph_handler(SimpleNamespace(sizevars=self.sizes)):
                 self.kinds.append(get_scaling_options(*sides, scale_a, scale_b))
+        elif func is torch.ops.float8.cublas_blockwise_mm.default:
+            self.kinds.append("opaque to inductor")
         return func(*args, **(kwargs or {}))
 
 

@@ -15,6 +15,7 @@ import pytest
 import shapes
 import torch
 from assertions import assert_bitwise, assert_error_within_baseline
+from meter import TORCH_PRODUCTS
 from pretend import (
     B1,
     B128,
@@ -384,7 +385,7 @@ class Products(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._scaled_mm.default:
+        if func in TORCH_PRODUCTS:
             self.names.append(BY_TORCH)
         elif func.name() == "float8::blockwise_mm":
             self.names.append(BY_TRITON)

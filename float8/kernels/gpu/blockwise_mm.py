@@ -282,7 +282,7 @@ blockwise_mm = register(
 )
 
 
-def shipped() -> list[Variant]:
+def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """Every tile with the pairs of blocks that the recipe multiplies, and other forms once."""
     bf16 = torch.bfloat16
     forms = [(tile, *rows, E4M3, bf16) for tile in TILES for rows in ((1, 128), (1, 1))]
@@ -291,21 +291,26 @@ def shipped() -> list[Variant]:
         (TILES[0], 1, 128, E5M2, bf16),
         (TILES[0], 1, 128, E4M3, torch.float32),
     ]
-    return [_variant(*form) for form in forms]
+    return [_variant(*form, M, K) for form in forms]
 
 
 def _variant(
-    tile: Tile, a_rows: int, b_rows: int, a_dtype: torch.dtype, out_dtype: torch.dtype
-) -> Variant:
+    tile: Tile, a_rows: int, b_rows: int, a_dtype: torch.dtype, out_dtype: torch.dtype,
+    M: int, K: int,
+) -> Variant:  # fmt: skip
     """With scales as `cast_blockwise` and cuBLASLt have them; a bias where float32 is written."""
-    size = 4096
-    scales = {1: meta(size // 128, size, dtype=torch.float32).t()}
-    scales[128] = meta(size // 128, size // 128, dtype=torch.float32)
-    a, b = meta(size, size, dtype=a_dtype), meta(size, size, dtype=E4M3)
-    bias = meta(size) if out_dtype == torch.float32 else None
+    N, blocks = 4096, triton.cdiv(K, 128)
+
+    def scales(lines: int, rows: int) -> Tensor:
+        if rows == 1:
+            return meta(blocks, lines, dtype=torch.float32).t()
+        return meta(triton.cdiv(lines, rows), blocks, dtype=torch.float32)
+
+    a, b = meta(M, K, dtype=a_dtype), meta(N, K, dtype=E4M3)
+    bias = meta(N) if out_dtype == torch.float32 else None
     formats = {E4M3: "e4m3", E5M2: "e5m2", torch.bfloat16: "bf16", torch.float32: "fp32"}
     return variant(
         f"blockwise_mm {tile.M}x{tile.N}, {a_rows}x128 by {b_rows}x128, "
         f"{formats[a_dtype]} to {formats[out_dtype]}",
-        _launch, a, scales[a_rows], b, scales[b_rows], a_rows, b_rows, bias, out_dtype, tile,
+        _launch, a, scales(M, a_rows), b, scales(N, b_rows), a_rows, b_rows, bias, out_dtype, tile,
     )  # fmt: skip

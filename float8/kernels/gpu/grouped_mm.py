@@ -268,7 +268,7 @@ grouped_mm_gpu = register(
 )
 
 
-def shipped() -> list[Variant]:
+def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """Both forms of each product in the largest tile, and of blockwise ones in that of 4 warps."""
     forms: list[tuple[Tile, bool, tuple[Block, Block], torch.dtype, bool]] = []
     for by_tokens, pair in ((False, (BY_128, SQUARE)), (True, (BY_128, BY_128))):
@@ -276,20 +276,22 @@ def shipped() -> list[Variant]:
         forms += [(TILES[0], by_tokens, (ONE, ONE), E5M2, False)]
         forms += [(TILES[0], by_tokens, (ROW, ROW), E4M3, False)]
     forms += [(TILES[0], False, pair, E4M3, True) for pair in ((ONE, ONE), (ROW, ROW))]
-    return [_variant(*form) for form in forms]
+    return [_variant(*form, M, K) for form in forms]
 
 
 def _variant(
-    tile: Tile, by_tokens: bool, pair: tuple[Block, Block], a_dtype: torch.dtype, fast: bool
-) -> Variant:
-    """32 experts, with scales in the layouts of the casts."""
-    size, E = 4096, 32
-    a, b = (meta(size, size, dtype=dtype) for dtype in (a_dtype, E4M3))
+    tile: Tile, by_tokens: bool, pair: tuple[Block, Block], a_dtype: torch.dtype, fast: bool,
+    M: int, K: int,
+) -> Variant:  # fmt: skip
+    """M tokens of 32 experts with weights (4096, K), and scales in the layouts of the casts."""
+    N, E = 4096, 32
+    shapes = ((N, M), (K, M)) if by_tokens else ((M, K), (N, K))
+    a, b = (meta(*s, dtype=dtype) for s, dtype in zip(shapes, (a_dtype, E4M3), strict=True))
     scales = []
     for x, block in zip((a, b), pair, strict=True):
         rows, columns = scale_shape(x.shape, block)
         if by_tokens and block == ROW:
-            scales.append(meta(E, size, dtype=torch.float32))
+            scales.append(meta(E, x.shape[0], dtype=torch.float32))
         elif by_tokens and block == BY_128:
             scales.append(meta(columns + E, rows, dtype=torch.float32).t())
         elif block == BY_128:
@@ -299,7 +301,7 @@ def _variant(
         else:
             scales.append(meta(rows, columns, dtype=torch.float32))
     if not by_tokens:
-        b = meta(E, size, size, dtype=E4M3)
+        b = meta(E, N, K, dtype=E4M3)
     kind = "tokens" if by_tokens else "experts"
     names = " by ".join(block_name(block) for block in pair)
     format = "e4m3" if a_dtype == E4M3 else "e5m2"

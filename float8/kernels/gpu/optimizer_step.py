@@ -37,7 +37,15 @@ from torch import Tensor
 from float8.kernels import optimizer_step as host
 from float8.kernels import stochastic, update_rules
 from float8.kernels.gpu.jit import magnitude_bits
-from float8.kernels.gpu.launch import NO_FUSION, Variant, check_device, on_device_of, register
+from float8.kernels.gpu.launch import (
+    NO_FUSION,
+    Variant,
+    check_device,
+    launch,
+    meta,
+    register,
+    variant,
+)
 from float8.kernels.gpu.moments import (
     DENSE,
     EXPANDED,
@@ -346,33 +354,23 @@ def _launch(
         for r, x in zip((*at_random, False)[:3], (p, m, v), strict=True)
     )
     groups = max(1, _ELEMENTS // group)
-    with on_device_of(p):
-        _step_kernel[(triton.cdiv(R * triton.cdiv(C, group), groups),)](
-            *(p if x is None else x for x in tensors),  # a pointer that is not read needs a value
-            plain.lr if lr is None else lr,
-            step if step_tensor is None else step_tensor,
-            stochastic.as_int32(seed),
-            stochastic.as_int32(first),
-            *arguments.values(),
-            *(R, C, *p.stride(), *g.stride()),
-            GROUPS=groups,
-            GROUP=group,
-            FLAT=C % group == 0 and p.is_contiguous() and g.is_contiguous(),
-            RULE=rule,
-            P_FORM=_form(p_scale),
-            M_FORM=_form(m_scale, m_exponent),
-            V_FORM=_form(v_scale, v_exponent),
-            LR_IS_TENSOR=lr is not None,
-            STEP_IS_TENSOR=step_tensor is not None,
-            P_RANDOM=p_random,
-            M_RANDOM=m_random,
-            V_RANDOM=v_random,
-            SCALED=grad_scale is not None,
-            SKIPS=found_inf is not None,
-            RECORD=amax is not None and p_scale is None,
-            **constants,
-            **_OPTIONS,
-        )
+    programs = triton.cdiv(R * triton.cdiv(C, group), groups)
+    launch(
+        _step_kernel, programs, p,
+        *(p if x is None else x for x in tensors[1:]),  # a pointer that is not read needs a value
+        plain.lr if lr is None else lr, step if step_tensor is None else step_tensor,
+        stochastic.as_int32(seed), stochastic.as_int32(first), *arguments.values(),
+        R, C, *p.stride(), *g.stride(),
+        GROUPS=groups, GROUP=group,
+        FLAT=C % group == 0 and p.is_contiguous() and g.is_contiguous(),
+        RULE=rule, P_FORM=_form(p_scale), M_FORM=_form(m_scale, m_exponent),
+        V_FORM=_form(v_scale, v_exponent),
+        LR_IS_TENSOR=lr is not None, STEP_IS_TENSOR=step_tensor is not None,
+        P_RANDOM=p_random, M_RANDOM=m_random, V_RANDOM=v_random,
+        SCALED=grad_scale is not None, SKIPS=found_inf is not None,
+        RECORD=amax is not None and p_scale is None,
+        **constants, **_OPTIONS,
+    )  # fmt: skip
 
 
 def _reference(
@@ -423,46 +421,44 @@ optimizer_step = register(
 )
 
 
-_ROW = {"p_stride_c": 1, "g_stride_c": 1}
-_NUMBERS = (
-    "kept", "weight_decay", "beta1", "rest1", "beta2", "rest2", "eps", "step_size", "root",
-)  # fmt: skip
-
-
-def shipped() -> list[Variant]:
+def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """Variants for bfloat16, float32, CUDA graphs, masters, and rows that groups do not divide."""
-    return [
-        _variant("bf16, e4m3, expanded e4m3", "*bf16", random="v"),  # AdamW's defaults
-        _variant("the same, to nearest", "*bf16"),
-        _variant("fp32, e4m3, fp16", "*fp32", v="*fp16", v_form=LINEAR),
-        _variant("bf16 all at random, captured", "*bf16", random="pmv", tensors=True),
-        _variant("bf16, ragged groups", "*bf16", flat=False, random="v"),
-        _variant("master", "*fp16", g="*bf16", p_form=LINEAR, random="pv"),
-        _variant("fp32 lion", "*fp32", rule="lion", random="m"),
-        _variant("bf16, e4m3, expanded e4m3, amax", "*bf16", random="v", record=True),
+    bf16, fp32, fp16 = torch.bfloat16, torch.float32, torch.float16
+    forms: list[tuple[str, torch.dtype, dict[str, Any]]] = [
+        ("bf16, e4m3, expanded e4m3", bf16, {"random": "v"}),  # AdamW's defaults
+        ("the same, to nearest", bf16, {}),
+        ("fp32, e4m3, fp16", fp32, {"v": fp16}),
+        ("bf16 all at random, captured", bf16, {"random": "pmv", "captured": True}),
+        ("bf16, ragged groups", bf16, {"random": "v", "ragged": True}),
+        ("master", fp16, {"g": bf16, "master": True, "random": "pv"}),
+        ("fp32 lion", fp32, {"rule": "lion", "random": "m"}),
+        ("bf16, e4m3, expanded e4m3, amax", bf16, {"random": "v", "record": True}),
     ]
+    return [_variant(name, (M, K), dtype, **form) for name, dtype, form in forms]
 
 
 def _variant(
-    name: str, p: str, *, g: str | None = None, v: str = "*u8", p_form: Any = DENSE,
-    v_form: Any = EXPANDED, rule: str = "adamw", flat: bool = True, tensors: bool = False,
-    random: str = "", record: bool = False,
+    name: str, shape: tuple[int, int], p_dtype: torch.dtype, *, g: torch.dtype | None = None,
+    v: torch.dtype = torch.float8_e4m3fn, master: bool = False, rule: str = "adamw",
+    ragged: bool = False, captured: bool = False, random: str = "", record: bool = False,
 ) -> Variant:  # fmt: skip
-    floats = dict.fromkeys(("p_scale_ptr", "m_scale_ptr", "m_exponent_ptr"), "*fp32")
-    floats |= dict.fromkeys(("v_scale_ptr", "v_exponent_ptr"), "*fp32")
-    floats |= dict.fromkeys(("grad_scale_ptr", "found_inf_ptr"), "*fp32")
-    types = {
-        "p_ptr": p, "g_ptr": g or p, "m_ptr": "*u8", "v_ptr": v, "amax_ptr": "*i32", **floats,
-        **dict.fromkeys(("lr", "step"), "*fp32" if tensors else "fp32"),
-        **dict.fromkeys(_NUMBERS, "fp32"),
-        **dict.fromkeys(("R", "C", "p_stride_r", "g_stride_r", "seed", "first"), "i32"),
-    }  # fmt: skip
-    constants = {
-        **_ROW, "GROUPS": _ELEMENTS // 128, "GROUP": 128, "FLAT": flat, "RULE": rule,
-        "P_FORM": p_form.value, "M_FORM": LINEAR.value, "V_FORM": v_form.value, "DECAY": 1,
-        "NESTEROV": False, "MAXIMIZE": False, "LR_IS_TENSOR": tensors, "STEP_IS_TENSOR": tensors,
-        **{f"{x}_RANDOM": x.lower() in random for x in "PMV"},
-        "SCALED": tensors, "SKIPS": tensors, "RECORD": record,
-        "LOG2_BETA1": -0.15, "LOG2_BETA2": -0.0014,
-    }  # fmt: skip
-    return Variant(f"optimizer_step: {name}", _step_kernel, types, constants, _OPTIONS)
+    M, K = shape
+    C = K - 2 if ragged else K
+
+    def state(dtype: torch.dtype, has_exponent: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        scale = meta(M, triton.cdiv(C, 128), dtype=torch.float32)
+        return meta(M, C, dtype=dtype), scale, scale if has_exponent else None
+
+    numbers = {
+        "adamw": [1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0, 0.0],
+        "lion": [1e-4, 0.9, 0.99, 0.1, 0.0],
+    }[rule]
+    number = meta(dtype=torch.float32) if captured else None
+    p, p_scale, _ = state(p_dtype, False)
+    second = state(v, v.itemsize == 1) if rule == "adamw" else (None, None, None)
+    return variant(
+        f"optimizer_step: {name}", _launch, rule, numbers, number, 0.0 if captured else 7.0, number,
+        p, p_scale if master else None, meta(M, C, dtype=g or p_dtype),
+        *state(torch.float8_e4m3fn, False), *second, 128, [x in random for x in "pmv"], 7, 7,
+        number, number, meta(dtype=torch.float32) if master or record else None,
+    )  # fmt: skip
