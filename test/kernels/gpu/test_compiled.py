@@ -130,6 +130,12 @@ CASES: list[tuple[Any, tuple[Any, ...], tuple[str, ...]]] = [
 ]
 
 
+def call(test: Any, arguments: tuple[Any, ...]) -> None:
+    """Run a test on the CPU."""
+    is_device_left = len(inspect.signature(test).parameters) > len(arguments)
+    test(*arguments, *(["cpu"] if is_device_left else []))
+
+
 @pytest.mark.parametrize(
     ("test", "arguments", "arch"),
     [
@@ -139,9 +145,8 @@ CASES: list[tuple[Any, tuple[Any, ...], tuple[str, ...]]] = [
     ],
 )
 def test_compiled(test, arguments, arch):
-    takes = list(inspect.signature(test).parameters)
     with executed(arch) as runs:
-        test(*arguments, *(["cpu"] if len(takes) > len(arguments) else []))
+        call(test, arguments)
     assert runs
 
 
