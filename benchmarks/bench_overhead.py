@@ -15,8 +15,12 @@ to launch a step, which bounds small layers (`launches` counts the kernels). The
 measured on the CPU only, because it multiplies in bfloat16. Compiled code has none of this cost. A
 delayed step is measured without its `sync`, which a model calls once for all of its layers.
 
+With --stub-gpu the host's part of a CUDA step is measured on a CPU: kernels are not launched, and
+GEMMs return empty results (`stubbed_gpu.py`).
+
     python benchmarks/bench_overhead.py -o overhead.json
     python benchmarks/bench_overhead.py --device cuda --shapes 16,16,16 --recipes tensorwise
+    python benchmarks/bench_overhead.py --stub-gpu -o host.json
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -37,9 +42,11 @@ from benchmarks.measuring.by_hand import FUNCTIONS, ByHand
 from benchmarks.measuring.contenders import BASELINE, Operands
 from benchmarks.measuring.shapes import Shape
 from benchmarks.measuring.step import launches
+from benchmarks.measuring.stubbed_gpu import stubbed_gpu
 from float8 import Float8Linear, sync_float8_amax_and_scale_history
 
 BY_HAND = "by hand "
+RECIPES = [*FUNCTIONS, "blockwise"]
 MOST = 1.5
 SHAPES = (Shape(16, 16, 16), Shape(32, 64, 64))
 COLUMNS = {
@@ -61,13 +68,17 @@ def gradients(layer: nn.Module, operands: Operands) -> tuple[Tensor, ...]:
     return torch.autograd.grad(output, (operands.x, operands.linear.weight), operands.grad_output)
 
 
-def pair(recipe: str, operands: Operands) -> tuple[nn.Module, nn.Module]:
-    """The library's layer and the one written by hand, in the same state."""
+def pair(recipe: str, operands: Operands) -> tuple[nn.Module, nn.Module | None]:
+    """The library's layer and the one written by hand, if there is one, in the same state."""
     ours = contenders.float8_layer(operands, recipe)
+    if recipe not in FUNCTIONS:
+        return ours, None
     if recipe != "delayed":
         return ours, ByHand(operands.linear, FUNCTIONS[recipe])
     assert isinstance(ours, Float8Linear)
     gradients(ours, operands)  # the first step has dynamic scales
+    for cast in ours.casts:  # which a stubbed GPU does not write
+        cast.get_buffer("current_amax").clamp_(min=1.0)
     sync_float8_amax_and_scale_history(ours)
     scales = torch.stack([cast.get_buffer("scale").reshape(()) for cast in ours.casts])
     state = (scales.clone(), torch.zeros_like(scales))
@@ -87,12 +98,12 @@ def check_same(recipe: str, ours: nn.Module, by_hand: nn.Module, operands: Opera
 
 
 def makers(
-    recipes: Sequence[str], operands: Operands
+    recipes: Sequence[str], operands: Operands, with_by_hand: bool
 ) -> dict[str, Callable[[], Callable[[], object]]]:
     layers: dict[str, nn.Module] = {BASELINE: operands.linear}
     for recipe in recipes:
         ours, by_hand = pair(recipe, operands)
-        if operands.x.device.type == "cpu":
+        if with_by_hand and by_hand is not None:
             check_same(recipe, ours, by_hand, operands)
             layers[BY_HAND + recipe] = by_hand
         layers[recipe] = ours
@@ -115,7 +126,8 @@ def measure(shape: Shape, options: argparse.Namespace) -> list[harness.Row]:
     """One row per layer, all timed in the same rounds."""
     operands = Operands.random(shape, options.device, options.seed)
     on_cpu = operands.x.device.type == "cpu"
-    able, errors = harness.runnable(makers(options.recipes, operands))
+    with_by_hand = on_cpu and not options.stub_gpu
+    able, errors = harness.runnable(makers(options.recipes, operands, with_by_hand))
     timer = harness.host_timer() if on_cpu else until_it_is_done
     samples = harness.interleave(able, timer, repeats=options.repeats, warmup=options.warmup)
     rounds = harness.Rounds(able, errors, samples)
@@ -142,10 +154,21 @@ def measure(shape: Shape, options: argparse.Namespace) -> list[harness.Row]:
 def main(argv: Sequence[str]) -> int:
     parser = harness.parser(__doc__)
     shapes.add_option(parser)
-    parser.add_argument("--recipes", nargs="+", choices=list(FUNCTIONS), default=list(FUNCTIONS))
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
+    parser.add_argument("--stub-gpu", action="store_true", help="the host's part of a CUDA step")
     parser.set_defaults(device="cpu")
     options = parser.parse_args(argv)
     options.shapes = shapes.chosen(options.shapes, SHAPES)
+    if options.stub_gpu and options.device != "cpu":
+        parser.error("--stub-gpu is for machines without a GPU: leave --device out")
+    with stubbed_gpu() if options.stub_gpu else nullcontext():
+        return run(argv, options)
+
+
+def run(argv: Sequence[str], options: argparse.Namespace) -> int:
+    """Measure all shapes, and report them."""
+    if options.stub_gpu:
+        torch.set_num_threads(1)  # nothing computes but the products of nn.Linear
     rows: list[harness.Row] = []
     try:
         for shape in harness.in_time(options.shapes, options.stop_after):

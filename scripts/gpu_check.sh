@@ -154,7 +154,7 @@ benchmark bench_model 40 benchmarks/bench_model.py --modes eager compiled --stop
 # Timings, so alone. Then what this torch and this Triton do without a GPU: hidden, or FSDP2 would
 # build its meshes on it over gloo, and hang.
 tests timing 15 1 cuda test/benchmarks/test_harness.py test/benchmarks/test_measure.py
-CUDA_VISIBLE_DEVICES='' tests cpu 60 16 "not cuda" test/kernels test/linear/test_autograd.py \
+CUDA_VISIBLE_DEVICES='' tests cpu 54 16 "not cuda" test/kernels test/linear/test_autograd.py \
     test/linear/test_compile.py test/fusion/test_producers.py test/test_kernel_path.py test/linear/test_layer.py \
     test/linear/test_delayed.py test/tensor/test_tensor.py test/distributed/test_float8_gather.py
 benchmark bench_unit 15 benchmarks/bench_unit.py --layers 2 --repeats 5
@@ -166,6 +166,10 @@ benchmark bench_linear_aten 15 benchmarks/bench_linear.py --shapes 70b.attn.wo \
 benchmark bench_linear_sweep 20 benchmarks/bench_linear.py --repeats 5 --warmup 2 \
     --shapes 70b 8b squares --stop-after 12
 benchmark bench_numerics 12 benchmarks/bench_numerics.py --recipes tensorwise --repeats 3 -n 20
+# First by the figures that were there before this run, then by those of this machine.
+part "predicted beside measured" 6 python3 benchmarks/check_estimate.py "$out/bench_linear.json" \
+    "$out/bench_matmul.json" "$out/bench_casts.json" "$out/bench_grouped_mm.json"
+tee -a "$report" <"$log"
 part "predicted against measured" 8 \
     python3 benchmarks/check_estimate.py "$out/bench_linear.json" --device measured
 tail -n 60 "$log" | tee -a "$report"

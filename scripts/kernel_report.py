@@ -1,11 +1,15 @@
 """Compile every shipped Triton kernel, without a GPU, and report its machine code.
 
     python scripts/kernel_report.py [--arch sm_90] [--only cast] [-o FILE.json]
+    python scripts/kernel_report.py --predict H200 [--sizes 16384,8192] [--only cast] [-o FILE.json]
 
 Triton compiles without a GPU and includes a disassembler. Printed are registers and shared memory
 (which limit the programs per multiprocessor), spills (registers in local memory), the narrowest and
 widest access to device memory in bytes per thread, and the instructions that convert float8. A
 cubin says nothing about time.
+
+With ``--predict`` it predicts the time of each launch by a model of the machine
+(`kernel_time/model.py`): what fraction of the bandwidth of a copy it reaches, and what limits it.
 
 The machine code is also scanned for stores of garbage, which some versions of ptxas emit
 (`sass/findings.py`). The exit status is 1 where there are any: below the table stands each kernel,
@@ -15,7 +19,6 @@ and the way of the garbage to a store. A kernel that ptxas cannot compile ends t
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import re
 import sys
@@ -26,23 +29,17 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from float8.kernels import gpu
 from float8.kernels.gpu.launch import Variant
 from float8.kernels.scaled_mm import SUPPORT
+from scripts.kernel_time import table
+from scripts.kernel_time.devices import DEVICES
+from scripts.kernel_time.launches import compile_for, variants
 from scripts.sass.findings import scan
 from scripts.sass.tools import listing, resources
 
-# The files that hold kernels: those that list their `shipped` variants.
-FILES = tuple(
-    path.stem
-    for path in sorted(Path(gpu.__file__).parent.glob("*.py"))
-    if "\ndef shipped(" in path.read_text()
-)
 ARCHITECTURES = ("sm_89", "sm_90", "sm_100")  # what is compiled for unless others are asked for
 
 
@@ -58,31 +55,6 @@ class MachineCode:
     stores: dict[int, int]
     conversions: dict[str, int]
     garbage: list[str]  # stores of bytes that no computation made, and their origin
-
-
-def variants(files: Sequence[str] = FILES) -> list[Variant]:
-    """The shipped variants, in the order of the files of ``float8/kernels/gpu/``."""
-    return [
-        variant
-        for name in files
-        for variant in importlib.import_module(f"float8.kernels.gpu.{name}").shipped()
-    ]
-
-
-def compile_for(variant: Variant, arch: str) -> Any:
-    """Triton's compiled kernel; sizes and pointers are multiples of 16, as in training.
-
-    Its key in Triton's cache is that of a launch, so that the two share one compilation.
-    """
-    signature = {n: variant.types.get(n, "constexpr") for n in variant.kernel.arg_names}
-    attributes = {
-        (i,): [["tt.divisibility", 16]] if parameter.name in variant.types else []
-        for i, parameter in enumerate(variant.kernel.params)
-        if variant.types.get(parameter.name) != "fp32" and not parameter.do_not_specialize
-    }
-    source = ASTSource(variant.kernel, signature, dict(variant.constants), attributes)
-    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-    return triton.compile(source, target=target, options=dict(variant.options))
 
 
 def read(cubin: bytes) -> MachineCode:
@@ -132,6 +104,8 @@ def main(argv: Sequence[str]) -> int:
     known = [name for name in SUPPORT if name.startswith("sm_")]
     parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, choices=known)
     parser.add_argument("--only", default="", help="part of a kernel's name")
+    parser.add_argument("--predict", nargs="+", metavar="GPU", choices=DEVICES, help="their times")
+    parser.add_argument("--sizes", nargs="+", default=table.SIZES, metavar="M,K", type=table.size)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
     from tabulate import tabulate  # here: tests on a machine with a GPU may lack it, and need none
@@ -148,6 +122,8 @@ def main(argv: Sequence[str]) -> int:
             parser.error(f"cannot write {options.output}: {error}")
         if options.output.is_dir():
             parser.error(f"cannot write {options.output}: it is a directory")
+    if options.predict:
+        return table.publish(options.predict, options.sizes, options.only, options.output, argv)
     rows = [row(variant, arch) for variant in chosen for arch in options.arch]
     print(f"Triton {triton.__version__}; sizes and pointers multiples of 16")
     print(tabulate([_shown(r) for r in rows], headers="keys"))

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from float8.kernels.cublas import cublas_blockwise_mm
+
 
 def saved_bytes(forward: Callable[[], Tensor], module: nn.Module) -> int:
     """Bytes of the unique storages that ``forward`` saves for backward, parameters excluded."""
@@ -28,13 +30,17 @@ def saved_bytes(forward: Callable[[], Tensor], module: nn.Module) -> int:
     return sum(storages.values())
 
 
+# The ops by which torch's own kernels multiply float8 matrices.
+TORCH_PRODUCTS = (torch.ops.aten._scaled_mm.default, cublas_blockwise_mm)
+
+
 class GemmCounter(TorchDispatchMode):
     """Counts matrix products, whichever way they are spelt."""
 
     OPS = (
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
-        torch.ops.aten._scaled_mm.default,
+        *TORCH_PRODUCTS,
         torch.ops.aten._scaled_grouped_mm.default,
     )
 

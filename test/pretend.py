@@ -14,6 +14,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+import torch.nn.functional as F
 from assertions import assert_error_within_baseline
 from shapes import Case
 from torch import Tensor
@@ -84,7 +85,7 @@ def install_torch_scaled_mm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Make ``torch._scaled_mm`` cuBLASLt as documented; its calls are kept in the list returned."""
     calls = []
 
-    def scaled_mm(a, b, *, scale_a, scale_b, bias, out_dtype, use_fast_accum):
+    def scaled_mm(a, b, *, scale_a, scale_b, bias, out_dtype, use_fast_accum, blocks=None):
         call = SimpleNamespace(a=a, b=b, bias=bias, scale_a=scale_a, out_dtype=out_dtype)
         call.fast = use_fast_accum
         calls.append(call)
@@ -102,7 +103,7 @@ def install_torch_scaled_mm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             scale_b = out_of_squares(scale_b, N, -(-K // 32)).t()
         else:
             assert scale_a.dtype == scale_b.dtype == torch.float32
-            a_block, b_block = _blocks_of(scale_a, scale_b, M, K, N)
+            a_block, b_block = blocks or _blocks_of(scale_a, scale_b, M, K, N)
         if PRODUCTS[a_block, b_block] == "blockwise":
             assert M % 4 == N % 4 == 0, "cuBLASLt: M and N in fours for scales of 128"
             assert not use_fast_accum, "CUDABlas.cpp: no fast accumulation with scales of 128"
@@ -119,7 +120,30 @@ def install_torch_scaled_mm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             out = out + plain(bias).double()
         return out.to(out_dtype)
 
+    def scaled_mm_v2(a, b, scale_a, how_a, scale_b, how_b, *, output_dtype, use_fast_accum):
+        """``F.scaled_mm`` for 128x128 scales; scales of ``b`` are those of ``b.T``'s rows."""
+        blocks = {F.ScalingType.BlockWise1x128: B1, F.ScalingType.BlockWise128x128: B128}
+        K, natural = a.shape[1], []
+        assert F.ScalingType.BlockWise128x128 in (how_a, how_b)
+        for rows, scale, how in ((a.shape[0], scale_a, how_a), (b.shape[1], scale_b, how_b)):
+            shape = oracle.scale_shape((rows, K), blocks[how])
+            if blocks[how] == B128:  # ScaledBlas.cpp: (L4, rows / 128), strides (1, L4)
+                L4 = -(-shape[1] // 4) * 4
+                assert scale.shape == (L4, shape[0])
+                assert scale.stride() in ((1, L4), (1, 1)[: 2 * (shape[0] == 1)])
+                natural.append(scale.t()[:, : shape[1]])
+            else:
+                assert scale.shape == shape
+                assert scale.stride() in ((1, rows), (1, 1)[: 2 * (shape[1] == 1)])
+                natural.append(scale)
+            assert scale.storage_offset() % 4 == 0, "scales start unaligned"
+        return scaled_mm(
+            a, b, scale_a=natural[0], scale_b=natural[1].t(), bias=None, out_dtype=output_dtype,
+            use_fast_accum=use_fast_accum, blocks=(blocks[how_a], blocks[how_b]),
+        )  # fmt: skip
+
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm_v2)
     for products in scaled_mm_module.SUPPORT.values():
         monkeypatch.setitem(products, "mx", None)
     return calls

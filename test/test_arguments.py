@@ -208,6 +208,7 @@ CALLS: dict[str, list[Call]] = {
         Call(f.cached_weights, f"cached_weights: model {MODULE}"),
         Call(lambda v: f.cached_weights(converted(), v), "in_place must be True or False"),
         Call(lambda v: f.cached_weights(converted(), dtype=v), "dtype must be one of", NONE),
+        Call(lambda v: f.cached_weights(converted(), scales_only=v), "scales_only must be True or"),
     ],
     "calibrate": [
         Call(lambda v: f.calibrate(v, [X]), f"calibrate: model {MODULE}"),

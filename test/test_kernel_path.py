@@ -16,7 +16,9 @@ from unittest import mock
 import pytest
 import torch
 from assertions import assert_bitwise
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from meter import CastMeter
+from torch._dynamo.backends.common import aot_autograd
 
 pytest.importorskip("triton")
 
@@ -146,6 +148,33 @@ def test_a_compiled_static_cast_is_left_to_the_compiler_where_ptxas_is_right(
             torch.compile(layer, backend=backend, fullgraph=True)(torch.nn.functional.gelu(x))
         ops = [node for node in graphs[0].graph.nodes if "float8.cast" in str(node.target)]
         assert len(ops) == opaque, name
+
+
+@pytest.mark.parametrize(("dtype", "opaque"), [(torch.bfloat16, 1), (torch.float32, 0)])
+def test_compiled_the_backward_of_a_static_layer_casts_its_weight_by_the_kernel(
+    dtype, opaque, monkeypatch
+):
+    """It has no op to fuse with, unless autocast converts it; both graphs as inductor splits them.
+
+    The compiled bits are those of eager mode, forward and backward casting in two ways.
+    """
+    monkeypatch.setattr(bound_plan.kernels, "compiler_may_cast", lambda family: True)
+    counts = []
+
+    def compiler(graph, inputs):
+        found = [node.args for node in graph.graph.nodes if "auto_functionalized" in str(node)]
+        casts = [args for args in found if args[0] is torch.ops.float8.cast.default]
+        counts.append(len(casts))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    layer = layer_of("static", dtype)
+    torch._dynamo.reset()
+    with kernel_path(), torch.autocast("cpu", torch.bfloat16):
+        got = steps(layer, torch.compile(layer, backend=backend, fullgraph=True), 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_all_bitwise(got, steps(layer_of("static", dtype), None, 1), dtype)
+    assert counts == [0, opaque]
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])

@@ -2,8 +2,8 @@
 
 Every time is a sum of counted operations, each with its cost::
 
-    seconds - launches = flops * a + gemms * b + elements * c             for each kind of GEMM
-                         + bytes of the casts * d                         of a layer
+    seconds - launches - writes = flops * a + gemms * b + elements * c    for each kind of GEMM
+                                  + bytes of the casts * d                of a layer
 
     peak * best = 1 / a,   half_size = b / a,   decode = c,   rate of the casts = 1 / d
 
@@ -33,6 +33,7 @@ from float8.estimate.devices import (
     Figure,
     GemmSpeed,
 )
+from float8.estimate.gemms import busy, unoverlapped_bytes
 from float8.estimate.roofline import (
     Shape,
     Use,
@@ -63,9 +64,10 @@ def timed_gemm(
     """A single GEMM; None where memory bounds it, or it took no longer than a launch."""
     own = seconds - device.launch.value
     moving = gemm_bytes(kind, rows, columns, contraction) / device.bytes_per_second
-    if own <= 0 or moving >= 0.9 * own:
+    if moving >= 0.9 * own:
         return None
-    return Timed(_counts(kind, rows, columns, contraction), own)
+    own -= _writing_seconds(rows, columns, device)
+    return Timed(_counts(kind, rows, columns, contraction, device), own) if own > 0 else None
 
 
 def timed_layer(
@@ -73,25 +75,34 @@ def timed_layer(
 ) -> Timed | None:
     """A training step of a layer; a plan of None is ``nn.Linear``. None as `timed_gemm`."""
     counts: dict[tuple[str, str], float] = defaultdict(float)
-    use, launches = Use(), 0.0
+    use, launches, writing = Use(), 0.0, 0.0
     kinds = kinds_of_plan(plan, use)
     for name, sizes in gemm_sizes(shape, use).items():
-        for key, count in _counts(kinds[name], *sizes).items():
+        for key, count in _counts(kinds[name], *sizes, device).items():
             counts[key] += count
         launches += 1
+        writing += _writing_seconds(*sizes[:2], device)
     if plan is not None:
-        x, w, g, _ = passes_of_layer(plan, use, device.emulates)
+        x, w, g, _ = passes_of_layer(plan, use, device.emulates, device.compiled_casts)
         sizes_of = ((shape.M * shape.K, x), (shape.N * shape.K, w), (shape.M * shape.N, g))
         for elements, passes in sizes_of:
             counts[CASTS] += elements * sum(each.bytes_per_element for each in passes)
             launches += len(passes)
-    own = seconds - launches * device.launch.value
+    own = seconds - launches * device.launch.value - writing
     return Timed(counts, own) if own > 0 else None
 
 
-def _counts(kind: str, rows: int, columns: int, contraction: int) -> dict[tuple[str, str], int]:
+def _writing_seconds(rows: int, columns: int, device: Device) -> float:
+    """The time of writing a result after its last product."""
+    return unoverlapped_bytes(rows * columns, device.tiled_processors) / device.bytes_per_second
+
+
+def _counts(
+    kind: str, rows: int, columns: int, contraction: int, device: Device
+) -> dict[tuple[str, str], float]:
+    part = busy(rows, columns, device.tiled_processors)
     return {
-        (kind, FLOPS): 2 * rows * columns * contraction,
+        (kind, FLOPS): 2 * rows * columns * contraction / part,
         (kind, GEMMS): 1,
         (kind, ELEMENTS): (rows + columns) * contraction,
     }
@@ -209,6 +220,8 @@ def fit(*files: str | Path, base: Device | None = None) -> Device:
             no datasheet row and no ``base``.
     """
     results = [read_result(path) for path in files]
+    if others := sorted({r.benchmark for r in results} - {MATMUL, LINEAR}):
+        raise ValueError(f"fit needs files of {MATMUL} and {LINEAR}, not of {', '.join(others)}")
     hardware = sorted({result.hardware for result in results})
     if len(hardware) != 1:
         raise ValueError(f"fit needs files of one device, got {len(hardware)}: {hardware}")

@@ -23,7 +23,14 @@ from benchmarks.cost_model.results import datasheet_of
 from benchmarks.measuring.harness import Timer, timer_for
 from float8 import kernels
 from float8.config import RECIPES
-from float8.estimate.devices import BF16, FLOAT8, Device, Figure, GemmSpeed
+from float8.estimate.devices import (
+    BF16,
+    FLOAT8,
+    ROWWISE_BY_CUTLASS,
+    Device,
+    Figure,
+    GemmSpeed,
+)
 from float8.estimate.roofline import GIVEN, READ, WRITE, kind_of_block, pass_name
 from float8.formats import E4M3, ScaleFormat, on_device
 from float8.granularity import WHOLE, Block
@@ -116,7 +123,13 @@ def _bare(where: torch.device, clock: Clock) -> Device:
     sheet = datasheet_of(name)
     unset = GemmSpeed(Figure(1.0, source), full, Figure(0.0, source))
     known = dict(sheet.products) if sheet else {BF16: unset}
-    return Device(name, arch, bandwidth, full, Figure(launch_s, source), known)
+    known.pop(ROWWISE_BY_CUTLASS, None)  # whatever runs here is timed as rowwise
+    processors = None
+    if on_cuda:
+        count = torch.cuda.get_device_properties(where).multi_processor_count
+        processors = Figure(count, f"exact: multiprocessors of {name}")
+    launch = Figure(launch_s, source)
+    return Device(name, arch, bandwidth, full, launch, known, processors=processors)
 
 
 def _timed_gemms(device: Device, clock: Clock, sizes: Sequence[Size]) -> list[Timed | None]:

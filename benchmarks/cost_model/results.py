@@ -1,4 +1,4 @@
-"""Reads the result files that ``bench_matmul.py`` and ``bench_linear.py`` write with ``-o``.
+"""Reads the result files that benchmarks write with ``-o``: times that the cost model predicts.
 
 ``benchmarks/results/README.md`` lists their fields. Used here are a row's shape, its candidate, its
 median time and its ratio to the baseline; rows that could not be timed carry ``error`` instead.
@@ -19,6 +19,12 @@ from float8.estimate.devices import BF16, DEVICES, FLOAT8, Device
 from float8.estimate.roofline import Shape
 
 MATMUL, LINEAR = "bench_matmul", "bench_linear"
+CASTS, GROUPED = "bench_casts", "bench_grouped_mm"
+# The fields that rows of the latter two are read by.
+_FIELDS = {
+    CASTS: ("shape", "cast", "contender", "bytes_per_element", "ms"),
+    GROUPED: ("layer", "mode", "T", "K", "N", "E", "ms"),
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class ResultFile:
 
 
 def read_result(path: str | Path) -> ResultFile:
-    """A result file of ``bench_matmul.py`` or ``bench_linear.py``.
+    """A result file of one of the four benchmarks whose times the cost model predicts.
 
     Raises:
         ValueError: it is another file; the message says which.
@@ -115,10 +121,17 @@ def read_result(path: str | Path) -> ResultFile:
             f"{path} is not a result file of a benchmark ({type(error).__name__}: {error}); "
             "python benchmarks/bench_linear.py -o FILE writes one"
         ) from error
-    if result.benchmark not in (MATMUL, LINEAR):
+    if result.benchmark not in (MATMUL, LINEAR, CASTS, GROUPED):
         raise ValueError(f"{path} is by {result.benchmark}; what is needed is {MATMUL} or {LINEAR}")
     try:
-        list(result.layers() if result.benchmark == LINEAR else result.gemms())
+        if result.benchmark in _FIELDS:
+            timed = [row for row in result.rows if "error" not in row]
+            _ = [
+                _positive(row, "ms") and [row[f] for f in _FIELDS[result.benchmark]]
+                for row in timed
+            ]
+        else:
+            list(result.layers() if result.benchmark == LINEAR else result.gemms())
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{path} has a row that cannot be read ({type(error).__name__}: {error})"

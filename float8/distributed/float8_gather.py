@@ -162,7 +162,10 @@ def _amax_of_all(
     if amax is None:
         if GATHERINGS:
             compare_before_finding_scales([layer], GATHER)
-        amax = max_over_ranks(amax_of_shard(shard, cast, size, group), group)
+        of_shard = known.shard_of(*weights)
+        if of_shard is None:
+            of_shard = amax_of_shard(shard, cast, size, group)
+        amax = max_over_ranks(of_shard, group)
         known.remember(amax, shard, sum(map(version_of, weights)))
     return amax
 

@@ -49,6 +49,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from float8 import kernels
 from float8.arguments import check_module
 from float8.config import Float8LinearConfig, ScalingType
 from float8.convert.conversion import own_config
@@ -82,6 +83,9 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     Call it after ``optimizer.step()``, on all ranks. Without it, the first gather of each weight
     after the step does its own all-reduce; the bits are the same. The result is discarded when the
     weight is written to again, so a stale scale is never used, and a missing call costs only time.
+
+    An optimizer of `float8.optim` has recorded the amaxes of this rank's shards as it wrote them.
+    The others are found in one pass over the shards.
 
     Left out are weights that are unsharded at the moment (``unshard()``), and weights with static
     scales or with delayed scales after the first ``sync``. The all-reduce is by position, in the
@@ -139,12 +143,31 @@ def _ranks_of_one_scale(layer: nn.Module) -> list[int] | None:
 @torch.no_grad()
 def _agree(weights: list[Any], group: Any, device_type: str) -> None:
     # Weights may be on the CPU (CPUOffloadPolicy), where NCCL cannot reach them.
-    own = [amax_of_shard(w._local_tensor.plain, cast, w.shape, group) for w, _, cast in weights]
+    own = _amaxes_of_shards(weights, group)
     local = torch.cat([amax.flatten() for amax in own]).to(device_type)
     all_found = max_over_ranks(local, group).split([amax.numel() for amax in own])
     for (weight, layer, _), amax, found in zip(weights, own, all_found, strict=True):
         version = sum(map(version_of, weights_of(layer).values()))
         weight._local_tensor.remember(found.view(amax.shape).to(weight.device), version)
+
+
+def _amaxes_of_shards(weights: list[Any], group: Any) -> list[Tensor]:
+    """This rank's part of the amax of each weight.
+
+    Those that the optimizer recorded are not computed; the others of layers take one pass together.
+    """
+    amaxes: dict[int, Tensor] = {}
+    for weight, layer, cast in weights:
+        local = weight._local_tensor
+        if weight.dim() == 3:
+            amaxes[id(weight)] = amax_of_shard(local.plain, cast, weight.shape, group)
+        elif (recorded := local.amax_of_shard(*weights_of(layer).values())) is not None:
+            amaxes[id(weight)] = recorded
+    unknown = [weight for weight, _, _ in weights if id(weight) not in amaxes]
+    if unknown:
+        found = kernels.amaxes([weight._local_tensor.plain for weight in unknown])
+        amaxes |= zip(map(id, unknown), found.view(-1, 1, 1).unbind(), strict=True)
+    return [amaxes[id(weight)] for weight, _, _ in weights]
 
 
 def _refuses(layer: nn.Module, config: Float8LinearConfig) -> str | None:

@@ -5,16 +5,19 @@ The time of a GEMM of F floating-point operations follows from three numbers (`G
     efficiency(F) = best * F / (F + half_size)              a fraction of the peak
     seconds(F)    = F / (peak * efficiency(F)) = (F + half_size) / (peak * best)
 
-``best`` is the fraction of the peak that very large GEMMs reach, ``half_size`` the number of
-operations at which half of that is reached: filling and draining the pipeline costs as much time as
-``half_size`` operations (Hockney and Jesshope, "Parallel Computers 2", 1988, section 1.3.2, there
-r_inf and n_1/2). Where float8 is emulated, dequantising costs ``decode`` seconds per operand
-element.
+``best`` is the fraction of the peak that very large GEMMs reach, at the clock that the board's
+power limit leaves them. ``half_size`` is the number of operations at which half of that is reached:
+filling and draining the pipeline costs as much time as ``half_size`` operations (Hockney and
+Jesshope, "Parallel Computers 2", 1988, section 1.3.2, there r_inf and n_1/2). Where float8 is
+emulated, dequantising costs ``decode`` seconds per operand element.
 
 Every number is a `Figure`: a value and its source. The source starts with one word that says how
-reliable it is: ``datasheet``, ``measured``, ``fitted`` (to a result file), ``assumed``, or
-``exact``. No row of `DEVICES` has been measured: all are datasheet peaks under assumed
-efficiencies, and every printed prediction says so.
+reliable it is: ``datasheet``, ``measured``, ``fitted`` (to a result file), ``published`` (measured
+by others), ``assumed``, or ``exact``. No row of `DEVICES` has been measured by this project: all
+are datasheet peaks under efficiencies that others published, and every printed prediction says so.
+
+Rowwise GEMMs have two rows: ``rowwise`` is what torch built with CUDA 12.9 or later runs (cuBLASLt
+on Hopper), ``rowwise by CUTLASS`` what older ones run; `Device.with_cutlass` takes the latter.
 """
 
 from __future__ import annotations
@@ -31,8 +34,9 @@ from float8.kernels.scaled_mm import BLOCKWISE, MX, ROWWISE, SUPPORT, TENSORWISE
 
 BF16 = "bf16"
 FLOAT8 = (TENSORWISE, ROWWISE, BLOCKWISE, MX)
+ROWWISE_BY_CUTLASS = "rowwise by CUTLASS"
 ANY_PASS = "any"
-SOURCES = ("datasheet", "measured", "fitted", "assumed", "exact")
+SOURCES = ("datasheet", "measured", "fitted", "published", "assumed", "exact")
 MEASURE = "python benchmarks/measure_device.py --save FILE"
 
 
@@ -43,8 +47,8 @@ class Figure:
     Args:
         value: the number, at least 0.
         source: starts with one word that says how reliable the number is: ``datasheet``,
-            ``measured``, ``fitted`` (to a result file), ``assumed`` or ``exact``; then a colon and
-            what the source is.
+            ``measured``, ``fitted`` (to a result file), ``published`` (measured by others),
+            ``assumed`` or ``exact``; then a colon and what the source is.
 
     Raises:
         ValueError: a source of no known kind, or a value that is negative or not finite.
@@ -115,6 +119,10 @@ class Device:
         products: kind of GEMM ("bf16", "tensorwise", "rowwise", "blockwise" or "mx") -> its speed.
         passes: name of a pass over memory, or "any" -> bytes per second.
             A pass that is not listed runs at the bandwidth, as a fused kernel on a GPU does.
+        processors: that each compute one tile of a GEMM's result at a time; None where that is not
+            known, as on a CPU.
+        compiled_casts: casts are kernels that the compiler makes, as torchao's are, not those of
+            this library.
     """
 
     name: str
@@ -124,17 +132,21 @@ class Device:
     launch: Figure
     products: Mapping[str, GemmSpeed]
     passes: Mapping[str, Figure] = field(default_factory=dict)
+    processors: Figure | None = None
+    compiled_casts: bool = False
 
     def __post_init__(self) -> None:
         if BF16 not in self.products:
             raise ValueError(
                 f"{self.name}: products lacks {BF16!r}, the baseline of every comparison"
             )
-        if unknown := set(self.products) - {BF16, *FLOAT8}:
+        if unknown := set(self.products) - {BF16, *FLOAT8, ROWWISE_BY_CUTLASS}:
             raise ValueError(
                 f"{self.name}: unknown products {sorted(unknown)}; known: {', '.join(FLOAT8)}"
             )
         rates = {"bandwidth": self.bandwidth, "bandwidth_best": self.bandwidth_best, **self.passes}
+        if self.processors is not None and self.processors.value < 1:
+            raise ValueError(f"{self.name}: processors must be at least 1")
         if zero := [name for name, figure in rates.items() if figure.value == 0]:
             raise ValueError(f"{self.name}: {', '.join(zero)} must be above 0")
 
@@ -144,9 +156,21 @@ class Device:
         return self.arch == "cpu"
 
     @property
+    def tiled_processors(self) -> int | None:
+        """The processors among which a GEMM's tiles are divided, or None."""
+        return None if self.processors is None else int(self.processors.value)
+
+    @property
     def bytes_per_second(self) -> float:
         """The bandwidth that a large copy reaches."""
         return self.bandwidth.value * self.bandwidth_best.value
+
+    def with_cutlass(self) -> Device:
+        """The device with rowwise GEMMs by CUTLASS, as torch runs them with cuBLAS before 12.9."""
+        if ROWWISE_BY_CUTLASS not in self.products:
+            raise ValueError(f"{self.name} has no figures for {ROWWISE_BY_CUTLASS!r}")
+        rowwise = {ROWWISE: self.products[ROWWISE_BY_CUTLASS]}
+        return dataclasses.replace(self, products={**self.products, **rowwise})
 
     def pass_seconds(self, name: str, moved: float) -> float:
         """Time of one pass over memory that moves this many bytes."""
@@ -159,7 +183,8 @@ class Device:
         for kind, product in self.products.items():
             for part in dataclasses.fields(product):
                 own[f"{kind} {part.name}"] = getattr(product, part.name)
-        return own | dict(self.passes)
+        tiled = {} if self.processors is None else {"processors": self.processors}
+        return own | tiled | dict(self.passes)
 
     def provenance(self) -> list[str]:
         """One line per source, with the figures that come from it."""
@@ -213,57 +238,110 @@ def _from_fields(fields: dict[str, Any]) -> Device:
         Figure(**fields[key]) for key in ("bandwidth", "bandwidth_best", "launch")
     )
     name, arch = str(fields["name"]), str(fields["arch"])
-    return Device(name, arch, bandwidth, best, launch, products, passes)
+    own = fields.get("processors")  # files up to version 0.10 lack this field and the next
+    processors = None if own is None else Figure(**own)
+    compiled_casts = bool(fields.get("compiled_casts", False))
+    return Device(name, arch, bandwidth, best, launch, products, passes, processors, compiled_casts)
 
 
-# Assumptions for every GPU until `benchmarks/results/` holds a file to fit. The first three figures
-# are those of torchao's cost model (torchao/testing/training/roofline_utils.py), measured there on
-# H100s, and on a B300 for its row; the fourth is a guess. All float8 granularities are assumed to
-# be equally fast, which is optimistic for blockwise GEMMs: they scale while they accumulate. On a
-# B200 torchao's mxfp8 grouped GEMMs reach 0.75 and 0.57 of the peak, its casts 0.72 to 0.83 of the
-# bandwidth (torchao/prototype/moe_training/README.md, "MXFP8 Kernel Breakdown by Pass").
-ROOFLINE_UTILS = "assumed: as torchao's roofline_utils.py has it"
-BEST = Figure(0.78, ROOFLINE_UTILS)
-BANDWIDTH_BEST = Figure(0.92, ROOFLINE_UTILS)
-LAUNCH = Figure(2e-6, ROOFLINE_UTILS)
-RAMP_S = 5e-6  # seconds to fill and drain, the same in every precision; half_size follows
+# What GEMMs reach of the peaks: published measurements of large GEMMs on random numbers, at the
+# clock that the board's power limit leaves (stas00/ml-engineering, compute/accelerator/README.md,
+# "Maximum Achievable Matmul FLOPS"). Other kinds of GEMM follow by the ratios below.
+# `benchmarks/published.json` holds what each ratio was read from, and what else it predicts.
+MAMF = "published: ml-engineering, maximum achievable matmul FLOPS"
+LAUNCH = Figure(2e-6, "published: torchao's roofline_utils.py, a kernel of one element")
+BANDWIDTH_BEST = 0.92  # pointwise kernels on an H100 by torchao's roofline_utils.py
+CAST_RATE = 0.83  # torchao's blockwise casts on an H100 with HBM3 reach 0.79 to 0.87 of the peak
+RAMP_S = 2e-6  # a GEMM of 256 by 256 by 256 takes 4 us on an H100, of which a launch is 2
+
+# Speed of a kind of GEMM as a fraction of the tensorwise one by cuBLASLt.
+CUBLAS_ROWWISE = Figure(0.99, "published: NVIDIA, cuBLAS 12.9 on Hopper: 1.75x of bfloat16")
+CUTLASS_ROWWISE = Figure(
+    0.773, "published: torchao pull request 940 on an H100, rowwise against tensorwise"
+)
+BLOCKS = Figure(
+    0.803, "published: TransformerEngine on an H200 NVL, ratio of blocks and tensorwise"
+)
+MX_BLOCKS = Figure(0.95, "published: TransformerEngine on a B300, mxfp8 against tensorwise")
 
 
 def _gpu(
     name: str,
     arch: str,
-    bf16: float,
-    float8: float,
+    peaks: tuple[float, float],
+    best: tuple[Figure, Figure],
     terabytes: float,
+    processors: int,
     sheet: str,
-    best: Figure = BEST,
-    bandwidth_best: Figure = BANDWIDTH_BEST,
+    bandwidth_best: float = BANDWIDTH_BEST,
 ) -> Device:
-    """A row of `DEVICES`: dense peaks in 10^12 operations per second, bandwidth in 10^12 bytes."""
+    """A row of `DEVICES`: bf16 and float8 peaks in 10^12 operations, bandwidth in 10^12 bytes.
 
-    def speed(tera: float) -> GemmSpeed:
-        half_size = tera * 1e12 * best.value * RAMP_S
-        ramp = Figure(half_size, f"assumed: {RAMP_S * 1e6:g} us to fill and drain")
-        return GemmSpeed(Figure(tera * 1e12, sheet), best, ramp)
+    ``best`` is what tensorwise GEMMs reach of each peak.
+    """
 
-    kinds = [kind for kind in FLOAT8 if kind != MX or SUPPORT[arch][MX] is None]
-    products = {BF16: speed(bf16)} | {kind: speed(float8) for kind in kinds}
-    return Device(name, arch, Figure(terabytes * 1e12, sheet), bandwidth_best, LAUNCH, products)
+    def speed(tera: float, reached: Figure, ratio: Figure | None = None) -> GemmSpeed:
+        if ratio is not None:
+            reached = Figure(reached.value * ratio.value, ratio.source)
+        ramp = Figure(
+            tera * 1e12 * reached.value * RAMP_S,
+            f"published: torchao pull request 940 on an H100, {RAMP_S * 1e6:g} us to fill, drain",
+        )
+        return GemmSpeed(Figure(tera * 1e12, sheet), reached, ramp)
+
+    ratios = {
+        TENSORWISE: None,
+        ROWWISE: CUBLAS_ROWWISE if arch == "sm_90" else CUTLASS_ROWWISE,
+        ROWWISE_BY_CUTLASS: CUTLASS_ROWWISE,
+        BLOCKWISE: BLOCKS,
+        MX: MX_BLOCKS,
+    }
+    kinds = [kind for kind in ratios if kind != MX or SUPPORT[arch][MX] is None]
+    products = {BF16: speed(peaks[0], best[0])}
+    products |= {kind: speed(peaks[1], best[1], ratios[kind]) for kind in kinds}
+    bandwidth = Figure(terabytes * 1e12, sheet)
+    casts = Figure(
+        CAST_RATE * bandwidth.value,
+        f"published: torchao's blockwise casts on an H100, {CAST_RATE:g} of the bandwidth",
+    )
+    return Device(
+        name,
+        arch,
+        bandwidth,
+        Figure(bandwidth_best, "published: torchao's roofline_utils.py, pointwise kernels"),
+        LAUNCH,
+        products,
+        {ANY_PASS: casts},
+        Figure(processors, sheet),
+    )
 
 
 # Dense peaks: half of what NVIDIA's sheets print "with sparsity"; AMD's sheet prints both. NVIDIA
 # prints HGX B200's bandwidth for eight GPUs, 62 TB/s.
 DEVICES: dict[str, Device] = {
-    "H100": _gpu("H100 SXM", "sm_90", 989.4, 1978.9, 3.35, "datasheet: NVIDIA H100 (SXM)"),
-    "H200": _gpu("H200 SXM", "sm_90", 989.4, 1978.9, 4.8, "datasheet: NVIDIA H200 (SXM)"),
-    "B200": _gpu("B200", "sm_100", 2250, 4500, 7.7, "datasheet: NVIDIA Blackwell (HGX B200)"),
-    "B300": _gpu(
-        "B300", "sm_103", 2250, 4500, 8.0, "datasheet: NVIDIA Blackwell Ultra (HGX B300)",
-        Figure(0.82, ROOFLINE_UTILS), Figure(0.84, ROOFLINE_UTILS),
+    "H100": _gpu(
+        "H100 SXM", "sm_90", (989.4, 1978.9), (Figure(0.803, MAMF), Figure(0.709, MAMF)),
+        3.35, 132, "datasheet: NVIDIA H100 (SXM)",
     ),
-    "MI300X": _gpu("MI300X", "gfx94", 1307.4, 2614.9, 5.3, "datasheet: AMD Instinct MI300X"),
+    "H200": _gpu(
+        "H200 SXM", "sm_90", (989.4, 1978.9), (Figure(0.803, MAMF), Figure(0.734, MAMF)),
+        4.8, 132, "datasheet: NVIDIA H200 (SXM)",
+    ),
+    "B200": _gpu(
+        "B200", "sm_100", (2250, 4500), (Figure(0.776, MAMF), Figure(0.763, MAMF)),
+        7.7, 148, "datasheet: NVIDIA Blackwell (HGX B200)",
+    ),
+    "B300": _gpu(
+        "B300", "sm_103", (2250, 4500), (Figure(0.786, MAMF), Figure(0.745, MAMF)),
+        8.0, 148, "datasheet: NVIDIA Blackwell Ultra (HGX B300)", 0.84,
+    ),
+    "MI300X": _gpu(
+        "MI300X", "gfx94", (1307.4, 2614.9),
+        (Figure(0.511, MAMF), Figure(0.511, "assumed: as bfloat16")),
+        5.3, 304, "datasheet: AMD Instinct MI300X",
+    ),
 }  # fmt: skip
-"""Devices by name: peaks from datasheets, efficiencies assumed; none has been measured."""
+"""Devices by name: peaks from datasheets, the parts of them that others measured."""
 
 
 def find_device(device: str | Path | Device) -> Device:

@@ -154,7 +154,8 @@ class Estimate:
 
     def _footnotes(self, reasons: dict[str, int]) -> list[str]:
         what = "Forward and backward" if self.use.training else "Forward"
-        casts = "plain PyTorch" if self.device.emulates else "fused kernels"
+        casts = "the compiler's kernels" if self.device.compiled_casts else "fused kernels"
+        casts = "plain PyTorch" if self.device.emulates else casts
         notes = [f"[{number}] refused: {reason}" for reason, number in reasons.items()]
         notes.append(
             f"{what} of one batch on {self.device.name} ({self.device.arch}), casts by {casts}, "
@@ -177,11 +178,11 @@ def _reliability(device: Device) -> str:
     kinds = {figure.kind for figure in device.figures().values()}
     if not kinds & {"measured", "fitted"}:
         return (
-            "NOTHING HERE WAS MEASURED: datasheet peaks under assumed efficiencies; "
+            "NOTHING HERE WAS MEASURED: datasheet peaks under published efficiencies; "
             "benchmarks/measure_device.py measures a machine."
         )
-    if "assumed" in kinds:
-        return "Some figures are measured or fitted, others assumed:"
+    if kinds & {"assumed", "published"}:
+        return "Some figures are measured or fitted, others published or assumed:"
     return "Its figures:"
 
 

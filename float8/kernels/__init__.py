@@ -9,6 +9,7 @@ reason for a refusal. A new kernel is one file in ``gpu/`` and one row in a tabl
 May import: ``float8.granularity``, ``float8.formats``, torch; ``gpu/`` also Triton.
 """
 
+from float8.kernels.amaxes import amaxes
 from float8.kernels.casts import (
     Orientations,
     cast_by_kernel,
@@ -42,6 +43,7 @@ __all__ = [
     "PLAIN",
     "Orientations",
     "amax",
+    "amaxes",
     "cast",
     "cast_by_kernel",
     "cast_operand",

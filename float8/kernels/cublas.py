@@ -9,6 +9,15 @@ bytes, with K and N multiples of 16 (cuBLASLt documentation, "FP8 data types"). 
 data types" there), which torch does not check. Operands of any other form are copied, or padded
 with zeros. Torch tells the kinds of scales apart by their layouts: see `_blockwise_scales`.
 
+cuBLASLt reads 128x128 scales in rows that are aligned to 16 bytes: four scales. Where the number of
+blocks of the contraction is no multiple of 4, ``torch._scaled_mm`` gives wrong results without an
+error (pytorch#166752), and refuses scales with padded rows (is_blockwise_128x128_scaling of
+ATen/native/cuda/ScaledBlas.cpp). ``torch.nn.functional.scaled_mm`` takes exactly these, and runs
+such products in the op `cublas_blockwise_mm`: their scales are padded, and no operand is copied.
+The op is opaque to torch.compile. Inductor of torch 2.13 lowers ``scaled_mm`` to ``_scaled_mm``,
+and torch's shape function (_check_scaled_mm_sizes_v2, 2.11 and 2.13) refuses sizes that are no
+multiples of 128, which the CUDA function takes.
+
 MX products take any M, and a last block that is shorter (torch's tests,
 test_blockwise_mxfp8_nvfp4_mxfp4_numerics: M of 2 and 197, K of 240). ``torch._scaled_mm`` runs
 them, not ``torch.nn.functional.scaled_mm``: inductor of torch 2.13 refuses the swizzled scales of
@@ -34,6 +43,7 @@ from torch import Tensor
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 
 ALIGNMENT = 16
+SQUARE: Block = (128, 128)
 _MX: Block = (1, 32)
 _BLOCK_ROWS = 4  # M must be a multiple of it where a scale covers 128 of the contraction
 
@@ -55,38 +65,63 @@ def multiply(
     is_blockwise = a_block[1] != WHOLE and not is_mx
     if is_mx:
         a_scale, b_scale = _mx_scales(a_scale), _mx_scales(b_scale)
-    inner = _missing_of_contraction(a_scale, b_NK.shape[1], a_block, b_block)
+    inner = _missing_of_contraction(b_NK.shape[1], a_block)
     a_MK, a_scale = _pad(a_MK, a_scale, a_block, -rows % _BLOCK_ROWS if is_blockwise else 0, inner)
     b_NK, b_scale = _pad(b_NK, b_scale, b_block, -columns % ALIGNMENT, inner)
     if bias_N is not None and columns % ALIGNMENT:
         bias_N = F.pad(bias_N, (0, -columns % ALIGNMENT))
-    if is_blockwise:
-        a_scale = _blockwise_scales(a_scale, a_block)
-        b_scale = _blockwise_scales(b_scale, b_block).t()
-    elif is_mx:
-        pass
-    elif a_block[0] == b_block[0] == WHOLE:
-        a_scale, b_scale = a_scale.reshape(()), b_scale.reshape(())
-    else:
-        a_scale = contraction_last(a_scale.expand(a_MK.shape[0], 1))
-        b_scale = contraction_last(b_scale.expand(b_NK.shape[0], 1)).reshape(1, -1)
     fuses_bias = (
         bias_N is not None and not is_blockwise and bias_N.dtype == out_dtype != torch.float32
     )
-    out = torch._scaled_mm(
-        contraction_last(a_MK),
-        contraction_last(b_NK).t(),
-        scale_a=a_scale,
-        scale_b=b_scale,
-        bias=_aligned_vector(bias_N) if bias_N is not None and fuses_bias else None,
-        out_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
-    )
+    a_MK, b_NK = contraction_last(a_MK), contraction_last(b_NK)
+    if SQUARE in (a_block, b_block) and a_scale.shape[1] % 4:
+        out = cublas_blockwise_mm(
+            a_MK, a_scale, b_NK, b_scale, a_block[0], b_block[0], out_dtype, use_fast_accum
+        )
+    else:
+        if is_blockwise:
+            a_scale = _blockwise_scales(a_scale, a_block)
+            b_scale = _blockwise_scales(b_scale, b_block).t()
+        elif not is_mx:
+            a_scale, b_scale = _scales_of_rows(a_MK, a_scale, a_block, b_NK, b_scale, b_block)
+        out = torch._scaled_mm(
+            a_MK,
+            b_NK.t(),
+            scale_a=a_scale,
+            scale_b=b_scale,
+            bias=_aligned_vector(bias_N) if bias_N is not None and fuses_bias else None,
+            out_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+        )
     if bias_N is not None and not fuses_bias:
         out = (out + bias_N).to(out_dtype)
     if out.shape[1] != columns:
         out = out.narrow(1, 0, columns)
     return out if out.shape[0] == rows else out.narrow(0, 0, rows)
+
+
+def multiply_then_scale(
+    a_MK: Tensor,
+    a_scale: Tensor,
+    b_NK: Tensor,
+    b_scale: Tensor,
+    a_block: Block,
+    b_block: Block,
+    bias_N: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """A rowwise product as a tensorwise one of scales 1, whose float32 result is then scaled.
+
+    Its bits are not those of `multiply`: there the tensor cores' sums are scaled before they leave
+    registers. Both round once to ``out_dtype``. Per element of a 16-bit result it moves 16 bytes
+    more: 4 are written and not 2, the rows' scales read and write 4, the columns' read 4 and write
+    2. Compiled, one pass applies both scales: 8 bytes more.
+    """
+    one, whole = torch.ones_like(a_scale[:1]), (WHOLE, WHOLE)
+    out = multiply(a_MK, one, b_NK, one, whole, whole, None, torch.float32, use_fast_accum)
+    out = out * a_scale * b_scale.reshape(1, -1)
+    return (out if bias_N is None else out + bias_N).to(out_dtype)
 
 
 def _aligned_vector(x: Tensor) -> Tensor:
@@ -137,19 +172,14 @@ def pad_codes(data: Tensor, rows: int, cols: int) -> Tensor:
     return F.pad(data.view(torch.uint8), (0, cols, 0, rows)).view(data.dtype)
 
 
-def _missing_of_contraction(a_scale: Tensor, inner: int, a_block: Block, b_block: Block) -> int:
+def _missing_of_contraction(inner: int, block: Block) -> int:
     """The number of zeros to append to the contraction of a product.
 
     A contraction along which scales vary is padded to whole blocks of 128. Padded to a multiple of
     16, torch.compile could not prove its number of scales (see `float8.granularity.ceil_div`).
     """
-    if a_block[1] in (WHOLE, _MX[1]):
-        return -inner % ALIGNMENT
-    blocks = a_scale.shape[1]
-    # cuBLASLt needs 128x128 scales in rows aligned to 16 bytes. Torch does not check that, and with
-    # other rows the results are wrong (pytorch/pytorch#166752).
-    missing = -blocks % 4 if (128, 128) in (a_block, b_block) else 0
-    return (blocks + missing) * 128 - inner if missing or inner % ALIGNMENT else 0
+    multiple = ALIGNMENT if block[1] in (WHOLE, _MX[1]) else 128
+    return -inner % multiple if inner % ALIGNMENT else 0
 
 
 def _pad(data: Tensor, scale: Tensor, block: Block, rows: int, cols: int) -> tuple[Tensor, Tensor]:
@@ -173,9 +203,82 @@ def _mx_scales(scale: Tensor) -> Tensor:
     return _aligned_vector(scale if scale.dim() == 1 else swizzled(scale))
 
 
+def _scales_of_rows(
+    a_MK: Tensor, a_scale: Tensor, a_block: Block, b_NK: Tensor, b_scale: Tensor, b_block: Block
+) -> tuple[Tensor, Tensor]:
+    """One scale per operand, or one per row of both."""
+    if a_block[0] == b_block[0] == WHOLE:
+        return a_scale.reshape(()), b_scale.reshape(())
+    a_scale = contraction_last(a_scale.expand(a_MK.shape[0], 1))
+    return a_scale, contraction_last(b_scale.expand(b_NK.shape[0], 1)).reshape(1, -1)
+
+
 def _blockwise_scales(scale: Tensor, block: Block) -> Tensor:
     """Scales in torch's layouts: 1x128 contiguous along the rows, 128x128 along the columns."""
     return contraction_last(scale.t()).t() if block[0] == 1 else contraction_last(scale)
+
+
+def _cublas_blockwise_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    a_rows: int,
+    b_rows: int,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """``torch.nn.functional.scaled_mm`` with 128x128 scales on one side at least.
+
+    Args:
+        a, b: (M, K) and (N, K), contiguous; M a multiple of 4, N of 16.
+        a_scale, b_scale: float32, ``ceil(shape / (rows, 128))``, any strides.
+        a_rows, b_rows: rows that share a scale: 1 or 128.
+        out_dtype: bfloat16 or float32.
+        use_fast_accum: torch refuses True for these scales.
+    """
+    kinds = {1: F.ScalingType.BlockWise1x128, 128: F.ScalingType.BlockWise128x128}
+    return F.scaled_mm(
+        a,
+        b.t(),
+        _scales_in_fours(a_scale, a_rows),
+        kinds[a_rows],
+        _scales_in_fours(b_scale, b_rows),
+        kinds[b_rows],
+        output_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+    )
+
+
+def _scales_in_fours(scale: Tensor, rows: int) -> Tensor:
+    """Scales in the layouts of ``scaled_mm``: 128x128 ones transposed, with padded rows."""
+    if rows == 1:
+        return _blockwise_scales(scale, (1, 128))
+    return contraction_last(F.pad(scale, (0, -scale.shape[1] % 4))).t()
+
+
+def _fake_cublas_blockwise_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    a_rows: int,
+    b_rows: int,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+_LIBRARY = torch.library.Library("float8", "FRAGMENT")
+_LIBRARY.define(
+    "cublas_blockwise_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, int a_rows, "
+    "int b_rows, ScalarType out_dtype, bool use_fast_accum) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.impl("cublas_blockwise_mm", _cublas_blockwise_mm, "CompositeExplicitAutograd")
+torch.library.register_fake("float8::cublas_blockwise_mm", _fake_cublas_blockwise_mm, lib=_LIBRARY)
+cublas_blockwise_mm = torch.ops.float8.cublas_blockwise_mm.default
 
 
 def swizzled_size(rows: int, blocks: int) -> int:

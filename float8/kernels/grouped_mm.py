@@ -306,10 +306,7 @@ CANDIDATES: dict[str, tuple[GroupedCandidate, ...]] = {
     BLOCKWISE: (TRITON,),
     MX: (TORCH_MX,),
 }
-
-
-def _named() -> dict[str, GroupedCandidate]:
-    return {candidate.name: candidate for row in CANDIDATES.values() for candidate in row}
+GEMMS = {candidate.name: candidate for row in CANDIDATES.values() for candidate in row}
 
 
 def grouped_gemm_for(
@@ -354,8 +351,7 @@ def grouped_gemm_for(
 
 def group_alignment(gemm: str) -> int:
     """The multiple to which a GEMM needs groups padded in the transposed layout of tokens."""
-    candidate = _named().get(gemm)
-    return 1 if candidate is None else candidate.align
+    return GEMMS[gemm].align if gemm in GEMMS else 1
 
 
 def multiply_groups(
@@ -405,7 +401,7 @@ def multiply_groups(
         if b_block[-2] != WHOLE and b_scale.dim() == 3:  # not those that are swizzled
             missing = ceil_div(b.shape[1], b_block[-2]) - b_scale.shape[1]
             b_scale = F.pad(b_scale, (0, 0, 0, missing), value=1.0)
-    out = _named()[gemm].multiply(
+    out = GEMMS[gemm].multiply(
         a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align, use_fast_accum
     )
     return out if out.shape[-1] == columns else out.narrow(-1, 0, columns)

@@ -33,8 +33,11 @@ from float8.kernels.scaled_mm import SUPPORT
 
 
 def padded_tokens(tokens: int, experts: int, align: int) -> int:
-    """``P``: columns that hold T tokens in E groups, each group padded to a multiple of align."""
-    if align == 1:
+    """``P``: columns that hold T tokens in E groups, each group padded to a multiple of align.
+
+    Without tokens it is 0, so that `float8.kernels.multiply_groups` asks no GEMM for the product.
+    """
+    if align == 1 or tokens == 0:
         return tokens
     return ceil_div(tokens + experts * (align - 1), align) * align
 

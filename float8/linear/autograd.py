@@ -122,7 +122,8 @@ class Float8LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(*x8_KM, *(saved_w if needs_x else (None, None)), offs, *scales)
         # The call itself is not kept: FSDP2 may free the memory of its weight after the forward.
         ctx.plan, ctx.states, ctx.record, ctx.factors = plan, call.states, call.record, call.factors
-        ctx.is_cast = call.weight is not None and not call.weight.is_cast_again
+        weight = call.weight
+        ctx.is_cast = weight is not None and weight.has_data and not weight.is_cast_again
         ctx.scales_grad = call.weight is not None and call.weight.scales_grad
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, w_NK.dtype
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
@@ -163,6 +164,7 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
         needs_w,
         plan.grad_input.is_plain,
         offs,
+        (None, None),
     )
     if needs_x:
         factor_x = factor_x() if callable(factor_x) else factor_x
@@ -253,7 +255,7 @@ def _cast_input(x: Tensor, call: Call, needs_w: bool, offs: Tensor | None) -> tu
     plan = call.plan
     x_MK = _to(as_matrix(x), plan.dtype)
     x8_MK, x8_KM = cast_orientations(
-        x_MK, plan.x, call.states[0], call.record, True, needs_w, False, offs
+        x_MK, plan.x, call.states[0], call.record, True, needs_w, False, offs, (None, None)
     )
     return x8_MK, x8_KM or (None, None)  # type: ignore[return-value]
 
@@ -261,29 +263,38 @@ def _cast_input(x: Tensor, call: Call, needs_w: bool, offs: Tensor | None) -> tu
 def _cast_weight(w_NK: Tensor, call: Call) -> tuple[Pair, _Saved]:
     """w_NK for the output, and for backward: w_KN, or w_NK in high precision and its scale."""
     weight, state, how = call.weight, call.states[1], call.plan.w.first
-    if weight is not None:
+    if weight is not None and weight.has_data:
         if call.record and weight.amax is not None and state is not None:
             kernels.record_amax(state.current_amax, weight.amax)
         return weight.row_major, weight.transposed
     decode = call.plan.output.is_plain
-    w8 = cast_matrix(_to(w_NK, call.plan.dtype), how, state, call.record, None, decode)
-    return w8, (w_NK, w8[1] if call.plan.w.is_shared else None)
+    scale, scale_t = (None, None) if weight is None else (weight.row_major[1], weight.transposed[1])
+    w8 = cast_matrix(_to(w_NK, call.plan.dtype), how, state, call.record, scale, decode)
+    return w8, (w_NK, w8[1] if call.plan.w.is_shared else scale_t)
 
 
 def _cast_weight_again(ctx: Any, w_NK: Tensor, w_scale: Tensor | None) -> Pair:
-    """w_KN, cast in backward; with forward's scale if both casts are the same."""
+    """w_KN, cast in backward; with forward's scale if both casts are the same.
+
+    Args:
+        ctx: of the forward.
+        w_NK: the weight.
+        w_scale: forward's scale if both casts are the same, else the scale of the second if it is
+            known; or None.
+    """
     operand = ctx.plan.w
     if w_NK.dtype.itemsize == 1:  # a resident weight whose scales grad_input cannot read
         assert w_scale is not None
         w_NK = kernels.dequantize(w_NK, w_scale, operand.first.block, ctx.plan.dtype)
         w_scale = None
+    is_parameter = w_NK.dtype == ctx.plan.dtype
     w_NK = _to(w_NK, ctx.plan.dtype)
     decode = ctx.plan.grad_input.is_plain
-    if w_scale is not None:
-        return cast_again(w_NK, operand.first, w_scale, decode)
+    if w_scale is not None and operand.is_shared:
+        return cast_again(w_NK, operand.first, w_scale, decode, is_parameter)
     # A delayed cast is used only if forward did not cast the weight, so no amax is recorded yet.
     w_KN = w_NK.t() if w_NK.dim() == 2 else w_NK.mT
-    return cast_matrix(w_KN, operand.second, ctx.states[1], ctx.record, None, decode)
+    return cast_matrix(w_KN, operand.second, ctx.states[1], ctx.record, w_scale, decode)
 
 
 def _checked_tensors(ctx: Any) -> tuple[Tensor, ...]:

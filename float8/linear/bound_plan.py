@@ -44,6 +44,8 @@ class BoundCast:
         dtype: the float8 dtype that the device multiplies.
         largest: the largest finite value of its format.
         kernel: the Triton kernel, see `float8.kernels.kernel_for`; None for plain PyTorch.
+        kernel_alone: the same for an operand that no op before the cast computes. It differs where
+            the compiler casts, in order to fuse the cast with such an op.
         fits: whether scales make a clamp in plain PyTorch unnecessary, see `float8.kernels.cast`.
         static: the scale of a static cast.
         is_whole: whether one scale serves the whole operand.
@@ -58,6 +60,7 @@ class BoundCast:
         "is_dynamic",
         "is_whole",
         "kernel",
+        "kernel_alone",
         "largest",
         "scale_format",
         "static",
@@ -84,17 +87,20 @@ class BoundCast:
         self.swizzled = False
         # A GPU without float8 conversions also has no GEMM, whose refusal names the layer.
         is_known = emulate or family == CPU or family in SUPPORT
-        self.kernel = None
+        self.kernel = self.kernel_alone = None
         if groups == TOKENS:
             self.kernel = kernels.group_kernel_for(family, self.block, emulate)
             return
         if is_known:
             self.kernel = kernels.kernel_for(family, self.block, emulate, compiling)
+            self.kernel_alone = self.kernel
         if self.static is not None and compiling and kernels.compiler_may_cast(family):
             # A cast by a constant scale is elementwise: the compiler fuses it into the op that
             # makes x. That op writes 1 byte per element instead of bfloat16, and the transposed
             # copy reads 1 and writes 1: 3 bytes per element. The compiler cannot fuse a kernel: x
             # is written (2) and read (2), and both orientations are written (1 + 1): 6 bytes.
+            # A weight in backward has no such op: the kernel reads 2 and writes the transposed
+            # orientation (1), where the compiler also writes and reads the row-major one: 5 bytes.
             self.kernel = None
 
 

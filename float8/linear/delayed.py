@@ -487,7 +487,10 @@ _unsynced: weakref.WeakKeyDictionary[nn.Module, dict[int, int]] = weakref.WeakKe
 
 
 def remind_to_sync(model: nn.Module) -> None:
-    """Warn, once, if an optimizer of this model steps twice and ``sync`` was never called."""
+    """Warn, once, if an optimizer of this model steps twice and ``sync`` was never called.
+
+    Steps that are compiled are not counted.
+    """
     _unsynced[model] = {}
     _install_hook()
 
@@ -499,6 +502,8 @@ def _install_hook() -> None:
 
 
 def _count_step(optimizer: Optimizer) -> None:
+    if torch.compiler.is_compiling():
+        return  # to read a learning rate that is a tensor would break the graph of a compiled step
     if not _unsynced or all(_is_zero(group.get("lr", 1)) for group in optimizer.param_groups):
         return  # torch.distributed.checkpoint makes optimizers create their states by such a step
     for model, steps in list(_unsynced.items()):

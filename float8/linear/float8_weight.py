@@ -48,7 +48,13 @@ from float8.config import Float8LinearConfig
 from float8.formats import FORMATS, HIGH_PRECISION_DTYPES
 from float8.granularity import WHOLE, scale_shape
 from float8.linear.bound_plan import BoundPlan
-from float8.linear.scaling import DelayedState, Pair, bind_and_cast, cast_orientations
+from float8.linear.scaling import (
+    DelayedState,
+    Pair,
+    Scales,
+    bind_and_cast,
+    cast_orientations,
+)
 from float8.tensor import Float8Tensor
 
 TENSORWISE = (WHOLE, WHOLE)
@@ -60,7 +66,8 @@ class Float8Weight:
     """A weight in float8, in the orientations of both GEMMs that read it.
 
     Args:
-        row_major: data and scale of w_NK, for the output.
+        row_major: data and scale of w_NK, for the output. Without data, a layer casts its weight
+            with this scale, where it is not None.
         transposed: data and scale of w_KN, for grad_input; or of w_NK, see ``is_cast_again``.
         dtype: the dtype to which the weight was rounded before its cast; None if the data does not
             depend on it.
@@ -97,13 +104,19 @@ class Float8Weight:
         self.is_cast_again = is_cast_again
         self.version = 0 if source is None else version_of(source)
 
+    @property
+    def has_data(self) -> bool:
+        """Whether the weight is in float8; otherwise only scales are known."""
+        return self.row_major[0] is not None
+
     def is_of(self, weight: Tensor) -> bool:
         """Whether the source is this weight and its version counter is unchanged."""
         return weight is self.source and version_of(weight) == self.version
 
     def tensors(self) -> list[Tensor]:
         """All tensors that it stores."""
-        return [*self.row_major, *self.transposed, *([] if self.amax is None else [self.amax])]
+        stored = (*self.row_major, *self.transposed, self.amax)
+        return [x for x in stored if x is not None]
 
 
 def version_of(x: Tensor) -> int:
@@ -185,11 +198,19 @@ def of_experts(weight: Float8Tensor, plan: BoundPlan) -> Float8Weight:
     return Float8Weight((data, scale), (data.mT, scale.mT))
 
 
-def cast_weight(weight: Tensor, plan: BoundPlan, state: DelayedState | None) -> Float8Weight | None:
+def cast_weight(
+    weight: Tensor, plan: BoundPlan, state: DelayedState | None, scales: Scales = (None, None)
+) -> Float8Weight | None:
     """A weight (N, K), rounded to the compute dtype and cast for both GEMMs.
 
     The amax is not recorded in ``state``: each forward records it. Returns None if a GEMM that
     reads the weight runs in high precision.
+
+    Args:
+        weight: in high precision.
+        plan: of the layer.
+        state: of a delayed cast, or None.
+        scales: of the two casts, from `scales_of_weights`.
     """
     if plan.w.first is None or plan.w.second is None:
         return None
@@ -201,11 +222,25 @@ def cast_weight(weight: Tensor, plan: BoundPlan, state: DelayedState | None) -> 
             amax = torch.zeros_like(state.current_amax)
             state = state._replace(current_amax=amax)
         w_NK, w_KN = cast_orientations(
-            source.to(plan.dtype), plan.w, state, state is not None, True, True, False
+            source.to(plan.dtype), plan.w, state, state is not None, True, True, False, None, scales
         )
     assert w_NK is not None
     assert w_KN is not None
     return Float8Weight(w_NK, w_KN, plan.dtype, amax, source=weight)
+
+
+def scales_alone(weight: Tensor, plan: BoundPlan, scales: Scales) -> Float8Weight | None:
+    """The known scales of a weight's two casts, without data; None if there is none.
+
+    Args:
+        weight: in high precision.
+        plan: of the layer.
+        scales: from `scales_of_weights`.
+    """
+    first, second = scales
+    if first is None and second is None:
+        return None
+    return Float8Weight((None, first), (None, second), plan.dtype, source=weight)  # type: ignore[arg-type]
 
 
 # --- resident weights

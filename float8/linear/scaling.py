@@ -102,6 +102,7 @@ class Cast(nn.Module):
 
 
 Pair = tuple[Tensor, Any]  # data and scale; in high precision a matrix and None
+Scales = tuple[Tensor | None, Tensor | None]  # of an operand's two casts; None computes it
 
 
 def bind_and_cast(
@@ -165,7 +166,8 @@ def cast_orientations(
     first: bool,
     second: bool,
     decode: bool,
-    offs: Tensor | None = None,
+    offs: Tensor | None,
+    scales: Scales,
 ) -> tuple[Pair | None, Pair | None]:
     """Cast a matrix for the GEMM that contracts along its rows and the one along its columns.
 
@@ -177,6 +179,7 @@ def cast_orientations(
         decode: both products run in plain PyTorch: data that both read is converted to bfloat16
             once.
         offs: the ends of groups of tokens, for grouped GEMMs; see `float8.kernels.groups`.
+        scales: known ones of the two casts, where both are needed.
 
     Returns:
         the pair for x and the pair for ``x.t()``, None for one that is not needed. On a CPU the
@@ -195,13 +198,15 @@ def cast_orientations(
         return row_major, second_pair
     if operand.at_once and not kernels.is_sharded(x):
         assert operand.first is not None
-        both = _by_kernel(x, operand.first, state, record, None, row_major=True, transpose=True)
+        both = _by_kernel(
+            x, operand.first, state, record, scales[0], row_major=True, transpose=True
+        )
         return both[:2], both[2:]
-    row_major = cast_matrix(x, operand.first, state, record, None, False)
+    row_major = cast_matrix(x, operand.first, state, record, scales[0], False)
     if not operand.is_shared:
         # An amax is recorded once: by the first cast, or by the second if there is no first.
         record = record and operand.first is None
-        return row_major, cast_matrix(x.t(), operand.second, state, record, None, False)
+        return row_major, cast_matrix(x.t(), operand.second, state, record, scales[1], False)
     if decode:
         row_major = (kernels.decode(row_major[0], None), row_major[1])
     return row_major, transposed(row_major)
@@ -243,7 +248,9 @@ def _cast_groups(
     )
 
 
-def cast_again(x: Tensor, how: BoundCast, scale: Tensor, decode: bool = False) -> Pair:
+def cast_again(
+    x: Tensor, how: BoundCast, scale: Tensor, decode: bool = False, alone: bool = False
+) -> Pair:
     """Repeat an earlier ``cast_matrix(x, how)`` and return the transpose of its data.
 
     For an operand whose second GEMM reads the data of the first cast, if that was not kept.
@@ -252,8 +259,10 @@ def cast_again(x: Tensor, how: BoundCast, scale: Tensor, decode: bool = False) -
         x, how: those of the earlier call.
         scale: the scale that the earlier call returned.
         decode: see `cast_matrix`.
+        alone: no op computes x, with which a compiler could fuse the cast.
     """
-    if how.kernel is not None and not kernels.is_sharded(x):
+    kernel = how.kernel_alone if alone else how.kernel
+    if kernel is not None and not kernels.is_sharded(x):
         return _by_kernel(x, how, None, False, scale, row_major=False, transpose=True)[2:]
     return transposed(cast_matrix(x, how, None, False, scale, decode))
 
@@ -275,7 +284,7 @@ def _by_kernel(
     row_major: bool,
     transpose: bool,
 ) -> kernels.Orientations:
-    assert how.kernel is not None
+    assert how.kernel_alone is not None
     amax = None
     if how.static is not None:
         scale = constant(how.static, x) if scale is None else scale
@@ -283,7 +292,7 @@ def _by_kernel(
         amax = state.current_amax if how.is_delayed and record else None
         scale = _scale_of_state(x, how, state) if scale is None else scale
     return kernels.cast_by_kernel(
-        how.kernel,
+        how.kernel_alone,
         x,
         how.block,
         how.dtype,

@@ -1,4 +1,4 @@
-"""`cached_weights`: cast every weight once per optimizer step instead of twice per microbatch.
+"""`cached_weights`: find scales and casts of weights once per optimizer step.
 
 A `Float8Linear` casts its weight in forward and again in backward, to save memory. With gradient
 accumulation the same weight is cast for every microbatch. Inside
@@ -13,7 +13,25 @@ accumulation the same weight is cast for every microbatch. Inside
 each weight is cast when it changes, for both GEMMs that read it, and forward and backward read the
 cached data. The cache takes two bytes per weight element while the context is open.
 
-Weights are cast again after
+With ``scales_only=True`` it keeps the scales of dynamic tensorwise weights alone, four bytes each.
+Each forward and each backward then casts its weight in one read, where a dynamic cast takes two for
+the first of them. Per weight element in bfloat16, of a step with n microbatches:
+
+================================ ================ =================== ================
+weights                          optimizer        bytes moved         memory
+================================ ================ =================== ================
+not cached                       any              8 n                 0
+``scales_only=True``             torch.optim      2 + 6 n             0
+``scales_only=True``             float8.optim     6 n                 0
+cached                           torch.optim      2 + 4               2
+cached                           float8.optim     4                   2
+================================ ================ =================== ================
+
+The scale of a dynamic tensorwise weight follows from its amax. A fused step of `float8.optim`
+records that amax while it has the weight in registers; otherwise one pass over all weights together
+finds the amaxes (see `float8.linear.weight_scales`).
+
+Weights are cast again (with ``scales_only``: their scales are found again) after
 
 - a step of any optimizer that holds one of them (by a hook);
 - ``sync_float8_amax_and_scale_history(model)``, where the cast is delayed: together with
@@ -21,7 +39,7 @@ Weights are cast again after
 - ``load_state_dict`` into the layer;
 - ``refresh()`` of the `WeightCache`.
 
-In eager mode a layer does not use its cached weight if
+In eager mode a layer does not use its cached weight or scales if
 
 - the weight was written in another way that increases its version counter: ``copy_``, the steps
   within an LBFGS step, an optimizer with its own fp32 masters;
@@ -31,8 +49,14 @@ In eager mode a layer does not use its cached weight if
 Such a layer casts its weight as without a cache, until the weight is cast again as above. Writes
 that leave the version counter unchanged need ``refresh()``: writes to ``.data``,
 ``model.to(dtype)`` and back, averaging wrappers that write after the inner optimizer's step. In
-compiled code, every write that is not in the first list needs it. The cache has the layers that the
-model has when the context opens.
+compiled code, every write that is not in the first list needs it. Without it the layer multiplies
+the old weight. With ``scales_only`` it multiplies the new one with the old scale: magnitudes above
+the old amax saturate (on a CPU with torch before 2.13 they may become NaN).
+
+The cache has the layers that the model has when the context opens.
+
+A recorded amax is not used where the optimizer has step hooks of the user, or overrides ``step``:
+either may write to weights after the update.
 
 Resident float8 weights (`float8.linear.float8_weight`) need no cast and are left alone.
 
@@ -45,20 +69,28 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from float8.arguments import check_bool, check_module, described
 from float8.formats import HIGH_PRECISION_DTYPES
-from float8.linear.bound_plan import autocasts, compute_dtype, plan_on
-from float8.linear.float8_weight import Float8Weight, cast_weight, is_resident
+from float8.linear.bound_plan import BoundPlan, autocasts, compute_dtype, plan_on
+from float8.linear.float8_weight import (
+    Float8Weight,
+    cast_weight,
+    is_resident,
+    scales_alone,
+    version_of,
+)
 from float8.linear.layer import Float8Linear
-from float8.linear.registration import AFTER_SYNC
+from float8.linear.registration import AFTER_SYNC, AMAX_READERS, AmaxReader
+from float8.linear.scaling import Scales
+from float8.linear.weight_scales import needs_amax, scales_of_weights
 
 
 class WeightCache:
@@ -68,33 +100,61 @@ class WeightCache:
         model: the weights of its Float8Linears are cached.
         in_place: write new data into the old memory.
         dtype: the compute dtype, if it is known.
+        scales_only: keep scales, and no data.
     """
 
-    def __init__(self, model: nn.Module, in_place: bool, dtype: torch.dtype | None) -> None:
-        self.in_place = in_place
+    def __init__(
+        self,
+        model: nn.Module,
+        in_place: bool,
+        dtype: torch.dtype | None,
+        scales_only: bool = False,
+    ) -> None:
+        self.in_place, self.scales_only = in_place, scales_only
         # layer -> the dtype that autocast rounds its weight to; None is the weight's own dtype
         self.dtypes: dict[Float8Linear, torch.dtype | None] = {
             layer: dtype or _autocast_dtype(layer.weight)
             for layer in model.modules()
             if isinstance(layer, Float8Linear) and not is_resident(layer.weight)
         }
+        # id of a weight -> the amax that the running step has recorded, and the weight's version
+        self.recorded: dict[int, tuple[Tensor, int]] = {}
 
     def refresh(self) -> None:
         """Cast every weight again, after writes that neither hooks nor version counters show."""
-        for layer in self.dtypes:
-            self.cast(layer)
+        self.recorded.clear()
+        self.cast(list(self.dtypes))
 
-    def cast(self, layer: Float8Linear) -> None:
-        """Cast one layer's weight again."""
+    def cast(self, layers: Sequence[Float8Linear]) -> None:
+        """Cast the weights of some layers again; amaxes that were recorded are used up."""
+        plans = [self.plan_of(layer) for layer in layers]
+        known = {
+            id(layer.weight): found[0]
+            for layer in layers
+            if (found := self.recorded.pop(id(layer.weight), None)) is not None
+            and found[1] == version_of(layer.weight)
+        }
+        weights = [(layer.weight, plan) for layer, plan in zip(layers, plans, strict=True)]
+        scales = scales_of_weights(weights, known)
+        for layer, plan, of_layer in zip(layers, plans, scales, strict=True):
+            self._cast(layer, plan, of_layer)
+
+    def plan_of(self, layer: Float8Linear) -> BoundPlan:
+        """The plan by which a layer's weight is cast."""
         weight = layer.weight
-        dtype = self.dtypes[layer] or weight.dtype
-        old = layer.cached_weight
-        plan = plan_on(layer.config, weight.device, dtype)
-        new = cast_weight(weight, plan, layer.casts[1].state)
+        return plan_on(layer.config, weight.device, self.dtypes[layer] or weight.dtype)
+
+    def _cast(self, layer: Float8Linear, plan: BoundPlan, scales: Scales) -> None:
+        weight, old = layer.weight, layer.cached_weight
+        new: Float8Weight | None
+        if self.scales_only:
+            new = scales_alone(weight, plan, scales)
+        else:
+            new = cast_weight(weight, plan, layer.casts[1].state, scales)
         if self.in_place and new is not None and old is not None:
             for kept, fresh in zip(old.tensors(), new.tensors(), strict=True):
                 kept.copy_(fresh)
-            new = Float8Weight(old.row_major, old.transposed, dtype, old.amax, source=weight)
+            new = Float8Weight(old.row_major, old.transposed, plan.dtype, old.amax, source=weight)
         layer.cached_weight = new
 
     def holds(self, optimizer: Optimizer) -> list[Float8Linear]:
@@ -103,7 +163,7 @@ class WeightCache:
         return [layer for layer in self.dtypes if id(layer.weight) in stepped]
 
 
-def _autocast_dtype(weight: torch.Tensor) -> torch.dtype | None:
+def _autocast_dtype(weight: Tensor) -> torch.dtype | None:
     return compute_dtype(weight) if autocasts(weight.device.type) else None
 
 
@@ -112,7 +172,10 @@ _open: weakref.WeakSet[WeightCache] = weakref.WeakSet()
 
 @contextmanager
 def cached_weights(
-    model: nn.Module, in_place: bool = False, dtype: torch.dtype | None = None
+    model: nn.Module,
+    in_place: bool = False,
+    dtype: torch.dtype | None = None,
+    scales_only: bool = False,
 ) -> Iterator[WeightCache]:
     """Cast the weights of ``model`` when they change instead of when they are used.
 
@@ -122,6 +185,9 @@ def cached_weights(
             is captured by hand inside the context needs it, because it always reads that memory.
         dtype: the compute dtype, needed if autocast is entered inside the context. By default the
             dtype of autocast when the context opens, or else each weight's own dtype.
+        scales_only: keep no float8 data, only the scales of dynamic tensorwise weights. It takes no
+            memory, and each cast then reads its weight once. Weights of other granularities are
+            cast as without it.
 
     Yields:
         the `WeightCache`; its ``refresh()`` is for writes to weights that no hook sees.
@@ -133,10 +199,11 @@ def cached_weights(
     """
     check_module(model, "cached_weights")
     check_bool(in_place, "cached_weights: in_place")
+    check_bool(scales_only, "cached_weights: scales_only")
     if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
         known = ", ".join(str(each) for each in HIGH_PRECISION_DTYPES)
         raise TypeError(f"cached_weights: dtype must be one of {known}, got {described(dtype)}")
-    cache = WeightCache(model, in_place, dtype)
+    cache = WeightCache(model, in_place, dtype, scales_only)
     if not any(isinstance(module, Float8Linear) for module in model.modules()):
         warnings.warn(
             f"cached_weights: {type(model).__name__} has no float8 layer, so nothing is cached; "
@@ -166,7 +233,7 @@ def _refuses(layer: Float8Linear) -> RuntimeError | TypeError | None:
             f"{name}: its weight is cached by another cached_weights already; open one scope, for "
             "the whole model"
         )
-    weight: torch.Tensor = layer.weight
+    weight: Tensor = layer.weight
     if type(weight) not in (torch.Tensor, nn.Parameter):
         return TypeError(
             f"{name}: weight is a {type(weight).__name__}; cached_weights casts whole plain "
@@ -180,28 +247,50 @@ def _install_hooks() -> None:
     # One of each for the process, never removed: torch iterates over its hooks while they run.
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _after_step(optimizer))
     AFTER_SYNC.append(_after_sync)
+    AMAX_READERS.append(AmaxReader(_wanted, _take))
+
+
+def _wanted(parameters: Sequence[Tensor]) -> set[int]:
+    """The ids of the parameters whose amax gives an open cache a scale."""
+    needed = {
+        id(layer.weight)
+        for cache in _open
+        for layer in cache.dtypes
+        if needs_amax(cache.plan_of(layer))
+    }
+    return needed & set(map(id, parameters))
+
+
+def _take(parameter: Tensor, amax: Tensor) -> None:
+    for cache in _open:
+        cache.recorded[id(parameter)] = amax, version_of(parameter)
 
 
 def _after_step(optimizer: Optimizer) -> None:
     for cache in list(_open):
-        for layer in cache.holds(optimizer):
-            cache.cast(layer)
+        if optimizer._optimizer_step_post_hooks:  # which have run, and may have written to weights
+            cache.recorded.clear()
+        if layers := cache.holds(optimizer):
+            cache.cast(layers)
+        cache.recorded.clear()
 
 
 def _after_load(layer: Any, incompatible_keys: Any) -> None:
     """Cast a layer's weight after a load; a copy of a layer is in no cache and left alone."""
     for cache in list(_open):
         if layer in cache.dtypes:
-            cache.cast(layer)
+            cache.cast([layer])
 
 
 def _after_sync(model: nn.Module) -> None:
     """Cast the weights with delayed scales, which `sync` has changed."""
     for cache in list(_open):
-        for layer in model.modules():
-            if (
-                isinstance(layer, Float8Linear)
-                and layer in cache.dtypes
-                and layer.casts[1].state is not None
-            ):
-                cache.cast(layer)
+        delayed = [
+            layer
+            for layer in model.modules()
+            if isinstance(layer, Float8Linear)
+            and layer in cache.dtypes
+            and layer.casts[1].state is not None
+        ]
+        if delayed:
+            cache.cast(delayed)

@@ -48,6 +48,7 @@ foreach AdamW. Logarithms, powers and float8 conversions take it. (One thread of
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -60,6 +61,7 @@ from torch.optim.optimizer import ParamsT
 from float8.arguments import described
 from float8.kernels.moments import StateMatrix
 from float8.kernels.update_rules import UpdateRule
+from float8.linear.registration import AMAX_READERS
 from float8.optim import options
 from float8.optim.moment import Moment, matrix_of
 from float8.optim.state_dicts import parameters_of, read_states, with_plain_entries
@@ -146,10 +148,38 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_gradients()
-        works = self._traced_works() if torch.compiler.is_compiling() else self._works(False)
-        for group, of_group in works:
+        if torch.compiler.is_compiling():
+            for group, traced in self._traced_works():
+                self._run(group, traced)
+            return loss
+        amaxes = self._amaxes_to_record()
+        for group, of_group in self._works(False, amaxes):
             self._run(group, of_group)
+        for p in self._with_gradients():
+            if (amax := amaxes.get(id(p))) is not None:
+                for reader in AMAX_READERS:
+                    reader.take(p, amax)
         return loss
+
+    def _with_gradients(self) -> Iterator[Tensor]:
+        return (p for group in self.param_groups for p in group["params"] if p.grad is not None)
+
+    def _amaxes_to_record(self) -> dict[int, Tensor]:
+        """``id(parameter)`` -> zero, float32 of one element, where someone reads its amax.
+
+        Empty where a subclass overrides ``step``: it may write to parameters after this step.
+        """
+        if inspect.unwrap(type(self).step) is not inspect.unwrap(QuantizedOptimizer.step):
+            return {}
+        stepped = list(self._with_gradients())
+        wanted = set().union(*(reader.wants(stepped) for reader in AMAX_READERS))
+        amaxes: dict[int, Tensor] = {}
+        for device in {p.device for p in stepped if id(p) in wanted}:
+            ids = [id(p) for p in stepped if id(p) in wanted and p.device == device]
+            # Kernels are compiled for pointers to 16 bytes.
+            zeros = torch.zeros(len(ids), 4, dtype=torch.float32, device=device)
+            amaxes |= zip(ids, zeros[:, :1].unbind(), strict=True)
+        return amaxes
 
     @torch.compiler.disable
     def _check_gradients(self) -> None:
@@ -166,15 +196,17 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         Subclasses, shards and dictionaries stay outside of the graph, which takes plain tensors
         alone and is the same in every step.
         """
-        return [(group, list(works)) for group, works in self._works(True)]
+        return [(group, list(works)) for group, works in self._works(True, {})]
 
-    def _works(self, is_compiling: bool) -> Iterator[tuple[dict[str, Any], Iterator[Work]]]:
+    def _works(
+        self, is_compiling: bool, amaxes: Mapping[int, Tensor]
+    ) -> Iterator[tuple[dict[str, Any], Iterator[Work]]]:
         """Every group and its works; made one by one, as they may hold copies."""
         for number, group in enumerate(self.param_groups):
             yield (
                 group,
                 (
-                    self._work(p, group, (number << 20) + index, is_compiling)
+                    self._work(p, group, (number << 20) + index, is_compiling, amaxes.get(id(p)))
                     for index, p in enumerate(group["params"])
                     if p.grad is not None
                 ),
@@ -199,7 +231,14 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         """``grad_scale`` and ``found_inf``, which GradScaler sets on a fused optimizer."""
         return self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
 
-    def _work(self, p: Tensor, group: dict[str, Any], seed: int, is_compiling: bool) -> Work:
+    def _work(
+        self,
+        p: Tensor,
+        group: dict[str, Any],
+        seed: int,
+        is_compiling: bool,
+        amax: Tensor | None,
+    ) -> Work:
         assert p.grad is not None
         state = self._state_of(p, group)
         state["step"].add_(1)
@@ -226,6 +265,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             step=state["step"] if is_compiling else _number(state["step"]),
             original=None if plain.is_contiguous() else plain,
             first=first_element(p),
+            amax=amax,
         )
 
     def stochastic_states(self, group: dict[str, Any]) -> list[bool]:

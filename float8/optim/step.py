@@ -48,6 +48,8 @@ class Work(NamedTuple):
         step: which step this is, a Python number or a 0-dim tensor, counted from 1.
         original: what ``parameter`` is a copy of, if its rows are not contiguous.
         first: the index of the first element, where the parameter is a shard of a larger one.
+        amax: float32 of one element, 0 before; the step records the largest magnitude that the
+            parameter then has, NaN included. Not of a float8 parameter. None records nothing.
     """
 
     parameter: Tensor
@@ -61,6 +63,7 @@ class Work(NamedTuple):
     step: Number
     original: Tensor | None = None
     first: int = 0
+    amax: Tensor | None = None
 
     @property
     def target(self) -> StateMatrix:
@@ -99,6 +102,9 @@ def advance(work: Work, rule: UpdateRule) -> None:
             seed=work.seed,
             first=work.first + rows.start * columns + cols.start,
         )
+        if work.amax is not None:
+            found = kernels.amax(part(work.parameter, rows, cols), (-1, -1))
+            torch.maximum(work.amax, found.view(1), out=work.amax)
     if work.master is not None:
         assert work.scale is not None
         _cast_master(work.master, work.parameter, work.scale)
@@ -126,7 +132,9 @@ def advance_fused(
         grad_scale, found_inf: see `float8.kernels.optimizer_step.fused_step`.
     """
     gradient = work.gradient.codes if work.gradient.scale is None else work.gradient.decode()
-    amax = None if work.master is None else torch.zeros(1, device=work.parameter.device)
+    amax = work.amax
+    if work.master is not None:
+        amax = torch.zeros(1, device=work.parameter.device)
     optimizer_step.fused_step(
         rule,
         work.step,
@@ -145,6 +153,8 @@ def advance_fused(
         assert amax is not None
         assert work.scale is not None
         optimizer_step.cast_weight(work.master, work.parameter, work.scale, amax, found_inf)
+    if not torch.compiler.is_compiling():  # the kernel's write does not increase it
+        torch.autograd.graph.increment_version(work.parameter)
     work.write_back()
 
 
@@ -152,6 +162,7 @@ def may_be_batched(work: Work) -> bool:
     """Whether `advance_together` takes it: small, states in float32, rounded to nearest."""
     is_plain = all(state.scale is None for state in work.states)
     is_usual = work.master is None and work.original is None and not work.at_random[0]
+    is_usual = is_usual and work.amax is None
     return is_plain and is_usual and work.parameter.numel() <= TILE // 8
 
 

@@ -18,9 +18,11 @@ from float8.estimate.roofline import Shape, Use, gemm_seconds, layer_seconds
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 SOURCE = "fitted: this test"
+RUN = (BF16, "tensorwise", "rowwise", "blockwise")
 LARGE = [Shape(16384, 8192, 10240), Shape(16384, 8192, 8192), Shape(16384, 8192, 57344)]
 MIXED = [Shape(size, size, size) for size in (512, 1024, 2048, 4096, 8192)]
-H100 = DEVICES["H100"]
+PRODUCTS = DEVICES["H100"].products
+H100 = replace(DEVICES["H100"], products={kind: PRODUCTS[kind] for kind in RUN})
 RUN_ON_H100 = [recipe for recipe in RECIPES if recipe != "mxfp8"]
 
 

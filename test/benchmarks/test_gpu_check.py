@@ -104,7 +104,7 @@ def test_a_part_that_fails_is_named_and_starves_no_other(tmp_path):
 def test_its_limits_together_stay_under_nine_minutes():
     parts = r'^(?:CUDA_VISIBLE_DEVICES=\'\' )?(?:tests \w+|benchmark \w+|part ".*"|part \w+) (\d+)'
     limits = re.findall(parts, SCRIPT.read_text(), re.M)
-    assert len(limits) == 17
+    assert len(limits) == 18
     assert sum(map(int, limits)) <= NINE_MINUTES
     assert f"seconds_in_all={NINE_MINUTES}" in SCRIPT.read_text()
 
@@ -189,6 +189,16 @@ def test_timings_are_measured_by_one_worker_alone(run):
     (timing,) = (c for c in run.commands if "test/benchmarks/test_measure.py" in c)
     assert "-n" not in timing
     assert "test/benchmarks/test_harness.py" in timing
+
+
+def test_predictions_stand_beside_what_was_measured_in_the_report(run):
+    """By the figures that were there before, then by those of this machine."""
+    beside, measured = run.options_of("check_estimate")
+    files = [f"bench_{name}.json" for name in ("linear", "matmul", "casts", "grouped_mm")]
+    assert [Path(file).name for file in beside] == files
+    assert all(Path(file).is_file() for file in beside)
+    assert measured[1:] == ["--device", "measured"]
+    assert "== predicted beside measured: passed" in run.report
 
 
 def test_tests_that_need_no_gpu_do_not_see_it(run):

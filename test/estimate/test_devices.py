@@ -10,6 +10,7 @@ from float8.estimate.devices import (
     BF16,
     DEVICES,
     FLOAT8,
+    ROWWISE_BY_CUTLASS,
     Device,
     Figure,
     GemmSpeed,
@@ -30,7 +31,9 @@ DEVICE = Device("d", "sm_90", figure(10.0), figure(0.5), figure(1.0), {BF16: PRO
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 def test_nothing_in_the_table_claims_to_be_measured(device):
     kinds = {figure.kind for figure in device.figures().values()}
-    assert kinds == {"datasheet", "assumed", "exact"}
+    assert kinds - {"assumed"} == {"datasheet", "published", "exact"}
+    assumed = [name for name, figure in device.figures().items() if figure.kind == "assumed"]
+    assert all(device.name == "MI300X" and name.endswith(" best") for name in assumed)
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
@@ -39,7 +42,8 @@ def test_every_figure_appears_once_under_its_source(device):
     sources = {f.source for f in device.figures().values() if f.kind != "exact"}
     assert all(lines.count(source) == 1 for source in sources)
     multiplies_mx = device.arch in ("sm_100", "sm_103")
-    assert set(device.products) == {BF16, *FLOAT8} - (set() if multiplies_mx else {"mx"})
+    expected = {BF16, *FLOAT8, ROWWISE_BY_CUTLASS} - (set() if multiplies_mx else {"mx"})
+    assert set(device.products) == expected
 
 
 @pytest.mark.parametrize(
@@ -60,6 +64,16 @@ def test_the_table_holds_the_datasheets_dense_figures(name, bf16, float8, bandwi
     for kind in set(device.products) - {BF16}:
         assert device.products[kind].peak.value == pytest.approx(float8, rel=1e-3)
     assert device.bandwidth.value == bandwidth
+
+
+@pytest.mark.parametrize("name", ["H100", "B200"])
+def test_rowwise_gemms_by_cutlass_are_a_row_of_their_own(name):
+    device = DEVICES[name]
+    older = device.with_cutlass()
+    assert older.products["rowwise"] == device.products[ROWWISE_BY_CUTLASS]
+    assert (older == device) == (device.arch != "sm_90"), "cuBLASLt has rowwise scales on Hopper"
+    with pytest.raises(ValueError, match="has no figures for 'rowwise by CUTLASS'"):
+        DEVICE.with_cutlass()
 
 
 def test_a_gemm_reaches_half_its_best_at_half_size_and_more_with_more_operations():
@@ -88,9 +102,17 @@ def test_a_pass_runs_at_its_own_rate_or_at_any_or_at_the_bandwidth():
 @pytest.mark.parametrize("device", [*DEVICES.values(), DEVICE], ids=lambda device: device.name)
 def test_a_device_comes_back_from_its_file(device, tmp_path):
     passes = {"cast given transposed": Figure(1 / 3, "measured: here")}
-    device = dataclasses.replace(device, passes=passes)
+    device = dataclasses.replace(device, passes=passes, compiled_casts=True)
     device.save(tmp_path / "device.json")
     assert Device.load(tmp_path / "device.json") == device
+
+
+def test_a_file_of_an_earlier_version_is_a_device_without_processors(tmp_path):
+    DEVICE.save(tmp_path / "device.json")
+    fields = json.loads((tmp_path / "device.json").read_text())
+    del fields["processors"], fields["compiled_casts"]
+    (tmp_path / "device.json").write_text(json.dumps(fields))
+    assert Device.load(tmp_path / "device.json") == DEVICE
 
 
 @pytest.mark.parametrize(
@@ -138,6 +160,7 @@ def test_a_product_that_never_ends_is_refused(field):
         ({"products": {BF16: PRODUCT, "int8": PRODUCT}}, r"unknown products \['int8'\]"),
         ({"bandwidth": figure(0.0)}, "bandwidth must be above 0"),
         ({"passes": {"any": figure(0.0)}}, "any must be above 0"),
+        ({"processors": figure(0.5)}, "processors must be at least 1"),
     ],
 )
 def test_a_device_that_cannot_be_is_refused(changes, said):

@@ -23,7 +23,7 @@ from float8.estimate.roofline import (
 from float8.kernels.grouped_mm import CANDIDATES, GroupedCandidate, multiply_groups
 
 H100, B200 = DEVICES["H100"], DEVICES["B200"]
-CPU = replace(H100, name="some CPU", arch="cpu")
+CPU = replace(H100, name="some CPU", arch="cpu", processors=None)
 QWEN3 = Shape(4096 * 8, 2048, 1536, 128)  # Qwen3-30B-A3B's gate and up: 4096 tokens, 8 experts each
 
 
@@ -50,21 +50,22 @@ def test_a_layer_without_experts_is_not_padded():
 
 
 @pytest.mark.parametrize(
-    ("kind", "operand", "peak"), [(BF16, 2, 989.4e12), ("rowwise", 1, 1978.9e12)]
+    ("kind", "operand", "peak"),
+    [(BF16, 2, 989.4e12 * 0.803), ("rowwise", 1, 1978.9e12 * 0.709 * 0.99)],
 )
 @pytest.mark.parametrize(
     ("tokens", "K", "N", "E"), [(2**17, 4096, 4096, 8), (4096, 2048, 1536, 128), (64, 512, 512, 8)]
 )
 def test_grouped_gemms_by_hand(kind, operand, peak, tokens, K, N, E):
-    """On an H100: 78 % of its peak, 5 us to fill and drain, 92 % of 3.35 TB/s, 2 us a launch."""
+    """On an H100: 2 us to fill and drain, 2 us a launch, 3.35 TB/s at 92 %, results last."""
     shape = Shape(tokens, K, N, E)
     x, w, g = tokens * K, E * K * N, tokens * N
-    computing = 2 * (tokens + shape.padding(128)) * K * N / peak / 0.78 + 5e-6
+    computing = 2 * (tokens + shape.padding(128)) * K * N / peak + 2e-6
     for name, read, written in (
         ("output", x + w, g), ("grad_input", g + w, x), ("grad_weight", g + x, w),
     ):  # fmt: skip
         moving = (operand * read + 2 * written) / 3.35e12 / 0.92
-        expected = max(computing, moving) + 2 * 2e-6
+        expected = max(computing + 2 * written / 3.35e12 / 0.92, moving) + 2 * 2e-6
         assert grouped_gemm_seconds(H100, kind, name, shape) == pytest.approx(expected), name
 
 
@@ -81,7 +82,7 @@ def test_an_emulated_product_pads_nothing_and_launches_once():
         grouped_gemm_seconds(CPU, BF16, name, shape)
         for name in ("output", "grad_input", "grad_weight")
     }
-    assert seconds == pytest.approx(2 * 4096 * 512 * 1024 / 989.4e12 / 0.78 + 5e-6 + 2e-6)
+    assert seconds == pytest.approx(2 * 4096 * 512 * 1024 / 989.4e12 / 0.803 + 2e-6 + 2e-6)
 
 
 # recipe -> bytes per element of x and w moved by casts (FUSED of test_roofline), and launches of
@@ -101,7 +102,7 @@ def check_casts() -> None:
     for recipe, (tokens, weights, launches, multiple) in CASTS.items():
         moved = tokens * (x + g) + weights * w
         padding = shape.padding(multiple) * (shape.K + shape.N)
-        expected = (moved + padding) / (7.7e12 * 0.92) + launches * 2e-6
+        expected = moved / (7.7e12 * 0.83) + padding / (7.7e12 * 0.92) + launches * 2e-6
         plan = RECIPES[recipe].plan
         assert cast_seconds(B200, shape, plan, Use()) == pytest.approx(expected), recipe
 
@@ -115,7 +116,7 @@ def test_casts_of_experts_by_hand():
     [
         ("tokens_aligned", lambda cast: 1),
         ("_padding_seconds", lambda *args: 0.0),
-        ("_written", lambda kind, emulates: 1),
+        ("tokens_aligned", lambda cast: 128),
     ],
 )
 def test_a_planted_fault_in_the_casts_is_caught(name, fault, monkeypatch):
@@ -129,7 +130,7 @@ def test_a_frozen_expert_pads_no_copies():
     alone = Shape(QWEN3.M, QWEN3.K, QWEN3.N, 1)
     more = cast_seconds(B200, QWEN3, plan, frozen) - cast_seconds(B200, alone, plan, frozen)
     weights = 127 * QWEN3.K * QWEN3.N
-    assert more == pytest.approx(8 * weights / (7.7e12 * 0.92))
+    assert more == pytest.approx(8 * weights / (7.7e12 * 0.83))
 
 
 @pytest.mark.parametrize("emulates", [True, False])
@@ -175,8 +176,8 @@ def test_published_times_are_where_the_docstring_says():
         shape, plan = Shape(M, K, N, E), RECIPES["mxfp8"].plan
         bf16, mx = (layer_seconds(B200, shape, p, Use()).total * 1e6 for p in (None, plan))
         assert 1.18 < bf16_us / mx_us < 1.82
-        assert 1.59 < bf16 / mx < 1.81
-        assert 2 < bf16_us / bf16 < 3 and 2 < mx_us / mx < 3
+        assert 1.45 < bf16 / mx < 1.65
+        assert 1.86 <= bf16_us / bf16 < 2.46 and 1.86 <= mx_us / mx < 2.46
 
 
 # --- shapes and models

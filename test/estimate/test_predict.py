@@ -79,7 +79,7 @@ def test_frozen_weights_are_seen_in_the_model():
     frozen = model()
     frozen["w1"].requires_grad_(False)
     thawed, cold = (quiet(m, TOKENS, "H100", ["delayed"]).rows[0] for m in (model(), frozen))
-    assert cold.bf16_s == pytest.approx(thawed.bf16_s * 2 / 3)
+    assert cold.bf16_s == pytest.approx(thawed.bf16_s * 2 / 3, rel=0.05)
     assert cold.recipes["delayed"].seconds.total < thawed.recipes["delayed"].seconds.total
     # It saved the weight's scale, 4 bytes, which nn.Linear does not have.
     assert thawed.recipes["delayed"].saved_bytes > 0 >= cold.recipes["delayed"].saved_bytes >= -4
@@ -116,7 +116,7 @@ def test_padding_costs_what_the_padded_shape_costs():
 def test_float32_weights_are_converted_before_they_are_cast():
     in_bf16, in_float32 = (quiet(m, TOKENS).rows[0] for m in (model(), model().float()))
     assert in_bf16.bf16_s == in_float32.bf16_s
-    once = (4 + 2) * 8192 * 28672 / H100.bytes_per_second + H100.launch.value
+    once = H100.pass_seconds("convert", (4 + 2) * 8192 * 28672)
     for recipe, prediction in in_float32.recipes.items():
         less = in_bf16.recipes[recipe].seconds.casts
         assert prediction.seconds.casts - less == pytest.approx(2 * once)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from float8 import Blockwise
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
-from float8.estimate import roofline
-from float8.estimate.devices import BF16, DEVICES, Figure
+from float8.estimate import cast_passes, gemms, roofline
+from float8.estimate.devices import BF16, DEVICES, Device, Figure
 from float8.estimate.roofline import (
     Shape,
     Use,
@@ -29,30 +29,36 @@ CUBE = Shape(8192, 8192, 8192)
 ELEMENTS = 8192 * 8192
 
 
-def by_hand(float8_bytes: float, passes: int, float8_gemms: int = 3) -> tuple[float, float]:
+def by_hand(
+    float8_bytes: float, passes: int, ratio: float = 1.0, float8_gemms: int = 3
+) -> tuple[float, float]:
     """Seconds of an 8192-cube layer on an H100 in bfloat16 and in float8, from scratch.
 
-    989.4 and 1978.9 TFLOP/s at 78 %, 5 us to fill and drain, 2 us a launch; 3.35 TB/s at 92 %.
-    Each product does 2 * 8192^3 operations: bfloat16 in 1.43 ms, moving its bytes in 0.13 ms.
+    989.4 TFLOP/s at 80.3 %, 1978.9 at 70.9 %, of which rowwise reaches 0.99 and blocks 0.803; 2 us
+    to fill and drain, 2 us a launch; 3.35 TB/s, of which writes reach 92 % and casts 83 %. A result
+    is 2048 tiles, in 16 waves of 132. Each product does 2 * 8192^3 operations.
     """
-    bf16 = 2 * 8192**3 / 989.4e12 / 0.78 + 5e-6 + 2e-6
-    float8 = 2 * 8192**3 / 1978.9e12 / 0.78 + 5e-6 + 2e-6
-    cast = float8_bytes * ELEMENTS / 3.35e12 / 0.92 + passes * 2e-6
+    beside = 2 * ELEMENTS / 3.35e12 / 0.92 + 2e-6 + 2e-6
+    work = 2 * 8192**3 * (16 * 132 / 2048)
+    bf16 = work / 989.4e12 / 0.803 + beside
+    float8 = work / 1978.9e12 / (0.709 * ratio) + beside
+    cast = float8_bytes * ELEMENTS / 3.35e12 / 0.83 + passes * 2e-6
     return 3 * bf16, float8_gemms * float8 + (3 - float8_gemms) * bf16 + cast
 
 
-# recipe -> bytes per element moved by all casts (all three operands are alike here), and launches
+# recipe -> bytes per element moved by all casts (all three operands are alike here), launches, and
+# the speed of its GEMMs against tensorwise ones
 CASTS = {
-    "tensorwise": (6 + 8 + 6, 2 + 3 + 2),
-    "delayed": (4 + 6 + 4, 1 + 2 + 1),
-    "rowwise": (6 + 8 + 6, 3 + (1 + 3) + 3),
-    "blockwise": (4 + 2 * S + 6 + 4 + 2 * S, 1 + 2 + 1),
+    "tensorwise": (6 + 8 + 6, 2 + 3 + 2, 1.0),
+    "delayed": (4 + 6 + 4, 1 + 2 + 1, 1.0),
+    "rowwise": (6 + 8 + 6, 3 + (1 + 3) + 3, 0.99),
+    "blockwise": (4 + 2 * S + 6 + 4 + 2 * S, 1 + 2 + 1, 0.803),
 }
 
 
 def check_the_cube() -> None:
-    for recipe, (moved, passes) in CASTS.items():
-        bf16, float8 = by_hand(moved, passes)
+    for recipe, (moved, passes, ratio) in CASTS.items():
+        bf16, float8 = by_hand(moved, passes, ratio)
         assert layer_seconds(H100, CUBE, None, Use()).total == pytest.approx(bf16, rel=1e-9)
         predicted = layer_seconds(H100, CUBE, RECIPES[recipe].plan, Use())
         assert predicted.total == pytest.approx(float8, rel=1e-9), recipe
@@ -63,21 +69,23 @@ def test_the_8192_cube_takes_what_it_takes_by_hand():
 
 
 def test_a_product_in_high_precision_costs_what_it_costs():
-    _, expected = by_hand(3 + (3 + 5) + 3, 1 + 3 + 1, float8_gemms=2)
+    _, expected = by_hand(3 + (3 + 5) + 3, 1 + 3 + 1, 0.99, float8_gemms=2)
     plan = RECIPES["rowwise_with_gw_hp"].plan
     assert layer_seconds(H100, CUBE, plan, Use()).total == pytest.approx(expected, rel=1e-9)
 
 
 PLANTED = {
-    "bytes read twice": (roofline, "READ", 4),
-    "bytes written twice": (roofline, "WRITE", 2),
+    "bytes read twice": (cast_passes, "READ", 4),
+    "bytes written twice": (cast_passes, "WRITE", 2),
+    "every processor always busy": (gemms, "busy", lambda *sizes: 1.0),
+    "results written while others multiply": (gemms, "unoverlapped_bytes", lambda *sizes: 0),
     "the weight gradient forgotten": (
         roofline,
         "gemm_sizes",
         lambda shape, use: {"output": (8192,) * 3, "grad_input": (8192,) * 3},
     ),
     "casts forgotten": (roofline, "cast_seconds", lambda *args: 0.0),
-    "every recipe cast like tensorwise": (roofline, "_kind_of_cast", lambda cast: "tensorwise"),
+    "every recipe cast like tensorwise": (cast_passes, "_kind_of_cast", lambda cast: "tensorwise"),
 }
 
 
@@ -100,10 +108,10 @@ def test_forward_alone_is_one_product_and_two_casts():
     bf16, float8 = by_hand(5 + 5, 2 + 2)
     forward = Use(training=False)
     assert layer_seconds(H100, CUBE, None, forward).total == pytest.approx(bf16 / 3)
-    gemms = 2 * 8192**3 / 1978.9e12 / 0.78 + 7e-6
+    one = by_hand(0, 0)[1] / 3
     predicted = layer_seconds(H100, CUBE, RECIPES["tensorwise"].plan, forward)
-    assert predicted.gemms == pytest.approx(gemms)
-    assert predicted.total == pytest.approx(float8 - 2 * gemms)
+    assert predicted.gemms == pytest.approx(one)
+    assert predicted.total == pytest.approx(float8 - 2 * one)
 
 
 def test_a_frozen_weight_costs_no_weight_gradient():
@@ -118,7 +126,7 @@ def test_microbatches_share_the_cast_of_a_cached_weight():
     cached = replace(Use(), weights_cached=True)
     alone = layer_seconds(H100, CUBE, plan, cached).casts
     shared = layer_seconds(H100, CUBE, plan, replace(cached, gradient_accumulation=8)).casts
-    once = 4 * ELEMENTS / 3.35e12 / 0.92 + 2e-6
+    once = 4 * ELEMENTS / 3.35e12 / 0.83 + 2e-6
     assert alone - shared == pytest.approx(once * 7 / 8)
 
 
@@ -126,7 +134,7 @@ def test_shapes_are_not_mixed_up():
     # output 2*M*K*N each; only the casts and bytes tell M, K and N apart: x M*K, w N*K, g M*N.
     shape, plan = Shape(4096, 1024, 16384), RECIPES["tensorwise"].plan
     moved = 6 * 4096 * 1024 + 8 * 16384 * 1024 + 6 * 4096 * 16384
-    expected = moved / 3.35e12 / 0.92 + 7 * 2e-6
+    expected = moved / 3.35e12 / 0.83 + 7 * 2e-6
     assert layer_seconds(H100, shape, plan, Use()).casts == pytest.approx(expected)
 
 
@@ -157,14 +165,16 @@ SIZES = st.integers(1, 1024).map(lambda i: 16 * i)
     st.integers(1, 64),
 )
 def test_more_tokens_never_lower_the_speedup(runs, K, N, M, times):
-    device, recipe = runs
+    name, recipe = runs
+    device, plan = DEVICES[name], RECIPES[recipe].plan
 
-    def speedup(tokens: int) -> float:
-        plain, plan = layer_seconds(DEVICES[device], Shape(tokens, K, N), None, Use()), None
-        plan = RECIPES[recipe].plan
-        return plain.total / layer_seconds(DEVICES[device], Shape(tokens, K, N), plan, Use()).total
+    def speedup(tokens: int, device: Device) -> float:
+        plain, float8 = (layer_seconds(device, Shape(tokens, K, N), p, Use()) for p in (None, plan))
+        return plain.total / float8.total
 
-    assert speedup(M * times) >= speedup(M) * (1 - 1e-9)
+    assert speedup(M * times, device) >= speedup(M, device) * 0.97, "waves of tiles cost up to 2 %"
+    without = replace(device, processors=None)
+    assert speedup(M * times, without) >= speedup(M, without) * (1 - 1e-9)
 
 
 @given(SIZES, SIZES, SIZES, st.sampled_from(sorted(RECIPES)))
@@ -229,7 +239,7 @@ def test_a_weight_with_a_product_in_high_precision_is_not_cached():
 
 def test_a_float32_weight_is_converted_in_forward_and_backward():
     shape, plan = Shape(2048, 1024, 4096), RECIPES["delayed"].plan
-    one = (4 + 2) * 1024 * 4096 / 3.35e12 / 0.92 + 2e-6
+    one = (4 + 2) * 1024 * 4096 / 3.35e12 / 0.83 + 2e-6
     for use, times in (
         (Use(), 2),
         (Use(training=False), 1),

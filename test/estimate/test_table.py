@@ -89,14 +89,14 @@ def test_a_refusal_is_shown_with_its_reason_once():
 def test_a_datasheet_prediction_says_that_nothing_was_measured(device):
     text = str(table_of([(8192,) * 3], device=device))
     assert "NOTHING HERE WAS MEASURED" in text
-    assert "datasheet: " in text and "assumed: " in text
+    assert "datasheet: " in text and "published: " in text
     assert "Forward and backward of one batch" in text and "casts by fused kernels" in text
 
 
 def test_a_measured_device_names_what_is_still_assumed():
     mixed = replace(DEVICES["H100"], launch=MEASURED)
     text = str(table_of([(8192,) * 3], device=mixed, training=False))
-    assert "NOTHING HERE" not in text and "others assumed" in text
+    assert "NOTHING HERE" not in text and "others published or assumed" in text
     assert "measured: here: launch" in text
     assert "Forward of one batch" in text
 
@@ -107,7 +107,7 @@ def test_a_device_all_measured_assumes_nothing():
     products = dict.fromkeys(DEVICES["H100"].products, product)
     device = replace(
         DEVICES["H100"], arch="cpu", bandwidth=MEASURED, bandwidth_best=MEASURED, launch=MEASURED,
-        products=products,
+        products=products, passes={}, processors=None,
     )  # fmt: skip
     text = str(table_of([(64,) * 3], device=device))
     assert "assumed" not in text and "casts by plain PyTorch" in text

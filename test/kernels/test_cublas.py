@@ -106,7 +106,7 @@ def test_operands_that_start_unaligned_are_copied(hardware, a_block, b_block, of
         shifted[-1].view(torch.uint8).copy_(part.view(torch.uint8))
     actual = multiply(shifted, a_block, b_block)
     assert_bitwise(actual, multiply(parts, a_block, b_block), (a_block, b_block, offset))
-    if offset % 16 == 0 and B128 not in (a_block, b_block):  # those are padded, so copied
+    if offset % 16 == 0:
         assert hardware[0].a.data_ptr() == shifted[0].data_ptr()
 
 
@@ -135,11 +135,59 @@ def test_rows_of_blockwise_products_come_in_fours(hardware, a_block, b_block, ro
 @pytest.mark.parametrize("K", [272, 301])
 @pytest.mark.parametrize(("a_block", "b_block"), BLOCKWISE, ids=str)
 def test_a_contraction_in_blocks_is_padded_to_whole_ones(hardware, a_block, b_block, K):
-    """To four of them where a side has 128x128 scales, whose rows cuBLASLt reads by 16 bytes."""
+    """Only where it is no multiple of 16: scales are padded to fours, and operands are not."""
     parts = operands(8, K, 16, a_block, b_block)
     assert_product_of(multiply(parts, a_block, b_block, pad=True), parts, a_block, b_block, None, K)
-    in_fours = B128 in (a_block, b_block)
-    assert plain(hardware[0].a).shape[1] == (512 if in_fours else 384 if K % 16 else K)
+    assert plain(hardware[0].a).shape[1] == (384 if K % 16 else K)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("columns", [16, 144])
+@pytest.mark.parametrize(("a_block", "b_block"), BLOCKWISE, ids=str)
+def test_rows_of_128x128_scales_are_padded_to_fours_and_operands_are_not_copied(
+    hardware, a_block, b_block, columns, blocks
+):
+    """cuBLASLt reads such rows by 16 bytes; the pretended one asserts it."""
+    parts = operands(132, 128 * blocks, columns, a_block, b_block, E5M2)
+    actual = multiply(parts, a_block, b_block)
+    assert_product_of(actual, parts, a_block, b_block, None, (a_block, b_block, columns, blocks))
+    assert hardware[0].a.data_ptr() == parts[0].data_ptr()
+    assert hardware[0].b.data_ptr() == parts[2].data_ptr()
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 4, 86])
+@pytest.mark.parametrize(("a_block", "b_block"), [(B1, B128), (B128, B1)], ids=str)
+def test_torch_takes_the_padded_scales(a_block, b_block, blocks):
+    """By its own checks, on fake CUDA tensors."""
+    with FakeTensorMode():
+        parts = []
+        for rows, block in ((256, a_block), (384, b_block)):
+            parts.append(torch.empty(rows, 128 * blocks, dtype=E4M3, device="cuda"))
+            parts.append(torch.empty(rows // block[0], blocks, device="cuda"))
+        out = cublas._cublas_blockwise_mm(*parts, a_block[0], b_block[0], torch.float32, False)
+        assert (out.shape, out.dtype) == ((256, 384), torch.float32)
+
+
+@pytest.mark.parametrize(("a_block", "b_block"), [(B1, B128), (B128, B1)], ids=str)
+def test_opcheck(hardware, a_block, b_block):
+    parts = operands(8, 272, 16, a_block, b_block)
+    arguments = (*parts, a_block[0], b_block[0], BF16, False)
+    op = torch.ops.float8.cublas_blockwise_mm.default
+    checks = ("test_faketensor", "test_aot_dispatch_static", "test_autograd_registration")
+    torch.library.opcheck(op, arguments, test_utils=checks)
+
+
+def test_a_compiled_product_keeps_the_op_whole(hardware, monkeypatch):
+    """Torch's shape function refuses these sizes, and inductor would choose another function."""
+    monkeypatch.setattr(module, "family_of", lambda device: "sm_90")
+    parts = operands(8, 272, 144, B1, B128)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def product(parts):
+        return kernels.scaled_mm(*parts, B1, B128, out_dtype=BF16)
+
+    assert_product_of(product(parts), parts, B1, B128, None, "compiled")
+    assert len(hardware) == 1
 
 
 @pytest.mark.parametrize("layout", ["strided", "unaligned", "as it should be"])

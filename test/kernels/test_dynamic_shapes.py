@@ -51,6 +51,8 @@ class Lowerings(TorchDispatchMode):
             sides = [SimpleNamespace(get_size=lambda sizes=sizes: sizes) for sizes in (a, b)]
             with V.set_graph_handler(SimpleNamespace(sizevars=self.sizes)):
                 self.kinds.append(get_scaling_options(*sides, scale_a, scale_b))
+        elif func is torch.ops.float8.cublas_blockwise_mm.default:
+            self.kinds.append("opaque to inductor")
         return func(*args, **(kwargs or {}))
 
 
@@ -71,7 +73,9 @@ def lower(recipe: str, tokens: int) -> list:
         with torch.no_grad(), enable_python_dispatcher(), Lowerings(env) as lowerings:
             x, g, w = (fake(*shape) for shape in ((size, 640), (size, 256), (256, 640)))
             both_x, both_w, both_g = (
-                cast_orientations(operand, casts, None, False, True, True, False)
+                cast_orientations(
+                    operand, casts, None, False, True, True, False, None, (None, None)
+                )
                 for operand, casts in ((x, plan.x), (w, plan.w), (g, plan.g))
             )
             for gemm, a, b in (

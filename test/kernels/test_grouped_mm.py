@@ -13,7 +13,7 @@ import re
 import oracle
 import pytest
 import torch
-from assertions import assert_error_within_baseline
+from assertions import assert_bitwise, assert_error_within_baseline
 from pretend import out_of_squares
 from shapes import Case
 from torch import Tensor
@@ -280,6 +280,25 @@ def test_mx_products_by_torch_are_those_of_each_group(sizes, features, monkeypat
             parts[0], parts[2] = parts[0].view(E4M3), parts[2].view(E4M3)
             exact = oracle.matmul(parts[0], parts[1], MX, parts[2], parts[3], MX)
             assert_error_within_baseline(found, exact, exact.to(BF16), replay=(sizes, features))
+
+
+def test_mx_products_without_tokens_ask_no_gemm():
+    """What the casts leave unwritten of no tokens is not read."""
+    K, N = 64, 48
+    w = Case((E, N, K), BF16).make()
+    offs = torch.zeros(E, dtype=torch.int32)
+    x8, x_scale, x8_t, x_scale_t = cast_tokens_mx(
+        w.new_empty(0, K), offs, MX, E4M3, "e8m0", None, 128, True, True
+    )
+    _, _, g8_t, g_scale_t = cast_tokens_mx(
+        w.new_empty(0, N), offs, MX, E4M3, "e8m0", None, 128, True, True
+    )
+    w8, w_scale, _, _ = cast_mx(w, E4M3, "e8m0", True, True, False)
+    name = module.TORCH_MX.name  # which refuses CPU tensors
+    out = module.multiply_groups(name, x8, x_scale, w8, w_scale, offs, MX, (1, *MX), BF16, 128)
+    grad = module.multiply_groups(name, g8_t, g_scale_t, x8_t, x_scale_t, offs, MX, MX, BF16, 128)
+    assert out.shape == (0, N)
+    assert_bitwise(grad, torch.zeros(E, N, K, dtype=BF16))
 
 
 @pytest.mark.parametrize("by_tokens", [False, True])

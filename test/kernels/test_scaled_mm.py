@@ -15,6 +15,7 @@ import pytest
 import shapes
 import torch
 from assertions import assert_bitwise, assert_error_within_baseline
+from meter import TORCH_PRODUCTS
 from pretend import (
     B1,
     B128,
@@ -84,6 +85,28 @@ def test_every_architecture_that_is_supported_is_tested():
     assert set(module.CANDIDATES) == set(PRODUCTS.values())
     by_torch = {product for product, row in module.CANDIDATES.items() if module.TORCH in row}
     assert all(set(products) == by_torch for products in module.SUPPORT.values())
+
+
+def test_no_gpu_has_been_measured():
+    """With a row in it, docs and `CANDIDATES` no longer say which GEMM runs."""
+    assert module.FASTEST == {}
+
+
+def test_a_row_of_the_table_chooses_for_its_architecture_alone(torch_calls, monkeypatch):
+    after = module.SCALED_AFTER
+    monkeypatch.setitem(module.FASTEST, ("sm_90", "rowwise"), after)
+    assert module.gemm_for("sm_90", ROW, ROW, BF16) == (after.name, None)
+    assert module.gemm_for("sm_90", ROW, TENSOR, BF16) == (after.name, None)
+    assert module.gemm_for("sm_90", TENSOR, TENSOR, BF16) == (BY_TORCH, None)
+    assert module.gemm_for("sm_100", ROW, ROW, BF16) == (BY_TORCH, None)
+    for sizes in ((16, 32, 48), (3, 40, 7)):
+        for blocks in ((ROW, ROW), (ROW, TENSOR)):
+            parts = operands(*sizes, *blocks, E5M2)
+            bias = Case((sizes[2],), BF16, seed=3).make()
+            actual = multiply(parts, *blocks, bias, pad=True)
+            assert_product_of(actual, parts, *blocks, bias, sizes)
+    assert {tuple(call.scale_a.shape) for call in torch_calls} == {()}
+    assert {call.out_dtype for call in torch_calls} == {torch.float32}
 
 
 @pytest.mark.parametrize("arch", RUNS)
@@ -384,7 +407,7 @@ class Products(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._scaled_mm.default:
+        if func in TORCH_PRODUCTS:
             self.names.append(BY_TORCH)
         elif func.name() == "float8::blockwise_mm":
             self.names.append(BY_TRITON)

@@ -23,8 +23,9 @@ pytest.importorskip("triton")
 from float8.config import RECIPES
 from float8.linear.autograd import NO_FACTORS, STATELESS, Call, Float8LinearFunction
 from float8.linear.bound_plan import plan_for, plan_on
-from float8.linear.float8_weight import cast_weight
+from float8.linear.float8_weight import cast_weight, scales_alone
 from float8.linear.scaling import DelayedState, cast_again, cast_matrix, cast_orientations
+from float8.linear.weight_scales import scales_of_weights
 
 scaled_mm = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
 M, K, N = 512, 1024, 4096  # three products of two that differ
@@ -50,7 +51,7 @@ def states_of(config):
     return tuple(DelayedState(empty(**scalar), empty(**scalar), True) for _ in range(3))
 
 
-def step(config, cached=False, microbatches=1):
+def step(config, cached=False, microbatches=1, scales_only=False):
     """The meter of one optimizer step's forwards and backwards, after the first.
 
     On an sm_90, or an sm_100 for MX formats.
@@ -69,6 +70,9 @@ def step(config, cached=False, microbatches=1):
         plan = plan_on(config, w_NK.device, torch.bfloat16)
         if cached:
             weight = cast_weight(w_NK, plan, states[1])
+        if scales_only:
+            scales = scales_of_weights([(w_NK, plan)], {id(w_NK): scale})
+            weight = scales_alone(w_NK, plan, scales[0])
         for _ in range(microbatches):
             ctx = Context()
             call = Call(plan, states, True, weight, NO_FACTORS, saves=True)
@@ -111,6 +115,32 @@ def test_a_cached_weight_is_cast_once_for_all_microbatches(name):
     assert bytes_per_element(meter, M, K) == 4 * BYTES[name][0]
 
 
+@pytest.mark.parametrize("recipe", [name for name in BYTES if name != "delayed"])
+def test_a_known_amax_saves_the_pass_that_finds_it(recipe):
+    """Weights of one scale are read once by each cast; others are cast as always."""
+    expected = {"tensorwise": 3 + 3, "rowwise_with_gw_hp": 3 + 3}.get(recipe, BYTES[recipe][2])
+    for microbatches in (1, 4):
+        meter = step(RECIPES[recipe], microbatches=microbatches, scales_only=True)
+        assert bytes_per_element(meter, N, K) == microbatches * expected
+
+
+# per weight element of a step: what the optimizer has recorded costs nothing
+@pytest.mark.parametrize(("is_recorded", "expected"), [(True, 4), (False, 2 + 4)])
+def test_cached_weights_are_cast_in_one_read_after_their_amax(is_recorded, expected):
+    with (
+        mock.patch.object(scaled_mm, "architecture", return_value="sm_90"),
+        FakeTensorMode(),
+        torch.no_grad(),
+        CastMeter() as meter,
+    ):
+        w_NK = empty(N, K)
+        plan = plan_on(RECIPES["tensorwise"], w_NK.device, torch.bfloat16)
+        recorded = {id(w_NK): empty(1, dtype=torch.float32)} if is_recorded else {}
+        scales = scales_of_weights([(w_NK, plan)], recorded)
+        cast_weight(w_NK, plan, None, scales[0])
+    assert bytes_per_element(meter, N, K) == expected
+
+
 # Two launches per dynamic tensorwise cast (amax; scale and cast), one per other; w is cast twice,
 # the second time with the scale that the first one found. Columns of one scale each take a zeroed
 # buffer, an amax pass and the cast. A tensorwise scale beside a rowwise one is repeated for every
@@ -150,7 +180,9 @@ def test_operands_of_grouped_gemms(name):
         plan = plan_for(RECIPES[name], w, grouped=True)
         for tokens, operand in ((empty(M, K), plan.x), (empty(M, N), plan.g)):
             with CastMeter() as meter:
-                cast_orientations(tokens, operand, None, False, True, True, False, offs)
+                cast_orientations(
+                    tokens, operand, None, False, True, True, False, offs, (None, None)
+                )
             moved = sum(meter.bytes_by_numel.values())  # the transpose has more elements: padding
             assert round(moved / tokens.numel()) == GROUPED[name][0]
             assert meter.launches == GROUPED[name][1]

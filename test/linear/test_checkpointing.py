@@ -21,6 +21,7 @@ KEPT = (
     "aten.mm.default",
     "aten._scaled_mm.default",
     "float8.blockwise_mm.default",
+    "float8.cublas_blockwise_mm.default",
     "aten._scaled_grouped_mm.default",
     "float8.grouped_mm_gpu.default",
     "float8.grouped_mm.default",

@@ -22,6 +22,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
+from float8.kernels import optimizer_step
 
 STATELESS = [name for name in RECIPES if name != "delayed"]
 
@@ -64,11 +65,13 @@ def assert_all_bitwise(actual, expected, replay=""):
         assert_bitwise(mine, theirs, replay)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"in_place": True}, {"scales_only": True}], ids=lambda options: str([*options])
+)
 @pytest.mark.parametrize("recipe", STATELESS)
-def test_training_has_the_same_bits(recipe, in_place):
+def test_training_has_the_same_bits(recipe, options):
     net = model(recipe)
-    with cached_weights(net, in_place):
+    with cached_weights(net, **options):
         got = train(net)
     assert_all_bitwise(got, train(model(recipe)), recipe)
 
@@ -244,11 +247,12 @@ def test_checkpointing(use_reentrant):
     assert_all_bitwise(got, microbatch(model(), 1))
 
 
-def test_compiled_without_a_graph_break():
+@pytest.mark.parametrize("scales_only", [False, True])
+def test_compiled_without_a_graph_break(scales_only):
     net = model()
     optimizer = optimizer_of(net)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
-    with cached_weights(net, in_place=True):
+    with cached_weights(net, in_place=True, scales_only=scales_only):
         for step in range(3):
             microbatch(net, step, compiled)
             optimizer.step()
@@ -308,6 +312,168 @@ def test_one_model_has_one_cache():
     error = pytest.raises(RuntimeError, match="0: its weight is cached by another")
     with cached_weights(net), error, cached_weights(net):
         pass
+
+
+# --- scales that are known before the cast
+
+
+def train_ours(net, optimizer=None, steps=3):
+    """Train with an optimizer of float8.optim, which records amaxes."""
+    optimizer = optimizer or float8.optim.AdamW(net.parameters(), lr=0.1, min_size=0)
+    seen = []
+    for number in range(steps):
+        seen += microbatch(net, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *net.parameters()]
+
+
+def passes():
+    """A mock that counts the passes over weights, and still makes them."""
+    return mock.patch("float8.kernels.amaxes", wraps=float8.kernels.amaxes)
+
+
+@pytest.mark.parametrize("scales_only", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
+def test_an_optimizer_of_ours_records_the_amaxes(recipe, scales_only):
+    net = model(recipe)
+    with passes() as made, cached_weights(net, scales_only=scales_only):
+        got = train_ours(net)
+    assert made.call_count == 1, "when the scope opens"
+    assert_all_bitwise(got, train_ours(model(recipe)))
+
+
+def test_a_step_that_a_scaler_skips_keeps_the_scales(monkeypatch):
+    """Fused, where the device alone knows of it, after a write that only a pass would see."""
+    pytest.importorskip("triton")
+    assert optimizer_step._no_kernel(None) is None  # registers the ops
+    monkeypatch.setattr(float8.optim.optimizer, "takes_kernel", lambda *_: True)
+    net = model()
+    optimizer = float8.optim.AdamW(net.parameters(), lr=0.1, min_size=0, fused=True)
+    with cached_weights(net, scales_only=True):
+        for found_inf in (0.0, 1.0, 0.0):
+            microbatch(net, 1)
+            net[0].weight.data.mul_(2)
+            optimizer.grad_scale, optimizer.found_inf = torch.ones(1), torch.tensor(found_inf)
+            with passes() as made:
+                optimizer.step()
+            assert not made.called
+            assert_all_bitwise(microbatch(net, 3), fresh(net))
+
+
+def test_another_optimizer_takes_one_pass_for_all_weights():
+    net = model()
+    optimizer = optimizer_of(net)
+    with cached_weights(net, scales_only=True):
+        microbatch(net, 1)
+        with passes() as made:
+            optimizer.step()
+    assert [len(call.args[0]) for call in made.call_args_list] == [2]
+
+
+def test_no_cast_of_a_weight_finds_its_amax():
+    net = model()
+    amaxes = mock.patch("float8.kernels.amax", wraps=float8.kernels.amax)
+    with cached_weights(net, scales_only=True), amaxes as amax:
+        microbatch(net, 1)
+    assert len(amax.call_args_list) == 4, "two inputs and two gradients"
+
+
+def test_scales_are_those_of_the_rounded_weight():
+    """The amax of float32 weights would give another scale than that of the cast's bfloat16."""
+    net = model(dtype=torch.float32)
+    x = torch.randn(16, 32)
+    with torch.no_grad():
+        net[0].weight[3, 5] = 1.0 + 2.0**-9 - 2.0**-20
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = net(x)
+        with cached_weights(net, scales_only=True):
+            assert net[0].cached_weight.row_major[1] == 1.0 / 448
+            assert_bitwise(net(x), expected)
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf, 0.0])
+def test_special_weights_have_the_scales_of_their_casts(special):
+    net = model()
+    with torch.no_grad():
+        net[0].weight[0, 0] = special
+        net[2].weight.fill_(special)
+    x = torch.randn(16, 32, dtype=torch.bfloat16)
+    expected = net(x)
+    with cached_weights(net, scales_only=True):
+        assert_bitwise(net(x), expected)
+
+
+@pytest.mark.parametrize("write", [copy_masters, replace_weight, parametrize, load])
+def test_known_scales_are_not_those_of_an_old_weight(write):
+    net = model()
+    with cached_weights(net, scales_only=True):
+        train_ours(net, steps=1)
+        write(net)
+        got = microbatch(net, 3)
+    assert_all_bitwise(got, microbatch(net, 3))
+
+
+def test_a_weight_that_grows_unseen_saturates_until_refresh():
+    """The stated contract of uncounted writes, both halves."""
+    net = model()
+    with cached_weights(net, scales_only=True) as cache:
+        net[0].weight.data.mul_(2)
+        old_scale = net[0].cached_weight.row_major[1]
+        clipped = net[0].weight.detach().clamp(-448 * old_scale, 448 * old_scale)
+        got, expected = microbatch(net, 3)[0], fresh(net)[0]
+        assert not torch.equal(got, expected)
+        net[0].weight.data.copy_(clipped)
+        assert got.isnan().any() or torch.equal(got, fresh(net)[0])
+        net[0].weight.data.mul_(2)
+        cache.refresh()
+        assert_all_bitwise(microbatch(net, 3), fresh(net))
+
+
+class Clamping(float8.optim.AdamW):
+    """An optimizer that writes to weights after its update, unseen by version counters."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(4)
+
+
+def multiply_after(optimizer):
+    def hook(optimizer, args, kwargs):
+        for p in optimizer.param_groups[0]["params"]:
+            p.data.mul_(4)
+
+    optimizer.register_step_post_hook(hook)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "make", [Clamping, lambda parameters: multiply_after(float8.optim.AdamW(parameters))]
+)
+def test_writes_after_the_update_of_a_step_are_seen(make):
+    results = []
+    for options in (None, {}, {"scales_only": True}):
+        net = model()
+        optimizer = make(net.parameters())
+        if options is None:
+            results.append(train_ours(net, optimizer))
+            continue
+        with cached_weights(net, **options):
+            results.append(train_ours(net, optimizer))
+    for result in results[1:]:
+        assert_all_bitwise(result, results[0])
+
+
+def test_what_an_optimizer_does_not_step_keeps_its_scale():
+    net = model()
+    optimizer = float8.optim.AdamW([net[0].weight, net[2].weight], lr=0.1)
+    with cached_weights(net, scales_only=True):
+        microbatch(net, 1)
+        net[2].weight.grad = None
+        optimizer.step()
+        assert_all_bitwise(microbatch(net, 3), fresh(net))
 
 
 def test_autocast_is_that_of_the_entry():

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import replace
+from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import float8
 from float8 import (
     Float8Linear,
     Float8Tensor,
@@ -144,6 +147,7 @@ def trains_like_one_process(
     offload=False,
     compiled=False,
     frozen=False,
+    ours=False,
     **options,
 ):
     world = dist.get_world_size()
@@ -169,9 +173,9 @@ def trains_like_one_process(
         with torch.no_grad():
             for p, q in zip(sharded.parameters(), single.parameters(), strict=True):
                 p.copy_(distribute_tensor(q.detach(), p.device_mesh, p.placements))
+    make = float8.optim.SGD if ours else partial(torch.optim.AdamW, foreach=True)
     optimizers = [
-        torch.optim.AdamW((p for p in m.parameters() if p.requires_grad), lr=0.01, foreach=True)
-        for m in (single, sharded)
+        make((p for p in m.parameters() if p.requires_grad), lr=0.01) for m in (single, sharded)
     ]
     ranks = [0] * world if same_data else list(range(world))
     for step in range(steps):
@@ -280,6 +284,36 @@ WRITES = {
     "out": lambda p: torch.mul(p, 2, out=p),
     "the stored tensor": lambda p: p._local_tensor.plain.mul_(2),
 }
+
+
+def the_optimizer_records_the_amaxes_of_shards(rank):
+    """Then the next scales take no pass over the shards; a write in between is found."""
+    model = sharded_model(dims=(7, 5))
+    optimizer = float8.optim.AdamW(model.parameters(), lr=0.01)
+    for precompute in (False, True):
+        step(model, dim=7)
+        optimizer.step()
+        optimizer.zero_grad()
+        weights = [m.weight for m in model.modules() if isinstance(m, Float8Linear)]
+        for weight in weights:
+            shard = weight.to_local()
+            expected = shard.plain.abs().max() if shard.numel() else torch.zeros(())
+            assert torch.equal(shard.amax_of_shard(weight), expected.view(1, 1))
+        with (
+            mock.patch.object(float8.kernels, "amaxes", side_effect=AssertionError("a pass")),
+            mock.patch.object(float8_gather, "amax_of_shard", side_effect=AssertionError("a pass")),
+        ):
+            if precompute:
+                precompute_float8_dynamic_scale_for_fsdp(model)
+                assert all(torch.equal(w.to_local().known_amax, amax_of(w)) for w in weights)
+            step(model, dim=7)
+    weight = model[0].up.weight
+    for what, write in WRITES.items():
+        weight._local_tensor.remember_shard(torch.ones(1, 1), weight._version)
+        weight.grad = torch.randn_like(weight.detach())
+        with torch.no_grad():
+            write(weight)
+        assert weight.to_local().amax_of_shard(weight) is None, what
 
 
 def a_write_forgets_the_amax(rank):

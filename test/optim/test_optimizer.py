@@ -9,6 +9,7 @@ import torch
 from optim_training import assert_same_models, assert_same_states, loss_of, make, train
 from torch import nn
 
+import float8
 from float8.optim import SGD, Adam, AdamW, Lion
 from float8.optim import optimizer as optimizer_module
 from float8.optim.moment import Moment
@@ -275,8 +276,15 @@ def test_on_cuda_the_default_options_take_the_kernel(cls, monkeypatch):
 
 
 def test_the_compiled_step_is_one_graph_and_equals_the_eager_one():
-    """Traced, made functional, written back; inductor's code would take a minute more."""
+    """Traced, made functional, written back; inductor's code would take a minute more.
+
+    Also beside a model whose delayed scaling waits for its first sync, which counts eager steps.
+    """
     from torch._dynamo.testing import CompileCounterWithBackend
+
+    unsynced = nn.Sequential(nn.Linear(32, 32))
+    config = float8.Float8LinearConfig.from_recipe_name("delayed")
+    float8.convert_to_float8_training(unsynced, config=config)
 
     torch._dynamo.reset()  # another test's step would make this one's the second form
     counter = CompileCounterWithBackend("aot_eager")

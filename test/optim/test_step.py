@@ -22,7 +22,14 @@ from float8.optim import SGD, AdamW, moment
 from float8.optim import optimizer as optimizer_module
 from float8.optim import step as step_module
 from float8.optim.moment import Moment, matrix_of, tiles
-from float8.optim.step import Work, advance, advance_together, buckets, may_be_batched
+from float8.optim.step import (
+    Work,
+    advance,
+    advance_fused,
+    advance_together,
+    buckets,
+    may_be_batched,
+)
 
 RULE = Rule(lr=0.1, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 
@@ -332,6 +339,29 @@ def test_a_fused_step_is_the_step_in_tiles(kept, grad, monkeypatch):
         results.append([p.detach(), *(state[name] for name in sorted(state))])
     for pair in zip(*results, strict=True):
         assert_bitwise(*(x.dequantize() if type(x) is not torch.Tensor else x for x in pair))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_step_records_the_amax_of_the_parameter(dtype, is_fused, monkeypatch):
+    """In tiles or fused, of parts of any shape; a step that GradScaler skips leaves the old one."""
+    pytest.importorskip("triton")
+    assert optimizer_step._no_kernel(None) is None
+    monkeypatch.setattr(moment, "TILE", 64)
+    for shape in ((5, 123), (1, 7), (3, 0)):
+        for found_inf in (None, 1.0) if is_fused else (None,):
+            work = made(shape, dtype, random=dtype == torch.bfloat16)
+            work = work._replace(amax=torch.zeros(1))
+            before, version = work.parameter.clone(), work.parameter._version
+            if is_fused:
+                advance_fused(work, RULE, None, found_inf and torch.tensor(found_inf))
+            else:
+                advance(work, RULE)
+            assert_bitwise(work.amax.view(1, 1), amax(work.parameter, (-1, -1)))
+            assert work.parameter._version > version or not work.parameter.numel()
+            assert torch.equal(work.parameter, before) == (
+                bool(found_inf) or not work.parameter.numel()
+            )
 
 
 def test_a_fused_step_divides_the_gradient_by_the_scale(monkeypatch):

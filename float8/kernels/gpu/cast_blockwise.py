@@ -33,6 +33,7 @@ from float8.kernels.gpu.jit import (
     outputs_of_matrix,
     reciprocal,
     scale_from_amax,
+    tile_of_program,
     to_float32,
     write_codes,
 )
@@ -79,8 +80,8 @@ def _blocks_kernel(
     WRITE_COLS: tl.constexpr,
     PACK: tl.constexpr,  # M is a multiple of 16
 ):
-    pid, e = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    data_ptr, data_t_ptr = outputs_of_matrix(data_ptr, data_t_ptr, M, K, PACK)
+    pid, e = tile_of_program()
+    data_ptr, data_t_ptr = outputs_of_matrix(data_ptr, data_t_ptr, e, M, K, PACK)
     blocks_m = tl.cdiv(M, BLOCK)
     blocks_k = tl.cdiv(K, BLOCK)
     block_m = (pid // blocks_k).to(tl.int64)
@@ -192,7 +193,7 @@ cast_blockwise = register(
 )
 
 
-def shipped() -> list[Variant]:
+def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The forms that the blockwise recipe launches on bfloat16."""
     forms = {
         "1x128, rows and columns": (1, 128, True, True),
@@ -200,7 +201,7 @@ def shipped() -> list[Variant]:
         "128x128, rows and columns": (128, 128, True, True),
         "128x128, columns": (128, 128, False, True),
     }
-    x, e4m3 = meta(4096, 4096), torch.float8_e4m3fn
+    x, e4m3 = meta(M, K), torch.float8_e4m3fn
     return [
         variant(f"cast_blockwise, e4m3, {name}", _launch, x, e4m3, True, *form)
         for name, form in forms.items()

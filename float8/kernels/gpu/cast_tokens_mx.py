@@ -27,7 +27,13 @@ from torch import Tensor
 from float8.granularity import ceil_div
 from float8.kernels import cublas, definition, groups
 from float8.kernels.gpu.cast_mx import quotients_t, rounding_constants, store_exponents, write_rows
-from float8.kernels.gpu.jit import convert_4, group_of_tile, load_4_rows, store_packed_group
+from float8.kernels.gpu.jit import (
+    convert_4,
+    group_of_tile,
+    load_4_rows,
+    store_packed_group,
+    tile_of_program,
+)
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_FORMATS,
@@ -71,9 +77,10 @@ def _tokens_kernel(
     WRITE_COLS: tl.constexpr,
 ):
     tiles_k = tl.cdiv(K, COLS)
-    first_k = (tl.program_id(0) % tiles_k).to(tl.int64) * COLS
+    tile, _ = tile_of_program()
+    first_k = (tile % tiles_k).to(tl.int64) * COLS
     _, begin, size, start, first = group_of_tile(
-        tl.program_id(0) // tiles_k, offs_ptr, E, T, P, 128, 128, GROUPS
+        tile // tiles_k, offs_ptr, E, T, P, 128, 128, GROUPS
     )
     if first >= size:
         return
@@ -171,9 +178,9 @@ cast_tokens_mx = register(
 )
 
 
-def shipped() -> list[Variant]:
+def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The forms that the recipe mxfp8 launches on bfloat16."""
-    x, offs, e4m3 = meta(4096, 4096), meta(64, dtype=torch.int32), torch.float8_e4m3fn
+    x, offs, e4m3 = meta(M, K), meta(64, dtype=torch.int32), torch.float8_e4m3fn
     forms = {"both": (True, True), "rows": (True, False), "columns": (False, True)}
     return [
         variant(

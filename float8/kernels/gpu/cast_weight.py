@@ -113,12 +113,12 @@ cast_weight = register(
 )
 
 
-def shipped() -> list[Variant]:
+def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The form of a weight whose rows are whole groups."""
     master, master_scale = (
-        meta(4096, 4096, dtype=torch.float16),
-        meta(4096, 32, dtype=torch.float32),
+        meta(M, K, dtype=torch.float16),
+        meta(M, triton.cdiv(K, 128), dtype=torch.float32),
     )
-    data, scale = meta(4096, 4096, dtype=torch.float8_e4m3fn), meta(dtype=torch.float32)
+    data, scale = meta(M, K, dtype=torch.float8_e4m3fn), meta(dtype=torch.float32)
     arguments = master, master_scale, data, scale, 128, meta(1, dtype=torch.float32)
     return [variant("cast_weight", _launch, *arguments)]

@@ -34,7 +34,7 @@ idle.
 A group without tokens gives no rows, or a matrix of zeros. Rows of ``a`` at or beyond ``offs[-1]``
 are not read, and their rows of the result not written.
 
-Like those of ``blockwise_mm.py``, the tiles are unmeasured on a GPU. ``FAST`` leaves the whole
+The tiles are those of ``blockwise_mm.py``, chosen in the same way. ``FAST`` leaves the whole
 contraction to the tensor core; without it, its sums are added in float32 every 128.
 """
 
@@ -62,7 +62,9 @@ from float8.kernels.gpu.blockwise_mm import (
     contract,
     place_of,
     tile_of,
+    tiles_for,
 )
+from float8.kernels.gpu.fastest_tile import fastest
 from float8.kernels.gpu.jit import group_of_tile
 from float8.kernels.gpu.launch import Variant, check_device, launch, meta, register, variant
 from float8.kernels.grouped_mm import grouped_mm as define
@@ -175,20 +177,30 @@ def _launch(
     if out.numel() == 0:
         return out
     by_tokens, M, N, experts = b.dim() == 2, a.shape[0], b.shape[-2], offs.shape[0]
-    tile = tile or tile_of(M if by_tokens else ceil_div(M, experts), N, experts)
-    tiles_m = experts * ceil_div(M, tile.M) if by_tokens else M // tile.M + experts
     if blocks and b_rows == 1 and b_scale.stride(-2) != 1:
         b_scale = b_scale.mT.contiguous().mT  # as in `blockwise_mm`
-    launch(
-        _kernel, tiles_m * ceil_div(N, tile.N),
-        a, a_scale, b, b_scale, offs, out, M, N, a.shape[1], experts,
-        a.stride(0), 0 if by_tokens else b.stride(0), b.stride(-2),
-        *_strides(a_scale, by_tokens, blocks), *_strides(b_scale, by_tokens, blocks),
-        BY_TOKENS=by_tokens, EXPERTS=triton.next_power_of_2(experts), ALIGN=align,
-        A_ROWS=a_rows, B_ROWS=b_rows, BLOCKS=blocks, FAST=use_fast_accum and not blocks,
-        TILE_M=tile.M, TILE_N=tile.N, GROUP=GROUP, num_warps=tile.warps, num_stages=tile.stages,
-        **FUSION,
-    )  # fmt: skip
+    fast = use_fast_accum and not blocks
+
+    def run(tile: Tile) -> None:
+        tiles_m = experts * ceil_div(M, tile.M) if by_tokens else M // tile.M + experts
+        launch(
+            _kernel, tiles_m * ceil_div(N, tile.N),
+            a, a_scale, b, b_scale, offs, out, M, N, a.shape[1], experts,
+            a.stride(0), 0 if by_tokens else b.stride(0), b.stride(-2),
+            *_strides(a_scale, by_tokens, blocks), *_strides(b_scale, by_tokens, blocks),
+            BY_TOKENS=by_tokens, EXPERTS=triton.next_power_of_2(experts), ALIGN=align,
+            A_ROWS=a_rows, B_ROWS=b_rows, BLOCKS=blocks, FAST=fast,
+            TILE_M=tile.M, TILE_N=tile.N, GROUP=GROUP, num_warps=tile.warps,
+            num_stages=tile.stages, **FUSION,
+        )  # fmt: skip
+
+    if tile is None:
+        rows = M if by_tokens else ceil_div(M, experts)
+        form = ("grouped_mm", by_tokens, a_rows, b_rows, blocks, fast, a.dtype, b.dtype, out_dtype)
+        sizes = (M, N, a.shape[1], experts)
+        by_rule = tile_of(rows, N, experts)
+        tile = fastest(form, a, sizes, tiles_for(rows, N), by_rule, run)
+    run(tile)
     return out
 
 
@@ -268,7 +280,7 @@ grouped_mm_gpu = register(
 )
 
 
-def shipped() -> list[Variant]:
+def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """Both forms of each product in the largest tile, and of blockwise ones in that of 4 warps."""
     forms: list[tuple[Tile, bool, tuple[Block, Block], torch.dtype, bool]] = []
     for by_tokens, pair in ((False, (BY_128, SQUARE)), (True, (BY_128, BY_128))):
@@ -276,20 +288,22 @@ def shipped() -> list[Variant]:
         forms += [(TILES[0], by_tokens, (ONE, ONE), E5M2, False)]
         forms += [(TILES[0], by_tokens, (ROW, ROW), E4M3, False)]
     forms += [(TILES[0], False, pair, E4M3, True) for pair in ((ONE, ONE), (ROW, ROW))]
-    return [_variant(*form) for form in forms]
+    return [_variant(*form, M, K) for form in forms]
 
 
 def _variant(
-    tile: Tile, by_tokens: bool, pair: tuple[Block, Block], a_dtype: torch.dtype, fast: bool
-) -> Variant:
-    """32 experts, with scales in the layouts of the casts."""
-    size, E = 4096, 32
-    a, b = (meta(size, size, dtype=dtype) for dtype in (a_dtype, E4M3))
+    tile: Tile, by_tokens: bool, pair: tuple[Block, Block], a_dtype: torch.dtype, fast: bool,
+    M: int, K: int,
+) -> Variant:  # fmt: skip
+    """M tokens of 32 experts with weights (4096, K), and scales in the layouts of the casts."""
+    N, E = 4096, 32
+    shapes = ((N, M), (K, M)) if by_tokens else ((M, K), (N, K))
+    a, b = (meta(*s, dtype=dtype) for s, dtype in zip(shapes, (a_dtype, E4M3), strict=True))
     scales = []
     for x, block in zip((a, b), pair, strict=True):
         rows, columns = scale_shape(x.shape, block)
         if by_tokens and block == ROW:
-            scales.append(meta(E, size, dtype=torch.float32))
+            scales.append(meta(E, x.shape[0], dtype=torch.float32))
         elif by_tokens and block == BY_128:
             scales.append(meta(columns + E, rows, dtype=torch.float32).t())
         elif block == BY_128:
@@ -299,7 +313,7 @@ def _variant(
         else:
             scales.append(meta(rows, columns, dtype=torch.float32))
     if not by_tokens:
-        b = meta(E, size, size, dtype=E4M3)
+        b = meta(E, N, K, dtype=E4M3)
     kind = "tokens" if by_tokens else "experts"
     names = " by ".join(block_name(block) for block in pair)
     format = "e4m3" if a_dtype == E4M3 else "e5m2"

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import JITFunction, driver
 
 from float8.granularity import Block
 from float8.kernels import definition
@@ -40,11 +40,11 @@ TRITON_DTYPES: dict[torch.dtype, Any] = {
     torch.float16: tl.float16,
 }
 # Triton's name of each dtype.
-_POINTERS = {dtype: str(t) for dtype, t in (TRITON_FORMATS | TRITON_DTYPES).items()}
-_POINTERS |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
+POINTERS = {dtype: str(t) for dtype, t in (TRITON_FORMATS | TRITON_DTYPES).items()}
+POINTERS |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 
-LAUNCHERS: dict[str, Callable[..., Any]] = {}  # op -> what launches its kernels
 DEFINITIONS: dict[str, Callable[..., Any]] = {}  # op -> the same in plain PyTorch
+LAUNCHERS: dict[str, Callable[..., Any]] = {}  # op -> the function that launches its kernels
 
 
 def register(
@@ -66,7 +66,7 @@ def register(
         the op's only overload, for calling it with the least overhead.
     """
     name = schema.partition("(")[0]
-    LAUNCHERS[name], DEFINITIONS[name] = kernel, definition
+    DEFINITIONS[name], LAUNCHERS[name] = definition, kernel
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, checked(name, kernel, definition), "CUDA")
     LIBRARY.impl(name, definition, "CPU")
@@ -85,6 +85,8 @@ class Variant:
             (``"*bf16"``, ``"i32"``).
         constants: every compile-time argument.
         options: ``num_warps`` and what else the launch passes.
+        programs: the size of the grid.
+        arguments: every runtime argument, tensors without memory.
     """
 
     name: str
@@ -92,12 +94,19 @@ class Variant:
     types: Mapping[str, str]
     constants: Mapping[str, Any]
     options: Mapping[str, Any]
+    programs: tuple[int, int] = (1, 1)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 # Contracting a * b + c to one rounding would change bits; Triton's own default is about to change.
 NO_FUSION = {"enable_fp_fusion": False}
 
-_recorded: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+_recorded: list[tuple[Any, tuple[int, int], tuple[Any, ...], dict[str, Any]]] = []
+
+# What a compiled kernel depends on -> the kernel and its compile-time arguments. Triton's own
+# launch works this out anew each time, which takes longer than all else that a cast does.
+_compiled: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
+_MOST_COMPILED = 4096  # remembered forms; sizes that change at every step make many
 
 
 def launch(
@@ -105,35 +114,80 @@ def launch(
 ) -> None:
     """Run ``programs`` programs of a kernel on the device of its first argument, x.
 
+    The first launch with these dtypes, alignments and sizes is Triton's; it compiles. Later ones
+    call the compiled kernel. Sizes are compared as they are, so that no rule of Triton's about
+    those that it compiles in (1, multiples of 16, 64 bits) is repeated here; arguments that the
+    kernel does not specialise must be integers.
+
     Args:
-        kernel: the ``@triton.jit`` function.
+        kernel: the ``@triton.jit`` function, without defaults.
         programs: the size of the grid: of its only dimension, or of both.
         x, arguments: the runtime arguments, in the order of the signature.
-        constants: the compile-time arguments and Triton's options.
+        constants: the compile-time arguments, which end the signature, and Triton's options.
     """
-    if x.is_meta:  # no memory: see `variant`
-        _recorded.append((kernel, (x, *arguments), constants))
+    grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
+    if x.is_meta:  # no memory: see `variants`
+        _recorded.append((kernel, grid[:2], (x, *arguments), constants))
+        return
+    if not isinstance(kernel, JITFunction):
+        kernel[grid](x, *arguments, **constants)  # interpreted
         return
     with on_device_of(x):
-        kernel[(programs,) if isinstance(programs, int) else programs](x, *arguments, **constants)
+        device = driver.active.get_current_device()
+        forms = [
+            (a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor)
+            else a if isinstance(a, int) else type(a) for a in arguments
+        ]  # fmt: skip
+        for name in kernel.do_not_specialize:  # other values of these are no other form
+            place = kernel.arg_names.index(name) - 1
+            forms[place] = -(2**31) <= arguments[place] < 2**31
+        form = (id(kernel), device, x.dtype, x.data_ptr() % 16, *forms, *constants.items())
+        found = _compiled.get(form)
+        if found is not None:
+            found[0][grid](x, *arguments, *found[2])
+            return
+        compiled = kernel[grid](x, *arguments, **constants)
+        if len(_compiled) >= _MOST_COMPILED:
+            _compiled.clear()
+        names = kernel.arg_names[1 + len(arguments) :]
+        # With the kernel itself, whose id no other object then has.
+        _compiled[form] = compiled, kernel, tuple(constants[name] for name in names)
 
 
 def variant(name: str, launcher: Callable[..., Any], *arguments: Any, **options: Any) -> Variant:
     """The form of the last kernel that ``launcher`` launches, for arguments on the meta device."""
+    return variants(name, launcher, *arguments, **options)[-1]
+
+
+def variants(
+    name: str, launcher: Callable[..., Any], *arguments: Any, **options: Any
+) -> list[Variant]:
+    """The forms of all kernels that ``launcher`` launches, for arguments on the meta device."""
     _recorded.clear()
     launcher(*arguments, **options)
-    kernel, values, keywords = _recorded.pop()
+    launches, _recorded[:] = _recorded[:], []
+    return [_variant(name, *launched) for launched in launches]
+
+
+def _variant(
+    name: str,
+    kernel: Any,
+    programs: tuple[int, int],
+    values: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+) -> Variant:
     types, constants = {}, {}
     for parameter, value in zip(kernel.arg_names, values, strict=False):
         if isinstance(value, int) and value == 1:
             constants[parameter] = 1  # Triton compiles it in
         elif isinstance(value, Tensor):
-            types[parameter] = f"*{_POINTERS[value.dtype]}"
+            types[parameter] = f"*{POINTERS[value.dtype]}"
         else:
             types[parameter] = "i32" if isinstance(value, int) else "fp32"
     constants |= {n: value for n, value in keywords.items() if n in kernel.arg_names}
     compiler = {n: value for n, value in keywords.items() if n not in kernel.arg_names}
-    return Variant(name, kernel, types, constants, compiler)
+    runtime = dict(zip(kernel.arg_names, values, strict=False))
+    return Variant(name, kernel, types, constants, compiler, programs, runtime)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -161,7 +215,7 @@ def check_device(op: str, x: Tensor, **others: Tensor | None) -> None:
 def tiles_of(x: Tensor, tile: Mapping[str, int]) -> int:
     """How many tiles, of COLS columns and of ROWS or 4 ROWS_BY_4 rows, cover a matrix of x."""
     rows = tile["ROWS"] if "ROWS" in tile else 4 * tile["ROWS_BY_4"]
-    return int(triton.cdiv(x.shape[-2], rows) * triton.cdiv(x.shape[-1], tile["COLS"]))
+    return -(-x.shape[-2] // rows) * -(-x.shape[-1] // tile["COLS"])
 
 
 # Casts take a matrix (M, K), or a stack of them (E, M, K) such as the weights of experts: each is

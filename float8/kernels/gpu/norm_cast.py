@@ -45,6 +45,7 @@ from float8.kernels.gpu.jit import (
     magnitude_bits,
     reciprocal,
     scale_of_tensor,
+    tile_of_program,
     write_codes,
 )
 from float8.kernels.gpu.launch import (
@@ -253,7 +254,7 @@ def _cast_kernel(
     RECORD: tl.constexpr,
     PACK: tl.constexpr,  # M is a multiple of 16
 ):
-    pid = tl.program_id(0)
+    pid, _ = tile_of_program()
     chunks = tl.cdiv(K, COLS)
     scale = scale_of_tensor(
         given_ptr, scale_ptr, partials_ptr, amax_ptr,
@@ -425,10 +426,10 @@ layer_norm_cast = register(
 )
 
 
-def shipped() -> list[Variant]:
+def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The variants that the recipes launch on bfloat16."""
-    x, weight = meta(4096, 4096), meta(4096)
-    statistic, scale = meta(4096, 1, dtype=torch.float32), meta(1, 1, dtype=torch.float32)
+    x, weight = meta(M, K), meta(K)
+    statistic, scale = meta(M, 1, dtype=torch.float32), meta(1, 1, dtype=torch.float32)
     amax, cast_to = meta(dtype=torch.float32), (torch.bfloat16, torch.float8_e4m3fn, False)
     forms = []
     for op, bias in (("rms_norm_cast", None), ("layer_norm_cast", weight)):

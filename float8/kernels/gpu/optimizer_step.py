@@ -19,7 +19,9 @@ the bias corrections in float64, as the definition does. Random bits are a hash 
 element.
 
 If the parameter is a master, `cast_weight` is a second launch. The first launch writes the amax of
-the new master by an atomic maximum, which does not depend on the order.
+the new master by an atomic maximum, which does not depend on the order. That of another parameter
+is recorded on request: the next forward then casts the weight in one read. A step that GradScaler's
+``found_inf`` skips reads all the same, and records the amax of the parameter as it stays.
 """
 
 from __future__ import annotations
@@ -35,7 +37,15 @@ from torch import Tensor
 from float8.kernels import optimizer_step as host
 from float8.kernels import stochastic, update_rules
 from float8.kernels.gpu.jit import magnitude_bits
-from float8.kernels.gpu.launch import NO_FUSION, Variant, check_device, on_device_of, register
+from float8.kernels.gpu.launch import (
+    NO_FUSION,
+    Variant,
+    check_device,
+    launch,
+    meta,
+    register,
+    variant,
+)
 from float8.kernels.gpu.moments import (
     DENSE,
     EXPANDED,
@@ -58,10 +68,14 @@ _NO_DECAY, _DECOUPLED, _COUPLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr
 def _positions(
     n, N, C, p_stride_r, p_stride_c, g_stride_r, g_stride_c, GROUP: tl.constexpr, FLAT: tl.constexpr
 ):
-    """Offsets of groups n in the states, in p and in g, (GROUPS, GROUP); and which ones exist."""
+    """Offsets of groups n in the states, in p and in g, (GROUPS, GROUP); and which ones exist.
+
+    Then the offset of each group's first element in the states, (GROUPS,).
+    """
     lane = tl.arange(0, GROUP)
     if FLAT:
-        at = n[:, None] * GROUP + lane[None, :]
+        start = n * GROUP
+        at = start[:, None] + lane[None, :]
         inside = (n < N)[:, None] & (lane < GROUP)[None, :]
         p_at, g_at = at, at
     else:
@@ -69,10 +83,11 @@ def _positions(
         row = (n // G)[:, None]
         col = (n % G)[:, None] * GROUP + lane[None, :]
         inside = (n < N)[:, None] & (col < C)
+        start = (n // G) * C + (n % G) * GROUP
         at = row * C + col
         p_at = row * p_stride_r + col * p_stride_c
         g_at = row * g_stride_r + col * g_stride_c
-    return at, p_at, g_at, inside
+    return at, p_at, g_at, inside, start
 
 
 @triton.jit
@@ -131,12 +146,20 @@ def _store_master(
 
 @triton.jit
 def _store_plain(p, p_ptr, at, inside, index, seed, step, RANDOM: tl.constexpr):
-    """Write a parameter in its own dtype."""
+    """Write a parameter in its own dtype; return float32 values that round to what is written."""
     DTYPE: tl.constexpr = p_ptr.dtype.element_ty
     if RANDOM:
-        tl.store(p_ptr + at, stochastic_round(p, index, seed, step, DTYPE), inside)
-    else:
-        tl.store(p_ptr + at, p.to(DTYPE), inside)
+        p = stochastic_round(p, index, seed, step, DTYPE)
+    tl.store(p_ptr + at, p.to(DTYPE), inside)
+    return p
+
+
+@triton.jit
+def _record_amax(p, amax_ptr, inside, DTYPE: tl.constexpr):
+    """The largest magnitude of a tile, rounded to DTYPE: rounding is monotonic, so it is last."""
+    bits = tl.max(tl.where(inside, magnitude_bits(p), 0))
+    rounded = bits.to(tl.float32, bitcast=True).to(DTYPE).to(tl.float32)
+    tl.atomic_max(amax_ptr, magnitude_bits(rounded), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["seed", "first"])
@@ -150,7 +173,7 @@ def _step_kernel(
     v_ptr,
     v_scale_ptr,
     v_exponent_ptr,
-    amax_ptr,  # int32 bits, if the parameter is a master
+    amax_ptr,  # int32 bits, if the parameter is a master, or RECORD
     grad_scale_ptr,
     found_inf_ptr,
     lr,  # a number or a pointer, and so is step
@@ -189,17 +212,20 @@ def _step_kernel(
     V_RANDOM: tl.constexpr,
     SCALED: tl.constexpr,
     SKIPS: tl.constexpr,
+    RECORD: tl.constexpr,  # the amax of the parameter after the step
     LOG2_BETA1: tl.constexpr,
     LOG2_BETA2: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     N = tl.full((), 1, tl.int64) * R * tl.cdiv(C, GROUP)  # R may be a constant, without .to()
-    if SKIPS:
-        N = tl.where(tl.load(found_inf_ptr) == 0, N, 0)  # no element is inside, so none is written
-    at, p_at, g_at, inside = _positions(
+    is_skipped = tl.load(found_inf_ptr) != 0 if SKIPS else False
+    written_N = tl.where(is_skipped, 0, N) if SKIPS else N
+    N = N if RECORD else written_N  # a skipped step reads nothing, unless it records
+    at, p_at, g_at, inside, start = _positions(
         n, N, C, p_stride_r, p_stride_c, g_stride_r, g_stride_c, GROUP, FLAT
     )
-    index = (at + first).to(tl.int32)  # of an element in the whole parameter, modulo 2^32
+    written = inside & (n < written_N)[:, None] if SKIPS and RECORD else inside
+    index = (start + first).to(tl.int32)  # in the whole parameter, modulo 2^32
 
     g = tl.load(g_ptr + g_at, inside, 0).to(tl.float32)
     if P_FORM == LINEAR:
@@ -220,13 +246,14 @@ def _step_kernel(
         g = tl.div_rn(g, tl.load(grad_scale_ptr) + tl.zeros_like(g))
     if MAXIMIZE:
         g = -g
+    old = p
     p, g = _decayed(p, g, kept, weight_decay, DECAY)
     if RULE == "adamw":
         if LR_IS_TENSOR or STEP_IS_TENSOR:
             step_size, root = _adam_factors(lr, step, LOG2_BETA1, LOG2_BETA2)
         p, m, v = _adamw(p, g, m, v, rest1, beta2, rest2, eps, step_size, root)
         store(
-            v, v_ptr, v_scale_ptr, v_exponent_ptr, at, inside, n, N, V_FORM,
+            v, v_ptr, v_scale_ptr, v_exponent_ptr, at, written, n, written_N, V_FORM,
             index, seed, number, 1, V_RANDOM,
         )  # fmt: skip
     elif RULE == "sgd_momentum":
@@ -236,7 +263,7 @@ def _step_kernel(
     else:
         p, m = _lion(p, g, m, lr, beta1, rest1, beta2, rest2)
     store(
-        m, m_ptr, m_scale_ptr, m_exponent_ptr, at, inside, n, N, M_FORM,
+        m, m_ptr, m_scale_ptr, m_exponent_ptr, at, written, n, written_N, M_FORM,
         index, seed, number, 0, M_RANDOM,
     )  # fmt: skip
     if P_FORM == LINEAR:
@@ -244,7 +271,10 @@ def _step_kernel(
             p, p_ptr, p_scale_ptr, amax_ptr, at, inside, n, N, index, seed, number, P_RANDOM
         )
     else:
-        _store_plain(p, p_ptr, p_at, inside, index, seed, number, P_RANDOM)
+        p = _store_plain(p, p_ptr, p_at, written, index, seed, number, P_RANDOM)
+        if RECORD:
+            stays = tl.where(is_skipped, old, p) if SKIPS else p
+            _record_amax(stays, amax_ptr, inside, p_ptr.dtype.element_ty)
 
 
 def _form(scale: Tensor | None, exponent: Tensor | None = None) -> int:
@@ -324,32 +354,23 @@ def _launch(
         for r, x in zip((*at_random, False)[:3], (p, m, v), strict=True)
     )
     groups = max(1, _ELEMENTS // group)
-    with on_device_of(p):
-        _step_kernel[(triton.cdiv(R * triton.cdiv(C, group), groups),)](
-            *(p if x is None else x for x in tensors),  # a pointer that is not read needs a value
-            plain.lr if lr is None else lr,
-            step if step_tensor is None else step_tensor,
-            stochastic.as_int32(seed),
-            stochastic.as_int32(first),
-            *arguments.values(),
-            *(R, C, *p.stride(), *g.stride()),
-            GROUPS=groups,
-            GROUP=group,
-            FLAT=C % group == 0 and p.is_contiguous() and g.is_contiguous(),
-            RULE=rule,
-            P_FORM=_form(p_scale),
-            M_FORM=_form(m_scale, m_exponent),
-            V_FORM=_form(v_scale, v_exponent),
-            LR_IS_TENSOR=lr is not None,
-            STEP_IS_TENSOR=step_tensor is not None,
-            P_RANDOM=p_random,
-            M_RANDOM=m_random,
-            V_RANDOM=v_random,
-            SCALED=grad_scale is not None,
-            SKIPS=found_inf is not None,
-            **constants,
-            **_OPTIONS,
-        )
+    programs = triton.cdiv(R * triton.cdiv(C, group), groups)
+    launch(
+        _step_kernel, programs, p,
+        *(p if x is None else x for x in tensors[1:]),  # a pointer that is not read needs a value
+        plain.lr if lr is None else lr, step if step_tensor is None else step_tensor,
+        stochastic.as_int32(seed), stochastic.as_int32(first), *arguments.values(),
+        R, C, *p.stride(), *g.stride(),
+        GROUPS=groups, GROUP=group,
+        FLAT=C % group == 0 and p.is_contiguous() and g.is_contiguous(),
+        RULE=rule, P_FORM=_form(p_scale), M_FORM=_form(m_scale, m_exponent),
+        V_FORM=_form(v_scale, v_exponent),
+        LR_IS_TENSOR=lr is not None, STEP_IS_TENSOR=step_tensor is not None,
+        P_RANDOM=p_random, M_RANDOM=m_random, V_RANDOM=v_random,
+        SCALED=grad_scale is not None, SKIPS=found_inf is not None,
+        RECORD=amax is not None and p_scale is None,
+        **constants, **_OPTIONS,
+    )  # fmt: skip
 
 
 def _reference(
@@ -360,8 +381,9 @@ def _reference(
     group: int, at_random: list[bool], seed: int, first: int,
     grad_scale: Tensor | None, found_inf: Tensor | None, amax: Tensor | None,
 ) -> None:  # fmt: skip
-    """`plain_step`, with the inputs of GradScaler and the amax for `cast_weight`."""
-    if found_inf is not None and found_inf.item() != 0:
+    """`plain_step`, with the inputs of GradScaler and the amax of the new parameter."""
+    is_skipped = found_inf is not None and found_inf.item() != 0
+    if is_skipped and (amax is None or p_scale is not None):
         return
     target = StateMatrix(p, p_scale, None, group)
     states = [StateMatrix(m, m_scale, m_exponent, group)]
@@ -370,12 +392,16 @@ def _reference(
     gradient = g.to(torch.float32)
     if grad_scale is not None:
         gradient = gradient / grad_scale.reshape(())
-    host.plain_step(
-        host.unpacked(rule, numbers, lr), step if step_tensor is None else step_tensor, target,
-        gradient, states, at_random=at_random, seed=seed, first=first,
-    )  # fmt: skip
-    if amax is not None:
-        amax.copy_(torch.maximum(amax, target.decode().abs().nan_to_num(nan=0.0).amax()))
+    if not is_skipped:
+        host.plain_step(
+            host.unpacked(rule, numbers, lr), step if step_tensor is None else step_tensor, target,
+            gradient, states, at_random=at_random, seed=seed, first=first,
+        )  # fmt: skip
+    if amax is not None and p.numel():
+        largest = target.decode().abs()
+        if p_scale is not None:
+            largest = largest.nan_to_num(nan=0.0)
+        amax.copy_(torch.maximum(amax, largest.amax()))
 
 
 def _fake(*args: Any) -> None:
@@ -395,44 +421,44 @@ optimizer_step = register(
 )
 
 
-_ROW = {"p_stride_c": 1, "g_stride_c": 1}
-_NUMBERS = (
-    "kept", "weight_decay", "beta1", "rest1", "beta2", "rest2", "eps", "step_size", "root",
-)  # fmt: skip
-
-
-def shipped() -> list[Variant]:
+def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """Variants for bfloat16, float32, CUDA graphs, masters, and rows that groups do not divide."""
-    return [
-        _variant("bf16, e4m3, expanded e4m3", "*bf16", random="v"),  # AdamW's defaults
-        _variant("the same, to nearest", "*bf16"),
-        _variant("fp32, e4m3, fp16", "*fp32", v="*fp16", v_form=LINEAR),
-        _variant("bf16 all at random, captured", "*bf16", random="pmv", tensors=True),
-        _variant("bf16, ragged groups", "*bf16", flat=False, random="v"),
-        _variant("master", "*fp16", g="*bf16", p_form=LINEAR, random="pv"),
-        _variant("fp32 lion", "*fp32", rule="lion", random="m"),
+    bf16, fp32, fp16 = torch.bfloat16, torch.float32, torch.float16
+    forms: list[tuple[str, torch.dtype, dict[str, Any]]] = [
+        ("bf16, e4m3, expanded e4m3", bf16, {"random": "v"}),  # AdamW's defaults
+        ("the same, to nearest", bf16, {}),
+        ("fp32, e4m3, fp16", fp32, {"v": fp16}),
+        ("bf16 all at random, captured", bf16, {"random": "pmv", "captured": True}),
+        ("bf16, ragged groups", bf16, {"random": "v", "ragged": True}),
+        ("master", fp16, {"g": bf16, "master": True, "random": "pv"}),
+        ("fp32 lion", fp32, {"rule": "lion", "random": "m"}),
+        ("bf16, e4m3, expanded e4m3, amax", bf16, {"random": "v", "record": True}),
     ]
+    return [_variant(name, (M, K), dtype, **form) for name, dtype, form in forms]
 
 
 def _variant(
-    name: str, p: str, *, g: str | None = None, v: str = "*u8", p_form: Any = DENSE,
-    v_form: Any = EXPANDED, rule: str = "adamw", flat: bool = True, tensors: bool = False,
-    random: str = "",
+    name: str, shape: tuple[int, int], p_dtype: torch.dtype, *, g: torch.dtype | None = None,
+    v: torch.dtype = torch.float8_e4m3fn, master: bool = False, rule: str = "adamw",
+    ragged: bool = False, captured: bool = False, random: str = "", record: bool = False,
 ) -> Variant:  # fmt: skip
-    floats = dict.fromkeys(("p_scale_ptr", "m_scale_ptr", "m_exponent_ptr"), "*fp32")
-    floats |= dict.fromkeys(("v_scale_ptr", "v_exponent_ptr"), "*fp32")
-    floats |= dict.fromkeys(("grad_scale_ptr", "found_inf_ptr"), "*fp32")
-    types = {
-        "p_ptr": p, "g_ptr": g or p, "m_ptr": "*u8", "v_ptr": v, "amax_ptr": "*i32", **floats,
-        **dict.fromkeys(("lr", "step"), "*fp32" if tensors else "fp32"),
-        **dict.fromkeys(_NUMBERS, "fp32"),
-        **dict.fromkeys(("R", "C", "p_stride_r", "g_stride_r", "seed", "first"), "i32"),
-    }  # fmt: skip
-    constants = {
-        **_ROW, "GROUPS": _ELEMENTS // 128, "GROUP": 128, "FLAT": flat, "RULE": rule,
-        "P_FORM": p_form.value, "M_FORM": LINEAR.value, "V_FORM": v_form.value, "DECAY": 1,
-        "NESTEROV": False, "MAXIMIZE": False, "LR_IS_TENSOR": tensors, "STEP_IS_TENSOR": tensors,
-        **{f"{x}_RANDOM": x.lower() in random for x in "PMV"},
-        "SCALED": tensors, "SKIPS": tensors, "LOG2_BETA1": -0.15, "LOG2_BETA2": -0.0014,
-    }  # fmt: skip
-    return Variant(f"optimizer_step: {name}", _step_kernel, types, constants, _OPTIONS)
+    M, K = shape
+    C = K - 2 if ragged else K
+
+    def state(dtype: torch.dtype, has_exponent: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        scale = meta(M, triton.cdiv(C, 128), dtype=torch.float32)
+        return meta(M, C, dtype=dtype), scale, scale if has_exponent else None
+
+    numbers = {
+        "adamw": [1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0, 0.0],
+        "lion": [1e-4, 0.9, 0.99, 0.1, 0.0],
+    }[rule]
+    number = meta(dtype=torch.float32) if captured else None
+    p, p_scale, _ = state(p_dtype, False)
+    second = state(v, v.itemsize == 1) if rule == "adamw" else (None, None, None)
+    return variant(
+        f"optimizer_step: {name}", _launch, rule, numbers, number, 0.0 if captured else 7.0, number,
+        p, p_scale if master else None, meta(M, C, dtype=g or p_dtype),
+        *state(torch.float8_e4m3fn, False), *second, 128, [x in random for x in "pmv"], 7, 7,
+        number, number, meta(dtype=torch.float32) if master or record else None,
+    )  # fmt: skip

@@ -7,10 +7,17 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+from triton.runtime import driver
+
+from benchmarks.measuring.stubbed_gpu import StubbedDriver
 from float8.kernels.gpu import cast
+from float8.kernels.gpu import launch as launch_module
 from float8.kernels.gpu.launch import (
     DEFINITIONS,
     LIBRARY,
+    NO_FUSION,
     check_device,
     launch,
     meta,
@@ -80,3 +87,66 @@ def test_variants_say_everything_that_a_kernel_asks():
         assert not set(form.types) & set(form.constants)
     names = [form.name for form in variants()]
     assert len(set(names)) == len(names)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _scale_kernel(x_ptr, y_ptr, n, stride, factor, seed, TILE: tl.constexpr, ADDS: tl.constexpr):
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    x = tl.load(x_ptr + i * stride, i < n, 0.0)
+    tl.store(y_ptr + i, x * factor + seed + (1.0 if ADDS else 0.0), i < n)
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """A driver that launches nothing; it keeps what it is asked to launch."""
+    stub, outer = StubbedDriver(), driver._active
+    driver.set_active(stub)
+    monkeypatch.setattr(launch_module, "_compiled", {})
+    yield stub
+    driver.set_active(outer)
+
+
+def test_every_launch_runs_the_kernel_that_triton_would_choose(stub):
+    """Sizes of 1, multiples of 16 and others, odd addresses, dtypes, constants; each twice."""
+    memory = torch.zeros(64, dtype=torch.bfloat16)
+    chosen = set()
+    for x in (memory, memory[1:], memory.float()):
+        for n in (1, 16, 17, 32):
+            for stride, adds, factor in ((1, True, 0.5), (16, True, 0.5), (1, False, 2.5)):
+                arguments = (x, memory, n, stride, factor, n + 2)
+                constants = {"TILE": 16, "ADDS": adds, "num_warps": 1, **NO_FUSION}
+                expected = _scale_kernel[(2,)](*arguments, **constants)
+                launched = len(stub.launches)
+                for _ in range(2):
+                    launch(_scale_kernel, 2, *arguments, **constants)
+                for found in stub.launches[launched:]:
+                    assert found.grid == (2, 1, 1)
+                    assert found.kernel.hash == expected.hash
+                    assert found.arguments == (*arguments, 16, adds)
+                chosen.add(expected.hash)
+    assert len(chosen) > 12
+    values = [found[0].hash for found in launch_module._compiled.values()]
+    assert len(values) == 36
+    assert set(values) == chosen
+
+
+def test_a_later_launch_asks_triton_for_nothing_and_rates_and_seeds_are_not_compiled_in(
+    stub, monkeypatch
+):
+    x, y = torch.zeros(16), torch.zeros(16)
+    launch(_scale_kernel, 1, x, y, 16, 1, 0.1, 1, TILE=16, ADDS=False, **NO_FUSION)
+    monkeypatch.setattr(_scale_kernel, "run", None)
+    launch(_scale_kernel, 1, x, y, 16, 1, 0.3, 32, TILE=16, ADDS=False, **NO_FUSION)
+    assert [found.arguments[4] for found in stub.launches] == [0.1, 0.3]
+    assert len({found.kernel.hash for found in stub.launches}) == 1
+    with pytest.raises(TypeError, match="NoneType"):  # a seed of 64 bits is another kernel's
+        launch(_scale_kernel, 1, x, y, 16, 1, 0.3, 2**31, TILE=16, ADDS=False, **NO_FUSION)
+
+
+def test_forms_that_are_remembered_stay_few(stub, monkeypatch):
+    monkeypatch.setattr(launch_module, "_MOST_COMPILED", 3)
+    x, y = torch.zeros(64), torch.zeros(64)
+    for n in range(2, 12):
+        launch(_scale_kernel, 1, x, y, n, 1, 0.1, 7, TILE=16, ADDS=False, **NO_FUSION)
+        assert 1 <= len(launch_module._compiled) <= 3
+    assert len(stub.launches) == 10

@@ -199,6 +199,33 @@ def test_grad_scalers_protocol(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
+@pytest.mark.parametrize("at_random", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_recorded_amax_is_that_of_the_parameter_after_the_step(
+    dtype, at_random, found_inf, device
+):
+    """To the bit, where a step is skipped and where a weight becomes NaN too."""
+    tensors = operands((3, 300), 128, dtype, "e4m3", "expanded", "transposed", device)
+    for special in (0.0, torch.nan):
+        tensors[2][2, 299] = special
+        found, _ = both(
+            "adamw",
+            tensors,
+            128,
+            device,
+            at_random=(at_random, True, True),
+            amax=torch.zeros(1, device=device),
+            found_inf=None if found_inf is None else torch.tensor([found_inf], device=device),
+        )
+        p, amax = found[0], found[-1]
+        largest = p.float().abs().amax()
+        assert torch.equal(amax.squeeze(), largest) or (amax.isnan() and largest.isnan())
+        assert largest.isnan() == (special != 0 and found_inf != 1)
+        assert torch.equal(p, tensors[0]) == (found_inf == 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("special", [torch.nan, torch.inf, 1e15, 0.0])
 def test_a_special_gradient_reaches_its_own_element(special, device):
     tensors = operands((2, 160), 128, torch.float32, "e4m3", "expanded", device=device)

@@ -1,0 +1,116 @@
+"""The launches that ship, at a size, and the predicted time of each."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from float8.kernels import gpu
+from float8.kernels.gpu.launch import Variant
+from scripts.kernel_time.devices import DEVICES
+from scripts.kernel_time.instructions import work_of
+from scripts.kernel_time.model import Prediction, predict
+from scripts.kernel_time.occupancy import resident_programs
+from scripts.kernel_time.requests import program_of
+from scripts.kernel_time.traffic import traffic_of
+from scripts.sass.tools import listing, resources
+
+# The files that hold kernels: those that list their `shipped` variants.
+FILES = tuple(
+    path.stem
+    for path in sorted(Path(gpu.__file__).parent.glob("*.py"))
+    if "\ndef shipped(" in path.read_text()
+)
+
+
+def variants(files: Sequence[str] = FILES, M: int = 4096, K: int = 4096) -> list[Variant]:
+    """The shipped variants for matrices (M, K), in the order of ``float8/kernels/gpu/``."""
+    return [
+        variant
+        for name in files
+        for variant in importlib.import_module(f"float8.kernels.gpu.{name}").shipped(M, K)
+    ]
+
+
+def compile_for(variant: Variant, arch: str) -> Any:
+    """Triton's compiled kernel; sizes and pointers are multiples of 16, as in training.
+
+    Its key in Triton's cache is that of a launch, so that the two share one compilation.
+    """
+    signature = {n: variant.types.get(n, "constexpr") for n in variant.kernel.arg_names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]] if parameter.name in variant.types else []
+        for i, parameter in enumerate(variant.kernel.params)
+        if variant.types.get(parameter.name) != "fp32" and not parameter.do_not_specialize
+    }
+    source = ASTSource(variant.kernel, signature, dict(variant.constants), attributes)
+    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    return triton.compile(source, target=target, options=dict(variant.options))
+
+
+def predict_launch(variant: Variant, device: str) -> Prediction:
+    """The predicted time of a launch, on a device of `DEVICES`."""
+    return predict_compiled(variant, device, compile_for(variant, DEVICES[device].arch))
+
+
+def predict_compiled(
+    variant: Variant, device: str, compiled: Any, cached: Mapping[str, float] | None = None
+) -> Prediction:
+    """`predict_launch` of what Triton compiled.
+
+    Args:
+        variant: the launch.
+        device: of `DEVICES`.
+        compiled: by `compile_for`.
+        cached: argument -> bytes of it that L2 holds before the launch.
+    """
+    figures = DEVICES[device]
+    registers, code = _machine_code(compiled.asm["cubin"])
+    warps = compiled.metadata.num_warps
+    resident = resident_programs(figures.arch, registers, compiled.metadata.shared, warps)
+    programs = variant.programs[0] * variant.programs[1]
+    is_gemm = "GROUP" in variant.constants and "TILE_M" in variant.constants
+    at = variant.programs[0] // 2 | 1 if variant.programs[0] > 1 else 0
+    program = program_of(
+        compiled.asm["ttir"], list(variant.types), variant.arguments, variant.programs, at,
+        _average_trips(variant),
+    )  # fmt: skip
+    work = work_of(code, program.loops)
+    traffic = traffic_of(
+        program, variant.arguments, programs, resident * figures.multiprocessors, figures.l2,
+        variant.constants["GROUP"] if is_gemm else 0, cached or {},
+    )  # fmt: skip
+    return predict(
+        figures, work, traffic, programs, resident, warps,
+        _flops(variant) if is_gemm else 0, variant.options.get("num_stages", 1),
+    )  # fmt: skip
+
+
+@cache  # the same for many sizes
+def _machine_code(cubin: bytes) -> tuple[int, str]:
+    """Registers of a thread, and the listing."""
+    return int(re.findall(r"\bREG:(\d+)", resources(cubin))[0]), listing(cubin)
+
+
+def _flops(variant: Variant) -> float:
+    """Of a GEMM (M, K) by (K, N): groups of rows or of the contraction add up to the whole."""
+    return 2.0 * variant.arguments["M"] * variant.arguments["N"] * variant.arguments["K"]
+
+
+def _average_trips(variant: Variant) -> float:
+    """Of a loop over tokens in groups, of which the host knows the number alone."""
+    if variant.constants.get("BY_TOKENS"):
+        return -(-variant.arguments["K"] // variant.arguments["E"] // 128)
+    if variant.constants.get("LIMITED"):  # all tokens belong to groups
+        M, K = variant.arguments["M"], variant.arguments["K"]
+        tiles = -(-M // variant.constants["ROWS"]) * -(-K // variant.constants["COLS"])
+        return -(-tiles // variant.constants["PARTIALS"])
+    return 1
