@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import executed
 import torch
 
 PACKAGE = "float8.kernels.gpu"
@@ -41,10 +42,14 @@ class interpreted:
 
 
 def launcher(module: str, function: str, device: str) -> Callable[..., Any]:
-    """A function of a kernel file: interpreted for the CPU, compiled for CUDA."""
-    if device == "cpu":
+    """A function of a kernel file: interpreted for the CPU, compiled for CUDA.
+
+    Inside `executed.executed`, the CPU executes its compiled form.
+    """
+    if device == "cpu" and not executed.is_active():
         return getattr(interpreted(module), function)
-    return getattr(importlib.import_module(_path(module)), function)
+    found = getattr(importlib.import_module(_path(module)), function)
+    return executed.launcher(found) if device == "cpu" else found
 
 
 def _path(module: str) -> str:

@@ -32,20 +32,21 @@ def _probe(
     n = tl.arange(0, GROUPS)
     at = n[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(x_ptr + at)
+    first = n * GROUP
     seed, offset = tl.full((), 5, tl.int32), tl.full((), 7, tl.int32)
-    half, half_scale = encode_linear(x, True, at, seed, offset, 0, False)
+    half, half_scale = encode_linear(x, True, first, seed, offset, 0, False)
     tl.store(half_ptr + at, half)
     tl.store(half_scale_ptr + n, half_scale)
-    codes, scale, exponent = encode_expanded(x, at, seed, offset, 0, False)
+    codes, scale, exponent = encode_expanded(x, first, seed, offset, 0, False)
     tl.store(codes_ptr + at, codes)
     tl.store(scale_ptr + n, scale)
     tl.store(exponent_ptr + n, exponent)
     tl.store(decoded_ptr + at, decode_expanded(codes, scale[:, None], exponent[:, None]))
     DTYPE: tl.constexpr = rounded_ptr.dtype.element_ty
-    tl.store(rounded_ptr + at, stochastic_round(x, at, seed, offset, DTYPE))
-    tl.store(random_half_ptr + at, encode_linear(x, True, at, seed, offset, -1, True)[0])
-    tl.store(random_linear_ptr + at, encode_linear(x, False, at, seed, offset, 0, True)[0])
-    tl.store(random_expanded_ptr + at, encode_expanded(x, at, seed, offset, 1, True)[0])
+    tl.store(rounded_ptr + at, stochastic_round(x, first, seed, offset, DTYPE).to(DTYPE))
+    tl.store(random_half_ptr + at, encode_linear(x, True, first, seed, offset, -1, True)[0])
+    tl.store(random_linear_ptr + at, encode_linear(x, False, first, seed, offset, 0, True)[0])
+    tl.store(random_expanded_ptr + at, encode_expanded(x, first, seed, offset, 1, True)[0])
 
 
 def probe(x, dtype):

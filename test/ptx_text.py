@@ -6,7 +6,7 @@ with arrays and numbers as arguments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,29 +44,32 @@ def run(text: str, *arguments: Any, grid: Sequence[int] = (1,), **options: Any) 
     return report
 
 
-def compute(
-    statement: str, inputs: Sequence[np.ndarray], output: Any, registers: Mapping[str, str]
-) -> np.ndarray:
-    """Run one statement on arrays: its result ``$0``, its operands ``$1``, ``$2``, ...
+def compute(statement: str, *inputs: np.ndarray, output: Any) -> np.ndarray:
+    """Run one statement on arrays: its result is ``$0``, its operands ``$1``, ``$2``, ...
 
     Args:
         statement: such as ``add.f32 $0, $1, $2;``.
-        inputs: arrays of one length, which is padded to whole warps.
+        inputs: arrays of one length.
         output: the dtype of the result.
-        registers: numpy dtype -> the registers that hold it.
     """
     count = -(-len(inputs[0]) // 32) * 32
-    padded = [np.resize(a, count) for a in inputs]
-    result = np.zeros(count, output)
+    arrays = [np.zeros(count, output), *(np.resize(a, count) for a in inputs)]
     body = "mov.u32 %r60, %ctaid.x;\nmad.lo.s32 %r61, %r60, 32, %r0;\n"
-    for i, array in enumerate([result, *padded]):
-        name, size = f"{registers[array.dtype.str[1:]]}{10 + i}", array.dtype.itemsize
+    for i, array in enumerate(arrays):
+        name, size = f"{_register(array.dtype)}{10 + i}", array.dtype.itemsize
         statement = statement.replace(f"${i}", name)
         body += f"ld.param.u64 %d{i}, [p{i}];\nmad.wide.u32 %d{i}, %r61, {size}, %d{i};\n"
         if i:
             body += f"ld.global.b{8 * size} {name}, [%d{i}];\n"
-    width = 8 * result.dtype.itemsize
-    body += f"{statement}\nst.global.b{width} [%d0], {registers[result.dtype.str[1:]]}10;"
-    text = assemble(body, ["u64"] * (1 + len(inputs)))
-    run(text, result, *padded, grid=(count // 32,), batch=1 << 20).check()
-    return result[: len(inputs[0])]
+    dtype = arrays[0].dtype
+    body += f"{statement}\nst.global.b{8 * dtype.itemsize} [%d0], {_register(dtype)}10;"
+    text = assemble(body, ["u64"] * len(arrays))
+    run(text, *arrays, grid=(count // 32,), batch=1 << 20).check()
+    return arrays[0][: len(inputs[0])]
+
+
+def _register(dtype: np.dtype) -> str:
+    """The registers that hold a dtype."""
+    if dtype.kind == "f" and dtype.itemsize > 2:
+        return {4: "%f", 8: "%e"}[dtype.itemsize]
+    return {1: "%h", 2: "%h", 4: "%r", 8: "%d"}[dtype.itemsize]

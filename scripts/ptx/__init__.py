@@ -5,6 +5,9 @@
   registered by ``@instruction(name)`` execute the instructions.
 - `memory`: global memory with guards between tensors, shared memory with a history of each byte.
 - `arithmetic`, `conversions`, `accesses`, `exchange`: the instructions.
+- `tensor_cores`, `tensor_memory`, `async_copies`, `mbarriers`: those of matrix products;
+  `fragments` and `descriptors` say where an element lies.
+- `launch`: Triton's launches, rerouted here.
 - `report`: what a run found, and what it counted.
 
 A run finds accesses out of bounds or misaligned, races between barriers, reads of what was never
@@ -20,7 +23,9 @@ from scripts.ptx import (
     async_copies,
     conversions,
     exchange,
+    mbarriers,
     tensor_cores,
+    tensor_memory,
 )
 from scripts.ptx.machine import Machine, execute, instruction
 from scripts.ptx.memory import GlobalMemory
@@ -42,6 +47,8 @@ __all__ = [
     "exchange",
     "execute",
     "instruction",
+    "mbarriers",
     "parse",
     "tensor_cores",
+    "tensor_memory",
 ]

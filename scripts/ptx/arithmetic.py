@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from scripts.ptx.formats import canonical, flushed, from_bfloat16, halves, pair, to_bfloat16
 from scripts.ptx.machine import TYPES, Machine, instruction
-from scripts.ptx.program import Immediate, Instruction, PtxError, Vector
+from scripts.ptx.program import Immediate, Instruction, PtxError, Register, Vector
 
 Lanes = npt.NDArray[Any]
 
@@ -473,12 +473,18 @@ def _select(machine: Machine, ins: Instruction) -> None:
     result, a, b, predicate = ins.operands
     chosen = machine.read(predicate, "pred")
     bits = f"b{8 * TYPES[ins.type].itemsize}"
-    machine.write(result, np.where(chosen, machine.read(a, bits), machine.read(b, bits)))
+    first, other = machine.read(a, bits, chosen), machine.read(b, bits, ~chosen)
+    machine.write(result, np.where(chosen, first, other))
 
 
 @instruction("mov")
 def _move(machine: Machine, ins: Instruction) -> None:
-    """Moves a value, or splits it into parts, or joins parts; the first part is the lowest."""
+    """Moves a value, or splits it into parts, or joins parts; the first part is the lowest.
+
+    The move of a register that was never written is not a use of it: compilers join two halves and
+    take one of them out again. What it is moved to counts as not written; what it is joined with
+    does not, and holds garbage.
+    """
     result, source = ins.operands
     if ins.type == "pred":
         machine.write(result, machine.read(source, "pred"))
@@ -486,20 +492,25 @@ def _move(machine: Machine, ins: Instruction) -> None:
     bits = 8 * TYPES[ins.type].itemsize
     unsigned = TYPES[f"b{bits}"]
     if isinstance(source, Vector):
-        parts = machine.read_all(source, f"b{bits // len(source.elements)}")
+        parts = machine.read_all(source, f"b{bits // len(source.elements)}", used=False)
         value = np.zeros(machine.count, unsigned)
         for i, part in enumerate(parts):
             value |= part.astype(unsigned) << unsigned.type(i * bits // len(parts))
         machine.write(result, value)
         return
-    value = machine.read(source, f"b{bits}")
+    value = machine.read(source, f"b{bits}", used=False)
+    missing = machine.unwritten(source)
     if isinstance(result, Vector):
         count = len(result.elements)
         narrow = f"u{bits // count // 8}"
         shifts = (unsigned.type(i * bits // count) for i in range(count))
         machine.write_all(result, [(value >> s).astype(narrow) for s in shifts])
-        return
-    machine.write(result, value)
+    else:
+        machine.write(result, value)
+    if missing is not None:
+        for element in result.elements if isinstance(result, Vector) else (result,):
+            if isinstance(element, Register):
+                machine.forget(element, missing)
 
 
 @instruction("cvta")

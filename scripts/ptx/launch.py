@@ -133,6 +133,7 @@ class _Launcher:
         passed = _place(memory, values)
         report = execute(self.program, (x, y, z), passed, memory, shared_bytes=self.metadata.shared)
         memory.download()
+        report.form = self.metadata.hash
         _runs[-1].append(report)
 
 

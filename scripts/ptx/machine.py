@@ -153,10 +153,13 @@ class Machine:
         """The numbers of the lanes that execute the current instruction."""
         return self.all_lanes if self.mask is None else np.flatnonzero(self.mask)
 
-    def read(self, operand: Operand, type_: str) -> Lanes:
-        """The operand's values as a PTX type: an array (lanes,), not to be changed in place."""
+    def read(self, operand: Operand, type_: str, used: Lanes | bool = True) -> Lanes:
+        """The operand's values as a PTX type: an array (lanes,), not to be changed in place.
+
+        ``used``: in which lanes it matters whether a register has been written.
+        """
         if isinstance(operand, Register):
-            values = self._register(operand)
+            values = self._register(operand, used)
             if type_ == "pred":
                 return ~values if operand.negated else values
             dtype = TYPES[type_]
@@ -176,10 +179,19 @@ class Machine:
             return np.full(self.count, self._variables[operand.name], TYPES[type_])
         raise PtxError(f"{self.ins}: cannot read the operand {operand}")
 
-    def read_all(self, operand: Operand, type_: str) -> list[Lanes]:
+    def read_all(self, operand: Operand, type_: str, used: Lanes | bool = True) -> list[Lanes]:
         """Of a vector, each element's values; of another operand, its own."""
         elements = operand.elements if isinstance(operand, Vector) else (operand,)
-        return [self.read(e, type_) for e in elements]
+        return [self.read(e, type_, used) for e in elements]
+
+    def unwritten(self, operand: Operand) -> Lanes | None:
+        """The lanes in which a register has not been written; None if there are none."""
+        if not isinstance(operand, Register):
+            return None
+        if operand.name not in self._registers:
+            self._start(operand)
+        written = self._written.get(operand.name)
+        return None if written is None else ~written
 
     def address(self, operand: Operand) -> Lanes:
         """The int64 address that ``[%rd1 + 16]`` means, in each lane."""
@@ -192,7 +204,7 @@ class Machine:
             raise PtxError(f"{self.ins}: the variable {base} is not known")
         return np.full(self.count, self._variables.get(base, 0) + operand.offset, np.int64)
 
-    def _register(self, register: Register) -> Lanes:
+    def _register(self, register: Register, used: Lanes | bool = True) -> Lanes:
         name = register.name
         written = self._written.get(name)
         if written is None:
@@ -200,7 +212,7 @@ class Machine:
                 return self._registers[name]
             written = np.zeros(self.count, bool)
             self._start(register)
-        missing = ~written if self.mask is None else self.mask & ~written
+        missing = ~written & used if self.mask is None else self.mask & ~written & used
         if missing.any():
             self.report.find("uninitialised register", self.ins, name, int(missing.sum()))
         return self._registers[name]
@@ -213,15 +225,22 @@ class Machine:
         self._registers[register.name] = np.full(self.count, garbage, dtype)
         self._written[register.name] = np.zeros(self.count, bool)
 
-    def forget(self, register: Operand) -> None:
-        """Let the lanes that execute the instruction find no value in a register."""
+    def forget(self, register: Operand, lanes: Lanes | None = None) -> None:
+        """Let the lanes that execute the instruction find no value in a register.
+
+        ``lanes``: a mask of those that are meant; None for all.
+        """
         assert isinstance(register, Register), register
-        old, written = self._registers.get(register.name), self._written.get(register.name)
+        if lanes is None:
+            lanes = np.ones(self.count, bool)
+        mask = lanes if self.mask is None else lanes & self.mask
+        old = self._registers.get(register.name)
+        written = self._written.get(register.name)
         self._start(register)
-        if self.mask is not None and old is not None:
+        if old is not None and not mask.all():
             garbage = self._registers[register.name]
-            self._registers[register.name] = np.where(self.mask, garbage, old)
-            self._written[register.name] = ~self.mask if written is None else written & ~self.mask
+            self._registers[register.name] = np.where(mask, garbage, old)
+            self._written[register.name] = ~mask if written is None else written & ~mask
 
     def write(self, operand: Operand, values: Lanes) -> None:
         """Give a register ``values`` (lanes,), in the lanes that execute the instruction.
@@ -286,6 +305,7 @@ class Machine:
                     if not self._waiting.any():
                         return
                     self._deadlock()
+                    continue
                 block = int(at[running].min())
                 live = running & (at == block)
                 if live.all():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from scripts.ptx.pipes import by_pipe
 from scripts.ptx.program import Instruction, PtxError
 
 KINDS = (
@@ -63,7 +64,13 @@ class Report:
     traffic: dict[str, Traffic] = field(default_factory=dict)
     divergences: int = 0  # branches that lanes of one batch took differently
     seconds: float = 0.0
+    form: str = ""  # which compilation of the kernel: equal for equal ones
     _findings: dict[tuple[str, int], Finding] = field(default_factory=dict)
+
+    @property
+    def pipes(self) -> Counter[str]:
+        """`instructions` by the kind of unit that executes them; see `pipes`."""
+        return by_pipe(self.instructions)
 
     @property
     def findings(self) -> list[Finding]:

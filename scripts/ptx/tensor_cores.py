@@ -35,7 +35,7 @@ BITS = {"e4m3": 8, "e5m2": 8, "f16": 16, "bf16": 16}
 _FLOAT8 = {f: from_float8(np.arange(256), f).astype(np.float64) for f in ("e4m3", "e5m2")}
 _WARPGROUP = 128
 _SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)")
-_CHUNK = 16  # bytes: what a swizzle moves
+CHUNK = 16  # bytes: what a swizzle moves
 
 
 # --- between shared memory and fragments
@@ -101,7 +101,7 @@ def _mma(machine: Machine, ins: Instruction) -> None:
     machine.write_all(d, list(np.ascontiguousarray(held.reshape(machine.count, -1).T)))
 
 
-def _values(codes: npt.NDArray[np.unsignedinteger], type_: str) -> Matrices:
+def values_of(codes: npt.NDArray[np.unsignedinteger], type_: str) -> Matrices:
     """float64, which holds every value of every format."""
     if type_ in ("e4m3", "e5m2"):
         return _FLOAT8[type_][codes]
@@ -118,7 +118,7 @@ def _fragment(machine: Machine, operand: Operand, table: fragments.Table, type_:
     """The values of matrices that warps hold in registers."""
     held = np.stack(machine.read_all(operand, "b32"), -1).reshape(-1, WARP, table[0].shape[1])
     bits = 32 if type_ == "f32" else BITS[type_]
-    return _values(fragments.gather(held, table, bits), type_)
+    return values_of(fragments.gather(held, table, bits), type_)
 
 
 def _codes(values: Matrices, type_: str) -> npt.NDArray[np.unsignedinteger]:
@@ -173,7 +173,7 @@ class Products:
 
     def read(self, chunks: Lanes, lanes: Lanes) -> None:
         """Note that the current product of each of ``lanes`` reads its row of ``chunks``."""
-        at = chunks[:, :, None] + np.arange(_CHUNK)
+        at = chunks[:, :, None] + np.arange(CHUNK)
         self.machine.shared.departing[at] = True
         self.reads.append((at, lanes, self.committed[lanes]))
 
@@ -243,7 +243,7 @@ def _mma_async(machine: Machine, ins: Instruction, products: Products) -> None:
     used = machine.read(use_d, "pred")[::_WARPGROUP, None, None]
     if used.any():
         held = np.stack(products.accumulators(d), -1).reshape(-1, WARP, table[0].shape[1])
-        C = _values(fragments.gather(held, table, _accumulator_bits(types[0])), types[0])
+        C = values_of(fragments.gather(held, table, _accumulator_bits(types[0])), types[0])
         D = D + np.where(used, C.reshape(-1, 64, n), 0)
     registers = fragments.scatter(_codes(D, types[0]).reshape(-1, 16, n), table)
     products.issue(d, list(np.ascontiguousarray(registers.reshape(machine.count, -1).T)))
@@ -270,7 +270,7 @@ def _shared_operand(
         matrix = of_wgmma(int(descriptor))
         lanes = groups * _WARPGROUP
         codes, chunks = read_matrix(machine, ins, matrix, extent, k, type_, k_contiguous, lanes)
-        values[groups] = _values(codes, type_)
+        values[groups] = values_of(codes, type_)
         products.read(chunks, lanes)
     return values
 
@@ -293,13 +293,13 @@ def read_matrix(
     """
     shared, size = machine.shared, BITS[type_] // 8
     at = addresses(matrix, extent, k, size, k_contiguous)
-    chunks = np.unique(at // _CHUNK) * _CHUNK
+    chunks = np.unique(at // CHUNK) * CHUNK
     asked, lane = np.tile(chunks, len(lanes)), np.repeat(lanes, len(chunks))
-    allowed, offset = shared.places(machine.report, ins, asked, _CHUNK, lane)
+    allowed, offset = shared.places(machine.report, ins, asked, CHUNK, lane)
     if not allowed.all():
         nothing = np.zeros((len(lanes), extent, k), f"u{size}")
         return nothing, np.zeros((len(lanes), 0), np.int64)
-    shared.note(machine.report, ins, offset, _CHUNK, lane, is_write=False)
+    shared.note(machine.report, ins, offset, CHUNK, lane, is_write=False)
     unfenced = shared.unfenced[offset]
     if unfenced.any():
         detail = f"shared address {int(asked[unfenced][0])} was written, and no fence followed"

@@ -65,12 +65,13 @@ def assert_all_bitwise(actual, expected, replay=""):
         assert_bitwise(mine, theirs, replay)
 
 
-@pytest.mark.parametrize("scales_only", [False, True])
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"in_place": True}, {"scales_only": True}], ids=lambda options: str([*options])
+)
 @pytest.mark.parametrize("recipe", STATELESS)
-def test_training_has_the_same_bits(recipe, in_place, scales_only):
+def test_training_has_the_same_bits(recipe, options):
     net = model(recipe)
-    with cached_weights(net, in_place, scales_only=scales_only):
+    with cached_weights(net, **options):
         got = train(net)
     assert_all_bitwise(got, train(model(recipe)), recipe)
 

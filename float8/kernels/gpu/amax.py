@@ -57,12 +57,12 @@ def _amax_kernel(
     if LIMITED:
         M = tl.minimum(tl.load(offs_ptr + E - 1), M)
     tiles_k = tl.cdiv(K, COLS)
-    # Not .to(int64), of which there are fewer than 2^31: M is a constant where it is 1.
+    # Fewer than 2^31, so int32: a division of int64 takes a hundred instructions.
     tiles = tl.cdiv(M, ROWS) * tiles_k
     bits = tl.zeros((ROWS, COLS), tl.int32)
-    for tile in range(tl.program_id(0).to(tl.int64), tiles, PARTIALS):
-        m = (tile // tiles_k) * ROWS + tl.arange(0, ROWS)
-        k = (tile % tiles_k) * COLS + tl.arange(0, COLS)
+    for tile in range(tl.program_id(0), tiles, PARTIALS):
+        m = (tile // tiles_k).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        k = (tile % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
         offsets = m[:, None] * stride_m + k[None, :] * stride_k
         x = tl.load(x_ptr + offsets, (m < M)[:, None] & (k < K)[None, :], 0.0)
         bits = tl.maximum(bits, magnitude_bits(x.to(tl.float32)))

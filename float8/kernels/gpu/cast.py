@@ -13,7 +13,9 @@ op              bytes per element    what it does
 
 `cast_dynamic` is two launches. The first writes one partial amax per program. Every program of the
 second reduces those again, two kilobytes from cache, and computes the scale itself: nothing is
-zeroed, copied or waited for between the launches. ``jit.py`` writes both orientations.
+zeroed, copied or waited for between the launches. The second begins at the end of x, which is still
+in the L2 cache (`jit.tile_of_program`): so a large x is read less than twice from memory, and a
+small one once. ``jit.py`` writes both orientations.
 
 The matrices of a stack (E, M, K), such as the weights of experts, have a scale each, (E, 1, 1).
 They take the same launches as one; so do those of `cast_rowwise` and `cast_blockwise`.
@@ -36,6 +38,7 @@ from float8.kernels.gpu.jit import (
     place_of_tile,
     reciprocal,
     scale_of_tensor,
+    tile_of_program,
     to_float32,
     write_codes,
 )
@@ -86,15 +89,16 @@ def _cast_kernel(
     RECORD: tl.constexpr,
     PACK: tl.constexpr,  # M is a multiple of 16
 ):
-    e = tl.program_id(1).to(tl.int64)
-    first_m4, m, k = place_of_tile(tl.program_id(0), K, ROWS_BY_4, COLS)
-    ys = to_float32(load_4_rows(x_ptr + e * stride_e, m, k, M, K, stride_m, stride_k))
+    tile, e = tile_of_program()
+    first_m4, m, k = place_of_tile(tile, K, ROWS_BY_4, COLS)
+    xs = load_4_rows(x_ptr + e * stride_e, m, k, M, K, stride_m, stride_k, PARTIALS > 0)
+    ys = to_float32(xs)
     scale = scale_of_tensor(
         given_ptr + e * stride_given, scale_ptr + e, partials_ptr + e * PARTIALS, amax_ptr,
         FORMAT_MAX, POWER_OF_TWO, PARTIALS, RECORD, PARTIALS > 0,
     )  # fmt: skip
     factor = reciprocal(scale, POWER_OF_TWO and PARTIALS > 0)
-    data_ptr, data_t_ptr = outputs_of_matrix(data_ptr, data_t_ptr, M, K, PACK)
+    data_ptr, data_t_ptr = outputs_of_matrix(data_ptr, data_t_ptr, e, M, K, PACK)
     write_codes(
         ys, factor, data_ptr, data_t_ptr, first_m4, k, M, K,
         ROWS_BY_4, FORMAT, FORMAT_MAX, PARTIALS > 0, WRITE_ROWS, WRITE_COLS, PACK,

@@ -33,6 +33,7 @@ from float8.kernels.gpu.jit import (
     outputs_of_matrix,
     reciprocal,
     scale_from_amax,
+    tile_of_program,
     to_float32,
     write_codes,
 )
@@ -79,8 +80,8 @@ def _blocks_kernel(
     WRITE_COLS: tl.constexpr,
     PACK: tl.constexpr,  # M is a multiple of 16
 ):
-    pid, e = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    data_ptr, data_t_ptr = outputs_of_matrix(data_ptr, data_t_ptr, M, K, PACK)
+    pid, e = tile_of_program()
+    data_ptr, data_t_ptr = outputs_of_matrix(data_ptr, data_t_ptr, e, M, K, PACK)
     blocks_m = tl.cdiv(M, BLOCK)
     blocks_k = tl.cdiv(K, BLOCK)
     block_m = (pid // blocks_k).to(tl.int64)

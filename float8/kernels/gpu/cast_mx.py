@@ -37,6 +37,7 @@ from float8.kernels.gpu.jit import (
     outputs_of_matrix,
     place_of_tile,
     store_packed,
+    tile_of_program,
     to_float32,
     without_infinities,
 )
@@ -209,9 +210,9 @@ def _mx_kernel(
     WRITE_COLS: tl.constexpr,
     PACK: tl.constexpr,  # M is a multiple of 16
 ):
-    pid, e = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    pid, e = tile_of_program()
     blocks_m, blocks_k = (M + 31) // 32, (K + 31) // 32
-    data_ptr, data_t_ptr = outputs_of_matrix(data_ptr, data_t_ptr, M, K, PACK)
+    data_ptr, data_t_ptr = outputs_of_matrix(data_ptr, data_t_ptr, e, M, K, PACK)
     scale_ptr += scales_before(e, M, blocks_k, SWIZZLED)
     scale_t_ptr += scales_before(e, K, blocks_m, SWIZZLED)
     first_m4, m, k = place_of_tile(pid, K, ROWS_BY_4, COLS)

@@ -40,6 +40,7 @@ from float8.kernels.gpu.jit import (
     place_of_tile,
     reciprocal,
     scale_from_amax,
+    tile_of_program,
     to_float32,
     write_codes,
 )
@@ -133,11 +134,11 @@ def _tiles_kernel(
     WRITE_ROWS: tl.constexpr,
     PACK: tl.constexpr,  # M is a multiple of 16
 ):
-    pid, e = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    data_ptr, data_t_ptr = outputs_of_matrix(data_ptr, data_t_ptr, M, K, PACK)
+    pid, e = tile_of_program()
+    data_ptr, data_t_ptr = outputs_of_matrix(data_ptr, data_t_ptr, e, M, K, PACK)
     tiles_k = tl.cdiv(K, COLS)
     first_m4, m, k = place_of_tile(pid, K, ROWS_BY_4, COLS)
-    xs = load_4_rows(x_ptr + e * stride_e, m, k, M, K, stride_m, stride_k)
+    xs = load_4_rows(x_ptr + e * stride_e, m, k, M, K, stride_m, stride_k, True)
 
     amax_t = tl.load(amax_t_ptr + e * K + k, k < K, 0).to(tl.float32, bitcast=True)
     scale_t = scale_from_amax(amax_t, FORMAT_MAX, POWER_OF_TWO)

@@ -53,6 +53,7 @@ from float8.kernels.gpu.jit import (
     scale_of_tensor,
     scaled,
     store_packed_group,
+    tile_of_program,
     to_float32,
     unpack_4,
 )
@@ -112,15 +113,16 @@ def _cast_kernel(
     WRITE_COLS: tl.constexpr,
 ):
     tiles_k = tl.cdiv(K, COLS)
-    tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
+    tile, _ = tile_of_program()
+    tile_k = (tile % tiles_k).to(tl.int64)
     group, begin, size, start, first = group_of_tile(
-        tl.program_id(0) // tiles_k, offs_ptr, E, T, P, ROWS, _ALIGNMENT, GROUPS
+        tile // tiles_k, offs_ptr, E, T, P, ROWS, _ALIGNMENT, GROUPS
     )
     if (first > 0) & (first >= size):
         return
     m = first + tl.arange(0, ROWS // 4) * 4  # rows of the group
     k = tile_k * COLS + tl.arange(0, COLS)
-    xs = load_4_rows(x_ptr + begin * stride_m, m, k, size, K, stride_m, stride_k)
+    xs = load_4_rows(x_ptr + begin * stride_m, m, k, size, K, stride_m, stride_k, PARTIALS > 0)
 
     seen = tl.zeros((ROWS // 4, COLS), tl.int32)
     for i in tl.static_range(4):
@@ -145,7 +147,7 @@ def _cast_kernel(
             FORMAT_MAX, POWER_OF_TWO, PARTIALS, False, WRITE_ROWS,
         )  # fmt: skip
         if WRITE_COLS:
-            tl.store(scale_t_ptr, scale, tl.program_id(0) == 0)
+            tl.store(scale_t_ptr, scale, tile == 0)
         factor_t = reciprocal(scale, POWER_OF_TWO and PARTIALS > 0)
     else:
         if BLOCKS:

@@ -27,7 +27,13 @@ from torch import Tensor
 from float8.granularity import ceil_div
 from float8.kernels import cublas, definition, groups
 from float8.kernels.gpu.cast_mx import quotients_t, rounding_constants, store_exponents, write_rows
-from float8.kernels.gpu.jit import convert_4, group_of_tile, load_4_rows, store_packed_group
+from float8.kernels.gpu.jit import (
+    convert_4,
+    group_of_tile,
+    load_4_rows,
+    store_packed_group,
+    tile_of_program,
+)
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_FORMATS,
@@ -71,9 +77,10 @@ def _tokens_kernel(
     WRITE_COLS: tl.constexpr,
 ):
     tiles_k = tl.cdiv(K, COLS)
-    first_k = (tl.program_id(0) % tiles_k).to(tl.int64) * COLS
+    tile, _ = tile_of_program()
+    first_k = (tile % tiles_k).to(tl.int64) * COLS
     _, begin, size, start, first = group_of_tile(
-        tl.program_id(0) // tiles_k, offs_ptr, E, T, P, 128, 128, GROUPS
+        tile // tiles_k, offs_ptr, E, T, P, 128, 128, GROUPS
     )
     if first >= size:
         return

@@ -27,7 +27,7 @@ _MIN_SCALE = tl.constexpr(2.0**-126)
 # (triton#11111). This PTX combines the results of two conversions in one 32-bit register at once,
 # and all later instructions are integer arithmetic on it. It also rounds once; Triton on sm_89
 # rounds to float16 first.
-_PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
+PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
 _CONVERT_4 = """{{
 .reg .b16 low, high;
@@ -107,7 +107,7 @@ def scaled(x32, factor, FORMAT_MAX: tl.constexpr, FITS: tl.constexpr):
 @triton.jit
 def clamped(y, FORMAT_MAX: tl.constexpr):
     """y, in the range of a format where `convert` does not saturate."""
-    if not _PTX:
+    if not PTX:
         y = tl.clamp(y, -FORMAT_MAX, FORMAT_MAX, propagate_nan=tl.PropagateNan.ALL)
     return y
 
@@ -121,7 +121,7 @@ def without_infinities(x32):
 @triton.jit
 def convert(y, FORMAT: tl.constexpr):
     """float32 -> float8 codes as uint8: nearest even; an NVIDIA GPU saturates."""
-    if _PTX:
+    if PTX:
         # Four adjacent elements at a time: their codes fill one register.
         return tl.inline_asm_elementwise(
             asm=_E4M3 if _is_e4m3(FORMAT) else _E5M2, constraints="=r,f,f,f,f",
@@ -133,7 +133,7 @@ def convert(y, FORMAT: tl.constexpr):
 @triton.jit
 def convert_4(y0, y1, y2, y3, FORMAT: tl.constexpr):
     """`pack_4` of the codes of four tiles."""
-    if _PTX:
+    if PTX:
         return tl.inline_asm_elementwise(
             asm=_E4M3 if _is_e4m3(FORMAT) else _E5M2, constraints="=r,f,f,f,f",
             args=[y0, y1, y2, y3], dtype=tl.int32, is_pure=True, pack=1,
@@ -146,7 +146,7 @@ def convert_4(y0, y1, y2, y3, FORMAT: tl.constexpr):
 @triton.jit
 def pack_4(codes0, codes1, codes2, codes3):
     """Four uint8 tiles -> int32, the first in the low byte."""
-    if _PTX:
+    if PTX:
         return tl.inline_asm_elementwise(
             asm=_TRANSPOSE_4X4, constraints="=r,=r,=r,=r,r,r,r,r",
             args=[codes0, codes1, codes2, codes3], dtype=tl.int32, is_pure=True, pack=4,
@@ -158,7 +158,7 @@ def pack_4(codes0, codes1, codes2, codes3):
 @triton.jit
 def unpack_4(packed):
     """The four uint8 tiles of `pack_4`."""
-    if _PTX:
+    if PTX:
         return tl.inline_asm_elementwise(
             asm=_TRANSPOSE_4X4, constraints="=r,=r,=r,=r,r,r,r,r",
             args=[packed], dtype=(tl.uint8, tl.uint8, tl.uint8, tl.uint8), is_pure=True, pack=4,
@@ -187,6 +187,17 @@ def encode_fitting(x32, factor, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def tile_of_program():
+    """The number of a program's tile, and of its matrix in a stack (int64): the last ones first.
+
+    The pass that found the amaxes, or the op that wrote the matrix, ended there. So a cast begins
+    with what the L2 cache still holds; from the front it would evict that before it gets there.
+    """
+    matrix = tl.num_programs(1) - 1 - tl.program_id(1)
+    return tl.num_programs(0) - 1 - tl.program_id(0), matrix.to(tl.int64)
+
+
+@triton.jit
 def place_of_tile(pid, K, ROWS_BY_4: tl.constexpr, COLS: tl.constexpr):
     """first_m4, m and k (int64) of tile number pid, counted along the rows of a matrix (M, K)."""
     tiles_k = tl.cdiv(K, COLS)
@@ -197,9 +208,8 @@ def place_of_tile(pid, K, ROWS_BY_4: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def outputs_of_matrix(data_ptr, data_t_ptr, M, K, PACK: tl.constexpr):
-    """The pointers of `write_codes` to a program's own matrix, in stacks (E, M, K), (E, K, M)."""
-    e = tl.program_id(1).to(tl.int64)
+def outputs_of_matrix(data_ptr, data_t_ptr, e, M, K, PACK: tl.constexpr):
+    """The pointers of `write_codes` to matrix e (int64) of stacks (E, M, K), (E, K, M)."""
     return data_ptr + e * M * K, data_t_ptr + e * K * ((M // 16) * 4 if PACK else M)
 
 
@@ -210,23 +220,25 @@ def to_float32(xs):
 
 
 @triton.jit
-def load_4_rows(x_ptr, m, k, M, K, stride_m, stride_k):
+def load_4_rows(x_ptr, m, k, M, K, stride_m, stride_k, AGAIN: tl.constexpr = False):
     """Rows m, m + 1, m + 2, m + 3 of x, columns k, each as a tile; 0 outside (M, K).
 
-    All at once, because no load overtakes a store: the pointers might be the same.
+    All at once, because no load overtakes a store: the pointers might be the same. What is read
+    AGAIN leaves the L2 cache first, so that codes do not evict what has not been read again.
     """
     return (
-        _load_row(x_ptr, m, k, M, K, stride_m, stride_k),
-        _load_row(x_ptr, m + 1, k, M, K, stride_m, stride_k),
-        _load_row(x_ptr, m + 2, k, M, K, stride_m, stride_k),
-        _load_row(x_ptr, m + 3, k, M, K, stride_m, stride_k),
+        _load_row(x_ptr, m, k, M, K, stride_m, stride_k, AGAIN),
+        _load_row(x_ptr, m + 1, k, M, K, stride_m, stride_k, AGAIN),
+        _load_row(x_ptr, m + 2, k, M, K, stride_m, stride_k, AGAIN),
+        _load_row(x_ptr, m + 3, k, M, K, stride_m, stride_k, AGAIN),
     )
 
 
 @triton.jit
-def _load_row(x_ptr, m, k, M, K, stride_m, stride_k):
+def _load_row(x_ptr, m, k, M, K, stride_m, stride_k, AGAIN: tl.constexpr):
     offsets = m[:, None] * stride_m + k[None, :] * stride_k
-    return tl.load(x_ptr + offsets, (m < M)[:, None] & (k < K)[None, :], 0)
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    return tl.load(x_ptr + offsets, inside, 0, eviction_policy="evict_first" if AGAIN else "")
 
 
 @triton.jit
@@ -327,8 +339,9 @@ def scale_of_tensor(
     RECORD: tl.constexpr,
     STORE: tl.constexpr,
 ):
-    """A scale that is given, or follows from partial amaxes; program 0 writes it, and the amax."""
-    is_first = tl.program_id(0) == 0
+    """A scale that is given, or follows from partial amaxes; tile 0 writes it, and the amax."""
+    tile, _ = tile_of_program()
+    is_first = tile == 0
     if PARTIALS:
         amax_bits = tl.max(tl.load(partials_ptr + tl.arange(0, PARTIALS)))
         scale = scale_from_amax(amax_bits.to(tl.float32, bitcast=True), FORMAT_MAX, POWER_OF_TWO)

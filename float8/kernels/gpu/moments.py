@@ -15,7 +15,14 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from float8.kernels import moments
-from float8.kernels.gpu.jit import convert, encode, magnitude_bits, reciprocal, scale_from_amax
+from float8.kernels.gpu.jit import (
+    clamped,
+    convert,
+    magnitude_bits,
+    reciprocal,
+    scale_from_amax,
+    without_infinities,
+)
 
 # The forms of a `StateMatrix`.
 DENSE = tl.constexpr(0)
@@ -51,6 +58,16 @@ def copysign(magnitude, x32):
 
 
 @triton.jit
+def _times_at_most_1(x, y):
+    """The smaller of x * y >= 0 and 1, in one instruction; not a NaN."""
+    if _IS_INTERPRETED:
+        return tl.minimum(x * y, 1.0)
+    return tl.inline_asm_elementwise(
+        "mul.sat.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def values(codes):
     """Codes as float32; uint8 is E4M3."""
     if codes.dtype == tl.uint8:
@@ -63,23 +80,35 @@ def decode_expanded(codes, scale, exponent):
     """``sign * (|codes| / 448)^exponent * scale``; scale and exponent (GROUPS, 1)."""
     code = values(codes)
     log2_ratio = _log2(tl.abs(code) * (1.0 / _E4M3_MAX))
-    magnitude = tl.exp2(log2_ratio * exponent) * scale
-    return tl.where(code < 0, -magnitude, magnitude)
+    return copysign(tl.exp2(log2_ratio * exponent) * scale, code)
 
 
 @triton.jit
 def largest_of(x):
-    """float32 (GROUPS,): the largest finite magnitude of each row."""
-    bits = magnitude_bits(x)
-    return tl.max(tl.where(bits < _INFINITE, bits, 0), 1).to(tl.float32, bitcast=True)
+    """float32 (GROUPS,): the largest finite magnitude of each row; 0 if there is none."""
+    finite = tl.fma(x, 0.0, tl.abs(x))  # NaN in place of what is not finite
+    return tl.maximum(tl.max(finite, 1), 0.0)  # both ignore NaN
+
+
+@triton.jit
+def _smallest_of(bits):
+    """float32 (GROUPS,): the smallest nonzero magnitude of each row of bits; inf if all are 0."""
+    below = tl.min(bits.to(tl.uint32, bitcast=True) - 1, 1)  # that of a zero is the largest
+    return (tl.minimum(below, _INFINITE - 1) + 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _unfinished_hash(h, between):
+    """`_hash` without its last line."""
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = h ^ between
+    return (h ^ (h >> 15)) * 0x846CA68B
 
 
 @triton.jit
 def _hash(h, between):
     """Of uint32; `float8.kernels.stochastic._hash`."""
-    h = (h ^ (h >> 16)) * 0x7FEB352D
-    h = h ^ between
-    h = (h ^ (h >> 15)) * 0x846CA68B
+    h = _unfinished_hash(h, between)
     return h ^ (h >> 16)
 
 
@@ -90,16 +119,26 @@ def key(number):
 
 
 @triton.jit
-def random_bits(index, seed, offset):
-    """int32, of (seed, offset, index)."""
-    return _hash(index.to(tl.uint32) + key(seed), key(offset)).to(tl.int32, bitcast=True)
+def _unfinished_bits(index, seed, offset, GROUP: tl.constexpr):
+    """uint32 (GROUPS, GROUP): h of (seed, offset, index); h ^ (h >> 16) are the random bits.
+
+    Args:
+        index: int32 (GROUPS,), of the first element of each group. The key is added to it, and not
+            to the index of every element.
+        seed, offset: integers.
+        GROUP: elements of a group.
+    """
+    keyed = index.to(tl.uint32) + key(seed)
+    keyed = keyed[:, None] + tl.arange(0, GROUP).to(tl.uint32)[None, :]
+    return _unfinished_hash(keyed, key(offset))
 
 
 @triton.jit
-def chances(index, seed, offset, NUMBER: tl.constexpr):
-    """Uniform in [0, 1), for the state of this number."""
-    bits = random_bits(index, seed + ((NUMBER + 2) << 28), offset)
-    return ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+def chances(index, seed, offset, NUMBER: tl.constexpr, GROUP: tl.constexpr):
+    """Uniform in [0, 1), for the state of this number: 23 random bits; see `_unfinished_bits`."""
+    h = _unfinished_bits(index, seed + ((NUMBER + 2) << 28), offset, GROUP)
+    # The last step of the hash and the exponent of 1.0, in two instructions.
+    return ((h & 0x7FFFFF) ^ ((h >> 16) + 0x3F800000)).to(tl.float32, bitcast=True) - 1.0
 
 
 @triton.jit
@@ -112,7 +151,8 @@ def encode_linear(
     factor = reciprocal(scale)[:, None]
     if RANDOM:
         j, t, spacing = _split(tl.minimum(tl.abs(x) * factor, LARGEST), TO_FLOAT16)
-        y = tl.where(t > chances(index, seed, offset, NUMBER), j + 1, j) * spacing
+        is_up = t > chances(index, seed, offset, NUMBER, x.shape[1])
+        y = tl.fma(j, spacing, tl.where(is_up, spacing, 0.0))
         y = tl.where(x < 0, y * -1.0, y)  # -y of Triton 3.6 is 0 - y: a zero loses its sign
         y = tl.where(magnitude_bits(x) < _INFINITE, y, float("nan"))
     elif TO_FLOAT16:
@@ -126,7 +166,8 @@ def encode_linear(
     elif RANDOM:
         codes = convert(y, tl.float8e4nv)
     else:
-        codes = encode(x, factor, _E4M3_MAX, tl.float8e4nv)
+        y = clamped(without_infinities(x) * factor, _E4M3_MAX)
+        codes = convert(y, tl.float8e4nv)
     return codes, scale
 
 
@@ -138,8 +179,9 @@ def _split(y, TO_FLOAT16: tl.constexpr):
     power = tl.maximum(
         (y.to(tl.int32, bitcast=True) & _INFINITE).to(tl.float32, bitcast=True), TINY
     )
-    inverse = (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    scaled = y * (inverse * 2.0**BITS)
+    # 2^BITS / power, by the exponents; as uint32, which has no overflow.
+    inverse = ((0x7F000000 + (BITS << 23)) - power.to(tl.uint32, bitcast=True)).to(tl.uint32)
+    scaled = y * inverse.to(tl.float32, bitcast=True)
     whole = tl.floor(scaled)
     return whole, scaled - whole, power * 2.0**-BITS
 
@@ -155,7 +197,7 @@ def _on_expanded_grid(y, chance, a):
     jj = j * j
     f_t = t * tl.fma(t, tl.fma(t, n2, n1j), jj) * (jj + d1j + d2)
     f_1 = (jj + n1j + n2) * tl.fma(t, tl.fma(t, d2, d1j), jj)
-    return tl.where(f_t > chance * f_1, j + 1, j) * spacing
+    return tl.fma(j, spacing, tl.where(f_t > chance * f_1, spacing, 0.0))
 
 
 @triton.jit
@@ -163,24 +205,24 @@ def expanded(x, index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr)
     """The float32 values that `encode_expanded` rounds, and scales and exponents (GROUPS,)."""
     bits = magnitude_bits(x)
     scale = tl.maximum(largest_of(x), 2.0**-126)
-    nonzero = tl.where(bits > 0, bits, _INFINITE)
-    smallest = tl.min(nonzero, 1).to(tl.float32, bitcast=True)
-    log2_range = tl.log2(scale) - tl.log2(smallest)
+    log2_range = tl.log2(scale) - tl.log2(_smallest_of(bits))
     exponent = log2_range * (1.0 / _LOG2_RANGE)
     exponent = tl.minimum(tl.maximum(exponent, _MIN_EXPONENT), _MAX_EXPONENT)
     factor = reciprocal(scale)
     if RANDOM:
         factor *= 1 + 2.0**-22  # the largest must not come out just below 448
-    ratio = tl.abs(x) * factor[:, None]
-    if RANDOM:
-        ratio = tl.minimum(ratio, 1.0)
+        ratio = _times_at_most_1(tl.abs(x), factor[:, None])
+    else:
+        ratio = tl.abs(x) * factor[:, None]
     y = tl.exp2(_log2(ratio) * reciprocal(exponent)[:, None]) * _E4M3_MAX
-    y = tl.minimum(tl.maximum(y, _SMALLEST_CODE), _E4M3_MAX)
+    y = tl.maximum(y, _SMALLEST_CODE)
     if RANDOM:
-        y = _on_expanded_grid(y, chances(index, seed, offset, NUMBER), exponent[:, None])
-    y = tl.where(bits < _INFINITE, y, float("nan"))
-    y = tl.where(bits == 0, 0.0, y)
-    return tl.where(x < 0, -y, y), scale, exponent
+        chance = chances(index, seed, offset, NUMBER, x.shape[1])
+        y = _on_expanded_grid(y, chance, exponent[:, None])
+    else:
+        y = tl.minimum(y, _E4M3_MAX)
+    y = tl.fma(x, 0.0, copysign(y, x))  # NaN where x is not finite
+    return tl.where(bits == 0, 0.0, y), scale, exponent
 
 
 @triton.jit
@@ -196,7 +238,8 @@ def stochastic_round(x, index, seed, offset, DTYPE: tl.constexpr):
 
     The result is float32; a number beyond the largest finite one is left for a conversion to round.
     """
-    noise = random_bits(index, seed, offset)
+    h = _unfinished_bits(index, seed, offset, x.shape[1])
+    noise = (h ^ (h >> 16)).to(tl.int32, bitcast=True)
     magnitude = tl.abs(x)
     IS_FLOAT16: tl.constexpr = DTYPE.is_fp16()
     MASK: tl.constexpr = 0x1FFF if IS_FLOAT16 else 0xFFFF  # the bits of the mantissa that are lost

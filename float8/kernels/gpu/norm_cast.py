@@ -45,6 +45,7 @@ from float8.kernels.gpu.jit import (
     magnitude_bits,
     reciprocal,
     scale_of_tensor,
+    tile_of_program,
     write_codes,
 )
 from float8.kernels.gpu.launch import (
@@ -253,7 +254,7 @@ def _cast_kernel(
     RECORD: tl.constexpr,
     PACK: tl.constexpr,  # M is a multiple of 16
 ):
-    pid = tl.program_id(0)
+    pid, _ = tile_of_program()
     chunks = tl.cdiv(K, COLS)
     scale = scale_of_tensor(
         given_ptr, scale_ptr, partials_ptr, amax_ptr,

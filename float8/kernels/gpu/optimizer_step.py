@@ -68,10 +68,14 @@ _NO_DECAY, _DECOUPLED, _COUPLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr
 def _positions(
     n, N, C, p_stride_r, p_stride_c, g_stride_r, g_stride_c, GROUP: tl.constexpr, FLAT: tl.constexpr
 ):
-    """Offsets of groups n in the states, in p and in g, (GROUPS, GROUP); and which ones exist."""
+    """Offsets of groups n in the states, in p and in g, (GROUPS, GROUP); and which ones exist.
+
+    Then the offset of each group's first element in the states, (GROUPS,).
+    """
     lane = tl.arange(0, GROUP)
     if FLAT:
-        at = n[:, None] * GROUP + lane[None, :]
+        start = n * GROUP
+        at = start[:, None] + lane[None, :]
         inside = (n < N)[:, None] & (lane < GROUP)[None, :]
         p_at, g_at = at, at
     else:
@@ -79,10 +83,11 @@ def _positions(
         row = (n // G)[:, None]
         col = (n % G)[:, None] * GROUP + lane[None, :]
         inside = (n < N)[:, None] & (col < C)
+        start = (n // G) * C + (n % G) * GROUP
         at = row * C + col
         p_at = row * p_stride_r + col * p_stride_c
         g_at = row * g_stride_r + col * g_stride_c
-    return at, p_at, g_at, inside
+    return at, p_at, g_at, inside, start
 
 
 @triton.jit
@@ -216,11 +221,11 @@ def _step_kernel(
     is_skipped = tl.load(found_inf_ptr) != 0 if SKIPS else False
     written_N = tl.where(is_skipped, 0, N) if SKIPS else N
     N = N if RECORD else written_N  # a skipped step reads nothing, unless it records
-    at, p_at, g_at, inside = _positions(
+    at, p_at, g_at, inside, start = _positions(
         n, N, C, p_stride_r, p_stride_c, g_stride_r, g_stride_c, GROUP, FLAT
     )
     written = inside & (n < written_N)[:, None] if SKIPS and RECORD else inside
-    index = (at + first).to(tl.int32)  # of an element in the whole parameter, modulo 2^32
+    index = (start + first).to(tl.int32)  # in the whole parameter, modulo 2^32
 
     g = tl.load(g_ptr + g_at, inside, 0).to(tl.float32)
     if P_FORM == LINEAR:

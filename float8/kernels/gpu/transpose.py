@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.kernels.gpu.jit import load_4_rows, pack_4, place_of_tile, store_packed
+from float8.kernels.gpu.jit import load_4_rows, pack_4, place_of_tile, store_packed, tile_of_program
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     Variant,
@@ -41,7 +41,8 @@ def _transpose_kernel(
     COLS: tl.constexpr,
     PACK: tl.constexpr,  # M is a multiple of 16
 ):
-    first_m4, m, k = place_of_tile(tl.program_id(0), K, ROWS_BY_4, COLS)
+    tile, _ = tile_of_program()
+    first_m4, m, k = place_of_tile(tile, K, ROWS_BY_4, COLS)
     codes = load_4_rows(data_ptr, m, k, M, K, stride_m, stride_k)
     if PACK:
         packed = pack_4(codes[0], codes[1], codes[2], codes[3])

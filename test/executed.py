@@ -1,0 +1,53 @@
+"""Run the tests of kernels on compiled code: `scripts/ptx` in place of Triton's interpreter.
+
+Inside ``with executed("sm_90") as runs:``, `interpreter.launcher` gives a launcher for CPU tensors
+that compiles its kernels for that architecture and executes their PTX. Whatever the execution
+finds (an access out of bounds, a race) raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from scripts.ptx import Report
+
+_blocks: list[tuple[str, list[Report]]] = []  # that are entered, the innermost last
+
+
+@contextmanager
+def executed(arch: str) -> Iterator[list[Report]]:
+    """Let launchers of the block run compiled code; yields the report of each launch."""
+    _blocks.append((arch, []))
+    try:
+        yield _blocks[-1][1]
+    finally:
+        _blocks.pop()
+
+
+def is_active() -> bool:
+    """Whether a block of `executed` is entered."""
+    return bool(_blocks)
+
+
+def launcher(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, or what launches the kernels of an op, running compiled code."""
+    from float8.kernels.gpu.launch import LAUNCHERS  # imports Triton
+    from scripts.ptx.launch import compiled
+
+    arch, reports = _blocks[-1]
+    if isinstance(function, torch._ops.OpOverload):
+        function = LAUNCHERS[function._schema.name.removeprefix("float8::")]
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        with compiled(arch) as runs:
+            result = function(*args, **kwargs)
+        reports.extend(runs)
+        for run in runs:
+            run.check()
+        return result
+
+    return launch
