@@ -19,9 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PREDICTED = ("predicted_h100", "predicted_b200")
 KERNELS, CHECK = "predicted_kernels", "predicted_kernels_check"
 FILES = sorted(
-    path.stem
-    for path in RESULTS.glob("*.json")
-    if path.stem not in (*PREDICTED, KERNELS, CHECK)
+    path.stem for path in RESULTS.glob("*.json") if path.stem not in (*PREDICTED, KERNELS, CHECK)
 )
 
 
