@@ -70,7 +70,7 @@ class Cast:
         """The registered op: the kernel on CUDA."""
         importlib.import_module(f"float8.kernels.gpu.{self.file}")
         op = getattr(torch.ops.float8, self.op).default
-        return partial(op, x, *self._arguments(x))
+        return partial(op, x, *self.arguments_for(x))
 
     def in_torch(self, x: Tensor, compiled: bool = False) -> Callable[[], object]:
         """The op's definition in plain PyTorch."""
@@ -78,9 +78,10 @@ class Cast:
         function = importlib.import_module("float8.kernels.gpu.launch").DEFINITIONS[self.op]
         if compiled:
             function = torch.compile(function, fullgraph=True, dynamic=False)
-        return partial(function, x, *self._arguments(x))
+        return partial(function, x, *self.arguments_for(x))
 
-    def _arguments(self, x: Tensor) -> list[Any]:
+    def arguments_for(self, x: Tensor) -> list[Any]:
+        """Those of the op after x, on its device."""
         made: dict[str, Callable[[Tensor], Tensor]]
         made = {ANOTHER: torch.randn_like, OFFSETS: _offsets}
         values = [made[a](x) if isinstance(a, str) and a in made else a for a in self.arguments]

@@ -11,6 +11,10 @@ emulated (dequantise, then multiply), and is expected to be slower than bf16.
 product with the bf16 one of the same random operands: about 28 dB where all is well, since each
 E4M3 operand carries 3 mantissa bits.
 
+On a GPU, `rowwise` is also measured with fast accumulation, and as a tensorwise product that is
+scaled afterwards. `float8.kernels.scaled_mm` states their numerics, and its table `FASTEST` takes
+the winner of an architecture.
+
     python benchmarks/bench_matmul.py -o matmul.json
     python benchmarks/bench_matmul.py --shapes 2048,1024,4096 --granularities rowwise
 """
@@ -21,6 +25,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 
@@ -31,6 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 from benchmarks.measuring import harness, report, shapes
 from benchmarks.measuring.shapes import LLAMA3_8B, LLAMA3_70B, Shape
 from float8 import Blockwise, Float8Tensor, Rowwise, ScaleFormat, Tensorwise
+from float8.kernels.scaled_mm import Candidate
+
+scaled_mm = import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
 
 BASELINE = "bf16"
 # How `a` and `b` are scaled. Blockwise is DeepSeek-V3's: activations in rows of 128, weights in
@@ -41,6 +49,13 @@ GRANULARITIES = {
     "blockwise": (Blockwise(1, 128), Blockwise(128, 128)),
     "mx": (Blockwise(1, 32), Blockwise(1, 32)),
 }
+# Other ways to run a rowwise product on a GPU -> the GEMM, and whether it accumulates fast.
+ROWWISE = {
+    "rowwise_fast": (scaled_mm.TORCH, True),
+    "rowwise_scaled_after": (scaled_mm.SCALED_AFTER, False),
+    "rowwise_scaled_after_fast": (scaled_mm.SCALED_AFTER, True),
+}
+CHOICES = (*GRANULARITIES, *ROWWISE)
 CPU_SHAPES = (Shape(512, 1024, 1024), Shape(512, 1024, 4096))
 COLUMNS = {
     "shape": ("shape (M,K,N)", ""),
@@ -60,19 +75,36 @@ COLUMNS = {
 def products(
     shape: Shape, names: Sequence[str], device: str
 ) -> dict[str, Callable[[], Callable[[], torch.Tensor]]]:
-    """Makers of the bf16 product and of one float8 product per granularity, same operands."""
+    """Makers of the bf16 product and of one float8 product per name, same operands."""
     a_MK = torch.randn(shape.M, shape.K, device=device, dtype=torch.bfloat16)
     b_NK = torch.randn(shape.N, shape.K, device=device, dtype=torch.bfloat16)
 
     def product(name: str) -> Callable[[], torch.Tensor]:
         scales = ScaleFormat.E8M0 if name == "mx" else ScaleFormat.FLOAT32
+        granularities = GRANULARITIES["rowwise" if name in ROWWISE else name]
         a, b = (
             Float8Tensor.from_high_precision(x, torch.float8_e4m3fn, granularity, None, scales)
-            for x, granularity in zip((a_MK, b_NK), GRANULARITIES[name], strict=True)
+            for x, granularity in zip((a_MK, b_NK), granularities, strict=True)
         )
+        if name in ROWWISE:
+            return rowwise(a, b, *ROWWISE[name])
         return lambda: a @ b.t()
 
     return {BASELINE: lambda: lambda: a_MK @ b_NK.t()} | {n: partial(product, n) for n in names}
+
+
+def rowwise(
+    a: Float8Tensor, b: Float8Tensor, gemm: Candidate, fast: bool
+) -> Callable[[], torch.Tensor]:
+    """A rowwise product by one GEMM."""
+    parts = (a._data, a._scale, b._data, b._scale)
+    blocks = (a._block, b._block)
+    product, arch = scaled_mm.ROWWISE, scaled_mm.family_of(a._data.device)
+    if arch == scaled_mm.CPU:
+        raise ValueError("it is a choice between GEMMs of a GPU")
+    if (reason := gemm.refuses(arch, product, torch.bfloat16)) is not None:
+        raise ValueError(f"{gemm.name} {reason}")
+    return lambda: gemm.multiply(*parts, *blocks, None, torch.bfloat16, fast)
 
 
 def measure(shape: Shape, options: argparse.Namespace) -> list[harness.Row]:
@@ -107,10 +139,12 @@ def main(argv: Sequence[str]) -> int:
     parser = harness.parser(__doc__)
     shapes.add_option(parser)
     parser.add_argument(
-        "--granularities", nargs="+", choices=list(GRANULARITIES), default=list(GRANULARITIES)
+        "--granularities", nargs="+", choices=CHOICES, help="on a CPU, the first four"
     )
     options = parser.parse_args(argv)
     on_cpu = torch.device(options.device).type == "cpu"
+    options.granularities = options.granularities or (GRANULARITIES if on_cpu else CHOICES)
+    options.granularities = list(options.granularities)
     default = CPU_SHAPES if on_cpu else (*LLAMA3_70B, *LLAMA3_8B)
     options.shapes = shapes.chosen(options.shapes, default)
     rows: list[harness.Row] = []

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 from scripts.ptx import Report
@@ -51,3 +52,21 @@ def launcher(function: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return launch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--execute", metavar="ARCH", help="run kernels as compiled for it, on CPUs")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--execute"):
+        items[:] = [item for item in items if hasattr(getattr(item, "module", None), "launcher")]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    arch = item.config.getoption("--execute")
+    if arch is None:
+        return (yield)
+    with executed(arch):
+        return (yield)

@@ -164,6 +164,7 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
         needs_w,
         plan.grad_input.is_plain,
         offs,
+        (None, None),
     )
     if needs_x:
         factor_x = factor_x() if callable(factor_x) else factor_x
@@ -254,7 +255,7 @@ def _cast_input(x: Tensor, call: Call, needs_w: bool, offs: Tensor | None) -> tu
     plan = call.plan
     x_MK = _to(as_matrix(x), plan.dtype)
     x8_MK, x8_KM = cast_orientations(
-        x_MK, plan.x, call.states[0], call.record, True, needs_w, False, offs
+        x_MK, plan.x, call.states[0], call.record, True, needs_w, False, offs, (None, None)
     )
     return x8_MK, x8_KM or (None, None)  # type: ignore[return-value]
 

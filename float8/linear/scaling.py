@@ -166,8 +166,8 @@ def cast_orientations(
     first: bool,
     second: bool,
     decode: bool,
-    offs: Tensor | None = None,
-    scales: Scales = (None, None),
+    offs: Tensor | None,
+    scales: Scales,
 ) -> tuple[Pair | None, Pair | None]:
     """Cast a matrix for the GEMM that contracts along its rows and the one along its columns.
 

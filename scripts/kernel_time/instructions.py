@@ -155,9 +155,14 @@ def _loops_around(
 ) -> list[tuple[Loop, ...]]:
     """The loops around each instruction."""
     spans: dict[int, int] = {}  # first instruction -> last one
-    for i, instruction in enumerate(instructions):
+    # Behind the first EXIT of all threads stand ways that are rarely taken, and lead back.
+    end = next(
+        (i for i, x in enumerate(instructions) if x.name == "EXIT" and not x.guard),
+        len(instructions),
+    )
+    for i, instruction in enumerate(instructions[:end]):
         target = _target(instruction, labels) if instruction.name == "BRA" else None
-        if target is not None and target < i:
+        if target is not None and target < i and not _spins(instructions[target : i + 1]):
             spans[target] = max(i, spans.get(target, i))
     found = sorted(spans.items(), key=lambda span: (span[0], -span[1]))
     if len(found) != len(loops):
@@ -205,3 +210,8 @@ def _registers_read(instruction: Instruction) -> set[int]:
                 if instruction.name in ("STG", "STS", "ST"):
                     found |= set(range(number, number + width_in_registers(instruction)))
     return found
+
+
+def _spins(body: Sequence[Instruction]) -> bool:
+    """Whether a loop only waits for a barrier."""
+    return len(body) < 10 and any(x.name in ("SYNCS", "NANOSLEEP") for x in body)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,16 @@ def variants(files: Sequence[str] = FILES, M: int = 4096, K: int = 4096) -> list
 
 
 def compile_for(variant: Variant, arch: str) -> Any:
-    """Triton's compiled kernel; sizes and pointers are multiples of 16, as in training."""
-    names = list(variant.kernel.arg_names)
-    signature = {n: variant.types.get(n, "constexpr") for n in names}
-    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in variant.types}
+    """Triton's compiled kernel; sizes and pointers are multiples of 16, as in training.
+
+    Its key in Triton's cache is that of a launch, so that the two share one compilation.
+    """
+    signature = {n: variant.types.get(n, "constexpr") for n in variant.kernel.arg_names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]] if parameter.name in variant.types else []
+        for i, parameter in enumerate(variant.kernel.params)
+        if variant.types.get(parameter.name) != "fp32" and not parameter.do_not_specialize
+    }
     source = ASTSource(variant.kernel, signature, dict(variant.constants), attributes)
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     return triton.compile(source, target=target, options=dict(variant.options))
@@ -54,38 +61,65 @@ def predict_launch(variant: Variant, device: str) -> Prediction:
     return predict_compiled(variant, device, compile_for(variant, DEVICES[device].arch))
 
 
-def predict_compiled(variant: Variant, device: str, compiled: Any) -> Prediction:
-    """`predict_launch` of what Triton compiled."""
+def predict_compiled(
+    variant: Variant,
+    device: str,
+    compiled: Any,
+    cached: Mapping[str, float] | None = None,
+    products: tuple[float, int] | None = None,
+) -> Prediction:
+    """`predict_launch` of what Triton compiled.
+
+    Args:
+        variant: the launch.
+        device: of `DEVICES`.
+        compiled: by `compile_for`.
+        cached: argument -> bytes of it that L2 holds before the launch.
+        products: of a GEMM, its operations, and the tiles along M that are neighbours in the order
+            of programs; None for a kernel of this library, which names them.
+    """
     figures = DEVICES[device]
-    usage = resources(compiled.asm["cubin"])
-    registers = int(re.findall(r"\bREG:(\d+)", usage)[0])
+    registers, code = _machine_code(compiled.asm["cubin"])
     warps = compiled.metadata.num_warps
     resident = resident_programs(figures.arch, registers, compiled.metadata.shared, warps)
     programs = variant.programs[0] * variant.programs[1]
-    is_gemm = "GROUP" in variant.constants and "TILE_M" in variant.constants
+    flops, group = products or _products(variant)
     at = variant.programs[0] // 2 | 1 if variant.programs[0] > 1 else 0
     program = program_of(
         compiled.asm["ttir"], list(variant.types), variant.arguments, variant.programs, at,
         _average_trips(variant),
     )  # fmt: skip
-    work = work_of(listing(compiled.asm["cubin"]), program.loops)
+    work = work_of(code, program.loops)
     traffic = traffic_of(
         program, variant.arguments, programs, resident * figures.multiprocessors, figures.l2,
-        variant.constants["GROUP"] if is_gemm else 0,
+        group, cached or {},
     )  # fmt: skip
     return predict(
         figures, work, traffic, programs, resident, warps,
-        _flops(variant) if is_gemm else 0, variant.options.get("num_stages", 1),
+        flops, variant.options.get("num_stages", 1),
     )  # fmt: skip
 
 
-def _flops(variant: Variant) -> float:
-    """Of a GEMM (M, K) by (K, N): groups of rows or of the contraction add up to the whole."""
-    return 2.0 * variant.arguments["M"] * variant.arguments["N"] * variant.arguments["K"]
+@cache  # the same for many sizes
+def _machine_code(cubin: bytes) -> tuple[int, str]:
+    """Registers of a thread, and the listing."""
+    return int(re.findall(r"\bREG:(\d+)", resources(cubin))[0]), listing(cubin)
+
+
+def _products(variant: Variant) -> tuple[float, int]:
+    """Of a GEMM (M, K) by (K, N): operations, where groups add up to the whole, and neighbours."""
+    if "TILE_M" not in variant.constants:
+        return 0, 0
+    sizes = variant.arguments
+    return 2.0 * sizes["M"] * sizes["N"] * sizes["K"], variant.constants["GROUP"]
 
 
 def _average_trips(variant: Variant) -> float:
-    """Of a loop over a group's tokens, of which the host knows the sum alone."""
+    """Of a loop over tokens in groups, of which the host knows the number alone."""
     if variant.constants.get("BY_TOKENS"):
         return -(-variant.arguments["K"] // variant.arguments["E"] // 128)
+    if variant.constants.get("LIMITED"):  # all tokens belong to groups
+        M, K = variant.arguments["M"], variant.arguments["K"]
+        tiles = -(-M // variant.constants["ROWS"]) * -(-K // variant.constants["COLS"])
+        return -(-tiles // variant.constants["PARTIALS"])
     return 1

@@ -124,7 +124,8 @@ def predict(
     issue = clocks[pipe] / device.clock
     tensor = flops / device.float8 / active * device.multiprocessors
     is_pipelined = flops > 0 and stages > 1
-    delay = device.turnover
+    # Programs without work start and end too, in the same places.
+    delay = device.turnover + (programs / active - 1) * (device.turnover + device.l2_latency)
     alone = max(issue, DEPENDENT * work.issued / device.clock)
     delay += alone - issue
     if is_pipelined:

@@ -16,8 +16,9 @@ from typing import Any
 
 from scripts.kernel_time.requests import Access, Loop, Program
 
-# Up to this many times its size, an argument's reads are tiles that reach over its edge.
-_EDGE = 1.6
+# Up to this many times its size, an argument's reads are tiles that reach over its edge, or over
+# the end of a group of tokens.
+_EDGE = 2.05
 
 
 @dataclass
@@ -52,7 +53,8 @@ def traffic_of(
     programs: int,
     resident: int,
     l2: float,
-    group: int = 0,
+    group: int,
+    cached: Mapping[str, float],
 ) -> Traffic:
     """The traffic of a launch.
 
@@ -62,7 +64,8 @@ def traffic_of(
         programs: of the launch.
         resident: programs that run at the same time, on the whole GPU.
         l2: bytes of L2.
-        group: of a GEMM, the tiles along M that are neighbours in the order of programs.
+        group: of a GEMM, the tiles along M that are neighbours in the order of programs; or 0.
+        cached: argument -> bytes of it that L2 holds before the launch.
     """
     traffic = Traffic()
     read: dict[tuple[Loop, ...], float] = defaultdict(float)
@@ -81,6 +84,8 @@ def traffic_of(
                 traffic.dram += min(asked, size)
                 continue
             moved = _read(sites, size, programs, resident, l2, traffic)
+            left = 1 - cached.get(name, 0) / size
+            moved = [m * left for m in moved]
             for site, dram in zip(sites, moved, strict=True):
                 read[site.loops] += site.bytes * programs
                 new[site.loops] += dram

@@ -29,7 +29,7 @@ from scripts.ptx import (
 )
 from scripts.ptx.machine import Machine, execute, instruction
 from scripts.ptx.memory import GlobalMemory
-from scripts.ptx.program import Instruction, Program, PtxError, parse
+from scripts.ptx.program import Instruction, Program, PtxError, fusible, parse
 from scripts.ptx.report import Finding, Report
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "conversions",
     "exchange",
     "execute",
+    "fusible",
     "instruction",
     "mbarriers",
     "parse",

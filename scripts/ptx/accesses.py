@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scripts.ptx.machine import TYPES, Machine, instruction
-from scripts.ptx.memory import add_traffic, sectors_and_lines, wavefronts
+from scripts.ptx.memory import add_traffic, distinct, sectors_and_lines, wavefronts
 from scripts.ptx.program import Address, Instruction, Operand, PtxError, Symbol, Vector
 
 Lanes = npt.NDArray[Any]
@@ -64,7 +64,7 @@ def reach(
         passes, least = wavefronts(address, width, lanes)
         counts = {"wavefronts": passes, "least": least}
         data = machine.shared.data
-    issues = np.unique(lanes // 32).size
+    issues = distinct(lanes // 32)[0].size
     add_traffic(report, ins.opcode, issues=issues, bytes=len(lanes) * width, **counts)
     return data, offset, lanes
 

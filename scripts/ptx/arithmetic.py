@@ -243,6 +243,13 @@ def _divide(machine: Machine, ins: Instruction) -> None:
 # Opcode -> the largest difference of a GPU's result, as NVIDIA's manual of PTX states it.
 APPROXIMATE = {
     "ex2.approx": "relative error 2^-22",
+    "lg2.approx": "absolute error 2^-22 for operands in (0.5, 2), relative error 2^-22 for others",
+    "rcp.approx": "1 ulp",
+    "rsqrt.approx": "relative error 2^-22.9",
+    "sqrt.approx": "relative error 2^-23",
+    "div.full": "2 ulps",
+    "div.approx": "2 ulps, where the divisor is in [2^-126, 2^126]",
+    "tanh.approx": "relative error 2^-11",
 }
 
 _FUNCTIONS: dict[str, Callable[..., Lanes]] = {
@@ -289,6 +296,12 @@ def _extremum(machine: Machine, ins: Instruction) -> None:
         return value
 
     _elementwise(machine, ins, chosen)
+
+
+@instruction("copysign")
+def _copysign(machine: Machine, ins: Instruction) -> None:
+    """The second operand, with the sign of the first."""
+    _elementwise(machine, ins, lambda sign, magnitude: np.copysign(magnitude, sign))
 
 
 @instruction("abs", "neg")
@@ -401,7 +414,8 @@ def _lookup(machine: Machine, ins: Instruction) -> None:
     """A truth table of three bits, applied to each."""
     a, b, c = (machine.read(o, "u32") for o in ins.operands[1:4])
     table = ins.operands[4]
-    assert isinstance(table, Immediate)
+    if ins.modifiers != ("b32",) or not isinstance(table, Immediate):
+        raise PtxError(f"{ins}: this form is not supported")
     result = np.zeros(machine.count, np.uint32)
     for row in range(8):
         if table.value >> row & 1:
@@ -453,6 +467,8 @@ def compared(ins: Instruction, how: str, a: Lanes, b: Lanes) -> Lanes:
 @instruction("setp")
 def _compare(machine: Machine, ins: Instruction) -> None:
     result, a, b, *rest = ins.operands
+    if ins.type in _PACKED:
+        raise PtxError(f"{ins}: comparisons of packed values are not supported")
     x, y = _as(ins.type, machine.read(a, ins.type)), _as(ins.type, machine.read(b, ins.type))
     if "ftz" in ins.modifiers:
         x, y = flushed(x), flushed(y)

@@ -32,7 +32,9 @@ def _convert(machine: Machine, ins: Instruction) -> None:
     supported = {"rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "ftz", "sat", "satfinite"}
     if unknown := set(ins.modifiers[:-2]) - supported:
         raise PtxError(f"{ins}: the modifier .{min(unknown)} is not supported")
-    values = [machine.read(o, source) for o in ins.operands[1:]]
+    # Triton converts a single number beside one that was never written, and takes its half.
+    is_pair = len(ins.operands) == 3
+    values = [machine.read(o, source, used=not is_pair) for o in ins.operands[1:]]
     machine.write(ins.operands[0], _converted(ins, to, source, values))
 
 

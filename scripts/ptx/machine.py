@@ -344,11 +344,13 @@ class Machine:
                     self.mask = guard if live is None else guard & live
                     if not self.mask.any():
                         continue
+            function = INSTRUCTIONS.get(ins.name)
+            if function is None:
+                raise PtxError(f"{ins}: this instruction is not known")
             try:
-                function = INSTRUCTIONS[ins.name]
-            except KeyError:
-                raise PtxError(f"{ins}: this instruction is not known") from None
-            function(self, ins)
+                function(self, ins)
+            except KeyError as unknown:  # a type, or a modifier
+                raise PtxError(f"{ins}: {unknown} is not supported") from unknown
         self.mask = live
         return ins
 

@@ -247,11 +247,20 @@ def _together(a: Lanes, b: Lanes) -> Lanes:
     return np.where(a == b, a, np.where(one_warp, _WARP - warp, _SEVERAL))
 
 
+def distinct(values: Lanes) -> tuple[Lanes, Lanes]:
+    """The different values in ascending order, and where each begins in the sorted ones."""
+    ordered = np.sort(values, axis=None)
+    changes = np.ones(ordered.size, bool)
+    changes[1:] = ordered[1:] != ordered[:-1]
+    begins = np.flatnonzero(changes)
+    return ordered[begins], begins
+
+
 def sectors_and_lines(offset: Lanes, width: int, warp: Lanes) -> tuple[int, int]:
     """How many units of 32 and of 128 bytes the accesses of each warp touch."""
     key = warp.astype(np.int64) << 42
-    sectors = np.unique(key + offset // SECTOR)
-    lines = np.unique((sectors >> 42 << 42) + (sectors & (1 << 42) - 1) // (LINE // SECTOR))
+    sectors, _ = distinct(key + offset // SECTOR)
+    lines, _ = distinct((sectors >> 42 << 42) + (sectors & (1 << 42) - 1) // (LINE // SECTOR))
     return sectors.size, lines.size
 
 
@@ -264,9 +273,12 @@ def wavefronts(address: Lanes, width: int, lanes: Lanes) -> tuple[int, int]:
     words = max(1, width // 4)
     group = lanes // (32 // words)
     word = (address.astype(np.int64) // 4)[:, None] + np.arange(words)
-    keys = np.unique((group.astype(np.int64)[:, None] << 32) + word)
-    banks, counts = np.unique((keys >> 32) * BANKS + keys % BANKS, return_counts=True)
-    _, first = np.unique(banks // BANKS, return_index=True)
+    keys, _ = distinct((group.astype(np.int64)[:, None] << 32) + word)
+    if keys.size == 0:
+        return 0, 0
+    banks, begins = distinct((keys >> 32) * BANKS + keys % BANKS)
+    counts = np.diff(begins, append=keys.size)
+    _, first = distinct(banks // BANKS)
     return int(np.maximum.reduceat(counts, first).sum()), first.size
 
 

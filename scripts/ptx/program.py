@@ -307,7 +307,22 @@ class _Body:
         ordered = sorted(starts)
         number = {start: i for i, start in enumerate(ordered)}
         self.labels = {name: number[at] for name, at in self.starts.items() if name in named}
+        for ins in self.instructions:
+            target = ins.operands[0] if ins.name == "bra" else None
+            if isinstance(target, Symbol) and target.name not in self.labels:
+                raise PtxError(f"{ins}: there is no label {target.name}")
         return [range(a, b) for a, b in pairwise(ordered)]
+
+
+def fusible(program: Program) -> list[Instruction]:
+    """The sums that ptxas may fuse with a product of float32 before them, into one rounding.
+
+    It may where neither has a rounding in its opcode. The bits are then ptxas' choice; elsewhere
+    PTX determines them.
+    """
+    free = [i for i in program.instructions if i.modifiers in (("f32",), ("ftz", "f32"))]
+    products = {i.operands[0] for i in free if i.name == "mul"}
+    return [i for i in free if i.name in ("add", "sub") and products & set(i.operands[1:])]
 
 
 def _number(text: str) -> Immediate | None:

@@ -87,6 +87,28 @@ def test_every_architecture_that_is_supported_is_tested():
     assert all(set(products) == by_torch for products in module.SUPPORT.values())
 
 
+def test_no_gpu_has_been_measured():
+    """With a row in it, docs and `CANDIDATES` no longer say which GEMM runs."""
+    assert module.FASTEST == {}
+
+
+def test_a_row_of_the_table_chooses_for_its_architecture_alone(torch_calls, monkeypatch):
+    after = module.SCALED_AFTER
+    monkeypatch.setitem(module.FASTEST, ("sm_90", "rowwise"), after)
+    assert module.gemm_for("sm_90", ROW, ROW, BF16) == (after.name, None)
+    assert module.gemm_for("sm_90", ROW, TENSOR, BF16) == (after.name, None)
+    assert module.gemm_for("sm_90", TENSOR, TENSOR, BF16) == (BY_TORCH, None)
+    assert module.gemm_for("sm_100", ROW, ROW, BF16) == (BY_TORCH, None)
+    for sizes in ((16, 32, 48), (3, 40, 7)):
+        for blocks in ((ROW, ROW), (ROW, TENSOR)):
+            parts = operands(*sizes, *blocks, E5M2)
+            bias = Case((sizes[2],), BF16, seed=3).make()
+            actual = multiply(parts, *blocks, bias, pad=True)
+            assert_product_of(actual, parts, *blocks, bias, sizes)
+    assert {tuple(call.scale_a.shape) for call in torch_calls} == {()}
+    assert {call.out_dtype for call in torch_calls} == {torch.float32}
+
+
 @pytest.mark.parametrize("arch", RUNS)
 @EVERY_PRODUCT
 def test_an_architecture_runs_a_product_or_says_why_not(arch, a_block, b_block):

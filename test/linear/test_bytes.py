@@ -180,7 +180,9 @@ def test_operands_of_grouped_gemms(name):
         plan = plan_for(RECIPES[name], w, grouped=True)
         for tokens, operand in ((empty(M, K), plan.x), (empty(M, N), plan.g)):
             with CastMeter() as meter:
-                cast_orientations(tokens, operand, None, False, True, True, False, offs)
+                cast_orientations(
+                    tokens, operand, None, False, True, True, False, offs, (None, None)
+                )
             moved = sum(meter.bytes_by_numel.values())  # the transpose has more elements: padding
             assert round(moved / tokens.numel()) == GROUPED[name][0]
             assert meter.launches == GROUPED[name][1]

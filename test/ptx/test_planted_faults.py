@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 from float8.kernels.gpu import cast
 from float8.kernels.gpu.launch import meta, variant
 from scripts.kernel_report import compile_for
+from scripts.ptx import fusible, parse
 
 E4M3, WHOLE = torch.float8_e4m3fn, (-1, -1)
 M, K, STRIDE = 144, 48, 64
@@ -52,6 +53,7 @@ def text():
 
 def test_the_kernel_without_a_fault(text):
     assert launch(text) == (set(), False)
+    assert fusible(parse(text)) == []  # ptxas cannot choose other bits
 
 
 def _swap_bounds(text):

@@ -18,11 +18,16 @@ not be multiples of anything, but operands whose rows do not start at multiples 
 loaded byte by byte (`scaled_mm` hands over others).
 
 Tiles: the accumulator and the step's sum both stay in registers, 2 x 128 x 128 / 256 threads = 128
-of each thread's 255, so that is the largest tile that does not spill. `TILES` is the whole list,
-and `tile_of` a rule without memory: the same launch for the same sizes, at any time, also while a
-CUDA graph is captured. Both are unmeasured on a GPU. They were chosen by their machine code
-(``scripts/kernel_report.py``): no spills, copies to shared memory of 16 bytes per thread that
-bypass registers, and the tensor cores' float8 instructions.
+of each thread's 255, so that is the largest tile that does not spill. `TILES` is the whole list.
+It was chosen by machine code (``scripts/kernel_report.py``): no spills, copies to shared memory of
+16 bytes per thread that bypass registers, and the tensor cores' float8 instructions. Which of them
+runs is measured on the device (`fastest_tile`); `tile_of` is the rule where nothing is measured.
+
+What the machine code of sm_90 says of them: the tensor cores need 512 clocks for a step of
+128 x 128 x 128. They then wait for the promotion, 128 clocks of multiply-adds, and for about 100
+clocks of barriers and addresses, because registers leave room for one such program on a
+multiprocessor. Two programs of half the tile fill each other's waits, but read 1.5 times as many
+bytes from the L2 cache, 96 instead of 64 per clock. Neither is clearly the faster one.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ from torch import Tensor
 
 from float8.granularity import scale_shape
 from float8.kernels import definition
+from float8.kernels.gpu.fastest_tile import fastest
 from float8.kernels.gpu.launch import Variant, check_device, launch, meta, register, variant
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -73,11 +79,16 @@ GROUP = 8  # tiles along M that share what they read of b: see the order of prog
 _MULTIPROCESSORS = 132  # of an H100; an L40S has 142, a B200 148
 
 
+def tiles_for(M: int, N: int) -> list[Tile]:
+    """The tiles that are not half empty."""
+    return [tile for tile in TILES if tile.M < 2 * M and tile.N < 2 * N] or [TILES[-1]]
+
+
 def tile_of(M: int, N: int, products: int = 1) -> Tile:
     """The largest tile that is not half empty and has enough programs to fill a GPU."""
-    for tile in TILES:
+    for tile in tiles_for(M, N):
         programs = products * triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N)
-        if programs >= _MULTIPROCESSORS and tile.M < 2 * M and tile.N < 2 * N:
+        if programs >= _MULTIPROCESSORS:
             return tile
     return TILES[-1]
 
@@ -210,18 +221,22 @@ def _launch(
     if out.numel() == 0:
         return out
     (M, K), N = a.shape, b.shape[0]
-    tile = tile or tile_of(M, N)
     if b_rows == 1 and b_scale.stride(0) != 1:
         # A thread reads the scales of up to 64 columns; loads one by one would spill.
         b_scale = b_scale.t().contiguous().t()
-    launch(
-        _kernel, triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N),
-        a, a_scale, b, b_scale, a_scale if bias is None else bias, out, M, N, K,
-        a.stride(0), b.stride(0), 1 if bias is None else bias.stride(0),
-        *a_scale.stride(), *b_scale.stride(),
-        A_ROWS=a_rows, B_ROWS=b_rows, BIAS=bias is not None, TILE_M=tile.M, TILE_N=tile.N,
-        GROUP=GROUP, num_warps=tile.warps, num_stages=tile.stages, **FUSION,
-    )  # fmt: skip
+
+    def run(tile: Tile) -> None:
+        launch(
+            _kernel, triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N),
+            a, a_scale, b, b_scale, a_scale if bias is None else bias, out, M, N, K,
+            a.stride(0), b.stride(0), 1 if bias is None else bias.stride(0),
+            *a_scale.stride(), *b_scale.stride(),
+            A_ROWS=a_rows, B_ROWS=b_rows, BIAS=bias is not None, TILE_M=tile.M, TILE_N=tile.N,
+            GROUP=GROUP, num_warps=tile.warps, num_stages=tile.stages, **FUSION,
+        )  # fmt: skip
+
+    form = ("blockwise_mm", a_rows, b_rows, a.dtype, b.dtype, out_dtype, bias is None)
+    run(tile or fastest(form, a, (M, N, K), tiles_for(M, N), tile_of(M, N), run))
     return out
 
 

@@ -34,7 +34,7 @@ idle.
 A group without tokens gives no rows, or a matrix of zeros. Rows of ``a`` at or beyond ``offs[-1]``
 are not read, and their rows of the result not written.
 
-Like those of ``blockwise_mm.py``, the tiles are unmeasured on a GPU. ``FAST`` leaves the whole
+The tiles are those of ``blockwise_mm.py``, chosen in the same way. ``FAST`` leaves the whole
 contraction to the tensor core; without it, its sums are added in float32 every 128.
 """
 
@@ -62,7 +62,9 @@ from float8.kernels.gpu.blockwise_mm import (
     contract,
     place_of,
     tile_of,
+    tiles_for,
 )
+from float8.kernels.gpu.fastest_tile import fastest
 from float8.kernels.gpu.jit import group_of_tile
 from float8.kernels.gpu.launch import Variant, check_device, launch, meta, register, variant
 from float8.kernels.grouped_mm import grouped_mm as define
@@ -175,20 +177,30 @@ def _launch(
     if out.numel() == 0:
         return out
     by_tokens, M, N, experts = b.dim() == 2, a.shape[0], b.shape[-2], offs.shape[0]
-    tile = tile or tile_of(M if by_tokens else ceil_div(M, experts), N, experts)
-    tiles_m = experts * ceil_div(M, tile.M) if by_tokens else M // tile.M + experts
     if blocks and b_rows == 1 and b_scale.stride(-2) != 1:
         b_scale = b_scale.mT.contiguous().mT  # as in `blockwise_mm`
-    launch(
-        _kernel, tiles_m * ceil_div(N, tile.N),
-        a, a_scale, b, b_scale, offs, out, M, N, a.shape[1], experts,
-        a.stride(0), 0 if by_tokens else b.stride(0), b.stride(-2),
-        *_strides(a_scale, by_tokens, blocks), *_strides(b_scale, by_tokens, blocks),
-        BY_TOKENS=by_tokens, EXPERTS=triton.next_power_of_2(experts), ALIGN=align,
-        A_ROWS=a_rows, B_ROWS=b_rows, BLOCKS=blocks, FAST=use_fast_accum and not blocks,
-        TILE_M=tile.M, TILE_N=tile.N, GROUP=GROUP, num_warps=tile.warps, num_stages=tile.stages,
-        **FUSION,
-    )  # fmt: skip
+    fast = use_fast_accum and not blocks
+
+    def run(tile: Tile) -> None:
+        tiles_m = experts * ceil_div(M, tile.M) if by_tokens else M // tile.M + experts
+        launch(
+            _kernel, tiles_m * ceil_div(N, tile.N),
+            a, a_scale, b, b_scale, offs, out, M, N, a.shape[1], experts,
+            a.stride(0), 0 if by_tokens else b.stride(0), b.stride(-2),
+            *_strides(a_scale, by_tokens, blocks), *_strides(b_scale, by_tokens, blocks),
+            BY_TOKENS=by_tokens, EXPERTS=triton.next_power_of_2(experts), ALIGN=align,
+            A_ROWS=a_rows, B_ROWS=b_rows, BLOCKS=blocks, FAST=fast,
+            TILE_M=tile.M, TILE_N=tile.N, GROUP=GROUP, num_warps=tile.warps,
+            num_stages=tile.stages, **FUSION,
+        )  # fmt: skip
+
+    if tile is None:
+        rows = M if by_tokens else ceil_div(M, experts)
+        form = ("grouped_mm", by_tokens, a_rows, b_rows, blocks, fast, a.dtype, b.dtype, out_dtype)
+        sizes = (M, N, a.shape[1], experts)
+        by_rule = tile_of(rows, N, experts)
+        tile = fastest(form, a, sizes, tiles_for(rows, N), by_rule, run)
+    run(tile)
     return out
 
 

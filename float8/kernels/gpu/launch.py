@@ -40,8 +40,8 @@ TRITON_DTYPES: dict[torch.dtype, Any] = {
     torch.float16: tl.float16,
 }
 # Triton's name of each dtype.
-_POINTERS = {dtype: str(t) for dtype, t in (TRITON_FORMATS | TRITON_DTYPES).items()}
-_POINTERS |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
+POINTERS = {dtype: str(t) for dtype, t in (TRITON_FORMATS | TRITON_DTYPES).items()}
+POINTERS |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 
 DEFINITIONS: dict[str, Callable[..., Any]] = {}  # op -> the same in plain PyTorch
 LAUNCHERS: dict[str, Callable[..., Any]] = {}  # op -> the function that launches its kernels
@@ -181,7 +181,7 @@ def _variant(
         if isinstance(value, int) and value == 1:
             constants[parameter] = 1  # Triton compiles it in
         elif isinstance(value, Tensor):
-            types[parameter] = f"*{_POINTERS[value.dtype]}"
+            types[parameter] = f"*{POINTERS[value.dtype]}"
         else:
             types[parameter] = "i32" if isinstance(value, int) else "fp32"
     constants |= {n: value for n, value in keywords.items() if n in kernel.arg_names}

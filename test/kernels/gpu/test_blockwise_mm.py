@@ -21,6 +21,7 @@ from torch import Tensor
 
 from float8.kernels import definition
 from float8.kernels.gpu import blockwise_mm as module
+from float8.kernels.gpu import fastest_tile
 from scripts import kernel_report
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -84,6 +85,19 @@ def test_every_tile(tile, rows, device):
     shape = (tile.M + 3, 144, tile.N + 16)
     parts = operands(shape, rows, device=device)
     check(multiply(parts, rows, device, tile=tile), parts, rows, (shape, rows, tile))
+
+
+@EVERY_DEVICE
+@EVERY_PAIR
+def test_every_tile_gives_the_same_bits(rows, device):
+    """So ranks may choose differently, and a choice changes no training."""
+    parts = operands((131, 400, 144), rows, device=device)
+    run = launcher("blockwise_mm", "_launch", device)
+    first, *others = (
+        run(*parts, *rows, None, comparable(device), tile=tile) for tile in module.TILES
+    )
+    for tile, result in zip(module.TILES[1:], others, strict=True):
+        assert_bitwise(result, first, (rows, tile))
 
 
 @EVERY_DEVICE
@@ -260,6 +274,16 @@ def test_a_tile_lies_inside_a_block_and_fits_shared_memory():
         assert 128 % tile.M == 128 % tile.N == 0
         assert 128 * (tile.M + tile.N) * tile.stages <= 227 * 1024  # sm_90, sm_100
         assert 128 * (tile.M + tile.N) * (tile.stages - 1) <= 99 * 1024  # sm_89, sm_120
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_the_first_product_of_a_class_is_timed(monkeypatch):
+    monkeypatch.setattr(fastest_tile, "_CHOSEN", {})
+    parts = operands((300, 400, 320), (1, 128), device="cuda")
+    results = [module._launch(*parts, 1, 128, None, torch.bfloat16) for _ in range(2)]
+    assert_bitwise(results[1], results[0])
+    assert set(fastest_tile._CHOSEN.values()) <= set(module.TILES)
+    assert len(fastest_tile._CHOSEN) == 1
 
 
 # --- refusals and the op

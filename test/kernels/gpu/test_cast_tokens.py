@@ -9,12 +9,13 @@ import torch
 
 pytest.importorskip("triton")
 
+import executed
 from assertions import assert_bitwise
-from interpreter import interpreted
+from interpreter import interpreted, launcher
 from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case, pairs
 
 from float8.kernels import definition
-from float8.kernels.gpu.cast_tokens import ALIGNMENT, _launch, cast_tokens
+from float8.kernels.gpu.cast_tokens import ALIGNMENT, cast_tokens
 
 E4M3 = torch.float8_e4m3fn
 FLOAT32, POWER_OF_TWO = definition.FLOAT32, definition.scale_format_of(True)
@@ -33,9 +34,10 @@ ORIENTATIONS = ((True, True), (True, False), (False, True))
 
 
 def run(device, *arguments, fault=None):
-    if device == "cpu":
+    if device == "cpu" and not executed.is_active():
         return interpreted("probe_tokens").launch(fault, *arguments)
-    return _launch(*arguments)
+    assert fault is None
+    return launcher("cast_tokens", "_launch", device)(*arguments)
 
 
 def tokens(sizes, rest, columns, device="cpu", **words):

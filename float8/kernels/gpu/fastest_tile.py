@@ -1,0 +1,73 @@
+"""Which tile a GEMM runs in: measured on the device, once per class of sizes.
+
+The fastest tile depends on the GPU, its caches and the sizes. Predictions from machine code do not
+decide between tiles that are within a fifth of each other. So the first product of a class runs in
+every tile of a committed list (`blockwise_mm.TILES`) on its own operands, and the fastest one runs
+all later products of that class. A class holds the sizes that have as many binary digits.
+
+Every tile gives the same bits: tiles divide rows and columns, and each element is summed over the
+contraction in the same order. So ranks of a job may choose differently.
+
+Nothing is measured, and the tile is that of a rule, while a CUDA graph is captured, on FakeTensors
+(the op's fake runs instead) and on CPU tensors (which are interpreted). Under torch.compile the ops
+are opaque, so it is measured where the kernel runs. The first product of a class waits for the GPU,
+and later ones do not. It costs the compilation of up to four forms of the kernel, which Triton
+keeps on disk, and `RUNS` + 1 launches of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from float8.kernels.gpu.launch import on_device_of
+
+T = TypeVar("T")
+RUNS = 5  # of each tile, behind one that compiles it
+_CHOSEN: dict[Hashable, object] = {}
+
+
+def fastest(
+    form: Hashable,
+    x: Tensor,
+    sizes: Sequence[int],
+    tiles: Sequence[T],
+    by_rule: T,
+    run: Callable[[T], None],
+) -> T:
+    """The tile for a product.
+
+    Args:
+        form: what else decides which kernel is compiled: its name, the dtypes, the scales.
+        x: an operand, on the device of the product.
+        sizes: of the product.
+        tiles: the candidates; where two are equally fast, the first one is taken.
+        by_rule: the tile where nothing may be measured.
+        run: launches the product in a tile. It may be called many times.
+    """
+    if x.device.type != "cuda":
+        return by_rule
+    key = (form, x.device, *(int(size).bit_length() for size in sizes))
+    chosen = _CHOSEN.get(key)
+    if chosen is None:
+        if torch.cuda.is_current_stream_capturing():
+            return by_rule
+        with on_device_of(x):
+            seconds = [_seconds(run, tile) for tile in tiles]
+        chosen = _CHOSEN[key] = tiles[seconds.index(min(seconds))]
+    return chosen  # type: ignore[return-value]
+
+
+def _seconds(run: Callable[[T], None], tile: T) -> float:
+    """The time of `RUNS` launches on the current stream, which this waits for."""
+    run(tile)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(RUNS):
+        run(tile)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3

@@ -1,0 +1,122 @@
+"""Execute every Triton kernel's compiled form without a GPU, and compare it with its definition.
+
+    python scripts/run_ptx.py [--arch sm_90] [--only blockwise_mm] [-o FILE.json]
+
+The cases are those of `test/kernels/gpu/test_compiled.py`, all of them for each architecture. One
+row per kernel file has the number of cases and launches, of different compiled forms, of programs
+and of instructions that their warps executed; how many cases failed, because of a wrong byte or
+otherwise; and how many faults the executions found (`scripts/ptx/report.py` names them). The exit
+status is 1 if a case failed.
+
+Another version of Triton: ``pip install --no-deps --target DIR triton==3.6.0``, then DIR first on
+``PYTHONPATH``. A file keeps the rows of other versions and architectures that it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "test"))  # run as a file,
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # without installation
+
+from scripts.kernel_report import ARCHITECTURES
+from scripts.ptx.launch import SHARED_BYTES
+
+
+@dataclass
+class Row:
+    """What the cases of one kernel file did on one architecture."""
+
+    triton: str
+    arch: str
+    kernel: str
+    cases: int = 0
+    launches: int = 0
+    forms: int = 0
+    programs: int = 0
+    instructions: int = 0
+    failed: int = 0
+    findings: int = 0
+    messages: list[str] = field(default_factory=list)  # the first line of each failure
+
+
+def rows(arch: str, only: str = "") -> list[Row]:
+    """Run the cases of the kernels whose names contain ``only``."""
+    executed = importlib.import_module("executed").executed
+    tests = importlib.import_module("kernels.gpu.test_compiled")
+    found: dict[str, Row] = {}
+    forms: dict[str, set[str]] = {}
+    for test, arguments, _ in tests.CASES:
+        kernel = test.__module__.rpartition(".test_")[2]
+        if only not in kernel:
+            continue
+        row = found.setdefault(kernel, Row(triton.__version__, arch, kernel))
+        torch.manual_seed(0)
+        with executed(arch) as reports:
+            try:
+                tests.call(test, arguments)
+            except Exception as error:  # a table of all kernels says more than the first fault
+                row.failed += 1
+                text = str(error).strip() or type(error).__name__
+                row.messages.append(f"{test.__name__}{arguments}: {text.splitlines()[0]}")
+        row.cases += 1
+        row.launches += len(reports)
+        row.programs += sum(report.programs for report in reports)
+        row.instructions += sum(sum(report.instructions.values()) for report in reports)
+        row.findings += sum(len(report.findings) for report in reports)
+        forms.setdefault(kernel, set()).update(report.form for report in reports)
+        row.forms = len(forms[kernel])
+    return list(found.values())
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table, and write it as JSON where asked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, choices=list(SHARED_BYTES))
+    parser.add_argument("--only", default="", help="part of the name of a kernel's file")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE")
+    options = parser.parse_args(argv)
+    from tabulate import tabulate
+
+    warnings.filterwarnings("ignore", message=".*TRITON_DEFAULT_FP_FUSION")
+    table: list[Row] = []
+    for arch in options.arch:
+        table += rows(arch, options.only)
+        if options.output is not None:  # after each: an interrupted run keeps what it has
+            _write(options.output, table)
+    if not table:
+        parser.error(f"--only {options.only!r} is part of no kernel's name")
+    columns = [{k: v for k, v in asdict(row).items() if k != "messages"} for row in table]
+    print(tabulate(columns, headers="keys"))
+    for row in table:
+        for message in row.messages:
+            print(f"\n{row.kernel}, {row.arch}: {message}")
+    return 1 if any(row.failed for row in table) else 0
+
+
+def _write(file: Path, table: Sequence[Row]) -> None:
+    """Replace the rows of the same version, architecture and kernel; keep the others."""
+
+    def key(row: dict[str, Any]) -> tuple[str, str, str]:
+        return row["triton"], row["arch"], row["kernel"]
+
+    known = json.loads(file.read_text())["rows"] if file.exists() else []
+    merged = {key(row): row for row in [*known, *map(asdict, table)]}
+    file.write_text(json.dumps({"rows": [merged[k] for k in sorted(merged)]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
