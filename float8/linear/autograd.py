@@ -253,7 +253,7 @@ def _cast_input(x: Tensor, call: Call, needs_w: bool, offs: Tensor | None) -> tu
     plan = call.plan
     x_MK = _to(as_matrix(x), plan.dtype)
     x8_MK, x8_KM = cast_orientations(
-        x_MK, plan.x, call.states[0], call.record, True, needs_w, False, offs
+        x_MK, plan.x, call.states[0], call.record, True, needs_w, plan.output.is_plain, offs, True
     )
     return x8_MK, x8_KM or (None, None)  # type: ignore[return-value]
 
