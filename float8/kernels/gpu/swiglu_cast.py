@@ -16,6 +16,9 @@ gate and up are matrices (M, F) of any row stride, such as the halves of one pro
 backward writes both gradients into one (M, 2 F), which is then the gradient of that projection.
 
 Exponentials differ between implementations by a few ulps, and so may a code at a tie.
+
+Of a copy's bandwidth 0.9 is predicted, but 0.84 for a given scale whose amax is recorded: gate, up
+and y take 127 registers a thread, so that four programs are resident.
 """
 
 from __future__ import annotations
