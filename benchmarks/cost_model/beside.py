@@ -2,7 +2,7 @@
 
     bench_linear      the step of a layer as a fraction of nn.Linear's (`check.py`)
     bench_matmul      one GEMM, in bfloat16 and of each granularity
-    bench_casts       one cast by its kernel: bytes over the rate of a pass, and a launch
+    bench_casts       one cast by its kernels, as the passes of a layer
     bench_grouped_mm  forward and backward of a grouped GEMM, casts included
 
 The summary is the median error of each file, and of all rows. Where no device is given, it is the
@@ -26,6 +26,22 @@ from float8.estimate.gemms import gemm_seconds, kinds_of_plan
 from float8.estimate.roofline import Shape, Use, layer_seconds
 
 PLAIN = "F.grouped_mm"
+_AMAX = (("amax tensorwise", 2),)
+_COLUMN_AMAX = (("fill", 0), ("amax rowwise", 2))
+# A row of bench_casts -> its passes, with the bytes that each moves per element; the rows of norms
+# and of experts' tokens are one pass at the rate of any.
+PASSES: dict[str, tuple[tuple[str, float], ...]] = {
+    "static rows": (("cast given", 3),),
+    "static both": (("cast given", 4),),
+    "delayed both": (("cast given", 4),),
+    "dynamic rows": (*_AMAX, ("cast tensorwise", 3)),
+    "dynamic both": (*_AMAX, ("cast tensorwise", 4)),
+    "rowwise rows": (("cast rowwise", 3),),
+    "rowwise both": (*_COLUMN_AMAX, ("cast rowwise", 4)),
+    "1x128 both": (("cast 1x128", 4),),
+    "128x128 both": (("cast 128x128", 4),),
+    "1x32 both": (("cast 1x32", 4),),
+}
 
 
 @dataclass(frozen=True)
@@ -99,7 +115,8 @@ def _casts(result: ResultFile, device: Device) -> Iterator[Beside]:
     for row in _timed(result):
         if row["contender"] == "kernel":
             M, K = (int(size) for size in row["shape"].strip("()").split(","))
-            predicted = device.pass_seconds(ANY_PASS, row["bytes_per_element"] * M * K)
+            passes = PASSES.get(row["cast"], ((ANY_PASS, row["bytes_per_element"]),))
+            predicted = sum(device.pass_seconds(name, each * M * K) for name, each in passes)
             yield Beside(f"{M},{K} {row['cast']}", predicted * 1e3, row["ms"])
 
 

@@ -8,16 +8,15 @@ cast                                 row-major  transposed both orientations tog
 ==================================== ========== ========== ======================================
 dynamic tensorwise                   2 + 3 = 5  2 + 3 = 5  2 + 4 = 6
 delayed or static tensorwise         3          3          4
-dynamic rowwise                      3          2 + 3 = 5  3 + 3 = 6
+dynamic rowwise                      3          2 + 3 = 5  2 + 4 = 6
 dynamic 1x128, 128x128, 1x32 (mx)    3          3          4
 ==================================== ========== ========== ======================================
 
 3 is 2 read and 1 written; 4 is 2 read and 1 written in each orientation. A leading 2 is a separate
 pass that computes amaxes: the scale of a tensor, or of a column, depends on elements that no single
-thread block reads. A delayed cast records its amax on the way, and a rowwise cast the column amaxes
-for the transposed cast that follows. Forward casts the weight row-major, backward transposed; if
-both casts are equal, backward reuses forward's scale (3 bytes). With cached weights the
-microbatches of a step share both casts.
+thread block reads. A delayed cast records its amax on the way. Forward casts the weight row-major,
+backward transposed; if both casts are equal, backward reuses forward's scale (3 bytes). With cached
+weights the microbatches of a step share both casts.
 
 Every pass is one launch. Column amaxes are accumulated atomically into zeros that another launch
 writes: a rowwise cast in both orientations is three launches. A float32 weight is assumed to run
@@ -128,18 +127,16 @@ def passes_of_layer(
 
 def _by_the_compiler(passes: list[MemoryPass]) -> list[MemoryPass]:
     """The same casts by the compiler's kernels, which accumulate no column amaxes."""
-    rows, columns = (pass_name("cast", ROWWISE, transposed) for transposed in (False, True))
-    column_amax = pass_name("amax", ROWWISE, True)
-    names = [each.name for each in passes]
-    in_one_call = columns in names and column_amax not in names
     own: list[MemoryPass] = []
     for each in passes:
         if each.name == pass_name("amax", TENSORWISE, False):
             own += [each, FILL]
-        elif each.name == column_amax:
+        elif each.name == pass_name("amax", ROWWISE, True):
             own.append(MemoryPass("transpose", READ + READ))
-        elif each.name == rows and in_one_call:
-            own.append(MemoryPass(rows, each.bytes_per_element + READ))
+        elif each.name == pass_name("amax", ROWWISE, False):  # rows are cast by this pass
+            own.append(MemoryPass("cast and transpose", READ + WRITE + READ))
+        elif each == MemoryPass(pass_name("cast", ROWWISE, False), READ + 2 * WRITE):
+            own.append(MemoryPass(pass_name("cast", ROWWISE, True), READ + WRITE))
         elif each is not FILL:
             own.append(each)
     return own
@@ -176,11 +173,11 @@ def _both_casts(
     if emulates or first is None or second is None or _kind_of_cast(first) != _kind_of_cast(second):
         return _one_cast(first, False, emulates) + _one_cast(second, True, emulates)
     kind = _kind_of_cast(first)
-    if kind == ROWWISE:
-        names = [pass_name("cast", ROWWISE, transposed) for transposed in (False, True)]
-        return [FILL, *(MemoryPass(name, READ + WRITE) for name in names)]
+    amaxes = _amax_passes(first, False, emulates)
+    if kind == ROWWISE:  # amaxes of columns, and of rows with them
+        amaxes = [FILL, MemoryPass(pass_name("amax", ROWWISE, False), READ)]
     copies = MemoryPass(pass_name("cast", kind, False), READ + 2 * _written(kind, emulates))
-    return [*_amax_passes(first, False, emulates), copies]
+    return [*amaxes, copies]
 
 
 def _written(kind: str, emulates: bool) -> float:

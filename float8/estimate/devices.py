@@ -13,8 +13,9 @@ emulated, dequantising costs ``decode`` seconds per operand element.
 
 Every number is a `Figure`: a value and its source. The source starts with one word that says how
 reliable it is: ``datasheet``, ``measured``, ``fitted`` (to a result file), ``published`` (measured
-by others), ``assumed``, or ``exact``. No row of `DEVICES` has been measured by this project: all
-are datasheet peaks under efficiencies that others published, and every printed prediction says so.
+by others), ``predicted`` (from a kernel's machine code), ``assumed``, or ``exact``. No row of
+`DEVICES` has been measured by this project: all are datasheet peaks under efficiencies that others
+published and cast rates that are predicted, and every printed prediction says so.
 
 Rowwise GEMMs have two rows: ``rowwise`` is what torch built with CUDA 12.9 or later runs (cuBLASLt
 on Hopper), ``rowwise by CUTLASS`` what older ones run; `Device.with_cutlass` takes the latter.
@@ -36,7 +37,7 @@ BF16 = "bf16"
 FLOAT8 = (TENSORWISE, ROWWISE, BLOCKWISE, MX)
 ROWWISE_BY_CUTLASS = "rowwise by CUTLASS"
 ANY_PASS = "any"
-SOURCES = ("datasheet", "measured", "fitted", "published", "assumed", "exact")
+SOURCES = ("datasheet", "measured", "fitted", "published", "predicted", "assumed", "exact")
 MEASURE = "python benchmarks/measure_device.py --save FILE"
 
 
@@ -48,7 +49,8 @@ class Figure:
         value: the number, at least 0.
         source: starts with one word that says how reliable the number is: ``datasheet``,
             ``measured``, ``fitted`` (to a result file), ``published`` (measured by others),
-            ``assumed`` or ``exact``; then a colon and what the source is.
+            ``predicted`` (from machine code), ``assumed`` or ``exact``; then a colon and what the
+            source is.
 
     Raises:
         ValueError: a source of no known kind, or a value that is negative or not finite.
@@ -252,6 +254,27 @@ MAMF = "published: ml-engineering, maximum achievable matmul FLOPS"
 LAUNCH = Figure(2e-6, "published: torchao's roofline_utils.py, a kernel of one element")
 BANDWIDTH_BEST = 0.92  # pointwise kernels on an H100 by torchao's roofline_utils.py
 CAST_RATE = 0.83  # torchao's blockwise casts on an H100 with HBM3 reach 0.79 to 0.87 of the peak
+# The parts of the bandwidth at which this library's kernels are predicted to run, from their
+# machine code: python scripts/kernel_report.py --predict H100 H200 B200 --sizes 16384,8192 (Triton
+# 3.9). Published casts of other libraries reach similar ones. Other passes run at CAST_RATE.
+KERNEL_RATES = {
+    # pass: (H100, H200, B200)
+    "amax tensorwise": (0.87, 0.81, 0.71),
+    "amax tensorwise transposed": (0.87, 0.81, 0.71),
+    "amax rowwise": (0.85, 0.76, 0.73),
+    "amax rowwise transposed": (0.87, 0.83, 0.81),
+    "cast tensorwise": (0.90, 0.86, 0.79),
+    "cast tensorwise transposed": (0.85, 0.76, 0.64),
+    "cast given": (0.87, 0.81, 0.74),
+    "cast given transposed": (0.85, 0.76, 0.64),
+    "cast rowwise": (0.82, 0.71, 0.61),
+    "cast rowwise transposed": (0.89, 0.85, 0.82),
+    "cast 1x128": (0.74, 0.64, 0.54),
+    "cast 128x128": (0.82, 0.75, 0.68),
+    "cast 128x128 transposed": (0.78, 0.69, 0.62),
+    "cast 1x32": (0.70, 0.58, 0.47),
+    "cast 1x32 transposed": (0.79, 0.67, 0.56),
+}
 RAMP_S = 2e-6  # a GEMM of 256 by 256 by 256 takes 4 us on an H100, of which a launch is 2
 
 # Speed of a kind of GEMM as a fraction of the tensorwise one by cuBLASLt.
@@ -273,11 +296,12 @@ def _gpu(
     terabytes: float,
     processors: int,
     sheet: str,
+    kernels: int | None = None,
     bandwidth_best: float = BANDWIDTH_BEST,
 ) -> Device:
     """A row of `DEVICES`: bf16 and float8 peaks in 10^12 operations, bandwidth in 10^12 bytes.
 
-    ``best`` is what tensorwise GEMMs reach of each peak.
+    ``best`` is what tensorwise GEMMs reach of each peak; ``kernels`` the column of `KERNEL_RATES`.
     """
 
     def speed(tera: float, reached: Figure, ratio: Figure | None = None) -> GemmSpeed:
@@ -300,10 +324,18 @@ def _gpu(
     products = {BF16: speed(peaks[0], best[0])}
     products |= {kind: speed(peaks[1], best[1], ratios[kind]) for kind in kinds}
     bandwidth = Figure(terabytes * 1e12, sheet)
-    casts = Figure(
-        CAST_RATE * bandwidth.value,
-        f"published: torchao's blockwise casts on an H100, {CAST_RATE:g} of the bandwidth",
-    )
+    casts = {
+        ANY_PASS: Figure(
+            CAST_RATE * bandwidth.value,
+            f"published: torchao's blockwise casts on an H100, {CAST_RATE:g} of the bandwidth",
+        )
+    }
+    if kernels is not None:
+        source = "predicted: the kernels' machine code, scripts/kernel_report.py --predict"
+        casts |= {
+            name: Figure(parts[kernels] * bandwidth.value, source)
+            for name, parts in KERNEL_RATES.items()
+        }
     return Device(
         name,
         arch,
@@ -311,7 +343,7 @@ def _gpu(
         Figure(bandwidth_best, "published: torchao's roofline_utils.py, pointwise kernels"),
         LAUNCH,
         products,
-        {ANY_PASS: casts},
+        casts,
         Figure(processors, sheet),
     )
 
@@ -321,19 +353,19 @@ def _gpu(
 DEVICES: dict[str, Device] = {
     "H100": _gpu(
         "H100 SXM", "sm_90", (989.4, 1978.9), (Figure(0.803, MAMF), Figure(0.709, MAMF)),
-        3.35, 132, "datasheet: NVIDIA H100 (SXM)",
+        3.35, 132, "datasheet: NVIDIA H100 (SXM)", 0,
     ),
     "H200": _gpu(
         "H200 SXM", "sm_90", (989.4, 1978.9), (Figure(0.803, MAMF), Figure(0.734, MAMF)),
-        4.8, 132, "datasheet: NVIDIA H200 (SXM)",
+        4.8, 132, "datasheet: NVIDIA H200 (SXM)", 1,
     ),
     "B200": _gpu(
         "B200", "sm_100", (2250, 4500), (Figure(0.776, MAMF), Figure(0.763, MAMF)),
-        7.7, 148, "datasheet: NVIDIA Blackwell (HGX B200)",
+        7.7, 148, "datasheet: NVIDIA Blackwell (HGX B200)", 2,
     ),
     "B300": _gpu(
         "B300", "sm_103", (2250, 4500), (Figure(0.786, MAMF), Figure(0.745, MAMF)),
-        8.0, 148, "datasheet: NVIDIA Blackwell Ultra (HGX B300)", 0.84,
+        8.0, 148, "datasheet: NVIDIA Blackwell Ultra (HGX B300)", 2, 0.84,
     ),
     "MI300X": _gpu(
         "MI300X", "gfx94", (1307.4, 2614.9),

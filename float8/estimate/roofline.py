@@ -6,9 +6,9 @@ modelled: the host (eager mode waits for Python on small layers), caches, and co
 
 Float8 copies of an expert's operands for grad_weight are padded to multiples of 16 tokens per group
 (128 for mx). Grouped GEMMs are assumed to reach the efficiency of dense ones, in bfloat16 and in
-float8. Those that torchao measured on a B200 (torchao/prototype/moe_training/README.md) take 1.86
-to 2.45 times as long as predicted, in both; mxfp8 speeds them up 1.19 to 1.81 times, predicted are
-1.45 to 1.65.
+float8. Those that torchao measured on a B200 (torchao/prototype/moe_training/README.md) take 1.7
+to 2.3 times as long as predicted, in both; mxfp8 speeds them up 1.19 to 1.81 times, predicted are
+1.28 to 1.53.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def _reliability(device: Device) -> str:
             "NOTHING HERE WAS MEASURED: datasheet peaks under published efficiencies; "
             "benchmarks/measure_device.py measures a machine."
         )
-    if kinds & {"assumed", "published"}:
+    if kinds & {"assumed", "published", "predicted"}:
         return "Some figures are measured or fitted, others published or assumed:"
     return "Its figures:"
 

@@ -62,7 +62,11 @@ def predict_launch(variant: Variant, device: str) -> Prediction:
 
 
 def predict_compiled(
-    variant: Variant, device: str, compiled: Any, cached: Mapping[str, float] | None = None
+    variant: Variant,
+    device: str,
+    compiled: Any,
+    cached: Mapping[str, float] | None = None,
+    products: tuple[float, int] | None = None,
 ) -> Prediction:
     """`predict_launch` of what Triton compiled.
 
@@ -71,13 +75,15 @@ def predict_compiled(
         device: of `DEVICES`.
         compiled: by `compile_for`.
         cached: argument -> bytes of it that L2 holds before the launch.
+        products: of a GEMM, its operations, and the tiles along M that are neighbours in the order
+            of programs; None for a kernel of this library, which names them.
     """
     figures = DEVICES[device]
     registers, code = _machine_code(compiled.asm["cubin"])
     warps = compiled.metadata.num_warps
     resident = resident_programs(figures.arch, registers, compiled.metadata.shared, warps)
     programs = variant.programs[0] * variant.programs[1]
-    is_gemm = "GROUP" in variant.constants and "TILE_M" in variant.constants
+    flops, group = products or _products(variant)
     at = variant.programs[0] // 2 | 1 if variant.programs[0] > 1 else 0
     program = program_of(
         compiled.asm["ttir"], list(variant.types), variant.arguments, variant.programs, at,
@@ -86,11 +92,11 @@ def predict_compiled(
     work = work_of(code, program.loops)
     traffic = traffic_of(
         program, variant.arguments, programs, resident * figures.multiprocessors, figures.l2,
-        variant.constants["GROUP"] if is_gemm else 0, cached or {},
+        group, cached or {},
     )  # fmt: skip
     return predict(
         figures, work, traffic, programs, resident, warps,
-        _flops(variant) if is_gemm else 0, variant.options.get("num_stages", 1),
+        flops, variant.options.get("num_stages", 1),
     )  # fmt: skip
 
 
@@ -100,9 +106,12 @@ def _machine_code(cubin: bytes) -> tuple[int, str]:
     return int(re.findall(r"\bREG:(\d+)", resources(cubin))[0]), listing(cubin)
 
 
-def _flops(variant: Variant) -> float:
-    """Of a GEMM (M, K) by (K, N): groups of rows or of the contraction add up to the whole."""
-    return 2.0 * variant.arguments["M"] * variant.arguments["N"] * variant.arguments["K"]
+def _products(variant: Variant) -> tuple[float, int]:
+    """Of a GEMM (M, K) by (K, N): operations, where groups add up to the whole, and neighbours."""
+    if "TILE_M" not in variant.constants:
+        return 0, 0
+    sizes = variant.arguments
+    return 2.0 * sizes["M"] * sizes["N"] * sizes["K"], variant.constants["GROUP"]
 
 
 def _average_trips(variant: Variant) -> float:

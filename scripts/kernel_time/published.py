@@ -8,6 +8,8 @@ published times of Liger's kernels are of versions 0.6.0 to 0.8.1, those of torc
 and the compilers were others. Of an autotuned kernel the fastest prediction counts, as the fastest
 configuration does on a GPU.
 
+GEMMs are predicted far too fast: what is predicted for one is a bound of its time.
+
 The form of the model alone, without a compiler, is held against the bandwidth of three CUDA kernels
 at many occupancies.
 """
@@ -27,9 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from float8.kernels.gpu.launch import Variant
 from scripts.kernel_time.devices import DEVICES
-from scripts.kernel_time.launches import predict_launch
-from scripts.kernel_time.model import rates
+from scripts.kernel_time.launches import compile_for, predict_compiled
+from scripts.kernel_time.model import Prediction, rates
 from scripts.kernel_time.recording import recorded
 
 Row = dict[str, Any]
@@ -50,6 +53,9 @@ _BLOCKWISE = {
     ("act_quant_rhs", 131072): 562.56,
     ("weight_quant_rhs", 131072): 555.30,
 }
+_TORCHAO_GEMM = "https://github.com/pytorch/ao/pull/2784"
+# M, N, K -> microseconds of 1x128 by 128x128 scales.
+_GEMMS = {(16640, 5120, 8192): 3494.42, (16640, 8192, 5120): 3800.48}
 _LIGER = (
     "https://github.com/linkedin/Liger-Kernel/blob/ead96b618e5c67bddc6a6e9bcb99bfe6b5ab661c/"
     "benchmark/data/all_benchmark_data.csv"
@@ -94,13 +100,27 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _row(source: str, kernel: str, shape: str, measured: float, call: Callable[[], object]) -> Row:
+def _row(
+    source: str,
+    kernel: str,
+    shape: str,
+    measured: float,
+    call: Callable[[], object],
+    flops: float = 0,
+) -> Row:
     with recorded() as launches:
         call()
     *_, forms = launches
-    # The configurations differ in stages of loops that these kernels do not have.
+    # The configurations differ in stages of loops that most of these kernels do not have.
     options = [v for v in forms if v.options.get("num_stages") in (None, 2)]
-    best = min((predict_launch(v, DEVICE) for v in options), key=lambda p: p.seconds)
+
+    def predict(variant: Variant) -> Prediction:
+        products = (flops, variant.programs[0]) if flops else None
+        return predict_compiled(
+            variant, DEVICE, compile_for(variant, DEVICES[DEVICE].arch), products=products
+        )
+
+    best = min((predict(v) for v in options), key=lambda p: p.seconds)
     predicted = best.seconds * 1e6
     return {
         "kernel": kernel, "shape": shape, "measured_us": measured,
@@ -117,6 +137,23 @@ def torchao_rows() -> list[Row]:
         op = getattr(kernels, f"triton_fp8_blockwise_{name}")
         call = partial(op._init_fn, _meta(M, 4096))  # the function below the registered op
         found.append(_row(_TORCHAO, name, f"({M},4096)", measured, call))
+    return found
+
+
+def gemm_rows() -> list[Row]:
+    """torchao's Triton GEMM of blockwise scales."""
+    kernels = importlib.import_module("torchao.prototype.blockwise_fp8_training.kernels")
+    found = []
+    for (M, N, K), measured in _GEMMS.items():
+        a, b = (_meta(rows, K, dtype=torch.float8_e4m3fn) for rows in (M, N))
+        a_scale, b_scale = (
+            _meta(K // 128, M, dtype=torch.float32).t(),
+            _meta(N // 128, K // 128, dtype=torch.float32).t(),
+        )
+        op = kernels.triton_fp8_gemm_1x128_128x128
+        call = partial(op._init_fn, a, b.t(), a_scale, b_scale, 128, torch.bfloat16)
+        shape, flops = f"({M},{N},{K})", 2.0 * M * N * K
+        found.append(_row(_TORCHAO_GEMM, "gemm_1x128_128x128", shape, measured, call, flops))
     return found
 
 
@@ -164,7 +201,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
     rows: list[Row] = []
-    for library in (torchao_rows, liger_rows, stream_rows):
+    for library in (torchao_rows, liger_rows, stream_rows, gemm_rows):
         try:
             rows += library()
         except ModuleNotFoundError as error:

@@ -9,10 +9,11 @@ import pytest
 from result_files import linear_rows, matmul_rows, write
 
 from benchmarks import check_estimate
-from benchmarks.cost_model.beside import tables
+from benchmarks.bench_casts import CASTS
+from benchmarks.cost_model.beside import PASSES, tables
 from float8.config import RECIPES
 from float8.estimate import DEVICES
-from float8.estimate.devices import ANY_PASS, Figure
+from float8.estimate.devices import Figure
 from float8.estimate.roofline import Shape, Use, layer_seconds
 
 H200 = DEVICES["H200"]
@@ -21,10 +22,15 @@ LAYERS = [Shape(16384, 8192, 8192), Shape(4096, 4096, 4096)]
 EXPERTS = Shape(65536, 4096, 4096, 8)
 
 
-def cast_rows(rate: float) -> list[dict]:
+def cast_rows(slower: float) -> list[dict]:
+    """A dynamic cast, in two passes."""
+    seconds = sum(
+        H200.pass_seconds(name, moved * 8192 * 8192)
+        for name, moved in (("amax tensorwise", 2), ("cast tensorwise", 4))
+    )
     rows = [
         {"shape": "(8192, 8192)", "cast": "dynamic both", "contender": who, "bytes_per_element": 6,
-         "ms": (6 * 8192 * 8192 / rate + 2e-6) * 1e3}
+         "ms": slower * seconds * 1e3}
         for who in ("kernel", "eager")
     ]  # fmt: skip
     return [*rows, {"shape": "(1, 1)", "cast": "static rows", "contender": "kernel", "error": "x"}]
@@ -43,14 +49,13 @@ def grouped_rows() -> list[dict]:
 
 @pytest.fixture
 def files(tmp_path):
-    """The four results of a machine that is as predicted, but for casts at half of the rate."""
-    rate = H200.passes[ANY_PASS].value
+    """The four results of a machine that is as predicted, but for casts that take twice as long."""
     return {
         name: write(tmp_path / f"{name}.json", name, rows, NAME)
         for name, rows in (
             ("bench_linear", linear_rows(H200, LAYERS)),
             ("bench_matmul", matmul_rows(H200, LAYERS)),
-            ("bench_casts", cast_rows(rate / 2)),
+            ("bench_casts", cast_rows(2.0)),
             ("bench_grouped_mm", grouped_rows()),
         )
     }
@@ -69,8 +74,9 @@ def test_every_file_has_its_table_and_the_summary_its_median(files):
 
 
 def test_the_device_may_be_given(files):
-    slow = replace(H200, passes={ANY_PASS: Figure(H200.passes[ANY_PASS].value / 2, "assumed: x")})
-    assert tables([files["bench_casts"]], slow).endswith("0% (bench_casts.json 0% of 1 rows)")
+    half = {name: Figure(rate.value / 2, "assumed: x") for name, rate in H200.passes.items()}
+    slow = replace(H200, passes=half)
+    assert tables([files["bench_casts"]], slow).endswith("(bench_casts.json 2% of 1 rows)")
 
 
 def test_a_file_that_a_failed_part_left_is_named_and_the_others_are_compared(files, tmp_path):
@@ -78,6 +84,11 @@ def test_a_file_that_a_failed_part_left_is_named_and_the_others_are_compared(fil
     said = tables([missing, files["bench_casts"]])
     assert "bench_linear_sweep.json: left out: " in said
     assert said.endswith("Median error: 50% (bench_casts.json 50% of 1 rows)")
+
+
+def test_casts_move_the_bytes_that_their_benchmark_counts():
+    for name, passes in PASSES.items():
+        assert sum(moved for _, moved in passes) == CASTS[name].bytes_per_element
 
 
 @pytest.mark.parametrize("lacks", ["T", "ms", "layer"])

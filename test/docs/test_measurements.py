@@ -17,7 +17,10 @@ from float8.config import RECIPES
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PREDICTED = ("predicted_h100", "predicted_b200")
-FILES = sorted(path.stem for path in RESULTS.glob("*.json") if path.stem not in PREDICTED)
+KERNELS, CHECK = "predicted_kernels", "predicted_kernels_check"
+FILES = sorted(
+    path.stem for path in RESULTS.glob("*.json") if path.stem not in (*PREDICTED, KERNELS, CHECK)
+)
 
 
 def result(name):
@@ -200,6 +203,36 @@ def casts_on_cuda():
     return markdown("recipe | input, grad_output | weight | cached weight | launches", body)
 
 
+def predicted_launches():
+    """Those predicted below 0.9 of a copy on an H200, GEMMs aside."""
+    found = rows(KERNELS, "device", "kernel", "K")
+    sizes = list(dict.fromkeys(K for device, _, K in found if device == "H200"))
+    body = []
+    for kernel in dict.fromkeys(kernel for device, kernel, _ in found if device == "H200"):
+        cells = [found["H200", kernel, K] for K in sizes]
+        if min(row["of_limit"] for row in cells) < 0.9 and not cells[0]["tensor"]:
+            fractions = [f"{row['of_limit']:.2f}" for row in cells]
+            body.append([kernel, *fractions, cells[-1]["resident"], cells[-1]["pipe"]])
+    header = " | ".join(f"K = {K:,}" for K in sizes)
+    return markdown(f"launch | {header} | programs | busiest pipe", body)
+
+
+def published_launches():
+    """How far the model is off published times, per kernel."""
+    found = {}
+    for row in result(CHECK)["rows"]:
+        found.setdefault((row["kernel"], row["source"].split("/")[4]), []).append(row["error"])
+    body = [
+        [f"`{kernel}`", library, len(errors), *(f"{100 * e:+.0f} %" for e in quartiles(errors))]
+        for (kernel, library), errors in found.items()
+    ]
+    return markdown("kernel | published by | sizes | least error | median | greatest", body)
+
+
+def quartiles(values):
+    return min(values), statistics.median(values), max(values)
+
+
 # --- quality
 
 
@@ -340,6 +373,7 @@ TABLES = {
         *(layer_without_amx, layer_with_amx, products, overhead),
         *(grouped_gemms, grouped_gemms_of_models),
         *(unit_casts, optimizer_steps, inspection),
+        *(predicted_launches, published_launches),
         *(demo, demo_in_two_processes, learning_rates, stability, bert),
         *(memory_of_recipes, memory_of_llama3, memory_in_bytes, communication),
     ),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from float8 import Blockwise
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
 from float8.estimate import cast_passes, gemms, roofline
-from float8.estimate.devices import BF16, DEVICES, Device, Figure
+from float8.estimate.devices import ANY_PASS, BF16, DEVICES, KERNEL_RATES, Device, Figure
 from float8.estimate.roofline import (
     Shape,
     Use,
@@ -24,7 +24,9 @@ from float8.estimate.roofline import (
 
 S = 1 / 32  # bytes of scales per element, where 128 elements share 4 bytes or 32 one byte
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-H100, B200 = DEVICES["H100"], DEVICES["B200"]
+B200 = DEVICES["B200"]
+# Every pass at 83 % of the bandwidth, so that it can be computed by hand.
+H100 = replace(DEVICES["H100"], passes={ANY_PASS: DEVICES["H100"].passes[ANY_PASS]})
 CUBE = Shape(8192, 8192, 8192)
 ELEMENTS = 8192 * 8192
 
@@ -151,7 +153,7 @@ def test_a_huge_layer_gains_and_a_tiny_one_does_not(device, recipe):
         return plain / layer_seconds(DEVICES[device], shape, RECIPES[recipe].plan, Use()).total
 
     assert speedup(Shape(512, 256, 256)) < 1
-    assert 1.2 < speedup(Shape(16384, 16384, 16384)) < 2
+    assert 1.15 < speedup(Shape(16384, 16384, 16384)) < 2
 
 
 SIZES = st.integers(1, 1024).map(lambda i: 16 * i)
@@ -372,6 +374,14 @@ def test_a_second_use_in_blocks_beside_another_first_one_finds_its_scales_on_the
     assert [(each.name, each.bytes_per_element) for each in g] == expected
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_pass_of_a_recipe_has_the_rate_of_its_kernel(recipe):
+    for use in (Use(), Use(weights_cached=True), Use(training=False), Use(weight_trains=False)):
+        *operands, _ = passes_of_layer(RECIPES[recipe].plan, use, False)
+        names = {each.name for passes in operands for each in passes}
+        assert names - {"fill"} <= set(KERNEL_RATES)
+
+
 def test_passes_are_named_by_what_they_do():
     x, w, g, _ = passes_of_layer(RECIPES["rowwise"].plan, Use(), emulates=True)
     both = ["amax rowwise", "cast rowwise", "amax rowwise transposed", "cast rowwise transposed"]
@@ -395,5 +405,20 @@ def test_a_step_launches_what_the_layer_launches(recipe):
 def test_a_rowwise_cast_with_columns_is_three_launches():
     x, w, _, _ = passes_of_layer(RECIPES["rowwise"].plan, Use(), emulates=False)
     columns = "cast rowwise transposed"
-    assert [each.name for each in x] == ["fill", "cast rowwise", columns]
+    assert [each.name for each in x] == ["fill", "amax rowwise", "cast rowwise"]
     assert [each.name for each in w] == ["cast rowwise", "fill", "amax rowwise transposed", columns]
+
+
+def test_the_compilers_casts_are_those_that_torchao_counts():
+    """roofline_utils.py of torchao: two kernels for an amax, a transposed copy for columns."""
+
+    def bytes_of_operands(recipe: str, **use) -> list[list[float]]:
+        passes = passes_of_layer(RECIPES[recipe].plan, Use(**use), False, compiled=True)
+        return [[each.bytes_per_element for each in operand] for operand in passes[:3]]
+
+    assert bytes_of_operands("tensorwise") == [[2, 0, 4], [2, 0, 3, 3], [2, 0, 4]]
+    assert bytes_of_operands("rowwise") == [[5, 3], [3, 4, 3], [5, 3]]
+    assert bytes_of_operands("rowwise_with_gw_hp")[::2] == [[3], [3]]
+    assert bytes_of_operands("delayed") == [[4], [3, 3], [4]]
+    assert bytes_of_operands("rowwise", converts_weight=True)[1] == [6, 3, 6, 4, 3]
+    assert bytes_of_operands("rowwise", weights_cached=True)[1] == [5, 3]
