@@ -58,7 +58,10 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def compiles_for_cpu(x: Tensor) -> bool:
-    """Whether torch.compile traces an op of a CPU tensor, for which ``opaque.py`` has ops."""
+    """Whether torch.compile traces an op of a CPU tensor, for which ``opaque.py`` has ops.
+
+    Eager code asks ``torch.compiler.is_compiling()`` first, to save the call.
+    """
     return torch.compiler.is_compiling() and x.device.type == "cpu" and not is_sharded(x)
 
 
@@ -154,7 +157,7 @@ def _in_range(
     block: Block,
     dtype: torch.dtype,
     fits: bool,
-    buffer: Tensor | None = None,
+    buffer: Tensor | None,
 ) -> Tensor:
     """``x / scale`` in float32, within the format's range; NaN for what is not finite."""
     is_eager = not torch.compiler.is_compiling()
@@ -183,17 +186,14 @@ def cast_decoded(
 ) -> Tensor:
     """``decode(cast(...))``; compiled, without float8, so that the loop is vectorised."""
     # Inductor (2.13) warns of a loop with float16 and bfloat16.
-    if not compiles_for_cpu(x) or x.dtype == torch.float16 or dtype not in _ROUNDING:
+    if (
+        not compiles_for_cpu(x)
+        or x.dtype == torch.float16
+        or dtype not in (torch.float8_e4m3fn, torch.float8_e5m2)
+    ):
         out = torch.empty_like(x, dtype=torch.bfloat16) if _is_plain(x) else None
         return decode(cast(x, scale, block, dtype, fits, out))
-    return _rounded(_in_range(x, scale, block, dtype, fits), dtype).to(torch.bfloat16)
-
-
-# format -> the bits of its significand, its smallest normal number, and its smallest number
-_ROUNDING = {
-    torch.float8_e4m3fn: (4, 2.0**-6, 2.0**-9),
-    torch.float8_e5m2: (3, 2.0**-14, 2.0**-16),
-}
+    return _rounded(_in_range(x, scale, block, dtype, fits, None), dtype).to(torch.bfloat16)
 
 
 def _rounded(y32: Tensor, dtype: torch.dtype) -> Tensor:
@@ -204,7 +204,9 @@ def _rounded(y32: Tensor, dtype: torch.dtype) -> Tensor:
     subtracting a number whose last bit is that large rounds to them. A test holds both for every
     significand. A compiler must not contract products and sums; inductor does not.
     """
-    bits, smallest_normal, smallest = _ROUNDING[dtype]
+    bits, smallest_normal, smallest = 3, 2.0**-14, 2.0**-16  # of E5M2
+    if dtype == torch.float8_e4m3fn:
+        bits, smallest_normal, smallest = 4, 2.0**-6, 2.0**-9
     high = y32 * (2.0 ** (24 - bits) + 1)
     normal = high + (y32 - high)
     multiples = 1.5 * 2**23 * smallest
@@ -241,7 +243,7 @@ def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) ->
     # A plain tensor by way of bfloat16, which holds float8 exactly: three times faster.
     is_large = not torch.compiler.is_compiling() and data.numel() > _PART // 4
     scale32 = e8m0.as_float32(scale)
-    if compiles_for_cpu(data) and dtype != torch.float16:
+    if torch.compiler.is_compiling() and compiles_for_cpu(data) and dtype != torch.float16:
         data = decode(data)
     elif is_large and data.dtype in (*_AS_BFLOAT16, torch.bfloat16) and _is_plain(data):
         if data.dim() == 2 and dtype == torch.float32:
@@ -318,7 +320,7 @@ def decode(data: Tensor, out: Tensor | None = None) -> Tensor:
     # In storage order: a compiler would transpose for real.
     is_transposed = data.dim() == 2 and data.stride(0) == 1 and data.stride(1) != 1
     in_order = data.t() if is_transposed else data
-    if out is None and compiles_for_cpu(data):
+    if out is None and not is_eager and compiles_for_cpu(data):
         return torch.ops.float8.cpu_decode.default(in_order, is_transposed)
     if not (is_eager and _can_move_bits(in_order)):
         decoded = in_order.to(torch.bfloat16)

@@ -154,7 +154,7 @@ def cast_matrix(
         kernels.check_compiler(x.device)
     if scale is None:
         scale = _scale(x, how, state, record)
-    if decode and kernels.compiles_for_cpu(x):
+    if decode and torch.compiler.is_compiling() and kernels.compiles_for_cpu(x):
         return kernels.cast_decoded(x, scale, how.block, how.dtype, how.fits), scale
     out = None
     if decode and x.dim() == 3 and x.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -218,7 +218,8 @@ def cast_orientations(
     if decode and not keeps:
         row_major = (kernels.decode(row_major[0], None), row_major[1])
         second_pair = transposed(row_major)
-    elif decode and kernels.compiles_for_cpu(x):  # from x: one loop casts it to both
+    elif decode and torch.compiler.is_compiling() and kernels.compiles_for_cpu(x):
+        # From x: one loop casts it to both.
         row_major = cast_matrix(x, operand.first, None, False, row_major[1], decode)
     return row_major, second_pair
 
@@ -275,7 +276,7 @@ def cast_again(
     kernel = how.kernel_alone if alone else how.kernel
     if kernel is not None and not kernels.is_sharded(x):
         return _by_kernel(x, how, None, False, scale, row_major=False, transpose=True)[2:]
-    if decode and x.dim() == 2 and kernels.compiles_for_cpu(x):
+    if decode and torch.compiler.is_compiling() and kernels.compiles_for_cpu(x) and x.dim() == 2:
         # Not the nodes of forward, or their result would be kept: see `kernels.opaque`.
         if how.is_whole:
             return kernels.cast_decoded(x.t(), scale, how.block, how.dtype, how.fits), scale
@@ -400,7 +401,7 @@ def _scale(x: Tensor, how: BoundCast, state: DelayedState | None, record: bool) 
             kernels.record_amax(state.current_amax, amax)
         if state.ready:
             return state.scale.reshape(1, 1)
-    elif not how.is_whole and kernels.compiles_for_cpu(x):
+    elif torch.compiler.is_compiling() and kernels.compiles_for_cpu(x) and not how.is_whole:
         return opaque.dynamic_scale(x, how.block, how.largest, how.scale_format)
     else:
         amax = kernels.amax(x, how.block)
