@@ -216,6 +216,57 @@ def test_frozen_operands_cost_nothing(name):
         assert_bitwise(got[0], expected[0], (name, frozen))
 
 
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("mxfp8", "static")])
+def test_the_cast_of_grad_output_adds_its_columns(name):
+    """Where it casts both orientations; each other call adds g itself, to the same gradient."""
+    layer = layer_of(name)
+    x = torch.randn(150, 48, dtype=torch.bfloat16, requires_grad=True)
+    g = torch.randint(-8, 9, (150, 32)).bfloat16()  # sums of integers are exact
+    by_columns = g.t().contiguous().t()
+    expected = g.double().sum(0).bfloat16()
+    adds = mock.Mock(wraps=casts.new_column_sums)
+    for case in ("both", "column-major", "frozen", "input"):
+        layer.weight.requires_grad_(case != "frozen")
+        layer.zero_grad()
+        with kernel_path(), mock.patch("float8.kernels.new_column_sums", adds):
+            out = layer(x.detach() if case == "input" else x)
+            out.backward(by_columns if case == "column-major" else g)
+        assert_bitwise(layer.bias.grad, expected, (name, case))
+        assert adds.call_count == (case == "both" and name != "rowwise_with_gw_hp"), (name, case)
+        adds.reset_mock()
+
+
+def test_compiled_the_cast_of_grad_output_adds_its_columns():
+    """The sums are an op's argument that it writes; g itself is added nowhere in the graph."""
+    layer, graphs = layer_of("tensorwise"), []
+
+    def compiler(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    x = torch.randn(150, 48, dtype=torch.bfloat16, requires_grad=True)
+    g = torch.randint(-8, 9, (150, 32)).bfloat16()
+    torch._dynamo.reset()
+    with kernel_path():
+        backend = aot_autograd(fw_compiler=compiler)
+        torch.compile(layer, backend=backend, fullgraph=True)(x).backward(g)
+    assert_bitwise(layer.bias.grad, g.double().sum(0).bfloat16())
+    nodes = graphs[1].graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)
+    assert [tuple(node.args[0].meta["val"].shape) for node in nodes] == [(3, 32)]
+
+
+@pytest.mark.parametrize("factor", [0.125, 0.3])
+def test_the_gradient_of_a_bias_is_rounded_once(factor):
+    """A float32 bias under bfloat16: the factor multiplies the float32 sum."""
+    x, w = (torch.randn(n, 48, dtype=torch.bfloat16, requires_grad=True) for n in (150, 32))
+    bias = torch.zeros(32, requires_grad=True)
+    g = torch.randint(-8, 9, (150, 32)).bfloat16()
+    with kernel_path():
+        call = call_of(RECIPES["unit"], x, factors=(None, None, factor))
+        linear_in_float8(x, w, bias, call).backward(g)
+    assert torch.equal(bias.grad, g.float().sum(0) * factor)
+
+
 def test_sharded_operands_take_the_plain_path():
     """The ops have no sharding rules: a DTensor is cast by aten, which has."""
     layer, x = layer_of("tensorwise"), torch.randn(16, 48, dtype=torch.bfloat16)

@@ -17,6 +17,7 @@ from float8.kernels.casts import (
     check_compiler,
     compiler_may_cast,
     kernel_for,
+    new_column_sums,
     runs_kernel,
 )
 from float8.kernels.cpu import (
@@ -67,6 +68,7 @@ __all__ = [
     "multiply",
     "multiply_groups",
     "multiply_groups_plainly",
+    "new_column_sums",
     "record_amax",
     "runs_kernel",
     "scale_from_amax",

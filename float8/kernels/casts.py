@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8.granularity import WHOLE, Block
+from float8.granularity import WHOLE, Block, ceil_div
 from float8.kernels.definition import FLOAT32
 from float8.kernels.scaled_mm import CPU, SUPPORT, family_of
 
@@ -63,6 +63,10 @@ COMPILED: dict[str, tuple[str, str]] = {
     "cast_blockwise": ("kernel", "4 bytes; no time measured"),
     "cast_mx": ("kernel", "4 bytes, and inductor has no code for E8M0 scales; no time measured"),
 }
+
+
+# file of gpu/ -> the rows of its tiles, whose columns it can add; see `new_column_sums`
+_SUMMED_ROWS = {"cast": 64, "cast_rowwise": 64, "cast_blockwise": 128}
 
 
 def kernel_for(
@@ -173,6 +177,20 @@ compiler_may_cast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 check_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def new_column_sums(kernel: str, x_MK: Tensor) -> Tensor | None:
+    """Empty float32 (tiles, K) for `cast_by_kernel`; None if the kernel adds no columns.
+
+    Args:
+        kernel: the file of gpu/.
+        x_MK: a matrix.
+    """
+    rows = _SUMMED_ROWS.get(kernel)
+    if rows is None:
+        return None
+    M, K = x_MK.shape
+    return torch.empty((ceil_div(M, rows), K), dtype=torch.float32, device=x_MK.device)
+
+
 def cast_by_kernel(
     kernel: str,
     x_MK: Tensor,
@@ -184,6 +202,7 @@ def cast_by_kernel(
     transposed: bool = False,
     amax: Tensor | None = None,
     swizzled: bool = False,
+    column_sums: Tensor | None = None,
 ) -> Orientations:
     """Cast a CUDA matrix, or a stack of them, by the kernel that `kernel_for` returned.
 
@@ -198,26 +217,32 @@ def cast_by_kernel(
         row_major, transposed: whether to write the row-major and the transposed orientation.
         amax: float32, 0-dim: a running maximum to record the amax of x in; whole tensors only.
         swizzled: write scales of 1x32 blocks as `cublas.swizzled` does, for the GEMM alone.
+        column_sums: of `new_column_sums`: filled with the sums of the columns of each tile. Needs
+            both orientations.
     """
     ops, power_of_two = torch.ops.float8, scale_format != FLOAT32
     if kernel == "cast" and scale is not None:
-        data, data_t = ops.cast.default(x_MK, scale, dtype, row_major, transposed, amax)
+        data, data_t = ops.cast.default(
+            x_MK, scale, dtype, row_major, transposed, amax, column_sums
+        )
         return Orientations(data, scale, data_t, scale)
     if kernel == "cast":
         data, data_t, scale = ops.cast_dynamic.default(
-            x_MK, dtype, power_of_two, row_major, transposed, amax
+            x_MK, dtype, power_of_two, row_major, transposed, amax, column_sums
         )
         return Orientations(data, scale, data_t, scale)
     if kernel == "cast_rowwise":
         return Orientations(
-            *ops.cast_rowwise.default(x_MK, dtype, power_of_two, row_major, transposed)
+            *ops.cast_rowwise.default(x_MK, dtype, power_of_two, row_major, transposed, column_sums)
         )
     if kernel == "cast_mx":
         return Orientations(
             *ops.cast_mx.default(x_MK, dtype, scale_format, swizzled, row_major, transposed)
         )
     return Orientations(
-        *ops.cast_blockwise.default(x_MK, dtype, power_of_two, *block[-2:], row_major, transposed)
+        *ops.cast_blockwise.default(
+            x_MK, dtype, power_of_two, *block[-2:], row_major, transposed, column_sums
+        )
     )
 
 

@@ -43,6 +43,7 @@ from float8.linear.scaling import (
     cast_matrix,
     cast_orientations,
     multiply_scale,
+    new_column_sums,
 )
 from float8.tensor import Float8Tensor
 
@@ -153,6 +154,9 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
     grad_x = grad_w = grad_bias = None
     g_MN = as_matrix(g)
     g_scaled = g_MN * w_scale if needs_x and ctx.scales_grad else g_MN
+    # The cast reads g_MN, and adds its columns: no other read for the bias.
+    adds = needs_bias and needs_x and needs_w and offs is None and not ctx.scales_grad
+    column_sums = new_column_sums(g_MN, plan.g) if adds else None
     g8_MN: Any
     g8_NM: Any
     g8_MN, g8_NM = cast_orientations(
@@ -166,6 +170,7 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
         offs,
         (None, None),
         False,
+        column_sums,
     )
     if needs_x:
         factor_x = factor_x() if callable(factor_x) else factor_x
@@ -180,8 +185,8 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
         # autograd casts to float16 by itself, unless the weight's grad_dtype has a wider range.
         grad_w = grad_w if ctx.w_dtype is torch.float16 else _to(grad_w, ctx.w_dtype)
     if needs_bias:
-        grad_bias = g_MN.sum(0) if factor_w is None else g_MN.sum(0) * factor_w
-        grad_bias = grad_bias.to(ctx.bias_dtype)
+        grad_bias = (g_MN if column_sums is None else column_sums).sum(0)
+        grad_bias = (grad_bias if factor_w is None else grad_bias * factor_w).to(ctx.bias_dtype)
     return grad_x, grad_w, grad_bias
 
 

@@ -173,6 +173,7 @@ def cast_orientations(
     offs: Tensor | None,
     scales: Scales,
     keeps: bool,
+    column_sums: Tensor | None = None,
 ) -> tuple[Pair | None, Pair | None]:
     """Cast a matrix for the GEMM that contracts along its rows and the one along its columns.
 
@@ -186,6 +187,7 @@ def cast_orientations(
         offs: the ends of groups of tokens, for grouped GEMMs; see `float8.kernels.groups`.
         scales: known ones of the two casts, where both are needed.
         keeps: the second product runs in backward: its data stays in float8.
+        column_sums: of `new_column_sums`, to be filled.
 
     Returns:
         the pair for x and the pair for ``x.t()``, None for one that is not needed. On a CPU the
@@ -202,11 +204,9 @@ def cast_orientations(
         if second:
             second_pair = cast_matrix(x.t(), operand.second, state, record, None, decode)
         return row_major, second_pair
-    if operand.at_once and not kernels.is_sharded(x):
+    if _is_cast_at_once(x, operand):
         assert operand.first is not None
-        both = _by_kernel(
-            x, operand.first, state, record, scales[0], row_major=True, transpose=True
-        )
+        both = _by_kernel(x, operand.first, state, record, scales[0], True, True, column_sums)
         return both[:2], both[2:]
     of_first = decode and not (keeps and operand.is_shared)
     row_major = cast_matrix(x, operand.first, state, record, scales[0], of_first)
@@ -222,6 +222,23 @@ def cast_orientations(
         # From x: one loop casts it to both.
         row_major = cast_matrix(x, operand.first, None, False, row_major[1], decode)
     return row_major, second_pair
+
+
+def _is_cast_at_once(x: Tensor, operand: BoundOperand) -> bool:
+    return operand.at_once and not kernels.is_sharded(x)
+
+
+def new_column_sums(x: Tensor, operand: BoundOperand) -> Tensor | None:
+    """For `cast_orientations` to fill, where both casts are needed; their ``sum(0)`` is x's.
+
+    None if no kernel adds the columns of x while it casts.
+    """
+    # The tiles of a column-major x are read along its columns: another read costs less.
+    if isinstance(x, Float8Tensor) or not _is_cast_at_once(x, operand) or x.stride(-1) != 1:
+        return None
+    assert operand.first is not None
+    assert operand.first.kernel is not None
+    return kernels.new_column_sums(operand.first.kernel, x)
 
 
 def _cast_groups(
@@ -301,6 +318,7 @@ def _by_kernel(
     scale: Tensor | None,
     row_major: bool,
     transpose: bool,
+    column_sums: Tensor | None = None,
 ) -> kernels.Orientations:
     assert how.kernel_alone is not None
     amax = None
@@ -320,6 +338,7 @@ def _by_kernel(
         transpose,
         amax,
         how.swizzled,
+        column_sums,
     )
 
 

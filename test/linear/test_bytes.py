@@ -34,8 +34,6 @@ M, K, N = 512, 1024, 4096  # three products of two that differ
 class Context:
     """What the autograd function needs of its context."""
 
-    needs_input_grad = (True, True, False, False)
-
     def save_for_backward(self, *tensors):
         self.saved_tensors = tensors
 
@@ -51,7 +49,7 @@ def states_of(config):
     return tuple(DelayedState(empty(**scalar), empty(**scalar), True) for _ in range(3))
 
 
-def step(config, cached=False, microbatches=1, scales_only=False):
+def step(config, cached=False, microbatches=1, scales_only=False, bias=False):
     """The meter of one optimizer step's forwards and backwards, after the first.
 
     On an sm_90, or an sm_100 for MX formats.
@@ -74,9 +72,10 @@ def step(config, cached=False, microbatches=1, scales_only=False):
             scales = scales_of_weights([(w_NK, plan)], {id(w_NK): scale})
             weight = scales_alone(w_NK, plan, scales[0])
         for _ in range(microbatches):
-            ctx = Context()
+            ctx, bias_N = Context(), empty(N) if bias else None
+            ctx.needs_input_grad = (True, True, bias, False)
             call = Call(plan, states, True, weight, NO_FACTORS, saves=True)
-            Float8LinearFunction.forward(ctx, empty(M, K), w_NK, None, call)
+            Float8LinearFunction.forward(ctx, empty(M, K), w_NK, bias_N, call)
             Float8LinearFunction.backward(ctx, empty(M, N))
     return meter
 
@@ -106,6 +105,16 @@ def test_bytes_per_element(name):
     assert bytes_per_element(meter, M, N) == g
     assert bytes_per_element(meter, N, K) == w
     assert bytes_per_element(step(RECIPES[name], cached=True), N, K) == cached
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "delayed", "unit", "rowwise", "blockwise"])
+def test_the_gradient_of_a_bias_reads_g_no_second_time(name):
+    """The cast adds the columns of its tiles; two small launches add those sums, and round them."""
+    plain, meter = step(RECIPES[name]), step(RECIPES[name], bias=True)
+    forward = 4 * (name == "blockwise")  # its GEMM adds no bias to the output
+    assert bytes_per_element(meter, M, N) == bytes_per_element(plain, M, N) + forward
+    assert meter.launches == plain.launches + 2 + (forward > 0)
+    assert bytes_per_element(step(RECIPES["mxfp8"], bias=True), M, N) == BYTES["mxfp8"][1] + 2
 
 
 @pytest.mark.parametrize("name", BYTES)

@@ -73,7 +73,7 @@ def as_on_cuda():
     def family_of(device):
         return "sm_90"
 
-    def cast(kernel, x, block, dtype, scale_format, scale, rows, cols, amax, swizzled):
+    def cast(kernel, x, block, dtype, scale_format, scale, rows, cols, *_):
         extents = zip(x.shape, block, strict=True)
         blocks = [1 if extent == -1 else -(-size // extent) for size, extent in extents]
         scale = torch.ones(blocks)
