@@ -243,6 +243,7 @@ def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The forms that the recipes launch on bfloat16, and enough others to see each flag."""
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     x, scale, amax = meta(M, K), meta(1, 1, dtype=torch.float32), meta(dtype=torch.float32)
+    sums = meta(triton.cdiv(M, _ROWS), K, dtype=torch.float32)
     both, given = "rows and columns", "cast by a given scale"
     return [
         variant(f"cast, e4m3, {both}", _cast_dynamic, x, e4m3, False, True, True),
@@ -250,5 +251,8 @@ def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
         variant("cast, e4m3, rows", _cast_dynamic, x, e4m3, False, True, False),
         variant(f"{given}, e4m3, {both}", _cast, x, scale, e4m3, True, True),
         variant(f"{given}, e5m2, {both}, amax", _cast, x, scale, e5m2, True, True, amax),
+        variant(
+            f"{given}, e5m2, {both}, amax, sums", _cast, x, scale, e5m2, True, True, amax, sums
+        ),
         variant(f"{given}, e4m3, columns", _cast, x, scale, e4m3, False, True),
     ]

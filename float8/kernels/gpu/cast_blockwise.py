@@ -25,6 +25,8 @@ not always have loads under way, so about 0.7 of a copy's bandwidth is predicted
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -204,8 +206,10 @@ cast_blockwise = register(
 
 def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The forms that the blockwise recipe launches on bfloat16."""
-    forms = {
+    sums = meta(triton.cdiv(M, 128), K, dtype=torch.float32)
+    forms: dict[str, tuple[Any, ...]] = {
         "1x128, rows and columns": (1, 128, True, True),
+        "1x128, rows and columns, sums": (1, 128, True, True, sums),
         "1x128, rows": (1, 128, True, False),
         "128x128, rows and columns": (128, 128, True, True),
         "128x128, columns": (128, 128, False, True),

@@ -236,14 +236,16 @@ cast_rowwise = register(
 
 def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The forms that the rowwise recipe launches on bfloat16, and rows that do not fit."""
-    forms = {
+    sums = meta(triton.cdiv(M, _ROWS), K, dtype=torch.float32)
+    forms: dict[str, tuple[Any, ...]] = {
         "rows": (K, True, False),
         "rows in chunks": (2 * _LONGEST_ROW, True, False),
         "rows and columns": (K, True, True),
+        "rows and columns, sums": (K, True, True, sums),
         "columns": (K, False, True),
     }
     e4m3 = torch.float8_e4m3fn
     return [
-        variant(f"cast_rowwise, e4m3, {name}", _launch, meta(M, k), e4m3, True, rows, cols)
-        for name, (k, rows, cols) in forms.items()
+        variant(f"cast_rowwise, e4m3, {name}", _launch, meta(M, k), e4m3, True, *form)
+        for name, (k, *form) in forms.items()
     ]
