@@ -5,8 +5,8 @@
 The cases are those of `test/kernels/gpu/test_compiled.py`, all of them for each architecture. One
 row per kernel file has the number of cases and launches, of different compiled forms, of programs
 and of instructions that their warps executed; how many cases failed, because of a wrong byte or
-otherwise; and how many faults the executions found (`scripts/ptx/report.py` names them). The exit
-status is 1 if a case failed.
+otherwise; and how many instructions have a fault of each kind (`scripts/ptx/report.py` names
+them). The exit status is 1 if there is any of these.
 
 Another version of Triton: ``pip install --no-deps --target DIR triton==3.6.0``, then DIR first on
 ``PYTHONPATH``. A file keeps the rows of other versions and architectures that it has.
@@ -47,7 +47,7 @@ class Row:
     programs: int = 0
     instructions: int = 0
     failed: int = 0
-    findings: int = 0
+    findings: dict[str, int] = field(default_factory=dict)  # kind -> instructions that have it
     messages: list[str] = field(default_factory=list)  # the first line of each failure
 
 
@@ -63,18 +63,20 @@ def rows(arch: str, only: str = "") -> list[Row]:
             continue
         row = found.setdefault(kernel, Row(triton.__version__, arch, kernel))
         torch.manual_seed(0)
-        with executed(arch) as reports:
+        with executed(arch, raises=False) as reports:
             try:
                 tests.call(test, arguments)
             except Exception as error:  # a table of all kernels says more than the first fault
                 row.failed += 1
                 text = str(error).strip() or type(error).__name__
-                row.messages.append(f"{test.__name__}{arguments}: {text.splitlines()[0]}")
+                first = " ".join(text.split("\n")[:2])
+                row.messages.append(f"{test.__name__}{arguments}: {first}")
         row.cases += 1
         row.launches += len(reports)
         row.programs += sum(report.programs for report in reports)
         row.instructions += sum(sum(report.instructions.values()) for report in reports)
-        row.findings += sum(len(report.findings) for report in reports)
+        for finding in (f for report in reports for f in report.findings):
+            row.findings[finding.kind] = row.findings.get(finding.kind, 0) + 1
         forms.setdefault(kernel, set()).update(report.form for report in reports)
         row.forms = len(forms[kernel])
     return list(found.values())
@@ -104,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
     for row in table:
         for message in row.messages:
             print(f"\n{row.kernel}, {row.arch}: {message}")
-    return 1 if any(row.failed for row in table) else 0
+    return 1 if any(row.failed or row.findings for row in table) else 0
 
 
 def _write(file: Path, table: Sequence[Row]) -> None:

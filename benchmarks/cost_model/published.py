@@ -113,7 +113,7 @@ def board_of(name: str, boards: dict[str, Row] | None = None) -> Device:
     products = dict(base.products)
     for kind, rate in board["rates"].items():
         products[kind] = _at_rate(products[kind], rate * 1e12, f"fitted: {name}, rows with fits")
-    source = f"published: {board['source']}"
+    source = board["source"]
     return replace(
         base,
         name=name,

@@ -24,7 +24,7 @@ def amaxes(tensors: Sequence[Tensor]) -> Tensor:
         float32, (number of tensors,).
     """
     # torch refuses to take the norm of an empty tensor, and of no tensors.
-    filled = [x for x in tensors if x.numel()]
-    norms = iter(torch._foreach_norm(filled, math.inf) if filled else ())
+    full = [x for x in tensors if x.numel()]
+    norms = iter(torch._foreach_norm(full, math.inf) if full else ())
     found = [next(norms) if x.numel() else x.new_zeros(()) for x in tensors]
     return torch.stack(found).float()

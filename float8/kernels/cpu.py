@@ -16,6 +16,7 @@ from torch import Tensor
 
 from float8.granularity import WHOLE, Block
 from float8.kernels import definition, e8m0
+from float8.kernels.cublas import is_sharded
 from float8.kernels.definition import (
     MIN_SCALE,
     in_blocks,
@@ -32,6 +33,8 @@ __all__ = [
     "MIN_SCALE",
     "amax",
     "cast",
+    "cast_decoded",
+    "compiles_for_cpu",
     "decode",
     "dequantize",
     "layer_norm",
@@ -52,6 +55,14 @@ def _is_plain(x: Tensor) -> bool:
     """Whether x is an ordinary tensor on a CPU, in eager mode."""
     is_eager = not torch.compiler.is_compiling()
     return is_eager and x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
+
+
+def compiles_for_cpu(x: Tensor) -> bool:
+    """Whether torch.compile traces an op of a CPU tensor, for which ``opaque.py`` has ops.
+
+    Eager code asks ``torch.compiler.is_compiling()`` first, to save the call.
+    """
+    return torch.compiler.is_compiling() and x.device.type == "cpu" and not is_sharded(x)
 
 
 def _parts(x_MK: Tensor, extent: int) -> list[tuple[int, int]]:
@@ -134,6 +145,22 @@ def cast(
         out = torch.empty_like(x, dtype=dtype) if out is None else out
         _cast_parts(out, x, scale, block, dtype, fits, torch.empty(_PART, dtype=torch.float32))
         return out
+    y = _in_range(x, scale, block, dtype, fits, buffer)
+    if out is None:
+        return y.to(dtype)
+    return out.copy_(y) if out.dtype == dtype else decode(y.to(dtype), out)
+
+
+def _in_range(
+    x: Tensor,
+    scale: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    fits: bool,
+    buffer: Tensor | None,
+) -> Tensor:
+    """``x / scale`` in float32, within the format's range; NaN for what is not finite."""
+    is_eager = not torch.compiler.is_compiling()
     if buffer is None or buffer.numel() < x.numel():
         x32 = x.float()
     else:
@@ -143,18 +170,48 @@ def cast(
         y = _scaled(x32, factor, block)
     else:
         y = x32.mul_(factor) if fits and x32 is not x else x32 * factor
-    if not fits:
-        largest = torch.finfo(dtype).max
-        y = y.clamp_(-largest, largest)
-        if is_eager:
-            # In eager mode one pass instead of three: 0 * inf is NaN, and adding a zero of x's own
-            # sign changes nothing else. Compilers fold the product to 0.
-            y.add_(x32, alpha=0)
-        else:
-            y = torch.where(x32.abs() == torch.inf, torch.nan, y)  # isinf() is not vectorised
-    if out is None:
-        return y.to(dtype)
-    return out.copy_(y) if out.dtype == dtype else decode(y.to(dtype), out)
+    if fits:
+        return y
+    largest = torch.finfo(dtype).max
+    y = y.clamp_(-largest, largest)
+    if is_eager:
+        # In eager mode one pass instead of three: 0 * inf is NaN, and adding a zero of x's own
+        # sign changes nothing else. Compilers fold the product to 0.
+        return y.add_(x32, alpha=0)
+    return torch.where(x32.abs() == torch.inf, torch.nan, y)  # isinf() is not vectorised
+
+
+def cast_decoded(
+    x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool = False
+) -> Tensor:
+    """``decode(cast(...))``; compiled, without float8, so that the loop is vectorised."""
+    # Inductor (2.13) warns of a loop with float16 and bfloat16.
+    if (
+        not compiles_for_cpu(x)
+        or x.dtype == torch.float16
+        or dtype not in (torch.float8_e4m3fn, torch.float8_e5m2)
+    ):
+        out = torch.empty_like(x, dtype=torch.bfloat16) if _is_plain(x) else None
+        return decode(cast(x, scale, block, dtype, fits, out))
+    return _rounded(_in_range(x, scale, block, dtype, fits, None), dtype).to(torch.bfloat16)
+
+
+def _rounded(y32: Tensor, dtype: torch.dtype) -> Tensor:
+    """``y32.to(dtype).float()`` of numbers in the format's range, by float32 arithmetic alone.
+
+    The split of Veltkamp and Dekker (Numer. Math. 18, 1971) rounds to the nearest number of p bits,
+    and what is halfway to even. Subnormal numbers are multiples of the smallest one: adding and
+    subtracting a number whose last bit is that large rounds to them. A test holds both for every
+    significand. A compiler must not contract products and sums; inductor does not.
+    """
+    bits, smallest_normal, smallest = 3, 2.0**-14, 2.0**-16  # of E5M2
+    if dtype == torch.float8_e4m3fn:
+        bits, smallest_normal, smallest = 4, 2.0**-6, 2.0**-9
+    high = y32 * (2.0 ** (24 - bits) + 1)
+    normal = high + (y32 - high)
+    multiples = 1.5 * 2**23 * smallest
+    subnormal = ((y32 + multiples) - multiples).copysign(y32)
+    return torch.where(y32.abs() < smallest_normal, subnormal, normal)
 
 
 def _cast_parts(
@@ -185,9 +242,32 @@ def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) ->
     """`definition.dequantize`; right under torch.compile for every block."""
     # A plain tensor by way of bfloat16, which holds float8 exactly: three times faster.
     is_large = not torch.compiler.is_compiling() and data.numel() > _PART // 4
-    if is_large and data.element_size() == 1 and _is_plain(data):
+    scale32 = e8m0.as_float32(scale)
+    if torch.compiler.is_compiling() and compiles_for_cpu(data) and dtype != torch.float16:
         data = decode(data)
-    return _scaled(data.float(), e8m0.as_float32(scale), block).to(dtype)
+    elif is_large and data.dtype in (*_AS_BFLOAT16, torch.bfloat16) and _is_plain(data):
+        if data.dim() == 2 and dtype == torch.float32:
+            return _dequantize_parts(data, scale32, block)
+        data = decode(data)
+    return _scaled(data.float(), scale32, block).to(dtype)
+
+
+def _dequantize_parts(data: Tensor, scale: Tensor, block: Block) -> Tensor:
+    """`dequantize` of a matrix to float32, part by part in storage order."""
+    if _is_column_major(data):
+        return _dequantize_parts(data.t(), scale.t(), block[::-1]).t()
+    out = torch.empty_like(data, dtype=torch.float32)
+    extent = max(1, block[0])
+    for begin, end in _parts(data, extent):
+        its = scale if len(scale) == 1 else scale[begin // extent : -(-end // extent)]
+        part = out[begin:end].copy_(decode(data[begin:end]))
+        if (tiles := _tiles(part, block)) is not None:
+            tiles.mul_(its.unsqueeze(1).unsqueeze(3))
+        elif block.count(WHOLE) + block.count(1) == len(block):
+            part.mul_(its)
+        else:
+            part.copy_(_scaled(part, its, block))
+    return out
 
 
 def _scaled(x32: Tensor, factor: Tensor, block: Block) -> Tensor:
@@ -240,6 +320,8 @@ def decode(data: Tensor, out: Tensor | None = None) -> Tensor:
     # In storage order: a compiler would transpose for real.
     is_transposed = data.dim() == 2 and data.stride(0) == 1 and data.stride(1) != 1
     in_order = data.t() if is_transposed else data
+    if out is None and not is_eager and compiles_for_cpu(data):
+        return torch.ops.float8.cpu_decode.default(in_order, is_transposed)
     if not (is_eager and _can_move_bits(in_order)):
         decoded = in_order.to(torch.bfloat16)
         decoded = decoded.t() if is_transposed else decoded
@@ -299,11 +381,14 @@ def scaled_mm(
             return product.mul_((a_scale * b_scale).reshape(()))
         product = decode(a_MK, None) @ decode(b_NK, None).t()
     else:
-        product = a_MK.to(torch.float32) @ b_NK.to(torch.float32).t()
+        product = _as_float32(a_MK) @ _as_float32(b_NK).t()
     if is_whole:
         # A 0-dim factor scales in float32 without a float32 copy of the product. Not in place:
-        # selective activation checkpointing may have kept the product.
+        # selective activation checkpointing may have kept the product, and in bfloat16 torch is
+        # slower in place.
         scaled = product * (a_scale * b_scale).reshape(())
+    elif out is None and product.dtype != torch.float32 and _is_large(product):
+        return _scale_parts(product, a_scale, b_scale, bias_N)
     else:
         product32 = product.to(torch.float32)
         is_own = product32 is not product or out is not None
@@ -313,3 +398,29 @@ def scaled_mm(
     if out is not None:
         return out.copy_(scaled)
     return scaled if scaled.dtype == out_dtype else scaled.to(out_dtype)
+
+
+def _as_float32(data: Tensor) -> Tensor:
+    """Float8 data in float32, by way of bfloat16: several times faster."""
+    return decode(data).to(torch.float32)
+
+
+def _is_large(product: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and product.numel() > _PART and _is_plain(product)
+
+
+def _scale_parts(
+    product: Tensor, a_scale: Tensor, b_scale: Tensor, bias_N: Tensor | None
+) -> Tensor:
+    """``product * a_scale * b_scale.T + bias`` in the product's dtype, part by part."""
+    out, b_scale_N = torch.empty_like(product), b_scale.t()
+    bias32_N = None if bias_N is None else bias_N.to(torch.float32)
+    buffer = torch.empty(max(_PART, product.shape[1]), dtype=torch.float32)
+    for begin, end in _parts(product, 1):
+        part = product[begin:end]
+        part32 = buffer[: part.numel()].view(part.shape).copy_(part)
+        part32.mul_(a_scale if len(a_scale) == 1 else a_scale[begin:end]).mul_(b_scale_N)
+        if bias32_N is not None:
+            part32.add_(bias32_N)
+        out[begin:end].copy_(part32)
+    return out

@@ -165,6 +165,7 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
         plan.grad_input.is_plain,
         offs,
         (None, None),
+        False,
     )
     if needs_x:
         factor_x = factor_x() if callable(factor_x) else factor_x
@@ -255,7 +256,16 @@ def _cast_input(x: Tensor, call: Call, needs_w: bool, offs: Tensor | None) -> tu
     plan = call.plan
     x_MK = _to(as_matrix(x), plan.dtype)
     x8_MK, x8_KM = cast_orientations(
-        x_MK, plan.x, call.states[0], call.record, True, needs_w, False, offs, (None, None)
+        x_MK,
+        plan.x,
+        call.states[0],
+        call.record,
+        True,
+        needs_w,
+        plan.output.is_plain,
+        offs,
+        (None, None),
+        True,
     )
     return x8_MK, x8_KM or (None, None)  # type: ignore[return-value]
 

@@ -222,7 +222,16 @@ def cast_weight(
             amax = torch.zeros_like(state.current_amax)
             state = state._replace(current_amax=amax)
         w_NK, w_KN = cast_orientations(
-            source.to(plan.dtype), plan.w, state, state is not None, True, True, False, None, scales
+            source.to(plan.dtype),
+            plan.w,
+            state,
+            state is not None,
+            True,
+            True,
+            False,
+            None,
+            scales,
+            False,
         )
     assert w_NK is not None
     assert w_KN is not None

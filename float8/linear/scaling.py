@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from float8 import kernels
 from float8.config import CastConfig, OperandCast, ScalingType
 from float8.formats import Format, format_of, on_device
+from float8.kernels import opaque
 from float8.linear.bound_plan import BoundCast, BoundOperand
 from float8.tensor import Float8Tensor
 
@@ -138,7 +139,8 @@ def cast_matrix(
             recomputation of the same forward changes nothing.
         scale: the scale that an earlier call computed for this x, in this orientation; None
             computes it.
-        decode: plain PyTorch multiplies at once; the data of experts is then returned in bfloat16.
+        decode: plain PyTorch multiplies at once; the data of experts, and compiled code on a CPU,
+            is then returned in bfloat16.
 
     Returns:
         float8 data of x's shape and its scale of shape ``ceil(shape / block)``; in high precision,
@@ -152,6 +154,8 @@ def cast_matrix(
         kernels.check_compiler(x.device)
     if scale is None:
         scale = _scale(x, how, state, record)
+    if decode and torch.compiler.is_compiling() and kernels.compiles_for_cpu(x):
+        return kernels.cast_decoded(x, scale, how.block, how.dtype, how.fits), scale
     out = None
     if decode and x.dim() == 3 and x.device.type == "cpu" and not torch.compiler.is_compiling():
         out = torch.empty_like(x, dtype=torch.bfloat16)
@@ -168,6 +172,7 @@ def cast_orientations(
     decode: bool,
     offs: Tensor | None,
     scales: Scales,
+    keeps: bool,
 ) -> tuple[Pair | None, Pair | None]:
     """Cast a matrix for the GEMM that contracts along its rows and the one along its columns.
 
@@ -180,21 +185,22 @@ def cast_orientations(
             once.
         offs: the ends of groups of tokens, for grouped GEMMs; see `float8.kernels.groups`.
         scales: known ones of the two casts, where both are needed.
+        keeps: the second product runs in backward: its data stays in float8.
 
     Returns:
         the pair for x and the pair for ``x.t()``, None for one that is not needed. On a CPU the
         second is a view of the first where the casts allow it.
     """
     if offs is not None:
-        return _cast_groups(x, operand, first, second, decode, offs)
+        return _cast_groups(x, operand, first, second, decode and not keeps, offs)
     if isinstance(x, Float8Tensor):  # by attribute: torch.compile traces no properties of it
         pair = (x._data, x._scale)
         return (pair if first else None), (transposed(pair) if second else None)
     if not (first and second):
-        row_major = cast_matrix(x, operand.first, state, record, None, False) if first else None
+        row_major = cast_matrix(x, operand.first, state, record, None, decode) if first else None
         second_pair = None
         if second:
-            second_pair = cast_matrix(x.t(), operand.second, state, record, None, False)
+            second_pair = cast_matrix(x.t(), operand.second, state, record, None, decode)
         return row_major, second_pair
     if operand.at_once and not kernels.is_sharded(x):
         assert operand.first is not None
@@ -202,14 +208,20 @@ def cast_orientations(
             x, operand.first, state, record, scales[0], row_major=True, transpose=True
         )
         return both[:2], both[2:]
-    row_major = cast_matrix(x, operand.first, state, record, scales[0], False)
+    of_first = decode and not (keeps and operand.is_shared)
+    row_major = cast_matrix(x, operand.first, state, record, scales[0], of_first)
     if not operand.is_shared:
         # An amax is recorded once: by the first cast, or by the second if there is no first.
-        record = record and operand.first is None
-        return row_major, cast_matrix(x.t(), operand.second, state, record, scales[1], False)
-    if decode:
+        record, decode = record and operand.first is None, decode and not keeps
+        return row_major, cast_matrix(x.t(), operand.second, state, record, scales[1], decode)
+    second_pair = transposed(row_major)
+    if decode and not keeps:
         row_major = (kernels.decode(row_major[0], None), row_major[1])
-    return row_major, transposed(row_major)
+        second_pair = transposed(row_major)
+    elif decode and torch.compiler.is_compiling() and kernels.compiles_for_cpu(x):
+        # From x: one loop casts it to both.
+        row_major = cast_matrix(x, operand.first, None, False, row_major[1], decode)
+    return row_major, second_pair
 
 
 def _cast_groups(
@@ -264,6 +276,12 @@ def cast_again(
     kernel = how.kernel_alone if alone else how.kernel
     if kernel is not None and not kernels.is_sharded(x):
         return _by_kernel(x, how, None, False, scale, row_major=False, transpose=True)[2:]
+    if decode and torch.compiler.is_compiling() and kernels.compiles_for_cpu(x) and x.dim() == 2:
+        # Not the nodes of forward, or their result would be kept: see `kernels.opaque`.
+        if how.is_whole:
+            return kernels.cast_decoded(x.t(), scale, how.block, how.dtype, how.fits), scale
+        data_t = opaque.cast_transposed(x, scale, how.block, how.dtype, how.fits)
+        return data_t, scale.t()
     return transposed(cast_matrix(x, how, None, False, scale, decode))
 
 
@@ -383,6 +401,8 @@ def _scale(x: Tensor, how: BoundCast, state: DelayedState | None, record: bool) 
             kernels.record_amax(state.current_amax, amax)
         if state.ready:
             return state.scale.reshape(1, 1)
+    elif torch.compiler.is_compiling() and kernels.compiles_for_cpu(x) and not how.is_whole:
+        return opaque.dynamic_scale(x, how.block, how.largest, how.scale_format)
     else:
         amax = kernels.amax(x, how.block)
     if state is not None and state.group is not None and how.is_whole:

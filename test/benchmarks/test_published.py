@@ -16,6 +16,7 @@ from benchmarks.cost_model.published import (
     fitted_rates,
     predicted_against_published,
 )
+from benchmarks.measuring.report import ROOT
 from float8.estimate import DEVICES, faster_layers
 from float8.estimate import devices as figures
 from float8.estimate.gemms import gemm_seconds
@@ -37,6 +38,16 @@ def errors(source: str, *words: str) -> list[float]:
 def test_the_median_error_of_rows_that_fitted_nothing_is_below_ten_percent():
     assert len(CHECK.tests) > 3 * (len(CHECK.rows) - len(CHECK.tests))
     assert CHECK.median_error < 0.1
+
+
+def test_the_page_says_what_the_program_says():
+    page = " ".join((ROOT / "docs" / "speed.md").read_text().split())
+    rows, tests = len(CHECK.rows), len(CHECK.tests)
+    assert f"with {rows} measurements" in page and f"{rows - tests} of them fitted" in page
+    assert f"The median error of the other {tests} is {CHECK.median_error * 100:.0f} %" in page
+    for row in CHECK.rows:
+        if "pull request 2185" in row.source:
+            assert f"| {row.predicted:.2f}x | {row.published:.2f}x |" in page
 
 
 @pytest.mark.parametrize("what", PREDICTIONS)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import Case
 
-from float8.kernels import cpu, definition, e8m0
+from float8.kernels import cpu, definition, e8m0, opaque
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRANULARITIES = list(shapes.GRANULARITIES.values())
@@ -185,6 +185,41 @@ def test_codes_are_decoded_where_subnormals_are_flushed():
 
 
 # --- compiled
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_float32_arithmetic_rounds_as_the_conversion_does(dtype):
+    """Of every exponent: 2^11 significands, among which are all ties, and the next to each."""
+    significands = (torch.arange(2**11, 2**12, dtype=torch.int32) << 12)[:, None]
+    significands = (significands + torch.tensor([-1, 0, 1], dtype=torch.int32)).clamp_min(2**23)
+    values = significands.reshape(1, -1) * torch.exp2(torch.arange(-50.0, -6.0))[:, None]
+    values = torch.cat([values.flatten(), torch.tensor([0.0, torch.nan, torch.finfo(dtype).max])])
+    values = values[~(values > torch.finfo(dtype).max)]
+    for y in (values, -values):
+        assert_bitwise(cpu._rounded(y, dtype), y.to(dtype).float(), dtype)
+
+
+@pytest.mark.parametrize("block", [(-1, -1), (1, -1), (1, 128)])
+def test_opaque_ops_are_what_they_declare(block):
+    x = torch.randn(130, 256, dtype=torch.bfloat16)
+    scale = opaque.dynamic_scale(x, block, 448.0, "power_of_two")
+    data = cpu.cast(x, scale, block, E4M3)
+    for op, args in (
+        (opaque.dynamic_scale, (x, block, 448.0, "power_of_two")),
+        (opaque.dynamic_scale, (x, block, 448.0, "e8m0")),
+        (opaque.cast_transposed, (x, scale, block, E4M3, True)),
+        (opaque.decode, (data, True)),
+        (opaque.decode, (data, False)),
+    ):
+        # The test of schemas (torch 2.13) fails for float8 arguments.
+        checked = (
+            ("test_faketensor",) if op is opaque.decode else ("test_schema", "test_faketensor")
+        )
+        torch.library.opcheck(op, args, test_utils=checked)
+    expected = data.to(torch.bfloat16)
+    assert_bitwise(opaque.cast_transposed(x, scale, block, E4M3, True), expected.t())
+    assert_bitwise(opaque.decode(data, True), expected.t())
+    assert_bitwise(scale, definition.cast_dynamic(x, block, E4M3, "power_of_two")[1])
 
 
 def dynamic(x, block, dtype, scale_format="float32"):

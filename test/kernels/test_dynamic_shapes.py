@@ -74,7 +74,7 @@ def lower(recipe: str, tokens: int) -> list:
             x, g, w = (fake(*shape) for shape in ((size, 640), (size, 256), (256, 640)))
             both_x, both_w, both_g = (
                 cast_orientations(
-                    operand, casts, None, False, True, True, False, None, (None, None)
+                    operand, casts, None, False, True, True, False, None, (None, None), False
                 )
                 for operand, casts in ((x, plan.x), (w, plan.w), (g, plan.g))
             )

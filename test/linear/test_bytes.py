@@ -181,7 +181,7 @@ def test_operands_of_grouped_gemms(name):
         for tokens, operand in ((empty(M, K), plan.x), (empty(M, N), plan.g)):
             with CastMeter() as meter:
                 cast_orientations(
-                    tokens, operand, None, False, True, True, False, offs, (None, None)
+                    tokens, operand, None, False, True, True, False, offs, (None, None), False
                 )
             moved = sum(meter.bytes_by_numel.values())  # the transpose has more elements: padding
             assert round(moved / tokens.numel()) == GROUPED[name][0]

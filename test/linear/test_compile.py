@@ -12,6 +12,7 @@ import torch
 from assertions import assert_bitwise, assert_sqnr_at_least
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -71,14 +72,36 @@ def test_blocks_compile_whether_they_divide_or_not(size):
     _assert_bits_of_eager("blockwise", size, "aot_eager")
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "unit"])
+def test_a_compiled_layer_saves_its_input_in_float8_and_no_weight(recipe):
+    # By the partitioner that inductor uses. Half of nn.Linear's bytes, and scales.
+    layer = Float8Linear(256, 128, dtype=torch.bfloat16, config=RECIPES[recipe])
+    run = torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True)
+    x = torch.randn(128, 256, dtype=torch.bfloat16, requires_grad=True)
+    kept = {}
+
+    def note(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        out = run(x)
+    kept.pop(layer.weight.untyped_storage().data_ptr(), None)
+    assert sum(kept.values()) <= 0.55 * x.nbytes
+    out.backward(torch.ones_like(out))
+    assert x.grad is not None
+
+
+# One for each way in which a compiled layer casts; the others are made of these.
+FUSED = ("tensorwise", "rowwise", "blockwise", "unit")
+
+
 class Branches(nn.Module):
-    """A layer of every recipe, each between operations that its casts may join."""
+    """Layers, each between operations that its casts may join."""
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(
-            Float8Linear(64, 48, config=config) for config in RECIPES.values()
-        )
+        self.layers = nn.ModuleList(Float8Linear(64, 48, config=RECIPES[name]) for name in FUSED)
 
     def forward(self, xs):
         return [layer(x.relu()).relu() for layer, x in zip(self.layers, xs, strict=True)]
@@ -89,7 +112,7 @@ def test_a_model_compiled_by_inductor_stays_close_to_eager():
     # Bits may differ: a cast fused with its producer sees values that eager rounds first.
     eager = Branches()
     compiled = copy.deepcopy(eager)
-    xs, gs = torch.randn(len(RECIPES), 32, 64), torch.randn(len(RECIPES), 32, 48)
+    xs, gs = torch.randn(len(FUSED), 32, 64), torch.randn(len(FUSED), 32, 48)
     found = []
     for model, run in ((compiled, torch.compile(compiled, fullgraph=True)), (eager, eager)):
         leaves = [x.clone().requires_grad_() for x in xs]
@@ -98,8 +121,8 @@ def test_a_model_compiled_by_inductor_stays_close_to_eager():
         gradients = torch.autograd.grad(out, [*leaves, *weights], list(gs))
         found.append([t.detach() for t in (*out, *gradients)])
     for i, (a, b) in enumerate(zip(*found, strict=True)):
-        recipe = list(RECIPES)[i % len(RECIPES)]
-        assert_sqnr_at_least(a, b, 40.0, (recipe, ("out", "dx", "dw")[i // len(RECIPES)]))
+        recipe = FUSED[i % len(FUSED)]
+        assert_sqnr_at_least(a, b, 40.0, (recipe, ("out", "dx", "dw")[i // len(FUSED)]))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

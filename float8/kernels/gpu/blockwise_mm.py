@@ -28,6 +28,16 @@ What the machine code of sm_90 says of them: the tensor cores need 512 clocks fo
 clocks of barriers and addresses, because registers leave room for one such program on a
 multiprocessor. Two programs of half the tile fill each other's waits, but read 1.5 times as many
 bytes from the L2 cache, 96 instead of 64 per clock. Neither is clearly the faster one.
+
+Compiled for sm_90 by Triton 3.9, other forms of the loop do not shorten that wait:
+
+- promoting a step while the tensor cores multiply the next one (235 to 255 registers): the 64
+  multiply-adds per thread run beside them, but 64 moves from one accumulator to the other follow;
+- the same, unrolled by two: no moves, but ptxas waits for each instruction of the tensor cores, and
+  the program needs 256 KiB of shared memory;
+- two products of half the columns: half of the multiply-adds run beside the second one, and the
+  tensor cores are idle twice instead of once. With 128 x 256 it spills 168 bytes;
+- 4 warps for 128 x 128: spills 208 bytes; ``warp_specialize=True``: the same loop.
 """
 
 from __future__ import annotations

@@ -16,6 +16,11 @@ The strides are those that cuBLASLt reads, so that no GEMM copies a scale first.
 
 The tile is held as four sets of every fourth row: a thread then holds 4 adjacent rows of 16
 columns, and packs the 4 bytes of a column into one int32 (see ``jit.py``).
+
+With 1x128 blocks both ways, a multiprocessor holds two programs: 8 warps of 128 registers, because
+a thread holds 64 elements until both its rows' and its columns' scales are known. Two programs do
+not always have loads under way, so about 0.7 of a copy's bandwidth is predicted. Three programs
+(80 registers) would spill, and smaller tiles do not hold whole blocks of both matrices.
 """
 
 from __future__ import annotations
@@ -134,17 +139,11 @@ def _launch(
     M, K = x.shape[-2:]
     pack, square = M % 16 == 0, block_rows != 1
     write_rows, write_cols = data.numel() > 0, data_t.numel() > 0
-    options = {"num_warps": 8, **NO_FUSION}
-    if pack and power_of_two and not square and torch.version.hip is None:
-        # Two programs share a multiprocessor and its 65536 registers. Without the limit the
-        # compiler takes 145 a thread, with it nothing spills. Forms with divisions or single bytes
-        # need 180, and would spill.
-        options["maxnreg"] = 128
     launch(
         _blocks_kernel, (triton.cdiv(M, 128) * triton.cdiv(K, 128), count_of(x)), x,
         as_bytes(data), scale, as_bytes(data_t, pack and write_cols), scale_t, *sizes_of(x),
         **_TILE, **format_constants(dtype, power_of_two), SQUARE=square, PACK=pack,
-        WRITE_ROWS=write_rows, WRITE_COLS=write_cols, **options,
+        WRITE_ROWS=write_rows, WRITE_COLS=write_cols, num_warps=8, **NO_FUSION,
     )  # fmt: skip
     return outputs
 

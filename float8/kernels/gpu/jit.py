@@ -98,10 +98,9 @@ def scaled(x32, factor, FORMAT_MAX: tl.constexpr, FITS: tl.constexpr):
     FITS: the factor is computed from x's own amax. Then no finite value exceeds the format after
     rounding, so nothing is clamped. An infinite x makes the factor 0, and the product NaN.
     """
-    y = x32 * factor
-    if not FITS:
-        y = tl.where(tl.abs(x32) == float("inf"), float("nan"), clamped(y, FORMAT_MAX))
-    return y
+    if FITS:
+        return x32 * factor
+    return clamped(without_infinities(x32) * factor, FORMAT_MAX)
 
 
 @triton.jit
@@ -114,7 +113,11 @@ def clamped(y, FORMAT_MAX: tl.constexpr):
 
 @triton.jit
 def without_infinities(x32):
-    """x, where NaN replaces the infinities, in one instruction; signs of zeros are kept."""
+    """x, where NaN replaces the infinities, in one instruction; signs of zeros are kept.
+
+    A comparison and a selection took up to eight: LLVM packed the predicates of 16 elements into
+    a word, and took them out again.
+    """
     return tl.fma(x32, 0.0, x32)
 
 

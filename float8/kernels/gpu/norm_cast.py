@@ -17,7 +17,14 @@ the amax of y; its second read of a row is a cache hit. `_cast_kernel` writes fl
 ways. Tile by tile, it reads the statistics from memory. By whole rows (OWN), a program computes the
 statistics of its 16 rows, and then casts the rows from their ends, which are still in the cache.
 That takes one pass, and needs enough rows to fill the GPU. With fewer rows, x is still in the L2
-cache in the second launch.
+cache in the second launch. With longer rows than 8192, the rows of all resident programs exceed the
+cache: 264 programs on an H200 hold 16 rows each, 69 MB where K is 8192.
+
+Predicted of a copy's bandwidth for 16,384 rows: tiles 0.8 to 0.94, whole rows 0.6 (0.45 with a
+mean). What keeps whole rows from more: a program waits for its statistics before it can write, two
+programs are resident, and they issue 20 instructions per element (28) where a copy leaves time for
+27. Two launches would take as long at K = 8192, and less above. Statistics with an amax issue 14
+(22) instructions per element, where their bytes leave time for 14.
 
 The variance about the mean takes one read too, without a difference of two large sums: every lane
 updates the mean and the squared distances of its elements (Welford, 1962). Lanes are combined by
@@ -64,10 +71,12 @@ from float8.kernels.gpu.launch import (
 
 _ROWS = {"ROWS": 4, "COLS": 1024}
 _TILE = {"ROWS_BY_4": 16, "COLS": 128}  # of cast.py
-_OWN_TILE = {"ROWS_BY_4": 4, "COLS": 512}
+_OWN_TILE, _OWN_WARPS = {"ROWS_BY_4": 4, "COLS": 512}, 8
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
 # The number of programs of whole rows that fill a GPU: about two per multiprocessor of an H100.
 _ENOUGH = 256
+_LONGEST_ROW = 8192  # of a program of whole rows
+_MOST = 1024  # programs that compute mean(x^2) alone: 56 registers a thread, 9 on a multiprocessor
 
 
 class Norm(NamedTuple):
@@ -204,7 +213,9 @@ def _rows_kernel(
     AMAX: tl.constexpr,
 ):
     """Statistics of all rows; partials[i] = bits of y's amax in blocks i, i + PARTIALS, ..."""
-    bits = tl.zeros((ROWS, COLS), tl.int32)
+    # A thread has 8 adjacent columns. One amax of them leaves layer norm's means their registers.
+    WIDE: tl.constexpr = 8 if CENTRED else 1
+    bits = tl.zeros((ROWS, COLS // WIDE), tl.int32)
     for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(M, ROWS), PARTIALS):
         first_m = block * ROWS
         m = first_m + tl.arange(0, ROWS)
@@ -218,7 +229,8 @@ def _rows_kernel(
                     x_ptr, weight_ptr, bias_ptr, mean, rstd, m, k, M, K, stride_m,
                     CENTRED, BIAS, DTYPE, "evict_last",
                 )  # fmt: skip
-                bits = tl.maximum(bits, magnitude_bits(y))
+                wide = magnitude_bits(y).reshape(ROWS, COLS // WIDE, WIDE)
+                bits = tl.maximum(bits, tl.max(wide, 2))
     if AMAX:
         tl.store(partials_ptr + tl.program_id(0), tl.max(bits))
 
@@ -276,7 +288,8 @@ def _cast_kernel(
         steps = 1
         last_k = (pid % chunks) * COLS
     m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
-    seen = tl.zeros((ROWS_BY_4, COLS // 16), tl.int32)  # a thread has 16 adjacent columns
+    WIDE: tl.constexpr = 8 if OWN else 16  # adjacent columns of a thread
+    seen = tl.zeros((ROWS_BY_4, COLS // WIDE), tl.int32)
     for step in range(steps):
         k = last_k - step * COLS + tl.arange(0, COLS)
         # All loads come before the first store, because no load may be moved before a store.
@@ -285,7 +298,7 @@ def _cast_kernel(
             CENTRED, BIAS, DTYPE,
         )  # fmt: skip
         if RECORD and not PARTIALS:
-            bits = tl.reshape(amax_bits_of(ys), (ROWS_BY_4, COLS // 16, 16))
+            bits = tl.reshape(amax_bits_of(ys), (ROWS_BY_4, COLS // WIDE, WIDE))
             seen = tl.maximum(seen, tl.max(bits, 2))
         write_codes(
             ys, factor, data_ptr, data_t_ptr, first_m4, k, M, K,
@@ -297,9 +310,10 @@ def _cast_kernel(
 
 def _statistics(
     x: Tensor, norm: Norm, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype, amax: bool,
-    most: int = MAX_PARTIALS,
+    most: int | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Write the statistics; return int32 (P,), P a power of two, whose maximum is y's amax bits."""
+    most = most or (MAX_PARTIALS if amax or norm.is_centred else _MOST)
     partials = new_partials(x, triton.cdiv(x.shape[0], _ROWS["ROWS"]), most)
     count = partials.numel()
     launch(
@@ -337,7 +351,8 @@ def _launch(
         bias=bias if bias is None else bias.contiguous(),
     )
     if own is None:
-        own = scale is not None and triton.cdiv(M, 4 * _OWN_TILE["ROWS_BY_4"]) >= _ENOUGH
+        enough = triton.cdiv(M, 4 * _OWN_TILE["ROWS_BY_4"]) >= _ENOUGH
+        own = scale is not None and enough and K <= _LONGEST_ROW
     tile, partials = _OWN_TILE if own else _TILE, None
     if not own:
         partials = _statistics(x, norm, mean, rstd, compute_dtype, amax=scale is None)
@@ -349,7 +364,7 @@ def _launch(
         _cast_kernel, programs if own else programs * triton.cdiv(K, tile["COLS"]), x,
         *_pointers(norm, mean, rstd), *pointers, M, K, x.stride(0), norm.eps,
         **_flags(norm), **tile, OWN=own, **constants, DTYPE=TRITON_DTYPES[compute_dtype],
-        **_OPTIONS,
+        num_warps=_OWN_WARPS if own else 4, **NO_FUSION,
     )  # fmt: skip
     return outputs
 
@@ -435,7 +450,7 @@ def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     for op, bias in (("rms_norm_cast", None), ("layer_norm_cast", weight)):
         norm = Norm(weight, bias, 1e-5, bias is not None)
         known = (x, norm, None if bias is None else statistic, statistic, torch.bfloat16)
-        given = f"{op}: a given scale"
+        given, whole = f"{op}: a given scale", (x, norm, scale, *cast_to)
         forms += [
             variant(f"{op}: statistics and amax", _statistics, *known, True),
             variant(f"{op}: statistics", _statistics, *known, False),
@@ -443,9 +458,7 @@ def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
             variant(
                 f"{given}, tiles, amax", _launch, x, norm, scale, *cast_to, True, amax, own=False
             ),
-            variant(f"{given}, whole rows, amax", _launch, x, norm, scale, *cast_to, True, amax),
-            variant(
-                f"{given}, whole rows, not transposed", _launch, x, norm, scale, *cast_to, False
-            ),
+            variant(f"{given}, whole rows, amax", _launch, *whole, True, amax, own=True),
+            variant(f"{given}, whole rows, not transposed", _launch, *whole, False, own=True),
         ]
     return forms
