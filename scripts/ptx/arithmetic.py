@@ -91,6 +91,10 @@ def maximum_minimum(ins: Instruction, operation: str, a: Lanes, b: Lanes) -> Lan
 
 # --- one value, or the two halves of a register, per lane
 
+# Where an operand of these was never written, the result counts as not written, and the use of that
+# is found: threads without data take part in a reduction, and what they compute is discarded.
+_REDUCING = ("add", "min", "max")
+
 _PACKED = {"f16x2": "f16", "bf16x2": "bf16", "f32x2": "f32", "s16x2": "s16", "u16x2": "u16"}
 
 
@@ -99,7 +103,8 @@ def _numbers(machine: Machine, ins: Instruction, types: list[str]) -> list[list[
 
     bfloat16 is read as float32, whose operations round to the same bits when rounded again.
     """
-    read = [machine.read(o, t) for o, t in zip(ins.operands[1:], types, strict=False)]
+    operands = zip(ins.operands[1:], types, strict=False)
+    read = [machine.read(o, t, ins.name not in _REDUCING) for o, t in operands]
     if ins.type in _PACKED:
         element = _PACKED[ins.type]
         both = [[_as(element, half) for half in halves(v)] for v in read]
@@ -132,7 +137,10 @@ def _elementwise(
             bf16 = _PACKED.get(ins.type, ins.type) == "bf16"
             value = to_bfloat16(value) if bf16 else canonical(value)
         results.append(value)
+    missing = machine.unwritten_in(ins.operands[1:]) if ins.name in _REDUCING else None
     machine.write(ins.operands[0], results[0] if len(results) == 1 else _packed(results))
+    if missing is not None:
+        machine.forget(ins.operands[0], missing)
 
 
 def _packed(results: list[Lanes]) -> Lanes:
@@ -485,12 +493,16 @@ def _compare(machine: Machine, ins: Instruction) -> None:
 
 @instruction("selp")
 def _select(machine: Machine, ins: Instruction) -> None:
-    """Only the operand that a lane selects needs a value."""
+    """A lane that selects what was never written has a result that counts as not written."""
     result, a, b, predicate = ins.operands
     chosen = machine.read(predicate, "pred")
     bits = f"b{8 * TYPES[ins.type].itemsize}"
-    first, other = machine.read(a, bits, chosen), machine.read(b, bits, ~chosen)
+    first, other = machine.read(a, bits, used=False), machine.read(b, bits, used=False)
+    missing = [machine.unwritten(operand) for operand in (a, b)]
     machine.write(result, np.where(chosen, first, other))
+    for lanes, selecting in zip(missing, (chosen, ~chosen), strict=True):
+        if lanes is not None:
+            machine.forget(result, lanes & selecting)
 
 
 @instruction("mov")

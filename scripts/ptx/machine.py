@@ -23,7 +23,7 @@ lanes that execute it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -224,6 +224,18 @@ class Machine:
         dtype = TYPES["pred" if bits == 1 else f"b{bits}"]
         self._registers[register.name] = np.full(self.count, garbage, dtype)
         self._written[register.name] = np.zeros(self.count, bool)
+
+    def unwritten_in(self, operands: Iterable[Operand]) -> Lanes | None:
+        """The lanes in which one of several operands has not been written; None if there are none.
+
+        An instruction that reads its operands with ``used=False`` lets its result `forget` them.
+        """
+        missing = None
+        for operand in operands:
+            lanes = self.unwritten(operand)
+            if lanes is not None:
+                missing = lanes if missing is None else missing | lanes
+        return missing
 
     def forget(self, register: Operand, lanes: Lanes | None = None) -> None:
         """Let the lanes that execute the instruction find no value in a register.

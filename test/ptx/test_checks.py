@@ -67,10 +67,10 @@ def test_shared_memory_that_was_not_written():
 
 
 def test_a_register_that_was_not_written():
-    body = "setp.lt.u32 %p1, %r0, 30;\n@%p1 mov.b32 %r1, 7;\nadd.s32 %r2, %r1, 1;"
+    body = "setp.lt.u32 %p1, %r0, 30;\n@%p1 mov.b32 %r1, 7;\nmul.lo.s32 %r2, %r1, 3;"
     report = run(assemble(body))
     assert kinds(report) == ["uninitialised register"]
-    assert "add.s32: %r1 (2 times)" in str(report.findings[0])
+    assert "mul.lo.s32: %r1 (2 times)" in str(report.findings[0])
     assert kinds(run(assemble(body.replace("%r0, 30", "%r0, 32")))) == []
 
 
@@ -81,8 +81,8 @@ def test_a_register_that_was_not_written():
         ("mov.b32 %r2, %r1; mov.b32 %r3, %r2;", False),
         ("mov.b32 %r2, %r1; mov.b32 %r3, %r2; not.b32 %r4, %r3;", True),
         ("mov.b32 {%h2, %h3}, %r1; not.b16 %h4, %h3;", True),
-        ("setp.eq.b32 %p1, %r0, %r0; selp.b32 %r2, %r0, %r1, %p1;", False),
-        ("setp.ne.b32 %p1, %r0, %r0; selp.b32 %r2, %r0, %r1, %p1;", True),
+        ("setp.eq.b32 %p1, %r0, %r0; selp.b32 %r2, %r0, %r1, %p1; not.b32 %r3, %r2;", False),
+        ("setp.ne.b32 %p1, %r0, %r0; selp.b32 %r2, %r0, %r1, %p1; not.b32 %r3, %r2;", True),
         ("setp.eq.b32 %p1, %r0, 3; @%p1 mov.b32 %r0, %r1; not.b32 %r2, %r0;", True),
         ("setp.eq.b32 %p1, %r0, 3; @%p1 mov.b32 %r0, %r1; @!%p1 not.b32 %r2, %r0;", False),
     ],
@@ -90,6 +90,46 @@ def test_a_register_that_was_not_written():
 def test_a_move_or_an_unselected_value_is_not_a_use(body, found):
     body = "mov.b16 %h1, 1;\nshl.b32 %r9, %r0, 1;\n" + body
     assert kinds(run(assemble(body), shared_bytes=64)) == ["uninitialised register"] * found
+
+
+@pytest.mark.parametrize(
+    ("use", "found"),
+    [
+        ("setp.lt.u32 %p2, %r0, 4; @%p2 st.shared.b32 [%r9], %r4;", False),
+        ("setp.lt.u32 %p2, %r0, 5; @%p2 st.shared.b32 [%r9], %r4;", True),
+        ("setp.lt.u32 %p2, %r0, 5; @%p2 ld.shared.b32 %r5, [%r4];", True),
+        ("setp.lt.u32 %p2, %r4, 5;", True),  # and branches
+        ("mul.lo.s32 %r5, %r4, 3;", True),
+    ],
+)
+def test_what_threads_without_data_reduce_may_be_discarded(use, found):
+    """Four threads have data; a store by the fifth uses what it made of garbage."""
+    body = f"""
+    shl.b32 %r9, %r0, 2;
+    setp.lt.u32 %p1, %r0, 4;
+    @%p1 mov.b32 %r1, 0;
+    shfl.sync.bfly.b32 %r2, %r1, 2, 31, -1;
+    max.s32 %r3, %r1, %r2;
+    shfl.sync.bfly.b32 %r2, %r3, 1, 31, -1;
+    add.s32 %r4, %r3, %r2;
+    {use}
+    """
+    report = run(assemble(body), shared_bytes=128)
+    assert ("uninitialised register" in kinds(report)) == found
+
+
+@pytest.mark.parametrize("distance", [2, 4])
+def test_a_shuffle_takes_along_what_was_not_written(distance):
+    """The first four threads take each other's data, or that of threads without data."""
+    body = f"""
+    shl.b32 %r9, %r0, 2;
+    setp.lt.u32 %p1, %r0, 4;
+    @%p1 mov.b32 %r1, 0;
+    shfl.sync.bfly.b32 %r2, %r1, {distance}, 31, -1;
+    @%p1 st.shared.b32 [%r9], %r2;
+    """
+    found = kinds(run(assemble(body), shared_bytes=128))
+    assert found == ["uninitialised register"] * (distance == 4)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ st.global.f32 [%d3], %f4;
     ("change", "found"),
     [
         ({}, []),
-        ({"early": "add.f32 %f5, %f2, %f2;"}, ["uninitialised register"]),
+        ({"early": "mul.f32 %f5, %f2, %f2;"}, ["uninitialised register"]),
         ({"left": 1}, ["uninitialised register"]),
         ({"fence": ""}, ["proxy"]),
         ({"early": "bar.sync 0; st.shared.b32 [%r2], %r0;"}, ["unfinished"]),
