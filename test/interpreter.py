@@ -24,7 +24,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import executed
 import torch
 
 PACKAGE = "float8.kernels.gpu"
@@ -46,6 +45,8 @@ def launcher(module: str, function: str, device: str) -> Callable[..., Any]:
 
     Inside `executed.executed`, the CPU executes its compiled form.
     """
+    import executed  # not where a process only interprets, with another library on its path
+
     if device == "cpu" and not executed.is_active():
         return getattr(interpreted(module), function)
     found = getattr(importlib.import_module(_path(module)), function)

@@ -23,7 +23,8 @@ from benchmarks.cost_model.results import CASTS, GROUPED, LINEAR, MATMUL, Result
 from float8.config import RECIPES
 from float8.estimate.devices import ANY_PASS, Device, find_device
 from float8.estimate.gemms import gemm_seconds, kinds_of_plan
-from float8.estimate.roofline import Shape, Use, layer_seconds
+from float8.estimate.roofline import layer_seconds
+from float8.estimate.shapes import Shape, Use
 
 PLAIN = "F.grouped_mm"
 _AMAX = (("amax tensorwise", 2),)

@@ -21,7 +21,8 @@ from benchmarks.cost_model.results import LINEAR, ResultFile, TimedLayer, read_r
 from float8.config import RECIPES
 from float8.estimate.devices import Device, find_device
 from float8.estimate.predict import Layer, plain_seconds, predict
-from float8.estimate.roofline import Use, saved_bytes
+from float8.estimate.roofline import saved_bytes
+from float8.estimate.shapes import Use
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from benchmarks.cost_model.results import LINEAR, MATMUL, ResultFile, datasheet_of, read_result
 from float8.config import RECIPES, LinearPlan
+from float8.estimate.cast_passes import passes_of_layer
 from float8.estimate.devices import (
     ANY_PASS,
     BF16,
@@ -33,15 +34,8 @@ from float8.estimate.devices import (
     Figure,
     GemmSpeed,
 )
-from float8.estimate.gemms import busy, unoverlapped_bytes
-from float8.estimate.roofline import (
-    Shape,
-    Use,
-    gemm_bytes,
-    gemm_sizes,
-    kinds_of_plan,
-    passes_of_layer,
-)
+from float8.estimate.gemms import busy, gemm_bytes, gemm_sizes, kinds_of_plan, unoverlapped_bytes
+from float8.estimate.shapes import Shape, Use
 
 LARGE = 20  # times half_size: from here on a GEMM is within 5 % of its best
 _TOLERANCE = 1e-10

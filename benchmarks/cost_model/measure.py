@@ -23,6 +23,7 @@ from benchmarks.cost_model.results import datasheet_of
 from benchmarks.measuring.harness import Timer, timer_for
 from float8 import kernels
 from float8.config import RECIPES
+from float8.estimate.cast_passes import GIVEN, READ, WRITE, kind_of_block, pass_name
 from float8.estimate.devices import (
     BF16,
     FLOAT8,
@@ -31,7 +32,6 @@ from float8.estimate.devices import (
     Figure,
     GemmSpeed,
 )
-from float8.estimate.roofline import GIVEN, READ, WRITE, kind_of_block, pass_name
 from float8.formats import E4M3, ScaleFormat, on_device
 from float8.granularity import WHOLE, Block
 from float8.kernels.scaled_mm import MX, architecture, refuses_device, scaled_mm

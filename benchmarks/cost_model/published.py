@@ -30,9 +30,11 @@ from statistics import median
 from typing import Any
 
 from float8.config import RECIPES
+from float8.estimate.cast_passes import READ, WRITE, passes_of_layer
 from float8.estimate.devices import ANY_PASS, BF16, DEVICES, Device, Figure, GemmSpeed
 from float8.estimate.gemms import gemm_seconds, gemm_sizes
-from float8.estimate.roofline import READ, WRITE, Shape, Use, layer_seconds, passes_of_layer
+from float8.estimate.roofline import layer_seconds
+from float8.estimate.shapes import Shape, Use
 
 FILE = Path(__file__).resolve().parents[1] / "published.json"
 Row = dict[str, Any]

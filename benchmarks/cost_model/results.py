@@ -16,7 +16,7 @@ from typing import Any
 
 from float8.config import RECIPES
 from float8.estimate.devices import BF16, DEVICES, FLOAT8, Device
-from float8.estimate.roofline import Shape
+from float8.estimate.shapes import Shape
 
 MATMUL, LINEAR = "bench_matmul", "bench_linear"
 CASTS, GROUPED = "bench_casts", "bench_grouped_mm"

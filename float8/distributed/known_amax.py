@@ -45,6 +45,7 @@ class KnownAmax:
     def remember(self, amax: Tensor, source: Tensor, owner_version: int | None = None) -> None:
         """Keep the amax of a stored tensor, with its version and that of the layer's parameters."""
         self.amax, self.source, self.version = amax, source, version_of(source)
+        self.of_shard = None  # it may be that of an earlier version
         self.owner_version = owner_version
 
     def remember_shard(self, amax: Tensor, source: Tensor, owner_version: int | None) -> None:

@@ -25,15 +25,9 @@ from float8.arguments import described
 from float8.config import RECIPES, Float8LinearConfig
 from float8.convert.filters import ModuleFilter, with_reason
 from float8.estimate.devices import Device, find_device
-from float8.estimate.roofline import (
-    LARGEST,
-    Shape,
-    Use,
-    is_count,
-    kinds_of_plan,
-    layer_seconds,
-    saved_bytes,
-)
+from float8.estimate.gemms import kinds_of_plan
+from float8.estimate.roofline import layer_seconds, saved_bytes
+from float8.estimate.shapes import LARGEST, Shape, Use, is_count
 from float8.estimate.table import Estimate, LayerEstimate, Prediction
 from float8.experts.modules import Float8Experts
 from float8.kernels.cublas import ALIGNMENT

@@ -18,54 +18,25 @@ from math import prod
 
 from float8.config import LinearPlan, OperandCast
 from float8.estimate.cast_passes import (
-    GIVEN,
     MX_BLOCKS,
     READ,
     WRITE,
     MemoryPass,
     kind_of_block,
-    pass_name,
     passes_of_layer,
 )
 from float8.estimate.devices import Device
 from float8.estimate.gemms import (
-    gemm_bytes,
     gemm_seconds,
     gemm_sizes,
-    grouped_gemm_bytes,
     grouped_gemm_seconds,
     kinds_of_plan,
 )
-from float8.estimate.shapes import LARGEST, Shape, Use, is_count
+from float8.estimate.shapes import Shape, Use
 from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels.cublas import ALIGNMENT
 from float8.kernels.grouped_mm import TORCH_MX
 from float8.kernels.groups import padded_tokens
-
-__all__ = [
-    "GIVEN",
-    "LARGEST",
-    "READ",
-    "WRITE",
-    "MemoryPass",
-    "Seconds",
-    "Shape",
-    "Use",
-    "cast_seconds",
-    "gemm_bytes",
-    "gemm_seconds",
-    "gemm_sizes",
-    "grouped_gemm_bytes",
-    "grouped_gemm_seconds",
-    "is_count",
-    "kind_of_block",
-    "kinds_of_plan",
-    "layer_seconds",
-    "pass_name",
-    "passes_of_layer",
-    "saved_bytes",
-    "tokens_aligned",
-]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from float8.estimate.devices import Device
-from float8.estimate.roofline import Seconds, Shape, Use
+from float8.estimate.roofline import Seconds
+from float8.estimate.shapes import Shape, Use
 
 MIB = 2**20
 Cells = list[str]

@@ -55,8 +55,9 @@ the old amax saturate (on a CPU with torch before 2.13 they may become NaN).
 
 The cache has the layers that the model has when the context opens.
 
-A recorded amax is not used where the optimizer has step hooks of the user, or overrides ``step``:
-either may write to weights after the update.
+A recorded amax is not used where a write may follow the update: where step hooks ran before that
+of the cache, where the optimizer overrides or decorates ``step``, and where parameters of the
+optimizer share memory.
 
 Resident float8 weights (`float8.linear.float8_weight`) need no cast and are left alone.
 
@@ -68,14 +69,17 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    _global_optimizer_post_hooks,
+    register_optimizer_step_post_hook,
+)
 
 from float8.arguments import check_bool, check_module, described
 from float8.formats import HIGH_PRECISION_DTYPES
@@ -167,7 +171,8 @@ def _autocast_dtype(weight: Tensor) -> torch.dtype | None:
     return compute_dtype(weight) if autocasts(weight.device.type) else None
 
 
-_open: weakref.WeakSet[WeightCache] = weakref.WeakSet()
+# Keys alone. Other threads open and close contexts: iterate over `list(_open)`, made in one go.
+_open: dict[WeightCache, None] = {}
 
 
 @contextmanager
@@ -214,13 +219,13 @@ def cached_weights(
         if (reason := _refuses(layer)) is not None:
             raise reason
     _install_hooks()
-    _open.add(cache)
+    _open[cache] = None
     loads = [layer.register_load_state_dict_post_hook(_after_load) for layer in cache.dtypes]
     try:
         cache.refresh()
         yield cache
     finally:
-        _open.discard(cache)
+        _open.pop(cache, None)
         for layer, load in zip(cache.dtypes, loads, strict=True):
             load.remove()
             layer.cached_weight = None
@@ -228,7 +233,7 @@ def cached_weights(
 
 def _refuses(layer: Float8Linear) -> RuntimeError | TypeError | None:
     name = layer.fqn or "Float8Linear"
-    if layer.cached_weight is not None:
+    if any(layer in cache.dtypes for cache in list(_open)):
         return RuntimeError(
             f"{name}: its weight is cached by another cached_weights already; open one scope, for "
             "the whole model"
@@ -243,32 +248,40 @@ def _refuses(layer: Float8Linear) -> RuntimeError | TypeError | None:
 
 
 @functools.cache
-def _install_hooks() -> None:
+def _install_hooks() -> int:
+    """The id of the hook that follows each step."""
     # One of each for the process, never removed: torch iterates over its hooks while they run.
-    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _after_step(optimizer))
     AFTER_SYNC.append(_after_sync)
     AMAX_READERS.append(AmaxReader(_wanted, _take))
+    after_step = torch.compiler.disable(_after_step)
+
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if _open:  # a compiled step traces this, and leaves its graph where a cache is open
+            after_step(optimizer)
+
+    return register_optimizer_step_post_hook(hook).id
 
 
 def _wanted(parameters: Sequence[Tensor]) -> set[int]:
     """The ids of the parameters whose amax gives an open cache a scale."""
-    needed = {
+    ids = set(map(id, parameters))
+    return {
         id(layer.weight)
-        for cache in _open
+        for cache in list(_open)
         for layer in cache.dtypes
-        if needs_amax(cache.plan_of(layer))
+        if id(layer.weight) in ids and needs_amax(cache.plan_of(layer))
     }
-    return needed & set(map(id, parameters))
 
 
 def _take(parameter: Tensor, amax: Tensor) -> None:
-    for cache in _open:
+    for cache in list(_open):
         cache.recorded[id(parameter)] = amax, version_of(parameter)
 
 
 def _after_step(optimizer: Optimizer) -> None:
+    others_ran = next(iter(_global_optimizer_post_hooks)) != _install_hooks()
     for cache in list(_open):
-        if optimizer._optimizer_step_post_hooks:  # which have run, and may have written to weights
+        if others_ran or optimizer._optimizer_step_post_hooks:  # they may have written to weights
             cache.recorded.clear()
         if layers := cache.holds(optimizer):
             cache.cast(layers)

@@ -68,5 +68,5 @@ def scales_of_weights(
         computed = kernels.scale_from_amax(rounded, largest, scale_format)
         apart = computed.repeat(1, 1, _ALIGNED).narrow(2, 0, 1)
         for (index, number), scale in zip(places, apart.unbind(), strict=True):
-            scales[index][number] = scale
+            scales[index][number] = scale.data  # with a version counter of its own
     return [(first, second) for first, second in scales]

@@ -48,7 +48,6 @@ foreach AdamW. Logarithms, powers and float8 conversions take it. (One thread of
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -167,12 +166,18 @@ class QuantizedOptimizer(torch.optim.Optimizer):
     def _amaxes_to_record(self) -> dict[int, Tensor]:
         """``id(parameter)`` -> zero, float32 of one element, where someone reads its amax.
 
-        Empty where a subclass overrides ``step``: it may write to parameters after this step.
+        Not recorded is what may be written to after its update: every parameter where ``step`` is
+        overridden or decorated, and parameters that share memory, or stand in a group twice.
         """
-        if inspect.unwrap(type(self).step) is not inspect.unwrap(QuantizedOptimizer.step):
+        step: Any = type(self).step
+        if getattr(step, "hooked", False):  # torch's wrapper, which calls hooks
+            step = step.__wrapped__
+        if step is not QuantizedOptimizer.step:
             return {}
         stepped = list(self._with_gradients())
         wanted = set().union(*(reader.wants(stepped) for reader in AMAX_READERS))
+        if wanted:
+            wanted -= overlapping(stepped)
         amaxes: dict[int, Tensor] = {}
         for device in {p.device for p in stepped if id(p) in wanted}:
             ids = [id(p) for p in stepped if id(p) in wanted and p.device == device]
@@ -385,6 +390,25 @@ def _new_moment(p: Tensor, kind: str | None, group_size: int) -> Tensor:
     if isinstance(p, DTensor):
         return torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
     return torch.zeros(p.shape, dtype=torch.float32, device=p.device)
+
+
+def overlapping(tensors: Iterable[Tensor]) -> set[int]:
+    """The ids of those whose memory is also another's, and of one that is there twice."""
+    found: set[int] = set()
+    reach, owner = -1, 0  # the last address so far, and whose it is
+    for start, end, key in sorted((*_extent(local(x)), id(x)) for x in tensors if x.numel()):
+        if start <= reach:
+            found |= {owner, key}
+        if end > reach:
+            reach, owner = end, key
+    return found
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """The first and the last address of a tensor's elements; 0 is the first of a subclass."""
+    start = x.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return start, start + last * x.element_size()
 
 
 def local(x: Tensor) -> Tensor:

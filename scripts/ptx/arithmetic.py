@@ -99,7 +99,8 @@ def _numbers(machine: Machine, ins: Instruction, types: list[str]) -> list[list[
 
     bfloat16 is read as float32, whose operations round to the same bits when rounded again.
     """
-    read = [machine.read(o, t) for o, t in zip(ins.operands[1:], types, strict=False)]
+    operands = zip(ins.operands[1:], types, strict=False)
+    read = [machine.read(o, t, used=machine.partly_written(o) is None) for o, t in operands]
     if ins.type in _PACKED:
         element = _PACKED[ins.type]
         both = [[_as(element, half) for half in halves(v)] for v in read]
@@ -117,7 +118,12 @@ def _elementwise(
     function: Callable[..., Lanes],
     types: list[str] | None = None,
 ) -> None:
-    """Write ``function`` of the operands; float results get a GPU's NaN."""
+    """Write ``function`` of the operands; float results get a GPU's NaN.
+
+    In lanes that have not written an operand, but other lanes have, the result counts as not
+    written: see `Machine.partly_written`.
+    """
+    missing = machine.partly_written(*ins.operands[1:])
     types = types or [ins.type] * (len(ins.operands) - 1)
     results = []
     ftz = "ftz" in ins.modifiers
@@ -133,6 +139,8 @@ def _elementwise(
             value = to_bfloat16(value) if bf16 else canonical(value)
         results.append(value)
     machine.write(ins.operands[0], results[0] if len(results) == 1 else _packed(results))
+    if missing is not None:
+        machine.forget(ins.operands[0], missing)
 
 
 def _packed(results: list[Lanes]) -> Lanes:

@@ -47,9 +47,12 @@ def members(machine: Machine, ins: Instruction, operand: Operand) -> Lanes:
 
 @instruction("shfl")
 def _shuffle(machine: Machine, ins: Instruction) -> None:
+    """Passes on that a lane has not written its register; see `Machine.partly_written`."""
     result, a, b, c, mask = ins.operands
     named = members(machine, ins, mask)
-    values, index, clamp = (by_warp(machine.read(o, "b32")) for o in (a, b, c))
+    missing = machine.partly_written(a)
+    values = by_warp(machine.read(a, "b32", used=missing is None))
+    index, clamp = (by_warp(machine.read(o, "b32")) for o in (b, c))
     lane = np.arange(WARP)
     index, clamp = index.astype(np.int64) & 31, clamp.astype(np.int64)
     segment, bound = clamp >> 8 & 31, clamp & 31
@@ -68,6 +71,8 @@ def _shuffle(machine: Machine, ins: Instruction) -> None:
         detail = "a thread takes the value of one that does not execute the shuffle"
         machine.report.find("barrier", ins, detail, int(unnamed.sum()))
     machine.write(result, np.take_along_axis(values, source, 1).reshape(-1))
+    if missing is not None:
+        machine.forget(result, np.take_along_axis(by_warp(missing), source, 1).reshape(-1))
     if ins.second is not None:
         machine.write(ins.second, np.broadcast_to(inside, values.shape).reshape(-1))
 

@@ -193,6 +193,19 @@ class Machine:
         written = self._written.get(operand.name)
         return None if written is None else ~written
 
+    def partly_written(self, *operands: Operand) -> Lanes | None:
+        """The lanes in which registers have not been written that other lanes have written.
+
+        None if there are none. Where four warps reduce, Triton (3.6) lets four lanes read a number
+        each, and all lanes shuffle and sum: what the others find is no fault unless it is used.
+        """
+        missing: Lanes | None = None
+        for operand in operands:
+            written = self._written.get(operand.name) if isinstance(operand, Register) else None
+            if written is not None and written.any():
+                missing = ~written if missing is None else missing | ~written
+        return missing
+
     def address(self, operand: Operand) -> Lanes:
         """The int64 address that ``[%rd1 + 16]`` means, in each lane."""
         assert isinstance(operand, Address), operand

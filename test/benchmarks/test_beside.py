@@ -14,7 +14,8 @@ from benchmarks.cost_model.beside import PASSES, tables
 from float8.config import RECIPES
 from float8.estimate import DEVICES
 from float8.estimate.devices import Figure
-from float8.estimate.roofline import Shape, Use, layer_seconds
+from float8.estimate.roofline import layer_seconds
+from float8.estimate.shapes import Shape, Use
 
 H200 = DEVICES["H200"]
 NAME = "NVIDIA H200"

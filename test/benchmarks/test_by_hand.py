@@ -44,7 +44,7 @@ def test_both_kinds_of_layer_share_the_weight():
     operands = Operands.random(Shape(16, 16, 16), "cpu", 0)
     layers = bench_overhead.pair("delayed", operands)
     assert all(layer.weight is operands.linear.weight for layer in layers)
-    assert list(bench_overhead.makers(["delayed"], operands)) == [
+    assert list(bench_overhead.makers(["delayed"], operands, True)) == [
         BASELINE,
         "by hand delayed",
         "delayed",

@@ -10,7 +10,7 @@ from benchmarks.cost_model.check import Check, Compared, predicted_against_measu
 from benchmarks.cost_model.fit import fit
 from float8.config import RECIPES
 from float8.estimate import DEVICES
-from float8.estimate.roofline import Shape
+from float8.estimate.shapes import Shape
 from float8.kernels.scaled_mm import SUPPORT
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

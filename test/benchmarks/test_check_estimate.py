@@ -7,7 +7,7 @@ from result_files import linear_rows, matmul_rows, write
 
 from benchmarks import check_estimate, measure_device
 from float8.estimate import DEVICES, Device
-from float8.estimate.roofline import Shape
+from float8.estimate.shapes import Shape
 
 H100 = DEVICES["H100"]
 SHAPES = [Shape(16384, 8192, 8192), Shape(4096, 4096, 4096)]

@@ -14,7 +14,9 @@ from benchmarks.cost_model.fit import explain, fit, fitted, nonnegative, timed_g
 from float8.config import RECIPES
 from float8.estimate import DEVICES, Device, Figure, GemmSpeed
 from float8.estimate.devices import ANY_PASS, BF16, FLOAT8
-from float8.estimate.roofline import Shape, Use, gemm_seconds, layer_seconds
+from float8.estimate.gemms import gemm_seconds
+from float8.estimate.roofline import layer_seconds
+from float8.estimate.shapes import Shape, Use
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 SOURCE = "fitted: this test"

@@ -12,8 +12,9 @@ from benchmarks.cost_model.measure import Clock, _call, _operands, measure
 from benchmarks.measuring.harness import host_timer
 from float8.config import RECIPES
 from float8.estimate import DEVICES, estimate
+from float8.estimate.cast_passes import passes_of_layer
 from float8.estimate.devices import BF16, FLOAT8, Device
-from float8.estimate.roofline import Use, passes_of_layer
+from float8.estimate.shapes import Use
 from float8.kernels.scaled_mm import SUPPORT
 
 SMALL = ((32, 128, 64), (64, 128, 128), (64, 256, 128))

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.cost_model.results import ResultFile, TimedGemm, datasheet_of, read_result
 from float8.config import RECIPES
 from float8.estimate.devices import DEVICES
-from float8.estimate.roofline import Shape
+from float8.estimate.shapes import Shape
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 

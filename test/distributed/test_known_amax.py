@@ -28,3 +28,14 @@ def test_inference_tensors_have_no_version():
     with torch.inference_mode():
         known.remember(torch.ones(1, 1), torch.zeros(3))
         assert known.current.item() == 1
+
+
+def test_the_amax_of_a_shard_ends_where_the_whole_is_known_anew():
+    known, source = KnownAmax(), torch.zeros(3)
+    known.remember_shard(torch.ones(1, 1), source, source._version)
+    assert known.shard_of(source).item() == 1
+    source.add_(1)  # seen by the version alone
+    assert known.shard_of(source) is None
+    known.remember(torch.full((1, 1), 2.0), source, source._version)  # by the next gather
+    assert known.of(source).item() == 2
+    assert known.shard_of(source) is None

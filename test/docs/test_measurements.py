@@ -17,9 +17,11 @@ from float8.config import RECIPES
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PREDICTED = ("predicted_h100", "predicted_b200")
-KERNELS, CHECK = "predicted_kernels", "predicted_kernels_check"
+KERNELS, CHECK, EXECUTED = "predicted_kernels", "predicted_kernels_check", "executed_ptx"
 FILES = sorted(
-    path.stem for path in RESULTS.glob("*.json") if path.stem not in (*PREDICTED, KERNELS, CHECK)
+    path.stem
+    for path in RESULTS.glob("*.json")
+    if path.stem not in (*PREDICTED, KERNELS, CHECK, EXECUTED)
 )
 
 

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
+from float8.estimate import devices
 from float8.estimate.devices import (
     ANY_PASS,
     BF16,
@@ -18,6 +20,7 @@ from float8.estimate.devices import (
 )
 
 A_GUESS = "assumed: for this test"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 def figure(value: float) -> Figure:
@@ -206,3 +209,35 @@ def test_a_name_too_long_for_a_file_is_unknown():
 def test_a_path_may_be_given(tmp_path):
     DEVICES["H200"].save(tmp_path / "device.json")
     assert find_device(tmp_path / "device.json") == DEVICES["H200"]
+
+
+KERNEL_OF_PASS = {
+    "amax tensorwise": "amax",
+    "amax tensorwise transposed": "amax",
+    "amax rowwise": "amax, rows and columns",
+    "amax rowwise transposed": "amax, columns",
+    "cast tensorwise": "cast, e4m3, rows and columns",
+    "cast tensorwise transposed": "cast by a given scale, e4m3, columns",
+    "cast given": "cast by a given scale, e5m2, rows and columns, amax",
+    "cast given transposed": "cast by a given scale, e4m3, columns",
+    "cast rowwise": "cast_rowwise, e4m3, rows and columns",
+    "cast rowwise transposed": "cast_rowwise, e4m3, columns",
+    "cast 1x128": "cast_blockwise, e4m3, 1x128, rows and columns",
+    "cast 128x128": "cast_blockwise, e4m3, 128x128, rows and columns",
+    "cast 128x128 transposed": "cast_blockwise, e4m3, 128x128, columns",
+    "cast 1x32": "cast_mx, e4m3, rows and columns",
+    "cast 1x32 transposed": "cast_mx, e4m3, columns",
+}
+
+
+def test_cast_rates_are_those_that_machine_code_predicts():
+    """Of the bandwidth of the data sheet; `kernel_report --predict` compares with a copy's."""
+    assert set(KERNEL_OF_PASS) == set(devices.KERNEL_RATES)
+    table = json.loads((RESULTS / "predicted_kernels.json").read_text())
+    for column, name in enumerate(("H100", "H200")):
+        copy = table["devices"][name]["copy"] / DEVICES[name].bandwidth.value
+        rows = [row for row in table["rows"] if row["device"] == name and row["K"] == 8192]
+        reached = {row["kernel"]: row["of_limit"] for row in rows}
+        for what, kernel in KERNEL_OF_PASS.items():
+            rate = devices.KERNEL_RATES[what][column]
+            assert rate == pytest.approx(reached[kernel] * copy, abs=0.0051), (what, name)

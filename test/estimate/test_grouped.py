@@ -12,14 +12,9 @@ from float8 import CastConfig, Float8LinearConfig, ScalingType
 from float8.config import RECIPES
 from float8.estimate import estimate, roofline
 from float8.estimate.devices import ANY_PASS, BF16, DEVICES
-from float8.estimate.roofline import (
-    Shape,
-    Use,
-    cast_seconds,
-    grouped_gemm_seconds,
-    layer_seconds,
-    saved_bytes,
-)
+from float8.estimate.gemms import grouped_gemm_seconds
+from float8.estimate.roofline import cast_seconds, layer_seconds, saved_bytes
+from float8.estimate.shapes import Shape, Use
 from float8.kernels.grouped_mm import CANDIDATES, GroupedCandidate, multiply_groups
 
 H100 = DEVICES["H100"]

@@ -20,7 +20,8 @@ from float8.estimate.predict import (
     predict,
     refuses,
 )
-from float8.estimate.roofline import Shape, Use, layer_seconds, saved_bytes
+from float8.estimate.roofline import layer_seconds, saved_bytes
+from float8.estimate.shapes import Shape, Use
 from float8.granularity import Blockwise
 from float8.kernels.scaled_mm import SUPPORT
 from float8.linear.layer import Float8Linear

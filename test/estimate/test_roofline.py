@@ -11,16 +11,11 @@ from hypothesis import strategies as st
 from float8 import Blockwise
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
 from float8.estimate import cast_passes, gemms, roofline
+from float8.estimate.cast_passes import kind_of_block, passes_of_layer
 from float8.estimate.devices import ANY_PASS, BF16, DEVICES, KERNEL_RATES, Device, Figure
-from float8.estimate.roofline import (
-    Shape,
-    Use,
-    gemm_seconds,
-    kind_of_block,
-    layer_seconds,
-    passes_of_layer,
-    saved_bytes,
-)
+from float8.estimate.gemms import gemm_seconds
+from float8.estimate.roofline import layer_seconds, saved_bytes
+from float8.estimate.shapes import Shape, Use
 
 S = 1 / 32  # bytes of scales per element, where 128 elements share 4 bytes or 32 one byte
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
+import sys
+import threading
 from unittest import mock
 
 import pytest
 import torch
 from assertions import assert_bitwise
 from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    register_optimizer_step_post_hook,
+)
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -314,6 +322,17 @@ def test_one_model_has_one_cache():
         pass
 
 
+def test_one_model_has_one_cache_also_where_no_scales_are_kept():
+    net = model("rowwise")
+    error = pytest.raises(RuntimeError, match="0: its weight is cached by another")
+    with cached_weights(net, scales_only=True):
+        assert net[0].cached_weight is None
+        with error, cached_weights(net):
+            pass
+    with cached_weights(net):
+        pass
+
+
 # --- scales that are known before the cast
 
 
@@ -441,16 +460,33 @@ class Clamping(float8.optim.AdamW):
 
 
 def multiply_after(optimizer):
-    def hook(optimizer, args, kwargs):
-        for p in optimizer.param_groups[0]["params"]:
-            p.data.mul_(4)
-
-    optimizer.register_step_post_hook(hook)
+    optimizer.register_step_post_hook(multiply)
     return optimizer
 
 
+def multiplying(step):
+    """A decorator of ``step`` that keeps its name, as users write them."""
+
+    @functools.wraps(step)
+    def decorated(self, closure=None):
+        step(self, closure)
+        multiply(self)
+
+    return decorated
+
+
+class Decorated(float8.optim.AdamW):
+    step = multiplying(float8.optim.optimizer.QuantizedOptimizer.step)
+
+
+def multiply(optimizer, *unused):
+    for p in optimizer.param_groups[0]["params"]:
+        p.data.mul_(4)
+
+
 @pytest.mark.parametrize(
-    "make", [Clamping, lambda parameters: multiply_after(float8.optim.AdamW(parameters))]
+    "make",
+    [Clamping, Decorated, lambda parameters: multiply_after(float8.optim.AdamW(parameters))],
 )
 def test_writes_after_the_update_of_a_step_are_seen(make):
     results = []
@@ -464,6 +500,97 @@ def test_writes_after_the_update_of_a_step_are_seen(make):
             results.append(train_ours(net, optimizer))
     for result in results[1:]:
         assert_all_bitwise(result, results[0])
+
+
+def test_writes_of_a_global_hook_that_runs_first_are_seen():
+    net = model()
+    with cached_weights(net, scales_only=True):  # installs the library's hook
+        hook = register_optimizer_step_post_hook(multiply)
+        _global_optimizer_post_hooks.move_to_end(hook.id, last=False)
+        try:
+            microbatch(net, 1)
+            float8.optim.AdamW(net.parameters(), lr=0.1, min_size=0).step()
+        finally:
+            hook.remove()
+        assert_all_bitwise(microbatch(net, 3), fresh(net))
+
+
+def tie(net):
+    """Tie two weights as one memory of two parameters; their version counters differ."""
+    net.append(copy.deepcopy(net[0]))
+    net[3].weight.data = net[0].weight.data
+    return list(net.parameters())
+
+
+def repeat(net):
+    return [net[0].weight, net[2].weight, net[0].weight]
+
+
+@pytest.mark.parametrize("parameters_of", [tie, repeat])
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_weight_that_is_stepped_twice_has_the_amax_of_the_second_step(parameters_of):
+    net = model()
+    parameters = parameters_of(net)
+    optimizer = float8.optim.SGD(parameters, lr=0.5, momentum=0.5, weight_decay=0.5, min_size=0)
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    with cached_weights(net, scales_only=True):
+        optimizer.step()
+        amax = float8.kernels.amax(net[0].weight, (-1, -1))
+        passed = float8.kernels.scale_from_amax(amax, 448.0, "float32")
+        assert_bitwise(net[0].cached_weight.row_major[1], passed)
+        assert_all_bitwise(microbatch(net[:3], 3), fresh(net[:3]))
+
+
+@pytest.mark.parametrize("scales_only", [False, True])
+def test_a_step_in_place_of_one_layer_leaves_the_graph_of_another_alone(scales_only):
+    net = model()
+    x, g = torch.randn(16, 32, dtype=torch.bfloat16), torch.randn(16, 32, dtype=torch.bfloat16)
+    inner = torch.randn(16, 48, dtype=torch.bfloat16, requires_grad=True)
+    with cached_weights(net, in_place=True, scales_only=scales_only):
+        out = net[2](inner)
+        net[0](x).sum().backward()
+        torch.optim.SGD(net[0].parameters(), lr=0.1).step()
+        out.backward(g[:, : out.shape[1]])
+
+
+def test_a_compiled_step_does_not_trace_the_casts():
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=torch.tensor(0.1))
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    optimizer.step = torch.compile(optimizer.step, backend=counter)
+    with cached_weights(net, scales_only=True):
+        train_ours(net, optimizer)
+        assert_all_bitwise(microbatch(net, 3), fresh(net))
+    assert counter.frame_count == 1
+
+
+def test_contexts_open_and_close_in_other_threads():
+    nets = [model() for _ in range(2)]
+    errors = []
+
+    def opens():
+        try:
+            for _ in range(200):
+                with cached_weights(nets[0], scales_only=True):
+                    pass
+        except Exception as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=opens)
+    try:
+        with cached_weights(nets[1], scales_only=True):
+            thread.start()
+            train_ours(nets[1], steps=3)
+            while thread.is_alive():
+                train_ours(nets[1], steps=1)
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+    assert not errors
 
 
 def test_what_an_optimizer_does_not_step_keeps_its_scale():

@@ -67,10 +67,10 @@ def test_shared_memory_that_was_not_written():
 
 
 def test_a_register_that_was_not_written():
-    body = "setp.lt.u32 %p1, %r0, 30;\n@%p1 mov.b32 %r1, 7;\nadd.s32 %r2, %r1, 1;"
+    body = "setp.lt.u32 %p1, %r0, 30;\n@%p1 mov.b32 %r1, 7;\nnot.b32 %r2, %r1;"
     report = run(assemble(body))
     assert kinds(report) == ["uninitialised register"]
-    assert "add.s32: %r1 (2 times)" in str(report.findings[0])
+    assert "not.b32: %r1 (2 times)" in str(report.findings[0])
     assert kinds(run(assemble(body.replace("%r0, 30", "%r0, 32")))) == []
 
 
@@ -90,6 +90,27 @@ def test_a_register_that_was_not_written():
 def test_a_move_or_an_unselected_value_is_not_a_use(body, found):
     body = "mov.b16 %h1, 1;\nshl.b32 %r9, %r0, 1;\n" + body
     assert kinds(run(assemble(body), shared_bytes=64)) == ["uninitialised register"] * found
+
+
+REDUCTION = """
+setp.lt.u32 %p1, %r0, 4;
+shl.b32 %r9, %r0, 2;
+@%p1 mov.b32 %r1, %r0;
+shfl.sync.bfly.b32 %r2, %r1, 2, 31, -1;
+max.s32 %r3, %r1, %r2;
+shfl.sync.bfly.b32 %r4, %r3, 1, 31, -1;
+max.s32 %r5, %r3, %r4;
+setp.lt.u32 %p2, %r0, {stored};
+@%p2 st.shared.b32 [%r9], %r5;
+"""
+
+
+@pytest.mark.parametrize(("stored", "times"), [(1, 0), (4, 0), (5, 1), (32, 28)])
+def test_four_lanes_reduce_what_only_they_have(stored, times):
+    """Triton's reduction of four warps: the other lanes take part, and their result is not used."""
+    report = run(assemble(REDUCTION.format(stored=stored)), shared_bytes=128)
+    assert [f.count for f in report.findings] == [times] * (times > 0)
+    assert kinds(report) == ["uninitialised register"] * (times > 0)
 
 
 @pytest.mark.parametrize(

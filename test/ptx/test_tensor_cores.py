@@ -11,10 +11,13 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from torch.torch_version import TorchVersion
 
 from scripts.ptx import PtxError
 from scripts.ptx.launch import compiled
 
+# Triton 3.6 and 3.7.0 leave out the fence between the copies of the operands and wgmma or tcgen05.
+FOUND = {"proxy"} if TorchVersion(triton.__version__) < (3, 7, 1) else set()
 BF16, F16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -64,7 +67,7 @@ def test_exact_products(arch, dtype, a_order, b_order, sizes, opcode):
     out = torch.empty(M, N)
     with compiled(arch) as runs:
         _dot[(1,)](a, b, out, *a.stride(), *b.stride(), M, N, K, STEP, enable_fp_fusion=False)
-    runs[0].check()
+    assert {finding.kind for finding in runs[0].findings} <= FOUND
     assert torch.equal(out, a.float() @ b.float())
     assert any(name.startswith(opcode) for name in runs[0].instructions), runs[0].instructions
 

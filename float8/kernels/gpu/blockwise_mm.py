@@ -53,6 +53,7 @@ from float8.granularity import scale_shape
 from float8.kernels import definition
 from float8.kernels.gpu.fastest_tile import fastest
 from float8.kernels.gpu.launch import Variant, check_device, launch, meta, register, variant
+from float8.kernels.gpu.proxy_fence import IS_LEFT_OUT, fence, stages
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
@@ -137,10 +138,12 @@ def contract(
     """A tile of the product in float32, (TILE_M, TILE_N), with the scales that change along K."""
     out = tl.zeros((a_offsets.shape[0], b_offsets.shape[1]), tl.float32)
     k = tl.arange(0, STEP)
-    for first_k in tl.range(0, K, STEP):
+    for first_k in tl.range(0, K, STEP, num_stages=stages() if IS_LEFT_OUT else None):
         inside = k < K - first_k
         a = tl.load(a_ptr + a_offsets, inside[None, :], 0.0)
         b = tl.load(b_ptr + b_offsets, inside[:, None], 0.0)
+        if IS_LEFT_OUT:
+            fence()
         if FAST:
             out = tl.dot(a, b, out)
         elif A_ROWS == 0:

@@ -317,9 +317,11 @@ def new_data(x: Tensor, rows: int, cols: int, wanted: bool, dtype: torch.dtype) 
 
 def as_bytes(data: Tensor, packed: bool = False) -> Tensor:
     """A view of float8 data as a kernel writes it: uint8, or int32 of four bytes each."""
-    # A byte view of an empty tensor has no int32 view, and is not written.
     codes = data.view(torch.uint8)
-    return codes.view(torch.int32) if packed else codes
+    if not packed:
+        return codes
+    # A byte view of an empty tensor has no int32 view. It is not written.
+    return codes.view(torch.int32) if codes.numel() else codes.new_empty(0, dtype=torch.int32)
 
 
 def format_constants(dtype: torch.dtype, power_of_two: bool) -> dict[str, Any]:
