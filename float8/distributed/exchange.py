@@ -32,7 +32,7 @@ from float8.linear.autograd import (
     gradients,
     refuse_double_backward,
 )
-from float8.linear.bound_plan import backward_without_autocast, compute_dtype
+from float8.linear.bound_plan import compute_dtype, without_autocast
 from float8.linear.scaling import DelayedState, bind_and_cast, cast_matrix, sharded_state
 from float8.tensor import Float8Tensor
 from float8.tensor.differentiable import differentiable
@@ -278,7 +278,7 @@ class _SummedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("Float8RowwiseParallel")
-        with backward_without_autocast(g):
+        with without_autocast(g):
             if ctx.scatter is not None:
                 g = _gather_grad_output(ctx, g)
             grad_x, grad_w, _ = gradients(ctx, g)
@@ -311,7 +311,8 @@ def summed_linear(
     Returns:
         (..., N), or this rank's part of it, in the compute dtype.
     """
-    result: Tensor = _SummedLinear.apply(x, weight, call, scatter, ranks)
+    with without_autocast(x):
+        result: Tensor = _SummedLinear.apply(x, weight, call, scatter, ranks)
     return result
 
 

@@ -27,7 +27,7 @@ from float8.linear.autograd import (
     Factors,
     Float8LinearFunction,
 )
-from float8.linear.bound_plan import autocasts, plan_for
+from float8.linear.bound_plan import autocasts, plan_for, without_autocast
 from float8.linear.float8_weight import of_experts
 from float8.linear.refusals import refuses_experts
 from float8.tensor import Float8Tensor
@@ -79,7 +79,8 @@ def grouped_mm_in_float8(
     w_ENK = w.mT
     weight = of_experts(w_ENK, plan) if isinstance(w_ENK, Float8Tensor) else None
     call = Call(plan, STATELESS, False, weight, factors, torch.is_grad_enabled())
-    out: Tensor = Float8LinearFunction.apply(x, w_ENK, None, call, offs)
+    with without_autocast(x):
+        out: Tensor = Float8LinearFunction.apply(x, w_ENK, None, call, offs)
     return out
 
 

@@ -34,13 +34,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import Float8LinearConfig
 from float8.granularity import scale_shape
-from float8.linear.bound_plan import (
-    BoundGemm,
-    BoundPlan,
-    backward_without_autocast,
-    plan_for,
-    without_autocast,
-)
+from float8.linear.bound_plan import BoundGemm, BoundPlan, plan_for, without_autocast
 from float8.linear.float8_weight import Float8Weight
 from float8.linear.scaling import (
     DelayedState,
@@ -119,14 +113,11 @@ class Float8LinearFunction(torch.autograd.Function):
         plan = call.plan
         needs_x = call.saves and ctx.needs_input_grad[0]
         needs_w = call.saves and ctx.needs_input_grad[1]
-        # Here and not around `apply`, where torch.compile traces backward too: it fails if both
-        # switch autocast off.
-        with without_autocast(x):
-            x8_MK, x8_KM = _cast_input(x, call, needs_w, offs)
-            w8_NK, saved_w = _cast_weight(w_NK, call)
-            # Rounding to the compute dtype first makes autocast, DDP and FSDP cast the same bits.
-            bias = None if bias_N is None else bias_N.to(plan.dtype)
-            out_MN = product(plan.output, x8_MK, w8_NK, bias, call.factors[0], offs)
+        x8_MK, x8_KM = _cast_input(x, call, needs_w, offs)
+        w8_NK, saved_w = _cast_weight(w_NK, call)
+        # Rounding to the compute dtype first makes autocast, DDP and FSDP cast the same bits.
+        bias = None if bias_N is None else bias_N.to(plan.dtype)
+        out_MN = product(plan.output, x8_MK, w8_NK, bias, call.factors[0], offs)
         # Delayed scales too: autograd then detects a sync between forward and backward.
         scales = [state.scale for state in call.states if state] if plan.has_delayed else []
         ctx.save_for_backward(*x8_KM, *(saved_w if needs_x else (None, None)), offs, *scales)
@@ -148,9 +139,8 @@ class Float8LinearFunction(torch.autograd.Function):
         """See `gradients`."""
         if torch.is_grad_enabled():
             refuse_double_backward("grouped_mm" if ctx.plan.is_grouped else "Float8Linear")
-        with backward_without_autocast(g):
-            found = gradients(ctx, g)
-        return (*found, None, None)
+        with without_autocast(g):
+            return (*gradients(ctx, g), None, None)
 
 
 def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -360,7 +350,8 @@ def linear_in_float8(input: Tensor, weight: Tensor, bias: Tensor | None, call: C
     Returns:
         (..., N) in the compute dtype.
     """
-    return Float8LinearFunction.apply(input, weight, bias, call, None)
+    with without_autocast(input):
+        return Float8LinearFunction.apply(input, weight, bias, call, None)
 
 
 def refuse_double_backward(name: str) -> None:

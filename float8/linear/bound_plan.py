@@ -278,18 +278,6 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def backward_without_autocast(g: Tensor) -> AbstractContextManager[Any]:
-    """`without_autocast` for a backward, which torch.compile compiles under forward's autocast.
-
-    Dynamo sees no autocast in a backward, as in eager mode. The compiler behind it traces again,
-    under the autocast of the call: float32 operands would be rounded to bfloat16, and sums of
-    float8 codes would overflow float16.
-    """
-    kind = g.device.type
-    is_on = kind != "meta" if torch.compiler.is_compiling() else autocasts(kind)
-    return torch.autocast(kind, enabled=False) if is_on else nullcontext()
-
-
 def compute_dtype(input: Tensor) -> torch.dtype:
     """The dtype that operands are rounded to before their casts, and that the GEMMs return."""
     device_type = input.device.type
