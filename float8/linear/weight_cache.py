@@ -278,8 +278,19 @@ def _take(parameter: Tensor, amax: Tensor) -> None:
         cache.recorded[id(parameter)] = amax, version_of(parameter)
 
 
+def _users_hooks_ran() -> bool:
+    """Whether a hook on all optimizers ran before that of the caches, and was not the library's."""
+    ours = _install_hooks()
+    for number, hook in _global_optimizer_post_hooks.items():
+        if number == ours:
+            return False
+        if not hook.__module__.startswith("float8."):
+            return True
+    return False
+
+
 def _after_step(optimizer: Optimizer) -> None:
-    others_ran = next(iter(_global_optimizer_post_hooks)) != _install_hooks()
+    others_ran = _users_hooks_ran()
     for cache in list(_open):
         if others_ran or optimizer._optimizer_step_post_hooks:  # they may have written to weights
             cache.recorded.clear()

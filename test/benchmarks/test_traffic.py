@@ -31,6 +31,7 @@ def metered(config, monkeypatch):
         one = empty(1, 1, dtype=torch.float32)
         monkeypatch.setattr("float8.linear.scaling.constant", lambda value, like: one)
         x, w, ctx = empty(M, K), empty(N, K), Context()
+        ctx.needs_input_grad = (True, True, False)
         plan = plan_on(config, w.device, torch.bfloat16)
         call = Call(plan, states_of(config), True, None, FACTORS, saves=True)
         Float8LinearFunction.forward(ctx, x, w, None, call)

@@ -362,6 +362,19 @@ def test_an_optimizer_of_ours_records_the_amaxes(recipe, scales_only):
     assert_all_bitwise(got, train_ours(model(recipe)))
 
 
+def test_the_librarys_own_hook_on_all_optimizers_stops_no_recording():
+    """That of delayed scaling, which may have been registered before the first cache."""
+    float8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config=RECIPES["delayed"])
+    for number, hook in list(_global_optimizer_post_hooks.items()):
+        if hook.__module__ == "float8.linear.delayed":
+            _global_optimizer_post_hooks.move_to_end(number, last=False)
+    net = model()
+    with passes() as made, cached_weights(net):
+        train_ours(net)
+    assert made.call_count == 1, "when the scope opens"
+    assert next(iter(_global_optimizer_post_hooks.values())).__module__.startswith("float8")
+
+
 def test_a_step_that_a_scaler_skips_keeps_the_scales(monkeypatch):
     """Fused, where the device alone knows of it, after a write that only a pass would see."""
     pytest.importorskip("triton")
