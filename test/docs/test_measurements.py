@@ -146,6 +146,14 @@ def overhead():
     return by_shape("recipe", rows("cpu_bench_overhead", "layer", "shape"), "overhead")
 
 
+def host():
+    body = [
+        [f"`{layer}`", f"{row['us']:.0f}", times(row["ratio"])]
+        for layer, row in rows("stub_gpu_overhead", "layer").items()
+    ]
+    return markdown("layer | µs | time / `nn.Linear`", body)
+
+
 def by_shape(header, found, field):
     shapes = list(dict.fromkeys(shape for _, shape in found))
     names = dict.fromkeys(name for name, shape in found if field in found[name, shape])
@@ -372,7 +380,7 @@ def communication():
 TABLES = {
     "measurements": (
         all_files,
-        *(layer_without_amx, layer_with_amx, products, overhead),
+        *(layer_without_amx, layer_with_amx, products, overhead, host),
         *(grouped_gemms, grouped_gemms_of_models),
         *(unit_casts, optimizer_steps, inspection),
         *(predicted_launches, published_launches),
