@@ -49,7 +49,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.granularity import scale_shape
+from float8.granularity import ceil_div, scale_shape
 from float8.kernels import definition
 from float8.kernels.gpu.fastest_tile import fastest
 from float8.kernels.gpu.launch import Variant, check_device, launch, meta, register, variant
@@ -98,7 +98,7 @@ def tiles_for(M: int, N: int) -> list[Tile]:
 def tile_of(M: int, N: int, products: int = 1) -> Tile:
     """The largest tile that is not half empty and has enough programs to fill a GPU."""
     for tile in tiles_for(M, N):
-        programs = products * triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N)
+        programs = products * ceil_div(M, tile.M) * ceil_div(N, tile.N)
         if programs >= _MULTIPROCESSORS:
             return tile
     return TILES[-1]
@@ -240,7 +240,7 @@ def _launch(
 
     def run(tile: Tile) -> None:
         launch(
-            _kernel, triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N),
+            _kernel, ceil_div(M, tile.M) * ceil_div(N, tile.N),
             a, a_scale, b, b_scale, a_scale if bias is None else bias, out, M, N, K,
             a.stride(0), b.stride(0), 1 if bias is None else bias.stride(0),
             *a_scale.stride(), *b_scale.stride(),
@@ -327,12 +327,12 @@ def _variant(
     M: int, K: int,
 ) -> Variant:  # fmt: skip
     """With scales as `cast_blockwise` and cuBLASLt have them; a bias where float32 is written."""
-    N, blocks = 4096, triton.cdiv(K, 128)
+    N, blocks = 4096, ceil_div(K, 128)
 
     def scales(lines: int, rows: int) -> Tensor:
         if rows == 1:
             return meta(blocks, lines, dtype=torch.float32).t()
-        return meta(triton.cdiv(lines, rows), blocks, dtype=torch.float32)
+        return meta(ceil_div(lines, rows), blocks, dtype=torch.float32)
 
     a, b = meta(M, K, dtype=a_dtype), meta(N, K, dtype=E4M3)
     bias = meta(N) if out_dtype == torch.float32 else None

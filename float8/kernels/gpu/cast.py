@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.granularity import WHOLE
+from float8.granularity import WHOLE, ceil_div
 from float8.kernels import definition
 from float8.kernels.gpu.amax import partial_amaxes
 from float8.kernels.gpu.jit import (
@@ -243,7 +243,7 @@ def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The forms that the recipes launch on bfloat16, and enough others to see each flag."""
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     x, scale, amax = meta(M, K), meta(1, 1, dtype=torch.float32), meta(dtype=torch.float32)
-    sums = meta(triton.cdiv(M, _ROWS), K, dtype=torch.float32)
+    sums = meta(ceil_div(M, _ROWS), K, dtype=torch.float32)
     both, given = "rows and columns", "cast by a given scale"
     return [
         variant(f"cast, e4m3, {both}", _cast_dynamic, x, e4m3, False, True, True),

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.granularity import Block, scale_shape
+from float8.granularity import Block, ceil_div, scale_shape
 from float8.kernels.gpu.jit import (
     encode_fitting,
     load_4_rows,
@@ -150,7 +150,7 @@ def _launch(
     pack, square = M % 16 == 0, block_rows != 1
     write_rows, write_cols = data.numel() > 0, data_t.numel() > 0
     launch(
-        _blocks_kernel, (triton.cdiv(M, 128) * triton.cdiv(K, 128), count_of(x)), x,
+        _blocks_kernel, (ceil_div(M, 128) * ceil_div(K, 128), count_of(x)), x,
         as_bytes(data), scale, as_bytes(data_t, pack and write_cols), scale_t, *sizes_of(x),
         column_sums, **_TILE, **format_constants(dtype, power_of_two), SQUARE=square, PACK=pack,
         WRITE_ROWS=write_rows, WRITE_COLS=write_cols, **options,
@@ -206,7 +206,7 @@ cast_blockwise = register(
 
 def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The forms that the blockwise recipe launches on bfloat16."""
-    sums = meta(triton.cdiv(M, 128), K, dtype=torch.float32)
+    sums = meta(ceil_div(M, 128), K, dtype=torch.float32)
     forms: dict[str, tuple[Any, ...]] = {
         "1x128, rows and columns": (1, 128, True, True),
         "1x128, rows and columns, sums": (1, 128, True, True, sums),

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.granularity import scale_shape
+from float8.granularity import ceil_div, scale_shape
 from float8.kernels import cublas, definition
 from float8.kernels.gpu.jit import (
     clamped,
@@ -259,7 +259,7 @@ def _launch(
     write_rows, write_cols = data.numel() > 0, data_t.numel() > 0
     pack = M % 16 == 0
     # Swizzled scales are padded to squares of two tiles.
-    tiles = 2 * triton.cdiv(M, 128) * triton.cdiv(K, 128) if swizzled else tiles_of(x, _TILE)
+    tiles = 2 * ceil_div(M, 128) * ceil_div(K, 128) if swizzled else tiles_of(x, _TILE)
     launch(
         _mx_kernel, (tiles, count_of(x)), x, as_bytes(data), as_bytes(scale),
         as_bytes(data_t, pack and write_cols), as_bytes(scale_t), *sizes_of(x), **_TILE,

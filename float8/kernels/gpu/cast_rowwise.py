@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.granularity import WHOLE
+from float8.granularity import WHOLE, ceil_div
 from float8.kernels.gpu.amax import line_amaxes
 from float8.kernels.gpu.jit import (
     encode_fitting,
@@ -190,7 +190,7 @@ def _launch(
     if data_t.numel() == 0:
         tile, options = _rows_constants(K)
         launch(
-            _rows_kernel, (triton.cdiv(M, tile["ROWS"]), E), x, as_bytes(data), scale,
+            _rows_kernel, (ceil_div(M, tile["ROWS"]), E), x, as_bytes(data), scale,
             *sizes_of(x), **tile, **constants, **options,
         )  # fmt: skip
         return outputs
@@ -236,7 +236,7 @@ cast_rowwise = register(
 
 def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The forms that the rowwise recipe launches on bfloat16, and rows that do not fit."""
-    sums = meta(triton.cdiv(M, _ROWS), K, dtype=torch.float32)
+    sums = meta(ceil_div(M, _ROWS), K, dtype=torch.float32)
     forms: dict[str, tuple[Any, ...]] = {
         "rows": (K, True, False),
         "rows in chunks": (2 * _LONGEST_ROW, True, False),

@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.granularity import WHOLE, Block
+from float8.granularity import WHOLE, Block, ceil_div
 from float8.kernels import definition, groups
 from float8.kernels.gpu.amax import partial_amaxes
 from float8.kernels.gpu.cast_blockwise import cast_blockwise, new_scale
@@ -219,7 +219,7 @@ def _arguments(
     """What both kernels launch with: programs, sizes and strides, compile-time arguments."""
     (T, K), E = x.shape, offs.numel()
     tile, options = _TILES[block]
-    programs = (T // tile["ROWS"] + E) * triton.cdiv(K, tile["COLS"])
+    programs = (T // tile["ROWS"] + E) * ceil_div(K, tile["COLS"])
     sizes = (T, K, groups.padded_tokens(T, E, ALIGNMENT), E, *x.stride())
     # At least 16, so that few forms are compiled.
     return programs, sizes, {**tile, "GROUPS": max(16, triton.next_power_of_2(E)), **options}

@@ -119,7 +119,7 @@ def _launch(
         return outputs
     data, row_scale, data_t, scale_t = outputs
     launch(
-        _tokens_kernel, (T // 128 + E) * triton.cdiv(K, 128), x, offs, as_bytes(data),
+        _tokens_kernel, (T // 128 + E) * ceil_div(K, 128), x, offs, as_bytes(data),
         as_bytes(row_scale), as_bytes(data_t, transposed), as_bytes(scale_t), T, K,
         groups.padded_tokens(T, E, ALIGNMENT), E, *x.stride(), ROWS_BY_4=16, COLS=128,
         GROUPS=max(16, triton.next_power_of_2(E)), FORMAT=TRITON_FORMATS[dtype],

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.granularity import WHOLE
+from float8.granularity import WHOLE, ceil_div
 from float8.kernels import definition, moments
 from float8.kernels.gpu.jit import encode_fitting, reciprocal, scale_from_amax
 from float8.kernels.gpu.launch import (
@@ -83,7 +83,7 @@ def _launch(
     R, C = master.shape
     groups = max(1, _ELEMENTS // group)
     launch(
-        _cast_weight_kernel, triton.cdiv(R * triton.cdiv(C, group), groups),
+        _cast_weight_kernel, ceil_div(R * ceil_div(C, group), groups),
         master, master_scale, amax.view(torch.int32), as_bytes(data), scale,
         amax if found_inf is None else found_inf, R, C, *data.stride(),
         GROUPS=groups, GROUP=group, FLAT=C % group == 0 and data.is_contiguous(),
@@ -117,7 +117,7 @@ def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The form of a weight whose rows are whole groups."""
     master, master_scale = (
         meta(M, K, dtype=torch.float16),
-        meta(M, triton.cdiv(K, 128), dtype=torch.float32),
+        meta(M, ceil_div(K, 128), dtype=torch.float32),
     )
     data, scale = meta(M, K, dtype=torch.float8_e4m3fn), meta(dtype=torch.float32)
     arguments = master, master_scale, data, scale, 128, meta(1, dtype=torch.float32)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction, driver
 
-from float8.granularity import Block, scale_shape
+from float8.granularity import Block, ceil_div, scale_shape
 from float8.kernels import definition
 from float8.kernels.gpu.first_use import checked
 
@@ -218,7 +218,7 @@ def check_device(op: str, x: Tensor, **others: Tensor | None) -> None:
 def tiles_of(x: Tensor, tile: Mapping[str, int]) -> int:
     """How many tiles, of COLS columns and of ROWS or 4 ROWS_BY_4 rows, cover a matrix of x."""
     rows = tile["ROWS"] if "ROWS" in tile else 4 * tile["ROWS_BY_4"]
-    return -(-x.shape[-2] // rows) * -(-x.shape[-1] // tile["COLS"])
+    return ceil_div(x.shape[-2], rows) * ceil_div(x.shape[-1], tile["COLS"])
 
 
 # Casts take a matrix (M, K), or a stack of them (E, M, K) such as the weights of experts: each is

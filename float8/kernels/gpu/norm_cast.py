@@ -44,6 +44,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from float8.granularity import ceil_div
 from float8.kernels import definition
 from float8.kernels.gpu.amax import MAX_PARTIALS, new_partials
 from float8.kernels.gpu.cast import define, new_outputs
@@ -314,7 +315,7 @@ def _statistics(
 ) -> Tensor | None:  # fmt: skip
     """Write the statistics; return int32 (P,), P a power of two, whose maximum is y's amax bits."""
     most = most or (MAX_PARTIALS if amax or norm.is_centred else _MOST)
-    partials = new_partials(x, triton.cdiv(x.shape[0], _ROWS["ROWS"]), most)
+    partials = new_partials(x, ceil_div(x.shape[0], _ROWS["ROWS"]), most)
     count = partials.numel()
     launch(
         _rows_kernel, count, x, *_pointers(norm, mean, rstd), partials, *x.shape, x.stride(0),
@@ -351,7 +352,7 @@ def _launch(
         bias=bias if bias is None else bias.contiguous(),
     )
     if own is None:
-        enough = triton.cdiv(M, 4 * _OWN_TILE["ROWS_BY_4"]) >= _ENOUGH
+        enough = ceil_div(M, 4 * _OWN_TILE["ROWS_BY_4"]) >= _ENOUGH
         own = scale is not None and enough and K <= _LONGEST_ROW
     tile, partials = _OWN_TILE if own else _TILE, None
     if not own:
@@ -359,9 +360,9 @@ def _launch(
     pointers, constants = one_scale_arguments(
         data, data_t, found, scale, partials, amax, power_of_two
     )
-    programs = triton.cdiv(M, 4 * tile["ROWS_BY_4"])
+    programs = ceil_div(M, 4 * tile["ROWS_BY_4"])
     launch(
-        _cast_kernel, programs if own else programs * triton.cdiv(K, tile["COLS"]), x,
+        _cast_kernel, programs if own else programs * ceil_div(K, tile["COLS"]), x,
         *_pointers(norm, mean, rstd), *pointers, M, K, x.stride(0), norm.eps,
         **_flags(norm), **tile, OWN=own, **constants, DTYPE=TRITON_DTYPES[compute_dtype],
         num_warps=_OWN_WARPS if own else 4, **NO_FUSION,

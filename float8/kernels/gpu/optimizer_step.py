@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from float8.granularity import ceil_div
 from float8.kernels import optimizer_step as host
 from float8.kernels import stochastic, update_rules
 from float8.kernels.gpu.jit import magnitude_bits
@@ -354,7 +355,7 @@ def _launch(
         for r, x in zip((*at_random, False)[:3], (p, m, v), strict=True)
     )
     groups = max(1, _ELEMENTS // group)
-    programs = triton.cdiv(R * triton.cdiv(C, group), groups)
+    programs = ceil_div(R * ceil_div(C, group), groups)
     launch(
         _step_kernel, programs, p,
         *(p if x is None else x for x in tensors[1:]),  # a pointer that is not read needs a value
@@ -446,7 +447,7 @@ def _variant(
     C = K - 2 if ragged else K
 
     def state(dtype: torch.dtype, has_exponent: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        scale = meta(M, triton.cdiv(C, 128), dtype=torch.float32)
+        scale = meta(M, ceil_div(C, 128), dtype=torch.float32)
         return meta(M, C, dtype=dtype), scale, scale if has_exponent else None
 
     numbers = {
