@@ -33,10 +33,11 @@ LEVELS = {
     "numerics": 6,
     "optim": 6,
     "unit_scaling": 6,
-    "integrations": 7,
+    "checkpoints": 7,
+    "integrations": 8,
     "ms_amp": 7,
-    "old_paths": 8,
-    "__init__": 9,
+    "old_paths": 9,
+    "__init__": 10,
 }
 # A package that may not use all that is below it.
 ONLY = {"kernels": {"formats", "granularity"}}

@@ -1,0 +1,133 @@
+"""`Layout`: how a checkpoint stores the float8 weight of a linear layer.
+
+In memory a float8 weight is a `Float8Tensor` of shape (N, K), E4M3, with
+``value = data * scale``. In a file it is two or three tensors, whose names and shapes differ from
+library to library:
+
+================== ============================ ============== ====================================
+layout             scale of the weight          activations    read by
+================== ============================ ============== ====================================
+fine_grained       ``weight_scale_inv``,        dynamic 1x128  transformers, vLLM, SGLang
+                   (N / 128, K / 128)
+compressed_tensors ``weight_scale``, (1,)       dynamic per    compressed-tensors (transformers),
+                   or (N, 1)                    token, static  vLLM, SGLang
+modelopt           ``weight_scale``, ()         static         vLLM, SGLang, TensorRT-LLM
+================== ============================ ============== ====================================
+
+All of these dequantise by a product, also ``weight_scale_inv``, whose name says the inverse of the
+factor that the cast multiplied by. A layout is data (which variant) and four pure functions. It
+reads no file and no module.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from float8.formats import ScaleFormat
+from float8.granularity import Granularity
+from float8.tensor import Float8Tensor
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The name, weight and input scale of one linear layer in float8.
+
+    Args:
+        name: of the module, as ``model.layers.0.mlp.up_proj``.
+        weight: (N, K), E4M3; on the meta device where only names and sizes are asked for.
+        input_scale: the static scale of the layer's input, float32 of one element,
+            ``value = data * scale``; None where inputs are cast with dynamic scales.
+    """
+
+    name: str
+    weight: Float8Tensor
+    input_scale: Tensor | None = None
+
+
+class Layout(ABC):
+    """Abstract: one variant of one file format. Final: a frozen dataclass per format.
+
+    Attributes:
+        name: of the format, as users write it: ``fine_grained``.
+        granularity: which elements of a weight share a scale.
+        scale_format: which numbers a scale may be; weights in high precision are cast to it.
+        static_inputs: whether each layer stores the scale of its input.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def granularity(self) -> Granularity:
+        """Which elements of a weight share a scale."""
+
+    @property
+    @abstractmethod
+    def scale_format(self) -> ScaleFormat:
+        """Which numbers the scale of a weight may be."""
+
+    @property
+    @abstractmethod
+    def static_inputs(self) -> bool:
+        """Whether each layer stores the scale of its input."""
+
+    @abstractmethod
+    def refuses(self, layer: Layer) -> str | None:
+        """The reason why this layout cannot store a layer as it is, or None.
+
+        Its weight has another granularity, format or scale than the layout's, or its input scale is
+        missing. Asked with weights on the meta device too.
+        """
+
+    @abstractmethod
+    def tensors(self, layer: Layer) -> dict[str, Tensor]:
+        """The tensors of a layer by their keys in the file, the weight first; nothing is copied.
+
+        A bias is no part of it: biases stay as they are.
+        """
+
+    @abstractmethod
+    def quantization_config(self, layers: Iterable[str], skipped: Iterable[str]) -> dict[str, Any]:
+        """What ``config.json`` says of the checkpoint under ``quantization_config``.
+
+        Args:
+            layers: the names of all layers in float8, as the file has them.
+            skipped: the names of the linear layers that stay in high precision.
+        """
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Layout | None:
+        """The layout that a ``quantization_config`` describes; None if it is of another format.
+
+        Raises:
+            ValueError: the config is of this format and not readable: it names the field, its value
+                and what is readable.
+        """
+
+    @abstractmethod
+    def suffixes(self) -> tuple[str, ...]:
+        """The ends of the keys that belong to a layer beside ``.weight``: (``.weight_scale``, ...)."""
+
+    @abstractmethod
+    def layer(
+        self, name: str, read: Callable[[str], Tensor], keys: Iterable[str], dtype: torch.dtype
+    ) -> Layer:
+        """The layer that a file stores: the inverse of `tensors`, to the same bits.
+
+        Args:
+            name: of the layer; ``{name}.weight`` exists and is float8.
+            read: (key) -> the tensor; called only for keys that exist, once each.
+            keys: the keys that exist under ``{name}.``.
+            dtype: what the weight dequantises to.
+
+        Raises:
+            ValueError: a tensor is missing, or of a wrong dtype or shape, or a scale is not finite
+                and positive; it names the key and the values.
+        """

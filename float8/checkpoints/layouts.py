@@ -1,0 +1,27 @@
+"""The table of layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from float8.checkpoints.layout import Layout
+
+# The name that users write -> the class. A row also makes `layout_of` read the format.
+LAYOUTS: dict[str, type[Layout]] = {}
+
+
+def layout_of(config: Mapping[str, Any]) -> Layout:
+    """The layout that a ``quantization_config`` describes.
+
+    Raises:
+        ValueError: no layout reads it; the message has its ``quant_method`` and those that are read.
+    """
+    for layout in LAYOUTS.values():
+        if (found := layout.from_config(config)) is not None:
+            return found
+    method = config.get("quant_method")
+    raise ValueError(
+        f"quantization_config has quant_method={method!r}; this library reads "
+        + ", ".join(sorted(LAYOUTS))
+    )
