@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent
 VERSION = runpy.run_path(str(ROOT / "float8" / "version.py"))["__version__"]
 URL = "https://github.com/float8-developers/float8"
 DEMO = ["tqdm", "matplotlib"]
-# What float8/integrations/ and float8/checkpoints/ import; which versions were tested is said there.
+# What float8/integrations/ and checkpoints/ import; which versions were tested is said there.
 INTEGRATIONS = {
     "accelerate": ["accelerate"],
     "transformers": ["transformers; python_version >= '3.11'", "accelerate"],
@@ -25,7 +25,8 @@ FRAMEWORKS = sorted({package for packages in INTEGRATIONS.values() for package i
 TEST = ["pytest>=8", "pytest-cov", "pytest-xdist", "hypothesis", "build", *DEMO, *DOCS]
 TEST += FRAMEWORKS
 # Readers of what float8.checkpoints and torch.onnx write.
-TEST += ["compressed-tensors; python_version >= '3.11'", "peft", "onnx", "onnxruntime", "onnxscript"]
+TEST += ["compressed-tensors; python_version >= '3.11'", "peft"]
+TEST += ["onnx", "onnxruntime", "onnxscript"]
 DEV = [RUFF, "mypy==2.4.1", *TEST]
 
 

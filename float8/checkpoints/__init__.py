@@ -11,13 +11,13 @@ expect them, and reads published float8 checkpoints back as a base to train on.
 - `weight_updates` yields the same tensors, one at a time, from the weights as they are now.
 - ``python -m float8.checkpoints`` inspects, converts and compares folders.
 
-How a float8 weight is stored is a `Layout`, one file each: ``fine_grained.py`` (DeepSeek-V3's 128x128
-blocks), ``compressed_tensors.py`` (per tensor or per channel), ``modelopt.py`` (per tensor, static
-inputs). A layout is pure: `Float8Tensor` to named tensors and back; it knows neither files nor
-modules. A new layout is its file and its row in ``layouts.LAYOUTS``.
+How a float8 weight is stored is a `Layout`, one file each: ``fine_grained.py`` (the 128x128 blocks
+of DeepSeek-V3), ``compressed_tensors.py`` (per tensor or per channel), ``modelopt.py`` (per tensor,
+static inputs). A layout is pure: `Float8Tensor` to named tensors and back; it knows neither files
+nor modules. A new layout is its file and its row in ``layouts.LAYOUTS``.
 
 ``layout.py`` < the layouts < ``layouts.py``; ``shards.py``: files, no layouts; ``weights.py``: what
 each entry of a model becomes, over ``stacks.py`` (names and experts as published checkpoints have
-them) < ``save.py``, ``load.py``, ``live.py``; ``inspection.py``, ``comparison.py``, ``rewriting.py`` <
-``__main__.py``.
+them) < ``save.py``, ``load.py``, ``live.py``; ``inspection.py``, ``comparison.py``,
+``rewriting.py`` < ``__main__.py``.
 """

@@ -113,7 +113,7 @@ class Layout(ABC):
 
     @abstractmethod
     def suffixes(self) -> tuple[str, ...]:
-        """The ends of the keys that belong to a layer beside ``.weight``: (``.weight_scale``, ...)."""
+        """The ends of a layer's keys beside ``.weight``: ``.weight_scale`` and so on."""
 
     @abstractmethod
     def layer(

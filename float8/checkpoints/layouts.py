@@ -15,7 +15,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     """The layout that a ``quantization_config`` describes.
 
     Raises:
-        ValueError: no layout reads it; the message has its ``quant_method`` and those that are read.
+        ValueError: no layout reads it; the message names its ``quant_method``.
     """
     for layout in LAYOUTS.values():
         if (found := layout.from_config(config)) is not None:
