@@ -21,6 +21,8 @@ or (1, 1): these are read. Written are the shapes that vLLM's loader takes (``pa
 ``ignore`` lists the layers in high precision. Readers compare whole names (``utils/match.py``), or
 regular expressions after ``re:``. vLLM multiplies q/k/v in one GEMM, and gate/up in another: all of
 one are in float8, or none. It casts their weights again unless their scales per tensor are equal.
+transformers has scales in the dtype of the model, unless it loads with ``dequantize=True``: in
+bfloat16 it rounds all but powers of two.
 """
 
 from __future__ import annotations
