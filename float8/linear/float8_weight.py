@@ -252,12 +252,13 @@ def cast_weight(
             plan.w,
             state,
             state is not None,
-            True,
-            True,
-            False,
-            None,
-            scales,
-            False,
+            first=True,
+            second=True,
+            decode=False,
+            keeps=False,
+            offs=None,
+            scales=scales,
+            column_sums=None,
         )
     assert w_NK is not None
     assert w_KN is not None

@@ -471,7 +471,7 @@ def test_a_step_that_a_scaler_skips_keeps_the_scales(scales_only, monkeypatch):
 
 @pytest.mark.parametrize("make", [float8.optim.AdamW, torch.optim.AdamW])
 def test_a_scaler_that_skips_steps_and_averaged_weights_change_no_bits(make):
-    """A step that GradScaler skips on the host; an evaluation with averaged weights between steps."""
+    """A step that GradScaler skips on the host; evaluations with averaged weights."""
 
     def train(net):
         optimizer = make(net.parameters(), lr=0.1)
@@ -674,14 +674,19 @@ def test_a_step_in_place_of_one_layer_leaves_the_graph_of_another_alone(scales_o
         out.backward(g[:, : out.shape[1]])
 
 
-def test_a_compiled_step_does_not_trace_the_casts():
+@pytest.mark.parametrize("make", [torch.optim.SGD, float8.optim.SGD])
+def test_a_compiled_step_does_not_trace_the_casts(make):
+    """One of ours records no amaxes then: one pass over all weights finds them."""
     net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=torch.tensor(0.1))
+    optimizer = make(net.parameters(), lr=torch.tensor(0.1))
     counter = CompileCounter()
     torch._dynamo.reset()
     optimizer.step = torch.compile(optimizer.step, backend=counter)
     with cached_weights(net, scales_only=True):
-        train_ours(net, optimizer)
+        train_ours(net, optimizer, steps=1)
+        with passes() as made:
+            train_ours(net, optimizer, steps=2)
+        assert made.call_count == 2
         assert_all_bitwise(microbatch(net, 3), fresh(net))
     assert counter.frame_count == 1
 
