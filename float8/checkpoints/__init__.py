@@ -16,7 +16,8 @@ of DeepSeek-V3), ``compressed_tensors.py`` (per tensor or per channel), ``modelo
 static inputs). A layout is pure: `Float8Tensor` to named tensors and back; it knows neither files
 nor modules. A new layout is its file and its row in ``layouts.LAYOUTS``.
 
-``layout.py`` < the layouts < ``layouts.py``; ``shards.py``: files, no layouts; ``weights.py``: what
+``layout.py``, ``layer_checks.py``, ``skipped_names.py`` < the layouts < ``layouts.py``;
+``shards.py``: files, no layouts; ``weights.py``: what
 each entry of a model becomes, over ``stacks.py`` (names and experts as published checkpoints have
 them) < ``save.py``, ``load.py``, ``live.py``; ``inspection.py``, ``comparison.py``,
 ``rewriting.py`` < ``__main__.py``.
