@@ -23,5 +23,6 @@ them) < ``save.py``, ``load.py``, ``live.py``; ``inspection.py``, ``comparison.p
 """
 
 from float8.checkpoints.fine_grained import FineGrained
+from float8.checkpoints.live import weight_updates
 
-__all__ = ["FineGrained"]
+__all__ = ["FineGrained", "weight_updates"]

@@ -20,7 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import float8
 from benchmarks.measuring.memory import Allocations, bytes_of
 from float8 import E4M3, Blockwise, Float8Tensor, Rowwise, ScaleFormat
-from float8.checkpoints import CompressedTensors, FineGrained, weight_updates
+from float8.checkpoints import FineGrained, weight_updates
+try:
+    from float8.checkpoints import CompressedTensors
+except ImportError:
+    CompressedTensors = None
 from float8.checkpoints.stacks import published
 
 SCALES = ("_scale", "_scale_inv")
