@@ -22,7 +22,9 @@ them) < ``save.py``, ``load.py``, ``live.py``; ``inspection.py``, ``comparison.p
 ``rewriting.py`` < ``__main__.py``.
 """
 
+from float8.checkpoints.compressed_tensors import CompressedTensors
 from float8.checkpoints.fine_grained import FineGrained
 from float8.checkpoints.live import weight_updates
+from float8.checkpoints.modelopt import ModelOpt
 
-__all__ = ["FineGrained", "weight_updates"]
+__all__ = ["CompressedTensors", "FineGrained", "ModelOpt", "weight_updates"]
