@@ -23,8 +23,17 @@ layers are in float8) and ``weight_cast.py`` (with which bits) < ``save.py``, ``
 ``live.py``; ``inspection.py``, ``comparison.py``, ``rewriting.py`` < ``__main__.py``.
 """
 
+from float8.checkpoints.compressed_tensors import CompressedTensors
 from float8.checkpoints.fine_grained import FineGrained
+from float8.checkpoints.modelopt import ModelOpt
 from float8.checkpoints.save import save_pretrained
 from float8.checkpoints.save_plan import SavePlan, plan_save
 
-__all__ = ["FineGrained", "SavePlan", "plan_save", "save_pretrained"]
+__all__ = [
+    "CompressedTensors",
+    "FineGrained",
+    "ModelOpt",
+    "SavePlan",
+    "plan_save",
+    "save_pretrained",
+]
