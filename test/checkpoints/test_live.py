@@ -15,6 +15,7 @@ import torch
 from assertions import assert_bitwise
 from processes import failures
 from published_models import convert, model_of
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import float8
@@ -22,6 +23,15 @@ from benchmarks.measuring.memory import Allocations, bytes_of
 from float8 import E4M3, Blockwise, Float8Tensor, Rowwise, ScaleFormat, Tensorwise
 from float8.checkpoints import CompressedTensors, weight_updates
 from float8.checkpoints.stacks import published
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 class Casts(TorchDispatchMode):
@@ -168,12 +178,12 @@ def test_a_write_in_between_is_an_error():
     model(torch.randint(64, (1, 16))).logits.sum().backward()
     next(updates)  # neither a forward nor a backward writes
     optimizer.step()
-    with pytest.raises(RuntimeError, match="embed_tokens.weight was written to since the call"):
+    with pytest.raises(RuntimeError, match=r"embed_tokens\.weight was written to since the call"):
         list(updates)
     updates = weight_updates(model)
     with torch.no_grad():
         model.model.norm.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="norm.weight was written to"):
+    with pytest.raises(RuntimeError, match=r"norm\.weight was written to"):
         next(updates)
 
 
@@ -190,17 +200,25 @@ def test_hooks_are_gone_after_the_end_and_after_a_break():
 
 
 def test_arguments_are_refused_at_the_call():
-    with pytest.raises(TypeError, match="must be an nn.Module"):
+    with pytest.raises(TypeError, match=r"must be an nn\.Module"):
         weight_updates(None)
     with pytest.raises(ValueError, match="float8"):
         weight_updates(model_of("llama"))
 
 
+def test_stacks_of_sharded_models_are_gathered(one_rank):
+    """Their published parts; on two processes: below."""
+    plain, model = (convert(model_of("mixtral"), "rowwise") for _ in range(2))
+    for layer in model.model.layers:
+        fully_shard(layer)
+    assert_same_updates(weight_updates(fully_shard(model)), weight_updates(plain))
+
+
 @pytest.mark.slow
 def test_sharded_models_push_the_bits_of_one_process():
     checks = [
-        ("every_rank_gets_whole_tensors", "llama", "blockwise"),
-        ("every_rank_gets_whole_tensors", "mixtral", "rowwise"),
+        *(("every_rank_gets_whole_tensors", r) for r in ("blockwise", "rowwise", "delayed")),
+        ("every_rank_gets_whole_tensors", "tensorwise", True),
         ("gathers_one_parameter_at_a_time",),
         ("a_step_in_between_is_an_error",),
     ]
