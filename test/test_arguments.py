@@ -323,6 +323,17 @@ CALLS: dict[str, list[Call]] = {
         Call(f.after_step, f"after_step: model {MODULE}"),
         Call(lambda v: f.after_step(converted(), v), "group must be a ProcessGroup", NONE),
     ],
+    # float8.checkpoints
+    "weight_updates": [
+        Call(checkpoints.weight_updates, MODULE),
+        Call(lambda v: checkpoints.weight_updates(converted(), v), "layout", NONE),
+        Call(
+            lambda v: checkpoints.weight_updates(converted(), input_scales=v),
+            "input_scales must be a mapping",
+            NONE,
+        ),
+        Call(lambda v: checkpoints.weight_updates(converted(), recast=v), "must be True or False"),
+    ],
     # float8.config
     "check_config": [Call(f.config.check_config, CONFIG)],
     # float8.distributed.gradients
