@@ -9,7 +9,7 @@ compressed_tensors  dynamic, 1x128 or 1x32                  128x128, 1x32 (MX)
 modelopt            the file's scale                        per tensor
 =================== ======================================= =====================================
 
-Data and scales are those of the files; scales of 128x128 blocks in E8M0 become float32, exactly. The
+Data and scales are those of the files; E8M0 scales of 128x128 blocks become float32, exactly. The
 weights are frozen. Gradients pass to the input: `float8.linear.float8_weight` says how.
 """
 
