@@ -27,6 +27,7 @@ layers are in float8) and ``weight_cast.py`` (with which bits) < ``save.py``, ``
 
 from float8.checkpoints.compressed_tensors import CompressedTensors
 from float8.checkpoints.fine_grained import FineGrained
+from float8.checkpoints.live import weight_updates
 from float8.checkpoints.load import load
 from float8.checkpoints.modelopt import ModelOpt
 from float8.checkpoints.save import save_pretrained
@@ -40,4 +41,5 @@ __all__ = [
     "load",
     "plan_save",
     "save_pretrained",
+    "weight_updates",
 ]
