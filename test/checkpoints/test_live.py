@@ -15,13 +15,14 @@ import torch
 from assertions import assert_bitwise
 from processes import failures
 from published_models import convert, model_of
+from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import float8
 from benchmarks.measuring.memory import Allocations, bytes_of
 from float8 import E4M3, Blockwise, Float8Tensor, Rowwise, ScaleFormat, Tensorwise
-from float8.checkpoints import CompressedTensors, weight_updates
+from float8.checkpoints import CompressedTensors, save_pretrained, weight_updates
 from float8.checkpoints.stacks import published
 
 
@@ -97,6 +98,31 @@ def test_rows_of_experts_have_the_bits_of_the_stack():
         assert_bitwise(found[f"{prefix}.{part}.weight_scale"], cast.scale[1, rows])
 
 
+@pytest.mark.parametrize("rows", [128, 256])
+def test_aligned_blocks_of_experts_have_the_bits_of_the_stack(rows):
+    model = convert(model_of("mixtral", intermediate_size=rows), "blockwise")
+    found = dict(weight_updates(model))
+    stack = model.model.layers[0].mlp.experts.gate_up_proj.detach()
+    cast = Float8Tensor.from_high_precision(
+        stack, E4M3, Blockwise(128, 128), scale_format=ScaleFormat.POWER_OF_TWO
+    )
+    prefix = "model.layers.0.block_sparse_moe.experts.2"
+    for number, part in enumerate(("w1", "w3")):
+        own = slice(number * rows, (number + 1) * rows)
+        assert_bitwise(found[f"{prefix}.{part}.weight"], cast.float8_data[2, own])
+        blocks = slice(own.start // 128, own.stop // 128)
+        assert_bitwise(found[f"{prefix}.{part}.weight_scale_inv"], cast.scale[2, blocks])
+
+
+def test_stacks_that_files_have_as_stacks_stay_in_high_precision():
+    """gpt-oss, whose files hold (E, K, N): no layout stores such a weight."""
+    model = convert(model_of("gpt_oss"), "rowwise")
+    found = dict(weight_updates(model))
+    stack = model.model.layers[0].mlp.experts.gate_up_proj
+    assert_bitwise(found["model.layers.0.mlp.experts.gate_up_proj"], stack.detach())
+    assert found["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+
+
 def test_tensorwise_gate_and_up_share_the_scale_of_their_expert():
     """The scale with which the stack trains: one per expert."""
     model = convert(model_of("mixtral"), "tensorwise")
@@ -109,6 +135,28 @@ def test_tensorwise_gate_and_up_share_the_scale_of_their_expert():
             assert_bitwise(found[f"{prefix}.{expert}.{part}.weight"], cast.float8_data[rows])
             scale = found[f"{prefix}.{expert}.{part}.weight_scale"]
             assert scale.item() == cast.scale.item()
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "layout"),
+    [
+        ("mixtral", "blockwise", None),
+        ("deepseek_v3", "rowwise", None),
+        ("llama", "delayed", "modelopt"),
+        ("llama", "tensorwise", "fine_grained"),
+    ],
+)
+def test_updates_are_what_save_pretrained_writes(name, recipe, layout, tmp_path):
+    model = convert(model_of(name), recipe)
+    tokens = torch.randint(64, (2, 16))
+    model.train()(tokens, labels=tokens).loss.backward()  # delayed scales exist from here on
+    float8.sync_float8_amax_and_scale_history(model)
+    save_pretrained(model, tmp_path / "it", layout)
+    written = load_file(tmp_path / "it" / "model.safetensors")
+    found = dict(weight_updates(model, layout))
+    assert found.keys() == written.keys()
+    for key, x in found.items():
+        assert_bitwise(x, written[key], replay=key)
 
 
 def test_the_next_step_pushes_the_next_weights():
