@@ -261,11 +261,15 @@ class Float8Tensor(Tensor):
             "Float8Tensor.share_memory_: share the parts of .data_and_scale instead"
         )
 
-    def fsdp_pre_all_gather(self, *_: Any, **__: Any) -> Any:
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
         """Raise an error: FSDP2 calls it to gather a parameter, and gathers no float8 ones."""
         raise NotImplementedError(NOT_SHARDED)
 
-    fsdp_post_all_gather = fsdp_pre_all_gather  # FSDP2 asks for both
+    def fsdp_post_all_gather(self, *_: Any, **__: Any) -> Any:
+        """As `fsdp_pre_all_gather`: FSDP2 asks for both."""
+        raise NotImplementedError(NOT_SHARDED)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:
         copy = self._replace(self._data.detach().clone(), self._scale.detach().clone())
