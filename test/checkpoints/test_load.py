@@ -143,6 +143,8 @@ def test_float8_weights_stay_as_they_are_in_the_files(stored, dtype, meta):
     assert model.float8_conversion.converted == list(LAYERS)
     why = "the checkpoint has its weight in high precision"
     assert model.float8_conversion.skipped["gate"] == why
+    hidden = model._ddp_params_and_buffers_to_ignore  # DDP broadcasts no float8
+    assert sorted(hidden) == sorted(f"{name}.weight" for name in LAYERS)
     assert model.head.weight is model.embed.weight
     plain = load(Block(dtype, seed=3), folder)
     # Inputs are rounded to E4M3, about 32 dB, in two layers and beside a residual.
@@ -413,6 +415,27 @@ def test_models_that_do_not_fit_the_mode_are_refused(stored):
         load(Block(), folder, "training")
     with pytest.raises(ValueError, match=r"the weight of up is in float8 alone"):
         load(load(Block(), folder, "float8"), folder)
+
+
+def test_a_checkpoint_or_model_without_layers_to_convert_is_refused(stored, tmp_path):
+    state = {k: v for k, v in Block(seed=1).state_dict().items() if k != "head.weight"}
+    folder = write(tmp_path, state, config=None)
+    model = Block(seed=2)
+    before = bits_of(model)
+    for weights, options in (("float8", {}), ("training", {"config": config_of("delayed")})):
+        with pytest.raises(ValueError, match=r"the checkpoint has no weight in float8"):
+            load(model, folder, weights, **options)
+        assert_unchanged(model, before)
+
+    class Other(nn.Linear):
+        pass
+
+    model.up.__class__, model.down.__class__ = Other, Other
+    for weights, options in (("float8", {}), ("training", {"config": config_of("delayed")})):
+        with pytest.raises(ValueError, match=r"(?s)no layer .* up: its type is Other, not nn\.Lin"):
+            load(model, stored[1], weights, **options)
+        assert_unchanged(model, before)
+    load(model, stored[1])
 
 
 def test_blocks_that_no_device_multiplies_are_refused_for_float8_alone(tmp_path):
