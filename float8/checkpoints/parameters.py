@@ -26,6 +26,7 @@ _ELEMENTS = 1 << 22  # that are dequantised at a time: 16 MiB in float32
 Box = tuple[slice, ...]  # start and stop along each dimension
 
 
+@torch.inference_mode(False)  # a backward cannot save tensors that were made in inference mode
 def materialise(model: nn.Module, device: torch.device) -> None:
     """Give parameters and persistent buffers on the meta device memory; shared ones stay shared."""
     new: dict[int, Any] = {}

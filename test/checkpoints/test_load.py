@@ -162,6 +162,33 @@ def test_inputs_are_cast_in_blocks_of_the_layout(stored):
     assert_sqnr_at_least(model.up(x), x8 @ w.t() + tensors["up.bias"].double(), 100)
 
 
+@pytest.mark.parametrize("meta", [False, True])
+def test_what_was_loaded_in_inference_mode_takes_adapters_later(stored, meta):
+    with torch.device("meta" if meta else "cpu"):
+        model = Block()
+    with torch.inference_mode():
+        load(model, stored[1], "float8")
+        expected = model(TOKENS)
+    out = model(TOKENS)
+    assert_bitwise(out, expected)
+    out.sum().backward()
+    assert model.norm.weight.grad is not None
+
+
+@pytest.mark.parametrize("wrapped", ["compiled", "cached"])
+def test_wrapped_models_load(stored, wrapped):
+    plain, folder = load(Block(), stored[1]), stored[1]
+    if wrapped == "compiled":
+        model = torch.compile(Block(seed=3), backend="eager")
+        assert_bitwise(load(model, folder)(TOKENS), plain(TOKENS))
+        return
+    model = convert_to_float8_training(Block(seed=3))
+    with float8.cached_weights(model):
+        model(TOKENS)
+        load(model, folder)
+        assert_bitwise(model(TOKENS), convert_to_float8_training(plain)(TOKENS))
+
+
 def test_half_of_the_memory_of_bfloat16_remains(tmp_path):
     model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 256, bias=False))
     model = model.bfloat16()
