@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from float8.checkpoints.stacks import _WRAPPERS
+from float8.checkpoints.float8_layers import unwrapped
 from float8.checkpoints.weights import Checkpoint
 
 
@@ -46,10 +46,3 @@ def _configs(model: nn.Module, quantization_config: dict[str, Any]) -> dict[str,
 
 def _json(content: dict[str, Any]) -> str:
     return json.dumps(content, indent=2) + "\n"
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of wrappers around it, as DistributedDataParallel and torch.compile's."""
-    while (inside := _WRAPPERS.get(type(model).__name__)) is not None:
-        model = model.get_submodule(inside)
-    return model

@@ -10,11 +10,11 @@ each expert and projection, often under other names::
 
 `published` says where each tensor of a file lies inside the model: one table for saving, which
 reads these parts, and for loading, which writes them. The rules are Transformers' own, hundreds of
-them, so none is written here: the table is read off a run of its ``revert_weight_conversion``, the
-function by which ``save_pretrained`` converts, on tensors without data. A tensor that it returns is
-a view of a parameter, whose offset and strides say which part. Strides are chosen so that no two
-dimensions share one. A result that is no view, such as rows permuted for rotary embeddings, has no
-place inside a parameter, and is refused by its name.
+them, so none is written here. The table is read off a run of its ``revert_weight_conversion``, by
+which ``save_pretrained`` converts, on tensors without data (tested with Transformers 5.23). A
+tensor that it returns is a view of a parameter, whose offset and strides say which part. Strides
+are chosen so that no two dimensions share one. A result that is no view, such as rows permuted for
+rotary embeddings, has no place inside a parameter, and is refused by its name.
 
 Transformers' rules ask for the classes of modules. So the run takes a copy of the tree of modules
 (parameters are shared) in which wrappers, the classes that FSDP2 makes, and those of this library
@@ -96,7 +96,7 @@ def published(model: nn.Module) -> dict[str, Slot]:
 
 
 # Wrapper -> the attribute that is the wrapped module.
-_WRAPPERS = {
+WRAPPERS = {
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "DistributedDataParallel": "module",
@@ -105,11 +105,16 @@ _WRAPPERS = {
 }
 
 
+def inside_of(module: nn.Module) -> str | None:
+    """The name under which a wrapper has the wrapped module; None for other modules."""
+    return WRAPPERS.get(type(module).__name__.removeprefix("FSDP"))  # which fully_shard adds
+
+
 def _plain(module: nn.Module, name: str, plain_name: str) -> tuple[nn.Module, dict[str, str]]:
     """The module without wrappers, of plain types, and (plain name -> name) of its tensors."""
     if (reason := _refuses(type(module))) is not None:
         raise ValueError(f"{name.rstrip('.') or 'the model'} {reason}")
-    inside = _WRAPPERS.get(type(module).__name__)
+    inside = inside_of(module)
     if inside is not None:
         return _plain(module.get_submodule(inside), f"{name}{inside}.", plain_name)
     own: Any = with_state_of(module, _plain_type(module))
