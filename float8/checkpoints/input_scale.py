@@ -1,6 +1,6 @@
 """The static scale of a layer's input, for layouts that store one.
 
-It is, in this order: what the user gives by the layer's name (`float8.Calibration.static_scales`);
+It is, in this order: what the user gives by the layer's name (`float8.numerics.Calibration.static_scales`);
 the constant of a layer whose input cast is static; the scale in use of one whose input cast is
 delayed.
 """
