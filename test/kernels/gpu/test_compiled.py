@@ -6,8 +6,9 @@ execution finds (accesses out of bounds, races, reads of what was never written)
 their definition's error, and to its bits where every sum is exact.
 
 The cases have edges of tiles, odd sizes and strides, and special values. Those whose sizes are
-multiples of 16 are the forms that training uses. ``scripts/run_ptx.py`` executes all tests of
-kernels, for other architectures and other versions of Triton too.
+multiples of 16 are the forms that training uses. `shipped_cases.py` has at least one for each form
+that ships, of which the suite runs one for each file. ``scripts/run_ptx.py`` runs all of both, for
+other architectures and other versions of Triton too.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from kernels.gpu import (
     test_swiglu_cast,
     test_transpose,
 )
+from kernels.gpu.shipped_cases import CASES as SHIPPED
 
 from float8.granularity import scale_shape
 from float8.kernels import definition
@@ -157,10 +159,10 @@ CASES: list[tuple[Any, tuple[Any, ...], tuple[str, ...]]] = [
 ]
 
 
-def call(test: Any, arguments: tuple[Any, ...]) -> None:
-    """Run a test on the CPU."""
+def on_cpu(test: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``arguments``, and the device where it is left to give."""
     is_device_left = len(inspect.signature(test).parameters) > len(arguments)
-    test(*arguments, *(["cpu"] if is_device_left else []))
+    return (*arguments, "cpu") if is_device_left else arguments
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,15 @@ def call(test: Any, arguments: tuple[Any, ...]) -> None:
 )
 def test_compiled(test, arguments, arch):
     with executed(arch) as runs:
-        call(test, arguments)
+        test(*on_cpu(test, arguments))
+    assert runs
+
+
+@pytest.mark.parametrize("file", SHIPPED)
+def test_a_shipped_form_of_each_file(file):
+    function, arguments = SHIPPED[file][0]
+    with executed("sm_90") as runs:
+        function(*arguments)
     assert runs
 
 
