@@ -239,6 +239,26 @@ def published_launches():
     return markdown("kernel | published by | sizes | least error | median | greatest", body)
 
 
+def executed_forms():
+    """What executing the compiled kernels found, per version of Triton and architecture."""
+    found = {}
+    for row in result(EXECUTED)["rows"]:
+        found.setdefault((row["triton"], row["arch"]), []).append(row)
+    body = []
+    for (version, arch), parts in found.items():
+        shipped = sum(row["shipped"] for row in parts)
+        executed = shipped - sum(len(row["not_executed"]) for row in parts)
+        cases, launches, instructions, failed = (
+            f"{sum(row[field] for row in parts):,}"
+            for field in ("cases", "launches", "instructions", "failed")
+        )
+        findings = sum(sum(row["findings"].values()) for row in parts)
+        forms = f"{executed} of {shipped}"
+        body.append([version, arch, forms, cases, launches, instructions, failed, findings])
+    header = "Triton | architecture | shipped forms executed | cases | launches | instructions"
+    return markdown(f"{header} | failed cases | findings", body)
+
+
 def quartiles(values):
     return min(values), statistics.median(values), max(values)
 
@@ -388,6 +408,7 @@ TABLES = {
         *(memory_of_recipes, memory_of_llama3, memory_in_bytes, communication),
     ),
     "memory": (memory_of_llama2,),
+    "ptx": (executed_forms,),
     "speed": (predicted, casts_on_cuda),
 }
 
