@@ -245,16 +245,17 @@ def executed_forms():
     for row in result(EXECUTED)["rows"]:
         found.setdefault((row["triton"], row["arch"]), []).append(row)
     body = []
-    for (version, arch), parts in found.items():
+    for version, arch in sorted(found, key=lambda key: (key[0], int(key[1][3:]))):
+        parts = found[version, arch]
         shipped = sum(row["shipped"] for row in parts)
         executed = shipped - sum(len(row["not_executed"]) for row in parts)
         cases, launches, instructions, failed = (
-            f"{sum(row[field] for row in parts):,}"
+            sum(row[field] for row in parts)
             for field in ("cases", "launches", "instructions", "failed")
         )
         findings = sum(sum(row["findings"].values()) for row in parts)
-        forms = f"{executed} of {shipped}"
-        body.append([version, arch, forms, cases, launches, instructions, failed, findings])
+        counts = cases, launches, f"{instructions / 1e6:.0f} million", failed, findings
+        body.append([version, f"`{arch}`", f"{executed} of {shipped}", *counts])
     header = "Triton | architecture | shipped forms executed | cases | launches | instructions"
     return markdown(f"{header} | failed cases | findings", body)
 
