@@ -81,7 +81,7 @@ def _agrees(op: str, function: str, *arguments: Any) -> None:
     pairs = zip((*got, *mine), (*DEFINITIONS[op](*theirs), *theirs), strict=True)
     for place, (one, other) in enumerate(pairs):
         if isinstance(one, Tensor):
-            assert_bitwise(one.reshape(other.shape), other, (op, arguments[1:]), str(place))
+            assert_bitwise(one, other, (op, arguments[1:]), str(place))
 
 
 def cast_rowwise(shape: tuple[int, int], wanted: tuple[bool, bool]) -> None:
