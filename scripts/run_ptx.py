@@ -2,11 +2,16 @@
 
     python scripts/run_ptx.py [--arch sm_90] [--only blockwise_mm] [-o FILE.json]
 
-The cases are those of `test/kernels/gpu/test_compiled.py`, all of them for each architecture. One
-row per kernel file has the number of cases and launches, of different compiled forms, of programs
-and of instructions that their warps executed; how many cases failed, because of a wrong byte or
-otherwise; and how many instructions have a fault of each kind (`scripts/ptx/report.py` names
-them). The exit status is 1 if there is any of these.
+The cases are those of `test/kernels/gpu/test_compiled.py` and `shipped_cases.py`, all of them for
+each architecture. One row per kernel file has the number of cases and launches, of different
+compiled forms, of programs and of instructions that their warps executed; how many cases failed,
+because of a wrong byte or otherwise; and how many instructions have a fault of each kind
+(`scripts/ptx/report.py` names them).
+
+``shipped`` counts the forms that the file's ``shipped`` lists, and ``not_executed`` names those
+of them that no launch had. Forms are compared by Triton's key of a compilation: the source, all
+types, hints and constants, and the options. The exit status is 1 if a case failed, an instruction
+has a fault, or a shipped form was not executed.
 
 Another version of Triton: ``pip install --no-deps --target DIR triton==3.6.0``, then DIR first on
 ``PYTHONPATH``. A file keeps the rows of other versions and architectures that it has.
@@ -19,7 +24,7 @@ import importlib
 import json
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "test"))  # run as 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # without installation
 
 from scripts.kernel_report import ARCHITECTURES
+from scripts.kernel_time.launches import FILES, compile_for, variants
 from scripts.ptx.launch import SHARED_BYTES
 
 
@@ -46,6 +52,8 @@ class Row:
     forms: int = 0
     programs: int = 0
     instructions: int = 0
+    shipped: int = 0
+    not_executed: list[str] = field(default_factory=list)
     failed: int = 0
     findings: dict[str, int] = field(default_factory=dict)  # kind -> instructions that have it
     messages: list[str] = field(default_factory=list)  # the first line of each failure
@@ -54,23 +62,21 @@ class Row:
 def rows(arch: str, only: str = "") -> list[Row]:
     """Run the cases of the kernels whose names contain ``only``."""
     executed = importlib.import_module("executed").executed
-    tests = importlib.import_module("kernels.gpu.test_compiled")
     found: dict[str, Row] = {}
     forms: dict[str, set[str]] = {}
-    for test, arguments, _ in tests.CASES:
-        kernel = test.__module__.rpartition(".test_")[2]
+    for kernel, function, arguments in _cases():
         if only not in kernel:
             continue
         row = found.setdefault(kernel, Row(triton.__version__, arch, kernel))
         torch.manual_seed(0)
         with executed(arch, raises=False) as reports:
             try:
-                tests.call(test, arguments)
+                function(*arguments)
             except Exception as error:  # a table of all kernels says more than the first fault
                 row.failed += 1
                 text = str(error).strip() or type(error).__name__
                 first = " ".join(text.split("\n")[:2])
-                row.messages.append(f"{test.__name__}{arguments}: {first}")
+                row.messages.append(f"{function.__name__}{arguments}: {first}")
         row.cases += 1
         row.launches += len(reports)
         row.programs += sum(report.programs for report in reports)
@@ -79,7 +85,23 @@ def rows(arch: str, only: str = "") -> list[Row]:
             row.findings[finding.kind] = row.findings.get(finding.kind, 0) + 1
         forms.setdefault(kernel, set()).update(report.form for report in reports)
         row.forms = len(forms[kernel])
+    launched = set[str]().union(*forms.values())
+    for kernel in FILES:
+        if kernel in found:
+            form_of = {v.name: compile_for(v, arch).metadata.hash for v in variants((kernel,))}
+            found[kernel].shipped = len(form_of)
+            found[kernel].not_executed = [n for n, f in form_of.items() if f not in launched]
     return list(found.values())
+
+
+def _cases() -> Iterator[tuple[str, Callable[..., None], tuple[Any, ...]]]:
+    """Kernel file or test file, function, arguments."""
+    tests = importlib.import_module("kernels.gpu.test_compiled")
+    for test, arguments, _ in tests.CASES:
+        yield test.__module__.rpartition(".test_")[2], test, tests.on_cpu(test, arguments)
+    for kernel, cases in tests.SHIPPED.items():
+        for function, arguments in cases:
+            yield kernel, function, arguments
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,12 +123,18 @@ def main(argv: Sequence[str]) -> int:
             _write(options.output, table)
     if not table:
         parser.error(f"--only {options.only!r} is part of no kernel's name")
-    columns = [{k: v for k, v in asdict(row).items() if k != "messages"} for row in table]
-    print(tabulate(columns, headers="keys"))
+    print(tabulate([_shown(row) for row in table], headers="keys"))
     for row in table:
         for message in row.messages:
             print(f"\n{row.kernel}, {row.arch}: {message}")
-    return 1 if any(row.failed or row.findings for row in table) else 0
+        for name in row.not_executed:
+            print(f"\n{row.kernel}, {row.arch}: not executed: {name}")
+    return 1 if any(row.failed or row.findings or row.not_executed for row in table) else 0
+
+
+def _shown(row: Row) -> dict[str, Any]:
+    columns = {k: v for k, v in asdict(row).items() if k not in ("messages", "not_executed")}
+    return columns | {"shipped": f"{row.shipped - len(row.not_executed)} of {row.shipped}"}
 
 
 def _write(file: Path, table: Sequence[Row]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from torch.torch_version import TorchVersion
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -22,6 +23,9 @@ from scripts.kernel_time.occupancy import resident_programs
 from scripts.kernel_time.requests import program_of
 from scripts.kernel_time.traffic import traffic_of
 from scripts.sass.tools import listing, resources
+
+# In a launch's key: with Triton 3.6, only those that are strings.
+_CONSTANTS_HAVE_ATTRIBUTES = TorchVersion(triton.__version__) >= TorchVersion("3.7")
 
 # The files that hold kernels: those that list their `shipped` variants.
 FILES = tuple(
@@ -46,11 +50,13 @@ def compile_for(variant: Variant, arch: str) -> Any:
     Its key in Triton's cache is that of a launch, so that the two share one compilation.
     """
     signature = {n: variant.types.get(n, "constexpr") for n in variant.kernel.arg_names}
-    attributes = {
-        (i,): [["tt.divisibility", 16]] if parameter.name in variant.types else []
-        for i, parameter in enumerate(variant.kernel.params)
-        if variant.types.get(parameter.name) != "fp32" and not parameter.do_not_specialize
-    }
+    attributes: dict[tuple[int], list[Any]] = {}
+    for i, parameter in enumerate(variant.kernel.params):
+        if parameter.name not in variant.types:
+            if _CONSTANTS_HAVE_ATTRIBUTES or isinstance(variant.constants[parameter.name], str):
+                attributes[(i,)] = []
+        elif variant.types[parameter.name] != "fp32" and not parameter.do_not_specialize:
+            attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(variant.kernel, signature, dict(variant.constants), attributes)
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     return triton.compile(source, target=target, options=dict(variant.options))

@@ -5,7 +5,8 @@ by sums in float64 that are rounded to odd first. NaN results have a GPU's one p
 
 *Approximations.* Instructions with ``.approx``, and ``div.full``, are computed in float64 and
 rounded once. A GPU's own results differ from that by at most `APPROXIMATE`, which NVIDIA's manual
-of PTX states. A kernel that uses one has outputs within a tolerance, and not exact bits.
+states (PTX ISA, "Floating Point Instructions"). A kernel that uses one has outputs within a
+tolerance, and not exact bits.
 """
 
 from __future__ import annotations
@@ -250,7 +251,7 @@ def _divide(machine: Machine, ins: Instruction) -> None:
 
 # Opcode -> the largest difference of a GPU's result, as NVIDIA's manual of PTX states it.
 APPROXIMATE = {
-    "ex2.approx": "relative error 2^-22",
+    "ex2.approx": "2 ulps from the rounded result",
     "lg2.approx": "absolute error 2^-22 for operands in (0.5, 2), relative error 2^-22 for others",
     "rcp.approx": "1 ulp",
     "rsqrt.approx": "relative error 2^-22.9",

@@ -239,6 +239,27 @@ def published_launches():
     return markdown("kernel | published by | sizes | least error | median | greatest", body)
 
 
+def executed_forms():
+    """What executing the compiled kernels found, per version of Triton and architecture."""
+    found = {}
+    for row in result(EXECUTED)["rows"]:
+        found.setdefault((row["triton"], row["arch"]), []).append(row)
+    body = []
+    for version, arch in sorted(found, key=lambda key: (key[0], int(key[1][3:]))):
+        parts = found[version, arch]
+        shipped = sum(row["shipped"] for row in parts)
+        executed = shipped - sum(len(row["not_executed"]) for row in parts)
+        cases, launches, instructions, failed = (
+            sum(row[field] for row in parts)
+            for field in ("cases", "launches", "instructions", "failed")
+        )
+        findings = sum(sum(row["findings"].values()) for row in parts)
+        counts = cases, launches, f"{instructions / 1e6:.0f} million", failed, findings
+        body.append([version, f"`{arch}`", f"{executed} of {shipped}", *counts])
+    header = "Triton | architecture | shipped forms executed | cases | launches | instructions"
+    return markdown(f"{header} | failed cases | findings", body)
+
+
 def quartiles(values):
     return min(values), statistics.median(values), max(values)
 
@@ -398,6 +419,7 @@ TABLES = {
     ),
     "checkpoints": (rollout,),
     "memory": (memory_of_llama2,),
+    "ptx": (executed_forms,),
     "speed": (predicted, casts_on_cuda),
 }
 

@@ -41,9 +41,12 @@ _IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def _log2(x):
-    """To within 2^-22, in one instruction where the accurate one takes twenty; subnormals are 0.
+    """In one instruction where the accurate one takes twenty; subnormals are 0.
 
-    Times an exponent of at most 6, or a k of at most 64, that is far below the spacing of codes.
+    The error is at most 2^-22: absolute for x in (0.5, 2), else relative (PTX ISA, ``lg2.approx``).
+    Of codes and ratios it makes less than 2^-15, relatively: a code's logarithm, at least -18, is
+    multiplied by an exponent of at most 4, and a ratio's by at most 64, where it is above -0.3.
+    Codes are at least 2^-4 apart.
     """
     if _IS_INTERPRETED:  # the interpreter has no device library
         return tl.log2(x)

@@ -78,8 +78,10 @@ def _sigmoid(gate):
     """The sigmoid in float32.
 
     On an NVIDIA GPU it is 0 below 2^-126 (gate < -87.3), and its relative error is at most
-    2^-21 + max(-gate, 0) * 2^-23: two units in the last place of the exponential, one of the
-    reciprocal, the rounding of the sum, and that of the exponent, which an exponential multiplies.
+    2^-21 + max(-gate, 0) * 2^-23. In units of the last place, of at most 2^-23, these are 2.5 of
+    the exponential (2 from the rounded result: PTX ISA, ``ex2.approx``), 0.5 of the sum and 1 of
+    the reciprocal (``rcp.approx``); and the rounding of the exponent, which an exponential
+    multiplies.
     """
     if PTX:
         return tl.inline_asm_elementwise(

@@ -6,8 +6,9 @@ execution finds (accesses out of bounds, races, reads of what was never written)
 their definition's error, and to its bits where every sum is exact.
 
 The cases have edges of tiles, odd sizes and strides, and special values. Those whose sizes are
-multiples of 16 are the forms that training uses. ``scripts/run_ptx.py`` executes all tests of
-kernels, for other architectures and other versions of Triton too.
+multiples of 16 are the forms that training uses. `shipped_cases.py` has at least one for each form
+that ships, of which the suite runs one for each file. ``scripts/run_ptx.py`` runs all of both, for
+other architectures and other versions of Triton too.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ from kernels.gpu import (
     test_swiglu_cast,
     test_transpose,
 )
+from kernels.gpu.shipped_cases import CASES as SHIPPED
 
 from float8.granularity import scale_shape
 from float8.kernels import definition
 from float8.kernels.gpu import blockwise_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-F32, BF16 = torch.float32, torch.bfloat16
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TILES = blockwise_mm.TILES
 BOTH = (True, True)
 NEAREST, AT_RANDOM = (False, False, False), (True, False, True)
@@ -70,12 +72,14 @@ CASES: list[tuple[Any, tuple[Any, ...], tuple[str, ...]]] = [
     (test_cast_rowwise.test_agrees, ((5, 123), "offset", E5M2), ()),
     (test_cast_rowwise.test_special_values, ("negative_zero", BF16, True), ()),
     (test_cast_rowwise.test_special_values, ("nan", BF16, True), ()),
+    (test_cast_rowwise.test_special_values, ("tiny", F16, True), ()),
     (test_cast_blockwise.test_agrees, ((80, 272), "contiguous", (1, 128)), ("sm_90",)),
     (test_cast_blockwise.test_agrees, ((80, 272), "contiguous", (128, 128)), ("sm_100",)),
     (test_cast_blockwise.test_agrees, ((5, 123), "transposed", (128, 128)), ("sm_90",)),
     (test_cast_blockwise.test_special_values, ("inf", BF16, (1, 128)), ()),
     (test_cast_mx.test_agrees, ((80, 144), "contiguous", "e8m0", True), ("sm_90",)),
     (test_cast_mx.test_special_values, ("nan", BF16, "e8m0", E4M3), ()),
+    (test_cast_mx.test_special_values, ("inf", F16, "e8m0_floor", E5M2), ()),
     (
         test_column_sums.test_sums_are_exact_where_they_can_be,
         ("cast, amax", (80, 272), "contiguous"),
@@ -104,6 +108,11 @@ CASES: list[tuple[Any, tuple[Any, ...], tuple[str, ...]]] = [
     (test_cast_tokens.test_agrees, (((5, 0, 33), 9), (1, 128), BOTH, 144), ("sm_90",)),
     (test_cast_tokens.test_agrees, (((5, 0, 33), 9), (-1, -1), BOTH, 144), ()),
     (test_cast_tokens.test_agrees, (((5, 0, 33), 9), (1, -1), BOTH, 37), ()),
+    (
+        test_cast_tokens.test_any_strides_and_dtypes,
+        ("transposed", (1, 128), F16, E5M2),
+        (),
+    ),
     (test_cast_tokens_mx.test_agrees, (((5, 0, 130), 9), "contiguous", "e8m0", E4M3), ("sm_90",)),
     (test_cast_weight.test_agrees, ((3, 300), 128, E4M3, False), ("sm_90",)),
     (
@@ -122,12 +131,24 @@ CASES: list[tuple[Any, tuple[Any, ...], tuple[str, ...]]] = [
         (),
     ),
     (
+        test_norm_cast.check_form,
+        ((48, 144), "rms", "tiles", "cpu", (F16, F16, F16), "contiguous", "normal"),
+        (),
+    ),
+    (
+        test_norm_cast.check_form,
+        ((37, 1), "layer, weight", "whole rows", "cpu", (F32, BF16, F16), "transposed", "normal"),
+        (),
+    ),
+    (
         test_swiglu_cast.check_data_and_amax,
         ((80, 144), (BF16, BF16), None, "contiguous", "cpu"),
         ("sm_90",),
     ),
     (test_swiglu_cast.check_data_and_amax, ((5, 123), (BF16, BF16), 0.037, "halves", "cpu"), ()),
+    (test_swiglu_cast.test_data_and_amax, ((80, 144), (F16, F16), None, "contiguous"), ()),
     (test_swiglu_cast.test_backward, ((40, 144), "contiguous", F32), ("sm_90",)),
+    (test_swiglu_cast.test_backward, ((5, 123), "expanded", F16), ()),
     (
         test_optimizer_step.test_agrees,
         ("adamw", (3, 300), 128, BF16, "e4m3", "contiguous", AT_RANDOM),
@@ -143,10 +164,26 @@ CASES: list[tuple[Any, tuple[Any, ...], tuple[str, ...]]] = [
         ("adamw", (4, 256), 128, "master", "e4m3", "contiguous", AT_RANDOM),
         (),
     ),
+    *(
+        (test_optimizer_step.test_agrees, (rule, (48, 256), 128, *form, "contiguous", bits), ())
+        for rule, form, bits in (
+            ("adam", (F16, "float16"), AT_RANDOM),
+            ("sgd", (BF16, "e4m3"), (True, True, False)),
+            ("sgd, dampened", (F32, "float32"), NEAREST),
+            ("nesterov", ("master", "float16"), NEAREST),
+            ("lion", ("master", "e4m3"), (True, True, False)),
+        )
+    ),
     (test_moments.test_twins, (BF16,), ()),
+    (test_moments.test_twins, (F16,), ()),
     *((test_blockwise_mm.test_every_tile, (tile, (1, 128)), ()) for tile in TILES[1:]),
     (test_blockwise_mm.test_the_product, ((130, 272, 133), (E5M2, E4M3), (128, 1)), ()),
     (test_blockwise_mm.test_the_product, ((5, 123, 7), (E4M3, E4M3), (1, 1)), ()),
+    *(
+        (test_blockwise_mm.test_bias_is_added_before_rounding, (d, (1, 128)), ())
+        for d in (F16, F32)
+    ),
+    (test_grouped_mm.test_out_dtypes, ("tokens",), ()),
     (test_grouped_mm.test_every_tile, (TILES[2], "experts"), ("sm_90",)),
     (test_grouped_mm.test_every_tile, (TILES[3], "tokens"), ("sm_90", "sm_100")),
     (
@@ -157,10 +194,10 @@ CASES: list[tuple[Any, tuple[Any, ...], tuple[str, ...]]] = [
 ]
 
 
-def call(test: Any, arguments: tuple[Any, ...]) -> None:
-    """Run a test on the CPU."""
+def on_cpu(test: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``arguments``, and the device where it is left to give."""
     is_device_left = len(inspect.signature(test).parameters) > len(arguments)
-    test(*arguments, *(["cpu"] if is_device_left else []))
+    return (*arguments, "cpu") if is_device_left else arguments
 
 
 @pytest.mark.parametrize(
@@ -173,7 +210,15 @@ def call(test: Any, arguments: tuple[Any, ...]) -> None:
 )
 def test_compiled(test, arguments, arch):
     with executed(arch) as runs:
-        call(test, arguments)
+        test(*on_cpu(test, arguments))
+    assert runs
+
+
+@pytest.mark.parametrize("file", SHIPPED)
+def test_a_shipped_form_of_each_file(file):
+    function, arguments = SHIPPED[file][0]
+    with executed("sm_90") as runs:
+        function(*arguments)
     assert runs
 
 

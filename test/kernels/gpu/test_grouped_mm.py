@@ -98,11 +98,11 @@ def offs_of(sizes) -> Tensor:
     return torch.tensor(sizes).cumsum(0).to(torch.int32)
 
 
-def by_experts(sizes, K, N, blocks, formats=(E4M3, E4M3), spare=7) -> Product:
+def by_experts(sizes, K, N, blocks, formats=(E4M3, E4M3), spare=7, make=quantized) -> Product:
     """``spare`` rows of NaN, with scales of NaN, behind the last group."""
     T, (a_block, b_block) = sum(sizes), blocks
-    a, a_scale = quantized((T, K), a_block, formats[0], 1)
-    experts = [quantized((N, K), b_block, formats[1], 7 + 3 * e) for e in range(len(sizes))]
+    a, a_scale = make((T, K), a_block, formats[0], 1)
+    experts = [make((N, K), b_block, formats[1], 7 + 3 * e) for e in range(len(sizes))]
     b, b_scale = cat([w[None] for w, _ in experts]), torch.stack([s for _, s in experts])
     groups, begin = [], 0
     for size, (w, w_scale) in zip(sizes, experts, strict=True):
@@ -116,7 +116,7 @@ def by_experts(sizes, K, N, blocks, formats=(E4M3, E4M3), spare=7) -> Product:
     return Product([a, a_scale, b, b_scale], blocks, groups, offs_of(sizes), (T + spare, N), False)
 
 
-def by_tokens(sizes, M, N, blocks, formats=(E4M3, E4M3), spare=7) -> Product:
+def by_tokens(sizes, M, N, blocks, formats=(E4M3, E4M3), spare=7, make=quantized) -> Product:
     """Each group's columns from a multiple of 16 on; NaN behind the last group."""
     E, P = len(sizes), -(-(sum(sizes) + spare + len(sizes) * (ALIGN - 1)) // ALIGN) * ALIGN
     arguments, sides = [], []
@@ -128,7 +128,7 @@ def by_tokens(sizes, M, N, blocks, formats=(E4M3, E4M3), spare=7) -> Product:
             block, torch.full((P // 128 + E, rows), torch.nan).t()
         )
         for group, size in enumerate(sizes):
-            codes, found = quantized((rows, size), block, dtype, seed + 5 * group)
+            codes, found = make((rows, size), block, dtype, seed + 5 * group)
             if block == ONE:
                 found = one
             elif block == ROW:

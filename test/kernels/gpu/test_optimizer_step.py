@@ -71,7 +71,7 @@ def operands(shape, group, dtype, m_kind, v_kind, layout="contiguous", device="c
 
 def both(name, tensors, group, device, *, lr=None, step_tensor=None, step=None, **others):
     """What the kernel and the definition make of the same operands."""
-    rule, default_step = RULES[name]
+    rule, default_step = RULES[name] if isinstance(name, str) else name
     op_name, numbers, _ = host.packed(rule)
     at_random, seed, first = (others.get(k, d) for k, d in OPTIONS.items())
     rest = [others.get(k) for k in ("grad_scale", "found_inf", "amax")]
