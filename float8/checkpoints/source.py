@@ -103,7 +103,7 @@ class Source:
         return found
 
     def _problems_of_names(
-        self, float8: Mapping[str, Spec], config: Mapping[str, Any]
+        self, float8: Mapping[str, Spec], config: dict[str, Any]
     ) -> Iterator[str]:
         for key in float8:
             if not key.endswith(WEIGHT):
@@ -114,7 +114,8 @@ class Source:
                     "config.json says how its scale is stored; copy the config.json of the "
                     "checkpoint beside its files"
                 )
-        skipped = [entry for field in _SKIPPED for entry in config.get(field) or ()]
+        fields = config | config.get("quantization", {})  # modelopt's own file nests them
+        skipped = [entry for field in _SKIPPED for entry in fields.get(field) or ()]
         for name in self.layers:
             entry = next((entry for entry in skipped if _lists(entry, name)), None)
             if entry is not None:
