@@ -160,6 +160,7 @@ def contenders(
         save(model, folder / str(next(counter)), options.layout)
 
     def theirs(is_synced: bool) -> None:
+        file.unlink(missing_ok=True)  # ours are new files too
         save_file(tensors, file)
         if is_synced:
             with file.open("rb") as written:
