@@ -21,3 +21,7 @@ each entry of a model becomes, over ``stacks.py`` (names and experts as publishe
 them) < ``save.py``, ``load.py``, ``live.py``; ``inspection.py``, ``comparison.py``,
 ``rewriting.py`` < ``__main__.py``.
 """
+
+from float8.checkpoints.fine_grained import FineGrained
+
+__all__ = ["FineGrained"]

@@ -22,7 +22,7 @@ reads no file and no module.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -117,7 +117,7 @@ class Layout(ABC):
 
     @abstractmethod
     def layer(
-        self, name: str, read: Callable[[str], Tensor], keys: Iterable[str], dtype: torch.dtype
+        self, name: str, read: Callable[[str], Tensor], keys: Collection[str], dtype: torch.dtype
     ) -> Layer:
         """The layer that a file stores: the inverse of `tensors`, to the same bits.
 

@@ -1,0 +1,177 @@
+"""Writes safetensors files whose tensors are made one at a time.
+
+All dtypes and shapes are known in advance, so the headers are written first and every tensor goes
+to its place when it comes: memory holds one tensor. Within a file, tensors of larger elements come
+first, so that each starts at a multiple of its element's size, as torch's views need it. The
+formats are those of ``shards.py``, and the names those of HuggingFace: ``model.safetensors``, or
+``model-00001-of-00003.safetensors`` and so on with their index.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from io import FileIO
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from float8.checkpoints.new_folder import new_folder, write_file
+from float8.checkpoints.shards import DTYPE_NAMES, INDEX_SUFFIX, METADATA_KEY, SUFFIX, Spec
+
+FORMAT = {"format": "pt"}  # the metadata that HuggingFace's readers ask for
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+def write_shards(
+    folder: str | Path,
+    specs: Mapping[str, Spec],
+    tensors: Iterable[tuple[str, Tensor]],
+    max_shard_bytes: float = MAX_SHARD_BYTES,
+    metadata: Mapping[str, str] = FORMAT,
+    *,
+    files: Mapping[str, str | bytes] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write tensors as a folder of safetensors files that appears when all of it is on the disk.
+
+    Args:
+        folder: absent or empty; its parents are made.
+        specs: key -> dtype and shape, of all tensors.
+        tensors: the keys and tensors, in the order of ``specs``. They are read once, each is
+            written before the next, and may be on any device and have any strides.
+        max_shard_bytes: a file has no more bytes of tensors, unless it has one tensor alone.
+        metadata: of each file.
+        files: name -> content of further files of the folder, such as ``config.json``.
+        overwrite: replace the checkpoint in an existing folder; other files stay.
+
+    Raises:
+        FileExistsError: the folder is neither absent nor empty, and ``overwrite`` is False.
+        ValueError: a tensor is not the one that ``specs`` says.
+        OSError: writing fails; the folder is as it was then.
+    """
+    with new_folder(folder, overwrite) as temporary:
+        try:
+            write_files(temporary, specs, tensors, max_shard_bytes, metadata)
+            for name, content in (files or {}).items():
+                write_file(temporary / name, content)
+        except OSError as error:
+            if error.errno not in _NO_SPACE:
+                raise
+            total = sum(spec.nbytes for spec in specs.values())
+            raise type(error)(
+                error.errno,
+                f"{error.strerror} while a checkpoint of {total / 1e9:.3g} GB was written; nothing "
+                "of it is left, and what was there before is unchanged",
+                str(folder),
+            ) from error
+
+
+def write_files(
+    folder: Path,
+    specs: Mapping[str, Spec],
+    tensors: Iterable[tuple[str, Tensor]],
+    max_shard_bytes: float,
+    metadata: Mapping[str, str],
+) -> None:
+    """Write the shards and their index into an existing folder; see `write_shards`."""
+    shards = _shards(specs, max_shard_bytes)
+    names = shard_names(len(shards))
+    stream = iter(tensors)
+    for name, shard in zip(names, shards, strict=True):
+        _write_shard(folder / name, shard, stream, metadata)
+    if (extra := next(stream, None)) is not None:
+        raise ValueError(f"{extra[0]}: it comes after the last tensor that was announced")
+    if len(shards) > 1:
+        weight_map = {key: n for n, shard in zip(names, shards, strict=True) for key in shard}
+        total = sum(spec.nbytes for spec in specs.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_file(folder / f"model{INDEX_SUFFIX}", json.dumps(index, indent=2) + "\n")
+
+
+def shard_names(count: int) -> list[str]:
+    """The names of the files of a checkpoint of so many shards."""
+    if count == 1:
+        return [f"model{SUFFIX}"]
+    return [f"model-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
+
+
+def _shards(specs: Mapping[str, Spec], max_shard_bytes: float) -> list[dict[str, Spec]]:
+    """The tensors of each file, in their order; at least one file."""
+    shards: list[dict[str, Spec]] = [{}]
+    filled = 0
+    for key, spec in specs.items():
+        if shards[-1] and filled + spec.nbytes > max_shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][key] = spec
+        filled += spec.nbytes
+    return shards
+
+
+def _write_shard(
+    path: Path,
+    specs: Mapping[str, Spec],
+    stream: Iterator[tuple[str, Tensor]],
+    metadata: Mapping[str, str],
+) -> None:
+    header, places = _header(specs, metadata)
+    with path.open("wb", buffering=0) as file:
+        _write(file, header)
+        for key, spec in specs.items():
+            name, tensor = next(stream, ("", None))
+            _check(key, spec, name, tensor)
+            assert tensor is not None
+            file.seek(len(header) + places[key])
+            _write_tensor(file, tensor)
+            del tensor
+        os.fsync(file.fileno())
+
+
+def _header(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a file, length included, and where each tensor starts after them."""
+    end, places = 0, {}
+    entries: dict[str, object] = {METADATA_KEY: dict(metadata)} if metadata else {}
+    for key, spec in sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
+        places[key], end = end, end + spec.nbytes
+        entries[key] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [places[key], end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, places
+
+
+def _check(key: str, spec: Spec, name: str, tensor: Tensor | None) -> None:
+    """Raise unless the tensor that comes is the one that was announced."""
+    if tensor is None:
+        raise ValueError(f"{key}: it was announced, and the tensors ended before it")
+    if name != key:
+        raise ValueError(f"{key}: it was announced here, and {name} comes in its place")
+    if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
+        raise ValueError(
+            f"{key}: {spec.dtype} of shape {spec.shape} was announced, and {tensor.dtype} of shape "
+            f"{tuple(tensor.shape)} comes"
+        )
+
+
+def _write_tensor(file: FileIO, tensor: Tensor) -> None:
+    """Write the elements of a tensor, row-major; nothing is copied unless it must be."""
+    if not tensor.numel():
+        return
+    on_cpu = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    flat = on_cpu.view(-1).view(torch.uint8)
+    _write(file, memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())))
+
+
+def _write(file: FileIO, data: bytes | memoryview) -> None:
+    left = memoryview(data).cast("B")
+    while left:  # one call writes at most 2 GiB, and fewer on a disk that becomes full
+        left = left[file.write(left) :]

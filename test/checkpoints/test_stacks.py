@@ -1,0 +1,204 @@
+"""The table of published names against the files that Transformers' save_pretrained writes."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from assertions import assert_bitwise
+from published_models import MODELS, model_of
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    ConversionOps,
+    Interleave,
+    PermuteForRope,
+    Transpose,
+)
+from transformers.core_model_loading import WeightConverter as Converter
+
+import float8
+from float8 import filters
+from float8.checkpoints.stacks import published
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """What Transformers writes of each plain model."""
+    tensors = {}
+    for name in MODELS:
+        folder = tmp_path_factory.mktemp(name)
+        model_of(name).save_pretrained(folder)
+        tensors[name] = load_file(folder / "model.safetensors")
+    return tensors
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def tensors_of(model):
+    """Parameters and buffers by their names, shared ones under every name."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return named | dict(model.named_buffers(remove_duplicate=False))
+
+
+def assert_same_tensors(model, expected):
+    own, slots = tensors_of(model), published(model)
+    assert slots.keys() == expected.keys()
+    for key, slot in slots.items():
+        part = slot.of(own[slot.parameter]).detach()
+        assert part.shape == slot.shape
+        assert_bitwise(part, expected[key], replay=key)
+
+
+def convert(model, recipe="rowwise"):
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    return float8.convert_to_float8_training(
+        model, config=config, module_filter_fn=filters.skip_names("lm_head")
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_keys_and_bytes_are_those_of_save_pretrained(name, written):
+    assert_same_tensors(model_of(name), written[name])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_writing_through_the_slots_gives_the_same_parameters(name, written):
+    expected, model = tensors_of(model_of(name)), model_of(name, seed=1)
+    own = tensors_of(model)
+    with torch.no_grad():
+        for key, slot in published(model).items():
+            slot.of(own[slot.parameter]).copy_(written[name][key])
+    for key, x in expected.items():
+        assert_bitwise(own[key], x, replay=key)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("mixtral", "blockwise"), ("deepseek_v3", "rowwise"), ("llama", "delayed")]
+)
+def test_converted_models_have_the_keys_of_plain_ones(name, recipe, written):
+    assert_same_tensors(convert(model_of(name), recipe), written[name])
+
+
+def test_wrappers_add_nothing_to_keys(written):
+    whole = torch.compile(convert(model_of("mixtral")))
+    parts = convert(model_of("mixtral"))
+    parts.model.layers[1] = torch.compile(parts.model.layers[1])
+    parts.model.layers[0].mlp.compile()
+    for model in (whole, parts):
+        assert_same_tensors(model, written["mixtral"])
+    slots = published(parts)
+    moved = slots["model.layers.1.self_attn.q_proj.weight"]
+    assert moved.parameter == "model.layers.1._orig_mod.self_attn.q_proj.weight"
+
+
+def test_distributed_wrappers_add_nothing_to_keys(written, one_rank):
+    sharded = convert(model_of("mixtral"))
+    for layer in sharded.model.layers:
+        fully_shard(layer)
+    fully_shard(sharded)
+    slots = published(sharded)
+    assert slots.keys() == written["mixtral"].keys()
+    own = tensors_of(sharded)
+    for key, slot in slots.items():
+        whole = own[slot.parameter].full_tensor()
+        assert_bitwise(slot.of(whole).detach(), written["mixtral"][key], replay=key)
+    tied = model_of("llama")
+    fully_shard(tied)
+    assert published(tied).keys() == written["llama"].keys()
+    assert_same_tensors(DistributedDataParallel(model_of("llama")), written["llama"])
+
+
+def test_a_model_inside_another_module_keeps_its_prefix(written):
+    outer = torch.nn.ModuleDict({"policy": model_of("mixtral"), "value": torch.nn.Linear(4, 1)})
+    expected = {f"policy.{key}": x for key, x in written["mixtral"].items()}
+    assert_same_tensors(
+        outer, expected | {f"value.{k}": x for k, x in outer.value.state_dict().items()}
+    )
+
+
+def test_other_models_keep_their_names_and_buffers():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
+    model[1].register_buffer("scratch", torch.zeros(2), persistent=False)
+    model.append(model[0])
+    assert_same_tensors(model, {k: x for k, x in model.state_dict().items() if k[0] != "2"})
+
+
+def test_order_is_that_of_layers_and_of_experts():
+    keys = list(published(model_of("mixtral")))
+    experts = [k for k in keys if ".layers.1." in k and "experts." in k]
+    names = [k.partition("experts.")[2] for k in experts]
+    assert names[:4] == ["0.w1.weight", "0.w3.weight", "1.w1.weight", "1.w3.weight"]
+    assert names[6:] == ["0.w2.weight", "1.w2.weight", "2.w2.weight"]
+    layers = [int(k.split(".")[2]) for k in keys if ".layers." in k]
+    assert layers == sorted(layers)
+    assert keys[0] == "model.embed_tokens.weight"
+    assert keys[-1] == "lm_head.weight"
+
+
+class EveryOtherRow(ConversionOps):
+    """A view that no slices of one row after the other give, and which leaves rows out."""
+
+    def convert(self, input_dict, target_patterns, **kwargs):
+        return {target_patterns[0]: next(iter(input_dict.values()))[0][::2]}
+
+    @property
+    def reverse_op(self):
+        return self
+
+
+def with_conversion(*converters):
+    model = model_of("llama")
+    model._weight_conversions = list(converters)
+    return model
+
+
+def test_transposed_and_strided_parts_are_parts(tmp_path):
+    model = with_conversion(
+        Converter("mlp.up_proj.w", "mlp.up_proj.weight", [Transpose(0, 1)]),
+        Converter(
+            ["k_half", "k_rest"], "self_attn.k_proj.weight", [Concatenate(0), Transpose(0, 1)]
+        ),
+    )
+    model.save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    assert expected["model.layers.0.mlp.up_proj.w"].shape == (32, 48)
+    assert_same_tensors(model, expected)
+
+
+@pytest.mark.parametrize(
+    ("converter", "key"),
+    [
+        (Converter("wq", "self_attn.q_proj", [PermuteForRope()]), "wq.weight"),
+        (Converter("wq", "self_attn.q_proj", [Interleave()]), "wq.weight"),
+        (Converter("wq", "self_attn.q_proj", [EveryOtherRow()]), "wq.weight"),
+        (
+            Converter("qkv", [f"self_attn.{x}_proj" for x in "qo"], [Chunk()]),
+            "qkv.weight",
+        ),
+    ],
+)
+def test_what_is_no_part_of_a_parameter_is_refused_by_name(converter, key):
+    with pytest.raises(ValueError, match=r"no part of one|has to be a part") as error:
+        published(with_conversion(converter))
+    assert key in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of what peft asks Transformers for
+def test_adapters_are_refused():
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model_of("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        published(adapted)
