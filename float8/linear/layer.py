@@ -34,7 +34,7 @@ from float8.linear.float8_weight import (
     join_loaded,
     split_saved,
 )
-from float8.linear.onnx_graph import linear_in_onnx, refuses_onnx
+from float8.linear.onnx_graph import linear_in_onnx, refuses_onnx, weight_in_onnx
 from float8.linear.refusals import (
     REFUSES_SCRIPT,
     refuses_call,
@@ -163,7 +163,11 @@ class Float8Linear(Float8Module, nn.Linear):
     def _plain_weight(self) -> Tensor:
         """The weight in high precision; a float8 weight is dequantised."""
         weight = self.weight
-        return weight.dequantize() if isinstance(weight, Float8Tensor) else weight
+        if not isinstance(weight, Float8Tensor):
+            return weight
+        if torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export():
+            return weight_in_onnx(weight)
+        return weight.dequantize()
 
     def _factors(self, input: Tensor) -> Factors:
         """The factors of the three products of this call."""

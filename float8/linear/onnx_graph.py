@@ -20,7 +20,8 @@ row (1, K)      (N,)                         ``axis=0``
                 R times
 =============== ============================ ======================================
 
-Dynamic scales of inputs are computed in the graph. The nodes are those of opset 21: torch refuses
+Under `float8.high_precision` the input stays in high precision, and the weight in float8. Dynamic
+scales of inputs are computed in the graph. The nodes are those of opset 21: torch refuses
 a lower ``opset_version``, its default among them, with "Target opset ... less than node version".
 
 Two rules of ONNX differ from those of `float8.kernels.definition.cast`. It divides by the scale,
@@ -81,13 +82,27 @@ def linear_in_onnx(
     return out.to(plan.dtype).reshape(*input.shape[:-1], weight.shape[0])
 
 
+def weight_in_onnx(weight: Float8Tensor) -> Tensor:
+    """A float8 weight in high precision, for a product in high precision.
+
+    Raises:
+        ValueError: its scales are E8M0.
+    """
+    if weight._scale.dtype != torch.float32:
+        raise ValueError(
+            f"torch.onnx.export takes no float8 weights with scales of {weight._scale.dtype}; "
+            "export what float8.convert_from_float8_training(model) returns"
+        )
+    return _dequantize(weight._data, weight._scale, weight._block).to(weight.dtype)
+
+
 def refuses_onnx(weight: Tensor, input: Tensor, plan: BoundPlan) -> str | None:
     """The reason why a layer cannot be part of an ONNX file, or None."""
     if not isinstance(weight, Float8Tensor):
         return (
             "torch.onnx.export stores float8 weights, and this layer's is in high precision; call "
-            "float8.convert_to_float8_inference(model) first, or export in high precision, in "
-            "`with float8.high_precision(model):`"
+            "float8.convert_to_float8_inference(model) first, or export in "
+            "`with float8.high_precision(model):`, without float8"
         )
     if isinstance(input, Float8Tensor):
         return (
@@ -101,7 +116,7 @@ def refuses_onnx(weight: Tensor, input: Tensor, plan: BoundPlan) -> str | None:
             f"torch.onnx.export takes weights and inputs in {E4M3.dtype} with scales of float32, "
             f"and this layer's are {formats[0]} and {formats[1]} with scales of "
             f"{weight._scale.dtype}; convert the plain model with another recipe, such as "
-            '"rowwise", or export in `with float8.high_precision(model):`'
+            '"rowwise", or export what float8.convert_from_float8_training(model) returns'
         )
     return None
 

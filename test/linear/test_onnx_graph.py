@@ -127,6 +127,19 @@ def test_scales_of_inputs_are_exact_powers_of_two(tmp_path):
     assert torch.equal(torch.from_numpy(found), expected[:, 0])
 
 
+def test_inputs_stay_in_high_precision_under_high_precision(tmp_path):
+    model, path = layer_of("blockwise", None, torch.float32), str(tmp_path / "m.onnx")
+    x = input_of((4, 300), torch.float32)
+    with float8.high_precision(model):
+        proto = exported(model, x, path)
+        plain = model(x)
+    assert not any(node.op_type == "QuantizeLinear" for node in proto.graph.node)
+    assert [i.data_type for i in proto.graph.initializer].count(FLOAT8E4M3FN) == 1
+    w = oracle.values(model[0].weight._data, model[0].weight._scale, (128, 128))
+    exact = x.double() @ w.t() + model[0].bias.double()
+    assert_error_within_baseline(run(path, x), exact, plain)
+
+
 def test_what_onnx_cannot_say_is_refused_with_the_way_out(tmp_path):
     path, x = str(tmp_path / "m.onnx"), input_of((4, 300), torch.float32)
     mx = layer_of("mxfp8", None, torch.float32)
