@@ -186,8 +186,8 @@ def _files_of(path: Path) -> tuple[Path | None, list[Path]]:
     if path.is_dir():
         indices = sorted(path.glob("*" + INDEX_SUFFIX))
         if len(indices) > 1:
-            names = ", ".join(index.name for index in indices)
-            raise ValueError(f"{path}: it has several indices, {names}; give the path of one")
+            several = ", ".join(index.name for index in indices)
+            raise ValueError(f"{path}: it has several indices, {several}; give the path of one")
         whole = path / f"model{SUFFIX}"
         if indices and whole.exists():
             raise ValueError(
@@ -231,8 +231,8 @@ def _pickled(files: list[Path]) -> str:
 def _weight_map(index: Path) -> dict[str, str]:
     """Key -> file of an index."""
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
-        weight_map = weight_map["weight_map"]
+        text = index.read_text(encoding="utf-8")
+        weight_map = json.loads(text, object_pairs_hook=_no_duplicates)["weight_map"]
         named = {str(key): str(file) for key, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index}: it is no index of shards: {error!r}") from error

@@ -1,0 +1,128 @@
+"""Which layers of a model are in float8 in a checkpoint, and why the others are not.
+
+A layer that is in float8 in the model is so in the file. It stays in high precision if another
+module reads its weight, as an embedding that is tied to the head; if its config multiplies the
+weight in high precision; or if files do not have the weight as a matrix ``NAME.weight``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import Tensor, nn
+
+from float8.checkpoints.stacks import Slot
+from float8.convert.conversion import own_config
+from float8.linear.layer import Float8Linear
+from float8.linear.registration import stacked_weights
+
+# Attributes of wrappers that appear in names: of torch.compile, activation checkpointing, Fabric.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
+
+
+class ModelLayers:
+    """The modules of a model by the tensors that they own.
+
+    Args:
+        model: the model, perhaps in wrappers.
+
+    Attributes:
+        tensors: name -> parameter or buffer, under each of its names.
+        names: the modules' names in the model, by id; shared modules have several.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.names: dict[int, list[str]] = defaultdict(list)
+        self._modules: dict[str, tuple[nn.Module, str]] = {}
+        self._owners: dict[int, dict[int, tuple[str, nn.Module, str]]] = defaultdict(dict)
+        self._linears: dict[str, nn.Linear] = {}
+        self._reasons: dict[int, str] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            is_first = id(module) not in self.names
+            self.names[id(module)].append(plain_name(name))
+            prefix = f"{name}." if name else ""
+            for own, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is not None:
+                    self.tensors[prefix + own] = tensor
+                    self._modules[prefix + own] = module, own
+                    self._owners[id(tensor)].setdefault(id(module), (name, module, own))
+            if isinstance(module, nn.Linear) and is_first:
+                self._linears[plain_name(name)] = module
+            self._take_report(module)
+
+    def _take_report(self, module: nn.Module) -> None:
+        """Remember why a conversion has left layers alone, by the modules' ids."""
+        report = module.__dict__.get("float8_conversion")
+        for name, reason in (report.skipped if report is not None else {}).items():
+            try:
+                self._reasons[id(module.get_submodule(name))] = reason
+            except AttributeError:  # the model has changed since
+                continue
+
+    def layer_of(self, key: str, slot: Slot) -> tuple[nn.Module | None, str | None]:
+        """The module that multiplies by a tensor in float8, or the reason why none does.
+
+        Args:
+            key: of the tensor in the file.
+            slot: its place in the model.
+
+        Returns:
+            (module, None); (None, reason) for the weight of a linear layer in high precision;
+            (None, None) for all other tensors.
+        """
+        module, own = self._modules[slot.parameter]
+        if not _multiplies_in_float8(module, own):
+            return None, self._why_not(module, key, slot)
+        for name, other, its in self._owners[id(self.tensors[slot.parameter])].values():
+            if not _multiplies_in_float8(other, its):
+                return None, (
+                    f"its weight is also {plain_name(name)}.{its} ({type(other).__name__}), which "
+                    "reads it in high precision"
+                )
+        config = own_config(module)
+        assert config is not None
+        if config.plan.output.b is None:
+            return None, "its config multiplies the weight in high precision"
+        if not key.endswith(".weight") or len(slot.shape) != 2:
+            return None, (
+                f"files have its weight as {key} of shape {tuple(slot.shape)}, and float8 layouts "
+                "store matrices called NAME.weight"
+            )
+        return module, None
+
+    def _why_not(self, module: nn.Module, key: str, slot: Slot) -> str | None:
+        """The reason why a linear layer stays; None for what is no linear layer."""
+        is_matrix = key.endswith(".weight") and len(slot.shape) == 2
+        if isinstance(module, nn.Embedding) or not is_matrix:
+            return None
+        return self._reasons.get(id(module), f"it is a {_kind(module)} that was not converted")
+
+    def unpublished(self, published: set[str]) -> dict[str, str]:
+        """Name -> reason, of the linear layers that have no weight of their own in the file.
+
+        Args:
+            published: the names of layers that have.
+        """
+        found = {}
+        for name, layer in self._linears.items():
+            if name not in published and (weight := layer._parameters.get("weight")) is not None:
+                others = [n for n, m, _ in self._owners[id(weight)].values() if m is not layer]
+                if others:
+                    found[name] = f"its weight is that of {plain_name(others[0])}"
+        return found
+
+
+def _kind(module: nn.Module) -> str:
+    return type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
+
+
+def _multiplies_in_float8(module: nn.Module, name: str) -> bool:
+    if isinstance(module, Float8Linear):
+        return name == "weight"
+    return own_config(module) is not None and name in stacked_weights(module)
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or tensor without those of wrappers around and inside of the model."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

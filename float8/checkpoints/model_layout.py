@@ -1,0 +1,92 @@
+"""`layout_for`: the layout in which a model is stored, from its name or from the model's recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from float8.arguments import described
+from float8.checkpoints.layout import Layout
+from float8.checkpoints.layouts import LAYOUTS
+from float8.config import OperandCast, ScalingType
+from float8.config.suggestions import did_you_mean
+from float8.convert.conversion import own_config
+from float8.formats import ScaleFormat
+from float8.granularity import Rowwise, block_name
+
+# The granularity of a recipe's weights -> the layout that stores such scales.
+_BY_GRANULARITY = {
+    "128x128": "fine_grained",
+    "tensorwise": "compressed_tensors",
+    "rowwise": "compressed_tensors",
+}
+
+
+def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
+    """The layout in which a model is stored.
+
+    Args:
+        model: converted.
+        layout: a `Layout`, which is returned; its name, in the variant that stores the scales of
+            the model's recipe; or None, for the layout that stores those scales: ``fine_grained``
+            of 128x128 blocks, ``compressed_tensors`` of rows and whole tensors. Inputs are static
+            where all layers cast theirs with constants.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: an unknown name; or no layout was given, and the model has no layer in float8,
+            layers of several granularities, or of one that no layout stores.
+    """
+    if isinstance(layout, Layout):
+        return layout
+    if layout is not None and not isinstance(layout, str):
+        raise TypeError(
+            f"layout must be a Layout, such as FineGrained(), or one of {', '.join(LAYOUTS)}, got "
+            f"{described(layout)}"
+        )
+    if layout is not None and layout not in LAYOUTS:
+        raise ValueError(
+            f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}{did_you_mean(layout, LAYOUTS)}"
+        )
+    plans = [c.plan for m in model.modules() if (c := own_config(m)) is not None]
+    casts = [plan.output.b for plan in plans if plan.output.b is not None]
+    if layout is None:
+        layout = _layout_of_recipe(casts)
+    inputs = [plan.output.a for plan in plans]
+    is_static = bool(inputs) and all(
+        cast is not None and cast.scaling_type is ScalingType.STATIC for cast in inputs
+    )
+    made: Any = LAYOUTS[layout]
+    if layout == "fine_grained":
+        # Engines then round the scales of inputs to powers of two, as the recipe does.
+        powers = bool(casts) and all(c.scale_format is ScaleFormat.POWER_OF_TWO for c in casts)
+        found: Layout = made(scale_format=ScaleFormat.POWER_OF_TWO) if powers else made()
+    elif layout == "compressed_tensors":
+        by_row = bool(casts) and all(block_name(cast.block) == "rowwise" for cast in casts)
+        found = made(granularity=Rowwise()) if by_row else made(static_inputs=is_static)
+    else:
+        found = made()
+    return found
+
+
+def _layout_of_recipe(casts: list[OperandCast]) -> str:
+    granularities = sorted({block_name(cast.block) for cast in casts})
+    known = ", ".join(f'"{name}"' for name in LAYOUTS)
+    if not granularities:
+        raise ValueError(
+            "the model has no layer in float8: convert it first, by convert_to_float8_training or "
+            "convert_to_float8_inference"
+        )
+    if len(granularities) > 1:
+        raise ValueError(
+            f"the model's weights have scales of several granularities, {', '.join(granularities)};"
+            f" say how to store them by layout=, one of {known}"
+        )
+    name = _BY_GRANULARITY.get(granularities[0])
+    if name is None:
+        raise ValueError(
+            f"no layout stores weights with scales by {granularities[0]}; layout=, one of {known}, "
+            "casts them anew from high precision"
+        )
+    return name

@@ -1,0 +1,173 @@
+"""`WeightCast`: how the weight of one layer becomes the float8 bits that a layout stores.
+
+The first of these that applies:
+
+1. *stored*: the weight is in float8, resident or cached, with the layout's granularity and scales:
+   its bytes as they are.
+2. *training cast*: the layer casts its weight with that granularity and such scales: that cast,
+   with its state. The file has the bits that the next forward would multiply.
+3. *cast anew*: any other weight in high precision: one cast with the layout's own granularity.
+
+A resident weight of another granularity has no high precision any more. Casting it again would
+round twice, so it is refused unless the user asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from float8 import kernels
+from float8.checkpoints.layout import Layer, Layout
+from float8.config import OperandCast, ScalingType
+from float8.convert.conversion import own_config
+from float8.formats import E4M3, ScaleFormat
+from float8.granularity import WHOLE
+from float8.linear.float8_weight import is_resident
+from float8.linear.layer import Float8Linear
+from float8.linear.scaling import DelayedState, bind_and_cast
+from float8.tensor import Float8Tensor
+
+STORED = "float8 bits as they are"
+TRAINING_CAST = "the cast it trains with"
+CAST_ANEW = "cast from high precision"
+RECAST = "float8, cast again"
+TENSORWISE = (WHOLE, WHOLE)
+# Which scales of a training cast a layout's scale format can hold, exactly.
+_HOLDS = {
+    ScaleFormat.FLOAT32: (ScaleFormat.FLOAT32, ScaleFormat.POWER_OF_TWO),
+    ScaleFormat.POWER_OF_TWO: (ScaleFormat.POWER_OF_TWO,),
+    ScaleFormat.E8M0: (ScaleFormat.POWER_OF_TWO,),
+}
+
+
+@dataclass(frozen=True)
+class WeightCast:
+    """How a weight (N, K) becomes float8 under a layout.
+
+    Args:
+        how: `STORED`, `TRAINING_CAST`, `CAST_ANEW` or `RECAST`.
+        scale_format: of the layout.
+        operand: the cast; None for a stored weight.
+        state: of a delayed cast, or None.
+        stored: the float8 weight of a cache; None where the parameter itself is in float8.
+    """
+
+    how: str
+    scale_format: ScaleFormat
+    operand: OperandCast | None = None
+    state: DelayedState | None = None
+    stored: Float8Tensor | None = None
+
+    @property
+    def shares_scales(self) -> bool:
+        """Whether layers that engines fuse with this one can share its scale."""
+        return self.operand is not None and self.operand.block == TENSORWISE
+
+    def scale(self, amax: Callable[[], Tensor]) -> Tensor:
+        """The scale (1, 1) of a weight that has one for the whole tensor.
+
+        Args:
+            amax: finds the largest magnitude of the weight, where it is needed.
+        """
+        assert self.operand is not None
+        if self.operand.static_scale is not None:
+            return torch.full((1, 1), float(self.operand.static_scale))
+        is_delayed = self.operand.scaling_type is ScalingType.DELAYED
+        if is_delayed and self.state is not None and self.state.ready:
+            return self.state.scale.detach().reshape(1, 1)
+        found = amax().reshape(1, 1)
+        largest, scale_format = self.operand.format.max, self.operand.scale_format.value
+        return kernels.scale_from_amax(found, largest, scale_format)
+
+    @torch.no_grad()
+    def of(self, weight: Tensor, scale: Tensor | None = None) -> Float8Tensor:
+        """The float8 weight.
+
+        Args:
+            weight: (N, K), in high precision, or a `Float8Tensor`.
+            scale: the one that it shares with others, or None for its own.
+        """
+        if self.operand is None:
+            found = weight if self.stored is None else self.stored
+            assert isinstance(found, Float8Tensor)
+            return _with_scales_of(found, self.scale_format)
+        source = weight.dequantize(torch.float32) if is_resident(weight) else weight
+        if scale is not None:
+            scale = scale.to(source.device)
+        data, used = bind_and_cast(source, self.operand, self.state, scale=scale)
+        cast = Float8Tensor(data, used, self.operand.block, weight.dtype)
+        return _with_scales_of(cast, self.scale_format)
+
+
+def _with_scales_of(weight: Float8Tensor, scale_format: ScaleFormat) -> Float8Tensor:
+    """The same weight, its float32 scales as bytes of E8M0 where a layout has those."""
+    scale = weight.scale
+    if not scale_format.is_e8m0 or scale.dtype != torch.float32 or not powers_of_two(scale):
+        return weight
+    if scale.is_meta:
+        return weight._replace(scale=scale.to(torch.float8_e8m0fnu))
+    exponent = (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+    return weight._replace(scale=exponent.view(torch.float8_e8m0fnu))
+
+
+def powers_of_two(scale: Tensor) -> bool:
+    """Whether all float32 scales are powers of two; tensors on the meta device have no values."""
+    return scale.is_meta or bool((scale.contiguous().view(torch.int32) & 0x7FFFFF == 0).all())
+
+
+def weight_cast(
+    module: nn.Module, layer: Layer, weight: Tensor, layout: Layout, recast: bool
+) -> WeightCast | str:
+    """How a layer's weight is cast, or the reason why the layout cannot store it.
+
+    Args:
+        module: a `Float8Linear`, or experts in float8.
+        layer: its name and input scale in the file, with any weight.
+        weight: (N, K), in high precision or a `Float8Tensor`; only scales are read.
+        layout: the layout.
+        recast: whether a float8 weight of another granularity may be cast again.
+    """
+    wanted = layout.scale_format
+    anew = OperandCast(ScalingType.DYNAMIC, E4M3, layout.granularity.block_of((0, 0)), wanted)
+    if is_resident(weight):
+        reason = layout.refuses(replace(layer, weight=_with_scales_of(weight, wanted)))
+        if reason is None:
+            return WeightCast(STORED, wanted)
+        if recast:
+            return WeightCast(RECAST, wanted, anew)
+        return (
+            f"{reason}. It has no copy in high precision: take a layout that stores it, or "
+            "recast=True to dequantise it and cast again, which rounds twice"
+        )
+    config = own_config(module)
+    trained = None if config is None else config.plan.output.b
+    state = None
+    if isinstance(module, Float8Linear):
+        cached = _cached(module, weight)
+        if cached is not None:
+            cached = _with_scales_of(cached, wanted)
+            if layout.refuses(replace(layer, weight=cached)) is None:
+                return WeightCast(STORED, wanted, stored=cached)
+        state = module.casts[1].state
+    if (
+        trained is not None
+        and (trained.format, trained.block) == (E4M3, anew.block)
+        and trained.scale_format in _HOLDS[wanted]
+    ):
+        return WeightCast(TRAINING_CAST, wanted, trained, state)
+    return WeightCast(CAST_ANEW, wanted, anew)
+
+
+def _cached(module: Float8Linear, weight: Tensor) -> Float8Tensor | None:
+    """The float8 data that `float8.cached_weights` keeps of the whole weight, if it is current."""
+    cached, cast = module.cached_weight, module.config.plan.output.b
+    if cached is None or cast is None or weight is not module.weight:
+        return None
+    if not (cached.has_data and cached.is_of(weight)):
+        return None
+    data, scale = cached.row_major
+    return Float8Tensor(data, scale, cast.block, weight.dtype)
