@@ -22,6 +22,8 @@ them) < ``save.py``, ``load.py``, ``live.py``; ``inspection.py``, ``comparison.p
 ``rewriting.py`` < ``__main__.py``.
 """
 
+from float8.checkpoints.compressed_tensors import CompressedTensors
 from float8.checkpoints.fine_grained import FineGrained
+from float8.checkpoints.modelopt import ModelOpt
 
-__all__ = ["FineGrained"]
+__all__ = ["CompressedTensors", "FineGrained", "ModelOpt"]

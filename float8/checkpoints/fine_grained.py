@@ -33,10 +33,17 @@ import torch
 from torch import Tensor
 
 from float8.arguments import check_type
+from float8.checkpoints.layer_checks import (
+    E8M0_BYTES,
+    FLOATS,
+    read_data,
+    read_scale,
+    refuses_weight,
+)
 from float8.checkpoints.layout import Layer, Layout
-from float8.checkpoints.scales import E8M0_BYTES, FLOATS, read_data, read_scale, refuses_weight
+from float8.checkpoints.skipped_names import checked_names
 from float8.formats import ScaleFormat
-from float8.granularity import Blockwise, block_name, scale_shape
+from float8.granularity import Blockwise, scale_shape
 from float8.kernels import e8m0
 from float8.tensor import Float8Tensor
 
@@ -84,17 +91,7 @@ class FineGrained(Layout):
 
     def refuses(self, layer: Layer) -> str | None:
         """The reason why this layout cannot store a layer as it is, or None."""
-        weight = layer.weight
-        if (reason := refuses_weight(weight)) is not None:
-            return reason
-        if weight.block != self.block:
-            found, wanted = block_name(weight.block), block_name(self.block)
-            return f"its weight has scales by {found}, and this layout has them by {wanted}"
-        if weight.scale.dtype != self.scale_format.dtype:
-            return f"its scales are {weight.scale.dtype}, expected {self.scale_format.dtype}"
-        if self.scale_format is ScaleFormat.POWER_OF_TWO and not _powers_of_two(weight.scale):
-            return f"its scales are no powers of two, which {self.scale_format} asks for"
-        return None
+        return refuses_weight(layer.weight, self.granularity, self.scale_format)
 
     def tensors(self, layer: Layer) -> dict[str, Tensor]:
         """``weight`` and ``weight_scale_inv``."""
@@ -102,13 +99,24 @@ class FineGrained(Layout):
         return {f"{layer.name}.weight": data, f"{layer.name}.weight_scale_inv": scale}
 
     def quantization_config(self, layers: Iterable[str], skipped: Iterable[str]) -> dict[str, Any]:
-        """What transformers' ``FineGrainedFP8Config`` and vLLM's ``Fp8Config`` read."""
-        config = {
+        """What transformers' ``FineGrainedFP8Config`` and vLLM's ``Fp8Config`` read.
+
+        Raises:
+            ValueError: a reader would skip a float8 layer too, whose name ends or begins as a
+                skipped one.
+        """
+        names = checked_names(
+            layers,
+            skipped,
+            lambda layer, name: layer.endswith(name) or layer.startswith(f"{name}."),
+            "transformers goes by the end and the beginning of names",
+        )
+        config: dict[str, Any] = {
             "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": list(self.block),
-            "modules_to_not_convert": sorted(skipped),
+            "modules_to_not_convert": names,
         }
         if self.scale_format is not ScaleFormat.FLOAT32:
             config["scale_fmt"] = "ue8m0"
@@ -173,8 +181,3 @@ class FineGrained(Layout):
         if not self.scale_format.is_e8m0:
             scale = e8m0.as_float32(scale)
         return Layer(name, Float8Tensor(data, scale, self.block, dtype))
-
-
-def _powers_of_two(scale: Tensor) -> bool:
-    """Whether all scales are powers of two; on the meta device there is nothing to look at."""
-    return scale.device.type == "meta" or bool((scale.frexp().mantissa == 0.5).all())

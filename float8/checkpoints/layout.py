@@ -9,8 +9,8 @@ layout             scale of the weight          activations    read by
 ================== ============================ ============== ====================================
 fine_grained       ``weight_scale_inv``,        dynamic 1x128  transformers, vLLM, SGLang
                    (N / 128, K / 128)
-compressed_tensors ``weight_scale``, (1,)       dynamic per    compressed-tensors (transformers),
-                   or (N, 1)                    token, static  vLLM, SGLang
+compressed_tensors ``weight_scale``, (1,),      dynamic per    compressed-tensors (transformers),
+                   (N, 1), or in blocks         token, static  vLLM, SGLang
 modelopt           ``weight_scale``, ()         static         vLLM, SGLang, TensorRT-LLM
 ================== ============================ ============== ====================================
 
@@ -99,7 +99,16 @@ class Layout(ABC):
         Args:
             layers: the names of all layers in float8, as the file has them.
             skipped: the names of the linear layers that stay in high precision.
+
+        Raises:
+            ValueError: readers would take a name of ``skipped`` for one of ``layers``.
         """
+
+    def other_files(
+        self, layers: Iterable[str], skipped: Iterable[str]
+    ) -> dict[str, dict[str, Any]]:
+        """JSON files that readers want beside ``config.json``, by name; mostly none."""
+        return {}
 
     @classmethod
     @abstractmethod

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from float8.checkpoints.compressed_tensors import CompressedTensors
 from float8.checkpoints.fine_grained import FineGrained
 from float8.checkpoints.layout import Layout
+from float8.checkpoints.modelopt import ModelOpt
 
 # The name that users write -> the class. A row also makes `layout_of` read the format.
-LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (FineGrained,)}
+LAYOUTS: dict[str, type[Layout]] = {
+    layout.name: layout for layout in (FineGrained, CompressedTensors, ModelOpt)
+}
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout:
