@@ -18,6 +18,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+import float8
+from float8 import filters
+
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "initializer_range": 0.1, "head_dim": 16,
@@ -59,3 +62,11 @@ def model_of(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
             if p.dim() == 1:
                 p.add_(torch.randn_like(p) / 8)
     return model
+
+
+def convert(model: torch.nn.Module, recipe: str = "rowwise") -> torch.nn.Module:
+    """In place, all but the head."""
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    return float8.convert_to_float8_training(
+        model, config=config, module_filter_fn=filters.skip_names("lm_head")
+    )

@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 
 import torch
 from assertions import assert_bitwise
-from published_models import MODELS, model_of
+from published_models import MODELS, convert, model_of
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -22,8 +22,6 @@ from transformers.core_model_loading import (
 )
 from transformers.core_model_loading import WeightConverter as Converter
 
-import float8
-from float8 import filters
 from float8.checkpoints.stacks import published
 
 
@@ -60,13 +58,6 @@ def assert_same_tensors(model, expected):
         part = slot.of(own[slot.parameter]).detach()
         assert part.shape == slot.shape
         assert_bitwise(part, expected[key], replay=key)
-
-
-def convert(model, recipe="rowwise"):
-    config = float8.Float8LinearConfig.from_recipe_name(recipe)
-    return float8.convert_to_float8_training(
-        model, config=config, module_filter_fn=filters.skip_names("lm_head")
-    )
 
 
 @pytest.mark.parametrize("name", MODELS)

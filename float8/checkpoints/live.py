@@ -1,0 +1,92 @@
+"""`weight_updates`: the tensors of a float8 checkpoint one after the other, without files.
+
+Reinforcement learning samples with a serving engine and trains with this library. After each step
+the engine gets the new weights::
+
+    for name, tensor in weight_updates(model):
+        engine.load_weights([(name, tensor)])
+
+The names, tensors and bits are those that `save_pretrained` writes (``weights.py`` says which), in
+the order of the model's layers, each scale after its weight. Data and scales are those that the
+trainer multiplies, so both compute with the same numbers. An engine that gets high-precision
+weights casts them with scales of its own, and samples from another policy than the one that trains.
+
+One parameter is gathered and cast at a time. All of them are of one step: a write to a parameter
+that follows is an error, because the engine would have weights of two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from float8.checkpoints.layout import Layout
+from float8.checkpoints.weights import Checkpoint, items
+from float8.linear.float8_weight import version_of
+
+
+def weight_updates(
+    model: nn.Module, layout: Layout | str | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model as a float8 checkpoint has them, one tensor at a time.
+
+    Weights that are in float8 already, resident or by `float8.cached_weights`, are not cast again.
+
+    Args:
+        model: a converted model; it may be compiled, or sharded by FSDP2. Then all ranks iterate to
+            the end, in step with each other, and each gets whole tensors.
+        layout: how layers are stored, as in `save_pretrained`.
+
+    Returns:
+        An iterator of (name, tensor), for one use. Tensors may share memory with the model: an
+        engine copies them before the next optimizer step.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: the layout cannot store a layer; nothing is yielded then.
+        RuntimeError: while iterating: a parameter was written to since the call.
+    """
+    return _in_order(items(model, layout), _Watch(model))
+
+
+def _in_order(checkpoint: Checkpoint, watch: _Watch) -> Iterator[tuple[str, Tensor]]:
+    handle = register_optimizer_step_post_hook(watch.note)
+    try:
+        for item in checkpoint.items:
+            watch.check()
+            yield from item.read().items()
+    finally:
+        handle.remove()
+
+
+class _Watch:
+    """Notices writes to the parameters of a model, from the moment when this is made.
+
+    Version counters show all writes but those of multi-tensor optimizers to sharded parameters
+    (torch 2.13), which a hook on optimizers shows.
+
+    Args:
+        model: its parameters are watched.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = dict(model.named_parameters())
+        self.versions = {name: version_of(p) for name, p in self.parameters.items()}
+        self.stepped: set[int] = set()
+
+    def note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Remember which parameters an optimizer has stepped."""
+        self.stepped |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+    def check(self) -> None:
+        """Raise if a parameter was written to."""
+        for name, p in self.parameters.items():
+            if version_of(p) != self.versions[name] or id(p) in self.stepped:
+                raise RuntimeError(
+                    f"weight_updates: {name} was written to since the call, and what was yielded "
+                    "is of the weights before. Finish the iteration before the optimizer steps, "
+                    "then call weight_updates again"
+                )

@@ -1,0 +1,208 @@
+"""Weights pushed to an engine: names, bits, casts, memory, and one step at a time.
+
+Two processes: ``live_program.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from assertions import assert_bitwise
+from processes import failures
+from published_models import MODELS, convert, model_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import float8
+from benchmarks.measuring.memory import Allocations, bytes_of
+from float8 import E4M3, Blockwise, Float8Tensor, Rowwise, ScaleFormat
+from float8.checkpoints import CompressedTensors, FineGrained, weight_updates
+from float8.checkpoints.stacks import published
+
+SCALES = ("_scale", "_scale_inv")
+
+
+class Casts(TorchDispatchMode):
+    """Counts the elements that ops write in float8, views aside."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn:
+                self.elements += 0 if func.is_view else x.numel()
+        return out
+
+
+def expected_updates(model, in_float8, granularity, scale_format, scale_name):
+    """(key, tensor) from the definition: one cast of each published matrix alone."""
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    for key, slot in published(model).items():
+        x = slot.of(own[slot.parameter].detach())
+        if not in_float8(key):
+            yield key, x
+            continue
+        cast = Float8Tensor.from_high_precision(x, E4M3, granularity, scale_format=scale_format)
+        yield key, cast.float8_data
+        yield key.removesuffix("weight") + scale_name, cast.scale
+
+
+def assert_same_updates(found, expected):
+    found, expected = list(found), list(expected)
+    assert [key for key, _ in found] == [key for key, _ in expected]
+    for (key, x), (_, y) in zip(found, expected, strict=True):
+        assert_bitwise(x, y, replay=key)
+
+
+def is_linear(key):
+    """Whether a published weight is of a layer that `convert` takes: routers and heads are not."""
+    kept = ("lm_head", "embed", "norm", "gate.weight", "kv_a_layer", "q_a_layer", "e_score")
+    return not any(part in key for part in kept)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_moe", "deepseek_v3"])
+def test_names_bits_and_order_are_those_of_the_definition(name):
+    """In blocks: gate and up of experts have 32 or 48 rows, and blocks of their own."""
+    model = convert(model_of(name), "blockwise")
+    expected = expected_updates(
+        model, is_linear, Blockwise(128, 128), ScaleFormat.POWER_OF_TWO, "weight_scale_inv"
+    )
+    assert_same_updates(weight_updates(model), expected)
+
+
+def test_rows_of_experts_have_the_bits_of_the_stack():
+    model = convert(model_of("mixtral"), "rowwise")
+    found = dict(weight_updates(model, CompressedTensors(float8.Rowwise())))
+    stack = model.model.layers[0].mlp.experts.gate_up_proj.detach()
+    cast = Float8Tensor.from_high_precision(stack, E4M3, Rowwise())
+    prefix = "model.layers.0.block_sparse_moe.experts.1"
+    for part, rows in (("w1", slice(0, 48)), ("w3", slice(48, 96))):
+        assert_bitwise(found[f"{prefix}.{part}.weight"], cast.float8_data[1, rows])
+        assert_bitwise(found[f"{prefix}.{part}.weight_scale"], cast.scale[1, rows])
+
+
+def test_tensorwise_gate_and_up_share_the_scale_of_their_expert():
+    """The scale with which the stack trains: one per expert."""
+    model = convert(model_of("mixtral"), "tensorwise")
+    found = dict(weight_updates(model, CompressedTensors(float8.Tensorwise())))
+    stack = model.model.layers[1].mlp.experts.gate_up_proj.detach()
+    prefix = "model.layers.1.block_sparse_moe.experts"
+    for expert in range(3):
+        cast = Float8Tensor.from_high_precision(stack[expert], E4M3)
+        for part, rows in (("w1", slice(0, 48)), ("w3", slice(48, 96))):
+            assert_bitwise(found[f"{prefix}.{expert}.{part}.weight"], cast.float8_data[rows])
+            scale = found[f"{prefix}.{expert}.{part}.weight_scale"]
+            assert scale.item() == cast.scale.item()
+
+
+def test_the_next_step_pushes_the_next_weights():
+    model = convert(model_of("llama"), "blockwise")
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    tokens = torch.randint(64, (2, 16))
+    before = {key: x.clone() for key, x in weight_updates(model)}
+    for _ in range(2):
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = expected_updates(
+        model, is_linear, Blockwise(128, 128), ScaleFormat.POWER_OF_TWO, "weight_scale_inv"
+    )
+    after = list(weight_updates(model))
+    assert_same_updates(after, expected)
+    changed = [key for key, x in after if x.float().ne(before[key].float()).any()]
+    assert {key for key, _ in after} - {*changed} <= {k for k in before if k.endswith("_inv")}
+
+
+def in_float8(model):
+    return [m.weight for m in model.modules() if isinstance(m, float8.Float8Linear)]
+
+
+def test_each_weight_is_cast_once_and_cached_or_resident_ones_never():
+    model = convert(model_of("llama"), "blockwise")
+    numel = sum(w.numel() for w in in_float8(model))
+    with Casts() as casts:
+        found = {key: x.clone() for key, x in weight_updates(model)}
+    assert casts.elements == 2 * numel  # and the clones
+    with float8.cached_weights(model), Casts() as casts:
+        cached = dict(weight_updates(model))
+    assert casts.elements == 0
+    resident = float8.convert_to_float8_inference(
+        float8.convert_from_float8_training(model),
+        config=float8.Float8LinearConfig.from_recipe_name("blockwise"),
+        module_filter_fn=float8.filters.skip_names("lm_head"),
+    )
+    with Casts() as casts:
+        kept = dict(weight_updates(resident))
+    assert casts.elements == 0
+    for key, x in found.items():
+        assert_bitwise(cached[key], x, replay=key)
+        assert_bitwise(kept[key], x, replay=key)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_memory_is_that_of_one_parameter(name):
+    model = convert(model_of(name), "rowwise")
+    largest = max(bytes_of([p]) for p in model.parameters())
+    updates = weight_updates(model, CompressedTensors(Rowwise()))
+    with Allocations(model.parameters()) as alive:
+        start = alive.now
+        for _, x in updates:
+            assert x.numel() > 0
+        del x
+    assert alive.peak - start <= 1.5 * largest
+    assert alive.now <= start + 1024  # constants
+
+
+def test_a_write_in_between_is_an_error():
+    model = convert(model_of("llama"), "blockwise")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    updates = weight_updates(model)
+    name, _ = next(updates)
+    assert name == "model.embed_tokens.weight"
+    model(torch.randint(64, (1, 16))).logits.sum().backward()
+    next(updates)  # neither a forward nor a backward writes
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="embed_tokens.weight was written to since the call"):
+        list(updates)
+    updates = weight_updates(model)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="norm.weight was written to"):
+        next(updates)
+
+
+def test_hooks_are_gone_after_the_end_and_after_a_break():
+    from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
+
+    model, before = convert(model_of("llama"), "blockwise"), Counter(hooks)
+    for updates in (weight_updates(model), weight_updates(model)):
+        next(updates)
+        assert len(hooks) == len(before) + 1
+        updates.close()
+    list(weight_updates(model))
+    assert Counter(hooks) == before
+
+
+def test_arguments_are_refused_at_the_call():
+    with pytest.raises(TypeError, match="must be an nn.Module"):
+        weight_updates(None)
+    with pytest.raises(ValueError, match="float8"):
+        weight_updates(model_of("llama"))
+
+
+@pytest.mark.slow
+def test_sharded_models_push_the_bits_of_one_process():
+    checks = [
+        ("every_rank_gets_whole_tensors", "llama", "blockwise"),
+        ("every_rank_gets_whole_tensors", "mixtral", "rowwise"),
+        ("gathers_one_parameter_at_a_time",),
+        ("a_step_in_between_is_an_error",),
+    ]
+    assert failures("live_program", checks, 2) == {}
