@@ -25,7 +25,6 @@ layers with the dequantised weights; so does a ``state_dict()`` under `high_prec
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -33,16 +32,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
+from float8.config import Float8LinearConfig
 from float8.convert.conversion import ConversionPlan, named, plan_conversion, replace_children
 from float8.convert.filters import ModuleFilter
-from float8.formats import E4M3
-from float8.granularity import WHOLE
 from float8.kernels import family_of, is_sharded
-from float8.linear.cast import make_cast
 from float8.linear.float8_weight import as_parameter, is_resident, refuses_resident, to_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_call
+from float8.linear.static_input import set_input_cast, with_static_input
 from float8.linear.switch import Float8Module
 
 __all__ = ["convert_to_float8_inference", "hide_from_ddp"]
@@ -118,7 +115,7 @@ def _cast_inputs_with(scales: Mapping[str, float | Tensor], plan: ConversionPlan
             problems.append(f"a scale for {fqn}: {why}")
             continue
         try:
-            plan.configs[fqn] = _with_static_input(plan.configs[fqn], scale)
+            plan.configs[fqn] = with_static_input(plan.configs[fqn], scale)
         except (TypeError, ValueError) as error:
             problems.append(f"{fqn}: {error}")
     if problems:
@@ -126,26 +123,6 @@ def _cast_inputs_with(scales: Mapping[str, float | Tensor], plan: ConversionPlan
             "nothing was converted, because static_scales must name the input scale of each layer "
             "that is converted and of no other:\n  " + "\n  ".join(problems)
         )
-
-
-def _with_static_input(config: Float8LinearConfig, scale: float | Tensor) -> Float8LinearConfig:
-    if isinstance(scale, Tensor) and scale.numel() != 1:
-        raise ValueError(f"an input has one static scale, got a tensor of {tuple(scale.shape)}")
-    value = float(scale)
-    if not math.isfinite(value) or value <= 0:
-        raise ValueError(f"an input's scale must be finite and > 0, got {value}")
-    cast = config.plan.output.a
-    if cast is None or any(extent != WHOLE for extent in cast.block):
-        what = "in high precision" if cast is None else f"with a scale for each {cast.block}"
-        raise ValueError(
-            f"its config casts inputs {what}, and static scales are for tensorwise inputs; "
-            "convert_from_float8_training first, to convert it with another config"
-        )
-    target = config.cast_config_input.target_dtype
-    static = CastConfig(ScalingType.STATIC, target_dtype=target, static_scale=value)
-    is_delayed = any(c.scaling_type is ScalingType.DELAYED for c in config.operand_casts[1:])
-    delayed = config.delayed_scaling if is_delayed else DelayedScalingConfig()
-    return replace(config, cast_config_input=static, delayed_scaling=delayed)
 
 
 def _refused_weights(plan: ConversionPlan) -> Iterator[tuple[str, str | None]]:
@@ -237,10 +214,7 @@ def _keep_float8_only(plan: ConversionPlan) -> None:
     for fqn, layer in plan.layers.items():
         config, old = plan.configs[fqn], layer.weight
         if config != layer.config:
-            layer.config = config
-            layer.cast_input = make_cast(
-                config.cast_config_input, E4M3, config.delayed_scaling, device=old.device
-            ).train(layer.training)
+            set_input_cast(layer, config)
         if is_resident(old):
             old.requires_grad_(False)
             continue

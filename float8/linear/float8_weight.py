@@ -32,9 +32,7 @@ The data of a resident weight does not depend on the compute dtype, nor on autoc
 ``weight.dtype`` is the dtype that the weight dequantises to and that its gradient has. The gradient
 is an ordinary tensor.
 
-A checkpoint has two plain tensors, ``weight`` (float8) and ``weight_scale`` (float32 or E8M0).
-Loading casts a ``weight`` in high precision. Loading float8 data into a layer with a high-precision
-weight dequantises it.
+What a checkpoint has of a resident weight: `float8.linear.resident_state`.
 """
 
 from __future__ import annotations
@@ -45,7 +43,6 @@ import torch
 from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig
-from float8.formats import FORMATS, HIGH_PRECISION_DTYPES
 from float8.granularity import WHOLE, scale_shape
 from float8.linear.bound_plan import BoundPlan
 from float8.linear.scaling import (
@@ -59,7 +56,6 @@ from float8.tensor import Float8Tensor
 
 TENSORWISE = (WHOLE, WHOLE)
 ROWWISE = (1, WHOLE)
-SCALE_KEY = "weight_scale"
 
 
 class Float8Weight:
@@ -339,75 +335,3 @@ def make_plain(model: nn.Module) -> None:
         if id(weight) not in plain:
             plain[id(weight)] = as_parameter(weight, weight.dequantize(), weight.requires_grad)
         module._parameters["weight"] = plain[id(weight)]
-
-
-def split_saved(
-    weight: Float8Tensor, destination: dict[str, Any], prefix: str, plain: bool
-) -> None:
-    """Put a weight into a state dict: data and scale, sharing memory; or dequantised."""
-    if plain:
-        destination[prefix + "weight"] = weight.detach().dequantize()
-        return
-    destination[prefix + "weight"] = weight._data.detach()
-    destination[prefix + SCALE_KEY] = weight._scale.detach()
-
-
-def join_loaded(
-    weight: Tensor,
-    state_dict: dict[str, Any],
-    prefix: str,
-    config: Float8LinearConfig,
-    errors: list[str],
-) -> None:
-    """Convert the weight in a state dict to the form of the layer's weight, in place.
-
-    Args:
-        weight: the layer's weight, in float8 or not.
-        state_dict: its ``weight`` is replaced, and its ``weight_scale`` is removed, where needed.
-        prefix: the prefix of the layer's keys.
-        config: the layer's config.
-        errors: messages of errors are appended to it.
-    """
-    key = prefix + "weight"
-    joined: Tensor
-    loaded, scale = state_dict.get(key), state_dict.get(prefix + SCALE_KEY)
-    if loaded is None or isinstance(loaded, Float8Tensor) or loaded.shape != weight.shape:
-        return  # nothing to do, or torch raises the error
-    if loaded.dtype in FORMATS:
-        try:
-            joined = _joined(loaded, scale, weight, config)
-        except (TypeError, ValueError) as error:
-            errors.append(f"{key}: its float8 data does not load: {error}")
-            joined = weight  # loads into itself: no change
-        state_dict.pop(prefix + SCALE_KEY, None)
-        state_dict[key] = joined if is_resident(weight) else _dequantized(joined)
-    elif is_resident(weight) and loaded.dtype in HIGH_PRECISION_DTYPES:
-        state_dict[key] = to_resident(loaded.to(weight.dtype), config)
-    elif is_resident(weight):
-        known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
-        errors.append(f"{key}: it is {loaded.dtype}, and only {known} can be cast to float8")
-        state_dict[key] = weight  # loads into itself: no change
-
-
-def _joined(
-    data: Tensor, scale: Tensor | None, weight: Tensor, config: Float8LinearConfig
-) -> Float8Tensor:
-    cast = config.plan.output.b
-    if scale is None:
-        raise ValueError(f"the checkpoint has no {SCALE_KEY} for it")
-    if cast is None:
-        raise ValueError("this layer multiplies its weight in high precision")
-    block = weight._block if is_resident(weight) else cast.block
-    if scale.dtype != cast.scale_format.dtype:
-        raise ValueError(
-            f"its {SCALE_KEY} is {scale.dtype}, and this layer has scales of "
-            f"{cast.scale_format.dtype} ({cast.scale_format}); load the checkpoint of a layer with "
-            "this config, or one in high precision"
-        )
-    if is_resident(weight) and data.dtype != weight._data.dtype:
-        raise ValueError(f"it is {data.dtype}, and the layer's weight is {weight._data.dtype}")
-    return Float8Tensor(data.detach(), scale.detach(), block, weight.dtype)
-
-
-def _dequantized(x: Tensor) -> Tensor:
-    return x.dequantize() if isinstance(x, Float8Tensor) else x

@@ -31,8 +31,6 @@ from float8.linear.float8_weight import (
     Float8Weight,
     float8_weight,
     is_resident,
-    join_loaded,
-    split_saved,
 )
 from float8.linear.onnx_graph import linear_in_onnx, refuses_onnx, weight_in_onnx
 from float8.linear.refusals import (
@@ -45,6 +43,7 @@ from float8.linear.refusals import (
     tell_once_of_tokens,
 )
 from float8.linear.registration import stored_by
+from float8.linear.resident_state import input_scale_of, join_loaded, split_saved
 from float8.linear.switch import Float8Module
 from float8.tensor import Float8Tensor
 
@@ -232,7 +231,7 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         stored = stored_by(self.weight)
-        join_loaded(self.weight, state_dict, prefix, self.config, errors=args[-1])
+        join_loaded(self, state_dict, prefix, errors=args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
         if stored is not None and not stored.is_stored(self.weight):  # assign=True
             like = stored.from_plain(self.weight)
@@ -254,12 +253,17 @@ class Float8Linear(Float8Module, nn.Linear):
         if stored is not None and not keep_vars and key in destination:
             destination[key] = stored.to_plain(self.weight)
         if is_resident(self.weight) and not keep_vars:
-            split_saved(self.weight, destination, prefix, plain=self.high_precision)
+            split_saved(self, destination, prefix)
 
     @property
     def weight_scale(self) -> Tensor | None:
         """The scale of a resident float8 weight, under its name in checkpoints; else None."""
         return self.weight._scale if is_resident(self.weight) else None
+
+    @property
+    def input_scale(self) -> Tensor | None:
+        """The static scale of inputs beside a resident weight, under its name in checkpoints."""
+        return input_scale_of(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles, without the cached weight."""

@@ -92,7 +92,7 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
     named = [(name_in_model(fqn), module) for fqn, module in model.named_modules()]
     layers = {fqn: module for fqn, module in named if isinstance(module, Float8Linear)}
     experts = [fqn for fqn, m in named if isinstance(m, Float8Experts)]
-    if not layers:
+    if not layers and not experts:
         raise ValueError(f"inspect: {type(model).__name__} has no float8 layer; {_remedy(model)}")
     report = Report(model=type(model).__name__, step=step)
     inspection = _Inspection(layers, experts)

@@ -271,6 +271,97 @@ def test_a_checkpoint_holds_plain_codes_and_loads_strictly(recipe, assign):
 
 
 @pytest.mark.parametrize("recipe", BLOCKS)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_float8_checkpoint_never_loads_into_a_plain_model(recipe, strict):
+    """Also not with strict=False, which would copy the float8 data and drop the scales."""
+    plain, state = mlp(seed=5), resident(recipe).state_dict()
+    before = plain[0].weight.detach().clone()
+    for assign in (False, True):
+        with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight: .*\[160, 48, 1\]"):
+            plain.load_state_dict(state, strict=strict, assign=assign)
+        assert_bitwise(plain[0].weight, before)
+
+
+@pytest.mark.parametrize("recipe", BLOCKS)
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_checkpoint_of_an_earlier_version_loads(recipe, assign):
+    model, x = resident(recipe), example()
+    state = model.state_dict()
+    old = {k: v.squeeze(-1) if v.dtype == torch.float8_e4m3fn else v for k, v in state.items()}
+    assert old["0.weight"].shape == (160, 48)
+    other = convert_to_float8_inference(mlp(seed=5), config=config_of(recipe))
+    other.load_state_dict(old, assign=assign)
+    assert_bitwise(other(x), model(x))
+    trained = convert_to_float8_training(mlp(seed=5), config=config_of(recipe))
+    trained.load_state_dict(old, assign=assign)
+    assert_bitwise(trained[0].weight, model[0].weight.dequantize())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_static_scales_are_in_the_checkpoint(assign):
+    """They replace those of the loading model, and make dynamic inputs static."""
+    scales, x = {"0": 0.02, "2": 0.005}, example()
+    model = convert_to_float8_inference(mlp(), scales)
+    state = model.state_dict()
+    assert state["0.input_scale"].item() == torch.tensor(0.02).item()
+    assert state["0.input_scale"].shape == ()
+    for others in (None, {"0": 3.0, "2": 4.0}, scales):
+        other = convert_to_float8_inference(mlp(seed=5), others).eval()
+        other.load_state_dict(state, assign=assign)
+        assert_bitwise(other(x), model(x))
+        assert not other[0].cast_input.training
+        assert other[0].input_scale.item() == model[0].input_scale.item()
+    assert other[0].config == model[0].config  # nothing to compile again
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(48, 160), nn.GELU(), nn.Linear(160, 32)).bfloat16()
+    convert_to_float8_inference(empty)
+    empty.load_state_dict(state, assign=True)
+    assert_bitwise(empty(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_static_scales_are_in_a_distributed_checkpoint(tmp_path):
+    model, x = convert_to_float8_inference(mlp(), {"0": 0.02, "2": 0.005}), example()
+    dcp.save(get_model_state_dict(model), checkpoint_id=tmp_path, no_dist=True)
+    other = convert_to_float8_inference(mlp(seed=5), {"0": 1.0, "2": 1.0})
+    into = get_model_state_dict(other)
+    dcp.load(into, checkpoint_id=tmp_path, no_dist=True)
+    set_model_state_dict(other, into)
+    assert_bitwise(other(x), model(x))
+
+
+def test_checkpoints_without_static_scales_leave_those_of_the_model():
+    scales, x = {"0": 0.02, "2": 0.005}, example()
+    model = convert_to_float8_inference(mlp(), scales)
+    old = {k: v for k, v in model.state_dict().items() if not k.endswith("input_scale")}
+    for state in (old, mlp().state_dict()):
+        other = convert_to_float8_inference(mlp(seed=5), scales)
+        other.load_state_dict(state)
+        assert_bitwise(other(x), model(x))
+    trained = convert_to_float8_training(mlp(seed=5))  # which finds the scales of its inputs
+    trained.load_state_dict(model.state_dict())
+    assert trained[0].cast_input.config.scaling_type is ScalingType.DYNAMIC
+    with high_precision(model):
+        mlp().load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize(("scale", "said"), [(0.0, "> 0, got 0.0"), (torch.nan, "got nan")])
+def test_a_bad_static_scale_is_refused_by_name(scale, said):
+    model = convert_to_float8_inference(mlp(), {"0": 0.02, "2": 0.005})
+    state = model.state_dict() | {"2.input_scale": torch.tensor(scale)}
+    with pytest.raises(RuntimeError, match=rf"2\.input_scale: it does not load: .*{said}"):
+        model.load_state_dict(state)
+    assert model[2].config.cast_config_input.static_scale == 0.005
+    state["2.input_scale"] = torch.ones(2)
+    with pytest.raises(RuntimeError, match=r"2\.input_scale: .*one static scale, got .*\(2,\)"):
+        model.load_state_dict(state)
+    rows = resident("rowwise")
+    state = rows.state_dict() | {"0.input_scale": torch.tensor(0.1)}
+    with pytest.raises(RuntimeError, match=r"0\.input_scale: .*with a scale for each \(1, -1\)"):
+        rows.load_state_dict(state)
+
+
+@pytest.mark.parametrize("recipe", BLOCKS)
 def test_a_plain_checkpoint_is_quantised_and_codes_load_into_a_training_model(recipe):
     plain, x = mlp(), example()
     model = convert_to_float8_inference(mlp(seed=5), config=config_of(recipe))
@@ -299,8 +390,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name():
         with pytest.raises(RuntimeError, match=r"0\.weight: it is torch\.float64, and only"):
             model.load_state_dict(mlp().double().state_dict(), assign=assign)
         assert_bitwise(model[0].weight.dequantize(), before)
-    with pytest.raises(RuntimeError, match=r"weight_scale"):  # a plain model has no such key
-        mlp().load_state_dict(model.state_dict())
     with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
         model.load_state_dict({"0.weight": torch.zeros(3, 3)}, strict=False)
 

@@ -457,6 +457,14 @@ def test_tools_that_watch_linear_layers_pass_experts_by():
     float8.find_nan(converted, x, loss_fn=loss)
 
 
+def test_a_model_whose_only_float8_layers_are_experts_is_inspected():
+    converted, x = convert(model(), module_filter_fn=only_experts), tokens().detach()
+    with float8.inspect(converted) as report:
+        converted(x).sum().backward()
+    assert report.casts == []
+    assert report.skipped == {"0.experts": "the casts of experts are not watched"}
+
+
 def test_fake_modules_are_converted():
     with FakeTensorMode():
         module = convert(Experts())

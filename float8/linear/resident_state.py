@@ -1,0 +1,140 @@
+"""The state dict of a layer whose weight is resident in float8: plain tensors.
+
+================ =================== ============================================================
+key              dtype               shape
+================ =================== ============================================================
+``weight``       float8              (N, K, 1)
+``weight_scale`` float32 or E8M0     ``ceil((N, K) / block)``
+``input_scale``  float32             (); only where inputs are cast with a static scale
+================ =================== ============================================================
+
+The last dimension of ``weight`` keeps it out of a plain layer, whose weight is (N, K): loading
+reports a size mismatch, also with ``strict=False``. Without it, torch would convert the float8 data
+to numbers, and drop the scales. Versions before 0.12 wrote (N, K); both load.
+
+Loading casts a ``weight`` in high precision. Loading float8 data into a layer with a high-precision
+weight dequantises it. A checkpoint without ``input_scale``, such as one of a plain model or of
+an earlier version, leaves the layer's input cast as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8.config import Float8LinearConfig, ScalingType
+from float8.formats import FORMATS, HIGH_PRECISION_DTYPES
+from float8.linear.float8_weight import is_resident, to_resident
+from float8.linear.static_input import set_input_cast, with_static_input
+from float8.tensor import Float8Tensor
+
+SCALE_KEY, INPUT_SCALE_KEY = "weight_scale", "input_scale"
+
+
+def input_scale_of(layer: Any) -> Tensor | None:
+    """The static scale of the inputs of a layer with a resident weight, float32 (); else None."""
+    cast = layer.config.cast_config_input
+    if cast.scaling_type is not ScalingType.STATIC or not is_resident(layer.weight):
+        return None
+    return torch.tensor(cast.static_scale, dtype=torch.float32, device=layer.weight.device)
+
+
+def split_saved(layer: Any, destination: dict[str, Any], prefix: str) -> None:
+    """Put a layer's resident weight into a state dict: data and scales; or dequantised.
+
+    Args:
+        layer: data and scale of its weight share memory with the state dict.
+        destination: the state dict.
+        prefix: the prefix of the layer's keys.
+    """
+    weight = layer.weight
+    if layer.high_precision:
+        destination[prefix + "weight"] = weight.detach().dequantize()
+        return
+    destination[prefix + "weight"] = weight._data.detach().unsqueeze(-1)
+    destination[prefix + SCALE_KEY] = weight._scale.detach()
+    if (scale := input_scale_of(layer)) is not None:
+        destination[prefix + INPUT_SCALE_KEY] = scale
+
+
+def join_loaded(layer: Any, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
+    """Convert the weight in a state dict to the form of the layer's weight, in place.
+
+    A static input scale becomes that of the layer, if its weight is resident.
+
+    Args:
+        layer: whose weight is in float8 or not.
+        state_dict: its ``weight`` is replaced, and its scales are removed, where needed.
+        prefix: the prefix of the layer's keys.
+        errors: messages of errors are appended to it.
+    """
+    weight: Tensor = layer.weight
+    key = prefix + "weight"
+    joined: Tensor
+    loaded, scale = state_dict.get(key), state_dict.get(prefix + SCALE_KEY)
+    if loaded is None or isinstance(loaded, Float8Tensor):
+        return
+    if loaded.dtype in FORMATS and loaded.shape == (*weight.shape, 1):
+        loaded = loaded.squeeze(-1)
+    if loaded.shape != weight.shape:
+        return  # torch raises the error
+    if loaded.dtype in FORMATS:
+        try:
+            joined = _joined(loaded, scale, weight, layer.config)
+        except (TypeError, ValueError) as error:
+            errors.append(f"{key}: its float8 data does not load: {error}")
+            joined = weight  # loads into itself: no change
+        state_dict.pop(prefix + SCALE_KEY, None)
+        state_dict[key] = joined if is_resident(weight) else _dequantized(joined)
+        if (input_scale := state_dict.pop(prefix + INPUT_SCALE_KEY, None)) is not None:
+            _take_input_scale(layer, input_scale, prefix, errors)
+    elif is_resident(weight) and loaded.dtype in HIGH_PRECISION_DTYPES:
+        state_dict[key] = to_resident(loaded.to(weight.dtype), layer.config)
+    elif is_resident(weight):
+        known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
+        errors.append(f"{key}: it is {loaded.dtype}, and only {known} can be cast to float8")
+        state_dict[key] = weight  # loads into itself: no change
+
+
+def _take_input_scale(layer: Any, scale: Tensor, prefix: str, errors: list[str]) -> None:
+    """Let a layer with a resident weight cast its inputs with the scale of a checkpoint."""
+    own = input_scale_of(layer)
+    if not is_resident(layer.weight) or scale.is_meta:
+        return
+    if (
+        own is not None
+        and not own.is_meta
+        and scale.numel() == 1
+        and bool(scale.cpu() == own.cpu())
+    ):
+        return  # as it is: the same number, whose digits in the config may be longer
+    try:
+        set_input_cast(layer, with_static_input(layer.config, scale))
+    except (TypeError, ValueError) as error:
+        errors.append(f"{prefix}{INPUT_SCALE_KEY}: it does not load: {error}")
+
+
+def _joined(
+    data: Tensor, scale: Tensor | None, weight: Tensor, config: Float8LinearConfig
+) -> Float8Tensor:
+    cast = config.plan.output.b
+    if scale is None:
+        raise ValueError(f"the checkpoint has no {SCALE_KEY} for it")
+    if cast is None:
+        raise ValueError("this layer multiplies its weight in high precision")
+    block = weight._block if is_resident(weight) else cast.block
+    if scale.dtype != cast.scale_format.dtype:
+        raise ValueError(
+            f"its {SCALE_KEY} is {scale.dtype}, and this layer has scales of "
+            f"{cast.scale_format.dtype} ({cast.scale_format}); load the checkpoint of a layer with "
+            "this config, or one in high precision"
+        )
+    if is_resident(weight) and data.dtype != weight._data.dtype:
+        raise ValueError(f"it is {data.dtype}, and the layer's weight is {weight._data.dtype}")
+    return Float8Tensor(data.detach(), scale.detach(), block, weight.dtype)
+
+
+def _dequantized(x: Tensor) -> Tensor:
+    return x.dequantize() if isinstance(x, Float8Tensor) else x
