@@ -17,8 +17,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
 
 import torch
 

@@ -175,12 +175,12 @@ def _sqnr(a: Tensor, b: Tensor) -> float:
 
 def _parts(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Both in float32, some rows at a time."""
-    if a.dim() == 0:
+    if a.dim() == 0 or not a.numel():
         yield _float32(a), _float32(b)
         return
     blocks = [x.block[0] for x in (a, b) if isinstance(x, Float8Tensor)]
     unit = math.lcm(*(block for block in blocks if block > 0))
-    rows = max(1, _ELEMENTS // max(1, a[:1].numel()) // unit) * unit
+    rows = max(1, _ELEMENTS * a.shape[0] // max(1, a.numel()) // unit) * unit
     for begin in range(0, a.shape[0], rows):
         end = min(begin + rows, a.shape[0])
         yield _float32(a[begin:end]), _float32(b[begin:end])

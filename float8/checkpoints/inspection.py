@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.checkpoints.layout import Layer
+from float8.checkpoints.layout import Layer, Layout
 from float8.checkpoints.shards import Spec
 from float8.checkpoints.source import WEIGHT, Source
+from float8.granularity import block_name
 from float8.kernels import e8m0
 
 Progress = Callable[[int, int, str], None]
@@ -111,7 +112,9 @@ class Inspection:
             lines += [f"{count} layers in float8, stored as {self.layout}", _float8(self.float8)]
         else:
             lines += ["no layer in float8"]
-        lines += ["", "in high precision", _high_precision(self.high_precision), ""]
+        if self.high_precision:
+            lines += ["", "in high precision", _high_precision(self.high_precision)]
+        lines += [""]
         problems = "no problems" if not self.problems else f"{len(self.problems)} problems:"
         return "\n".join([*lines, problems, *(f"- {text}" for text in self.problems)])
 
@@ -157,7 +160,7 @@ def inspect_checkpoint(
     problems += _unlisted(weights, float8, names, source)
     nbytes = sum(spec.nbytes for spec in specs.values())
     files = len({spec.file for spec in specs.values()})
-    layout = None if source.layout is None else str(source.layout)
+    layout = None if source.layout is None else layout_text(source.layout)
     return Inspection(
         str(path), layout, files, nbytes, [*float8.values()], [*rest.values()], problems
     )
@@ -188,6 +191,13 @@ def _unlisted(
                 f"float8, and {source.config_file} does not list it as left in high precision; "
                 "readers look for its scale"
             )
+
+
+def layout_text(layout: Layout) -> str:
+    """A layout in words."""
+    granularity = block_name(layout.granularity.block_of((0, 0)))
+    inputs = "static" if layout.static_inputs else "dynamic"
+    return f"{layout.name}, {granularity} {layout.scale_format.value} scales, {inputs} inputs"
 
 
 def size(nbytes: float) -> str:
@@ -228,4 +238,6 @@ def _high_precision(kinds: list[Kind]) -> str:
     rows = [[k.name, k.count, k.dtype, _shapes(k), size(k.nbytes)] for k in kinds]
     align = ["left", "right", "left", "left", "right"]
     headers = ["tensors", "number", "dtype", "shape", "size"]
-    return tabulate(rows, headers, "simple", colalign=align if rows else None, disable_numparse=True)
+    return tabulate(
+        rows, headers, "simple", colalign=align if rows else None, disable_numparse=True
+    )

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.checkpoints.inspection import Progress, size
+from float8.checkpoints.inspection import Progress, layout_text, size
 from float8.checkpoints.layout import Layer, Layout
 from float8.checkpoints.shard_writer import MAX_SHARD_BYTES, write_shards
 from float8.checkpoints.shards import INDEX_SUFFIX, PICKLES, SUFFIX, Spec
@@ -69,12 +68,23 @@ class Rewriting:
     notes: list[str] = field(default_factory=list)
     make: dict[str, Entries] = field(default_factory=dict, repr=False)
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "source": str(self.source.path),
+            "source_layout": _text(self.source.layout),
+            "target": _text(self.target),
+            "nbytes": sum(spec.nbytes for spec in self.specs.values()),
+            "weights": self.how,
+            "notes": self.notes,
+        }
+
     def __str__(self) -> str:
         before = sum(spec.nbytes for spec in self.source.shards.keys().values())
         after = sum(spec.nbytes for spec in self.specs.values())
-        lines = [f"{self.source.path}: {size(before)}, {self.source.layout or 'high precision'}"]
-        lines += [f"as {self.target}: {size(after)}"]
-        lines += [f"  {count} weights: {how}" for how, count in Counter(self.how.values()).items()]
+        lines = [f"{self.source.path}: {size(before)}, {_text(self.source.layout)}"]
+        lines += [f"as {_text(self.target)}: {size(after)}"]
+        lines += [f"  {count} tensors {how}" for how, count in Counter(self.how.values()).items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def write(
@@ -103,9 +113,7 @@ class Rewriting:
             raise ValueError(f"{folder}: it is the folder that is read; give another name")
         tensors = self._tensors(progress)
         files = _files(own, self._quantization_config(), self._dtype())
-        write_shards(
-            folder, self.specs, tensors, max_shard_bytes, files=files, overwrite=overwrite
-        )
+        write_shards(folder, self.specs, tensors, max_shard_bytes, files=files, overwrite=overwrite)
 
     def _tensors(self, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
         for done, (key, make) in enumerate(self.make.items()):
@@ -151,6 +159,12 @@ def plan_rewriting(
             + (f"{source.path} is in float8 and" if source.layers else "this one stays, and")
             + " its layers are known"
         )
+    has_inputs = source.layout is not None and source.layout.static_inputs
+    if isinstance(target, Layout) and target.static_inputs and not has_inputs:
+        raise ValueError(
+            f"{source.path} has no scales of inputs, which {_text(target)} stores; take a layout "
+            "with dynamic inputs, or save a model with the scales that float8.calibrate finds"
+        )
     weights = source.weights()
     layers = set(source.layers) or _linear(weights, SKIP if skip is None else skip)
     problems: list[str] = []
@@ -170,10 +184,14 @@ def plan_rewriting(
         found.how[key] = cast.how
         found.make[key] = cast.tensors
     if problems:
-        raise ValueError(told(f"{source.path} cannot be stored as {target}", problems))
+        raise ValueError(told(f"{source.path} cannot be stored as {_text(target)}", problems))
     _share_scales(planned)
     _add_notes(found)
     return found
+
+
+def _text(form: Layout | torch.dtype | None) -> str:
+    return layout_text(form) if isinstance(form, Layout) else str(form or "high precision")
 
 
 def _linear(weights: dict[str, Spec], skip: Sequence[str]) -> set[str]:
@@ -200,7 +218,10 @@ def _plan_high_precision(found: Rewriting, key: str, spec: Spec, in_float8: bool
 
     def make() -> dict[str, Tensor]:
         x = read(key, torch.float32)
-        return {key: x.dequantize(dtype) if isinstance(x, Float8Tensor) else x.to(dtype)}
+        made = x.dequantize(dtype) if isinstance(x, Float8Tensor) else x.to(dtype)
+        if made.dtype == torch.float16 != spec.dtype and not bool(made.isfinite().all()):
+            raise ValueError(f"{found.source.place(key)}: it has values that float16 does not hold")
+        return {key: made}
 
     found.specs[key] = Spec(dtype, spec.shape)
     found.how[key] = DEQUANTISED if in_float8 else COPIED
@@ -241,11 +262,6 @@ class _Cast:
 
     def refuses(self) -> str | None:
         """The reason why the target cannot store the layer, or None."""
-        if self.target.static_inputs and self.input_scale is None:
-            return (
-                "the source has no scale of its input, which this layout stores; take a layout "
-                "with dynamic inputs, or save a model that `float8.calibrate` has seen"
-            )
         return self.target.refuses(self._on_meta())
 
     def specs(self) -> dict[str, Spec]:
@@ -264,7 +280,10 @@ class _Cast:
 
     def tensors(self) -> dict[str, Tensor]:
         scale = None if self.scale is None else self.scale()
-        return self.target.tensors(self._with(self.cast.of(self.weight(), scale)))
+        layer = self._with(self.cast.of(self.weight(), scale))
+        if (reason := self.target.refuses(layer)) is not None:  # NaN or inf in the source
+            raise ValueError(f"{self.source.place(self.name + WEIGHT)}: {reason}")
+        return self.target.tensors(layer)
 
 
 def _share_scales(casts: dict[str, _Cast]) -> None:
@@ -296,9 +315,9 @@ def _add_notes(found: Rewriting) -> None:
             f"{again} weights are dequantised and cast again, so their values are rounded twice; a "
             "checkpoint in high precision gives better ones"
         )
-    if layout is not None and layout.static_inputs:
-        if not (isinstance(target, Layout) and target.static_inputs):
-            found.notes.append("the static scales of inputs are left out")
+    has_scales = layout is not None and layout.static_inputs
+    if has_scales and not (isinstance(target, Layout) and target.static_inputs):
+        found.notes.append("the static scales of inputs are left out")
     if isinstance(target, Layout) and not found.source.layers:
         layers = sum(how == CAST for how in found.how.values())
         kept = [
