@@ -16,14 +16,24 @@ of DeepSeek-V3), ``compressed_tensors.py`` (per tensor or per channel), ``modelo
 static inputs). A layout is pure: `Float8Tensor` to named tensors and back; it knows neither files
 nor modules. A new layout is its file and its row in ``layouts.LAYOUTS``.
 
-``layout.py`` < the layouts < ``layouts.py``; ``shards.py``: files, no layouts; ``weights.py``: what
-each entry of a model becomes, over ``stacks.py`` (names and experts as published checkpoints have
-them) < ``save.py``, ``load.py``, ``live.py``; ``inspection.py``, ``comparison.py``,
-``rewriting.py`` < ``__main__.py``.
+``layout.py`` < the layouts < ``layouts.py``; ``shards.py``, ``new_folder.py`` <
+``shard_writer.py``: files, no layouts; ``weights.py``: what each entry of a model becomes, over
+``stacks.py`` (names and experts as published checkpoints have them), ``float8_layers.py`` (which
+layers are in float8) and ``weight_cast.py`` (with which bits) < ``save.py``, ``load.py``,
+``live.py``; ``inspection.py``, ``comparison.py``, ``rewriting.py`` < ``__main__.py``.
 """
 
 from float8.checkpoints.compressed_tensors import CompressedTensors
 from float8.checkpoints.fine_grained import FineGrained
 from float8.checkpoints.modelopt import ModelOpt
+from float8.checkpoints.save import save_pretrained
+from float8.checkpoints.save_plan import SavePlan, plan_save
 
-__all__ = ["CompressedTensors", "FineGrained", "ModelOpt"]
+__all__ = [
+    "CompressedTensors",
+    "FineGrained",
+    "ModelOpt",
+    "SavePlan",
+    "plan_save",
+    "save_pretrained",
+]

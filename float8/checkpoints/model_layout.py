@@ -13,14 +13,17 @@ from float8.config import OperandCast, ScalingType
 from float8.config.suggestions import did_you_mean
 from float8.convert.conversion import own_config
 from float8.formats import ScaleFormat
-from float8.granularity import Rowwise, block_name
+from float8.granularity import Blockwise, Rowwise, block_name
 
 # The granularity of a recipe's weights -> the layout that stores such scales.
 _BY_GRANULARITY = {
     "128x128": "fine_grained",
     "tensorwise": "compressed_tensors",
     "rowwise": "compressed_tensors",
+    "1x32": "compressed_tensors",
 }
+# The variants of compressed_tensors.
+_VARIANTS = {"rowwise": Rowwise(), "128x128": Blockwise(128, 128), "1x32": Blockwise(1, 32)}
 
 
 def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
@@ -30,7 +33,7 @@ def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
         model: converted.
         layout: a `Layout`, which is returned; its name, in the variant that stores the scales of
             the model's recipe; or None, for the layout that stores those scales: ``fine_grained``
-            of 128x128 blocks, ``compressed_tensors`` of rows and whole tensors. Inputs are static
+            of 128x128 blocks, ``compressed_tensors`` of rows, whole tensors and MX blocks. Inputs are static
             where all layers cast theirs with constants.
 
     Raises:
@@ -63,8 +66,9 @@ def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
         powers = bool(casts) and all(c.scale_format is ScaleFormat.POWER_OF_TWO for c in casts)
         found: Layout = made(scale_format=ScaleFormat.POWER_OF_TWO) if powers else made()
     elif layout == "compressed_tensors":
-        by_row = bool(casts) and all(block_name(cast.block) == "rowwise" for cast in casts)
-        found = made(granularity=Rowwise()) if by_row else made(static_inputs=is_static)
+        granularities = {block_name(cast.block) for cast in casts}
+        variant = _VARIANTS.get(granularities.pop()) if len(granularities) == 1 else None
+        found = made(granularity=variant) if variant else made(static_inputs=is_static)
     else:
         found = made()
     return found

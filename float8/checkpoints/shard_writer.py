@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from float8.arguments import check_type
 from float8.checkpoints.new_folder import new_folder, write_file
 from float8.checkpoints.shards import DTYPE_NAMES, INDEX_SUFFIX, METADATA_KEY, SUFFIX, Spec
 
@@ -80,18 +81,30 @@ def write_files(
     metadata: Mapping[str, str],
 ) -> None:
     """Write the shards and their index into an existing folder; see `write_shards`."""
-    shards = _shards(specs, max_shard_bytes)
-    names = shard_names(len(shards))
-    stream = iter(tensors)
-    for name, shard in zip(names, shards, strict=True):
+    check_shard_bytes(max_shard_bytes)
+    shards, stream = files_of(specs, max_shard_bytes), iter(tensors)
+    for name, shard in shards.items():
         _write_shard(folder / name, shard, stream, metadata)
     if (extra := next(stream, None)) is not None:
         raise ValueError(f"{extra[0]}: it comes after the last tensor that was announced")
     if len(shards) > 1:
-        weight_map = {key: n for n, shard in zip(names, shards, strict=True) for key in shard}
+        weight_map = {key: name for name, shard in shards.items() for key in shard}
         total = sum(spec.nbytes for spec in specs.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_file(folder / f"model{INDEX_SUFFIX}", json.dumps(index, indent=2) + "\n")
+
+
+def files_of(specs: Mapping[str, Spec], max_shard_bytes: float) -> dict[str, dict[str, Spec]]:
+    """The files of a checkpoint, at least one, and the tensors of each in their order."""
+    shards: list[dict[str, Spec]] = [{}]
+    filled = 0
+    for key, spec in specs.items():
+        if shards[-1] and filled + spec.nbytes > max_shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][key] = spec
+        filled += spec.nbytes
+    return dict(zip(shard_names(len(shards)), shards, strict=True))
 
 
 def shard_names(count: int) -> list[str]:
@@ -101,17 +114,16 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
 
 
-def _shards(specs: Mapping[str, Spec], max_shard_bytes: float) -> list[dict[str, Spec]]:
-    """The tensors of each file, in their order; at least one file."""
-    shards: list[dict[str, Spec]] = [{}]
-    filled = 0
-    for key, spec in specs.items():
-        if shards[-1] and filled + spec.nbytes > max_shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][key] = spec
-        filled += spec.nbytes
-    return shards
+def check_shard_bytes(size: object) -> None:
+    """Raise unless this is a size of shards.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not positive.
+    """
+    check_type(size, (int, float), "checkpoints", "max_shard_bytes", "a number, such as 5e9")
+    if not size > 0:  # type: ignore[operator]
+        raise ValueError(f"max_shard_bytes must be > 0, got {size}")
 
 
 def _write_shard(

@@ -40,7 +40,7 @@ TENSORWISE = (WHOLE, WHOLE)
 _HOLDS = {
     ScaleFormat.FLOAT32: (ScaleFormat.FLOAT32, ScaleFormat.POWER_OF_TWO),
     ScaleFormat.POWER_OF_TWO: (ScaleFormat.POWER_OF_TWO,),
-    ScaleFormat.E8M0: (ScaleFormat.POWER_OF_TWO,),
+    ScaleFormat.E8M0: (ScaleFormat.E8M0, ScaleFormat.E8M0_FLOOR, ScaleFormat.POWER_OF_TWO),
 }
 
 
