@@ -44,12 +44,12 @@ class Source:
 
     Args:
         path: see `Shards`; the configs lie in the folder, or beside the file.
-        raises: whether contradictions raise an error, or are collected in ``problems``.
+        raises: whether contradictions raise an error; otherwise they are in ``problems`` alone.
 
     Attributes:
         layout: of the float8 weights; None if the files have none.
         layers: the names of the layers in float8: ``NAME.weight`` is float8.
-        problems: the contradictions.
+        problems: the contradictions, one text each.
 
     Raises:
         FileNotFoundError: no such folder or file, or a shard is missing.
@@ -68,10 +68,7 @@ class Source:
         self.layers = [key.removesuffix(WEIGHT) for key in float8 if key.endswith(WEIGHT)]
         self._skipped = [entry for field in _SKIPPED for entry in (config or {}).get(field) or ()]
         self._parts = self._keys_of_parts()
-        self.problems = [
-            *self._problems_of_names(float8),
-            *self._problems_of_layers(),
-        ]
+        self.problems = [*self._problems_of_names(float8), *self._problems_of_layers()]
         if self.problems and raises:
             raise ValueError(told(f"{self.path} contradicts itself", self.problems))
 

@@ -61,7 +61,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from float8 import kernels
 from float8.arguments import check_module, described
 from float8.config import CastConfig, DelayedScalingConfig
-from float8.formats import Format, on_device
+from float8.formats import Format, ScaleFormat, on_device
 from float8.linear.registration import AFTER_SYNC, FIRST_SYNC_CHECKS
 from float8.linear.scaling import Cast, DelayedState, max_over_ranks
 from float8.linear.switch import Float8Module, Switchable
@@ -250,6 +250,26 @@ class DelayedCast(Switchable, Cast):
         if self.scale.is_meta and not weight.is_meta:  # load_state_dict(assign=True) onto meta
             self.to_empty(device=weight.device)
         self.reset_parameters()
+
+    @torch.no_grad()
+    def start_from(self, scale: Tensor) -> None:
+        """Start a new history with a known scale, as if ``sync`` had computed it.
+
+        Args:
+            scale: of data in E4M3 or E5M2, the format of the cast, one element > 0. The format's
+                twin on AMD gfx94x gets the scale of the same amax.
+        """
+        self.reset_parameters()
+        largest, given = self.format_on_device.max, scale.to(self.scale).reshape(())
+        amax = given * self.format.max
+        known = given * (self.format.max / largest)
+        if self.config.scale_format is not ScaleFormat.FLOAT32:
+            known = kernels.scale_from_amax(amax, largest, self.config.scale_format.value)
+        self.scale.copy_(known)
+        self.amax_history[0] = amax * 2.0**-self.delayed.margin
+        if "scale_age" in self._buffers:
+            self.scale_age.zero_()
+        self.history_ready = True
 
 
 # --- once per step

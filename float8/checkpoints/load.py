@@ -1,0 +1,192 @@
+"""`load`: a float8 checkpoint of another library becomes the weights of a model.
+
+============== ======================================= ==========================================
+``weights=``   layers that the files have in float8    for
+============== ======================================= ==========================================
+high_precision dequantised into the model's parameters a base to train on, in any precision
+float8         `Float8Linear`, frozen float8 weights   evaluation, and adapters (LoRA) on top
+training       as high_precision; delayed casts start  float8 training
+               with the scales of the files
+============== ======================================= ==========================================
+
+All else (norms, embeddings, biases, layers that the files have in high precision) is copied. Files
+without any float8 weight load too.
+
+**Nothing changes when it raises.** All names, shapes, dtypes and scales are checked first
+(`float8.checkpoints.source`), and all layers that are converted. Only then is data copied, tensor
+by tensor, each mapped into memory while it is copied. Parameters keep their memory; those on the
+meta device get some.
+
+**The first scales of a training.** A delayed cast of a weight starts with the scale of the file,
+where that is one per tensor, and casts inputs with the file's ``input_scale``, if it has one. A
+dynamic cast finds its own scale, from the dequantised weight. With the granularity of the file it
+finds the file's scale to the rounding of the parameter's dtype, and the same float8 data, wherever
+the largest float8 value of the block is 448, as after a cast to float32 scales. With scales that
+are powers of two it finds the same scale and data where that value is above 224.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from float8.arguments import check_module, check_type, described
+from float8.checkpoints.matching import dtype_of, layer_of, matched, tensor_of
+from float8.checkpoints.parameters import materialise, write
+from float8.checkpoints.resident import keep_float8, plan_of_float8
+from float8.checkpoints.source import WEIGHT, Source
+from float8.checkpoints.stacks import Slot
+from float8.config import Float8LinearConfig, check_config
+from float8.convert.conversion import named, own_config, plan_conversion
+from float8.convert.convert import convert_to_float8_training
+from float8.convert.inference import hide_from_ddp
+from float8.linear.delayed import DelayedCast
+from float8.linear.float8_weight import is_resident
+from float8.linear.layer import Float8Linear
+
+__all__ = ["load"]
+
+HIGH_PRECISION, FLOAT8, TRAINING = MODES = "high_precision", "float8", "training"
+
+
+def load(
+    model: nn.Module,
+    path: str | Path,
+    weights: str = HIGH_PRECISION,
+    *,
+    config: Float8LinearConfig | None = None,
+    ignore: Sequence[str] = (),
+    device: torch.device | str = "cpu",
+) -> nn.Module:
+    """Load a float8 checkpoint, or a plain one, into a model, in place.
+
+    Args:
+        model: with the names and shapes of the checkpoint, as `published` has them; plain, or
+            converted for training. Its parameters may be on the meta device. ``fully_shard`` may
+            have sharded them, but not for ``weights="float8"``: each rank reads its part.
+        path: a folder of safetensors files with ``config.json``, or one file beside it.
+        weights: ``"high_precision"``, ``"float8"`` or ``"training"``; see `float8.checkpoints.load`
+            for what becomes of layers in float8.
+        config: with ``weights="training"`` and a plain model: converts the layers that the
+            checkpoint has in float8.
+        ignore: patterns such as ``"*.k_scale"``, of keys that only the files or only the model
+            have, and of keys to leave as they are in the model.
+        device: of parameters that are on the meta device.
+
+    Returns:
+        ``model``, or the new layer if ``model`` itself was one and was converted.
+
+    Raises:
+        FileNotFoundError: there is no such folder or file, or a shard is missing.
+        ValueError: the files are damaged, contradict their config, or do not fit the model; or a
+            layer cannot be converted. Nothing has changed then.
+        TypeError: arguments of other types.
+    """
+    _check_arguments(model, path, weights, config, ignore)
+    device = torch.device(device)
+    source = Source(path)
+    _check_model(model, weights, config)
+    slots = matched(model, source, tuple(ignore))
+    plan = None
+    if weights == FLOAT8:
+        plan = plan_of_float8(model, source, slots, device)
+    elif config is not None:
+        wanted = _in_float8(source, slots)
+        plan_conversion(model, config, lambda _, fqn: fqn in wanted, "load").check()
+    # The model changes from here on.
+    if plan is not None:
+        model = plan.convert(model)
+        keep_float8(source, slots, plan, device)
+    materialise(model, device)
+    if config is not None:
+        model = convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda _, fqn: fqn in wanted
+        )
+    kept = set() if plan is None else set(plan.layers)
+    for key, slot in slots.items():
+        if layer_of(slot) not in kept or not key.endswith(WEIGHT):
+            parameter = tensor_of(model, slot.parameter)
+            write(slot, parameter, source.read(key, dtype_of(parameter)))
+    _start_casts(model, source, slots, from_files=weights == TRAINING)
+    if plan is not None:
+        hide_from_ddp(model)
+        plan.finish(model)
+    return model
+
+
+def _check_arguments(model: Any, path: Any, weights: Any, config: Any, ignore: Any) -> None:
+    check_module(model, "load")
+    check_type(path, (str, Path), "load", "path", "a folder or a .safetensors file")
+    if weights not in MODES:
+        raise ValueError(
+            f"load: weights must be one of {', '.join(map(repr, MODES))}, got {described(weights)}"
+        )
+    if config is not None:
+        check_config(config, "load")
+        if weights != TRAINING:
+            raise ValueError(
+                f'load: config is for weights="{TRAINING}", which converts the model; with '
+                f'weights="{weights}" leave it out'
+            )
+    is_list = isinstance(ignore, (list, tuple)) and all(isinstance(x, str) for x in ignore)
+    if not is_list:
+        raise TypeError(
+            f'load: ignore must be a list of patterns, as ["*.k_scale"], got {ignore!r}'
+        )
+
+
+def _check_model(model: nn.Module, weights: str, config: Float8LinearConfig | None) -> None:
+    layers = {fqn: m for fqn, m in model.named_modules() if own_config(m) is not None}
+    resident = [
+        f for f, m in layers.items() if isinstance(m, Float8Linear) and is_resident(m.weight)
+    ]
+    if resident:
+        raise ValueError(
+            f"load: the weight of {named(resident[0])} is in float8 alone; load into a plain "
+            "model, as convert_from_float8_training(model) returns"
+        )
+    if layers and (weights == FLOAT8 or config is not None):
+        what = f'weights="{FLOAT8}"' if weights == FLOAT8 else "config="
+        raise ValueError(
+            f"load: {named(next(iter(layers)))} is converted already, and {what} converts plain "
+            "models: call convert_from_float8_training(model) first"
+            + ("" if weights == FLOAT8 else ", or leave config out")
+        )
+    if weights == TRAINING and not layers and config is None:
+        raise ValueError(
+            f'load: weights="{TRAINING}" needs a converted model, or config=: '
+            'Float8LinearConfig.from_recipe_name("blockwise")'
+        )
+
+
+def _in_float8(source: Source, slots: Mapping[str, Slot]) -> set[str]:
+    """The modules of the model whose weights the files have in float8."""
+    keys = [name + WEIGHT for name in source.layers]
+    return {layer_of(slots[key]) for key in keys if key in slots}
+
+
+# --- the first scales
+
+
+def _start_casts(
+    model: nn.Module, source: Source, slots: Mapping[str, Slot], from_files: bool
+) -> None:
+    """Start the histories of delayed casts anew; from the scales of the files where they apply."""
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Float8Linear)}
+    for linear in layers.values():
+        for cast in linear.casts:
+            if isinstance(cast, DelayedCast):
+                cast.start_beside(linear.weight)
+    for name in source.layers if from_files else ():
+        slot = slots.get(name + WEIGHT)
+        if slot is None or slot.index or layer_of(slot) not in layers:
+            continue
+        stored, (x, w, _) = source.layer(name, torch.float32), layers[layer_of(slot)].casts
+        if isinstance(w, DelayedCast) and stored.weight.scale.numel() == 1:
+            w.start_from(stored.weight.scale)
+        if isinstance(x, DelayedCast) and stored.input_scale is not None:
+            x.start_from(stored.input_scale)

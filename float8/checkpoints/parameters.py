@@ -1,0 +1,142 @@
+"""Parameters that a file is read into: their memory, and the part of them that this rank has.
+
+A tensor of a file goes to a `Slot` of a parameter: all of it, or one expert's part of a stack. A
+parameter that FSDP2 has sharded has a box of the whole on this rank; `write` copies what the two
+have in common. No rank reads more than that, but for float8 blocks that the border of a shard
+splits.
+
+Rows are copied some at a time, so that dequantising holds no second copy of a weight in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8.checkpoints.stacks import Slot
+from float8.granularity import WHOLE
+from float8.kernels import is_sharded
+from float8.linear.float8_weight import as_parameter
+from float8.tensor import Float8Tensor
+
+_ELEMENTS = 1 << 22  # that are dequantised at a time: 16 MiB in float32
+Box = tuple[slice, ...]  # start and stop along each dimension
+
+
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Give parameters and persistent buffers on the meta device memory; shared ones stay shared."""
+    new: dict[int, Any] = {}
+    old: list[Tensor] = []  # whose ids stay theirs
+    for module in model.modules():
+        for entries in (module._parameters, module._buffers):
+            for name, own in entries.items():
+                if own is None or not own.is_meta or name in module._non_persistent_buffers_set:
+                    continue
+                if id(own) not in new:
+                    old.append(own)
+                    data = torch.empty_like(own, device=device, requires_grad=False)
+                    is_parameter = isinstance(own, nn.Parameter)
+                    new[id(own)] = (
+                        as_parameter(own, data, own.requires_grad) if is_parameter else data
+                    )
+                entries[name] = new[id(own)]
+
+
+@torch.no_grad()
+def write(slot: Slot, parameter: Tensor, source: Tensor) -> None:
+    """Copy a tensor of a file into its slot, dequantised if it is a `Float8Tensor`.
+
+    Args:
+        slot: where it goes.
+        parameter: that of the slot; a DTensor gets the part that this rank has.
+        source: of the slot's shape.
+    """
+    local, offset = _local(parameter)
+    target, box = _overlap(slot, parameter.shape, local.shape, offset)
+    if target is None:
+        return
+    for part in _rows(box):
+        own = tuple(
+            slice(p.start - b.start, p.stop - b.start) for p, b in zip(part, box, strict=True)
+        )
+        view = local[target]
+        view = view.mT if slot.transposed else view
+        view[own].copy_(_plain(source, part))
+
+
+def _local(parameter: Any) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's part of a parameter, and where it starts in the whole."""
+    if not is_sharded(parameter):
+        return parameter.detach(), (0,) * parameter.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return parameter._local_tensor.detach(), offset
+
+
+def _overlap(
+    slot: Slot, shape: torch.Size, local: torch.Size, offset: tuple[int, ...]
+) -> tuple[tuple[int | slice, ...] | None, Box]:
+    """What this rank has of a slot: its index in the local part, and the box of the source.
+
+    The index is None where they have nothing in common.
+    """
+    index = (*slot.index, *(slice(None) for _ in range(len(shape) - len(slot.index))))
+    target: list[int | slice] = []
+    box: list[slice] = []
+    for entry, size, own, start in zip(index, shape, local, offset, strict=True):
+        if isinstance(entry, int):
+            if not start <= entry < start + own:
+                return None, ()
+            target.append(entry - start)
+            continue
+        first, stop, step = entry.indices(size)
+        assert step == 1 or own == size, "a sharded dimension with a step"
+        if step != 1:
+            target.append(entry)
+            box.append(slice(0, len(range(first, stop, step))))
+            continue
+        begin, end = max(first, start), min(stop, start + own)
+        if begin >= end:
+            return None, ()
+        target.append(slice(begin - start, end - start))
+        box.append(slice(begin - first, end - first))
+    if slot.transposed:
+        box[-2:] = reversed(box[-2:])
+    return tuple(target), tuple(box)
+
+
+def _moved(extent: slice, start: int) -> slice:
+    return slice(extent.start - start, extent.stop - start)
+
+
+def _rows(box: Box) -> Iterator[Box]:
+    """The box in parts of some rows."""
+    if not box:
+        yield box
+        return
+    columns = 1
+    for extent in box[1:]:
+        columns *= extent.stop - extent.start
+    step = max(128, _ELEMENTS // max(columns, 1) // 128 * 128)
+    for start in range(box[0].start, box[0].stop, step):
+        yield slice(start, min(start + step, box[0].stop)), *box[1:]
+
+
+def _plain(source: Tensor, box: Box) -> Tensor:
+    """A part of a tensor in high precision; blocks that the box splits are dequantised whole."""
+    if not isinstance(source, Float8Tensor):
+        return source[box]
+    wide, inside = [], []
+    for part, size, block in zip(box, source.shape, source.block, strict=True):
+        extent = 1 if block == WHOLE else block
+        start = part.start // extent * extent
+        stop = min(-(-part.stop // extent) * extent, size)
+        wide.append(slice(start, stop))
+        inside.append(_moved(part, start))
+    return source[tuple(wide)].dequantize()[tuple(inside)]

@@ -1,0 +1,480 @@
+"""`load`: what becomes of each tensor of a checkpoint, and what is refused before a change."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+
+import oracle
+import pytest
+import torch
+from assertions import assert_bitwise, assert_sqnr_at_least
+from hand_written import FINE, LAYERS, Block, dequantised, fine_grained, tensors_of, write
+from torch import nn
+
+import float8
+from float8 import Float8Linear, Float8LinearConfig, convert_to_float8_training
+from float8.checkpoints.load import load
+from float8.checkpoints.source import Source
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+TOKENS = torch.randint(0, 40, (16,), generator=torch.Generator().manual_seed(3))
+
+
+def config_of(recipe: str) -> Float8LinearConfig:
+    return Float8LinearConfig.from_recipe_name(recipe)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """The tensors of a checkpoint, and its folder of three shards."""
+    tensors = tensors_of(Block(seed=1))
+    return tensors, write(tmp_path_factory.mktemp("fine"), tensors, shards=3)
+
+
+def bits_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def assert_unchanged(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    after = model.state_dict()
+    assert list(after) == list(before)
+    for key, value in before.items():
+        assert_bitwise(after[key], value, replay=key)
+    assert not any(isinstance(m, Float8Linear) for m in model.modules())
+
+
+# --- high precision
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_are_dequantised_in_place_and_all_else_is_copied(stored, dtype):
+    tensors, folder = stored
+    model = Block(dtype, seed=2)
+    parameters = dict(model.named_parameters())
+    places = {name: p.data_ptr() for name, p in parameters.items()}
+    assert load(model, folder) is model
+    for name, parameter in model.named_parameters():
+        assert parameter is parameters[name]  # optimizers keep theirs
+        assert parameter.data_ptr() == places[name]
+        assert parameter.requires_grad
+        layer = name.removesuffix(".weight")
+        plain = tensors[name].to(dtype) if layer not in LAYERS or "bias" in name else None
+        assert_bitwise(
+            parameter.detach(), dequantised(tensors, layer, dtype) if plain is None else plain, name
+        )
+    assert model.head.weight is model.embed.weight
+    assert model.steps == 1
+    assert not any(isinstance(m, Float8Linear) for m in model.modules())
+
+
+def test_files_without_float8_load(tmp_path):
+    source, model = Block(seed=1), Block(seed=2)
+    state = {k: v for k, v in source.state_dict().items() if k != "head.weight"}
+    load(model, write(tmp_path, state, config=None))
+    for key, value in source.state_dict().items():
+        assert_bitwise(model.state_dict()[key], value, replay=key)
+
+
+def test_one_file_is_a_checkpoint_and_its_config_lies_beside_it(tmp_path):
+    tensors = tensors_of(Block(seed=1))
+    model = load(Block(seed=2), write(tmp_path, tensors) / "model.safetensors")
+    assert_bitwise(model.up.weight.detach(), dequantised(tensors, "up", torch.bfloat16))
+
+
+def test_a_model_on_meta_gets_memory_for_what_is_loaded(stored):
+    tensors, folder = stored
+    with torch.device("meta"):
+        model = Block()
+    model.up.weight.role, model.norm.bias.requires_grad = "first", False
+    load(model, folder)
+    assert not any(x.is_meta for x in (*model.parameters(), *model.buffers()))
+    assert_bitwise(model.up.weight.detach(), dequantised(tensors, "up", torch.bfloat16))
+    assert model.head.weight is model.embed.weight
+    assert model.up.weight.role == "first"
+    assert not model.norm.bias.requires_grad
+
+
+def test_a_tied_weight_may_be_in_the_files_under_any_name_or_under_both(tmp_path):
+    source = Block(seed=1)
+    tensors = tensors_of(source)
+    embed = tensors.pop("embed.weight")
+    folder = write(tmp_path / "other", tensors | {"head.weight": embed})
+    assert_bitwise(load(Block(seed=2), folder).embed.weight.detach(), embed)
+    both = tensors | {"head.weight": embed.clone(), "embed.weight": embed}
+    folder = write(tmp_path / "both", both)
+    assert_bitwise(load(Block(seed=2), folder).embed.weight.detach(), embed)
+    both["head.weight"] = embed + 1
+    with pytest.raises(ValueError, match=r"head\.weight differs from embed\.weight.*untie them"):
+        load(Block(seed=2), write(tmp_path / "differ", both))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"])
+def test_a_converted_model_loads_and_starts_new_histories(stored, recipe):
+    tensors, folder = stored
+    model = convert_to_float8_training(Block(seed=2), config=config_of(recipe))
+    model(TOKENS).sum().backward()
+    float8.after_step(model)
+    load(model, folder)
+    assert_bitwise(model.up.weight.detach(), dequantised(tensors, "up", torch.bfloat16))
+    fresh = convert_to_float8_training(load(Block(), folder), config=config_of(recipe))
+    assert_bitwise(model(TOKENS), fresh(TOKENS))
+
+
+# --- float8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("meta", [False, True])
+def test_float8_weights_stay_as_they_are_in_the_files(stored, dtype, meta):
+    tensors, folder = stored
+    with torch.device("meta" if meta else "cpu"):
+        model = Block(dtype, seed=2)
+    assert load(model, folder, "float8") is model
+    for name in LAYERS:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, Float8Linear)
+        assert_bitwise(layer.weight.float8_data, tensors[f"{name}.weight"])
+        assert_bitwise(layer.weight.scale, tensors[f"{name}.weight_scale_inv"])
+        assert not layer.weight.requires_grad
+    assert_bitwise(model.up.bias.detach(), tensors["up.bias"].to(dtype))
+    assert type(model.gate) is nn.Linear
+    assert model.float8_conversion.converted == list(LAYERS)
+    why = "the checkpoint has its weight in high precision"
+    assert model.float8_conversion.skipped["gate"] == why
+    assert model.head.weight is model.embed.weight
+    plain = load(Block(dtype, seed=3), folder)
+    # Inputs are rounded to E4M3, about 32 dB, in two layers and beside a residual.
+    assert_sqnr_at_least(model(TOKENS), plain(TOKENS), 28)
+
+
+def test_inputs_are_cast_in_blocks_of_the_layout(stored):
+    """The product of the oracle's cast of the input and of the values of the files."""
+    tensors, folder = stored
+    model = load(Block(torch.float32), folder, "float8")
+    x = torch.randn(24, 144, generator=torch.Generator().manual_seed(1))
+    codes, scale = oracle.quantize(x, (1, 128), torch.float8_e4m3fn, "float32")
+    x8 = oracle.values(codes.view(torch.float8_e4m3fn), scale, (1, 128))
+    w = oracle.values(tensors["up.weight"], tensors["up.weight_scale_inv"], (128, 128))
+    assert_sqnr_at_least(model.up(x), x8 @ w.t() + tensors["up.bias"].double(), 100)
+
+
+def test_half_of_the_memory_of_bfloat16_remains(tmp_path):
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 256, bias=False))
+    model = model.bfloat16()
+    plain = sum(p.untyped_storage().nbytes() for p in model.parameters())
+    folder = write(tmp_path, fine_grained(model.state_dict(), ["0", "1"]))
+    model = load(model, folder, "float8")
+    parts = [part for w in model.parameters() for part in w.data_and_scale]
+    assert sum(part.untyped_storage().nbytes() for part in parts) <= 0.501 * plain
+
+
+def test_a_layer_alone_loads(tmp_path):
+    layer = nn.Linear(144, 272).bfloat16()
+    tensors = fine_grained({f"m.{k}": v for k, v in layer.state_dict().items()}, ["m"])
+    tensors = {key.removeprefix("m."): value for key, value in tensors.items()}
+    with pytest.raises(ValueError, match="float8"):  # ".weight" is asked for: a module has a name
+        load(layer, write(tmp_path, tensors), "float8")
+
+
+def test_a_float8_weight_that_an_embedding_reads_is_dequantised(tmp_path):
+    tensors = tensors_of(Block(seed=1), [*LAYERS, "embed"])
+    model = load(Block(seed=2), write(tmp_path, tensors), "float8")
+    assert "that of embed too, and dequantised" in model.float8_conversion.skipped["head"]
+    wanted = dequantised(tensors, "embed", torch.bfloat16)
+    assert_bitwise(model.embed.weight.detach(), wanted)
+
+
+def test_adapters_train_on_float8_weights(stored):
+    _, folder = stored
+    model = load(Block(torch.float32), folder, "float8")
+    before = bits_of(model)
+    up = model.up
+    a, b = nn.Linear(144, 4, bias=False), nn.Linear(4, 272, bias=False)
+    nn.init.zeros_(b.weight)
+    handle = up.register_forward_hook(lambda _, args, out: out + b(a(args[0])))
+    optimizer = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.01)
+    losses, wanted = [], TOKENS.roll(1)
+    for _ in range(8):
+        loss = nn.functional.cross_entropy(model(TOKENS), wanted)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    handle.remove()
+    assert losses[-1] < losses[0]
+    for key, value in before.items():
+        assert_bitwise(model.state_dict()[key], value, replay=key)
+
+
+# --- training
+
+
+def test_config_converts_the_layers_that_the_files_have_in_float8(stored):
+    _, folder = stored
+    model = load(Block(seed=2), folder, "training", config=config_of("blockwise"))
+    assert model.float8_conversion.converted == list(LAYERS)
+    assert type(model.gate) is nn.Linear
+    model(TOKENS).sum().backward()
+    assert model.up.weight.grad is not None
+    with torch.device("meta"):
+        empty = Block()
+    empty = load(empty, folder, "training", config=config_of("delayed"))
+    assert_bitwise(empty.up.weight, model.up.weight)
+    assert empty.up.cast_weight.scale.device.type == "cpu"
+    empty(TOKENS).sum().backward()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_first_dynamic_cast_finds_the_same_data(tmp_path, dtype):
+    """The scale to the dtype's rounding of the largest value, as the docstring of `load` says."""
+    source = Block(torch.float32, seed=1)
+    source.up.weight.data *= torch.logspace(-3, 2, 272).unsqueeze(1)
+    tensors = tensors_of(source)
+    folder = write(tmp_path, tensors)
+    layer = replaced_blocks()
+    model = load(Block(dtype), folder, "training", config=layer)
+    for name in LAYERS:
+        found = model.get_submodule(name).cast_weight(model.get_submodule(name).weight.detach())
+        scale = tensors[f"{name}.weight_scale_inv"]
+        assert_bitwise(found.float8_data, tensors[f"{name}.weight"])
+        assert float(((found.scale - scale) / scale).abs().max()) <= torch.finfo(dtype).eps
+
+
+def replaced_blocks() -> Float8LinearConfig:
+    """The recipe blockwise with float32 scales, as the files have."""
+    import dataclasses
+
+    config = config_of("blockwise")
+    casts = {
+        name: dataclasses.replace(getattr(config, name), scale_format=float8.ScaleFormat.FLOAT32)
+        for name in ("cast_config_input", "cast_config_weight", "cast_config_grad_output")
+    }
+    return dataclasses.replace(config, **casts)
+
+
+def test_powers_of_two_come_back_exactly_where_the_largest_value_is_above_224(tmp_path):
+    source = Block(seed=1)
+    config = config_of("blockwise")
+    tensors = {k: v for k, v in source.state_dict().items() if k != "head.weight"}
+    for name in LAYERS:
+        w = tensors[f"{name}.weight"]
+        data, scale = oracle.quantize(w, (128, 128), torch.float8_e4m3fn, "power_of_two")
+        tensors[f"{name}.weight"] = data.view(torch.float8_e4m3fn)
+        tensors[f"{name}.weight_scale_inv"] = scale
+    folder = write(tmp_path, tensors, FINE | {"scale_fmt": "ue8m0"})
+    model = load(Block(seed=2), folder, "training", config=config)
+    for name in LAYERS:
+        layer = model.get_submodule(name)
+        found = layer.cast_weight(layer.weight.detach())
+        values = oracle.values(found.float8_data, found.scale, (128, 128))
+        stored = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"]
+        assert torch.equal(values, oracle.values(*stored, (128, 128)))  # always
+        largest = oracle.amax(stored[0].double(), (128, 128)) > 224
+        assert bool(largest.any())
+        assert torch.equal(found.scale[largest], stored[1][largest])
+
+
+# --- what is refused
+
+
+def broken(change: str, tensors: dict) -> tuple[dict, dict | None]:
+    """A checkpoint with one mistake: its tensors and its config."""
+    t, scale = dict(tensors), "up.weight_scale_inv"
+    config: dict | None = dict(FINE)
+    match change:
+        case "no scale":
+            del t[scale]
+        case "no data":
+            t["up.weight"] = t["up.weight"].bfloat16()
+        case "no weight":
+            del t["up.weight"]
+        case "another block":
+            config["weight_block_size"] = [64, 128]
+        case "nan":
+            t[scale] = t[scale].index_fill(0, torch.tensor([1]), torch.nan)
+        case "zero":
+            t[scale] = t[scale] * 0
+        case "negative":
+            t[scale] = -t[scale]
+        case "listed as skipped":
+            config["modules_to_not_convert"] = ["lm_head", "up"]
+        case "no config":
+            config = None
+        case "another method":
+            config = {"quant_method": "gptq"}
+        case "missing":
+            del t["norm.bias"]
+        case "unexpected":
+            t["other.weight"] = torch.zeros(2, 2)
+        case "another shape":
+            t["gate.weight"] = torch.zeros(4, 144)
+        case "float8 of a bias":
+            t["up.bias"] = t["up.bias"].to(torch.float8_e4m3fn)
+        case "another dtype":
+            t["steps"] = torch.tensor(1.5)
+    return t, config
+
+
+SAYS = {
+    "no scale": r"model.*: up\.weight_scale_inv is missing",
+    "no data": r"up\.weight_scale_inv is the scale of float8 data, and up\.weight is torch\.bfloat",
+    "no weight": r"up\.weight_scale_inv is the scale of float8 data, and up\.weight is missing",
+    "another block": r"up\.weight_scale_inv has shape \(3, 2\), expected \(5, 2\)",
+    "nan": r"up\.weight_scale_inv.*nan",
+    "zero": r"up\.weight_scale_inv.*0\.0",
+    "negative": r"up\.weight_scale_inv.*-",
+    "listed as skipped": r"safetensors: up\.weight is in float8, and config\.json lists 'up'",
+    "no config": r"up\.weight is torch\.float8_e4m3fn, and no quantization_config",
+    "another method": r"config\.json: .*quant_method='gptq'",
+    "missing": r"norm\.bias of the model is missing",
+    "unexpected": r"model\.safetensors: other\.weight is not in the model",
+    "another shape": r"gate\.weight has shape \(4, 144\), and the model's is \(3, 144\)",
+    "float8 of a bias": r"up\.bias is in float8, and only weights",
+    "another dtype": r"steps is torch\.float32, and the model's is torch\.int64",
+}
+
+
+@pytest.mark.parametrize("change", SAYS)
+def test_a_mistake_is_told_and_nothing_has_changed(stored, change, tmp_path):
+    tensors, _ = stored
+    folder = write(tmp_path, *broken(change, tensors))
+    model = Block(seed=2)
+    before = bits_of(model)
+    for weights, options in (
+        ("high_precision", {}),
+        ("float8", {}),
+        ("training", {"config": config_of("delayed")}),
+    ):
+        with pytest.raises(ValueError, match=SAYS[change]):
+            load(model, folder, weights, **options)
+        assert_unchanged(model, before)
+
+
+def test_all_mistakes_are_told_at_once_and_a_long_list_is_cut(stored, tmp_path):
+    tensors, _ = stored
+    scales = {k: -v for k, v in tensors.items() if k.endswith("_inv")}
+    with pytest.raises(ValueError, match=r"(?s)down\.weight_scale_inv.*up\.weight_scale_inv"):
+        load(Block(), write(tmp_path / "two", tensors | scales))
+    extra = {f"extra.{i}": torch.zeros(1) for i in range(15)}
+    with pytest.raises(ValueError, match=r"extra\.4.*\n  \.\.\. and 5 more"):
+        load(Block(), write(tmp_path / "many", tensors | extra))
+
+
+def test_a_truncated_or_missing_shard_changes_nothing(stored, tmp_path):
+    tensors, _ = stored
+    folder = write(tmp_path, tensors, shards=3)
+    model = Block(seed=2)
+    before = bits_of(model)
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"{shard.name}: .*truncated"):
+        load(model, folder)
+    shard.unlink()
+    with pytest.raises(FileNotFoundError, match=shard.name):
+        load(model, folder)
+    assert_unchanged(model, before)
+
+
+def test_keys_are_ignored_by_name_or_pattern(stored, tmp_path):
+    tensors, _ = stored
+    extra = tensors | {"up.k_scale": torch.ones(()), "mtp.0.weight": torch.zeros(2, 2)}
+    del extra["norm.bias"]
+    model = Block(seed=2)
+    kept = model.gate.weight.detach().clone()
+    folder = write(tmp_path, extra)
+    load(model, folder, ignore=["*.k_scale", "mtp.*", "norm.bias", "gate.weight"])
+    assert_bitwise(model.gate.weight.detach(), kept)
+    assert_bitwise(model.up.weight.detach(), dequantised(tensors, "up", torch.bfloat16))
+    with torch.device("meta"):
+        empty = Block()
+    with pytest.raises(ValueError, match=r"norm\.bias is on the meta device and gets no values"):
+        load(empty, folder, ignore=["*.k_scale", "mtp.*", "norm.bias"])
+
+
+def test_buffers_on_meta_that_no_file_holds_are_named(stored):
+    with torch.device("meta"):
+        model = Block()
+        model.norm.register_buffer("table", torch.zeros(3), persistent=False)
+    with pytest.raises(ValueError, match=r"norm\.table is a buffer on the meta device.*accelerate"):
+        load(model, stored[1])
+    assert model.up.weight.is_meta
+
+
+def test_models_that_do_not_fit_the_mode_are_refused(stored):
+    _, folder = stored
+    converted = convert_to_float8_training(Block())
+    with pytest.raises(ValueError, match=r"up is converted already.*convert_from_float8_training"):
+        load(converted, folder, "float8")
+    with pytest.raises(ValueError, match=r"up is converted already.*leave config out"):
+        load(converted, folder, "training", config=config_of("delayed"))
+    with pytest.raises(ValueError, match=r'weights="training" needs a converted model, or config='):
+        load(Block(), folder, "training")
+    with pytest.raises(ValueError, match=r"the weight of up is in float8 alone"):
+        load(load(Block(), folder, "float8"), folder)
+
+
+def test_blocks_that_no_device_multiplies_are_refused_for_float8_alone(tmp_path):
+    state = {k: v for k, v in Block(seed=1).state_dict().items() if k != "head.weight"}
+    tensors = fine_grained(state, LAYERS, (64, 64))
+    folder = write(tmp_path, tensors, FINE | {"weight_block_size": [64, 64]})
+    model = Block(seed=2)
+    before = bits_of(model)
+    with pytest.raises(ValueError, match=r"(?s)up: .*multiplies.*high_precision"):
+        load(model, folder, "float8")
+    assert_unchanged(model, before)
+    load(model, folder)
+    values = oracle.values(tensors["up.weight"], tensors["up.weight_scale_inv"], (64, 64))
+    assert_bitwise(model.up.weight.detach(), values.bfloat16())
+
+
+def test_a_source_lists_its_weights(stored):
+    tensors, folder = stored
+    source = Source(folder)
+    assert sorted(source.layers) == sorted(LAYERS)
+    assert set(source.weights()) == {k for k in tensors if not k.endswith("_inv")}
+    (folder.parent / "bad").mkdir(exist_ok=True)
+    bad = write(folder.parent / "bad", tensors)
+    (bad / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json: it is not readable"):
+        Source(bad)
+
+
+def test_memory_is_that_of_one_tensor_beside_the_model(tmp_path):
+    """Dequantising works through rows: no float32 copy of a whole weight."""
+    from float8.checkpoints import parameters
+
+    assert parameters._ELEMENTS * 4 <= 16 << 20
+    layer = nn.Linear(300, 700, bias=False).bfloat16()
+    model = nn.Sequential(layer)
+    tensors = fine_grained(model.state_dict(), ["0"])
+    folder = write(tmp_path, tensors)
+    wanted = dequantised(tensors, "0", torch.bfloat16)
+    seen = []
+    original = parameters._plain
+
+    def watched(source, box):
+        seen.append(box[0].stop - box[0].start)
+        return original(source, box)
+
+    for limit in (1, 300 * 256, 300 * 640):
+        seen.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(parameters, "_ELEMENTS", limit)
+            patch.setattr(parameters, "_plain", watched)
+            load(model, folder)
+        assert max(seen) <= max(128, limit // 300)
+        assert_bitwise(layer.weight.detach(), wanted)
+
+
+def test_a_copied_model_has_nothing_of_the_files(stored, tmp_path):
+    tensors, _ = stored
+    folder = write(tmp_path, tensors)
+    model = load(Block(), folder, "float8")
+    expected = model(TOKENS)
+    file = folder / "model.safetensors"
+    file.write_bytes(b"\0" * file.stat().st_size)
+    assert_bitwise(copy.deepcopy(model)(TOKENS), expected)
+    assert json.loads((folder / "config.json").read_text())
+    assert re.match("converted", str(model.float8_conversion))
