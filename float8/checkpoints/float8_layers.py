@@ -8,16 +8,14 @@ weight in high precision; or if files do not have the weight as a matrix ``NAME.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from float8.checkpoints.stacks import Slot
+from float8.checkpoints.stacks import Slot, inside_of
 from float8.convert.conversion import own_config
 from float8.linear.layer import Float8Linear
 from float8.linear.registration import stacked_weights
-
-# Attributes of wrappers that appear in names: of torch.compile, activation checkpointing, Fabric.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
 
 
 class ModelLayers:
@@ -28,27 +26,30 @@ class ModelLayers:
 
     Attributes:
         tensors: name -> parameter or buffer, under each of its names.
-        names: the modules' names in the model, by id; shared modules have several.
+        names: the modules' names in the model, by id, without those of wrappers; shared modules
+            have several.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.names: dict[int, list[str]] = defaultdict(list)
         self._modules: dict[str, tuple[nn.Module, str]] = {}
+        # id of a tensor -> id of each module that has it -> (name of the module, module, own name)
         self._owners: dict[int, dict[int, tuple[str, nn.Module, str]]] = defaultdict(dict)
         self._linears: dict[str, nn.Linear] = {}
         self._reasons: dict[int, str] = {}
-        for name, module in model.named_modules(remove_duplicate=False):
+        for name, plain, module in _walk(model, "", ""):
             is_first = id(module) not in self.names
-            self.names[id(module)].append(plain_name(name))
+            self.names[id(module)].append(plain)
             prefix = f"{name}." if name else ""
             for own, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is not None:
                     self.tensors[prefix + own] = tensor
                     self._modules[prefix + own] = module, own
-                    self._owners[id(tensor)].setdefault(id(module), (name, module, own))
+                    self._owners[id(tensor)].setdefault(id(module), (plain, module, own))
             if isinstance(module, nn.Linear) and is_first:
-                self._linears[plain_name(name)] = module
+                self._linears[plain] = module
+        for module in model.modules():
             self._take_report(module)
 
     def _take_report(self, module: nn.Module) -> None:
@@ -77,7 +78,7 @@ class ModelLayers:
         for name, other, its in self._owners[id(self.tensors[slot.parameter])].values():
             if not _multiplies_in_float8(other, its):
                 return None, (
-                    f"its weight is also {plain_name(name)}.{its} ({type(other).__name__}), which "
+                    f"its weight is also {name}.{its} ({type(other).__name__}), which "
                     "reads it in high precision"
                 )
         config = own_config(module)
@@ -109,7 +110,7 @@ class ModelLayers:
             if name not in published and (weight := layer._parameters.get("weight")) is not None:
                 others = [n for n, m, _ in self._owners[id(weight)].values() if m is not layer]
                 if others:
-                    found[name] = f"its weight is that of {plain_name(others[0])}"
+                    found[name] = f"its weight is that of {others[0]}"
         return found
 
 
@@ -123,6 +124,19 @@ def _multiplies_in_float8(module: nn.Module, name: str) -> bool:
     return own_config(module) is not None and name in stacked_weights(module)
 
 
-def plain_name(name: str) -> str:
-    """The name of a module or tensor without those of wrappers around and inside of the model."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of wrappers, as those of DistributedDataParallel and torch.compile."""
+    while (inside := inside_of(model)) is not None:
+        model = model.get_submodule(inside)
+    return model
+
+
+def _walk(module: nn.Module, name: str, plain: str) -> Iterator[tuple[str, str, nn.Module]]:
+    """(name, name without those of wrappers, module) of all modules, shared ones several times."""
+    inside = inside_of(module)
+    if inside is None:  # a wrapper shares its name with what it wraps
+        yield name, plain, module
+    for own, child in module._modules.items():
+        if child is not None:
+            further = plain if own == inside else f"{plain}.{own}".removeprefix(".")
+            yield from _walk(child, f"{name}.{own}".removeprefix("."), further)

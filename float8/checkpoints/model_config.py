@@ -12,21 +12,27 @@ from typing import Any
 
 from torch import nn
 
-from float8.checkpoints.stacks import _WRAPPERS
+from float8.checkpoints.float8_layers import unwrapped
+from float8.checkpoints.weights import Checkpoint
 
 
-def files_beside(model: nn.Module, quantization_config: dict[str, Any]) -> dict[str, str]:
+def files_beside(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
     """File name -> text.
 
     Args:
         model: perhaps in wrappers; it is not changed.
-        quantization_config: of the layout.
+        checkpoint: what it becomes.
     """
+    layout, names = checkpoint.layout, (checkpoint.layers, checkpoint.skipped)
+    others = {name: _json(content) for name, content in layout.other_files(*names).items()}
+    return others | _configs(model, checkpoint.config)
+
+
+def _configs(model: nn.Module, quantization_config: dict[str, Any]) -> dict[str, str]:
     plain: Any = unwrapped(model)
     config: Any = getattr(plain, "config", None)
     if not hasattr(config, "to_json_string"):
-        entry = {"quantization_config": quantization_config}
-        return {"config.json": json.dumps(entry, indent=2) + "\n"}
+        return {"config.json": _json({"quantization_config": quantization_config})}
     own = copy.deepcopy(config)
     own.architectures = [type(plain).__name__.removeprefix("FSDP")]  # which fully_shard adds
     own.dtype = str(plain.dtype).removeprefix("torch.")
@@ -38,8 +44,5 @@ def files_beside(model: nn.Module, quantization_config: dict[str, Any]) -> dict[
     return files
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of wrappers around it, as DistributedDataParallel and torch.compile's."""
-    while (inside := _WRAPPERS.get(type(model).__name__)) is not None:
-        model = model.get_submodule(inside)
-    return model
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2) + "\n"

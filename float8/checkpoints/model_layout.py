@@ -33,8 +33,8 @@ def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
         model: converted.
         layout: a `Layout`, which is returned; its name, in the variant that stores the scales of
             the model's recipe; or None, for the layout that stores those scales: ``fine_grained``
-            of 128x128 blocks, ``compressed_tensors`` of rows, whole tensors and MX blocks. Inputs are static
-            where all layers cast theirs with constants.
+            of 128x128 blocks, ``compressed_tensors`` of rows, whole tensors and MX blocks. Inputs
+            are static where all layers cast theirs with constants.
 
     Raises:
         TypeError: it is something else.

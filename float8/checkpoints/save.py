@@ -109,7 +109,7 @@ def save_pretrained(
     _agree(ranks, "calls save_pretrained", error, found)
     assert found is not None
     if _writes(ranks):
-        beside = files_beside(model, found.config)
+        beside = files_beside(model, found)
         error = _write(found, Path(folder), max_shard_bytes, beside, overwrite, bar, ranks)
     else:
         for item in found.items:

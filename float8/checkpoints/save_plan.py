@@ -77,7 +77,7 @@ class SavePlan:
         headers = ("layers", "count", "weight", "MB", "float8 by")
         align = ("left", "right", "right", "right", "left")
         parts = [
-            f"{self.layout}: {len(self.layers)} layers in float8, {self.nbytes / 1e9:.3g} GB in "
+            f"{self.layout}\n{len(self.layers)} layers in float8, {self.nbytes / 1e9:.3g} GB in "
             f"{len(self.files)} file{'s' if len(self.files) > 1 else ''}",
             tabulate(rows, headers, "simple", disable_numparse=True, colalign=align),
         ]

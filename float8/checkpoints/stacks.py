@@ -96,7 +96,7 @@ def published(model: nn.Module) -> dict[str, Slot]:
 
 
 # Wrapper -> the attribute that is the wrapped module.
-_WRAPPERS = {
+WRAPPERS = {
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "DistributedDataParallel": "module",
@@ -105,11 +105,16 @@ _WRAPPERS = {
 }
 
 
+def inside_of(module: nn.Module) -> str | None:
+    """The name under which a wrapper has the wrapped module; None for other modules."""
+    return WRAPPERS.get(type(module).__name__.removeprefix("FSDP"))  # which fully_shard adds
+
+
 def _plain(module: nn.Module, name: str, plain_name: str) -> tuple[nn.Module, dict[str, str]]:
     """The module without wrappers, of plain types, and (plain name -> name) of its tensors."""
     if (reason := _refuses(type(module))) is not None:
         raise ValueError(f"{name.rstrip('.') or 'the model'} {reason}")
-    inside = _WRAPPERS.get(type(module).__name__)
+    inside = inside_of(module)
     if inside is not None:
         return _plain(module.get_submodule(inside), f"{name}{inside}.", plain_name)
     own: Any = with_state_of(module, _plain_type(module))

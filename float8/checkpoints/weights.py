@@ -184,7 +184,7 @@ def items(
             problems.append(f"{name}: {made}")
         else:
             layers[key] = made
-            found.layers[name] = made.cast.how
+    found.layers = {layer.name: _how(layers, layer, found.layout) for layer in layers.values()}
     found.skipped |= model_layers.unpublished({*found.layers, *found.skipped})
     for name in given.keys() - used:
         why = found.skipped.get(name, "there is no layer of this name in float8")
@@ -269,18 +269,30 @@ def _item(
     return Item(name, specs, tensor, gather, cast)
 
 
-def _group(layers: Mapping[str, _Layer], layer: _Layer, layout: Layout) -> list[_Layer]:
-    """The layers that share the scale of one, itself among them; empty if it has its own."""
+def _fused(layers: Mapping[str, _Layer], layer: _Layer, layout: Layout) -> list[_Layer]:
+    """The layers that engines fuse to one scale with this one, itself among them, or none."""
     parent, _, last = layer.name.rpartition(".")
+    names = next((fused for fused in FUSED if last in fused), ())
     if layout.granularity.block_of((0, 0)) != TENSORWISE:
         return []
-    for fused in FUSED:
-        if last in fused:
-            keys = [f"{parent}.{name}.weight".removeprefix(".") for name in fused]
-            members = [layers[key] for key in keys if key in layers]
-            members = [member for member in members if member.cast.operand is not None]
-            return members if layer in members and len(members) > 1 else []
-    return []
+    keys = [f"{parent}.{name}.weight".removeprefix(".") for name in names]
+    found = [layers[key] for key in keys if key in layers]
+    return found if len(found) > 1 else []
+
+
+def _group(layers: Mapping[str, _Layer], layer: _Layer, layout: Layout) -> list[_Layer]:
+    """The layers that share the scale of one, itself among them; empty if it has its own."""
+    found = [each for each in _fused(layers, layer, layout) if each.cast.operand is not None]
+    return found if layer in found and len(found) > 1 else []
+
+
+def _how(layers: Mapping[str, _Layer], layer: _Layer, layout: Layout) -> str:
+    """How a layer's weight is cast, in words."""
+    fused = _fused(layers, layer, layout)
+    others = ", ".join(each.name.rpartition(".")[2] for each in fused if each is not layer)
+    if others and layer.cast.operand is None:
+        return f"{layer.cast.how}; engines that fuse it with {others} cast it again"
+    return f"{layer.cast.how}, one scale with {others}" if others else layer.cast.how
 
 
 def _shared(group: list[_Layer], wholes: Mapping[str, Tensor]) -> Tensor:

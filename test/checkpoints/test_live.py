@@ -14,13 +14,13 @@ pytest.importorskip("transformers")
 import torch
 from assertions import assert_bitwise
 from processes import failures
-from published_models import MODELS, convert, model_of
+from published_models import convert, model_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import float8
 from benchmarks.measuring.memory import Allocations, bytes_of
 from float8 import E4M3, Blockwise, Float8Tensor, Rowwise, ScaleFormat
-from float8.checkpoints import CompressedTensors, FineGrained, weight_updates
+from float8.checkpoints import CompressedTensors, weight_updates
 from float8.checkpoints.stacks import published
 
 SCALES = ("_scale", "_scale_inv")

@@ -152,7 +152,7 @@ def test_a_full_disk_leaves_nothing_and_says_so(full_at, tmp_path):
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
     write(tmp_path / "old", some(), files={"config.json": "old"})
     before = {e.name: e.read_bytes() for e in (tmp_path / "old").iterdir()}
-    with full_after(100), pytest.raises(OSError):
+    with full_after(100), pytest.raises(OSError, match="nothing of it is left"):
         write(tmp_path / "old", some(), overwrite=True, files={"config.json": "new"})
     assert {e.name: e.read_bytes() for e in (tmp_path / "old").iterdir()} == before
     assert entries(tmp_path) == ["old"]
@@ -160,7 +160,8 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
 
 def test_a_full_device(tmp_path, monkeypatch):
     # /dev/full takes no byte: writing fails as on a full disk.
-    monkeypatch.setattr(Path, "open", lambda path, *a, **k: open("/dev/full", "wb", buffering=0))
+    full = Path("/dev/full").open("wb", buffering=0)
+    monkeypatch.setattr(Path, "open", lambda path, *a, **k: full)
     with pytest.raises(OSError, match="No space left on device while a checkpoint"):
         write(tmp_path / "new", some())
     assert entries(tmp_path) == []
@@ -243,8 +244,7 @@ def test_a_failing_rename_brings_the_old_folder_back(tmp_path, monkeypatch):
 
 def test_a_folder_that_appears_meanwhile_is_left(tmp_path):
     def stream():
-        for key, x in some().items():
-            yield key, x
+        yield from some().items()
         write(tmp_path / "it", some(), files={"config.json": "theirs"})
 
     with pytest.raises(FileExistsError, match="it appeared while the checkpoint was written"):

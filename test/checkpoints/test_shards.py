@@ -164,7 +164,7 @@ def test_an_index_that_disagrees_is_refused(numbers, message, tmp_path):
 def test_a_key_in_two_files_is_refused(tmp_path):
     for name in ("a", "b"):
         save_file({"x": torch.ones(1)}, tmp_path / f"{name}.safetensors")
-    with pytest.raises(ValueError, match="a.safetensors and b.safetensors both have x"):
+    with pytest.raises(ValueError, match=r"a.safetensors and b.safetensors both have x"):
         Shards(tmp_path)
 
 
@@ -172,7 +172,7 @@ def test_a_key_in_two_files_is_refused(tmp_path):
 def test_an_index_leads_to_no_other_folder_and_to_no_pickle(file, tmp_path):
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"x": file}}))
-    with pytest.raises(ValueError, match="not the name of a .safetensors file beside it"):
+    with pytest.raises(ValueError, match=r"not the name of a .safetensors file beside it"):
         Shards(tmp_path)
 
 
@@ -184,19 +184,19 @@ def test_an_unreadable_index_is_refused(text, tmp_path):
 
 
 def test_pickles_are_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match="it has no .safetensors file$"):
+    with pytest.raises(ValueError, match=r"it has no .safetensors file$"):
         Shards(tmp_path)
     path = tmp_path / "pytorch_model.bin"
     torch.save({}, path)
     for each in (tmp_path, path):
-        with pytest.raises(ValueError, match="pytorch_model.bin would be unpickled"):
+        with pytest.raises(ValueError, match=r"pytorch_model.bin would be unpickled"):
             Shards(each)
 
 
 def test_an_ambiguous_folder_is_refused(tmp_path):
     sharded(tmp_path)
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="both model.safetensors and .*; give the path of one"):
+    with pytest.raises(ValueError, match=r"both model.safetensors and .*; give the path of one"):
         Shards(tmp_path)
     assert set(Shards(tmp_path / "model.safetensors")) == {"x"}
 

@@ -1,0 +1,530 @@
+"""Saved folders, read back by `Shards` and the layouts; casts against the float64 oracle."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import partial
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from assertions import assert_bitwise
+from disk import full_after
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
+
+import float8
+from float8 import E4M3, Float8Linear, Float8LinearConfig, filters
+from float8.checkpoints import CompressedTensors, FineGrained, ModelOpt, plan_save, save_pretrained
+from float8.checkpoints.shards import Shards
+from float8.checkpoints.weight_cast import CAST_ANEW, RECAST, STORED, TRAINING_CAST
+from float8.formats import ScaleFormat
+from float8.granularity import WHOLE, Rowwise
+
+D = 160  # not a multiple of 128
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(D, D), nn.Linear(D, 32), nn.Linear(D, 32)
+        self.o_proj = nn.Linear(D, D, bias=False)
+
+    def forward(self, x):
+        return self.o_proj(self.q_proj(x) + self.k_proj(x).mean() + self.v_proj(x).mean())
+
+
+class Model(nn.Module):
+    """An embedding that is tied to the head, a shared layer, and buffers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, D)
+        self.norm = nn.LayerNorm(D)
+        self.attention = Attention()
+        self.first = nn.Linear(D, D)
+        self.again = self.first
+        self.head = nn.Linear(D, 32, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("kept", torch.arange(3))
+        self.register_buffer("dropped", torch.arange(3), persistent=False)
+
+    def forward(self, tokens):
+        x = self.norm(self.embed(tokens))
+        return self.head(self.again(self.first(self.attention(x))))
+
+
+LAYERS = [f"attention.{name}_proj" for name in "qkvo"] + ["first"]
+
+
+def model_of(recipe: str = "blockwise", dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = Model().to(dtype)
+    with torch.no_grad():  # parts of one fused weight with scales of their own
+        model.attention.q_proj.weight.mul_(3)
+        model.attention.v_proj.weight[5, 7] = 40.0
+    return convert(model, recipe)
+
+
+def convert(model: nn.Module, recipe: str) -> nn.Module:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    filter_fn = filters.skip_names("head")
+    return float8.convert_to_float8_training(model, config=config, module_filter_fn=filter_fn)
+
+
+def step(model: nn.Module) -> None:
+    model(torch.randint(0, 32, (4, 16))).sum().backward()
+    float8.after_step(model)
+
+
+def saved(model: nn.Module, folder: Path, *args, **options) -> dict[str, torch.Tensor]:
+    save_pretrained(model, folder / "it", *args, **options)
+    shards = Shards(folder / "it")
+    return {key: shards.read(key) for key in shards}
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def quantized(weight, block, scale_format="float32"):
+    return oracle.quantize(weight.detach(), block, E4M3.dtype, scale_format)
+
+
+# --- bits
+
+# recipe -> its layout, the block of a weight, the format and the key of its scales
+OWN_LAYOUTS = {
+    "blockwise": (FineGrained(scale_format=ScaleFormat.POWER_OF_TWO), (128, 128), "power_of_two"),
+    "rowwise": (CompressedTensors(Rowwise()), (1, WHOLE), "power_of_two"),
+    "tensorwise": (CompressedTensors(), (WHOLE, WHOLE), "float32"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", OWN_LAYOUTS)
+def test_a_recipe_has_its_layout_and_the_bits_of_its_cast(recipe, dtype, tmp_path):
+    layout, block, scale_format = OWN_LAYOUTS[recipe]
+    model = model_of(recipe, dtype)
+    found = saved(model, tmp_path)
+    plan = plan_save(model)
+    assert plan.layout == layout and list(plan.layers) == LAYERS
+    assert all(how.startswith(TRAINING_CAST) for how in plan.layers.values())
+    for name in LAYERS:
+        layer = model.get_submodule(name)
+        its = layout.layer(name, found.__getitem__, found, dtype).weight
+        if recipe == "tensorwise" and name[-6:] in ("q_proj", "k_proj", "v_proj"):
+            continue  # one scale, see below
+        data, scale = quantized(layer.weight, block, scale_format)
+        assert_bitwise(its.float8_data, data, (recipe, name), "data")
+        assert_bitwise(its.scale, scale, (recipe, name), "scale")
+        trained = layer.cast_weight(layer.weight)
+        assert_bitwise(its.float8_data, trained.float8_data, (recipe, name), "training cast")
+        assert_bitwise(found[f"{name}.weight"], trained.float8_data, (recipe, name))
+
+
+def test_mx_weights_are_stored_by_compressed_tensors(tmp_path):
+    model = convert(Model(), "mxfp8")
+    layout = plan_save(model).layout
+    assert layout == CompressedTensors(float8.Blockwise(1, 32))
+    found = saved(model, tmp_path)
+    data, scale = quantized(model.first.weight, (1, 32), "e8m0")
+    assert_bitwise(found["first.weight"], data)
+    assert found["first.weight_scale"].tolist() == scale.view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("scale_format", [ScaleFormat.FLOAT32, ScaleFormat.E8M0])
+def test_powers_of_two_fit_into_other_scale_formats(scale_format, tmp_path):
+    model, layout = model_of("blockwise"), FineGrained(scale_format=scale_format)
+    found = saved(model, tmp_path, layout)
+    assert set(plan_save(model, layout).layers.values()) == {TRAINING_CAST}
+    data, scale = quantized(model.first.weight, (128, 128), "power_of_two")
+    assert_bitwise(found["first.weight"], data)
+    assert found["first.weight_scale_inv"].dtype == scale_format.dtype
+    assert found["first.weight_scale_inv"].float().tolist() == scale.tolist()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "unit"])
+@pytest.mark.parametrize("scale_format", ["float32", "power_of_two", "e8m0"])
+def test_other_granularities_are_cast_once_from_high_precision(recipe, scale_format, tmp_path):
+    model, layout = model_of(recipe), FineGrained(scale_format=ScaleFormat(scale_format))
+    found = saved(model, tmp_path, layout)
+    assert plan_save(model, layout).layers == dict.fromkeys(LAYERS, CAST_ANEW)
+    data, scale = quantized(model.first.weight, (128, 128), scale_format)
+    assert_bitwise(found["first.weight"], data)
+    assert_bitwise(found["first.weight_scale_inv"], scale)
+
+
+def test_projections_that_engines_fuse_share_the_largest_scale(tmp_path):
+    model = model_of("tensorwise")
+    found = saved(model, tmp_path)
+    parts = [model.get_submodule(f"attention.{name}_proj").weight.detach() for name in "qkv"]
+    data, scale = quantized(torch.cat(parts), (WHOLE, WHOLE))
+    keys = [f"attention.{name}_proj.weight" for name in "qkv"]
+    assert_bitwise(torch.cat([found[key] for key in keys]), data)
+    for key in keys:
+        assert found[f"{key}_scale"].tolist() == scale.flatten().tolist()
+    assert found["attention.o_proj.weight_scale"] != scale
+
+
+def test_scales_of_blocks_are_not_shared(tmp_path):
+    model = model_of("rowwise")
+    found = saved(model, tmp_path)
+    for name in "qkv":
+        weight = model.get_submodule(f"attention.{name}_proj").weight
+        scale = quantized(weight, (1, WHOLE), "power_of_two")[1]
+        assert_bitwise(found[f"attention.{name}_proj.weight_scale"], scale)
+
+
+def test_delayed_scales_are_those_in_use(tmp_path):
+    model = model_of("delayed")
+    step(model)
+    before = copy.deepcopy(model)
+    with torch.no_grad():
+        model.first.weight.mul_(0.5)  # its dynamic scale would be another
+    found = saved(model, tmp_path, CompressedTensors(static_inputs=True))
+    scale, weight = model.first.cast_weight.scale, model.first.weight.detach()
+    assert found["first.weight_scale"].tolist() == [scale.item()]
+    expected = oracle.cast(weight, scale.reshape(1, 1), (WHOLE, WHOLE), E4M3.dtype)
+    assert_bitwise(found["first.weight"], expected)
+    assert found["first.input_scale"].tolist() == [model.first.cast_input.scale.item()]
+    largest = max(model.get_submodule(f"attention.{n}_proj").cast_weight.scale for n in "qkv")
+    for name in "qkv":
+        assert found[f"attention.{name}_proj.weight_scale"].item() == largest
+    for name, buffer in model.named_buffers():
+        assert_bitwise(buffer, before.get_buffer(name), name)
+
+
+def test_cached_weights_are_not_cast_again(tmp_path):
+    model = model_of("blockwise")
+    with float8.cached_weights(model):
+        cached = model.first.cached_weight.row_major
+        assert plan_save(model).layers["first"] == STORED
+        found = saved(model, tmp_path)
+        assert_bitwise(found["first.weight"], cached[0])
+        model.first.weight.data = model.first.weight + 1  # the cache is stale
+        with torch.no_grad():
+            model.first.weight.add_(1)
+        assert plan_save(model).layers["first"] == TRAINING_CAST
+    weight = model.attention.o_proj.weight
+    assert_bitwise(
+        found["attention.o_proj.weight"], quantized(weight, (128, 128), "power_of_two")[0]
+    )
+
+
+RESIDENT = {"blockwise": None, "rowwise": None, "tensorwise": None, "mxfp8": None}
+
+
+@pytest.mark.parametrize("recipe", RESIDENT)
+def test_resident_weights_keep_their_bytes(recipe, tmp_path):
+    model = model_of(recipe)
+    filter_fn = filters.skip_names("head")
+    model = float8.convert_to_float8_inference(model, module_filter_fn=filter_fn)
+    found, plan = saved(model, tmp_path), plan_save(model)
+    assert all(how.startswith(STORED) for how in plan.layers.values())
+    assert list(plan.layers) == LAYERS
+    for name in LAYERS:
+        weight = model.get_submodule(name).weight
+        its = plan.layout.layer(name, found.__getitem__, found, torch.float32).weight
+        assert_bitwise(its.float8_data, weight.float8_data, name)
+        assert_bitwise(its.scale.float(), weight.scale.float(), name)
+        assert its.block == weight.block
+
+
+def test_resident_weights_of_another_granularity_are_cast_again_only_if_asked(tmp_path):
+    model = model_of("tensorwise")
+    filter_fn = filters.skip_names("head")
+    model = float8.convert_to_float8_inference(model, module_filter_fn=filter_fn)
+    for call in (plan_save, lambda *args: save_pretrained(args[0], tmp_path / "it", *args[1:])):
+        with pytest.raises(ValueError, match="recast=True to dequantise it") as error:
+            call(model, "fine_grained")
+        assert all(f"  {name}: its weight has " in str(error.value) for name in LAYERS)
+    assert entries(tmp_path) == []
+    found = saved(model, tmp_path, "fine_grained", recast=True)
+    assert plan_save(model, "fine_grained", recast=True).layers == dict.fromkeys(LAYERS, RECAST)
+    weight = model.first.weight.dequantize(torch.float32)
+    assert_bitwise(found["first.weight"], quantized(weight, (128, 128))[0])
+
+
+def test_fused_resident_weights_with_scales_of_their_own_are_reported():
+    model = float8.convert_to_float8_inference(model_of("tensorwise").attention)
+    layers = plan_save(model).layers
+    assert layers["o_proj"] == STORED
+    assert layers["k_proj"] == f"{STORED}; engines that fuse it with q_proj, v_proj cast it again"
+
+
+# --- what is written
+
+
+def test_all_else_is_written_as_it_is_and_once(tmp_path):
+    model = model_of("delayed")
+    step(model)
+    found = saved(model, tmp_path)
+    plain = {"embed.weight", "norm.weight", "norm.bias", "first.bias", "kept"}
+    plain |= {f"attention.{name}_proj.bias" for name in "qkv"}
+    in_float8 = {f"{name}.{part}" for name in LAYERS for part in ("weight", "weight_scale")}
+    assert found.keys() == plain | in_float8
+    for key in plain:
+        assert_bitwise(found[key], model.state_dict()[key], key)
+    assert entries(tmp_path / "it") == ["config.json", "model.safetensors"]
+    config = json.loads((tmp_path / "it/config.json").read_text())
+    assert list(config) == ["quantization_config"]
+    assert config["quantization_config"]["ignore"] == ["head"]
+
+
+def test_layers_in_high_precision_are_listed_with_their_reasons():
+    model = Model()
+    model.extra = nn.Linear(D, 16)
+    model.deep = nn.ModuleDict({"bilinear": nn.Bilinear(4, 4, 4)})
+    model.left = nn.Linear(D, 16)
+    config = Float8LinearConfig.from_recipe_name("blockwise")
+    filter_fn = filters.skip_names("head", "extra")
+    model = float8.convert_to_float8_training(model, config=config, module_filter_fn=filter_fn)
+    model.later = nn.Linear(D, 16)
+    plan = plan_save(model)
+    assert plan.skipped.keys() == {"head", "extra", "later"}
+    assert "skip_names" in plan.skipped["extra"]
+    assert plan.skipped["head"] == "its weight is that of embed"
+    assert plan.skipped["later"] == "it is a Linear that was not converted"
+    assert plan.quantization_config["modules_to_not_convert"] == ["extra", "head", "later"]
+
+
+def test_a_weight_that_an_embedding_reads_stays_whoever_comes_first(tmp_path):
+    class HeadFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.other = nn.Linear(D, 32), nn.Linear(D, 32)
+            self.embed = nn.Embedding(32, D)
+            self.embed.weight = self.head.weight
+
+    model = float8.convert_to_float8_training(HeadFirst())
+    plan = plan_save(model)
+    assert list(plan.layers) == ["other"]
+    assert "its weight is also embed.weight (Embedding), which reads it" in plan.skipped["head"]
+    found = saved(model, tmp_path)
+    assert_bitwise(found["head.weight"], model.embed.weight)
+    assert "embed.weight" not in found
+
+
+COMPILE = partial(torch.compile, backend="eager")
+WRAPPERS = {
+    "compiled": COMPILE,
+    "compiled parts": lambda m: _with_children(m, COMPILE),
+    "checkpointed": lambda m: _with_children(m, checkpoint_wrapper),
+    "DDP": DistributedDataParallel,
+    "all": lambda m: DistributedDataParallel(COMPILE(_with_children(m, checkpoint_wrapper))),
+}
+
+
+def _with_children(model, wrap):
+    for name in ("attention", "norm"):
+        setattr(model, name, wrap(getattr(model, name)))
+    return model
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrappers_change_nothing(wrapper, tmp_path, one_rank):
+    model = model_of("tensorwise")
+    scales = {name: 0.5 + i for i, name in enumerate(LAYERS)}
+    options = {"layout": "modelopt", "input_scales": scales}
+    expected, plan = saved(model, tmp_path / "plain", **options), plan_save(model, **options)
+    wrapped = WRAPPERS[wrapper](model)
+    found = saved(wrapped, tmp_path / "wrapped", **options)
+    assert plan_save(wrapped, **options) == plan
+    assert found.keys() == expected.keys()
+    for key, x in found.items():
+        assert_bitwise(x, expected[key], key)
+
+
+@pytest.fixture
+def one_rank():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_parts_of_a_model_in_memory_only(tmp_path):
+    # A model on the meta device has a plan, and nothing to save.
+    with torch.device("meta"):
+        model = convert(Model(), "blockwise")
+    assert plan_save(model) == plan_save(model_of("blockwise"))
+    with pytest.raises(ValueError, match=r"embed.weight, .* on the meta device, which has"):
+        save_pretrained(model, tmp_path / "it")
+    assert entries(tmp_path) == []
+
+
+# --- static inputs
+
+
+def test_input_scales_come_from_the_user_or_from_constants(tmp_path):
+    model = model_of("tensorwise")
+    filter_fn = filters.skip_names("head")
+    batches = [torch.randint(0, 32, (4, 16))]
+    scales = float8.calibrate(model, batches, module_filter_fn=filter_fn).static_scales()
+    by_user = saved(model, tmp_path / "a", ModelOpt(), input_scales=scales)
+    static = float8.convert_to_float8_inference(model, scales, module_filter_fn=filter_fn)
+    by_layer = saved(static, tmp_path / "b")
+    assert plan_save(static).layout == CompressedTensors(static_inputs=True)
+    for name in LAYERS:
+        key = f"{name}.input_scale"
+        assert by_user[key].shape == () and by_user[key].item() == pytest.approx(scales[name])
+        assert by_layer[key].shape == (1,) and by_layer[key].item() == by_user[key].item()
+    assert entries(tmp_path / "a/it") == [
+        "config.json",
+        "hf_quant_config.json",
+        "model.safetensors",
+    ]
+
+
+STATIC_FAULTS = {
+    "none": ({}, "  first: it has no static input scale, which this layout stores: give input_sc"),
+    "a name": ({"fist": 1.0}, "input_scales has a scale for fist: there is no layer of this name"),
+    "a skipped one": ({"head": 1.0}, "a scale for head: its weight is that of embed"),
+    "zero": ({"first": 0.0}, "first: a scale is finite and > 0, got 0.0"),
+    "NaN": ({"first": torch.tensor(torch.nan)}, "first: a scale is finite and > 0, got nan"),
+    "several": ({"first": torch.ones(2)}, r"one scale, got a tensor of \(2,\)"),
+}
+
+
+@pytest.mark.parametrize("fault", STATIC_FAULTS)
+def test_input_scales_that_do_not_fit_are_refused(fault):
+    scales, message = STATIC_FAULTS[fault]
+    with pytest.raises(ValueError, match=message):
+        plan_save(model_of("tensorwise"), "modelopt", input_scales=scales)
+
+
+def test_input_scales_for_a_layout_without_them_are_refused():
+    with pytest.raises(ValueError, match=r"FineGrained.* has dynamic inputs; leave them out"):
+        plan_save(model_of("blockwise"), input_scales=dict.fromkeys(LAYERS, 1.0))
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(bad, tmp_path):
+    model = model_of("tensorwise")
+    with torch.no_grad():
+        model.first.weight[3, 4] = bad
+        model.norm.bias[-1] = bad
+    model.register_buffer("mask", torch.full((2,), -torch.inf))
+    message = "nothing was written: norm.bias, first.weight with NaN or inf"
+    with pytest.raises(ValueError, match=message):
+        save_pretrained(model, tmp_path / "it")
+    assert entries(tmp_path) == []
+
+
+def test_resident_weights_with_nan_are_refused_by_name(tmp_path):
+    model = float8.convert_to_float8_inference(model_of("blockwise").attention)
+    data = model.o_proj.weight.float8_data.view(torch.uint8)
+    data[1, 1] = 0xFF
+    with pytest.raises(ValueError, match=r"nothing was written: o_proj.weight with NaN"):
+        save_pretrained(model, tmp_path / "it")
+    data[1, 1] = 0x7E  # 448
+    save_pretrained(model, tmp_path / "it")
+
+
+def test_models_that_no_layout_fits_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no layer in float8: convert it first"):
+        plan_save(Model())
+    with pytest.raises(ValueError, match="no layer in float8: convert_to_float8_training"):
+        plan_save(Model(), "fine_grained")
+    model = nn.Sequential(convert(Attention(), "rowwise"), convert(Attention(), "blockwise"))
+    with pytest.raises(ValueError, match="several granularities, 128x128, rowwise; say how"):
+        plan_save(model)
+    assert set(plan_save(model, "fine_grained").layers.values()) == {TRAINING_CAST, CAST_ANEW}
+    with pytest.raises(ValueError, match=r"unknown layout 'fine_graned'.*fine_grained"):
+        plan_save(model, "fine_graned")
+    with pytest.raises(TypeError, match=r"layout must be a Layout, such as FineGrained\(\)"):
+        plan_save(model, FineGrained)
+    with pytest.raises(ValueError, match="no layer in float8"):
+        plan_save(Float8Linear(32, 32))
+
+
+def test_adapters_are_refused_with_the_fix():
+    adapted = type("LoraLinear", (nn.Module,), {"__module__": "peft.tuners.lora"})()
+    model = model_of()
+    model.attention.o_proj = adapted
+    with pytest.raises(ValueError, match=r"attention.o_proj has adapters.*merge_and_unload"):
+        plan_save(model)
+
+
+def test_an_existing_folder_is_refused_first_and_replaced_if_asked(tmp_path):
+    model = model_of()
+    saved(model, tmp_path)
+    (tmp_path / "it/tokenizer.json").write_text("tokens")
+    with pytest.raises(FileExistsError, match="it exists and is not empty; give another name, or"):
+        save_pretrained(model, tmp_path / "it")
+    with torch.no_grad():
+        model.first.weight.mul_(2)
+    found = saved(model, tmp_path, overwrite=True, max_shard_bytes=50_000)
+    assert_bitwise(
+        found["first.weight"], quantized(model.first.weight, (128, 128), "power_of_two")[0]
+    )
+    assert "tokenizer.json" in entries(tmp_path / "it")
+    assert "model.safetensors" not in entries(tmp_path / "it")
+
+
+def test_a_full_disk_leaves_no_checkpoint(tmp_path):
+    with full_after(60_000), pytest.raises(OSError, match="nothing of it is left"):
+        save_pretrained(model_of(), tmp_path / "it")
+    assert entries(tmp_path) == []
+
+
+def test_a_model_is_left_as_it_was(tmp_path):
+    model = model_of("delayed", torch.bfloat16).train()
+    step(model)
+    before, versions = copy.deepcopy(model.state_dict()), _versions(model)
+    saved(model, tmp_path)
+    assert model.training and _versions(model) == versions
+    for key, x in model.state_dict().items():
+        assert_bitwise(x, before[key], key)
+
+
+def _versions(model):
+    return {name: (id(x), x._version) for name, x in model.named_parameters()}
+
+
+# --- the plan
+
+
+def test_the_plan_says_what_is_written(tmp_path):
+    model = model_of()
+    plan = plan_save(model, max_shard_bytes=50_000)
+    assert save_pretrained(model, tmp_path / "it", max_shard_bytes=50_000) == plan
+    shards = Shards(tmp_path / "it")
+    assert plan.tensors == dict(shards.keys())
+    sizes = {file: 0 for file in plan.files}
+    for spec in shards.keys().values():
+        sizes[spec.file] += spec.nbytes
+    assert plan.files == sizes and plan.nbytes == sum(sizes.values())
+    text = (tmp_path / "it/config.json").read_text()
+    assert json.loads(text)["quantization_config"] == plan.quantization_config
+
+
+def test_the_plan_prints_layers_bytes_and_reasons():
+    model = nn.Module()
+    model.layers = nn.ModuleList(convert(Attention(), "blockwise") for _ in range(3))
+    model.left = nn.Linear(D, 16)
+    text = str(plan_save(model))
+    lines = text.splitlines()
+    assert lines[1] == "12 layers in float8, 0.000197 GB in 1 file"
+    (row,) = [line for line in lines if "layers.*.q_proj" in line]
+    # 160 x 160 bytes and 2 x 2 scales of 4 bytes, three times
+    assert row.split()[:4] == ["layers.*.q_proj", "3", "160x160", "0.08"]
+    (row,) = [line for line in lines if line.startswith("left")]
+    assert row.split()[1] == "1" and "not converted" in row
+    assert max(map(len, lines)) <= 100
+
+
+def test_progress_is_shown_by_tqdm_or_refused(tmp_path, monkeypatch, capsys):
+    save_pretrained(model_of(), tmp_path / "a", progress=True)
+    assert "float8 checkpoint: 100%" in capsys.readouterr().err
+    monkeypatch.setitem(__import__("sys").modules, "tqdm", None)
+    with pytest.raises(ImportError, match="pip install tqdm, or leave it out"):
+        save_pretrained(model_of(), tmp_path / "b", progress=True)
+    save_pretrained(model_of(), tmp_path / "c")
+    assert entries(tmp_path) == ["a", "c"]
