@@ -67,7 +67,7 @@ class Engine:
         self.parameters = dict(self.model.named_parameters())
 
     def load(self, updates: Updates) -> None:
-        """Write each tensor into its parameter; float8 data waits for its scale, the next tensor."""
+        """Write each tensor into its parameter; float8 data waits for its scale, which is next."""
         data = None
         for name, x in updates:
             if name.endswith(".weight_scale_inv"):

@@ -29,34 +29,36 @@ SIZES = {
 MOE = SIZES | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 48}
 
 MODELS = {
-    "llama": lambda: LlamaForCausalLM(
-        LlamaConfig(intermediate_size=48, tie_word_embeddings=True, **SIZES)
+    "llama": lambda **own: LlamaForCausalLM(
+        LlamaConfig(**SIZES | {"intermediate_size": 48, "tie_word_embeddings": True} | own)
     ),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(intermediate_size=48, **SIZES)),
-    "mixtral": lambda: MixtralForCausalLM(
-        MixtralConfig(num_local_experts=3, **MOE)  # 48 rows for each of gate and up
+    "qwen3": lambda **own: Qwen3ForCausalLM(Qwen3Config(**SIZES | {"intermediate_size": 48} | own)),
+    "mixtral": lambda **own: MixtralForCausalLM(  # gate and up have 48 rows each
+        MixtralConfig(**MOE | {"num_local_experts": 3} | own)
     ),
-    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=4, **MOE)),
-    "deepseek_v3": lambda: DeepseekV3ForCausalLM(  # a dense layer, one of experts
+    "qwen3_moe": lambda **own: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**MOE | {"num_experts": 4} | own)
+    ),
+    "deepseek_v3": lambda **own: DeepseekV3ForCausalLM(  # a dense layer, one of experts
         DeepseekV3Config(
             n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=16,
             kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16,
-            n_shared_experts=1, **{**MOE, "num_key_value_heads": 2},
+            n_shared_experts=1, **MOE | {"num_key_value_heads": 2} | own,
         )
     ),
-    "gpt_oss": lambda: GptOssForCausalLM(
+    "gpt_oss": lambda **own: GptOssForCausalLM(
         GptOssConfig(
             num_local_experts=4, layer_types=["sliding_attention", "full_attention"],
-            **{**MOE, "intermediate_size": 32},
+            **MOE | {"intermediate_size": 32} | own,
         )
     ),
 }  # fmt: skip
 
 
-def model_of(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Module:
-    """The same weights at each call; no two elements of biases and norms are equal."""
+def model_of(name: str, seed: int = 0, **sizes: int) -> torch.nn.Module:
+    """In float32; the same weights at each call; elements of biases and norms differ."""
     torch.manual_seed(seed)
-    model = MODELS[name]().to(dtype).eval()
+    model = MODELS[name](**sizes).eval()
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() == 1:

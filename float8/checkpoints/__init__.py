@@ -19,12 +19,16 @@ nor modules. A new layout is its file and its row in ``layouts.LAYOUTS``.
 ``layout.py`` < the layouts < ``layouts.py``; ``shards.py``, ``new_folder.py`` <
 ``shard_writer.py``: files, no layouts; ``weights.py``: what each entry of a model becomes, over
 ``stacks.py`` (names and experts as published checkpoints have them), ``float8_layers.py`` (which
-layers are in float8) and ``weight_cast.py`` (with which bits) < ``save.py``, ``load.py``,
-``live.py``; ``inspection.py``, ``comparison.py``, ``rewriting.py`` < ``__main__.py``.
+layers are in float8) and ``weight_cast.py`` (with which bits) < ``save.py``, ``live.py``;
+``source.py`` (the weights of a checkpoint) < ``matching.py`` (where they go in a model),
+``parameters.py`` (writing them there), ``resident.py`` (layers that keep them) < ``load.py``;
+``inspection.py``, ``comparison.py``, ``rewriting.py`` < ``__main__.py``.
 """
 
 from float8.checkpoints.compressed_tensors import CompressedTensors
 from float8.checkpoints.fine_grained import FineGrained
+from float8.checkpoints.live import weight_updates
+from float8.checkpoints.load import load
 from float8.checkpoints.modelopt import ModelOpt
 from float8.checkpoints.save import save_pretrained
 from float8.checkpoints.save_plan import SavePlan, plan_save
@@ -34,6 +38,8 @@ __all__ = [
     "FineGrained",
     "ModelOpt",
     "SavePlan",
+    "load",
     "plan_save",
     "save_pretrained",
+    "weight_updates",
 ]

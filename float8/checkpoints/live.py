@@ -17,7 +17,7 @@ that follows is an error, because the engine would have weights of two steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,7 +29,11 @@ from float8.linear.float8_weight import version_of
 
 
 def weight_updates(
-    model: nn.Module, layout: Layout | str | None = None
+    model: nn.Module,
+    layout: Layout | str | None = None,
+    *,
+    input_scales: Mapping[str, float | Tensor] | None = None,
+    recast: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of a model as a float8 checkpoint has them, one tensor at a time.
 
@@ -39,6 +43,8 @@ def weight_updates(
         model: a converted model; it may be compiled, or sharded by FSDP2. Then all ranks iterate to
             the end, in step with each other, and each gets whole tensors.
         layout: how layers are stored, as in `save_pretrained`.
+        input_scales: layer -> the static scale of its input, as in `save_pretrained`.
+        recast: cast float8 weights of another granularity again, as in `save_pretrained`.
 
     Returns:
         An iterator of (name, tensor), for one use. Tensors may share memory with the model: an
@@ -49,7 +55,7 @@ def weight_updates(
         ValueError: the layout cannot store a layer; nothing is yielded then.
         RuntimeError: while iterating: a parameter was written to since the call.
     """
-    return _in_order(items(model, layout), _Watch(model))
+    return _in_order(items(model, layout, input_scales=input_scales, recast=recast), _Watch(model))
 
 
 def _in_order(checkpoint: Checkpoint, watch: _Watch) -> Iterator[tuple[str, Tensor]]:

@@ -3,12 +3,14 @@
 =================== ======================================= =====================================
 layout              inputs                                  weights
 =================== ======================================= =====================================
-fine_grained        dynamic, 1 x columns of the block       blocks, as stored
-compressed_tensors  dynamic per token, or the file's scale  per tensor or per row, as stored
+fine_grained        dynamic, 1x128                          128x128
+compressed_tensors  dynamic per token, or the file's scale  per tensor, per row
+compressed_tensors  dynamic, 1x128 or 1x32                  128x128, 1x32 (MX)
 modelopt            the file's scale                        per tensor
 =================== ======================================= =====================================
 
-The weights are frozen. Gradients pass to the input: `float8.linear.float8_weight` says how.
+Data and scales are those of the files; E8M0 scales of 128x128 blocks become float32, exactly. The
+weights are frozen. Gradients pass to the input: `float8.linear.float8_weight` says how.
 """
 
 from __future__ import annotations
@@ -45,27 +47,25 @@ def config_of(layout: Layout, input_scale: Tensor | None = None) -> Float8Linear
     Args:
         layout: of the checkpoint.
         input_scale: of the layer, where its inputs are cast with a static scale.
-
-    Raises:
-        ValueError: no device multiplies such blocks.
     """
-    granularity = layout.granularity
-    scales = ScaleFormat.FLOAT32
-    if layout.scale_format is not ScaleFormat.FLOAT32:
+    granularity, output = layout.granularity, RECIPES["blockwise"].gemm_config_output
+    scales = layout.scale_format
+    if scales.is_e8m0 and granularity == Blockwise(1, 32):
+        return RECIPES["mxfp8"]
+    if scales is not ScaleFormat.FLOAT32:
         scales = ScaleFormat.POWER_OF_TWO
     weight = CastConfig(granularity=granularity, target_dtype=E4M3.dtype, scale_format=scales)
     if isinstance(granularity, Blockwise):
         row = replace(weight, granularity=Blockwise(1, granularity.cols))
-        output = RECIPES["blockwise"].gemm_config_output
         return Float8LinearConfig(row, weight, row, gemm_config_output=output)
     row = replace(weight, granularity=Rowwise())
-    if input_scale is not None:
-        value = float(input_scale)
-        x = CastConfig(ScalingType.STATIC, target_dtype=E4M3.dtype, static_scale=value)
-    else:
-        x = row
     gradient = CastConfig() if granularity == Tensorwise() else row
-    return Float8LinearConfig(x, weight, gradient)
+    if input_scale is None:
+        return Float8LinearConfig(row, weight, gradient)
+    static = CastConfig(
+        ScalingType.STATIC, target_dtype=E4M3.dtype, static_scale=float(input_scale)
+    )
+    return Float8LinearConfig(static, weight, gradient)
 
 
 def plan_of_float8(
@@ -135,7 +135,9 @@ def keep_float8(
         stored = source.layer(names[fqn], dtype_of(old)).weight
         place = device if old.is_meta else old.device
         data = torch.empty_like(stored.float8_data, device=place).copy_(stored.float8_data)
-        scale = e8m0.as_float32(stored.scale).to(place, copy=True)
+        is_mx = stored.block == (1, 32)
+        scale = stored.scale if is_mx else e8m0.as_float32(stored.scale)
+        scale = scale.to(place, copy=True)
         own = Float8Tensor(data, scale, stored.block, stored.dtype)
         linear.weight = as_parameter(old, own, requires_grad=False)
 

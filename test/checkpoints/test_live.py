@@ -15,19 +15,28 @@ import torch
 from assertions import assert_bitwise
 from processes import failures
 from published_models import convert, model_of
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import float8
 from benchmarks.measuring.memory import Allocations, bytes_of
-from float8 import E4M3, Blockwise, Float8Tensor, Rowwise, ScaleFormat
-from float8.checkpoints import CompressedTensors, weight_updates
+from float8 import E4M3, Blockwise, Float8Tensor, Rowwise, ScaleFormat, Tensorwise
+from float8.checkpoints import CompressedTensors, save_pretrained, weight_updates
 from float8.checkpoints.stacks import published
 
-SCALES = ("_scale", "_scale_inv")
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 class Casts(TorchDispatchMode):
-    """Counts the elements that ops write in float8, views aside."""
+    """Counts the elements that ops write in float8 and read in high precision."""
 
     def __init__(self):
         super().__init__()
@@ -35,9 +44,9 @@ class Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn:
-                self.elements += 0 if func.is_view else x.numel()
+        is_float8 = isinstance(out, torch.Tensor) and out.dtype == torch.float8_e4m3fn
+        read = [x for x in args if isinstance(x, torch.Tensor) and x.dtype.itemsize > 1]
+        self.elements += out.numel() if is_float8 and read else 0
         return out
 
 
@@ -79,9 +88,10 @@ def test_names_bits_and_order_are_those_of_the_definition(name):
 
 def test_rows_of_experts_have_the_bits_of_the_stack():
     model = convert(model_of("mixtral"), "rowwise")
-    found = dict(weight_updates(model, CompressedTensors(float8.Rowwise())))
+    found = dict(weight_updates(model, CompressedTensors(Rowwise())))
     stack = model.model.layers[0].mlp.experts.gate_up_proj.detach()
-    cast = Float8Tensor.from_high_precision(stack, E4M3, Rowwise())
+    scales = ScaleFormat.POWER_OF_TWO
+    cast = Float8Tensor.from_high_precision(stack, E4M3, Rowwise(), scale_format=scales)
     prefix = "model.layers.0.block_sparse_moe.experts.1"
     for part, rows in (("w1", slice(0, 48)), ("w3", slice(48, 96))):
         assert_bitwise(found[f"{prefix}.{part}.weight"], cast.float8_data[1, rows])
@@ -91,7 +101,7 @@ def test_rows_of_experts_have_the_bits_of_the_stack():
 def test_tensorwise_gate_and_up_share_the_scale_of_their_expert():
     """The scale with which the stack trains: one per expert."""
     model = convert(model_of("mixtral"), "tensorwise")
-    found = dict(weight_updates(model, CompressedTensors(float8.Tensorwise())))
+    found = dict(weight_updates(model, CompressedTensors(Tensorwise())))
     stack = model.model.layers[1].mlp.experts.gate_up_proj.detach()
     prefix = "model.layers.1.block_sparse_moe.experts"
     for expert in range(3):
@@ -100,6 +110,28 @@ def test_tensorwise_gate_and_up_share_the_scale_of_their_expert():
             assert_bitwise(found[f"{prefix}.{expert}.{part}.weight"], cast.float8_data[rows])
             scale = found[f"{prefix}.{expert}.{part}.weight_scale"]
             assert scale.item() == cast.scale.item()
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "layout"),
+    [
+        ("mixtral", "blockwise", None),
+        ("deepseek_v3", "rowwise", None),
+        ("llama", "delayed", "modelopt"),
+        ("llama", "tensorwise", "fine_grained"),
+    ],
+)
+def test_updates_are_what_save_pretrained_writes(name, recipe, layout, tmp_path):
+    model = convert(model_of(name), recipe)
+    tokens = torch.randint(64, (2, 16))
+    model.train()(tokens, labels=tokens).loss.backward()  # delayed scales exist from here on
+    float8.sync_float8_amax_and_scale_history(model)
+    save_pretrained(model, tmp_path / "it", layout)
+    written = load_file(tmp_path / "it" / "model.safetensors")
+    found = dict(weight_updates(model, layout))
+    assert found.keys() == written.keys()
+    for key, x in found.items():
+        assert_bitwise(x, written[key], replay=key)
 
 
 def test_the_next_step_pushes_the_next_weights():
@@ -129,7 +161,7 @@ def test_each_weight_is_cast_once_and_cached_or_resident_ones_never():
     numel = sum(w.numel() for w in in_float8(model))
     with Casts() as casts:
         found = {key: x.clone() for key, x in weight_updates(model)}
-    assert casts.elements == 2 * numel  # and the clones
+    assert casts.elements == numel
     with float8.cached_weights(model), Casts() as casts:
         cached = dict(weight_updates(model))
     assert casts.elements == 0
@@ -169,12 +201,12 @@ def test_a_write_in_between_is_an_error():
     model(torch.randint(64, (1, 16))).logits.sum().backward()
     next(updates)  # neither a forward nor a backward writes
     optimizer.step()
-    with pytest.raises(RuntimeError, match="embed_tokens.weight was written to since the call"):
+    with pytest.raises(RuntimeError, match=r"embed_tokens\.weight was written to since the call"):
         list(updates)
     updates = weight_updates(model)
     with torch.no_grad():
         model.model.norm.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="norm.weight was written to"):
+    with pytest.raises(RuntimeError, match=r"norm\.weight was written to"):
         next(updates)
 
 
@@ -191,17 +223,25 @@ def test_hooks_are_gone_after_the_end_and_after_a_break():
 
 
 def test_arguments_are_refused_at_the_call():
-    with pytest.raises(TypeError, match="must be an nn.Module"):
+    with pytest.raises(TypeError, match=r"must be an nn\.Module"):
         weight_updates(None)
     with pytest.raises(ValueError, match="float8"):
         weight_updates(model_of("llama"))
 
 
+def test_stacks_of_sharded_models_are_gathered(one_rank):
+    """Their published parts; on two processes: below."""
+    plain, model = (convert(model_of("mixtral"), "rowwise") for _ in range(2))
+    for layer in model.model.layers:
+        fully_shard(layer)
+    assert_same_updates(weight_updates(fully_shard(model)), weight_updates(plain))
+
+
 @pytest.mark.slow
 def test_sharded_models_push_the_bits_of_one_process():
     checks = [
-        ("every_rank_gets_whole_tensors", "llama", "blockwise"),
-        ("every_rank_gets_whole_tensors", "mixtral", "rowwise"),
+        *(("every_rank_gets_whole_tensors", r) for r in ("blockwise", "rowwise", "delayed")),
+        ("every_rank_gets_whole_tensors", "tensorwise", True),
         ("gathers_one_parameter_at_a_time",),
         ("a_step_in_between_is_an_error",),
     ]
