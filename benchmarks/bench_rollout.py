@@ -16,8 +16,8 @@ Each with inputs of linear layers in high precision, and cast 1x128 as engines w
 and as the trainer does. The engine multiplies what it got in float32. Differences are per sampled
 token, the mean over all of them; KL is of the engine's distribution from the trainer's.
 
-    python benchmarks/bench_rollout.py                # half a minute
-    python benchmarks/bench_rollout.py --steps 3 -o rollout.json
+    python benchmarks/bench_rollout.py                # a quarter of a minute
+    python benchmarks/bench_rollout.py --steps 50 -o rollout.json
 """
 
 from __future__ import annotations
@@ -242,11 +242,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=harness.positive, default=20, help="updates of the weights")
+    parser.add_argument("--steps", type=harness.positive, default=10, help="updates of the weights")
     parser.add_argument("--batch", type=harness.positive, default=32, help="samples per step")
     parser.add_argument("--tokens", type=harness.positive, default=16, help="sampled per sample")
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=1e-3, help="of AdamW")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and samples")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write JSON there")
     options = parser.parse_args(argv)
     options.device = "cpu"

@@ -19,12 +19,13 @@ from torch import nn
 import float8
 import float8.distributed.gradients
 import float8.optim
-from float8 import E4M3, Float8Linear, Float8LinearConfig, Float8Tensor, filters
+from float8 import E4M3, Float8Linear, Float8LinearConfig, Float8Tensor, checkpoints, filters
 from float8.arguments import check_integer, check_module, check_tensors, described
 
 PACKAGES = (
     "float8",
     "float8.activations",
+    "float8.checkpoints",
     "float8.config",
     "float8.distributed.gradients",
     "float8.estimate",
@@ -154,12 +155,23 @@ CALLS: dict[str, list[Call]] = {
         Call(lambda v: f.CastConfig(power_of_two_scale=v), "must be True or False"),
         Call(lambda v: f.CastConfig(f.ScalingType.STATIC, static_scale=v), "static_scale"),
     ],
+    "CompressedTensors": [
+        Call(checkpoints.CompressedTensors, "granularity must be a Granularity"),
+        Call(lambda v: checkpoints.CompressedTensors(static_inputs=v), "must be True or False"),
+    ],
     "DelayedScalingConfig": [
         *(
             Call(lambda v, n=n: f.DelayedScalingConfig(**{n: v}), n)
             for n in ("history_len", "amax_compute_algo", "margin", "interval")
         ),
         Call(lambda v: f.DelayedScalingConfig(remember_nonfinite=v), "must be True or False"),
+    ],
+    "FineGrained": [
+        Call(checkpoints.FineGrained, "block must be|Blockwise: rows"),
+        Call(lambda v: checkpoints.FineGrained((v, 128)), "rows"),
+        Call(
+            lambda v: checkpoints.FineGrained(scale_format=v), "scale_format must be a ScaleFormat"
+        ),
     ],
     "Float8Linear": [
         Call(lambda v: Float8Linear(16, 16, config=v), CONFIG, NONE),
@@ -311,6 +323,17 @@ CALLS: dict[str, list[Call]] = {
         Call(f.after_step, f"after_step: model {MODULE}"),
         Call(lambda v: f.after_step(converted(), v), "group must be a ProcessGroup", NONE),
     ],
+    # float8.checkpoints
+    "weight_updates": [
+        Call(checkpoints.weight_updates, MODULE),
+        Call(lambda v: checkpoints.weight_updates(converted(), v), "layout", NONE),
+        Call(
+            lambda v: checkpoints.weight_updates(converted(), input_scales=v),
+            "input_scales must be a mapping",
+            NONE,
+        ),
+        Call(lambda v: checkpoints.weight_updates(converted(), recast=v), "must be True or False"),
+    ],
     # float8.config
     "check_config": [Call(f.config.check_config, CONFIG)],
     # float8.distributed.gradients
@@ -348,7 +371,7 @@ NO_CALLS = {
     *("Float8Gradients", "Gemm", "GradientReport", "LinearPlan", "Moment", "Monitor"),
     *("GemmSpeed", "OperandCast", "Report", "Row", "ScalingController", "StateReport"),
     *("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"),
-    *("Rowwise", "Tensorwise"),  # which take none
+    *("ModelOpt", "Rowwise", "Tensorwise"),  # which take none
 }
 
 

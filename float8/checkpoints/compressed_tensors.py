@@ -21,6 +21,8 @@ or (1, 1): these are read. Written are the shapes that vLLM's loader takes (``pa
 ``ignore`` lists the layers in high precision. Readers compare whole names (``utils/match.py``), or
 regular expressions after ``re:``. vLLM multiplies q/k/v in one GEMM, and gate/up in another: all of
 one are in float8, or none. It casts their weights again unless their scales per tensor are equal.
+transformers has scales in the dtype of the model, unless it loads with ``dequantize=True``: in
+bfloat16 it rounds all but powers of two.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from float8.checkpoints.layer_checks import (
     refuses_weight,
 )
 from float8.checkpoints.layout import Layer, Layout
+from float8.checkpoints.skipped_names import checked_names
 from float8.formats import ScaleFormat
 from float8.granularity import Blockwise, Granularity, Rowwise, Tensorwise, scale_shape
 from float8.tensor import Float8Tensor
@@ -150,7 +153,14 @@ class CompressedTensors(Layout):
         return found
 
     def quantization_config(self, layers: Iterable[str], skipped: Iterable[str]) -> dict[str, Any]:
-        """What compressed-tensors' ``QuantizationConfig`` reads."""
+        """What compressed-tensors' ``QuantizationConfig`` reads.
+
+        Raises:
+            ValueError: a layer is in ``layers`` and in ``skipped``.
+        """
+        names = checked_names(
+            layers, skipped, lambda layer, name: layer == name, "names are compared whole"
+        )
         scheme = self._scheme
         inputs = _STATIC if self.static_inputs else scheme.dynamic_inputs
         group = {
@@ -165,7 +175,7 @@ class CompressedTensors(Layout):
             "format": scheme.format,
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
-            "ignore": sorted(skipped),
+            "ignore": names,
             "kv_cache_scheme": None,
             "global_compression_ratio": None,
         }
