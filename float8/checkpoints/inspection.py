@@ -107,7 +107,8 @@ class Inspection:
 
     def __str__(self) -> str:
         count = sum(kind.count for kind in self.float8)
-        lines = [f"{self.path}: {size(self.nbytes)} in {self.files} files"]
+        files = f"{self.files} file{'s' * (self.files != 1)}"
+        lines = [f"{self.path}: {size(self.nbytes)} in {files}"]
         if self.float8:
             lines += [f"{count} layers in float8, stored as {self.layout}", _float8(self.float8)]
         else:
