@@ -45,6 +45,7 @@ from float8.tensor import Float8Tensor
 SKIP = ("*embed*", "*wte", "*wpe", "*lm_head", "*.gate", "*router*", "*score", "*classifier")
 KEPT, CAST, AGAIN = "float8 data kept", "cast from high precision", "dequantised and cast again"
 DEQUANTISED, COPIED = "dequantised", "copied"
+_HOW = (KEPT, CAST, AGAIN, DEQUANTISED, COPIED)
 _CONFIGS = ("config.json", "hf_quant_config.json")
 Entries = Callable[[], dict[str, Tensor]]
 
@@ -84,7 +85,8 @@ class Rewriting:
         after = sum(spec.nbytes for spec in self.specs.values())
         lines = [f"{self.source.path}: {size(before)}, {_text(self.source.layout)}"]
         lines += [f"as {_text(self.target)}: {size(after)}"]
-        lines += [f"  {count} tensors {how}" for how, count in Counter(self.how.values()).items()]
+        counts = Counter(self.how.values())
+        lines += [f"  {counts[how]} tensors: {how}" for how in _HOW if how in counts]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def write(
@@ -191,7 +193,9 @@ def plan_rewriting(
 
 
 def _text(form: Layout | torch.dtype | None) -> str:
-    return layout_text(form) if isinstance(form, Layout) else str(form or "high precision")
+    if isinstance(form, Layout):
+        return layout_text(form)
+    return "high precision" if form is None else str(form).removeprefix("torch.")
 
 
 def _linear(weights: dict[str, Spec], skip: Sequence[str]) -> set[str]:

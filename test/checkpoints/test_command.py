@@ -274,7 +274,7 @@ def test_float8_data_that_the_layout_stores_are_kept(plain, tmp_path, capsys):
     second, _, printed = converted(
         capsys, str(tmp_path / "a"), tmp_path / "b", "fine_grained:power_of_two"
     )
-    assert "8 tensors float8 data kept" in printed
+    assert "8 tensors: float8 data kept" in printed
     assert "note" not in printed
     for key, value in first.items():
         if key.endswith("weight_scale_inv"):
@@ -322,7 +322,7 @@ def test_scales_of_inputs_are_passed_on(tmp_path, capsys):
     config = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": skipped}
     source = write(tmp_path / "modelopt", tensors, config)
     found, _, printed = converted(capsys, source, tmp_path / "a", "compressed_tensors:static")
-    assert "8 tensors float8 data kept" in printed
+    assert "8 tensors: float8 data kept" in printed
     assert all(torch.equal(found[f"{n}.input_scale"], tensors[f"{n}.input_scale"].reshape(1))
                for n in LAYERS)  # fmt: skip
     found, _, printed = converted(capsys, source, tmp_path / "b", "compressed_tensors:tensorwise")
@@ -335,7 +335,7 @@ def test_a_dry_run_writes_nothing_and_bad_arguments_change_nothing(plain, fine, 
     words = ("convert", plain, str(out), "--layout", "fine_grained")
     status, printed, _ = run(capsys, *words, "--dry-run")
     assert status == 0
-    assert "8 tensors cast from high precision" in printed
+    assert "8 tensors: cast from high precision" in printed
     assert "left in high precision: " in printed
     assert "nothing was written" in printed
     found = json.loads(run(capsys, *words, "--dry-run", "--json", "--skip", "*_proj")[1])
