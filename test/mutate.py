@@ -38,6 +38,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "core": ("config", "tensor", "linear", "convert", "kernels"),
+    "checkpoints": ("checkpoints",),
     "distributed": ("distributed",),
     "unit_scaling": ("unit_scaling",),
     "optim": ("optim",),

@@ -16,8 +16,8 @@ of DeepSeek-V3), ``compressed_tensors.py`` (per tensor or per channel), ``modelo
 static inputs). A layout is pure: `Float8Tensor` to named tensors and back; it knows neither files
 nor modules. A new layout is its file and its row in ``layouts.LAYOUTS``.
 
-``layout.py`` < the layouts < ``layouts.py``; ``shards.py``, ``new_folder.py`` <
-``shard_writer.py``: files, no layouts; ``weights.py``: what each entry of a model becomes, over
+``layout.py``, ``layer_checks.py``, ``skipped_names.py`` < the layouts < ``layouts.py``;
+``shards.py``, ``new_folder.py`` < ``shard_writer.py``: files, no layouts; ``weights.py``: what each entry of a model becomes, over
 ``stacks.py`` (names and experts as published checkpoints have them), ``float8_layers.py`` (which
 layers are in float8) and ``weight_cast.py`` (with which bits) < ``save.py``, ``live.py``;
 ``source.py`` (the weights of a checkpoint) < ``matching.py`` (where they go in a model),

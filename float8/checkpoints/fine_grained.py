@@ -2,25 +2,27 @@
 
 A layer is ``weight``, E4M3 (N, K), and ``weight_scale_inv``, (ceil(N / 128), ceil(K / 128)), with
 ``value = weight * weight_scale_inv`` (deepseek-ai/DeepSeek-V3, README_WEIGHTS.md). Inputs are cast
-while serving, 1x128. What publishers do, and so `scale_format`:
+while serving, in blocks of 1x128. Scales are stored in one of three ways:
 
 ============ ======================== =========== =============================================
 scale_format ``weight_scale_inv``     scale_fmt   as in
 ============ ======================== =========== =============================================
-FLOAT32      float32                  (absent)    DeepSeek-V3, Qwen3-FP8
+FLOAT32      float32                  (absent)    DeepSeek-V3
 POWER_OF_TWO float32                  ``"ue8m0"`` DeepSeek-V3.1 (all but some ``o_proj``)
-E8M0         ``torch.float8_e8m0fnu`` ``"ue8m0"`` DeepSeek-V4; what transformers writes
+E8M0         ``torch.float8_e8m0fnu`` ``"ue8m0"`` what transformers 5.23 writes; DeepSeek-V4
 ============ ======================== =========== =============================================
 
 ``scale_fmt`` asks engines to round the scales of inputs to powers of two as well, as the recipe
-``"blockwise"`` trains. It does not tell how scales are stored: that is read from their dtype.
+``"blockwise"`` trains (vLLM 0.33, ``transformers_utils/config.py``). It does not tell how scales
+are stored: that is read from their dtype.
 
 N and K need not be multiples of 128: a block at an edge is padded with zeros before its scale is
-computed (README_WEIGHTS.md, "Dequantization Method"), as 576 rows in DeepSeek-V3's own
-``kv_a_proj_with_mqa``. vLLM and SGLang read such a layer unless they fuse or shard it inside a
-block, which they refuse. transformers serves it; but its dequantisation on load divides the shape
-by that of the scales. It refuses (576, K), and misreads a shape such as (200, K), whose 2 rows of
-scales it takes for blocks of 100. Load such files there without ``dequantize=True``.
+computed (README_WEIGHTS.md, "Dequantization Method"), as in DeepSeek-V3's own
+``kv_a_proj_with_mqa``, of 576 rows. vLLM reads such a layer, unless it would fuse or shard it
+inside a block: then it raises an error (``utils/fp8_utils.py``, ``validate_fp8_block_shape``).
+transformers has the same grid on a GPU. But where it dequantises while it loads, as without a GPU,
+it takes the shape divided by that of the scales for the block: it refuses 576 rows, and misreads
+200, whose 2 rows of scales it takes for blocks of 100.
 """
 
 from __future__ import annotations

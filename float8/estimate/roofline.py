@@ -2,7 +2,9 @@
 
 A cast is a few passes over memory, each ``bytes / rate + launch``. A plain layer is three bfloat16
 GEMMs without casts. The clock under load is part of the rates that a GEMM is said to reach. Not
-modelled: the host (eager mode waits for Python on small layers), caches, and communication.
+modelled: the host (eager mode waits for Python on small layers), caches, and communication; biases,
+whose gradient takes 1/16 byte per element of grad_output and two launches where the cast adds its
+columns, and another read in bfloat16; amaxes of weights that an optimizer has recorded.
 
 Float8 copies of an expert's operands for grad_weight are padded to multiples of 16 tokens per group
 (128 for mx). Grouped GEMMs are assumed to reach the efficiency of dense ones, in bfloat16 and in

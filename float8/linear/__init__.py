@@ -2,9 +2,9 @@
 
 ``layer.py``: `Float8Linear` and its functional form; ``autograd.py``: forward and backward as one
 autograd function; ``scaling.py``: the scale and cast of one operand; ``cast.py``: the cast modules,
-which own the state of delayed scaling; ``sync.py``: delayed scaling's update, once per step;
-``refusals.py``: what cannot run, and why; ``resident_weight.py``, ``weight_cache.py``: weights that
-are in float8 before the call; ``switch.py``: leaving float8 in a thread, a module, or a call.
+which own the state of delayed scaling; ``delayed.py``: its update, once per step; ``refusals.py``:
+what cannot run, and why; ``float8_weight.py``, ``weight_cache.py``: weights that are in float8
+before the call; ``switch.py``: leaving float8 in a thread, a module, or a call.
 """
 
 from float8.linear.layer import Float8CastingLinear, Float8Linear, float8_linear

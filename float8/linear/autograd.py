@@ -164,13 +164,13 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
         plan.g,
         ctx.states[2],
         ctx.record,
-        needs_x,
-        needs_w,
-        plan.grad_input.is_plain,
-        offs,
-        (None, None),
-        False,
-        column_sums,
+        first=needs_x,
+        second=needs_w,
+        decode=plan.grad_input.is_plain,
+        keeps=False,
+        offs=offs,
+        scales=(None, None),
+        column_sums=column_sums,
     )
     if needs_x:
         factor_x = factor_x() if callable(factor_x) else factor_x
@@ -265,12 +265,13 @@ def _cast_input(x: Tensor, call: Call, needs_w: bool, offs: Tensor | None) -> tu
         plan.x,
         call.states[0],
         call.record,
-        True,
-        needs_w,
-        plan.output.is_plain,
-        offs,
-        (None, None),
-        True,
+        first=True,
+        second=needs_w,
+        decode=plan.output.is_plain,
+        keeps=True,
+        offs=offs,
+        scales=(None, None),
+        column_sums=None,
     )
     return x8_MK, x8_KM or (None, None)  # type: ignore[return-value]
 

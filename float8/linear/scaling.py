@@ -167,15 +167,18 @@ def cast_orientations(
     operand: BoundOperand,
     state: DelayedState | None,
     record: bool,
+    *,
     first: bool,
     second: bool,
     decode: bool,
+    keeps: bool,
     offs: Tensor | None,
     scales: Scales,
-    keeps: bool,
-    column_sums: Tensor | None = None,
+    column_sums: Tensor | None,
 ) -> tuple[Pair | None, Pair | None]:
     """Cast a matrix for the GEMM that contracts along its rows and the one along its columns.
+
+    No argument has a default: torch.compile guards on defaults.
 
     Args:
         x: any strides. A `Float8Tensor` is not cast again: both GEMMs read its data.
@@ -184,9 +187,9 @@ def cast_orientations(
         first, second: whether each of the two is needed.
         decode: both products run in plain PyTorch: data that both read is converted to bfloat16
             once.
+        keeps: the second product runs in backward: its data stays in float8.
         offs: the ends of groups of tokens, for grouped GEMMs; see `float8.kernels.groups`.
         scales: known ones of the two casts, where both are needed.
-        keeps: the second product runs in backward: its data stays in float8.
         column_sums: of `new_column_sums`, to be filled.
 
     Returns:

@@ -162,7 +162,6 @@ def may_be_batched(work: Work) -> bool:
     """Whether `advance_together` takes it: small, states in float32, rounded to nearest."""
     is_plain = all(state.scale is None for state in work.states)
     is_usual = work.master is None and work.original is None and not work.at_random[0]
-    is_usual = is_usual and work.amax is None
     return is_plain and is_usual and work.parameter.numel() <= TILE // 8
 
 
@@ -194,6 +193,10 @@ def advance_together(works: Sequence[Work], rule: UpdateRule) -> None:
     for column, value in zip(zip(*targets, strict=True), new, strict=True):
         pieces = [v.view_as(x) for v, x in zip(value.split(sizes), column, strict=True)]
         torch._foreach_copy_(list(column), pieces)
+    records = [(w.amax, w.parameter) for w in works if w.amax is not None]
+    if records:
+        found = kernels.amaxes([parameter for _, parameter in records]).split(1)
+        torch._foreach_copy_([amax for amax, _ in records], list(found))
 
 
 def tiles_of(matrix: Tensor, group: int) -> Iterator[tuple[slice, slice]]:

@@ -36,6 +36,9 @@ from float8.linear.scaling import cast_orientations
 
 module = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
 RECIPE_NAMES = ("tensorwise", "rowwise", "blockwise")
+# For both GEMMs that read an operand.
+BOTH = {"first": True, "second": True, "decode": False, "keeps": False}
+BOTH |= {"offs": None, "scales": (None, None), "column_sums": None}
 
 
 class Lowerings(TorchDispatchMode):
@@ -73,9 +76,7 @@ def lower(recipe: str, tokens: int) -> list:
         with torch.no_grad(), enable_python_dispatcher(), Lowerings(env) as lowerings:
             x, g, w = (fake(*shape) for shape in ((size, 640), (size, 256), (256, 640)))
             both_x, both_w, both_g = (
-                cast_orientations(
-                    operand, casts, None, False, True, True, False, None, (None, None), False
-                )
+                cast_orientations(operand, casts, None, False, **BOTH)
                 for operand, casts in ((x, plan.x), (w, plan.w), (g, plan.g))
             )
             for gemm, a, b in (

@@ -190,8 +190,9 @@ def test_operands_of_grouped_gemms(name):
         for tokens, operand in ((empty(M, K), plan.x), (empty(M, N), plan.g)):
             with CastMeter() as meter:
                 cast_orientations(
-                    tokens, operand, None, False, True, True, False, offs, (None, None), False
-                )
+                    tokens, operand, None, False, first=True, second=True, decode=False,
+                    keeps=False, offs=offs, scales=(None, None), column_sums=None,
+                )  # fmt: skip
             moved = sum(meter.bytes_by_numel.values())  # the transpose has more elements: padding
             assert round(moved / tokens.numel()) == GROUPED[name][0]
             assert meter.launches == GROUPED[name][1]

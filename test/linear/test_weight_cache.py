@@ -31,6 +31,8 @@ from float8 import (
 )
 from float8.config import RECIPES
 from float8.kernels import optimizer_step
+from float8.linear.float8_weight import cached_tensor, to_resident
+from float8.optim.step import advance_together
 
 STATELESS = [name for name in RECIPES if name != "delayed"]
 
@@ -109,6 +111,45 @@ def casts_of_weights(net, run):
     with mock.patch("float8.kernels.cast", wraps=float8.kernels.cast) as cast:
         run()
     return sum(call.args[0].numel() == net[0].weight.numel() for call in cast.call_args_list)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"])
+def test_the_cached_weight_is_had_as_a_tensor_without_another_cast(recipe, in_place):
+    """After a step and a ``sync``; it is what the layer's cast makes, and keeps its scale."""
+    net = model(recipe)
+    with cached_weights(net, in_place=in_place):
+        train(net, sync=recipe == "delayed")
+        found = []
+        assert casts_of_weights(net, lambda: found.append(cached_tensor(net[0]))) == 0
+        (w8,) = found
+        assert w8._data.data_ptr() == net[0].cached_weight.row_major[0].data_ptr()
+        expected = to_resident(net[0].weight, net[0].config, net[0].casts[1].state)
+        assert_all_bitwise(w8.data_and_scale, expected.data_and_scale)
+        assert (w8.dtype, w8._block) == (net[0].weight.dtype, expected._block)
+        if recipe == "delayed":
+            microbatch(net.train(), 5)
+            sync_float8_amax_and_scale_history(net)
+            assert_bitwise(w8._scale, expected._scale)
+
+
+def test_what_is_not_current_is_no_tensor():
+    net = model()
+    assert cached_tensor(net[0]) is None
+    with cached_weights(net, scales_only=True):
+        assert cached_tensor(net[0]) is None
+    with cached_weights(net) as cache:
+        assert cached_tensor(net[0]) is not None
+        copy_masters(net)
+        assert cached_tensor(net[0]) is None
+        cache.refresh()
+        assert cached_tensor(net[0]) is not None
+        replace_weight(net)
+        assert cached_tensor(net[0]) is None
+        rows, columns = net[2].cached_weight.row_major[0].shape
+        swizzled = torch.zeros(rows * columns // 32)  # the scales of MX GEMMs on a GPU
+        net[2].cached_weight.row_major = (net[2].cached_weight.row_major[0], swizzled)
+        assert cached_tensor(net[2]) is None
 
 
 def test_a_weight_is_cast_once_per_optimizer_step():
@@ -362,6 +403,42 @@ def test_an_optimizer_of_ours_records_the_amaxes(recipe, scales_only):
     assert_all_bitwise(got, train_ours(model(recipe)))
 
 
+def fuse(monkeypatch):
+    """Take the op of the fused step, whose definition runs on a CPU."""
+    pytest.importorskip("triton")
+    assert optimizer_step._no_kernel(None) is None  # registers the ops
+    monkeypatch.setattr(float8.optim.optimizer, "takes_kernel", lambda *_: True)
+
+
+def test_a_step_reads_each_weight_once_beside_its_update(monkeypatch):
+    """For one cast of both orientations: no pass for amaxes, neither of all weights nor of one."""
+    fuse(monkeypatch)
+    net = model()
+    optimizer = float8.optim.AdamW(net.parameters(), lr=0.1, min_size=0)
+    with cached_weights(net):
+        microbatch(net, 1)
+        with (
+            passes() as made,
+            mock.patch("float8.kernels.amax", wraps=float8.kernels.amax) as amax,
+            mock.patch("float8.kernels.cast", wraps=float8.kernels.cast) as cast,
+        ):
+            optimizer.step()
+        assert not made.called
+        assert not amax.called
+        assert [len(call.args[0]) for call in cast.call_args_list] == [48, 16]
+        assert_all_bitwise(microbatch(net, 3), fresh(net))
+
+
+def test_small_weights_are_still_advanced_together():
+    """Those whose states stay in float32: one by one, a call costs more than their arithmetic."""
+    net, plain = model(), model()
+    together = mock.patch("float8.optim.optimizer.advance_together", wraps=advance_together)
+    with together as advanced, cached_weights(net):
+        got = train_ours(net, float8.optim.AdamW(net.parameters(), lr=0.1))
+    assert [len(call.args[0]) for call in advanced.call_args_list] == [4, 4, 4]
+    assert_all_bitwise(got, train_ours(plain, float8.optim.AdamW(plain.parameters(), lr=0.1)))
+
+
 def test_the_librarys_own_hook_on_all_optimizers_stops_no_recording():
     """That of delayed scaling, which may have been registered before the first cache."""
     float8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config=RECIPES["delayed"])
@@ -375,14 +452,13 @@ def test_the_librarys_own_hook_on_all_optimizers_stops_no_recording():
     assert next(iter(_global_optimizer_post_hooks.values())).__module__.startswith("float8")
 
 
-def test_a_step_that_a_scaler_skips_keeps_the_scales(monkeypatch):
+@pytest.mark.parametrize("scales_only", [False, True])
+def test_a_step_that_a_scaler_skips_keeps_the_scales(scales_only, monkeypatch):
     """Fused, where the device alone knows of it, after a write that only a pass would see."""
-    pytest.importorskip("triton")
-    assert optimizer_step._no_kernel(None) is None  # registers the ops
-    monkeypatch.setattr(float8.optim.optimizer, "takes_kernel", lambda *_: True)
+    fuse(monkeypatch)
     net = model()
     optimizer = float8.optim.AdamW(net.parameters(), lr=0.1, min_size=0, fused=True)
-    with cached_weights(net, scales_only=True):
+    with cached_weights(net, scales_only=scales_only):
         for found_inf in (0.0, 1.0, 0.0):
             microbatch(net, 1)
             net[0].weight.data.mul_(2)
@@ -391,6 +467,37 @@ def test_a_step_that_a_scaler_skips_keeps_the_scales(monkeypatch):
                 optimizer.step()
             assert not made.called
             assert_all_bitwise(microbatch(net, 3), fresh(net))
+
+
+@pytest.mark.parametrize("make", [float8.optim.AdamW, torch.optim.AdamW])
+def test_a_scaler_that_skips_steps_and_averaged_weights_change_no_bits(make):
+    """A step that GradScaler skips on the host; evaluations with averaged weights."""
+
+    def train(net):
+        optimizer = make(net.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        average, seen = torch.optim.swa_utils.AveragedModel(net), []
+        for number in range(3):
+            seen += microbatch(net, number)
+            if number == 1:
+                net[0].weight.grad[0, 0] = torch.inf
+            scaler.scale(torch.zeros(()))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            average.update_parameters(net)
+            own = [p.detach().clone() for p in net.parameters()]
+            with torch.no_grad():
+                torch._foreach_copy_(list(net.parameters()), list(average.parameters()))
+                seen += [net(torch.ones(16, 32, dtype=torch.bfloat16)), *average.parameters()]
+                torch._foreach_copy_(list(net.parameters()), own)
+        assert scaler.get_scale() == 512.0
+        return seen
+
+    net = model()
+    with cached_weights(net):
+        got = train(net)
+    assert_all_bitwise(got, train(model()))
 
 
 def test_another_optimizer_takes_one_pass_for_all_weights():
@@ -567,14 +674,19 @@ def test_a_step_in_place_of_one_layer_leaves_the_graph_of_another_alone(scales_o
         out.backward(g[:, : out.shape[1]])
 
 
-def test_a_compiled_step_does_not_trace_the_casts():
+@pytest.mark.parametrize("make", [torch.optim.SGD, float8.optim.SGD])
+def test_a_compiled_step_does_not_trace_the_casts(make):
+    """One of ours records no amaxes then: one pass over all weights finds them."""
     net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=torch.tensor(0.1))
+    optimizer = make(net.parameters(), lr=torch.tensor(0.1))
     counter = CompileCounter()
     torch._dynamo.reset()
     optimizer.step = torch.compile(optimizer.step, backend=counter)
     with cached_weights(net, scales_only=True):
-        train_ours(net, optimizer)
+        train_ours(net, optimizer, steps=1)
+        with passes() as made:
+            train_ours(net, optimizer, steps=2)
+        assert made.call_count == 2
         assert_all_bitwise(microbatch(net, 3), fresh(net))
     assert counter.frame_count == 1
 

@@ -85,6 +85,20 @@ def test_together_is_one_by_one():
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_together_records_the_amaxes_that_are_asked_for(dtype):
+    works = [made(shape, dtype, kinds=(None, None)) for shape in [(3,), (2, 5), (1, 1), (0,)]]
+    works[1].gradient.codes[0, 2] = torch.nan
+    works = [w._replace(amax=torch.zeros(1) if i != 2 else None) for i, w in enumerate(works)]
+    assert all(may_be_batched(w) for w in works)
+    advance_together(works, RULE)
+    for work in works:
+        if work.amax is not None:
+            assert_bitwise(work.amax.view(1, 1), amax(work.parameter, (-1, -1)))
+    assert works[1].amax.isnan()
+    assert works[2].amax is None
+
+
 def test_large_quantised_and_stochastically_rounded_parameters_are_not_batched():
     assert not may_be_batched(made((3, 4)))
     assert not may_be_batched(made((3, 4), kinds=(None, None), random=True))

@@ -253,20 +253,13 @@ def _step_kernel(
         if LR_IS_TENSOR or STEP_IS_TENSOR:
             step_size, root = _adam_factors(lr, step, LOG2_BETA1, LOG2_BETA2)
         p, m, v = _adamw(p, g, m, v, rest1, beta2, rest2, eps, step_size, root)
-        store(
-            v, v_ptr, v_scale_ptr, v_exponent_ptr, at, written, n, written_N, V_FORM,
-            index, seed, number, 1, V_RANDOM,
-        )  # fmt: skip
     elif RULE == "sgd_momentum":
         if STEP_IS_TENSOR:
             rest1 = tl.where(step == 1, 1.0, rest1)
         p, m = _sgd_momentum(p, g, m, lr, beta1, rest1, NESTEROV)
     else:
         p, m = _lion(p, g, m, lr, beta1, rest1, beta2, rest2)
-    store(
-        m, m_ptr, m_scale_ptr, m_exponent_ptr, at, written, n, written_N, M_FORM,
-        index, seed, number, 0, M_RANDOM,
-    )  # fmt: skip
+    # First: encoding the moments takes the most registers, and p needs none of them then.
     if P_FORM == LINEAR:
         _store_master(
             p, p_ptr, p_scale_ptr, amax_ptr, at, inside, n, N, index, seed, number, P_RANDOM
@@ -276,6 +269,15 @@ def _step_kernel(
         if RECORD:
             stays = tl.where(is_skipped, old, p) if SKIPS else p
             _record_amax(stays, amax_ptr, inside, p_ptr.dtype.element_ty)
+    if RULE == "adamw":
+        store(
+            v, v_ptr, v_scale_ptr, v_exponent_ptr, at, written, n, written_N, V_FORM,
+            index, seed, number, 1, V_RANDOM,
+        )  # fmt: skip
+    store(
+        m, m_ptr, m_scale_ptr, m_exponent_ptr, at, written, n, written_N, M_FORM,
+        index, seed, number, 0, M_RANDOM,
+    )  # fmt: skip
 
 
 def _form(scale: Tensor | None, exponent: Tensor | None = None) -> int:
