@@ -52,8 +52,12 @@ def _is_finite(x: Tensor) -> bool:
     if not is_resident(x):
         return bool(torch.stack(torch.aminmax(x)).isfinite().all())
     data, scale = x.data_and_scale
-    codes = data.view(torch.uint8)
-    is_nan = (codes & 0x7F) == 0x7F  # of E4M3, which has no infinity
+    return bool(scale.float().isfinite().all()) and not _has_nan(data)
+
+
+def _has_nan(data: Tensor) -> bool:
     if data.dtype != torch.float8_e4m3fn:
-        is_nan = ~data.float().isfinite()
-    return bool(scale.float().isfinite().all()) and not bool(is_nan.any())
+        return bool(data.float().isnan().any())
+    # 0x7F and 0xFF: the largest as signed and as unsigned bytes. Comparisons would need memory.
+    largest = data.view(torch.int8).max(), data.view(torch.uint8).max()
+    return largest[0].item() == 0x7F or largest[1].item() == 0xFF

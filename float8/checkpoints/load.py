@@ -44,6 +44,7 @@ from float8.config import Float8LinearConfig, check_config
 from float8.convert.conversion import named, own_config, plan_conversion
 from float8.convert.convert import convert_to_float8_training
 from float8.convert.inference import hide_from_ddp
+from float8.kernels import is_sharded
 from float8.linear.delayed import DelayedCast
 from float8.linear.float8_weight import is_resident
 from float8.linear.layer import Float8Linear
@@ -90,6 +91,7 @@ def load(
     device = torch.device(device)
     source = Source(path)
     _check_model(model, weights, config)
+    _tie_on_meta(model)
     slots = matched(model, source, tuple(ignore))
     plan = None
     if weights == FLOAT8:
@@ -161,6 +163,13 @@ def _check_model(model: nn.Module, weights: str, config: Float8LinearConfig | No
             f'load: weights="{TRAINING}" needs a converted model, or config=: '
             'Float8LinearConfig.from_recipe_name("blockwise")'
         )
+
+
+def _tie_on_meta(model: nn.Module) -> None:
+    """Share tied weights of a model of Transformers again, which accelerate's empty models lose."""
+    tie = getattr(model, "tie_weights", None)
+    if callable(tie) and any(p.is_meta and not is_sharded(p) for p in model.parameters()):
+        tie()
 
 
 def _in_float8(source: Source, slots: Mapping[str, Slot]) -> set[str]:

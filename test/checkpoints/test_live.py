@@ -98,6 +98,31 @@ def test_rows_of_experts_have_the_bits_of_the_stack():
         assert_bitwise(found[f"{prefix}.{part}.weight_scale"], cast.scale[1, rows])
 
 
+@pytest.mark.parametrize("rows", [128, 256])
+def test_aligned_blocks_of_experts_have_the_bits_of_the_stack(rows):
+    model = convert(model_of("mixtral", intermediate_size=rows), "blockwise")
+    found = dict(weight_updates(model))
+    stack = model.model.layers[0].mlp.experts.gate_up_proj.detach()
+    cast = Float8Tensor.from_high_precision(
+        stack, E4M3, Blockwise(128, 128), scale_format=ScaleFormat.POWER_OF_TWO
+    )
+    prefix = "model.layers.0.block_sparse_moe.experts.2"
+    for number, part in enumerate(("w1", "w3")):
+        own = slice(number * rows, (number + 1) * rows)
+        assert_bitwise(found[f"{prefix}.{part}.weight"], cast.float8_data[2, own])
+        blocks = slice(own.start // 128, own.stop // 128)
+        assert_bitwise(found[f"{prefix}.{part}.weight_scale_inv"], cast.scale[2, blocks])
+
+
+def test_stacks_that_files_have_as_stacks_stay_in_high_precision():
+    """gpt-oss, whose files hold (E, K, N): no layout stores such a weight."""
+    model = convert(model_of("gpt_oss"), "rowwise")
+    found = dict(weight_updates(model))
+    stack = model.model.layers[0].mlp.experts.gate_up_proj
+    assert_bitwise(found["model.layers.0.mlp.experts.gate_up_proj"], stack.detach())
+    assert found["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+
+
 def test_tensorwise_gate_and_up_share_the_scale_of_their_expert():
     """The scale with which the stack trains: one per expert."""
     model = convert(model_of("mixtral"), "tensorwise")

@@ -417,13 +417,14 @@ def test_weights_that_are_not_finite_are_refused_by_name(bad, tmp_path):
     assert entries(tmp_path) == []
 
 
-def test_resident_weights_with_nan_are_refused_by_name(tmp_path):
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_resident_weights_with_nan_are_refused_by_name(code, tmp_path):
     model = float8.convert_to_float8_inference(model_of("blockwise").attention)
     data = model.o_proj.weight.float8_data.view(torch.uint8)
-    data[1, 1] = 0xFF
+    data[1, 1] = code
     with pytest.raises(ValueError, match=r"nothing was written: o_proj.weight with NaN"):
         save_pretrained(model, tmp_path / "it")
-    data[1, 1] = 0x7E  # 448
+    data[1, 1] = code - 1  # 448 and -448
     save_pretrained(model, tmp_path / "it")
 
 

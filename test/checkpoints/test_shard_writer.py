@@ -160,10 +160,10 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
 
 def test_a_full_device(tmp_path, monkeypatch):
     # /dev/full takes no byte: writing fails as on a full disk.
-    full = Path("/dev/full").open("wb", buffering=0)
-    monkeypatch.setattr(Path, "open", lambda path, *a, **k: full)
-    with pytest.raises(OSError, match="No space left on device while a checkpoint"):
-        write(tmp_path / "new", some())
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr(Path, "open", lambda path, *args, **options: full)
+        with pytest.raises(OSError, match="No space left on device while a checkpoint"):
+            write(tmp_path / "new", some())
     assert entries(tmp_path) == []
 
 

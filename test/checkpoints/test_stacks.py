@@ -12,6 +12,7 @@ from published_models import MODELS, convert, model_of
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import (
     Chunk,
     Concatenate,
@@ -125,6 +126,14 @@ def test_other_models_keep_their_names_and_buffers():
     model[1].register_buffer("scratch", torch.zeros(2), persistent=False)
     model.append(model[0])
     assert_same_tensors(model, {k: x for k, x in model.state_dict().items() if k[0] != "2"})
+
+
+def test_models_that_were_loaded_have_the_keys_of_their_files(tmp_path, written):
+    """Transformers then knows by which rules it has renamed the keys."""
+    model_of("deepseek_v3").save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded._weight_conversions
+    assert_same_tensors(loaded, written["deepseek_v3"])
 
 
 def test_order_is_that_of_layers_and_of_experts():

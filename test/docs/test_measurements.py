@@ -377,6 +377,15 @@ def communication():
     return markdown(header, body)
 
 
+def rollout():
+    body = []
+    for (weights, inputs), row in rows("cpu_rollout", "weights", "inputs").items():
+        numbers = [f"{row[key]:.4f}" for key in ("logp_difference", "largest", "kl")]
+        body.append([weights, inputs, *numbers])
+    header = "weights of the engine | its inputs | mean difference of log p | largest | KL"
+    return markdown(header, body)
+
+
 TABLES = {
     "measurements": (
         all_files,
@@ -384,9 +393,10 @@ TABLES = {
         *(grouped_gemms, grouped_gemms_of_models),
         *(unit_casts, optimizer_steps, inspection),
         *(predicted_launches, published_launches),
-        *(demo, demo_in_two_processes, learning_rates, stability, bert),
+        *(demo, demo_in_two_processes, learning_rates, stability, bert, rollout),
         *(memory_of_recipes, memory_of_llama3, memory_in_bytes, communication),
     ),
+    "checkpoints": (rollout,),
     "memory": (memory_of_llama2,),
     "speed": (predicted, casts_on_cuda),
 }
