@@ -324,6 +324,14 @@ CALLS: dict[str, list[Call]] = {
         Call(lambda v: f.after_step(converted(), v), "group must be a ProcessGroup", NONE),
     ],
     # float8.checkpoints
+    "load": [
+        Call(lambda v: checkpoints.load(v, "folder"), MODULE),
+        Call(lambda v: checkpoints.load(model(), v), "path must be", ("a string",)),
+        Call(lambda v: checkpoints.load(model(), "folder", v), "weights must be one of"),
+        Call(lambda v: checkpoints.load(model(), "folder", "training", config=v), CONFIG, NONE),
+        Call(lambda v: checkpoints.load(model(), "folder", ignore=v), "ignore must be a list"),
+        Call(lambda v: checkpoints.load(model(), "folder", device=v), "device must be"),
+    ],
     "weight_updates": [
         Call(checkpoints.weight_updates, MODULE),
         Call(lambda v: checkpoints.weight_updates(converted(), v), "layout", NONE),

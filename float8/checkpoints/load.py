@@ -88,7 +88,7 @@ def load(
         TypeError: arguments of other types.
     """
     _check_arguments(model, path, weights, config, ignore)
-    device = torch.device(device)
+    device = _device(device)
     source = Source(path)
     _check_model(model, weights, config)
     _tie_on_meta(model)
@@ -139,6 +139,15 @@ def _check_arguments(model: Any, path: Any, weights: Any, config: Any, ignore: A
         raise TypeError(
             f'load: ignore must be a list of patterns, as ["*.k_scale"], got {ignore!r}'
         )
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(
+            f'load: device must be a torch.device or its name, as "cuda", got {described(device)}'
+        ) from error
 
 
 def _check_model(model: nn.Module, weights: str, config: Float8LinearConfig | None) -> None:

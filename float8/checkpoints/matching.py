@@ -24,6 +24,11 @@ def tensor_of(model: nn.Module, name: str) -> Tensor:
     return found
 
 
+def join(fqn: str, name: str) -> str:
+    """The name of a parameter of a module, which may be the model itself."""
+    return f"{fqn}.{name}" if fqn else name
+
+
 def layer_of(slot: Slot) -> str:
     """The name of the module that has the parameter of a slot."""
     return slot.parameter.rpartition(".")[0]

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from float8.checkpoints.layout import Layout
-from float8.checkpoints.matching import dtype_of, layer_of, tensor_of
+from float8.checkpoints.matching import dtype_of, join, layer_of, tensor_of
 from float8.checkpoints.source import WEIGHT, Source
 from float8.checkpoints.stacks import Slot
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
-from float8.convert.conversion import ConversionPlan, plan_conversion
+from float8.convert.conversion import ConversionPlan, named, plan_conversion
 from float8.convert.inference import refuses_device
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import Blockwise, Rowwise, Tensorwise
@@ -35,9 +35,9 @@ from float8.linear.float8_weight import as_parameter
 from float8.tensor import Float8Tensor
 
 FILTERED = "module_filter_fn returned False"  # what `plan_conversion` reports
-FROZEN_AND_SHARDED = (
-    "its weight is sharded, and fully_shard gathers no frozen float8 weights; give each rank the "
-    "whole model"
+SHARDED = (
+    "its weight is sharded, and fully_shard gathers no frozen float8 weights: give each rank the "
+    'whole model, or load with weights="high_precision"'
 )
 
 
@@ -83,9 +83,14 @@ def plan_of_float8(
         ValueError: layers that cannot; nothing has been changed.
     """
     names = _stored_layers(source, slots)
+    for fqn in names:
+        if is_sharded(tensor_of(model, join(fqn, "weight"))):
+            raise ValueError(f"nothing was loaded from {source.path}: {named(fqn)}: {SHARDED}")
     plan = plan_conversion(model, None, lambda _, fqn: fqn in names, "load", replaces_weights=True)
     plan.module_filter_fn = None
-    shared = {id(tensor_of(model, f"{fqn}.weight")): fqn for fqn in names if fqn not in plan.layers}
+    shared = {
+        id(tensor_of(model, join(fqn, "weight"))): fqn for fqn in names if fqn not in plan.layers
+    }
     for fqn, reason in plan.conversion.skipped.items():
         if reason == FILTERED:
             weight = model.get_submodule(fqn)._parameters.get("weight")
@@ -110,11 +115,8 @@ def _refused(plan: ConversionPlan, device: torch.device) -> Iterator[tuple[str, 
     """(name, the reason why a layer cannot keep a float8 weight, or None)."""
     for fqn, linear in plan.layers.items():
         weight: Tensor = linear.weight
-        if is_sharded(weight):
-            yield fqn, FROZEN_AND_SHARDED
-        else:
-            place = device if weight.is_meta else weight.device
-            yield fqn, refuses_device(weight, plan.configs[fqn], place)
+        place = device if weight.is_meta else weight.device
+        yield fqn, refuses_device(weight, plan.configs[fqn], place)
 
 
 @torch.no_grad()

@@ -66,7 +66,9 @@ class Source:
         )
         float8 = {key: spec for key, spec in specs.items() if spec.dtype in FORMATS}
         self.layers = [key.removesuffix(WEIGHT) for key in float8 if key.endswith(WEIGHT)]
-        self._skipped = [entry for field in _SKIPPED for entry in (config or {}).get(field) or ()]
+        fields = config or {}
+        fields = fields | fields.get("quantization", {})  # modelopt's own file nests them
+        self._skipped = [entry for field in _SKIPPED for entry in fields.get(field) or ()]
         self._parts = self._keys_of_parts()
         self.problems = [*self._problems_of_names(float8), *self._problems_of_layers()]
         if self.problems and raises:

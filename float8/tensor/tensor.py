@@ -33,6 +33,12 @@ _DATA: Any = vars(torch._C.TensorBase)["data"]  # torch's property
 OP_TABLE: dict[Any, Callable[..., Any]] = {}
 
 
+NOT_SHARDED = (
+    "fully_shard (FSDP2) does not take weights that are in float8 alone: give each rank the whole "
+    "model, name them in ignored_params, or shard a model whose weights are in high precision"
+)
+
+
 class Float8Tensor(Tensor):
     """A tensor stored in float8.
 
@@ -254,6 +260,16 @@ class Float8Tensor(Tensor):
         raise NotImplementedError(
             "Float8Tensor.share_memory_: share the parts of .data_and_scale instead"
         )
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        """Raise an error: FSDP2 calls it to gather a parameter, and gathers no float8 ones."""
+        raise NotImplementedError(NOT_SHARDED)
+
+    def fsdp_post_all_gather(self, *_: Any, **__: Any) -> Any:
+        """As `fsdp_pre_all_gather`: FSDP2 asks for both."""
+        raise NotImplementedError(NOT_SHARDED)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:
         copy = self._replace(self._data.detach().clone(), self._scale.detach().clone())

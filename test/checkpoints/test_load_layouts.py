@@ -99,6 +99,14 @@ def test_modelopt_is_static_and_per_tensor(tmp_path):
     )
     other = load(Block(seed=3), folder, "float8")
     assert_bitwise(other(TOKENS), model(TOKENS))
+    (folder / "hf_quant_config.json").write_text(
+        '{"producer": {"name": "modelopt"}, '
+        '"quantization": {"quant_algo": "FP8", "exclude_modules": ["d*n"]}}'
+    )
+    with pytest.raises(
+        ValueError, match=r"down\.weight is in float8, and hf_quant_config.* 'd\*n'"
+    ):
+        load(Block(seed=3), folder, "float8")
 
 
 def test_mx_weights_keep_their_scales_of_one_byte(tmp_path):

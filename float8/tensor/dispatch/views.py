@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from float8.granularity import WHOLE, Block, scale_shape
-from float8.tensor.tensor import Float8Tensor, blame, implements
+from float8.tensor.tensor import NOT_SHARDED, Float8Tensor, blame, implements
 
 aten = torch.ops.aten
 
@@ -47,6 +47,7 @@ def _reshaped_block(x: Float8Tensor, shape: Sequence[int]) -> Block:
     raise ValueError(
         f"cannot view a Float8Tensor of shape {before} and block {x._block} as {after}: its "
         f"dimensions {first} to {end - 1} share scales and must stay; call .dequantize() first"
+        + (f". {NOT_SHARDED}" if len(after) == 1 else "")
     )
 
 
@@ -98,6 +99,7 @@ def _slice(
         raise ValueError(
             f"cannot slice [{start}:{end}:{step}] along dim {dim} of a Float8Tensor with block "
             f"{x._block}: bounds must be multiples of {extent}; call .dequantize() first"
+            + (f". {NOT_SHARDED}" if isinstance(x, torch.nn.Parameter) else "")
         )
     return x._replace(data, func(x._scale, dim, start // extent, -(-end // extent)))
 

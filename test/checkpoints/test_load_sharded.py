@@ -1,0 +1,23 @@
+"""Loading into sharded models; the checks are in `multiprocess/load_program.py`."""
+
+from __future__ import annotations
+
+from hand_written import Block, tensors_of, write
+from processes import failures
+
+
+def test_sharded_models_load(tmp_path):
+    folder = str(write(tmp_path, tensors_of(Block(seed=1)), shards=2))
+    checks = {
+        **{f"shards {r}": ("check_shards", folder, r) for r in ("plain", "blockwise", "delayed")},
+        "gathered": ("check_gathered_in_float8", folder),
+        "meta": ("check_meta", folder),
+        "part": ("check_each_rank_reads_its_part", folder),
+        "refused": ("check_float8_weights_are_refused", folder),
+    }
+    assert failures("load_program", checks) == {}
+
+
+def test_rows_split_twice_load(tmp_path):
+    folder = str(write(tmp_path, tensors_of(Block(seed=1)), shards=2))
+    assert failures("load_program", [("check_two_dimensions", folder)], 4) == {}

@@ -1,0 +1,116 @@
+"""Models that fully_shard has sharded load float8 checkpoints: each rank reads its part."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from assertions import assert_bitwise
+from hand_written import Block
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import float8
+from float8 import Float8LinearConfig, convert_to_float8_inference, convert_to_float8_training
+from float8.checkpoints import load, parameters
+
+TOKENS = torch.randint(0, 40, (16,), generator=torch.Generator().manual_seed(3))
+
+
+def config_of(recipe: str, **options: Any) -> Float8LinearConfig:
+    return dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), **options)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    fully_shard(model.up)
+    return fully_shard(model)
+
+
+def assert_same_values(model: nn.Module, whole: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        plain = getattr(full, "plain", full).detach()
+        assert_bitwise(plain, whole.get_parameter(name).detach(), replay=name)
+
+
+def check_shards(rank: int, folder: str, recipe: str) -> None:
+    """Rows are split between the ranks anywhere: 272 and 144 of them, in blocks of 128."""
+    whole = load(Block(seed=2), folder)
+    config = None if recipe == "plain" else config_of(recipe)
+    model = Block(seed=3)
+    if config is not None:
+        model = convert_to_float8_training(model, config=config)
+        whole = convert_to_float8_training(whole, config=config)
+    model = sharded(model)
+    load(model, folder, "high_precision" if config is None else "training")
+    assert_same_values(model, whole)
+    assert_bitwise(model(TOKENS), whole(TOKENS))
+
+
+def check_gathered_in_float8(rank: int, folder: str) -> None:
+    config = config_of("delayed", enable_fsdp_float8_all_gather=True)
+    whole = load(Block(seed=2), folder, "training", config=config_of("delayed"))
+    model = sharded(convert_to_float8_training(Block(seed=3), config=config))
+    load(model, folder, "training")
+    assert_same_values(model, whole)
+    model(TOKENS).sum().backward()
+    float8.after_step(model)
+
+
+def check_meta(rank: int, folder: str) -> None:
+    with torch.device("meta"):
+        model = sharded(Block())
+    with pytest.raises(ValueError, match=r"up\.weight is sharded on the meta device.*to_empty"):
+        load(model, folder)
+    load(model.to_empty(device="cpu"), folder)
+    assert_same_values(model, load(Block(seed=2), folder))
+
+
+def check_two_dimensions(rank: int, folder: str) -> None:
+    """Rows split by tensor parallelism and again by FSDP2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    model = Block(seed=3)
+    parallelize_module(model.up, mesh["model"], ColwiseParallel())
+    fully_shard(model, mesh=mesh["data"])
+    load(model, folder)
+    assert_same_values(model, load(Block(seed=2), folder))
+
+
+def check_each_rank_reads_its_part(rank: int, folder: str) -> None:
+    model, read = sharded(Block(seed=3)), []
+    original = parameters._plain
+
+    def counted(source: torch.Tensor, box: tuple[slice, ...]) -> torch.Tensor:
+        part = original(source, box)
+        read.append(part.numel())
+        return part
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parameters, "_plain", counted)
+        load(model, folder)
+    own = sum(p.to_local().numel() for p in model.parameters())
+    assert sum(read) == own + model.steps.numel()
+    assert own < 0.6 * sum(p.numel() for p in model.parameters())
+
+
+def check_float8_weights_are_refused(rank: int, folder: str) -> None:
+    model = sharded(Block(seed=3))
+    before = model.up.weight.full_tensor()
+    with pytest.raises(ValueError, match=r"(up|down): its weight is sharded, and fully_shard "):
+        load(model, folder, "float8")
+    assert_bitwise(model.up.weight.full_tensor(), before)
+    for recipe in ("tensorwise", "rowwise", "blockwise"):
+        frozen = convert_to_float8_inference(
+            nn.Sequential(nn.Linear(32, 48)), config=config_of(recipe)
+        )
+        with pytest.raises((NotImplementedError, ValueError), match=r"fully_shard \(FSDP2\) does"):
+            fully_shard(frozen)(torch.randn(4, 32))
+    frozen = load(Block(seed=3), folder, "float8")
+    expected = frozen(TOKENS)
+    left = {layer.weight for layer in (frozen.up, frozen.down)}
+    assert_bitwise(fully_shard(frozen, ignored_params=left)(TOKENS), expected)
