@@ -17,12 +17,13 @@ static inputs). A layout is pure: `Float8Tensor` to named tensors and back; it k
 nor modules. A new layout is its file and its row in ``layouts.LAYOUTS``.
 
 ``layout.py``, ``layer_checks.py``, ``skipped_names.py`` < the layouts < ``layouts.py``;
-``shards.py``, ``new_folder.py`` < ``shard_writer.py``: files, no layouts; ``weights.py``: what each entry of a model becomes, over
-``stacks.py`` (names and experts as published checkpoints have them), ``float8_layers.py`` (which
-layers are in float8) and ``weight_cast.py`` (with which bits) < ``save.py``, ``live.py``;
-``source.py`` (the weights of a checkpoint) < ``matching.py`` (where they go in a model),
-``parameters.py`` (writing them there), ``resident.py`` (layers that keep them) < ``load.py``;
-``inspection.py``, ``comparison.py``, ``rewriting.py`` < ``__main__.py``.
+``shards.py``, ``new_folder.py`` < ``shard_writer.py``: files, no layouts; ``weights.py``: what each
+entry of a model becomes, over ``stacks.py`` (names and experts as published checkpoints have them),
+``float8_layers.py`` (which layers are in float8) and ``weight_cast.py`` (with which bits) <
+``save.py``, ``live.py``; ``source.py`` (the weights of a checkpoint) < ``matching.py`` (where they
+go in a model), ``parameters.py`` (writing them there), ``resident.py`` (layers that keep them) <
+``load.py``; ``source.py`` < ``inspection.py`` < ``comparison.py``, ``rewriting.py`` <
+``__main__.py``.
 """
 
 from float8.checkpoints.compressed_tensors import CompressedTensors

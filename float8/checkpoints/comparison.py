@@ -28,7 +28,7 @@ from float8.granularity import block_name
 from float8.kernels.sqnr import decibels, power
 from float8.tensor import Float8Tensor
 
-_ELEMENTS = 1 << 24  # that are compared at a time
+_ELEMENTS = 1 << 21  # that are compared at a time
 
 
 @dataclass(frozen=True)

@@ -320,8 +320,12 @@ def test_scales_of_inputs_are_passed_on(tmp_path, capsys):
         tensors[f"{name}.input_scale"] = torch.tensor(0.01 * (number + 1))
     skipped = ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"]
     config = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": skipped}
+    del tensors["lm_head.weight"]  # tied to the embedding
     source = write(tmp_path / "modelopt", tensors, config)
-    found, _, printed = converted(capsys, source, tmp_path / "a", "compressed_tensors:static")
+    Path(source, "hf_quant_config.json").write_text("{}")  # of the old layout
+    found, config, printed = converted(capsys, source, tmp_path / "a", "compressed_tensors:static")
+    assert not (tmp_path / "a" / "hf_quant_config.json").exists()
+    assert "lm_head" in config["quantization_config"]["ignore"]
     assert "8 tensors: float8 data kept" in printed
     assert all(torch.equal(found[f"{n}.input_scale"], tensors[f"{n}.input_scale"].reshape(1))
                for n in LAYERS)  # fmt: skip
@@ -434,5 +438,6 @@ def test_compare_names_missing_keys_other_shapes_and_values_that_are_nan(plain, 
     assert "only in B: model.extra.weight" in out
     assert "lm_head.weight: (48, 160) in A, (2, 160) in B" in out
     assert re.search(rf"-inf +{Q}\.weight", out)
+    assert re.search(rf"-inf +{Q}\.weight", run(capsys, "compare", other, plain)[1])
     assert run(capsys, "compare", other, other)[0] == 0  # NaN at the same places
     assert run(capsys, "compare", plain, other, "--at-least", "-1000")[0] == 1
