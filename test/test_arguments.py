@@ -145,6 +145,23 @@ def converter(name: str, argument: str = "model"):
     ]
 
 
+NOWHERE = "/dev/null/checkpoint"
+PATH = ("a string",)
+
+
+def save_arguments(name: str, *folder: str):
+    def call(**options: object):
+        return getattr(checkpoints, name)(converted(), *folder, **options)
+
+    return [
+        Call(lambda v: getattr(checkpoints, name)(v, *folder), MODULE),
+        Call(lambda v: call(layout=v), "layout", NONE),
+        Call(lambda v: call(input_scales=v), "input_scales must be a mapping", NONE),
+        Call(lambda v: call(recast=v), "must be True or False"),
+        Call(lambda v: call(max_shard_bytes=v), "max_shard_bytes must be "),
+    ]
+
+
 CALLS: dict[str, list[Call]] = {
     "Blockwise": [Call(lambda v: f.Blockwise(v, 1), "rows"), Call(lambda v: f.Blockwise(1, v))],
     "CastConfig": [
@@ -332,6 +349,18 @@ CALLS: dict[str, list[Call]] = {
         Call(lambda v: checkpoints.load(model(), "folder", ignore=v), "ignore must be a list"),
         Call(lambda v: checkpoints.load(model(), "folder", device=v), "device must be"),
     ],
+    "plan_save": save_arguments("plan_save"),
+    "save_pretrained": [
+        *save_arguments("save_pretrained", NOWHERE),
+        Call(lambda v: checkpoints.save_pretrained(converted(), v), "folder must be a path", PATH),
+        *(
+            Call(
+                lambda v, n=n: checkpoints.save_pretrained(converted(), NOWHERE, **{n: v}),
+                f"{n} must be True or False",
+            )
+            for n in ("overwrite", "progress")
+        ),
+    ],
     "weight_updates": [
         Call(checkpoints.weight_updates, MODULE),
         Call(lambda v: checkpoints.weight_updates(converted(), v), "layout", NONE),
@@ -374,7 +403,7 @@ CALLS: dict[str, list[Call]] = {
 # functions make; and torch's own parallel styles, whose arguments torch checks.
 NO_CALLS = {
     *("Calibration", "CastStatistics", "Comparison", "Device", "Estimate", "Figure"),
-    *("Finding", "ModuleFilter"),
+    *("Finding", "ModuleFilter", "SavePlan"),
     "ScaleFormat",
     *("Float8Gradients", "Gemm", "GradientReport", "LinearPlan", "Moment", "Monitor"),
     *("GemmSpeed", "OperandCast", "Report", "Row", "ScalingController", "StateReport"),

@@ -1,8 +1,10 @@
 """The static scale of a layer's input, for layouts that store one.
 
-It is, in this order: what the user gives by the layer's name (`float8.Calibration.static_scales`);
-the constant of a layer whose input cast is static; the scale in use of one whose input cast is
-delayed.
+It is, in this order:
+
+1. what the user gives by the layer's name, as `float8.numerics.Calibration.static_scales` does;
+2. the constant of a layer whose input cast is static;
+3. the scale in use of one whose input cast is delayed.
 """
 
 from __future__ import annotations
