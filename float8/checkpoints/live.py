@@ -23,7 +23,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from float8.arguments import check_module
+from float8.checkpoints.finite import refuses_values
 from float8.checkpoints.layout import Layout
+from float8.checkpoints.ranks import agree, ranks_of
 from float8.checkpoints.weights import Checkpoint, items
 from float8.linear.float8_weight import version_of
 
@@ -40,8 +43,8 @@ def weight_updates(
     Weights that are in float8 already, resident or by `float8.cached_weights`, are not cast again.
 
     Args:
-        model: a converted model; it may be compiled, or sharded by FSDP2. Then all ranks iterate to
-            the end, in step with each other, and each gets whole tensors.
+        model: a converted model; it may be compiled, or sharded by FSDP2. Then all ranks call this
+            and iterate to the end, in step with each other, and each gets whole tensors.
         layout: how layers are stored, as in `save_pretrained`.
         input_scales: layer -> the static scale of its input, as in `save_pretrained`.
         recast: cast float8 weights of another granularity again, as in `save_pretrained`.
@@ -52,10 +55,21 @@ def weight_updates(
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: the layout cannot store a layer; nothing is yielded then.
-        RuntimeError: while iterating: a parameter was written to since the call.
+        ValueError: the layout cannot store a layer, or a parameter has NaN or inf.
+        RuntimeError: of a sharded model, on every rank: the error of any rank. While iterating: a
+            parameter was written to since the call.
     """
-    return _in_order(items(model, layout, input_scales=input_scales, recast=recast), _Watch(model))
+    check_module(model, "weight_updates")
+    checkpoint, error = None, None
+    try:
+        checkpoint = items(model, layout, input_scales=input_scales, recast=recast)
+        if (reason := refuses_values(checkpoint.items)) is not None:
+            raise ValueError(reason)
+    except Exception as caught:
+        error = caught
+    agree(ranks_of(model), "calls weight_updates", error, checkpoint)
+    assert checkpoint is not None
+    return _in_order(checkpoint, _Watch(model))
 
 
 def _in_order(checkpoint: Checkpoint, watch: _Watch) -> Iterator[tuple[str, Tensor]]:

@@ -41,7 +41,7 @@ from float8.checkpoints.resident import keep_float8, plan_of_float8
 from float8.checkpoints.source import WEIGHT, Source
 from float8.checkpoints.stacks import Slot
 from float8.config import Float8LinearConfig, check_config
-from float8.convert.conversion import named, own_config, plan_conversion
+from float8.convert.conversion import ConversionPlan, named, own_config, plan_conversion
 from float8.convert.convert import convert_to_float8_training
 from float8.convert.inference import hide_from_ddp
 from float8.kernels import is_sharded
@@ -96,9 +96,12 @@ def load(
     plan = None
     if weights == FLOAT8:
         plan = plan_of_float8(model, source, slots, device)
+        _check_layers(plan, source, weights)
     elif config is not None:
         wanted = _in_float8(source, slots)
-        plan_conversion(model, config, lambda _, fqn: fqn in wanted, "load").check()
+        found = plan_conversion(model, config, lambda _, fqn: fqn in wanted, "load")
+        _check_layers(found, source, weights)
+        found.check()
     # The model changes from here on.
     if plan is not None:
         model = plan.convert(model)
@@ -172,6 +175,19 @@ def _check_model(model: nn.Module, weights: str, config: Float8LinearConfig | No
             f'load: weights="{TRAINING}" needs a converted model, or config=: '
             'Float8LinearConfig.from_recipe_name("blockwise")'
         )
+
+
+def _check_layers(plan: ConversionPlan, source: Source, weights: str) -> None:
+    """Raise if no layer would be in float8, which the caller has asked for."""
+    if plan.layers:
+        return
+    why = f"no layer of the model can be converted:{plan.reasons}"
+    if not source.layers:
+        why = "the checkpoint has no weight in float8"
+    raise ValueError(
+        f'nothing was loaded from {source.path}: weights="{weights}", and {why}\n'
+        f'weights="{HIGH_PRECISION}" loads it into any model'
+    )
 
 
 def _tie_on_meta(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.checkpoints.stacks import Slot
-from float8.granularity import WHOLE
+from float8.granularity import WHOLE, ceil_div
 from float8.kernels import is_sharded
 from float8.linear.float8_weight import as_parameter
 from float8.tensor import Float8Tensor
@@ -26,6 +26,7 @@ _ELEMENTS = 1 << 22  # that are dequantised at a time: 16 MiB in float32
 Box = tuple[slice, ...]  # start and stop along each dimension
 
 
+@torch.inference_mode(False)  # a backward cannot save tensors that were made in inference mode
 def materialise(model: nn.Module, device: torch.device) -> None:
     """Give parameters and persistent buffers on the meta device memory; shared ones stay shared."""
     new: dict[int, Any] = {}
@@ -95,17 +96,14 @@ def _overlap(
                 return None, ()
             target.append(entry - start)
             continue
-        first, stop, step = entry.indices(size)
-        assert step == 1 or own == size, "a sharded dimension with a step"
-        if step != 1:
-            target.append(entry)
-            box.append(slice(0, len(range(first, stop, step))))
-            continue
-        begin, end = max(first, start), min(stop, start + own)
+        covered = range(*entry.indices(size))
+        first, step = covered.start, covered.step
+        begin = max(0, ceil_div(start - first, step))
+        end = min(len(covered), ceil_div(start + own - first, step))
         if begin >= end:
             return None, ()
-        target.append(slice(begin - start, end - start))
-        box.append(slice(begin - first, end - first))
+        target.append(slice(first + begin * step - start, first + end * step - start, step))
+        box.append(slice(begin, end))
     if slot.transposed:
         box[-2:] = reversed(box[-2:])
     return tuple(target), tuple(box)
@@ -136,7 +134,7 @@ def _plain(source: Tensor, box: Box) -> Tensor:
     for part, size, block in zip(box, source.shape, source.block, strict=True):
         extent = 1 if block == WHOLE else block
         start = part.start // extent * extent
-        stop = min(-(-part.stop // extent) * extent, size)
+        stop = min(ceil_div(part.stop, extent) * extent, size)
         wide.append(slice(start, stop))
         inside.append(_moved(part, start))
     return source[tuple(wide)].dequantize()[tuple(inside)]

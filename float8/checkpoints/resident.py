@@ -120,6 +120,7 @@ def _refused(plan: ConversionPlan, device: torch.device) -> Iterator[tuple[str, 
 
 
 @torch.no_grad()
+@torch.inference_mode(False)  # a backward cannot save tensors that were made in inference mode
 def keep_float8(
     source: Source, slots: Mapping[str, Slot], plan: ConversionPlan, device: torch.device
 ) -> None:

@@ -25,20 +25,17 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from float8 import kernels
 from float8.arguments import check_bool, check_module, check_type
 from float8.checkpoints.finite import refuses_values
 from float8.checkpoints.layout import Layout
 from float8.checkpoints.model_config import files_beside
 from float8.checkpoints.new_folder import refuses_folder
+from float8.checkpoints.ranks import agree, ranks_of
 from float8.checkpoints.save_plan import SavePlan, plan_of
 from float8.checkpoints.shard_writer import FORMAT, MAX_SHARD_BYTES, write_shards
 from float8.checkpoints.weights import Checkpoint, Item, items
-from float8.distributed.rank_comparison import compare_ranks
 
 __all__ = ["save_pretrained"]
-
-_REMEDY = "Give each rank the same model, layout and arguments"
 
 
 def save_pretrained(
@@ -106,7 +103,7 @@ def save_pretrained(
         bar = _Bar(found, progress and _writes(ranks))
     except Exception as caught:
         error = caught
-    _agree(ranks, "calls save_pretrained", error, found)
+    agree(ranks, "calls save_pretrained", error, found)
     assert found is not None
     if _writes(ranks):
         beside = files_beside(model, found)
@@ -114,7 +111,7 @@ def save_pretrained(
     else:
         for item in found.items:
             item.gather()
-    _agree(ranks, "has saved", error)
+    agree(ranks, "has saved", error)
     return plan
 
 
@@ -160,33 +157,8 @@ def _write(
     return None
 
 
-def ranks_of(model: nn.Module) -> list[int]:
-    """The ranks over which parameters of a model are sharded; none if it is whole here."""
-    found: set[int] = set()
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if kernels.is_sharded(tensor):
-            found |= set(tensor.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
-    return sorted(found)
-
-
 def _writes(ranks: list[int]) -> bool:
     return not ranks or dist.get_rank() == ranks[0]
-
-
-def _agree(
-    ranks: list[int], entry: str, error: Exception | None, checkpoint: Checkpoint | None = None
-) -> None:
-    """Raise the error of one rank on all ranks, or an error if their checkpoints differ."""
-    if len(ranks) > 1:
-        specs = {} if checkpoint is None else checkpoint.specs
-        facts = {key: {"dtype": str(s.dtype), "shape": str(s.shape)} for key, s in specs.items()}
-        own = None if error is None else f"rank {dist.get_rank()} {entry}: {error}"
-        try:
-            compare_ranks(ranks, entry, facts, _REMEDY, own, "checkpoints")
-        except RuntimeError as verdict:
-            raise verdict from error
-    if error is not None:
-        raise error
 
 
 class _Bar:

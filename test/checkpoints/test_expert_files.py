@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import torch
 from assertions import assert_bitwise
 from published_models import convert, model_of
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from float8 import E4M3, Blockwise, Float8Tensor, ScaleFormat
@@ -56,3 +57,21 @@ def test_transformers_reads_experts_in_float8(name, rows, tmp_path):
     assert type(loaded) is type(plain)
     torch.testing.assert_close(loaded(tokens).logits, expected(tokens).logits)
     assert not torch.equal(loaded(tokens).logits, plain(tokens).logits)
+
+
+@pytest.mark.parametrize(("name", "recipe"), [("qwen3_moe", "rowwise"), ("mixtral", "tensorwise")])
+def test_compressed_tensors_reads_experts_in_float8(name, recipe, tmp_path):
+    """Its decompression, which Transformers runs, stacks the values that the file has."""
+    pytest.importorskip("compressed_tensors")
+    plain = model_of(name)
+    plan = save_pretrained(convert(copy.deepcopy(plain), recipe), tmp_path / "it")
+    assert sum("experts" in layer for layer in plan.layers) == (24 if name == "qwen3_moe" else 18)
+    written = load_file(tmp_path / "it" / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "it", dtype=torch.float32)
+    loaded(torch.randint(64, (1, 4)))  # linear layers are decompressed by the first forward
+    own = loaded.state_dict()
+    for key, slot in published(plain).items():
+        expected = written[key].float()
+        if key.removesuffix(".weight") in plan.layers:
+            expected = expected * written[f"{key}_scale"]
+        assert_bitwise(slot.of(own[slot.parameter]), expected, replay=key)

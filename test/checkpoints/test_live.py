@@ -247,6 +247,14 @@ def test_hooks_are_gone_after_the_end_and_after_a_break():
     assert Counter(hooks) == before
 
 
+def test_weights_that_are_not_finite_are_not_pushed():
+    model = convert(model_of("llama"), "blockwise")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = torch.nan
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight with NaN or inf"):
+        weight_updates(model)
+
+
 def test_arguments_are_refused_at_the_call():
     with pytest.raises(TypeError, match=r"must be an nn\.Module"):
         weight_updates(None)
@@ -269,5 +277,6 @@ def test_sharded_models_push_the_bits_of_one_process():
         ("every_rank_gets_whole_tensors", "tensorwise", True),
         ("gathers_one_parameter_at_a_time",),
         ("a_step_in_between_is_an_error",),
+        ("nan_on_one_rank_is_an_error_on_all",),
     ]
     assert failures("live_program", checks, 2) == {}

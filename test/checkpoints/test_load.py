@@ -143,6 +143,8 @@ def test_float8_weights_stay_as_they_are_in_the_files(stored, dtype, meta):
     assert model.float8_conversion.converted == list(LAYERS)
     why = "the checkpoint has its weight in high precision"
     assert model.float8_conversion.skipped["gate"] == why
+    hidden = model._ddp_params_and_buffers_to_ignore  # DDP broadcasts no float8
+    assert sorted(hidden) == sorted(f"{name}.weight" for name in LAYERS)
     assert model.head.weight is model.embed.weight
     plain = load(Block(dtype, seed=3), folder)
     # Inputs are rounded to E4M3, about 32 dB, in two layers and beside a residual.
@@ -158,6 +160,33 @@ def test_inputs_are_cast_in_blocks_of_the_layout(stored):
     x8 = oracle.values(codes.view(torch.float8_e4m3fn), scale, (1, 128))
     w = oracle.values(tensors["up.weight"], tensors["up.weight_scale_inv"], (128, 128))
     assert_sqnr_at_least(model.up(x), x8 @ w.t() + tensors["up.bias"].double(), 100)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_what_was_loaded_in_inference_mode_takes_adapters_later(stored, meta):
+    with torch.device("meta" if meta else "cpu"):
+        model = Block()
+    with torch.inference_mode():
+        load(model, stored[1], "float8")
+        expected = model(TOKENS)
+    out = model(TOKENS)
+    assert_bitwise(out, expected)
+    out.sum().backward()
+    assert model.norm.weight.grad is not None
+
+
+@pytest.mark.parametrize("wrapped", ["compiled", "cached"])
+def test_wrapped_models_load(stored, wrapped):
+    plain, folder = load(Block(), stored[1]), stored[1]
+    if wrapped == "compiled":
+        model = torch.compile(Block(seed=3), backend="eager")
+        assert_bitwise(load(model, folder)(TOKENS), plain(TOKENS))
+        return
+    model = convert_to_float8_training(Block(seed=3))
+    with float8.cached_weights(model):
+        model(TOKENS)
+        load(model, folder)
+        assert_bitwise(model(TOKENS), convert_to_float8_training(plain)(TOKENS))
 
 
 def test_half_of_the_memory_of_bfloat16_remains(tmp_path):
@@ -413,6 +442,27 @@ def test_models_that_do_not_fit_the_mode_are_refused(stored):
         load(Block(), folder, "training")
     with pytest.raises(ValueError, match=r"the weight of up is in float8 alone"):
         load(load(Block(), folder, "float8"), folder)
+
+
+def test_a_checkpoint_or_model_without_layers_to_convert_is_refused(stored, tmp_path):
+    state = {k: v for k, v in Block(seed=1).state_dict().items() if k != "head.weight"}
+    folder = write(tmp_path, state, config=None)
+    model = Block(seed=2)
+    before = bits_of(model)
+    for weights, options in (("float8", {}), ("training", {"config": config_of("delayed")})):
+        with pytest.raises(ValueError, match=r"the checkpoint has no weight in float8"):
+            load(model, folder, weights, **options)
+        assert_unchanged(model, before)
+
+    class Other(nn.Linear):
+        pass
+
+    model.up.__class__, model.down.__class__ = Other, Other
+    for weights, options in (("float8", {}), ("training", {"config": config_of("delayed")})):
+        with pytest.raises(ValueError, match=r"(?s)no layer .* up: its type is Other, not nn\.Lin"):
+            load(model, stored[1], weights, **options)
+        assert_unchanged(model, before)
+    load(model, stored[1])
 
 
 def test_blocks_that_no_device_multiplies_are_refused_for_float8_alone(tmp_path):

@@ -25,7 +25,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import float8
 from float8 import Float8LinearConfig
-from float8.checkpoints import FineGrained, save, save_pretrained, shard_writer
+from float8.checkpoints import FineGrained, save_pretrained, shard_writer
+from float8.checkpoints.ranks import ranks_of
 from float8.distributed import tensor_parallel
 from float8.distributed.expert_parallel import Float8ExpertParallel
 
@@ -210,7 +211,7 @@ def a_rank_that_does_not_call(rank):
 
 def a_whole_model_is_saved_by_one(rank):
     folder = folder_of("it")
-    assert save.ranks_of(model_of("rowwise")) == []
+    assert ranks_of(model_of("rowwise")) == []
     if rank == 1:
         save_pretrained(model_of("rowwise"), folder)
     assert entries(folder).keys() == {"config.json", "model.safetensors"}
