@@ -148,6 +148,17 @@ def test_order_is_that_of_layers_and_of_experts():
     assert keys[-1] == "lm_head.weight"
 
 
+class FirstRows(ConversionOps):
+    """A part of a parameter, whose rest no file would have."""
+
+    def convert(self, input_dict, target_patterns, **kwargs):
+        return {target_patterns[0]: next(iter(input_dict.values()))[0][:16]}
+
+    @property
+    def reverse_op(self):
+        return self
+
+
 class EveryOtherRow(ConversionOps):
     """A view that no slices of one row after the other give, and which leaves rows out."""
 
@@ -159,8 +170,8 @@ class EveryOtherRow(ConversionOps):
         return self
 
 
-def with_conversion(*converters):
-    model = model_of("llama")
+def with_conversion(*converters, **sizes):
+    model = model_of("llama", **sizes)
     model._weight_conversions = list(converters)
     return model
 
@@ -176,6 +187,20 @@ def test_transposed_and_strided_parts_are_parts(tmp_path):
     expected = load_file(tmp_path / "model.safetensors")
     assert expected["model.layers.0.mlp.up_proj.w"].shape == (32, 48)
     assert_same_tensors(model, expected)
+
+
+def test_a_dimension_of_size_1_is_told_from_the_others(tmp_path):
+    """Strides of the one are those of its neighbour in memory, but not in the run."""
+    columns = Converter("mlp.down_proj.w", "mlp.down_proj.weight", [Transpose(0, 1)])
+    model = with_conversion(columns, intermediate_size=1)
+    model.save_pretrained(tmp_path)
+    assert_same_tensors(model, load_file(tmp_path / "model.safetensors"))
+
+
+def test_a_parameter_of_which_a_part_would_be_lost_is_refused():
+    converter = Converter("wq", "self_attn.q_proj", [FirstRows()])
+    with pytest.raises(ValueError, match=r"q_proj\.weight: 1024 elements, of which .* write 512"):
+        published(with_conversion(converter))
 
 
 @pytest.mark.parametrize(
