@@ -100,13 +100,13 @@ def save_pretrained(
             raise FileExistsError(reason)
         if (reason := refuses_values(found.items)) is not None:
             raise ValueError(reason)
+        beside = files_beside(model, found)
         bar = _Bar(found, progress and _writes(ranks))
     except Exception as caught:
         error = caught
     agree(ranks, "calls save_pretrained", error, found)
     assert found is not None
     if _writes(ranks):
-        beside = files_beside(model, found)
         error = _write(found, Path(folder), max_shard_bytes, beside, overwrite, bar, ranks)
     else:
         for item in found.items:

@@ -73,4 +73,4 @@ def test_a_child_tells_its_peak(tmp_path):
     shards = Shards(tmp_path / "it")
     assert size == sum(spec.nbytes for spec in shards.keys().values()) == 2**24 + 4 * 1024
     # The only weight, and at most as much again.
-    assert all(0.9 < row["peak_ratio"] < 3 for row in rows), rows
+    assert all(0.8 < row["peak_ratio"] < 3 for row in rows), rows

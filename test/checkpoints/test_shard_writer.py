@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tensor_files import assert_same, tensors_of_all_dtypes
 
 from float8.checkpoints.shard_writer import shard_names, write_shards
-from float8.checkpoints.shards import Shards, Spec
+from float8.checkpoints.shards import DTYPES, Shards, Spec
 
 
 def specs_of(tensors):
@@ -51,6 +51,17 @@ def test_safetensors_reads_the_same_bits(tmp_path):
     umask = os.umask(0)
     os.umask(umask)
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o777 & ~umask
+
+
+def test_tensors_start_at_multiples_of_their_elements(tmp_path):
+    # torch's views need it: a reader that maps the file would have to copy others.
+    write(tmp_path / "new", tensors_of_all_dtypes())
+    data = (tmp_path / "new/model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert length % 8 == 0 and header.pop("__metadata__") == {"format": "pt"}
+    for key, entry in header.items():
+        assert entry["data_offsets"][0] % DTYPES[entry["dtype"]].itemsize == 0, key
 
 
 def test_other_strides_and_lazy_signs_are_written_as_values(tmp_path):

@@ -68,6 +68,7 @@ def test_tensors_at_odd_offsets_are_read(tmp_path):
     shards = Shards(tmp_path)
     assert shards.read("byte").tolist() == [7]
     assert shards.read("float").tolist() == [1.5, -2.5]
+    assert shards.read("float").data_ptr() % 4 == 0
 
 
 def test_writing_to_a_tensor_changes_no_file_and_freeing_it_unmaps_it(tmp_path):

@@ -386,6 +386,16 @@ def rollout():
     return markdown(header, body)
 
 
+def checkpoints():
+    body = []
+    for what, row in rows("cpu_checkpoint", "layer").items():
+        peak = times(row["peak_ratio"], 3) if "peak_ratio" in row else ""
+        speed = f"{row['mb_per_s']:,.0f}" if "mb_per_s" in row else ""
+        ratio = f"{times(row['ratio'])} `{row['against']}`" if "ratio" in row else ""
+        body.append([f"`{what}`" if speed else what, peak, speed, ratio])
+    return markdown("what | peak / checkpoint | MB/s | time relative to", body)
+
+
 TABLES = {
     "measurements": (
         all_files,
@@ -395,6 +405,7 @@ TABLES = {
         *(predicted_launches, published_launches),
         *(demo, demo_in_two_processes, learning_rates, stability, bert, rollout),
         *(memory_of_recipes, memory_of_llama3, memory_in_bytes, communication),
+        checkpoints,
     ),
     "checkpoints": (rollout,),
     "memory": (memory_of_llama2,),
