@@ -22,7 +22,8 @@ entry of a model becomes, over ``stacks.py`` (names and experts as published che
 ``float8_layers.py`` (which layers are in float8) and ``weight_cast.py`` (with which bits) <
 ``save.py``, ``live.py``; ``source.py`` (the weights of a checkpoint) < ``matching.py`` (where they
 go in a model), ``parameters.py`` (writing them there), ``resident.py`` (layers that keep them) <
-``load.py``; ``inspection.py``, ``comparison.py``, ``rewriting.py`` < ``__main__.py``.
+``loading.py``; ``source.py`` < ``inspection.py`` < ``comparison.py``, ``rewriting.py`` <
+``__main__.py``.
 """
 
 from float8.checkpoints.compressed_tensors import CompressedTensors

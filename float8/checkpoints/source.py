@@ -44,17 +44,19 @@ class Source:
 
     Args:
         path: see `Shards`; the configs lie in the folder, or beside the file.
+        raises: whether contradictions raise an error; otherwise they are in ``problems`` alone.
 
     Attributes:
         layout: of the float8 weights; None if the files have none.
         layers: the names of the layers in float8: ``NAME.weight`` is float8.
+        problems: the contradictions, one text each.
 
     Raises:
         FileNotFoundError: no such folder or file, or a shard is missing.
         ValueError: the files are damaged, or contradict themselves or their config.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, raises: bool = True) -> None:
         self.path = Path(path)
         self.shards = Shards(path)
         specs = self.shards.keys()
@@ -64,10 +66,13 @@ class Source:
         )
         float8 = {key: spec for key, spec in specs.items() if spec.dtype in FORMATS}
         self.layers = [key.removesuffix(WEIGHT) for key in float8 if key.endswith(WEIGHT)]
+        fields = config or {}
+        fields = fields | fields.get("quantization", {})  # modelopt's own file nests them
+        self._skipped = [entry for field in _SKIPPED for entry in fields.get(field) or ()]
         self._parts = self._keys_of_parts()
-        problems = [*self._problems_of_names(float8, config or {}), *self._problems_of_layers()]
-        if problems:
-            raise ValueError(told(f"{self.path} contradicts itself", problems))
+        self.problems = [*self._problems_of_names(float8), *self._problems_of_layers()]
+        if self.problems and raises:
+            raise ValueError(told(f"{self.path} contradicts itself", self.problems))
 
     def weights(self) -> dict[str, Spec]:
         """Key -> `Spec` of all weights, biases and buffers; parts such as scales are left out."""
@@ -90,6 +95,14 @@ class Source:
         keys = (name + WEIGHT, *self._parts[name])
         return self.layout.layer(name, self.shards.read, keys, dtype)
 
+    def parts(self, name: str) -> list[str]:
+        """The keys of one of `layers` beside its weight."""
+        return self._parts[name]
+
+    def lists(self, name: str) -> str | None:
+        """The entry by which the config leaves a module in high precision, or None."""
+        return next((entry for entry in self._skipped if _lists(entry, name)), None)
+
     def place(self, key: str) -> str:
         """The file and key of a tensor, for messages."""
         return f"{self.shards.keys()[key].file}: {key}"
@@ -102,9 +115,7 @@ class Source:
         }
         return found
 
-    def _problems_of_names(
-        self, float8: Mapping[str, Spec], config: dict[str, Any]
-    ) -> Iterator[str]:
+    def _problems_of_names(self, float8: Mapping[str, Spec]) -> Iterator[str]:
         for key in float8:
             if not key.endswith(WEIGHT):
                 yield f"{self.place(key)} is in float8, and only weights ({WEIGHT}) are read so"
@@ -114,10 +125,8 @@ class Source:
                     "config.json says how its scale is stored; copy the config.json of the "
                     "checkpoint beside its files"
                 )
-        fields = config | config.get("quantization", {})  # modelopt's own file nests them
-        skipped = [entry for field in _SKIPPED for entry in fields.get(field) or ()]
         for name in self.layers:
-            entry = next((entry for entry in skipped if _lists(entry, name)), None)
+            entry = self.lists(name)
             if entry is not None:
                 yield (
                     f"{self.place(name + WEIGHT)} is in float8, and {self.config_file} lists "

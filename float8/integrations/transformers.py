@@ -26,7 +26,8 @@ The methods of the callback, which the Trainer calls:
 ``on_train_begin``    checks that the optimizer steps this model; continues the histories of the
                       checkpoint that the run resumes from
 ``on_optimizer_step`` `float8.after_step`, once per step whatever ``gradient_accumulation_steps``
-``on_train_end``      with ``load_best_model_at_end``, loads the histories of that checkpoint
+``on_train_end``      with ``load_best_model_at_end``, loads the histories of that checkpoint;
+                      writes the float8 checkpoint of ``save_float8``
 ===================== ==========================================================================
 
 **Which layers.** By default `convert` takes the layers of a model's body. It leaves out:
@@ -45,6 +46,10 @@ GPT-2's ``Conv1D``. ``model.float8_conversion`` reports the result.
 **Checkpoints** of a ``PreTrainedModel`` hold plain tensors under the plain model's names. The
 histories of delayed scaling are in ``trainer_state.json``, in the callback's state. FSDP
 checkpoints, and those of other modules, hold them beside the weights too.
+
+With ``save_float8="trained-float8"`` the trained model is written once more, as a float8 checkpoint
+that serving engines load (`float8.checkpoints.save_pretrained`), with its tokenizer. Folder and
+layout are checked before the training.
 
 **Evaluation** and generation run in high precision, unless ``float8_in_evaluation=True``.
 
@@ -68,12 +73,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8.checkpoints import plan_save, save_pretrained
+from float8.checkpoints.layouts import LAYOUTS
+from float8.checkpoints.model_layout import layout_for
+from float8.checkpoints.new_folder import refuses_folder
 from float8.config import Float8LinearConfig
 from float8.convert.filters import ModuleFilter, divisible_by, with_reason
 from float8.distributed.after_step import after_step
 from float8.integrations import conversion
 from float8.integrations.accelerate_settings import evaluates_in_float8, refuses_fp8
 from float8.integrations.conversion import delayed_casts
+from float8.kernels import is_sharded
 from float8.linear.delayed import DelayedCast
 
 conversion.require("transformers", "transformers", ("5.23", "5.24"))
@@ -169,12 +179,16 @@ class Float8Callback(TrainerCallback, ExportableState):
         inspect_every: look at the casts of every n-th step (`float8.numerics.inspect_every`); 0
             does not.
         report_path: where these reports go, for ``python -m float8.numerics.report``.
+        save_float8: a folder, absent or empty, for the trained model as a float8 checkpoint.
+        layout: of that checkpoint, as ``"fine_grained"`` or ``"compressed_tensors"``; by default
+            the one that stores the scales of the recipe.
 
     Attributes:
         monitor: of ``inspect_every``; its ``report`` is the last one.
 
     Raises:
-        ValueError: an unknown recipe; ``report_path`` without ``inspect_every``.
+        ValueError: an unknown recipe or layout; ``report_path`` without ``inspect_every``, or
+            ``layout`` without ``save_float8``.
         TypeError: ``config`` is of another type.
     """
 
@@ -186,9 +200,20 @@ class Float8Callback(TrainerCallback, ExportableState):
         float8_in_evaluation: bool | None = None,
         inspect_every: int = 0,
         report_path: str | Path | None = None,
+        save_float8: str | Path | None = None,
+        layout: str | None = None,
     ) -> None:
         if report_path is not None and not inspect_every:
             raise ValueError(f"report_path={str(report_path)!r} needs inspect_every=n")
+        if layout is not None and save_float8 is None:
+            raise ValueError(f"layout={layout!r} needs save_float8=FOLDER")
+        # A name, because the Trainer keeps arguments as JSON.
+        if layout is not None and (not isinstance(layout, str) or layout not in LAYOUTS):
+            raise ValueError(
+                f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}; other "
+                "variants: float8.checkpoints.save_pretrained(trainer.model, folder, layout) after "
+                "the training"
+            )
         self.config = conversion.as_config(config)
         self.module_filter_fn = module_filter_fn or getattr(config, "module_filter_func", None)
         if float8_in_evaluation is None:
@@ -196,6 +221,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         self.float8_in_evaluation = float8_in_evaluation
         self.inspect_every = inspect_every
         self.report_path = report_path
+        self.save_float8, self.layout = save_float8, layout
         self.monitor: Any = None
         self._model: nn.Module | None = None
 
@@ -234,6 +260,8 @@ class Float8Callback(TrainerCallback, ExportableState):
             )
         if state.global_step:  # of a checkpoint; otherwise these are the model's own
             self._restore(stored, "the trainer_state.json of the checkpoint that is resumed from")
+        if self.save_float8 is not None:
+            self._check_save(model)
         if self.monitor is not None:
             self.monitor.abandon_step()  # of an earlier call that ended in an error
         if self.inspect_every:
@@ -258,13 +286,38 @@ class Float8Callback(TrainerCallback, ExportableState):
             self.monitor.end_step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Load the histories of the best checkpoint, whose weights the Trainer has loaded."""
+        """Load the histories of the best checkpoint, whose weights the Trainer has loaded.
+
+        Then write the float8 checkpoint, if one is asked for.
+        """
         self.on_step_end(args, state, control)
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             file = Path(state.best_model_checkpoint, "trainer_state.json")
             stored = json.loads(file.read_text(encoding="utf-8"))["stateful_callbacks"]
             if type(self).__name__ in stored:  # otherwise loading the weights has started new ones
                 self._restore(stored[type(self).__name__], str(file))
+        if self.save_float8 is not None:
+            self._save(given["model"], args.should_save, given.get("processing_class"))
+
+    # --- the float8 checkpoint
+
+    def _check_save(self, model: nn.Module) -> None:
+        """Raise before the training what would make saving fail after it."""
+        folder = Path(str(self.save_float8))
+        if refuses_folder(folder, overwrite=False) is not None:
+            raise FileExistsError(
+                f"save_float8={str(folder)!r}: it exists and is no empty folder; give another name"
+            )
+        if not layout_for(model, self.layout).static_inputs:  # those come with the training
+            plan_save(model, self.layout)
+
+    def _save(self, model: nn.Module, should_save: bool, tokenizer: Any) -> None:
+        folder = Path(str(self.save_float8))
+        # Sharded parameters are gathered by all processes.
+        if should_save or any(is_sharded(parameter) for parameter in model.parameters()):
+            save_pretrained(model, folder, self.layout)
+        if tokenizer is not None and should_save:
+            tokenizer.save_pretrained(folder)
 
     # --- the histories
 
@@ -276,6 +329,8 @@ class Float8Callback(TrainerCallback, ExportableState):
                 "float8_in_evaluation": self.float8_in_evaluation,
                 "inspect_every": self.inspect_every,
                 "report_path": None if self.report_path is None else str(self.report_path),
+                "save_float8": None if self.save_float8 is None else str(self.save_float8),
+                "layout": self.layout,
             },
             "attributes": {"histories": {name: _packed(cast) for name, cast in casts.items()}},
         }

@@ -196,6 +196,7 @@ class BoundPlan:
         has_refusal: whether there is a product that the device runs for no sizes.
         is_aligned: whether sizes must be multiples of 16.
         is_grouped: whether the GEMMs multiply groups of tokens with experts.
+        to_onnx: whether torch.onnx.export traces the layer.
     """
 
     __slots__ = (
@@ -210,6 +211,7 @@ class BoundPlan:
         "is_grouped",
         "on_gpu",
         "output",
+        "to_onnx",
         "w",
         "x",
     )
@@ -223,6 +225,7 @@ class BoundPlan:
         pad: bool,
         compiling: bool,
         grouped: bool = False,
+        to_onnx: bool = False,
     ) -> None:
         def bound(gemm: Gemm, b_groups: str = EXPERTS) -> BoundGemm:
             a, b = (
@@ -234,6 +237,7 @@ class BoundPlan:
             return BoundGemm(gemm, a, b, family, dtype, emulate, pad, grouped)
 
         self.family, self.dtype, self.is_grouped = family, dtype, grouped
+        self.to_onnx = to_onnx
         self.output, self.grad_input = bound(plan.output), bound(plan.grad_input)
         self.grad_weight = bound(plan.grad_weight, TOKENS)
         align = self.grad_weight.align  # the only GEMM that reads transposed tokens
@@ -305,16 +309,24 @@ def plan_on(
 
 @functools.lru_cache(maxsize=1024)
 def _bound_once(
-    key: str, device: torch.device, dtype: torch.dtype, compiling: bool, grouped: bool
+    key: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    compiling: bool,
+    grouped: bool,
+    to_onnx: bool,
 ) -> BoundPlan:
     plan, emulate, pad = plan_of_key(key)
-    return BoundPlan(plan, kernels.family_of(device), dtype, emulate, pad, compiling, grouped)
+    family = kernels.family_of(device)
+    return BoundPlan(plan, family, dtype, emulate, pad, compiling, grouped, to_onnx)
 
 
 def _bound(
     key: str, device: torch.device, dtype: torch.dtype, compiling: bool, grouped: bool = False
 ) -> BoundPlan:
-    return _bound_once(key, device, dtype, compiling, grouped)
+    # Asked here: dynamo takes the function for False.
+    to_onnx = compiling and torch.onnx.is_in_onnx_export()
+    return _bound_once(key, device, dtype, compiling, grouped, to_onnx)
 
 
 # The effect of torch.compiler.assume_constant_result, whose import of dynamo would take a second.

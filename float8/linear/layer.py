@@ -32,6 +32,7 @@ from float8.linear.float8_weight import (
     float8_weight,
     is_resident,
 )
+from float8.linear.onnx_graph import linear_in_onnx, refuses_onnx, weight_in_onnx
 from float8.linear.refusals import (
     REFUSES_SCRIPT,
     refuses_call,
@@ -142,10 +143,18 @@ class Float8Linear(Float8Module, nn.Linear):
         plan = plan_for(self.config, input, False)
         if self.config.enable_pre_and_post_forward:
             self._check_call(input, self.weight, plan)
+        if plan.to_onnx:
+            return self._forward_in_onnx(input, plan)
         weight, grad = float8_weight(self, plan), torch.is_grad_enabled()
         record = self.training and grad
         call = Call(plan, self._states(), record, weight, self._factors(input), grad)
         return linear_in_float8(input, self.weight, self.bias, call)
+
+    def _forward_in_onnx(self, input: Tensor, plan: BoundPlan) -> Tensor:
+        if (reason := refuses_onnx(self.weight, input, plan)) is not None:
+            raise ValueError(f"{self._name}: {reason}")
+        state, factor = self._states()[0], self._factors(input)[0]
+        return linear_in_onnx(input, self.weight, self.bias, plan, state, factor)
 
     def _plain_forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self._plain_weight(), self.bias)
@@ -153,7 +162,11 @@ class Float8Linear(Float8Module, nn.Linear):
     def _plain_weight(self) -> Tensor:
         """The weight in high precision; a float8 weight is dequantised."""
         weight = self.weight
-        return weight.dequantize() if isinstance(weight, Float8Tensor) else weight
+        if not isinstance(weight, Float8Tensor):
+            return weight
+        if torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export():
+            return weight_in_onnx(weight)
+        return weight.dequantize()
 
     def _factors(self, input: Tensor) -> Factors:
         """The factors of the three products of this call."""

@@ -30,6 +30,8 @@ from float8 import (
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
+from float8.checkpoints import save_pretrained
+from float8.checkpoints.source import Source
 from float8.config import RECIPES
 from float8.convert.filters import skip_names
 from float8.distributed.sharded_weight import ShardedWeight
@@ -175,6 +177,21 @@ def test_what_is_frozen_stays_so_and_an_optimizer_may_hold_the_rest():
     assert torch.equal(model[0].weight, before)
     assert not torch.equal(model[2].weight, trained)
     assert [cast.history_ready for cast in model[0].casts] == [True, True, False]
+
+
+def test_a_prepared_model_is_saved_as_a_float8_checkpoint(tmp_path):
+    model = make()
+    accelerator = accelerator_of(mixed_precision="bf16")
+    model, optimizer = prepare_float8(accelerator, model, one.adamw(model), "delayed")
+    train(accelerator, model, optimizer, range(2))
+    save_pretrained(model, tmp_path / "float8")
+    source = Source(tmp_path / "float8")
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, float8.Float8Linear)}
+    assert set(source.layers) == set(layers)
+    for name, layer in layers.items():
+        found = source.layer(name, layer.weight.dtype).weight
+        assert_bitwise(found.scale, layer.cast_weight.scale.reshape(1, 1))
+        assert_bitwise(found.dequantize(), layer.cast_weight(layer.weight.detach()).dequantize())
 
 
 def test_a_plain_checkpoint_starts_a_history(tmp_path):

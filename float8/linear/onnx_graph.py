@@ -1,0 +1,174 @@
+"""A float8 layer as standard ONNX operators, for ``torch.onnx.export(model, args, dynamo=True)``.
+
+The weight stays in float8 in the file (FLOAT8E4M3FN) and is dequantised where it is read. The input
+is cast to float8 and back before the product::
+
+    x -- QuantizeLinear -- DequantizeLinear --+
+                                              +-- MatMul -- Add -- y
+    weight data ---------- DequantizeLinear --+
+
+A runtime with float8 products replaces this pattern by one of them. Any other runtime computes the
+same numbers in float32, up to the rounding of sums. The shape of a scale in ONNX, by the block of
+its matrix:
+
+=============== ============================ ======================================
+block of (N, K) scale in ONNX                attributes
+=============== ============================ ======================================
+whole tensor    ()                           none
+row (1, K)      (N,)                         ``axis=0``
+(R, C)          (N, ceil(K / C)), each row   ``axis=1, block_size=C``
+                R times
+=============== ============================ ======================================
+
+Under `float8.high_precision` the input stays in high precision, and the weight in float8. Dynamic
+scales of inputs are computed in the graph. The nodes are those of opset 21: torch refuses
+a lower ``opset_version``, its default among them, with "Target opset ... less than node version".
+
+Two rules of ONNX differ from those of `float8.kernels.definition.cast`. It divides by the scale,
+where the library multiplies by the rounded reciprocal: a value near the middle of two codes may get
+the other one, unless the scale is a power of two. And an infinite input becomes the largest value,
+not NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from float8.formats import E4M3, ScaleFormat
+from float8.granularity import WHOLE, Block
+from float8.linear.bound_plan import BoundCast, BoundPlan
+from float8.linear.scaling import DelayedState, constant
+from float8.tensor import Float8Tensor
+
+OPSET = 21  # the first one with blocks, and with an output_dtype
+_E4M3 = 17  # onnx.TensorProto.FLOAT8E4M3FN
+
+
+def linear_in_onnx(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: BoundPlan,
+    state: DelayedState | None,
+    factor: float | None,
+) -> Tensor:
+    """The output of a layer, as nodes of the ONNX graph that is being traced.
+
+    Args:
+        input: (..., K).
+        weight: (N, K), in float8.
+        bias: (N,) or None.
+        plan: of the layer.
+        state: of the input's delayed cast, or None.
+        factor: by which unit scaling multiplies the output, or None.
+
+    Returns:
+        (..., N) in the compute dtype.
+    """
+    cast = plan.output.a
+    assert isinstance(weight, Float8Tensor)
+    assert cast is not None  # a weight is kept in float8 only where this product reads it
+    x_MK = input.reshape(-1, input.shape[-1]).to(plan.dtype).float()
+    scale = _scale(x_MK, cast, state)
+    x8_MK = _quantize(x_MK, scale, cast.block)
+    w_NK = _dequantize(weight._data, weight._scale, weight._block)
+    out = F.linear(_dequantize(x8_MK, scale, cast.block), w_NK)
+    out = out if bias is None else out + bias.to(plan.dtype).float()
+    out = out if factor is None else out * factor
+    return out.to(plan.dtype).reshape(*input.shape[:-1], weight.shape[0])
+
+
+def weight_in_onnx(weight: Float8Tensor) -> Tensor:
+    """A float8 weight in high precision, for a product in high precision.
+
+    Raises:
+        ValueError: its scales are E8M0.
+    """
+    if weight._scale.dtype != torch.float32:
+        raise ValueError(
+            f"torch.onnx.export takes no float8 weights with scales of {weight._scale.dtype}; "
+            "export what float8.convert_from_float8_training(model) returns"
+        )
+    return _dequantize(weight._data, weight._scale, weight._block).to(weight.dtype)
+
+
+def refuses_onnx(weight: Tensor, input: Tensor, plan: BoundPlan) -> str | None:
+    """The reason why a layer cannot be part of an ONNX file, or None."""
+    if not isinstance(weight, Float8Tensor):
+        return (
+            "torch.onnx.export stores float8 weights, and this layer's is in high precision; call "
+            "float8.convert_to_float8_inference(model) first, or export in "
+            "`with float8.high_precision(model):`, without float8"
+        )
+    if isinstance(input, Float8Tensor):
+        return (
+            "torch.onnx.export does not take inputs that a norm or gate returns in float8; export "
+            "the model without float8.fuse_norms"
+        )
+    cast = plan.output.a
+    formats = (weight._data.dtype, None if cast is None else cast.dtype)
+    if weight._scale.dtype != torch.float32 or formats != (E4M3.dtype, E4M3.dtype):
+        return (
+            f"torch.onnx.export takes weights and inputs in {E4M3.dtype} with scales of float32, "
+            f"and this layer's are {formats[0]} and {formats[1]} with scales of "
+            f"{weight._scale.dtype}; convert the plain model with another recipe, such as "
+            '"rowwise", or export what float8.convert_from_float8_training(model) returns'
+        )
+    return None
+
+
+def _quantize(x_MK: Tensor, scale: Tensor, block: Block) -> Tensor:
+    return _node("QuantizeLinear", x_MK, scale, block, E4M3.dtype, output_dtype=_E4M3)
+
+
+def _dequantize(data: Tensor, scale: Tensor, block: Block) -> Tensor:
+    return _node("DequantizeLinear", data, scale, block, torch.float32)
+
+
+def _node(
+    name: str, x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, **attributes: Any
+) -> Tensor:
+    """A node of this name; ``scale`` has the shape ``ceil(x.shape / block)``."""
+    from torch.onnx.ops import symbolic
+
+    rows, cols = block
+    if cols != WHOLE:
+        scale = scale if rows == 1 else scale.repeat_interleave(rows, 0)[: x.shape[0]]
+        attributes |= {"axis": 1, "block_size": cols}
+    elif rows != WHOLE:
+        scale, attributes = scale.reshape(-1), attributes | {"axis": 0}
+    else:
+        scale = scale.reshape(())
+    out: Tensor = symbolic(name, (x, scale), attributes, dtype=dtype, shape=x.shape, version=OPSET)
+    return out
+
+
+def _scale(x_MK: Tensor, cast: BoundCast, state: DelayedState | None) -> Tensor:
+    """The scale of an input, of shape ``ceil(x.shape / block)``."""
+    if cast.static is not None:
+        return constant(cast.static, x_MK)
+    if state is not None and state.ready:
+        return state.scale.reshape(1, 1)
+    amax = _amax(x_MK, cast.block)
+    scale = (amax * (1.0 / cast.largest)).clamp(min=2.0**-126)
+    if cast.scale_format == ScaleFormat.FLOAT32.value:
+        return scale
+    # To the nearest power of two, by the split of Veltkamp and Dekker, and up: ONNX cannot read
+    # bits. In float64 nothing overflows and every step is exact.
+    double = scale.double()
+    carried = double * (2.0**52 + 1)
+    nearest = carried - (carried - double)
+    return torch.where(nearest < double, nearest * 2, nearest).float()
+
+
+def _amax(x_MK: Tensor, block: Block) -> Tensor:
+    rows, cols = block
+    if cols == WHOLE:
+        return x_MK.abs().amax([0, 1] if rows == WHOLE else [1], keepdim=True)
+    missing = -x_MK.shape[1] % cols
+    x_MK = F.pad(x_MK.abs(), (0, missing))
+    return x_MK.reshape(x_MK.shape[0], -1, cols).amax(2)
