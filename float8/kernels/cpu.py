@@ -74,6 +74,11 @@ def compiles_for_cpu(x: Tensor) -> bool:
     return torch.compiler.is_compiling() and x.device.type == "cpu" and not is_sharded(x)
 
 
+def _is_tiled(block: Block) -> bool:
+    """Whether a block is neither one element nor all of some dimension."""
+    return block.count(WHOLE) + block.count(1) < len(block)
+
+
 def _parts(x_MK: Tensor, extent: int) -> list[tuple[int, int]]:
     """Begin and end of each part of the rows; ``extent`` rows stay together."""
     size = x_MK.shape[0]
@@ -92,7 +97,7 @@ def amax(x: Tensor, block: Block) -> Tensor:
     if len(block) == 3 and block[0] == 1 and _is_plain(x):
         return torch.stack([amax(matrix, block[1:]) for matrix in x])
     is_large = not torch.compiler.is_compiling() and x.numel() > _PART // 4
-    if WHOLE not in block or block.count(WHOLE) + block.count(1) < len(block):
+    if WHOLE not in block or _is_tiled(block):
         if (tiles := _tiles(x, block)) is None:
             return definition.amax(x, block)
         return _largest(tiles, [1, 3], False) if is_large else tiles.abs().amax((1, 3)).float()
@@ -154,6 +159,8 @@ def cast(
         out = torch.empty_like(x, dtype=dtype) if out is None else out
         _cast_parts(out, x, scale, block, dtype, fits, torch.empty(_PART, dtype=torch.float32))
         return out
+    if not is_eager and out is None and _is_tiled(block) and compiles_for_cpu(x):
+        return torch.ops.float8.cpu_cast.default(x, scale, block, dtype, fits, False)
     y = _in_range(x, scale, block, dtype, fits, buffer)
     if out is None:
         return y.to(dtype)
@@ -175,7 +182,7 @@ def _in_range(
     else:
         x32 = buffer[: x.numel()].view(x.shape).copy_(x)
     factor = scale.reciprocal() if is_eager and scale.dtype == torch.float32 else reciprocal(scale)
-    if block.count(WHOLE) + block.count(1) < len(block):
+    if _is_tiled(block):
         y = _scaled(x32, factor, block)
     else:
         y = x32.mul_(factor) if fits and x32 is not x else x32 * factor
@@ -194,6 +201,8 @@ def cast_decoded(
     x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool = False
 ) -> Tensor:
     """``decode(cast(...))``; compiled, without float8, so that the loop is vectorised."""
+    if _is_tiled(block) and compiles_for_cpu(x):
+        return torch.ops.float8.cpu_cast.default(x, scale, block, dtype, fits, True)
     # Inductor (2.13) warns of a loop with float16 and bfloat16.
     if (
         not compiles_for_cpu(x)
@@ -277,7 +286,7 @@ def _dequantize_parts(data: Tensor, scale: Tensor, block: Block) -> Tensor:
         if (tiles := _tiles(part, block)) is not None:
             values = decoded.reshape(tiles.shape)
             torch.mul(values, its.unsqueeze(1).unsqueeze(3), out=tiles)
-        elif block.count(WHOLE) + block.count(1) == len(block):
+        elif not _is_tiled(block):
             torch.mul(decoded, its, out=part)
         else:
             part.copy_(_scaled(decoded, its, block))
@@ -286,7 +295,7 @@ def _dequantize_parts(data: Tensor, scale: Tensor, block: Block) -> Tensor:
 
 def _scaled(x32: Tensor, factor: Tensor, block: Block) -> Tensor:
     """float32 ``x * factor``, each block by its own factor; factor has the shape of a scale."""
-    if block.count(WHOLE) + block.count(1) == len(block):
+    if not _is_tiled(block):
         return x32 * factor
     if (tiles := _tiles(x32, block)) is not None:
         return (tiles * factor.unsqueeze(1).unsqueeze(3)).reshape(x32.shape)

@@ -43,6 +43,19 @@ def _decode_fake(data: Tensor, transposed: bool) -> Tensor:
     return out.t() if transposed else out
 
 
+def _cast(
+    x: Tensor, scale: Tensor, block: list[int], dtype: torch.dtype, fits: bool, decoded: bool
+) -> Tensor:
+    out = torch.empty_like(x, dtype=torch.bfloat16 if decoded else dtype)
+    return cpu.cast(x, scale, tuple(block), dtype, fits, out)
+
+
+def _cast_fake(
+    x: Tensor, scale: Tensor, block: list[int], dtype: torch.dtype, fits: bool, decoded: bool
+) -> Tensor:
+    return torch.empty_like(x, dtype=torch.bfloat16 if decoded else dtype)
+
+
 def _cast_transposed(
     x: Tensor, scale: Tensor, block: list[int], dtype: torch.dtype, fits: bool
 ) -> Tensor:
@@ -104,6 +117,12 @@ def _dequantized_mm_fake(
 
 
 _register("cpu_decode(Tensor data, bool transposed) -> Tensor", _decode, _decode_fake)
+_register(
+    "cpu_cast(Tensor x, Tensor scale, int[] block, ScalarType dtype, bool fits, bool decoded)"
+    " -> Tensor",
+    _cast,
+    _cast_fake,
+)
 _register(
     "cpu_cast_transposed(Tensor x, Tensor scale, int[] block, ScalarType dtype, bool fits)"
     " -> Tensor",
