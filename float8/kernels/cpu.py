@@ -19,7 +19,6 @@ import functools
 import os
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from float8.granularity import WHOLE, Block
@@ -433,16 +432,15 @@ def dequantized_mm(
     bias_N: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """`scaled_mm` of operands that are dequantised first."""
-    takes_bias = bias_N is None or bias_N.dtype == out_dtype
-    if (
-        out_dtype == torch.bfloat16
-        and takes_bias
-        and _multiplies_in_bfloat16(a_MK, a_scale, b_scale)
-    ):
+    """`scaled_mm` of operands that are dequantised first.
+
+    In bfloat16 the product is rounded before the bias is added, as in `scaled_mm` of rows.
+    """
+    if out_dtype == torch.bfloat16 and _multiplies_in_bfloat16(a_MK, a_scale, b_scale):
         a = _dequantize_parts(a_MK, e8m0.as_float32(a_scale).bfloat16(), a_block)
         b = _dequantize_parts(b_NK, e8m0.as_float32(b_scale).bfloat16(), b_block)
-        return F.linear(a, b, bias_N)
+        product = a @ b.t()
+        return product if bias_N is None else (product + bias_N).to(out_dtype)
     a = dequantize(a_MK, a_scale, a_block, torch.float32)
     b = dequantize(b_NK, b_scale, b_block, torch.float32)
     product = _float32_mm(a, b.t())
