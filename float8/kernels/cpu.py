@@ -96,7 +96,7 @@ def amax(x: Tensor, block: Block) -> Tensor:
     if len(block) == 3 and block[0] == 1 and _is_plain(x):
         return torch.stack([amax(matrix, block[1:]) for matrix in x])
     is_large = not torch.compiler.is_compiling() and x.numel() > _PART // 4
-    if WHOLE not in block or _is_tiled(block):
+    if WHOLE not in block or block.count(WHOLE) + block.count(1) < len(block):
         if (tiles := _tiles(x, block)) is None:
             return definition.amax(x, block)
         return _largest(tiles, [1, 3], False) if is_large else tiles.abs().amax((1, 3)).float()
@@ -181,7 +181,7 @@ def _in_range(
     else:
         x32 = buffer[: x.numel()].view(x.shape).copy_(x)
     factor = scale.reciprocal() if is_eager and scale.dtype == torch.float32 else reciprocal(scale)
-    if _is_tiled(block):
+    if block.count(WHOLE) + block.count(1) < len(block):
         y = _scaled(x32, factor, block)
     else:
         y = x32.mul_(factor) if fits and x32 is not x else x32 * factor
@@ -285,7 +285,7 @@ def _dequantize_parts(data: Tensor, scale: Tensor, block: Block) -> Tensor:
         if (tiles := _tiles(part, block)) is not None:
             values = decoded.reshape(tiles.shape)
             torch.mul(values, its.unsqueeze(1).unsqueeze(3), out=tiles)
-        elif not _is_tiled(block):
+        elif block.count(WHOLE) + block.count(1) == len(block):
             torch.mul(decoded, its, out=part)
         else:
             part.copy_(_scaled(decoded, its, block))
@@ -293,8 +293,11 @@ def _dequantize_parts(data: Tensor, scale: Tensor, block: Block) -> Tensor:
 
 
 def _scaled(x32: Tensor, factor: Tensor, block: Block) -> Tensor:
-    """float32 ``x * factor``, each block by its own factor; factor has the shape of a scale."""
-    if not _is_tiled(block):
+    """float32 ``x * factor``, each block by its own factor; factor has the shape of a scale.
+
+    Both may be bfloat16 where the product is exact.
+    """
+    if block.count(WHOLE) + block.count(1) == len(block):
         return x32 * factor
     if (tiles := _tiles(x32, block)) is not None:
         return (tiles * factor.unsqueeze(1).unsqueeze(3)).reshape(x32.shape)
@@ -437,8 +440,8 @@ def dequantized_mm(
     In bfloat16 the product is rounded before the bias is added, as in `scaled_mm` of rows.
     """
     if out_dtype == torch.bfloat16 and _multiplies_in_bfloat16(a_MK, a_scale, b_scale):
-        a = _dequantize_parts(a_MK, e8m0.as_float32(a_scale).bfloat16(), a_block)
-        b = _dequantize_parts(b_NK, e8m0.as_float32(b_scale).bfloat16(), b_block)
+        a = _in_bfloat16(a_MK, a_scale, a_block)
+        b = _in_bfloat16(b_NK, b_scale, b_block)
         product = a @ b.t()
         return product if bias_N is None else (product + bias_N).to(out_dtype)
     a = dequantize(a_MK, a_scale, a_block, torch.float32)
@@ -464,11 +467,20 @@ def _multiplies_in_bfloat16(a_MK: Tensor, *scales: Tensor) -> bool:
     contraction = a_MK.shape[1]
     if not (_is_plain(a_MK) and contraction and contraction % 32 == 0 and _has_matrix_units()):
         return False
-    return all(scale.dtype != torch.float32 or _are_powers_of_two(scale) for scale in scales)
+    for scale in scales:  # a power of two has no bits of a mantissa
+        is_float32 = scale.dtype == torch.float32
+        if is_float32 and bool(scale.view(torch.int32).bitwise_and(0x7FFFFF).any()):
+            return False
+    return True
 
 
-def _are_powers_of_two(scale: Tensor) -> bool:
-    return not bool(scale.view(torch.int32).bitwise_and(0x7FFFFF).any())
+def _in_bfloat16(data: Tensor, scale: Tensor, block: Block) -> Tensor:
+    """`dequantize` to bfloat16 by powers of two, which is exact."""
+    scale = scale if scale.dtype == torch.float32 else e8m0.as_float32(scale)
+    factor = scale.to(torch.bfloat16)
+    if data.numel() > _PART // 4:
+        return _dequantize_parts(data, factor, block)
+    return _scaled(decode(data), factor, block)
 
 
 @functools.cache

@@ -263,22 +263,24 @@ def multiply_scaled(scale_format, contraction, bias=None, out_dtype=torch.bfloat
 @pytest.fixture
 def bfloat16_products(monkeypatch):
     """A processor with AMX; returns what is multiplied in bfloat16."""
-    seen, dequantize = [], cpu._dequantize_parts
+    seen, dequantize = [], cpu._in_bfloat16
 
-    def note(data, scale, block):
-        value = dequantize(data, scale, block)
-        if value.dtype == torch.bfloat16:
-            seen.append(value)
-        return value
+    def note(*args):
+        seen.append(dequantize(*args))
+        return seen[-1]
 
     monkeypatch.setattr(cpu, "_has_matrix_units", lambda: True)
-    monkeypatch.setattr(cpu, "_dequantize_parts", note)
+    monkeypatch.setattr(cpu, "_in_bfloat16", note)
     return seen
 
 
+@pytest.mark.parametrize("part", [1 << 18, 4096], ids=["whole", "in parts"])
 @pytest.mark.parametrize("scale_format", ["power_of_two", "e8m0"])
 @pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32], ids=str)
-def test_scales_that_are_powers_of_two_multiply_in_bfloat16(bfloat16_products, scale_format, bias):
+def test_scales_that_are_powers_of_two_multiply_in_bfloat16(
+    bfloat16_products, scale_format, bias, part, monkeypatch
+):
+    monkeypatch.setattr(cpu, "_PART", part)
     bias = None if bias is None else 100 * torch.randn(160).to(bias)
     nan = scale_format == "e8m0"  # a NaN is no power of two
     parts, blocks, out = multiply_scaled(scale_format, 384, bias, nan=nan)
