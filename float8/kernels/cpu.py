@@ -263,8 +263,9 @@ def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) ->
     if torch.compiler.is_compiling() and compiles_for_cpu(data) and dtype != torch.float16:
         data = decode(data)
     elif is_large and data.dtype in (*_AS_BFLOAT16, torch.bfloat16) and _is_plain(data):
-        if data.dim() == 2 and dtype == torch.float32:
-            return _dequantize_parts(data, scale32, block)
+        is_exact = dtype == torch.bfloat16 and _are_powers_of_two(scale32)
+        if data.dim() == 2 and (dtype == torch.float32 or is_exact):
+            return _dequantize_parts(data, scale32.to(dtype), block)
         data = decode(data)
     return _scaled(data.float(), scale32, block).to(dtype)
 
@@ -461,17 +462,20 @@ def _float32_mm(a: Tensor, b: Tensor) -> Tensor:
 def _multiplies_in_bfloat16(a_MK: Tensor, *scales: Tensor) -> bool:
     """Whether bfloat16 holds the dequantised operands, and the processor multiplies it faster.
 
+    AMX takes magnitudes below 2^-126 for zero, also those of nn.Linear in bfloat16.
+
     oneDNN's bfloat16 GEMM for AMX (torch 2.13) reads contractions that are no multiple of 4 beyond
     the end of a row, and multiplies what it finds there by 0: NaN if that is NaN.
     """
     contraction = a_MK.shape[1]
     if not (_is_plain(a_MK) and contraction and contraction % 32 == 0 and _has_matrix_units()):
         return False
-    for scale in scales:  # a power of two has no bits of a mantissa
-        is_float32 = scale.dtype == torch.float32
-        if is_float32 and bool(scale.view(torch.int32).bitwise_and(0x7FFFFF).any()):
-            return False
-    return True
+    return all([s.dtype != torch.float32 or _are_powers_of_two(s) for s in scales])
+
+
+def _are_powers_of_two(scale: Tensor) -> bool:
+    """Whether no float32 has a bit in its mantissa; of a NaN, False."""
+    return not bool(scale.view(torch.int32).bitwise_and(0x7FFFFF).any())
 
 
 def _in_bfloat16(data: Tensor, scale: Tensor, block: Block) -> Tensor:
