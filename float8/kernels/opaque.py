@@ -1,6 +1,6 @@
 """Ops of a compiled layer on a CPU that torch.compile does not look into.
 
-Each runs eager code: the same bits. Inductor (2.13) has four faults that they avoid:
+Each runs eager code: the same bits. Inductor (2.13) has five faults that they avoid:
 
 - It converts E4M3 to bfloat16 number by number, ten times slower than `cpu.decode`.
 - A float8 operand that forward and backward both convert is one node of the joint graph, and its
@@ -8,6 +8,8 @@ Each runs eager code: the same bits. Inductor (2.13) has four faults that they a
   an operand that backward converts again is an op of its own, with its result transposed.
 - It computes a scale that is a power of two again for each element that reads it, and maxima over
   columns are slow.
+- It fails (an assertion in CppScheduling.try_loop_split) to fuse casts whose blocks lie along
+  different dimensions. Its loops over blocks are slower than eager code in parts, too.
 - AOTAutograd traces a backward under the autocast of its forward, where eager code runs it without.
   Autocast would multiply in 16 bits what is to be multiplied in float32: float16 overflows. It does
   not know the ops of this file. (Switching autocast off inside the backward is refused by dynamo.)
