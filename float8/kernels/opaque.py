@@ -9,7 +9,7 @@ Each runs eager code: the same bits. Inductor (2.13) has five faults that they a
 - It computes a scale that is a power of two again for each element that reads it, and maxima over
   columns are slow.
 - It fails (an assertion in CppScheduling.try_loop_split) to fuse casts whose blocks lie along
-  different dimensions. Its loops over blocks are slower than eager code in parts, too.
+  different dimensions.
 - AOTAutograd traces a backward under the autocast of its forward, where eager code runs it without.
   Autocast would multiply in 16 bits what is to be multiplied in float32: float16 overflows. It does
   not know the ops of this file. (Switching autocast off inside the backward is refused by dynamo.)
