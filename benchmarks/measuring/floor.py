@@ -6,7 +6,8 @@ operand of each product must be rounded to float8 and converted back to bfloat16
     floor = time(nn.Linear's step, and each cast that the recipe asks for, once, and its decoding)
 
 with this library's casts; operands that two products share are cast once. It is timed in turns with
-the layers: compare a layer's ratio with that row, not with 1.
+the layers: compare a layer's ratio with that row, not with 1. With AMX a product takes less time
+than the casts of its operands, and the floor of an eager step is far above 1.
 On processors without bfloat16 instructions (AMX, AVX512-BF16) float32 products are the faster ones,
 and an emulation that multiplies in float32 is then faster than this bound, and than nn.Linear.
 """

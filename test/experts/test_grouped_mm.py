@@ -242,6 +242,29 @@ def test_compiled_to_the_same_bits(recipe):
     assert frames == [1, 1, 2, 2], "compiled again for another routing"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_compiled_under_autocast_to_the_same_bits(recipe, dtype):
+    torch._dynamo.reset()
+    x, w, offs, g = make(dtype=torch.float32)
+    config = config_of(recipe)
+
+    def run(x, weight, offs):
+        return float8.grouped_mm(x, weight.mT, offs, config)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    found = []
+    for each in (compiled, run):
+        leaves = x.detach().requires_grad_(), w.detach().requires_grad_()
+        with torch.autocast("cpu", dtype):
+            out = each(*leaves, offs)
+        out.backward(g.to(dtype))
+        found.append((out.detach(), *(leaf.grad for leaf in leaves)))
+    for actual, expected in zip(*found, strict=True):
+        assert expected[: int(offs[-1])].isfinite().all()
+        assert_bitwise(actual, expected, (recipe, dtype))
+
+
 def test_compiled_by_a_torch_that_loses_gradients(monkeypatch):
     """The result is then made a view of itself, which must have its shape."""
     monkeypatch.setattr(autograd, "LOSES_GRADIENTS", True)

@@ -104,6 +104,18 @@ def test_a_bare_loop_in_bf16_has_the_same_bits(recipe):
     assert type(accelerator.unwrap_model(model)) is nn.Sequential
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_a_model_that_accelerate_compiles_has_the_same_bits(recipe):
+    """Its autocast is around the compiled forward, in which dynamo lets no code switch it."""
+    expected = convert_to_float8_training(make(), config=RECIPES[recipe])
+    losses = bare_loop(expected, one.adamw(expected), range(2))
+    model = make()
+    accelerator = accelerator_of(mixed_precision="bf16", dynamo_backend="aot_eager")
+    model, optimizer = prepare_float8(accelerator, model, one.adamw(model), recipe)
+    assert train(accelerator, model, optimizer, range(2)) == losses
+    one.assert_same_model(accelerator.unwrap_model(model), expected, recipe)
+
+
 def test_a_model_converted_by_hand_needs_no_patch_and_no_help():
     config = replace(GATHERING, cast_config_input=RECIPES["delayed"].cast_config_input)
     expected = convert_to_float8_training(make(), config=config)

@@ -6,7 +6,7 @@ import oracle
 import pytest
 import shapes
 import torch
-from assertions import assert_all_finite, assert_bitwise
+from assertions import assert_all_finite, assert_bitwise, assert_error_within_baseline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import Case
@@ -216,10 +216,113 @@ def test_opaque_ops_are_what_they_declare(block):
             ("test_faketensor",) if op is opaque.decode else ("test_schema", "test_faketensor")
         )
         torch.library.opcheck(op, args, test_utils=checked)
+    ops = torch.ops.float8
+    for decoded in (False, True):
+        args = (x, scale, block, E4M3, True, decoded)
+        torch.library.opcheck(ops.cpu_cast.default, args, test_utils="test_faketensor")
+        assert_bitwise(ops.cpu_cast.default(*args), data.bfloat16() if decoded else data)
     expected = data.to(torch.bfloat16)
     assert_bitwise(opaque.cast_transposed(x, scale, block, E4M3, True), expected.t())
     assert_bitwise(opaque.decode(data, True), expected.t())
     assert_bitwise(scale, definition.cast_dynamic(x, block, E4M3, "power_of_two")[1])
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(48)], ids=["no bias", "bias"])
+def test_opaque_products_are_what_they_declare_and_unknown_to_autocast(bias):
+    a, b = torch.randn(32, 256), torch.randn(48, 256).t()
+    blocks = (1, 128), (128, 128)
+    parts = [
+        part
+        for x, block in zip((a, b.t()), blocks, strict=True)
+        for part in definition.cast_dynamic(x, block, E4M3)
+    ]
+    products = torch.ops.float8.float32_mm.default, torch.ops.float8.cpu_dequantized_mm.default
+    for out_dtype in shapes.HIGH_PRECISION:
+        arguments = (a, b), (*parts, *blocks, bias, out_dtype)
+        wanted = a @ b, definition.scaled_mm(*arguments[1])
+        for product, args, expected in zip(products, arguments, wanted, strict=True):
+            torch.library.opcheck(product, args, test_utils="test_faketensor")
+            with torch.autocast("cpu", torch.bfloat16):
+                assert_bitwise(product(*args), expected, out_dtype)
+
+
+# --- with AMX
+
+
+def multiply_scaled(scale_format, contraction, bias=None, out_dtype=torch.bfloat16, nan=False):
+    """A blockwise product: operands, blocks and the result. ``nan``: in row 5 of the first."""
+    blocks, parts = ((1, 128), (128, 128)), []
+    for rows, block in zip((96, 160), blocks, strict=True):
+        x = Case((rows, contraction), torch.bfloat16, fill="wide", seed=rows).make()
+        if nan and rows == 96:
+            x[5, 0] = torch.nan
+        parts += definition.cast_dynamic(x, block, E4M3, scale_format)
+    return parts, blocks, cpu.scaled_mm(*parts, *blocks, bias, out_dtype)
+
+
+@pytest.fixture
+def bfloat16_products(monkeypatch):
+    """A processor with AMX; returns what is multiplied in bfloat16."""
+    seen, dequantize = [], cpu._in_bfloat16
+
+    def note(*args):
+        seen.append(dequantize(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(cpu, "_has_matrix_units", lambda: True)
+    monkeypatch.setattr(cpu, "_in_bfloat16", note)
+    return seen
+
+
+@pytest.mark.parametrize("part", [1 << 18, 4096], ids=["whole", "in parts"])
+@pytest.mark.parametrize("scale_format", ["power_of_two", "e8m0"])
+@pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32], ids=str)
+def test_scales_that_are_powers_of_two_multiply_in_bfloat16(
+    bfloat16_products, scale_format, bias, part, monkeypatch
+):
+    monkeypatch.setattr(cpu, "_PART", part)
+    bias = None if bias is None else 100 * torch.randn(160).to(bias)
+    nan = scale_format == "e8m0"  # a NaN is no power of two
+    parts, blocks, out = multiply_scaled(scale_format, 384, bias, nan=nan)
+    a, b = bfloat16_products
+    for found, data, scale, block in zip((a, b), parts[::2], parts[1::2], blocks, strict=True):
+        value = definition.dequantize(data, scale, block, torch.float32)
+        assert_bitwise(found.float(), value, scale_format, "what is multiplied")
+    assert torch.equal(out.isnan().any(1).nonzero().flatten(), torch.tensor([5] * nan))
+    exact = a.double() @ b.double().t() + (0 if bias is None else bias.double())
+    plain = definition.scaled_mm(*parts, *blocks, bias, torch.bfloat16)
+    keep = torch.arange(96) != 5
+    assert_error_within_baseline(out[keep], exact[keep], plain[keep], replay=scale_format)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale_format": "float32"},  # not exact in bfloat16
+        {"contraction": 130},  # oneDNN reads beyond a row
+        {"out_dtype": torch.float32},
+    ],
+    ids=str,
+)
+def test_other_products_are_those_of_the_definition(bfloat16_products, options):
+    options = {"scale_format": "power_of_two", "contraction": 256, **options}
+    parts, blocks, out = multiply_scaled(**options)
+    assert not bfloat16_products
+    rest = options.get("bias"), options.get("out_dtype", torch.bfloat16)
+    assert_bitwise(out, definition.scaled_mm(*parts, *blocks, *rest), options)
+
+
+@pytest.mark.parametrize(
+    ("limit", "allowed"),
+    [(None, True), ("avx512_core_bf16", False), ("AVX512_CORE_AMX", True), ("ALL", True)],
+)
+def test_onednn_may_be_kept_from_amx(limit, allowed, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if limit is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert cpu._has_matrix_units.__wrapped__() is allowed
 
 
 def dynamic(x, block, dtype, scale_format="float32"):
@@ -302,5 +405,7 @@ def test_operands_in_parts(block, turned, dtype, monkeypatch):
         assert data.stride() == x.stride()
     decoded = cpu.cast(x, scale, block, torch.float8_e4m3fn, True, x.new_empty(shape).bfloat16())
     assert_bitwise(decoded, wanted.to(torch.bfloat16), block)
-    values = cpu.dequantize(wanted, scale, block, torch.float32)
-    assert_bitwise(values, definition.dequantize(wanted, scale, block, torch.float32), block)
+    powers = definition.scale_from_amax(found, 448.0, "power_of_two").nan_to_num(4.0)
+    for its, out in ((scale, torch.float32), (powers, torch.bfloat16), (scale, torch.bfloat16)):
+        values = cpu.dequantize(wanted, its, block, out)
+        assert_bitwise(values, definition.dequantize(wanted, its, block, out), (block, out))

@@ -5,6 +5,7 @@ because both run the same GEMM on the CPU.
 """
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -21,12 +22,14 @@ from torch.utils.checkpoint import (
 
 from float8 import (
     Float8Linear,
+    ScaleFormat,
     convert_to_float8_training,
     float8_linear,
     high_precision,
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
+from float8.kernels import cpu
 
 
 def _layer(recipe):
@@ -221,12 +224,63 @@ def test_compiled_selective_checkpointing_computes_as_eager(recipe):
             assert_bitwise(a, b, recipe)
 
 
-def test_autocast_compiles():
-    layer = Float8Linear(64, 48)
+# Scales of any value: a factor that is no power of two shows where operands lose bits.
+_CASTS = ("cast_config_input", "cast_config_weight", "cast_config_grad_output")
+_ANY_SCALES = {
+    name: replace(getattr(RECIPES["blockwise"], name), scale_format=ScaleFormat.FLOAT32)
+    for name in _CASTS
+}
+BLOCKWISE_FLOAT32 = replace(RECIPES["blockwise"], **_ANY_SCALES)
+UNDER_AUTOCAST = {**RECIPES, "blockwise, float32 scales": BLOCKWISE_FLOAT32}
+
+
+def _step_under_autocast(layer, run, x, g):
+    leaf = x.clone().requires_grad_()
+    with torch.autocast("cpu", g.dtype):
+        out = run(leaf)
+    out.backward(g)
+    return [out.detach(), leaf.grad, layer.weight.grad, layer.bias.grad]
+
+
+def _both_under_autocast(config, dtype, wrap=lambda layer: layer):
+    eager = Float8Linear(64, 48, config=config)
+    compiled = copy.deepcopy(eager)
+    x, g = torch.randn(32, 64), torch.randn(32, 48).to(dtype)
+    run = torch.compile(wrap(compiled), backend="aot_eager", fullgraph=True)
+    return _step_under_autocast(compiled, run, x, g), _step_under_autocast(eager, eager, x, g)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", UNDER_AUTOCAST)
+def test_autocast_compiles(name, dtype):
+    """AOTAutograd traces the backward under autocast; products in float16 would overflow."""
+    for a, b in zip(*_both_under_autocast(UNDER_AUTOCAST[name], dtype), strict=True):
+        assert b.isfinite().all()
+        assert_bitwise(a, b, (name, dtype))
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise, float32 scales"])
+def test_autocast_compiles_what_is_checkpointed(name):
+    def wrap(layer):
+        return partial(checkpoint, layer, use_reentrant=False)
+
+    for a, b in zip(*_both_under_autocast(UNDER_AUTOCAST[name], torch.float16, wrap), strict=True):
+        assert_bitwise(a, b, name)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise, float32 scales"])
+def test_autocast_compiles_for_inference(name):
+    layer, x = Float8Linear(64, 48, config=UNDER_AUTOCAST[name]), torch.randn(32, 64)
     run = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    x = torch.randn(32, 64)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_bitwise(run(x).detach(), layer(x).detach())
+    with torch.inference_mode(), torch.autocast("cpu", torch.float16):
+        assert_bitwise(run(x), layer(x), name)
+
+
+def test_a_product_that_autocast_sees_overflows(monkeypatch):
+    """The fault that the tests above look for."""
+    monkeypatch.setattr(cpu, "_float32_mm", torch.mm)
+    found, _ = _both_under_autocast(RECIPES["tensorwise"], torch.float16)
+    assert not found[1].isfinite().all()
 
 
 def test_the_functional_form_compiles_with_its_default_config():

@@ -23,7 +23,7 @@ from float8.linear import bound_plan
 
 M, K, N = 128, 256, 128
 LIBRARY = str(Path(float8.__file__).parent)
-CALLS = {"tensorwise": 85, "rowwise": 105, "blockwise": 130, "mxfp8": 165, "delayed": 90}
+CALLS = {"tensorwise": 85, "rowwise": 105, "blockwise": 150, "mxfp8": 175, "delayed": 90}
 CALLS_ON_CUDA = {"tensorwise": 100, "blockwise": 150}
 GUARDS = 140  # on a CPU, whose compiled casts are code of the library
 
