@@ -29,7 +29,7 @@ go in a model), ``parameters.py`` (writing them there), ``resident.py`` (layers 
 from float8.checkpoints.compressed_tensors import CompressedTensors
 from float8.checkpoints.fine_grained import FineGrained
 from float8.checkpoints.live import weight_updates
-from float8.checkpoints.load import load
+from float8.checkpoints.loading import load
 from float8.checkpoints.modelopt import ModelOpt
 from float8.checkpoints.save import save_pretrained
 from float8.checkpoints.save_plan import SavePlan, plan_save

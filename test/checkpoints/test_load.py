@@ -15,7 +15,7 @@ from torch import nn
 
 import float8
 from float8 import Float8Linear, Float8LinearConfig, convert_to_float8_training
-from float8.checkpoints.load import load
+from float8.checkpoints.loading import load
 from float8.checkpoints.source import Source
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
