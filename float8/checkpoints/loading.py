@@ -70,8 +70,8 @@ def load(
             converted for training. Its parameters may be on the meta device. ``fully_shard`` may
             have sharded them, but not for ``weights="float8"``: each rank reads its part.
         path: a folder of safetensors files with ``config.json``, or one file beside it.
-        weights: ``"high_precision"``, ``"float8"`` or ``"training"``; the docstring of this file says
-            what becomes of layers in float8.
+        weights: ``"high_precision"``, ``"float8"`` or ``"training"``: what becomes of layers in
+            float8, as the docstring of this file says.
         config: with ``weights="training"`` and a plain model: converts the layers that the
             checkpoint has in float8.
         ignore: patterns such as ``"*.k_scale"``, of keys that only the files or only the model
