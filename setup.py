@@ -10,14 +10,13 @@ ROOT = Path(__file__).parent
 VERSION = runpy.run_path(str(ROOT / "float8" / "version.py"))["__version__"]
 URL = "https://github.com/float8-developers/float8"
 DEMO = ["tqdm", "matplotlib"]
-# What float8/integrations/ and checkpoints/ import; which versions were tested is said there.
+# One per file of float8/integrations/; which versions were tested is said there.
 INTEGRATIONS = {
     "accelerate": ["accelerate"],
     "transformers": ["transformers; python_version >= '3.11'", "accelerate"],
     "lightning": ["lightning"],
     "torchtitan": ["torchtitan; python_version >= '3.11'"],
     "torchao": ["torchao"],  # Float8LinearConfig.from_torchao
-    "checkpoints": ["safetensors"],
 }
 RUFF = "ruff==0.17.5"
 DOCS = ["mkdocs-material", "mkdocstrings[python]", RUFF]  # ruff breaks long signatures
@@ -25,7 +24,7 @@ FRAMEWORKS = sorted({package for packages in INTEGRATIONS.values() for package i
 TEST = ["pytest>=8", "pytest-cov", "pytest-xdist", "hypothesis", "build", *DEMO, *DOCS]
 TEST += FRAMEWORKS
 # Readers of what float8.checkpoints and torch.onnx write.
-TEST += ["compressed-tensors; python_version >= '3.11'", "peft"]
+TEST += ["safetensors", "compressed-tensors; python_version >= '3.11'", "peft"]
 TEST += ["onnx", "onnxruntime", "onnxscript"]
 DEV = [RUFF, "mypy==2.4.1", *TEST]
 

@@ -9,7 +9,6 @@ formats are those of ``shards.py``, and the names those of HuggingFace: ``model.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import os
@@ -27,6 +26,7 @@ from float8.checkpoints.shards import DTYPE_NAMES, INDEX_SUFFIX, METADATA_KEY, S
 FORMAT = {"format": "pt"}  # the metadata that HuggingFace's readers ask for
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MAX_SHARD_BYTES = 5_000_000_000
+_BUFFER_BYTES = 16 << 20
 
 
 def write_shards(
@@ -175,15 +175,18 @@ def _check(key: str, spec: Spec, name: str, tensor: Tensor | None) -> None:
 
 
 def _write_tensor(file: FileIO, tensor: Tensor) -> None:
-    """Write the elements of a tensor, row-major; nothing is copied unless it must be."""
+    """Write the elements of a tensor, row-major, by way of a small buffer."""
     if not tensor.numel():
         return
     on_cpu = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     flat = on_cpu.view(-1).view(torch.uint8)
-    _write(file, memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())))
+    buffer = bytearray(min(flat.numel(), _BUFFER_BYTES))
+    for part in flat.split(_BUFFER_BYTES):
+        torch.frombuffer(buffer, dtype=torch.uint8)[: len(part)].copy_(part)
+        _write(file, memoryview(buffer)[: len(part)])
 
 
 def _write(file: FileIO, data: bytes | memoryview) -> None:
     left = memoryview(data).cast("B")
-    while left:  # one call writes at most 2 GiB, and fewer on a disk that becomes full
+    while left:  # a call writes fewer on a disk that becomes full
         left = left[file.write(left) :]
