@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 
 import oracle
 import pytest
@@ -489,6 +490,28 @@ def test_a_source_lists_its_weights(stored):
     (bad / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json: it is not readable"):
         Source(bad)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ([], "it is .*, expected an object"),
+        ({"quantization_config": [1]}, r"quantization_config is \[1\], expected an object"),
+        ({"modules_to_not_convert": [3]}, r"modules_to_not_convert is \[3\], expected a list of"),
+        ({"modules_to_not_convert": "lm_head"}, "is 'lm_head', expected a list of names"),
+        ({"quantization": None}, "quantization is None, expected an object"),
+    ],
+)
+def test_a_config_of_other_types_is_refused_by_the_name_of_its_field(
+    stored, config, says, tmp_path
+):
+    folder = shutil.copytree(stored[1], tmp_path / "it")
+    whole = json.loads((folder / "config.json").read_text())
+    if isinstance(config, dict) and "quantization_config" not in config:
+        config = {"quantization_config": whole["quantization_config"] | config}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"config\.json: .*{says}"):
+        Source(folder)
 
 
 def test_memory_is_that_of_one_tensor_beside_the_model(tmp_path):
