@@ -11,8 +11,9 @@ the order of the model's layers, each scale after its weight. Data and scales ar
 trainer multiplies, so both compute with the same numbers. An engine that gets high-precision
 weights casts them with scales of its own, and samples from another policy than the one that trains.
 
-One parameter is gathered at a time, and its matrices are cast one after the other. All of them are of one step: a write to a parameter
-that follows is an error, because the engine would have weights of two steps.
+One parameter is gathered at a time, and its matrices are cast one after the other. All of them are
+of one step: a write to a parameter that follows is an error, because the engine would have weights
+of two steps.
 """
 
 from __future__ import annotations
