@@ -16,6 +16,7 @@ from torch import nn
 
 import float8
 from float8 import Float8Linear, Float8LinearConfig, convert_to_float8_training
+from float8.checkpoints import save_pretrained
 from float8.checkpoints.loading import load
 from float8.checkpoints.source import Source
 
@@ -241,11 +242,28 @@ def test_adapters_train_on_float8_weights(stored):
 # --- training
 
 
+def test_config_converts_all_layers_that_share_a_weight(tmp_path):
+    def tied(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 128))
+        model[2].weight = model[0].weight
+        return model.bfloat16()
+
+    trained = convert_to_float8_training(tied(1), config=config_of("blockwise"))
+    save_pretrained(trained, tmp_path / "it")
+    model = load(tied(2), tmp_path / "it", "training", config=config_of("blockwise"))
+    assert model.float8_conversion.converted == ["0", "1", "2"]
+    assert model[2].weight is model[0].weight
+    x = torch.randn(16, 128, dtype=torch.bfloat16)
+    assert_bitwise(model(x), trained(x))
+
+
 def test_config_converts_the_layers_that_the_files_have_in_float8(stored):
     _, folder = stored
     model = load(Block(seed=2), folder, "training", config=config_of("blockwise"))
     assert model.float8_conversion.converted == list(LAYERS)
     assert type(model.gate) is nn.Linear
+    assert "in high precision" in model.float8_conversion.skipped["gate"]
     model(TOKENS).sum().backward()
     assert model.up.weight.grad is not None
     with torch.device("meta"):
