@@ -11,8 +11,9 @@ the order of the model's layers, each scale after its weight. Data and scales ar
 trainer multiplies, so both compute with the same numbers. An engine that gets high-precision
 weights casts them with scales of its own, and samples from another policy than the one that trains.
 
-One parameter is gathered and cast at a time. All of them are of one step: a write to a parameter
-that follows is an error, because the engine would have weights of two steps.
+One parameter is gathered at a time, and its matrices are cast one after the other. All of them are
+of one step: a write to a parameter that follows is an error, because the engine would have weights
+of two steps.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from float8.checkpoints.finite import refuses_values
 from float8.checkpoints.layout import Layout
 from float8.checkpoints.ranks import agree, ranks_of
 from float8.checkpoints.weights import Checkpoint, items
-from float8.linear.float8_weight import version_of
 
 
 def weight_updates(
@@ -77,7 +77,12 @@ def _in_order(checkpoint: Checkpoint, watch: _Watch) -> Iterator[tuple[str, Tens
     try:
         for item in checkpoint.items:
             watch.check()
-            yield from item.read().items()
+            gathered = item.gather()
+            tensors = item.cast(gathered)
+            del gathered  # freed with the last of its tensors
+            for _ in item.specs:
+                watch.check()  # a stack of experts is read matrix by matrix
+                yield next(tensors)
     finally:
         handle.remove()
 
@@ -93,8 +98,10 @@ class _Watch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = dict(model.named_parameters())
-        self.versions = {name: version_of(p) for name, p in self.parameters.items()}
+        # Inference tensors have no version, and are written to under inference_mode alone.
+        own = {name: p for name, p in model.named_parameters() if not p.is_inference()}
+        self.names, self.parameters = list(own), list(own.values())
+        self.versions = [p._version for p in self.parameters]
         self.stepped: set[int] = set()
 
     def note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -103,8 +110,11 @@ class _Watch:
 
     def check(self) -> None:
         """Raise if a parameter was written to."""
-        for name, p in self.parameters.items():
-            if version_of(p) != self.versions[name] or id(p) in self.stepped:
+        # One list for all: a model has thousands of parameters, and each tensor asks.
+        if not self.stepped and [p._version for p in self.parameters] == self.versions:
+            return
+        for name, p, version in zip(self.names, self.parameters, self.versions, strict=True):
+            if p._version != version or id(p) in self.stepped:
                 raise RuntimeError(
                     f"weight_updates: {name} was written to since the call, and what was yielded "
                     "is of the weights before. Finish the iteration before the optimizer steps, "

@@ -37,7 +37,12 @@ from torch import nn
 from float8.arguments import check_module, check_type, described
 from float8.checkpoints.matching import dtype_of, layer_of, matched, tensor_of
 from float8.checkpoints.parameters import materialise, write
-from float8.checkpoints.resident import keep_float8, plan_of_float8
+from float8.checkpoints.resident import (
+    FILTERED,
+    IN_HIGH_PRECISION,
+    keep_float8,
+    plan_of_float8,
+)
 from float8.checkpoints.source import WEIGHT, Source
 from float8.checkpoints.stacks import Slot
 from float8.config import Float8LinearConfig, check_config
@@ -98,7 +103,7 @@ def load(
         plan = plan_of_float8(model, source, slots, device)
         _check_layers(plan, source, weights)
     elif config is not None:
-        wanted = _in_float8(source, slots)
+        wanted = _in_float8(model, source, slots)
         found = plan_conversion(model, config, lambda _, fqn: fqn in wanted, "load")
         _check_layers(found, source, weights)
         found.check()
@@ -111,6 +116,9 @@ def load(
         model = convert_to_float8_training(
             model, config=config, module_filter_fn=lambda _, fqn: fqn in wanted
         )
+        conversion: Any = model.float8_conversion
+        skipped = conversion.skipped
+        skipped.update({n: IN_HIGH_PRECISION for n, why in skipped.items() if why == FILTERED})
     kept = set() if plan is None else set(plan.layers)
     for key, slot in slots.items():
         if layer_of(slot) not in kept or not key.endswith(WEIGHT):
@@ -197,10 +205,13 @@ def _tie_on_meta(model: nn.Module) -> None:
         tie()
 
 
-def _in_float8(source: Source, slots: Mapping[str, Slot]) -> set[str]:
-    """The modules of the model whose weights the files have in float8."""
-    keys = [name + WEIGHT for name in source.layers]
-    return {layer_of(slots[key]) for key in keys if key in slots}
+def _in_float8(model: nn.Module, source: Source, slots: Mapping[str, Slot]) -> set[str]:
+    """The modules whose weights the files have in float8, and layers that share such a weight."""
+    found = [slots[key] for name in source.layers if (key := name + WEIGHT) in slots]
+    names = {layer_of(slot) for slot in found}
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    weights = {id(linears[n].weight) for n in names if n in linears}
+    return names | {n for n, linear in linears.items() if id(linear.weight) in weights}
 
 
 # --- the first scales

@@ -28,6 +28,13 @@ def refuses_folder(folder: Path, overwrite: bool) -> str | None:
         return None
     if not folder.is_dir():
         return f"{folder} exists and is no folder; give another name"
+    if Path.cwd().is_relative_to(folder.resolve()):
+        return (
+            f"{folder} is or contains the current folder of this process, which another folder "
+            "cannot replace; give the name of a folder in it"
+        )
+    if os.path.ismount(folder):
+        return f"{folder} is a mount point, which no folder can replace; give a name below it"
     if not overwrite and any(folder.iterdir()):
         return (
             f"{folder} exists and is not empty; give another name, or overwrite=True to replace "
@@ -60,6 +67,8 @@ def new_folder(folder: str | Path, overwrite: bool = False) -> Iterator[Path]:
     temporary = final.with_name(f".{final.name}.{own}.new")
     temporary.mkdir()
     try:
+        if final.exists():
+            shutil.copymode(final, temporary)
         yield temporary
         sync(temporary)
         _put_in_place(temporary, final, final.with_name(f".{final.name}.{own}.old"), overwrite)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8 import kernels
 from float8.checkpoints.stacks import Slot
 from float8.granularity import WHOLE, ceil_div
-from float8.kernels import is_sharded
 from float8.linear.float8_weight import as_parameter
 from float8.tensor import Float8Tensor
 
@@ -70,7 +70,7 @@ def write(slot: Slot, parameter: Tensor, source: Tensor) -> None:
 
 def _local(parameter: Any) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's part of a parameter, and where it starts in the whole."""
-    if not is_sharded(parameter):
+    if not kernels.is_sharded(parameter):
         return parameter.detach(), (0,) * parameter.dim()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -127,14 +127,19 @@ def _rows(box: Box) -> Iterator[Box]:
 
 
 def _plain(source: Tensor, box: Box) -> Tensor:
-    """A part of a tensor in high precision; blocks that the box splits are dequantised whole."""
+    """A part of a tensor in high precision; blocks that the box splits are dequantised whole.
+
+    Data and scale are indexed apart. Indexing the `Float8Tensor` would make torch (2.13) import
+    torch.distributed.tensor once, which takes longer than loading a small model.
+    """
     if not isinstance(source, Float8Tensor):
         return source[box]
-    wide, inside = [], []
+    wide, scales, inside = [], [], []
     for part, size, block in zip(box, source.shape, source.block, strict=True):
         extent = 1 if block == WHOLE else block
-        start = part.start // extent * extent
-        stop = min(ceil_div(part.stop, extent) * extent, size)
-        wide.append(slice(start, stop))
-        inside.append(_moved(part, start))
-    return source[tuple(wide)].dequantize()[tuple(inside)]
+        first, last = part.start // extent, ceil_div(part.stop, extent)
+        wide.append(slice(first * extent, min(last * extent, size)))
+        scales.append(slice(None) if block == WHOLE else slice(first, last))
+        inside.append(_moved(part, first * extent))
+    data, scale = source.float8_data[tuple(wide)], source.scale[tuple(scales)]
+    return kernels.dequantize(data, scale, source.block, source.dtype)[tuple(inside)]

@@ -35,6 +35,7 @@ from float8.linear.float8_weight import as_parameter
 from float8.tensor import Float8Tensor
 
 FILTERED = "module_filter_fn returned False"  # what `plan_conversion` reports
+IN_HIGH_PRECISION = "the checkpoint has its weight in high precision"
 SHARDED = (
     "its weight is sharded, and fully_shard gathers no frozen float8 weights: give each rank the "
     'whole model, or load with weights="high_precision"'
@@ -97,7 +98,7 @@ def plan_of_float8(
             plan.conversion.skipped[fqn] = (
                 f"its weight is that of {shared[id(weight)]} too, and dequantised"
                 if id(weight) in shared
-                else "the checkpoint has its weight in high precision"
+                else IN_HIGH_PRECISION
             )
     for fqn, linear in plan.layers.items():
         assert source.layout is not None

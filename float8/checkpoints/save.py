@@ -82,7 +82,8 @@ def save_pretrained(
         TypeError: an argument of another type.
         ValueError: the layout cannot store a layer, or a weight has NaN or inf; the message names
             all of them. Nothing was written.
-        FileExistsError: the folder is neither absent nor empty, and ``overwrite`` is False.
+        FileExistsError: the folder is neither absent nor empty, and ``overwrite`` is False; or it
+            cannot be replaced, as the current folder and mount points.
         OSError: the disk is full, or cannot be written to; the folder is as it was before.
         ImportError: ``progress`` is True and tqdm is missing.
         RuntimeError: of a sharded model, on every rank: the error of any rank.

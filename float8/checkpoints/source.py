@@ -166,12 +166,31 @@ def _quantization_config(path: Path) -> tuple[dict[str, Any] | None, str]:
             continue
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
-            config = config.get(field) if field else config
-        except (ValueError, AttributeError) as error:
+        except ValueError as error:
             raise ValueError(f"{file}: it is not readable: {error}") from error
-        if config is not None:
-            return config, name
+        _check_object(file, "it", config)
+        config = config.get(field) if field else config
+        if config is None:
+            continue
+        _check_fields(file, field or "it", config)
+        if "quantization" in config:
+            _check_fields(file, "quantization", config["quantization"])
+        return config, name
     return None, ""
+
+
+def _check_object(file: Path, what: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: {what} is {value!r}, expected an object, {{...}}")
+
+
+def _check_fields(file: Path, what: str, config: Any) -> None:
+    """Raise if a config is no JSON object, or lists skipped modules as anything but names."""
+    _check_object(file, what, config)
+    for field in _SKIPPED:
+        value = config.get(field) or []
+        if not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
+            raise ValueError(f"{file}: {field} is {value!r}, expected a list of names")
 
 
 def _layout_of(config: Mapping[str, Any], file: str) -> Layout:

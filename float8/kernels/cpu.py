@@ -264,24 +264,28 @@ def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) ->
         data = decode(data)
     elif is_large and data.dtype in (*_AS_BFLOAT16, torch.bfloat16) and _is_plain(data):
         is_exact = dtype == torch.bfloat16 and _are_powers_of_two(scale32)
-        if data.dim() == 2 and (dtype == torch.float32 or is_exact):
-            return _dequantize_parts(data, scale32.to(dtype), block)
+        if data.dim() == 2:
+            return _dequantize_parts(data, scale32.to(dtype) if is_exact else scale32, block, dtype)
         data = decode(data)
     return _scaled(data.float(), scale32, block).to(dtype)
 
 
-def _dequantize_parts(data: Tensor, scale: Tensor, block: Block) -> Tensor:
-    """`dequantize` of a matrix to the dtype of the scale, part by part in storage order.
+def _dequantize_parts(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+    """`dequantize` of a matrix, part by part in storage order.
 
-    float32; or bfloat16, which is exact where scales are powers of two.
+    Products have the dtype of the scale: float32; or bfloat16, which is exact where scales are
+    powers of two.
     """
     if _is_column_major(data):
-        return _dequantize_parts(data.t(), scale.t(), block[::-1]).t()
-    out = torch.empty_like(data, dtype=scale.dtype)
+        return _dequantize_parts(data.t(), scale.t(), block[::-1], dtype).t()
+    out = torch.empty_like(data, dtype=dtype)
     extent = max(1, block[0])
-    for begin, end in _parts(data, extent):
+    parts = _parts(data, extent)
+    buffer = None if dtype == scale.dtype else scale.new_empty(out[slice(*parts[0])].shape)
+    for begin, end in parts:
         its = scale if len(scale) == 1 else scale[begin // extent : -(-end // extent)]
-        part, decoded = out[begin:end], decode(data[begin:end])
+        decoded = decode(data[begin:end])
+        part = out[begin:end] if buffer is None else buffer[: end - begin]
         decoded = decoded if scale.dtype == torch.bfloat16 else part.copy_(decoded)
         if (tiles := _tiles(part, block)) is not None:
             values = decoded.reshape(tiles.shape)
@@ -290,6 +294,8 @@ def _dequantize_parts(data: Tensor, scale: Tensor, block: Block) -> Tensor:
             torch.mul(decoded, its, out=part)
         else:
             part.copy_(_scaled(decoded, its, block))
+        if buffer is not None:
+            out[begin:end] = part
     return out
 
 
@@ -483,7 +489,7 @@ def _in_bfloat16(data: Tensor, scale: Tensor, block: Block) -> Tensor:
     scale = scale if scale.dtype == torch.float32 else e8m0.as_float32(scale)
     factor = scale.to(torch.bfloat16)
     if data.numel() > _PART // 4:
-        return _dequantize_parts(data, factor, block)
+        return _dequantize_parts(data, factor, block, torch.bfloat16)
     return _scaled(decode(data), factor, block)
 
 

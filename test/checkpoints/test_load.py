@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 
 import oracle
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 
 import float8
 from float8 import Float8Linear, Float8LinearConfig, convert_to_float8_training
+from float8.checkpoints import save_pretrained
 from float8.checkpoints.loading import load
 from float8.checkpoints.source import Source
 
@@ -240,11 +242,28 @@ def test_adapters_train_on_float8_weights(stored):
 # --- training
 
 
+def test_config_converts_all_layers_that_share_a_weight(tmp_path):
+    def tied(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 128))
+        model[2].weight = model[0].weight
+        return model.bfloat16()
+
+    trained = convert_to_float8_training(tied(1), config=config_of("blockwise"))
+    save_pretrained(trained, tmp_path / "it")
+    model = load(tied(2), tmp_path / "it", "training", config=config_of("blockwise"))
+    assert model.float8_conversion.converted == ["0", "1", "2"]
+    assert model[2].weight is model[0].weight
+    x = torch.randn(16, 128, dtype=torch.bfloat16)
+    assert_bitwise(model(x), trained(x))
+
+
 def test_config_converts_the_layers_that_the_files_have_in_float8(stored):
     _, folder = stored
     model = load(Block(seed=2), folder, "training", config=config_of("blockwise"))
     assert model.float8_conversion.converted == list(LAYERS)
     assert type(model.gate) is nn.Linear
+    assert "in high precision" in model.float8_conversion.skipped["gate"]
     model(TOKENS).sum().backward()
     assert model.up.weight.grad is not None
     with torch.device("meta"):
@@ -489,6 +508,28 @@ def test_a_source_lists_its_weights(stored):
     (bad / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json: it is not readable"):
         Source(bad)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ([], "it is .*, expected an object"),
+        ({"quantization_config": [1]}, r"quantization_config is \[1\], expected an object"),
+        ({"modules_to_not_convert": [3]}, r"modules_to_not_convert is \[3\], expected a list of"),
+        ({"modules_to_not_convert": "lm_head"}, "is 'lm_head', expected a list of names"),
+        ({"quantization": None}, "quantization is None, expected an object"),
+    ],
+)
+def test_a_config_of_other_types_is_refused_by_the_name_of_its_field(
+    stored, config, says, tmp_path
+):
+    folder = shutil.copytree(stored[1], tmp_path / "it")
+    whole = json.loads((folder / "config.json").read_text())
+    if isinstance(config, dict) and "quantization_config" not in config:
+        config = {"quantization_config": whole["quantization_config"] | config}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"config\.json: .*{says}"):
+        Source(folder)
 
 
 def test_memory_is_that_of_one_tensor_beside_the_model(tmp_path):

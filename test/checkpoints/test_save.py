@@ -469,6 +469,34 @@ def test_an_existing_folder_is_refused_first_and_replaced_if_asked(tmp_path):
     assert "model.safetensors" not in entries(tmp_path / "it")
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("inside", [".", "below"])
+def test_the_current_folder_is_not_replaced(inside, overwrite, tmp_path, monkeypatch):
+    (tmp_path / "it/below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "it" / inside)
+    (tmp_path / "it/below").rmdir() if inside == "." else None
+    with pytest.raises(FileExistsError, match="give"):
+        save_pretrained(model_of(), tmp_path / "it", overwrite=overwrite)
+    assert Path.cwd() == tmp_path / "it" / inside
+    save_pretrained(model_of(), "new")
+    assert entries(Path("new")) == ["config.json", "model.safetensors"]
+
+
+def test_a_mount_point_is_refused_first(tmp_path, monkeypatch):
+    (tmp_path / "it").mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == tmp_path / "it")
+    with pytest.raises(FileExistsError, match="mount point"):
+        save_pretrained(model_of(), tmp_path / "it")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_existing_folder_keeps_its_mode(overwrite, tmp_path):
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it").chmod(0o2770)
+    save_pretrained(model_of(), tmp_path / "it", overwrite=overwrite)
+    assert (tmp_path / "it").stat().st_mode & 0o7777 == 0o2770
+
+
 def test_a_full_disk_leaves_no_checkpoint(tmp_path):
     with full_after(60_000), pytest.raises(OSError, match="nothing of it is left"):
         save_pretrained(model_of(), tmp_path / "it")

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import Case
 
+from benchmarks.measuring.memory import Allocations
+from float8.granularity import scale_shape
 from float8.kernels import cpu, definition, e8m0, opaque
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -409,3 +411,15 @@ def test_operands_in_parts(block, turned, dtype, monkeypatch):
     for its, out in ((scale, torch.float32), (powers, torch.bfloat16), (scale, torch.bfloat16)):
         values = cpu.dequantize(wanted, its, block, out)
         assert_bitwise(values, definition.dequantize(wanted, its, block, out), (block, out))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", [(128, 128), (1, -1), (100, 96)])
+def test_dequantising_to_16_bits_needs_float32_of_one_part_alone(block, dtype):
+    data = torch.randn(1500, 1024, generator=torch.Generator().manual_seed(0)).to(E4M3)
+    scale = torch.rand(scale_shape(data.shape, block)) + 0.5
+    with Allocations([data, scale]) as alive:
+        start = alive.now
+        found = cpu.dequantize(data, scale, block, dtype)
+        assert alive.peak - start <= found.nbytes + 5 * 4 * cpu._PART
+    assert_bitwise(found, definition.dequantize(data, scale, block, dtype), (block, dtype))
