@@ -109,10 +109,6 @@ def _overlap(
     return tuple(target), tuple(box)
 
 
-def _moved(extent: slice, start: int) -> slice:
-    return slice(extent.start - start, extent.stop - start)
-
-
 def _rows(box: Box) -> Iterator[Box]:
     """The box in parts of some rows."""
     if not box:
@@ -136,5 +132,5 @@ def _plain(source: Tensor, box: Box) -> Tensor:
         start = part.start // extent * extent
         stop = min(ceil_div(part.stop, extent) * extent, size)
         wide.append(slice(start, stop))
-        inside.append(_moved(part, start))
+        inside.append(slice(part.start - start, part.stop - start))
     return source[tuple(wide)].dequantize()[tuple(inside)]
