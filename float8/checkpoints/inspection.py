@@ -10,7 +10,6 @@ not list, where others of its kind are in float8; and, with ``data=True``, float
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,19 +19,13 @@ import torch
 from torch import Tensor
 
 from float8.checkpoints.layout import Layer, Layout
-from float8.checkpoints.shards import Spec
+from float8.checkpoints.shards import Spec, kind_of
 from float8.checkpoints.source import WEIGHT, Source
 from float8.granularity import block_name
 from float8.kernels import e8m0
 
 Progress = Callable[[int, int, str], None]
 _NAN, _LARGEST = 0x7F, 0x7E  # the bits of magnitudes in E4M3
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-
-
-def kind_of(key: str) -> str:
-    """The name of a kind: a key with ``*`` for each number between dots."""
-    return _NUMBER.sub("*", key)
 
 
 @dataclass

@@ -29,8 +29,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from float8.formats import ScaleFormat
-from float8.granularity import Granularity
+from float8.formats import E4M3, ScaleFormat
+from float8.granularity import Granularity, scale_shape
 from float8.tensor import Float8Tensor
 
 
@@ -77,12 +77,28 @@ class Layout(ABC):
     def static_inputs(self) -> bool:
         """Whether each layer stores the scale of its input."""
 
+    def layer_without_data(
+        self, name: str, shape: torch.Size | tuple[int, ...], input_scale: Tensor | None = None
+    ) -> Layer:
+        """A layer with a weight of this shape, all of it on the meta device.
+
+        Args:
+            name: of the module.
+            shape: (N, K).
+            input_scale: the static scale of its input, or None.
+        """
+        block, scales = self.granularity.block_of(shape), self.scale_format.dtype
+        data = torch.empty(shape, dtype=E4M3.dtype, device="meta")
+        scale = torch.empty(scale_shape(shape, block), dtype=scales, device="meta")
+        weight = Float8Tensor(data, scale, block, torch.float32)
+        return Layer(name, weight, None if input_scale is None else input_scale.to("meta"))
+
     @abstractmethod
     def refuses(self, layer: Layer) -> str | None:
         """The reason why this layout cannot store a layer as it is, or None.
 
         Its weight has another granularity, format or scale than the layout's, or its input scale is
-        missing. Asked with weights on the meta device too.
+        missing. Asked of layers without data too.
         """
 
     @abstractmethod

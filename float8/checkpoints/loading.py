@@ -37,17 +37,13 @@ from torch import nn
 from float8.arguments import check_module, check_type, described
 from float8.checkpoints.matching import dtype_of, layer_of, matched, tensor_of
 from float8.checkpoints.parameters import materialise, write
-from float8.checkpoints.resident import (
-    FILTERED,
-    IN_HIGH_PRECISION,
-    keep_float8,
-    plan_of_float8,
-)
+from float8.checkpoints.resident import IN_HIGH_PRECISION, keep_float8, plan_of_float8
 from float8.checkpoints.source import WEIGHT, Source
 from float8.checkpoints.stacks import Slot
 from float8.config import Float8LinearConfig, check_config
 from float8.convert.conversion import ConversionPlan, named, own_config, plan_conversion
 from float8.convert.convert import convert_to_float8_training
+from float8.convert.filters import NO_REASON
 from float8.convert.inference import hide_from_ddp
 from float8.kernels import is_sharded
 from float8.linear.delayed import DelayedCast
@@ -118,7 +114,7 @@ def load(
         )
         conversion: Any = model.float8_conversion
         skipped = conversion.skipped
-        skipped.update({n: IN_HIGH_PRECISION for n, why in skipped.items() if why == FILTERED})
+        skipped.update({n: IN_HIGH_PRECISION for n, why in skipped.items() if why == NO_REASON})
     kept = set() if plan is None else set(plan.layers)
     for key, slot in slots.items():
         if layer_of(slot) not in kept or not key.endswith(WEIGHT):

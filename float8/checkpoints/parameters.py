@@ -109,10 +109,6 @@ def _overlap(
     return tuple(target), tuple(box)
 
 
-def _moved(extent: slice, start: int) -> slice:
-    return slice(extent.start - start, extent.stop - start)
-
-
 def _rows(box: Box) -> Iterator[Box]:
     """The box in parts of some rows."""
     if not box:
@@ -140,6 +136,6 @@ def _plain(source: Tensor, box: Box) -> Tensor:
         first, last = part.start // extent, ceil_div(part.stop, extent)
         wide.append(slice(first * extent, min(last * extent, size)))
         scales.append(slice(None) if block == WHOLE else slice(first, last))
-        inside.append(_moved(part, first * extent))
+        inside.append(slice(part.start - first * extent, part.stop - first * extent))
     data, scale = source.float8_data[tuple(wide)], source.scale[tuple(scales)]
     return kernels.dequantize(data, scale, source.block, source.dtype)[tuple(inside)]

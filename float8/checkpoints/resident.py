@@ -27,6 +27,7 @@ from float8.checkpoints.source import WEIGHT, Source
 from float8.checkpoints.stacks import Slot
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
 from float8.convert.conversion import ConversionPlan, named, plan_conversion
+from float8.convert.filters import NO_REASON
 from float8.convert.inference import refuses_device
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import Blockwise, Rowwise, Tensorwise
@@ -34,7 +35,6 @@ from float8.kernels import e8m0, is_sharded
 from float8.linear.float8_weight import as_parameter
 from float8.tensor import Float8Tensor
 
-FILTERED = "module_filter_fn returned False"  # what `plan_conversion` reports
 IN_HIGH_PRECISION = "the checkpoint has its weight in high precision"
 SHARDED = (
     "its weight is sharded, and fully_shard gathers no frozen float8 weights: give each rank the "
@@ -93,7 +93,7 @@ def plan_of_float8(
         id(tensor_of(model, join(fqn, "weight"))): fqn for fqn in names if fqn not in plan.layers
     }
     for fqn, reason in plan.conversion.skipped.items():
-        if reason == FILTERED:
+        if reason == NO_REASON:
             weight = model.get_submodule(fqn)._parameters.get("weight")
             plan.conversion.skipped[fqn] = (
                 f"its weight is that of {shared[id(weight)]} too, and dequantised"

@@ -35,10 +35,9 @@ from float8.checkpoints.shard_writer import MAX_SHARD_BYTES, write_shards
 from float8.checkpoints.shards import INDEX_SUFFIX, PICKLES, SUFFIX, Spec
 from float8.checkpoints.source import WEIGHT, Source, told
 from float8.checkpoints.weight_cast import CAST_ANEW, STORED, TENSORWISE, WeightCast
-from float8.checkpoints.weights import FUSED
+from float8.checkpoints.weights import fused_with
 from float8.config import OperandCast, ScalingType
 from float8.formats import E4M3, FORMATS, HIGH_PRECISION_DTYPES
-from float8.granularity import scale_shape
 from float8.tensor import Float8Tensor
 
 # Names of modules whose matrices stay in high precision.
@@ -114,7 +113,7 @@ class Rewriting:
         if Path(folder).resolve() == own.resolve():
             raise ValueError(f"{folder}: it is the folder that is read; give another name")
         tensors = self._tensors(progress)
-        files = _files(own, self._quantization_config(), self._dtype())
+        files = _files(own, self._configs(), self._dtype())
         write_shards(folder, self.specs, tensors, max_shard_bytes, files=files, overwrite=overwrite)
 
     def _tensors(self, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
@@ -123,9 +122,10 @@ class Rewriting:
                 progress(done, len(self.make), key)
             yield from make().items()
 
-    def _quantization_config(self) -> dict[str, Any] | None:
+    def _configs(self) -> dict[str, dict[str, Any]]:
+        """File name -> what the target adds to it or puts there; empty in high precision."""
         if not isinstance(self.target, Layout):
-            return None
+            return {}
         in_float8 = [key.removesuffix(WEIGHT) for key, how in self.how.items() if how != COPIED]
         skipped = [
             key.removesuffix(WEIGHT)
@@ -134,7 +134,8 @@ class Rewriting:
         ]
         if "lm_head.weight" not in self.specs:  # tied to the embedding
             skipped.append("lm_head")
-        return self.target.quantization_config(in_float8, skipped)
+        config = {"quantization_config": self.target.quantization_config(in_float8, skipped)}
+        return {"config.json": config, **self.target.other_files(in_float8, skipped)}
 
     def _dtype(self) -> torch.dtype | None:
         return None if isinstance(self.target, Layout) else self.target
@@ -258,11 +259,8 @@ class _Cast:
         return Layer(self.name, weight, self.input_scale if self.target.static_inputs else None)
 
     def _on_meta(self) -> Layer:
-        block = self.target.granularity.block_of(self.spec.shape)
-        shape, dtype = scale_shape(self.spec.shape, block), self.target.scale_format.dtype
-        data = torch.empty(self.spec.shape, dtype=E4M3.dtype, device="meta")
-        scale = torch.empty(shape, dtype=dtype, device="meta")
-        return self._with(Float8Tensor(data, scale, block, torch.float32))
+        scale = self.input_scale if self.target.static_inputs else None
+        return self.target.layer_without_data(self.name, self.spec.shape, scale)
 
     def refuses(self) -> str | None:
         """The reason why the target cannot store the layer, or None."""
@@ -292,13 +290,10 @@ class _Cast:
 
 def _share_scales(casts: dict[str, _Cast]) -> None:
     """Give the layers that engines fuse the largest of their scales, where each has one."""
-    groups: dict[tuple[str, int], list[_Cast]] = {}
+    groups: dict[tuple[str, ...], list[_Cast]] = {}
     for name, cast in casts.items():
-        parent, _, last = name.rpartition(".")
-        if cast.how != KEPT and cast.cast.shares_scales:
-            for number, names in enumerate(FUSED):
-                if last in names:
-                    groups.setdefault((parent, number), []).append(cast)
+        if cast.how != KEPT and cast.cast.shares_scales and (names := fused_with(name)):
+            groups.setdefault(names, []).append(cast)
     for members in groups.values():
         found: list[Tensor] = []
 
@@ -337,9 +332,9 @@ def _add_notes(found: Rewriting) -> None:
 
 
 def _files(
-    folder: Path, quantization: dict[str, Any] | None, dtype: torch.dtype | None
+    folder: Path, configs: dict[str, dict[str, Any]], dtype: torch.dtype | None
 ) -> dict[str, str | bytes]:
-    """The files beside the tensors: those of the source, and its config with what has changed."""
+    """The files beside the tensors: those of the source, and its configs with what has changed."""
     found: dict[str, str | bytes] = {}
     for file in sorted(folder.iterdir()):
         is_weights = file.name.endswith((SUFFIX, INDEX_SUFFIX, *PICKLES))
@@ -348,11 +343,9 @@ def _files(
     path = folder / _CONFIGS[0]
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     config.pop("quantization_config", None)
-    if quantization is not None:
-        config["quantization_config"] = quantization
     if dtype is not None:
         for field_ in {"dtype", "torch_dtype"} & config.keys():
             config[field_] = str(dtype).removeprefix("torch.")
-    if config:
-        found[path.name] = json.dumps(config, indent=2) + "\n"
+    configs = configs | {path.name: config | configs.get(path.name, {})}
+    found |= {name: json.dumps(c, indent=2) + "\n" for name, c in configs.items() if c}
     return found

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -52,6 +53,14 @@ INDEX_SUFFIX = SUFFIX + ".index.json"
 METADATA_KEY = "__metadata__"
 LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def kind_of(key: str) -> str:
+    """A key or name of a layer with ``*`` for each number between dots."""
+    return _NUMBER.sub("*", key)
 
 
 @dataclass(frozen=True)
@@ -167,18 +176,6 @@ class Shards:
         if inside % spec.dtype.itemsize:  # files of other writers: tensors start at any byte
             data = data.clone()
         return data.view(spec.dtype).view(spec.shape)
-
-    def read_slice(self, key: str, index: Any) -> Tensor:
-        """``read(key)[index]``: pages outside of it are not read.
-
-        Args:
-            key: of the tensor.
-            index: as a tensor takes it: a slice, an integer, or a tuple of those.
-
-        Raises:
-            KeyError: no file has it.
-        """
-        return self.read(key)[index]
 
 
 def _files_of(path: Path) -> tuple[Path | None, list[Path]]:

@@ -26,7 +26,7 @@ from float8.config import OperandCast, ScalingType
 from float8.convert.conversion import own_config
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import WHOLE
-from float8.linear.float8_weight import is_resident
+from float8.linear.float8_weight import cached_tensor, is_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.scaling import DelayedState, bind_and_cast
 from float8.tensor import Float8Tensor
@@ -106,17 +106,14 @@ class WeightCast:
 def _with_scales_of(weight: Float8Tensor, scale_format: ScaleFormat) -> Float8Tensor:
     """The same weight, its float32 scales as bytes of E8M0 where a layout has those."""
     scale = weight.scale
-    if not scale_format.is_e8m0 or scale.dtype != torch.float32 or not powers_of_two(scale):
+    if not scale_format.is_e8m0 or scale.dtype != torch.float32:
         return weight
     if scale.is_meta:
         return weight._replace(scale=scale.to(torch.float8_e8m0fnu))
-    exponent = (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
-    return weight._replace(scale=exponent.view(torch.float8_e8m0fnu))
-
-
-def powers_of_two(scale: Tensor) -> bool:
-    """Whether all float32 scales are powers of two; tensors on the meta device have no values."""
-    return scale.is_meta or bool((scale.contiguous().view(torch.int32) & 0x7FFFFF == 0).all())
+    mantissa, exponent = scale.frexp()  # 0.5 and n + 1 of 2^n
+    if not bool(((mantissa == 0.5) & (exponent >= -126)).all()):
+        return weight
+    return weight._replace(scale=(exponent + 126).to(torch.uint8).view(torch.float8_e8m0fnu))
 
 
 def weight_cast(
@@ -147,7 +144,7 @@ def weight_cast(
     trained = None if config is None else config.plan.output.b
     state = None
     if isinstance(module, Float8Linear):
-        cached = _cached(module, weight)
+        cached = cached_tensor(module) if weight is module.weight else None
         if cached is not None:
             cached = _with_scales_of(cached, wanted)
             if layout.refuses(replace(layer, weight=cached)) is None:
@@ -160,14 +157,3 @@ def weight_cast(
     ):
         return WeightCast(TRAINING_CAST, wanted, trained, state)
     return WeightCast(CAST_ANEW, wanted, anew)
-
-
-def _cached(module: Float8Linear, weight: Tensor) -> Float8Tensor | None:
-    """The float8 data that `float8.cached_weights` keeps of the whole weight, if it is current."""
-    cached, cast = module.cached_weight, module.config.plan.output.b
-    if cached is None or cast is None or weight is not module.weight:
-        return None
-    if not (cached.has_data and cached.is_of(weight)):
-        return None
-    data, scale = cached.row_major
-    return Float8Tensor(data, scale, cast.block, weight.dtype)

@@ -36,11 +36,8 @@ from float8.checkpoints.model_layout import layout_for
 from float8.checkpoints.shards import DTYPE_NAMES, Spec
 from float8.checkpoints.stacks import Slot, published
 from float8.checkpoints.weight_cast import TENSORWISE, WeightCast, weight_cast
-from float8.formats import E4M3
-from float8.granularity import scale_shape
 from float8.linear.float8_weight import is_resident
 from float8.linear.registration import stored_by
-from float8.tensor import Float8Tensor
 
 # The last parts of the names of projections that engines fuse.
 FUSED = (
@@ -50,6 +47,12 @@ FUSED = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
 Entry = tuple[str, Tensor]
+
+
+def fused_with(name: str) -> tuple[str, ...]:
+    """The names of the layers that engines fuse with one, itself among them; or none."""
+    parent, dot, last = name.rpartition(".")
+    return next((tuple(f"{parent}{dot}{n}" for n in names) for names in FUSED if last in names), ())
 
 
 @dataclass(frozen=True)
@@ -215,22 +218,12 @@ def _layer(
     if layout.static_inputs and scale is None:
         return FIX
     scale = scale if layout.static_inputs else None
-    without_data = _without_data(name, slot, layout, scale)
+    without_data = layout.layer_without_data(name, slot.shape, scale)
     weight = slot.of(parameter) if slot.index and is_resident(parameter) else parameter
     cast = weight_cast(module, without_data, weight, layout, recast)
     if isinstance(cast, str):
         return cast
     return layout.refuses(without_data) or _Layer(name, slot, parameter, cast, scale)
-
-
-def _without_data(name: str, slot: Slot, layout: Layout, scale: Tensor | None) -> Layer:
-    block = layout.granularity.block_of(slot.shape)
-    data = torch.empty(slot.shape, dtype=E4M3.dtype, device="meta")
-    scales = torch.empty(
-        scale_shape(slot.shape, block), dtype=layout.scale_format.dtype, device="meta"
-    )
-    weight = Float8Tensor(data, scales, block, torch.bfloat16)
-    return Layer(name, weight, None if scale is None else scale.to("meta"))
 
 
 # --- items
@@ -244,7 +237,7 @@ def _item(
         if (layer := layers.get(key)) is None:
             specs[key] = Spec(tensor.dtype, tuple(slot.shape))
             continue
-        without_data = _without_data(layer.name, slot, layout, layer.input_scale)
+        without_data = layout.layer_without_data(layer.name, slot.shape, layer.input_scale)
         for own, x in layout.tensors(without_data).items():
             specs[own] = Spec(x.dtype, tuple(x.shape))
     groups = {key: _group(layers, layers[key], layout) for key in slots if key in layers}
@@ -271,11 +264,9 @@ def _item(
 
 def _fused(layers: Mapping[str, _Layer], layer: _Layer, layout: Layout) -> list[_Layer]:
     """The layers that engines fuse to one scale with this one, itself among them, or none."""
-    parent, _, last = layer.name.rpartition(".")
-    names = next((fused for fused in FUSED if last in fused), ())
     if layout.granularity.block_of((0, 0)) != TENSORWISE:
         return []
-    keys = [f"{parent}.{name}.weight".removeprefix(".") for name in names]
+    keys = [f"{name}.weight" for name in fused_with(layer.name)]
     found = [layers[key] for key in keys if key in layers]
     return found if len(found) > 1 else []
 

@@ -33,7 +33,7 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 """(module, its name in the model) -> whether to convert it."""
 Reason = Callable[[nn.Module, str], str | None]
 """(module, its name in the model) -> why it is not converted."""
-_NO_REASON = "module_filter_fn returned False"
+NO_REASON = "module_filter_fn returned False"
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def why_not(module_filter_fn: ModuleFilter, module: nn.Module, fqn: str) -> str 
     # A user's callable may have an attribute of this name that means something else.
     reason = getattr(module_filter_fn, "reason", None)
     why = reason(module, fqn) if callable(reason) else None
-    return why if isinstance(why, str) else _NO_REASON
+    return why if isinstance(why, str) else NO_REASON
 
 
 def skip_names(*patterns: str) -> ModuleFilter:

@@ -72,7 +72,6 @@ def join_loaded(layer: Any, state_dict: dict[str, Any], prefix: str, errors: lis
     """
     weight: Tensor = layer.weight
     key = prefix + "weight"
-    joined: Tensor
     loaded, scale = state_dict.get(key), state_dict.get(prefix + SCALE_KEY)
     if loaded is None or isinstance(loaded, Float8Tensor):
         return
@@ -83,11 +82,11 @@ def join_loaded(layer: Any, state_dict: dict[str, Any], prefix: str, errors: lis
     if loaded.dtype in FORMATS:
         try:
             joined = _joined(loaded, scale, weight, layer.config)
+            state_dict[key] = joined if is_resident(weight) else joined.dequantize()
         except (TypeError, ValueError) as error:
             errors.append(f"{key}: its float8 data does not load: {error}")
-            joined = weight  # loads into itself: no change
+            state_dict[key] = weight  # loads into itself: no change
         state_dict.pop(prefix + SCALE_KEY, None)
-        state_dict[key] = joined if is_resident(weight) else _dequantized(joined)
         if (input_scale := state_dict.pop(prefix + INPUT_SCALE_KEY, None)) is not None:
             _take_input_scale(layer, input_scale, prefix, errors)
     elif is_resident(weight) and loaded.dtype in HIGH_PRECISION_DTYPES:
@@ -103,12 +102,7 @@ def _take_input_scale(layer: Any, scale: Tensor, prefix: str, errors: list[str])
     own = input_scale_of(layer)
     if not is_resident(layer.weight) or scale.is_meta:
         return
-    if (
-        own is not None
-        and not own.is_meta
-        and scale.numel() == 1
-        and bool(scale.cpu() == own.cpu())
-    ):
+    if own is not None and not own.is_meta and scale.numel() == 1 and float(scale) == float(own):
         return  # as it is: the same number, whose digits in the config may be longer
     try:
         set_input_cast(layer, with_static_input(layer.config, scale))
@@ -134,7 +128,3 @@ def _joined(
     if is_resident(weight) and data.dtype != weight._data.dtype:
         raise ValueError(f"it is {data.dtype}, and the layer's weight is {weight._data.dtype}")
     return Float8Tensor(data.detach(), scale.detach(), block, weight.dtype)
-
-
-def _dequantized(x: Tensor) -> Tensor:
-    return x.dequantize() if isinstance(x, Float8Tensor) else x

@@ -279,7 +279,9 @@ class _AfterLoad:
         cast: Any = weight.detach().clone()
         cast_from_master(cast, self.optimizer.state[weight]["master"])
         if not all(map(torch.equal, cast.data_and_scale, weight.data_and_scale)):
+            loaded = weight.detach().clone()
             self.optimizer.start_master(weight, weight.dequantize(torch.float32))
+            weight.copy_(loaded)  # the cast of the new master may round its scale otherwise
 
     def __reduce__(self) -> Any:
         # This optimizer does not step copies of the model, and must not be copied with them.

@@ -329,6 +329,9 @@ def test_scales_of_inputs_are_passed_on(tmp_path, capsys):
     assert "8 tensors: float8 data kept" in printed
     assert all(torch.equal(found[f"{n}.input_scale"], tensors[f"{n}.input_scale"].reshape(1))
                for n in LAYERS)  # fmt: skip
+    _, config, _ = converted(capsys, str(tmp_path / "a"), tmp_path / "c", "modelopt")
+    listed = json.loads(Path(tmp_path, "c", "hf_quant_config.json").read_text())["quantization"]
+    assert listed["exclude_modules"] == config["quantization_config"]["ignore"]  # for TensorRT-LLM
     found, _, printed = converted(capsys, source, tmp_path / "b", "compressed_tensors:tensorwise")
     assert "the static scales of inputs are left out" in printed
     assert not any(key.endswith("input_scale") for key in found)

@@ -12,13 +12,21 @@ import pytest
 import torch
 from assertions import assert_bitwise
 from disk import full_after
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
 import float8
 from float8 import E4M3, Float8Linear, Float8LinearConfig, filters
-from float8.checkpoints import CompressedTensors, FineGrained, ModelOpt, plan_save, save_pretrained
+from float8.checkpoints import (
+    CompressedTensors,
+    FineGrained,
+    ModelOpt,
+    load,
+    plan_save,
+    save_pretrained,
+)
 from float8.checkpoints.shards import Shards
 from float8.checkpoints.weight_cast import CAST_ANEW, RECAST, STORED, TRAINING_CAST
 from float8.formats import ScaleFormat
@@ -557,3 +565,17 @@ def test_progress_is_shown_by_tqdm_or_refused(tmp_path, monkeypatch, capsys):
         save_pretrained(model_of(), tmp_path / "b", progress=True)
     save_pretrained(model_of(), tmp_path / "c")
     assert entries(tmp_path) == ["a", "c"]
+
+
+def test_the_smallest_e8m0_scales_survive_a_round_trip(tmp_path):
+    layout = FineGrained(scale_format=ScaleFormat.E8M0)
+    model, other = (nn.Sequential(nn.Linear(256, 128)).bfloat16() for _ in range(2))
+    with torch.no_grad():
+        model[0].weight[:, :128] = 0  # 2^-127, a subnormal float32
+    float8.convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("rowwise"))
+    save_pretrained(model, tmp_path / "a", layout)
+    save_pretrained(load(other, tmp_path / "a", "float8"), tmp_path / "b", layout)
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert first["0.weight_scale_inv"].view(torch.uint8)[0, 0] == 0
+    for key, x in first.items():
+        assert torch.equal(second[key].view(torch.uint8), x.view(torch.uint8)), key

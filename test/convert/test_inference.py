@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from assertions import assert_bitwise, assert_error_within_baseline, assert_sqnr_at_least
 from shapes import pairs
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from float8 import (
@@ -404,6 +406,20 @@ def test_a_distributed_checkpoint_holds_the_same_plain_tensors(tmp_path):
     into = get_model_state_dict(other)
     dcp.load(into, checkpoint_id=tmp_path, no_dist=True)
     set_model_state_dict(other, into)
+    assert_bitwise(other(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_a_distributed_checkpoint_of_version_0_11_loads_after_its_conversion(recipe, tmp_path):
+    model, x = resident(recipe), example()
+    old = {k: v.squeeze(-1) if v.dim() == 3 else v for k, v in model.state_dict().items()}
+    dcp.save(old, checkpoint_id=tmp_path / "folder", no_dist=True)
+    other = convert_to_float8_inference(mlp(seed=5), config=config_of(recipe))
+    with pytest.raises(CheckpointException, match="Size mismatch"):
+        dcp.load(other.state_dict(), checkpoint_id=tmp_path / "folder", no_dist=True)
+    dcp_to_torch_save(tmp_path / "folder", tmp_path / "file.pt")
+    other.load_state_dict(torch.load(tmp_path / "file.pt", weights_only=True))
     assert_bitwise(other(x), model(x))
 
 
