@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from float8.checkpoints.inspection import kind_of
 from float8.checkpoints.layout import Layout
 from float8.checkpoints.shard_writer import MAX_SHARD_BYTES, check_shard_bytes, files_of
 from float8.checkpoints.shards import Spec
@@ -65,7 +65,7 @@ class SavePlan:
         lines: dict[tuple[str, ...], list[int]] = {}
         for name, how in self.layers.items():
             shape = "x".join(map(str, self.tensors[f"{name}.weight"].shape))
-            lines.setdefault((_pattern(name), shape, how), []).append(sizes[name])
+            lines.setdefault((kind_of(name), shape, how), []).append(sizes[name])
         rows = [(name, len(n), shape, _mb(sum(n)), how) for (name, shape, how), n in lines.items()]
         rows += [
             (f"other tensors, {dtype}", len(n), "", _mb(sum(n)), "as they are")
@@ -73,7 +73,7 @@ class SavePlan:
         ]
         reasons: dict[tuple[str, str], int] = {}
         for name, reason in self.skipped.items():
-            reasons[_pattern(name), reason] = reasons.get((_pattern(name), reason), 0) + 1
+            reasons[kind_of(name), reason] = reasons.get((kind_of(name), reason), 0) + 1
         headers = ("layers", "count", "weight", "MB", "float8 by")
         align = ("left", "right", "right", "right", "left")
         parts = [
@@ -128,11 +128,6 @@ def plan_of(checkpoint: Checkpoint, max_shard_bytes: float) -> SavePlan:
         files={file: sum(spec.nbytes for spec in specs.values()) for file, specs in shards.items()},
         quantization_config=checkpoint.config,
     )
-
-
-def _pattern(name: str) -> str:
-    """A name with ``*`` for each part that is a number."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _mb(size: int) -> str:
