@@ -160,7 +160,8 @@ def main(argv: Sequence[str]) -> int:
         status, text = _COMMANDS[options.command](options, progress)
     except (ValueError, OSError) as error:
         progress.end()
-        print(f"{options.command}: {error}", file=sys.stderr)
+        message = str(error).replace("overwrite=True", "--overwrite")  # as it is written here
+        print(f"{options.command}: {message}", file=sys.stderr)
         return 2
     progress.end()
     print(text)

@@ -112,8 +112,11 @@ class Comparison:
             if keys:
                 more = f", ... ({len(keys)} in all)" if len(keys) > top else ""
                 lines += ["", f"only in {name}: " + ", ".join(keys[:top]) + more]
-        for key, (a, b) in self.other_shapes.items():
-            lines += ["", f"{key}: {a} in A, {b} in B"]
+        shapes = [f"{key}: {a} in A, {b} in B" for key, (a, b) in self.other_shapes.items()]
+        if shapes:
+            lines += ["", *shapes[:top]]
+            if len(shapes) > top:
+                lines.append(f"... and {len(shapes) - top} more of other shapes")
         return "\n".join(lines)
 
 

@@ -71,7 +71,9 @@ def read_data(name: str, read: Callable[[str], Tensor]) -> Tensor:
     if data.dtype != E4M3.dtype:
         raise ValueError(f"{key} is {data.dtype}, expected {E4M3.dtype}")
     if data.dim() != 2:
-        raise ValueError(f"{key} has shape {tuple(data.shape)}, expected a matrix (N, K)")
+        own = "; a state_dict of this library has such, and save_pretrained writes for others"
+        hint = own if data.dim() == 3 and data.shape[2] == 1 else ""
+        raise ValueError(f"{key} has shape {tuple(data.shape)}, expected a matrix (N, K){hint}")
     return data
 
 

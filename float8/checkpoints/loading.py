@@ -41,7 +41,13 @@ from float8.checkpoints.resident import IN_HIGH_PRECISION, keep_float8, plan_of_
 from float8.checkpoints.source import WEIGHT, Source
 from float8.checkpoints.stacks import Slot
 from float8.config import Float8LinearConfig, check_config
-from float8.convert.conversion import ConversionPlan, named, own_config, plan_conversion
+from float8.convert.conversion import (
+    ConversionPlan,
+    named,
+    own_config,
+    plan_conversion,
+    sharded_before,
+)
 from float8.convert.convert import convert_to_float8_training
 from float8.convert.filters import NO_REASON
 from float8.convert.inference import hide_from_ddp
@@ -74,7 +80,7 @@ def load(
         weights: ``"high_precision"``, ``"float8"`` or ``"training"``: what becomes of layers in
             float8, as the docstring of this file says.
         config: with ``weights="training"`` and a plain model: converts the layers that the
-            checkpoint has in float8.
+            checkpoint has in float8. A model for ``fully_shard`` is converted before it instead.
         ignore: patterns such as ``"*.k_scale"``, of keys that only the files or only the model
             have, and of keys to leave as they are in the model.
         device: of parameters that are on the meta device.
@@ -102,7 +108,7 @@ def load(
         wanted = _in_float8(model, source, slots)
         found = plan_conversion(model, config, lambda _, fqn: fqn in wanted, "load")
         _check_layers(found, source, weights)
-        found.check()
+        found.check(sharded_before(model, found))
     # The model changes from here on.
     if plan is not None:
         model = plan.convert(model)
@@ -124,7 +130,19 @@ def load(
     if plan is not None:
         hide_from_ddp(model)
         plan.finish(model)
+    _forget_quantization(model)
     return model
+
+
+def _forget_quantization(model: nn.Module) -> None:
+    """Drop ``quantization_config`` from a config that was read from the files.
+
+    Transformers' ``save_pretrained`` would write it beside weights that are not stored so. Its
+    ``from_pretrained`` drops it too where it dequantises.
+    """
+    found: Any = getattr(model, "config", None)
+    if hasattr(found, "to_json_string") and "quantization_config" in vars(found):
+        del found.quantization_config
 
 
 def _check_arguments(model: Any, path: Any, weights: Any, config: Any, ignore: Any) -> None:

@@ -8,9 +8,10 @@ happens to the weight of a linear layer:
 - *cast again*: float8 of another granularity is dequantised and cast, so values are rounded twice;
 - *dequantised*: the result is in high precision.
 
-All other tensors are copied. Which weights are those of linear layers a float8 checkpoint says
-itself. Of one in high precision they are all matrices ``NAME.weight`` whose name no pattern of
-``skip`` matches: embeddings, heads and routers by default.
+All other tensors are copied; where the result is in high precision, in its dtype. Which weights
+are those of linear layers a float8 checkpoint says itself. Of one in high precision they are all
+matrices ``NAME.weight`` whose name no pattern of ``skip`` matches: embeddings, heads and routers by
+default.
 
 Projections that engines fuse share one scale in layouts with a scale per tensor, as in ``save.py``.
 """
@@ -43,8 +44,8 @@ from float8.tensor import Float8Tensor
 # Names of modules whose matrices stay in high precision.
 SKIP = ("*embed*", "*wte", "*wpe", "*lm_head", "*.gate", "*router*", "*score", "*classifier")
 KEPT, CAST, AGAIN = "float8 data kept", "cast from high precision", "dequantised and cast again"
-DEQUANTISED, COPIED = "dequantised", "copied"
-_HOW = (KEPT, CAST, AGAIN, DEQUANTISED, COPIED)
+DEQUANTISED, OTHER_DTYPE, COPIED = "dequantised", "converted to this dtype", "copied"
+_HOW = (KEPT, CAST, AGAIN, DEQUANTISED, OTHER_DTYPE, COPIED)
 _CONFIGS = ("config.json", "hf_quant_config.json")
 Entries = Callable[[], dict[str, Tensor]]
 
@@ -229,7 +230,7 @@ def _plan_high_precision(found: Rewriting, key: str, spec: Spec, in_float8: bool
         return {key: made}
 
     found.specs[key] = Spec(dtype, spec.shape)
-    found.how[key] = DEQUANTISED if in_float8 else COPIED
+    found.how[key] = DEQUANTISED if in_float8 else COPIED if dtype == spec.dtype else OTHER_DTYPE
     found.make[key] = make
 
 

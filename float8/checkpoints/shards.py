@@ -115,7 +115,11 @@ class Shards:
         self.metadata: dict[str, str] = {}
         self._places: dict[str, _Place] = {}
         if not self.path.exists():
-            raise FileNotFoundError(f"{self.path}: there is no such folder or file")
+            is_name = not self.path.is_absolute() and len(self.path.parts) == 2  # "owner/model"
+            hint = "; huggingface_hub.snapshot_download downloads one of the Hub, to a folder"
+            raise FileNotFoundError(
+                f"{self.path}: there is no such folder or file" + (hint if is_name else "")
+            )
         index, files = _files_of(self.path)
         for file in files:
             found, metadata = read_header(file)

@@ -18,7 +18,7 @@ parts of `FUSED` with their largest scale, once, from high precision. Resident w
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from float8 import kernels
 from float8.arguments import check_bool, check_module
 from float8.checkpoints.float8_layers import ModelLayers
 from float8.checkpoints.input_scale import FIX, check_input_scales, input_scale
+from float8.checkpoints.inspection import kind_of
 from float8.checkpoints.layout import Layer, Layout
 from float8.checkpoints.model_layout import layout_for
 from float8.checkpoints.shards import DTYPE_NAMES, Spec
@@ -201,8 +202,28 @@ def items(
             continue
         found.items.append(_item(parameter_name, tensor, its, layers, found.layout))
     if problems:
-        raise ValueError("this model cannot be stored:\n  " + "\n  ".join(problems))
+        raise ValueError("this model cannot be stored:\n  " + "\n  ".join(by_reason(problems)))
     return found
+
+
+def by_reason(problems: Iterable[str]) -> list[str]:
+    """The problems ``"name: reason"``, each reason once.
+
+    Names that differ in numbers alone become one pattern, with its count.
+    """
+    groups: dict[str, list[str]] = defaultdict(list)
+    for problem in problems:
+        name, colon, reason = problem.partition(": ")
+        assert colon, problem
+        groups[reason].append(name)
+    lines = []
+    for reason, names in groups.items():
+        patterns: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            patterns[kind_of(name)].append(name)
+        told = [n[0] if len(n) == 1 else f"{p} ({len(n)})" for p, n in patterns.items()]
+        lines.append(f"{', '.join(told)}: {reason}")
+    return lines
 
 
 def _layer(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from float8.config.suggestions import dialect_of
 from float8.convert.filters import ModuleFilter, all_of, unmatched_patterns, why_not
 from float8.convert.routers import routers_of
 from float8.formats import E4M3
+from float8.kernels import is_sharded
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_experts_on_gpu, refuses_on_gpu
 from float8.linear.registration import (
@@ -277,6 +278,22 @@ def plan_conversion(
         for fqn, reason in _read_elsewhere(model, plan.layers).items():
             plan.leave(fqn, reason)
     return plan
+
+
+def sharded_before(model: nn.Module, plan: ConversionPlan) -> Iterator[tuple[str, str]]:
+    """Name and reason for each linear layer whose weight ``fully_shard`` has sharded already.
+
+    FSDP2 gathers parameters into the modules that it was given. A new layer would keep the shard.
+    """
+    units = [m for m in model.modules() if any(b.__name__ == "FSDPModule" for b in type(m).__mro__)]
+    inside = {module for unit in units for module in unit.modules()}
+    for fqn, layer in plan.plain_layers.items():
+        if layer in inside and not _rule_of(layer).stacked and is_sharded(layer.weight):
+            yield (
+                fqn,
+                "fully_shard (FSDP2) has sharded its weight, and would gather it for the plain "
+                "layer alone: convert the model first, then call fully_shard",
+            )
 
 
 def own_config(module: nn.Module) -> Float8LinearConfig | None:

@@ -21,7 +21,7 @@ from torch import nn
 
 from float8.arguments import check_module
 from float8.config import Float8LinearConfig
-from float8.convert.conversion import plan_conversion, replace_children
+from float8.convert.conversion import plan_conversion, replace_children, sharded_before
 from float8.convert.filters import ModuleFilter
 from float8.linear.delayed import keep_ddp_from_broadcasting, remind_to_sync
 from float8.linear.float8_weight import make_plain
@@ -97,7 +97,7 @@ def convert_to_float8_training(
     """
     caller = "convert_to_float8_training"
     plan = plan_conversion(module, config, module_filter_fn, caller, argument="module")
-    plan.check()
+    plan.check(sharded_before(module, plan))
     plan.warn_of_fixed_scales()
     module = plan.convert(module)
     if plan.config.enable_fsdp_float8_all_gather:

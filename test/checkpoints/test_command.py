@@ -300,8 +300,15 @@ def test_another_granularity_goes_through_dequantised_values_and_says_so(fine, t
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_float8_checkpoint_becomes_a_plain_one(dtype, fine, tmp_path, capsys):
     name = str(dtype).removeprefix("torch.")
-    tensors, config, _ = converted(capsys, fine, tmp_path / "a", name)
+    tensors, config, printed = converted(capsys, fine, tmp_path / "a", name)
     before = fine_tensors()
+    changed = [k for k, t in before.items() if t.dtype.itemsize > 1 and t.dtype != dtype]
+    others = len(tensors) - len(LAYERS)
+    told = re.findall(r"(\d+) tensors: (.*)", printed)
+    assert sum(int(n) for n, _ in told) == len(tensors)
+    changed = [k for k in changed if k in tensors]
+    assert dict((how, int(n)) for n, how in told).get("converted to this dtype", 0) == len(changed)
+    assert dict((how, int(n)) for n, how in told).get("copied", 0) == others - len(changed)
     assert config == {"model_type": "toy", "dtype": name}
     assert all(value.dtype == dtype for value in tensors.values())
     assert tensors.keys() == plain_tensors().keys()
@@ -361,7 +368,7 @@ def test_a_dry_run_writes_nothing_and_bad_arguments_change_nothing(plain, fine, 
     assert not out.exists()
     before = {file.name: file.read_bytes() for file in Path(plain).iterdir()}
     onto = ("convert", fine, plain, "--layout", "bfloat16")
-    assert_refused(capsys, onto, "exists and is not empty")
+    assert_refused(capsys, onto, "exists and is not empty; give another name, or --overwrite to")
     assert {file.name: file.read_bytes() for file in Path(plain).iterdir()} == before
     assert run(capsys, *onto, "--overwrite")[0] == 0
     for size in ("5", "0GB", "xGB", "-1MB", "infGB"):
@@ -444,3 +451,7 @@ def test_compare_names_missing_keys_other_shapes_and_values_that_are_nan(plain, 
     assert re.search(rf"-inf +{Q}\.weight", run(capsys, "compare", other, plain)[1])
     assert run(capsys, "compare", other, other)[0] == 0  # NaN at the same places
     assert run(capsys, "compare", plain, other, "--at-least", "-1000")[0] == 1
+    another = {key: torch.ones(2, 3) for key in plain_tensors()}
+    _, out, _ = run(capsys, "compare", plain, write(tmp_path / "shapes", another), "--top", "2")
+    assert out.count("(2, 3) in B") == 2
+    assert f"... and {len(another) - 2} more of other shapes" in out

@@ -14,6 +14,7 @@ def test_sharded_models_load(tmp_path):
         "meta": ("check_meta", folder),
         "part": ("check_each_rank_reads_its_part", folder),
         "refused": ("check_float8_weights_are_refused", folder),
+        "converted late": ("check_conversion_after_sharding_is_refused", folder),
         "rows split twice": ("check_two_dimensions", folder),
     }
     # Four: some have no row of the gate, which has three.

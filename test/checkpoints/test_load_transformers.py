@@ -99,6 +99,29 @@ def test_float8_logits_are_near(stored):
     assert_sqnr_at_least(logits(model), logits(plain), 22)
 
 
+@pytest.mark.parametrize("weights", ["high_precision", "float8"])
+def test_a_config_of_the_files_does_not_describe_the_loaded_model(weights, tmp_path):
+    """Transformers' save_pretrained would write it, and readers would look for scales."""
+    config = Float8LinearConfig.from_recipe_name("blockwise")
+    heads = float8.filters.skip_names("lm_head")
+    source = model_of("qwen3", seed=1)
+    source = float8.convert_to_float8_training(source, config=config, module_filter_fn=heads)
+    save_pretrained(source, tmp_path / "fp8")
+    read = transformers.AutoConfig.from_pretrained(tmp_path / "fp8")
+    assert read.quantization_config["quant_method"] == "fp8"
+    model = transformers.AutoModelForCausalLM.from_config(read, dtype=torch.bfloat16).eval()
+    with pytest.raises(ValueError, match="needs a converted model"):
+        load(model, tmp_path / "fp8", "training")
+    assert hasattr(model.config, "quantization_config")  # nothing changes when it raises
+    model = load(model, tmp_path / "fp8", weights)
+    assert not hasattr(model.config, "quantization_config")
+    if weights == "high_precision":
+        model.save_pretrained(tmp_path / "plain")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+        assert again.dtype == torch.bfloat16
+        assert_bitwise(again.eval()(TOKENS).logits, model(TOKENS).logits)
+
+
 def test_a_model_without_memory_loads(stored):
     accelerate = pytest.importorskip("accelerate")
     kind, folder, _, _ = stored
@@ -160,6 +183,17 @@ def test_transformers_refuses_a_state_dict_of_float8_weights(tmp_path):
     model.save_pretrained(tmp_path, state_dict=model.state_dict())
     with pytest.raises(RuntimeError, match=r"(?s)mismatch.*\[64, 64, 1\]|size mismatch|mismatched"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_its_state_dict_beside_a_config_is_refused_with_the_fix(tmp_path):
+    config = Float8LinearConfig.from_recipe_name("blockwise")
+    model = float8.convert_to_float8_inference(nn.Sequential(nn.Linear(32, 48)), config=config)
+    save_pretrained(model, tmp_path / "own")
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    state = {k.replace("_scale", "_scale_inv"): v for k, v in model.state_dict().items()}
+    save_file(state, tmp_path / "own" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"\(48, 32, 1\).*a state_dict of this library"):
+        load(nn.Sequential(nn.Linear(32, 48)), tmp_path / "own")
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

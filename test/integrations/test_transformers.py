@@ -451,6 +451,7 @@ def test_casts_that_a_checkpoint_does_not_have_start_anew_and_are_named(tmp_path
 CASES = {
     "DDP": ("resumes", "delayed", False),
     "FSDP2, gathered": ("resumes", "gathered delayed", True),
+    "FSDP2, save_float8": ("saves_float8", "blockwise"),
 }
 
 

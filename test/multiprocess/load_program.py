@@ -114,3 +114,15 @@ def check_float8_weights_are_refused(rank: int, folder: str) -> None:
     expected = frozen(TOKENS)
     left = {layer.weight for layer in (frozen.up, frozen.down)}
     assert_bitwise(fully_shard(frozen, ignored_params=left)(TOKENS), expected)
+
+
+def check_conversion_after_sharding_is_refused(rank: int, folder: str) -> None:
+    """FSDP2 would gather the weights for the plain layers, and the new ones multiply shards."""
+    model = sharded(Block(seed=3))
+    why = r"(?s)down: fully_shard \(FSDP2\) has sharded its weight.*convert the model first"
+    with pytest.raises(ValueError, match=why):
+        load(model, folder, "training", config=config_of("blockwise"))
+    with pytest.raises(ValueError, match=why):
+        convert_to_float8_training(model, config=config_of("blockwise"))
+    assert_same_values(model, Block(seed=3))
+    model(TOKENS)

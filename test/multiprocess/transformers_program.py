@@ -19,14 +19,17 @@ from accelerate.utils import DistributedType
 from trainers import data_of, llama
 from transformers import Trainer, TrainingArguments
 
+from float8.checkpoints import load
+from float8.checkpoints.inspection import inspect_checkpoint
 from float8.config import RECIPES
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.integrations.transformers import Float8Callback
+from float8.kernels import is_sharded
 
 WORLD = 2
 
 
-def trainer_of(rank, folder, recipe, fsdp, seed=0):
+def trainer_of(rank, folder, recipe, fsdp, seed=0, save_float8=None):
     """A Trainer in an existing process group."""
     gc.freeze()  # ``train()`` collects garbage, which is slow with all objects of torch
     for name in [n for n in os.environ if "FSDP" in n]:
@@ -55,7 +58,7 @@ def trainer_of(rank, folder, recipe, fsdp, seed=0):
     if fsdp:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     config = one.convert(torch.nn.Linear(16, 16), recipe).config
-    callbacks = [Float8Callback(config)]
+    callbacks = [Float8Callback(config, save_float8=save_float8)]
     return Trainer(llama(seed), arguments, train_dataset=data_of(), callbacks=callbacks)
 
 
@@ -81,3 +84,19 @@ def resumes(rank, recipe, fsdp):
         dist.broadcast(history, 0)
         assert torch.equal(history, projection.cast_input.amax_history)
         assert int((history > 0).sum()) == 4
+
+
+def saves_float8(rank, recipe):
+    """Parameters that FSDP2 has sharded end in one folder, as the model has them."""
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    trainer = trainer_of(rank, folder[0], recipe, True, save_float8=f"{folder[0]}/float8")
+    trainer.train()
+    dist.barrier()
+    assert not inspect_checkpoint(f"{folder[0]}/float8", data=True).problems
+    found = load(llama(1), f"{folder[0]}/float8")
+    for name, parameter in trainer.model.named_parameters():
+        assert is_sharded(parameter)
+        trained = parameter.full_tensor().double()
+        error = (found.get_parameter(name).double() - trained).norm() / trained.norm()
+        assert error < (0.04 if "_proj" in name else 1e-9), (name, error)  # E4M3: 28 dB
