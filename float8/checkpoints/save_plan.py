@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from float8.checkpoints.inspection import kind_of
 from float8.checkpoints.layout import Layout
 from float8.checkpoints.shard_writer import MAX_SHARD_BYTES, check_shard_bytes, files_of
 from float8.checkpoints.shards import Spec, kind_of
