@@ -31,10 +31,9 @@ from float8 import kernels
 from float8.arguments import check_bool, check_module
 from float8.checkpoints.float8_layers import ModelLayers
 from float8.checkpoints.input_scale import FIX, check_input_scales, input_scale
-from float8.checkpoints.inspection import kind_of
 from float8.checkpoints.layout import Layer, Layout
 from float8.checkpoints.model_layout import layout_for
-from float8.checkpoints.shards import DTYPE_NAMES, Spec
+from float8.checkpoints.shards import DTYPE_NAMES, Spec, kind_of
 from float8.checkpoints.stacks import Slot, published
 from float8.checkpoints.weight_cast import TENSORWISE, WeightCast, weight_cast
 from float8.linear.float8_weight import is_resident
