@@ -93,8 +93,8 @@ def demo_environment(found):
 # --- speed
 
 
-def layer_without_amx():
-    found = rows("cpu_noamx_bench_linear", "mode", "layer")
+def layer(name):
+    found = rows(name, "mode", "layer")
     body = []
     for mode, layer in found:
         if mode == "eager" and layer != "nn.Linear":
@@ -104,15 +104,12 @@ def layer_without_amx():
     return markdown("layer | eager | compiled | saved in eager mode", body)
 
 
+def layer_without_amx():
+    return layer("cpu_noamx_bench_linear")
+
+
 def layer_with_amx():
-    eager = rows("cpu_bench_linear", "layer")
-    compiled = rows("cpu_bench_linear_compile", "layer")
-    body = [
-        [f"`{layer}`", *map(times, (row["ratio"], compiled[layer]["ratio"], row["saved_ratio"]))]
-        for layer, row in eager.items()
-        if layer != "nn.Linear"
-    ]
-    return markdown("layer | eager | compiled | saved in eager mode", body)
+    return layer("cpu_bench_linear")
 
 
 def products():
