@@ -173,7 +173,7 @@ def test_the_committed_cpu_files_fit_a_cpu():
     files = [RESULTS / "cpu_bench_linear.json", RESULTS / "cpu_bench_matmul.json"]
     device = fit(*files)
     assert device.emulates
-    assert set(device.products) == {BF16, *FLOAT8} - {"mx"}, "the files are older"
+    assert set(device.products) == {BF16, *FLOAT8}
     kinds = {figure.kind for figure in device.figures().values()}
     assert "fitted" in kinds and not kinds & {"datasheet", "measured"}
 
