@@ -112,6 +112,11 @@ def layer_with_amx():
     return layer("cpu_bench_linear")
 
 
+def narrow_layers():
+    found = rows("cpu_noamx_narrow_linear", "layer", "shape")
+    return by_shape("layer", {k: row for k, row in found.items() if k[0] != "nn.Linear"}, "ratio")
+
+
 def products():
     return by_shape("scales", rows("cpu_bench_matmul", "granularity", "shape"), "ratio")
 
@@ -417,7 +422,7 @@ def checkpoints():
 TABLES = {
     "measurements": (
         all_files,
-        *(layer_without_amx, layer_with_amx, products, overhead, host),
+        *(layer_without_amx, layer_with_amx, narrow_layers, products, overhead, host),
         *(grouped_gemms, grouped_gemms_of_models),
         *(unit_casts, optimizer_steps, inspection),
         *(predicted_launches, published_launches),
