@@ -471,7 +471,8 @@ def _multiplies_in_bfloat16(a_MK: Tensor, *scales: Tensor) -> bool:
     AMX takes magnitudes below 2^-126 for zero, also those of nn.Linear in bfloat16.
 
     oneDNN's bfloat16 GEMM for AMX (torch 2.13) reads contractions that are no multiple of 4 beyond
-    the end of a row, and multiplies what it finds there by 0: NaN if that is NaN.
+    the end of a row, and multiplies what it finds there by 0: NaN if that is NaN. Multiples of 32,
+    the bfloat16 numbers in a row of an AMX tile, leave nothing beyond a row.
     """
     contraction = a_MK.shape[1]
     if not (_is_plain(a_MK) and contraction and contraction % 32 == 0 and _has_matrix_units()):
