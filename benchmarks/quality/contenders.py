@@ -1,0 +1,97 @@
+"""What a run of a quality study trains in: bf16, a recipe of float8, or torchao's.
+
+============================ ======================================================================
+name                         the linear layers of the blocks
+============================ ======================================================================
+``bf16``                     as they are
+``bf16 rounded``             the same, its initial weights rounded to bf16. It differs from
+                             ``bf16`` by one rounding and has no other reason to be better or worse:
+                             how far the two end apart is the noise of the study
+a recipe of float8           converted; ``unit`` is unit-scaled first
+``unit_bf16``                unit-scaled, in bf16: the base of ``unit``
+``torchao tensorwise``,      converted by torchao's own function; on a CPU with ``emulate``
+``torchao rowwise``
+============================ ======================================================================
+
+The output head keeps bf16 in all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from float8 import high_precision, sync_float8_amax_and_scale_history
+from scripts.training import gpt
+
+BASE, NOISE, UNIT_BASE = "bf16", "bf16 rounded", "unit_bf16"
+PEER = "torchao "
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model in the arithmetic of its name.
+
+    Attributes:
+        model: tokens (B, T), targets (B, T) -> the mean loss.
+        unit_scaled: it takes u-muP's optimizer and no clipping.
+        after_step: to call after the optimizer's step.
+        in_bf16: a context in which a float8 model runs in bf16; None for bf16, and for torchao's,
+            which has no such switch.
+    """
+
+    model: nn.Module
+    unit_scaled: bool
+    after_step: Callable[[], object]
+    in_bf16: Callable[[], AbstractContextManager[object]] | None
+
+
+def contender(name: str, model: gpt.GPT) -> Contender:
+    """The model in the arithmetic that `name` says; its parameters start as they are.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if name == NOISE:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+    if name in (BASE, NOISE):
+        return Contender(model, False, _nothing, None)
+    if name.startswith(PEER):
+        return Contender(_by_torchao(model, name.removeprefix(PEER)), False, _nothing, None)
+    converted = gpt.in_recipe(model, name)
+    if name == UNIT_BASE:
+        return Contender(converted, True, _nothing, None)
+    return Contender(
+        converted,
+        name in gpt.UNIT,
+        lambda: sync_float8_amax_and_scale_history(converted),
+        lambda: high_precision(converted),
+    )
+
+
+def base_of(name: str) -> str:
+    """The contender that another is compared with."""
+    return UNIT_BASE if name in gpt.UNIT else BASE
+
+
+def _by_torchao(model: gpt.GPT, recipe: str) -> nn.Module:
+    peer: Any = importlib.import_module("torchao.float8")
+    config = peer.Float8LinearConfig.from_recipe_name(recipe)
+    if not next(model.parameters()).is_cuda:
+        config = replace(config, emulate=True)
+    converted: nn.Module = peer.convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, fqn: fqn != "head"
+    )
+    return converted
+
+
+def _nothing() -> None:
+    pass

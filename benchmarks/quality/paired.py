@@ -1,0 +1,85 @@
+"""Differences between runs that share a seed, and how certain their mean is.
+
+Two runs of one seed start from the same weights and see the same batches. With losses l and b of a
+contender and its base, the difference of a seed is
+
+    d = 100 (l / b - 1)                                          in per cent
+
+and the interval of the mean over n seeds, at a confidence of 95 %, is Student's
+
+    mean(d) +- t(n - 1) * std(d) / sqrt(n)
+
+where std divides by n - 1, and t(k) is the 97.5 % quantile of the t distribution with k degrees of
+freedom ("The probable error of a mean", Biometrika 6, 1908). Pairing removes what seeds differ by
+from each other, which is more than recipes do.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.measuring.harness import Row
+
+# The 97.5 % quantile of the t distribution with 1, 2, ... degrees of freedom (any table of it).
+# fmt: off
+QUANTILES = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+    2.145, 2.131, 2.120, 2.110, 2.101, 2.093,
+)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean of paired differences, in per cent of the base's loss, and its interval.
+
+    Attributes:
+        values: of each seed.
+        diverged: runs that had no loss.
+    """
+
+    values: tuple[float, ...]
+    diverged: int = 0
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values) if self.values else math.nan
+
+    @property
+    def half_width(self) -> float:
+        """Of the interval; infinite with fewer than two seeds."""
+        n = len(self.values)
+        if n < 2:
+            return math.inf
+        t = QUANTILES[min(n - 1, len(QUANTILES)) - 1]
+        return t * statistics.stdev(self.values) / math.sqrt(n)
+
+    def within(self, limit: float) -> bool:
+        """Whether the whole interval lies between -limit and limit, and no run diverged.
+
+        A contender that is better than its base by more than that is told apart by its mean.
+        """
+        return not self.diverged and abs(self.mean) + self.half_width <= limit
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.2f} ± {self.half_width:.2f} %"
+
+
+def difference(rows: Sequence[Row], bases: Sequence[Row], key: str = "loss") -> Difference:
+    """The paired difference of runs and their bases, of those seeds that both have.
+
+    Args:
+        rows: of one contender.
+        bases: of its base; runs in which only contender and seed differ.
+        key: of the losses to compare; the base's is its ``loss``.
+    """
+    base_of_seed = {row["run"]["seed"]: row["loss"] for row in bases if "loss" in row}
+    values = [
+        100 * (row[key] / base_of_seed[row["run"]["seed"]] - 1)
+        for row in sorted(rows, key=lambda row: row["run"]["seed"])
+        if key in row and row["run"]["seed"] in base_of_seed
+    ]
+    return Difference(tuple(values), sum("error" in row for row in rows))

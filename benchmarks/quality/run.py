@@ -1,0 +1,168 @@
+"""One training of a quality study, decided by a `Run`.
+
+The model is the GPT of `scripts/training/gpt.py`, the text that of `scripts/training/corpus.py`:
+weights, batches and evaluation follow from the run's fields, so that runs of one seed differ only
+in their contender. Parameters are float32, the arithmetic is autocast to bf16, and AdamW decays
+matrices (betas 0.9 and 0.95, decay 0.1; u-muP's AdamW and decay for unit-scaled models). Gradients
+are clipped to a norm of 1, but for unit-scaled models.
+
+The learning rate rises linearly over the first twentieth of the steps and falls linearly to zero
+("Straight to zero", arXiv 2502.15938): noise of the last steps averages out, so that runs which
+differ by rounding alone end close together.
+
+Evaluation is the mean loss in nats of windows spread evenly over the held-out files, as the
+contender computes it. At the end it is repeated with the same weights in bf16 (``bf16_loss``), to
+tell what training lost from what evaluation in float8 loses.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import float8.unit_scaling as uu
+from benchmarks.measuring.harness import Row
+from benchmarks.quality.contenders import Contender, contender
+from scripts.train_gpt import BETAS, CLIP, UNIT_DECAY, WEIGHT_DECAY
+from scripts.training import corpus, gpt
+
+WARM_UP = 0.05  # of the steps
+SHORT = 2**17  # bytes of an evaluation before the last step
+AVERAGED = 20  # steps whose training losses the row keeps as one mean
+EVALUATION_BYTES = 2**12  # in one forward pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What decides a training, down to its bits on one machine.
+
+    Args:
+        contender: a name of `contenders.py`.
+        seed: of weights and batches.
+        steps: of the optimizer.
+        learning_rate: its peak.
+        layers, width, heads, context: of the model.
+        batch: windows of text in a step.
+        held_out: bytes of the last evaluation.
+    """
+
+    contender: str
+    seed: int
+    steps: int
+    learning_rate: float
+    layers: int = 2
+    width: int = 128
+    heads: int = 2
+    context: int = 64
+    batch: int = 16
+    held_out: int = 2**20
+
+    @property
+    def sizes(self) -> gpt.Sizes:
+        return gpt.Sizes(self.layers, self.width, self.heads, self.context)
+
+
+def schedule(step: int, steps: int) -> float:
+    """What the peak learning rate is multiplied by in a step, counted from 0."""
+    warm_up = max(1, round(steps * WARM_UP))
+    return min((step + 1) / warm_up, (steps - step) / max(1, steps - warm_up), 1.0)
+
+
+def evaluation_steps(steps: int) -> list[int]:
+    """Those steps, counted from 1, after which a run is evaluated: the last, its half, ..."""
+    return sorted({steps >> halvings for halvings in range(5)} - {0})
+
+
+def train(run: Run, text: corpus.Corpus, device: str = "cpu") -> Row:
+    """Train and evaluate; a run whose loss is not a number stops there, and its row says so."""
+    torch.manual_seed(run.seed)
+    model = gpt.GPT(run.sizes)
+    parameters = sum(p.numel() for p in model.parameters())
+    what = contender(run.contender, model.to(device))
+    optimizer = _optimizer(what, run.learning_rate)
+    row: Row = {"parameters": parameters, "text": text.digest, "train_loss": [], "curve": []}
+    losses: list[float] = []
+    start = time.perf_counter()
+    for step in range(run.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * schedule(step, run.steps)
+        batch = text.batch(step, seed=run.seed, batch=run.batch, context=run.context)
+        losses.append(_step(what, optimizer, batch, device))
+        if len(losses) == AVERAGED or step + 1 == run.steps:
+            row["train_loss"].append(round(statistics.fmean(losses), 5))
+            losses.clear()
+        if not math.isfinite(row["train_loss"][-1] if not losses else losses[-1]):
+            return {**row, "train_loss": [], "error": f"diverged: loss not finite at step {step}"}
+        if step + 1 in evaluation_steps(run.steps):
+            held_out = run.held_out if step + 1 == run.steps else min(SHORT, run.held_out)
+            row["curve"].append([step + 1, evaluate(what.model, run, text, held_out, device)])
+    row["loss"] = row["curve"][-1][1]
+    if what.in_bf16 is not None:
+        with what.in_bf16():
+            row["bf16_loss"] = evaluate(what.model, run, text, run.held_out, device)
+    row["seconds"] = round(time.perf_counter() - start, 1)
+    return row
+
+
+def _step(
+    what: Contender, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], device: str
+) -> float:
+    with _autocast(device):
+        loss = what.model(*(part.to(device) for part in batch))
+    loss.backward()
+    if not what.unit_scaled:
+        nn.utils.clip_grad_norm_(what.model.parameters(), CLIP)
+    optimizer.step()
+    optimizer.zero_grad()
+    what.after_step()
+    return float(loss.item())
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, run: Run, text: corpus.Corpus, held_out: int, device: str = "cpu"
+) -> float:
+    """The mean loss of so many bytes of held-out text, in nats."""
+    was_training = model.training
+    model.eval()
+    with _autocast(device):
+        losses = [model(*pair).item() for pair in _held_out(run, text, held_out, device)]
+    model.train(was_training)
+    return statistics.fmean(losses)
+
+
+def _held_out(
+    run: Run, text: corpus.Corpus, held_out: int, device: str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    batch = max(1, EVALUATION_BYTES // run.context)
+    count = max(1, held_out // (batch * run.context))
+    for tokens, targets in text.val_batches(count, batch=batch, context=run.context):
+        yield tokens.to(device), targets.to(device)
+
+
+def _autocast(device: str) -> AbstractContextManager[None]:
+    context: AbstractContextManager[None] = torch.autocast(
+        torch.device(device).type, torch.bfloat16
+    )
+    return context
+
+
+def _optimizer(what: Contender, learning_rate: float) -> torch.optim.Optimizer:
+    parameters = list(what.model.parameters())
+    decay = UNIT_DECAY if what.unit_scaled else WEIGHT_DECAY
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    adamw = uu.optim.AdamW if what.unit_scaled else torch.optim.AdamW
+    optimizer = adamw(groups, learning_rate, BETAS, fused=True)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
