@@ -18,21 +18,19 @@ that it lacks: stop it at any time, and go on another night.
 from __future__ import annotations
 
 import argparse
-import os
+import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks.measuring import harness, report
 from benchmarks.measuring.harness import Row, positive
 from benchmarks.quality import study
 from benchmarks.quality.contenders import BASE, NOISE, PEER, UNIT_BASE, base_of
 from benchmarks.quality.paired import difference
-from benchmarks.quality.run import Run
+from benchmarks.quality.run import Run, train
 
 LIMIT = 0.25  # per cent of the base's loss
 RECIPES = (
@@ -65,8 +63,8 @@ def recipes(options: argparse.Namespace) -> list[Run]:
     ]
 
 
-def summary(rows: Sequence[Row]) -> list[Row]:
-    """A row per contender: its mean loss and the paired difference to its base."""
+def lines(rows: Sequence[Row]) -> list[Row]:
+    """A line per contender: its mean loss and the paired difference to its base."""
     by_name: dict[str, list[Row]] = {}
     for row in rows:
         by_name.setdefault(row["run"]["contender"], []).append(row)
@@ -86,7 +84,7 @@ def summary(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def targets(lines: Sequence[Row]) -> list[Row]:
+def targets(found: Sequence[Row]) -> list[Row]:
     """Which contenders' intervals lie within the limit; ``measured`` is their farther end."""
     return [
         {
@@ -97,27 +95,20 @@ def targets(lines: Sequence[Row]) -> list[Row]:
             "measured": abs(line["gap_percent"]) + line["half_width"],
             "met": line["met"],
         }
-        for line in lines
-        if line.get("seeds", 0) > 1 and "gap" in line
+        for line in found
+        if math.isfinite(line.get("half_width", math.inf))
     ]
 
 
+def summary(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """A line per contender, and the targets."""
+    found = lines(rows)
+    return found, targets(found)
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=harness.device, default=default)
+    parser = study.parser(__doc__, seeds=5)
     parser.add_argument("--contenders", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    jobs = os.cpu_count() or 1
-    parser.add_argument("--jobs", type=positive, default=jobs, help=f"processes; here {jobs}")
-    parser.add_argument("--data", type=Path, help="a folder of text, not Python's own sources")
-    parser.add_argument("--quick", action="store_true", help="a few steps: does it run?")
-    parser.add_argument(
-        "--stop-after", type=positive, metavar="SECONDS", help="begin no new run after that"
-    )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="JSON, continued")
     for name, value, text in (
         ("--steps", 2000, "of a run"),
         ("--layers", 2, "transformer blocks"),
@@ -139,28 +130,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Make the runs that lack, print the differences; 1 if a contender misses the target."""
     options = parse(argv)
-    name = Path(__file__).stem
-    try:
-        rows = study.known_rows(options.output, name)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    runs = recipes(options)
-
-    def finish(rows: Sequence[Row]) -> Row:
-        return report.write(name, argv, options, rows, {}, targets(summary(rows)))
-
-    study.complete(
-        runs,
-        rows,
-        finish,
-        jobs=options.jobs,
-        device=options.device,
-        data=options.data,
-        stop_after=options.stop_after,
-    )
-    lines = summary(rows)
-    print(report.table(lines, COLUMNS))
-    return int(not all(target["met"] for target in targets(lines)))
+    make = partial(train, data=options.data, device=options.device)
+    rows = study.make("bench_quality", argv, options, recipes(options), make, summary, COLUMNS)
+    return int(not all(target["met"] for target in targets(lines(rows))))
 
 
 if __name__ == "__main__":

@@ -141,10 +141,12 @@ def write(
     rows: Sequence[Row],
     columns: Columns,
     targets: Sequence[Row] = (),
+    lines: Sequence[Row] | None = None,
 ) -> Row:
     """`publish` without printing; called after each row, so that a killed run keeps its rows.
 
-    The file is replaced atomically, so that it can be read at any moment.
+    The file is replaced atomically, so that it can be read at any moment. The table shows `lines`
+    where they are given, and else the rows.
     """
     report = {
         "schema": SCHEMA,
@@ -154,7 +156,7 @@ def write(
         "environment": environment(options.device),
         "columns": {key: header for key, (header, _) in columns.items()},
         "rows": list(rows),
-        "table": table(rows, columns).splitlines(),
+        "table": table(rows if lines is None else lines, columns).splitlines(),
     }
     if targets:
         report["targets"] = list(targets)

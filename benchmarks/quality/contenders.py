@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from float8 import high_precision, sync_float8_amax_and_scale_history
+from float8 import after_step, high_precision
 from scripts.training import gpt
 
 BASE, NOISE, UNIT_BASE = "bf16", "bf16 rounded", "unit_bf16"
@@ -67,14 +67,10 @@ def contender(name: str, model: gpt.GPT) -> Contender:
     if name.startswith(PEER):
         return Contender(_by_torchao(model, name.removeprefix(PEER)), False, _nothing, None)
     converted = gpt.in_recipe(model, name)
-    if name == UNIT_BASE:
-        return Contender(converted, True, _nothing, None)
-    return Contender(
-        converted,
-        name in gpt.UNIT,
-        lambda: sync_float8_amax_and_scale_history(converted),
-        lambda: high_precision(converted),
-    )
+    in_bf16 = None if name == UNIT_BASE else lambda: high_precision(converted)
+    if name in gpt.UNIT:
+        return Contender(converted, True, _nothing, in_bf16)
+    return Contender(converted, False, lambda: after_step(converted), in_bf16)
 
 
 def base_of(name: str) -> str:

@@ -1,10 +1,10 @@
 """One training of a quality study, decided by a `Run`.
 
-The model is the GPT of `scripts/training/gpt.py`, the text that of `scripts/training/corpus.py`:
-weights, batches and evaluation follow from the run's fields, so that runs of one seed differ only
-in their contender. Parameters are float32, the arithmetic is autocast to bf16, and AdamW decays
-matrices (betas 0.9 and 0.95, decay 0.1; u-muP's AdamW and decay for unit-scaled models). Gradients
-are clipped to a norm of 1, but for unit-scaled models.
+The model is the GPT of `scripts/training/gpt.py`, the text torch's own Python sources
+(`scripts/training/corpus.py`). Weights, batches and evaluation follow from the fields of a run:
+runs of one seed differ only in their contender. Parameters are float32, the arithmetic is autocast
+to bf16, and AdamW decays matrices (betas 0.9 and 0.95, decay 0.1; u-muP's AdamW and decay for
+unit-scaled models). Gradients are clipped to a norm of 1, but for unit-scaled models.
 
 The learning rate rises linearly over the first twentieth of the steps and falls linearly to zero
 ("Straight to zero", arXiv 2502.15938): noise of the last steps averages out, so that runs which
@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +81,9 @@ def evaluation_steps(steps: int) -> list[int]:
     return sorted({steps >> halvings for halvings in range(5)} - {0})
 
 
-def train(run: Run, text: corpus.Corpus, device: str = "cpu") -> Row:
+def train(run: Run, data: Path | None = None, device: str = "cpu") -> Row:
     """Train and evaluate; a run whose loss is not a number stops there, and its row says so."""
+    text = corpus.torch_sources() if data is None else corpus.load(data)
     torch.manual_seed(run.seed)
     model = gpt.GPT(run.sizes)
     parameters = sum(p.numel() for p in model.parameters())
