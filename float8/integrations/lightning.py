@@ -85,6 +85,7 @@ from float8.integrations.conversion import (
 )
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
+from float8.numerics.alarms import Alarm
 from float8.numerics.monitor import Monitor, inspect_every
 from float8.numerics.snapshot import Report
 
@@ -328,19 +329,30 @@ class Float8Monitor(Callback):
     """Inspects the casts every n batches: `float8.numerics.inspect_every` for the Trainer.
 
     The statistics go into a file, of which ``python -m float8.numerics.report`` makes a page, and
-    to the Trainer's loggers, as ``float8/<layer>/<operand>/<number>``.
+    to the Trainer's loggers, as ``float8/<layer>/<operand>/<number>``. Alarms
+    (`float8.numerics.Alarm`) are warnings of ``logging.getLogger("float8")``, and how many are
+    active is ``float8/alarms`` in the loggers.
 
     Args:
         n: inspect every n-th batch; with gradient accumulation a batch is a microbatch.
         path: of the file; None writes none.
         log: whether to write to the Trainer's loggers.
+        on_alarm: called with each alarm that starts. To stop the training raise in it, or set
+            ``trainer.should_stop``.
 
     Attributes:
         report: the last one, or None.
+        alarms: that are active after the last inspected batch.
     """
 
-    def __init__(self, n: int = 50, path: str | os.PathLike[str] | None = None, log: bool = True):
-        self.n, self.path, self.log = n, path, log
+    def __init__(
+        self,
+        n: int = 50,
+        path: str | os.PathLike[str] | None = None,
+        log: bool = True,
+        on_alarm: Callable[[Alarm], object] | None = None,
+    ):
+        self.n, self.path, self.log, self.on_alarm = n, path, log, on_alarm
         self._monitor: Monitor | None = None
         self._scalars: dict[str, float] = {}
 
@@ -348,6 +360,11 @@ class Float8Monitor(Callback):
     def report(self) -> Report | None:
         """The report of the last inspected batch."""
         return None if self._monitor is None else self._monitor.report
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        """The active alarms."""
+        return [] if self._monitor is None else self._monitor.alarms
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         """Collect a number: loggers get all numbers of a step at once."""
@@ -357,7 +374,9 @@ class Float8Monitor(Callback):
         """Set up, once the model is converted and loaded; a resumed run continues its file."""
         writer = self if self.log and trainer.loggers else None
         done = trainer.fit_loop.epoch_loop.total_batch_idx + 1
-        self._monitor = inspect_every(pl_module, self.n, path=self.path, writer=writer, step=done)
+        self._monitor = inspect_every(
+            pl_module, self.n, path=self.path, writer=writer, step=done, on_alarm=self.on_alarm
+        )
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         """Start to inspect, if it is this batch's turn."""
@@ -368,10 +387,12 @@ class Float8Monitor(Callback):
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         """End, write the file, and log."""
         assert self._monitor is not None
-        self._monitor.end_step()
-        for logger in trainer.loggers if self._scalars else ():
-            logger.log_metrics(self._scalars, trainer.global_step)
-        self._scalars = {}
+        try:
+            self._monitor.end_step()
+        finally:  # also where on_alarm raises
+            for logger in trainer.loggers if self._scalars else ():
+                logger.log_metrics(self._scalars, trainer.global_step)
+            self._scalars = {}
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop inspecting; ``report`` keeps the results so far."""

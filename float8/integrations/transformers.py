@@ -26,6 +26,7 @@ The methods of the callback, which the Trainer calls:
 ``on_train_begin``    checks that the optimizer steps this model; continues the histories of the
                       checkpoint that the run resumes from
 ``on_optimizer_step`` `float8.after_step`, once per step whatever ``gradient_accumulation_steps``
+``on_log``            adds the number of active alarms to the Trainer's logs, with ``inspect_every``
 ``on_train_end``      with ``load_best_model_at_end``, loads the histories of that checkpoint;
                       writes the float8 checkpoint of ``save_float8``
 ===================== ==========================================================================
@@ -47,6 +48,10 @@ GPT-2's ``Conv1D``. ``model.float8_conversion`` reports the result.
 histories of delayed scaling are in ``trainer_state.json``, in the callback's state. FSDP
 checkpoints, and those of other modules, hold them beside the weights too.
 
+**Looking at casts.** With ``inspect_every=50`` alarms (`float8.numerics.Alarm`) are warnings of
+``logging.getLogger("float8")``, and how many are active is ``float8/alarms`` in the Trainer's own
+logs. To stop the training raise in ``on_alarm``, or set ``trainer.control.should_training_stop``.
+
 With ``save_float8="trained-float8"`` the trained model is written once more, as a float8 checkpoint
 that serving engines load (`float8.checkpoints.save_pretrained`), with its tokenizer. Folder and
 layout are checked before the training.
@@ -67,6 +72,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +185,9 @@ class Float8Callback(TrainerCallback, ExportableState):
         inspect_every: look at the casts of every n-th step (`float8.numerics.inspect_every`); 0
             does not.
         report_path: where these reports go, for ``python -m float8.numerics.report``.
+        on_alarm: called with each alarm that starts (`float8.numerics.inspect_every`).
+        writer: a ``SummaryWriter`` for the numbers of these reports. The callbacks of ``report_to``
+            run before this one, and do not see what it adds to the Trainer's logs.
         save_float8: a folder, absent or empty, for the trained model as a float8 checkpoint.
         layout: of that checkpoint, as ``"fine_grained"`` or ``"compressed_tensors"``; by default
             the one that stores the scales of the recipe.
@@ -187,8 +196,8 @@ class Float8Callback(TrainerCallback, ExportableState):
         monitor: of ``inspect_every``; its ``report`` is the last one.
 
     Raises:
-        ValueError: an unknown recipe or layout; ``report_path`` without ``inspect_every``, or
-            ``layout`` without ``save_float8``.
+        ValueError: an unknown recipe or layout; ``report_path``, ``on_alarm`` or ``writer`` without
+            ``inspect_every``, or ``layout`` without ``save_float8``.
         TypeError: ``config`` is of another type.
     """
 
@@ -200,11 +209,15 @@ class Float8Callback(TrainerCallback, ExportableState):
         float8_in_evaluation: bool | None = None,
         inspect_every: int = 0,
         report_path: str | Path | None = None,
+        on_alarm: Callable[[Any], object] | None = None,
+        writer: Any = None,
         save_float8: str | Path | None = None,
         layout: str | None = None,
     ) -> None:
         if report_path is not None and not inspect_every:
             raise ValueError(f"report_path={str(report_path)!r} needs inspect_every=n")
+        if (on_alarm is not None or writer is not None) and not inspect_every:
+            raise ValueError("on_alarm and writer need inspect_every=n")
         if layout is not None and save_float8 is None:
             raise ValueError(f"layout={layout!r} needs save_float8=FOLDER")
         # A name, because the Trainer keeps arguments as JSON.
@@ -221,6 +234,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         self.float8_in_evaluation = float8_in_evaluation
         self.inspect_every = inspect_every
         self.report_path = report_path
+        self.on_alarm, self.writer = on_alarm, writer
         self.save_float8, self.layout = save_float8, layout
         self.monitor: Any = None
         self._model: nn.Module | None = None
@@ -268,7 +282,12 @@ class Float8Callback(TrainerCallback, ExportableState):
             from float8.numerics import inspect_every
 
             self.monitor = inspect_every(
-                model, self.inspect_every, path=self.report_path, step=state.global_step
+                model,
+                self.inspect_every,
+                path=self.report_path,
+                writer=self.writer,
+                step=state.global_step,
+                on_alarm=self.on_alarm,
             )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -284,6 +303,13 @@ class Float8Callback(TrainerCallback, ExportableState):
         """End an inspected step; evaluating and saving come after."""
         if self.monitor is not None and self.monitor.is_open:
             self.monitor.end_step()
+
+    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Add the number of active alarms to what the Trainer logs of a training."""
+        if self.monitor is not None and "loss" in given["logs"]:
+            count = len(self.monitor.alarms)
+            for logs in (given["logs"], state.log_history[-1]):
+                logs["float8/alarms"] = count
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Load the histories of the best checkpoint, whose weights the Trainer has loaded.

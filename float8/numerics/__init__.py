@@ -6,6 +6,8 @@
     inspect_every    the same, every n training steps, into a file and a ``SummaryWriter``
     Report           the result: a table, a picture, a file, scales
     load_run         the reports of a file
+    Alarm            a problem of a cast that lasts: logged, in the file, given to ``on_alarm``
+    load_alarms      the alarms of a file
 
 **Judge the result of a model**
 
@@ -26,7 +28,9 @@ passes.py           one forward and backward of a model, without a lasting chang
 comparison.py       `compare`, `accurate_layers`
 nonfinite.py        `find_nan`
 calibration.py      `calibrate`
+gradient_error.py   what the casts of a layer leave of its weight's gradient
 problems.py         what is wrong with a cast, and what to do about it
+alarms.py           problems that last over several looks
 explanations.py     what the columns of the page mean, and how to read them
 report.py           the page, with page.html, page.css and the scripts *.js
 =================== ================================================================================
@@ -41,6 +45,7 @@ from typing import Any
 
 # Imported when asked for: most programs use none of it, or one.
 _ON_DEMAND = {
+    "Alarm": "alarms",
     "Calibration": "calibration",
     "CastStatistics": "statistics",
     "Comparison": "comparison",
@@ -54,6 +59,7 @@ _ON_DEMAND = {
     "find_nan": "nonfinite",
     "inspect": "inspection",
     "inspect_every": "monitor",
+    "load_alarms": "snapshot",
     "load_run": "snapshot",
 }
 

@@ -130,6 +130,14 @@ EXPLANATIONS = {
         f"recipe. A delayed scale below {problems.STALE_BELOW:g} leaves the top of the format "
         "unused: take a shorter history.",
     ),
+    "gradient_sqnr": Explanation(
+        "Gradient SQNR",
+        "The power of the weight's gradient over the power of the error that the layer's casts put "
+        "into it, in dB, from 16 random projections.",
+        "About the lower SQNR of the two operands, input and grad_output, or more.",
+        f"Below {problems.DROWNED_BELOW:.1f} the error drowns the gradient: let fewer elements "
+        "share a scale, or compute this gradient in high precision (rowwise_with_gw_hp).",
+    ),
     "nonfinite": Explanation(
         "Inf or NaN",
         "How many elements were inf or NaN before the cast. A cast makes none of finite values.",

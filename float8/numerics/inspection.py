@@ -19,6 +19,8 @@ They are moved to the host when the block ends.
 - Without gradients, as in evaluation, the report has the casts of the forward only.
 - An operand that arrives in float8 (from fused norms, or gathered in float8 by FSDP2) has no
   high-precision values to compare with: its casts have no SQNR.
+- The gradient's SQNR (`float8.numerics.gradient_error`) needs the input and the gradient of the
+  same tokens: tensor-parallel layers that exchange tokens between ranks have none.
 - Under data or tensor parallelism a report is of this rank's part of the work; `Report.gather`
   joins the parts. Tensor-parallel ranks must all inspect, because they agree on scales.
 - Under ``torch.compile`` the model runs eagerly inside the block, and so does every other compiled
@@ -36,6 +38,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -54,12 +57,14 @@ from float8.linear.bound_plan import autocasts, compute_dtype, plan_on
 from float8.linear.float8_weight import float8_weight, is_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.scaling import DelayedState, bind_and_cast
+from float8.numerics.gradient_error import Products, energies, project_gradient, project_input
 from float8.numerics.snapshot import Report
 from float8.numerics.statistics import (
     IN_FLOAT8,
     OPERANDS,
     CastKey,
     CastLabels,
+    CastStatistics,
     CastTotals,
     Float8Matrix,
     measure_cast,
@@ -194,12 +199,25 @@ class _Use(NamedTuple):
 Found = tuple[CastLabels, CastTotals]
 
 
+class _Matrices(NamedTuple):
+    """An operand of a call, as its GEMM reads it: this rank's part, and its cast."""
+
+    labels: CastLabels
+    source: Tensor | None
+    matrix: Float8Matrix
+    may_saturate: bool
+
+    def measured(self) -> Found:
+        return self.labels, measure_cast(self.source, self.matrix, self.may_saturate)
+
+
 class _Inspection:
     """The numbers between the opening and the closing of a block."""
 
     def __init__(self, layers: dict[str, Float8Linear], experts: list[str]) -> None:
         self.layers, self.experts = layers, experts
         self.found: dict[tuple[CastKey, bool], Found] = {}
+        self.gradients: dict[CastKey, Products] = {}
         self.seen: set[str] = set()
         self.reasons: dict[str, str] = {}
         self.is_open = True
@@ -216,16 +234,20 @@ class _Inspection:
             x, weight, states = layer.local_operands(input)
             operands = {"input": (x, states[0]), "weight": (weight, states[1])}
 
-            def measured(some: list[_Use]) -> list[Found]:
-                return [_measured(fqn, layer, use, *operands[use.operand], dtype) for use in some]
+            def matrices(use: _Use) -> _Matrices:
+                return _matrices(fqn, layer, use, *operands[use.operand], dtype)
 
             if torch._C._current_graph_task_id() == -1:  # otherwise a backward recomputes it
-                self.add(measured(uses.in_forward))
+                self.add([matrices(use).measured() for use in uses.in_forward])
             if not output.requires_grad:
                 return
             # Not added before the gradient arrives: a forward may be discarded without a backward.
-            later = measured(uses.in_backward)
+            later = [matrices(use).measured() for use in uses.in_backward]
             factor = _factor_of_gradient(layer, dtype)
+            projected = None
+            if (read := uses.of_weight) is not None:
+                _, source, matrix, _ = matrices(read)
+                projected = project_input(source, matrix, read.is_transposed)
 
         def on_gradient(grad_output: Tensor) -> None:
             if not self.is_open:
@@ -233,8 +255,10 @@ class _Inspection:
             with _without_side_effects(grad_output):
                 g = layer.local_grad_output(grad_output)
                 g = g if factor is None else as_matrix(g) * factor
-                found = [_measured(fqn, layer, use, g, states[2]) for use in uses.of_gradient]
-            self.add([*later, *found])
+                seen = [_matrices(fqn, layer, use, g, states[2]) for use in uses.of_gradient]
+                self.add([*later, *(each.measured() for each in seen)])
+                if projected is not None:
+                    self.add_gradient(seen[-1], uses.of_gradient[-1].is_transposed, projected)
 
         output.register_hook(on_gradient)
 
@@ -243,6 +267,17 @@ class _Inspection:
             key = labels[:3], labels.scaling == IN_FLOAT8
             before = self.found.get(key)
             self.found[key] = labels, before[1].plus(totals) if before else totals
+
+    def add_gradient(self, g: _Matrices, is_transposed: bool, projected: Products) -> None:
+        """Add the products of a call; none where other ranks have some of its tokens."""
+        if len(projected.exact) != g.matrix.data.shape[1 if is_transposed else 0]:
+            return
+        found = project_gradient(g.source, g.matrix, is_transposed, projected)
+        key = g.labels[:3]
+        before = self.gradients.get(key)
+        if before is not None:
+            found = Products(*(a + b.to(a.device) for a, b in zip(found, before, strict=True)))
+        self.gradients[key] = found
 
     def close(self, report: Report) -> None:
         """Move the numbers to the host and into the report."""
@@ -254,21 +289,42 @@ class _Inspection:
             return places[layer], OPERANDS.index(operand), GEMMS.index(gemm)
 
         rows = statistics_of(sorted(self.found.values(), key=place))
+        rows = _with_gradients(rows, self.gradients)
         unseen = [fqn for fqn in self.layers if fqn not in self.seen]
         skipped = {fqn: self.reasons.get(fqn, "it was not called") for fqn in unseen}
         experts = dict.fromkeys(self.experts, "the casts of experts are not watched")
         report.fill(rows, skipped | experts)
 
 
-def _measured(
+def _with_gradients(
+    rows: list[CastStatistics], gradients: dict[CastKey, Products]
+) -> list[CastStatistics]:
+    """The rows, with the energies of their weights' gradients; one transfer to the host."""
+    if not gradients:
+        return rows
+    found = [torch.stack(energies(products)) for products in gradients.values()]
+    numbers = torch.stack([each.to(found[0].device) for each in found]).tolist()
+    by_key = dict(zip(gradients, numbers, strict=True))
+
+    def with_gradient(row: CastStatistics) -> CastStatistics:
+        if row.sums is None or row.key not in by_key:
+            return row
+        gradient, noise = by_key[row.key]
+        sums = row.sums._replace(gradient=gradient, gradient_noise=noise)
+        return replace(row, sums=sums, gradient_sqnr=sums.gradient_sqnr)
+
+    return [with_gradient(row) for row in rows]
+
+
+def _matrices(
     fqn: str,
     layer: Float8Linear,
     use: _Use,
     x: Tensor,
     state: DelayedState | None,
     dtype: torch.dtype | None = None,
-) -> Found:
-    """Cast an operand as the layer does, and measure the cast."""
+) -> _Matrices:
+    """Cast an operand as the layer does."""
     scaling, may_saturate, source = IN_FLOAT8, True, None
     if isinstance(x, Float8Tensor):
         matrix = _as_matrix_in_float8(x)
@@ -282,7 +338,7 @@ def _measured(
         may_saturate = use.cast.scaling_type is not ScalingType.DYNAMIC
     fmt, block = FORMATS[matrix.data.dtype].name, block_name(matrix.block)
     labels = CastLabels(fqn, use.operand, use.gemm, fmt, scaling, block)
-    return labels, measure_cast(source, matrix, may_saturate)
+    return _Matrices(labels, source, matrix, may_saturate)
 
 
 def _reason_to_skip(layer: Float8Linear, input: Tensor) -> str | None:
@@ -317,6 +373,7 @@ class _Uses(NamedTuple):
     in_forward: list[_Use]
     in_backward: list[_Use]  # of input and weight
     of_gradient: list[_Use]
+    of_weight: _Use | None  # the input that ``grad_weight`` reads, with the last of ``of_gradient``
 
 
 def _uses(plan: LinearPlan, needs_x: bool, needs_w: bool) -> _Uses:
@@ -333,7 +390,10 @@ def _uses(plan: LinearPlan, needs_x: bool, needs_w: bool) -> _Uses:
         gradient.append(_Use("grad_output", "grad_input", plan.grad_input.a))
     if needs_w and plan.grad_weight.a is not None and not (gradient and plan.reuses_grad_output):
         gradient.append(_Use("grad_output", "grad_weight", plan.grad_weight.a, True))
-    return _Uses(forward, backward, gradient)
+    of_weight = None
+    if needs_w and plan.grad_weight.a is not None and plan.grad_weight.b is not None:
+        of_weight = next(use for use in (*backward, *forward) if use.operand == "input")
+    return _Uses(forward, backward, gradient, of_weight)
 
 
 def _factor_of_gradient(layer: Float8Linear, dtype: torch.dtype) -> Tensor | None:

@@ -17,16 +17,27 @@ The file holds all snapshots so far and is replaced as a whole, so that it is co
 also after the training was killed. An existing file is continued: a training that resumes passes
 its ``step``. ``python -m float8.numerics.report run.json -o report.html`` makes a page of it.
 
+At each look the rules of `float8.numerics.alarms` are applied to the reports so far. An alarm that
+starts is a warning of ``logging.getLogger("float8")``, with layer, operand, numbers and remedy; one
+line for all alarms of a rule that start at one look. Another line says when they end. All alarms
+are in the file, their number is the scalar ``float8/alarms``, and ``on_alarm`` is called for each
+that starts: it may raise, to stop the training.
+
 Where several ranks train together, all of them open the monitor, the report is that of all ranks
-(`Report.gather`), and the first rank writes. Under ``torch.compile`` inspected steps run eagerly
-and the others compiled: the ratio is greater, so choose a greater n. A step that raises leaves its
-report in ``monitor.report``, and is not written.
+(`Report.gather`), and the first rank writes. It also decides on alarms and logs them, and
+``on_alarm`` is called on every rank, so that all of them stop.
+
+Under ``torch.compile`` inspected steps run eagerly and the others compiled: the ratio is greater,
+so choose a greater n. A step that raises leaves its report in ``monitor.report``, and is not
+written.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -34,9 +45,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from float8.arguments import check_module, described
+from float8.arguments import check_function, check_module, described
+from float8.numerics.alarms import Alarm, Changes, watch_of
 from float8.numerics.inspection import inspect
-from float8.numerics.snapshot import Report, as_json, load_run, try_writing, write_run
+from float8.numerics.snapshot import Report, Run, as_json, read_run, try_writing, write_run
+
+logger = logging.getLogger("float8")
+OnAlarm = Callable[[Alarm], object]
+_NAMED = 3  # places that a line of the log names
 
 
 def inspect_every(
@@ -47,6 +63,7 @@ def inspect_every(
     writer: Any = None,
     step: int = 0,
     keep: int = 100,
+    on_alarm: OnAlarm | None = None,
 ) -> Monitor:
     """A context manager to open around each training step.
 
@@ -57,15 +74,18 @@ def inspect_every(
         writer: has ``add_scalar(tag, value, step)``.
         step: the number of the first step.
         keep: how many snapshots the file holds at most; the oldest are dropped.
+        on_alarm: called with each `Alarm` that starts, on every rank, after file and log are
+            written. What it raises ends the training.
 
     Raises:
         OSError: ``path`` cannot be written now. If a later write fails, as on a full disk, there is
             one warning, the training goes on, and the file keeps its last content.
         ValueError: n or keep is not positive, or the file at ``path`` is not a run. A step raises
             it if the model has no float8 layer.
-        TypeError: ``model`` is no module, or ``writer`` has no ``add_scalar``.
+        TypeError: ``model`` is no module, ``writer`` has no ``add_scalar``, or ``on_alarm`` is no
+            function.
     """
-    return Monitor(model, n, path, writer, step, keep)
+    return Monitor(model, n, path, writer, step, keep, on_alarm)
 
 
 class Monitor:
@@ -74,6 +94,7 @@ class Monitor:
     Attributes:
         report: of the last inspected step, or None.
         step: the number of the running step, or of the next one.
+        alarms: that are active after the last inspected step.
     """
 
     def __init__(
@@ -84,6 +105,7 @@ class Monitor:
         writer: Any,
         step: int,
         keep: int,
+        on_alarm: OnAlarm | None = None,
     ) -> None:
         check_module(model, "inspect_every")
         for name, value in (("n", n), ("keep", keep)):
@@ -95,13 +117,20 @@ class Monitor:
                 f"inspect_every: a {type(writer).__name__} has no add_scalar(tag, value, step), as "
                 "torch.utils.tensorboard.SummaryWriter has"
             )
+        if on_alarm is not None:
+            check_function(on_alarm, "inspect_every", "on_alarm")
         self.model, self.n, self.writer, self.step, self.keep = model, n, writer, step, keep
+        self.on_alarm = on_alarm
         self.path = None if path is None else Path(path)
         self.report: Report | None = None
         if self.path is not None and _is_first_rank():
             _check_writable(self.path)
-        found = [] if self.path is None or not self.path.exists() else load_run(self.path)
-        self._written = {r.step: as_json(r) for r in found if r.step is None or r.step < step}
+        is_new = self.path is None or not self.path.exists()
+        found, alarms = Run([], []) if is_new or self.path is None else read_run(self.path)
+        found = [report for report in found if report.step is None or report.step < step]
+        self._written = {report.step: as_json(report) for report in found}
+        self._watch = watch_of(found, alarms)
+        self.alarms = [alarm for alarm in self._watch.alarms if alarm.is_active]
         self._open: ExitStack | None = None
         self._is_inside = self._has_warned = False
 
@@ -141,18 +170,27 @@ class Monitor:
         if failed:
             return
         self.report = self.report.gather()
+        changes = None
         if _is_first_rank():
-            self._write(self.report, step)
+            changes = self._watch.see(self.report)
+            self._write(self.report, step, changes)
+            _log(changes, step)
+        started, _, self.alarms = _of_first_rank(changes)
+        if self.on_alarm is not None:
+            for alarm in started:
+                self.on_alarm(alarm)
 
-    def _write(self, report: Report, step: int) -> None:
+    def _write(self, report: Report, step: int, changes: Changes) -> None:
         if self.writer is not None:
             report.add_scalars(self.writer, step)
+            self.writer.add_scalar("float8/alarms", len(changes.active), step)
         if self.path is not None:
             self._written[step] = as_json(report)
             for oldest in list(self._written)[: -self.keep]:
                 del self._written[oldest]
             try:
-                write_run(self.path, report.model, list(self._written.values()))
+                snapshots = list(self._written.values())
+                write_run(self.path, report.model, snapshots, self._watch.alarms)
             except OSError as error:
                 self._warn(step, error)
 
@@ -173,6 +211,42 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._close(failed=kind is not None)
+
+
+def _log(changes: Changes, step: int) -> None:
+    """One line for all alarms of a rule that start, and one for all that end."""
+    for first, others in _by_rule(changes.started):
+        logger.warning("alarm at step %d: %s%s", step, first, _more(others))
+    for first, others in _by_rule(changes.ended):
+        text = "the alarm of step %d has ended at step %d: %s: %s%s"
+        logger.warning(text, first.started, step, first.rule, first.place, _more(others))
+
+
+def _by_rule(alarms: Sequence[Alarm]) -> list[tuple[Alarm, list[Alarm]]]:
+    """The first alarm of each rule, and the others of that rule."""
+    groups: dict[str, list[Alarm]] = {}
+    for alarm in alarms:
+        groups.setdefault(alarm.rule, []).append(alarm)
+    return [(group[0], group[1:]) for group in groups.values()]
+
+
+def _more(others: Sequence[Alarm]) -> str:
+    if not others:
+        return ""
+    left = len(others) - _NAMED
+    named = "; ".join(alarm.place for alarm in others[:_NAMED])
+    return f" (also {named}{f'; and {left} more casts' * (left > 0)})"
+
+
+def _of_first_rank(changes: Changes | None) -> Changes:
+    """What the first rank has decided, on every rank."""
+    if not (dist.is_available() and dist.is_initialized()):
+        assert changes is not None
+        return changes
+    found = [changes]
+    dist.broadcast_object_list(found, src=0)
+    assert found[0] is not None
+    return found[0]
 
 
 def _check_writable(path: Path) -> None:

@@ -17,7 +17,7 @@ const COLUMNS = [
   { key: "staleness", show: (row) => octaves(row.staleness), worst: true },
 ];
 // The column of each kind of problem.
-const KIND_COLUMNS = ["sqnr", "saturated", "flushed", "sqnr", "staleness"];
+const KIND_COLUMNS = ["sqnr", "saturated", "flushed", "sqnr", "staleness", "sqnr"];
 const PICTURE_PLACE = 3; // the pictures are before this column
 const pictureKeys = hasSteps ? ["histogram", "trend"] : ["histogram"];
 const state = { step: 0, sort: "sqnr", desc: false, filter: "", operand: "", problems: false };
@@ -108,6 +108,8 @@ function openDetails(tr, row) {
     ["sqnr", `${decibel(row.sqnr)} of ${run.formats[row.format].expected}`],
     ["kurtosis", number(row.kurtosis)],
   ];
+  if (row.gradient_sqnr !== null)
+    facts.push(["gradient_sqnr", decibelWithUnit(row.gradient_sqnr)]);
   if (row.staleness !== null) facts.push(["staleness", `${octaves(row.staleness)} octaves`]);
   const list = element("dl");
   for (const [name, ...values] of facts)
@@ -250,6 +252,36 @@ function drawProblemSpans() {
   byId("problem-steps").replaceChildren(...parts);
   byId("problem-steps").hidden = !found.length;
 }
+// When an alarm was, in the steps of its looks.
+function timeOfAlarm(alarm) {
+  const wrong = alarm.first === alarm.last ? `wrong at step ${alarm.first}`
+    : `wrong from step ${alarm.first} to step ${alarm.last}`;
+  return alarm.ended === null ? `${wrong}, not ended` : `${wrong}, ended at step ${alarm.ended}`;
+}
+function drawAlarms() {
+  byId("alarms").hidden = !run.alarms.length;
+  byId("alarms").className = `card level-${run.active_alarms ? 2 : 0}`;
+  const list = element("div", { class: "problems" });
+  for (const alarm of run.alarms) {
+    const show = element("button", { type: "button", class: "link" }, "Show it");
+    show.addEventListener("click", () => {
+      state.step = alarm.snapshot;
+      showCast(alarm.cast);
+    });
+    const isOver = alarm.ended !== null;
+    list.append(element("div", { class: "problem" },
+      element("h3", {}, element("span", { class: `badge level-${isOver ? 0 : 2}` },
+        isOver ? "ended" : "active"),
+      `${alarm.rule}: ${alarm.layer || "(the model itself)"}, ${alarm.operand}`),
+      element("p", {}, `${alarm.message} (step ${alarm.started}; ${timeOfAlarm(alarm)}) `,
+        alarm.snapshot === null ? null : show),
+      element("p", { class: "muted" }, alarm.advice)));
+  }
+  const left = run.alarm_count - run.alarms.length;
+  if (left) list.append(element("p", { class: "problem" }, `and ${left} more`));
+  const title = `${plural(run.alarm_count, "alarm")}, ${run.active_alarms} active`;
+  byId("alarms").replaceChildren(element("h2", {}, title), list);
+}
 function drawRun() {
   if (!hasSteps) return;
   const values = run.snapshots.map((_, step) => finite(trends.map((trend) => trend[step])));
@@ -361,4 +393,5 @@ byId("step").max = run.snapshots.length - 1;
 byId("app").hidden = false;
 byId("run-card").hidden = !hasSteps;
 if (hasSteps) drawProblemSpans();
+drawAlarms();
 showAddress();

@@ -11,6 +11,7 @@ thresholds are relative to that, not fixed numbers of dB::
     noisy        an SQNR 6 dB below that of the format, which is twice its error; bad from 15 dB;
                  not where saturation or flushing of the same level is the reason
     stale        a delayed or static scale half an octave too small, or a delayed one six too large
+    drowns       the casts' error in the weight's gradient is 1/sqrt(3) of it (`gradient_error`)
 
 The thresholds are a matter of judgement; the page also shows the numbers.
 """
@@ -32,6 +33,7 @@ SATURATED = 1e-3, 1e-2  # fractions of the elements
 FLUSHED = 0.1, 0.5
 MISSING_SQNR = 6.0, 15.0  # dB below what is expected
 STALE_ABOVE, STALE_BELOW = 0.5, -6.0  # octaves; outside of them a cast is suspicious
+DROWNED_BELOW = 10 * math.log10(3)  # dB, of the weight's gradient: see gradient_error.py
 MANY_OUTLIERS = 30.0  # a kurtosis: no problem by itself, but the reason for a low SQNR
 
 
@@ -152,6 +154,10 @@ def _staleness_level(cast: CastStatistics) -> int:
     return SUSPICIOUS if _staleness(cast) > STALE_ABOVE or is_too_large else FINE
 
 
+def _gradient_sqnr(cast: CastStatistics) -> float:
+    return math.inf if cast.gradient_sqnr is None else cast.gradient_sqnr
+
+
 def _flush_message(cast: CastStatistics) -> str:
     sqnr = "" if cast.sqnr is None else f"; its SQNR is {cast.sqnr:.1f} dB"
     return f"{100 * (cast.flushed or 0.0):.3g} % of its elements became zero{sqnr}."
@@ -170,56 +176,69 @@ def _staleness_message(cast: CastStatistics) -> str:
     return f"Its amax lies {octaves:.1f} octaves {side} what its {cast.scaling} scale was made for."
 
 
-PROBLEM_KINDS = (
-    ProblemKind(
-        "met inf or NaN",
-        "met inf or NaN",
-        lambda cast: BAD if cast.nonfinite or _is_lost(cast) else FINE,
-        lambda cast: cast.nonfinite,
-        lambda cast: f"{cast.nonfinite:,} of {cast.elements:,} elements are not finite.",
-        "float8.find_nan(model, batch) names the first module that made one. A cast never makes "
-        "inf or NaN of finite values: look for the cause in the model, the data or the step size.",
-    ),
-    ProblemKind(
-        "saturate",
-        "saturates",
-        _saturation_level,
-        lambda cast: cast.saturated or 0.0,
-        lambda cast: (
-            f"{100 * (cast.saturated or 0.0):.2g} % of its elements lie beyond the format's range."
-        ),
-        "A delayed scale lags behind: give DelayedScalingConfig a margin or a longer history, and "
-        "call float8.after_step(model) after each step. A static scale "
-        "needs to be calibrated again. A dynamic scale never saturates.",
-    ),
-    ProblemKind(
-        "flush to zero",
-        "flushes to zero",
-        _flush_level,
-        lambda cast: cast.flushed or 0.0,
-        _flush_message,
-        "Its values span more octaves than the format has: let fewer of them share a scale (recipe "
-        '"rowwise" or "blockwise"), or keep gradients in E5M2, which reaches further down. A '
-        "static scale is too large for them: calibrate it, or take a dynamic recipe. Where the "
-        "SQNR is as expected, the lost elements are small, and often harmless.",
-    ),
-    ProblemKind(
-        "lose precision",
-        "loses precision",
-        _noise_level,
-        lambda cast: _missing_decibels(cast) or 0.0,
-        _noise_message,
-        "Leave the layers out, module_filter_fn=float8.accurate_layers(report, min_sqnr=20), or "
-        'let fewer elements share a scale (recipe "rowwise" or "blockwise"). Whether it hurts the '
-        "result: float8.compare(model, batch).",
-    ),
-    ProblemKind(
-        "have a stale scale",
-        "has a stale scale",
-        _staleness_level,
-        lambda cast: abs(_staleness(cast)),
-        _staleness_message,
-        "Above, values saturate: add margin, or take a dynamic recipe while training is unstable. "
-        "Below, the upper end of the format is unused: a shorter history forgets old peaks sooner.",
-    ),
+NONFINITE = ProblemKind(
+    "met inf or NaN",
+    "met inf or NaN",
+    lambda cast: BAD if cast.nonfinite or _is_lost(cast) else FINE,
+    lambda cast: cast.nonfinite,
+    lambda cast: f"{cast.nonfinite:,} of {cast.elements:,} elements are not finite.",
+    "float8.find_nan(model, batch) names the first module that made one. A cast never makes "
+    "inf or NaN of finite values: look for the cause in the model, the data or the step size.",
 )
+SATURATES = ProblemKind(
+    "saturate",
+    "saturates",
+    _saturation_level,
+    lambda cast: cast.saturated or 0.0,
+    lambda cast: (
+        f"{100 * (cast.saturated or 0.0):.2g} % of its elements lie beyond the format's range."
+    ),
+    "A delayed scale lags behind: give DelayedScalingConfig a margin or a longer history, and "
+    "call float8.after_step(model) after each step. A static scale "
+    "needs to be calibrated again. A dynamic scale never saturates.",
+)
+FLUSHES = ProblemKind(
+    "flush to zero",
+    "flushes to zero",
+    _flush_level,
+    lambda cast: cast.flushed or 0.0,
+    _flush_message,
+    "Its values span more octaves than the format has: let fewer of them share a scale (recipe "
+    '"rowwise" or "blockwise"), or keep gradients in E5M2, which reaches further down. A '
+    "static scale is too large for them: calibrate it, or take a dynamic recipe. Where the "
+    "SQNR is as expected, the lost elements are small, and often harmless.",
+)
+NOISY = ProblemKind(
+    "lose precision",
+    "loses precision",
+    _noise_level,
+    lambda cast: _missing_decibels(cast) or 0.0,
+    _noise_message,
+    "Leave the layers out, module_filter_fn=float8.accurate_layers(report, min_sqnr=20), or "
+    'let fewer elements share a scale (recipe "rowwise" or "blockwise"). Whether it hurts the '
+    "result: float8.compare(model, batch).",
+)
+STALE = ProblemKind(
+    "have a stale scale",
+    "has a stale scale",
+    _staleness_level,
+    lambda cast: abs(_staleness(cast)),
+    _staleness_message,
+    "Above, values saturate: add margin, or take a dynamic recipe while training is unstable. "
+    "Below, the upper end of the format is unused: a shorter history forgets old peaks sooner. A "
+    "delayed scale that stays stale is not updated: call float8.after_step(model) in every step.",
+)
+DROWNS = ProblemKind(
+    "have errors that drown the weight's gradient",
+    "has errors that drown the weight's gradient",
+    lambda cast: FINE if _gradient_sqnr(cast) >= DROWNED_BELOW else SUSPICIOUS,
+    lambda cast: -_gradient_sqnr(cast),
+    lambda cast: (
+        f"The casts of its layer leave the weight's gradient an SQNR of {_gradient_sqnr(cast):.1f} "
+        f"dB; below {DROWNED_BELOW:.1f} dB training gains little from it."
+    ),
+    'Let fewer elements share a scale (recipe "rowwise" or "blockwise"), compute this gradient in '
+    'high precision (recipe "rowwise_with_gw_hp"), or leave the layer out. With healthy casts the '
+    "gradient itself has become small: a larger batch, or the end of what float8 can train.",
+)
+PROBLEM_KINDS = (NONFINITE, SATURATES, FLUSHES, NOISY, STALE, DROWNS)

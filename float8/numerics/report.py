@@ -2,8 +2,9 @@
 
     python -m float8.numerics.report run.json -o report.html
 
-It shows the problems in plain words, every cast in a table that sorts and filters, its histogram
-against the format's range, and how it changed over the steps. The file needs no network.
+It shows the alarms and the problems in plain words, every cast in a table that sorts and filters,
+its histogram against the format's range, and how it changed over the steps. The file needs no
+network.
 """
 
 # The page is page.html with page.css and the scripts of SCRIPTS put into it, and the run as JSON in
@@ -36,6 +37,7 @@ from typing import Any
 import torch
 
 from float8.formats import FORMATS
+from float8.numerics.alarms import Alarm, labels_of
 from float8.numerics.explanations import as_html as explanations_as_html
 from float8.numerics.problems import (
     EXPECTED_SQNR,
@@ -46,25 +48,28 @@ from float8.numerics.problems import (
     noisy_below,
     problems_of,
 )
-from float8.numerics.snapshot import Report, load_run
+from float8.numerics.snapshot import Report, read_run
 from float8.numerics.statistics import CastLabels, CastStatistics, Histogram
 
 DECADES = 8
 SHARE_LEVELS = "".join(chr(code) for code in range(35, 127) if chr(code) not in "<>&\\")
 ROWS_WITHOUT_SCRIPT = 200
+SHOWN_ALARMS = 100  # active ones first
 SCRIPTS = ("pictures.js", "explanations.js", "page.js", "keyboard.js", "print.js")  # in this order
 ROW_COLUMNS = (
     "cast", "sqnr", "amax", "scale_min", "scale_max", "flushed", "saturated", "kurtosis",
     "staleness", "elements", "calls", "zeros", "nonfinite", "level", "problems", "lowest", "shares",
+    "gradient_sqnr",
 )  # fmt: skip
 
 
-def page(reports: Sequence[Report], about: Mapping[str, str]) -> str:
+def page(reports: Sequence[Report], about: Mapping[str, str], alarms: Sequence[Alarm] = ()) -> str:
     """The HTML of a run.
 
     Args:
         reports: its snapshots, in the order of the steps.
         about: for the head: "file", "float8" and "torch".
+        alarms: of its file.
 
     Raises:
         ValueError: there is no snapshot.
@@ -83,16 +88,19 @@ def page(reports: Sequence[Report], about: Mapping[str, str]) -> str:
         model=model,
         style=style,
         script=script,
-        data=_inline_json(content(reports, about)),
+        data=_inline_json(content(reports, about, alarms)),
         table=_plain_table(reports[-1].casts),
         explanations=explanations_as_html(),
     )
 
 
-def content(reports: Sequence[Report], about: Mapping[str, str]) -> dict[str, Any]:
+def content(
+    reports: Sequence[Report], about: Mapping[str, str], alarms: Sequence[Alarm] = ()
+) -> dict[str, Any]:
     """The data of the scripts."""
     casts: dict[CastLabels, int] = {}
     snapshots = [_snapshot(report, casts) for report in reports]
+    shown = [_alarm(alarm, reports, casts) for alarm in _newest_first(alarms)[:SHOWN_ALARMS]]
     formats = {
         fmt.name: {
             "flushed": fmt.smallest_subnormal / 2,
@@ -114,6 +122,9 @@ def content(reports: Sequence[Report], about: Mapping[str, str]) -> dict[str, An
         "kinds": [{"one": kind.one, "advice": kind.advice} for kind in PROBLEM_KINDS],
         "casts": list(casts),
         "snapshots": snapshots,
+        "alarms": shown,
+        "alarm_count": len(alarms),
+        "active_alarms": sum(alarm.is_active for alarm in alarms),
     }
 
 
@@ -123,19 +134,35 @@ def _snapshot(report: Report, casts: dict[CastLabels, int]) -> dict[str, Any]:
     found = problems_of(rows)
     return {
         "step": report.step,
-        "rows": [_numbers(row, casts.setdefault(_labels(row), len(casts))) for row in rows],
+        "rows": [_numbers(row, casts.setdefault(labels_of(row), len(casts))) for row in rows],
         "problems": [
             {
                 "level": problem.level,
                 "kind": PROBLEM_KINDS.index(problem.kind),
                 "title": problem.title,
                 "text": problem.text,
-                "cast": casts[_labels(problem.casts[0])],
+                "cast": casts[labels_of(problem.casts[0])],
             }
             for problem in found
         ],
         "summary": summary(rows, found),
         "skipped": sorted(report.skipped.items()),
+    }
+
+
+def _newest_first(alarms: Sequence[Alarm]) -> list[Alarm]:
+    """Those that are active come first."""
+    return sorted(reversed(alarms), key=lambda alarm: not alarm.is_active)
+
+
+def _alarm(alarm: Alarm, reports: Sequence[Report], casts: dict[CastLabels, int]) -> dict[str, Any]:
+    """One alarm; ``snapshot`` is the place of that in which it started, None where it is gone."""
+    steps = [report.step for report in reports]
+    shown = ("rule", "layer", "operand", "first", "started", "last", "ended", "message", "advice")
+    return {
+        **{name: getattr(alarm, name) for name in shown},
+        "snapshot": steps.index(alarm.started) if alarm.started in steps else None,
+        "cast": casts.setdefault(alarm.labels, len(casts)),
     }
 
 
@@ -147,10 +174,6 @@ def summary(casts: Sequence[CastStatistics], problems: Sequence[Problem]) -> str
         concerned = {cast.key for problem in problems for cast in problem.casts}
         return f"{len(concerned)} of {len(casts)} casts want{'s' * (len(concerned) == 1)} a look."
     return f"All {len(casts)} casts keep what their formats can keep: there is nothing to do."
-
-
-def _labels(cast: CastStatistics) -> CastLabels:
-    return CastLabels(*(getattr(cast, name) for name in CastLabels._fields))
 
 
 def _numbers(cast: CastStatistics, number: int) -> list[Any]:
@@ -252,14 +275,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _write(run: Path, target: Path) -> None:
-    reports = load_run(run)
+    reports, alarms = read_run(run)
     if not reports:
         raise ValueError(f"{run}: there is no snapshot in it")
     if target.exists() and target.samefile(run):
         raise ValueError(f"{target}: the page would overwrite the run; name another by -o")
     head = json.loads(run.read_text(encoding="utf-8"))
     about = {"file": run.name, **{name: str(head.get(name, "?")) for name in ("float8", "torch")}}
-    target.write_text(page(reports, about), encoding="utf-8")
+    target.write_text(page(reports, about, alarms), encoding="utf-8")
 
 
 if __name__ == "__main__":

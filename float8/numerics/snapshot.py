@@ -7,13 +7,15 @@
     print(report.table(top=20))
     report.save("run.json")
 
-A file is strict JSON and holds a run: one snapshot or many::
+A file is strict JSON and holds a run: one snapshot or many, and its alarms::
 
-    {"format": "float8.numerics", "version": 1, "float8": "...", "torch": "...", "model": "GPT",
-     "snapshots": [{"step": 50, "rows": [{"layer": "blocks.0.attn", ...}], "skipped": {}}]}
+    {"format": "float8.numerics", "version": 2, "float8": "...", "torch": "...", "model": "GPT",
+     "snapshots": [{"step": 50, "rows": [{"layer": "blocks.0.attn", ...}], "skipped": {}}],
+     "alarms": [{"rule": "saturation", "layer": "blocks.0.attn", "first": 20, ...}]}
 
-inf and NaN are the strings "inf", "-inf" and "nan". `load_run` reads all snapshots, `Report.load` a
-file that has one.
+inf and NaN are the strings "inf", "-inf" and "nan". `load_run` reads all snapshots, `load_alarms`
+the alarms, `Report.load` a file that has one snapshot. Files of version 1, up to float8 0.12, have
+no alarms and no SQNR of gradients: their alarms are computed from their snapshots.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from float8.numerics.alarms import Alarm, watch_of
 from float8.numerics.display import layer_name, plot_casts, table_of_casts
 from float8.numerics.problems import level_of
 from float8.numerics.statistics import (
@@ -44,9 +47,11 @@ from float8.version import __version__
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-FORMAT, VERSION = "float8.numerics", 1
+FORMAT, VERSION = "float8.numerics", 2
+_READ = (1, 2)  # versions
 _SCALARS = (
     "amax", "scale_max", "flushed", "saturated", "sqnr", "kurtosis", "staleness", "nonfinite",
+    "gradient_sqnr",
 )  # fmt: skip
 
 
@@ -255,7 +260,12 @@ def as_json(report: Report) -> str:
     return json.dumps(_as_snapshot(report), allow_nan=False)
 
 
-def write_run(path: str | os.PathLike[str], model: str, snapshots: Sequence[str]) -> None:
+def write_run(
+    path: str | os.PathLike[str],
+    model: str,
+    snapshots: Sequence[str],
+    alarms: Sequence[Alarm] = (),
+) -> None:
     """Write snapshots, each as `as_json` returns it, to a file; see `replace_file`."""
     head = {
         "format": FORMAT,
@@ -264,7 +274,8 @@ def write_run(path: str | os.PathLike[str], model: str, snapshots: Sequence[str]
         "torch": torch.__version__,
         "model": model,
     }
-    text = f'{json.dumps(head)[:-1]}, "snapshots": [{", ".join(snapshots)}]}}'
+    found = json.dumps([asdict(alarm) for alarm in alarms], allow_nan=False)
+    text = f'{json.dumps(head)[:-1]}, "snapshots": [{", ".join(snapshots)}], "alarms": {found}}}'
     replace_file(Path(path), text)
 
 
@@ -311,6 +322,30 @@ def load_run(path: str | os.PathLike[str]) -> list[Report]:
     Raises:
         ValueError: the file is not JSON, of another kind, or of another version.
     """
+    return read_run(path).reports
+
+
+def load_alarms(path: str | os.PathLike[str]) -> list[Alarm]:
+    """The alarms of a run's file, in the order in which they started.
+
+    Args:
+        path: of a file that `inspect_every` wrote.
+
+    Raises:
+        ValueError: as of `load_run`.
+    """
+    return read_run(path).alarms
+
+
+class Run(NamedTuple):
+    """What a file holds: snapshots, and alarms, of which some may have started before them."""
+
+    reports: list[Report]
+    alarms: list[Alarm]
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """All that a file holds; see `load_run`."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:  # not JSON, or not text
@@ -319,13 +354,17 @@ def load_run(path: str | os.PathLike[str]) -> list[Report]:
         raise ValueError(
             f'{path} is not a report of float8.numerics: it lacks "format": "{FORMAT}"'
         )
-    if content.get("version") != VERSION:
+    if content.get("version") not in _READ:
         raise ValueError(
             f"{path} is a report of version {content.get('version')!r}, written by float8 "
-            f"{content.get('float8', '?')}; this float8 reads version {VERSION}"
+            f"{content.get('float8', '?')}; this float8 reads versions {_READ[0]} to "
+            f"{VERSION}"
         )
     try:
-        return [_from_snapshot(each, content["model"]) for each in content["snapshots"]]
+        reports = [_from_snapshot(each, content["model"]) for each in content["snapshots"]]
+        if "alarms" in content:
+            return Run(reports, [Alarm(**each) for each in content["alarms"]])
+        return Run(reports, watch_of(reports).alarms)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{path}: a part of the report is missing or damaged: {error!r}"
@@ -350,7 +389,7 @@ def cast_from_json(found: Mapping[str, Any]) -> CastStatistics:
         ValueError: a field is missing or unknown.
     """
     names = {field.name for field in fields(CastStatistics)}
-    given = {name: value for name, value in found.items() if name != "range"}
+    given = {"gradient_sqnr": None} | {n: value for n, value in found.items() if n != "range"}
     if given.keys() != names:
         raise ValueError(
             f"a row has the fields {', '.join(sorted(names))}; missing: "

@@ -70,7 +70,8 @@ EMPTY = Histogram()
 class Sums(NamedTuple):
     """Sums over finite elements, in float64: of the powers of x, and of ``(x - x')^2``.
 
-    ``noise`` is None where there is no operand in high precision to compare with.
+    ``noise`` is None where there is no operand in high precision to compare with. ``gradient`` and
+    ``gradient_noise`` are those of `float8.numerics.gradient_error`, None for other operands.
     """
 
     first: float
@@ -78,22 +79,32 @@ class Sums(NamedTuple):
     third: float
     fourth: float
     noise: float | None
+    gradient: float | None = None
+    gradient_noise: float | None = None
 
     def plus(self, other: Sums) -> Sums:
         """The sums over these elements and other ones."""
-        noise = None if self.noise is None or other.noise is None else self.noise + other.noise
         return Sums(
             self.first + other.first,
             self.second + other.second,
             self.third + other.third,
             self.fourth + other.fourth,
-            noise,
+            _sum(self.noise, other.noise),
+            _sum(self.gradient, other.gradient),
+            _sum(self.gradient_noise, other.gradient_noise),
         )
 
     @property
     def sqnr(self) -> float | None:
         """In dB; None without a signal, or without an operand in high precision."""
         return decibels(self.second, self.noise) if self.second and self.noise is not None else None
+
+    @property
+    def gradient_sqnr(self) -> float | None:
+        """In dB; None where it is not known, or where the gradient is zero or not finite."""
+        if not self.gradient or self.gradient_noise is None or not math.isfinite(self.gradient):
+            return None
+        return decibels(self.gradient, self.gradient_noise)
 
     def kurtosis(self, elements: int) -> float | None:
         """The fourth central moment by the squared variance of this many elements."""
@@ -105,6 +116,10 @@ class Sums(NamedTuple):
             return None
         central = fourth - 4 * first * third + 6 * first**2 * second - 3 * first**4
         return central / variance**2
+
+
+def _sum(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a + b
 
 
 class CastLabels(NamedTuple):
@@ -155,6 +170,9 @@ class CastStatistics:
             or static and the operand not all zero.
         histogram: of the operand in powers of two.
         sums: needed to merge; None in statistics that were written by hand.
+        gradient_sqnr: of the weight's gradient, in dB: how much the layer's casts leave of it
+            (`float8.numerics.gradient_error`). In the row of the ``grad_output`` that the GEMM
+            ``grad_weight`` reads; None elsewhere.
 
     An operand that arrived in float8 has no high-precision values to compare with. Its ``flushed``,
     ``saturated`` and ``sqnr`` are None, and its other numbers are those of ``data * scale``.
@@ -180,6 +198,7 @@ class CastStatistics:
     staleness: float | None
     histogram: Histogram = EMPTY
     sums: Sums | None = None
+    gradient_sqnr: float | None = None
 
     @property
     def key(self) -> CastKey:
@@ -258,6 +277,7 @@ def _merged(a: CastStatistics, b: CastStatistics) -> CastStatistics:
         staleness=max((s for s in (a.staleness, b.staleness) if s is not None), default=None),
         histogram=_added(a.histogram, b.histogram),
         sums=sums,
+        gradient_sqnr=sums.gradient_sqnr,
     )
 
 
@@ -276,7 +296,9 @@ def _added(a: Histogram, b: Histogram) -> Histogram:
 
 _BIAS, _FIELDS = 1023, 2048  # of float64
 _LOWEST, _HIGHEST = -160, 320  # exponents that products of data and float32 scales may have
-_SUMS = (*Sums._fields, "flushed", "saturated", "zeros", "nonfinite")
+_SUMS = (
+    "first", "second", "third", "fourth", "noise", "flushed", "saturated", "zeros", "nonfinite",
+)  # fmt: skip
 _MAXIMA = ("amax", "minus_scale_min", "scale_max", "amax_by_range")
 _PIECE = {"cpu": 1 << 17}  # elements: a megabyte in float64
 _PIECE_ON_DEVICES = 1 << 22
@@ -335,7 +357,7 @@ def measure_cast(x: Tensor | None, matrix: Float8Matrix, may_saturate: bool = Tr
     if elements:
         largest = FORMATS[dtype].max
         values = torch.arange(256, dtype=torch.uint8, device=device).view(dtype).double()
-        for rows, scale_rows in _pieces(matrix):
+        for rows, scale_rows in pieces(matrix):
             piece = Float8Matrix(matrix.data[rows], matrix.scale[scale_rows], matrix.block)
             part = None if x is None else x[rows]
             amax = _add_piece(sums, part, piece, values, largest if may_saturate else None)
@@ -349,7 +371,7 @@ def measure_cast(x: Tensor | None, matrix: Float8Matrix, may_saturate: bool = Tr
     return CastTotals(elements, sums, maxima)
 
 
-def _pieces(matrix: Float8Matrix) -> Iterator[tuple[slice, slice]]:
+def pieces(matrix: Float8Matrix) -> Iterator[tuple[slice, slice]]:
     """Rows of the matrix, and those of its scales, piece by piece."""
     rows, columns = matrix.data.shape
     extent = matrix.block[0]
@@ -371,7 +393,7 @@ def _add_piece(
     shape = piece.data.shape
     x_cast = values.index_select(0, piece.data.reshape(-1).view(torch.uint8).int())
     is_zero = x_cast == 0
-    scale = _per_element(piece.scale.double(), shape, piece.block)
+    scale = per_element(piece.scale.double(), shape, piece.block)
     x_cast = x_cast.view(shape).mul_(scale)
     exact = (x_cast if x is None else x.to(torch.float64)).reshape(-1)
     bins = _count_exponents(exact)
@@ -397,7 +419,7 @@ def _add_piece(
     return square.max().sqrt()
 
 
-def _per_element(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
+def per_element(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
     """Scales that broadcast against the elements."""
     for dim, extent in enumerate(block):
         if extent not in (1, WHOLE):

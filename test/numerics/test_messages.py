@@ -166,7 +166,7 @@ def test_what_is_wrong_is_said(error, call, message):
         (b"\x89PNG\xff", "not a report"),
         (b"[]", "not a report"),
         (b'{"format": "other"}', "not a report"),
-        (b'{"format": "float8.numerics", "version": 2, "float8": "9.9"}', "version 2|9.9|reads"),
+        (b'{"format": "float8.numerics", "version": 3, "float8": "9.9"}', "version 3|9.9|reads"),
         (f"{RUN}}}".encode(), "missing or damaged"),
         (f'{RUN}, "model": "", "snapshots": [3]}}'.encode(), "damaged"),
         (

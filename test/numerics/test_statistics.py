@@ -129,7 +129,7 @@ def test_pieces_are_small_and_change_nothing(name, monkeypatch):
     x[200:, :] *= 100
     coded = cast(x, FORMATS[0], GRANULARITIES[name], None)
     monkeypatch.setitem(statistics._PIECE, "cpu", 700)
-    rows_of_pieces = [rows.stop - rows.start for rows, _ in statistics._pieces(coded)]
+    rows_of_pieces = [rows.stop - rows.start for rows, _ in statistics.pieces(coded)]
     assert max(rows_of_pieces) <= max(700 // 70, coded.block[0])
     check(x, coded, name)
 

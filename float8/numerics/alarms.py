@@ -1,0 +1,314 @@
+"""Alarms: problems of casts that last, from the sequence of a run's reports.
+
+A single bad look is often nothing: a delayed scale is late by a step, a batch is unusual. An alarm
+starts when a rule finds a cast wrong at so many looks in a row, and ends after as many looks in a
+row at which it is not. `ALARM_RULES` is the table. Thresholds are those of
+`float8.numerics.problems`, except for the fall of an SQNR::
+
+    name                     wrong                                          looks
+    inf or NaN               any, in an input or a weight                   1
+    inf or NaN in gradient   any, in a gradient                             2
+    saturation               more than 0.1 % of the elements                3
+    flush                    more than 10 % with an SQNR 6 dB below the
+                             format's, or more than 50 %                    3
+    stale scale              amax 0.5 octaves above what the scale was made
+                             for, or 6 below a delayed one                  3
+    gradient noise           gradient SQNR below 4.8 dB, a ratio of sqrt(3) 3
+    falling SQNR             6 dB below the median of this cast's earlier
+                             looks, or below the format's SQNR less 6 dB if
+                             that is lower, and nothing of the above        3
+
+Why so many looks: inf and NaN do not go away by themselves. In a gradient, a GradScaler makes them
+on purpose and skips the step. The others happen at single looks of healthy runs, above all while
+the learning rate rises; ``benchmarks/bench_alarms.py`` found none at three in a row.
+
+An alarm depends on the reports alone, so that a resumed run finds it again in its file. A cast that
+a report lacks, as of a layer that was not called, changes nothing. Earlier looks at which an SQNR
+was wrong are not in the median, and neither are those that are dropped from the file.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from float8.numerics import problems
+from float8.numerics.problems import EXPECTED_SQNR, FINE, ProblemKind
+from float8.numerics.statistics import OPERANDS, CastLabels, CastStatistics
+
+if TYPE_CHECKING:
+    from float8.numerics.snapshot import Report
+
+FALLING = "falling SQNR"
+FALL = 6.0  # dB: twice the error
+LEAST_EARLIER = 3  # looks, whose median an SQNR is compared with
+KEPT_LOOKS = 100  # of an SQNR: as many as a run file keeps by default
+KEPT_ALARMS = 1000  # the oldest that have ended are dropped
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A problem of a cast that lasted.
+
+    Args:
+        rule: its name in the table of `float8.numerics.alarms`, as "saturation".
+        layer, operand, gemm, format, scaling, granularity: which cast; see `CastStatistics`.
+        first: the step of the first look at which the cast was wrong.
+        started: the step of the look at which the alarm started.
+        last: the step of the last look so far at which the cast was wrong.
+        ended: the step of the look at which the alarm ended, or None.
+        message: what was measured when it started.
+        advice: what to do about it.
+    """
+
+    rule: str
+    layer: str
+    operand: str
+    gemm: str
+    format: str
+    scaling: str
+    granularity: str
+    first: int
+    started: int
+    last: int
+    ended: int | None
+    message: str
+    advice: str
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it has not ended."""
+        return self.ended is None
+
+    @property
+    def labels(self) -> CastLabels:
+        """Which cast it is."""
+        return CastLabels(*(getattr(self, name) for name in CastLabels._fields))
+
+    @property
+    def place(self) -> str:
+        """Layer and operand."""
+        return f"{self.layer or 'the module itself'}, {self.operand}"
+
+    def __str__(self) -> str:
+        since = "" if self.first == self.started else f" It has been so since step {self.first}."
+        return f"{self.rule}: {self.place}. {self.message}{since} {self.advice}"
+
+
+Earlier = Sequence[float]  # SQNRs of earlier looks
+
+
+@dataclass(frozen=True)
+class AlarmRule:
+    """A row of the table.
+
+    Args:
+        name: of its alarms.
+        looks: in a row, to start and to end.
+        is_wrong: of a cast and the SQNRs of its earlier looks.
+        severity: orders the alarms that start at one look.
+        message: what was measured.
+        advice: what to do about it.
+    """
+
+    name: str
+    looks: int
+    is_wrong: Callable[[CastStatistics, Earlier], bool]
+    severity: Callable[[CastStatistics], float]
+    message: Callable[[CastStatistics, Earlier], str]
+    advice: str
+
+
+def _lasting(
+    name: str, kind: ProblemKind, looks: int, operands: Sequence[str] = OPERANDS
+) -> AlarmRule:
+    """The rule of a kind of problem, for some operands or all."""
+
+    def is_wrong(cast: CastStatistics, _: Earlier) -> bool:
+        return cast.operand in operands and kind.level(cast) > FINE
+
+    # inf and NaN spread: their first layer says more than that with most of them.
+    severity = (lambda _: 0.0) if kind is problems.NONFINITE else kind.severity
+    return AlarmRule(
+        name, looks, is_wrong, severity, lambda cast, _: kind.message(cast), kind.advice
+    )
+
+
+def _usual_sqnr(cast: CastStatistics, earlier: Earlier) -> float:
+    """What an SQNR is compared with: an operand may have been exact, as a weight of ones."""
+    return min(statistics.median(earlier), EXPECTED_SQNR[cast.format])
+
+
+def _has_fallen(cast: CastStatistics, earlier: Earlier) -> bool:
+    if len(earlier) < LEAST_EARLIER or cast.sqnr is None or cast.sqnr == -math.inf:
+        return False
+    if cast.sqnr >= _usual_sqnr(cast, earlier) - FALL:
+        return False
+    others = (rule for rule in ALARM_RULES if rule.name != FALLING)
+    return not any(rule.is_wrong(cast, earlier) for rule in others)
+
+
+ALARM_RULES = (
+    _lasting("inf or NaN", problems.NONFINITE, 1, ("input", "weight")),
+    _lasting("inf or NaN in gradient", problems.NONFINITE, 2, ("grad_output",)),
+    _lasting("saturation", problems.SATURATES, 3),
+    _lasting("flush", problems.FLUSHES, 3),
+    _lasting("stale scale", problems.STALE, 3),
+    _lasting("gradient noise", problems.DROWNS, 3),
+    AlarmRule(
+        FALLING,
+        3,
+        _has_fallen,
+        lambda cast: -(cast.sqnr or 0.0),
+        lambda cast, earlier: (
+            f"Its SQNR is {cast.sqnr:.1f} dB, and was {_usual_sqnr(cast, earlier):.1f} dB before."
+        ),
+        "Its values drift away from the range of the format: compare the histograms of these "
+        "steps on the page. A static scale, or a scale of 1, needs other values or a dynamic "
+        'recipe; else let fewer elements share a scale (recipe "rowwise" or "blockwise").',
+    ),
+)
+
+
+@dataclass
+class _Streak:
+    """The newest looks at one cast by one rule."""
+
+    wrong: int = 0  # in a row
+    fine: int = 0  # in a row
+    first: int = 0  # the step at which the row of wrong looks began
+    alarm: int | None = None  # the number of the active alarm
+
+
+class Changes(NamedTuple):
+    """What one look changed, the worst first, and the alarms that are active after it."""
+
+    started: list[Alarm]
+    ended: list[Alarm]
+    active: list[Alarm]
+
+
+class _Started(NamedTuple):
+    rule: int  # its place in the table
+    severity: float
+    alarm: Alarm
+
+
+class AlarmWatch:
+    """Applies the rules to one report after the other.
+
+    Args:
+        known: alarms that started before the first report that `see` will get.
+    """
+
+    def __init__(self, known: Iterable[Alarm] = ()) -> None:
+        self._alarms: dict[int, Alarm] = dict(enumerate(known))
+        self._next = len(self._alarms)
+        self._sqnrs: dict[CastLabels, deque[float]] = {}
+        self._streaks: dict[tuple[CastLabels, str], _Streak] = {}
+        for number, alarm in self._alarms.items():
+            if alarm.is_active:
+                self._streaks[alarm.labels, alarm.rule] = _Streak(alarm=number)
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        """All, in the order in which they started."""
+        return list(self._alarms.values())
+
+    def see(self, report: Report) -> Changes:
+        """Apply the rules to the next report; one without a step is left out."""
+        started: list[_Started] = []
+        ended: list[Alarm] = []
+        for cast in report.casts if report.step is not None else ():
+            self._see(cast, report.step or 0, started, ended)
+        started.sort(key=lambda each: (each.rule, -each.severity))
+        self._drop()
+        active = [alarm for alarm in self._alarms.values() if alarm.is_active]
+        return Changes([each.alarm for each in started], ended, active)
+
+    def _see(
+        self, cast: CastStatistics, step: int, started: list[_Started], ended: list[Alarm]
+    ) -> None:
+        labels = labels_of(cast)
+        earlier = self._sqnrs.setdefault(labels, deque(maxlen=KEPT_LOOKS))
+        has_fallen = False
+        for place, rule in enumerate(ALARM_RULES):
+            is_wrong = rule.is_wrong(cast, earlier)
+            if is_wrong:
+                has_fallen = has_fallen or rule.name == FALLING
+                alarm = self._see_wrong(rule, cast, earlier, step)
+                started += [] if alarm is None else [_Started(place, rule.severity(cast), alarm)]
+            else:
+                alarm = self._see_fine(rule, labels, step)
+                ended += [] if alarm is None else [alarm]
+        if not has_fallen and cast.sqnr is not None and cast.sqnr > -math.inf:
+            earlier.append(cast.sqnr)
+
+    def _see_wrong(
+        self, rule: AlarmRule, cast: CastStatistics, earlier: Earlier, step: int
+    ) -> Alarm | None:
+        """Note that a cast is wrong; the alarm, if it starts now."""
+        labels = labels_of(cast)
+        streak = self._streaks.setdefault((labels, rule.name), _Streak())
+        streak.first = streak.first if streak.wrong else step
+        streak.wrong, streak.fine = streak.wrong + 1, 0
+        if streak.alarm is not None:
+            self._alarms[streak.alarm] = replace(self._alarms[streak.alarm], last=step)
+        elif streak.wrong >= rule.looks:
+            message = rule.message(cast, earlier)
+            alarm = Alarm(rule.name, *labels, streak.first, step, step, None, message, rule.advice)
+            streak.alarm, self._next = self._next, self._next + 1
+            self._alarms[streak.alarm] = alarm
+            return alarm
+        return None
+
+    def _see_fine(self, rule: AlarmRule, labels: CastLabels, step: int) -> Alarm | None:
+        """Note that a cast is not wrong; the alarm, if it ends now."""
+        streak = self._streaks.get((labels, rule.name))
+        if streak is None:
+            return None
+        streak.wrong, streak.fine = 0, streak.fine + 1
+        if streak.alarm is not None and streak.fine < rule.looks:
+            return None
+        del self._streaks[labels, rule.name]
+        if streak.alarm is None:
+            return None
+        ended = replace(self._alarms[streak.alarm], ended=step)
+        self._alarms[streak.alarm] = ended
+        return ended
+
+    def _drop(self) -> None:
+        over = len(self._alarms) - KEPT_ALARMS
+        ended = [number for number, alarm in self._alarms.items() if not alarm.is_active]
+        for number in ended[: max(over, 0)]:
+            del self._alarms[number]
+
+
+def labels_of(cast: CastStatistics) -> CastLabels:
+    """Which cast the statistics are of."""
+    return CastLabels(*(getattr(cast, name) for name in CastLabels._fields))
+
+
+def watch_of(reports: Sequence[Report], stored: Iterable[Alarm] = ()) -> AlarmWatch:
+    """The watch of a run after its reports.
+
+    Args:
+        reports: in the order of the steps.
+        stored: the alarms of its file, of which those count that started before these reports.
+    """
+    oldest = min((r.step for r in reports if r.step is not None), default=0)
+    earlier = [alarm for alarm in stored if alarm.started < oldest]
+    # The reports say how those ended that had not ended before them.
+    watch = AlarmWatch(
+        replace(alarm, last=min(alarm.last, oldest), ended=None)
+        if alarm.ended is not None and alarm.ended >= oldest
+        else alarm
+        for alarm in earlier
+    )
+    for report in reports:
+        watch.see(report)
+    return watch
