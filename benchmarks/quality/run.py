@@ -88,7 +88,7 @@ def train(run: Run, data: Path | None = None, device: str = "cpu") -> Row:
     model = gpt.GPT(run.sizes)
     parameters = sum(p.numel() for p in model.parameters())
     what = contender(run.contender, model.to(device))
-    optimizer = _optimizer(what, run.learning_rate)
+    optimizer = optimizer_of(what.model, run.learning_rate, what.unit_scaled)
     row: Row = {"parameters": parameters, "text": text.digest, "train_loss": [], "curve": []}
     losses: list[float] = []
     start = time.perf_counter()
@@ -156,14 +156,17 @@ def _autocast(device: str) -> AbstractContextManager[None]:
     return context
 
 
-def _optimizer(what: Contender, learning_rate: float) -> torch.optim.Optimizer:
-    parameters = list(what.model.parameters())
-    decay = UNIT_DECAY if what.unit_scaled else WEIGHT_DECAY
+def optimizer_of(
+    model: nn.Module, learning_rate: float, unit_scaled: bool
+) -> torch.optim.Optimizer:
+    """AdamW that decays matrices; groups keep their peak as ``initial_lr``."""
+    parameters = list(model.parameters())
+    decay = UNIT_DECAY if unit_scaled else WEIGHT_DECAY
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    adamw = uu.optim.AdamW if what.unit_scaled else torch.optim.AdamW
+    adamw = uu.optim.AdamW if unit_scaled else torch.optim.AdamW
     optimizer = adamw(groups, learning_rate, BETAS, fused=True)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]

@@ -202,7 +202,7 @@ class AlarmWatch:
     """Applies the rules to one report after the other.
 
     Args:
-        known: alarms that started before the first report that `see` will get.
+        known: alarms that began before the first report that `see` will get.
     """
 
     def __init__(self, known: Iterable[Alarm] = ()) -> None:
@@ -298,13 +298,15 @@ def watch_of(reports: Sequence[Report], stored: Iterable[Alarm] = ()) -> AlarmWa
 
     Args:
         reports: in the order of the steps.
-        stored: the alarms of its file, of which those count that started before these reports.
+        stored: the alarms of its file, of which those count that these reports cannot show: they
+            began before them.
     """
-    oldest = min((r.step for r in reports if r.step is not None), default=0)
-    earlier = [alarm for alarm in stored if alarm.started < oldest]
-    # The reports say how those ended that had not ended before them.
+    steps = [report.step for report in reports if report.step is not None]
+    oldest, newest = min(steps, default=0), max(steps, default=0)
+    earlier = [alarm for alarm in stored if alarm.first < oldest and alarm.started <= newest]
+    # The reports say when those ended that had not ended before them.
     watch = AlarmWatch(
-        replace(alarm, last=min(alarm.last, oldest), ended=None)
+        replace(alarm, last=min(alarm.last, newest), ended=None)
         if alarm.ended is not None and alarm.ended >= oldest
         else alarm
         for alarm in earlier

@@ -191,7 +191,7 @@ SATURATES = ProblemKind(
     _saturation_level,
     lambda cast: cast.saturated or 0.0,
     lambda cast: (
-        f"{100 * (cast.saturated or 0.0):.2g} % of its elements lie beyond the format's range."
+        f"{100 * (cast.saturated or 0.0):.3g} % of its elements lie beyond the format's range."
     ),
     "A delayed scale lags behind: give DelayedScalingConfig a margin or a longer history, and "
     "call float8.after_step(model) after each step. A static scale "

@@ -1,0 +1,229 @@
+"""One training under `float8.inspect_every`, healthy or with a planted fault.
+
+The model is that of `run.py`; for recipe ``unit`` it is `float8.unit_scaling.TransformerDecoder`,
+whose converted layers can be inspected. A fault begins at a look, or with the training:
+
+========== ============ ============================================================================
+fault      recipe       what is done to one layer or one operand
+========== ============ ============================================================================
+saturates  static       inputs are cast with a static scale made for 0.25, and reach about 4
+stale      delayed      a weight is multiplied by 2^12, and `float8.after_step` is not called again
+forgotten  delayed      the loss is divided by 2^12, and `float8.after_step` is not called again
+decays     static       the inputs of a layer shrink into the subnormal numbers of their scale
+flushes    naive        gradients of 1e-6 are cast without any scale (from the first step)
+inf        tensorwise   one element of a weight becomes inf
+drowns     tensorwise   the gradients of two halves of a batch cancel to 1 %
+========== ============ ============================================================================
+
+A row says which alarms started, how many of them before the fault, and after how many faulty looks
+the alarm that is expected of the fault started.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import float8
+import float8.unit_scaling as uu
+from benchmarks.measuring.harness import Row
+from benchmarks.quality.run import optimizer_of, schedule
+from float8 import CastConfig, Float8LinearConfig, ScalingType
+from float8.numerics import Alarm
+from scripts.train_gpt import CLIP
+from scripts.training import corpus, gpt
+
+HEALTHY = "none"
+VICTIM = "blocks.1.feed_forward.down"
+NORMED = "blocks.1.feed_forward.gate_up"  # reads a norm: its input is near a Gaussian
+SHOWN = 20  # alarms that a row keeps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """What decides a training.
+
+    Args:
+        recipe: of the layers.
+        fault: a name of `FAULTS`, or "none".
+        seed: of weights and batches.
+        steps: of the optimizer.
+        every: steps between two looks.
+        fault_step: the step at which a fault begins that does not begin with the training.
+        layers, width, heads, context, batch: as of `run.Run`.
+    """
+
+    recipe: str
+    fault: str
+    seed: int
+    steps: int
+    every: int
+    fault_step: int
+    layers: int = 2
+    width: int = 64
+    heads: int = 2
+    context: int = 64
+    batch: int = 8
+
+    @property
+    def sizes(self) -> gpt.Sizes:
+        return gpt.Sizes(self.layers, self.width, self.heads, self.context)
+
+
+class Training:
+    """A model and its optimizer; faults change what a step does."""
+
+    def __init__(self, run: Watched, device: str) -> None:
+        torch.manual_seed(run.seed)
+        self.run, self.device, self.is_unit = run, torch.device(device), run.recipe == "unit"
+        self.model = _model(run).to(self.device)
+        rate = 2**-4 if self.is_unit else 2e-3
+        self.optimizer = optimizer_of(self.model, rate, unit_scaled=self.is_unit)
+        self.forgets = self.cancels = False
+        self.loss_factor = 1.0
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16):
+            if isinstance(self.model, uu.TransformerDecoder):
+                return self.model.loss(tokens)
+            loss: Tensor = self.model(tokens, targets)
+            return loss - 0.99 * self.model(tokens, targets) if self.cancels else loss
+
+    def step(self, step: int, batch: tuple[Tensor, Tensor]) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * schedule(step, self.run.steps)
+        loss = self.loss(*(part.to(self.device) for part in batch))
+        (loss * self.loss_factor).backward()
+        if not self.is_unit:
+            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if not self.forgets:
+            float8.after_step(self.model)
+        return loss.item()
+
+
+# --- faults
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A planted fault.
+
+    Args:
+        recipe: of the training.
+        rule: of the alarm that is expected.
+        operand: of the cast that it names.
+        begin: makes it, at its step; None where the recipe is the fault.
+    """
+
+    recipe: str
+    rule: str
+    operand: str
+    begin: Callable[[Training], object] | None = None
+
+
+def _weight(training: Training, layer: str) -> Tensor:
+    return training.model.get_parameter(f"{layer}.weight")
+
+
+def _multiply_weight(training: Training) -> None:
+    with torch.no_grad():
+        _weight(training, VICTIM).mul_(2.0**12)
+    training.forgets = True
+
+
+def _divide_loss(training: Training) -> None:
+    training.loss_factor = 2.0**-12
+    training.forgets = True
+
+
+def _shrink_input(training: Training) -> None:
+    def shrunk(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        # To 0.6 of the smallest normal number: 24 dB are left, and little becomes zero.
+        wanted = 0.6 * 2.0**-6 * STATIC[DECAYS]
+        return (args[0] * (wanted / args[0].detach().float().std()).to(args[0].dtype),)
+
+    training.model.get_submodule(NORMED).register_forward_pre_hook(shrunk)
+
+
+def _put_inf(training: Training) -> None:
+    with torch.no_grad():
+        _weight(training, VICTIM)[0, 0] = math.inf
+
+
+def _cancel(training: Training) -> None:
+    training.cancels = True
+
+
+DECAYS = "static for 28"
+STATIC = {"static for 0.25": 0.25 / 448, DECAYS: 2.0**-4}  # value = data * scale
+FAULTS = {
+    "saturates": Fault("static for 0.25", "saturation", "input"),
+    "stale": Fault("delayed", "stale scale", "weight", _multiply_weight),
+    "forgotten": Fault("delayed", "stale scale", "grad_output", _divide_loss),
+    "decays": Fault(DECAYS, "falling SQNR", "input", _shrink_input),
+    "flushes": Fault("naive", "flush", "grad_output"),
+    "inf": Fault("tensorwise", "inf or NaN", "weight", _put_inf),
+    "drowns": Fault("tensorwise", "gradient noise", "grad_output", _cancel),
+}
+
+
+# --- one training
+
+
+def watch(run: Watched, data: Path | None = None, device: str = "cpu") -> Row:
+    """Train, and say which alarms started."""
+    text = corpus.torch_sources() if data is None else corpus.load(data)
+    training, alarms = Training(run, device), list[Alarm]()
+    monitor = float8.inspect_every(training.model, run.every, on_alarm=alarms.append)
+    fault = FAULTS.get(run.fault)
+    begin = 0 if fault is None or fault.begin is None else run.fault_step
+    last = math.nan
+    for step in range(run.steps):
+        if fault is not None and fault.begin is not None and step == begin:
+            fault.begin(training)
+        batch = text.batch(step, seed=run.seed, batch=run.batch, context=run.context)
+        with monitor:
+            loss = training.step(step, batch)
+        last = loss if math.isfinite(loss) else last
+    row: Row = {"loss": last, "looks": math.ceil(run.steps / run.every), "alarms": len(alarms)}
+    row["shown"] = [_line(alarm) for alarm in alarms[:SHOWN]]
+    if fault is not None:
+        row["early"] = sum(alarm.started < begin for alarm in alarms)
+        expected = [a.started for a in alarms if (a.rule, a.operand) == (fault.rule, fault.operand)]
+        if expected:
+            row["looks_until"] = (min(expected) - begin) // run.every + 1
+    return row
+
+
+def _line(alarm: Alarm) -> Row:
+    return {"step": alarm.started, "first": alarm.first, "text": str(alarm)}
+
+
+def _model(run: Watched) -> nn.Module:
+    if run.recipe == "unit":
+        model: nn.Module = uu.TransformerDecoder(
+            run.width, gpt.VOCABULARY, run.layers, run.heads, rotary_base=10_000.0
+        )
+        return _converted(model, Float8LinearConfig.from_recipe_name("unit"), "projection")
+    if run.recipe in STATIC:
+        cast = CastConfig(ScalingType.STATIC, static_scale=STATIC[run.recipe])
+        config = Float8LinearConfig(cast_config_input=cast)
+        return _converted(gpt.GPT(run.sizes), config, "head")
+    return gpt.in_recipe(gpt.GPT(run.sizes), run.recipe)
+
+
+def _converted(model: nn.Module, config: Any, head: str) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", 'recipe "unit" casts with a scale of 1')
+        return float8.convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda _, fqn: fqn != head
+        )

@@ -1,0 +1,151 @@
+"""An alarm starts at the k-th wrong look in a row, ends at the k-th good one, and resumes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from fresh import ROOT
+from runs import HEALTHY
+
+from float8.numerics import alarms
+from float8.numerics.alarms import ALARM_RULES, KEPT_ALARMS, AlarmWatch, watch_of
+from float8.numerics.snapshot import Report
+
+GRADIENT = {"operand": "grad_output", "gemm": "grad_input", "format": "e5m2", "sqnr": 25.5}
+LOOKS = {rule.name: rule.looks for rule in ALARM_RULES}
+WRONG = {
+    "inf or NaN": {"nonfinite": 3, "sqnr": None},
+    "inf or NaN in gradient": GRADIENT | {"nonfinite": 1},
+    "saturation": {"saturated": 0.002},
+    "flush": {"flushed": 0.2, "sqnr": 20.0},
+    "stale scale": {"staleness": -6.5},
+    "gradient noise": GRADIENT | {"gradient_sqnr": 4.7},
+    "falling SQNR": {"sqnr": 24.5},
+}
+NUMBERS = {
+    "inf or NaN": "3 of 1,000 elements",
+    "inf or NaN in gradient": "1 of 1,000 elements",
+    "saturation": "0.2 %",
+    "flush": "20 % of its elements became zero",
+    "stale scale": "6.5 octaves below",
+    "gradient noise": "an SQNR of 4.7 dB; below 4.8 dB",
+    "falling SQNR": "24.5 dB, and was 31.0 dB before",
+}
+
+
+def reports(*looks, every=10):
+    """One cast per look: the changes of a healthy one, or None where the layer was not called."""
+    rows = [[] if look is None else [replace(HEALTHY, **look)] for look in looks]
+    return [Report(row, step=i * every) for i, row in enumerate(rows)]
+
+
+def healthy_like(name):
+    return {key: value for key, value in GRADIENT.items() if "operand" in WRONG[name]}
+
+
+def history(*looks):
+    return watch_of(reports(*looks)).alarms
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_alarm_starts_at_the_kth_wrong_look_and_ends_at_the_kth_good_one(name):
+    k, good, bad = LOOKS[name], healthy_like(name), WRONG[name]
+    assert history(*[good] * 3, *[bad] * (k - 1), good, *[bad] * (k - 1)) == []
+    (alarm,) = history(*[good] * 3, *[bad] * (k + 1), *[good] * (k - 1))
+    assert (alarm.rule, alarm.layer, alarm.is_active) == (name, "ffn", True)
+    assert (alarm.first, alarm.started, alarm.last) == (30, 20 + 10 * k, 30 + 10 * k)
+    assert NUMBERS[name] in alarm.message
+    (alarm,) = history(*[good] * 3, *[bad] * k, *[good] * k)
+    assert (alarm.is_active, alarm.last, alarm.ended) == (False, 20 + 10 * k, 20 + 20 * k)
+
+
+def test_an_alarm_is_a_sentence_with_layer_operand_numbers_and_remedy():
+    (alarm,) = history(*[{"layer": "head", "saturated": 0.03}] * 3)
+    assert str(alarm).startswith("saturation: head, input. 3 % of its elements lie beyond")
+    assert "It has been so since step 0." in str(alarm)
+    assert "after_step" in str(alarm)
+    assert "the module itself" in str(history(*[{"layer": "", "saturated": 0.03}] * 3)[0])
+
+
+def test_single_looks_and_harmless_numbers_are_no_alarm():
+    noisy = {"sqnr": 15.0}  # from the start: no fall
+    exact_once = [{"sqnr": math.inf}] * 4 + [{"sqnr": 27.0}] * 4  # of weights that were all ones
+    generous = {"scaling": "static", "staleness": -12.0}
+    assert history(*[noisy] * 6) == history(*exact_once) == history(*[generous] * 6) == []
+    late = [{"saturated": 0.01}, {"staleness": 2.0, "sqnr": 9.0}, {}]  # each look another thing
+    assert history(*[{}] * 4, *late * 5) == []
+
+
+def test_a_layer_that_is_not_called_changes_nothing():
+    bad = WRONG["saturation"]
+    (alarm,) = history(bad, None, bad, None, None, bad)
+    assert (alarm.first, alarm.started) == (0, 50)
+    (alarm,) = history(*[bad] * 3, {}, None, {}, None)
+    assert alarm.is_active
+
+
+def test_a_fall_is_measured_from_the_looks_before_it():
+    slow = [{"sqnr": 31.0 - 0.4 * i} for i in range(60)]
+    (alarm,) = history(*slow)
+    assert alarm.rule == "falling SQNR" and alarm.first <= 350 and alarm.is_active
+    assert history({"sqnr": 20.0}, {"sqnr": 31.0}, *[{"sqnr": 20.0}] * 5) == []  # too few before
+    explained = {"sqnr": 10.0, "saturated": 0.02}
+    assert [a.rule for a in history(*[{}] * 4, *[explained] * 4)] == ["saturation"]
+
+
+def test_alarms_of_one_look_have_an_order():
+    rows = [
+        replace(HEALTHY, layer="some", saturated=0.01),
+        replace(HEALTHY, layer="most", saturated=0.02),
+        replace(HEALTHY, layer="first", nonfinite=1),
+        replace(HEALTHY, layer="second", nonfinite=900),
+    ]
+    watch = AlarmWatch()
+    first, _, third = (watch.see(Report(rows, step=step)) for step in (0, 1, 2))
+    assert [alarm.layer for alarm in first.started] == ["first", "second"]
+    assert [alarm.layer for alarm in third.started] == ["most", "some"]
+    assert len(third.active) == 4
+
+
+def test_a_run_that_resumes_has_the_alarms_of_one_that_did_not_stop():
+    bad, good = WRONG["saturation"], {}
+    looks = [*[good] * 2, *[bad] * 5, *[good] * 9, *[bad] * 7, *[good] * 4]
+    whole = reports(*looks)
+    expected = watch_of(whole)
+    assert [(a.first, a.last, a.ended) for a in expected.alarms] == [(20, 60, 90), (160, 220, 250)]
+    for stop in range(1, len(whole)):
+        for kept in (3, 5, 100):  # snapshots in the file
+            before = watch_of(whole[:stop])
+            resumed = watch_of(whole[max(stop - kept, 0) : stop], before.alarms)
+            for report in whole[stop:]:
+                resumed.see(report)
+            if kept == 100:
+                assert resumed.alarms == expected.alarms, stop
+            # Good looks before the first of the file are not known: the end may come later.
+            found, wanted = (
+                [replace(a, ended=None) for a in w.alarms] for w in (resumed, expected)
+            )
+            assert found == wanted, (stop, kept)
+    # Back to an earlier checkpoint: what came after it is not known, but what ended is found again.
+    again = watch_of(whole[4:8], expected.alarms)
+    assert [(a.first, a.last, a.ended) for a in again.alarms] == [(20, 60, None)]
+
+
+def test_old_alarms_that_have_ended_are_dropped():
+    watch, step = AlarmWatch(), 0
+    for i in range(KEPT_ALARMS + 5):
+        for bad in (1, 0):
+            watch.see(Report([replace(HEALTHY, layer=f"{i}", nonfinite=bad)], step=step))
+            step += 1
+    assert [watch.alarms[0].layer, watch.alarms[-1].layer] == ["5", f"{KEPT_ALARMS + 4}"]
+
+
+def test_the_table_of_the_documentation_is_that_of_the_code():
+    page = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+    lines = [line.split("|") for line in page.splitlines() if line.count("|") == 5]
+    named = {cells[1].strip(): cells[3].strip() for cells in lines}
+    assert {name: named.get(name) for name in LOOKS} == {n: str(k) for n, k in LOOKS.items()}
+    top = {line[4:29].strip(): line for line in alarms.__doc__.splitlines() if line[:4] == "    "}
+    assert LOOKS.keys() <= top.keys()
