@@ -309,6 +309,7 @@ CALLS: dict[str, list[Call]] = {
         Call(f.inspect_every, f"inspect_every: model {MODULE}"),
         Call(lambda v: f.inspect_every(converted(), v), "n is an integer >= 1"),
         Call(lambda v: f.inspect_every(converted(), writer=v), "has no add_scalar", NONE),
+        Call(lambda v: f.inspect_every(converted(), on_alarm=v), "on_alarm must be a", NONE),
     ],
     "ms_amp": [
         Call(lambda v: f.ms_amp(v, optimizer(), "O2"), "ms_amp takes"),
@@ -388,6 +389,7 @@ CALLS: dict[str, list[Call]] = {
     "all_of": [Call(filters.all_of, "all_of takes filters")],
     # float8.numerics
     "load_run": [Call(f.numerics.load_run, "", ("a string",))],  # a path
+    "load_alarms": [Call(f.numerics.load_alarms, "", ("a string",))],  # a path
     # float8.optim
     "AdamW": OPTIMIZER[:1],
     "Adam": OPTIMIZER[1:2],
@@ -405,7 +407,7 @@ NO_CALLS = {
     *("Calibration", "CastStatistics", "Comparison", "Device", "Estimate", "Figure"),
     *("Finding", "ModuleFilter", "SavePlan"),
     "ScaleFormat",
-    *("Float8Gradients", "Gemm", "GradientReport", "LinearPlan", "Moment", "Monitor"),
+    *("Float8Gradients", "Gemm", "GradientReport", "LinearPlan", "Moment", "Monitor", "Alarm"),
     *("GemmSpeed", "OperandCast", "Report", "Row", "ScalingController", "StateReport"),
     *("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"),
     *("ModelOpt", "Rowwise", "Tensorwise"),  # which take none

@@ -20,7 +20,8 @@ row at which it is not. `ALARM_RULES` is the table. Thresholds are those of
 
 Why so many looks: inf and NaN do not go away by themselves. In a gradient, a GradScaler makes them
 on purpose and skips the step. The others happen at single looks of healthy runs, above all while
-the learning rate rises; ``benchmarks/bench_alarms.py`` found none at three in a row.
+the learning rate rises; ``benchmarks/bench_alarms.py`` found none at three in a row, 10 steps
+apart. Looks at consecutive steps are like one look.
 
 An alarm depends on the reports alone, so that a resumed run finds it again in its file. A cast that
 a report lacks, as of a layer that was not called, changes nothing. Earlier looks at which an SQNR

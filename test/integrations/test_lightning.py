@@ -17,8 +17,10 @@ from torch import nn
 
 import float8
 from float8 import (
+    CastConfig,
     Float8Linear,
     Float8LinearConfig,
+    ScalingType,
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
@@ -296,6 +298,29 @@ def test_the_monitor_inspects_every_nth_batch_and_changes_nothing(tmp_path):
     again = Float8Monitor(n=4, path=file)  # a resumed run continues its file
     fit(Module(), Float8Precision("delayed"), tmp_path / "a.ckpt", max_epochs=2, callbacks=[again])
     assert [report.step for report in load_run(file)] == [0, 4, 8]
+
+
+def test_alarms_are_logged_and_may_stop_the_training(caplog):
+    config = Float8LinearConfig(
+        cast_config_input=CastConfig(ScalingType.STATIC, static_scale=2**-15)
+    )
+
+    class Alarmed(Exception):
+        pass
+
+    def stop(alarm):
+        raise Alarmed(str(alarm))
+
+    logger = Metrics()
+    options = {"logger": logger, "log_every_n_steps": 1}
+    fit(Module(), Float8Precision(config), callbacks=[Float8Monitor(n=1)], **options)
+    counts = [m["float8/alarms"] for m in logger.recorded.values() if "float8/alarms" in m]
+    assert counts[0] == 0 and counts[-1] > 0
+    assert any("alarm at step 2: saturation: model.0" in line for line in caplog.messages)
+    monitor = Float8Monitor(n=1, on_alarm=stop)
+    with pytest.raises(Alarmed, match="saturation: model"):
+        fit(Module(), Float8Precision(config), callbacks=[monitor], **options)
+    assert monitor.alarms[0].started == 2
 
 
 def test_names_under_fabric_are_those_of_the_model():

@@ -28,12 +28,18 @@ from trainers import (  # noqa: F401
 )
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from float8 import Float8Linear, Float8LinearConfig, convert_to_float8_training
+from float8 import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    ScalingType,
+    convert_to_float8_training,
+)
 from float8.config import RECIPES, DelayedScalingConfig
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.integrations import transformers as integration
 from float8.integrations.transformers import Float8Callback, convert
-from float8.numerics import load_run
+from float8.numerics import load_alarms, load_run
 
 GATHERING = replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True)
 DELAYED = DelayedScalingConfig(history_len=3, margin=1, interval=2)
@@ -212,6 +218,40 @@ def test_every_nth_step_is_inspected(tmp_path):
     resumed = trainer_of(tmp_path, llama(), callback, max_steps=6)
     resumed.train(resume_from_checkpoint=True)
     assert [report.step for report in load_run(run)] == [0, 2, 4]
+
+
+def saturating():
+    """A config whose inputs are cut to 1/64."""
+    return Float8LinearConfig(cast_config_input=CastConfig(ScalingType.STATIC, static_scale=2**-15))
+
+
+def test_alarms_are_in_the_log_and_in_the_trainers_logs(tmp_path, caplog):
+    callback = Float8Callback(saturating(), inspect_every=1, report_path=tmp_path / "run.json")
+    trainer = trainer_of(tmp_path, llama(), callback, logging_steps=1)
+    trainer.train()
+    assert any("alarm at step 2: saturation: model.layers.0" in line for line in caplog.messages)
+    counts = [e["float8/alarms"] for e in trainer.state.log_history if "loss" in e]
+    assert counts[:2] == [0, 0] and counts[2] >= 14
+    assert len(load_alarms(tmp_path / "run.json")) == counts[-1]
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_an_alarm_stops_the_training(in_order, tmp_path):
+    def stop(alarm):
+        if not in_order:
+            raise RuntimeError(str(alarm))
+        trainer.control.should_training_stop = True
+
+    callback = Float8Callback(saturating(), inspect_every=1, on_alarm=stop)
+    trainer = trainer_of(tmp_path, llama(), callback, max_steps=6)
+    if in_order:
+        trainer.train()
+    else:
+        with pytest.raises(RuntimeError, match=r"saturation: model\.layers\.0"):
+            trainer.train()
+    assert trainer.state.global_step == 3
+    with pytest.raises(ValueError, match="need inspect_every=n"):
+        Float8Callback(on_alarm=stop)
 
 
 def test_an_error_within_an_inspected_step_leaves_the_model_as_it_was(tmp_path):

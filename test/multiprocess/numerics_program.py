@@ -25,7 +25,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
-from float8.numerics import inspect, inspect_every, load_run
+from float8.numerics import inspect, inspect_every, load_alarms, load_run
 
 K, H = 32, 64
 EXACT = ("elements", "zeros", "amax", "scale_max", "flushed", "saturated", "histogram")
@@ -76,6 +76,12 @@ def data_parallel_reports_gather_to_that_of_one_process(rank, kind):
         run(layers, *batch(rank))
     assert {row.calls for row in report._rows} == {1}
     same(report.gather(), expected, kind)
+    one, other = (
+        {row.key: row.gradient_sqnr for row in each._rows if row.gradient_sqnr is not None}
+        for each in (report.gather(), expected)
+    )
+    assert len(one) == 2  # energies of ranks add up, products of calls too: not the same number
+    assert one == pytest.approx(other, abs=3.0)
 
 
 def gathered_weights_are_those_of_one_process(rank):
@@ -145,3 +151,20 @@ def a_monitor_writes_on_one_rank_what_all_have_seen(rank, path):
     }
     if rank == 0:
         assert [report.step for report in load_run(path)] == [0, 2]
+
+
+def an_alarm_of_one_rank_stops_all(rank, path):
+    """Rank 1 alone meets inf; the file is on rank 0 alone."""
+    seen = []
+    monitor = inspect_every(
+        layers := model(), 1, path=path if rank == 0 else None, on_alarm=seen.append
+    )
+    for step in range(2):
+        x, g = batch(rank)
+        x[0, 0] = float("inf") if rank == 1 and step == 1 else 0.0
+        with monitor:
+            run(layers, x, g)
+    assert (seen[0].rule, seen[0].layer, seen[0].started) == ("inf or NaN", "0", 1)
+    assert seen == monitor.alarms
+    if rank == 0:
+        assert load_alarms(path) == seen

@@ -387,5 +387,6 @@ def test_what_ranks_see_is_what_one_process_sees(tmp_path):
         "sequence parallel": (parts, "delayed", True),
         "DTensor": ("a_layer_of_dtensors_is_measured_by_its_shards",),
         "monitor": ("a_monitor_writes_on_one_rank_what_all_have_seen", tmp_path / "run.json"),
+        "alarm": ("an_alarm_of_one_rank_stops_all", tmp_path / "alarm.json"),
     }
     assert failures("numerics_program", claims) == {}

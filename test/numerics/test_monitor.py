@@ -1,8 +1,13 @@
-"""`inspect_every`: every n-th step, into a file that is always complete, and to a writer."""
+"""`inspect_every`: every n-th step, into a file that is always complete, and to a writer.
+
+Its alarms: in the log once, in the file, to the writer, to a callback that may stop the training.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 from pathlib import Path
 
 import pytest
@@ -10,16 +15,18 @@ import torch
 from disk import full_after
 from torch import nn
 
-from float8 import convert_to_float8_training
-from float8.numerics import inspect_every, load_run
+from float8 import CastConfig, Float8LinearConfig, ScalingType, convert_to_float8_training
+from float8.numerics import inspect_every, load_alarms, load_run
 
 
 class Writer:
     def __init__(self):
-        self.steps = []
+        self.steps, self.alarms = [], []
 
     def add_scalar(self, tag, value, step):
         self.steps.append(step)
+        if tag == "float8/alarms":
+            self.alarms.append((step, value))
 
 
 def model():
@@ -73,6 +80,91 @@ def test_a_step_that_raises_is_not_written_and_leaves_no_hook(tmp_path):
     with monitor:
         step(layers)
     assert [r.step for r in load_run(path)] == [1]
+
+
+# --- alarms
+
+
+def saturating():
+    """A layer that casts its input with a static scale made for 1; two alarms from then on."""
+    torch.manual_seed(0)
+    static = CastConfig(ScalingType.STATIC, static_scale=1 / 448)
+    config = Float8LinearConfig(cast_config_input=static)
+    return convert_to_float8_training(nn.Sequential(nn.Linear(16, 32)), config=config)
+
+
+def looked_at(layers, looks, factor=1.0, **options):
+    monitor = inspect_every(layers, 1, **options)
+    for _ in range(looks):
+        with monitor:
+            layers(factor * torch.randn(32, 16)).square().sum().backward()
+    return monitor
+
+
+def test_an_alarm_is_logged_once_when_it_starts_and_once_when_it_ends(tmp_path, caplog):
+    layers, path, writer, seen = saturating(), tmp_path / "run.json", Writer(), []
+    options = {"path": path, "writer": writer, "on_alarm": seen.append}
+    with caplog.at_level(logging.INFO, "float8"):
+        looked_at(layers, 6, **options)
+        looked_at(layers, 4, factor=0.01, step=6, **options)
+    saturation, stale, *ended = [record.getMessage() for record in caplog.records]
+    assert saturation.startswith("alarm at step 2: saturation: 0, input. 3")
+    assert "It has been so since step 0." in saturation and "calibrated again" in saturation
+    assert stale.startswith("alarm at step 2: stale scale: 0, input. Its amax lies ")
+    assert "also 2, input" in stale or len(seen) == 2
+    assert [text.split(":")[0] for text in ended] == ["the alarm of step 2 has ended at step 8"] * 2
+    assert {(alarm.rule, alarm.layer) for alarm in seen} >= {("saturation", "0")}
+    stored = load_alarms(path)
+    assert [(a.first, a.last, a.ended) for a in stored] == [(0, 5, 8)] * len(seen)
+    counts = dict(writer.alarms)
+    assert counts == {i: len(seen) if 2 <= i < 8 else 0 for i in range(10)}
+
+
+def test_many_alarms_of_one_rule_are_one_line(caplog):
+    torch.manual_seed(0)
+    layers = convert_to_float8_training(nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))))
+    with torch.no_grad():
+        layers[1].weight[0, 0] = math.inf
+    monitor = looked_at(layers, 1)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("alarm at step 0: inf or NaN: 1, weight. 1 of 256 elements")
+    assert line.endswith("(also 2, input; 3, input; 4, input; and 1 more casts)")
+    assert len(monitor.alarms) == 5
+
+
+def test_a_callback_may_stop_the_training_and_the_file_says_why(tmp_path):
+    def stop(alarm):
+        raise RuntimeError(str(alarm))
+
+    path = tmp_path / "run.json"
+    with pytest.raises(RuntimeError, match=r"saturation: 0, input\. .*calibrated again"):
+        looked_at(saturating(), 6, path=path, on_alarm=stop)
+    assert [report.step for report in load_run(path)] == [0, 1, 2]
+    assert load_alarms(path)[0].is_active
+
+
+def test_a_training_that_resumes_does_not_say_an_alarm_again(tmp_path, caplog):
+    path, layers, seen = tmp_path / "run.json", saturating(), []
+    looked_at(layers, 4, path=path)
+    caplog.clear()
+    monitor = looked_at(layers, 2, path=path, step=4, on_alarm=seen.append, keep=2)
+    assert (caplog.records, seen) == ([], [])
+    assert {(alarm.first, alarm.last) for alarm in monitor.alarms} == {(0, 5)}
+    assert load_alarms(path) == monitor.alarms
+
+
+def test_a_file_of_version_1_has_the_alarms_of_its_snapshots(tmp_path):
+    path = tmp_path / "run.json"
+    looked_at(saturating(), 4, path=path)
+    expected, content = load_alarms(path), json.loads(path.read_text())
+    del content["alarms"]
+    content["version"] = 1
+    for snapshot in content["snapshots"]:
+        for row in snapshot["rows"]:
+            del row["gradient_sqnr"], row["sums"]["gradient"], row["sums"]["gradient_noise"]
+    path.write_text(json.dumps(content))
+    assert load_alarms(path) == expected != []
+    assert {row["gradient_sqnr"] for row in load_run(path)[0].rows()} == {None}
 
 
 # --- files that cannot be written

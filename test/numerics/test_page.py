@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 from browser import CHROMIUM, Browser
 from fresh import ROOT
 from runs import run
 
+from float8.numerics.alarms import watch_of
 from float8.numerics.explanations import EXPLANATIONS
 from float8.numerics.problems import (
     EXPECTED_SQNR,
@@ -32,6 +34,10 @@ SORTED = (
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     (folder / "page.html").write_text(page(run(), ABOUT), encoding="utf-8")
+    reports = run(steps=(0, 50, 100, 150))
+    alarms = watch_of(reports).alarms
+    alarmed = page(reports, ABOUT, [replace(alarms[0], ended=120), *alarms[1:]])
+    (folder / "alarms.html").write_text(alarmed, encoding="utf-8")
     (folder / "large.html").write_text(page(run(steps=(0,), layers=300), ABOUT), encoding="utf-8")
     return folder
 
@@ -99,6 +105,26 @@ def wait_for_tip(browser):
     return tip(browser)
 
 
+# --- alarms
+
+
+def test_alarms_are_said_and_shown(show):
+    wide = show()
+    assert wide.value("byId('alarms').hidden") is True
+    wide = show(name="alarms.html")
+    text = wide.value("byId('alarms').innerText")
+    assert "alarms, " in text and "wrong from step 0 to step 150, not ended" in text
+    assert "ended at step 120" in text
+    place = wide.value(
+        "(() => { const all = [...document.querySelectorAll('#alarms .problem')];"
+        "const mine = all.find((one) => one.innerText.includes('saturation: blocks.2.ffn'));"
+        "mine.querySelector('button').click();"
+        "return [byId('step-name').textContent, document.activeElement.innerText.trim(),"
+        " byId('operand').value]; })()"
+    )
+    assert place == ["step 100", "▸\nblocks.2.ffn", "grad_output"]
+
+
 # --- explanations
 
 
@@ -114,7 +140,9 @@ def test_every_column_is_explained_where_it_stands(wide):
         one = by_name[name]
         for part in (one.meaning, f"Good {one.good}", f"Bad {one.bad}"):
             assert part in text
-    assert set(by_name) - {name for name, _ in heads} == {"Inf or NaN"}, "which has a tile"
+    assert set(by_name) - {name for name, _ in heads} == {"Inf or NaN", "Gradient SQNR"}, (
+        "which have a tile, and a place in the opened rows"
+    )
     assert wide.value("document.querySelectorAll('#tiles [data-explain]').length") == 5
 
 
@@ -191,7 +219,9 @@ def test_tab_reaches_every_control_in_the_order_of_the_page_and_the_focus_is_see
         order.append(focused(wide, "id") or focused(wide).split("\n")[0])
         width = "parseFloat(getComputedStyle(document.activeElement).outlineWidth)"
         assert wide.value(width) >= 2, order[-1]
-    head = [EXPLANATIONS[key].name for key in EXPLANATIONS if key != "nonfinite"]
+    head = [
+        EXPLANATIONS[key].name for key in EXPLANATIONS if key not in ("nonfinite", "gradient_sqnr")
+    ]
     for part in (["earlier", "step"], ["filter", "operand", "sort", "problems", "Layer"]):
         assert part == order[order.index(part[0]) :][: len(part)]
     start = order.index("Layer")
@@ -349,7 +379,7 @@ def test_paper_shows_all_findings_opened_and_no_controls(show):
     browser.value("dispatchEvent(new Event('beforeprint'))")
     facts = browser.value(FACTS)
     assert facts["closed"] == facts["controls"] == 0
-    assert (facts["problems"], facts["skipped"], facts["explained"]) == (3, 1, 12)
+    assert (facts["problems"], facts["skipped"], facts["explained"]) == (3, 1, 13)
     assert facts["rows"] == 92, "also those that no scrolling has drawn yet"
     assert facts["opened"] == 2, "the worst cast of each problem"
     for said in ("It met inf or NaN.", "It saturates.", "It has a stale scale."):

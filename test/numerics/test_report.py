@@ -11,12 +11,14 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 from fresh import ROOT
 from runs import EVIL, HEALTHY, run
 
+from float8.numerics.alarms import watch_of
 from float8.numerics.report import DECADES, ROW_COLUMNS, SHARE_LEVELS, content, main, page, shares
 from float8.numerics.snapshot import Report
 from float8.numerics.statistics import Histogram
@@ -109,6 +111,24 @@ def test_the_numbers_are_those_of_the_run_in_four_digits():
                 assert (value is None) == (expected is None)
                 if value is not None:
                     assert float(value) == pytest.approx(expected, rel=5e-4)
+
+
+def test_alarms_say_when_they_were_and_lead_to_their_snapshot():
+    reports = run(steps=(0, 50, 100, 150))
+    watch = watch_of(reports)
+    (bad,) = [alarm for alarm in watch.alarms if alarm.layer == "blocks.2.ffn"][:1]
+    old = replace(watch.alarms[0], first=-9, started=-8, last=-7, ended=-6)
+    found = content(reports, ABOUT, [old, *watch.alarms])
+    assert (found["alarm_count"], found["active_alarms"]) == (
+        len(watch.alarms) + 1,
+        len(watch.alarms),
+    )
+    assert found["alarms"][-1]["snapshot"] is None, "what has ended comes last"
+    (said,) = [a for a in found["alarms"] if (a["rule"], a["layer"]) == (bad.rule, bad.layer)]
+    assert (said["first"], said["started"], said["ended"]) == (0, 100, None)
+    assert found["snapshots"][said["snapshot"]]["step"] == 100
+    assert tuple(found["casts"][said["cast"]]) == tuple(bad.labels)
+    assert content(reports, ABOUT)["alarms"] == []
 
 
 def test_a_histogram_as_a_string_keeps_its_shares():
