@@ -309,7 +309,9 @@ CALLS: dict[str, list[Call]] = {
         Call(f.inspect_every, f"inspect_every: model {MODULE}"),
         Call(lambda v: f.inspect_every(converted(), v), "n is an integer >= 1"),
         Call(lambda v: f.inspect_every(converted(), writer=v), "has no add_scalar", NONE),
-        Call(lambda v: f.inspect_every(converted(), on_alarm=v), "on_alarm must be a", NONE),
+        Call(
+            lambda v: f.inspect_every(converted(), on_alarm=v), "on_alarm must", (*NONE, "a class")
+        ),
     ],
     "ms_amp": [
         Call(lambda v: f.ms_amp(v, optimizer(), "O2"), "ms_amp takes"),

@@ -10,7 +10,7 @@ saturates  static       inputs are cast with a static scale made for 0.25, and r
 stale      delayed      a weight is multiplied by 2^12, and `float8.after_step` is not called again
 forgotten  delayed      the loss is divided by 2^12, and `float8.after_step` is not called again
 decays     static       the inputs of a layer shrink into the subnormal numbers of their scale
-flushes    naive        gradients of 1e-6 are cast without any scale (from the first step)
+flushes    static       the loss is divided by 2^28, and the scale of the gradients is static
 inf        tensorwise   one element of a weight becomes inf
 drowns     tensorwise   the gradients of two halves of a batch cancel to 1 %
 ========== ============ ============================================================================
@@ -145,6 +145,10 @@ def _divide_loss(training: Training) -> None:
     training.forgets = True
 
 
+def _divide_loss_under_a_static_scale(training: Training) -> None:
+    training.loss_factor = 2.0**-28
+
+
 def _shrink_input(training: Training) -> None:
     def shrunk(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
         # To 0.6 of the smallest normal number: 24 dB are left, and little becomes zero.
@@ -163,14 +167,14 @@ def _cancel(training: Training) -> None:
     training.cancels = True
 
 
-DECAYS = "static for 28"
-STATIC = {"static for 0.25": 0.25 / 448, DECAYS: 2.0**-4}  # value = data * scale
+DECAYS, GRADIENTS = "static for 28", "static gradients"
+STATIC = {"static for 0.25": 0.25 / 448, DECAYS: 2.0**-4, GRADIENTS: 2.0**-16}  # data * scale
 FAULTS = {
     "saturates": Fault("static for 0.25", "saturation", "input"),
     "stale": Fault("delayed", "stale scale", "weight", _multiply_weight),
     "forgotten": Fault("delayed", "stale scale", "grad_output", _divide_loss),
     "decays": Fault(DECAYS, "falling SQNR", "input", _shrink_input),
-    "flushes": Fault("naive", "flush", "grad_output"),
+    "flushes": Fault(GRADIENTS, "flush", "grad_output", _divide_loss_under_a_static_scale),
     "inf": Fault("tensorwise", "inf or NaN", "weight", _put_inf),
     "drowns": Fault("tensorwise", "gradient noise", "grad_output", _cancel),
 }
@@ -216,7 +220,11 @@ def _model(run: Watched) -> nn.Module:
         return _converted(model, Float8LinearConfig.from_recipe_name("unit"), "projection")
     if run.recipe in STATIC:
         cast = CastConfig(ScalingType.STATIC, static_scale=STATIC[run.recipe])
-        config = Float8LinearConfig(cast_config_input=cast)
+        config = (
+            Float8LinearConfig(cast_config_grad_output=cast)
+            if run.recipe == GRADIENTS
+            else Float8LinearConfig(cast_config_input=cast)
+        )
         return _converted(gpt.GPT(run.sizes), config, "head")
     return gpt.in_recipe(gpt.GPT(run.sizes), run.recipe)
 
