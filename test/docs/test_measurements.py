@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from linear.test_bytes import BYTES, LAUNCHES
 
+from benchmarks import bench_alarms
+from benchmarks.quality.watched import HEALTHY, STATIC
 from float8.config import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,6 +190,24 @@ def inspection():
         if watched == "each step"
     ]
     return markdown("recipe | a run with `inspect_every(model, n=50)` | an inspected step", body)
+
+
+def alarms():
+    """For the page of measurements, once ``cpu_alarms.json`` is there."""
+    body = [
+        [
+            "healthy" if line["layer"] == HEALTHY else f"`{line['layer']}`",
+            line["recipe"] if line["recipe"] in STATIC else f"`{line['recipe']}`",
+            line["looks"],
+            line["false_alarms"],
+            line.get("rule", ""),
+            line.get("looks_until", "none" if "allowed" in line else ""),
+            line.get("allowed", ""),
+        ]
+        for line in bench_alarms.lines(result("cpu_alarms")["rows"])
+    ]
+    header = "training | recipe | looks | false alarms | expected alarm"
+    return markdown(f"{header} | looks until it started | at most", body)
 
 
 def predicted():
