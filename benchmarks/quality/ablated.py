@@ -49,11 +49,15 @@ def casts_of(part: str) -> frozenset[str]:
     return frozenset(cast for cast in CASTS if part in (cast, *cast.split(" for ")))
 
 
+def part_of(ablation: str) -> str:
+    """The part that a name of `ABLATIONS` speaks of."""
+    return ablation.removeprefix(ONLY).removeprefix(ALL_BUT)
+
+
 def casts_in(ablation: str) -> frozenset[str]:
     """The casts that are on under a name of `ABLATIONS`."""
-    if ablation.startswith(ONLY):
-        return casts_of(ablation.removeprefix(ONLY))
-    return frozenset(CASTS) - casts_of(ablation.removeprefix(ALL_BUT))
+    casts = casts_of(part_of(ablation))
+    return casts if ablation.startswith(ONLY) else frozenset(CASTS) - casts
 
 
 def config_of(casts: frozenset[str]) -> Float8LinearConfig:
