@@ -97,12 +97,15 @@ def ablate(model: nn.Module, casts: frozenset[str] = frozenset()) -> list[Ablate
     Returns:
         the layers, whose ``casts`` may be set again.
     """
-    layers = [m for fqn, m in model.named_modules() if type(m) is nn.Linear and fqn != "head"]
-    for layer in layers:
-        assert layer.bias is None
-        layer.__class__ = AblatedLinear
-        layer.casts = casts  # type: ignore[assignment]
-    return layers  # type: ignore[return-value]
+    layers: list[AblatedLinear] = []
+    for fqn, module in model.named_modules():
+        if type(module) is nn.Linear and fqn != "head":
+            assert module._parameters["bias"] is None
+            layer: Any = module
+            layer.__class__ = AblatedLinear
+            layer.casts = casts
+            layers.append(layer)
+    return layers
 
 
 class _Product(torch.autograd.Function):
@@ -129,7 +132,8 @@ def _multiply(gemm: str, casts: frozenset[str], a: Tensor, b: Tensor) -> Tensor:
         if f"{operand} for {gemm}" in casts:
             cast = Float8Tensor.from_high_precision(matrix, _Product.FORMATS[operand])
             scale = cast._scale if scale is None else scale * cast._scale
-            matrix = cast._data.to(matrix.dtype)
-        operands.append(matrix)
+            operands.append(cast._data.to(matrix.dtype))
+        else:
+            operands.append(matrix)
     product = F.linear(*operands)
     return product if scale is None else product * scale.reshape(())

@@ -11,9 +11,9 @@ a recipe of float8           converted; ``unit`` is unit-scaled first
 ``unit_bf16``                unit-scaled, in bf16: the base of ``unit``
 ``torchao tensorwise``,      converted by torchao's own function; on a CPU with ``emulate``
 ``torchao rowwise``
-``only PART``, ``all but     the casts of recipe ``tensorwise`` in one part alone, or in all but that
-PART``                       (``ablated.py``). GEMMs are switched by a `Float8LinearConfig`, single
-                             casts and operands in a layer of the study's own
+``only PART``,               recipe ``tensorwise`` with the casts of one part alone, or with all but
+``all but PART``             those (``ablated.py``). A `Float8LinearConfig` switches GEMMs, a layer of
+                             the study's own operands and single casts
 ============================ ======================================================================
 
 The output head keeps bf16 in all of them.
