@@ -12,8 +12,8 @@ a recipe of float8           converted; ``unit`` is unit-scaled first
 ``torchao tensorwise``,      converted by torchao's own function; on a CPU with ``emulate``
 ``torchao rowwise``
 ``only PART``,               recipe ``tensorwise`` with the casts of one part alone, or with all but
-``all but PART``             those (``ablated.py``). A `Float8LinearConfig` switches GEMMs, a layer of
-                             the study's own operands and single casts
+``all but PART``             those (``ablated.py``). A `Float8LinearConfig` switches GEMMs, a layer
+                             of the study's own switches operands and single casts
 ============================ ======================================================================
 
 The output head keeps bf16 in all of them.
