@@ -96,7 +96,7 @@ def draw_curves(axes: Axes, contenders: dict[str, list[Row]], names: Sequence[st
     axes.minorticks_off()
     axes.set_xlabel("steps", color=picture.GREY)
     axes.set_ylabel("gap to bf16, % of its loss", color=picture.GREY)
-    axes.legend(frameon=False, fontsize="small")
+    _legend(axes)
 
 
 def _gap(contenders: dict[str, list[Row]], name: str, step: int | None = None) -> Difference:
@@ -132,7 +132,7 @@ def draw_rates(rows: Sequence[Row]) -> Figure:
     axes.set_xticks(list(rates.OCTAVES), [f"x{2.0**octave:g}" for octave in rates.OCTAVES])
     axes.set_xlabel("learning rate, of the usual one", color=picture.GREY)
     axes.set_ylabel("held-out loss", color=picture.GREY)
-    axes.legend(frameon=False, fontsize="small")
+    _legend(axes)
     return figure
 
 
@@ -151,7 +151,7 @@ def draw_scaling(rows: Sequence[Row]) -> Figure:
         axes.set_title(name, loc="left", fontweight="bold", pad=10)
         axes.set_xlabel("parameters of the blocks", color=picture.GREY)
     panels[0].set_ylabel("gap to bf16, % of its loss", color=picture.GREY)
-    panels[0].legend(frameon=False, fontsize="small")
+    _legend(panels[0])
     return figure
 
 
@@ -164,6 +164,12 @@ def _draw_budget(axes: Axes, lines: Sequence[Row], colour: str) -> None:
     axes.errorbar(sizes, gaps, half, label=label, **style)
     predicted = [(line["N"], line["predicted"]) for line in lines if "predicted" in line]
     axes.plot(*zip(*predicted, strict=True), "--", color=colour) if predicted else None
+
+
+def _legend(axes: Axes) -> None:
+    """None where a file has nothing to draw yet."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize="small")
 
 
 def _panels(count: int, width: float) -> tuple[Figure, Sequence[Axes]]:
