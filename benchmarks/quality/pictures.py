@@ -9,7 +9,6 @@ scaling   the gap against parameters, one line per number of tokens, and the pre
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+ACROSS = 3  # panels in a row
 COLOURS = (
     *(picture.BLUE, picture.VERMILLION, picture.GREEN, picture.PURPLE, picture.ORANGE),
     *(picture.SKY, picture.BLACK),
@@ -44,12 +44,21 @@ def draw(report: dict[str, Any]) -> Figure:
 
 def draw_recipes(rows: Sequence[Row]) -> Figure:
     """Final gaps on the left, gaps against steps on the right."""
-    figure, (left, right) = _panels(2, width=4.6)
+    from matplotlib.figure import Figure  # needed for drawing only
+
     contenders = by_contender(rows)
     gaps = {name: _gap(contenders, name) for name in contenders if name != base_of(name)}
     gaps = {name: gap for name, gap in gaps.items() if len(gap.values) > 1}
-    draw_forest(left, gaps)
-    draw_curves(right, contenders, [name for name in gaps if name != NOISE])
+    names = [name for name in gaps if name != NOISE]
+    figure = Figure(figsize=(10.5, 5), layout="constrained")
+    halves: Any = figure.subfigures(1, 2, width_ratios=(1, 1.4))
+    left, right = halves
+    draw_forest(left.subplots(), gaps)
+    if names:
+        height = -(-len(names) // ACROSS)
+        grid = right.subplots(height, ACROSS, sharex=True, sharey=True, squeeze=False)
+        draw_curves(list(grid.flat), contenders, names)
+        right.supxlabel("steps", color=picture.GREY, fontsize="medium")
     return figure
 
 
@@ -71,32 +80,36 @@ def draw_forest(axes: Axes, gaps: dict[str, Difference]) -> None:
     axes.set_yticks(range(len(gaps)), list(gaps), color=picture.BLACK)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
-    axes.set_xlabel("gap to bf16 at the end, % of its loss", color=picture.GREY)
+    axes.set_xlabel("gap to the base at the end, % of its loss", color=picture.GREY)
 
 
-def draw_curves(axes: Axes, contenders: dict[str, list[Row]], names: Sequence[str]) -> None:
-    """Mean gaps after 1/16, 1/8, ... of the steps, with the last one's interval."""
-    picture.plain(axes, "left", "bottom")
-    axes.axhline(0, color=picture.GREY, linewidth=0.8)
+def draw_curves(
+    panels: Sequence[Axes], contenders: dict[str, list[Row]], names: Sequence[str]
+) -> None:
+    """A panel per contender: the gap after 1/16, 1/8, ... of the steps; grey is the control's."""
     steps = _steps(contenders)
     noise = [_gap(contenders, NOISE, step) for step in steps]
-    if all(len(gap.values) > 1 for gap in noise):
-        low = [gap.mean - gap.half_width for gap in noise]
-        high = [gap.mean + gap.half_width for gap in noise]
-        axes.fill_between(steps, low, high, color=picture.PALE, linewidth=0, label=NOISE)
-    for place, (name, colour) in enumerate(zip(names, itertools.cycle(COLOURS), strict=False)):
+    for axes, name in zip(panels, names, strict=False):
+        picture.plain(axes, "left", "bottom")
+        axes.axhline(0, color=picture.GREY, linewidth=0.8)
         gaps = [_gap(contenders, name, step) for step in steps]
-        shifted = [step * 1.02 ** (place - len(names) / 2) for step in steps]
-        style: Any = {"color": colour, "linewidth": 1.4, "elinewidth": 0.7, "markersize": 4}
-        style["linestyle"] = "-" if place < len(COLOURS) else "--"
-        half = [gap.half_width for gap in gaps]
-        axes.errorbar(shifted, [gap.mean for gap in gaps], half, marker="o", label=name, **style)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(steps, [f"{step:,}" for step in steps])
-    axes.minorticks_off()
-    axes.set_xlabel("steps", color=picture.GREY)
-    axes.set_ylabel("gap to bf16, % of its loss", color=picture.GREY)
-    _legend(axes)
+        _band(axes, steps, noise, color=picture.PALE)
+        _band(axes, steps, gaps, color=picture.BLUE, alpha=0.25)
+        axes.plot(steps, [gap.mean for gap in gaps], "o-", color=picture.BLUE, markersize=4)
+        axes.set_title(name, loc="left", fontsize="medium")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(steps, [f"{step:,}" for step in steps], rotation=45)
+        axes.minorticks_off()
+    for axes in panels[len(names) :]:
+        axes.set_visible(False)
+
+
+def _band(axes: Axes, steps: Sequence[int], gaps: Sequence[Difference], **style: Any) -> None:
+    """The intervals of gaps; none where a step has fewer than two seeds."""
+    if all(len(gap.values) > 1 for gap in gaps):
+        low = [gap.mean - gap.half_width for gap in gaps]
+        high = [gap.mean + gap.half_width for gap in gaps]
+        axes.fill_between(steps, low, high, linewidth=0, **style)
 
 
 def _gap(contenders: dict[str, list[Row]], name: str, step: int | None = None) -> Difference:
@@ -137,33 +150,40 @@ def draw_rates(rows: Sequence[Row]) -> Figure:
 
 
 def draw_scaling(rows: Sequence[Row]) -> Figure:
-    """A panel per contender; dashed is what the scaling law predicts."""
+    """A panel per contender: its seeds pale, their means in lines; dashed is the prediction."""
     lines, _ = scaling.summary(rows)
-    names = list(dict.fromkeys(line["layer"] for line in lines if "gap_percent" in line))
+    cells = [line for line in lines if "gap_percent" in line]
+    wholes = {line["layer"]: line for line in lines if "mean" in line}
+    names = list(dict.fromkeys(line["layer"] for line in cells))
     figure, panels = _panels(max(1, len(names)), width=3.2)
     for axes, name in zip(panels, names, strict=False):
         picture.plain(axes, "left", "bottom")
         axes.axhline(0, color=picture.GREY, linewidth=0.8)
-        own = [line for line in lines if line["layer"] == name and "gap_percent" in line]
+        axes.set_xscale("log")
+        own = [line for line in cells if line["layer"] == name]
         for D, colour in zip(sorted({line["D"] for line in own}), COLOURS, strict=False):
             _draw_budget(axes, [line for line in own if line["D"] == D], colour)
-        axes.set_xscale("log")
         axes.set_title(name, loc="left", fontweight="bold", pad=10)
-        axes.set_xlabel("parameters of the blocks", color=picture.GREY)
+        whole = wholes.get(f"{name}, all sizes", {})
+        said = [f"mean {whole['mean']}"] if "mean" in whole else []
+        said += [f"$N_{{eff}}/N$ = {whole['kept']}"] if "kept" in whole else []
+        axes.set_xlabel("\n".join(["parameters of the blocks", *said]), color=picture.GREY)
     panels[0].set_ylabel("gap to bf16, % of its loss", color=picture.GREY)
-    _legend(panels[0])
+    _legend(panels[len(names) - 1])
     return figure
 
 
 def _draw_budget(axes: Axes, lines: Sequence[Row], colour: str) -> None:
     """The gaps of one number of tokens."""
     label = f"{lines[0]['D'] / 1e6:.2g} million tokens"
-    half = [line["half_width"] if math.isfinite(line["half_width"]) else 0.0 for line in lines]
-    sizes, gaps = [line["N"] for line in lines], [line["gap_percent"] for line in lines]
-    style: Any = {"color": colour, "linewidth": 1.4, "elinewidth": 0.7, "marker": "o"}
-    axes.errorbar(sizes, gaps, half, label=label, **style)
+    means = [(line["N"], line["gap_percent"]) for line in lines]
+    seeds = [(line["N"], gap) for line in lines for gap in line["gaps"]]
     predicted = [(line["N"], line["predicted"]) for line in lines if "predicted" in line]
-    axes.plot(*zip(*predicted, strict=True), "--", color=colour) if predicted else None
+    axes.plot(*zip(*seeds, strict=True), ".", color=colour, alpha=0.4)
+    axes.plot(*zip(*means, strict=True), "o-", color=colour, linewidth=1.4, label=label)
+    if predicted:
+        style: Any = {"color": colour, "linewidth": 1, "label": f"{label}, predicted"}
+        axes.plot(*zip(*predicted, strict=True), "--", **style)
 
 
 def _legend(axes: Axes) -> None:
@@ -176,7 +196,7 @@ def _panels(count: int, width: float) -> tuple[Figure, Sequence[Axes]]:
     from matplotlib.figure import Figure  # needed for drawing only
 
     figure = Figure(figsize=(width * count, 4.2), layout="constrained")
-    return figure, figure.subplots(1, count, squeeze=False, sharey="none")[0]
+    return figure, figure.subplots(1, count, squeeze=False, sharey=True)[0]
 
 
 DRAWN = {"recipes": draw_recipes, "rates": draw_rates, "scaling": draw_scaling}

@@ -29,7 +29,7 @@ CONTENDERS = (
     *(BASE, "tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"),
     *(UNIT_BASE, "unit"),
 )
-OCTAVES = range(-1, 7)  # log2 of the factor
+OCTAVES = range(-2, 6)  # log2 of the factor
 COLUMNS = {
     "layer": ("contender", ""),
     "seeds": ("seeds", ".0f"),
@@ -43,8 +43,8 @@ COLUMNS = {
 
 
 def runs(options: argparse.Namespace) -> list[Run]:
-    """Every contender with every rate, the middle of the grid first."""
-    outwards = sorted(OCTAVES, key=lambda octave: abs(octave - 1))
+    """Every contender with every rate, the usual one first."""
+    outwards = sorted(OCTAVES, key=abs)
     return [
         replace(run, learning_rate=run.learning_rate * 2.0**octave)
         for seed in options.seeds

@@ -90,7 +90,7 @@ def summary(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
             if losses:
                 line["loss"] = statistics.fmean(losses)
             if name != base_of(name) and (gap := difference(own, bases)).values:
-                line |= {"gap": str(gap), "gap_percent": gap.mean, "half_width": gap.half_width}
+                line |= {"gap": str(gap), "gap_percent": gap.mean, "gaps": gap.values}
                 if name != NOISE and (N, D) in slopes:
                     base = statistics.fmean(row["loss"] for row in bases if "loss" in row)
                     line["predicted"] = -100 * slopes[N, D] * math.log(PREDICTED) / base
