@@ -59,7 +59,7 @@ class Study(NamedTuple):
 
 
 SIZES = {"steps": 2000, "layers": 2, "width": 128, "context": 64, "batch": 16, "held_out": 2**20}
-SMALL = {"steps": 400, "width": 64, "held_out": 2**18}
+SMALL = {"steps": 300, "width": 64, "held_out": 2**18}
 QUICK = {"steps": 4, "width": 32, "layers": 1, "batch": 2, "context": 16, "held_out": 256}
 STUDIES = {
     "recipes": Study(recipes.runs, recipes.summary, recipes.COLUMNS, recipes.CONTENDERS, 5, {}),
@@ -69,7 +69,7 @@ STUDIES = {
     "rates": Study(rates.runs, rates.summary, rates.COLUMNS, rates.CONTENDERS, 1, SMALL),
     "scaling": Study(
         *(scaling.runs, scaling.summary, scaling.COLUMNS, scaling.CONTENDERS, 2),
-        SMALL | {"steps": 800},
+        SMALL | {"steps": 600},
     ),
 }
 ALL = tuple(dict.fromkeys(name for each in STUDIES.values() for name in each.contenders))

@@ -169,7 +169,9 @@ def draw_scaling(rows: Sequence[Row]) -> Figure:
         said += [f"$N_{{eff}}/N$ = {whole['kept']}"] if "kept" in whole else []
         axes.set_xlabel("\n".join(["parameters of the blocks", *said]), color=picture.GREY)
     panels[0].set_ylabel("gap to bf16, % of its loss", color=picture.GREY)
-    _legend(panels[len(names) - 1])
+    handles, labels = panels[len(names) - 1].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 

@@ -148,7 +148,7 @@ def test_runs_of_a_study_are_different_ones_and_pairs_come_early(name):
 
 def test_options_of_a_study_can_be_given():
     options = options_of("--study", "scaling", "--width", "32", "--contenders", "bf16", "mxfp8")
-    assert options.sizes["width"] == 32 and options.sizes["steps"] == 800
+    assert options.sizes["width"] == 32 and options.sizes["steps"] == 600
     assert {run.contender for run in scaling.runs(options)} == {"bf16", "mxfp8"}
     assert options_of("--quick").sizes == bench.QUICK
     assert options_of("--quick", "--steps", "9").sizes["steps"] == 9
