@@ -114,12 +114,19 @@ def evaluation_steps(steps: int) -> list[int]:
 
 
 def train(run: Run, data: Path | None = None, device: str = "cpu") -> Row:
-    """Train and evaluate; a run whose loss is not a number stops there, and its row says so."""
+    """Train new weights and evaluate; see `fit`."""
     text = corpus.torch_sources() if data is None else corpus.load(data)
     torch.manual_seed(run.seed)
-    model = gpt.GPT(run.sizes)
-    parameters = sum(p.numel() for p in model.parameters())
-    what = contender(run.contender, model.to(device))
+    what = contender(run.contender, gpt.GPT(run.sizes).to(device))
+    return fit(what, run, text, device)
+
+
+def fit(what: Contender, run: Run, text: corpus.Corpus, device: str = "cpu") -> Row:
+    """Train those parameters of a model that require gradients, and evaluate.
+
+    A run whose loss is not a number stops there, and its row says so.
+    """
+    parameters = sum(p.numel() for p in what.model.parameters() if p.requires_grad)
     row: Row = {"parameters": parameters, "text": text.digest, "train_loss": [], "curve": []}
     losses: list[float] = []
     start = time.perf_counter()
@@ -155,17 +162,18 @@ def losses_of_steps(
     run: Run, what: Contender, text: corpus.Corpus, device: str = "cpu"
 ) -> Iterator[float]:
     """Train step by step; the training loss of each."""
-    optimizer = _optimizer(what, run.learning_rate)
+    optimizer = optimizer_of(what, run.learning_rate)
     for step in range(run.steps):
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * schedule(step, run.steps)
         batch = text.batch(step, seed=run.seed, batch=run.batch, context=run.context)
-        yield _step(what, optimizer, batch, device)
+        yield train_step(what, optimizer, batch, device)
 
 
-def _step(
+def train_step(
     what: Contender, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], device: str
 ) -> float:
+    """One step of the optimizer: the loss before it."""
     with autocast(device):
         loss = what.model(*(part.to(device) for part in batch))
     loss.backward()
@@ -200,15 +208,16 @@ def _held_out(
 
 
 def autocast(device: str) -> AbstractContextManager[None]:
-    """To bf16."""
+    """To bf16, on a device."""
     context: AbstractContextManager[None] = torch.autocast(
         torch.device(device).type, torch.bfloat16
     )
     return context
 
 
-def _optimizer(what: Contender, learning_rate: float) -> torch.optim.Optimizer:
-    parameters = list(what.model.parameters())
+def optimizer_of(what: Contender, learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW, whose groups keep the peak learning rate as ``initial_lr``."""
+    parameters = [p for p in what.model.parameters() if p.requires_grad]
     decay = UNIT_DECAY if what.unit_scaled else WEIGHT_DECAY
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
