@@ -284,7 +284,8 @@ def test_scaling_finds_the_part_of_the_parameters_that_a_recipe_keeps(kept):
     assert middle == pytest.approx(kept, rel=5e-3)  # the slope is a parabola's
     assert low <= middle <= high < middle + 0.01
     cells = [line for line in lines if line["layer"] == "rowwise"]
-    assert len(cells) == 9
+    sizes = {(100 * w**2, 1024 * steps) for w in (32, 64, 128) for steps in (300, 600, 1200)}
+    assert {(line["N"], line["D"]) for line in cells} == sizes
     for line in cells:
         exact = 100 * (law(line["N"], line["D"], 0.924) / law(line["N"], line["D"]) - 1)
         assert line["predicted"] == pytest.approx(exact, rel=0.1)
