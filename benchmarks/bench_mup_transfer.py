@@ -35,6 +35,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 from benchmarks.measuring import harness, report, stability
+from benchmarks.measuring.optimum import ROOM, optimum
 from benchmarks.models import decoders, training
 from benchmarks.models.decoders import PARAMETRISATIONS
 from scripts.training import corpus, picture
@@ -57,7 +58,6 @@ COLUMNS = {
     "operand_max": ("max |operand|", ".0f"),
     "error": ("not run", ".80"),
 }
-ROOM = 1.03
 MAX_SPREAD = 1.0  # octaves
 QUICK = {"widths": [32, 64], "steps": 2, "batch": 2, "context": 16, "layers": 1, "val_batches": 1}
 
@@ -95,16 +95,6 @@ def curve(rows: Sequence[harness.Row], name: str, width: int) -> dict[int, float
     """log2(learning rate) -> held-out loss, of one model, less what diverged."""
     mine = (row for row in rows if (row["layer"], row["width"]) == (name, width))
     return {row["log2_lr"]: row["val_loss"] for row in mine if "val_loss" in row}
-
-
-def optimum(curve: dict[int, float]) -> float:
-    """Where a curve is lowest, in log2(learning rate); the module's docstring has the formula."""
-    best = min(curve, key=curve.__getitem__)
-    if best - 1 not in curve or best + 1 not in curve:
-        return float(best)
-    left, middle, right = (curve[best + step] for step in (-1, 0, 1))
-    bend = left - 2 * middle + right
-    return best + (left - right) / (2 * bend) if bend > 0 else float(best)
 
 
 def note_optima(rows: Sequence[harness.Row]) -> None:

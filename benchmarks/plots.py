@@ -2,6 +2,7 @@
 
     bench_linear, bench_matmul  speed-ups: one panel per mode, one line per recipe
     bench_mup_transfer          held-out loss over the learning rate, one line per width
+    bench_quality               gaps to bf16 with their intervals; see `quality/pictures.py`
     scripts/demo.py             loss curves, and gaps to the base
 
 python benchmarks/plots.py benchmarks/results/cpu_bench_matmul.json -o matmul.png
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 
 from benchmarks import bench_mup_transfer
 from benchmarks.measuring import plots
+from benchmarks.quality import pictures
 from scripts.training import curves
 from scripts.training.picture import save
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 DRAWN: dict[str, Callable[[dict[str, Any]], Figure]] = {
     **dict.fromkeys(plots.LINES, plots.draw),
+    "bench_quality": pictures.draw,
     "bench_mup_transfer": lambda report: bench_mup_transfer.draw(report["rows"]),
     "demo": lambda report: curves.draw(report["runs"]),
 }

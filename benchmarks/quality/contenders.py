@@ -11,6 +11,9 @@ a recipe of float8           converted; ``unit`` is unit-scaled first
 ``unit_bf16``                unit-scaled, in bf16: the base of ``unit``
 ``torchao tensorwise``,      converted by torchao's own function; on a CPU with ``emulate``
 ``torchao rowwise``
+``only PART``,               recipe ``tensorwise`` with the casts of one part alone, or with all but
+``all but PART``             those (``ablated.py``). A `Float8LinearConfig` switches GEMMs, a layer
+                             of the study's own switches operands and single casts
 ============================ ======================================================================
 
 The output head keeps bf16 in all of them.
@@ -27,7 +30,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from float8 import after_step, high_precision
+from benchmarks.quality.ablated import ABLATIONS, GEMMS, ablate, casts_in, config_of, part_of
+from float8 import after_step, convert_to_float8_training, high_precision
 from scripts.training import gpt
 
 BASE, NOISE, UNIT_BASE = "bf16", "bf16 rounded", "unit_bf16"
@@ -42,8 +46,8 @@ class Contender:
         model: tokens (B, T), targets (B, T) -> the mean loss.
         unit_scaled: it takes u-muP's optimizer and no clipping.
         after_step: to call after the optimizer's step.
-        in_bf16: a context in which a float8 model runs in bf16; None for bf16, and for torchao's,
-            which has no such switch.
+        in_bf16: a context in which a float8 model runs in bf16; None for bf16, and for layers of
+            torchao's or of the study's own, which have no such switch.
     """
 
     model: nn.Module
@@ -66,7 +70,10 @@ def contender(name: str, model: gpt.GPT) -> Contender:
         return Contender(model, False, _nothing, None)
     if name.startswith(PEER):
         return Contender(_by_torchao(model, name.removeprefix(PEER)), False, _nothing, None)
-    converted = gpt.in_recipe(model, name)
+    if name in ABLATIONS and part_of(name) not in GEMMS:
+        ablate(model, casts_in(name))
+        return Contender(model, False, _nothing, None)
+    converted = _by_gemm(model, name) if name in ABLATIONS else gpt.in_recipe(model, name)
     in_bf16 = None if name == UNIT_BASE else lambda: high_precision(converted)
     if name in gpt.UNIT:
         return Contender(converted, True, _nothing, in_bf16)
@@ -78,15 +85,25 @@ def base_of(name: str) -> str:
     return UNIT_BASE if name in gpt.UNIT else BASE
 
 
+def _by_gemm(model: gpt.GPT, ablation: str) -> gpt.GPT:
+    config = config_of(casts_in(ablation))
+    convert_to_float8_training(model, config=config, module_filter_fn=_all_but_the_head)
+    return model
+
+
 def _by_torchao(model: gpt.GPT, recipe: str) -> nn.Module:
     peer: Any = importlib.import_module("torchao.float8")
     config = peer.Float8LinearConfig.from_recipe_name(recipe)
     if not next(model.parameters()).is_cuda:
         config = replace(config, emulate=True)
     converted: nn.Module = peer.convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda _, fqn: fqn != "head"
+        model, config=config, module_filter_fn=_all_but_the_head
     )
     return converted
+
+
+def _all_but_the_head(_: nn.Module, fqn: str) -> bool:
+    return fqn != "head"
 
 
 def _nothing() -> None:

@@ -17,10 +17,11 @@ tell what training lost from what evaluation in float8 loses.
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 
 import float8.unit_scaling as uu
 from benchmarks.measuring.harness import Row
-from benchmarks.quality.contenders import Contender, contender
+from benchmarks.quality.contenders import UNIT_BASE, Contender, base_of, contender
 from scripts.train_gpt import BETAS, CLIP, UNIT_DECAY, WEIGHT_DECAY
 from scripts.training import corpus, gpt
 
@@ -70,6 +71,37 @@ class Run:
         return gpt.Sizes(self.layers, self.width, self.heads, self.context)
 
 
+RATE, UNIT_RATE = 2e-3, 2**-2  # the best of scripts/training/options.py, at width 128
+
+
+def usual_rate(contender: str, width: int) -> float:
+    """The learning rate of a contender; u-muP's is that of all widths (arXiv 2407.17465)."""
+    return UNIT_RATE if base_of(contender) == UNIT_BASE else RATE * 128 / width
+
+
+def usual_runs(options: argparse.Namespace, seeds: Sequence[int], **sizes: int) -> list[Run]:
+    """Every contender for every seed at its usual rate, a seed after the other.
+
+    Args:
+        options: ``contenders``, and ``sizes`` of runs; a head of attention has a width of 64.
+        seeds: of the runs.
+        sizes: other ones than those of the options.
+    """
+    sizes = {**options.sizes, **sizes}
+    width = sizes["width"]
+    return [
+        Run(
+            contender=name,
+            seed=seed,
+            learning_rate=usual_rate(name, width),
+            heads=max(1, width // 64),
+            **sizes,
+        )
+        for seed in seeds
+        for name in options.contenders
+    ]
+
+
 def schedule(step: int, steps: int) -> float:
     """What the peak learning rate is multiplied by in a step, counted from 0."""
     warm_up = max(1, round(steps * WARM_UP))
@@ -82,41 +114,67 @@ def evaluation_steps(steps: int) -> list[int]:
 
 
 def train(run: Run, data: Path | None = None, device: str = "cpu") -> Row:
-    """Train and evaluate; a run whose loss is not a number stops there, and its row says so."""
+    """Train new weights and evaluate; see `fit`."""
     text = corpus.torch_sources() if data is None else corpus.load(data)
     torch.manual_seed(run.seed)
-    model = gpt.GPT(run.sizes)
-    parameters = sum(p.numel() for p in model.parameters())
-    what = contender(run.contender, model.to(device))
-    optimizer = optimizer_of(what.model, run.learning_rate, what.unit_scaled)
+    what = contender(run.contender, gpt.GPT(run.sizes).to(device))
+    return fit(what, run, text, device)
+
+
+def fit(what: Contender, run: Run, text: corpus.Corpus, device: str = "cpu") -> Row:
+    """Train those parameters of a model that require gradients, and evaluate.
+
+    A run whose loss is not a number stops there, and its row says so.
+    """
+    parameters = sum(p.numel() for p in what.model.parameters() if p.requires_grad)
     row: Row = {"parameters": parameters, "text": text.digest, "train_loss": [], "curve": []}
     losses: list[float] = []
     start = time.perf_counter()
-    for step in range(run.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * schedule(step, run.steps)
-        batch = text.batch(step, seed=run.seed, batch=run.batch, context=run.context)
-        losses.append(_step(what, optimizer, batch, device))
-        if len(losses) == AVERAGED or step + 1 == run.steps:
+    for step, loss in enumerate(losses_of_steps(run, what, text, device), start=1):
+        if not math.isfinite(loss):
+            return _diverged(row, step)
+        losses.append(loss)
+        if len(losses) == AVERAGED or step == run.steps:
             row["train_loss"].append(round(statistics.fmean(losses), 5))
             losses.clear()
-        if not math.isfinite(row["train_loss"][-1] if not losses else losses[-1]):
-            return {**row, "train_loss": [], "error": f"diverged: loss not finite at step {step}"}
-        if step + 1 in evaluation_steps(run.steps):
-            held_out = run.held_out if step + 1 == run.steps else min(SHORT, run.held_out)
-            row["curve"].append([step + 1, evaluate(what.model, run, text, held_out, device)])
-    row["loss"] = row["curve"][-1][1]
+        if step in evaluation_steps(run.steps):
+            held_out = run.held_out if step == run.steps else min(SHORT, run.held_out)
+            held_out_loss = evaluate(what.model, run, text, held_out, device)
+            if not math.isfinite(held_out_loss):
+                return _diverged(row, step)
+            row["curve"].append([step, held_out_loss])
     if what.in_bf16 is not None:
         with what.in_bf16():
-            row["bf16_loss"] = evaluate(what.model, run, text, run.held_out, device)
+            in_bf16 = evaluate(what.model, run, text, run.held_out, device)
+        if not math.isfinite(in_bf16):
+            return _diverged(row, run.steps)
+        row["bf16_loss"] = in_bf16
+    row["loss"] = row["curve"][-1][1]
     row["seconds"] = round(time.perf_counter() - start, 1)
     return row
 
 
-def _step(
+def _diverged(row: Row, step: int) -> Row:
+    return {**row, "train_loss": [], "error": f"diverged: loss not finite at step {step}"}
+
+
+def losses_of_steps(
+    run: Run, what: Contender, text: corpus.Corpus, device: str = "cpu"
+) -> Iterator[float]:
+    """Train step by step; the training loss of each."""
+    optimizer = optimizer_of(what, run.learning_rate)
+    for step in range(run.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * schedule(step, run.steps)
+        batch = text.batch(step, seed=run.seed, batch=run.batch, context=run.context)
+        yield train_step(what, optimizer, batch, device)
+
+
+def train_step(
     what: Contender, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], device: str
 ) -> float:
-    with _autocast(device):
+    """One step of the optimizer: the loss before it."""
+    with autocast(device):
         loss = what.model(*(part.to(device) for part in batch))
     loss.backward()
     if not what.unit_scaled:
@@ -134,7 +192,7 @@ def evaluate(
     """The mean loss of so many bytes of held-out text, in nats."""
     was_training = model.training
     model.eval()
-    with _autocast(device):
+    with autocast(device):
         losses = [model(*pair).item() for pair in _held_out(run, text, held_out, device)]
     model.train(was_training)
     return statistics.fmean(losses)
@@ -149,25 +207,29 @@ def _held_out(
         yield tokens.to(device), targets.to(device)
 
 
-def _autocast(device: str) -> AbstractContextManager[None]:
+def autocast(device: str) -> AbstractContextManager[None]:
+    """To bf16, on a device."""
     context: AbstractContextManager[None] = torch.autocast(
         torch.device(device).type, torch.bfloat16
     )
     return context
 
 
-def optimizer_of(
-    model: nn.Module, learning_rate: float, unit_scaled: bool
-) -> torch.optim.Optimizer:
-    """AdamW that decays matrices; groups keep their peak as ``initial_lr``."""
-    parameters = list(model.parameters())
+def optimizer_of(what: Contender, learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW of a contender; see `adamw`."""
+    return adamw(what.model, learning_rate, what.unit_scaled)
+
+
+def adamw(model: nn.Module, learning_rate: float, unit_scaled: bool) -> torch.optim.Optimizer:
+    """AdamW that decays matrices; its groups keep the peak learning rate as ``initial_lr``."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
     decay = UNIT_DECAY if unit_scaled else WEIGHT_DECAY
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    adamw = uu.optim.AdamW if unit_scaled else torch.optim.AdamW
-    optimizer = adamw(groups, learning_rate, BETAS, fused=True)
+    cls = uu.optim.AdamW if unit_scaled else torch.optim.AdamW
+    optimizer = cls(groups, learning_rate, BETAS, fused=True)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer

@@ -6,7 +6,8 @@ same file makes those that lack. Each row names its run by all of the run's fiel
 that made it; runs that the file has are not made again.
 
 Processes take one thread each, so that as many run beside each other as the machine has cores: the
-result of a run does not depend on what runs beside it.
+result of a run does not depend on what runs beside it. Ctrl-C ends them. A run that fails with an
+error has no row: the other runs are made, and the next call makes it again.
 """
 
 from __future__ import annotations
@@ -14,18 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    Future,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-    wait,
-)
 from dataclasses import asdict
-from multiprocessing import get_context
+from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,9 +30,10 @@ import torch
 from benchmarks.measuring import harness, report
 from benchmarks.measuring.harness import Row, positive
 
-Rows = Iterator[Row]
 R = TypeVar("R")  # a frozen dataclass whose fields are all that decides a run
 Summary = Callable[[Sequence[Row]], tuple[Sequence[Row], Sequence[Row]]]  # -> lines, targets
+FAILED = "failed"  # the only field of what a process returns whose run raised an error
+SAME = ("study", "data", "device")  # options that decide results and are no fields of a run
 
 
 def parser(description: str | None, seeds: int) -> argparse.ArgumentParser:
@@ -84,39 +81,69 @@ def make(
 
     Returns:
         All rows: ``run`` with the fields of the run, ``commit``, and what `train` returned.
+
+    Raises:
+        SystemExit: the file cannot be continued, a run failed, or Ctrl-C; with a message.
     """
     try:
-        rows = known_rows(options.output, name)
+        rows = known_rows(options.output, name, options)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     todo = missing(runs, rows)
     print(f"{len(runs) - len(todo)} of {len(runs)} runs are there, {len(todo)} to make", flush=True)
     late = harness.countdown(options.stop_after)
-    for count, row in enumerate(_made(todo, train, options.jobs, late), start=1):
-        rows.append(row)
-        _write(name, argv, options, rows, summary, columns)
-        print(f"{time.strftime('%H:%M:%S')} {count}/{len(todo)} {_line(row)}", flush=True)
+    failures = 0
+    try:
+        for count, (run, row) in enumerate(_made(todo, train, options.jobs, late), start=1):
+            if FAILED in row:
+                failures += 1
+            else:
+                rows.append({"run": asdict(run), **report.commit(), **row})  # type: ignore[call-overload]
+                _write(name, argv, options, rows, summary, columns)
+            print(f"{time.strftime('%H:%M:%S')} {count}/{len(todo)} {_line(run, row)}", flush=True)
+    except KeyboardInterrupt:
+        where = "" if options.output is None else f"; {options.output} has {len(rows)} runs"
+        sys.exit(f"interrupted{where}")
     written = _write(name, argv, options, rows, summary, columns)
     print("\n".join(written["table"]))
     if "targets" in written:
         print(report.table(written["targets"], report.TARGET_COLUMNS))
+    if failures:
+        sys.exit(f"error: {failures} runs failed, see above; the same command makes them again")
     return rows
 
 
-def known_rows(path: Path | None, name: str) -> list[Row]:
+def known_rows(
+    path: Path | None, name: str, options: argparse.Namespace | None = None
+) -> list[Row]:
     """The rows of a study's file; none where there is no file yet.
 
+    Args:
+        path: of the file.
+        name: of the benchmark.
+        options: those of `SAME` must be the file's.
+
     Raises:
-        ValueError: the file is another benchmark's.
+        ValueError: the file is another benchmark's, or of other options, or no JSON.
     """
     if path is None or not path.exists():
         return []
-    found = json.loads(path.read_text())
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}): give -o another name") from error
     if found.get("benchmark") != name:
         raise ValueError(
             f"{path} is a file of {found.get('benchmark')}, which {name} would overwrite: give -o "
             "another name"
         )
+    for key in SAME:
+        mine, of_file = str(getattr(options, key, "")), found["options"].get(key)
+        if options is not None and of_file is not None and mine != of_file:
+            raise ValueError(
+                f"{path} was written with --{key} {of_file}, not {mine}, and its runs do not "
+                "compare with others: give -o another name"
+            )
     rows: list[Row] = found["rows"]
     return rows
 
@@ -135,30 +162,52 @@ def _key(fields: Row) -> str:
     return json.dumps(fields, sort_keys=True)
 
 
-def _made(todo: Sequence[R], train: Callable[[R], Row], jobs: int, late: harness.Late) -> Rows:
-    """The rows of runs as they end, `jobs` at a time."""
-    queue = iter(todo)
-    running: dict[Future[Row], R] = {}
-    with ThreadPoolExecutor(jobs) as threads:
+def _made(
+    todo: Sequence[R], train: Callable[[R], Row], jobs: int, late: harness.Late
+) -> Iterator[tuple[R, Row]]:
+    """Runs and what they return, as they end, `jobs` at a time.
+
+    Each has a new process: it inherits no memory, no caches and no threads of another.
+    """
+    context, queue = get_context("spawn"), iter(todo)
+    running: dict[Any, tuple[R, Any]] = {}  # where the row will come from -> run, process
+    try:
         while True:
             while len(running) < jobs and not late() and (run := next(queue, None)) is not None:
-                running[threads.submit(_in_own_process, train, run)] = run
+                here, there = context.Pipe(duplex=False)
+                process = context.Process(target=_in_one_thread, args=(train, run, there))
+                process.start()
+                there.close()  # the process has its own: if it dies, `here` ends
+                running[here] = (run, process)
             if not running:
                 return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                row = future.result()
-                yield {"run": _fields(running.pop(future)), **report.commit(), **row}
+            for ended in connection.wait(list(running)):
+                run, process = running.pop(ended)
+                yield run, _answer(ended, process)
+    finally:
+        for _, process in running.values():
+            process.terminate()
 
 
-def _in_own_process(train: Callable[[R], Row], run: R) -> Row:
-    """A run inherits no memory, no caches and no threads of another."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        return process.submit(_in_one_thread, train, run).result()
+def _answer(here: Any, process: Any) -> Row:
+    try:
+        row: Row = here.recv()
+    except EOFError:
+        row = {FAILED: "its process died"}
+    here.close()
+    process.join()
+    return row
 
 
-def _in_one_thread(train: Callable[[R], Row], run: R) -> Row:
+def _in_one_thread(train: Callable[[R], Row], run: R, there: Any) -> None:
+    """What a process does; Ctrl-C is the parent's to handle, which then ends this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    return train(run)
+    try:
+        row = train(run)
+    except Exception:  # of any kind: it belongs to this run, and the parent reports it
+        row = {FAILED: traceback.format_exc()}
+    there.send(row)
 
 
 def _write(
@@ -170,10 +219,11 @@ def _write(
     columns: report.Columns,
 ) -> Row:
     lines, targets = summary(rows)
-    written = report.write(name, argv, options, rows, columns, targets, lines)
-    return written
+    return report.write(name, argv, options, rows, columns, targets, lines)
 
 
-def _line(row: Row) -> str:
-    fields = ", ".join(f"{key} {value}" for key, value in list(row["run"].items())[:4])
+def _line(run: Any, row: Row) -> str:
+    fields = ", ".join(f"{key} {value}" for key, value in list(_fields(run).items())[:4])
+    if FAILED in row:
+        return f"{fields}: failed\n{row[FAILED]}"
     return f"{fields}: {row.get('error') or format(row['loss'], '.4f')}"

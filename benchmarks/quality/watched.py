@@ -34,7 +34,7 @@ from torch import Tensor, nn
 import float8
 import float8.unit_scaling as uu
 from benchmarks.measuring.harness import Row
-from benchmarks.quality.run import optimizer_of, schedule
+from benchmarks.quality.run import adamw, schedule
 from float8 import CastConfig, Float8LinearConfig, ScalingType
 from float8.numerics import Alarm
 from scripts.train_gpt import CLIP
@@ -85,7 +85,7 @@ class Training:
         self.run, self.device, self.is_unit = run, torch.device(device), run.recipe == "unit"
         self.model = _model(run).to(self.device)
         rate = 2**-4 if self.is_unit else 2e-3
-        self.optimizer = optimizer_of(self.model, rate, unit_scaled=self.is_unit)
+        self.optimizer = adamw(self.model, rate, self.is_unit)
         self.forgets = self.cancels = False
         self.loss_factor = 1.0
 

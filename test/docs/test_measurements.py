@@ -14,6 +14,7 @@ from linear.test_bytes import BYTES, LAUNCHES
 
 from benchmarks import bench_alarms
 from benchmarks.quality.watched import HEALTHY, STATIC
+from benchmarks.quality import operands, rates, recipes, scaling
 from float8.config import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -354,6 +355,60 @@ def bert():
     return markdown("model | fp32 | fp16 | fp8, scale 1", body)
 
 
+def quality():
+    lines, _ = recipes.summary(result("cpu_quality")["rows"])
+    body = [
+        [f"`{line['layer']}`", f"{line['loss']:.4f}", line.get("gap", ""),
+         line.get("bf16_gap", ""), line["seeds"]]
+        for line in lines
+    ]  # fmt: skip
+    header = "contender | held-out loss | gap to its base | evaluated in bf16 | seeds"
+    return markdown(header, body)
+
+
+def quality_of_operands():
+    lines, _ = operands.summary(result("cpu_quality_operands")["rows"])
+    body = [
+        [line["layer"], f"{line['error']:.1f} %", f"{line['mean_error']:.1f} %",
+         f"{line['error_without']:.1f} %" if "error_without" in line else "",
+         f"{line['loss_change']:+.3f} %", line.get("effect", line["only"])]
+        for line in lines
+    ]  # fmt: skip
+    error = "gradient error | of the mean gradient | all but these"
+    return markdown(f"casts | {error} | loss, same weights | loss, trained", body)
+
+
+def quality_of_rates():
+    lines, _ = rates.summary(result("cpu_quality_rates")["rows"])
+    body = [
+        [f"`{line['layer']}`", times(line["optimum"]), f"{line['loss']:.4f}",
+         line.get("gap", ""), times(line["edge"], 1), line["diverged"]]
+        for line in lines
+    ]  # fmt: skip
+    header = "contender | best rate | loss there | gap, each at its best | highest rate"
+    return markdown(f"{header} | rates that diverged", body)
+
+
+def quality_of_sizes():
+    lines, _ = scaling.summary(result("cpu_quality_scaling")["rows"])
+    body = [
+        [f"`{line['layer'].removesuffix(', all sizes')}`", line["mean"], line["per_N"],
+         line["per_D"], line.get("kept", "")]
+        for line in lines
+        if "mean" in line
+    ]  # fmt: skip
+    header = "contender | gap in the middle | per doubling of parameters | of tokens | N_eff / N"
+    return markdown(header, body)
+
+
+QUALITY = {  # table -> its file
+    quality: "cpu_quality",
+    quality_of_operands: "cpu_quality_operands",
+    quality_of_rates: "cpu_quality_rates",
+    quality_of_sizes: "cpu_quality_scaling",
+}
+
+
 # --- memory and communication
 
 MEMORY = rows("cpu_memory", "mode", "layer")
@@ -449,7 +504,10 @@ TABLES = {
         *(memory_of_recipes, memory_of_llama3, memory_in_bytes, communication),
         checkpoints,
     ),
-    "quality": (demo, demo_in_two_processes, learning_rates, stability, bert, rollout),
+    "quality": (
+        *(demo, demo_in_two_processes, learning_rates, stability, bert, rollout),
+        *(table for table, name in QUALITY.items() if name in FILES),
+    ),
     "checkpoints": (rollout,),
     "memory": (memory_of_llama2,),
     "ptx": (executed_forms,),

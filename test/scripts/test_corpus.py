@@ -67,6 +67,20 @@ def test_the_standard_library_is_read_without_its_tests() -> None:
     assert 0.04 < len(library.val) / len(library.train) < 0.25
 
 
+def test_torch_s_sources_are_many_small_files() -> None:
+    text = corpus.torch_sources()
+    names = text.train_files + text.val_files
+    assert "nn/modules/linear.py" in names and all(name.endswith(".py") for name in names)
+    held_out = [len(file) for file in text_of(text.val)]
+    assert len(held_out) == len(text.val_files) > 150
+    assert max(held_out) <= corpus.LARGEST and max(held_out) < 0.05 * sum(held_out)
+    assert len(text.train) > 20_000_000
+    root = Path(torch.__file__).parent
+    for i in (0, len(text.val_files) // 2, -1):
+        assert text_of(text.val)[i] == (root / text.val_files[i]).read_bytes()
+    assert text.digest == corpus.torch_sources().digest
+
+
 def test_a_batch_is_named_by_seed_and_step(folder: Path) -> None:
     split = corpus.load(folder)
 

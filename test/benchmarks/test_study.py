@@ -1,0 +1,104 @@
+"""A study's file: it is continued, keeps what ended, and is not mixed with another."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+from dataclasses import replace
+
+import processes
+import pytest
+from quality_program import Run, train
+
+from benchmarks.quality import study
+
+COLUMNS = {"layer": ("contender", "")}
+
+
+def options(path, *more: str) -> argparse.Namespace:
+    return study.parser("", 1).parse_args(
+        ["--device", "cpu", "--jobs", "2", "-o", str(path), *more]
+    )
+
+
+def summary(rows):
+    return [{"layer": row["run"]["contender"]} for row in rows], []
+
+
+@pytest.fixture(autouse=True)
+def fast_processes(monkeypatch):
+    """Forked from a process that has imported torch, not spawned: a tenth of the time."""
+    monkeypatch.setattr(study, "get_context", lambda _: processes.forkserver())
+
+
+def make(path, runs, *more: str, summary=summary):
+    return study.make("bench_x", [], options(path, *more), runs, train, summary, COLUMNS)
+
+
+def test_failed_runs_leave_the_others_and_the_next_call_makes_them_again(tmp_path, capsys):
+    path = tmp_path / "new" / "x.json"
+    good = [Run("good", 0), Run("good", 1)]
+    with pytest.raises(SystemExit, match="2 runs failed"):
+        make(path, [good[0], Run("raises", 0), Run("dies", 0), good[1]])
+    said = capsys.readouterr().out
+    assert "RuntimeError: no such layer" in said and "its process died" in said
+    rows = json.loads(path.read_text())["rows"]
+    assert sorted(row["run"]["seed"] for row in rows) == [0, 1]
+    assert all(row["run"]["contender"] == "good" and row["threads"] == 1 for row in rows)
+    assert len({os.getpid(), *(row["process"] for row in rows)}) == 3
+
+    rows = make(path, [*good, Run("good", 2)])
+    assert "2 of 3 runs are there, 1 to make" in capsys.readouterr().out
+    assert sorted(row["loss"] for row in rows) == [2.0, 3.0, 4.0]
+    assert json.loads(path.read_text())["table"][2:] == ["good"] * 3
+
+
+def test_ctrl_c_ends_processes_and_keeps_what_was_written(tmp_path):
+    path, calls = tmp_path / "x.json", []
+
+    def interrupted_at_the_second(rows):
+        calls.append(len(rows))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return summary(rows)
+
+    runs = [Run("good", 0), Run("sleeps", 0), Run("good", 1)]
+    with pytest.raises(SystemExit, match="interrupted"):
+        make(path, runs, summary=interrupted_at_the_second)
+    assert [row["loss"] for row in json.loads(path.read_text())["rows"]] == [2.0]
+    for process in multiprocessing.active_children():
+        process.join(10)
+        assert process.exitcode is not None  # it slept, and was ended
+
+
+def test_no_run_begins_when_it_is_late(tmp_path, monkeypatch):
+    monkeypatch.setattr(study.harness, "countdown", lambda seconds: lambda: True)
+    assert make(tmp_path / "x.json", [Run("good", 0)], "--stop-after", "1") == []
+
+
+def test_a_changed_field_is_another_run_and_equal_ones_are_made_once():
+    run = Run("a", 0)
+    rows = [{"run": {"steps": 7, "seed": 0, "contender": "a"}, "loss": 1.0}]  # in another order
+    assert study.missing([run, run], rows) == []
+    changed = [replace(run, steps=8), replace(run, seed=1), replace(run, contender="b")]
+    assert study.missing([run, *changed, changed[0]], rows) == changed
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ({"benchmark": "bench_y", "options": {}}, "is a file of bench_y"),
+        ({"benchmark": "bench_x", "options": {"data": "/other"}}, "--data /other, not None"),
+        ({"benchmark": "bench_x", "options": {"device": "cuda"}}, "--device cuda, not cpu"),
+        ('{"benchmark": ', "is no JSON"),
+    ],
+)
+def test_a_file_that_is_not_this_study_s_is_refused_and_kept(tmp_path, text, reason):
+    path = tmp_path / "x.json"
+    path.write_text(text if isinstance(text, str) else json.dumps(text | {"rows": []}))
+    before = path.read_text()
+    with pytest.raises(SystemExit, match=reason):
+        make(path, [Run("good", 0)])
+    assert path.read_text() == before
