@@ -3,4 +3,7 @@
 ``run.py``: one training, decided by a `Run`; ``contenders.py``: what a run trains in; ``study.py``:
 many runs, one process each, in a file that a later call continues; ``paired.py``: differences
 between runs of one seed, and their confidence intervals.
+
+What follows pretraining: ``pretrained.py``: the models that runs start from; ``finetuning.py``: on
+another text, of all weights or of adapters; ``post_training.py``: conversion without training.
 """

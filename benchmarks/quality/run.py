@@ -82,13 +82,20 @@ def evaluation_steps(steps: int) -> list[int]:
 
 
 def train(run: Run, data: Path | None = None, device: str = "cpu") -> Row:
-    """Train and evaluate; a run whose loss is not a number stops there, and its row says so."""
+    """Train new weights and evaluate; see `fit`."""
     text = corpus.torch_sources() if data is None else corpus.load(data)
     torch.manual_seed(run.seed)
-    model = gpt.GPT(run.sizes)
-    parameters = sum(p.numel() for p in model.parameters())
-    what = contender(run.contender, model.to(device))
+    what = contender(run.contender, gpt.GPT(run.sizes).to(device))
+    return fit(what, run, text, device)
+
+
+def fit(what: Contender, run: Run, text: corpus.Corpus, device: str = "cpu") -> Row:
+    """Train those parameters of a model that require gradients, and evaluate.
+
+    A run whose loss is not a number stops there, and its row says so.
+    """
     optimizer = _optimizer(what, run.learning_rate)
+    parameters = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     row: Row = {"parameters": parameters, "text": text.digest, "train_loss": [], "curve": []}
     losses: list[float] = []
     start = time.perf_counter()
@@ -116,7 +123,7 @@ def train(run: Run, data: Path | None = None, device: str = "cpu") -> Row:
 def _step(
     what: Contender, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], device: str
 ) -> float:
-    with _autocast(device):
+    with autocast(device):
         loss = what.model(*(part.to(device) for part in batch))
     loss.backward()
     if not what.unit_scaled:
@@ -134,7 +141,7 @@ def evaluate(
     """The mean loss of so many bytes of held-out text, in nats."""
     was_training = model.training
     model.eval()
-    with _autocast(device):
+    with autocast(device):
         losses = [model(*pair).item() for pair in _held_out(run, text, held_out, device)]
     model.train(was_training)
     return statistics.fmean(losses)
@@ -149,7 +156,8 @@ def _held_out(
         yield tokens.to(device), targets.to(device)
 
 
-def _autocast(device: str) -> AbstractContextManager[None]:
+def autocast(device: str) -> AbstractContextManager[None]:
+    """To bf16, on a device."""
     context: AbstractContextManager[None] = torch.autocast(
         torch.device(device).type, torch.bfloat16
     )
@@ -157,7 +165,7 @@ def _autocast(device: str) -> AbstractContextManager[None]:
 
 
 def _optimizer(what: Contender, learning_rate: float) -> torch.optim.Optimizer:
-    parameters = list(what.model.parameters())
+    parameters = [p for p in what.model.parameters() if p.requires_grad]
     decay = UNIT_DECAY if what.unit_scaled else WEIGHT_DECAY
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
