@@ -77,6 +77,8 @@ TRAINED = {
     "loss": ("new loss", ".4f"),
     "gap": ("gap", ""),
     "bf16_gap": ("evaluated in bf16", ""),
+    "own_cast": ("casts", ""),
+    "bf16_cast": ("casts of bf16's weights", ""),
     "moved_gap": ("on the bf16 base", ""),
     "old_loss": ("old loss", ".4f"),
     "old_gap": ("gap", ""),
@@ -148,18 +150,30 @@ def of_trainings(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
             line[key] = statistics.fmean(row[key] for row in ended)
         if name not in ("before", BASE):
             gaps = {key: difference(own, bases, key) for key in ("loss", "bf16_loss", "moved_loss")}
-            gaps["old_loss"] = difference(_old(own), _old(bases))
+            gaps["old_loss"] = difference(_of(own, "old_loss"), _of(bases, "old_loss"))
             line |= {
-                key.replace("loss", "gap") if key != "loss" else "gap": str(gap)
-                for key, gap in gaps.items()
-                if gap.values
+                key.replace("loss", "gap"): str(gap) for key, gap in gaps.items() if gap.values
             }
+            line |= _casts(name, own, bases)
         found.append(line)
     return found, []
 
 
-def _old(rows: Sequence[Row]) -> list[Row]:
-    return [{"run": row["run"], "loss": row["old_loss"]} for row in rows if "old_loss" in row]
+def _casts(name: str, own: Sequence[Row], bases: Sequence[Row]) -> Row:
+    """What evaluation in float8 costs: of weights that it has trained, and of those of bf16."""
+    trained = difference(own, _of(own, "bf16_loss"))
+    flat = [{**row, **row.get("converted", {})} for row in bases]
+    converted = difference(flat, bases, name)
+    return {
+        key: f"{found.mean:+.3f} ± {found.half_width:.3f} %"
+        for key, found in (("own_cast", trained), ("bf16_cast", converted))
+        if found.values
+    }
+
+
+def _of(rows: Sequence[Row], key: str) -> list[Row]:
+    """The rows with another of their losses as the loss."""
+    return [{"run": row["run"], "loss": row[key]} for row in rows if key in row]
 
 
 def of_conversions(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:

@@ -14,10 +14,14 @@ The base of a float8 recipe is resident in float8 (`float8.convert_to_float8_inf
 high-precision weights are gone, and the GEMMs for the output and the input's gradient run in
 float8. Adapters run in bf16. Those that were trained on a float8 base are evaluated once more on
 the bf16 base (``moved_loss``), where a user may merge them.
+
+Without adapters the weights that bf16 has trained are evaluated in float8 too (``converted``): is a
+model whose training has seen the rounding any better at it than one whose training has not?
 """
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +36,7 @@ from float8 import Float8LinearConfig, convert_to_float8_inference, high_precisi
 from scripts.training import corpus, gpt
 
 LAYERS = ["qkv", "proj", "gate_up", "down"]  # that get adapters: all but the head
+CONVERTED = ("tensorwise", "rowwise", "blockwise", "mxfp8")  # delayed casts as tensorwise does
 SCALE = 2  # what B A x is multiplied by
 
 
@@ -72,6 +77,11 @@ def tune(run: Tuning, folder: Path, data: Path | None = None, device: str = "cpu
     row = before | fit(what, run, new, device)
     if "error" not in row:
         row["old_loss"] = evaluate(what.model, run, old, run.held_out, device)
+        if run.contender == BASE and not run.rank:
+            row["converted"] = {
+                recipe: evaluate(in_float8(deepcopy(model), recipe), run, new, run.held_out, device)
+                for recipe in CONVERTED
+            }
         if run.rank and run.contender not in (BASE, NOISE):
             plain = pretrained.load(run.start, folder, old).to(device)
             moved = on_base(plain, what.model, run.rank)
@@ -85,12 +95,17 @@ def with_adapters(run: Tuning, model: gpt.GPT) -> Contender:
     if run.contender in (BASE, NOISE):
         contender(run.contender, model)  # rounds the weights, or nothing
     else:
-        config = Float8LinearConfig.from_recipe_name(run.contender)
-        convert_to_float8_inference(model, config=config, module_filter_fn=_all_but_the_head)
+        in_float8(model, run.contender)
     torch.manual_seed(run.seed)
     adapted = _adapted(model, run.rank)
     in_bf16 = None if run.contender in (BASE, NOISE) else lambda: high_precision(adapted)
     return Contender(adapted, False, lambda: None, in_bf16)
+
+
+def in_float8(model: gpt.GPT, recipe: str) -> torch.nn.Module:
+    """The model with the weights of its blocks' linear layers resident in float8."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return convert_to_float8_inference(model, config=config, module_filter_fn=_all_but_the_head)
 
 
 def on_base(plain: gpt.GPT, trained: torch.nn.Module, rank: int) -> torch.nn.Module:
