@@ -58,18 +58,20 @@ BASES = (
 )  # delayed freezes as tensorwise
 RATE, TUNING_RATE, ADAPTER_RATE = 2e-3, 1e-3, 5e-3
 RANK = 8
-OUTLIERS = (1, 64)
-CASTS = (  # of weights and of inputs
+OUTLIERS = (1, 64, 1024)
+WEIGHTS_ALONE = [
+    (f"{shared} {method}", PLAIN) for shared in ("tensor", "channel") for method in WEIGHT_METHODS
+]
+CASTS = [  # of weights and of inputs
     (PLAIN, PLAIN),
-    *((f"{shared} {how}", PLAIN) for shared in ("tensor", "channel") for how in WEIGHT_METHODS),
     ("tensor amax", "tensor amax"),
     ("channel amax", "token amax"),
     ("channel pow2", "token pow2"),
     ("128x128 pow2", "1x128 pow2"),
     ("1x32 pow2", "1x32 pow2"),
-    *(("channel amax", f"static {how}") for how in INPUT_METHODS),
+    *(("channel amax", f"static {method}") for method in INPUT_METHODS),
     ("channel mse", "static mse"),
-)
+]
 QUICK = {"steps": 4, "pretraining_steps": 4, "width": 32, "layers": 1, "batch": 2, "context": 16}
 TRAINED = {
     "layer": ("contender", ""),
@@ -124,12 +126,12 @@ def trainings(options: argparse.Namespace) -> list[Tuning]:
 
 
 def conversions(options: argparse.Namespace) -> list[Conversion]:
-    """Every pair of casts for every seed, without and with outliers."""
+    """Every pair of casts for every seed, without and with outliers; weights alone without."""
     return [
         Conversion(weights=weights, inputs=inputs, outliers=outliers, seed=seed, start=start)
         for seed, start in starts(options).items()
         for outliers in OUTLIERS
-        for weights, inputs in CASTS
+        for weights, inputs in (CASTS + WEIGHTS_ALONE if outliers == 1 else CASTS)
     ]
 
 

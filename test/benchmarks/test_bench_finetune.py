@@ -155,6 +155,20 @@ def test_mse_finds_the_least_error_of_its_grid(shape):
     assert_bitwise(of_tensor, post_training.scale_of(flat, "channel", "mse"))
 
 
+@pytest.mark.parametrize(("K", "gain"), [(128, 1.0), (512, 0.55), (4096, 0.2)])
+def test_a_search_per_channel_gains_less_the_longer_the_channels_are(K, gain):
+    """Of a long row some elements lie at any place between two codes, whatever the scale."""
+    weight = torch.randn(64, K, generator=torch.Generator().manual_seed(0))
+    noise = [
+        error(weight, scale).sum()
+        for scale in (
+            weight.abs().amax(1, keepdim=True) / 448,
+            post_training.scale_of(weight, "channel", "mse"),
+        )
+    ]
+    assert 10 * torch.log10(noise[0] / noise[1]) == pytest.approx(gain, abs=0.15)
+
+
 def test_percentile_saturates_what_lies_above():
     weight = torch.arange(20_001.0).reshape(1, -1)
     found = post_training.scale_of(weight, "tensor", "percentile") * 448
@@ -218,7 +232,7 @@ def test_the_command_makes_each_run_once(name, texts, tmp_path, monkeypatch, cap
     rows = json.loads(file.read_text())["rows"]
     if name == "convert":
         pairs = {(row["run"]["weights"], row["run"]["inputs"]) for row in rows}
-        assert pairs == set(bench_finetune.CASTS)
+        assert pairs == {*bench_finetune.CASTS, *bench_finetune.WEIGHTS_ALONE}
         assert {row["run"]["outliers"] for row in rows} == set(bench_finetune.OUTLIERS)
         plain = {row["loss"] for row in rows if row["run"]["weights"] == "bf16"}
         assert len(plain) == 1, "outliers change the function"
