@@ -48,14 +48,7 @@ from benchmarks.quality.post_training import (
 from benchmarks.quality.run import Run
 
 RECIPES = (BASE, NOISE, "tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
-BASES = (
-    BASE,
-    NOISE,
-    "tensorwise",
-    "rowwise",
-    "blockwise",
-    "mxfp8",
-)  # delayed freezes as tensorwise
+BASES = (BASE, NOISE, "tensorwise", "rowwise", "blockwise", "mxfp8")  # delayed: as tensorwise
 RATE, TUNING_RATE, ADAPTER_RATE = 2e-3, 1e-3, 5e-3
 RANK = 8
 OUTLIERS = (1, 64, 1024)

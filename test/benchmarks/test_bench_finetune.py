@@ -15,7 +15,7 @@ from benchmarks import bench_finetune
 from benchmarks.quality import finetuning, post_training, pretrained, study
 from benchmarks.quality.finetuning import Tuning
 from benchmarks.quality.run import Run, autocast
-from float8.formats import E4M3
+from float8.formats import E4M3, ScaleFormat
 from float8.granularity import WHOLE
 from float8.numerics.calibration import Calibration, Distribution
 from scripts.training import corpus
@@ -94,7 +94,7 @@ def test_runs_of_a_seed_start_alike_and_float8_runs_differ(start, texts):
     assert "start_loss" not in rows[2]
 
 
-@pytest.mark.parametrize("name", ["bf16", "bf16 rounded", "tensorwise", "rowwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["bf16", "bf16 rounded", "tensorwise", "mxfp8"])
 def test_adapters_train_on_a_frozen_base(name, start, texts):
     pytest.importorskip("peft")
     run = replace(TUNING, contender=name, rank=4)
@@ -217,6 +217,25 @@ def test_mse_of_inputs_is_never_worse_than_amax_and_percentile():
 
 # --- the command
 
+SOME = [
+    ("bf16", "bf16"), ("tensor amax", "tensor amax"), ("1x32 pow2", "1x32 pow2"),
+    ("channel amax", "static percentile"), ("channel mse", "static mse"),
+]  # fmt: skip
+ALONE = [("channel pow2", "bf16")]
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs"), bench_finetune.CASTS[1:] + bench_finetune.WEIGHTS_ALONE
+)
+def test_a_conversion_casts_as_its_name_says(weights, inputs):
+    config = post_training.config_of(weights, inputs)
+    extents = {"tensor": (-1, -1), "channel": (1, -1), "token": (1, -1), "static": (-1, -1)}
+    extents |= {"bf16": (-1, -1), "1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}
+    for name, cast in ((inputs, config.plan.output.a), (weights, config.plan.output.b)):
+        assert cast.block == extents[name.split()[0]], name
+        is_power = "pow2" in name
+        assert (cast.scale_format is not ScaleFormat.FLOAT32) == is_power, name
+
 
 @pytest.mark.parametrize("name", ["finetune", "lora", "convert"])
 def test_the_command_makes_each_run_once(name, texts, tmp_path, monkeypatch, capsys):
@@ -224,6 +243,10 @@ def test_the_command_makes_each_run_once(name, texts, tmp_path, monkeypatch, cap
         pytest.importorskip("peft")
     monkeypatch.setattr(bench_finetune, "RECIPES", ("bf16", "tensorwise"))
     monkeypatch.setattr(bench_finetune, "BASES", ("bf16", "blockwise"))
+    monkeypatch.setattr(bench_finetune, "CASTS", SOME)
+    monkeypatch.setattr(bench_finetune, "WEIGHTS_ALONE", ALONE)
+    monkeypatch.setattr(bench_finetune, "OUTLIERS", (1, 64))
+    monkeypatch.setattr(post_training, "CALIBRATION_BATCHES", 2)
     file = tmp_path / "out.json"
     command = ["--study", name, "--quick", "--seeds", "0", "--jobs", "1", "--data", str(texts)]
     command += ["--held-out", "64", "--pretrained", str(tmp_path / "models"), "-o", str(file)]
@@ -231,12 +254,11 @@ def test_the_command_makes_each_run_once(name, texts, tmp_path, monkeypatch, cap
     out = capsys.readouterr().out
     rows = json.loads(file.read_text())["rows"]
     if name == "convert":
-        pairs = {(row["run"]["weights"], row["run"]["inputs"]) for row in rows}
-        assert pairs == {*bench_finetune.CASTS, *bench_finetune.WEIGHTS_ALONE}
-        assert {row["run"]["outliers"] for row in rows} == set(bench_finetune.OUTLIERS)
+        pairs = [(r["run"]["outliers"], r["run"]["weights"], r["run"]["inputs"]) for r in rows]
+        assert pairs == [(1, *x) for x in SOME + ALONE] + [(64, *x) for x in SOME]
         plain = {row["loss"] for row in rows if row["run"]["weights"] == "bf16"}
         assert len(plain) == 1, "outliers change the function"
-        assert len({row["loss"] for row in rows}) > 20
+        assert len({row["loss"] for row in rows}) > 5
     else:
         assert len(rows) == 2
         assert "before" in out
@@ -244,3 +266,48 @@ def test_the_command_makes_each_run_once(name, texts, tmp_path, monkeypatch, cap
     assert bench_finetune.main(command) == 0
     assert "0 to make" in capsys.readouterr().out
     assert json.loads(file.read_text())["rows"] == rows
+
+
+def test_lines_compare_runs_of_one_seed():
+    def row(name, seed, loss, **more):
+        return {"run": {"contender": name, "seed": seed}, "loss": loss, **more}
+
+    before = {"start_loss": 4.0, "start_old_loss": 0.5}
+    rows = [
+        row("bf16", 0, 1.0, old_loss=2.0, converted={"rowwise": 1.002}, **before),
+        row("bf16", 1, 2.0, old_loss=4.0, converted={"rowwise": 2.004}, **before),
+        row("rowwise", 1, 2.02, old_loss=3.8, bf16_loss=2.0),
+        row("rowwise", 0, 1.01, old_loss=1.9, bf16_loss=1.0, moved_loss=0.99),
+        {"run": {"contender": "mxfp8", "seed": 0}, "error": "diverged"},
+    ]
+    found = {line.pop("layer"): line for line in bench_finetune.of_trainings(rows)[0]}
+    assert found["before"] == {"seeds": 2, "diverged": 0, "loss": 4.0, "old_loss": 0.5}
+    assert found["bf16"] == {"seeds": 2, "diverged": 0, "loss": 1.5, "old_loss": 3.0}
+    assert found["mxfp8"] == {"seeds": 0, "diverged": 1}
+    rowwise = found["rowwise"]
+    assert rowwise["loss"] == pytest.approx(1.515)
+    assert rowwise["gap"] == "+1.00 ± 0.00 %"
+    assert rowwise["bf16_gap"] == "+0.00 ± 0.00 %"
+    assert rowwise["old_gap"] == "-5.00 ± 0.00 %"
+    assert rowwise["moved_gap"] == "-1.00 ± inf %"
+    assert rowwise["own_cast"] == "+1.000 ± 0.000 %"
+    assert rowwise["bf16_cast"] == "+0.200 ± 0.000 %"
+
+
+def test_lines_compare_conversions_with_the_same_outliers():
+    def row(weights, outliers, loss, **more):
+        run = {"weights": weights, "inputs": "bf16", "outliers": outliers, "seed": 0}
+        return {"run": run, "loss": loss, **more}
+
+    rows = [
+        row("bf16", 1, 1.0),
+        row("tensor amax", 1, 1.01, weights_sqnr=31.0),
+        row("bf16", 64, 2.0),
+        row("tensor amax", 64, 2.04, weights_sqnr=30.0),
+    ]
+    found, _ = bench_finetune.of_conversions(rows)
+    assert [line.get("gap") for line in found] == [
+        None, "+1.000 ± inf %", None, "+2.000 ± inf %"
+    ]  # fmt: skip
+    assert found[1]["perplexity"] == pytest.approx(2.71828**1.01, rel=1e-5)
+    assert found[3]["weights_sqnr"] == 30.0
