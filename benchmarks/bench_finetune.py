@@ -51,7 +51,7 @@ RECIPES = (BASE, NOISE, "tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"
 BASES = (BASE, NOISE, "tensorwise", "rowwise", "blockwise", "mxfp8")  # delayed: as tensorwise
 RATE, TUNING_RATE, ADAPTER_RATE = 2e-3, 1e-3, 5e-3
 RANK = 8
-OUTLIERS = (1, 64, 1024)
+OUTLIERS = (1, 1024)
 WEIGHTS_ALONE = [
     (f"{shared} {method}", PLAIN) for shared in ("tensor", "channel") for method in WEIGHT_METHODS
 ]
@@ -197,14 +197,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--study", choices=("finetune", "lora", "convert"), required=True)
     parser.add_argument("--pretrained", type=Path, metavar="FOLDER", help="made where it lacks")
     for name, value, text in (
-        ("--steps", 300, "of a fine-tuning"),
+        ("--steps", 200, "of a fine-tuning"),
         ("--pretraining-steps", 1000, "of a pretraining"),
         ("--layers", 2, "transformer blocks"),
         ("--width", 128, "of the model"),
         ("--heads", 2, "of attention"),
         ("--context", 64, "bytes of a window"),
         ("--batch", 16, "windows in a step"),
-        ("--held-out", 2**18, "bytes of the last evaluation"),
+        ("--held-out", 2**17, "bytes of the last evaluation"),
     ):
         parser.add_argument(name, type=positive, default=value, help=f"{text}; {value}")
     options = parser.parse_args(argv)
