@@ -195,7 +195,9 @@ def of_conversions(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = study.parser(__doc__, seeds=5)
     parser.add_argument("--study", choices=("finetune", "lora", "convert"), required=True)
-    parser.add_argument("--pretrained", type=Path, metavar="FOLDER", help="made where it lacks")
+    parser.add_argument(
+        "--pretrained", type=Path, metavar="FOLDER", help="of models; temporary by default"
+    )
     for name, value, text in (
         ("--steps", 200, "of a fine-tuning"),
         ("--pretraining-steps", 1000, "of a pretraining"),
