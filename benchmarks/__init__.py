@@ -12,6 +12,7 @@
 - `bench_optim.py`: what does an optimizer step with float8 states cost?
 - `bench_numerics.py`: what does inspecting a training cost?
 - `bench_rollout.py`: does a rollout engine give the log-probabilities of the trainer?
+- `bench_finetune.py`: what does float8 cost in fine-tuning, below adapters, and by conversion?
 - `bench_comm.py`: how many bytes does a rank send in each collective?
 - `bench_gradients.py`: what does reducing gradients in float8 do to their error?
 - `bench_bert.py`: does a unit-scaled BERT train in float16 and float8 as in float32?

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from linear.test_bytes import BYTES, LAUNCHES
 
-from benchmarks import bench_alarms
-from benchmarks.quality.watched import HEALTHY, STATIC
+from benchmarks import bench_alarms, bench_finetune
 from benchmarks.quality import operands, rates, recipes, scaling
+from benchmarks.quality.watched import HEALTHY, STATIC
 from float8.config import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -407,6 +407,56 @@ QUALITY = {  # table -> its file
     quality_of_rates: "cpu_quality_rates",
     quality_of_sizes: "cpu_quality_scaling",
 }
+
+
+def of_finetuning(name, columns):
+    found, _ = bench_finetune.of_trainings(result(name)["rows"])
+    body = []
+    for line in found:
+        cells = [line.get(key, "") for key in columns]
+        cells = [f"{cell:.4f}" if isinstance(cell, float) else cell for cell in cells]
+        body.append([line["layer"], *cells])
+    return body
+
+
+def fine_tuning():
+    columns = ("loss", "gap", "bf16_gap", "old_loss", "old_gap")
+    header = "fine-tuned in | new text | gap | evaluated in bf16 | old text | gap"
+    return markdown(header, of_finetuning("cpu_finetune", columns))
+
+
+def casts_after_fine_tuning():
+    """What evaluation in float8 costs those weights that it trained, and those of bf16."""
+    body = of_finetuning("cpu_finetune", ("own_cast", "bf16_cast"))
+    body = [[f"`{name}`", own, other] for name, own, other in body if other]
+    return markdown("float8 | weights trained in it | weights trained in bf16", body)
+
+
+def adapters():
+    columns = ("loss", "gap", "moved_gap", "old_loss", "old_gap")
+    header = "base | new text | gap | on the bf16 base | old text | gap"
+    return markdown(header, of_finetuning("cpu_lora", columns))
+
+
+def conversion():
+    """A line per pair of casts; the last columns are with planted outliers."""
+    found, _ = bench_finetune.of_conversions(result("cpu_conversion")["rows"])
+    by_name = {(x["outliers"], x["layer"], x["inputs"]): x for x in found}
+    factors = sorted({x["outliers"] for x in found})
+    body = []
+    for line in found:
+        if line["outliers"] == 1:
+            decibels = [f"{line[k]:.1f}" if k in line else "" for k in CONVERSION]
+            same = [by_name.get((x, line["layer"], line["inputs"]), {}) for x in factors]
+            gaps = [x.get("gap", "") for x in same]
+            perplexity = f"{line['perplexity']:.4f}"
+            body.append([line["layer"], line["inputs"], *decibels, perplexity, *gaps])
+    outliers = " | ".join(f"outliers {x}x" for x in factors[1:])
+    header = f"weights | inputs | weights dB | inputs dB | perplexity | loss | {outliers}"
+    return markdown(header, body)
+
+
+CONVERSION = ("weights_sqnr", "inputs_sqnr")
 
 
 # --- memory and communication
