@@ -17,7 +17,7 @@ The change ``none`` answers another question: which part of delayed scaling cost
 nothing is planted? Its runs end with a learning rate of zero, and with held-out losses.
 
     python benchmarks/bench_shift.py --jobs 2 -o shift.json
-    python benchmarks/bench_shift.py --shifts none --seeds 0 1 2 3 4 5 --jobs 2 -o ends.json
+    python benchmarks/bench_shift.py --shifts none --seeds 0 1 2 3 4 5 6 7 --jobs 2 -o ends.json
     python benchmarks/bench_shift.py --quick
 """
 
@@ -42,11 +42,11 @@ from benchmarks.quality.shifted_run import ShiftedRun, train
 DYNAMIC = "tensorwise"
 AROUND = (BASE, NOISE, DYNAMIC, *GRID, GRADIENTS)
 ENDS = (
-    *(BASE, NOISE, DYNAMIC, DEFAULT, name_of(1), name_of(1024)),
-    *(name_of(16, 1), name_of(16, 2), GRADIENTS, LATER),
+    *(BASE, NOISE, DYNAMIC, DEFAULT, name_of(1), name_of(1024), name_of(16, 2)),
+    *(GRADIENTS, LATER),
 )
 FIRST = 8  # steps from a change on
-BEFORE, AFTER = 56, 24
+BEFORE, AFTER = 48, 20
 QUICK = {"layers": 1, "width": 32, "heads": 1, "context": 16, "batch": 2, "held_out": 256}
 QUICK_STEPS = {"before": 5, "after": 10}
 COLUMNS = {

@@ -65,7 +65,7 @@ class ShiftedRun:
     heads: int = 2
     context: int = 64
     batch: int = 16
-    held_out: int = 2**19
+    held_out: int = 2**17
 
     def watches(self, step: int) -> bool:
         return self.shift != shifts.NONE and step >= self.before - WATCHED_BEFORE
@@ -126,7 +126,7 @@ def _step(
     watched = watched and what.in_bf16 is not None
     with inspect(what.model) if watched else nullcontext() as report:
         found["loss"] = _loss_and_gradient(what.model, pair)
-    if watched:
+    if report is not None:
         found |= _casts(report.casts) | _errors(what, pair, found["loss"])
     nn.utils.clip_grad_norm_(what.model.parameters(), CLIP)
     optimizer.step()
@@ -138,7 +138,7 @@ def _step(
 def _loss_and_gradient(model: nn.Module, pair: tuple[Tensor, Tensor]) -> float:
     with torch.autocast(pair[0].device.type, torch.bfloat16):
         loss: Tensor = model(*pair)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return float(loss.item())
 
 
