@@ -9,7 +9,7 @@ with bf16 and with dynamic scales (``tensorwise``). Of every step from the chang
     saturated   in how many steps `float8.inspect` names a cast that saturates (more than 1 element
                 in 1,000), the last of them, and the largest fraction of an operand
     loss error  the largest, against bf16 with the same weights; so is the gradient error, whose
-                means are those of the first 8 steps and of the rest
+                geometric means are those of the first 8 steps and of the rest
     bump        the paired difference of training losses to bf16 (`quality/paired.py`) in the first
                 8 steps, and in the rest. ``bf16 rounded`` has what rounding alone makes of it
 
@@ -129,8 +129,8 @@ def _casts(rows: Sequence[Row]) -> Row:
     names = dict.fromkeys(name for run in runs for step in run for name in step["problems"])
 
     def mean(key: str, first: int, last: int | None) -> float:
-        values = [step[key] for run in runs for step in run[first:last]]
-        return statistics.fmean(values or [0.0])
+        values = [step[key] for run in runs for step in run[first:last] if step[key] > 0]
+        return statistics.geometric_mean(values) if values else 0.0
 
     return {
         "saturated_steps": statistics.fmean(map(len, saturated)),

@@ -7,8 +7,8 @@ gradient of the blocks' matrices:
     loss error      = 100 (loss / loss in bf16 - 1)                             in per cent
     gradient error  = 100 |g - g in bf16| / |g in bf16|                         in per cent
 
-Neither depends on what happened in earlier steps, so that the noise of training, by which two runs
-end apart, is not in them. The training goes on with the contender's gradient.
+Both are of one step, so that the noise of training, by which two runs
+end apart, enters them by the weights alone. The training goes on with the contender's gradient.
 """
 
 from __future__ import annotations
