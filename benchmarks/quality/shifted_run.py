@@ -7,8 +7,8 @@ gradient of the blocks' matrices:
     loss error      = 100 (loss / loss in bf16 - 1)                             in per cent
     gradient error  = 100 |g - g in bf16| / |g in bf16|                         in per cent
 
-Both are of one step, so that the noise of training, by which two runs
-end apart, enters them by the weights alone. The training goes on with the contender's gradient.
+Both are of one step. The noise of training, by which two runs end apart, enters them by the weights
+alone. The training goes on with the contender's gradient.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ShiftedRun:
     heads: int = 2
     context: int = 64
     batch: int = 16
-    held_out: int = 2**17
+    held_out: int = 2**16
 
     def watches(self, step: int) -> bool:
         return self.shift != shifts.NONE and step >= self.before - WATCHED_BEFORE
