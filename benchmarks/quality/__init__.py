@@ -10,7 +10,6 @@ with ``ablated.py`` (a layer whose casts are on or off) and ``probe.py`` (what t
 ``rates.py``; ``scaling.py``. ``pictures.py`` draws their files.
 
 ``watched.py``: one training whose casts are watched, healthy or with a planted fault.
-between runs of one seed, and their confidence intervals.
 
 What follows pretraining: ``pretrained.py``: the models that runs start from; ``finetuning.py``: on
 another text, of all weights or of adapters; ``post_training.py``: conversion without training.

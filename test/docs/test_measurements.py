@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from linear.test_bytes import BYTES, LAUNCHES
 
-from benchmarks import bench_alarms, bench_finetune
+from benchmarks import bench_alarms, bench_finetune, bench_shift
 from benchmarks.quality import operands, rates, recipes, scaling
 from benchmarks.quality.watched import HEALTHY, STATIC
 from float8.config import RECIPES
@@ -523,6 +523,63 @@ def communication():
         body.append([processes, form, f"{row['sent_kib']:,.0f}", *cells, *counts])
     header = "processes | form | sent KiB | weights | gradients | collectives | for scales"
     return markdown(header, body)
+
+
+def shift_lines(name, shift):
+    """The lines of `bench_shift` about one change, by contender."""
+    lines = bench_shift.lines(result(name)["rows"])
+    return {line["layer"]: line for line in lines if line["shift"] == shift}
+
+
+CHANGES = {"growth": "loss_error", "alphabet": "gradient_error", "restart": "gradient_error"}
+
+
+def casts_after_a_change():
+    """How many of the steps from a change on saturate, and the error of the loss or gradient."""
+    found = {shift: shift_lines("cpu_shift", shift) for shift in CHANGES}
+    body = []
+    for name in found["growth"]:
+        if name not in ("bf16", "bf16 rounded"):
+            cells = []
+            for shift, error in CHANGES.items():
+                line, sign = found[shift][name], "+" if error == "loss_error" else ""
+                cells += [f"{line['saturated_steps']:.1f}", f"{line[error]:{sign}.1f} %"]
+            body.append([f"`{name}`", *cells])
+    headers = [f"{shift}: saturated steps | {key.replace('_', ' ')}"
+               for shift, key in CHANGES.items()]  # fmt: skip
+    return markdown(f"scales | {' | '.join(headers)}", body)
+
+
+def losses_after_a_change():
+    """Paired differences of training losses to bf16, in the first steps and later."""
+    found = {shift: shift_lines("cpu_shift", shift) for shift in CHANGES}
+    body = [
+        [f"`{name}`", *(found[shift][name][key] for shift in CHANGES for key in ("bump", "later"))]
+        for name in found["growth"]
+        if name != "bf16"
+    ]
+    headers = [f"{shift}: first 8 steps | later" for shift in CHANGES]
+    return markdown(f"scales | {' | '.join(headers)}", body)
+
+
+def first_steps():
+    body = [
+        [f"`{name}`", f"{line['saturated_steps']:.1f}", line["worst"],
+         *(f"{line[key]:.1f} %" for key in ("gradient_error", "later_error"))]
+        for name, line in shift_lines("cpu_shift", "start").items()
+        if "worst" in line
+    ]  # fmt: skip
+    header = "scales | saturated steps | worst operand | gradient error, first 8 steps | later"
+    return markdown(header, body)
+
+
+def delayed_endings():
+    body = [
+        [f"`{name}`", line["seeds"], f"{line['loss']:.4f}", line.get("gap", ""),
+         line.get("bf16_gap", "")]
+        for name, line in shift_lines("cpu_delayed", "none").items()
+    ]  # fmt: skip
+    return markdown("scales | seeds | held-out loss | gap to bf16 | evaluated in bf16", body)
 
 
 def rollout():
