@@ -222,7 +222,7 @@ class Float8LinearConfig:
             ("cast_config_weight_for_grad_input", (dynamic, off)),
         ):
             cast: CastConfig | None = getattr(self, name)
-            if cast is None or cast.scaling_type is off and off in known:
+            if cast is None or (cast.scaling_type is off and off in known):
                 continue
             fits = isinstance(cast.granularity, (Tensorwise, Rowwise))
             if fits and cast.scaling_type in known:
