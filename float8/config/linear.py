@@ -39,14 +39,15 @@ class Float8LinearConfig:
         delayed_scaling: for operands with ``ScalingType.DELAYED``.
         enable_fsdp_float8_all_gather: under FSDP2, gather weights as float8 where they have one
             scale per tensor; the report of the conversion names the others.
-        smooth_input: multiply each channel of the input by a power of two before its cast, and the
-            same column of the weight by the inverse before its own cast (Smooth-SwiGLU, arXiv
-            2409.12517, section 4.4), so that channels with outliers take no precision from the
-            others. For layers that read a gate, such as ``down_proj``. Input and weight are cast
-            by tensor or row; the weight, whose columns change with each input, dynamically.
-            A step then moves, in bfloat16 on a GPU, 6 more bytes per element of the input (none
-            behind a `SwiGLUCast`) and 4 per element of its gradient; 8 more per weight and 4 per
-            element of its gradient.
+        smooth_input: multiply channel k of the input by s_k before its cast, and column k of the
+            weight by ``1 / s_k``, so that channels with outliers take no precision from the others
+            (Smooth-SwiGLU, arXiv 2409.12517, section 4.4): ``Q(x * s) @ Q(w / s).T``. The gradients
+            are ``(g @ Q(w / s)) * s`` and ``(g.T @ Q(x * s)) / s``. s_k is the power of two that
+            brings the amax of the channel, in this call, into (0.5, 1]. For layers that read a
+            gate, such as ``down_proj``. Input and weight are cast by tensor or row; the weight,
+            whose columns change with each input, dynamically. A step then moves, in bfloat16 on a
+            GPU, 6 more bytes per element of the input (none behind a `SwiGLUCast`) and 4 per
+            element of its gradient; 8 more per weight and 4 per element of its gradient.
         pad_inner_dim: pad dimensions that are no multiple of 16 with zeros, on devices whose GEMM
             needs it, instead of refusing.
         emulate: run the reference path on every device.
