@@ -275,6 +275,8 @@ class Float8Linear(Float8Module, nn.Linear):
     def extra_repr(self) -> str:
         """As ``nn.Linear``, and the casts that differ from those printed below it."""
         parts = [super().extra_repr()]
+        if self.config.smooth_input:
+            parts.append("smooth_input=True")
         for operand, cast in zip(("input", "weight", "grad_output"), self.casts, strict=True):
             first = getattr(self.config, f"cast_config_{operand}")
             if cast.config != first:  # the cast's state belongs to the operand's second GEMM

@@ -32,6 +32,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
+from float8.estimate import estimate
 from float8.linear import autograd, smoothing
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -397,6 +398,7 @@ def test_only_the_layers_of_the_filter_get_it():
     convert_to_float8_training(model, config=base)
     assert model["down"].config.smooth_input and not model["up"].config.smooth_input
     assert base.key != smooth.key
+    assert "smooth_input=True" in repr(model["down"]) and "smooth" not in repr(model["up"])
 
 
 def test_an_inspection_sees_what_is_cast():
@@ -411,3 +413,9 @@ def test_an_inspection_sees_what_is_cast():
         assert len(rows) == 2
         underflows[config.smooth_input] = [row.flushed for row in rows]
     assert max(underflows[True]) == 0 < min(underflows[False])
+
+
+def test_no_time_is_predicted():
+    (row,) = estimate([(4096, 512, 1024)], recipes=SMOOTH, device="H100", show=False).rows
+    (found,) = row.recipes.values()
+    assert "the time of smooth_input=True is not predicted" in found.refused
