@@ -104,6 +104,7 @@ CONFIG_FIELDS = {
         name: "must be True or False"
         for name in (
             "enable_fsdp_float8_all_gather",
+            "smooth_input",
             "pad_inner_dim",
             "emulate",
             "enable_amax_init",

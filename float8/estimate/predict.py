@@ -146,6 +146,8 @@ def refuses(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) 
     reason = refuses_layer(weight, config)
     if layer.shape.E is not None and config.uses_delayed_scaling:
         return "experts have no history of amaxes; take a recipe with dynamic scales"
+    if config.smooth_input:
+        return "the time of smooth_input=True is not predicted; leave it out for a lower bound"
     if reason is None and not device.emulates:
         if config.emulate:
             return (

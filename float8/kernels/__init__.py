@@ -9,7 +9,7 @@ reason for a refusal. A new kernel is one file in ``gpu/`` and one row in a tabl
 May import: ``float8.granularity``, ``float8.formats``, torch; ``gpu/`` also Triton.
 """
 
-from float8.kernels.amaxes import amaxes
+from float8.kernels.amaxes import amaxes, column_amaxes
 from float8.kernels.casts import (
     Orientations,
     cast_by_kernel,
@@ -32,6 +32,7 @@ from float8.kernels.cpu import (
     scale_from_amax,
 )
 from float8.kernels.cublas import is_sharded
+from float8.kernels.definition import smoothing_factors
 from float8.kernels.grouped_mm import (
     group_alignment,
     grouped_gemm_for,
@@ -53,6 +54,7 @@ __all__ = [
     "cast_operand",
     "cast_tokens",
     "check_compiler",
+    "column_amaxes",
     "compiler_may_cast",
     "compiles_for_cpu",
     "decode",
@@ -73,4 +75,5 @@ __all__ = [
     "runs_kernel",
     "scale_from_amax",
     "scaled_mm",
+    "smoothing_factors",
 ]

@@ -196,6 +196,7 @@ class BoundPlan:
         has_refusal: whether there is a product that the device runs for no sizes.
         is_aligned: whether sizes must be multiples of 16.
         is_grouped: whether the GEMMs multiply groups of tokens with experts.
+        smooth_input: whether x and w are multiplied by factors, see `float8.linear.smoothing`.
         to_onnx: whether torch.onnx.export traces the layer.
     """
 
@@ -211,6 +212,7 @@ class BoundPlan:
         "is_grouped",
         "on_gpu",
         "output",
+        "smooth_input",
         "to_onnx",
         "w",
         "x",
@@ -227,19 +229,22 @@ class BoundPlan:
         grouped: bool = False,
         to_onnx: bool = False,
     ) -> None:
-        def bound(gemm: Gemm, b_groups: str = EXPERTS) -> BoundGemm:
+        def bound(gemm: Gemm, out_dtype: torch.dtype, b_groups: str = EXPERTS) -> BoundGemm:
             a, b = (
                 None
                 if cast is None
                 else BoundCast(cast, family, emulate, compiling, groups if grouped else "")
                 for cast, groups in ((gemm.a, TOKENS), (gemm.b, b_groups))
             )
-            return BoundGemm(gemm, a, b, family, dtype, emulate, pad, grouped)
+            return BoundGemm(gemm, a, b, family, out_dtype, emulate, pad, grouped)
 
         self.family, self.dtype, self.is_grouped = family, dtype, grouped
-        self.to_onnx = to_onnx
-        self.output, self.grad_input = bound(plan.output), bound(plan.grad_input)
-        self.grad_weight = bound(plan.grad_weight, TOKENS)
+        self.to_onnx, self.smooth_input = to_onnx, plan.smooth_input
+        # The gradients of smooth operands are multiplied by factors, from beyond float16's range.
+        is_narrow = plan.smooth_input and dtype == torch.float16
+        grad_dtype = torch.float32 if is_narrow else dtype
+        self.output, self.grad_input = bound(plan.output, dtype), bound(plan.grad_input, grad_dtype)
+        self.grad_weight = bound(plan.grad_weight, grad_dtype, TOKENS)
         align = self.grad_weight.align  # the only GEMM that reads transposed tokens
         output, grad_input, grad_weight = plan.output, plan.grad_input, plan.grad_weight
         self.x = BoundOperand(

@@ -44,6 +44,7 @@ from float8.linear.refusals import (
 )
 from float8.linear.registration import stored_by
 from float8.linear.resident_state import input_scale_of, join_loaded, split_saved
+from float8.linear.smoothing import smooth_operands
 from float8.linear.switch import Float8Module
 from float8.tensor import Float8Tensor
 
@@ -180,6 +181,8 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
         """This rank's part of the input and of the weight, as a call casts them, and the states."""
+        if self.config.smooth_input:
+            return *smooth_operands(input, self.weight), self._states()
         return input, self.weight, self._states()
 
     def local_grad_output(self, grad_output: Tensor) -> Tensor:
@@ -272,6 +275,8 @@ class Float8Linear(Float8Module, nn.Linear):
     def extra_repr(self) -> str:
         """As ``nn.Linear``, and the casts that differ from those printed below it."""
         parts = [super().extra_repr()]
+        if self.config.smooth_input:
+            parts.append("smooth_input=True")
         for operand, cast in zip(("input", "weight", "grad_output"), self.casts, strict=True):
             first = getattr(self.config, f"cast_config_{operand}")
             if cast.config != first:  # the cast's state belongs to the operand's second GEMM

@@ -193,6 +193,7 @@ def test_default_parts_are_shared_by_no_two_configs():
     "field",
     [
         "enable_fsdp_float8_all_gather",
+        "smooth_input",
         "pad_inner_dim",
         "emulate",
         "enable_amax_init",

@@ -55,6 +55,7 @@ EXACT = {
     "dynamic": Float8LinearConfig(POW2, POW2, POW2),
     "delayed": Float8LinearConfig(DELAYED, DELAYED, DELAYED),
     "static": Float8LinearConfig(STATIC, STATIC, STATIC),
+    "smooth": Float8LinearConfig(POW2, POW2, POW2, smooth_input=True),
 }
 
 
