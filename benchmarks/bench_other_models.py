@@ -82,7 +82,8 @@ def summary(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     for row in rows:
         by_name.setdefault(_name(row["run"]), []).append(row)
     lines = [_line(name, own, by_name) for name, own in by_name.items()]
-    return lines, [_target(line) for line in lines if math.isfinite(line.get("half_width", -1))]
+    certain = [line for line in lines if math.isfinite(line.get("half_width", math.inf))]
+    return lines, [_target(line) for line in certain]
 
 
 def base_of(name: str) -> str:
