@@ -12,7 +12,8 @@ Runs (`quality/other_models.py`) of one seed share weights and batches. What cou
 difference of held-out losses, in per cent of the base's, and of accuracies, in points, with their
 95 % intervals (`quality/paired.py`). ``rounded`` is the base with initial weights rounded to bf16:
 what rounding alone does. A run with overflows is compared with the same run without. Target: the
-interval holds 0, or lies within `LIMIT`.
+interval of the accuracy lies within 1.5 points of the base's. Losses of the vision transformer
+differ by several per cent from rounding alone, because they fall by a factor of eight.
 
 The file named by -o is written after every run, and a call with the same file makes only the runs
 that it lacks.
@@ -33,29 +34,28 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks.measuring.harness import Row, positive
+from benchmarks.measuring.harness import Row
 from benchmarks.quality import study
 from benchmarks.quality.other_models import PLAIN, ROUNDED, Run, train
 from benchmarks.quality.paired import Difference, difference
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 CONTENDERS = (PLAIN, ROUNDED, *RECIPES)
-VIT = {"task": "vit", "width": 64, "batch": 33, "held_out": 4096, "learning_rate": 2e-3}
-ENCODER = {"task": "encoder", "width": 64, "batch": 17, "held_out": 2048, "learning_rate": 4e-3}
+VIT = {"task": "vit", "steps": 500, "learning_rate": 2e-3, "batch": 33, "held_out": 4096}
+ENCODER = {"task": "encoder", "steps": 300, "learning_rate": 4e-3, "batch": 17, "held_out": 2048}
 STUDIES = {
     "vit": VIT | {"half": "bf16"},
     "encoder": ENCODER | {"half": "bf16"},
     "fp16": ENCODER | {"half": "fp16"},
 }
 QUICK = {"steps": 4, "layers": 1, "width": 32, "batch": 3, "held_out": 5}
-LIMIT = 1.0  # per cent of the base's loss
+LIMIT = 1.5  # points of accuracy
 OVERFLOW = " + overflow"
 COLUMNS = {
     "layer": ("contender", ""),
     "seeds": ("seeds", ".0f"),
     "loss": ("held-out loss", ".4f"),
     "accuracy": ("accuracy, %", ".2f"),
-    "against": ("against", ""),
     "gap": ("difference of loss", ""),
     "points": ("of accuracy", ""),
     "skipped": ("steps skipped", ".1f"),
@@ -65,10 +65,10 @@ COLUMNS = {
 
 def runs(options: argparse.Namespace) -> list[Run]:
     """Every contender for every seed, a seed after the other."""
-    sizes = STUDIES[options.study] | {"steps": options.steps}
+    sizes = STUDIES[options.study] | options.quick_sizes
     overflows = (False, True) if options.study == "fp16" else (False,)
     return [
-        Run(contender=name, seed=seed, overflow=overflow, **(sizes | options.quick_sizes))
+        Run(contender=name, seed=seed, overflow=overflow, **sizes)
         for seed in options.seeds
         for overflow in overflows
         for name in options.contenders
@@ -82,8 +82,7 @@ def summary(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     for row in rows:
         by_name.setdefault(_name(row["run"]), []).append(row)
     lines = [_line(name, own, by_name) for name, own in by_name.items()]
-    certain = [line for line in lines if math.isfinite(line.get("half_width", math.inf))]
-    return lines, [_target(line) for line in certain]
+    return lines, [_target(line) for line in lines if "met" in line]
 
 
 def base_of(name: str) -> str:
@@ -103,46 +102,41 @@ def _line(name: str, own: Sequence[Row], by_name: dict[str, list[Row]]) -> Row:
     for key in ("loss", "accuracy", "skipped", "loss_scale"):
         if values := [row[key] for row in ended if key in row]:
             line[key] = statistics.fmean(values)
+    if name == base_of(name):
+        return line
     bases = by_name.get(base_of(name), [])
-    if name != base_of(name) and (gap := difference(own, bases)).values:
-        line |= {"against": base_of(name), "gap": str(gap), "gap_percent": gap.mean}
-        line |= {"half_width": gap.half_width, "met": is_met(gap)}
-        points = accuracy_points(ended, bases)
-        line["points"] = f"{points.mean:+.2f} ± {points.half_width:.2f}"
+    gap, points = difference(own, bases), accuracy_points(own, bases)
+    if gap.values:
+        line |= {"gap": str(gap), "points": f"{points.mean:+.2f} ± {points.half_width:.2f}"}
+    if points.diverged or math.isfinite(points.half_width):  # otherwise a single seed
+        line["met"] = points.within(LIMIT)
+        line["farther_end"] = abs(points.mean) + points.half_width
     return line
-
-
-def is_met(gap: Difference) -> bool:
-    """Whether no run failed, and the interval holds 0 or lies within the limit."""
-    return gap.within(LIMIT) or (not gap.diverged and abs(gap.mean) <= gap.half_width)
 
 
 def accuracy_points(rows: Sequence[Row], bases: Sequence[Row]) -> Difference:
     """The paired differences of accuracies, in points."""
     of_seed = {row["run"]["seed"]: row["accuracy"] for row in bases if "accuracy" in row}
-    pairs = [(row["accuracy"], of_seed.get(row["run"]["seed"])) for row in rows]
-    return Difference(tuple(own - base for own, base in pairs if base is not None))
+    ended = [row for row in rows if "loss" in row]
+    pairs = [(row["accuracy"], of_seed.get(row["run"]["seed"])) for row in ended]
+    values = tuple(own - base for own, base in pairs if base is not None)
+    return Difference(values, len(rows) - len(ended))
 
 
 def _target(line: Row) -> Row:
-    """``measured`` is the mean difference."""
-    return {
-        "layer": line["layer"],
-        "mode": "difference of loss, %",
-        "against": line["against"],
-        "target": LIMIT,
-        "measured": line["gap_percent"],
-        "met": line["met"],
-    }
+    """``measured`` is the farther end of the interval, where there is one."""
+    measured = {"measured": line["farther_end"]} if math.isfinite(line["farther_end"]) else {}
+    name, mode = line["layer"], "interval of accuracy, points"
+    against = {"against": base_of(name), "target": LIMIT}
+    return {"layer": name, "mode": mode, **against, **measured, "met": line["met"]}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = study.parser(__doc__, seeds=4)
+    parser = study.parser(__doc__, seeds=5)
     parser.add_argument("--study", choices=STUDIES, required=True)
     parser.add_argument(
         "--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME"
     )
-    parser.add_argument("--steps", type=positive, default=400, help="of a run; 400")
     options = parser.parse_args(argv)
     if options.data is not None:
         parser.error("--data has no effect here: the studies draw digits or read torch's sources")

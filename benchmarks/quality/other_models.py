@@ -64,7 +64,7 @@ class Run:
     steps: int
     learning_rate: float
     layers: int = 2
-    width: int
+    width: int = 64
     batch: int
     held_out: int
 

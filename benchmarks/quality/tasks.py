@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.models import bert, hex_digits
-from benchmarks.models.bert import HEAD, IGNORED, PADDING
+from benchmarks.models.bert import IGNORED, PADDING
+from benchmarks.models.decoders import HEAD
 from benchmarks.models.vit import ViT
 from scripts.training import corpus
 

@@ -10,7 +10,6 @@ import torch
 from benchmarks import bench_other_models as bench
 from benchmarks.quality import other_models, study
 from benchmarks.quality.other_models import Run, train
-from benchmarks.quality.paired import Difference
 from float8.config import RECIPES
 from float8.linear.delayed import DelayedCast
 from scripts.training import corpus
@@ -36,7 +35,7 @@ def test_every_scaled_recipe_is_in_every_study():
     for name in bench.STUDIES:
         made = bench.runs(bench.parse(["--study", name]))
         assert {run.contender for run in made} == set(bench.CONTENDERS)
-        assert len(made) == len(set(made)) == 4 * (8 + 7 * (name == "fp16"))
+        assert len(made) == len(set(made)) == 5 * (8 + 7 * (name == "fp16"))
 
 
 def test_a_run_is_compared_with_its_base_and_one_with_overflows_with_itself_without():
@@ -49,25 +48,32 @@ def test_a_run_is_compared_with_its_base_and_one_with_overflows_with_itself_with
     assert "gap" not in found["fp16"]
     assert found["fp16 delayed"]["gap"] == "+1.00 ± 0.00 %"
     assert found["fp16 delayed"]["points"] == "+0.20 ± 0.00"
-    assert found["fp16 delayed + overflow"]["against"] == "fp16 delayed"
-    assert found["fp16 delayed + overflow"]["gap_percent"] == pytest.approx(15)
-    assert found["fp16 + overflow"]["gap_percent"] == 0
+    assert found["fp16 delayed + overflow"]["gap"].startswith("+15.00 ±")
+    assert found["fp16 + overflow"]["gap"] == "+0.00 ± inf %"
     # An interval of one seed is infinite and has no target.
-    assert [target["layer"] for target in targets] == ["fp16 delayed", "fp16 delayed + overflow"]
+    assert {target["layer"]: target["against"] for target in targets} == {
+        "fp16 delayed": "fp16",
+        "fp16 delayed + overflow": "fp16 delayed",
+    }
 
 
 @pytest.mark.parametrize(
-    ("values", "diverged", "met"),
+    ("accuracies", "met"),
     [
-        ((0.2, 0.3), 0, True),  # 0.25 +- 0.64: holds 0
-        ((0.4, 0.41), 0, True),  # within the limit
-        ((2.0, 2.1), 0, False),
-        ((-2.0, -2.1), 0, False),  # better by so much is a fault as well
-        ((0.2, 0.3), 1, False),
+        ((50.2, 50.3), True),
+        ((52.0, 52.1), False),  # better by so much is a fault as well
+        ((51.0, 49.0), False),  # not certain: 0 +- 13
+        ((50.2, 50.3, None), False),  # a run failed
+        ((None,), False),  # all did
     ],
 )
-def test_a_difference_is_met_where_it_is_small_or_not_certain(values, diverged, met):
-    assert bench.is_met(Difference(values, diverged)) is met
+def test_the_target_is_an_interval_within_the_limit(accuracies, met):
+    rows = [row_of("plain", seed, 2.0) | {"accuracy": 50.0} for seed in range(3)]
+    for seed, accuracy in enumerate(accuracies):
+        row = row_of("mxfp8", seed, 2.0) | {"accuracy": accuracy}
+        rows.append({"run": row["run"], "error": "diverged"} if accuracy is None else row)
+    (target,) = bench.summary(rows)[1]
+    assert target["met"] is met
 
 
 def test_the_command_trains_compares_and_continues(tmp_path, capsys, monkeypatch):
