@@ -12,8 +12,7 @@ Runs (`quality/other_models.py`) of one seed share weights and batches. What cou
 difference of held-out losses, in per cent of the base's, and of accuracies, in points, with their
 95 % intervals (`quality/paired.py`). ``rounded`` is the base with initial weights rounded to bf16:
 what rounding alone does. A run with overflows is compared with the same run without. Target: the
-interval of the accuracy lies within 1.5 points of the base's. Losses of the vision transformer
-differ by several per cent from rounding alone, because they fall by a factor of eight.
+interval of the accuracy lies within 1.5 points of the base's. The loss is reported beside it.
 
 The file named by -o is written after every run, and a call with the same file makes only the runs
 that it lacks.
