@@ -16,6 +16,8 @@
 - `bench_comm.py`: how many bytes does a rank send in each collective?
 - `bench_gradients.py`: what does reducing gradients in float8 do to their error?
 - `bench_bert.py`: does a unit-scaled BERT train in float16 and float8 as in float32?
+- `bench_other_models.py`: do a vision transformer, an encoder, and float16 with a gradient scaler
+  train in float8 as without it?
 - `measure_device.py`, `check_estimate.py`: figures of this machine for `float8.estimate`; how
   accurate are its predictions?
 - `plots.py`: draws result files.

@@ -40,7 +40,8 @@ from scripts.training.half_products import HalfProducts
 
 BYTES = 256
 MASK = BYTES  # the token that stands for a hidden byte
-VOCABULARY = BYTES + 16  # [MASK], rounded up to what tensor cores take
+PADDING = BYTES + 1  # the token after the end of a text that is shorter than its batch
+VOCABULARY = BYTES + 16  # [MASK] and padding, rounded up to what tensor cores take
 CHOSEN, MASKED, RANDOM = 0.15, 0.8, 0.1
 IGNORED = -100  # a target that does not count: torch's default
 
@@ -49,19 +50,33 @@ FORMATS = ("fp32", "fp16", "fp8")
 
 
 class _Attention(gpt.Attention):
-    """The attention of `scripts/training/gpt.py` without the causal mask."""
+    """The attention of `scripts/training/gpt.py` to all tokens, or to those that a mask keeps."""
 
-    def forward(self, x_BTC: Tensor, rotary: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor, rotary: Tensor, keep_B11T: Tensor | None = None) -> Tensor:
         qkv_BTHD = self.qkv(x_BTC).unflatten(-1, (3, self.heads, -1)).unbind(2)
         q_BHTD, k_BHTD, v_BHTD = (z.transpose(1, 2) for z in qkv_BTHD)
         q_BHTD, k_BHTD = gpt.rotate(q_BHTD, rotary), gpt.rotate(k_BHTD, rotary)
-        y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD)
+        y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, keep_B11T)
         out: Tensor = self.proj(y_BHTD.transpose(1, 2).flatten(2))
         return out
 
 
+class _Block(gpt.Block):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.attention = _Attention(sizes)
+
+    def forward(self, h_BTC: Tensor, rotary: Tensor, keep_B11T: Tensor | None = None) -> Tensor:
+        h_BTC = h_BTC + self.attention(self.attention_norm(h_BTC), rotary, keep_B11T)
+        out: Tensor = h_BTC + self.feed_forward(self.feed_forward_norm(h_BTC))
+        return out
+
+
 class BaseBert(nn.Module):
-    """Tokens (B, T) -> logits (B, T, V), in the standard parametrisation."""
+    """Tokens (B, T) -> logits (B, T, V), in the standard parametrisation.
+
+    Tokens that are `PADDING` are seen by no other token.
+    """
 
     rotary: Tensor
 
@@ -69,9 +84,7 @@ class BaseBert(nn.Module):
         super().__init__()
         sizes = Sizes(layers, width, width // HEAD, context)
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(gpt.Block(sizes) for _ in range(layers))
-        for block in self.layers:
-            block.attention = _Attention(sizes)
+        self.layers = nn.ModuleList(_Block(sizes) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
         self.readout = nn.Linear(width, VOCABULARY, bias=False)
         table = gpt.rotary_table(context, HEAD)
@@ -84,8 +97,10 @@ class BaseBert(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         h_BTC = self.embedding(tokens_BT)
+        keep_BT = tokens_BT != PADDING
+        keep_B11T = None if bool(keep_BT.all()) else keep_BT[:, None, None]
         for block in self.layers:
-            h_BTC = block(h_BTC, self.rotary[:, : tokens_BT.shape[1]])
+            h_BTC = block(h_BTC, self.rotary[:, : tokens_BT.shape[1]], keep_B11T)
         logits_BTV: Tensor = self.readout(self.norm(h_BTC))
         return logits_BTV
 

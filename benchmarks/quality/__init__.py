@@ -13,4 +13,6 @@ with ``ablated.py`` (a layer whose casts are on or off) and ``probe.py`` (what t
 
 What follows pretraining: ``pretrained.py``: the models that runs start from; ``finetuning.py``: on
 another text, of all weights or of adapters; ``post_training.py``: conversion without training.
+between runs of one seed, and their confidence intervals. ``other_models.py``: one training of a
+model of another kind, which ``tasks.py`` makes with its batches.
 """

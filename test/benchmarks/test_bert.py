@@ -124,3 +124,16 @@ def test_only_float16_on_a_cpu_takes_the_detour_of_its_products():
         if isinstance(bert.products(fmt, device), bert.HalfProducts)
     }
     assert taken == {("fp16", "cpu")}
+
+
+def test_padding_changes_no_other_token():
+    torch.manual_seed(0)
+    model = bert.BaseBert(WIDTH, 2, CONTEXT)
+    short = torch.randint(bert.BYTES, (3, 11))
+    padded = torch.cat((short, torch.full((3, 10), bert.PADDING)), dim=1)
+    # In float64: torch computes a masked attention by another kernel.
+    alone, among = model.double()(short), model(padded)[:, :11]
+    torch.testing.assert_close(among, alone, rtol=1e-6, atol=1e-6)
+    other = padded.clone()
+    other[:, 11:] = MASK  # a token like any other
+    assert not torch.allclose(model(other)[:, :11], alone, rtol=1e-3)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from linear.test_bytes import BYTES, LAUNCHES
 
-from benchmarks import bench_alarms, bench_finetune, bench_shift
+from benchmarks import bench_alarms, bench_finetune, bench_other_models, bench_shift
 from benchmarks.quality import operands, rates, recipes, scaling
 from benchmarks.quality.watched import HEALTHY, STATIC
 from float8.config import RECIPES
@@ -457,6 +457,49 @@ def conversion():
 
 
 CONVERSION = ("weights_sqnr", "inputs_sqnr")
+
+
+def other_models():
+    """The vision transformer and the encoder, in bf16."""
+    vit, encoder = (lines_of(f"cpu_{study}") for study in ("vit", "encoder"))
+    body = [
+        [without(layer), *gaps(line), *gaps(encoder[layer])]
+        for layer, line in vit.items()
+        if layer in encoder
+    ]
+    header = "linear layers | vision transformer: loss | accuracy | encoder: loss | accuracy"
+    return markdown(header, body)
+
+
+def float16_models():
+    """The encoder in float16, and the same runs with overflows."""
+    found = lines_of("cpu_fp16")
+    body = []
+    for layer, line in found.items():
+        if not layer.endswith(bench_other_models.OVERFLOW):
+            after = found.get(layer + bench_other_models.OVERFLOW, {})
+            skipped = f"{after['skipped']:.0f}" if after else "-"
+            body.append([without(layer), *gaps(line), *gaps(after), skipped])
+    header = "linear layers | loss | accuracy | with overflows: loss | accuracy | steps skipped"
+    return markdown(header, body)
+
+
+def lines_of(name):
+    lines, _ = bench_other_models.summary(result(name)["rows"])
+    return {line["layer"]: line for line in lines}
+
+
+def without(layer):
+    """A contender's name without the format of its base."""
+    base, _, contender = layer.partition(" ")
+    return f"`{contender}`" if contender in RECIPES else contender or base
+
+
+def gaps(line):
+    """Differences to the base; of the base itself its loss and accuracy."""
+    if not line:
+        return "-", "-"
+    return line.get("gap") or f"{line['loss']:.4f}", line.get("points") or f"{line['accuracy']:.2f}"
 
 
 # --- memory and communication
