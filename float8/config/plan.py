@@ -61,6 +61,7 @@ class LinearPlan:
         reuses_input: x_KM of grad_weight is the transpose of the float8 x_MK of output.
         reuses_weight: w_KN of grad_input is the transpose of the float8 w_NK of output.
         reuses_grad_output: g_NM of grad_weight is the transpose of grad_input's g_MN.
+        smooth_input: x and w are multiplied by factors before their casts.
     """
 
     output: Gemm
@@ -69,6 +70,7 @@ class LinearPlan:
     reuses_input: bool
     reuses_weight: bool
     reuses_grad_output: bool
+    smooth_input: bool = False
 
 
 _PLANS: dict[str, tuple[LinearPlan, bool, bool]] = {}

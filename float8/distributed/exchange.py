@@ -145,8 +145,11 @@ def _padded(x: Tensor, dim: int, length: int) -> Tensor:
 
 
 def sends_input_in_float8(plan: LinearPlan) -> bool:
-    """Whether all GEMMs that read an input can read the same float8 data, cast on any rank."""
-    return plan.reuses_input and _has_one_scale(plan.output.a)
+    """Whether all GEMMs that read an input can read the same float8 data, cast on any rank.
+
+    The factors of a smooth input need the amaxes of whole channels, before the cast.
+    """
+    return plan.reuses_input and _has_one_scale(plan.output.a) and not plan.smooth_input
 
 
 def _has_one_scale(cast: OperandCast | None) -> bool:

@@ -38,6 +38,7 @@ from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_layer
 from float8.linear.registration import ModuleRule, register_module_rule
 from float8.linear.scaling import sharded_state
+from float8.linear.smoothing import smooth_operands
 from float8.tensor import Float8Tensor
 
 COLWISE, ROWWISE = "colwise", "rowwise"
@@ -234,7 +235,10 @@ class Float8ParallelLinear(Float8Linear):
             input=placement.is_shard() or not is_colwise,
             grad_output=self.layout.output.is_shard() or is_colwise,
         )
-        return local(input) if is_colwise else self._part(input), local(self.weight), states
+        x, weight = local(input) if is_colwise else self._part(input), local(self.weight)
+        if self.config.smooth_input:
+            x, weight = smooth_operands(x, weight)
+        return x, weight, states
 
     def local_grad_output(self, grad_output: Tensor) -> Tensor:
         """The part of the output's gradient that this rank casts."""

@@ -21,6 +21,7 @@ from float8.granularity import WHOLE
 from float8.kernels import definition
 from float8.linear.autograd import as_matrix, refuse_double_backward
 from float8.linear.scaling import DelayedState, amax_to_record, bind_and_cast, known_scale
+from float8.linear.smoothing import channel_scales, smoothed, smoothing_factors
 from float8.tensor.differentiable import differentiable
 
 _WHOLE = (WHOLE, WHOLE)
@@ -35,21 +36,44 @@ class OutputCast(NamedTuple):
     transpose: bool  # whether a backward may want the transpose
     dtype: torch.dtype  # the compute dtype
     by_kernel: bool
+    smooth: bool = False  # with a factor per channel, see `float8.linear.smoothing`
 
     def kernel_arguments(self, x: Tensor) -> tuple[Any, ...]:
         """The arguments that the ops share, from the scale on: None where it is dynamic."""
         scale = known_scale(self.cast, self.state, x)
         amax = amax_to_record(self.cast, self.state, self.record)
+        return scale, *self._formats(x), amax
+
+    def smooth_arguments(self, x: Tensor, amaxes_1K: Tensor) -> tuple[Any, ...]:
+        """The same of a smooth result, whose channels have these amaxes; and its factors.
+
+        The amax of what is cast follows from theirs: there is no other pass, and none records it.
+        """
+        factors_1K = kernels.smoothing_factors(amaxes_1K)
+        largest = kernels.amax(amaxes_1K * factors_1K, _WHOLE)
+        if (amax := amax_to_record(self.cast, self.state, self.record)) is not None:
+            kernels.record_amax(amax, largest)
+        scale = known_scale(self.cast, self.state, x)
+        if scale is None:
+            fmt = on_device(self.cast.format, x.device)
+            scale = kernels.scale_from_amax(largest, fmt.max, self.cast.scale_format.value)
+        return scale, *self._formats(x), None, factors_1K
+
+    def _formats(self, x: Tensor) -> tuple[Any, ...]:
         dtype = on_device(self.cast.format, x.device).dtype
         power_of_two = self.cast.scale_format is not ScaleFormat.FLOAT32
-        return scale, self.dtype, dtype, power_of_two, self.transpose, amax
+        return self.dtype, dtype, power_of_two, self.transpose
 
     def in_plain_torch(self, y32_MK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The float8 data of float32 values, no transpose, and the scale."""
         y_MK = y32_MK.to(self.dtype)
+        factors_1K = smoothing_factors(y_MK) if self.smooth else None
+        if factors_1K is not None:
+            y_MK = smoothed(y_MK, factors_1K)
         data, scale = bind_and_cast(y_MK, self.cast, self.state, self.record, emulate=True)
         # A clone, because a delayed scale is a buffer, which sync changes.
-        return data, data.new_empty((0, 0)), scale.clone()
+        scale = scale.clone() if factors_1K is None else channel_scales(scale, factors_1K)
+        return data, data.new_empty((0, 0)), scale
 
 
 def _results(
@@ -147,9 +171,14 @@ class _SwiGLUCast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, out: OutputCast) -> tuple[Tensor, ...]:
         gate_MF, up_MF = _gate_and_up(gate, up)
-        if out.by_kernel:
-            op = torch.ops.float8.swiglu_cast.default
-            parts = op(gate_MF, up_MF, *out.kernel_arguments(gate))
+        ops = torch.ops.float8
+        if out.by_kernel and out.smooth:
+            amaxes_1F = ops.swiglu_amaxes.default(gate_MF, up_MF, out.dtype)
+            arguments = out.smooth_arguments(gate, amaxes_1F)
+            *data, scale = ops.swiglu_cast.default(gate_MF, up_MF, *arguments)
+            parts = (*data, channel_scales(scale, arguments[-1]))
+        elif out.by_kernel:
+            parts = ops.swiglu_cast.default(gate_MF, up_MF, *out.kernel_arguments(gate))
         else:
             parts = out.in_plain_torch(definition.swiglu(gate_MF, up_MF))
         ctx.save_for_backward(gate, up)
@@ -181,7 +210,8 @@ def _gate_and_up(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 def _joined(results: tuple[Tensor, ...], out: OutputCast) -> Tensor:
     carrier, data, data_t, scale = results
     has_transpose = out.by_kernel and out.transpose
-    return differentiable(carrier, data, data_t if has_transpose else None, scale)
+    data_t = data_t if has_transpose else None
+    return differentiable(carrier, data, data_t, scale, out.smooth)
 
 
 def rms_norm_cast(x: Tensor, weight: Tensor | None, eps: float, out: OutputCast) -> Tensor:

@@ -25,6 +25,9 @@ which ``sync_float8_amax_and_scale_history(model)`` updates. Compile a module to
 layers that read it, in one graph: torch.compile cannot pass the gradient of a float8 result from
 one graph to another. `float8.fuse_norms` replaces the norms of a model that is converted already.
 
+With ``smooth_input=True``, a `SwiGLUCast` finds the factors of the channels and multiplies them in.
+The layer recovers them from the scales of the result.
+
 Values are computed in float32, rounded once to the compute dtype and then cast. On a GPU a Triton
 kernel does that (two for a dynamic scale, or few rows); elsewhere, and with ``emulate=True``, plain
 PyTorch. Roots, sums and exponentials may differ between the two by float32 ulps; equal float32
@@ -61,9 +64,16 @@ _OWN_ATTRIBUTES = ("config", "fqn", "switch", "evaluates_in_high_precision", "ca
 N = TypeVar("N", bound="NormCast")
 
 
-def refuses_config(config: Float8LinearConfig) -> str | None:
-    """The reason why the input of a layer of this config cannot be cast before it, or None."""
+def refuses_config(config: Float8LinearConfig, by_gate: bool = False) -> str | None:
+    """The reason why the input of a layer of this config cannot be cast before it, or None.
+
+    Args:
+        config: of the layer.
+        by_gate: a gate casts it, and not a norm.
+    """
     cast, second = config.plan.output.a, config.cast_config_input_for_grad_weight
+    if config.smooth_input and not by_gate:
+        return "finds no factors of channels, and the config has smooth_input=True"
     if cast is not None and cast.block == _WHOLE and config.plan.reuses_input:
         return None
     again = f", for grad_weight '{second.summary}'" if second is not None else ""
@@ -83,7 +93,7 @@ class _Producer(Float8Module):
         if config is not None:
             check_config(config, type(self).__name__)
         config = config or Float8LinearConfig()
-        if (reason := refuses_config(config)) is not None:
+        if (reason := refuses_config(config, isinstance(self, SwiGLUCast))) is not None:
             raise ValueError(
                 f"{type(self).__name__} {reason}: use {self.plain} and let Float8Linear cast its "
                 "input"
@@ -130,6 +140,7 @@ class _Producer(Float8Module):
             grad,
             compute_dtype(x),
             runs_kernel(x.device, self.config.emulate),
+            self.config.smooth_input,
         )
 
     def _check_input(self, x: Tensor) -> None:
@@ -326,6 +337,12 @@ class SwiGLU(nn.Module):
 
 class SwiGLUCast(_Producer):
     """``silu(gate) * up`` in float8.
+
+    With ``smooth_input=True`` in the config, each channel of the result is multiplied by a power of
+    two before its cast (Smooth-SwiGLU, arXiv 2409.12517, section 4.4). The result has one scale per
+    channel, and the layer that reads it multiplies its weight by the inverse. The amaxes of the
+    channels replace that of the tensor, so that the gate costs as many bytes as with a dynamic
+    scale: two reads of gate and up.
 
     Args:
         config: of the layer that reads the result; dynamic tensorwise by default.

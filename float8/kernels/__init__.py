@@ -32,6 +32,7 @@ from float8.kernels.cpu import (
     scale_from_amax,
 )
 from float8.kernels.cublas import is_sharded
+from float8.kernels.definition import smoothing_factors
 from float8.kernels.grouped_mm import (
     group_alignment,
     grouped_gemm_for,
@@ -73,4 +74,5 @@ __all__ = [
     "runs_kernel",
     "scale_from_amax",
     "scaled_mm",
+    "smoothing_factors",
 ]

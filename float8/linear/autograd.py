@@ -14,6 +14,9 @@ For backward, forward saves the input in float8, in the orientation that grad_we
 per element. It saves the weight by reference, because the parameter is in memory anyway. Backward
 casts the weight again, with forward's scale where both casts are the same.
 
+With ``smooth_input``, x_MK and w_NK are multiplied by factors of their columns before their casts,
+and the gradients likewise after their GEMMs (`float8.linear.smoothing`); forward saves K factors.
+
 With ``offs``, the ends of groups of tokens, the same three GEMMs are grouped, one group per expert:
 w_NK is w_ENK, and grad_weight contracts the tokens of each group (`float8.experts`).
 
@@ -45,6 +48,7 @@ from float8.linear.scaling import (
     multiply_scale,
     new_column_sums,
 )
+from float8.linear.smoothing import inverse, smoothed, smoothing_factors, split
 from float8.tensor import Float8Tensor
 
 # The factors of output, grad_input and grad_weight. They are independent, so the gradients need not
@@ -113,14 +117,15 @@ class Float8LinearFunction(torch.autograd.Function):
         plan = call.plan
         needs_x = call.saves and ctx.needs_input_grad[0]
         needs_w = call.saves and ctx.needs_input_grad[1]
-        x8_MK, x8_KM = _cast_input(x, call, needs_w, offs)
-        w8_NK, saved_w = _cast_weight(w_NK, call)
+        x8_MK, x8_KM, factors_1K = _cast_input(x, call, needs_w, offs)
+        w8_NK, saved_w = _cast_weight(w_NK, call, factors_1K)
         # Rounding to the compute dtype first makes autocast, DDP and FSDP cast the same bits.
         bias = None if bias_N is None else bias_N.to(plan.dtype)
         out_MN = product(plan.output, x8_MK, w8_NK, bias, call.factors[0], offs)
         # Delayed scales too: autograd then detects a sync between forward and backward.
         scales = [state.scale for state in call.states if state] if plan.has_delayed else []
-        ctx.save_for_backward(*x8_KM, *(saved_w if needs_x else (None, None)), offs, *scales)
+        saved_w = saved_w if needs_x else (None, None)
+        ctx.save_for_backward(*x8_KM, *saved_w, offs, factors_1K, *scales)
         # The call itself is not kept: FSDP2 may free the memory of its weight after the forward.
         ctx.plan, ctx.states, ctx.record, ctx.factors = plan, call.states, call.record, call.factors
         weight = call.weight
@@ -148,7 +153,7 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
     plan: BoundPlan = ctx.plan
     are_checked = plan.has_delayed and not torch.compiler.is_compiling()
     saved = _checked_tensors(ctx) if are_checked else ctx.saved_tensors
-    x_KM, x_scale, w, w_scale, offs = saved[:5]
+    x_KM, x_scale, w, w_scale, offs, factors_1K = saved[:6]
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
     factor_x, factor_w = ctx.factors[1:]
     grad_x = grad_w = grad_bias = None
@@ -174,14 +179,18 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
     )
     if needs_x:
         factor_x = factor_x() if callable(factor_x) else factor_x
-        w8_KN = (w, w_scale) if ctx.is_cast else _cast_weight_again(ctx, w, w_scale)
+        w8_KN = (w, w_scale) if ctx.is_cast else _cast_weight_again(ctx, w, w_scale, factors_1K)
         if ctx.scales_grad:  # g was multiplied by the weight's scales before its cast
             assert plan.grad_input.b is not None
             w8_KN = (w, w_scale.new_ones(scale_shape(w.shape, plan.grad_input.b.block)))
         grad_x = product(plan.grad_input, g8_MN, w8_KN, None, factor_x, offs)
+        if factors_1K is not None and plan.w.second is not None:
+            grad_x = grad_x * factors_1K.to(grad_x.dtype)
         grad_x = _to(grad_x, ctx.x_dtype).reshape(ctx.x_shape)
     if needs_w:
         grad_w = product(plan.grad_weight, g8_NM, (x_KM, x_scale), None, factor_w, offs)
+        if factors_1K is not None and plan.x.second is not None:
+            grad_w = grad_w * inverse(factors_1K).to(grad_w.dtype)
         # autograd casts to float16 by itself, unless the weight's grad_dtype has a wider range.
         grad_w = grad_w if ctx.w_dtype is torch.float16 else _to(grad_w, ctx.w_dtype)
     if needs_bias:
@@ -250,33 +259,45 @@ def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
 _Saved = tuple[Tensor | None, Tensor | None]
 
 
-def _cast_input(x: Tensor, call: Call, needs_w: bool, offs: Tensor | None) -> tuple[Pair, _Saved]:
-    """x_MK for the output, and x_KM for backward if grad_weight is needed."""
+def _cast_input(
+    x: Tensor, call: Call, needs_w: bool, offs: Tensor | None
+) -> tuple[Pair, _Saved, Tensor | None]:
+    """x_MK for the output, x_KM for backward if grad_weight is needed, and the smooth factors."""
+    plan, factors_1K = call.plan, None
     if isinstance(x, Float8Tensor):
         # By attribute: torch.compile does not trace a subclass's properties.
         data, scale, data_t = as_matrix(x._data), as_matrix(x._scale), x._data_t
+        if plan.smooth_input:
+            scale, factors_1K = split(scale)
         if not needs_w:
-            return (data, scale), (None, None)
-        return (data, scale), (data.t() if data_t is None else data_t, scale.t())
-    plan = call.plan
+            return (data, scale), (None, None), factors_1K
+        saved = (data.t() if data_t is None else data_t, scale.t())
+        return (data, scale), saved, factors_1K
     x_MK = _to(as_matrix(x), plan.dtype)
+    plain_KM = None  # read by a GEMM in high precision
+    if plan.smooth_input:
+        factors_1K = smoothing_factors(x_MK)
+        plain_KM = x_MK.t() if plan.x.second is None else None
+        x_MK = smoothed(x_MK, factors_1K)
     x8_MK, x8_KM = cast_orientations(
         x_MK,
         plan.x,
         call.states[0],
         call.record,
         first=True,
-        second=needs_w,
+        second=needs_w and plain_KM is None,
         decode=plan.output.is_plain,
         keeps=True,
         offs=offs,
         scales=(None, None),
         column_sums=None,
     )
-    return x8_MK, x8_KM or (None, None)  # type: ignore[return-value]
+    if needs_w and plain_KM is not None:
+        x8_KM = plain_KM, None
+    return x8_MK, x8_KM or (None, None), factors_1K  # type: ignore[return-value]
 
 
-def _cast_weight(w_NK: Tensor, call: Call) -> tuple[Pair, _Saved]:
+def _cast_weight(w_NK: Tensor, call: Call, factors_1K: Tensor | None) -> tuple[Pair, _Saved]:
     """w_NK for the output, and for backward: w_KN, or w_NK in high precision and its scale."""
     weight, state, how = call.weight, call.states[1], call.plan.w.first
     if weight is not None and weight.has_data:
@@ -285,11 +306,16 @@ def _cast_weight(w_NK: Tensor, call: Call) -> tuple[Pair, _Saved]:
         return weight.row_major, weight.transposed
     decode = call.plan.output.is_plain
     scale, scale_t = (None, None) if weight is None else (weight.row_major[1], weight.transposed[1])
-    w8 = cast_matrix(_to(w_NK, call.plan.dtype), how, state, call.record, scale, decode)
+    source = _to(w_NK, call.plan.dtype)
+    if factors_1K is not None:
+        source = smoothed(source, inverse(factors_1K))
+    w8 = cast_matrix(source, how, state, call.record, scale, decode)
     return w8, (w_NK, w8[1] if call.plan.w.is_shared else scale_t)
 
 
-def _cast_weight_again(ctx: Any, w_NK: Tensor, w_scale: Tensor | None) -> Pair:
+def _cast_weight_again(
+    ctx: Any, w_NK: Tensor, w_scale: Tensor | None, factors_1K: Tensor | None
+) -> Pair:
     """w_KN, cast in backward; with forward's scale if both casts are the same.
 
     Args:
@@ -297,6 +323,7 @@ def _cast_weight_again(ctx: Any, w_NK: Tensor, w_scale: Tensor | None) -> Pair:
         w_NK: the weight.
         w_scale: forward's scale if both casts are the same, else the scale of the second if it is
             known; or None.
+        factors_1K: of a smooth input, or None.
     """
     operand = ctx.plan.w
     if w_NK.dtype.itemsize == 1:  # a resident weight whose scales grad_input cannot read
@@ -305,6 +332,8 @@ def _cast_weight_again(ctx: Any, w_NK: Tensor, w_scale: Tensor | None) -> Pair:
         w_scale = None
     is_parameter = w_NK.dtype == ctx.plan.dtype
     w_NK = _to(w_NK, ctx.plan.dtype)
+    if factors_1K is not None and operand.second is not None:
+        w_NK, is_parameter = smoothed(w_NK, inverse(factors_1K)), False
     decode = ctx.plan.grad_input.is_plain
     if w_scale is not None and operand.is_shared:
         return cast_again(w_NK, operand.first, w_scale, decode, is_parameter)

@@ -196,6 +196,7 @@ class BoundPlan:
         has_refusal: whether there is a product that the device runs for no sizes.
         is_aligned: whether sizes must be multiples of 16.
         is_grouped: whether the GEMMs multiply groups of tokens with experts.
+        smooth_input: whether x and w are multiplied by factors, see `float8.linear.smoothing`.
         to_onnx: whether torch.onnx.export traces the layer.
     """
 
@@ -211,6 +212,7 @@ class BoundPlan:
         "is_grouped",
         "on_gpu",
         "output",
+        "smooth_input",
         "to_onnx",
         "w",
         "x",
@@ -237,7 +239,7 @@ class BoundPlan:
             return BoundGemm(gemm, a, b, family, dtype, emulate, pad, grouped)
 
         self.family, self.dtype, self.is_grouped = family, dtype, grouped
-        self.to_onnx = to_onnx
+        self.to_onnx, self.smooth_input = to_onnx, plan.smooth_input
         self.output, self.grad_input = bound(plan.output), bound(plan.grad_input)
         self.grad_weight = bound(plan.grad_weight, TOKENS)
         align = self.grad_weight.align  # the only GEMM that reads transposed tokens

@@ -54,6 +54,11 @@ from float8.linear.scaling import (
 )
 from float8.tensor import Float8Tensor
 
+_KEEPS_FACTORS_OUT = (
+    "and smooth_input=True multiplies the factors of each call into a weight in high precision; "
+    "convert this layer with replace(config, smooth_input=False), or keep its weight in high "
+    "precision"
+)
 TENSORWISE = (WHOLE, WHOLE)
 ROWWISE = (1, WHOLE)
 
@@ -174,6 +179,8 @@ def cached_tensor(layer: Any) -> Float8Tensor | None:
 
 def _refuses_plan(weight: Float8Tensor, plan: BoundPlan) -> str | None:
     """The reason why this weight does not fit a plan, or None."""
+    if plan.smooth_input:
+        return f"its weight is a Float8Tensor, {_KEEPS_FACTORS_OUT}"
     if plan.w.first is None or plan.w.second is None:
         return (
             "its weight is a Float8Tensor, and this config multiplies weights in high precision; "
@@ -285,6 +292,8 @@ def is_resident(weight: Tensor) -> TypeGuard[Float8Tensor]:
 
 def refuses_resident(config: Float8LinearConfig) -> str | None:
     """The reason why weights with this config cannot be resident in float8, or None."""
+    if config.smooth_input:
+        return f"its weight would be in float8, {_KEEPS_FACTORS_OUT}"
     output, grad_input = config.plan.output.b, config.plan.grad_input.b
     if output is None or grad_input is None:
         name = "output" if output is None else "grad_input"

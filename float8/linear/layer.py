@@ -44,6 +44,7 @@ from float8.linear.refusals import (
 )
 from float8.linear.registration import stored_by
 from float8.linear.resident_state import input_scale_of, join_loaded, split_saved
+from float8.linear.smoothing import smooth_operands
 from float8.linear.switch import Float8Module
 from float8.tensor import Float8Tensor
 
@@ -180,6 +181,8 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
         """This rank's part of the input and of the weight, as a call casts them, and the states."""
+        if self.config.smooth_input:
+            return *smooth_operands(input, self.weight), self._states()
         return input, self.weight, self._states()
 
     def local_grad_output(self, grad_output: Tensor) -> Tensor:

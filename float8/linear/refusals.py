@@ -25,7 +25,7 @@ from float8.kernels.scaled_mm import (
     refuses_granularity,
     refuses_sizes,
 )
-from float8.linear.bound_plan import BoundPlan
+from float8.linear.bound_plan import BoundCast, BoundPlan
 from float8.tensor import Float8Tensor
 
 logger = logging.getLogger("float8")
@@ -45,6 +45,8 @@ def refuses_layer(weight: Tensor, config: Float8LinearConfig) -> str | None:
     if weight.dtype not in HIGH_PRECISION_DTYPES:
         known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
         return f"weight is {weight.dtype}; float8 is cast from {known}. Convert the layer first"
+    if config.smooth_input and weight.dim() == 3:
+        return "smooth_input=True is for linear layers, not for experts; leave it out for these"
     if config.emulate:
         return None
     for name, gemm in _gemms(config.plan):
@@ -97,15 +99,9 @@ def refuses_float8_input(
     cast = plan.x.first
     if cast is None:
         return "input is a Float8Tensor, but this config keeps inputs in high precision"
-    expected = (1,) * (input.dim() - len(cast.block)) + cast.block
-    # By attribute: torch.compile does not trace a subclass's properties.
-    is_whole = cast.is_whole and all(extent == WHOLE for extent in input._block)
-    if input._data.dtype != cast.dtype or (input._block != expected and not is_whole):
-        return (
-            f"input is a Float8Tensor in {input.format} with block {input.block}; this config "
-            f"casts inputs to {format_of(cast.dtype)} with block {expected} (-1: the whole "
-            "dimension). Cast it so, or pass input.dequantize()"
-        )
+    reason = (_refuses_smooth if plan.smooth_input else _refuses_granularity)(input, cast)
+    if reason is not None:
+        return reason
     if needs_grad_weight and not plan.x.is_shared:
         return (
             "input is a Float8Tensor, from which the weight gradient cannot be computed: this "
@@ -113,6 +109,32 @@ def refuses_float8_input(
             "values. Pass those, freeze the weight, or use a tensorwise recipe"
         )
     return None
+
+
+def _refuses_granularity(input: Float8Tensor, cast: BoundCast) -> str | None:
+    """The reason why a float8 input is not what this cast returns, or None."""
+    expected = (1,) * (input.dim() - len(cast.block)) + cast.block
+    # By attribute: torch.compile does not trace a subclass's properties.
+    is_whole = cast.is_whole and all(extent == WHOLE for extent in input._block)
+    if input._data.dtype == cast.dtype and (input._block == expected or is_whole):
+        return None
+    return (
+        f"input is a Float8Tensor in {input.format} with block {input.block}; this config "
+        f"casts inputs to {format_of(cast.dtype)} with block {expected} (-1: the whole "
+        "dimension). Cast it so, or pass input.dequantize()"
+    )
+
+
+def _refuses_smooth(input: Float8Tensor, cast: BoundCast) -> str | None:
+    """The reason why a float8 input is no smooth one, or None."""
+    expected = (WHOLE,) * (input.dim() - 1) + (1,)
+    if cast.is_whole and (input._data.dtype, input._block) == (cast.dtype, expected):
+        return None
+    return (
+        f"input is a Float8Tensor in {input.format} with block {input.block}; this config has "
+        f"smooth_input=True, which takes inputs in high precision, or in {format_of(cast.dtype)} "
+        "with one scale per channel, as SwiGLUCast of the same tensorwise config returns them"
+    )
 
 
 def _gemms(plan: LinearPlan) -> tuple[tuple[str, Gemm], ...]:

@@ -59,7 +59,8 @@ A recorded amax is not used where a write may follow the update: where step hook
 of the cache, where the optimizer overrides or decorates ``step``, and where parameters of the
 optimizer share memory.
 
-Resident float8 weights (`float8.linear.float8_weight`) need no cast and are left alone.
+Resident float8 weights (`float8.linear.float8_weight`) need no cast and are left alone. Layers with
+``smooth_input=True`` are left out too: what they cast changes with each input.
 
 Forward and backward write no Python state: recomputation, torch.compile and CUDA graphs see
 constants. The bits are those of the layer without a cache.
@@ -119,7 +120,8 @@ class WeightCache:
         self.dtypes: dict[Float8Linear, torch.dtype | None] = {
             layer: dtype or _autocast_dtype(layer.weight)
             for layer in model.modules()
-            if isinstance(layer, Float8Linear) and not is_resident(layer.weight)
+            if isinstance(layer, Float8Linear)
+            and not (is_resident(layer.weight) or layer.config.smooth_input)
         }
         # id of a weight -> the amax that the running step has recorded, and the weight's version
         self.recorded: dict[int, tuple[Tensor, int]] = {}
@@ -185,7 +187,8 @@ def cached_weights(
     """Cast the weights of ``model`` when they change instead of when they are used.
 
     Args:
-        model: a converted model; the weights of its `Float8Linear` layers are cached.
+        model: a converted model; the weights of its `Float8Linear` layers are cached, but those of
+            layers with ``smooth_input=True``, which cast their weights in every call.
         in_place: write new data into the old memory, at one more copy per step. A CUDA graph that
             is captured by hand inside the context needs it, because it always reads that memory.
         dtype: the compute dtype, needed if autocast is entered inside the context. By default the

@@ -20,25 +20,38 @@ from float8.tensor.tensor import Float8Tensor
 class _Wrap(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, carrier: Tensor, data: Tensor, data_t: Tensor | None, scale: Tensor
+        ctx: Any,
+        carrier: Tensor,
+        data: Tensor,
+        data_t: Tensor | None,
+        scale: Tensor,
+        by_channel: bool,
     ) -> Tensor:
         shape, dims = carrier.shape, carrier.dim()
-        block, scale = (WHOLE,) * dims, scale.reshape((1,) * dims)
+        block = (WHOLE,) * (dims - by_channel) + (1,) * by_channel
+        scale = scale.reshape((1,) * (dims - 1) + (-1,))
         return Float8Tensor(data.reshape(shape), scale, block, carrier.dtype, data_t)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return g, None, None, None
+        return g, None, None, None, None
 
 
-def differentiable(carrier: Tensor, data: Tensor, data_t: Tensor | None, scale: Tensor) -> Tensor:
-    """A tensorwise `Float8Tensor` of this data, whose gradient flows to the carrier.
+def differentiable(
+    carrier: Tensor,
+    data: Tensor,
+    data_t: Tensor | None,
+    scale: Tensor,
+    by_channel: bool = False,
+) -> Tensor:
+    """A `Float8Tensor` of this data, whose gradient flows to the carrier.
 
     Args:
         carrier: has the shape and the high-precision dtype of the result.
         data: the float8 data, with as many elements.
         data_t: its transposed copy, or None.
-        scale: one element.
+        scale: one element; or (1, K), one for each index of the last dimension.
+        by_channel: whether the scales are (1, K).
     """
-    wrapped: Tensor = _Wrap.apply(carrier, data, data_t, scale)
+    wrapped: Tensor = _Wrap.apply(carrier, data, data_t, scale, by_channel)
     return wrapped

@@ -1,4 +1,4 @@
-"""`swiglu_cast`: the gate of a feed-forward layer, and the cast of its result; `swiglu_backward`.
+"""`swiglu_cast`: the gate of a feed-forward layer, and the cast of its result; and its gradients.
 
 ``y = gate * sigmoid(gate) * up``, computed in float32 and rounded once, to the compute dtype. y is
 never written: its float8 data is, row-major and transposed, as ``cast.py`` casts a matrix that
@@ -9,8 +9,12 @@ op, scale            bytes               silu, product, then cast    what it doe
 ==================== =================== =========================== ============================
 cast, given          4 + 1 + 1           2+2, 4+2 and 2+1+1          static, delayed; records amax
 cast, None           4 + 4 + 1 + 1       2+2, 4+2 and 2+2+1+1        dynamic: reads twice
+amaxes               4                   2+2, 4+2 and 2              one for each column of y
 backward             6 + 4               at least 6 + 4              recomputes the sigmoid
 ==================== =================== =========================== ============================
+
+Smooth-SwiGLU (`float8.linear.smoothing`) calls ``swiglu_amaxes``, and then ``swiglu_cast`` by a
+given scale and with ``factors``, one for each column, by which y is multiplied before its cast.
 
 gate and up are matrices (M, F) of any row stride, such as the halves of one projection's (M, 2 F);
 backward writes both gradients into one (M, 2 F), which is then the gradient of that projection.
@@ -28,6 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from float8.granularity import WHOLE
 from float8.kernels import definition
 from float8.kernels.gpu.amax import new_partials
 from float8.kernels.gpu.cast import Outputs, define, new_outputs
@@ -58,6 +63,7 @@ from float8.kernels.gpu.launch import (
 # 1024 programs of 40 registers a thread: eight on each multiprocessor of an H100, all at once.
 _AMAX_TILE, _MAX_PARTIALS = {"ROWS": 16, "COLS": 128}, 1024
 _TILE = {"ROWS_BY_4": 8, "COLS": 256}
+_COLUMNS_TILE, _STEPS = {"ROWS": 16, "COLS": 128}, 8
 _BACKWARD_TILE = {"ROWS": 16, "COLS": 128}
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
 
@@ -126,6 +132,32 @@ def _amax_kernel(
 
 
 @triton.jit
+def _columns_kernel(
+    gate_ptr,
+    up_ptr,
+    amaxes_ptr,  # int32 bits (K,), zeros before the first program
+    M,
+    K,
+    stride_gate,
+    stride_up,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STEPS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """The amaxes of columns of y: a program reads STEPS tiles, one below the other."""
+    tiles_k = tl.cdiv(K, COLS)
+    first = (tl.program_id(0) // tiles_k).to(tl.int64) * (ROWS * STEPS)
+    k = (tl.program_id(0) % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
+    bits = tl.zeros((ROWS, COLS), tl.int32)
+    for step in range(STEPS):
+        m = first + step * ROWS + tl.arange(0, ROWS)
+        y = _y(gate_ptr, up_ptr, m, k, M, K, stride_gate, stride_up, DTYPE)
+        bits = tl.maximum(bits, magnitude_bits(y))
+    tl.atomic_max(amaxes_ptr + k, tl.max(bits, 0), k < K, sem="relaxed")
+
+
+@triton.jit
 def _cast_kernel(
     gate_ptr,
     up_ptr,
@@ -139,6 +171,7 @@ def _cast_kernel(
     K,
     stride_gate,
     stride_up,
+    factors_ptr,  # float32 (K,), or None
     ROWS_BY_4: tl.constexpr,
     COLS: tl.constexpr,
     PARTIALS: tl.constexpr,
@@ -164,6 +197,9 @@ def _cast_kernel(
         _y(gate_ptr, up_ptr, m + 2, k, M, K, stride_gate, stride_up, DTYPE),
         _y(gate_ptr, up_ptr, m + 3, k, M, K, stride_gate, stride_up, DTYPE),
     )
+    if factors_ptr is not None:
+        by = tl.load(factors_ptr + k, k < K, 1.0)[None, :]
+        ys = (ys[0] * by, ys[1] * by, ys[2] * by, ys[3] * by)
     write_codes(
         ys, factor, data_ptr, data_t_ptr, first_m4, k, M, K,
         ROWS_BY_4, FORMAT, FORMAT_MAX, PARTIALS > 0, True, WRITE_COLS, PACK,
@@ -215,21 +251,36 @@ def _partial_amaxes(
     return partials
 
 
+def _launch_amaxes(gate: Tensor, up: Tensor, compute_dtype: torch.dtype) -> Tensor:
+    _check("swiglu_amaxes", gate, up=up)
+    found = torch.zeros((1, gate.shape[1]), dtype=torch.int32, device=gate.device)
+    if gate.numel() > 0:
+        gate, up = row_major(gate), row_major(up)
+        tile = {"ROWS": _COLUMNS_TILE["ROWS"] * _STEPS, "COLS": _COLUMNS_TILE["COLS"]}
+        launch(
+            _columns_kernel, tiles_of(gate, tile), gate, up, found,
+            *gate.shape, gate.stride(0), up.stride(0),
+            **_COLUMNS_TILE, STEPS=_STEPS, DTYPE=TRITON_DTYPES[compute_dtype], **_OPTIONS,
+        )  # fmt: skip
+    return found.view(torch.float32)
+
+
 def _launch(
     gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool, cols: bool, amax: Tensor | None = None,
+    power_of_two: bool, cols: bool, amax: Tensor | None = None, factors: Tensor | None = None,
 ) -> Outputs:  # fmt: skip
     _check("swiglu_cast", gate, up=up)
-    check_device("swiglu_cast", gate, scale=scale, amax=amax)
+    check_device("swiglu_cast", gate, scale=scale, amax=amax, factors=factors)
+    _check_factors(gate, scale, factors)
     if gate.numel() == 0:
-        return _definition(gate, up, scale, compute_dtype, dtype, power_of_two, cols, amax)
+        return _definition(gate, up, scale, compute_dtype, dtype, power_of_two, cols, amax, factors)
     gate, up = row_major(gate), row_major(up)
     outputs = _fake(gate, up, scale, compute_dtype, dtype, power_of_two, cols, amax)
     partials = _partial_amaxes(gate, up, compute_dtype) if scale is None else None
     pointers, constants = one_scale_arguments(*outputs, scale, partials, amax, power_of_two)
     launch(
         _cast_kernel, tiles_of(gate, _TILE), gate, up, *pointers,
-        *gate.shape, gate.stride(0), up.stride(0),
+        *gate.shape, gate.stride(0), up.stride(0), factors,
         **_TILE, **constants, DTYPE=TRITON_DTYPES[compute_dtype], **_OPTIONS,
     )  # fmt: skip
     return outputs
@@ -258,19 +309,41 @@ def _check(op: str, gate: Tensor, **others: Tensor) -> None:
             )
 
 
+def _check_factors(gate: Tensor, scale: Tensor | None, factors: Tensor | None) -> None:
+    """Refuse factors that the kernel would read past, or of which no scale follows."""
+    if factors is None:
+        return
+    K = gate.shape[1]
+    if scale is None or factors.dtype != torch.float32 or factors.shape != (1, K):
+        raise ValueError(
+            f"float8::swiglu_cast: factors must be float32 of shape (1, {K}), beside a given scale;"
+            f" got {factors.dtype} of shape {tuple(factors.shape)} and scale {scale}"
+        )
+
+
 def _definition(
     gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool, cols: bool, amax: Tensor | None = None,
+    power_of_two: bool, cols: bool, amax: Tensor | None = None, factors: Tensor | None = None,
 ) -> Outputs:  # fmt: skip
+    _check_factors(gate, scale, factors)
     y = definition.swiglu(gate, up).to(compute_dtype)
+    y = y if factors is None else y.to(torch.float32) * factors
     return define(y, scale, dtype, power_of_two, True, cols, amax)
 
 
 def _fake(
     gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool, cols: bool, amax: Tensor | None = None,
+    power_of_two: bool, cols: bool, amax: Tensor | None = None, factors: Tensor | None = None,
 ) -> Outputs:  # fmt: skip
     return new_outputs(gate, dtype, True, cols)
+
+
+def _amaxes_definition(gate: Tensor, up: Tensor, compute_dtype: torch.dtype) -> Tensor:
+    return definition.amax(definition.swiglu(gate, up).to(compute_dtype), (WHOLE, 1))
+
+
+def _amaxes_fake(gate: Tensor, up: Tensor, compute_dtype: torch.dtype) -> Tensor:
+    return gate.new_empty((1, gate.shape[1]), dtype=torch.float32)
 
 
 def _backward_fake(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
@@ -279,11 +352,17 @@ def _backward_fake(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 swiglu_cast = register(
     "swiglu_cast(Tensor gate, Tensor up, Tensor? scale, ScalarType compute_dtype, "
-    "ScalarType dtype, bool power_of_two, bool cols, Tensor(a!)? amax=None)"
+    "ScalarType dtype, bool power_of_two, bool cols, Tensor(a!)? amax=None, Tensor? factors=None)"
     " -> (Tensor data, Tensor data_t, Tensor scale_out)",
     kernel=_launch,
     definition=_definition,
     fake=_fake,
+)
+swiglu_amaxes = register(
+    "swiglu_amaxes(Tensor gate, Tensor up, ScalarType compute_dtype) -> Tensor",
+    kernel=_launch_amaxes,
+    definition=_amaxes_definition,
+    fake=_amaxes_fake,
 )
 swiglu_backward = register(
     "swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> Tensor",
@@ -297,6 +376,7 @@ def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
     """The forms that the recipes launch on bfloat16."""
     gate, up = meta(M, K), meta(M, K)
     scale, amax = meta(1, 1, dtype=torch.float32), meta(dtype=torch.float32)
+    factors = meta(1, K, dtype=torch.float32)
     cast_to = (torch.bfloat16, torch.float8_e4m3fn, False)
     given = "swiglu_cast: a given scale"
     return [
@@ -304,5 +384,7 @@ def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
         variant("swiglu_cast: tiles", _launch, gate, up, None, *cast_to, True),
         variant(f"{given}, amax", _launch, gate, up, scale, *cast_to, True, amax),
         variant(f"{given}, not transposed", _launch, gate, up, scale, *cast_to, False),
+        variant("swiglu_cast: amaxes of columns", _launch_amaxes, gate, up, torch.bfloat16),
+        variant(f"{given}, factors", _launch, gate, up, scale, *cast_to, True, None, factors),
         variant("swiglu_backward", _launch_backward, gate, gate, up),
     ]

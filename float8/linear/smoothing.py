@@ -1,0 +1,85 @@
+"""Smooth inputs: one factor per channel of the input, its inverse in the weight's columns.
+
+SwiGLU multiplies two projections of one token. Where their weights align, its result has channels
+with outliers, late in training and in a few batches only (arXiv 2409.12517, sections 4.1 to 4.3).
+One scale per tensor or row then leaves few codes for all other channels. Smooth-SwiGLU (section
+4.4) multiplies channel k by s_k before the cast and by 1 / s_k after it. A layer with
+``smooth_input=True`` applies 1 / s_k to its weight, so that nothing follows the GEMM::
+
+    output      = Q(x * s) @ Q(w / s).T
+    grad_input  = (Q(g) @ Q(w / s)) * s
+    grad_weight = (Q(g).T @ Q(x * s)) / s
+
+A GEMM that the config runs in high precision reads x and w as they are, and its result is not
+multiplied.
+
+``s_k = 1 / p``, p the smallest power of two that is not below the amax of channel k in this call:
+channels end within (0.5, 1]. Products with powers of two are exact, so without the casts the layer
+computes what ``nn.Linear`` does. Nothing is kept between calls: recomputation finds the same s.
+
+In float8 before the call, such an input has one scale per channel, ``c_k = t / s_k``, with t the
+scale of the cast: `channel_scales`. Every c_k has the mantissa of t, so that `split` recovers
+t and s, but for one power of two that both share and that no code depends on.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from float8 import kernels
+from float8.granularity import WHOLE
+from float8.tensor import Float8Tensor
+
+CHANNELS = (WHOLE, 1)  # one amax per column
+
+
+def smoothing_factors(x_MK: Tensor) -> Tensor:
+    """s (1, K) of a matrix in high precision, float32; see `kernels.smoothing_factors`."""
+    return kernels.smoothing_factors(kernels.amax(x_MK, CHANNELS))
+
+
+def smoothed(x: Tensor, factors_1K: Tensor) -> Tensor:
+    """``x * factors`` per column: exact, down to subnormals.
+
+    Of float16 in float32, because the range of float16 is too small for it.
+    """
+    if x.dtype == torch.float16:
+        return x.to(torch.float32) * factors_1K
+    return x * factors_1K.to(x.dtype)
+
+
+def inverse(factors_1K: Tensor) -> Tensor:
+    """``1 / factors``, exact."""
+    return (0x7F000000 - factors_1K.view(torch.int32)).view(torch.float32)
+
+
+def channel_scales(scale: Tensor, factors_1K: Tensor) -> Tensor:
+    """c (1, K) = t / s: the scales of an input whose channels were multiplied by s before its cast.
+
+    Args:
+        scale: t, one element.
+        factors_1K: s.
+    """
+    return (scale.reshape(1, 1) * inverse(factors_1K)).clamp(min=kernels.MIN_SCALE)
+
+
+def split(scales_1K: Tensor) -> tuple[Tensor, Tensor]:
+    """t (1, 1) and s (1, K) of `channel_scales`, up to one power of two that they share.
+
+    t is within [2^-7, 2^-6): t, s and 1 / s are then normal numbers for all finite inputs.
+    """
+    bits = scales_1K.view(torch.int32)
+    # c = m * 2^(e - 127) for a mantissa m, and t = m * 2^(120 - 127); so s = t / c = 2^(120 - e).
+    scale = ((bits[:, :1] & 0x7FFFFF) | (120 << 23)).view(torch.float32)
+    factors = ((247 - ((bits >> 23) & 0xFF)).clamp(min=1) << 23).view(torch.float32)
+    return torch.where(scales_1K[:, :1].isfinite(), scale, torch.nan), factors
+
+
+def smooth_operands(x: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """The input and the weight as a layer casts them; an input in float8 as it is."""
+    if isinstance(x, Float8Tensor):
+        _, factors_1K = split(x._scale.reshape(1, -1))
+        return x, smoothed(w_NK, inverse(factors_1K))
+    factors_1K = smoothing_factors(x.reshape(-1, x.shape[-1]))
+    return smoothed(x, factors_1K), smoothed(w_NK, inverse(factors_1K))
