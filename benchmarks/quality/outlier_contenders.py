@@ -52,9 +52,9 @@ CONTENDERS: dict[str, Configs] = {
         for recipe in ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
     },
     "down in bf16": (None, RECIPES["tensorwise"]),
-    # "smooth tensorwise": _smooth("tensorwise"),
-    # "smooth rowwise": _smooth("rowwise"),
-    # "smooth delayed": _smooth("delayed"),
+    "smooth tensorwise": _smooth("tensorwise"),
+    "smooth rowwise": _smooth("rowwise"),
+    "smooth delayed": _smooth("delayed"),
     "history 1": _delayed(DelayedScalingConfig(history_len=1)),
     "history 1024": _delayed(DelayedScalingConfig(history_len=1024)),
     "margin 4": _delayed(DelayedScalingConfig(margin=4)),
