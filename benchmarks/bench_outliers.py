@@ -54,7 +54,7 @@ class Outlier:
 OUTLIERS = {
     "often": Outlier(
         byte=ord("\n"),
-        exponents=(0, 4, 8, 10, 12, 14, 16, 18, 20),
+        exponents=(0, 8, 10, 12, 14, 16, 18, 20),
         trained=(8, 12, 16),
         every=10,
         contenders=tuple(name for name in CONTENDERS if name not in OF_DELAYED),

@@ -56,7 +56,7 @@ class Run:
     heads: int = 2
     context: int = 64
     batch: int = 16
-    held_out: int = 2**16
+    held_out: int = 2**15
 
     @property
     def of_base(self) -> run.Run:

@@ -53,7 +53,6 @@ CONTENDERS: dict[str, Configs] = {
     },
     "down in bf16": (None, RECIPES["tensorwise"]),
     "smooth tensorwise": _smooth("tensorwise"),
-    "smooth rowwise": _smooth("rowwise"),
     "smooth delayed": _smooth("delayed"),
     "history 1": _delayed(DelayedScalingConfig(history_len=1)),
     "history 1024": _delayed(DelayedScalingConfig(history_len=1024)),

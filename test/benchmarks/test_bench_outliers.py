@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import bench_outliers as bench
-from benchmarks.quality import outliers, study
+from benchmarks.quality import outlier_picture, outliers, study
 from benchmarks.quality.outlier_base import base_of
 from benchmarks.quality.outlier_contenders import CONTENDERS, in_arithmetic
 from benchmarks.quality.outlier_run import train
@@ -181,3 +181,22 @@ def test_command_writes_what_it_ran(folder, tmp_path, monkeypatch):
     assert [row["run"]["contender"] for row in written["rows"]] == ["bf16", "smooth delayed"]
     assert all("error" not in size for row in written["rows"] for size in row["sizes"])
     assert "smooth delayed" in written["table"][2]
+
+
+def test_picture_has_a_line_per_contender_and_smooth_ones_are_dashed():
+    lines = [
+        {"outlier": outlier, "layer": name, "size": size, "converted_gap": gap}
+        for outlier, name, size, gap in (
+            ("often", "rowwise", "2^0", 0.1),
+            ("often", "rowwise", "2^12", 3.0),
+            ("often", "smooth rowwise", "2^12", 0.2),
+            ("rare", "rowwise", "2^12", 9.0),
+        )
+    ]
+    lines[1]["loss_gap"] = 4.0
+    converted, trained = outlier_picture.draw(lines).axes
+    _, plain, smooth = converted.get_lines()
+    assert plain.get_xydata().tolist() == [[0, 0.1], [12, 3.0]]
+    assert (plain.get_linestyle(), smooth.get_linestyle()) == ("-", "--")
+    assert plain.get_color() == smooth.get_color()
+    assert trained.get_lines()[1].get_xydata().tolist() == [[12, 4.0]]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from linear.test_bytes import BYTES, LAUNCHES
 
+from benchmarks import bench_outliers
 from float8.config import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -332,6 +333,54 @@ def bert():
         cells = [f"{row['val_loss']:.3f} ({row['gap_percent']:+.2f} %)" for row in rest]
         body.append([name, f"{found[model, 'fp32']['val_loss']:.3f}", *cells])
     return markdown("model | fp32 | fp16 | fp8, scale 1", body)
+
+
+def outliers_often():
+    """The loss above bf16 right after the conversion, and trained on, by the outlier's size."""
+    found = outlier_lines("often")
+    names = list(dict.fromkeys(name for name, _ in found))
+    body = []
+    for name in names:
+        after = [percent(found[name, size]["converted_gap"]) for size in AFTER]
+        trained = [found[name, size].get("trained", "diverged") for size in TRAINED]
+        body.append([f"`{name}`", *after, *trained])
+    trained = " | ".join(f"{size}, trained on" for size in TRAINED)
+    return markdown(f"contender | {' | '.join(AFTER)} | {trained}", body)
+
+
+def outliers_in_casts():
+    """What `inspect` saw of ``down``'s input, at one size."""
+    found = outlier_lines("often")
+    body = [
+        [f"`{name}`", *(f"{100 * found[name, size]['flushed']:.0f} %" for size in TRAINED),
+         f"{found[name, '2^16']['sqnr']:.0f} dB"]
+        for name in dict.fromkeys(name for name, _ in found)
+        if "flushed" in found[name, "2^16"]
+    ]  # fmt: skip
+    flushed = " | ".join(f"flushed, {size}" for size in TRAINED)
+    return markdown(f"contender | {flushed} | SQNR, 2^16", body)
+
+
+def outliers_rare():
+    body = [
+        [f"`{name}`", size, line.get("trained", "diverged"), f"{line['worst']:+.1f} %",
+         f"{100 * line['saturates']:.0f} %", f"{100 * line['flushed']:.0f} %"]
+        for (name, size), line in outlier_lines("rare").items()
+    ]  # fmt: skip
+    header = "contender | size | trained on | worst step | steps that saturate | input flushed"
+    return markdown(header, body)
+
+
+AFTER, TRAINED = ("2^8", "2^12", "2^14", "2^16", "2^18", "2^20"), ("2^8", "2^12", "2^16")
+
+
+def outlier_lines(kind):
+    lines = bench_outliers.lines(result("cpu_outliers")["rows"])
+    return {(line["layer"], line["size"]): line for line in lines if line["outlier"] == kind}
+
+
+def percent(gap):
+    return f"{gap:+.2f} %"
 
 
 # --- memory and communication
