@@ -117,7 +117,7 @@ def lines(rows: Sequence[Row]) -> list[Row]:
         bases = [row for row in of_kind if row["run"]["contender"] == BASE]
         for name in outlier.contenders:
             own = [row for row in of_kind if row["run"]["contender"] == name]
-            for exponent in outlier.exponents if own and name != BASE else ():
+            for exponent in own[0]["run"]["exponents"] if own and name != BASE else ():
                 line = {"outlier": kind, "layer": name, "size": f"2^{exponent}"}
                 found.append(line | _line(_at(own, exponent), _at(bases, exponent)))
     return found

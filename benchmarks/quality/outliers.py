@@ -19,7 +19,7 @@ byte a token is:
 
 `hold` keeps planted weights as they are in the steps of an optimizer. Without it AdamW changes each
 element of the column by about the learning rate in a step, which the outlier multiplies by ``2^k``:
-also a bfloat16 model would break, and the study would not be about float8.
+the loss of a bf16 model would jump too, and the study would not be about float8 alone.
 """
 
 from __future__ import annotations
