@@ -44,9 +44,9 @@ class Float8LinearConfig:
             2409.12517, section 4.4), so that channels with outliers take no precision from the
             others. For layers that read a gate, such as ``down_proj``. Input and weight are cast
             by tensor or row; the weight, whose columns change with each input, dynamically.
-            `float8.linear.smoothing` has the formulas. On a GPU it costs 6 more bytes per element
-            of the input (2 behind a `SwiGLUCast`), 8 per weight, and 4 per element of each of the
-            two gradients.
+            A step then moves, in bfloat16 on a GPU, 6 more bytes per element of the input (none
+            behind a `SwiGLUCast`) and 4 per element of its gradient; 8 more per weight and 4 per
+            element of its gradient.
         pad_inner_dim: pad dimensions that are no multiple of 16 with zeros, on devices whose GEMM
             needs it, instead of refusing.
         emulate: run the reference path on every device.

@@ -29,7 +29,7 @@ from float8.linear.autograd import (
 )
 from float8.linear.bound_plan import autocasts, plan_for, without_autocast
 from float8.linear.float8_weight import of_experts
-from float8.linear.refusals import refuses_experts
+from float8.linear.refusals import REFUSES_SMOOTH_EXPERTS, refuses_experts
 from float8.tensor import Float8Tensor
 
 
@@ -93,6 +93,8 @@ def _check(name: str, x: Tensor, w: Tensor, offs: Tensor, config: Float8LinearCo
             f"{name}: a delayed config keeps a history of amaxes per operand, and experts have "
             'none; take a dynamic recipe, such as from_recipe_name("tensorwise") or "rowwise"'
         )
+    if config.smooth_input:
+        raise ValueError(f"{name}: {REFUSES_SMOOTH_EXPERTS}")
     if x.dim() != 2 or w.dim() != 3 or offs.dim() != 1:
         raise ValueError(
             f"{name}: x must be (T, K), w (E, K, N) and offs (E,), got {tuple(x.shape)}, "

@@ -209,9 +209,8 @@ def _gate_and_up(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _joined(results: tuple[Tensor, ...], out: OutputCast) -> Tensor:
     carrier, data, data_t, scale = results
-    has_transpose = out.by_kernel and out.transpose
-    data_t = data_t if has_transpose else None
-    return differentiable(carrier, data, data_t, scale, out.smooth)
+    transposed = data_t if out.by_kernel and out.transpose else None
+    return differentiable(carrier, data, transposed, scale, out.smooth)
 
 
 def rms_norm_cast(x: Tensor, weight: Tensor | None, eps: float, out: OutputCast) -> Tensor:

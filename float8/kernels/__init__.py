@@ -9,7 +9,7 @@ reason for a refusal. A new kernel is one file in ``gpu/`` and one row in a tabl
 May import: ``float8.granularity``, ``float8.formats``, torch; ``gpu/`` also Triton.
 """
 
-from float8.kernels.amaxes import amaxes
+from float8.kernels.amaxes import amaxes, column_amaxes
 from float8.kernels.casts import (
     Orientations,
     cast_by_kernel,
@@ -54,6 +54,7 @@ __all__ = [
     "cast_operand",
     "cast_tokens",
     "check_compiler",
+    "column_amaxes",
     "compiler_may_cast",
     "compiles_for_cpu",
     "decode",

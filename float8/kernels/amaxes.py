@@ -1,4 +1,4 @@
-"""`amaxes`: the largest magnitudes of many tensors in one pass.
+"""`amaxes` of many tensors, and `column_amaxes` of a matrix: each in one pass.
 
 `amax` of a tensor takes two ops, of which one writes its magnitudes. An infinity norm is the same
 number, NaN included, and torch finds those of many tensors together: on CUDA in one launch for a
@@ -12,6 +12,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from float8.granularity import WHOLE
+from float8.kernels import cpu
 
 
 def amaxes(tensors: Sequence[Tensor]) -> Tensor:
@@ -28,3 +31,10 @@ def amaxes(tensors: Sequence[Tensor]) -> Tensor:
     norms = iter(torch._foreach_norm(full, math.inf) if full else ())
     found = [next(norms) if x.numel() else x.new_zeros(()) for x in tensors]
     return torch.stack(found).float()
+
+
+def column_amaxes(x_MK: Tensor) -> Tensor:
+    """The largest magnitude of each column: float32 (1, K), 0 without rows."""
+    if x_MK.device.type == "cpu" or x_MK.numel() == 0:
+        return cpu.amax(x_MK, (WHOLE, 1))
+    return torch.linalg.vector_norm(x_MK, math.inf, 0, keepdim=True).float()

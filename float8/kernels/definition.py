@@ -115,15 +115,15 @@ def scale_format_of(power_of_two: bool) -> str:
 def smoothing_factors(amax: Tensor) -> Tensor:
     """The power of two that brings each amax into (0.5, 1] (arXiv 2409.12517, section 4.4).
 
-    1 for an amax that is 0, infinite or NaN. 2^60 for those below 2^-60, and 2^-60 for those above
-    2^60, so that products with a weight, or with its inverse, stay in the range of float32.
+    1 for an amax that is infinite, NaN or below 2^-60, which is too small to matter; 2^-60 for one
+    above 2^60: products with a weight, or with its inverse, stay in the range of float32.
 
     Args:
         amax: float32 >= 0, any shape.
     """
     bits = (amax.clamp(2.0**-60, 2.0**60).view(torch.int32) + 0x7FFFFF) & 0x7F800000
     factor = (0x7F000000 - bits).view(torch.float32)  # one over the power of two of these bits
-    return torch.where((amax > 0) & amax.isfinite(), factor, 1.0)
+    return torch.where((amax >= 2.0**-60) & amax.isfinite(), factor, 1.0)
 
 
 def reciprocal(scale: Tensor) -> Tensor:

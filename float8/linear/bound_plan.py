@@ -229,19 +229,22 @@ class BoundPlan:
         grouped: bool = False,
         to_onnx: bool = False,
     ) -> None:
-        def bound(gemm: Gemm, b_groups: str = EXPERTS) -> BoundGemm:
+        def bound(gemm: Gemm, out_dtype: torch.dtype, b_groups: str = EXPERTS) -> BoundGemm:
             a, b = (
                 None
                 if cast is None
                 else BoundCast(cast, family, emulate, compiling, groups if grouped else "")
                 for cast, groups in ((gemm.a, TOKENS), (gemm.b, b_groups))
             )
-            return BoundGemm(gemm, a, b, family, dtype, emulate, pad, grouped)
+            return BoundGemm(gemm, a, b, family, out_dtype, emulate, pad, grouped)
 
         self.family, self.dtype, self.is_grouped = family, dtype, grouped
         self.to_onnx, self.smooth_input = to_onnx, plan.smooth_input
-        self.output, self.grad_input = bound(plan.output), bound(plan.grad_input)
-        self.grad_weight = bound(plan.grad_weight, TOKENS)
+        # The gradients of smooth operands are multiplied by factors, from beyond float16's range.
+        is_narrow = plan.smooth_input and dtype == torch.float16
+        grad_dtype = torch.float32 if is_narrow else dtype
+        self.output, self.grad_input = bound(plan.output, dtype), bound(plan.grad_input, grad_dtype)
+        self.grad_weight = bound(plan.grad_weight, grad_dtype, TOKENS)
         align = self.grad_weight.align  # the only GEMM that reads transposed tokens
         output, grad_input, grad_weight = plan.output, plan.grad_input, plan.grad_weight
         self.x = BoundOperand(

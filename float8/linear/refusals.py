@@ -34,6 +34,9 @@ _IN_HIGH_PRECISION = (
     "run it in `with float8.high_precision(model):`, or on what "
     "float8.convert_from_float8_training(model) returns"
 )
+REFUSES_SMOOTH_EXPERTS = (
+    "smooth_input=True is for linear layers, not for experts; convert these with another config"
+)
 REFUSES_SCRIPT = (
     "torch.jit.script does not work on a float8 layer; script what "
     "float8.convert_from_float8_training(model) returns"
@@ -46,7 +49,7 @@ def refuses_layer(weight: Tensor, config: Float8LinearConfig) -> str | None:
         known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
         return f"weight is {weight.dtype}; float8 is cast from {known}. Convert the layer first"
     if config.smooth_input and weight.dim() == 3:
-        return "smooth_input=True is for linear layers, not for experts; leave it out for these"
+        return REFUSES_SMOOTH_EXPERTS
     if config.emulate:
         return None
     for name, gemm in _gemms(config.plan):

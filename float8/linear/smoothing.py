@@ -11,7 +11,7 @@ One scale per tensor or row then leaves few codes for all other channels. Smooth
     grad_weight = (Q(g).T @ Q(x * s)) / s
 
 A GEMM that the config runs in high precision reads x and w as they are, and its result is not
-multiplied.
+multiplied. With float16, whose range is narrow, the products above are float32.
 
 ``s_k = 1 / p``, p the smallest power of two that is not below the amax of channel k in this call:
 channels end within (0.5, 1]. Products with powers of two are exact, so without the casts the layer
@@ -28,15 +28,12 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.granularity import WHOLE
 from float8.tensor import Float8Tensor
-
-CHANNELS = (WHOLE, 1)  # one amax per column
 
 
 def smoothing_factors(x_MK: Tensor) -> Tensor:
     """s (1, K) of a matrix in high precision, float32; see `kernels.smoothing_factors`."""
-    return kernels.smoothing_factors(kernels.amax(x_MK, CHANNELS))
+    return kernels.smoothing_factors(kernels.column_amaxes(x_MK))
 
 
 def smoothed(x: Tensor, factors_1K: Tensor) -> Tensor:

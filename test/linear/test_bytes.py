@@ -150,6 +150,16 @@ def test_cached_weights_are_cast_in_one_read_after_their_amax(is_recorded, expec
     assert bytes_per_element(meter, N, K) == expected
 
 
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_a_smooth_input_costs_what_its_field_says(name):
+    """The amaxes of channels and x * s; w / s, twice; and the products of both gradients."""
+    x, _, w, _ = BYTES[name]
+    meter = step(replace(RECIPES[name], smooth_input=True))
+    assert bytes_per_element(meter, M, K) == x + 6 + 4
+    assert bytes_per_element(meter, N, K) == w + 8 + 4
+    assert bytes_per_element(meter, M, N) == BYTES[name][1]
+
+
 # Two launches per dynamic tensorwise cast (amax; scale and cast), one per other; w is cast twice,
 # the second time with the scale that the first one found. Columns of one scale each take a zeroed
 # buffer, an amax pass and the cast. A tensorwise scale beside a rowwise one is repeated for every

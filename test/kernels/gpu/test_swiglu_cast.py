@@ -18,7 +18,7 @@ from interpreter import launcher
 from shapes import DEVICES, FORMATS, LAYOUTS, Case, pairs
 
 from float8.kernels import definition
-from float8.kernels.gpu.swiglu_cast import swiglu_backward, swiglu_cast
+from float8.kernels.gpu.swiglu_cast import swiglu_amaxes, swiglu_backward, swiglu_cast
 
 E4M3 = torch.float8_e4m3fn
 WHOLE = (-1, -1)
@@ -38,10 +38,10 @@ def bounds(gate, up, compute_dtype):
     return (exact - margin).float().to(compute_dtype), (exact + margin).float().to(compute_dtype)
 
 
-def check(got, gate, up, compute_dtype, replay, dtype=E4M3):
+def check(got, gate, up, compute_dtype, replay, dtype=E4M3, factors=1.0):
     data, data_t, scale = (t.cpu() for t in got)
     low, high = (
-        oracle.values(oracle.cast(y, scale, WHOLE, dtype), scale, WHOLE, dtype)
+        oracle.values(oracle.cast(y.float() * factors, scale, WHOLE, dtype), scale, WHOLE, dtype)
         for y in bounds(gate, up, compute_dtype)
     )
     found = oracle.values(data, scale, WHOLE)
@@ -51,10 +51,13 @@ def check(got, gate, up, compute_dtype, replay, dtype=E4M3):
     assert data.is_contiguous() and data_t.is_contiguous()
 
 
-def run(device, gate, up, scale, compute_dtype, dtype=E4M3, pow2=False, cols=True, amax=None):
+def run(
+    device, gate, up, scale, compute_dtype, dtype=E4M3, pow2=False, cols=True, amax=None,
+    factors=None,
+):  # fmt: skip
     scale = None if scale is None else torch.tensor([[scale]], device=device)
     launch = launcher("swiglu_cast", "swiglu_cast", device)
-    return launch(gate, up, scale, compute_dtype, dtype, pow2, cols, amax)
+    return launch(gate, up, scale, compute_dtype, dtype, pow2, cols, amax, factors)
 
 
 # The interpreter does not round to bfloat16, so no compute dtype is that.
@@ -89,6 +92,72 @@ def check_data_and_amax(shape, dtypes, scale, layout, device):
     if scale is None:
         expected = definition.scale_from_amax(seen.reshape(1, 1), 448.0)
         assert_bitwise(got[2], expected, cases, "scale")
+
+
+# Smooth-SwiGLU: the amaxes of columns, and a cast with a factor for each.
+@pairs(shape=[(80, 144), (5, 123), (150, 17)], layout=[*LAYOUTS, "halves"], dtype=[F32, F16])
+def test_amaxes_of_columns_and_factors(shape, layout, dtype):
+    check_factors(shape, dtype, dtype, layout, "cpu")
+
+
+@pytest.mark.cuda
+@pairs(shape=[(80, 144), (5, 123), (150, 17)], layout=[*LAYOUTS, "halves"])
+def test_amaxes_of_columns_and_factors_on_a_gpu(shape, layout):
+    check_factors(shape, BF16, BF16, layout, "cuda")
+
+
+def check_factors(shape, dtype, compute, layout, device, records=True, change=lambda found: found):
+    if layout == "halves":
+        cases = Case((shape[0], 2 * shape[1]), dtype, exponent=1, seed=5)
+        gate, up = cases.make(device).chunk(2, 1)
+    else:
+        cases, gate, up = make(shape, dtype, device, layout)
+    amaxes = launcher("swiglu_cast", "_launch_amaxes", device)(gate, up, compute)
+    low, high = (torch.stack(bounds(gate, up, compute)).abs().amax(1).float()).sort(0).values
+    replay = (cases, compute)
+    found = change(amaxes).cpu()
+    assert found.shape == (1, shape[1]) and found.dtype == F32
+    assert ((low <= found[0]) & (found[0] <= high)).all(), f"amaxes\n  replay: {replay}"
+    factors = definition.smoothing_factors(amaxes)
+    seen = torch.tensor(0.25, device=device) if records else None
+    got = run(device, gate, up, 0.0017, compute, amax=seen, factors=factors)
+    check(got, gate, up, compute, replay, factors=factors.cpu())
+    if records:
+        assert_bitwise(seen, (amaxes * factors).max().clamp(min=0.25), replay, "recorded amax")
+
+
+@pytest.mark.parametrize(
+    "change", [lambda found: found.roll(1), lambda found: found * 0, lambda found: 2 * found]
+)
+def test_the_check_of_columns_sees_faults(change):
+    with pytest.raises(AssertionError, match="replay"):
+        check_factors((40, 24), F32, F32, "contiguous", "cpu", change=change)
+
+
+def test_the_check_of_factors_sees_faults():
+    cases, gate, up = make((8, 16), F16, "cpu")
+    factors = 2.0 ** torch.arange(-4.0, 4)[None].repeat_interleave(2, 1)
+    scale = torch.tensor([[0.02]])
+    good = swiglu_cast(gate, up, scale, F16, E4M3, False, True, None, factors)
+    check(good, gate, up, F16, cases, factors=factors)
+    for wrong in (factors.flip(1), 1 / factors, torch.ones_like(factors)):
+        with pytest.raises(AssertionError, match="replay"):
+            check(good, gate, up, F16, cases, factors=wrong)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_amaxes_of_columns_of_special_values(device):
+    up = torch.ones(200, 5, device=device)
+    for row, value in enumerate((torch.inf, -torch.inf, torch.nan, 3.0)):
+        up[150 + row, row] = value
+    up[:, 4] = 0
+    gate = torch.full_like(up, 100.0)
+    found = launcher("swiglu_cast", "_launch_amaxes", device)(gate, up, F32)[0].tolist()
+    assert found[:2] == [torch.inf, torch.inf] and found[2] != found[2] and found[3:] == [300, 0]
+    empty = gate[:0]
+    assert launcher("swiglu_cast", "_launch_amaxes", device)(empty, empty, F32).tolist() == [
+        [0] * 5
+    ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -219,6 +288,14 @@ def test_refuses_what_a_kernel_would_read_past():
         forward(gate, gate[:, :8], None, **options)
     with pytest.raises(ValueError, match=r"swiglu_backward: grad has shape \(2, 16\) and gate"):
         backward(gate[:2], gate, gate)
+    for factors in (torch.ones(16), torch.ones(1, 8), torch.ones(1, 16).double()):
+        with pytest.raises(ValueError, match=r"factors must be float32 of shape \(1, 16\), beside"):
+            forward(gate, gate, torch.ones(1, 1), **options, factors=factors)
+    with pytest.raises(ValueError, match=r"beside a given scale; got .* and scale None"):
+        forward(gate, gate, None, **options, factors=torch.ones(1, 16))
+    amaxes = launcher("swiglu_cast", "_launch_amaxes", "cpu")
+    with pytest.raises(ValueError, match=r"swiglu_amaxes: up has shape \(4, 8\)"):
+        amaxes(gate, gate[:, :8], F32)
     with pytest.raises(ValueError, match="swiglu_cast: scale is on meta and the operand on cpu"):
         forward(gate, gate, torch.ones((), device="meta"), **options)
 
@@ -231,4 +308,7 @@ def test_opcheck(shape, device):
     scale, seen = torch.ones(1, 1, device=device), torch.zeros((), device=device)
     torch.library.opcheck(swiglu_cast, (gate, up, scale, BF16, E4M3, False, True, seen))
     torch.library.opcheck(swiglu_cast, (gate, up, None, F32, E4M3, True, False))
+    factors = torch.full((1, shape[1]), 0.5, device=device)
+    torch.library.opcheck(swiglu_cast, (gate, up, scale, BF16, E4M3, False, True, None, factors))
+    torch.library.opcheck(swiglu_amaxes, (gate, up, BF16))
     torch.library.opcheck(swiglu_backward, (gate, gate, up))
