@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 
 from benchmarks.measuring.harness import Row, positive
 from benchmarks.quality import study
-from benchmarks.quality.contenders import BASE
+from benchmarks.quality.contenders import BASE, NOISE
 from benchmarks.quality.outlier_base import Run
 from benchmarks.quality.outlier_contenders import CONTENDERS
 from benchmarks.quality.outlier_run import train
@@ -65,7 +65,7 @@ OUTLIERS = {
         trained=(12, 16),
         every=1,
         contenders=(
-            *(BASE, "tensorwise", "delayed", *OF_DELAYED),
+            *(BASE, NOISE, "tensorwise", "delayed", *OF_DELAYED),
             *("smooth tensorwise", "smooth delayed"),
         ),
     ),

@@ -6,6 +6,7 @@ of the blocks; None leaves a layer in bf16.
 ======================== ===========================================================================
 name                     differs from a recipe of float8 by
 ======================== ===========================================================================
+``bf16 rounded``         bf16, its weights rounded to bf16 once: the noise of the study
 ``down in bf16``         ``tensorwise``, but ``down`` is not converted
 ``smooth ...``           ``down`` gives each channel of its input a scale (Smooth-SwiGLU, arXiv
                          2409.12517, section 4.4), and a dynamic scale to its weight
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.quality.contenders import BASE, Contender
+from benchmarks.quality.contenders import BASE, NOISE, Contender, contender
 from float8 import (
     CastConfig,
     DelayedScalingConfig,
@@ -47,6 +48,7 @@ _WEIGHT["delayed"] = CastConfig()
 
 CONTENDERS: dict[str, Configs] = {
     BASE: (None, None),
+    NOISE: (None, None),
     **{
         recipe: (RECIPES[recipe], RECIPES[recipe])
         for recipe in ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
@@ -62,6 +64,8 @@ CONTENDERS: dict[str, Configs] = {
 
 def in_arithmetic(name: str, model: gpt.GPT) -> Contender:
     """The model in the arithmetic of a contender; it is converted in place."""
+    if name in (BASE, NOISE):
+        return contender(name, model)
     down, others = CONTENDERS[name]
     if down is not None:
         convert_to_float8_training(
@@ -73,9 +77,4 @@ def in_arithmetic(name: str, model: gpt.GPT) -> Contender:
             config=others,
             module_filter_fn=lambda _, fqn: fqn != "head" and not fqn.endswith("down"),
         )
-    sync = after_step if name != BASE else _nothing
-    return Contender(model, False, lambda: sync(model), None)
-
-
-def _nothing(_: object) -> None:
-    pass
+    return Contender(model, False, lambda: after_step(model), None)

@@ -336,7 +336,7 @@ def bert():
 
 
 def outliers_often():
-    """The loss above bf16 right after the conversion, and trained on, by the outlier's size."""
+    """The loss above bf16, right after the conversion and trained on, by size."""
     found = outlier_lines("often")
     names = list(dict.fromkeys(name for name, _ in found))
     body = []
