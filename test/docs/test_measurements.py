@@ -335,52 +335,46 @@ def bert():
     return markdown("model | fp32 | fp16 | fp8, scale 1", body)
 
 
-def outliers_often():
-    """The loss above bf16, right after the conversion and trained on, by size."""
-    found = outlier_lines("often")
-    names = list(dict.fromkeys(name for name, _ in found))
-    body = []
-    for name in names:
-        after = [percent(found[name, size]["converted_gap"]) for size in AFTER]
-        trained = [found[name, size].get("trained", "diverged") for size in TRAINED]
-        body.append([f"`{name}`", *after, *trained])
-    trained = " | ".join(f"{size}, trained on" for size in TRAINED)
-    return markdown(f"contender | {' | '.join(AFTER)} | {trained}", body)
-
-
-def outliers_in_casts():
-    """What `inspect` saw of ``down``'s input, at one size."""
+def outliers_converted():
+    """The loss above bf16 right after the conversion, by the size of the outlier."""
     found = outlier_lines("often")
     body = [
-        [f"`{name}`", *(f"{100 * found[name, size]['flushed']:.0f} %" for size in TRAINED),
-         f"{found[name, '2^16']['sqnr']:.0f} dB"]
+        [f"`{name}`", *(f"{found[name, size]['converted_gap']:+.2f} %" for size in CONVERTED)]
         for name in dict.fromkeys(name for name, _ in found)
-        if "flushed" in found[name, "2^16"]
-    ]  # fmt: skip
-    flushed = " | ".join(f"flushed, {size}" for size in TRAINED)
-    return markdown(f"contender | {flushed} | SQNR, 2^16", body)
+    ]
+    return markdown(" | ".join(["contender", *CONVERTED]), body)
+
+
+def outliers_trained():
+    """The loss above bf16 after training on, and what `inspect` saw of the input of ``down``."""
+    found = outlier_lines("often")
+    body = []
+    for name in dict.fromkeys(name for name, _ in found):
+        sizes = [found[name, size] for size in TRAINED]
+        flushed = [f"{100 * line['flushed']:.0f} %" if "flushed" in line else "" for line in sizes]
+        sqnr = f"{sizes[-1]['sqnr']:.0f} dB" if "sqnr" in sizes[-1] else ""
+        body.append([f"`{name}`", *(line["trained"] for line in sizes), *flushed[1:], sqnr])
+    flushed = (f"flushed, {size}" for size in TRAINED[1:])
+    return markdown(" | ".join(["contender", *TRAINED, *flushed, f"SQNR, {TRAINED[-1]}"]), body)
 
 
 def outliers_rare():
     body = [
-        [f"`{name}`", size, line.get("trained", "diverged"), f"{line['worst']:+.1f} %",
-         f"{100 * line['saturates']:.0f} %", f"{100 * line['flushed']:.0f} %"]
+        [f"`{name}`", size, line["trained"], f"{line['worst']:+.1f} %",
+         *(f"{100 * line[key]:.0f} %" if key in line else "" for key in ("saturates", "flushed"))]
         for (name, size), line in outlier_lines("rare").items()
     ]  # fmt: skip
     header = "contender | size | trained on | worst step | steps that saturate | input flushed"
     return markdown(header, body)
 
 
-AFTER, TRAINED = ("2^8", "2^12", "2^14", "2^16", "2^18", "2^20"), ("2^8", "2^12", "2^16")
+CONVERTED = "2^0", "2^8", "2^10", "2^12", "2^14", "2^16", "2^18", "2^20"
+TRAINED = "2^8", "2^12", "2^16"
 
 
 def outlier_lines(kind):
     lines = bench_outliers.lines(result("cpu_outliers")["rows"])
     return {(line["layer"], line["size"]): line for line in lines if line["outlier"] == kind}
-
-
-def percent(gap):
-    return f"{gap:+.2f} %"
 
 
 # --- memory and communication
