@@ -8,8 +8,9 @@ size of the outlier makes no difference. Every contender starts from the same we
 
     --outliers often    a channel that answers to every line's end: the outlier is in every batch.
                         Sizes from 1 to 2^20; trained on from some of them
-    --outliers rare     a channel that answers to ``?``: in one batch of about 30. A delayed scale
-                        saturates when the outlier comes, and is too coarse when it has gone
+    --outliers rare     a channel that answers to ``?`` and a few tokens that are like it: the
+                        outlier is large in few batches. A delayed scale saturates when it comes,
+                        and for as long as the history remembers it, the rest is flushed
 
 The size of an outlier is its largest value by the largest of the rest of the tensor.
 

@@ -4,8 +4,8 @@ For each size of the outlier the base (`outlier_base.py`) is converted and
 
 - evaluated as it is: ``converted``, the held-out loss right after the conversion;
 - trained on, for those sizes that the run says: ``loss`` at the end, ``train_loss`` of each step,
-  ``occurs``, the steps whose batch has the byte, and ``casts``, what `float8.inspect` saw of the
-  first block's ``down`` in the steps that it watched.
+  and ``casts``, what `float8.inspect` saw of the first block's ``down`` in the steps that it
+  watched.
 
 The size 2^k is that of the planted channel's largest value, relative to the largest of the other
 channels of ``down``'s input. The learning rate falls linearly to zero, as at the end of a training.
@@ -68,14 +68,12 @@ def _trained_on(contender: Contender, what: Run, text: corpus.Corpus, device: st
     optimizer = run.optimizer_of(contender, what.learning_rate)
     block = contender.model.get_submodule("blocks.0.feed_forward")
     can_watch = isinstance(block.get_submodule("down"), Float8Linear)
-    row: Row = {"train_loss": [], "occurs": []}
+    row: Row = {"train_loss": []}
     watched: list[CastStatistics] = []
     for step in range(what.steps):
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * run.schedule(step, what.steps)
         batch = batch_of(what, text, what.of_base.steps + step)
-        if (batch[0] == what.byte).any():
-            row["occurs"].append(step)
         with inspect(block) if can_watch and step % what.every == 0 else nullcontext() as report:
             loss = run.train_step(contender, optimizer, batch, device)
         if report is not None:
