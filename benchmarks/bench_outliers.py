@@ -21,9 +21,10 @@ The size of an outlier is its largest value by the largest of the rest of the te
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,15 +65,20 @@ OUTLIERS = {
         byte=ord("?"),
         exponents=(12, 16),
         trained=(12, 16),
-        every=1,
+        every=5,
         contenders=(
             *(BASE, NOISE, "tensorwise", "delayed", *OF_DELAYED),
-            *("smooth tensorwise", "smooth delayed"),
+            "smooth delayed",
         ),
     ),
 }
 QUICK = {"steps": 2, "base_steps": 2, "settling_steps": 2, "seeds": [0]}
 QUICK_SIZES = {"width": 32, "layers": 1, "batch": 2, "context": 16, "held_out": 256}
+LOSSES: dict[str, Callable[[Row], float | None]] = {
+    "converted": lambda row: row["converted"],
+    "trained": lambda row: row.get("loss"),
+    "steps": lambda row: statistics.fmean(row["train_loss"]) if "loss" in row else None,
+}
 COLUMNS = {
     "outlier": ("outlier", ""),
     "layer": ("contender", ""),
@@ -80,6 +86,7 @@ COLUMNS = {
     "seeds": ("seeds", ".0f"),
     "converted": ("right after conversion", ""),
     "trained": ("trained on", ""),
+    "steps": ("mean of its steps", ""),
     "worst": ("worst step", "+.1f"),
     "flushed": ("input flushed", ".1%"),
     "saturates": ("steps that saturate", ".0%"),
@@ -136,11 +143,10 @@ def _at(rows: Sequence[Row], exponent: int) -> list[Row]:
 
 def _line(own: Sequence[Row], bases: Sequence[Row]) -> Row:
     line: Row = {"seeds": len(own), "diverged": sum("error" in row for row in own)}
-    unconverted = [{"run": row["run"], "loss": row["converted"]} for row in bases]
-    for key, of_base in (("converted", unconverted), ("loss", bases)):
-        if (gap := difference(own, of_base, key)).values:
-            line["trained" if key == "loss" else key] = str(gap)
-            line[f"{key}_gap"] = gap.mean
+    for key, loss_of in LOSSES.items():
+        gap = difference(_losses(own, loss_of), _losses(bases, loss_of))
+        if gap.values:
+            line |= {key: str(gap), f"{key}_gap": gap.mean}
     curves = {row["run"]["seed"]: row.get("train_loss", []) for row in bases}
     steps = [
         100 * (loss / base - 1)
@@ -152,6 +158,11 @@ def _line(own: Sequence[Row], bases: Sequence[Row]) -> Row:
     if steps:
         line["worst"] = max(steps)
     return line | _casts(own)
+
+
+def _losses(rows: Sequence[Row], loss_of: Callable[[Row], float | None]) -> list[Row]:
+    """One of the losses of runs, for `difference`; not of those that lack it."""
+    return [{"run": row["run"], "loss": loss} for row in rows if (loss := loss_of(row)) is not None]
 
 
 def _casts(own: Sequence[Row]) -> Row:

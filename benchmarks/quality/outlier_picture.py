@@ -24,7 +24,7 @@ COLOURS = {
     "down in bf16": picture.GREY,
 }
 LINEAR = 0.1  # per cent
-PANELS = {"converted_gap": "right after conversion", "loss_gap": "trained on"}
+PANELS = {"converted_gap": "right after conversion", "trained_gap": "trained on"}
 
 
 def draw(lines: Sequence[Row]) -> Figure:

@@ -146,7 +146,7 @@ def test_contenders_start_from_one_base_and_size_makes_no_difference_to_bf16(fol
         for size in rows["tensorwise"]["sizes"]
     )
     assert set(large) == {("input", "output"), ("weight", "output"), ("grad_output", "grad_input")}
-    assert all(cast["inspected"] == 2 for cast in large.values())
+    assert all(cast["inspected"] == 1 for cast in large.values())
     key = "input", "output"
     assert large[key]["flushed"] > 2 * small[key]["flushed"]
     assert large[key]["sqnr"] > 30  # of the outlier's energy: it does not tell
@@ -174,6 +174,7 @@ def test_lines_pair_each_size_with_bf16(monkeypatch):
     (line,) = bench.lines(rows)
     assert (line["outlier"], line["layer"], line["size"]) == ("rare", "delayed", "2^12")
     assert (line["converted"], line["trained"]) == ("+10.00 ± 0.00 %", "+5.00 ± 0.00 %")
+    assert line["steps"] == "+1.67 ± 0.00 %"  # from 3.0 to 3.05
     assert line["worst"] == pytest.approx(5)
     assert (line["flushed"], line["saturates"], line["sqnr"]) == (0.5, 0.25, 33)
 
@@ -199,7 +200,7 @@ def test_picture_has_a_line_per_contender_and_smooth_ones_are_dashed():
             ("rare", "rowwise", "2^12", 9.0),
         )
     ]
-    lines[1]["loss_gap"] = 4.0
+    lines[1]["trained_gap"] = 4.0
     converted, trained = outlier_picture.draw(lines).axes
     _, plain, smooth = converted.get_lines()
     assert plain.get_xydata().tolist() == [[0, 0.1], [12, 3.0]]

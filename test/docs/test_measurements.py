@@ -360,12 +360,12 @@ def outliers_trained():
 
 def outliers_rare():
     body = [
-        [f"`{name}`", size, line["trained"], f"{line['worst']:+.1f} %",
+        [f"`{name}`", size, line["steps"], f"{line['worst']:+.1f} %", line["trained"],
          *(f"{100 * line[key]:.0f} %" if key in line else "" for key in ("saturates", "flushed"))]
         for (name, size), line in outlier_lines("rare").items()
     ]  # fmt: skip
-    header = "contender | size | trained on | worst step | steps that saturate | input flushed"
-    return markdown(header, body)
+    header = "contender | size | mean of the steps | worst step | trained on"
+    return markdown(f"{header} | steps that saturate | input flushed", body)
 
 
 CONVERTED = "2^0", "2^8", "2^10", "2^12", "2^14", "2^16", "2^18", "2^20"
