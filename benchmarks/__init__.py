@@ -18,6 +18,7 @@
 - `bench_bert.py`: does a unit-scaled BERT train in float16 and float8 as in float32?
 - `bench_other_models.py`: do a vision transformer, an encoder, and float16 with a gradient scaler
   train in float8 as without it?
+- `bench_outliers.py`: at which size does an outlier of SwiGLU break a recipe, and where?
 - `measure_device.py`, `check_estimate.py`: figures of this machine for `float8.estimate`; how
   accurate are its predictions?
 - `plots.py`: draws result files.

@@ -3,6 +3,7 @@
     bench_linear, bench_matmul  speed-ups: one panel per mode, one line per recipe
     bench_mup_transfer          held-out loss over the learning rate, one line per width
     bench_quality               gaps to bf16 with their intervals; see `quality/pictures.py`
+    bench_outliers              loss above bf16 over the size of an outlier, one line per contender
     scripts/demo.py             loss curves, and gaps to the base
 
 python benchmarks/plots.py benchmarks/results/cpu_bench_matmul.json -o matmul.png
@@ -20,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import bench_mup_transfer
+from benchmarks import bench_mup_transfer, bench_outliers
 from benchmarks.measuring import plots
-from benchmarks.quality import pictures
+from benchmarks.quality import outlier_picture, pictures
 from scripts.training import curves
 from scripts.training.picture import save
 
@@ -33,6 +34,7 @@ DRAWN: dict[str, Callable[[dict[str, Any]], Figure]] = {
     **dict.fromkeys(plots.LINES, plots.draw),
     "bench_quality": pictures.draw,
     "bench_mup_transfer": lambda report: bench_mup_transfer.draw(report["rows"]),
+    "bench_outliers": lambda report: outlier_picture.draw(bench_outliers.lines(report["rows"])),
     "demo": lambda report: curves.draw(report["runs"]),
 }
 

@@ -9,10 +9,15 @@ The studies of ``bench_quality``, each with its runs and its table: ``recipes.py
 with ``ablated.py`` (a layer whose casts are on or off) and ``probe.py`` (what they do to one step);
 ``rates.py``; ``scaling.py``. ``pictures.py`` draws their files.
 
-``watched.py``: one training whose casts are watched, healthy or with a planted fault.
+Other studies:
 
-What follows pretraining: ``pretrained.py``: the models that runs start from; ``finetuning.py``: on
-another text, of all weights or of adapters; ``post_training.py``: conversion without training.
-between runs of one seed, and their confidence intervals. ``other_models.py``: one training of a
-model of another kind, which ``tasks.py`` makes with its batches.
+- alarms: ``watched.py``, one training whose casts are watched, healthy or with a planted fault;
+- a sudden change: ``shifts.py``, ``delayed.py``, ``shifted_run.py``;
+- an outlier of SwiGLU: ``outliers.py`` plants it; ``outlier_base.py``: the model that has it;
+  ``outlier_contenders.py``: what it is trained in; ``outlier_run.py``: one process of the study;
+  ``outlier_picture.py``: the loss by its size;
+- what follows pretraining: ``pretrained.py``: the models that runs start from; ``finetuning.py``:
+  on another text, of all weights or of adapters; ``post_training.py``: conversion without training;
+- models of other kinds: ``other_models.py``, one training of a model that ``tasks.py`` makes with
+  its batches.
 """

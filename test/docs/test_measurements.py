@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from linear.test_bytes import BYTES, LAUNCHES
 
-from benchmarks import bench_alarms, bench_finetune, bench_other_models, bench_shift
+from benchmarks import bench_alarms, bench_finetune, bench_other_models, bench_outliers, bench_shift
 from benchmarks.quality import operands, rates, recipes, scaling
 from benchmarks.quality.watched import HEALTHY, STATIC
 from float8.config import RECIPES
@@ -500,6 +500,48 @@ def gaps(line):
     if not line:
         return "-", "-"
     return line.get("gap") or f"{line['loss']:.4f}", line.get("points") or f"{line['accuracy']:.2f}"
+
+
+def outliers_converted():
+    """The loss above bf16 right after the conversion, by the size of the outlier."""
+    found = outlier_lines("often")
+    body = [
+        [f"`{name}`", *(f"{found[name, size]['converted_gap']:+.2f} %" for size in CONVERTED)]
+        for name in dict.fromkeys(name for name, _ in found)
+    ]
+    return markdown(" | ".join(["contender", *CONVERTED]), body)
+
+
+def outliers_trained():
+    """The loss above bf16 after training on, and what `inspect` saw of the input of ``down``."""
+    found = outlier_lines("often")
+    body = []
+    for name in dict.fromkeys(name for name, _ in found):
+        sizes = [found[name, size] for size in TRAINED]
+        flushed = [f"{100 * line['flushed']:.0f} %" if "flushed" in line else "" for line in sizes]
+        sqnr = f"{sizes[-1]['sqnr']:.0f} dB" if "sqnr" in sizes[-1] else ""
+        body.append([f"`{name}`", *(line["trained"] for line in sizes), *flushed[1:], sqnr])
+    flushed = (f"flushed, {size}" for size in TRAINED[1:])
+    return markdown(" | ".join(["contender", *TRAINED, *flushed, f"SQNR, {TRAINED[-1]}"]), body)
+
+
+def outliers_rare():
+    body = [
+        [f"`{name}`", size, line["steps"], f"{line['worst']:+.1f} %", line["trained"],
+         *(f"{100 * line[key]:.0f} %" if key in line else "" for key in ("saturates", "flushed"))]
+        for (name, size), line in outlier_lines("rare").items()
+    ]  # fmt: skip
+    header = "contender | size | mean of the steps | worst step | trained on"
+    return markdown(f"{header} | steps that saturate | input flushed", body)
+
+
+CONVERTED = "2^0", "2^8", "2^10", "2^12", "2^14", "2^16", "2^18", "2^20"
+TRAINED = "2^8", "2^12", "2^16"
+
+
+def outlier_lines(kind):
+    lines = bench_outliers.lines(result("cpu_outliers")["rows"])
+    return {(line["layer"], line["size"]): line for line in lines if line["outlier"] == kind}
 
 
 # --- memory and communication
