@@ -88,7 +88,7 @@ def train(run: Run, data: Path | None = None, device: str = "cpu") -> Row:
     model = gpt.GPT(run.sizes)
     parameters = sum(p.numel() for p in model.parameters())
     what = contender(run.contender, model.to(device))
-    optimizer = _optimizer(what, run.learning_rate)
+    optimizer = optimizer_of(what, run.learning_rate)
     row: Row = {"parameters": parameters, "text": text.digest, "train_loss": [], "curve": []}
     losses: list[float] = []
     start = time.perf_counter()
@@ -96,7 +96,7 @@ def train(run: Run, data: Path | None = None, device: str = "cpu") -> Row:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * schedule(step, run.steps)
         batch = text.batch(step, seed=run.seed, batch=run.batch, context=run.context)
-        losses.append(_step(what, optimizer, batch, device))
+        losses.append(train_step(what, optimizer, batch, device))
         if len(losses) == AVERAGED or step + 1 == run.steps:
             row["train_loss"].append(round(statistics.fmean(losses), 5))
             losses.clear()
@@ -113,9 +113,10 @@ def train(run: Run, data: Path | None = None, device: str = "cpu") -> Row:
     return row
 
 
-def _step(
+def train_step(
     what: Contender, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], device: str
 ) -> float:
+    """One step of the optimizer: the loss before it."""
     with _autocast(device):
         loss = what.model(*(part.to(device) for part in batch))
     loss.backward()
@@ -156,7 +157,8 @@ def _autocast(device: str) -> AbstractContextManager[None]:
     return context
 
 
-def _optimizer(what: Contender, learning_rate: float) -> torch.optim.Optimizer:
+def optimizer_of(what: Contender, learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW, whose groups keep the peak learning rate as ``initial_lr``."""
     parameters = list(what.model.parameters())
     decay = UNIT_DECAY if what.unit_scaled else WEIGHT_DECAY
     groups = [
