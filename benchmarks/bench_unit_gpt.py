@@ -24,7 +24,6 @@ checkpoints lie in a folder beside it. Stopped at any time, the same command goe
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -38,7 +37,7 @@ from benchmarks.measuring.harness import Row, positive
 from benchmarks.models.nanogpt import CHARACTERS
 from benchmarks.quality import study
 from benchmarks.quality.contenders import BASE, UNIT_BASE, base_of
-from benchmarks.quality.paired import Difference, difference
+from benchmarks.quality.paired import difference
 from benchmarks.quality.segments import Segment, train
 from scripts.training import picture
 from scripts.training.curves import COLOURS, smooth
@@ -101,14 +100,9 @@ def lines(rows: Sequence[Row]) -> list[Row]:
         for key, base in (("gap", base_of(name)), ("bf16_gap", BASE)):
             same = [row for row in by_name.get(base, []) if row["run"]["until"] == taken]
             if name != base and (gap := difference(last, same)).values:
-                line |= {key: _text(gap), f"{key}_percent": gap.mean}
+                line |= {key: str(gap), f"{key}_percent": gap.mean}
         found.append(line)
     return found
-
-
-def _text(gap: Difference) -> str:
-    """With its interval, of several seeds."""
-    return str(gap) if math.isfinite(gap.half_width) else f"{gap.mean:+.2f} %"
 
 
 def targets(found: Sequence[Row]) -> list[Row]:

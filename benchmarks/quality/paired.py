@@ -65,7 +65,9 @@ class Difference:
         return not self.diverged and abs(self.mean) + self.half_width <= limit
 
     def __str__(self) -> str:
-        return f"{self.mean:+.2f} ± {self.half_width:.2f} %"
+        """Without an interval where there is none."""
+        interval = f" ± {self.half_width:.2f}" if len(self.values) > 1 else ""
+        return f"{self.mean:+.2f}{interval} %"
 
 
 def difference(rows: Sequence[Row], bases: Sequence[Row], key: str = "loss") -> Difference:
