@@ -15,6 +15,7 @@
 - `bench_comm.py`: how many bytes does a rank send in each collective?
 - `bench_gradients.py`: what does reducing gradients in float8 do to their error?
 - `bench_bert.py`: does a unit-scaled BERT train in float16 and float8 as in float32?
+- `bench_unit_gpt.py`: does nanoGPT train in float8 without any scale, plain and unit-scaled?
 - `measure_device.py`, `check_estimate.py`: figures of this machine for `float8.estimate`; how
   accurate are its predictions?
 - `plots.py`: draws result files.

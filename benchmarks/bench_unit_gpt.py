@@ -205,14 +205,40 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def check(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    """Refuse a file whose trainings have other sizes or segments, which no curve joins.
+
+    Raises:
+        ValueError: for the first such row.
+    """
+    ends = {first: min(first + options.every, options.steps) for first in starts(options)}
+    for run in (row["run"] for row in rows):
+        ours = {**options.sizes, "first": run["first"], "until": ends.get(run["first"])}
+        theirs = {name: run[name] for name in ours}
+        if theirs != ours:
+            raise ValueError(
+                f"{options.output} has a segment of {theirs}, which is none of this command's: "
+                "give the options that made it, or -o another name"
+            )
+
+
+def starts(options: argparse.Namespace) -> range:
+    """The steps taken before each segment."""
+    return range(0, options.steps, options.every)
+
+
 def main(argv: Sequence[str]) -> int:
     """Make the segments that lack, print the gaps; 1 if the unit-scaled model misses the target."""
     options = parse(argv)
     folder = options.output.with_suffix(".checkpoints")
     make = partial(train, folder=folder, data=options.data, device=options.device)
-    rows: list[Row] = []
+    try:
+        rows = study.known_rows(options.output, NAME)
+        check(rows, options)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
     late = harness.countdown(options.stop_after)
-    for first in range(0, options.steps, options.every):
+    for first in starts(options):
         if late():
             break
         todo = segments(options, first, rows)

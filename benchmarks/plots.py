@@ -2,6 +2,7 @@
 
     bench_linear, bench_matmul  speed-ups: one panel per mode, one line per recipe
     bench_mup_transfer          held-out loss over the learning rate, one line per width
+    bench_unit_gpt              training and held-out loss over the steps, one line per contender
     scripts/demo.py             loss curves, and gaps to the base
 
 python benchmarks/plots.py benchmarks/results/cpu_bench_matmul.json -o matmul.png
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import bench_mup_transfer
+from benchmarks import bench_mup_transfer, bench_unit_gpt
 from benchmarks.measuring import plots
 from scripts.training import curves
 from scripts.training.picture import save
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 DRAWN: dict[str, Callable[[dict[str, Any]], Figure]] = {
     **dict.fromkeys(plots.LINES, plots.draw),
     "bench_mup_transfer": lambda report: bench_mup_transfer.draw(report["rows"]),
+    "bench_unit_gpt": lambda report: bench_unit_gpt.draw(report["rows"]),
     "demo": lambda report: curves.draw(report["runs"]),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -101,6 +102,30 @@ def test_stopped_and_continued_it_ends_with_the_same_numbers(tmp_path, monkeypat
     assert numbers(stopped) == numbers(whole)
     assert len(numbers(whole)) == 4
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--every", "50"], "'first': 100, 'until': 200"),
+        (["--steps", "400"], "'steps': 300"),
+        (["--width", "64"], "'width': 384"),
+        ([], None),
+    ],
+)
+def test_a_file_of_other_trainings_is_refused(options, message, tmp_path):
+    file = tmp_path / "x.json"
+    begun = bench.parse(["--device", "cpu", "-o", str(file)])
+    rows = [{"run": asdict(bench.segments(begun, 100, [])[0]), "loss": 2.0, "train_loss": []}]
+    file.write_text(json.dumps({"benchmark": "bench_unit_gpt", "rows": rows}))
+    chosen = bench.parse(["--device", "cpu", *options, "-o", str(file)])
+    if message is None:
+        bench.check(rows, chosen)
+        return
+    with pytest.raises(ValueError, match=message):
+        bench.check(rows, chosen)
+    with pytest.raises(SystemExit, match=message):
+        bench.main(["--device", "cpu", *options, "-o", str(file)])
 
 
 def test_a_file_is_needed(capsys):
