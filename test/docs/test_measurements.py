@@ -441,10 +441,10 @@ TABLES = {
         *(grouped_gemms, grouped_gemms_of_models),
         *(unit_casts, optimizer_steps, inspection),
         *(predicted_launches, published_launches),
-        *(demo, demo_in_two_processes, learning_rates, stability, bert, rollout),
         *(memory_of_recipes, memory_of_llama3, memory_in_bytes, communication),
         checkpoints,
     ),
+    "quality": (demo, demo_in_two_processes, learning_rates, stability, bert, rollout),
     "checkpoints": (rollout,),
     "memory": (memory_of_llama2,),
     "ptx": (executed_forms,),
@@ -471,8 +471,8 @@ def test_sentences_quote_the_result_files():
         for recipe in dict.fromkeys(run["recipe"] for run in runs)
     }
     worst = max(gap for recipe, gap in gaps.items() if recipe != "naive")
-    assert f"at most {worst:.2f} % above bf16" in read("measurements")
-    assert f"`naive` ends {gaps['naive']:.0f} % above" in read("measurements")
+    assert f"at most {worst:.2f} % above bf16" in read("quality")
+    assert f"`naive` ends {gaps['naive']:.0f} % above" in read("quality")
 
     seeds = [
         row["val_loss"] for row in result("cpu_memory_quality")["rows"] if row["layer"] == "bf16"
@@ -500,7 +500,8 @@ def test_sentences_quote_the_result_files():
 def test_file_stands_with_its_command(name):
     """A section links the file, and its command is the one that wrote it."""
     written = re.sub(r" (-o|--plot|--out-dir) \S+", "", result(name)["command"])
-    sections = re.split(r"^##+ ", read("measurements"), flags=re.MULTILINE)
+    pages = read("measurements") + read("quality")
+    sections = re.split(r"^##+ ", pages, flags=re.MULTILINE)
     sections = [text.replace("\\\n", "") for text in sections if f"results/{name}.json" in text]
     sections = [" ".join(text.split()) for text in sections]
     assert any(written.replace("'", '"') in text for text in sections), written
