@@ -19,6 +19,7 @@
 - `bench_other_models.py`: do a vision transformer, an encoder, and float16 with a gradient scaler
   train in float8 as without it?
 - `bench_outliers.py`: at which size does an outlier of SwiGLU break a recipe, and where?
+- `bench_unit_gpt.py`: does nanoGPT train in float8 without any scale, plain and unit-scaled?
 - `measure_device.py`, `check_estimate.py`: figures of this machine for `float8.estimate`; how
   accurate are its predictions?
 - `plots.py`: draws result files.

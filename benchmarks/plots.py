@@ -4,6 +4,7 @@
     bench_mup_transfer          held-out loss over the learning rate, one line per width
     bench_quality               gaps to bf16 with their intervals; see `quality/pictures.py`
     bench_outliers              loss above bf16 over the size of an outlier, one line per contender
+    bench_unit_gpt              training and held-out loss over the steps, one line per contender
     scripts/demo.py             loss curves, and gaps to the base
 
 python benchmarks/plots.py benchmarks/results/cpu_bench_matmul.json -o matmul.png
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import bench_mup_transfer, bench_outliers
+from benchmarks import bench_mup_transfer, bench_outliers, bench_unit_gpt
 from benchmarks.measuring import plots
 from benchmarks.quality import outlier_picture, pictures
 from scripts.training import curves
@@ -35,6 +36,7 @@ DRAWN: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "bench_quality": pictures.draw,
     "bench_mup_transfer": lambda report: bench_mup_transfer.draw(report["rows"]),
     "bench_outliers": lambda report: outlier_picture.draw(bench_outliers.lines(report["rows"])),
+    "bench_unit_gpt": lambda report: bench_unit_gpt.draw(report["rows"]),
     "demo": lambda report: curves.draw(report["runs"]),
 }
 

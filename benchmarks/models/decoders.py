@@ -26,22 +26,36 @@ from torch import Tensor, nn
 
 import float8.unit_scaling as uu
 from benchmarks.models.training import Loss
+from float8 import Float8LinearConfig, convert_to_float8_training
 from float8.unit_scaling import functional as U
 from scripts.training import gpt
 
 HEAD = 32  # features of a head
+FORMATS = ("float32", "float8")
 BETAS = (0.9, 0.95)
 
 
 @dataclass(frozen=True)
 class Parametrisation:
-    """A model's loss and optimizer, and the powers of two to look for its learning rate in."""
+    """A model's loss and optimizer, where to look for its learning rate, and its recipe."""
 
     model: Callable[[int, int, int], nn.Module]  # width, layers, context
     loss: Callable[[nn.Module], Loss]
     optimizer: Callable[[nn.Module, float], torch.optim.Optimizer]
-    octaves: range
+    octaves: range  # powers of two
+    recipe: str  # of float8
     layers: Callable[[nn.Module], Iterable[nn.Module]]  # the residual layers, in order
+
+    def in_format(self, model: nn.Module, fmt: str) -> nn.Module:
+        """The model; in ``float8``, the linear layers of its residual layers in `recipe`."""
+        if fmt == "float32":
+            return model
+        config = Float8LinearConfig.from_recipe_name(self.recipe)
+        return convert_to_float8_training(model, config=config, module_filter_fn=_all_but_the_head)
+
+
+def _all_but_the_head(_: nn.Module, fqn: str) -> bool:
+    return fqn not in ("head", "projection")
 
 
 def check_widths(parser: argparse.ArgumentParser, option: str, widths: Iterable[int]) -> None:
@@ -102,14 +116,22 @@ def unit_layers(model: nn.Module) -> Iterable[nn.Module]:
 UNIT_OCTAVES = range(-3, 3)
 PARAMETRISATIONS = {
     "standard": Parametrisation(
-        standard_model, lambda model: model, standard_optimizer, range(-11, -5), standard_layers
+        standard_model,
+        lambda model: model,
+        standard_optimizer,
+        range(-11, -5),
+        "tensorwise",
+        standard_layers,
     ),
-    "u-mup": Parametrisation(unit_model, unit_loss, unit_optimizer, UNIT_OCTAVES, unit_layers),
+    "u-mup": Parametrisation(
+        unit_model, unit_loss, unit_optimizer, UNIT_OCTAVES, "unit", unit_layers
+    ),
     "mus": Parametrisation(
         partial(unit_model, norm="res-post", attention="sqrt_softmax"),
         unit_loss,
         unit_optimizer,
         UNIT_OCTAVES,
+        "unit",
         unit_layers,
     ),
 }

@@ -15,12 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.measuring import harness
 from benchmarks.measuring.harness import Row, positive
 from scripts.training import corpus
 
@@ -29,6 +27,18 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 FINAL = 0.1  # of the peak learning rate
 WARM_UP = 0.1  # of the steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What decides a training, beside its model: the fields are options of `add_sizes`."""
+
+    seed: int
+    steps: int
+    batch: int
+    context: int
+    layers: int
+    val_batches: int
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,13 @@ class Result:
         row: Row = {"seconds": self.seconds, "steps_taken": len(self.train_loss)}
         if self.val_loss is None:
             return {**row, "error": "diverged: the loss is not a number", "refused": False}
-        return {**row, "val_loss": self.val_loss, "train_loss": self.train_loss}
+        return {**row, "loss": self.val_loss, "train_loss": self.train_loss}
+
+
+def held_out(row: Row) -> float | None:
+    """The held-out loss of a row, None if the run diverged; files before 0.13 say ``val_loss``."""
+    loss: float | None = row.get("loss", row.get("val_loss"))
+    return loss
 
 
 def schedule(step: int, steps: int) -> float:
@@ -94,31 +110,22 @@ def mean_loss(loss_of: Loss, batches: Batches) -> float:
     return sum(losses) / len(losses)
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that benchmarks of training share; `harness.parser`'s, less those of clocks."""
-    options = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    help_ = f"default here: {default}"
-    options.add_argument("--device", type=harness.device, default=default, help=help_)
-    options.add_argument("--seed", type=int, default=0, help="of weights and batches")
-    options.add_argument(
-        "--stop-after", type=positive, metavar="SECONDS", help="begin no new run after that"
-    )
-    options.add_argument("-o", "--output", type=Path, metavar="FILE", help="write JSON there")
+def add_sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """Add the options that benchmarks of training share, beside those of a study.
+
+    Args:
+        parser: `benchmarks.quality.study.parser`'s.
+        defaults: others than these.
+    """
     for name, value, text in (
-        ("--steps", 150, "of a run"),
-        ("--batch", 8, "windows of text in a step"),
-        ("--context", 64, "bytes of a window"),
-        ("--layers", 2, "transformer layers"),
-        ("--val-batches", 32, "held-out batches that the final loss is the mean of"),
+        ("steps", 150, "of a run"),
+        ("batch", 8, "windows of text in a step"),
+        ("context", 64, "bytes of a window"),
+        ("layers", 2, "transformer layers"),
+        ("val_batches", 32, "held-out batches that the final loss is the mean of"),
     ):
-        options.add_argument(name, type=positive, default=value, help=f"{text}; {value}")
-    options.add_argument(
-        "--data", type=Path, help="a folder of text files, not Python's own sources"
-    )
-    return options
+        flag, default = "--" + name.replace("_", "-"), defaults.get(name, value)
+        parser.add_argument(flag, type=positive, default=default, help=f"{text}; {default}")
 
 
 def load(options: argparse.Namespace) -> corpus.Corpus:
@@ -131,19 +138,16 @@ def load(options: argparse.Namespace) -> corpus.Corpus:
     return text
 
 
-def train_batches(text: corpus.Corpus, options: argparse.Namespace) -> Batches:
+def train_batches(text: corpus.Corpus, run: Run, device: str) -> Batches:
     """The batches of every run with this seed: bytes and the bytes after them."""
-    for step in range(options.steps):
-        yield _on(
-            options.device,
-            text.batch(step, seed=options.seed, batch=options.batch, context=options.context),
-        )
+    for step in range(run.steps):
+        yield _on(device, text.batch(step, seed=run.seed, batch=run.batch, context=run.context))
 
 
-def val_batches(text: corpus.Corpus, options: argparse.Namespace) -> Batches:
+def val_batches(text: corpus.Corpus, run: Run, device: str) -> Batches:
     """Windows spread over the held-out files."""
-    for pair in text.val_batches(options.val_batches, batch=options.batch, context=options.context):
-        yield _on(options.device, pair)
+    for pair in text.val_batches(run.val_batches, batch=run.batch, context=run.context):
+        yield _on(device, pair)
 
 
 def _on(device: str, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

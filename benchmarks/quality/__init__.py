@@ -3,7 +3,7 @@
 ``run.py``: one training, decided by a `Run`; ``contenders.py``: what a run trains in; ``study.py``:
 many runs, one process each, in a file that a later call continues; ``paired.py``: differences
 between runs of one seed, and their confidence intervals; ``least_squares.py``: the same of what
-many runs say together.
+many runs say together; ``segments.py``: a long training made in several runs.
 
 The studies of ``bench_quality``, each with its runs and its table: ``recipes.py``; ``operands.py``,
 with ``ablated.py`` (a layer whose casts are on or off) and ``probe.py`` (what they do to one step);

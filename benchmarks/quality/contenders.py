@@ -56,8 +56,10 @@ class Contender:
     in_bf16: Callable[[], AbstractContextManager[object]] | None
 
 
-def contender(name: str, model: gpt.GPT) -> Contender:
+def contender(name: str, model: nn.Module) -> Contender:
     """The model in the arithmetic that `name` says; its parameters start as they are.
+
+    The layer called ``head`` keeps bf16.
 
     Raises:
         ValueError: for an unknown name.
@@ -85,13 +87,13 @@ def base_of(name: str) -> str:
     return UNIT_BASE if name in gpt.UNIT else BASE
 
 
-def _by_gemm(model: gpt.GPT, ablation: str) -> gpt.GPT:
+def _by_gemm(model: nn.Module, ablation: str) -> nn.Module:
     config = config_of(casts_in(ablation))
     convert_to_float8_training(model, config=config, module_filter_fn=_all_but_the_head)
     return model
 
 
-def _by_torchao(model: gpt.GPT, recipe: str) -> nn.Module:
+def _by_torchao(model: nn.Module, recipe: str) -> nn.Module:
     peer: Any = importlib.import_module("torchao.float8")
     config = peer.Float8LinearConfig.from_recipe_name(recipe)
     if not next(model.parameters()).is_cuda:

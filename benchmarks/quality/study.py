@@ -50,7 +50,7 @@ def parser(description: str | None, seeds: int) -> argparse.ArgumentParser:
     options.add_argument("--device", type=harness.device, default=default)
     options.add_argument("--seeds", nargs="+", type=int, default=list(range(seeds)))
     options.add_argument("--jobs", type=positive, default=jobs, help=f"processes; here {jobs}")
-    options.add_argument("--data", type=Path, help="a folder of text, not torch's own sources")
+    options.add_argument("--data", type=Path, help="a folder of text, not Python sources")
     options.add_argument("--quick", action="store_true", help="a few steps: does it run?")
     options.add_argument(
         "--stop-after", type=positive, metavar="SECONDS", help="begin no new run after that"

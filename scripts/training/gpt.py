@@ -27,10 +27,13 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+M = TypeVar("M", bound=nn.Module)
 
 VOCABULARY = 256
 INIT_STD = 0.02  # GPT-2's and Llama's; the last layer of each branch is divided by sqrt(2 layers)
@@ -206,10 +209,11 @@ def rotate(x_BHTD: Tensor, rotary: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x_BHTD.dtype)
 
 
-def in_recipe(model: GPT, recipe: str) -> GPT:
-    """The model with the blocks' linear layers in `recipe`, unit-scaled if it is one of `UNIT`.
+def in_recipe(model: M, recipe: str) -> M:
+    """The model with its linear layers in `recipe`, unit-scaled if it is one of `UNIT`.
 
-    Unit scaling copies the model; otherwise it is the same object, with the same parameters.
+    The layer called ``head`` keeps its precision. Unit scaling copies the model; otherwise it is
+    the same object, with the same parameters.
 
     Raises:
         ValueError: for an unknown recipe.
@@ -237,7 +241,7 @@ def in_recipe(model: GPT, recipe: str) -> GPT:
     return model
 
 
-def _unit_scaled(model: GPT, recipe: str) -> GPT:
+def _unit_scaled(model: M, recipe: str) -> M:
     from float8.unit_scaling.transforms import float8, unit_scale
 
     model = unit_scale(model)

@@ -1,4 +1,4 @@
-"""`bench_bert`: how gaps are computed, and a run of two steps."""
+"""`bench_bert`: how gaps are computed, and runs of two steps."""
 
 from __future__ import annotations
 
@@ -7,47 +7,74 @@ import json
 import pytest
 
 from benchmarks import bench_bert as bench
+from benchmarks.measuring.report import ROOT
 from benchmarks.models import bert
+from benchmarks.quality import study
 
 
-def rows_of(losses: dict[tuple[str, str], float]) -> list[dict]:
-    return [{"layer": kind, "mode": fmt, "val_loss": loss} for (kind, fmt), loss in losses.items()]
+def rows_of(losses: dict[tuple[str, str], list[float | None]]) -> list[dict]:
+    """A row for each seed; None is a run that diverged."""
+    return [
+        {"run": {"seed": seed}, "layer": kind, "mode": fmt}
+        | ({"error": "diverged"} if loss is None else {"loss": loss})
+        for (kind, fmt), own in losses.items()
+        for seed, loss in enumerate(own)
+    ]
 
 
-def test_a_gap_is_in_per_cent_of_the_same_model_in_float32():
-    rows = rows_of({("base", "fp32"): 2.0, ("unit", "fp32"): 1.9, ("unit", "fp8"): 1.938})
-    targets = bench.compare(rows)
-    assert "gap_percent" not in rows[0]
-    assert rows[1]["base_gap_percent"] == pytest.approx(-5)
-    assert rows[2]["gap_percent"] == pytest.approx(2)
-    assert rows[2]["base_gap_percent"] == pytest.approx(-3.1)
-    assert [(t["mode"], t["met"]) for t in targets] == [("fp8", False)]
+def line_of(rows: list[dict], kind: str, fmt: str) -> dict:
+    (line,) = (x for x in bench.lines(rows) if (x["layer"], x["mode"]) == (kind, fmt))
+    return line
 
 
-def test_a_lower_loss_than_in_float32_meets_the_target():
-    rows = rows_of({("unit", "fp32"): 2.0, ("unit", "fp16"): 1.9, ("unit", "fp8"): 2.019})
-    assert [(t["mode"], t["met"]) for t in bench.compare(rows)] == [("fp16", True), ("fp8", True)]
+def test_a_gap_is_in_per_cent_of_the_same_model_and_seed_in_float32():
+    rows = rows_of(
+        {
+            ("base", "fp32"): [2.0, 4.0],
+            ("unit", "fp32"): [1.0, 3.0],
+            ("unit", "fp8"): [1.01, 3.09],
+        }
+    )
+    assert "gap" not in line_of(rows, "base", "fp32")
+    line = line_of(rows[::-1], "unit", "fp8")
+    assert line["loss"] == pytest.approx(2.05)
+    assert line["gap_percent"] == pytest.approx(2)  # of 1 % and 3 %, not of the mean losses
+    # Student's t of one degree of freedom, 12.706, times sqrt(2) / sqrt(2).
+    assert line["gap_half_width"] == pytest.approx(12.706)
+    assert line["base_gap_percent"] == pytest.approx((-49.5 - 22.75) / 2)
+    assert line["gap"] == "+2.00 ± 12.71 %"
 
 
-def test_a_run_that_diverged_does_not_meet_the_target():
-    rows = rows_of({("unit", "fp32"): 2.0})
-    rows.append({"layer": "unit", "mode": "fp8", "error": "diverged"})
-    (target,) = bench.compare(rows)
-    assert not target["met"]
-    assert "measured" not in target
+@pytest.mark.parametrize(
+    ("losses", "met"),
+    [([1.9], True), ([2.019], True), ([2.021], False), ([2.0, 2.02], False), ([2.0, None], False)],
+)
+def test_the_interval_must_end_within_the_target_and_no_run_diverge(losses, met):
+    rows = rows_of({("unit", "fp32"): [2.0, 2.0], ("unit", "fp8"): losses})
+    (target,) = bench.targets(bench.lines(rows))
+    assert (target["mode"], target["met"]) == ("fp8", met)
 
 
 def test_without_float32_to_compare_with_there_is_no_target():
-    assert bench.compare(rows_of({("unit", "fp8"): 1.9, ("base", "fp32"): 2.0})) == []
+    rows = rows_of({("unit", "fp8"): [1.9], ("base", "fp32"): [2.0]})
+    assert bench.targets(bench.lines(rows)) == []
 
 
-def test_every_model_is_trained_in_every_format(tmp_path):
-    file = tmp_path / "out.json"
-    assert bench.main(["--device", "cpu", "--quick", "-o", str(file)]) == 0
+def test_a_file_of_one_seed_is_read():
+    rows = json.loads((ROOT / "benchmarks/results/cpu_bert.json").read_text())["rows"]
+    assert line_of(rows, "base", "fp8")["gap"] == "+25.03 %"
+
+
+def test_every_model_is_trained_in_every_format(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "_in_own_process", lambda train, run: train(run))
+    file, data = tmp_path / "out.json", ["--data", str(ROOT / "benchmarks")]
+    quick = ["--device", "cpu", "--quick", "--jobs", "1", "--seeds", "3", *data, "-o", str(file)]
+    assert bench.main(quick) == 0
     written = json.loads(file.read_text())
     rows = {(row["layer"], row["mode"]): row for row in written["rows"]}
     assert set(rows) == {(kind, fmt) for kind in bert.KINDS for fmt in bert.FORMATS}
     assert all(len(row["train_loss"]) == bench.QUICK["steps"] for row in rows.values())
+    assert {row["run"]["seed"] for row in rows.values()} == {3}
     for kind in bert.KINDS:  # the first loss differs by the format's rounding alone
         first = [rows[kind, fmt]["train_loss"][0] for fmt in bert.FORMATS]
         assert first == pytest.approx([first[0]] * 3, rel=0.02)

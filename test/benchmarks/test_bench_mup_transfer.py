@@ -6,16 +6,25 @@ import json
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from benchmarks import bench_mup_transfer as bench
+from benchmarks.measuring.report import ROOT
 from benchmarks.models.decoders import PARAMETRISATIONS
+from benchmarks.quality import study
+from float8 import Float8Linear, Float8LinearConfig
 
-FAST = ["--device", "cpu", "--quick"]
+FAST = ["--device", "cpu", "--quick", "--jobs", "1"]
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    monkeypatch.setattr(study, "_in_own_process", lambda train, run: train(run))
 
 
 def rows_of(curves: dict[tuple[str, int], dict[int, float]]) -> list[dict]:
     return [
-        {"layer": name, "width": width, "log2_lr": octave, "val_loss": loss}
+        {"layer": name, "width": width, "log2_lr": octave, "loss": loss}
         for (name, width), curve in curves.items()
         for octave, loss in curve.items()
     ]
@@ -92,7 +101,52 @@ def test_room_counts_the_learning_rates_that_lose_little():
     assert [row["log2_lr"] for row in rows if "optimum" in row] == [0]
 
 
-def test_every_width_is_trained_with_every_learning_rate(tmp_path, capsys):
+def test_the_optimum_of_several_seeds_is_that_of_their_mean():
+    rows = rows_of({("u-mup", 64): {-1: 2.0, 0: 2.2, 1: 2.4}})
+    rows += rows_of({("u-mup", 64): {-1: 2.6, 0: 2.2, 1: 2.4}})
+    assert bench.curve(rows, "u-mup", 64) == pytest.approx({-1: 2.3, 0: 2.2, 1: 2.4})
+    rows.append({"layer": "u-mup", "width": 64, "log2_lr": 0, "error": "diverged"})
+    assert list(bench.curve(rows, "u-mup", 64)) == [-1, 1]  # a rate that fails once is not best
+
+
+def test_the_optimum_moves_when_a_file_is_continued():
+    rows = rows_of({("u-mup", 64): {-1: 2.1, 0: 2.0}})
+    bench.note_optima(rows)
+    rows += rows_of({("u-mup", 64): {1: 1.5}})
+    bench.note_optima(rows)
+    assert [row["log2_lr"] for row in rows if "optimum" in row] == [1]
+
+
+def test_files_before_the_study_are_read():
+    rows = json.loads((ROOT / "benchmarks/results/cpu_mup_transfer.json").read_text())["rows"]
+    assert len(bench.curve(rows, "mus", 64)) == 6
+
+
+@pytest.mark.parametrize("name", PARAMETRISATIONS)
+def test_float8_is_in_every_layer_but_the_head(name):
+    parametrisation = PARAMETRISATIONS[name]
+    model = parametrisation.in_format(parametrisation.model(64, 1, 16), "float8")
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    plain = [n for n, m in linears.items() if not isinstance(m, Float8Linear)]
+    assert plain == ["head" if name == "standard" else "projection"]
+    (found,) = {str(m.config) for m in linears.values() if isinstance(m, Float8Linear)}
+    recipe = "tensorwise" if name == "standard" else "unit"
+    assert found == str(Float8LinearConfig.from_recipe_name(recipe))
+
+
+def test_float8_changes_the_loss_and_names_its_recipe(tmp_path, in_this_process):
+    file = tmp_path / "out.json"
+    grid = ["--octaves", "-6", "-6", "--widths", "32", "--data", str(Path(bench.__file__).parent)]
+    formats = ["--formats", "float32", "float8"]
+    bench.main([*FAST, "--variant", "standard", "u-mup", *formats, *grid, "-o", str(file)])
+    rows = {(r["layer"], r["width"]): r["loss"] for r in json.loads(file.read_text())["rows"]}
+    for name, recipe in (("standard", "tensorwise"), ("u-mup", "unit")):
+        plain, float8 = rows[name, 32], rows[f"{name} {recipe}", 32]
+        assert float8 == pytest.approx(plain, rel=0.02)
+        assert float8 != plain
+
+
+def test_every_width_is_trained_with_every_learning_rate(tmp_path, capsys, in_this_process):
     file, picture = tmp_path / "out.json", tmp_path / "new" / "out.png"
     variants = ["--variant", "u-mup", "standard"]
     grid = ["--octaves", "-6", "-5", "--data", str(Path(bench.__file__).parent)]
@@ -105,7 +159,7 @@ def test_every_width_is_trained_with_every_learning_rate(tmp_path, capsys):
         for width in bench.QUICK["widths"]
         for octave in (-6, -5)
     }
-    assert all(row["val_loss"] > 0 for row in written["rows"])
+    assert all(row["loss"] > 0 for row in written["rows"])
     assert [row["layer"] for row in written["targets"]] == ["u-mup"] * 2 + ["standard"] * 2
     assert all(len(row["stream_std"]) == bench.QUICK["layers"] for row in written["rows"])
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from benchmarks.models import training
+from benchmarks.quality import study
 from scripts.training import corpus
 
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
@@ -58,8 +60,12 @@ def test_a_run_that_diverges_stops_and_has_no_loss():
     assert len(result.train_loss) < 100
     assert all(map(math.isfinite, result.train_loss))
     row = result.row()
-    assert "val_loss" not in row
+    assert training.held_out(row) is None
     assert "diverged" in row["error"]
+
+
+def test_the_held_out_loss_of_a_row_has_two_names():
+    assert training.held_out({"loss": 2.0}) == training.held_out({"val_loss": 2.0}) == 2.0
 
 
 def test_the_held_out_loss_is_a_mean_without_gradients():
@@ -76,17 +82,23 @@ def test_every_run_with_a_seed_sees_the_same_batches(tmp_path):
     for name in "abc":
         (tmp_path / name).write_bytes(bytes(range(1, 256)) * 2 + name.encode())
     text = corpus.load(tmp_path)
-    options = training.parser(None).parse_args(["--steps", "3", "--device", "cpu"])
-    first, again = (list(training.train_batches(text, options)) for _ in range(2))
+    run = training.Run(seed=0, steps=3, batch=2, context=8, layers=1, val_batches=1)
+    first, again = (list(training.train_batches(text, run, "cpu")) for _ in range(2))
     assert len(first) == 3
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first, again, strict=True))
-    options.seed = 1
-    assert not torch.equal(next(iter(training.train_batches(text, options)))[0], first[0][0])
+    other = next(iter(training.train_batches(text, replace(run, seed=1), "cpu")))
+    assert not torch.equal(other[0], first[0][0])
+
+
+def options():
+    parser = study.parser(None, seeds=1)
+    training.add_sizes(parser)
+    return parser
 
 
 def test_a_device_that_is_not_there_is_refused_by_name(capsys):
     with pytest.raises(SystemExit):
-        training.parser(None).parse_args(["--device", "abacus"])
+        options().parse_args(["--device", "abacus"])
     assert "no device 'abacus' here: take cpu" in capsys.readouterr().err
 
 
@@ -100,7 +112,7 @@ def test_a_device_that_is_not_there_is_refused_by_name(capsys):
 def test_text_that_is_missing_or_too_short_is_one_line(arguments, message, tmp_path):
     for name in "ab":
         (tmp_path / name).write_text(f"text {name}")
-    options = training.parser(None).parse_args(["--data", str(tmp_path), *arguments])
+    chosen = options().parse_args(["--data", str(tmp_path), *arguments])
     with pytest.raises(SystemExit, match=message) as caught:
-        training.load(options)
+        training.load(chosen)
     assert "\n" not in str(caught.value)

@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 from linear.test_bytes import BYTES, LAUNCHES
 
-from benchmarks import bench_alarms, bench_finetune, bench_other_models, bench_outliers, bench_shift
+from benchmarks import (
+    bench_alarms,
+    bench_bert,
+    bench_finetune,
+    bench_other_models,
+    bench_outliers,
+    bench_shift,
+    bench_unit_gpt,
+)
+from benchmarks.models.training import held_out
 from benchmarks.quality import operands, rates, recipes, scaling
 from benchmarks.quality.watched import HEALTHY, STATIC
 from float8.config import RECIPES
@@ -338,7 +347,7 @@ def stability():
         cells = []
         for layer in ("u-mup", "mus"):
             row = found[power, layer]
-            cells += [f"{row['val_loss']:.2f}", f"{row['last_std']:,.1f}"]
+            cells += [f"{held_out(row):.2f}", f"{row['last_std']:,.1f}"]
             cells.append(f"{row['operand_max']:,.0f}")
         body.append([2**power, *cells])
     one = "{0} loss | {0} stream | {0} largest"
@@ -346,12 +355,14 @@ def stability():
 
 
 def bert():
-    found = rows("cpu_bert", "layer", "mode")
+    """Of several seeds: the mean loss, and the paired gap to fp32 with its interval."""
+    lines = bench_bert.lines(result("cpu_bert")["rows"])
+    found = {(line["layer"], line["mode"]): line for line in lines}
     body = []
     for model, name in (("base", "base"), ("unit", "unit-scaled")):
         rest = [found[model, mode] for mode in ("fp16", "fp8")]
-        cells = [f"{row['val_loss']:.3f} ({row['gap_percent']:+.2f} %)" for row in rest]
-        body.append([name, f"{found[model, 'fp32']['val_loss']:.3f}", *cells])
+        cells = [f"{line['loss']:.3f} ({line['gap']})" for line in rest]
+        body.append([name, f"{found[model, 'fp32']['loss']:.3f}", *cells])
     return markdown("model | fp32 | fp16 | fp8, scale 1", body)
 
 
@@ -542,6 +553,17 @@ TRAINED = "2^8", "2^12", "2^16"
 def outlier_lines(kind):
     lines = bench_outliers.lines(result("cpu_outliers")["rows"])
     return {(line["layer"], line["size"]): line for line in lines if line["outlier"] == kind}
+
+
+def unit_gpt():
+    names = {"unit_bf16": "unit-scaled, bf16", "unit": "unit-scaled, float8 with scale 1"}
+    names |= {"naive": "float8 with scale 1"}
+    body = [
+        [names.get(line["layer"], line["layer"]), f"{line['loss']:.3f}", line.get("bf16_gap", ""),
+         line.get("gap", "") if line["layer"] == "unit" else ""]
+        for line in bench_unit_gpt.lines(result("cpu_unit_gpt")["rows"])
+    ]  # fmt: skip
+    return markdown("nanoGPT | held-out loss | gap to bf16 | gap to unit-scaled, bf16", body)
 
 
 # --- memory and communication
