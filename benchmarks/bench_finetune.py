@@ -37,7 +37,7 @@ from benchmarks.measuring.harness import Row, positive
 from benchmarks.quality import pretrained, study
 from benchmarks.quality.contenders import BASE, NOISE
 from benchmarks.quality.finetuning import Tuning, tune
-from benchmarks.quality.paired import difference
+from benchmarks.quality.paired import difference, interval
 from benchmarks.quality.post_training import (
     INPUT_METHODS,
     PLAIN,
@@ -160,7 +160,7 @@ def _casts(name: str, own: Sequence[Row], bases: Sequence[Row]) -> Row:
     flat = [{**row, **row.get("converted", {})} for row in bases]
     converted = difference(flat, bases, name)
     return {
-        key: f"{found.mean:+.3f} ± {found.half_width:.3f} %"
+        key: f"{interval(found.mean, found.half_width, 3)} %"
         for key, found in (("own_cast", trained), ("bf16_cast", converted))
         if found.values
     }
@@ -187,7 +187,7 @@ def of_conversions(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
             if key in own[0]:
                 line[key] = statistics.fmean(row[key] for row in own)
         if own is not bases and (gap := difference(own, bases)).values:
-            line["gap"] = f"{gap.mean:+.3f} ± {gap.half_width:.3f} %"
+            line["gap"] = f"{interval(gap.mean, gap.half_width, 3)} %"
         found.append(line)
     return found, []
 

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 from benchmarks.measuring.harness import Row
 from benchmarks.quality import study
 from benchmarks.quality.other_models import PLAIN, ROUNDED, Run, train
-from benchmarks.quality.paired import Difference, difference
+from benchmarks.quality.paired import Difference, difference, interval
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 CONTENDERS = (PLAIN, ROUNDED, *RECIPES)
@@ -106,7 +106,7 @@ def _line(name: str, own: Sequence[Row], by_name: dict[str, list[Row]]) -> Row:
     bases = by_name.get(base_of(name), [])
     gap, points = difference(own, bases), accuracy_points(own, bases)
     if gap.values:
-        line |= {"gap": str(gap), "points": f"{points.mean:+.2f} ± {points.half_width:.2f}"}
+        line |= {"gap": str(gap), "points": interval(points.mean, points.half_width)}
     if points.diverged or math.isfinite(points.half_width):  # otherwise a single seed
         line["met"] = points.within(LIMIT)
         line["farther_end"] = abs(points.mean) + points.half_width

@@ -77,9 +77,10 @@ class Difference:
         return interval(self.mean, self.half_width) + " %"
 
 
-def interval(mean: float, half_width: float) -> str:
+def interval(mean: float, half_width: float, digits: int = 2) -> str:
     """Both numbers as text; no width where there is one value alone."""
-    return f"{mean:+.2f}" + (f" ± {half_width:.2f}" if math.isfinite(half_width) else "")
+    width = f" ± {half_width:.{digits}f}" if math.isfinite(half_width) else ""
+    return f"{mean:+.{digits}f}{width}"
 
 
 def difference(rows: Sequence[Row], bases: Sequence[Row], key: str = "loss") -> Difference:

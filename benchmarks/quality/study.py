@@ -138,7 +138,7 @@ def known_rows(
             "another name"
         )
     for key in SAME:
-        mine, of_file = str(getattr(options, key, "")), found["options"].get(key)
+        mine, of_file = str(getattr(options, key, "")), found.get("options", {}).get(key)
         if options is not None and of_file is not None and mine != of_file:
             raise ValueError(
                 f"{path} was written with --{key} {of_file}, not {mine}, and its runs do not "

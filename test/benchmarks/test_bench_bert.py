@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import studies
 
 from benchmarks import bench_bert as bench
 from benchmarks.measuring.report import ROOT
 from benchmarks.models import bert
-from benchmarks.quality import study
 
 
 def rows_of(losses: dict[tuple[str, str], list[float | None]]) -> list[dict]:
@@ -66,7 +66,7 @@ def test_a_file_of_one_seed_is_read():
 
 
 def test_every_model_is_trained_in_every_format(tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "_in_own_process", lambda train, run: train(run))
+    studies.made_here(monkeypatch)
     file, data = tmp_path / "out.json", ["--data", str(ROOT / "benchmarks")]
     quick = ["--device", "cpu", "--quick", "--jobs", "1", "--seeds", "3", *data, "-o", str(file)]
     assert bench.main(quick) == 0

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import studies
 from torch import nn
 
 from benchmarks import bench_mup_transfer as bench
 from benchmarks.measuring.report import ROOT
 from benchmarks.models.decoders import PARAMETRISATIONS
-from benchmarks.quality import study
 from float8 import Float8Linear, Float8LinearConfig
 
 FAST = ["--device", "cpu", "--quick", "--jobs", "1"]
@@ -19,7 +19,7 @@ FAST = ["--device", "cpu", "--quick", "--jobs", "1"]
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    monkeypatch.setattr(study, "_in_own_process", lambda train, run: train(run))
+    studies.made_here(monkeypatch)
 
 
 def rows_of(curves: dict[tuple[str, int], dict[int, float]]) -> list[dict]:

@@ -6,11 +6,12 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+import studies
 import torch
 from torch.nn import functional as F
 
 from benchmarks import bench_outliers as bench
-from benchmarks.quality import outlier_picture, outliers, study
+from benchmarks.quality import outlier_picture, outliers
 from benchmarks.quality.outlier_base import base_of
 from benchmarks.quality.outlier_contenders import CONTENDERS, in_arithmetic
 from benchmarks.quality.outlier_run import train
@@ -180,7 +181,7 @@ def test_lines_pair_each_size_with_bf16(monkeypatch):
 
 
 def test_command_writes_what_it_ran(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "_in_own_process", lambda train, run: train(run))
+    studies.made_here(monkeypatch)
     file = tmp_path / "out.json"
     argv = ["--quick", "--data", str(folder), "--outliers", "rare", "--jobs", "1", "-o", str(file)]
     assert bench.main([*argv, "--contenders", "bf16", "smooth delayed"]) == 0

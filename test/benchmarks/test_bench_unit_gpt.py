@@ -6,10 +6,10 @@ import json
 from dataclasses import asdict
 
 import pytest
+import studies
 
 from benchmarks import bench_unit_gpt as bench
 from benchmarks.measuring.report import ROOT
-from benchmarks.quality import study
 
 
 def row(name: str, until: int, loss: float | None, seed: int = 0) -> dict:
@@ -90,14 +90,14 @@ def test_stopped_and_continued_it_ends_with_the_same_numbers(tmp_path, monkeypat
     quick = ["--device", "cpu", "--quick", "--jobs", "1", "--contenders", "bf16", "unit"]
     quick += ["--data", str(ROOT / "benchmarks" / "models")]
     whole, stopped, picture = (tmp_path / name for name in ("a.json", "b.json", "b.png"))
-    monkeypatch.setattr(study, "_in_own_process", lambda train, run: train(run))
+    studies.made_here(monkeypatch)
     bench.main([*quick, "-o", str(whole)])
-    monkeypatch.setattr(study, "_in_own_process", stops_after_three)
-    with pytest.raises(KeyboardInterrupt):
+    studies.made_here(monkeypatch, stops_after_three)
+    with pytest.raises(SystemExit, match="interrupted"):
         bench.main([*quick, "-o", str(stopped)])
     assert [(s.contender, s.until) for s in made] == [("bf16", 2), ("unit", 2), ("bf16", 4)]
     assert len(numbers(stopped)) == 3
-    monkeypatch.setattr(study, "_in_own_process", lambda train, run: train(run))
+    studies.made_here(monkeypatch)
     bench.main([*quick, "-o", str(stopped), "--plot", str(picture)])
     assert numbers(stopped) == numbers(whole)
     assert len(numbers(whole)) == 4
