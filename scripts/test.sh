@@ -5,7 +5,8 @@
 #     bash scripts/test.sh test/scripts -k resume
 #     bash scripts/test.sh --cov=float8     # coverage; takes about three times as long
 #
-# A worker process per core, eight at most; -n 0 runs all in one process.
+# A worker process per core, eight at most, and one more, because many tests wait for processes that
+# they start; -n 0 runs all in one process.
 case " $* " in *" --help "* | *" -h "*)
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit 0
@@ -18,4 +19,4 @@ bash scripts/setup_env.sh test
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 workers=$(env -u OMP_NUM_THREADS nproc)  # which otherwise counts threads, not cores
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # the cores are taken by the workers
-exec .venv/bin/python -m pytest -n $((workers < 8 ? workers : 8)) "$@"
+exec .venv/bin/python -m pytest -n $(((workers < 8 ? workers : 8) + 1)) "$@"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import studies
 import torch
 from torch import nn
 
@@ -22,8 +23,12 @@ from float8.linear.delayed import DelayedCast
 from scripts.train_gpt import BETAS, CLIP, WEIGHT_DECAY
 from scripts.training import corpus, gpt
 
-TEXT = Path(bench.__file__).parent / "quality"  # a few files
 SMALL = {key: value for key, value in bench.QUICK.items() if key != "held_out"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return studies.write_text(tmp_path_factory.mktemp("text"))
 
 
 def small_model(seed: int = 0) -> gpt.GPT:
@@ -144,9 +149,9 @@ def test_late_scales_stay_dynamic_for_so_many_steps(monkeypatch):
 # --- what is measured
 
 
-def by_hand(run: ShiftedRun, watched: int) -> tuple[list[float], float, float]:
+def by_hand(run: ShiftedRun, folder: Path, watched: int) -> tuple[list[float], float, float]:
     """Losses of a plain training loop; loss and gradient error of one of its steps, from copies."""
-    text = corpus.load(TEXT)
+    text = corpus.load(folder)
     what = variant(run.contender, small_model(run.seed))
     matrices = [p for p in what.model.parameters() if p.ndim >= 2]
     others = [p for p in what.model.parameters() if p.ndim < 2]
@@ -176,19 +181,19 @@ def by_hand(run: ShiftedRun, watched: int) -> tuple[list[float], float, float]:
 
 
 @pytest.mark.parametrize("name", ["history 1", "tensorwise"])
-def test_a_watched_training_is_the_plain_one_and_its_errors_are_those_by_hand(name):
+def test_a_watched_training_is_the_plain_one_and_its_errors_are_those_by_hand(name, folder):
     run = small_run(contender=name, shift=shifts.START, before=0, after=7)
-    found = train(run, TEXT)["steps"]
-    losses, loss_error, gradient_error = by_hand(run, watched=4)
+    found = train(run, folder)["steps"]
+    losses, loss_error, gradient_error = by_hand(run, folder, watched=4)
     assert [step["loss"] for step in found] == losses
     assert found[4]["loss_error"] == pytest.approx(loss_error)
     assert found[4]["gradient_error"] == pytest.approx(gradient_error, rel=1e-4)
     assert found[4]["gradient_error"] > 1
 
 
-def test_growth_saturates_the_first_step_and_a_margin_of_its_size_prevents_it():
+def test_growth_saturates_the_first_step_and_a_margin_of_its_size_prevents_it(folder):
     rows = {
-        name: train(small_run(contender=name), TEXT)["steps"]
+        name: train(small_run(contender=name), folder)["steps"]
         for name in (DEFAULT, name_of(16, 2), "tensorwise")
     }
     before, first = (next(s for s in rows[DEFAULT] if s["step"] == step) for step in (-1, 0))
@@ -202,9 +207,9 @@ def test_growth_saturates_the_first_step_and_a_margin_of_its_size_prevents_it():
     assert [step["step"] for step in rows[DEFAULT]] == list(range(-4, 4))
 
 
-def test_a_loss_that_is_not_finite_ends_a_run(monkeypatch):
+def test_a_loss_that_is_not_finite_ends_a_run(monkeypatch, folder):
     monkeypatch.setattr(shifts, "rate", lambda *_: float("nan"))
-    assert "at step -4" in train(small_run(contender="bf16"), TEXT)["error"]
+    assert "at step -4" in train(small_run(contender="bf16"), folder)["error"]
 
 
 # --- the table
@@ -275,9 +280,9 @@ def test_the_gaps_of_whole_trainings_are_paired_by_seed():
     assert late["gap_half_width"] == pytest.approx(12.706)
 
 
-def test_the_command_writes_a_file_that_it_continues(tmp_path, capsys):
+def test_the_command_writes_a_file_that_it_continues(tmp_path, folder, capsys):
     file = tmp_path / "shift.json"
-    argv = ["--quick", "--device", "cpu", "--seeds", "0", "--jobs", "1", "--data", str(TEXT)]
+    argv = ["--quick", "--device", "cpu", "--seeds", "0", "--jobs", "1", "--data", str(folder)]
     argv += ["--shifts", "none", "--contenders", DEFAULT, "-o", str(file)]
     assert bench.main(argv) == 0
     (row,) = json.loads(file.read_text())["rows"]
