@@ -14,7 +14,7 @@ from benchmarks.quality import study
 
 
 def write_text(folder: Path) -> Path:
-    """Four files of random words, the same in each call: losses on them do not depend on a commit."""
+    """Four files of random words, always the same: losses on them do not depend on a commit."""
     source = random.Random(0)
     words = ["".join(source.choices("aeinorst", k=source.randint(1, 7))) for _ in range(200)]
     for number in range(4):
