@@ -412,14 +412,6 @@ def quality_of_sizes():
     return markdown(header, body)
 
 
-QUALITY = {  # table -> its file
-    quality: "cpu_quality",
-    quality_of_operands: "cpu_quality_operands",
-    quality_of_rates: "cpu_quality_rates",
-    quality_of_sizes: "cpu_quality_scaling",
-}
-
-
 def of_finetuning(name, columns):
     found, _ = bench_finetune.of_trainings(result(name)["rows"])
     body = []
@@ -708,6 +700,28 @@ def checkpoints():
     return markdown("what | peak / checkpoint | MB/s | time relative to", body)
 
 
+STUDIES = {  # table of quality -> its files; a table is checked once its files are there
+    quality: ["cpu_quality"],
+    quality_of_operands: ["cpu_quality_operands"],
+    quality_of_rates: ["cpu_quality_rates"],
+    quality_of_sizes: ["cpu_quality_scaling"],
+    outliers_converted: ["cpu_outliers"],
+    outliers_trained: ["cpu_outliers"],
+    outliers_rare: ["cpu_outliers"],
+    casts_after_a_change: ["cpu_shift"],
+    losses_after_a_change: ["cpu_shift"],
+    first_steps: ["cpu_shift"],
+    delayed_endings: ["cpu_delayed"],
+    fine_tuning: ["cpu_finetune"],
+    casts_after_fine_tuning: ["cpu_finetune"],
+    adapters: ["cpu_lora"],
+    conversion: ["cpu_conversion"],
+    other_models: ["cpu_vit", "cpu_encoder"],
+    float16_models: ["cpu_fp16"],
+    unit_gpt: ["cpu_unit_gpt"],
+    alarms: ["cpu_alarms"],
+}
+
 TABLES = {
     "measurements": (
         all_files,
@@ -720,7 +734,7 @@ TABLES = {
     ),
     "quality": (
         *(demo, demo_in_two_processes, learning_rates, stability, bert, rollout),
-        *(table for table, name in QUALITY.items() if name in FILES),
+        *(table for table, files in STUDIES.items() if set(files) <= set(FILES)),
     ),
     "checkpoints": (rollout,),
     "memory": (memory_of_llama2,),
