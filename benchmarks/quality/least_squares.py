@@ -5,7 +5,8 @@ For observations y_i = x_i . b + e_i with independent errors e_i of one variance
     b = (X'X)^-1 X'y,   s^2 = |y - X b|^2 / (n - k),   var(c . b) = s^2 c' (X'X)^-1 c
 
 and c . b lies within t(n - k) * sqrt(var(c . b)) of its estimate at a confidence of 95 % (any
-textbook of linear regression; t as in `paired.py`).
+textbook of linear regression). t(k) is the 97.5 % quantile of Student's t distribution with k
+degrees of freedom.
 """
 
 from __future__ import annotations
@@ -17,7 +18,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.quality.paired import quantile
+# The 97.5 % quantile of the t distribution with 1, 2, ... degrees of freedom (any table of it).
+# fmt: off
+QUANTILES = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+    2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
+    2.052, 2.048, 2.045, 2.042,
+)
+# fmt: on
+
+
+def quantile(freedom: int) -> float:
+    """97.5 % of the t distribution; beyond 30 degrees of freedom that of 30, 4 % too much at most.
+
+    Infinite without a degree of freedom.
+    """
+    return QUANTILES[min(freedom, len(QUANTILES)) - 1] if freedom > 0 else math.inf
+
 
 Observation = tuple[Mapping[str, float], float]  # coefficient -> its factor; the value observed
 

@@ -23,23 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.measuring.harness import Row
-
-# The 97.5 % quantile of the t distribution with 1, 2, ... degrees of freedom (any table of it).
-# fmt: off
-QUANTILES = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
-    2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
-    2.052, 2.048, 2.045, 2.042,
-)
-# fmt: on
-
-
-def quantile(freedom: int) -> float:
-    """97.5 % of the t distribution; beyond 30 degrees of freedom that of 30, 4 % too much at most.
-
-    Infinite without a degree of freedom.
-    """
-    return QUANTILES[min(freedom, len(QUANTILES)) - 1] if freedom > 0 else math.inf
+from benchmarks.quality.least_squares import quantile
 
 
 @dataclass(frozen=True)
@@ -49,18 +33,25 @@ class Difference:
     Attributes:
         values: of each seed.
         diverged: runs that had no loss.
+        fitted: mean and half width by another estimate than Student's, such as that of
+            `recipes.gaps`.
     """
 
     values: tuple[float, ...]
     diverged: int = 0
+    fitted: tuple[float, float] | None = None
 
     @property
     def mean(self) -> float:
+        if self.fitted is not None:
+            return self.fitted[0]
         return statistics.fmean(self.values) if self.values else math.nan
 
     @property
     def half_width(self) -> float:
-        """Of the interval; infinite with fewer than two seeds."""
+        """Of the interval; Student's is infinite with fewer than two seeds."""
+        if self.fitted is not None:
+            return self.fitted[1]
         n = len(self.values)
         if n < 2:
             return math.inf

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.measuring.harness import Row
 from benchmarks.quality import rates, recipes, scaling
 from benchmarks.quality.contenders import BASE, NOISE, base_of
-from benchmarks.quality.paired import Difference, by_contender, difference
+from benchmarks.quality.paired import Difference, by_contender
 from scripts.training import picture
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ def draw_recipes(rows: Sequence[Row]) -> Figure:
     from matplotlib.figure import Figure  # needed for drawing only
 
     contenders = by_contender(rows)
-    gaps = {name: _gap(contenders, name) for name in contenders if name != base_of(name)}
-    gaps = {name: gap for name, gap in gaps.items() if len(gap.values) > 1}
+    gaps = {n: gap for n, gap in recipes.gaps(contenders).items() if len(gap.values) > 1}
     names = [name for name in gaps if name != NOISE]
     figure = Figure(figsize=(10.5, 5), layout="constrained")
     halves: Any = figure.subfigures(1, 2, width_ratios=(1, 1.4))
@@ -88,14 +87,15 @@ def draw_curves(
 ) -> None:
     """A panel per contender: the gap after 1/16, 1/8, ... of the steps; grey is the control's."""
     steps = _steps(contenders)
-    noise = [_gap(contenders, NOISE, step) for step in steps]
+    gaps = [recipes.gaps(_after(contenders, step)) for step in steps]
     for axes, name in zip(panels, names, strict=False):
         picture.plain(axes, "left", "bottom")
         axes.axhline(0, color=picture.GREY, linewidth=0.8)
-        gaps = [_gap(contenders, name, step) for step in steps]
-        _band(axes, steps, noise, color=picture.PALE)
-        _band(axes, steps, gaps, color=picture.BLUE, alpha=0.25)
-        axes.plot(steps, [gap.mean for gap in gaps], "o-", color=picture.BLUE, markersize=4)
+        if NOISE in contenders:
+            _band(axes, steps, [of_step[NOISE] for of_step in gaps], color=picture.PALE)
+        own = [of_step[name] for of_step in gaps]
+        _band(axes, steps, own, color=picture.BLUE, alpha=0.25)
+        axes.plot(steps, [gap.mean for gap in own], "o-", color=picture.BLUE, markersize=4)
         axes.set_title(name, loc="left", fontsize="medium")
         axes.set_xscale("log", base=2)
         axes.set_xticks(steps, [f"{step:,}" for step in steps], rotation=45)
@@ -112,17 +112,14 @@ def _band(axes: Axes, steps: Sequence[int], gaps: Sequence[Difference], **style:
         axes.fill_between(steps, low, high, linewidth=0, **style)
 
 
-def _gap(contenders: dict[str, list[Row]], name: str, step: int | None = None) -> Difference:
-    """At the end, or after a number of steps."""
-    own, bases = contenders.get(name, []), contenders.get(base_of(name), [])
-    return difference(_after(own, step), _after(bases, step))
-
-
-def _after(rows: Sequence[Row], step: int | None) -> Sequence[Row]:
-    if step is None:
-        return rows
-    pairs = ((row, dict(row["curve"]).get(step)) for row in rows if "loss" in row)
-    return [{"run": row["run"], "loss": loss} for row, loss in pairs if loss is not None]
+def _after(contenders: dict[str, list[Row]], step: int) -> dict[str, list[Row]]:
+    """Rows whose loss is that after a number of steps."""
+    found: dict[str, list[Row]] = {name: [] for name in contenders}
+    for name, rows in contenders.items():
+        for row in rows:
+            if "loss" in row and (loss := dict(row["curve"]).get(step)) is not None:
+                found[name].append({"run": row["run"], "loss": loss})
+    return found
 
 
 def _steps(contenders: dict[str, list[Row]]) -> list[int]:

@@ -15,6 +15,7 @@ from benchmarks import bench_quality as bench
 from benchmarks import plots
 from benchmarks.quality import operands, pictures, rates, recipes, scaling, study
 from benchmarks.quality.contenders import NOISE, contender
+from benchmarks.quality.paired import by_contender
 from benchmarks.quality.probe import Probe
 from benchmarks.quality.run import Run, evaluate, evaluation_steps, schedule, train, usual_rate
 from scripts.training import corpus, gpt
@@ -178,8 +179,9 @@ def test_recipes_have_their_own_bases_and_a_target():
     assert lines["mxfp8"]["bf16_gap"] == "+0.00 ± 0.00 %"
     assert lines["unit"]["gap"] == "+0.00 %" and lines["unit"]["diverged"] == 1
     assert "gap" not in lines["bf16"] and not any("setting" in line for line in found)
-    (target,) = targets
+    target, of_unit = targets
     assert target["met"] and target["layer"] == "mxfp8"
+    assert not of_unit["met"] and "measured" not in of_unit
     assert target["measured"] == pytest.approx(0.105 + 12.706 * 0.005)
 
 
@@ -313,11 +315,14 @@ def test_pictures_show_gaps_with_their_intervals():
     forest, curve, *others = pictures.draw({"options": {}, "rows": rows}).axes
     assert [label.get_text() for label in forest.get_yticklabels()] == [NOISE, "delayed"]
     drawn = [list(line.get_xdata()) for line in forest.get_lines() if len(line.get_xdata()) == 2]
-    half = 4.303 * 0.1 / math.sqrt(3)
-    assert pytest.approx([0.3 - half, 0.3 + half]) in drawn
+    gap = recipes.gaps(by_contender(rows))["delayed"]
+    assert gap.mean == pytest.approx(0.3, abs=1e-3)
+    assert pytest.approx([gap.mean - gap.half_width, gap.mean + gap.half_width]) in drawn
     assert curve.get_title(loc="left") == "delayed"
     assert not any(axes.get_visible() for axes in others)
     _, line = curve.get_lines()
-    assert list(line.get_xdata()) == [3, 6] and line.get_ydata() == pytest.approx([0.3, 0.3])
+    assert list(line.get_xdata()) == [3, 6] and line.get_ydata() == pytest.approx(
+        [0.3, 0.3], abs=1e-3
+    )
     panels = pictures.draw({"options": {"study": "scaling"}, "rows": scaling_rows(0.924)}).axes
     assert [axes.get_title(loc="left") for axes in panels] == ["rowwise"]

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.quality.least_squares import fit
-from benchmarks.quality.paired import QUANTILES, Difference, difference, quantile, settings
+from benchmarks.quality.least_squares import QUANTILES, fit, quantile
+from benchmarks.quality.paired import Difference, difference, settings
 
 
 def rows(losses: dict[int, float], key: str = "loss", **run) -> list[dict]:
