@@ -109,9 +109,7 @@ def lines(rows: Sequence[Row]) -> list[Row]:
 def _ending(rows: Sequence[Row], bases: Sequence[Row]) -> Row:
     line: Row = {"loss": statistics.fmean(row["loss"] for row in rows)}
     for key, column in (("loss", "gap"), ("bf16_loss", "bf16_gap")):
-        if (gap := difference(rows, bases, key)).values:
-            line |= {column: str(gap), f"{column}_percent": gap.mean}
-            line[f"{column}_half_width"] = gap.half_width if len(gap.values) > 1 else None
+        line |= difference(rows, bases, key).columns(column)
     return line
 
 
@@ -155,9 +153,7 @@ def _bumps(rows: Sequence[Row], bases: Sequence[Row]) -> Row:
     found: Row = {}
     for column, first, last in (("bump", 0, FIRST), ("later", FIRST, None)):
         mine, theirs = ([_mean_loss(row, first, last) for row in part] for part in (rows, bases))
-        if (bump := difference(mine, theirs)).values:
-            found |= {column: str(bump), f"{column}_percent": bump.mean}
-            found[f"{column}_half_width"] = bump.half_width if len(bump.values) > 1 else None
+        found |= difference(mine, theirs).columns(column)
     return found
 
 

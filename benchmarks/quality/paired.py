@@ -64,6 +64,13 @@ class Difference:
         """
         return not self.diverged and abs(self.mean) + self.half_width <= limit
 
+    def columns(self, name: str) -> Row:
+        """The text, the mean and the half width (None if infinite); nothing without a value."""
+        if not self.values:
+            return {}
+        half_width = self.half_width if math.isfinite(self.half_width) else None
+        return {name: str(self), f"{name}_percent": self.mean, f"{name}_half_width": half_width}
+
     def __str__(self) -> str:
         return interval(self.mean, self.half_width) + " %"
 
@@ -72,6 +79,24 @@ def interval(mean: float, half_width: float, digits: int = 2) -> str:
     """Both numbers as text; no width where there is one value alone."""
     width = f" ± {half_width:.{digits}f}" if math.isfinite(half_width) else ""
     return f"{mean:+.{digits}f}{width}"
+
+
+def ends_below(line: Row, column: str, limit: float, against: str) -> list[Row]:
+    """Whether the interval of a difference, or that of a single seed, ends at or below a limit.
+
+    A run that diverged misses it. Without one and without a difference there is no target.
+
+    Args:
+        line: with the `Difference.columns` of the column, and ``diverged``.
+        column: of the difference.
+        limit: in per cent.
+        against: what the difference is to.
+    """
+    target: Row = {"against": f"gap to {against}, %", "target": limit, "met": False}
+    if column in line:
+        end = line[f"{column}_percent"] + (line[f"{column}_half_width"] or 0.0)
+        target |= {"measured": end, "met": end <= limit and not line["diverged"]}
+    return [target] if column in line or line["diverged"] else []
 
 
 def difference(rows: Sequence[Row], bases: Sequence[Row], key: str = "loss") -> Difference:

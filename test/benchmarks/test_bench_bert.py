@@ -55,6 +55,18 @@ def test_the_interval_must_end_within_the_target_and_no_run_diverge(losses, met)
     assert (target["mode"], target["met"]) == ("fp8", met)
 
 
+def test_a_target_of_which_one_seed_has_its_base_is_a_number():
+    rows = rows_of({("unit", "fp32"): [2.0], ("unit", "fp8"): [2.01, 2.0]})
+    (target,) = bench.targets(bench.lines(rows))
+    assert target["measured"] == pytest.approx(0.5) and target["met"]
+
+
+def test_a_format_of_which_every_run_diverged_misses_the_target():
+    rows = rows_of({("unit", "fp32"): [2.0], ("unit", "fp8"): [None]})
+    (target,) = bench.targets(bench.lines(rows))
+    assert not target["met"] and "measured" not in target
+
+
 def test_without_float32_to_compare_with_there_is_no_target():
     rows = rows_of({("unit", "fp8"): [1.9], ("base", "fp32"): [2.0]})
     assert bench.targets(bench.lines(rows)) == []

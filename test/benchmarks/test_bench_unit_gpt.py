@@ -52,9 +52,21 @@ def test_the_target_is_for_the_unit_scaled_model_in_float8(losses, met):
     assert {target["layer"] for target in found} == {"unit"}
 
 
+def test_the_target_is_for_the_end_of_the_interval_of_several_seeds():
+    rows = [row("unit_bf16", 2, 2.0, seed) for seed in (0, 1)]
+    rows += [row("unit", 2, loss, seed) for seed, loss in enumerate((2.0, 2.02))]
+    (target,) = bench.targets(bench.lines(rows))
+    assert target["measured"] == pytest.approx(0.5 + 6.353, abs=1e-3) and not target["met"]
+
+
+def test_a_training_that_diverged_in_its_first_segment_misses_the_targets():
+    rows = [row("unit_bf16", 2, 2.0), row("bf16", 2, 2.0), row("unit", 2, None)]
+    assert [target["met"] for target in bench.targets(bench.lines(rows))] == [False, False]
+
+
 def test_a_training_that_diverged_meets_no_target_and_has_no_more_segments():
     rows = [row("unit_bf16", 2, 2.0), row("unit", 2, 2.0), row("unit", 4, None)]
-    assert [target["met"] for target in bench.targets(bench.lines(rows))] == [False]
+    assert [target["met"] for target in bench.targets(bench.lines(rows))] == [False, False]
     options = bench.parse(["--device", "cpu", "-o", "x.json"])
     names = [segment.contender for segment in bench.segments(options, 100, rows)]
     assert names == ["bf16", "naive", "unit_bf16"]
