@@ -65,9 +65,7 @@ def contender(name: str, model: nn.Module) -> Contender:
         ValueError: for an unknown name.
     """
     if name == NOISE:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(parameter.bfloat16())
+        round_parameters(model)
     if name in (BASE, NOISE):
         return Contender(model, False, _nothing, None)
     if name.startswith(PEER):
@@ -82,6 +80,13 @@ def contender(name: str, model: nn.Module) -> Contender:
     return Contender(converted, False, lambda: after_step(converted), in_bf16)
 
 
+@torch.no_grad()
+def round_parameters(model: nn.Module) -> None:
+    """To bf16; they stay float32."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.bfloat16())
+
+
 def base_of(name: str) -> str:
     """The contender that another is compared with."""
     return UNIT_BASE if name in gpt.UNIT else BASE
@@ -89,7 +94,7 @@ def base_of(name: str) -> str:
 
 def _by_gemm(model: nn.Module, ablation: str) -> nn.Module:
     config = config_of(casts_in(ablation))
-    convert_to_float8_training(model, config=config, module_filter_fn=_all_but_the_head)
+    convert_to_float8_training(model, config=config, module_filter_fn=all_but_the_head)
     return model
 
 
@@ -99,12 +104,13 @@ def _by_torchao(model: nn.Module, recipe: str) -> nn.Module:
     if not next(model.parameters()).is_cuda:
         config = replace(config, emulate=True)
     converted: nn.Module = peer.convert_to_float8_training(
-        model, config=config, module_filter_fn=_all_but_the_head
+        model, config=config, module_filter_fn=all_but_the_head
     )
     return converted
 
 
-def _all_but_the_head(_: nn.Module, fqn: str) -> bool:
+def all_but_the_head(_: nn.Module, fqn: str) -> bool:
+    """The layers that are converted."""
     return fqn != "head"
 
 

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
-from benchmarks.quality.contenders import Contender, contender
+from benchmarks.quality.contenders import Contender, all_but_the_head, contender
 from float8 import (
     CastConfig,
     DelayedScalingConfig,
@@ -64,7 +64,7 @@ def variant(name: str, model: gpt.GPT) -> Contender:
     config = config_of(name)
     if config is None:
         return contender(name, model)
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, fqn: fqn != "head")
+    convert_to_float8_training(model, config=config, module_filter_fn=all_but_the_head)
     after = _after_steps(model, LATE if name == LATER else 0)
     return Contender(model, False, after, lambda: high_precision(model))
 

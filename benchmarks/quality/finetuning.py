@@ -30,8 +30,8 @@ import torch
 
 from benchmarks.measuring.harness import Row
 from benchmarks.quality import pretrained
-from benchmarks.quality.contenders import BASE, NOISE, Contender, contender
-from benchmarks.quality.run import Run, evaluate, fit
+from benchmarks.quality.contenders import BASE, NOISE, Contender, all_but_the_head, contender
+from benchmarks.quality.run import Run, evaluate, fit, text_of
 from float8 import Float8LinearConfig, convert_to_float8_inference, high_precision
 from scripts.training import corpus, gpt
 
@@ -67,7 +67,7 @@ def tune(run: Tuning, folder: Path, data: Path | None = None, device: str = "cpu
         data: the old text.
         device: to train on.
     """
-    old, new = pretrained.old_text(data), new_text()
+    old, new = text_of(data), new_text()
     model = pretrained.load(run.start, folder, old).to(device)
     before: Row = {}
     if run.contender == BASE:
@@ -105,7 +105,7 @@ def with_adapters(run: Tuning, model: gpt.GPT) -> Contender:
 def in_float8(model: gpt.GPT, recipe: str) -> torch.nn.Module:
     """The model with the weights of its blocks' linear layers resident in float8."""
     config = Float8LinearConfig.from_recipe_name(recipe)
-    return convert_to_float8_inference(model, config=config, module_filter_fn=_all_but_the_head)
+    return convert_to_float8_inference(model, config=config, module_filter_fn=all_but_the_head)
 
 
 def on_base(plain: gpt.GPT, trained: torch.nn.Module, rank: int) -> torch.nn.Module:
@@ -129,7 +129,3 @@ def _peft() -> Any:
     except ImportError as error:
         raise ImportError("adapters need peft: pip install peft") from error
     return peft
-
-
-def _all_but_the_head(_: torch.nn.Module, fqn: str) -> bool:
-    return fqn != "head"

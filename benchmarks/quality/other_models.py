@@ -25,11 +25,12 @@ from torch.nn import functional as F
 
 from benchmarks.measuring.harness import Row
 from benchmarks.models.bert import IGNORED
-from benchmarks.quality.run import schedule
+from benchmarks.quality.contenders import round_parameters
+from benchmarks.quality.run import adamw, schedule, set_rate
 from benchmarks.quality.tasks import TASKS, Batch, Task
 from float8 import Float8Linear, Float8LinearConfig, after_step, convert_to_float8_training
 from float8.config import RECIPES
-from scripts.train_gpt import BETAS, CLIP, WEIGHT_DECAY
+from scripts.train_gpt import CLIP
 
 PLAIN, ROUNDED = "plain", "rounded"
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,7 +75,7 @@ def train(run: Run, device: str = "cpu") -> Row:
     torch.manual_seed(run.seed)
     task = TASKS[run.task](run.layers, run.width, run.batch, run.held_out, run.seed)
     model = _converted(task.model.to(device), run.contender)
-    optimizer = _adamw(model, run.learning_rate)
+    optimizer = adamw(model, run.learning_rate, unit_scaled=False)
     is_fp16 = run.half == "fp16"
     first = OVERFLOWING if run.overflow else FIRST_SCALE
     scaler = torch.amp.GradScaler(
@@ -86,8 +87,7 @@ def train(run: Run, device: str = "cpu") -> Row:
     for step in range(run.steps):
         if run.overflow and step == run.steps // 2:
             scaler.update(OVERFLOWING)
-        for group in optimizer.param_groups:
-            group["lr"] = run.learning_rate * schedule(step, run.steps)
+        set_rate(optimizer, schedule(step, run.steps))
         batch = task.batch(step)
         taken = False
         while not taken:
@@ -166,21 +166,10 @@ def evaluate(model: nn.Module, task: Task, dtype: torch.dtype) -> Row:
 def _converted(model: nn.Module, contender: str) -> nn.Module:
     """The model in the arithmetic of a contender; parameters start as they are."""
     if contender == ROUNDED:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(parameter.bfloat16())
+        round_parameters(model)
     if contender in RECIPES:
         config = replace(Float8LinearConfig.from_recipe_name(contender), pad_inner_dim=True)
         convert_to_float8_training(
             model, config=config, module_filter_fn=lambda _, fqn: fqn not in READOUTS
         )
     return model
-
-
-def _adamw(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, learning_rate, BETAS, fused=True)

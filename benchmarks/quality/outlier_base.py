@@ -107,8 +107,7 @@ def _train(base: Contender, what: Run, text: corpus.Corpus, device: str, steps: 
     """Train at one learning rate, after a rise at the beginning."""
     optimizer = run.optimizer_of(base, what.learning_rate)
     for count, step in enumerate(steps, start=1):
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * min(1.0, count / RISE)
+        run.set_rate(optimizer, min(1.0, count / RISE))
         run.train_step(base, optimizer, batch_of(what, text, step), device)
 
 

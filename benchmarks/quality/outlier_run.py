@@ -43,7 +43,7 @@ def train(what: Run, bases: Path, data: Path | None = None, device: str = "cpu")
         ``sizes``: a row per exponent; ``loss``: held out, at the last of them.
     """
     start = time.perf_counter()
-    text = corpus.torch_sources() if data is None else corpus.load(data)
+    text = run.text_of(data)
     weights, channel = base_of(what, text, bases, device)
     sizes: list[Row] = []
     for exponent in what.exponents:
@@ -71,8 +71,7 @@ def _trained_on(contender: Contender, what: Run, text: corpus.Corpus, device: st
     row: Row = {"train_loss": []}
     watched: list[CastStatistics] = []
     for step in range(what.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * run.schedule(step, what.steps)
+        run.set_rate(optimizer, run.schedule(step, what.steps))
         batch = batch_of(what, text, what.of_base.steps + step)
         with inspect(block) if can_watch and step % what.every == 0 else nullcontext() as report:
             loss = run.train_step(contender, optimizer, batch, device)

@@ -38,7 +38,8 @@ from torch import Tensor, nn
 
 from benchmarks.measuring.harness import Row, sqnr_db
 from benchmarks.quality import pretrained
-from benchmarks.quality.run import Run, autocast, evaluate
+from benchmarks.quality.contenders import all_but_the_head
+from benchmarks.quality.run import Run, autocast, evaluate, text_of
 from float8 import (
     E4M3,
     CastConfig,
@@ -97,7 +98,7 @@ def convert(run: Conversion, folder: Path, data: Path | None = None, device: str
     Returns:
         ``loss`` in nats, ``weights_sqnr`` in dB, the mean over layers, and that of static inputs.
     """
-    text = pretrained.old_text(data)
+    text = text_of(data)
     model = pretrained.load(run.start, folder, text).to(device).requires_grad_(False)
     plant_outliers(model, run.outliers)
     row = {} if run.weights == PLAIN else _converted(model, run, text, device)
@@ -118,7 +119,7 @@ def _converted(model: gpt.GPT, run: Conversion, text: corpus.Corpus, device: str
             for name, scale in scales.items()
         )
     config = config_of(run.weights, run.inputs)
-    convert_to_float8_inference(model, scales, config=config, module_filter_fn=_all_but_the_head)
+    convert_to_float8_inference(model, scales, config=config, module_filter_fn=all_but_the_head)
     shared, method = run.weights.split()
     if method in ("percentile", "mse"):
         searched = {name: scale_of(w, shared, method) for name, w in weights.items()}
@@ -172,9 +173,7 @@ def calibrated(model: nn.Module, run: Conversion, text: corpus.Corpus, device: s
     )
     on_device = (tuple(part.to(device) for part in batch) for batch in batches)
     with autocast(device):
-        return calibrate(
-            model, on_device, percentile=PERCENTILE, module_filter_fn=_all_but_the_head
-        )
+        return calibrate(model, on_device, percentile=PERCENTILE, module_filter_fn=all_but_the_head)
 
 
 def static_scales(found: Calibration, method: str) -> Mapping[str, float]:
@@ -217,7 +216,3 @@ def load_scales(
         state[f"{name}.weight"] = cast.float8_data.unsqueeze(-1)
         state[f"{name}.weight_scale"] = cast.scale
     model.load_state_dict(state)
-
-
-def _all_but_the_head(_: nn.Module, fqn: str) -> bool:
-    return fqn != "head"

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.quality.contenders import BASE, contender
-from benchmarks.quality.run import Run, fit
+from benchmarks.quality.run import Run, fit, text_of
 from scripts.training import corpus, gpt
 
 
@@ -28,11 +28,6 @@ def file_of(run: Run, folder: Path) -> Path:
     fields = {key: value for key, value in asdict(run).items() if key != "held_out"}
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:12]
     return folder / f"seed{run.seed}-{digest}.pt"
-
-
-def old_text(data: Path | None) -> corpus.Corpus:
-    """What pretraining reads: a folder, or torch's Python sources."""
-    return corpus.torch_sources() if data is None else corpus.load(data)
 
 
 def make(runs: Iterable[Run], folder: Path, data: Path | None, device: str, jobs: int) -> None:
@@ -67,7 +62,7 @@ def load(run: Run, folder: Path, text: corpus.Corpus) -> gpt.GPT:
 
 def _save(run: Run, folder: Path, data: Path | None, device: str) -> float:
     torch.set_num_threads(1)
-    text = old_text(data)
+    text = text_of(data)
     if run.contender != BASE:
         raise ValueError(f"models are pretrained in {BASE}, not in {run.contender}")
     torch.manual_seed(run.seed)

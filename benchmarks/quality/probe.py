@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from benchmarks.measuring.harness import Row
 from benchmarks.quality.ablated import ABLATIONS, CASTS, AblatedLinear, ablate, casts_in
 from benchmarks.quality.contenders import BASE, contender
-from benchmarks.quality.run import Run, autocast, losses_of_steps
+from benchmarks.quality.run import Run, autocast, losses_of_steps, text_of
 from scripts.training import corpus, gpt
 
 FLOAT32, ALL = "float32", "tensorwise"
@@ -50,7 +50,7 @@ class Probe(Run):
 
 def probe(run: Probe, data: Path | None = None, device: str = "cpu") -> Row:
     """A row whose ``casts`` has the three measures of every ablation, of `ALL` and of `FLOAT32`."""
-    text = corpus.torch_sources() if data is None else corpus.load(data)
+    text = text_of(data)
     torch.manual_seed(run.seed)
     model = gpt.GPT(run.sizes).to(device)
     what = contender(BASE, model)

@@ -115,10 +115,15 @@ def evaluation_steps(steps: int) -> list[int]:
 
 def train(run: Run, data: Path | None = None, device: str = "cpu") -> Row:
     """Train new weights and evaluate; see `fit`."""
-    text = corpus.torch_sources() if data is None else corpus.load(data)
+    text = text_of(data)
     torch.manual_seed(run.seed)
     what = contender(run.contender, gpt.GPT(run.sizes).to(device))
     return fit(what, run, text, device)
+
+
+def text_of(data: Path | None) -> corpus.Corpus:
+    """A folder's text, or torch's own Python sources."""
+    return corpus.torch_sources() if data is None else corpus.load(data)
 
 
 def fit(what: Contender, run: Run, text: corpus.Corpus, device: str = "cpu") -> Row:
@@ -164,10 +169,15 @@ def losses_of_steps(
     """Train step by step; the training loss of each."""
     optimizer = optimizer_of(what, run.learning_rate)
     for step in range(run.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * schedule(step, run.steps)
+        set_rate(optimizer, schedule(step, run.steps))
         batch = text.batch(step, seed=run.seed, batch=run.batch, context=run.context)
         yield train_step(what, optimizer, batch, device)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Multiply the peak learning rates of an optimizer of `adamw` by a factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
 
 
 def train_step(
@@ -207,7 +217,7 @@ def _held_out(
         yield tokens.to(device), targets.to(device)
 
 
-def autocast(device: str) -> AbstractContextManager[None]:
+def autocast(device: str | torch.device) -> AbstractContextManager[None]:
     """To bf16, on a device."""
     context: AbstractContextManager[None] = torch.autocast(
         torch.device(device).type, torch.bfloat16

@@ -25,7 +25,15 @@ import torch
 from benchmarks.measuring.harness import Row
 from benchmarks.models.nanogpt import NanoGPT
 from benchmarks.quality.contenders import Contender, contender
-from benchmarks.quality.run import Run, evaluate, optimizer_of, schedule, train_step
+from benchmarks.quality.run import (
+    Run,
+    evaluate,
+    optimizer_of,
+    schedule,
+    set_rate,
+    text_of,
+    train_step,
+)
 from scripts.training import corpus
 
 
@@ -68,7 +76,7 @@ def train(segment: Segment, folder: Path, data: Path | None = None, device: str 
     Raises:
         ValueError: the checkpoint is another training's, or at another step.
     """
-    text = corpus.torch_sources() if data is None else corpus.load(data)
+    text = text_of(data)
     path, training = folder / segment.file, {**segment.training, "text": text.digest}
     state = _checkpoint(path, training, device)
     if state["until"] == segment.until:
@@ -113,8 +121,7 @@ def _steps(
     """Losses of the segment's steps; the last one may not be a number."""
     losses: list[float] = []
     for step in range(segment.first, segment.until):
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * schedule(step, segment.steps)
+        set_rate(optimizer, schedule(step, segment.steps))
         batch = text.batch(step, seed=segment.seed, batch=segment.batch, context=segment.context)
         losses.append(round(train_step(what, optimizer, batch, device), 5))
         if not math.isfinite(losses[-1]):

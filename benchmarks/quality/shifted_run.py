@@ -28,11 +28,11 @@ from benchmarks.measuring.harness import Row
 from benchmarks.quality import shifts
 from benchmarks.quality.contenders import Contender
 from benchmarks.quality.delayed import variant
-from benchmarks.quality.run import evaluate
+from benchmarks.quality.run import autocast, evaluate, optimizer_of, set_rate, text_of
 from float8 import inspect
 from float8.numerics.problems import problems_of
 from float8.numerics.statistics import OPERANDS
-from scripts.train_gpt import BETAS, CLIP, WEIGHT_DECAY
+from scripts.train_gpt import CLIP
 from scripts.training import corpus, gpt
 
 WATCHED_BEFORE = 4  # steps
@@ -76,20 +76,19 @@ def train(run: ShiftedRun, data: Path | None = None, device: str = "cpu") -> Row
 
     A run whose loss is not a number stops there, and its row says so.
     """
-    text = corpus.torch_sources() if data is None else corpus.load(data)
+    text = text_of(data)
     torch.manual_seed(run.seed)
     sizes = gpt.Sizes(run.layers, run.width, run.heads, run.context)
     what = variant(run.contender, gpt.GPT(sizes).to(device))
     factor = shifts.factor_in(run.shift, what.model)
-    optimizer = _optimizer(what.model, run.learning_rate)
+    optimizer = optimizer_of(what, run.learning_rate)
     row: Row = {"text": text.digest, "steps": []}
     start, steps = time.perf_counter(), run.before + run.after
     for step in range(steps):
         changed = step >= run.before
         if factor is not None and changed:
             factor.value = shifts.GROWTH
-        for group in optimizer.param_groups:
-            group["lr"] = run.learning_rate * shifts.rate(run.shift, step, run.before, steps)
+        set_rate(optimizer, shifts.rate(run.shift, step, run.before, steps))
         pair = text.batch(step, seed=run.seed, batch=run.batch, context=run.context)
         tokens, targets = shifts.text_of(run.shift, changed, pair)
         found = _step(what, optimizer, (tokens.to(device), targets.to(device)), run.watches(step))
@@ -136,7 +135,7 @@ def _step(
 
 
 def _loss_and_gradient(model: nn.Module, pair: tuple[Tensor, Tensor]) -> float:
-    with torch.autocast(pair[0].device.type, torch.bfloat16):
+    with autocast(pair[0].device):
         loss: Tensor = model(*pair)
     loss.backward()
     return float(loss.item())
@@ -173,12 +172,3 @@ def _errors(what: Contender, pair: tuple[Tensor, Tensor], loss: float) -> Row:
             power += of_bf16.square().sum().item()
     error = math.sqrt(difference / power) if power else 0.0
     return {"loss_error": 100 * (loss / in_bf16 - 1), "gradient_error": 100 * error}
-
-
-def _optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, learning_rate, BETAS, fused=True)

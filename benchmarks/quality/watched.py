@@ -34,11 +34,11 @@ from torch import Tensor, nn
 import float8
 import float8.unit_scaling as uu
 from benchmarks.measuring.harness import Row
-from benchmarks.quality.run import adamw, schedule
+from benchmarks.quality.run import adamw, autocast, schedule, set_rate, text_of
 from float8 import CastConfig, Float8LinearConfig, ScalingType
 from float8.numerics import Alarm
 from scripts.train_gpt import CLIP
-from scripts.training import corpus, gpt
+from scripts.training import gpt
 
 HEALTHY = "none"
 VICTIM = "blocks.1.feed_forward.down"
@@ -90,15 +90,14 @@ class Training:
         self.loss_factor = 1.0
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with autocast(self.device):
             if isinstance(self.model, uu.TransformerDecoder):
                 return self.model.loss(tokens)
             loss: Tensor = self.model(tokens, targets)
             return loss - 0.99 * self.model(tokens, targets) if self.cancels else loss
 
     def step(self, step: int, batch: tuple[Tensor, Tensor]) -> float:
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * schedule(step, self.run.steps)
+        set_rate(self.optimizer, schedule(step, self.run.steps))
         loss = self.loss(*(part.to(self.device) for part in batch))
         (loss * self.loss_factor).backward()
         if not self.is_unit:
@@ -185,7 +184,7 @@ FAULTS = {
 
 def watch(run: Watched, data: Path | None = None, device: str = "cpu") -> Row:
     """Train, and say which alarms started."""
-    text = corpus.torch_sources() if data is None else corpus.load(data)
+    text = text_of(data)
     training, alarms = Training(run, device), list[Alarm]()
     monitor = float8.inspect_every(training.model, run.every, on_alarm=alarms.append)
     fault = FAULTS.get(run.fault)

@@ -15,7 +15,7 @@ from assertions import assert_bitwise
 from benchmarks import bench_finetune
 from benchmarks.quality import finetuning, post_training, pretrained
 from benchmarks.quality.finetuning import Tuning
-from benchmarks.quality.run import Run, autocast
+from benchmarks.quality.run import Run, autocast, text_of
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import WHOLE
 from float8.numerics.calibration import Calibration, Distribution
@@ -53,7 +53,7 @@ def start(texts, tmp_path):
 
 
 def loaded(folder, texts):
-    return pretrained.load(START, folder, pretrained.old_text(texts))
+    return pretrained.load(START, folder, text_of(texts))
 
 
 # --- pretrained models
