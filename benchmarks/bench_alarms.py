@@ -22,8 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks.measuring.harness import Row, positive
+from benchmarks.measuring.harness import Row
 from benchmarks.quality import study
+from benchmarks.quality.paired import grouped
 from benchmarks.quality.watched import FAULTS, HEALTHY, Watched, watch
 from float8.numerics.alarms import ALARM_RULES
 
@@ -68,9 +69,7 @@ def runs_of(options: argparse.Namespace) -> list[Watched]:
 
 def lines(rows: Sequence[Row]) -> list[Row]:
     """A line per recipe and fault; the worst of its seeds."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["run"]["fault"], row["run"]["recipe"]), []).append(row)
+    groups = grouped(rows, lambda row: (row["run"]["fault"], row["run"]["recipe"]))
     found = []
     for (name, recipe), own in groups.items():
         line: Row = {"layer": name, "recipe": recipe, "runs": len(own)}
@@ -113,18 +112,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = study.parser(__doc__, seeds=1)
     parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--faults", nargs="*", choices=list(FAULTS), default=list(FAULTS))
-    for name, value, text in (
-        ("--steps", 300, "of a healthy training"),
-        ("--every", 10, "steps from look to look"),
-        ("--width", 64, "of the model"),
-        ("--layers", 2, "transformer blocks, 2 at least"),
-        ("--batch", 8, "windows in a step"),
-        ("--context", 64, "bytes of a window"),
-    ):
-        parser.add_argument(name, type=positive, default=value, help=f"{text}; {value}")
-    options = parser.parse_args(argv)
-    for key, value in QUICK.items() if options.quick else ():
-        setattr(options, key, value)
+    study.add_numbers(
+        parser,
+        steps=(300, "of a healthy training"),
+        every=(10, "steps from look to look"),
+        width=(64, "of the model"),
+        layers=(2, "transformer blocks, 2 at least"),
+        batch=(8, "windows in a step"),
+        context=(64, "bytes of a window"),
+    )
+    options = study.parse(parser, argv, QUICK)
     return options
 
 

@@ -147,12 +147,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--formats", nargs="+", choices=bert.FORMATS, default=list(bert.FORMATS))
     for kind, lr in LEARNING_RATES.items():
         parser.add_argument(f"--{kind}-lr", type=float, default=lr, help=f"{lr:g}")
-    options = parser.parse_args(argv)
+    options = study.parse(parser, argv, QUICK)
     decoders.check_widths(parser, "--width", [options.width])
     if options.batch * options.context % 16:
         parser.error("--batch x --context must be a multiple of 16, which float8 products need")
-    for key, value in QUICK.items() if options.quick else ():
-        setattr(options, key, value)
     options.sizes = {name: getattr(options, name) for name in QUICK}
     options.rates = {kind: getattr(options, f"{kind}_lr") for kind in bert.KINDS}
     return options

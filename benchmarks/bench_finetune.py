@@ -33,11 +33,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks.measuring.harness import Row, positive
+from benchmarks.measuring.harness import Row
 from benchmarks.quality import pretrained, study
 from benchmarks.quality.contenders import BASE, NOISE
 from benchmarks.quality.finetuning import Tuning, tune
-from benchmarks.quality.paired import difference, interval
+from benchmarks.quality.paired import by_contender, difference, grouped, interval
 from benchmarks.quality.post_training import (
     INPUT_METHODS,
     PLAIN,
@@ -130,9 +130,7 @@ def conversions(options: argparse.Namespace) -> list[Conversion]:
 
 def of_trainings(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """A line per contender; the first is the pretrained model's."""
-    by_name: dict[str, list[Row]] = {}
-    for row in rows:
-        by_name.setdefault(row["run"]["contender"], []).append(row)
+    by_name = by_contender(rows)
     bases = by_name.get(BASE, [])
     before = [
         {**row, "loss": row["start_loss"], "old_loss": row["start_old_loss"]} for row in bases
@@ -173,10 +171,8 @@ def _of(rows: Sequence[Row], key: str) -> list[Row]:
 
 def of_conversions(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """A line per pair of casts, without and with outliers."""
-    by_name: dict[tuple[int, str, str], list[Row]] = {}
-    for row in rows:
-        run = row["run"]
-        by_name.setdefault((run["outliers"], run["weights"], run["inputs"]), []).append(row)
+    keys = ("outliers", "weights", "inputs")
+    by_name = grouped(rows, lambda row: tuple(row["run"][key] for key in keys))
     found: list[Row] = []
     for (outliers, weights, inputs), own in by_name.items():
         bases = by_name.get((outliers, PLAIN, PLAIN), [])
@@ -198,20 +194,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--pretrained", type=Path, metavar="FOLDER", help="of models; temporary by default"
     )
-    for name, value, text in (
-        ("--steps", 200, "of a fine-tuning"),
-        ("--pretraining-steps", 1000, "of a pretraining"),
-        ("--layers", 2, "transformer blocks"),
-        ("--width", 128, "of the model"),
-        ("--heads", 2, "of attention"),
-        ("--context", 64, "bytes of a window"),
-        ("--batch", 16, "windows in a step"),
-        ("--held-out", 2**17, "bytes of the last evaluation"),
-    ):
-        parser.add_argument(name, type=positive, default=value, help=f"{text}; {value}")
-    options = parser.parse_args(argv)
-    for key, value in QUICK.items() if options.quick else ():
-        setattr(options, key, value)
+    study.add_numbers(
+        parser,
+        steps=(200, "of a fine-tuning"),
+        pretraining_steps=(1000, "of a pretraining"),
+        layers=(2, "transformer blocks"),
+        width=(128, "of the model"),
+        heads=(2, "of attention"),
+        context=(64, "bytes of a window"),
+        batch=(16, "windows in a step"),
+        held_out=(2**17, "bytes of the last evaluation"),
+    )
+    options = study.parse(parser, argv, QUICK)
     names = ("layers", "width", "heads", "context", "batch", "held_out")
     options.sizes = {name: getattr(options, name) for name in names}
     return options

@@ -212,14 +212,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--octaves", nargs=2, type=int, metavar=("LOW", "HIGH"), help="log2(learning rate), each"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture there")
-    options = parser.parse_args(argv)
+    options = study.parse(parser, argv, QUICK)
     decoders.check_widths(parser, "--widths", options.widths)
     if options.octaves and options.octaves[0] > options.octaves[1]:
         parser.error(f"--octaves are LOW and HIGH, not {options.octaves}")
     if "float8" in options.formats and options.batch * options.context % 16:
         parser.error("--batch x --context must be a multiple of 16, which float8 products need")
-    for key, value in QUICK.items() if options.quick else ():
-        setattr(options, key, value)
     names = ("steps", "batch", "context", "layers", "val_batches")
     options.sizes = {name: getattr(options, name) for name in names}
     return options

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 from benchmarks.measuring.harness import Row
 from benchmarks.quality import study
 from benchmarks.quality.other_models import PLAIN, ROUNDED, Run, train
-from benchmarks.quality.paired import Difference, difference, interval
+from benchmarks.quality.paired import Difference, difference, grouped, interval
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 CONTENDERS = (PLAIN, ROUNDED, *RECIPES)
@@ -77,9 +77,7 @@ def runs(options: argparse.Namespace) -> list[Run]:
 
 def summary(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """A line per contender, with and without overflow, and the targets."""
-    by_name: dict[str, list[Row]] = {}
-    for row in rows:
-        by_name.setdefault(_name(row["run"]), []).append(row)
+    by_name = grouped(rows, lambda row: _name(row["run"]))
     lines = [_line(name, own, by_name) for name, own in by_name.items()]
     return lines, [_target(line) for line in lines if "met" in line]
 

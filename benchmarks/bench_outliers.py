@@ -31,7 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks.measuring.harness import Row, positive
+from benchmarks.measuring.harness import Row
 from benchmarks.quality import study
 from benchmarks.quality.contenders import BASE, NOISE
 from benchmarks.quality.outlier_base import Run
@@ -189,15 +189,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = study.parser(__doc__, seeds=3)
     parser.add_argument("--outliers", nargs="+", choices=OUTLIERS, default=list(OUTLIERS))
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    for option, value, text in (
-        ("--steps", 100, "after the conversion"),
-        ("--base-steps", 400, "before the channel is planted"),
-        ("--settling-steps", 100, "between planting and conversion"),
-    ):
-        parser.add_argument(option, type=positive, default=value, help=f"{text}; {value}")
-    options = parser.parse_args(argv)
-    if options.quick:
-        vars(options).update(QUICK)
+    study.add_numbers(
+        parser,
+        steps=(100, "after the conversion"),
+        base_steps=(400, "before the channel is planted"),
+        settling_steps=(100, "between planting and conversion"),
+    )
+    options = study.parse(parser, argv, QUICK)
     return options
 
 

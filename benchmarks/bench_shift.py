@@ -32,11 +32,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks.measuring.harness import Row, positive
+from benchmarks.measuring.harness import Row
 from benchmarks.quality import shifts, study
 from benchmarks.quality.contenders import BASE, NOISE
 from benchmarks.quality.delayed import DEFAULT, GRADIENTS, GRID, LATER, name_of
-from benchmarks.quality.paired import difference
+from benchmarks.quality.paired import difference, grouped
 from benchmarks.quality.shifted_run import ShiftedRun, train
 
 DYNAMIC = "tensorwise"
@@ -46,9 +46,8 @@ ENDS = (
     *(GRADIENTS, LATER),
 )
 FIRST = 8  # steps from a change on
-BEFORE, AFTER = 48, 20
 QUICK = {"layers": 1, "width": 32, "heads": 1, "context": 16, "batch": 2, "held_out": 256}
-QUICK_STEPS = {"before": 5, "after": 10}
+QUICK_STEPS = {"before": 5, "after": 10, "steps": 4}
 COLUMNS = {
     "shift": ("change", ""),
     "layer": ("contender", ""),
@@ -89,9 +88,7 @@ def runs_of(options: argparse.Namespace) -> list[ShiftedRun]:
 
 def lines(rows: Sequence[Row]) -> list[Row]:
     """A line per change and contender."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["run"]["shift"], row["run"]["contender"]), []).append(row)
+    groups = grouped(rows, lambda row: (row["run"]["shift"], row["run"]["contender"]))
     found: list[Row] = []
     for (shift, name), own in groups.items():
         whole = [row for row in own if "loss" in row]
@@ -174,14 +171,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shifts", nargs="+", choices=every, default=list(shifts.SHIFTS))
     names = tuple(dict.fromkeys((*AROUND, *ENDS)))
     parser.add_argument("--contenders", nargs="+", choices=names, help="by default all")
-    parser.add_argument("--before", type=positive, default=BEFORE, help=f"the change; {BEFORE}")
-    parser.add_argument("--after", type=positive, default=AFTER, help=f"the change; {AFTER} steps")
-    parser.add_argument("--steps", type=positive, default=160, help="of a run without change; 160")
-    options = parser.parse_args(argv)
+    study.add_numbers(
+        parser,
+        before=(48, "steps before the change"),
+        after=(20, "steps from the change on"),
+        steps=(160, "of a run without change"),
+    )
+    options = study.parse(parser, argv, QUICK_STEPS)
     options.sizes = QUICK if options.quick else {}
-    for key, value in QUICK_STEPS.items() if options.quick else ():
-        setattr(options, key, value)
-    options.steps = 4 if options.quick else options.steps
     return options
 
 

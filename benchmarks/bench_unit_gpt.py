@@ -33,11 +33,11 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 from benchmarks.measuring import harness
-from benchmarks.measuring.harness import Row, positive
+from benchmarks.measuring.harness import Row
 from benchmarks.models.nanogpt import CHARACTERS
 from benchmarks.quality import study
 from benchmarks.quality.contenders import BASE, UNIT_BASE, base_of
-from benchmarks.quality.paired import difference, ends_below
+from benchmarks.quality.paired import by_contender, difference, ends_below
 from benchmarks.quality.segments import Segment, train
 from scripts.training import picture
 from scripts.training.curves import COLOURS, smooth
@@ -86,9 +86,7 @@ def segments(options: argparse.Namespace, first: int, rows: Sequence[Row]) -> li
 
 def lines(rows: Sequence[Row]) -> list[Row]:
     """A line per contender: its last held-out loss, compared after equally many steps."""
-    by_name: dict[str, list[Row]] = {}
-    for row in rows:
-        by_name.setdefault(row["run"]["contender"], []).append(row)
+    by_name = by_contender(rows)
     found: list[Row] = []
     for name, own in by_name.items():
         taken = max((row["run"]["until"] for row in own if "loss" in row), default=0)
@@ -178,22 +176,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--unit-rate", type=float, default=UNIT_RATE, help=f"of the unit-scaled model; {UNIT_RATE}"
     )
-    for name, value, text in (
-        ("--steps", 300, "of a training"),
-        ("--every", 100, "steps in a segment, and from one evaluation to the next"),
-        ("--layers", CHARACTERS.layers, "transformer blocks"),
-        ("--width", CHARACTERS.width, "of the model"),
-        ("--heads", CHARACTERS.heads, "of attention"),
-        ("--context", CHARACTERS.context, "bytes of a window"),
-        ("--batch", 4, "windows in a step"),
-        ("--held-out", 2**15, "bytes of an evaluation"),
-    ):
-        parser.add_argument(name, type=positive, default=value, help=f"{text}; {value}")
-    options = parser.parse_args(argv)
+    study.add_numbers(
+        parser,
+        steps=(300, "of a training"),
+        every=(100, "steps in a segment, and from one evaluation to the next"),
+        layers=(CHARACTERS.layers, "transformer blocks"),
+        width=(CHARACTERS.width, "of the model"),
+        heads=(CHARACTERS.heads, "of attention"),
+        context=(CHARACTERS.context, "bytes of a window"),
+        batch=(4, "windows in a step"),
+        held_out=(2**15, "bytes of an evaluation"),
+    )
+    options = study.parse(parser, argv, QUICK)
     if options.output is None:
         parser.error("-o FILE is needed: trainings are continued from it and the folder beside it")
-    for key, value in QUICK.items() if options.quick else ():
-        setattr(options, key, value)
     options.sizes = {name: getattr(options, name) for name in SIZES}
     return options
 

@@ -19,11 +19,14 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from benchmarks.measuring.harness import Row
 from benchmarks.quality.least_squares import quantile
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -132,16 +135,22 @@ def settings(rows: Sequence[Row], *varied: str) -> dict[str, list[Row]]:
         rows: of a study.
         varied: fields that runs of one group may differ by; runs that lack one are among them.
     """
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        rest = {field: value for field, value in row["run"].items() if field not in varied}
-        found.setdefault(json.dumps(rest, sort_keys=True), []).append(row)
-    return found
+
+    def rest(row: Row) -> str:
+        fields = {field: value for field, value in row["run"].items() if field not in varied}
+        return json.dumps(fields, sort_keys=True)
+
+    return grouped(rows, rest)
 
 
 def by_contender(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows by the contender of their runs."""
-    found: dict[str, list[Row]] = {}
+    return grouped(rows, lambda row: str(row["run"]["contender"]))
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], K]) -> dict[K, list[Row]]:
+    """Rows by a key, in the order of their first ones."""
+    found: dict[K, list[Row]] = {}
     for row in rows:
-        found.setdefault(row["run"]["contender"], []).append(row)
+        found.setdefault(key(row), []).append(row)
     return found

@@ -22,7 +22,7 @@ from dataclasses import replace
 from benchmarks.measuring.harness import Row
 from benchmarks.measuring.optimum import ROOM, optimum
 from benchmarks.quality.contenders import BASE, UNIT_BASE, base_of
-from benchmarks.quality.paired import by_contender, difference, settings
+from benchmarks.quality.paired import by_contender, difference, grouped, settings
 from benchmarks.quality.run import Run, usual_rate, usual_runs
 
 CONTENDERS = (
@@ -76,12 +76,12 @@ def summary(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 def octaves(rows: Sequence[Row]) -> dict[int, list[Row]]:
     """log2 of the factor of the usual rate -> rows of one contender, rates rising."""
-    found: dict[int, list[Row]] = {}
-    for row in rows:
+
+    def octave(row: Row) -> int:
         run = row["run"]
-        usual = usual_rate(run["contender"], run["width"])
-        found.setdefault(round(math.log2(run["learning_rate"] / usual)), []).append(row)
-    return dict(sorted(found.items()))
+        return round(math.log2(run["learning_rate"] / usual_rate(run["contender"], run["width"])))
+
+    return dict(sorted(grouped(rows, octave).items()))
 
 
 def curve(by_octave: dict[int, list[Row]]) -> dict[int, float]:

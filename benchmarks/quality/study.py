@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from multiprocessing import connection, get_context
 from pathlib import Path
@@ -56,6 +56,24 @@ def parser(description: str | None, seeds: int) -> argparse.ArgumentParser:
         "--stop-after", type=positive, metavar="SECONDS", help="begin no new run after that"
     )
     options.add_argument("-o", "--output", type=Path, metavar="FILE", help="JSON, continued")
+    return options
+
+
+def add_numbers(parser: argparse.ArgumentParser, **numbers: tuple[int, str]) -> None:
+    """Add options of positive integers: name=(default, what it is)."""
+    for name, (value, text) in numbers.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=positive, default=value, help=f"{text}; {value}")
+
+
+def parse(
+    parser: argparse.ArgumentParser, argv: Sequence[str], quick: Mapping[str, Any]
+) -> argparse.Namespace:
+    """Parse; with ``--quick`` defaults are those of `quick`, and options that are given stay."""
+    options = parser.parse_args(argv)
+    if options.quick:
+        parser.set_defaults(**quick)
+        options = parser.parse_args(argv)
     return options
 
 

@@ -102,3 +102,14 @@ def test_a_file_that_is_not_this_study_s_is_refused_and_kept(tmp_path, text, rea
     with pytest.raises(SystemExit, match=reason):
         make(path, [Run("good", 0)])
     assert path.read_text() == before
+
+
+def test_quick_changes_defaults_and_leaves_what_is_given():
+    def parsed(*argv):
+        parser = study.parser("", 1)
+        study.add_numbers(parser, steps=(90, "of a run"), held_out=(80, "bytes"))
+        return study.parse(parser, argv, {"steps": 2, "held_out": 3})
+
+    assert (parsed().steps, parsed().held_out) == (90, 80)
+    assert (parsed("--quick").steps, parsed("--quick").held_out) == (2, 3)
+    assert (parsed("--quick", "--held-out", "7").held_out, parsed("--quick").steps) == (7, 2)
