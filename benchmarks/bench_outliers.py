@@ -37,7 +37,7 @@ from benchmarks.quality.contenders import BASE, NOISE
 from benchmarks.quality.outlier_base import Run
 from benchmarks.quality.outlier_contenders import CONTENDERS
 from benchmarks.quality.outlier_run import train
-from benchmarks.quality.paired import difference
+from benchmarks.quality.paired import difference, with_loss
 
 OF_DELAYED = ("history 1", "history 1024", "margin 4")
 
@@ -144,7 +144,7 @@ def _at(rows: Sequence[Row], exponent: int) -> list[Row]:
 def _line(own: Sequence[Row], bases: Sequence[Row]) -> Row:
     line: Row = {"seeds": len(own), "diverged": sum("error" in row for row in own)}
     for key, loss_of in LOSSES.items():
-        gap = difference(_losses(own, loss_of), _losses(bases, loss_of))
+        gap = difference(with_loss(own, loss_of), with_loss(bases, loss_of))
         if gap.values:
             line |= {key: str(gap), f"{key}_gap": gap.mean}
     curves = {row["run"]["seed"]: row.get("train_loss", []) for row in bases}
@@ -158,11 +158,6 @@ def _line(own: Sequence[Row], bases: Sequence[Row]) -> Row:
     if steps:
         line["worst"] = max(steps)
     return line | _casts(own)
-
-
-def _losses(rows: Sequence[Row], loss_of: Callable[[Row], float | None]) -> list[Row]:
-    """One of the losses of runs, for `difference`; not of those that lack it."""
-    return [{"run": row["run"], "loss": loss} for row in rows if (loss := loss_of(row)) is not None]
 
 
 def _casts(own: Sequence[Row]) -> Row:

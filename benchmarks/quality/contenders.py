@@ -51,9 +51,9 @@ class Contender:
     """
 
     model: nn.Module
-    unit_scaled: bool
-    after_step: Callable[[], object]
-    in_bf16: Callable[[], AbstractContextManager[object]] | None
+    unit_scaled: bool = False
+    after_step: Callable[[], object] = lambda: None
+    in_bf16: Callable[[], AbstractContextManager[object]] | None = None
 
 
 def contender(name: str, model: nn.Module) -> Contender:
@@ -67,17 +67,17 @@ def contender(name: str, model: nn.Module) -> Contender:
     if name == NOISE:
         round_parameters(model)
     if name in (BASE, NOISE):
-        return Contender(model, False, _nothing, None)
+        return Contender(model)
     if name.startswith(PEER):
-        return Contender(_by_torchao(model, name.removeprefix(PEER)), False, _nothing, None)
+        return Contender(_by_torchao(model, name.removeprefix(PEER)))
     if name in ABLATIONS and part_of(name) not in GEMMS:
         ablate(model, casts_in(name))
-        return Contender(model, False, _nothing, None)
+        return Contender(model)
     converted = _by_gemm(model, name) if name in ABLATIONS else gpt.in_recipe(model, name)
     in_bf16 = None if name == UNIT_BASE else lambda: high_precision(converted)
     if name in gpt.UNIT:
-        return Contender(converted, True, _nothing, in_bf16)
-    return Contender(converted, False, lambda: after_step(converted), in_bf16)
+        return Contender(converted, unit_scaled=True, in_bf16=in_bf16)
+    return Contender(converted, after_step=lambda: after_step(converted), in_bf16=in_bf16)
 
 
 @torch.no_grad()
@@ -112,7 +112,3 @@ def _by_torchao(model: nn.Module, recipe: str) -> nn.Module:
 def all_but_the_head(_: nn.Module, fqn: str) -> bool:
     """The layers that are converted."""
     return fqn != "head"
-
-
-def _nothing() -> None:
-    pass

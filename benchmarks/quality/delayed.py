@@ -66,7 +66,7 @@ def variant(name: str, model: gpt.GPT) -> Contender:
         return contender(name, model)
     convert_to_float8_training(model, config=config, module_filter_fn=all_but_the_head)
     after = _after_steps(model, LATE if name == LATER else 0)
-    return Contender(model, False, after, lambda: high_precision(model))
+    return Contender(model, after_step=after, in_bf16=lambda: high_precision(model))
 
 
 def _after_steps(model: gpt.GPT, skipped: int) -> Callable[[], object]:

@@ -68,24 +68,25 @@ def tune(run: Tuning, folder: Path, data: Path | None = None, device: str = "cpu
         device: to train on.
     """
     old, new = text_of(data), new_text()
+    on_old, on_new = ((run.context, text, run.held_out, device) for text in (old, new))
     model = pretrained.load(run.start, folder, old).to(device)
     before: Row = {}
     if run.contender == BASE:
-        before["start_loss"] = evaluate(model, run, new, run.held_out, device)
-        before["start_old_loss"] = evaluate(model, run, old, run.held_out, device)
+        before["start_loss"] = evaluate(model, *on_new)
+        before["start_old_loss"] = evaluate(model, *on_old)
     what = with_adapters(run, model) if run.rank else contender(run.contender, model)
     row = before | fit(what, run, new, device)
     if "error" not in row:
-        row["old_loss"] = evaluate(what.model, run, old, run.held_out, device)
+        row["old_loss"] = evaluate(what.model, *on_old)
         if run.contender == BASE and not run.rank:
             row["converted"] = {
-                recipe: evaluate(in_float8(deepcopy(model), recipe), run, new, run.held_out, device)
+                recipe: evaluate(in_float8(deepcopy(model), recipe), *on_new)
                 for recipe in CONVERTED
             }
         if run.rank and run.contender not in (BASE, NOISE):
             plain = pretrained.load(run.start, folder, old).to(device)
             moved = on_base(plain, what.model, run.rank)
-            row["moved_loss"] = evaluate(moved, run, new, run.held_out, device)
+            row["moved_loss"] = evaluate(moved, *on_new)
     return row
 
 
@@ -99,7 +100,7 @@ def with_adapters(run: Tuning, model: gpt.GPT) -> Contender:
     torch.manual_seed(run.seed)
     adapted = _adapted(model, run.rank)
     in_bf16 = None if run.contender in (BASE, NOISE) else lambda: high_precision(adapted)
-    return Contender(adapted, False, lambda: None, in_bf16)
+    return Contender(adapted, in_bf16=in_bf16)
 
 
 def in_float8(model: gpt.GPT, recipe: str) -> torch.nn.Module:

@@ -7,14 +7,13 @@ a process that finds none there makes it. Processes that make one at the same ti
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.quality import outliers, run
+from benchmarks.quality import outliers, pretrained, run
 from benchmarks.quality.contenders import BASE, Contender
 from scripts.training import corpus, gpt
 
@@ -90,15 +89,13 @@ def base_of(
     if not path.exists():
         torch.manual_seed(what.seed)
         model = gpt.GPT(what.of_base.sizes)
-        base = Contender(model.to(device), False, lambda: None, None)
+        base = Contender(model.to(device))
         _train(base, what, text, device, range(what.base_steps))
         tokens = outliers.windows(text, what.byte, seed=what.seed, context=what.context)
         channel = outliers.plant(model.cpu(), tokens, what.byte)
         outliers.hold(model.to(device), channel, column=False)
         _train(base, what, text, device, range(what.base_steps, what.of_base.steps))
-        part = path.with_suffix(f".{os.getpid()}")
-        torch.save((model.cpu().state_dict(), channel), part)
-        part.replace(path)
+        pretrained.save((model.cpu().state_dict(), channel), path)
     weights, channel = torch.load(path, weights_only=True)
     return weights, channel
 

@@ -20,9 +20,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.quality.contenders import BASE, NOISE, Contender, contender
+from benchmarks.quality.delayed import config_of, name_of
 from float8 import (
     CastConfig,
-    DelayedScalingConfig,
     Float8LinearConfig,
     after_step,
     convert_to_float8_training,
@@ -31,11 +31,6 @@ from float8.config import RECIPES
 from scripts.training import gpt
 
 Configs = tuple[Float8LinearConfig | None, Float8LinearConfig | None]  # of down, of the others
-
-
-def _delayed(scales: DelayedScalingConfig) -> Configs:
-    config = replace(RECIPES["delayed"], delayed_scaling=scales)
-    return config, config
 
 
 def _smooth(recipe: str) -> Configs:
@@ -56,9 +51,9 @@ CONTENDERS: dict[str, Configs] = {
     "down in bf16": (None, RECIPES["tensorwise"]),
     "smooth tensorwise": _smooth("tensorwise"),
     "smooth delayed": _smooth("delayed"),
-    "history 1": _delayed(DelayedScalingConfig(history_len=1)),
-    "history 1024": _delayed(DelayedScalingConfig(history_len=1024)),
-    "margin 4": _delayed(DelayedScalingConfig(margin=4)),
+    "history 1": (config_of(name_of(1)),) * 2,
+    "history 1024": (config_of(name_of(1024)),) * 2,
+    "margin 4": (config_of(name_of(16, 4)),) * 2,
 }
 
 
@@ -77,4 +72,4 @@ def in_arithmetic(name: str, model: gpt.GPT) -> Contender:
             config=others,
             module_filter_fn=lambda _, fqn: fqn != "head" and not fqn.endswith("down"),
         )
-    return Contender(model, False, lambda: after_step(model), None)
+    return Contender(model, after_step=lambda: after_step(model))

@@ -52,12 +52,12 @@ def train(what: Run, bases: Path, data: Path | None = None, device: str = "cpu")
         outliers.grow(model, channel, exponent)
         outliers.hold(model, channel, column=True)
         contender = in_arithmetic(what.contender, model.to(device))
-        converted = run.evaluate(model, what.of_base, text, what.held_out, device)
+        converted = run.evaluate(model, what.context, text, what.held_out, device)
         sizes.append({"exponent": exponent, "converted": converted})
         if exponent in what.trained:
             sizes[-1] |= _trained_on(contender, what, text, device)
             if "error" not in sizes[-1]:
-                sizes[-1]["loss"] = run.evaluate(model, what.of_base, text, what.held_out, device)
+                sizes[-1]["loss"] = run.evaluate(model, what.context, text, what.held_out, device)
     last = sizes[-1].get("loss", sizes[-1]["converted"])
     seconds = round(time.perf_counter() - start, 1)
     return {"text": text.digest, "sizes": sizes, "loss": last, "seconds": seconds}

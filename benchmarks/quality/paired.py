@@ -128,6 +128,11 @@ def difference(rows: Sequence[Row], bases: Sequence[Row], key: str = "loss") -> 
     return Difference(tuple(values), sum("error" in row for row in rows))
 
 
+def with_loss(rows: Iterable[Row], loss_of: Callable[[Row], float | None]) -> list[Row]:
+    """The runs of rows with another loss, for `difference`; without those that lack it."""
+    return [{"run": row["run"], "loss": loss} for row in rows if (loss := loss_of(row)) is not None]
+
+
 def settings(rows: Sequence[Row], *varied: str) -> dict[str, list[Row]]:
     """Rows by all fields of their runs but these, in the order of their first ones.
 

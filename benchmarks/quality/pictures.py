@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.measuring.harness import Row
 from benchmarks.quality import rates, recipes, scaling
 from benchmarks.quality.contenders import BASE, NOISE, base_of
-from benchmarks.quality.paired import Difference, by_contender
+from benchmarks.quality.paired import Difference, by_contender, with_loss
 from scripts.training import picture
 
 if TYPE_CHECKING:
@@ -114,12 +114,12 @@ def _band(axes: Axes, steps: Sequence[int], gaps: Sequence[Difference], **style:
 
 def _after(contenders: dict[str, list[Row]], step: int) -> dict[str, list[Row]]:
     """Rows whose loss is that after a number of steps."""
-    found: dict[str, list[Row]] = {name: [] for name in contenders}
-    for name, rows in contenders.items():
-        for row in rows:
-            if "loss" in row and (loss := dict(row["curve"]).get(step)) is not None:
-                found[name].append({"run": row["run"], "loss": loss})
-    return found
+    return {
+        name: with_loss(
+            rows, lambda row: dict(row.get("curve", ())).get(step) if "loss" in row else None
+        )
+        for name, rows in contenders.items()
+    }
 
 
 def _steps(contenders: dict[str, list[Row]]) -> list[int]:

@@ -103,7 +103,7 @@ def convert(run: Conversion, folder: Path, data: Path | None = None, device: str
     plant_outliers(model, run.outliers)
     row = {} if run.weights == PLAIN else _converted(model, run, text, device)
     with high_precision(model) if run.inputs == PLAIN else nullcontext():
-        row["loss"] = evaluate(model, run.start, text, run.start.held_out, device)
+        row["loss"] = evaluate(model, run.start.context, text, run.start.held_out, device)
     return row
 
 

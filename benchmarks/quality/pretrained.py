@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -35,7 +36,6 @@ def make(runs: Iterable[Run], folder: Path, data: Path | None, device: str, jobs
     todo = [run for run in dict.fromkeys(runs) if not file_of(run, folder).exists()]
     if not todo:
         return
-    folder.mkdir(parents=True, exist_ok=True)
     print(f"{len(todo)} models to pretrain", flush=True)
     save = partial(_save, folder=folder, data=data, device=device)
     with ProcessPoolExecutor(min(jobs, len(todo)), get_context("spawn")) as processes:
@@ -70,8 +70,13 @@ def _save(run: Run, folder: Path, data: Path | None, device: str) -> float:
     row = fit(contender(run.contender, model), run, text, device)
     if "error" in row:
         raise RuntimeError(f"pretraining of seed {run.seed}: {row['error']}")
-    path = file_of(run, folder)
-    part = path.with_suffix(".part")
-    torch.save({"model": model.state_dict(), "text": text.digest}, part)
-    part.replace(path)
+    save({"model": model.state_dict(), "text": text.digest}, file_of(run, folder))
     return float(row["loss"])
+
+
+def save(state: object, path: Path) -> None:
+    """Atomically: a killed process leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}")  # several processes may write the same
+    torch.save(state, part)
+    part.replace(path)

@@ -144,13 +144,13 @@ def fit(what: Contender, run: Run, text: corpus.Corpus, device: str = "cpu") -> 
             losses.clear()
         if step in evaluation_steps(run.steps):
             held_out = run.held_out if step == run.steps else min(SHORT, run.held_out)
-            held_out_loss = evaluate(what.model, run, text, held_out, device)
+            held_out_loss = evaluate(what.model, run.context, text, held_out, device)
             if not math.isfinite(held_out_loss):
                 return _diverged(row, step)
             row["curve"].append([step, held_out_loss])
     if what.in_bf16 is not None:
         with what.in_bf16():
-            in_bf16 = evaluate(what.model, run, text, run.held_out, device)
+            in_bf16 = evaluate(what.model, run.context, text, run.held_out, device)
         if not math.isfinite(in_bf16):
             return _diverged(row, run.steps)
         row["bf16_loss"] = in_bf16
@@ -197,23 +197,23 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, run: Run, text: corpus.Corpus, held_out: int, device: str = "cpu"
+    model: nn.Module, context: int, text: corpus.Corpus, held_out: int, device: str = "cpu"
 ) -> float:
-    """The mean loss of so many bytes of held-out text, in nats."""
+    """The mean loss of so many bytes of held-out text, in windows of `context`, in nats."""
     was_training = model.training
     model.eval()
     with autocast(device):
-        losses = [model(*pair).item() for pair in _held_out(run, text, held_out, device)]
+        losses = [model(*pair).item() for pair in _held_out(context, text, held_out, device)]
     model.train(was_training)
     return statistics.fmean(losses)
 
 
 def _held_out(
-    run: Run, text: corpus.Corpus, held_out: int, device: str
+    context: int, text: corpus.Corpus, held_out: int, device: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    batch = max(1, EVALUATION_BYTES // run.context)
-    count = max(1, held_out // (batch * run.context))
-    for tokens, targets in text.val_batches(count, batch=batch, context=run.context):
+    batch = max(1, EVALUATION_BYTES // context)
+    count = max(1, held_out // (batch * context))
+    for tokens, targets in text.val_batches(count, batch=batch, context=context):
         yield tokens.to(device), targets.to(device)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 
 from benchmarks.measuring.harness import Row
 from benchmarks.models.nanogpt import NanoGPT
+from benchmarks.quality import pretrained
 from benchmarks.quality.contenders import Contender, contender
 from benchmarks.quality.run import (
     Run,
@@ -95,7 +95,7 @@ def train(segment: Segment, folder: Path, data: Path | None = None, device: str 
         optimizer.load_state_dict(state["optimizer"])
     start = time.perf_counter()
     losses = _steps(segment, what, optimizer, text, device)
-    loss = evaluate(what.model, segment, text, segment.held_out, device)
+    loss = evaluate(what.model, segment.context, text, segment.held_out, device)
     if not math.isfinite(losses[-1] + loss):
         return {"error": f"diverged: a loss is not finite by step {segment.first + len(losses)}"}
     row = {
@@ -107,7 +107,7 @@ def train(segment: Segment, folder: Path, data: Path | None = None, device: str 
     }
     states = {"model": what.model.state_dict(), "optimizer": optimizer.state_dict()}
     end = {"training": training, "until": segment.until, "row": json.dumps(row)}
-    _save(path, states | end)
+    pretrained.save(states | end, path)
     return row
 
 
@@ -130,7 +130,7 @@ def _steps(
 
 
 def _checkpoint(path: Path, training: Row, device: str) -> dict[str, Any]:
-    """What `_save` wrote; without a file, the state before the first step."""
+    """What `train` wrote; without a file, the state before the first step."""
     if not path.exists():
         return {"until": 0}
     state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
@@ -142,11 +142,3 @@ def _checkpoint(path: Path, training: Row, device: str) -> dict[str, Any]:
                 "or delete that file"
             )
     return state
-
-
-def _save(path: Path, state: dict[str, Any]) -> None:
-    """Atomically: a killed process leaves the old checkpoint or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    torch.save(state, partial)
-    os.replace(partial, path)

@@ -103,10 +103,10 @@ def _ending(run: ShiftedRun, what: Contender, text: corpus.Corpus, row: Row, dev
     """The loss of a run: held-out without a change, else the mean of the steps from it on."""
     if run.shift != shifts.NONE:
         return {"loss": statistics.fmean(s["loss"] for s in row["steps"] if s["step"] >= 0)}
-    losses = {"loss": evaluate(what.model, run, text, run.held_out, device)}  # type: ignore[arg-type]
+    losses = {"loss": evaluate(what.model, run.context, text, run.held_out, device)}
     if what.in_bf16 is not None:
         with what.in_bf16():
-            in_bf16 = evaluate(what.model, run, text, run.held_out, device)  # type: ignore[arg-type]
+            in_bf16 = evaluate(what.model, run.context, text, run.held_out, device)
         losses["bf16_loss"] = in_bf16
     return losses
 

@@ -90,7 +90,7 @@ def test_evaluation_is_the_mean_over_held_out_windows_and_changes_nothing(folder
     text = corpus.load(folder)
     torch.manual_seed(0)
     model = gpt.GPT(TINY.sizes).train()
-    found = evaluate(model, TINY, text, 10**5)
+    found = evaluate(model, TINY.context, text, 10**5)
     assert model.training
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         count = 10**5 // 4096  # windows of 16 bytes, 256 of them in a pass
