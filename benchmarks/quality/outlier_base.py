@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.quality import outliers, pretrained, run
-from benchmarks.quality.contenders import BASE, Contender
+from benchmarks.quality.contenders import Contender
 from scripts.training import corpus, gpt
 
 RISE = 20  # steps in which the learning rate rises
@@ -58,20 +58,12 @@ class Run:
     held_out: int = 2**15
 
     @property
-    def of_base(self) -> run.Run:
-        """The run of the base, for what studies share."""
-        return run.Run(
-            contender=BASE,
-            seed=self.seed,
-            steps=self.base_steps + self.settling_steps,
-            learning_rate=self.learning_rate,
-            layers=self.layers,
-            width=self.width,
-            heads=self.heads,
-            context=self.context,
-            batch=self.batch,
-            held_out=self.held_out,
-        )
+    def sizes(self) -> gpt.Sizes:
+        return gpt.Sizes(self.layers, self.width, self.heads, self.context)
+
+    @property
+    def steps_of_base(self) -> int:
+        return self.base_steps + self.settling_steps
 
 
 def base_of(
@@ -88,13 +80,13 @@ def base_of(
     path = bases / f"{what.seed}_{what.byte}.pt"
     if not path.exists():
         torch.manual_seed(what.seed)
-        model = gpt.GPT(what.of_base.sizes)
+        model = gpt.GPT(what.sizes)
         base = Contender(model.to(device))
         _train(base, what, text, device, range(what.base_steps))
         tokens = outliers.windows(text, what.byte, seed=what.seed, context=what.context)
         channel = outliers.plant(model.cpu(), tokens, what.byte)
         outliers.hold(model.to(device), channel, column=False)
-        _train(base, what, text, device, range(what.base_steps, what.of_base.steps))
+        _train(base, what, text, device, range(what.base_steps, what.steps_of_base))
         pretrained.save((model.cpu().state_dict(), channel), path)
     weights, channel = torch.load(path, weights_only=True)
     return weights, channel

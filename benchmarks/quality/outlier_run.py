@@ -47,7 +47,7 @@ def train(what: Run, bases: Path, data: Path | None = None, device: str = "cpu")
     weights, channel = base_of(what, text, bases, device)
     sizes: list[Row] = []
     for exponent in what.exponents:
-        model = gpt.GPT(what.of_base.sizes)
+        model = gpt.GPT(what.sizes)
         model.load_state_dict(weights)
         outliers.grow(model, channel, exponent)
         outliers.hold(model, channel, column=True)
@@ -72,7 +72,7 @@ def _trained_on(contender: Contender, what: Run, text: corpus.Corpus, device: st
     watched: list[CastStatistics] = []
     for step in range(what.steps):
         run.set_rate(optimizer, run.schedule(step, what.steps))
-        batch = batch_of(what, text, what.of_base.steps + step)
+        batch = batch_of(what, text, what.steps_of_base + step)
         with inspect(block) if can_watch and step % what.every == 0 else nullcontext() as report:
             loss = run.train_step(contender, optimizer, batch, device)
         if report is not None:

@@ -8,6 +8,9 @@ Every contender is trained with its usual rate times powers of two. Losses are m
     edge      the highest factor up to which no rate above the best one ends more than 3 % above it
     diverged  rates of which a run had no finite loss
 
+The interval of ``gap`` does not know that the same runs chose the two rates: it is too narrow, by
+what differs between rates that are nearly as good.
+
 A recipe whose edge is lower than its base's needs more care with the rate than bf16 does.
 """
 

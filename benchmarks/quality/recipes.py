@@ -18,7 +18,8 @@ This takes the errors of all contenders to have one variance, as where small dif
 the noise of training whatever made them. Column ``std`` is for the check: the standard deviation of
 a contender's own pairs. One whose errors are twice as large as the others' lies in its interval in
 8 of 10 studies, not in 19 of 20. The control's own gap, and those to a base that has no control,
-are Student's (`paired.py`).
+are Student's (`paired.py`). Each interval holds alone: of 8 contenders that equal their base, about
+one in 4 studies has one whose interval lacks 0.
 """
 
 from __future__ import annotations
