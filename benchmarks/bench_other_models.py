@@ -24,7 +24,6 @@ that it lacks.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -79,7 +78,12 @@ def summary(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """A line per contender, with and without overflow, and the targets."""
     by_name = grouped(rows, lambda row: _name(row["run"]))
     lines = [_line(name, own, by_name) for name, own in by_name.items()]
-    return lines, [_target(line) for line in lines if "met" in line]
+    mode = "interval of accuracy, points"
+    return lines, [
+        {"layer": name, "mode": mode, "against": base_of(name), **target}
+        for line in lines
+        if (name := line["layer"]) and (target := line.get("target"))
+    ]
 
 
 def base_of(name: str) -> str:
@@ -105,9 +109,7 @@ def _line(name: str, own: Sequence[Row], by_name: dict[str, list[Row]]) -> Row:
     gap, points = difference(own, bases), accuracy_points(own, bases)
     if gap.values:
         line |= {"gap": str(gap), "points": interval(points.mean, points.half_width)}
-    if points.diverged or math.isfinite(points.half_width):  # otherwise a single seed
-        line["met"] = points.within(LIMIT)
-        line["farther_end"] = abs(points.mean) + points.half_width
+    line["target"] = points.target(LIMIT)
     return line
 
 
@@ -118,14 +120,6 @@ def accuracy_points(rows: Sequence[Row], bases: Sequence[Row]) -> Difference:
     pairs = [(row["accuracy"], of_seed.get(row["run"]["seed"])) for row in ended]
     values = tuple(own - base for own, base in pairs if base is not None)
     return Difference(values, len(rows) - len(ended))
-
-
-def _target(line: Row) -> Row:
-    """``measured`` is the farther end of the interval, where there is one."""
-    measured = {"measured": line["farther_end"]} if math.isfinite(line["farther_end"]) else {}
-    name, mode = line["layer"], "interval of accuracy, points"
-    against = {"against": base_of(name), "target": LIMIT}
-    return {"layer": name, "mode": mode, **against, **measured, "met": line["met"]}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -67,6 +67,15 @@ class Difference:
         """
         return not self.diverged and abs(self.mean) + self.half_width <= limit
 
+    def target(self, limit: float) -> Row | None:
+        """Whether it is `within` a limit; ``measured`` is the farther end of the interval.
+
+        None where there is neither an interval nor a run that diverged, which misses the target.
+        """
+        if math.isfinite(end := abs(self.mean) + self.half_width):
+            return {"target": limit, "measured": end, "met": self.within(limit)}
+        return {"target": limit, "met": False} if self.diverged else None
+
     def columns(self, name: str) -> Row:
         """The text, the mean and the half width (None if infinite); nothing without a value."""
         if not self.values:

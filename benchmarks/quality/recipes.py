@@ -120,10 +120,8 @@ def _observation(row: Row, key: str, *contender: str) -> Observation:
 
 
 def _columns(gap: Difference, in_bf16: Difference) -> Row:
-    """The columns of the difference; none before a seed has both runs."""
-    line: Row = {"met": gap.within(LIMIT), "half_width": gap.half_width}
-    if gap.values:
-        line |= {"gap": str(gap), "gap_percent": gap.mean}
+    """The columns of the differences, and the target."""
+    line: Row = {"target": gap.target(LIMIT), **gap.columns("gap")}
     if len(gap.values) > 1:
         line["std"] = statistics.stdev(gap.values)
     if in_bf16.values:
@@ -142,19 +140,12 @@ def _name_settings(found: Sequence[Row]) -> None:
 
 
 def targets(found: Sequence[Row]) -> list[Row]:
-    """Which contenders' intervals lie within the limit; ``measured`` is their farther end.
-
-    A contender with a run that diverged misses it, and has no ``measured`` without an interval.
-    """
-    made: list[Row] = []
-    for line in found:
-        known = math.isfinite(line.get("half_width", math.inf))
-        if known or (line["diverged"] and "met" in line):
-            end = {"measured": abs(line["gap_percent"]) + line["half_width"]} if known else {}
-            name, mode = line["layer"], line.get("setting", "interval")
-            against: Row = {"against": base_of(name), "target": LIMIT}
-            made.append({"layer": name, "mode": mode, **against, **end, "met": line["met"]})
-    return made
+    """Which contenders' intervals lie within the limit."""
+    return [
+        {"layer": name, "mode": line.get("setting", "interval"), "against": base_of(name), **target}
+        for line in found
+        if (name := line["layer"]) and (target := line.get("target"))
+    ]
 
 
 def summary(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
