@@ -1,8 +1,8 @@
 """What does float8 cost after pretraining: in fine-tuning, below adapters, and by conversion?
 
-All studies start from small GPTs that were pretrained in bf16, one per seed. The first call makes
-them, in the folder of --pretrained. Differences are paired by seed, in per cent of bf16's loss,
-with 95 % intervals (`quality/paired.py`).
+All studies start from small GPTs that were pretrained in bf16, one per seed. A call makes those
+that its runs lack, in the folder of --pretrained. Differences are paired by seed, in per cent of
+bf16's loss, with 95 % intervals (`quality/paired.py`).
 
     --study finetune   all weights, on another text, in bf16 and in each recipe: the loss on the new
                        text, and what was forgotten of the old one (`quality/finetuning.py`)
@@ -27,9 +27,10 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
@@ -208,19 +209,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Pretrain where needed, make the runs that lack, print the differences."""
+    """Make the runs that lack, with the models that they start from; print the differences."""
     options = parse(argv)
+    converts = options.study == "convert"
+    runs: list[Any] = conversions(options) if converts else trainings(options)
+    try:
+        todo = study.missing(runs, study.known_rows(options.output, "bench_finetune", options))
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.pretrained or Path(temporary)
         pretrained.make(
-            starts(options).values(), folder, options.data, options.device, options.jobs
+            (run.start for run in todo), folder, options.data, options.device, options.jobs
         )
-        make = partial(study.make, "bench_finetune", argv, options)
-        given = {"folder": folder, "data": options.data, "device": options.device}
-        if options.study == "convert":
-            make(conversions(options), partial(convert, **given), of_conversions, CONVERTED)
-        else:
-            make(trainings(options), partial(tune, **given), of_trainings, TRAINED)
+        train: Callable[..., Row] = convert if converts else tune
+        make = partial(train, folder=folder, data=options.data, device=options.device)
+        summary, columns = (of_conversions, CONVERTED) if converts else (of_trainings, TRAINED)
+        study.make("bench_finetune", argv, options, runs, make, summary, columns)
     return 0
 
 

@@ -3,7 +3,8 @@
 A study is many small trainings (`quality/run.py`) in pairs: runs of one seed share weights, batches
 and evaluation, and differ by their contender (`quality/contenders.py`). What counts is the paired
 difference of held-out losses, in per cent of the base's, with its 95 % interval
-(`quality/paired.py`). ``bf16 rounded`` says what differences rounding alone makes.
+(`quality/paired.py`). ``bf16 rounded`` says what differences rounding alone makes, and is a second
+run of the base in the study of recipes.
 
     --study recipes    every recipe, and torchao's tensorwise and rowwise. Target: the interval
                        lies within 0.25 % of the base (`quality/recipes.py`)

@@ -264,8 +264,9 @@ def test_the_command_makes_each_run_once(name, texts, tmp_path, monkeypatch, cap
         assert len(rows) == 2
         assert "before" in out
         assert all("old_loss" in row for row in rows)
-    assert bench_finetune.main(command) == 0
+    assert bench_finetune.main([*command, "--pretrained", str(tmp_path / "other")]) == 0
     assert "0 to make" in capsys.readouterr().out
+    assert not (tmp_path / "other").exists(), "no run needs a pretrained model"
     assert json.loads(file.read_text())["rows"] == rows
 
 
