@@ -57,6 +57,7 @@ from float8.linear.bound_plan import autocasts, compute_dtype, plan_on
 from float8.linear.float8_weight import float8_weight, is_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.scaling import DelayedState, bind_and_cast
+from float8.linear.smoothing import inverse, smoothed, split
 from float8.numerics.gradient_error import Products, energies, project_gradient, project_input
 from float8.numerics.snapshot import Report
 from float8.numerics.statistics import (
@@ -232,10 +233,14 @@ class _Inspection:
         uses = _uses(layer.config.plan, input.requires_grad, layer.weight.requires_grad)
         with _without_side_effects(input):
             x, weight, states = layer.local_operands(input)
+            factors, is_smooth = None, layer.config.smooth_input
+            if is_smooth:
+                x, weight, factors = _smoothed(layer, input, x, weight, dtype)
+            cast_dtype = None if is_smooth else dtype  # of float16 the products are float32
             operands = {"input": (x, states[0]), "weight": (weight, states[1])}
 
             def matrices(use: _Use) -> _Matrices:
-                return _matrices(fqn, layer, use, *operands[use.operand], dtype)
+                return _matrices(fqn, layer, use, *operands[use.operand], cast_dtype)
 
             if torch._C._current_graph_task_id() == -1:  # otherwise a backward recomputes it
                 self.add([matrices(use).measured() for use in uses.in_forward])
@@ -247,7 +252,7 @@ class _Inspection:
             projected = None
             if (read := uses.of_weight) is not None:
                 _, source, matrix, _ = matrices(read)
-                projected = project_input(source, matrix, read.is_transposed)
+                projected = project_input(source, matrix, read.is_transposed, factors)
 
         def on_gradient(grad_output: Tensor) -> None:
             if not self.is_open:
@@ -339,6 +344,21 @@ def _matrices(
     fmt, block = FORMATS[matrix.data.dtype].name, block_name(matrix.block)
     labels = CastLabels(fqn, use.operand, use.gemm, fmt, scaling, block)
     return _Matrices(labels, source, matrix, may_saturate)
+
+
+def _smoothed(
+    layer: Float8Linear, input: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The products that a layer with ``smooth_input`` casts, and the factors of the input.
+
+    An input in float8 has its factors in its scales.
+    """
+    weight = weight.to(dtype)
+    if isinstance(x, Float8Tensor):
+        return x, smoothed(weight, inverse(split(as_matrix(x._scale))[1])), None
+    x_MK = as_matrix(x).to(dtype)
+    factors, of_weight = layer.local_factors(input, x_MK)
+    return smoothed(x_MK, factors), smoothed(weight, inverse(of_weight)), factors
 
 
 def _reason_to_skip(layer: Float8Linear, input: Tensor) -> str | None:
