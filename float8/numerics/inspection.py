@@ -63,6 +63,7 @@ from float8.numerics.snapshot import Report
 from float8.numerics.statistics import (
     IN_FLOAT8,
     OPERANDS,
+    SMOOTH,
     CastKey,
     CastLabels,
     CastStatistics,
@@ -342,6 +343,8 @@ def _matrices(
         scaling = use.cast.scaling_type.value
         may_saturate = use.cast.scaling_type is not ScalingType.DYNAMIC
     fmt, block = FORMATS[matrix.data.dtype].name, block_name(matrix.block)
+    if layer.config.smooth_input and use.operand != "grad_output" and source is not None:
+        block += SMOOTH
     labels = CastLabels(fqn, use.operand, use.gemm, fmt, scaling, block)
     return _Matrices(labels, source, matrix, may_saturate)
 
