@@ -352,7 +352,7 @@ def _matrices(
 def _smoothed(
     layer: Float8Linear, input: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The products that a layer with ``smooth_input`` casts, and the factors of the input.
+    """The products that a layer with ``smooth_input`` casts, and the factors of the local input.
 
     An input in float8 has its factors in its scales.
     """
@@ -361,7 +361,8 @@ def _smoothed(
         return x, smoothed(weight, inverse(split(as_matrix(x._scale))[1])), None
     x_MK = as_matrix(x).to(dtype)
     factors, of_weight = layer.local_factors(input, x_MK)
-    return smoothed(x_MK, factors), smoothed(weight, inverse(of_weight)), factors
+    products = smoothed(x_MK, factors), smoothed(weight, inverse(of_weight))
+    return *products, _of_local_columns(factors, x_MK)
 
 
 def _reason_to_skip(layer: Float8Linear, input: Tensor) -> str | None:
@@ -444,6 +445,18 @@ def _local_part(x: Tensor, matrix: Float8Matrix) -> tuple[Tensor, Float8Matrix]:
     placements = [Replicate() if d is None or scale.shape[d] == 1 else Shard(d) for d in dims]
     local_scale = scale.redistribute(placements=placements).to_local()
     return whole.to_local(), Float8Matrix(data.to_local(), local_scale, matrix.block)
+
+
+def _of_local_columns(factors_1K: Tensor, x_MK: Tensor) -> Tensor:
+    """The factors of the columns of this rank's part of x."""
+    if not is_sharded(factors_1K):
+        return factors_1K
+    from torch.distributed.tensor import Replicate, Shard
+
+    factors, whole = cast(Any, factors_1K), cast(Any, x_MK)
+    placements = [Shard(1) if p.is_shard(1) else Replicate() for p in whole.placements]
+    local: Tensor = factors.redistribute(placements=placements).to_local()
+    return local
 
 
 def _remedy(model: nn.Module) -> str:

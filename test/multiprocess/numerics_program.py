@@ -140,13 +140,14 @@ def smooth_channels_of_other_ranks_have_factors_too(rank):
     same(report.gather(), expected, "columns", ("input", "weight"))
 
 
-def a_layer_of_dtensors_is_measured_by_its_shards(rank):
+def a_layer_of_dtensors_is_measured_by_its_shards(rank, smooth=False):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(K, H), nn.GELU(), nn.Linear(H, K))
-    alone = convert_to_float8_training(copy.deepcopy(plain))
+    config = replace(RECIPES["tensorwise"], smooth_input=smooth)
+    alone = convert_to_float8_training(copy.deepcopy(plain), config=config)
     styles = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
-    layers = convert_to_float8_training(parallelize_module(plain, mesh, styles))
+    layers = convert_to_float8_training(parallelize_module(plain, mesh, styles), config=config)
     x, g = batch(0)
     with inspect(alone) as expected:
         run(alone, x, g)
