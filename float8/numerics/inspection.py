@@ -222,6 +222,7 @@ class _Inspection:
         self.gradients: dict[CastKey, Products] = {}
         self.seen: set[str] = set()
         self.reasons: dict[str, str] = {}
+        self.handles: list[Any] = []
         self.is_open = True
 
     def see_call(self, fqn: str, layer: Float8Linear, input: Tensor, output: Tensor) -> None:
@@ -266,7 +267,7 @@ class _Inspection:
                 if projected is not None:
                     self.add_gradient(seen[-1], uses.of_gradient[-1].is_transposed, projected)
 
-        output.register_hook(on_gradient)
+        self.handles.append(output.register_hook(on_gradient))
 
     def add(self, found: list[Found]) -> None:
         for labels, totals in found:
@@ -288,6 +289,9 @@ class _Inspection:
     def close(self, report: Report) -> None:
         """Move the numbers to the host and into the report."""
         self.is_open = False
+        for handle in self.handles:  # a loss that is kept would keep the projections of its layers
+            handle.remove()
+        self.handles.clear()
         places = {fqn: i for i, fqn in enumerate(self.layers)}
 
         def place(found: Found) -> tuple[int, int, int]:
