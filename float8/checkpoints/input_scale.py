@@ -4,7 +4,8 @@ It is, in this order:
 
 1. what the user gives by the layer's name, as `float8.numerics.Calibration.static_scales` does;
 2. the constant of a layer whose input cast is static;
-3. the scale in use of one whose input cast is delayed.
+3. the scale in use of one whose input cast is delayed; not with ``smooth_input=True``, where it is
+   that of the input times the factors of its channels, which a file has no place for.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def input_scale(module: nn.Module, given: float | None) -> Tensor | None:
         return torch.tensor(given, dtype=torch.float32)
     if not isinstance(module, Float8Linear):
         return None
-    cast = module.config.plan.output.a
+    plan = module.config.plan
+    cast = None if plan.smooth_input else plan.output.a
     if cast is None or cast.format != E4M3 or set(cast.block) != {WHOLE}:
         return None
     if cast.static_scale is not None:

@@ -244,8 +244,11 @@ def _start_casts(
         slot = slots.get(name + WEIGHT)
         if slot is None or slot.index or layer_of(slot) not in layers:
             continue
-        stored, (x, w, _) = source.layer(name, torch.float32), layers[layer_of(slot)].casts
+        stored, layer = source.layer(name, torch.float32), layers[layer_of(slot)]
+        x, w, _ = layer.casts
         if isinstance(w, DelayedCast) and stored.weight.scale.numel() == 1:
             w.start_from(stored.weight.scale)
+        if layer.config.smooth_input:  # it casts the input times factors
+            continue
         if isinstance(x, DelayedCast) and stored.input_scale is not None:
             x.start_from(stored.input_scale)

@@ -20,12 +20,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
+from float8 import kernels
 from float8.distributed.exchange import (
     Ranks,
     as_local_summand,
     as_replicated,
     check_even,
     check_mesh,
+    gather,
     gather_input,
     part_of,
     summed_linear,
@@ -37,8 +39,7 @@ from float8.linear.bound_plan import plan_for
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_layer
 from float8.linear.registration import ModuleRule, register_module_rule
-from float8.linear.scaling import sharded_state
-from float8.linear.smoothing import smooth_operands
+from float8.linear.scaling import max_over_ranks, sharded_state
 from float8.tensor import Float8Tensor
 
 COLWISE, ROWWISE = "colwise", "rowwise"
@@ -229,16 +230,28 @@ class Float8ParallelLinear(Float8Linear):
 
     def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
         """The input and the weight that this rank casts, and the states of the three casts."""
-        is_colwise = self.layout.kind == COLWISE
-        placement = input.placements[0] if isinstance(input, DTensor) else self.layout.input
+        is_colwise, placement = self.layout.kind == COLWISE, self._placement(input)
         states = self._states_of_parts(
             input=placement.is_shard() or not is_colwise,
             grad_output=self.layout.output.is_shard() or is_colwise,
         )
         x, weight = local(input) if is_colwise else self._part(input), local(self.weight)
-        if self.config.smooth_input:
-            x, weight = smooth_operands(x, weight)
         return x, weight, states
+
+    def local_factors(self, input: Tensor, x_MK: Tensor) -> tuple[Tensor, Tensor]:
+        """As of `Float8Linear`. A colwise layer gathers its input before it finds the factors."""
+        placement: Any = self._placement(input)
+        if self.layout.kind != COLWISE or not placement.is_shard():
+            return super().local_factors(input, x_MK)
+        ranks, amaxes = self.layout.ranks, kernels.column_amaxes(x_MK)
+        if placement.dim % input.dim() != input.dim() - 1:  # the ranks have other tokens
+            factors_1K = kernels.smoothing_factors(max_over_ranks(amaxes, ranks.group))
+            return factors_1K, factors_1K
+        factors_1K = kernels.smoothing_factors(gather(amaxes, 1, self.weight.shape[1], ranks))
+        return part_of(factors_1K, 1, ranks), factors_1K
+
+    def _placement(self, input: Tensor) -> Placement:
+        return input.placements[0] if isinstance(input, DTensor) else self.layout.input
 
     def local_grad_output(self, grad_output: Tensor) -> Tensor:
         """The part of the output's gradient that this rank casts."""

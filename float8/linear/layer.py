@@ -44,7 +44,7 @@ from float8.linear.refusals import (
 )
 from float8.linear.registration import stored_by
 from float8.linear.resident_state import input_scale_of, join_loaded, split_saved
-from float8.linear.smoothing import smooth_operands
+from float8.linear.smoothing import smoothing_factors
 from float8.linear.switch import Float8Module
 from float8.tensor import Float8Tensor
 
@@ -180,10 +180,21 @@ class Float8Linear(Float8Module, nn.Linear):
         return x_cast.state, w_cast.state, g_cast.state
 
     def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
-        """This rank's part of the input and of the weight, as a call casts them, and the states."""
-        if self.config.smooth_input:
-            return *smooth_operands(input, self.weight), self._states()
+        """This rank's part of the input and of the weight, as a call casts them, and the states.
+
+        With ``smooth_input`` a call casts their products with `local_factors`.
+        """
         return input, self.weight, self._states()
+
+    def local_factors(self, input: Tensor, x_MK: Tensor) -> tuple[Tensor, Tensor]:
+        """The factors of a smooth input: those of this rank's part, and those of all its columns.
+
+        Args:
+            input: of the call.
+            x_MK: its part that `local_operands` returns, in the compute dtype.
+        """
+        factors_1K = smoothing_factors(x_MK)
+        return factors_1K, factors_1K
 
     def local_grad_output(self, grad_output: Tensor) -> Tensor:
         """This rank's part of a gradient of the layer's output, as backward casts it."""

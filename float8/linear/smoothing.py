@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.tensor import Float8Tensor
 
 
 def smoothing_factors(x_MK: Tensor) -> Tensor:
@@ -71,12 +70,3 @@ def split(scales_1K: Tensor) -> tuple[Tensor, Tensor]:
     scale = ((bits[:, :1] & 0x7FFFFF) | (120 << 23)).view(torch.float32)
     factors = ((247 - ((bits >> 23) & 0xFF)).clamp(min=1) << 23).view(torch.float32)
     return torch.where(scales_1K[:, :1].isfinite(), scale, torch.nan), factors
-
-
-def smooth_operands(x: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """The input and the weight as a layer casts them; an input in float8 as it is."""
-    if isinstance(x, Float8Tensor):
-        _, factors_1K = split(x._scale.reshape(1, -1))
-        return x, smoothed(w_NK, inverse(factors_1K))
-    factors_1K = smoothing_factors(x.reshape(-1, x.shape[-1]))
-    return smoothed(x, factors_1K), smoothed(w_NK, inverse(factors_1K))

@@ -275,8 +275,12 @@ class AlarmWatch:
         streak.wrong, streak.fine = 0, streak.fine + 1
         if streak.alarm is not None and streak.fine < rule.looks:
             return None
-        del self._streaks[labels, rule.name]
-        if streak.alarm is None:
+        return self.end(labels, rule.name, step)
+
+    def end(self, labels: CastLabels, rule: str, step: int) -> Alarm | None:
+        """End the streak of a cast and a rule; the alarm, if one was active."""
+        streak = self._streaks.pop((labels, rule), None)
+        if streak is None or streak.alarm is None:
             return None
         ended = replace(self._alarms[streak.alarm], ended=step)
         self._alarms[streak.alarm] = ended
@@ -305,7 +309,8 @@ def watch_of(reports: Sequence[Report], stored: Iterable[Alarm] = ()) -> AlarmWa
     steps = [report.step for report in reports if report.step is not None]
     oldest, newest = min(steps, default=0), max(steps, default=0)
     earlier = [alarm for alarm in stored if alarm.first < oldest and alarm.started <= newest]
-    # The reports say when those ended that had not ended before them.
+    # Those that had not ended before the reports are active in them. They end where they did, also
+    # where some of the looks at which they were not wrong are no longer among the reports.
     watch = AlarmWatch(
         replace(alarm, last=min(alarm.last, newest), ended=None)
         if alarm.ended is not None and alarm.ended >= oldest
@@ -314,4 +319,7 @@ def watch_of(reports: Sequence[Report], stored: Iterable[Alarm] = ()) -> AlarmWa
     )
     for report in reports:
         watch.see(report)
+        for alarm in earlier:
+            if alarm.ended is not None and alarm.ended == report.step:
+                watch.end(alarm.labels, alarm.rule, alarm.ended)
     return watch

@@ -39,6 +39,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from float8.linear.smoothing import inverse
 from float8.numerics.statistics import Float8Matrix, per_element, pieces
 
 PROBES = 16
@@ -58,16 +59,24 @@ class GradientEnergies(NamedTuple):
     noise: Tensor
 
 
-def project_input(x: Tensor | None, matrix: Float8Matrix, is_transposed: bool) -> Products:
+def project_input(
+    x: Tensor | None,
+    matrix: Float8Matrix,
+    is_transposed: bool,
+    factors_1K: Tensor | None = None,
+) -> Products:
     """``x V`` and ``x' V``: (tokens, PROBES).
 
     Args:
         x: (tokens, in_features), or its transpose; None takes the cast for exact.
         matrix: its cast.
         is_transposed: whether both are transposes.
+        factors_1K: by which the layer multiplied its input before the cast, and by whose inverse it
+            multiplies the gradient (`float8.linear.smoothing`); None for neither.
     """
     features = matrix.data.shape[0 if is_transposed else 1]
     v = _probes(features).to(matrix.data.device)
+    v = v if factors_1K is None else v * inverse(factors_1K).t()
     return _contracted(x, matrix, Products(v, v), over_rows=is_transposed)
 
 

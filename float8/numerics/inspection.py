@@ -57,11 +57,13 @@ from float8.linear.bound_plan import autocasts, compute_dtype, plan_on
 from float8.linear.float8_weight import float8_weight, is_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.scaling import DelayedState, bind_and_cast
+from float8.linear.smoothing import inverse, smoothed, split
 from float8.numerics.gradient_error import Products, energies, project_gradient, project_input
 from float8.numerics.snapshot import Report
 from float8.numerics.statistics import (
     IN_FLOAT8,
     OPERANDS,
+    SMOOTH,
     CastKey,
     CastLabels,
     CastStatistics,
@@ -220,6 +222,7 @@ class _Inspection:
         self.gradients: dict[CastKey, Products] = {}
         self.seen: set[str] = set()
         self.reasons: dict[str, str] = {}
+        self.handles: list[Any] = []
         self.is_open = True
 
     def see_call(self, fqn: str, layer: Float8Linear, input: Tensor, output: Tensor) -> None:
@@ -232,10 +235,14 @@ class _Inspection:
         uses = _uses(layer.config.plan, input.requires_grad, layer.weight.requires_grad)
         with _without_side_effects(input):
             x, weight, states = layer.local_operands(input)
+            factors, is_smooth = None, layer.config.smooth_input
+            if is_smooth:
+                x, weight, factors = _smoothed(layer, input, x, weight, dtype)
+            cast_dtype = None if is_smooth else dtype  # of float16 the products are float32
             operands = {"input": (x, states[0]), "weight": (weight, states[1])}
 
             def matrices(use: _Use) -> _Matrices:
-                return _matrices(fqn, layer, use, *operands[use.operand], dtype)
+                return _matrices(fqn, layer, use, *operands[use.operand], cast_dtype)
 
             if torch._C._current_graph_task_id() == -1:  # otherwise a backward recomputes it
                 self.add([matrices(use).measured() for use in uses.in_forward])
@@ -247,7 +254,7 @@ class _Inspection:
             projected = None
             if (read := uses.of_weight) is not None:
                 _, source, matrix, _ = matrices(read)
-                projected = project_input(source, matrix, read.is_transposed)
+                projected = project_input(source, matrix, read.is_transposed, factors)
 
         def on_gradient(grad_output: Tensor) -> None:
             if not self.is_open:
@@ -260,7 +267,7 @@ class _Inspection:
                 if projected is not None:
                     self.add_gradient(seen[-1], uses.of_gradient[-1].is_transposed, projected)
 
-        output.register_hook(on_gradient)
+        self.handles.append(output.register_hook(on_gradient))
 
     def add(self, found: list[Found]) -> None:
         for labels, totals in found:
@@ -282,6 +289,9 @@ class _Inspection:
     def close(self, report: Report) -> None:
         """Move the numbers to the host and into the report."""
         self.is_open = False
+        for handle in self.handles:  # a loss that is kept would keep the projections of its layers
+            handle.remove()
+        self.handles.clear()
         places = {fqn: i for i, fqn in enumerate(self.layers)}
 
         def place(found: Found) -> tuple[int, int, int]:
@@ -337,8 +347,26 @@ def _matrices(
         scaling = use.cast.scaling_type.value
         may_saturate = use.cast.scaling_type is not ScalingType.DYNAMIC
     fmt, block = FORMATS[matrix.data.dtype].name, block_name(matrix.block)
+    if layer.config.smooth_input and use.operand != "grad_output" and source is not None:
+        block += SMOOTH
     labels = CastLabels(fqn, use.operand, use.gemm, fmt, scaling, block)
     return _Matrices(labels, source, matrix, may_saturate)
+
+
+def _smoothed(
+    layer: Float8Linear, input: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The products that a layer with ``smooth_input`` casts, and the factors of the local input.
+
+    An input in float8 has its factors in its scales.
+    """
+    weight = weight.to(dtype)
+    if isinstance(x, Float8Tensor):
+        return x, smoothed(weight, inverse(split(as_matrix(x._scale))[1])), None
+    x_MK = as_matrix(x).to(dtype)
+    factors, of_weight = layer.local_factors(input, x_MK)
+    products = smoothed(x_MK, factors), smoothed(weight, inverse(of_weight))
+    return *products, _of_local_columns(factors, x_MK)
 
 
 def _reason_to_skip(layer: Float8Linear, input: Tensor) -> str | None:
@@ -421,6 +449,18 @@ def _local_part(x: Tensor, matrix: Float8Matrix) -> tuple[Tensor, Float8Matrix]:
     placements = [Replicate() if d is None or scale.shape[d] == 1 else Shard(d) for d in dims]
     local_scale = scale.redistribute(placements=placements).to_local()
     return whole.to_local(), Float8Matrix(data.to_local(), local_scale, matrix.block)
+
+
+def _of_local_columns(factors_1K: Tensor, x_MK: Tensor) -> Tensor:
+    """The factors of the columns of this rank's part of x."""
+    if not is_sharded(factors_1K):
+        return factors_1K
+    from torch.distributed.tensor import Replicate, Shard
+
+    factors, whole = cast(Any, factors_1K), cast(Any, x_MK)
+    placements = [Shard(1) if p.is_shard(1) else Replicate() for p in whole.placements]
+    local: Tensor = factors.redistribute(placements=placements).to_local()
+    return local
 
 
 def _remedy(model: nn.Module) -> str:

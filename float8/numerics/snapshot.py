@@ -36,6 +36,7 @@ from float8.numerics.display import layer_name, plot_casts, table_of_casts
 from float8.numerics.problems import level_of
 from float8.numerics.statistics import (
     FORMAT_OF,
+    SMOOTH,
     CastLabels,
     CastStatistics,
     Histogram,
@@ -134,7 +135,8 @@ class Report:
             operand: "input", "weight" or "grad_output".
 
         Raises:
-            ValueError: the report has no such operand, or one that was all zero or not finite.
+            ValueError: the report has no such operand, or one that was all zero or not finite, or
+                one that ``smooth_input=True`` multiplied by factors.
         """
         by_layer: dict[str, list[CastStatistics]] = {}
         for cast in self._rows:
@@ -241,6 +243,12 @@ class Report:
 
 
 def _static_scale(casts: Sequence[CastStatistics]) -> float:
+    if smooth := [cast for cast in casts if cast.granularity.endswith(SMOOTH)]:
+        raise ValueError(
+            f"{layer_name(smooth[0].layer)}: the report has its {smooth[0].operand} times the "
+            "factors of smooth_input=True, which a static scale does not have; "
+            "float8.calibrate(model, batches) finds that of the input itself"
+        )
     first_use = [cast for cast in casts if cast.gemm == casts[0].gemm]
     cast = max(first_use, key=lambda cast: (cast.nonfinite, cast.amax))
     if not (0 < cast.amax < math.inf) or cast.nonfinite:

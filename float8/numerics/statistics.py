@@ -45,6 +45,7 @@ from float8.kernels import MIN_SCALE
 from float8.kernels.sqnr import decibels
 
 OPERANDS = ("input", "weight", "grad_output")
+SMOOTH = ", smooth"  # after the granularity of an operand that was multiplied by factors
 IN_FLOAT8 = "float8"  # the scaling of an operand that arrived in float8
 FORMAT_OF = {fmt.name: fmt for fmt in FORMATS.values()}
 CastKey = tuple[str, str, str]
@@ -155,7 +156,8 @@ class CastStatistics:
             has statistics of its own only where the operand is cast otherwise for it.
         format: such as "e4m3".
         scaling: "dynamic", "delayed" or "static"; "float8" for an operand that arrived in float8.
-        granularity: "tensorwise", "rowwise" or the extents of a block, as "1x128".
+        granularity: "tensorwise", "rowwise" or the extents of a block, as "1x128". Of a layer with
+            ``smooth_input=True``, ", smooth" follows: the numbers are those of x * s and w / s.
         elements: how many were cast, over all calls.
         calls: how often.
         zeros, nonfinite: how many elements were zero, inf or NaN before the cast.

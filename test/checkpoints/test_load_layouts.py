@@ -124,6 +124,18 @@ def test_mx_weights_keep_their_scales_of_one_byte(tmp_path):
     assert_sqnr_at_least(model(x), exact, 28)
 
 
+def test_a_delayed_cast_of_smooth_channels_starts_without_the_scale_of_the_file(tmp_path):
+    """That scale is of x, and the cast is of x * s, with amaxes in (0.5, 1]."""
+    delayed = float8.CastConfig(ScalingType.DELAYED)
+    config = Float8LinearConfig(cast_config_input=delayed, smooth_input=True)
+    folder = write(tmp_path, tensors_of("tensor", static=True), compressed("tensor", static=True))
+    model = load(Block(seed=2), folder, "training", config=config)
+    assert not model.up.cast_input.history_ready
+    model(TOKENS).sum().backward()
+    float8.after_step(model)
+    assert 0.5 < model.up.cast_input.scale * 448 <= 1
+
+
 @pytest.mark.parametrize("converted", [False, True])
 @pytest.mark.parametrize("interval", [1, 4])
 def test_delayed_casts_start_with_the_scales_of_the_files(tmp_path, converted, interval):

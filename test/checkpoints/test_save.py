@@ -368,6 +368,27 @@ def test_parts_of_a_model_in_memory_only(tmp_path):
 # --- static inputs
 
 
+def test_a_scale_of_smooth_channels_is_none_of_the_input(tmp_path):
+    """A delayed scale of x * s, within (0.5, 1], would saturate x in the engine that reads it."""
+    delayed = float8.CastConfig(scaling_type=float8.ScalingType.DELAYED)
+    config = Float8LinearConfig(cast_config_input=delayed, smooth_input=True)
+    model = float8.convert_to_float8_training(
+        Model(), config=config, module_filter_fn=filters.skip_names("head")
+    )
+    step(model)
+    for layout in (ModelOpt(), CompressedTensors(static_inputs=True)):
+        with pytest.raises(ValueError, match=r"first: it has no static input scale.*calibrate"):
+            plan_save(model, layout)
+    tokens = [torch.randint(0, 32, (4, 16))]
+    with float8.inspect(model) as report:
+        model(tokens[0])
+    with pytest.raises(ValueError, match="q_proj: the report has its input times the factors"):
+        report.static_scales()
+    scales = float8.calibrate(model, tokens).static_scales()
+    found = saved(model, tmp_path, ModelOpt(), input_scales=scales)
+    assert found["first.input_scale"].item() == pytest.approx(scales["first"])
+
+
 def test_input_scales_come_from_the_user_or_from_constants(tmp_path):
     model = model_of("tensorwise")
     filter_fn = filters.skip_names("head")

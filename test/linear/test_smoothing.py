@@ -33,7 +33,8 @@ from float8 import (
 )
 from float8.config import RECIPES
 from float8.estimate import estimate
-from float8.linear import autograd, smoothing
+from float8.kernels.sqnr import sqnr
+from float8.linear import autograd, scaling, smoothing
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DELAYED = CastConfig(scaling_type=ScalingType.DELAYED)
@@ -413,6 +414,62 @@ def test_an_inspection_sees_what_is_cast():
         assert len(rows) == 2
         underflows[config.smooth_input] = [row.flushed for row in rows]
     assert max(underflows[True]) == 0 < min(underflows[False])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(F16, None), (F32, BF16), (F32, F16)], ids=["f16", "bf16 ac", "f16 ac"]
+)
+def test_an_inspection_rounds_as_the_layer_does(dtype, autocast):
+    """1.001 is 1 in bfloat16, which has another factor; 8 / s is beyond float16."""
+    torch.manual_seed(0)
+    layer = nn.Sequential(Float8Linear(K, N, bias=False, dtype=dtype, config=SMOOTH))
+    x = torch.rand(M, K).to(dtype)
+    x[0] = 1.001
+    x[0, 0] = 6e4
+    layer[0].weight.data[0, 0] = 8.0
+    casts = []
+
+    def cast(x, *args, **options):
+        casts.append(x.abs().max().item())
+        return scaling.cast_matrix(x, *args, **options)
+
+    def call():
+        return layer(x)
+
+    with torch.autocast("cpu", autocast or BF16, enabled=autocast is not None):
+        wrapped = mock.Mock(wraps=scaling.cast_orientations)
+        with mock.patch.multiple(autograd, cast_orientations=wrapped, cast_matrix=cast):
+            call()
+        casts.append(wrapped.call_args.args[0].abs().max().item())
+        with float8.inspect(layer) as report:
+            call()
+    found = {row.operand: (row.amax, row.nonfinite) for row in report.casts}
+    assert found == {"weight": (casts[0], 0), "input": (casts[1], 0)}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("by_gate", [False, True])
+def test_the_sqnr_of_a_gradient_is_that_of_the_weight(recipe, by_gate):
+    """The largest channel has a gradient that cancels, so that its error is most of all errors."""
+    if by_gate and recipe == "rowwise":
+        pytest.skip("a gate casts by tensor")
+    torch.manual_seed(0)
+    config = replace(RECIPES[recipe], smooth_input=True)
+    layer = nn.Sequential(Float8Linear(K, N, bias=False, config=config))
+    x, g = torch.randn(64, K), torch.randn(64, N)
+    x[:, 0] = 1e3 * torch.randn(64)
+    g -= x[:, :1] * (x[:, :1].T @ g) / x[:, 0].square().sum()
+    values = x
+    if by_gate:  # what arrives in float8 is taken for exact
+        x = float8.SwiGLUCast(config)(torch.full_like(x, 30.0), x / 30)
+        values = x.dequantize()
+    exact = g.double().T @ values.double()
+    with float8.inspect(layer) as report:
+        layer(x).backward(g)
+    (found,) = (c.gradient_sqnr for c in report.casts if c.gradient_sqnr is not None)
+    expected = sqnr(exact, layer[0].weight.grad)
+    assert expected < 10
+    assert found == pytest.approx(expected, abs=1.5)
 
 
 def test_no_time_is_predicted():

@@ -32,10 +32,10 @@ EXACT = ("elements", "zeros", "amax", "scale_max", "flushed", "saturated", "hist
 CLOSE = ("sqnr", "kurtosis")
 
 
-def model(recipe="tensorwise", gathers=False):
+def model(recipe="tensorwise", gathers=False, smooth=False):
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(K, H), nn.GELU(), nn.Linear(H, K))
-    config = replace(RECIPES[recipe], enable_fsdp_float8_all_gather=gathers)
+    config = replace(RECIPES[recipe], enable_fsdp_float8_all_gather=gathers, smooth_input=smooth)
     return convert_to_float8_training(layers, config=config)
 
 
@@ -99,10 +99,10 @@ def gathered_weights_are_those_of_one_process(rank):
     assert [row.scale_max for row in weights] == [row.scale_max for row in theirs]
 
 
-def tensor_parallel_parts_gather_to_the_whole(rank, recipe, sequence):
-    """Each rank measures its part under the scale of the whole tensor."""
+def tensor_parallel_parts_gather_to_the_whole(rank, recipe, sequence, smooth=False):
+    """Each rank measures its part under the scale, and the factors, of the whole tensor."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    alone, layers = model(recipe), model(recipe)
+    alone, layers = (model(recipe, smooth=smooth) for _ in range(2))
     x, g = batch(0)
     cut = {"input_layouts": Shard(0)} if sequence else {}
     out = {"output_layouts": Shard(0)} if sequence else {}
@@ -125,13 +125,29 @@ def tensor_parallel_parts_gather_to_the_whole(rank, recipe, sequence):
             sync_float8_amax_and_scale_history(each)
 
 
-def a_layer_of_dtensors_is_measured_by_its_shards(rank):
+def smooth_channels_of_other_ranks_have_factors_too(rank):
+    """Each rank has some channels of the input, and rows of the weight with all channels."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    alone, layers = model(smooth=True), model(smooth=True)
+    plan = {"0": Float8ColwiseParallel(input_layouts=Shard(-1)), "2": Float8RowwiseParallel()}
+    parallelize_module(layers, mesh, plan)
+    x, g = batch(0)
+    x = x * 2.0 ** torch.arange(K)
+    with inspect(alone) as expected:
+        run(alone, x, g)
+    with inspect(layers) as report:
+        run(layers, x.chunk(2, 1)[rank], g)
+    same(report.gather(), expected, "columns", ("input", "weight"))
+
+
+def a_layer_of_dtensors_is_measured_by_its_shards(rank, smooth=False):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(K, H), nn.GELU(), nn.Linear(H, K))
-    alone = convert_to_float8_training(copy.deepcopy(plain))
+    config = replace(RECIPES["tensorwise"], smooth_input=smooth)
+    alone = convert_to_float8_training(copy.deepcopy(plain), config=config)
     styles = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
-    layers = convert_to_float8_training(parallelize_module(plain, mesh, styles))
+    layers = convert_to_float8_training(parallelize_module(plain, mesh, styles), config=config)
     x, g = batch(0)
     with inspect(alone) as expected:
         run(alone, x, g)

@@ -119,6 +119,8 @@ def test_a_run_that_resumes_has_the_alarms_of_one_that_did_not_stop():
         for kept in (3, 5, 100):  # snapshots in the file
             before = watch_of(whole[:stop])
             resumed = watch_of(whole[max(stop - kept, 0) : stop], before.alarms)
+            ended = {alarm for alarm in before.alarms if not alarm.is_active}
+            assert ended <= set(resumed.alarms), (stop, kept)  # none ends a second time
             for report in whole[stop:]:
                 resumed.see(report)
             if kept == 100:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from float8 import Float8LinearConfig, convert_to_float8_training, inspect
 from float8.granularity import WHOLE
 from float8.kernels.sqnr import sqnr
-from float8.numerics import statistics
+from float8.numerics import inspection, statistics
 from float8.numerics.gradient_error import energies, project_gradient, project_input
 from float8.numerics.statistics import Float8Matrix
 
@@ -96,6 +97,23 @@ def test_there_is_none_without_a_cast_gradient_of_the_weight():
     with inspect(frozen) as report, torch.no_grad():
         frozen(x)
     assert gradient_sqnrs(report) == {}
+
+
+def test_a_loss_that_is_kept_keeps_no_projections(monkeypatch):
+    kept = []
+
+    def project(*args):
+        kept.append(project_input(*args))
+        return kept[-1]
+
+    monkeypatch.setattr(inspection, "project_input", project)
+    model = layers("tensorwise")
+    with inspect(model):
+        loss = model(torch.randn(64, 48).bfloat16()).sum()
+        loss.backward()
+    alive = [weakref.ref(each.exact) for each in kept]
+    kept.clear()
+    assert len(alive) == 2 and not any(ref() is not None for ref in alive), loss
 
 
 def test_zero_and_inf_have_no_ratio():

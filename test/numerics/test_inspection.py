@@ -385,7 +385,11 @@ def test_what_ranks_see_is_what_one_process_sees(tmp_path):
         "gathered in float8": ("gathered_weights_are_those_of_one_process",),
         "tensor parallel": (parts, "tensorwise", False),
         "sequence parallel": (parts, "delayed", True),
+        "smooth, tensor parallel": (parts, "tensorwise", False, True),
+        "smooth, sequence parallel": (parts, "tensorwise", True, True),
+        "smooth, columns": ("smooth_channels_of_other_ranks_have_factors_too",),
         "DTensor": ("a_layer_of_dtensors_is_measured_by_its_shards",),
+        "smooth DTensor": ("a_layer_of_dtensors_is_measured_by_its_shards", True),
         "monitor": ("a_monitor_writes_on_one_rank_what_all_have_seen", tmp_path / "run.json"),
         "alarm": ("an_alarm_of_one_rank_stops_all", tmp_path / "alarm.json"),
     }
