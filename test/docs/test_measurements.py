@@ -203,7 +203,8 @@ def inspection():
 
 
 def alarms():
-    """For the page of measurements, once ``cpu_alarms.json`` is there."""
+    """The healthy trainings, then those with a fault."""
+    lines = bench_alarms.lines(result("cpu_alarms")["rows"])
     body = [
         [
             "healthy" if line["layer"] == HEALTHY else f"`{line['layer']}`",
@@ -214,7 +215,7 @@ def alarms():
             line.get("looks_until", "none" if "allowed" in line else ""),
             line.get("allowed", ""),
         ]
-        for line in bench_alarms.lines(result("cpu_alarms")["rows"])
+        for line in sorted(lines, key=lambda line: line["layer"] != HEALTHY)
     ]
     header = "training | recipe | looks | false alarms | expected alarm"
     return markdown(f"{header} | looks until it started | at most", body)
