@@ -88,7 +88,7 @@ class Alarm:
     @property
     def labels(self) -> CastLabels:
         """Which cast it is."""
-        return CastLabels(*(getattr(self, name) for name in CastLabels._fields))
+        return labels_of(self)
 
     @property
     def place(self) -> str:
@@ -293,9 +293,9 @@ class AlarmWatch:
             del self._alarms[number]
 
 
-def labels_of(cast: CastStatistics) -> CastLabels:
-    """Which cast the statistics are of."""
-    return CastLabels(*(getattr(cast, name) for name in CastLabels._fields))
+def labels_of(found: CastStatistics | Alarm) -> CastLabels:
+    """Which cast statistics or an alarm are of."""
+    return CastLabels(*(getattr(found, name) for name in CastLabels._fields))
 
 
 def watch_of(reports: Sequence[Report], stored: Iterable[Alarm] = ()) -> AlarmWatch:
