@@ -193,9 +193,9 @@ SATURATES = ProblemKind(
     lambda cast: (
         f"{100 * (cast.saturated or 0.0):.3g} % of its elements lie beyond the format's range."
     ),
-    "A delayed scale lags behind: give DelayedScalingConfig a margin or a longer history, and "
-    "call float8.after_step(model) after each step. A static scale "
-    "needs to be calibrated again. A dynamic scale never saturates.",
+    "A delayed scale lags behind: DelayedScalingConfig(margin=2) leaves a factor of 4 for values "
+    "that grow, and float8.after_step(model) must follow each step. A static scale needs to be "
+    "calibrated again. A dynamic scale never saturates.",
 )
 FLUSHES = ProblemKind(
     "flush to zero",
