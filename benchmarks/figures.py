@@ -57,6 +57,7 @@ FIGURES = {
     "overview": Drawn(tuple(overview.SOURCES.values()), _overview),
     "demo": _of("cpu_noamx_demo.json"),
     "mup_transfer": _of("cpu_mup_transfer.json"),
+    "outliers": _of("cpu_outliers.json"),
 }
 
 

@@ -6,8 +6,10 @@ thresholds are relative to that, not fixed numbers of dB::
 
     not finite   any inf or NaN in the operand
     saturated    more than 1 in 1,000 elements beyond the range; bad from 1 in 100
-    flushed      more than 1 in 10 elements became zero, bad from 1 in 2; one level lower where the
-                 SQNR is as expected: the lost elements were small, as in the gradient of a softmax
+    flushed      more than 1 in 10 elements became zero, bad from 1 in 2; of a gradient one level
+                 lower where the SQNR is as expected, as in the gradient of a softmax: the lost
+                 elements were small. Of an input or a weight such an SQNR says that few outliers
+                 have nearly all of the power, and the rest is what the model needs (docs/quality.md)
     noisy        an SQNR 6 dB below that of the format, which is twice its error; bad from 15 dB;
                  not where saturation or flushing of the same level is the reason
     stale        a delayed or static scale half an octave too small, or a delayed one six too large
@@ -129,7 +131,8 @@ def _flush_level(cast: CastStatistics) -> int:
     if _is_lost(cast):
         return FINE
     level = _level(cast.flushed, *FLUSHED)
-    return level if _sqnr_level(cast) else max(level - 1, FINE)
+    is_harmless = cast.operand == "grad_output" and not _sqnr_level(cast)
+    return max(level - 1, FINE) if is_harmless else level
 
 
 def _sqnr_level(cast: CastStatistics) -> int:
@@ -204,9 +207,10 @@ FLUSHES = ProblemKind(
     lambda cast: cast.flushed or 0.0,
     _flush_message,
     "Its values span more octaves than the format has: let fewer of them share a scale (recipe "
-    '"rowwise" or "blockwise"), or keep gradients in E5M2, which reaches further down. A '
-    "static scale is too large for them: calibrate it, or take a dynamic recipe. Where the "
-    "SQNR is as expected, the lost elements are small, and often harmless.",
+    '"rowwise" or "blockwise"), give the layer behind a SwiGLU smooth_input=True, or keep gradients '
+    "in E5M2, which reaches further down. A static scale is too large for them: calibrate it, or "
+    "take a dynamic recipe. In a gradient whose SQNR is as expected the lost elements are small, "
+    "and often harmless.",
 )
 NOISY = ProblemKind(
     "lose precision",

@@ -33,7 +33,8 @@ def test_a_healthy_cast_is_left_alone():
             "20 % of its elements became zero; its SQNR is 25.0 dB",
         ),
         ({"flushed": 0.6, "sqnr": 5.0}, BAD, "One cast flushes to zero", "60 % of its elements"),
-        ({"flushed": 0.6}, SUSPICIOUS, "One cast flushes to zero", "60 % of its elements"),
+        ({"flushed": 0.2}, SUSPICIOUS, "One cast flushes to zero", "20 % of its elements"),
+        ({"flushed": 0.6}, BAD, "One cast flushes to zero", "60 % of its elements"),
         (
             {"sqnr": 25.5},
             SUSPICIOUS,
@@ -58,7 +59,7 @@ def test_a_cast_that_left_nothing_finite_is_not_called_imprecise():
     assert found.kind.one == "met inf or NaN"
 
 
-def test_what_flushes_without_a_loss_of_sqnr_weighs_less():
+def test_a_gradient_that_flushes_without_a_loss_of_sqnr_weighs_less():
     softmax = replace(HEALTHY, operand="grad_output", format="e5m2", sqnr=25.9, flushed=0.4)
     assert problems_of([softmax]) == []
     worse = [replace(softmax, flushed=0.9), replace(softmax, flushed=0.6, sqnr=9.0)]
