@@ -190,8 +190,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         base_steps=(400, "before the channel is planted"),
         settling_steps=(100, "between planting and conversion"),
     )
-    options = study.parse(parser, argv, QUICK)
-    return options
+    return study.parse(parser, argv, QUICK)
 
 
 def main(argv: Sequence[str]) -> int:

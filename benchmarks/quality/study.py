@@ -158,10 +158,9 @@ def known_rows(
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON ({error}): give -o another name") from error
-    if found.get("benchmark") != name:
+    if (owner := found.get("benchmark") if isinstance(found, dict) else None) != name:
         raise ValueError(
-            f"{path} is a file of {found.get('benchmark')}, which {name} would overwrite: give -o "
-            "another name"
+            f"{path} is a file of {owner}, which {name} would overwrite: give -o another name"
         )
     for key in SAME:
         mine, of_file = str(getattr(options, key, "")), found.get("options", {}).get(key)
