@@ -160,7 +160,7 @@ def losses_of_steps(
 
 
 def set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Multiply the peak learning rates of an optimizer of `adamw` by a factor."""
+    """Multiply the peak learning rates of an optimizer of `optimizer_of` by a factor."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
 
@@ -222,19 +222,14 @@ def autocast(device: str | torch.device) -> AbstractContextManager[None]:
 
 
 def optimizer_of(what: Contender, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW of a contender; see `adamw`."""
-    return adamw(what.model, learning_rate, what.unit_scaled)
-
-
-def adamw(model: nn.Module, learning_rate: float, unit_scaled: bool) -> torch.optim.Optimizer:
     """AdamW that decays matrices; its groups keep the peak learning rate as ``initial_lr``."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    decay = UNIT_DECAY if unit_scaled else WEIGHT_DECAY
+    parameters = [p for p in what.model.parameters() if p.requires_grad]
+    decay = UNIT_DECAY if what.unit_scaled else WEIGHT_DECAY
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    cls = uu.optim.AdamW if unit_scaled else torch.optim.AdamW
+    cls = uu.optim.AdamW if what.unit_scaled else torch.optim.AdamW
     optimizer = cls(groups, learning_rate, BETAS, fused=True)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
