@@ -111,9 +111,11 @@ def ends_below(line: Row, column: str, limit: float, against: str) -> list[Row]:
     return [target] if column in line or line["diverged"] else []
 
 
-def difference(rows: Sequence[Row], bases: Sequence[Row], key: str = "loss") -> Difference:
+def difference(
+    rows: Sequence[Row], bases: Sequence[Row], key: str = "loss", base_key: str = "loss"
+) -> Difference:
     """The paired difference of runs and their bases, in per cent; see `pairs`."""
-    values = [100 * (own / base - 1) for own, base in pairs(rows, bases, key)]
+    values = [100 * (own / base - 1) for own, base in pairs(rows, bases, key, base_key)]
     return Difference(tuple(values), sum("error" in row for row in rows))
 
 
