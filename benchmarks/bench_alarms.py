@@ -121,8 +121,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         batch=(8, "windows in a step"),
         context=(64, "bytes of a window"),
     )
-    options = study.parse(parser, argv, QUICK)
-    return options
+    return study.parse(parser, argv, QUICK)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -36,7 +36,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks.measuring import harness
 from benchmarks.measuring.harness import Row
 from benchmarks.models import bert, decoders, training
 from benchmarks.quality import study
@@ -56,6 +55,11 @@ COLUMNS = {
 MAX_GAP = 1.0  # per cent
 # The best powers of two in fp32 at the default sizes, seed 0, of 2**-11 to 2**-8 and 2**-1 to 2**1.
 LEARNING_RATES = {"base": 2.0**-9, "unit": 1.0}
+SIZES = training.SIZES | {
+    "steps": (250, "of a run"),
+    "batch": (16, "windows of text in a step"),
+    "width": (128, "of the model"),
+}
 QUICK = {"width": 32, "steps": 2, "batch": 2, "context": 32, "layers": 1, "val_batches": 1}
 
 
@@ -141,8 +145,7 @@ def summary(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = study.parser(__doc__, seeds=3)
-    training.add_sizes(parser, steps=250, batch=16)
-    parser.add_argument("--width", type=harness.positive, default=128)
+    study.add_numbers(parser, **SIZES)
     parser.add_argument("--models", nargs="+", choices=bert.KINDS, default=list(bert.KINDS))
     parser.add_argument("--formats", nargs="+", choices=bert.FORMATS, default=list(bert.FORMATS))
     for kind, lr in LEARNING_RATES.items():
@@ -151,7 +154,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     decoders.check_widths(parser, "--width", [options.width])
     if options.batch * options.context % 16:
         parser.error("--batch x --context must be a multiple of 16, which float8 products need")
-    options.sizes = {name: getattr(options, name) for name in QUICK}
+    options.sizes = {name: getattr(options, name) for name in SIZES}
     options.rates = {kind: getattr(options, f"{kind}_lr") for kind in bert.KINDS}
     return options
 

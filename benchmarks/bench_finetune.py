@@ -38,7 +38,7 @@ from benchmarks.measuring.harness import Row
 from benchmarks.quality import pretrained, study
 from benchmarks.quality.contenders import BASE, NOISE
 from benchmarks.quality.finetuning import Tuning, tune
-from benchmarks.quality.paired import by_contender, difference, grouped, interval, with_loss
+from benchmarks.quality.paired import by_contender, difference, grouped, interval
 from benchmarks.quality.post_training import (
     INPUT_METHODS,
     PLAIN,
@@ -144,8 +144,7 @@ def of_trainings(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
             line[key] = statistics.fmean(row[key] for row in ended)
         if name not in ("before", BASE):
             gaps = {key: difference(own, bases, key) for key in ("loss", "bf16_loss", "moved_loss")}
-            old, old_bases = (with_loss(rows, lambda r: r.get("old_loss")) for rows in (own, bases))
-            gaps["old_loss"] = difference(old, old_bases)
+            gaps["old_loss"] = difference(own, bases, "old_loss", "old_loss")
             line |= {
                 key.replace("loss", "gap"): str(gap) for key, gap in gaps.items() if gap.values
             }
@@ -156,7 +155,7 @@ def of_trainings(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 def _casts(name: str, own: Sequence[Row], bases: Sequence[Row]) -> Row:
     """What evaluation in float8 costs: of weights that it has trained, and of those of bf16."""
-    trained = difference(own, with_loss(own, lambda row: row.get("bf16_loss")))
+    trained = difference(own, own, "loss", "bf16_loss")
     flat = [{**row, **row.get("converted", {})} for row in bases]
     converted = difference(flat, bases, name)
     return {

@@ -202,7 +202,7 @@ def draw_panel(axes: Axes, rows: Sequence[Row], name: str) -> None:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = study.parser(__doc__, seeds=1)
-    training.add_sizes(parser)
+    study.add_numbers(parser, **training.SIZES)
     parser.add_argument(
         "--variant", nargs="+", choices=list(PARAMETRISATIONS), default=["standard", "u-mup"]
     )
@@ -218,8 +218,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--octaves are LOW and HIGH, not {options.octaves}")
     if "float8" in options.formats and options.batch * options.context % 16:
         parser.error("--batch x --context must be a multiple of 16, which float8 products need")
-    names = ("steps", "batch", "context", "layers", "val_batches")
-    options.sizes = {name: getattr(options, name) for name in names}
+    options.sizes = {name: getattr(options, name) for name in training.SIZES}
     return options
 
 

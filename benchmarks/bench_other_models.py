@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 from benchmarks.measuring.harness import Row
 from benchmarks.quality import study
 from benchmarks.quality.other_models import PLAIN, ROUNDED, Run, train
-from benchmarks.quality.paired import Difference, difference, grouped, interval
+from benchmarks.quality.paired import Difference, difference, grouped, interval, pairs
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 CONTENDERS = (PLAIN, ROUNDED, *RECIPES)
@@ -115,11 +115,8 @@ def _line(name: str, own: Sequence[Row], by_name: dict[str, list[Row]]) -> Row:
 
 def accuracy_points(rows: Sequence[Row], bases: Sequence[Row]) -> Difference:
     """The paired differences of accuracies, in points."""
-    of_seed = {row["run"]["seed"]: row["accuracy"] for row in bases if "accuracy" in row}
-    ended = [row for row in rows if "loss" in row]
-    pairs = [(row["accuracy"], of_seed.get(row["run"]["seed"])) for row in ended]
-    values = tuple(own - base for own, base in pairs if base is not None)
-    return Difference(values, len(rows) - len(ended))
+    values = [own - base for own, base in pairs(rows, bases, "accuracy", "accuracy")]
+    return Difference(tuple(values), sum("error" in row for row in rows))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

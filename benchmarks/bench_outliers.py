@@ -4,7 +4,7 @@ In long trainings the gate's and the up projection's rows of a channel align, an
 all others of ``down``'s input (arXiv 2409.12517). A small GPT gets such a channel, and the weights
 around it are changed so that the model still computes the same (`quality/outliers.py`): in bf16 the
 size of the outlier makes no difference. Every contender starts from the same weights
-(`quality/outlier_base.py`), is evaluated right after its conversion, and trained on beside bf16.
+(`quality/outlier_run.py`), is evaluated right after its conversion, and trained on beside bf16.
 
     --outliers often    a channel that answers to every line's end: the outlier is in every batch.
                         Sizes from 1 to 2^20; trained on from some of them
@@ -34,17 +34,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 from benchmarks.measuring.harness import Row
 from benchmarks.quality import study
 from benchmarks.quality.contenders import BASE, NOISE
-from benchmarks.quality.outlier_base import Run
-from benchmarks.quality.outlier_contenders import CONTENDERS
-from benchmarks.quality.outlier_run import train
+from benchmarks.quality.outlier_run import OutlierRun, train
 from benchmarks.quality.paired import difference, with_loss
 
+EACH = (
+    *(BASE, NOISE, "tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "down in bf16"),
+    *("smooth tensorwise", "smooth delayed"),
+)
 OF_DELAYED = ("history 1", "history 1024", "margin 4")
+CONTENDERS = (*EACH, *OF_DELAYED)
 
 
 @dataclass(frozen=True)
 class Outlier:
-    """A kind of outlier: `Run`'s fields of these names, and what it is measured in."""
+    """A kind of outlier: `OutlierRun`'s fields of these names, and what it is measured in."""
 
     byte: int
     exponents: tuple[int, ...]
@@ -59,17 +62,14 @@ OUTLIERS = {
         exponents=(0, 8, 10, 12, 14, 16, 18, 20),
         trained=(8, 12, 16),
         every=10,
-        contenders=tuple(name for name in CONTENDERS if name not in OF_DELAYED),
+        contenders=EACH,
     ),
     "rare": Outlier(
         byte=ord("?"),
         exponents=(12, 16),
         trained=(12, 16),
         every=5,
-        contenders=(
-            *(BASE, NOISE, "tensorwise", "delayed", *OF_DELAYED),
-            "smooth delayed",
-        ),
+        contenders=(BASE, NOISE, "tensorwise", "delayed", *OF_DELAYED, "smooth delayed"),
     ),
 }
 QUICK = {"steps": 2, "base_steps": 2, "settling_steps": 2, "seeds": [0]}
@@ -95,10 +95,10 @@ COLUMNS = {
 }
 
 
-def runs(options: argparse.Namespace) -> list[Run]:
+def runs(options: argparse.Namespace) -> list[OutlierRun]:
     """Every contender for every kind of outlier and seed, a seed after the other."""
     return [
-        Run(
+        OutlierRun(
             contender=name,
             seed=seed,
             byte=outlier.byte,
@@ -190,8 +190,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         base_steps=(400, "before the channel is planted"),
         settling_steps=(100, "between planting and conversion"),
     )
-    options = study.parse(parser, argv, QUICK)
-    return options
+    return study.parse(parser, argv, QUICK)
 
 
 def main(argv: Sequence[str]) -> int:

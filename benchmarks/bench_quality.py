@@ -79,7 +79,6 @@ ALL = tuple(dict.fromkeys(name for each in STUDIES.values() for name in each.con
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options; ``sizes`` are those of a run, and what was not given is the study's."""
     parser = study.parser(__doc__, seeds=5)
-    parser.set_defaults(seeds=None)
     parser.add_argument("--study", choices=STUDIES, default="recipes")
     parser.add_argument("--contenders", nargs="+", choices=ALL, metavar="NAME")
     for name, text in (
@@ -94,13 +93,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         others = "".join(f", {value} ({each})" for each, value in own.items())
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=positive, help=f"{text}; {SIZES[name]}{others}")
-    options = parser.parse_args(argv)
-    chosen = STUDIES[options.study]
-    options.seeds = list(range(chosen.seeds)) if options.seeds is None else options.seeds
-    options.contenders = options.contenders or list(chosen.contenders)
-    usual = SIZES | chosen.sizes | (QUICK if options.quick else {})
-    given = {name: getattr(options, name) for name in SIZES}
-    options.sizes = {name: given[name] or usual[name] for name in SIZES}
+    chosen = STUDIES[parser.parse_args(argv).study]
+    usual = {"contenders": list(chosen.contenders), "seeds": list(range(chosen.seeds))}
+    parser.set_defaults(**usual, **SIZES | chosen.sizes)
+    options = study.parse(parser, argv, QUICK)
+    options.sizes = {name: getattr(options, name) for name in SIZES}
     return options
 
 

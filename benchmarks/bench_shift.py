@@ -2,7 +2,7 @@
 
 Four changes are planted in trainings of a small GPT (`quality/shifts.py`): the first steps, a
 restart of the learning rate, a text in another alphabet, and activations that grow. Delayed scaling
-with histories of 1, 16 and 1024 steps and margins of 0, 1 and 2 (`quality/delayed.py`) is compared
+with histories of 1, 16 and 1024 steps and margins of 0, 1 and 2 (`quality/configs.py`) is compared
 with bf16 and with dynamic scales (``tensorwise``). Of every step from the change on
 (`quality/shifted_run.py`):
 
@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 
 from benchmarks.measuring.harness import Row
 from benchmarks.quality import shifts, study
+from benchmarks.quality.configs import DEFAULT, GRADIENTS, GRID, LATER, name_of
 from benchmarks.quality.contenders import BASE, NOISE
-from benchmarks.quality.delayed import DEFAULT, GRADIENTS, GRID, LATER, name_of
 from benchmarks.quality.paired import difference, grouped
 from benchmarks.quality.shifted_run import ShiftedRun, train
 

@@ -202,8 +202,9 @@ def check(rows: Sequence[Row], options: argparse.Namespace) -> None:
     """
     ends = {first: min(first + options.every, options.steps) for first in starts(options)}
     for run in (row["run"] for row in rows):
-        ours = {**options.sizes, "first": run["first"], "until": ends.get(run["first"])}
-        theirs = {name: run[name] for name in ours}
+        first = run.get("first")
+        ours = {**options.sizes, "first": first, "until": ends.get(first)}
+        theirs = {name: run.get(name) for name in ours}
         if theirs != ours:
             raise ValueError(
                 f"{options.output} has a segment of {theirs}, which is none of this command's: "

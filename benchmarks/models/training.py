@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.measuring.harness import Row, positive
+from benchmarks.measuring.harness import Row
 from scripts.training import corpus
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # tokens (B, T), targets (B, T) -> a scalar
@@ -27,11 +27,18 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 FINAL = 0.1  # of the peak learning rate
 WARM_UP = 0.1  # of the steps
+SIZES = {  # options of `benchmarks.quality.study.add_numbers`
+    "steps": (150, "of a run"),
+    "batch": (8, "windows of text in a step"),
+    "context": (64, "bytes of a window"),
+    "layers": (2, "transformer layers"),
+    "val_batches": (32, "held-out batches that the final loss is the mean of"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What decides a training, beside its model: the fields are options of `add_sizes`."""
+    """What decides a training, beside its model: the fields are options of `SIZES`."""
 
     seed: int
     steps: int
@@ -108,24 +115,6 @@ def mean_loss(loss_of: Loss, batches: Batches) -> float:
     """The mean over batches of one size."""
     losses = [loss_of(tokens, targets).item() for tokens, targets in batches]
     return sum(losses) / len(losses)
-
-
-def add_sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
-    """Add the options that benchmarks of training share, beside those of a study.
-
-    Args:
-        parser: `benchmarks.quality.study.parser`'s.
-        defaults: others than these.
-    """
-    for name, value, text in (
-        ("steps", 150, "of a run"),
-        ("batch", 8, "windows of text in a step"),
-        ("context", 64, "bytes of a window"),
-        ("layers", 2, "transformer layers"),
-        ("val_batches", 32, "held-out batches that the final loss is the mean of"),
-    ):
-        flag, default = "--" + name.replace("_", "-"), defaults.get(name, value)
-        parser.add_argument(flag, type=positive, default=default, help=f"{text}; {default}")
 
 
 def load(options: argparse.Namespace) -> corpus.Corpus:

@@ -1,4 +1,4 @@
-"""What a run of a quality study trains in: bf16, a recipe of float8, or torchao's.
+"""What a run of a quality study trains in: bf16, float8, or torchao's float8.
 
 ============================ ======================================================================
 name                         the linear layers of the blocks
@@ -8,12 +8,13 @@ name                         the linear layers of the blocks
                              ``bf16`` by one rounding and has no other reason to be better or worse:
                              how far the two end apart is the noise of the study
 a recipe of float8           converted; ``unit`` is unit-scaled first
+a name of `configs.py`       converted with that config
 ``unit_bf16``                unit-scaled, in bf16: the base of ``unit``
 ``torchao tensorwise``,      converted by torchao's own function; on a CPU with ``emulate``
 ``torchao rowwise``
-``only PART``,               recipe ``tensorwise`` with the casts of one part alone, or with all but
-``all but PART``             those (``ablated.py``). A `Float8LinearConfig` switches GEMMs, a layer
-                             of the study's own switches operands and single casts
+``only PART``,               recipe ``tensorwise`` with the casts of an operand or a single cast
+``all but PART``             alone, or with all but those, by a layer of the study's own
+                             (``ablated.py``)
 ============================ ======================================================================
 
 The output head keeps bf16 in all of them.
@@ -22,6 +23,8 @@ The output head keeps bf16 in all of them.
 from __future__ import annotations
 
 import importlib
+import itertools
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -30,8 +33,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.quality.ablated import ABLATIONS, GEMMS, ablate, casts_in, config_of, part_of
-from float8 import after_step, convert_to_float8_training, high_precision
+from benchmarks.quality import configs
+from benchmarks.quality.ablated import ABLATIONS, ablate, casts_in
+from float8 import Float8LinearConfig, after_step, convert_to_float8_training, high_precision
 from scripts.training import gpt
 
 BASE, NOISE, UNIT_BASE = "bf16", "bf16 rounded", "unit_bf16"
@@ -70,14 +74,18 @@ def contender(name: str, model: nn.Module) -> Contender:
         return Contender(model)
     if name.startswith(PEER):
         return Contender(_by_torchao(model, name.removeprefix(PEER)))
-    if name in ABLATIONS and part_of(name) not in GEMMS:
+    if name in configs.CONFIGS:
+        converted = _by_configs(model, *configs.CONFIGS[name])
+    elif name in ABLATIONS:
         ablate(model, casts_in(name))
         return Contender(model)
-    converted = _by_gemm(model, name) if name in ABLATIONS else gpt.in_recipe(model, name)
+    else:
+        converted = gpt.in_recipe(model, name)
     in_bf16 = None if name == UNIT_BASE else lambda: high_precision(converted)
     if name in gpt.UNIT:
         return Contender(converted, unit_scaled=True, in_bf16=in_bf16)
-    return Contender(converted, after_step=lambda: after_step(converted), in_bf16=in_bf16)
+    after = _after_steps(converted, configs.LATE if name == configs.LATER else 0)
+    return Contender(converted, after_step=after, in_bf16=in_bf16)
 
 
 @torch.no_grad()
@@ -92,10 +100,27 @@ def base_of(name: str) -> str:
     return UNIT_BASE if name in gpt.UNIT else BASE
 
 
-def _by_gemm(model: nn.Module, ablation: str) -> nn.Module:
-    config = config_of(casts_in(ablation))
-    convert_to_float8_training(model, config=config, module_filter_fn=all_but_the_head)
+def _by_configs(
+    model: nn.Module, down: Float8LinearConfig | None, others: Float8LinearConfig
+) -> nn.Module:
+    def is_down(_: nn.Module, fqn: str) -> bool:
+        return fqn.endswith("down")
+
+    def is_another(module: nn.Module, fqn: str) -> bool:
+        return all_but_the_head(module, fqn) and not is_down(module, fqn)
+
+    for config, chosen in ((down, is_down), (others, is_another)):
+        if config is not None:
+            convert_to_float8_training(model, config=config, module_filter_fn=chosen)
     return model
+
+
+def _after_steps(model: nn.Module, skipped: int) -> Callable[[], object]:
+    """`after_step`, but for the first so many calls."""
+    if skipped:  # the reminder to call it
+        warnings.filterwarnings("ignore", "this model uses delayed scaling", UserWarning)
+    calls = itertools.count()
+    return lambda: after_step(model) if next(calls) >= skipped else None
 
 
 def _by_torchao(model: nn.Module, recipe: str) -> nn.Module:

@@ -25,10 +25,10 @@ from torch.nn import functional as F
 
 from benchmarks.measuring.harness import Row
 from benchmarks.models.bert import IGNORED
-from benchmarks.quality.contenders import round_parameters
-from benchmarks.quality.run import adamw, schedule, set_rate
+from benchmarks.quality.contenders import Contender, round_parameters
+from benchmarks.quality.run import optimizer_of, schedule, set_rate
 from benchmarks.quality.tasks import TASKS, Batch, Task
-from float8 import Float8Linear, Float8LinearConfig, after_step, convert_to_float8_training
+from float8 import Float8LinearConfig, after_step, convert_to_float8_training
 from float8.config import RECIPES
 from scripts.train_gpt import CLIP
 
@@ -74,8 +74,8 @@ def train(run: Run, device: str = "cpu") -> Row:
     """Train and evaluate; a run whose loss or whose scales are not finite has an ``error``."""
     torch.manual_seed(run.seed)
     task = TASKS[run.task](run.layers, run.width, run.batch, run.held_out, run.seed)
-    model = _converted(task.model.to(device), run.contender)
-    optimizer = adamw(model, run.learning_rate, unit_scaled=False)
+    what = _contender(task.model.to(device), run.contender)
+    optimizer = optimizer_of(what, run.learning_rate)
     is_fp16 = run.half == "fp16"
     first = OVERFLOWING if run.overflow else FIRST_SCALE
     scaler = torch.amp.GradScaler(
@@ -91,12 +91,12 @@ def train(run: Run, device: str = "cpu") -> Row:
         batch = task.batch(step)
         taken = False
         while not taken:
-            loss, taken = _step(model, optimizer, scaler, batch, HALVES[run.half])
+            loss, taken = _step(what, optimizer, scaler, batch, HALVES[run.half])
             skipped += not taken
-            if (error := _error(model, loss, step, skipped)) is not None:
+            if (error := _error(what.model, loss, step, skipped)) is not None:
                 return {"error": error, "skipped": skipped}
         losses.append(loss)
-    found = evaluate(model, task, HALVES[run.half])
+    found = evaluate(what.model, task, HALVES[run.half])
     seconds = round(time.perf_counter() - start, 1)
     tail = statistics.fmean(losses[-max(1, run.steps // 10) :])
     row: Row = {**found, "train_loss": round(tail, 5), "seconds": seconds}
@@ -104,23 +104,22 @@ def train(run: Run, device: str = "cpu") -> Row:
 
 
 def _step(
-    model: nn.Module,
+    what: Contender,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     batch: Batch,
     dtype: torch.dtype,
 ) -> tuple[float, bool]:
     """The loss, and whether the step was taken."""
-    loss = _loss(*_forward(model, batch, dtype))
+    loss = _loss(*_forward(what.model, batch, dtype))
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    nn.utils.clip_grad_norm_(what.model.parameters(), CLIP)
     scaler.step(optimizer)
     before = scaler.get_scale()
     scaler.update()
     optimizer.zero_grad()
-    if any(isinstance(module, Float8Linear) for module in model.modules()):
-        after_step(model)
+    what.after_step()
     return float(loss.item()), scaler.get_scale() >= before
 
 
@@ -163,13 +162,14 @@ def evaluate(model: nn.Module, task: Task, dtype: torch.dtype) -> Row:
     return {"loss": loss / count, "accuracy": 100 * right / count}
 
 
-def _converted(model: nn.Module, contender: str) -> nn.Module:
+def _contender(model: nn.Module, name: str) -> Contender:
     """The model in the arithmetic of a contender; parameters start as they are."""
-    if contender == ROUNDED:
-        round_parameters(model)
-    if contender in RECIPES:
-        config = replace(Float8LinearConfig.from_recipe_name(contender), pad_inner_dim=True)
-        convert_to_float8_training(
-            model, config=config, module_filter_fn=lambda _, fqn: fqn not in READOUTS
-        )
-    return model
+    if name not in RECIPES:
+        if name == ROUNDED:
+            round_parameters(model)
+        return Contender(model)
+    config = replace(Float8LinearConfig.from_recipe_name(name), pad_inner_dim=True)
+    convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, fqn: fqn not in READOUTS
+    )
+    return Contender(model, after_step=lambda: after_step(model))

@@ -111,13 +111,24 @@ def ends_below(line: Row, column: str, limit: float, against: str) -> list[Row]:
     return [target] if column in line or line["diverged"] else []
 
 
-def difference(rows: Sequence[Row], bases: Sequence[Row], key: str = "loss") -> Difference:
-    """The paired difference of runs and their bases, of those seeds that both have.
+def difference(
+    rows: Sequence[Row], bases: Sequence[Row], key: str = "loss", base_key: str = "loss"
+) -> Difference:
+    """The paired difference of runs and their bases, in per cent; see `pairs`."""
+    values = [100 * (own / base - 1) for own, base in pairs(rows, bases, key, base_key)]
+    return Difference(tuple(values), sum("error" in row for row in rows))
+
+
+def pairs(
+    rows: Sequence[Row], bases: Sequence[Row], key: str = "loss", base_key: str = "loss"
+) -> list[tuple[float, float]]:
+    """Values of runs and of their bases, of those seeds that both have.
 
     Args:
         rows: of one contender.
         bases: of its base; runs in which only contender and seed differ.
-        key: of the losses to compare; the base's is its ``loss``.
+        key: of the values.
+        base_key: of those of the base.
 
     Raises:
         ValueError: two rows have one seed: they differ by more than that, see `settings`.
@@ -128,13 +139,12 @@ def difference(rows: Sequence[Row], bases: Sequence[Row], key: str = "loss") -> 
             raise ValueError(
                 f"runs of one contender and setting differ by their seeds, got {seeds}"
             )
-    base_of_seed = {row["run"]["seed"]: row["loss"] for row in bases if "loss" in row}
-    values = [
-        100 * (row[key] / base_of_seed[row["run"]["seed"]] - 1)
+    base_of_seed = {row["run"]["seed"]: row[base_key] for row in bases if base_key in row}
+    return [
+        (row[key], base_of_seed[row["run"]["seed"]])
         for row in sorted(rows, key=lambda row: row["run"]["seed"])
         if key in row and row["run"]["seed"] in base_of_seed
     ]
-    return Difference(tuple(values), sum("error" in row for row in rows))
 
 
 def with_loss(rows: Iterable[Row], loss_of: Callable[[Row], float | None]) -> list[Row]:

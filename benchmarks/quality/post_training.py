@@ -166,14 +166,10 @@ def plant_outliers(model: gpt.GPT, factor: int) -> None:
 
 def calibrated(model: nn.Module, run: Conversion, text: corpus.Corpus, device: str) -> Calibration:
     """The inputs of a model's layers on training text that no training step drew."""
-    start = run.start
-    batches = (
-        text.batch(start.steps + step, seed=run.seed, batch=start.batch, context=start.context)
-        for step in range(CALIBRATION_BATCHES)
-    )
-    on_device = (tuple(part.to(device) for part in batch) for batch in batches)
+    steps = range(run.start.steps, run.start.steps + CALIBRATION_BATCHES)
+    batches = (run.start.batch_of(text, step, device) for step in steps)
     with autocast(device):
-        return calibrate(model, on_device, percentile=PERCENTILE, module_filter_fn=all_but_the_head)
+        return calibrate(model, batches, percentile=PERCENTILE, module_filter_fn=all_but_the_head)
 
 
 def static_scales(found: Calibration, method: str) -> Mapping[str, float]:

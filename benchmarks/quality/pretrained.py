@@ -65,12 +65,11 @@ def _save(run: Run, folder: Path, data: Path | None, device: str) -> float:
     text = text_of(data)
     if run.contender != BASE:
         raise ValueError(f"models are pretrained in {BASE}, not in {run.contender}")
-    torch.manual_seed(run.seed)
-    model = gpt.GPT(run.sizes).to(device)
-    row = fit(contender(run.contender, model), run, text, device)
+    what = contender(run.contender, run.new_model(device))
+    row = fit(what, run, text, device)
     if "error" in row:
         raise RuntimeError(f"pretraining of seed {run.seed}: {row['error']}")
-    save({"model": model.state_dict(), "text": text.digest}, file_of(run, folder))
+    save({"model": what.model.state_dict(), "text": text.digest}, file_of(run, folder))
     return float(row["loss"])
 
 

@@ -32,7 +32,6 @@ from benchmarks.measuring.harness import Row
 from benchmarks.quality.ablated import ABLATIONS, CASTS, AblatedLinear, ablate, casts_in
 from benchmarks.quality.contenders import BASE, contender
 from benchmarks.quality.run import Run, autocast, losses_of_steps, text_of
-from scripts.training import corpus, gpt
 
 FLOAT32, ALL = "float32", "tensorwise"
 
@@ -51,13 +50,13 @@ class Probe(Run):
 def probe(run: Probe, data: Path | None = None, device: str = "cpu") -> Row:
     """A row whose ``casts`` has the three measures of every ablation, of `ALL` and of `FLOAT32`."""
     text = text_of(data)
-    torch.manual_seed(run.seed)
-    model = gpt.GPT(run.sizes).to(device)
+    model = run.new_model(device)
     what = contender(BASE, model)
     for _ in itertools.islice(losses_of_steps(run, what, text, device), run.steps // 2):
         pass
     layers = ablate(model)
-    batches = list(_batches(run, text, device))
+    steps = range(run.steps, run.steps + run.batches)
+    batches = [run.batch_of(text, step, device) for step in steps]
     references = [_gradient(model, layers, batch, device) for batch in batches]
     casts = {
         name: compared(references, (_gradient(model, layers, batch, device) for batch in batches))
@@ -95,12 +94,6 @@ def _with_casts(layers: Sequence[AblatedLinear]) -> Iterator[str]:
         yield name
     for layer in layers:
         layer.casts = frozenset()
-
-
-def _batches(run: Probe, text: corpus.Corpus, device: str) -> Iterator[tuple[Tensor, Tensor]]:
-    for step in range(run.steps, run.steps + run.batches):
-        tokens, targets = text.batch(step, seed=run.seed, batch=run.batch, context=run.context)
-        yield tokens.to(device), targets.to(device)
 
 
 def _gradient(

@@ -1,10 +1,10 @@
 """One training of a quality study, decided by a `Run`.
 
-The model is the GPT of `scripts/training/gpt.py`, the text torch's own Python sources
-(`scripts/training/corpus.py`). Weights, batches and evaluation follow from the fields of a run:
-runs of one seed differ only in their contender. Parameters are float32, the arithmetic is autocast
-to bf16, and AdamW decays matrices (betas 0.9 and 0.95, decay 0.1; u-muP's AdamW and decay for
-unit-scaled models). Gradients are clipped to a norm of 1, but for unit-scaled models.
+Weights and batches are those of `gpt_run.py`, the text torch's own Python sources
+(`scripts/training/corpus.py`): runs of one seed differ only in their contender. Parameters are
+float32, the arithmetic is autocast to bf16, and AdamW decays matrices (betas 0.9 and 0.95, decay
+0.1; u-muP's AdamW and decay for unit-scaled models). Gradients are clipped to a norm of 1, but for
+unit-scaled models.
 
 The learning rate rises linearly over the first twentieth of the steps and falls linearly to zero
 ("Straight to zero", arXiv 2502.15938): noise of the last steps averages out, so that runs which
@@ -32,8 +32,9 @@ from torch import Tensor, nn
 import float8.unit_scaling as uu
 from benchmarks.measuring.harness import Row
 from benchmarks.quality.contenders import UNIT_BASE, Contender, base_of, contender
+from benchmarks.quality.gpt_run import GPTRun
 from scripts.train_gpt import BETAS, CLIP, UNIT_DECAY, WEIGHT_DECAY
-from scripts.training import corpus, gpt
+from scripts.training import corpus
 
 WARM_UP = 0.05  # of the steps
 SHORT = 2**17  # bytes of an evaluation before the last step
@@ -42,33 +43,20 @@ EVALUATION_BYTES = 2**12  # in one forward pass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(GPTRun):
     """What decides a training, down to its bits on one machine.
 
     Args:
         contender: a name of `contenders.py`.
-        seed: of weights and batches.
         steps: of the optimizer.
         learning_rate: its peak.
-        layers, width, heads, context: of the model.
-        batch: windows of text in a step.
         held_out: bytes of the last evaluation.
     """
 
     contender: str
-    seed: int
     steps: int
     learning_rate: float
-    layers: int = 2
-    width: int = 128
-    heads: int = 2
-    context: int = 64
-    batch: int = 16
     held_out: int = 2**20
-
-    @property
-    def sizes(self) -> gpt.Sizes:
-        return gpt.Sizes(self.layers, self.width, self.heads, self.context)
 
 
 RATE, UNIT_RATE = 2e-3, 2**-2  # the best of scripts/training/options.py, at width 128
@@ -115,10 +103,8 @@ def evaluation_steps(steps: int) -> list[int]:
 
 def train(run: Run, data: Path | None = None, device: str = "cpu") -> Row:
     """Train new weights and evaluate; see `fit`."""
-    text = text_of(data)
-    torch.manual_seed(run.seed)
-    what = contender(run.contender, gpt.GPT(run.sizes).to(device))
-    return fit(what, run, text, device)
+    what = contender(run.contender, run.new_model(device))
+    return fit(what, run, text_of(data), device)
 
 
 def text_of(data: Path | None) -> corpus.Corpus:
@@ -170,29 +156,39 @@ def losses_of_steps(
     optimizer = optimizer_of(what, run.learning_rate)
     for step in range(run.steps):
         set_rate(optimizer, schedule(step, run.steps))
-        batch = text.batch(step, seed=run.seed, batch=run.batch, context=run.context)
-        yield train_step(what, optimizer, batch, device)
+        yield train_step(what, optimizer, run.batch_of(text, step, device))
 
 
 def set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Multiply the peak learning rates of an optimizer of `adamw` by a factor."""
+    """Multiply the peak learning rates of an optimizer of `optimizer_of` by a factor."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
 
 
 def train_step(
-    what: Contender, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], device: str
+    what: Contender, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]
 ) -> float:
     """One step of the optimizer: the loss before it."""
-    with autocast(device):
-        loss = what.model(*(part.to(device) for part in batch))
+    loss = backward(what.model, batch)
+    update(what, optimizer)
+    return loss
+
+
+def backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
+    """The loss of a batch; its gradients are added to those of the parameters."""
+    with autocast(batch[0].device):
+        loss: Tensor = model(*batch)
     loss.backward()
+    return float(loss.item())
+
+
+def update(what: Contender, optimizer: torch.optim.Optimizer) -> None:
+    """What follows backward: the optimizer's step, and what the contender calls after it."""
     if not what.unit_scaled:
         nn.utils.clip_grad_norm_(what.model.parameters(), CLIP)
     optimizer.step()
     optimizer.zero_grad()
     what.after_step()
-    return float(loss.item())
 
 
 @torch.no_grad()
@@ -226,19 +222,14 @@ def autocast(device: str | torch.device) -> AbstractContextManager[None]:
 
 
 def optimizer_of(what: Contender, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW of a contender; see `adamw`."""
-    return adamw(what.model, learning_rate, what.unit_scaled)
-
-
-def adamw(model: nn.Module, learning_rate: float, unit_scaled: bool) -> torch.optim.Optimizer:
     """AdamW that decays matrices; its groups keep the peak learning rate as ``initial_lr``."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    decay = UNIT_DECAY if unit_scaled else WEIGHT_DECAY
+    parameters = [p for p in what.model.parameters() if p.requires_grad]
+    decay = UNIT_DECAY if what.unit_scaled else WEIGHT_DECAY
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    cls = uu.optim.AdamW if unit_scaled else torch.optim.AdamW
+    cls = uu.optim.AdamW if what.unit_scaled else torch.optim.AdamW
     optimizer = cls(groups, learning_rate, BETAS, fused=True)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]

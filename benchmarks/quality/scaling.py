@@ -40,7 +40,7 @@ from collections.abc import Mapping, Sequence
 from benchmarks.measuring.harness import Row
 from benchmarks.quality.contenders import BASE, NOISE, base_of
 from benchmarks.quality.least_squares import Observation, fit
-from benchmarks.quality.paired import by_contender, difference, interval, settings
+from benchmarks.quality.paired import by_contender, difference, interval, pairs, settings
 from benchmarks.quality.run import Run, usual_runs
 from scripts.training.gpt import VOCABULARY
 
@@ -111,15 +111,11 @@ def trend(
     losses: list[Observation] = []
     for sizes, contenders in cells.items():
         doublings = [math.log2(size / m) for size, m in zip(sizes, middle, strict=True)]
-        base = {
-            row["run"]["seed"]: row["loss"] for row in contenders.get(BASE, ()) if "loss" in row
-        }
-        for row in contenders.get(name, ()):
-            if "loss" in row and (seed := row["run"]["seed"]) in base:
-                factors = {"mean": 1.0, "per_N": doublings[0], "per_D": doublings[1]}
-                gaps.append((factors, 100 * (row["loss"] / base[seed] - 1)))
-                if sizes in slopes:
-                    losses.append(({"log": -slopes[sizes]}, row["loss"] - base[seed]))
+        for loss, base in pairs(contenders.get(name, ()), contenders.get(BASE, ())):
+            factors = {"mean": 1.0, "per_N": doublings[0], "per_D": doublings[1]}
+            gaps.append((factors, 100 * (loss / base - 1)))
+            if sizes in slopes:
+                losses.append(({"log": -slopes[sizes]}, loss - base))
     line: Row = {"layer": f"{name}, all sizes"}
     if (of_gaps := fit(gaps)) is not None:
         for key in of_gaps.coefficients:

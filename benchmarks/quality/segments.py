@@ -122,8 +122,8 @@ def _steps(
     losses: list[float] = []
     for step in range(segment.first, segment.until):
         set_rate(optimizer, schedule(step, segment.steps))
-        batch = text.batch(step, seed=segment.seed, batch=segment.batch, context=segment.context)
-        losses.append(round(train_step(what, optimizer, batch, device), 5))
+        batch = segment.batch_of(text, step, device)
+        losses.append(round(train_step(what, optimizer, batch), 5))
         if not math.isfinite(losses[-1]):
             break
     return losses

@@ -22,49 +22,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.measuring.harness import Row
 from benchmarks.quality import shifts
-from benchmarks.quality.contenders import Contender
-from benchmarks.quality.delayed import variant
-from benchmarks.quality.run import autocast, evaluate, optimizer_of, set_rate, text_of
+from benchmarks.quality.contenders import Contender, contender
+from benchmarks.quality.gpt_run import GPTRun
+from benchmarks.quality.run import backward, evaluate, optimizer_of, set_rate, text_of, update
 from float8 import inspect
 from float8.numerics.problems import problems_of
 from float8.numerics.statistics import OPERANDS
-from scripts.train_gpt import CLIP
-from scripts.training import corpus, gpt
+from scripts.training import corpus
 
 WATCHED_BEFORE = 4  # steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShiftedRun:
+class ShiftedRun(GPTRun):
     """What decides a training.
 
     Args:
-        contender: a name of `delayed.py`.
+        contender: a name of `contenders.py`.
         shift: a change of `shifts.py`.
-        seed: of weights and batches.
         before: steps until the change; 0 for ``start``.
         after: steps from the change on; all are watched, but for ``none``, which is evaluated.
         learning_rate: its peak.
-        layers, width, heads, context: of the model.
-        batch: windows of text in a step.
         held_out: bytes of the evaluation of ``none``.
     """
 
     contender: str
     shift: str
-    seed: int
     before: int
     after: int
     learning_rate: float = 2e-3
-    layers: int = 2
-    width: int = 128
-    heads: int = 2
-    context: int = 64
-    batch: int = 16
     held_out: int = 2**16
 
     def watches(self, step: int) -> bool:
@@ -77,9 +67,7 @@ def train(run: ShiftedRun, data: Path | None = None, device: str = "cpu") -> Row
     A run whose loss is not a number stops there, and its row says so.
     """
     text = text_of(data)
-    torch.manual_seed(run.seed)
-    sizes = gpt.Sizes(run.layers, run.width, run.heads, run.context)
-    what = variant(run.contender, gpt.GPT(sizes).to(device))
+    what = contender(run.contender, run.new_model(device))
     factor = shifts.factor_in(run.shift, what.model)
     optimizer = optimizer_of(what, run.learning_rate)
     row: Row = {"text": text.digest, "steps": []}
@@ -89,14 +77,14 @@ def train(run: ShiftedRun, data: Path | None = None, device: str = "cpu") -> Row
         if factor is not None and changed:
             factor.value = shifts.GROWTH
         set_rate(optimizer, shifts.rate(run.shift, step, run.before, steps))
-        pair = text.batch(step, seed=run.seed, batch=run.batch, context=run.context)
-        tokens, targets = shifts.text_of(run.shift, changed, pair)
-        found = _step(what, optimizer, (tokens.to(device), targets.to(device)), run.watches(step))
+        batch = shifts.text_of(run.shift, changed, run.batch_of(text, step, device))
+        found = _step(what, optimizer, batch, run.watches(step))
         if not all(math.isfinite(v) for v in found.values() if isinstance(v, float)):
             return {**row, "error": f"diverged: not finite at step {step - run.before}"}
         if run.watches(step):
             row["steps"].append({"step": step - run.before, **found})
-    return {**row, **_ending(run, what, text, row, device), "seconds": _since(start)}
+    seconds = round(time.perf_counter() - start, 1)
+    return {**row, **_ending(run, what, text, row, device), "seconds": seconds}
 
 
 def _ending(run: ShiftedRun, what: Contender, text: corpus.Corpus, row: Row, device: str) -> Row:
@@ -111,34 +99,20 @@ def _ending(run: ShiftedRun, what: Contender, text: corpus.Corpus, row: Row, dev
     return losses
 
 
-def _since(start: float) -> float:
-    return round(time.perf_counter() - start, 1)
-
-
 def _step(
     what: Contender,
     optimizer: torch.optim.Optimizer,
-    pair: tuple[Tensor, Tensor],
+    batch: tuple[Tensor, Tensor],
     watched: bool,
 ) -> Row:
     found: Row = {}
     watched = watched and what.in_bf16 is not None
     with inspect(what.model) if watched else nullcontext() as report:
-        found["loss"] = _loss_and_gradient(what.model, pair)
+        found["loss"] = backward(what.model, batch)
     if report is not None:
-        found |= _casts(report.casts) | _errors(what, pair, found["loss"])
-    nn.utils.clip_grad_norm_(what.model.parameters(), CLIP)
-    optimizer.step()
-    optimizer.zero_grad()
-    what.after_step()
+        found |= _casts(report.casts) | _errors(what, batch, found["loss"])
+    update(what, optimizer)
     return found
-
-
-def _loss_and_gradient(model: nn.Module, pair: tuple[Tensor, Tensor]) -> float:
-    with autocast(pair[0].device):
-        loss: Tensor = model(*pair)
-    loss.backward()
-    return float(loss.item())
 
 
 def _casts(casts: Any) -> Row:
@@ -153,7 +127,7 @@ def _casts(casts: Any) -> Row:
     return found | ({"stale": [min(staleness), max(staleness)]} if staleness else {})
 
 
-def _errors(what: Contender, pair: tuple[Tensor, Tensor], loss: float) -> Row:
+def _errors(what: Contender, batch: tuple[Tensor, Tensor], loss: float) -> Row:
     """Against bf16 with the same weights; the model keeps its gradients."""
     assert what.in_bf16 is not None
     named = list(what.model.named_parameters())
@@ -161,7 +135,7 @@ def _errors(what: Contender, pair: tuple[Tensor, Tensor], loss: float) -> Row:
     for _, parameter in named:
         parameter.grad = None
     with what.in_bf16():
-        in_bf16 = _loss_and_gradient(what.model, pair)
+        in_bf16 = backward(what.model, batch)
     difference = power = 0.0
     for (name, parameter), mine in zip(named, own, strict=True):
         of_bf16, parameter.grad = parameter.grad, mine

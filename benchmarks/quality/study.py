@@ -20,17 +20,20 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from multiprocessing import connection, get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from benchmarks.measuring import harness, report
 from benchmarks.measuring.harness import Row, positive
 
-R = TypeVar("R")  # a frozen dataclass whose fields are all that decides a run
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+R = TypeVar("R", bound="DataclassInstance")  # frozen; its fields are all that decides a run
 Summary = Callable[[Sequence[Row]], tuple[Sequence[Row], Sequence[Row]]]  # -> lines, targets
 FAILED = "failed"  # the only field of what a process returns whose run raised an error
 SAME = ("study", "data", "device")  # options that decide results and are no fields of a run
@@ -108,6 +111,11 @@ def make(
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     todo = missing(runs, rows)
+
+    def write() -> Row:
+        lines, targets = summary(rows)
+        return report.write(name, argv, options, rows, columns, targets, lines)
+
     print(f"{len(runs) - len(todo)} of {len(runs)} runs are there, {len(todo)} to make", flush=True)
     late = harness.countdown(options.stop_after)
     failures = 0
@@ -116,13 +124,13 @@ def make(
             if FAILED in row:
                 failures += 1
             else:
-                rows.append({"run": asdict(run), **report.commit(), **row})  # type: ignore[call-overload]
-                _write(name, argv, options, rows, summary, columns)
+                rows.append({"run": asdict(run), **report.commit(), **row})
+                write()
             print(f"{time.strftime('%H:%M:%S')} {count}/{len(todo)} {_line(run, row)}", flush=True)
     except KeyboardInterrupt:
         where = "" if options.output is None else f"; {options.output} has {len(rows)} runs"
         sys.exit(f"interrupted{where}")
-    written = _write(name, argv, options, rows, summary, columns)
+    written = write()
     print("\n".join(written["table"]))
     if "targets" in written:
         print(report.table(written["targets"], report.TARGET_COLUMNS))
@@ -142,7 +150,7 @@ def known_rows(
         options: those of `SAME` must be the file's.
 
     Raises:
-        ValueError: the file is another benchmark's, or of other options, or no JSON.
+        ValueError: the file is another benchmark's, or of other options, or not as `make` wrote it.
     """
     if path is None or not path.exists():
         return []
@@ -150,10 +158,9 @@ def known_rows(
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON ({error}): give -o another name") from error
-    if found.get("benchmark") != name:
+    if (owner := found.get("benchmark") if isinstance(found, dict) else None) != name:
         raise ValueError(
-            f"{path} is a file of {found.get('benchmark')}, which {name} would overwrite: give -o "
-            "another name"
+            f"{path} is a file of {owner}, which {name} would overwrite: give -o another name"
         )
     for key in SAME:
         mine, of_file = str(getattr(options, key, "")), found.get("options", {}).get(key)
@@ -162,22 +169,26 @@ def known_rows(
                 f"{path} was written with --{key} {of_file}, not {mine}, and its runs do not "
                 "compare with others: give -o another name"
             )
+    if not isinstance(found.get("rows"), list):
+        raise ValueError(f"{path} has no list of rows: give -o another name")
     rows: list[Row] = found["rows"]
+    for number, row in enumerate(rows):
+        if not (isinstance(row.get("run"), dict) and ("loss" in row or "error" in row)):
+            raise ValueError(
+                f"rows[{number}] of {path} lacks its run, or both loss and error: delete that row, "
+                "so that the run is made again, or give -o another name"
+            )
     return rows
 
 
 def missing(runs: Iterable[R], rows: Sequence[Row]) -> list[R]:
     """Those runs that have no row, each once, in their order."""
     done = {_key(row["run"]) for row in rows}
-    return [run for run in dict.fromkeys(runs) if _key(_fields(run)) not in done]
+    return [run for run in dict.fromkeys(runs) if _key(asdict(run)) not in done]
 
 
-def _fields(run: Any) -> Row:
-    return asdict(run)
-
-
-def _key(fields: Row) -> str:
-    return json.dumps(fields, sort_keys=True)
+def _key(run: Row) -> str:
+    return json.dumps(run, sort_keys=True)
 
 
 def _made(
@@ -223,25 +234,15 @@ def _in_one_thread(train: Callable[[R], Row], run: R, there: Any) -> None:
     torch.set_num_threads(1)
     try:
         row = train(run)
+        json.dumps(row, allow_nan=False)  # the file refuses what is not finite
     except Exception:  # of any kind: it belongs to this run, and the parent reports it
         row = {FAILED: traceback.format_exc()}
     there.send(row)
 
 
-def _write(
-    name: str,
-    argv: Sequence[str],
-    options: argparse.Namespace,
-    rows: Sequence[Row],
-    summary: Summary,
-    columns: report.Columns,
-) -> Row:
-    lines, targets = summary(rows)
-    return report.write(name, argv, options, rows, columns, targets, lines)
-
-
 def _line(run: Any, row: Row) -> str:
-    fields = ", ".join(f"{key} {value}" for key, value in list(_fields(run).items())[:4])
+    names = [field.name for field in fields(run) if field.default is MISSING]
+    said = ", ".join(f"{name} {getattr(run, name)}" for name in names[:4])
     if FAILED in row:
-        return f"{fields}: failed\n{row[FAILED]}"
-    return f"{fields}: {row.get('error') or format(row['loss'], '.4f')}"
+        return f"{said}: failed\n{row[FAILED]}"
+    return f"{said}: {row.get('error') or format(row['loss'], '.4f')}"

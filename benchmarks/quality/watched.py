@@ -34,10 +34,11 @@ from torch import Tensor, nn
 import float8
 import float8.unit_scaling as uu
 from benchmarks.measuring.harness import Row
-from benchmarks.quality.run import adamw, autocast, schedule, set_rate, text_of
+from benchmarks.quality.contenders import Contender
+from benchmarks.quality.gpt_run import GPTRun
+from benchmarks.quality.run import autocast, optimizer_of, schedule, set_rate, text_of, update
 from float8 import CastConfig, Float8LinearConfig, ScalingType
 from float8.numerics import Alarm
-from scripts.train_gpt import CLIP
 from scripts.training import gpt
 
 HEALTHY = "none"
@@ -47,50 +48,43 @@ SHOWN = 20  # alarms that a row keeps
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watched:
+class Watched(GPTRun):
     """What decides a training.
 
     Args:
         recipe: of the layers.
         fault: a name of `FAULTS`, or "none".
-        seed: of weights and batches.
         steps: of the optimizer.
         every: steps between two looks.
         fault_step: the step at which a fault begins that does not begin with the training.
-        layers, width, heads, context, batch: as of `run.Run`.
     """
 
     recipe: str
     fault: str
-    seed: int
     steps: int
     every: int
     fault_step: int
-    layers: int = 2
     width: int = 64
-    heads: int = 2
-    context: int = 64
     batch: int = 8
-
-    @property
-    def sizes(self) -> gpt.Sizes:
-        return gpt.Sizes(self.layers, self.width, self.heads, self.context)
 
 
 class Training:
     """A model and its optimizer; faults change what a step does."""
 
     def __init__(self, run: Watched, device: str) -> None:
-        torch.manual_seed(run.seed)
-        self.run, self.device, self.is_unit = run, torch.device(device), run.recipe == "unit"
-        self.model = _model(run).to(self.device)
-        rate = 2**-4 if self.is_unit else 2e-3
-        self.optimizer = adamw(self.model, rate, self.is_unit)
+        self.run, self.model = run, _model(run).to(device)
+        is_unit = run.recipe == "unit"
+        self.what = Contender(self.model, is_unit, self._after_step)
+        self.optimizer = optimizer_of(self.what, 2**-4 if is_unit else 2e-3)
         self.forgets = self.cancels = False
         self.loss_factor = 1.0
 
+    def _after_step(self) -> None:
+        if not self.forgets:
+            float8.after_step(self.model)
+
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        with autocast(self.device):
+        with autocast(tokens.device):
             if isinstance(self.model, uu.TransformerDecoder):
                 return self.model.loss(tokens)
             loss: Tensor = self.model(tokens, targets)
@@ -98,14 +92,9 @@ class Training:
 
     def step(self, step: int, batch: tuple[Tensor, Tensor]) -> float:
         set_rate(self.optimizer, schedule(step, self.run.steps))
-        loss = self.loss(*(part.to(self.device) for part in batch))
+        loss = self.loss(*batch)
         (loss * self.loss_factor).backward()
-        if not self.is_unit:
-            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if not self.forgets:
-            float8.after_step(self.model)
+        update(self.what, self.optimizer)
         return loss.item()
 
 
@@ -193,11 +182,11 @@ def watch(run: Watched, data: Path | None = None, device: str = "cpu") -> Row:
     for step in range(run.steps):
         if fault is not None and fault.begin is not None and step == begin:
             fault.begin(training)
-        batch = text.batch(step, seed=run.seed, batch=run.batch, context=run.context)
         with monitor:
-            loss = training.step(step, batch)
+            loss = training.step(step, run.batch_of(text, step, device))
         last = loss if math.isfinite(loss) else last
-    row: Row = {"loss": last, "looks": math.ceil(run.steps / run.every), "alarms": len(alarms)}
+    row: Row = {"error": "no loss is finite"} if math.isnan(last) else {"loss": last}
+    row |= {"looks": math.ceil(run.steps / run.every), "alarms": len(alarms)}
     row["shown"] = [_line(alarm) for alarm in alarms[:SHOWN]]
     if fault is not None:
         row["early"] = sum(alarm.started < begin for alarm in alarms)
@@ -213,6 +202,7 @@ def _line(alarm: Alarm) -> Row:
 
 def _model(run: Watched) -> nn.Module:
     if run.recipe == "unit":
+        torch.manual_seed(run.seed)
         model: nn.Module = uu.TransformerDecoder(
             run.width, gpt.VOCABULARY, run.layers, run.heads, rotary_base=10_000.0
         )
@@ -224,8 +214,8 @@ def _model(run: Watched) -> nn.Module:
             if run.recipe == GRADIENTS
             else Float8LinearConfig(cast_config_input=cast)
         )
-        return _converted(gpt.GPT(run.sizes), config, "head")
-    return gpt.in_recipe(gpt.GPT(run.sizes), run.recipe)
+        return _converted(run.new_model(), config, "head")
+    return gpt.in_recipe(run.new_model(), run.recipe)
 
 
 def _converted(model: nn.Module, config: Any, head: str) -> nn.Module:

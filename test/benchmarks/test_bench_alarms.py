@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 
 from benchmarks import bench_alarms
-from benchmarks.quality.watched import FAULTS, HEALTHY, watch
+from benchmarks.quality.watched import FAULTS, HEALTHY, Training, watch
 
 
 def runs(*argv):
@@ -27,6 +30,15 @@ def test_a_healthy_training_has_no_alarm(recipe):
     (run,) = runs("--faults", "--recipes", recipe)
     row = watch(run)
     assert (run.fault, row["alarms"], row["looks"]) == (HEALTHY, 0, 2)
+
+
+def test_a_training_without_a_finite_loss_is_an_error_that_a_file_keeps(monkeypatch):
+    monkeypatch.setattr(Training, "step", lambda *_: math.nan)
+    (run,) = runs("--faults", "--recipes", "tensorwise")
+    row = watch(run)
+    assert json.loads(json.dumps(row, allow_nan=False)) == row
+    assert row["error"] == "no loss is finite"
+    assert "loss" not in row
 
 
 def test_false_and_missing_alarms_miss_the_target():

@@ -12,9 +12,8 @@ from torch.nn import functional as F
 
 from benchmarks import bench_outliers as bench
 from benchmarks.quality import outlier_picture, outliers
-from benchmarks.quality.outlier_base import base_of
-from benchmarks.quality.outlier_contenders import CONTENDERS, in_arithmetic
-from benchmarks.quality.outlier_run import train
+from benchmarks.quality.contenders import contender
+from benchmarks.quality.outlier_run import base_of, train
 from float8 import Float8Linear
 from scripts.training import corpus, gpt
 
@@ -108,10 +107,10 @@ def test_text_without_the_byte_is_refused(text):
         outliers.windows(text, ord("~"), seed=0, context=16)
 
 
-@pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.parametrize("name", bench.CONTENDERS)
 def test_contenders_convert_the_blocks_and_not_the_head(name):
     model = gpt.GPT(SIZES)
-    in_arithmetic(name, model)
+    contender(name, model)
     converted = {n for n, m in model.named_modules() if isinstance(m, Float8Linear)}
     parts = {"blocks.0." + n for n in ("attention.qkv", "attention.proj", "feed_forward.gate_up")}
     down = "blocks.0.feed_forward.down"
@@ -154,7 +153,7 @@ def test_contenders_start_from_one_base_and_size_makes_no_difference_to_bf16(fol
 
 
 def test_divergence_is_an_error_of_its_size(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.quality.run.train_step", lambda *_: float("nan"))
+    monkeypatch.setattr("benchmarks.quality.outlier_run.train_step", lambda *_: float("nan"))
     sizes = train(run_of(), tmp_path, folder)["sizes"]
     assert [size["error"] for size in sizes] == ["diverged: loss not finite at step 0"] * 2
 

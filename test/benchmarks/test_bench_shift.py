@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from benchmarks import bench_shift as bench
-from benchmarks.quality import delayed, shifts
+from benchmarks.quality import configs, shifts
 from benchmarks.quality import run as quality_run
-from benchmarks.quality.delayed import DEFAULT, GRADIENTS, GRID, config_of, name_of, variant
+from benchmarks.quality.configs import CONFIGS, DEFAULT, GRADIENTS, GRID, name_of
+from benchmarks.quality.contenders import contender
 from benchmarks.quality.shifted_run import ShiftedRun, train
 from float8 import DelayedScalingConfig, ScalingType
 from float8.config import RECIPES
@@ -85,7 +86,7 @@ def test_the_other_alphabet_shares_no_byte_with_the_text():
 
 @pytest.mark.parametrize("name", ["bf16", "tensorwise"])
 def test_growth_changes_no_bit_of_bf16_and_of_dynamic_scales(name):
-    plain, grown = (variant(name, small_model()).model for _ in range(2))
+    plain, grown = (contender(name, small_model()).model for _ in range(2))
     factor = shifts.factor_in(shifts.GROWN, grown)
     factor.value = shifts.GROWTH
     seen = []
@@ -119,23 +120,22 @@ def test_only_growth_adds_hooks():
 
 def test_variants_are_the_recipe_with_one_setting_changed():
     recipe = RECIPES["delayed"]
-    assert config_of(DEFAULT) == recipe
+    of_all = {name: down for name, (down, others) in CONFIGS.items() if down == others}
+    assert of_all[DEFAULT] == recipe
     for name in GRID:
-        given = config_of(name)
-        assert replace(given, delayed_scaling=DelayedScalingConfig()) == recipe
-    settings = [config_of(name).delayed_scaling for name in GRID]
+        assert replace(of_all[name], delayed_scaling=DelayedScalingConfig()) == recipe
+    settings = [of_all[name].delayed_scaling for name in GRID]
     assert [(each.history_len, each.margin) for each in settings] == [
         (history, margin) for history in (1, 16, 1024) for margin in (0, 1, 2)
     ]
-    kinds = [cast.scaling_type for cast in config_of(GRADIENTS).operand_casts]
+    kinds = [cast.scaling_type for cast in of_all[GRADIENTS].operand_casts]
     assert kinds == [ScalingType.DELAYED, ScalingType.DELAYED, ScalingType.DYNAMIC]
-    for name in ("bf16", "tensorwise", "delayed", "history", "history 16, margin"):
-        assert config_of(name) is None
+    assert of_all["margin 4"].delayed_scaling == DelayedScalingConfig(margin=4)
 
 
 def test_late_scales_stay_dynamic_for_so_many_steps(monkeypatch):
-    monkeypatch.setattr(delayed, "LATE", 3)
-    what = variant("late", small_model())
+    monkeypatch.setattr(configs, "LATE", 3)
+    what = contender("late", small_model())
     casts = [module for module in what.model.modules() if isinstance(module, DelayedCast)]
     for _ in range(3):
         assert not any(cast.history_ready for cast in casts)
@@ -152,7 +152,7 @@ def test_late_scales_stay_dynamic_for_so_many_steps(monkeypatch):
 def by_hand(run: ShiftedRun, folder: Path, watched: int) -> tuple[list[float], float, float]:
     """Losses of a plain training loop; loss and gradient error of one of its steps, from copies."""
     text = corpus.load(folder)
-    what = variant(run.contender, small_model(run.seed))
+    what = contender(run.contender, small_model(run.seed))
     matrices = [p for p in what.model.parameters() if p.ndim >= 2]
     others = [p for p in what.model.parameters() if p.ndim < 2]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]

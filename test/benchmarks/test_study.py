@@ -15,6 +15,7 @@ from quality_program import Run, train
 from benchmarks.quality import study
 
 COLUMNS = {"layer": ("contender", "")}
+GOOD = {"run": {"contender": "good", "seed": 0, "steps": 7}, "loss": 2.0}
 
 
 def options(path, *more: str) -> argparse.Namespace:
@@ -40,10 +41,11 @@ def make(path, runs, *more: str, summary=summary):
 def test_failed_runs_leave_the_others_and_the_next_call_makes_them_again(tmp_path, capsys):
     path = tmp_path / "new" / "x.json"
     good = [Run("good", 0), Run("good", 1)]
-    with pytest.raises(SystemExit, match="2 runs failed"):
-        make(path, [good[0], Run("raises", 0), Run("dies", 0), good[1]])
+    with pytest.raises(SystemExit, match="3 runs failed"):
+        make(path, [good[0], Run("raises", 0), Run("dies", 0), Run("nan", 0), good[1]])
     said = capsys.readouterr().out
-    assert "RuntimeError: no such layer" in said and "its process died" in said
+    for reason in ("RuntimeError: no such layer", "its process died", "not JSON compliant"):
+        assert reason in said
     rows = json.loads(path.read_text())["rows"]
     assert sorted(row["run"]["seed"] for row in rows) == [0, 1]
     assert all(row["run"]["contender"] == "good" and row["threads"] == 1 for row in rows)
@@ -93,11 +95,14 @@ def test_a_changed_field_is_another_run_and_equal_ones_are_made_once():
         ({"benchmark": "bench_x", "options": {"data": "/other"}}, "--data /other, not None"),
         ({"benchmark": "bench_x", "options": {"device": "cuda"}}, "--device cuda, not cpu"),
         ('{"benchmark": ', "is no JSON"),
+        ('{"benchmark": "bench_x"}', "has no list of rows"),
+        ({"benchmark": "bench_x", "rows": [GOOD, {"loss": 1.0}]}, r"rows\[1\] of .* lacks its run"),
+        ({"benchmark": "bench_x", "rows": [{"run": {}}]}, r"rows\[0\] of .* both loss and error"),
     ],
 )
 def test_a_file_that_is_not_this_study_s_is_refused_and_kept(tmp_path, text, reason):
     path = tmp_path / "x.json"
-    path.write_text(text if isinstance(text, str) else json.dumps(text | {"rows": []}))
+    path.write_text(text if isinstance(text, str) else json.dumps({"rows": []} | text))
     before = path.read_text()
     with pytest.raises(SystemExit, match=reason):
         make(path, [Run("good", 0)])

@@ -92,7 +92,7 @@ def test_every_run_with_a_seed_sees_the_same_batches(tmp_path):
 
 def options():
     parser = study.parser(None, seeds=1)
-    training.add_sizes(parser)
+    study.add_numbers(parser, **training.SIZES)
     return parser
 
 

@@ -1,5 +1,6 @@
 """Runs for `test_study.py`, which started processes import by name."""
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -21,4 +22,6 @@ def train(run: Run) -> dict:
         os._exit(3)
     if run.contender == "sleeps":
         time.sleep(100)
+    if run.contender == "nan":
+        return {"loss": math.nan}
     return {"loss": 2.0 + run.seed, "process": os.getpid(), "threads": torch.get_num_threads()}
