@@ -9,7 +9,10 @@ name                         the linear layers of the blocks
                              how far the two end apart is the noise of the study
 a recipe of float8           converted; ``unit`` is unit-scaled first
 a name of `configs.py`       converted with that config
-``unit_bf16``                unit-scaled, in bf16: the base of ``unit``
+``unit_bf16``                unit-scaled, in bf16: the base of the two below
+``unit_bf16 rounded``        the same, its initial weights rounded to bf16
+``unit, dynamic inputs``     recipe ``unit``, but inputs have a dynamic scale: values that grow in
+                             training do not saturate
 ``torchao tensorwise``,      converted by torchao's own function; on a CPU with ``emulate``
 ``torchao rowwise``
 ``only PART``,               recipe ``tensorwise`` with the casts of an operand or a single cast
@@ -35,10 +38,20 @@ from torch import nn
 
 from benchmarks.quality import configs
 from benchmarks.quality.ablated import ABLATIONS, ablate, casts_in
-from float8 import Float8LinearConfig, after_step, convert_to_float8_training, high_precision
+from float8 import (
+    CastConfig,
+    Float8LinearConfig,
+    after_step,
+    convert_to_float8_training,
+    high_precision,
+)
+from float8.config import RECIPES
+from float8.unit_scaling.transforms import float8, unit_scale
 from scripts.training import gpt
 
-BASE, NOISE, UNIT_BASE = "bf16", "bf16 rounded", "unit_bf16"
+BASE, NOISE = "bf16", "bf16 rounded"
+UNIT_BASE, UNIT_NOISE, UNIT_DYNAMIC = "unit_bf16", "unit_bf16 rounded", "unit, dynamic inputs"
+CONTROLS = {BASE: NOISE, UNIT_BASE: UNIT_NOISE}  # of each base
 PEER = "torchao "
 
 
@@ -74,6 +87,8 @@ def contender(name: str, model: nn.Module) -> Contender:
         return Contender(model)
     if name.startswith(PEER):
         return Contender(_by_torchao(model, name.removeprefix(PEER)))
+    if base_of(name) == UNIT_BASE:
+        return _unit_scaled(name, model)
     if name in configs.CONFIGS:
         converted = _by_configs(model, *configs.CONFIGS[name])
     elif name in ABLATIONS:
@@ -81,11 +96,8 @@ def contender(name: str, model: nn.Module) -> Contender:
         return Contender(model)
     else:
         converted = gpt.in_recipe(model, name)
-    in_bf16 = None if name == UNIT_BASE else lambda: high_precision(converted)
-    if name in gpt.UNIT:
-        return Contender(converted, unit_scaled=True, in_bf16=in_bf16)
     after = _after_steps(converted, configs.LATE if name == configs.LATER else 0)
-    return Contender(converted, after_step=after, in_bf16=in_bf16)
+    return Contender(converted, after_step=after, in_bf16=lambda: high_precision(converted))
 
 
 @torch.no_grad()
@@ -97,7 +109,20 @@ def round_parameters(model: nn.Module) -> None:
 
 def base_of(name: str) -> str:
     """The contender that another is compared with."""
-    return UNIT_BASE if name in gpt.UNIT else BASE
+    return UNIT_BASE if name in (*gpt.UNIT, UNIT_NOISE, UNIT_DYNAMIC) else BASE
+
+
+def _unit_scaled(name: str, model: nn.Module) -> Contender:
+    if name in (UNIT_BASE, UNIT_NOISE):
+        model = gpt.in_recipe(model, UNIT_BASE)
+        if name == UNIT_NOISE:
+            round_parameters(model)
+        return Contender(model, unit_scaled=True)
+    config = RECIPES["unit"]
+    if name == UNIT_DYNAMIC:
+        config = replace(config, cast_config_input=CastConfig())
+    converted = float8(unit_scale(model), config, module_filter_fn=all_but_the_head)
+    return Contender(converted, unit_scaled=True, in_bf16=lambda: high_precision(converted))
 
 
 def _by_configs(

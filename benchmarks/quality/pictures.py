@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.measuring.harness import Row
 from benchmarks.quality import rates, recipes, scaling
-from benchmarks.quality.contenders import BASE, NOISE, base_of
+from benchmarks.quality.contenders import BASE, CONTROLS, NOISE, base_of
 from benchmarks.quality.paired import Difference, by_contender, with_loss
 from scripts.training import picture
 
@@ -48,7 +48,7 @@ def draw_recipes(rows: Sequence[Row]) -> Figure:
 
     contenders = by_contender(rows)
     gaps = {n: gap for n, gap in recipes.gaps(contenders).items() if len(gap.values) > 1}
-    names = [name for name in gaps if name != NOISE]
+    names = [name for name in gaps if name not in CONTROLS.values()]
     figure = Figure(figsize=(10.5, 5), layout="constrained")
     halves: Any = figure.subfigures(1, 2, width_ratios=(1, 1.4))
     left, right = halves

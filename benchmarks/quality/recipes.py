@@ -1,7 +1,7 @@
 """The study of recipes: a line per contender, its mean loss and its paired gap to its base.
 
-The base has a control, ``bf16 rounded``, which has no reason to be better or worse. Both are then
-the base, and one least-squares fit (`least_squares.py`) over all runs of a setting,
+A base has a control, as ``bf16 rounded``, which has no reason to be better or worse. Both are then
+the base, and for each base one least-squares fit (`least_squares.py`) over all runs of a setting,
 
     100 ln(loss) = (a constant of the seed) + (one of the contender, 0 for base and control) + error
 
@@ -32,7 +32,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from benchmarks.measuring.harness import Row
-from benchmarks.quality.contenders import BASE, NOISE, PEER, UNIT_BASE, base_of
+from benchmarks.quality.contenders import (
+    BASE,
+    CONTROLS,
+    NOISE,
+    PEER,
+    UNIT_BASE,
+    UNIT_DYNAMIC,
+    UNIT_NOISE,
+    base_of,
+)
 from benchmarks.quality.least_squares import Observation, fit
 from benchmarks.quality.paired import Difference, by_contender, difference, settings
 from benchmarks.quality.run import Run, usual_runs
@@ -40,7 +49,7 @@ from benchmarks.quality.run import Run, usual_runs
 LIMIT = 0.25  # per cent of the base's loss
 CONTENDERS = (
     *(BASE, NOISE, "tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"),
-    *(UNIT_BASE, "unit", PEER + "tensorwise", PEER + "rowwise"),
+    *(UNIT_BASE, UNIT_NOISE, "unit", UNIT_DYNAMIC, PEER + "tensorwise", PEER + "rowwise"),
 )
 COLUMNS = {
     "layer": ("contender", ""),
@@ -85,17 +94,27 @@ def gaps(contenders: Mapping[str, Sequence[Row]], key: str = "loss") -> dict[str
         contenders: rows by name; each has one row of a seed.
         key: of the losses to compare; base and control have their ``loss``.
     """
-    both = [row for name in (BASE, NOISE) for row in contenders.get(name, []) if "loss" in row]
     found: dict[str, Difference] = {}
-    for name, own in contenders.items():
-        if name != base_of(name):
-            of_mean = base_of(name) == BASE and name != NOISE
-            bases = _means(both) if of_mean else contenders.get(base_of(name), [])
-            found[name] = difference(own, bases, key)
-    if not any(row["run"]["contender"] == NOISE for row in both):
+    for base, control in CONTROLS.items():
+        own = {name: rows for name, rows in contenders.items() if base_of(name) == base}
+        found |= _gaps(own, base, control, key)
+    return found
+
+
+def _gaps(
+    contenders: Mapping[str, Sequence[Row]], base: str, control: str, key: str
+) -> dict[str, Difference]:
+    """The differences of contenders of one base."""
+    both = [row for name in (base, control) for row in contenders.get(name, []) if "loss" in row]
+    compared = contenders.keys() - {base, control}
+    found = {
+        name: difference(rows, _means(both) if name in compared else contenders.get(base, []), key)
+        for name, rows in contenders.items()
+        if name != base
+    }
+    if not any(row["run"]["contender"] == control for row in both):
         return found
     observations = [_observation(row, "loss") for row in both]
-    compared = [name for name, gap in found.items() if base_of(name) == BASE and name != NOISE]
     for name in compared:
         observations += [_observation(row, key, name) for row in contenders[name] if key in row]
     if (fitted := fit(observations)) is not None:

@@ -11,6 +11,7 @@ stale      delayed      a weight is multiplied by 2^12, and `float8.after_step` 
 forgotten  delayed      the loss is divided by 2^12, and `float8.after_step` is not called again
 decays     static       the inputs of a layer shrink into the subnormal numbers of their scale
 flushes    static       the loss is divided by 2^28, and the scale of the gradients is static
+outlier    tensorwise   one channel of a SwiGLU grows by 2^16; what reads it is divided by as much
 inf        tensorwise   one element of a weight becomes inf
 drowns     tensorwise   the gradients of two halves of a batch cancel to 1 %
 ========== ============ ============================================================================
@@ -146,6 +147,18 @@ def _shrink_input(training: Training) -> None:
     training.model.get_submodule(NORMED).register_forward_pre_hook(shrunk)
 
 
+def _grow_a_channel(training: Training) -> None:
+    weight = _weight(training, VICTIM)
+    factors = torch.ones(weight.shape[1], device=weight.device)
+    factors[0] = 2.0**16
+    layer = training.model.get_submodule(VICTIM)
+    layer.register_forward_pre_hook(lambda _, args: (args[0] * factors.to(args[0].dtype),))
+    weight.register_hook(lambda grad: grad * (factors == 1))
+    with torch.no_grad():
+        weight /= factors
+    training.optimizer.state.clear()  # its momentum would move the column
+
+
 def _put_inf(training: Training) -> None:
     with torch.no_grad():
         _weight(training, VICTIM)[0, 0] = math.inf
@@ -163,6 +176,7 @@ FAULTS = {
     "forgotten": Fault("delayed", "stale scale", "grad_output", _divide_loss),
     "decays": Fault(DECAYS, "falling SQNR", "input", _shrink_input),
     "flushes": Fault(GRADIENTS, "flush", "grad_output", _divide_loss_under_a_static_scale),
+    "outlier": Fault("tensorwise", "flush", "input", _grow_a_channel),
     "inf": Fault("tensorwise", "inf or NaN", "weight", _put_inf),
     "drowns": Fault("tensorwise", "gradient noise", "grad_output", _cancel),
 }

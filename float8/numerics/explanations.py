@@ -79,11 +79,11 @@ EXPLANATIONS = {
         "Flushed",
         "The share of the elements that were not zero and became zero: they were smaller than half "
         "of the smallest number of the format under the scale in use.",
-        f"Below {_percent(problems.FLUSHED[0])}. More is often harmless in a gradient whose SQNR is "
-        "as expected: the lost elements were small, as in the gradient of a softmax.",
+        f"Below {_percent(problems.FLUSHED[0])}. More is often harmless in a gradient whose SQNR "
+        "is as expected: the lost elements were small, as in the gradient of a softmax.",
         f"Above {_percent(problems.FLUSHED[0])} wants a look, above "
         f"{_percent(problems.FLUSHED[1])} is bad; one level less in a gradient with the expected "
-        "SQNR. In an input or weight with the expected SQNR, outliers have nearly all of the power. "
+        "SQNR. In an input or weight with the expected SQNR, outliers have nearly all the power. "
         "Let fewer elements share a scale (rowwise, blockwise), or use E5M2.",
     ),
     "saturated": Explanation(

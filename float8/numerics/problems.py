@@ -8,8 +8,8 @@ thresholds are relative to that, not fixed numbers of dB::
     saturated    more than 1 in 1,000 elements beyond the range; bad from 1 in 100
     flushed      more than 1 in 10 elements became zero, bad from 1 in 2; of a gradient one level
                  lower where the SQNR is as expected, as in the gradient of a softmax: the lost
-                 elements were small. Of an input or a weight such an SQNR says that few outliers
-                 have nearly all of the power, and the rest is what the model needs (docs/quality.md)
+                 elements were small. In an input or a weight few outliers then have nearly all
+                 of the power, and the model needs the rest (docs/quality.md)
     noisy        an SQNR 6 dB below that of the format, which is twice its error; bad from 15 dB;
                  not where saturation or flushing of the same level is the reason
     stale        a delayed or static scale half an octave too small, or a delayed one six too large
@@ -207,10 +207,10 @@ FLUSHES = ProblemKind(
     lambda cast: cast.flushed or 0.0,
     _flush_message,
     "Its values span more octaves than the format has: let fewer of them share a scale (recipe "
-    '"rowwise" or "blockwise"), give the layer behind a SwiGLU smooth_input=True, or keep gradients '
-    "in E5M2, which reaches further down. A static scale is too large for them: calibrate it, or "
-    "take a dynamic recipe. In a gradient whose SQNR is as expected the lost elements are small, "
-    "and often harmless.",
+    '"rowwise" or "blockwise"), give the layer behind a SwiGLU smooth_input=True, or keep '
+    "gradients in E5M2, which reaches further down. A static scale is too large for them: "
+    "calibrate it, or take a dynamic recipe. In a gradient whose SQNR is as expected the lost "
+    "elements are small, and often harmless.",
 )
 NOISY = ProblemKind(
     "lose precision",

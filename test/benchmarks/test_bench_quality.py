@@ -14,7 +14,7 @@ import torch
 from benchmarks import bench_quality as bench
 from benchmarks import plots
 from benchmarks.quality import operands, pictures, rates, recipes, scaling, study
-from benchmarks.quality.contenders import NOISE, contender
+from benchmarks.quality.contenders import NOISE, UNIT_DYNAMIC, UNIT_NOISE, contender
 from benchmarks.quality.paired import by_contender
 from benchmarks.quality.probe import Probe
 from benchmarks.quality.run import Run, evaluate, evaluation_steps, schedule, train, usual_rate
@@ -74,6 +74,32 @@ def test_the_control_differs_from_the_base_by_one_rounding():
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name].to(torch.bfloat16).float()), name
         assert torch.equal(p, before[name]) == (p.ndim == 1), name  # norms start as ones
+
+
+def test_inputs_of_a_unit_scaled_model_can_have_dynamic_scales():
+    """Tokens whose values lie far above E4M3's range are cut by recipe ``unit`` alone."""
+    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
+    errors = {}
+    for name in ("unit", UNIT_DYNAMIC):
+        torch.manual_seed(0)
+        found = contender(name, gpt.GPT(TINY.sizes))
+        with torch.no_grad():
+            for block in found.model.blocks:
+                block.feed_forward.gate_up.weight *= 2.0**6  # a product of two follows
+                block.feed_forward.down.weight *= 2.0**-6
+        assert found.unit_scaled
+        with torch.no_grad(), found.in_bf16():
+            in_bf16 = found.model(tokens, tokens).item()
+        errors[name] = abs(found.model(tokens, tokens).item() - in_bf16)
+    assert errors["unit"] > 4 * errors[UNIT_DYNAMIC]
+
+
+def test_the_control_of_unit_scaled_models_is_rounded_after_their_initialization():
+    torch.manual_seed(0)
+    found = contender(UNIT_NOISE, gpt.GPT(TINY.sizes))
+    assert found.unit_scaled and found.in_bf16 is None
+    for name, p in found.model.named_parameters():
+        assert torch.equal(p, p.to(torch.bfloat16).float()), name
 
 
 def test_the_schedule_warms_up_and_falls_to_zero():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.quality import recipes
-from benchmarks.quality.contenders import BASE, NOISE
+from benchmarks.quality.contenders import BASE, NOISE, UNIT_BASE, UNIT_NOISE
 from benchmarks.quality.paired import difference
 
 GAPS = {f"recipe {i}": 0.1 * i for i in range(8)}  # per cent
@@ -84,6 +84,19 @@ def test_the_control_and_gaps_without_one_keep_student_s_interval():
     assert recipes.gaps(rows) == {name: difference(rows[name], rows[BASE]) for name in GAPS}
     own = {"unit_bf16": rows[BASE], "unit": rows["recipe 1"]}
     assert recipes.gaps(own)["unit"] == difference(rows["recipe 1"], rows[BASE])
+
+
+def test_each_base_has_a_fit_of_its_own():
+    generator = np.random.default_rng(5)
+    rows, unit = study(generator, 5, {}), study(generator, 5, {"recipe 1": 3.0})
+    own = {UNIT_BASE: unit[BASE], UNIT_NOISE: unit[NOISE], "unit": unit["recipe 1"]}
+    for name, of_name in own.items():
+        for row in of_name:
+            row["run"]["contender"] = name
+    found = recipes.gaps(rows | own)
+    assert {name: found[name] for name in GAPS} == {n: recipes.gaps(rows)[n] for n in GAPS}
+    assert found["unit"].half_width > 2 * found["recipe 1"].half_width
+    assert found[UNIT_NOISE] == difference(own[UNIT_NOISE], own[UNIT_BASE])
 
 
 def test_runs_that_lack_make_an_interval_wider():
