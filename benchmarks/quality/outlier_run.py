@@ -13,7 +13,8 @@ For each size of the outlier the base is converted and
   watched.
 
 The size 2^k is that of the planted channel's largest value, relative to the largest of the other
-channels of ``down``'s input. The learning rate falls linearly to zero, as at the end of a training.
+channels of ``down``'s input. After the conversion the learning rate rises over the first twentieth
+of the steps and falls linearly to zero, as at the end of a training.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class OutlierRun(GPTRun):
         base_steps: of the training before the channel is planted.
         settling_steps: of the training between planting and conversion.
         every: how many steps lie between two inspections.
-        learning_rate: of the base's training, after a rise; then it falls to zero.
+        learning_rate: the peak, of the base's training and of that after the conversion.
         held_out: bytes of an evaluation.
     """
 

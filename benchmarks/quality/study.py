@@ -173,7 +173,8 @@ def known_rows(
         raise ValueError(f"{path} has no list of rows: give -o another name")
     rows: list[Row] = found["rows"]
     for number, row in enumerate(rows):
-        if not (isinstance(row.get("run"), dict) and ("loss" in row or "error" in row)):
+        whole = isinstance(row, dict) and isinstance(row.get("run"), dict)
+        if not (whole and ("loss" in row or "error" in row)):
             raise ValueError(
                 f"rows[{number}] of {path} lacks its run, or both loss and error: delete that row, "
                 "so that the run is made again, or give -o another name"

@@ -92,8 +92,8 @@ EXPLANATIONS = {
         "the scale in use, and were cut to it.",
         "0 %. A dynamic scale never saturates.",
         f"Above {_percent(problems.SATURATED[0])} wants a look, above "
-        f"{_percent(problems.SATURATED[1])} is bad. A delayed scale needs a margin or a longer "
-        "history, a static one another calibration.",
+        f"{_percent(problems.SATURATED[1])} is bad. A delayed scale needs a margin, a "
+        "static one another calibration.",
     ),
     "amax": Explanation(
         "Amax",

@@ -97,6 +97,7 @@ def test_a_changed_field_is_another_run_and_equal_ones_are_made_once():
         ('{"benchmark": ', "is no JSON"),
         ('{"benchmark": "bench_x"}', "has no list of rows"),
         ({"benchmark": "bench_x", "rows": [GOOD, {"loss": 1.0}]}, r"rows\[1\] of .* lacks its run"),
+        ({"benchmark": "bench_x", "rows": [1]}, r"rows\[0\] of .* lacks its run"),
         ({"benchmark": "bench_x", "rows": [{"run": {}}]}, r"rows\[0\] of .* both loss and error"),
     ],
 )
