@@ -6,7 +6,7 @@ around it are changed so that the model still computes the same (`quality/outlie
 size of the outlier makes no difference. Every contender starts from the same weights
 (`quality/outlier_run.py`), is evaluated right after its conversion, and trained on beside bf16.
 
-    --outliers often    a channel that answers to every line's end: the outlier is in every batch.
+    --outliers often    a channel that answers to every line's end
                         Sizes from 1 to 2^20; trained on from some of them
     --outliers rare     a channel that answers to ``?`` and a few tokens that are like it: the
                         outlier is large in few batches. A delayed scale saturates when it comes,
