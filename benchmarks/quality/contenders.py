@@ -9,7 +9,7 @@ name                         the linear layers of the blocks
                              how far the two end apart is the noise of the study
 a recipe of float8           converted; ``unit`` is unit-scaled first
 a name of `configs.py`       converted with that config
-``unit_bf16``                unit-scaled, in bf16: the base of the two below
+``unit_bf16``                unit-scaled, in bf16: the base of all that are unit-scaled
 ``unit_bf16 rounded``        the same, its initial weights rounded to bf16
 ``unit, dynamic inputs``     recipe ``unit``, but inputs have a dynamic scale: values that grow in
                              training do not saturate
@@ -46,7 +46,7 @@ from float8 import (
     high_precision,
 )
 from float8.config import RECIPES
-from float8.unit_scaling.transforms import float8, unit_scale
+from float8.unit_scaling.transforms import float8
 from scripts.training import gpt
 
 BASE, NOISE = "bf16", "bf16 rounded"
@@ -113,16 +113,14 @@ def base_of(name: str) -> str:
 
 
 def _unit_scaled(name: str, model: nn.Module) -> Contender:
-    if name in (UNIT_BASE, UNIT_NOISE):
-        model = gpt.in_recipe(model, UNIT_BASE)
-        if name == UNIT_NOISE:
-            round_parameters(model)
-        return Contender(model, unit_scaled=True)
-    config = RECIPES["unit"]
+    scaled = gpt.in_recipe(model, name if name in gpt.UNIT else UNIT_BASE)
+    if name == UNIT_NOISE:
+        round_parameters(scaled)
     if name == UNIT_DYNAMIC:
-        config = replace(config, cast_config_input=CastConfig())
-    converted = float8(unit_scale(model), config, module_filter_fn=all_but_the_head)
-    return Contender(converted, unit_scaled=True, in_bf16=lambda: high_precision(converted))
+        config = replace(RECIPES["unit"], cast_config_input=CastConfig())
+        scaled = float8(scaled, config, module_filter_fn=all_but_the_head)
+    in_bf16 = None if name in (UNIT_BASE, UNIT_NOISE) else lambda: high_precision(scaled)
+    return Contender(scaled, unit_scaled=True, in_bf16=in_bf16)
 
 
 def _by_configs(
