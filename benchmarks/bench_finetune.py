@@ -213,9 +213,10 @@ def main(argv: Sequence[str]) -> int:
     converts = options.study == "convert"
     runs: list[Any] = conversions(options) if converts else trainings(options)
     try:
-        todo = study.missing(runs, study.known_rows(options.output, "bench_finetune", options))
+        known = study.known_rows(options.output, "bench_finetune", options, runs)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+    todo = study.missing(runs, known)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.pretrained or Path(temporary)
         pretrained.make(

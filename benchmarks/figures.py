@@ -50,7 +50,7 @@ def _result(path: Path) -> Figure:
 
 
 def _overview() -> Figure:
-    return overview.draw(overview.rows(), overview.seeds_of_bf16())
+    return overview.draw(overview.rows())
 
 
 FIGURES = {
@@ -59,6 +59,8 @@ FIGURES = {
     "mup_transfer": _of("cpu_mup_transfer.json"),
     "outliers": _of("cpu_outliers.json"),
     "quality_rates": _of("cpu_quality_rates.json"),
+    "quality_scaling": _of("cpu_quality_scaling.json"),
+    "unit_gpt": _of("cpu_unit_gpt.json"),
 }
 
 

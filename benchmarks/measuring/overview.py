@@ -3,7 +3,8 @@
 Three aligned panels, a row per way of training. Every number is read from a file of
 `benchmarks/results/` (`SOURCES`), none is typed here:
 
-    loss     the demo GPT's held-out loss against bf16, mean and range over the seeds; CPU emulation
+    loss     a small GPT's held-out loss after 2,000 steps, the mean gap to bf16 of paired runs with
+             its 95 % interval (`quality/recipes.py`); CPU emulation
     memory   the peak of a training step of Llama-2-7B, traced without a GPU
     speed    the linear layers of a Llama-3-8B block, forward and backward, on an H100: a prediction
              of `float8.estimate`, drawn hatched, since nothing of it is measured
@@ -14,14 +15,15 @@ A way that a file does not have leaves its panel empty.
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.measuring.report import ROOT
-from scripts.training.picture import BLUE, GREY, PALE, VERMILLION, plain
+from benchmarks.quality import recipes
+from benchmarks.quality.contenders import SAVING
+from scripts.training.picture import BLUE, GREY, PALE, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,13 +31,11 @@ if TYPE_CHECKING:
 
 RESULTS = ROOT / "benchmarks" / "results"
 SOURCES = {
-    "demo": "cpu_noamx_demo.json",
-    "quality": "cpu_memory_quality.json",
+    "loss": "cpu_quality.json",
     "memory": "cpu_memory_recipes.json",
     "speed": "predicted_h100.json",
 }
 MODEL = "llama2-7b"
-ALL = "tensorwise+saved_activations+float8_adamw"
 # run -> name of its row, and what stands below the name
 WAYS = {
     "bf16": ("bf16", "the baseline, not in float8"),
@@ -43,10 +43,8 @@ WAYS = {
     "delayed": ("delayed", "scales of earlier steps"),
     "rowwise": ("rowwise", "a scale per row"),
     "unit": ("unit", "unit-scaled, against it in bf16"),
-    ALL: ("tensorwise + memory", "activations, Adam in float8"),
-    "naive": ("naive cast", "without scales"),
+    SAVING: ("tensorwise + memory", "activations, Adam in float8"),
 }
-LOSS_RANGE = (-1.6, 4.4)  # per cent; beyond it a row is cut off, and its number says so
 HEIGHT = 0.5  # of a bar
 
 
@@ -56,13 +54,17 @@ class Row:
 
     Args:
         run: its name in the files.
-        gaps: to bf16 (`unit`: to the unit-scaled model in bf16), per cent, one per seed.
+        gap: to bf16 (`unit`: to the unit-scaled model in bf16) in per cent, and half of its 95 %
+            interval.
+        seeds, steps: of the gap's runs.
         peak_gib: the most memory in a step.
         speedup: over bf16.
     """
 
     run: str
-    gaps: Sequence[float] = field(default_factory=tuple)
+    gap: tuple[float, float] | None = None
+    seeds: int = 0
+    steps: int = 0
     peak_gib: float | None = None
     speedup: float | None = None
 
@@ -73,29 +75,24 @@ def rows(folder: Path = RESULTS) -> list[Row]:
         name: json.loads((folder / file).read_text(encoding="utf-8"))
         for name, file in SOURCES.items()
     }
+    losses = {line["layer"]: line for line in recipes.lines(files["loss"]["rows"])}
     return [
         Row(
             run,
-            _gaps(run, files["demo"], files["quality"]),
-            _peak_gib(run, files["memory"]),
-            _speedup(run, files["speed"]),
+            **_gap(losses.get(run, {})),
+            peak_gib=_peak_gib(run, files["memory"]),
+            speedup=_speedup(run, files["speed"]),
         )
         for run in WAYS
     ]
 
 
-def seeds_of_bf16(folder: Path = RESULTS) -> list[float]:
-    """How far bf16's own seeds end from their mean, per cent."""
-    demo = json.loads((folder / SOURCES["demo"]).read_text(encoding="utf-8"))
-    losses = [run["final_val_loss"] for run in demo["runs"] if run["recipe"] == "bf16"]
-    return [100 * (loss / statistics.fmean(losses) - 1) for loss in losses]
-
-
-def _gaps(run: str, demo: dict[str, Any], quality: dict[str, Any]) -> list[float]:
-    if run == "bf16":
-        return []
-    found = [r["gap_to_base_percent"] for r in demo["runs"] if r["recipe"] == run]
-    return found or [r["gap_percent"] for r in quality["rows"] if r["layer"] == run]
+def _gap(line: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a gap; none without an interval, which takes two seeds."""
+    if line.get("gap_half_width") is None:
+        return {}
+    gap = line["gap_percent"], line["gap_half_width"]
+    return {"gap": gap, "seeds": line["seeds"], "steps": line["fields"]["steps"]}
 
 
 def _peak_gib(run: str, memory: dict[str, Any]) -> float | None:
@@ -119,8 +116,8 @@ def _speedup(run: str, speed: dict[str, Any]) -> float | None:
 # --- drawing
 
 
-def draw(found: Sequence[Row], seeds: Sequence[float]) -> Figure:
-    """Draw the rows; `seeds` are `seeds_of_bf16`."""
+def draw(found: Sequence[Row]) -> Figure:
+    """Draw the rows."""
     from matplotlib.figure import Figure  # needed for drawing only
 
     figure = Figure(figsize=(8, 4))
@@ -138,7 +135,7 @@ def draw(found: Sequence[Row], seeds: Sequence[float]) -> Figure:
             axes.axhline(edge - 0.5, color=PALE, linewidth=0.8, zorder=0)
     runs = [row.run for row in found]
     draw_names(panels[0], found)
-    draw_loss(panels[0], found, seeds)
+    draw_loss(panels[0], found)
     draw_bars(
         panels[1], runs, [row.peak_gib for row in found], "{:.0f} GiB", "Memory",
         "peak of a Llama-2-7B step,\ntraced without a GPU", "not traced",
@@ -151,7 +148,7 @@ def draw(found: Sequence[Row], seeds: Sequence[float]) -> Figure:
 
 
 def colour_of(run: str) -> str:
-    return {"bf16": GREY, "naive": VERMILLION}.get(run, BLUE)
+    return GREY if run == "bf16" else BLUE
 
 
 def draw_names(axes: Axes, found: Sequence[Row]) -> None:
@@ -174,39 +171,35 @@ def title(axes: Axes, text: str, below: str) -> None:
     )  # fmt: skip
 
 
-def draw_loss(axes: Axes, found: Sequence[Row], seeds: Sequence[float]) -> None:
-    """Dots, with lines from the best to the worst seed; the band is what bf16's seeds cover."""
-    low, high = LOSS_RANGE
-    axes.set_xlim(low, high)
-    if len(seeds) > 1:
-        axes.axvspan(min(seeds), max(seeds), color=PALE, linewidth=0, zorder=0)
+def draw_loss(axes: Axes, found: Sequence[Row]) -> None:
+    """Dots with their intervals; the band is the limit that an interval should lie in."""
+    ends = [0.0, recipes.LIMIT] + [sum(row.gap) for row in found if row.gap]
+    starts = [-recipes.LIMIT] + [row.gap[0] - row.gap[1] for row in found if row.gap]
+    width = max(ends) - min(starts)
+    axes.set_xlim(min(starts) - 0.04 * width, max(ends) + 0.5 * width)  # room for the numbers
+    axes.axvspan(-recipes.LIMIT, recipes.LIMIT, color=PALE, linewidth=0, zorder=0)
     axes.axvline(0, color=GREY, linewidth=1)
     for y, row in enumerate(found):
         colour = colour_of(row.run)
-        if not row.gaps:
-            axes.plot([0], [y], "o", color=colour, markersize=7)
-            place = max([0.0, *seeds]) + 0.22
-            axes.text(place, y, "grey: its seeds", va="center", fontsize=8.5, color=GREY)
+        grey: Any = {"va": "center", "color": GREY, "fontsize": 8.5}
+        beside = max(recipes.LIMIT, sum(row.gap or (0.0,))) + 0.04 * width
+        if row.gap is not None:
+            mean, half_width = row.gap
+            axes.plot([mean - half_width, mean + half_width], [y, y], color=colour, linewidth=2)
+            text = f"{mean:+.2f} %".replace("-", "\N{MINUS SIGN}")
+            axes.text(beside, y, text, va="center", color=colour, fontsize=10.5)
+        elif row.run == "bf16":
+            mean = 0.0
+            axes.text(beside, y, f"grey: within {recipes.LIMIT} %", **grey)
+        else:
+            axes.text(beside, y, "not in this study", **grey)
             continue
-        mean = statistics.fmean(row.gaps)
-        text = f"{mean:+.1f} %".replace("-", "\N{MINUS SIGN}")
-        if mean > high:
-            axes.annotate(
-                "", (high, y), (high - 1.3, y),
-                arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 2},
-            )  # fmt: skip
-            axes.text(high - 1.5, y, text, ha="right", va="center", color=colour,
-                      fontsize=10.5, fontweight="bold")  # fmt: skip
-            continue
-        axes.plot([min(row.gaps), max(row.gaps)], [y, y], color=colour, linewidth=2)
         axes.plot([mean], [y], "o", color=colour, markersize=7)
-        axes.text(max(row.gaps) + 0.22, y, text, va="center", color=colour, fontsize=10.5)
-    title(axes, "Loss, against bf16", f"measured: small GPT on a CPU,\n{_over_seeds(found)}")
-
-
-def _over_seeds(found: Sequence[Row]) -> str:
-    count = max((len(row.gaps) for row in found), default=1)
-    return "one seed" if count == 1 else f"mean and range of {count} seeds"
+    compared = [row for row in found if row.gap]
+    seeds = " to ".join(f"{count}" for count in sorted({row.seeds for row in compared}))
+    steps = " to ".join(f"{count:,}" for count in sorted({row.steps for row in compared}))
+    below = f"small GPT, {steps} steps, on a CPU,\n95 % interval from {seeds} seeds"
+    title(axes, "Loss, against bf16", below)
 
 
 def draw_bars(

@@ -9,6 +9,8 @@ name                         the linear layers of the blocks
                              how far the two end apart is the noise of the study
 a recipe of float8           converted; ``unit`` is unit-scaled first
 a name of `configs.py`       converted with that config
+`SAVING`                     recipe ``tensorwise``; what other operations save for backward, and
+                             the states of AdamW, are float8 too
 ``unit_bf16``                unit-scaled, in bf16: the base of all that are unit-scaled
 ``unit_bf16 rounded``        the same, its initial weights rounded to bf16
 ``unit, dynamic inputs``     recipe ``unit``, but inputs have a dynamic scale: values that grow in
@@ -47,11 +49,12 @@ from float8 import (
 )
 from float8.config import RECIPES
 from float8.unit_scaling.transforms import float8
-from scripts.training import gpt
+from scripts.training import gpt, savings
 
 BASE, NOISE = "bf16", "bf16 rounded"
 UNIT_BASE, UNIT_NOISE, UNIT_DYNAMIC = "unit_bf16", "unit_bf16 rounded", "unit, dynamic inputs"
 CONTROLS = {BASE: NOISE, UNIT_BASE: UNIT_NOISE}  # of each base
+SAVING = "tensorwise+saved_activations+float8_adamw"  # as in training/savings.py
 PEER = "torchao "
 
 
@@ -65,12 +68,14 @@ class Contender:
         after_step: to call after the optimizer's step.
         in_bf16: a context in which a float8 model runs in bf16; None for bf16, and for layers of
             torchao's or of the study's own, which have no such switch.
+        optimizer: a name of `savings.OPTIMIZERS`, where the model is not unit-scaled.
     """
 
     model: nn.Module
     unit_scaled: bool = False
     after_step: Callable[[], object] = lambda: None
     in_bf16: Callable[[], AbstractContextManager[object]] | None = None
+    optimizer: str = "adamw"
 
 
 def contender(name: str, model: nn.Module) -> Contender:
@@ -87,6 +92,10 @@ def contender(name: str, model: nn.Module) -> Contender:
         return Contender(model)
     if name.startswith(PEER):
         return Contender(_by_torchao(model, name.removeprefix(PEER)))
+    if name == SAVING:
+        found = contender("tensorwise", model)
+        savings.save_activations(found.model)
+        return replace(found, optimizer="float8_adamw")
     if base_of(name) == UNIT_BASE:
         return _unit_scaled(name, model)
     if name in configs.CONFIGS:

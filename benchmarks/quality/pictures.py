@@ -157,6 +157,9 @@ def draw_scaling(rows: Sequence[Row]) -> Figure:
         picture.plain(axes, "left", "bottom")
         axes.axhline(0, color=picture.GREY, linewidth=0.8)
         axes.set_xscale("log")
+        sizes = sorted({line["N"] for line in cells})
+        axes.set_xticks(sizes, [f"{N / 1000:,.0f}" for N in sizes], minor=False)
+        axes.set_xticks([], minor=True)
         own = [line for line in cells if line["layer"] == name]
         for D, colour in zip(sorted({line["D"] for line in own}), COLOURS, strict=False):
             _draw_budget(axes, [line for line in own if line["D"] == D], colour)
@@ -164,7 +167,9 @@ def draw_scaling(rows: Sequence[Row]) -> Figure:
         whole = wholes.get(f"{name}, all sizes", {})
         said = [f"mean {whole['mean']}"] if "mean" in whole else []
         said += [f"$N_{{eff}}/N$ = {whole['kept']}"] if "kept" in whole else []
-        axes.set_xlabel("\n".join(["parameters of the blocks", *said]), color=picture.GREY)
+        axes.set_xlabel(
+            "\n".join(["parameters of the blocks, in thousands", *said]), color=picture.GREY
+        )
     panels[0].set_ylabel("gap to bf16, % of its loss", color=picture.GREY)
     handles, labels = panels[len(names) - 1].get_legend_handles_labels()
     if handles:

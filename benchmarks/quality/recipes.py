@@ -37,6 +37,7 @@ from benchmarks.quality.contenders import (
     CONTROLS,
     NOISE,
     PEER,
+    SAVING,
     UNIT_BASE,
     UNIT_DYNAMIC,
     UNIT_NOISE,
@@ -49,7 +50,7 @@ from benchmarks.quality.run import Run, usual_runs
 LIMIT = 0.25  # per cent of the base's loss
 CONTENDERS = (
     *(BASE, NOISE, "tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"),
-    *(UNIT_BASE, UNIT_NOISE, "unit", UNIT_DYNAMIC, PEER + "tensorwise", PEER + "rowwise"),
+    *(SAVING, UNIT_BASE, UNIT_NOISE, "unit", UNIT_DYNAMIC, PEER + "tensorwise", PEER + "rowwise"),
 )
 COLUMNS = {
     "layer": ("contender", ""),

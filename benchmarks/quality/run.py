@@ -34,7 +34,7 @@ from benchmarks.measuring.harness import Row
 from benchmarks.quality.contenders import UNIT_BASE, Contender, base_of, contender
 from benchmarks.quality.gpt_run import GPTRun
 from scripts.train_gpt import BETAS, CLIP, UNIT_DECAY, WEIGHT_DECAY
-from scripts.training import corpus
+from scripts.training import corpus, savings
 
 WARM_UP = 0.05  # of the steps
 SHORT = 2**17  # bytes of an evaluation before the last step
@@ -229,8 +229,11 @@ def optimizer_of(what: Contender, learning_rate: float) -> torch.optim.Optimizer
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    cls = uu.optim.AdamW if what.unit_scaled else torch.optim.AdamW
-    optimizer = cls(groups, learning_rate, BETAS, fused=True)
+    optimizer: torch.optim.Optimizer
+    if what.unit_scaled:
+        optimizer = uu.optim.AdamW(groups, learning_rate, BETAS, fused=True)
+    else:
+        optimizer = savings.adamw(what.optimizer, groups, learning_rate, BETAS)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer

@@ -3,7 +3,8 @@
 The file is a result file like every benchmark's (`measuring/report.py`). It is written again after
 every run, so that a study that is killed keeps the runs that ended, and the same command with the
 same file makes those that lack. Each row names its run by all of the run's fields, and the commit
-that made it; runs that the file has are not made again.
+that made it; runs that the file has are not made again. The rows of a call stand in the order of
+its runs, whichever ended first, after those of other calls.
 
 Processes take one thread each, so that as many run beside each other as the machine has cores: the
 result of a run does not depend on what runs beside it. Ctrl-C ends them. A run that fails with an
@@ -107,12 +108,15 @@ def make(
         SystemExit: the file cannot be continued, a run failed, or Ctrl-C; with a message.
     """
     try:
-        rows = known_rows(options.output, name, options)
+        rows = known_rows(options.output, name, options, runs)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     todo = missing(runs, rows)
 
+    order = {_key(asdict(run)): number for number, run in enumerate(runs)}
+
     def write() -> Row:
+        rows.sort(key=lambda row: order.get(_key(row["run"]), -1))  # those of other calls first
         lines, targets = summary(rows)
         return report.write(name, argv, options, rows, columns, targets, lines)
 
@@ -140,7 +144,10 @@ def make(
 
 
 def known_rows(
-    path: Path | None, name: str, options: argparse.Namespace | None = None
+    path: Path | None,
+    name: str,
+    options: argparse.Namespace | None = None,
+    runs: Iterable[DataclassInstance] = (),
 ) -> list[Row]:
     """The rows of a study's file; none where there is no file yet.
 
@@ -148,9 +155,12 @@ def known_rows(
         path: of the file.
         name: of the benchmark.
         options: those of `SAME` must be the file's.
+        runs: the runs of the study, if rows are to have the fields of one of them.
 
     Raises:
-        ValueError: the file is another benchmark's, or of other options, or not as `make` wrote it.
+        ValueError: the file is another benchmark's, or of other options, or not as `make` wrote it,
+            or the fields of a row's run are those of no run, as of another version: a summary
+            would compare what differs.
     """
     if path is None or not path.exists():
         return []
@@ -172,12 +182,18 @@ def known_rows(
     if not isinstance(found.get("rows"), list):
         raise ValueError(f"{path} has no list of rows: give -o another name")
     rows: list[Row] = found["rows"]
+    kinds = {frozenset(asdict(run)) for run in runs}
     for number, row in enumerate(rows):
         whole = isinstance(row, dict) and isinstance(row.get("run"), dict)
         if not (whole and ("loss" in row or "error" in row)):
             raise ValueError(
                 f"rows[{number}] of {path} lacks its run, or both loss and error: delete that row, "
                 "so that the run is made again, or give -o another name"
+            )
+        if kinds and frozenset(row["run"]) not in kinds:
+            raise ValueError(
+                f"rows[{number}] of {path} has the run {row['run']}, whose fields are not those of "
+                "this version's runs: give -o another name, or delete that row"
             )
     return rows
 

@@ -6,18 +6,29 @@ import itertools
 import json
 import math
 from dataclasses import asdict, replace
+from functools import partial
 
 import processes
 import pytest
 import torch
+from meter import saved_bytes
 
 from benchmarks import bench_quality as bench
 from benchmarks import plots
 from benchmarks.quality import operands, pictures, rates, recipes, scaling, study
-from benchmarks.quality.contenders import NOISE, UNIT_DYNAMIC, UNIT_NOISE, contender
+from benchmarks.quality.contenders import NOISE, SAVING, UNIT_DYNAMIC, UNIT_NOISE, contender
 from benchmarks.quality.paired import by_contender
 from benchmarks.quality.probe import Probe
-from benchmarks.quality.run import Run, evaluate, evaluation_steps, schedule, train, usual_rate
+from benchmarks.quality.run import (
+    Run,
+    evaluate,
+    evaluation_steps,
+    optimizer_of,
+    schedule,
+    train,
+    usual_rate,
+)
+from float8.optim import Moment
 from scripts.training import corpus, gpt
 
 TINY = Run(
@@ -92,6 +103,26 @@ def test_inputs_of_a_unit_scaled_model_can_have_dynamic_scales():
             in_bf16 = found.model(tokens, tokens).item()
         errors[name] = abs(found.model(tokens, tokens).item() - in_bf16)
     assert errors["unit"] > 4 * errors[UNIT_DYNAMIC]
+
+
+def test_one_contender_has_float8_in_the_optimizer_and_in_saved_activations_too():
+    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
+    saved, losses, states = {}, {}, {}
+    for name in ("tensorwise", SAVING):
+        torch.manual_seed(0)
+        found = contender(name, gpt.GPT(TINY.sizes))
+        optimizer = optimizer_of(found, 1e-3)
+        assert [group["initial_lr"] for group in optimizer.param_groups] == [1e-3, 1e-3]
+        saved[name] = saved_bytes(partial(found.model, tokens, tokens), found.model)
+        loss = found.model(tokens, tokens)
+        losses[name] = loss.item()
+        loss.backward()
+        optimizer.step()
+        weight = found.model.blocks[0].feed_forward.gate_up.weight
+        states[name] = type(optimizer.state[weight]["exp_avg"])
+    assert losses[SAVING] == losses["tensorwise"]  # the forward pass is the same
+    assert saved[SAVING] < 0.8 * saved["tensorwise"]
+    assert states == {"tensorwise": torch.Tensor, SAVING: Moment}
 
 
 def test_the_control_of_unit_scaled_models_is_rounded_after_their_initialization():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 
 import pytest
 from PIL import Image
@@ -12,6 +11,8 @@ from benchmarks import figures
 from benchmarks.measuring import overview
 from benchmarks.measuring.report import ROOT
 from benchmarks.measuring.shapes import LLAMA3_8B
+from benchmarks.quality import recipes
+from benchmarks.quality.contenders import SAVING
 from float8.config import RECIPES
 from float8.estimate import estimate
 
@@ -58,16 +59,13 @@ def test_figures_are_drawn_by_name(tmp_path, capsys):
 def test_the_rows_are_the_numbers_of_their_files():
     rows = {row.run: row for row in overview.rows()}
     assert tuple(rows) == tuple(overview.WAYS)
-    losses = {(r["recipe"], r["seed"]): r["final_val_loss"] for r in read("demo")["runs"]}
-    bases = {"unit": "unit_bf16"}
-    for run in ("tensorwise", "delayed", "rowwise", "unit", "naive"):
-        base = bases.get(run, "bf16")
-        gaps = [100 * (losses[run, seed] / losses[base, seed] - 1) for seed in (0, 1, 2)]
-        assert rows[run].gaps == pytest.approx(gaps), run
-    trained = {(r["layer"], r["seed"]): r["val_loss"] for r in read("quality")["rows"]}
-    gaps = [100 * (trained[overview.ALL, s] / trained["bf16", s] - 1) for s in (0, 1, 2)]
-    assert rows[overview.ALL].gaps == pytest.approx(gaps)
-    assert [trained["bf16", s] for s in (0, 1, 2)] == [losses["bf16", s] for s in (0, 1, 2)]
+    lines = {line["layer"]: line for line in recipes.lines(read("loss")["rows"])}
+    for run, row in rows.items():
+        if run in lines and run != "bf16":
+            found = lines[run]
+            assert row.gap == (found["gap_percent"], found["gap_half_width"]), run
+            assert (row.seeds, row.steps) == (found["seeds"], 2000)
+    assert {"tensorwise", "delayed", "rowwise", "unit"} <= lines.keys()
     for row in read("memory")["rows"]:
         if row["layer"] in rows:
             assert rows[row["layer"]].peak_gib == row["peak_mib"] / 1024
@@ -75,8 +73,8 @@ def test_the_rows_are_the_numbers_of_their_files():
     for run in ("tensorwise", "delayed", "rowwise", "unit"):
         ours = sum(layer["bf16_s"] / layer[run]["speedup"] for layer in layers)
         assert rows[run].speedup == pytest.approx(sum(la["bf16_s"] for la in layers) / ours)
-    assert rows["bf16"].gaps == [] and rows["bf16"].speedup == 1
-    assert rows["naive"].peak_gib is rows["naive"].speedup is rows[overview.ALL].speedup is None
+    assert rows["bf16"].gap is None and rows["bf16"].speedup == 1
+    assert rows[SAVING].speedup is None
 
 
 def test_the_prediction_is_what_estimate_says_of_a_block_on_an_h100():
@@ -101,11 +99,11 @@ def texts(axes):
 
 def test_the_figure_writes_the_numbers_of_the_rows_and_says_what_is_predicted():
     found = overview.rows()
-    loss, memory, speed = overview.draw(found, overview.seeds_of_bf16()).axes
-    for row in found:
-        if row.gaps:
-            gap = f"{statistics.fmean(row.gaps):+.1f} %".replace("-", "\N{MINUS SIGN}")
-            assert gap in texts(loss)
+    loss, memory, speed = overview.draw(found).axes
+    for y, row in enumerate(found):
+        if row.gap:
+            gap = f"{row.gap[0]:+.2f} %".replace("-", "\N{MINUS SIGN}")
+            assert [text.get_text() for text in loss.texts if text.get_position()[1] == y] == [gap]
     bars = [patch.get_width() for patch in memory.patches]
     assert bars == [row.peak_gib for row in found if row.peak_gib is not None]
     assert [f"{width:.0f} GiB" for width in bars] == [t for t in texts(memory) if t.endswith("GiB")]
@@ -117,23 +115,25 @@ def test_the_figure_writes_the_numbers_of_the_rows_and_says_what_is_predicted():
     assert not any(patch.get_hatch() for patch in memory.patches)
 
 
-def test_whiskers_reach_from_the_best_to_the_worst_seed():
-    row = overview.Row("tensorwise", [0.2, 0.9, 0.4])
-    loss = overview.draw([row], [-0.5, 0.5]).axes[0]
-    dots = [tuple(line.get_xdata()) for line in loss.get_lines()]
-    assert (0.2, 0.9) in dots
-    assert (pytest.approx(0.5),) in dots
+def test_whiskers_are_the_interval_and_lie_in_the_panel():
+    found = [
+        overview.Row("tensorwise", (0.25, 0.5), 2, 90),
+        overview.Row("unit", (3.0, 1.5), 3, 90),
+    ]
+    loss = overview.draw(found).axes[0]
+    lines = [tuple(line.get_xdata()) for line in loss.get_lines()]
+    assert {(-0.25, 0.75), (0.25,), (1.5, 4.5), (3.0,)} <= set(lines)
+    low, high = loss.get_xlim()
+    assert low < -0.25 and high > 4.5
+    assert any("90 steps" in text and "from 2 to 3 seeds" in text for text in texts(loss))
 
 
-def test_what_is_out_of_range_is_cut_off():
-    row = overview.Row("naive", [44.0, 46.0])
-    loss = overview.draw([row], []).axes[0]
-    assert "+45.0 %" in texts(loss)
-    assert loss.get_xlim() == overview.LOSS_RANGE
+def test_a_way_without_an_interval_says_so():
+    assert "not in this study" in texts(overview.draw([overview.Row("unit")]).axes[0])
 
 
 def test_no_text_leaves_the_figure_or_covers_another():
-    figure = overview.draw(overview.rows(), overview.seeds_of_bf16())
+    figure = overview.draw(overview.rows())
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure)

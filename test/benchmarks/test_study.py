@@ -57,6 +57,15 @@ def test_failed_runs_leave_the_others_and_the_next_call_makes_them_again(tmp_pat
     assert json.loads(path.read_text())["table"][2:] == ["good"] * 3
 
 
+def test_rows_stand_in_the_order_of_the_runs_and_those_of_other_calls_before_them(tmp_path):
+    path = tmp_path / "x.json"
+    make(path, [Run("good", 9)])
+    make(path, [Run("good", 2), Run("good", 3)])
+    rows = make(path, [Run("good", 3), Run("good", 1), Run("good", 2)])
+    assert [row["run"]["seed"] for row in rows] == [9, 3, 1, 2]
+    assert json.loads(path.read_text())["rows"] == rows
+
+
 def test_ctrl_c_ends_processes_and_keeps_what_was_written(tmp_path):
     path, calls = tmp_path / "x.json", []
 
@@ -99,6 +108,10 @@ def test_a_changed_field_is_another_run_and_equal_ones_are_made_once():
         ({"benchmark": "bench_x", "rows": [GOOD, {"loss": 1.0}]}, r"rows\[1\] of .* lacks its run"),
         ({"benchmark": "bench_x", "rows": [1]}, r"rows\[0\] of .* lacks its run"),
         ({"benchmark": "bench_x", "rows": [{"run": {}}]}, r"rows\[0\] of .* both loss and error"),
+        (
+            {"benchmark": "bench_x", "rows": [{"run": {"seed": 0}, "loss": 1.0}]},
+            r"rows\[0\] of .*x.json has the run \{'seed': 0\}, whose fields are not those of",
+        ),
     ],
 )
 def test_a_file_that_is_not_this_study_s_is_refused_and_kept(tmp_path, text, reason):

@@ -7,7 +7,7 @@ import re
 
 from fresh import ROOT
 
-from benchmarks import bench_bert
+from benchmarks import bench_bert, bench_unit_gpt
 from benchmarks.models.training import held_out
 
 PAGE = " ".join((ROOT / "docs" / "unit_scaling.md").read_text(encoding="utf-8").split())
@@ -43,8 +43,11 @@ def test_how_stable_the_mus_variant_is():
 
 
 def test_how_a_bert_trains_with_scale_1():
-    found = re.search(r"ends ([\d.]+) % above .* one ends ([\d.]+) % below its own", PAGE)
-    assert found is not None
     lines = bench_bert.lines(_result("cpu_bert")["rows"])
-    gaps = {line["layer"]: line["gap_percent"] for line in lines if line["mode"] == "fp8"}
-    assert [f"{gaps['base']:.2f}", f"{-gaps['unit']:.2f}"] == list(found.groups())
+    gaps = {line["layer"]: line["gap"].lstrip("+") for line in lines if line["mode"] == "fp8"}
+    assert f"its loss ends {gaps['base']} above that of float32" in PAGE
+    assert f"the unit-scaled one ends {gaps['unit']} above its own" in PAGE
+    assert f", {({3: 'three', 5: 'five'})[lines[0]['seeds']]} seeds)." in PAGE
+    found = {x["layer"]: x for x in bench_unit_gpt.lines(_result("cpu_unit_gpt")["rows"])}
+    naive, unit = found["naive"]["gap"].lstrip("+"), found["unit"]["gap"].lstrip("+")
+    assert f"nanoGPT ends {naive} above bf16, and unit-scaled {unit} above its own" in PAGE
