@@ -90,13 +90,19 @@ def version(package: str) -> str | None:
         return None
 
 
+def device_name(device: str) -> str:
+    """The name of a GPU, or of the processor."""
+    on_cuda = torch.device(device).type == "cuda"
+    return torch.cuda.get_device_name(device) if on_cuda else cpu_model()
+
+
 def environment(device: str) -> Row:
     """The machine, the versions and the commit that measurements depend on."""
     on_cuda = torch.device(device).type == "cuda"
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **commit(),
-        "device": torch.cuda.get_device_name(device) if on_cuda else cpu_model(),
+        "device": device_name(device),
         "capability": list(torch.cuda.get_device_capability(device)) if on_cuda else None,
         "cpu": cpu_model(),
         "cores": os.cpu_count(),

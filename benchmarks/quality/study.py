@@ -2,8 +2,8 @@
 
 The file is a result file like every benchmark's (`measuring/report.py`). It is written again after
 every run, so that a study that is killed keeps the runs that ended, and the same command with the
-same file makes those that lack. Each row names its run by all of the run's fields, and the commit
-that made it; runs that the file has are not made again. The rows of a call stand in the order of
+same file makes those that lack. Each row names its run by all of the run's fields, and the commit and
+the device that made it; runs that the file has are not made again. The rows of a call stand in the order of
 its runs, whichever ended first, after those of other calls.
 
 Processes take one thread each, so that as many run beside each other as the machine has cores: the
@@ -102,7 +102,8 @@ def make(
         columns: of the lines.
 
     Returns:
-        All rows: ``run`` with the fields of the run, ``commit``, and what `train` returned.
+        All rows: ``run`` with the fields of the run, ``commit``, ``device``, and what `train`
+        returned.
 
     Raises:
         SystemExit: the file cannot be continued, a run failed, or Ctrl-C; with a message.
@@ -128,7 +129,8 @@ def make(
             if FAILED in row:
                 failures += 1
             else:
-                rows.append({"run": asdict(run), **report.commit(), **row})
+                made_by = {**report.commit(), "device": report.device_name(str(options.device))}
+                rows.append({"run": asdict(run), **made_by, **row})
                 write()
             print(f"{time.strftime('%H:%M:%S')} {count}/{len(todo)} {_line(run, row)}", flush=True)
     except KeyboardInterrupt:

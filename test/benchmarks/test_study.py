@@ -12,6 +12,7 @@ import processes
 import pytest
 from quality_program import Run, train
 
+from benchmarks.measuring import report
 from benchmarks.quality import study
 
 COLUMNS = {"layer": ("contender", "")}
@@ -64,6 +65,16 @@ def test_rows_stand_in_the_order_of_the_runs_and_those_of_other_calls_before_the
     rows = make(path, [Run("good", 3), Run("good", 1), Run("good", 2)])
     assert [row["run"]["seed"] for row in rows] == [9, 3, 1, 2]
     assert json.loads(path.read_text())["rows"] == rows
+
+
+def test_a_row_says_which_machine_made_it(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    for seed, machine in enumerate(("one", "another")):
+        monkeypatch.setattr(report, "cpu_model", lambda machine=machine: machine)
+        make(path, [Run("good", seed)])
+    found = json.loads(path.read_text())
+    assert [row["device"] for row in found["rows"]] == ["one", "another"]
+    assert found["environment"]["device"] == "another"
 
 
 def test_ctrl_c_ends_processes_and_keeps_what_was_written(tmp_path):
