@@ -2,9 +2,9 @@
 
 The file is a result file like every benchmark's (`measuring/report.py`). It is written again after
 every run, so that a study that is killed keeps the runs that ended, and the same command with the
-same file makes those that lack. Each row names its run by all of the run's fields, and the commit and
-the device that made it; runs that the file has are not made again. The rows of a call stand in the order of
-its runs, whichever ended first, after those of other calls.
+same file makes those that lack. Each row names its run by all of the run's fields, and the commit
+and the device that made it; runs that the file has are not made again. The rows of a call stand in
+the order of its runs, whichever ended first, after those of other calls.
 
 Processes take one thread each, so that as many run beside each other as the machine has cores: the
 result of a run does not depend on what runs beside it. Ctrl-C ends them. A run that fails with an
