@@ -7,10 +7,12 @@
     print(report.table())
 
 Hooks on every `Float8Linear` see its input, its weight as the layer sees it (gathered by FSDP2, in
-the dtype that autocast asks for), and the gradient of its output. Each is cast once more, exactly
-as the layer casts it: by `linear.scaling.bind_and_cast` with the layer's `OperandCast` and the
-scale of a delayed cast. No amax is recorded. `float8.numerics.statistics` compares the operand with
-its cast. Outputs, gradients, amax histories and random numbers stay the same to the bit.
+the dtype that autocast asks for), and the gradient of its output. So does a watcher of every
+product that the transform `float8.unit_scaling.transforms.float8` runs, named after its weight.
+Each operand is cast once more, exactly as the layer casts it: by `linear.scaling.bind_and_cast`
+with the layer's `OperandCast` and the scale of a delayed cast. No amax is recorded.
+`float8.numerics.statistics` compares the operand with its cast. Outputs, gradients, amax histories
+and random numbers stay the same to the bit.
 
 Numbers are accumulated on the device over calls, microbatches and layers that are called twice.
 They are moved to the host when the block ends.
@@ -47,17 +49,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from float8.arguments import check_module
-from float8.config import LinearPlan, OperandCast, ScalingType
+from float8.config import Float8LinearConfig, LinearPlan, OperandCast, ScalingType
 from float8.experts.modules import Float8Experts
 from float8.formats import FORMATS
 from float8.granularity import WHOLE, block_name
 from float8.kernels import is_sharded
-from float8.linear.autograd import as_matrix
+from float8.linear.autograd import STATELESS, States, as_matrix
 from float8.linear.bound_plan import autocasts, compute_dtype, plan_on
 from float8.linear.float8_weight import float8_weight, is_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.scaling import DelayedState, bind_and_cast
-from float8.linear.smoothing import inverse, smoothed, split
+from float8.linear.smoothing import inverse, smoothed, smoothing_factors, split
 from float8.numerics.gradient_error import Products, energies, project_gradient, project_input
 from float8.numerics.snapshot import Report
 from float8.numerics.statistics import (
@@ -90,7 +92,7 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
         the report, which is complete when the block has ended, also by an exception.
 
     Raises:
-        ValueError: the model has no float8 layer.
+        ValueError: the model has no float8 layer, and no transform that runs products in float8.
         TypeError: ``model`` is no module.
         RuntimeError: it is opened in a compiled function.
     """
@@ -99,10 +101,16 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
     named = [(name_in_model(fqn), module) for fqn, module in model.named_modules()]
     layers = {fqn: module for fqn, module in named if isinstance(module, Float8Linear)}
     experts = [fqn for fqn, m in named if isinstance(m, Float8Experts)]
-    if not layers and not experts:
-        raise ValueError(f"inspect: {type(model).__name__} has no float8 layer; {_remedy(model)}")
+    # Of the models that `float8.unit_scaling.transforms.float8` returns.
+    found = ((fqn, getattr(module, "float8_products", None)) for fqn, module in named)
+    transforms = {fqn: products for fqn, products in found if products is not None}
+    if not (layers or experts or transforms):
+        raise ValueError(
+            f"inspect: {type(model).__name__} has no float8 layer; convert it first, as "
+            "convert_to_float8_training(model), and inspect what that returns"
+        )
     report = Report(model=type(model).__name__, step=step)
-    inspection = _Inspection(layers, experts)
+    inspection = _Inspection(dict(layers), experts, list(transforms))
     with ExitStack() as stack:
         stack.callback(inspection.close, report)
         stack.enter_context(_FORCE_EAGER)
@@ -111,6 +119,8 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
             hook = _Hook(inspection, fqn)
             handle = layer.register_forward_hook(hook, prepend=True, with_kwargs=True)
             stack.callback(handle.remove)
+        for fqn, products in transforms.items():
+            stack.enter_context(products.watched(_Watcher(inspection, fqn)))
         yield report
 
 
@@ -184,6 +194,45 @@ class _Hook:
         return _NoHook, ()
 
 
+class _Watcher:
+    """What sees the products of one transformed module."""
+
+    def __init__(self, inspection: _Inspection, fqn: str) -> None:
+        self.inspection, self.fqn = inspection, fqn
+
+    def __call__(
+        self, name: str, config: Float8LinearConfig, input: Tensor, weight: Tensor, output: Tensor
+    ) -> None:
+        self.inspection.unseen.pop(self.fqn, None)
+        fqn = name_in_model(f"{self.fqn}.{name}" if self.fqn else name)
+        self.inspection.see_call(fqn, _Product(config, weight), input, output)
+
+
+class _Product(NamedTuple):
+    """A product that a transform runs: what `_Inspection` reads of a layer."""
+
+    config: Float8LinearConfig
+    weight: Tensor
+
+    @property
+    def high_precision(self) -> bool:
+        """A transform that is switched off calls no watcher."""
+        return False
+
+    def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
+        return input, self.weight, STATELESS
+
+    def local_factors(self, _: Tensor, x_MK: Tensor) -> tuple[Tensor, Tensor]:
+        factors_1K = smoothing_factors(x_MK)
+        return factors_1K, factors_1K
+
+    def local_grad_output(self, grad_output: Tensor) -> Tensor:
+        return grad_output
+
+
+_Layer = Float8Linear | _Product
+
+
 class _NoHook:
     def __call__(self, *call: object) -> None:
         pass
@@ -216,8 +265,11 @@ class _Matrices(NamedTuple):
 class _Inspection:
     """The numbers between the opening and the closing of a block."""
 
-    def __init__(self, layers: dict[str, Float8Linear], experts: list[str]) -> None:
+    def __init__(
+        self, layers: dict[str, _Layer], experts: list[str], transformed: list[str]
+    ) -> None:
         self.layers, self.experts = layers, experts
+        self.unseen = dict.fromkeys(transformed)  # modules without a product so far
         self.found: dict[tuple[CastKey, bool], Found] = {}
         self.gradients: dict[CastKey, Products] = {}
         self.seen: set[str] = set()
@@ -225,12 +277,13 @@ class _Inspection:
         self.handles: list[Any] = []
         self.is_open = True
 
-    def see_call(self, fqn: str, layer: Float8Linear, input: Tensor, output: Tensor) -> None:
+    def see_call(self, fqn: str, layer: _Layer, input: Tensor, output: Tensor) -> None:
         """Measure the operands of a forward, and let a hook measure those of its backward."""
         if (reason := _reason_to_skip(layer, input)) is not None:
             self.reasons[fqn] = reason
             return
         self.seen.add(fqn)
+        self.layers.setdefault(fqn, layer)  # a product is known when it is called
         dtype = compute_dtype(input)
         uses = _uses(layer.config.plan, input.requires_grad, layer.weight.requires_grad)
         with _without_side_effects(input):
@@ -302,8 +355,10 @@ class _Inspection:
         rows = _with_gradients(rows, self.gradients)
         unseen = [fqn for fqn in self.layers if fqn not in self.seen]
         skipped = {fqn: self.reasons.get(fqn, "it was not called") for fqn in unseen}
-        experts = dict.fromkeys(self.experts, "the casts of experts are not watched")
-        report.fill(rows, skipped | experts)
+        skipped |= dict.fromkeys(self.experts, "the casts of experts are not watched")
+        for fqn in self.unseen:
+            skipped[fqn or report.model] = "it was not called, or ran in high precision"
+        report.fill(rows, skipped)
 
 
 def _with_gradients(
@@ -328,7 +383,7 @@ def _with_gradients(
 
 def _matrices(
     fqn: str,
-    layer: Float8Linear,
+    layer: _Layer,
     use: _Use,
     x: Tensor,
     state: DelayedState | None,
@@ -354,7 +409,7 @@ def _matrices(
 
 
 def _smoothed(
-    layer: Float8Linear, input: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype
+    layer: _Layer, input: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The products that a layer with ``smooth_input`` casts, and the factors of the local input.
 
@@ -369,7 +424,7 @@ def _smoothed(
     return *products, _of_local_columns(factors, x_MK)
 
 
-def _reason_to_skip(layer: Float8Linear, input: Tensor) -> str | None:
+def _reason_to_skip(layer: _Layer, input: Tensor) -> str | None:
     """Why a call cannot be measured, or None."""
     from torch._subclasses.fake_tensor import is_fake
 
@@ -424,7 +479,7 @@ def _uses(plan: LinearPlan, needs_x: bool, needs_w: bool) -> _Uses:
     return _Uses(forward, backward, gradient, of_weight)
 
 
-def _factor_of_gradient(layer: Float8Linear, dtype: torch.dtype) -> Tensor | None:
+def _factor_of_gradient(layer: _Layer, dtype: torch.dtype) -> Tensor | None:
     """The scales of a resident weight that multiply the gradient before its cast, if any do."""
     if not is_resident(layer.weight):
         return None
@@ -461,13 +516,3 @@ def _of_local_columns(factors_1K: Tensor, x_MK: Tensor) -> Tensor:
     placements = [Shard(1) if p.is_shard(1) else Replicate() for p in whole.placements]
     local: Tensor = factors.redistribute(placements=placements).to_local()
     return local
-
-
-def _remedy(model: nn.Module) -> str:
-    """What to do about a model without float8 layers."""
-    if any(getattr(module, "float8_products", None) for module in model.modules()):
-        return (
-            "its products run in float8 by a transform, which has no layers to inspect: "
-            "float8.unit_scaling.analysis.operand_table shows what its casts lose"
-        )
-    return "convert it first, as convert_to_float8_training(model), and inspect what that returns"

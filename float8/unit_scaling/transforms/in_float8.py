@@ -11,6 +11,7 @@ By default the recipe is ``unit``, static scales of 1, made for unit-scaled mode
 without state will do; delayed scaling keeps a history per layer, which functions cannot keep.
 
 ``with float8.high_precision(model):`` turns the transform off, as it does converted layers.
+`float8.inspect` and `inspect_every` measure its casts; a product has the name of its weight.
 
 Contractions of two activations stay in high precision: ``F.scaled_dot_product_attention``,
 ``torch.matmul``, ``@``, ``torch.bmm``. Tensor cores multiply matrices, not batches of them: in
@@ -19,6 +20,8 @@ float8 they would take one GEMM per matrix and head.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -37,6 +40,8 @@ from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Function
 from float8.unit_scaling.transforms.transformed import Mode, Transform, Transformed, transformed
 
 M = TypeVar("M", bound=nn.Module)
+# Called after each product: name of the weight, config, input, weight, output.
+Watcher = Callable[[str, Float8LinearConfig, Tensor, Tensor, Tensor], None]
 
 
 class Float8Products(Transform):
@@ -52,19 +57,34 @@ class Float8Products(Transform):
     def __init__(self, config: Float8LinearConfig, skipped: tuple[str, ...] = ()) -> None:
         self.config, self.skipped = config, skipped
         self.switch = Switch()  # of `float8.high_precision`
+        self.watchers: tuple[Watcher, ...] = ()  # of `float8.inspect`
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles have: nobody watches them."""
+        return {**self.__dict__, "watchers": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also of a transform that was pickled before it had a switch."""
-        self.__dict__.update({"switch": Switch(), **state})
+        """Also of a transform that was pickled before it had a switch and watchers."""
+        self.__dict__.update({"switch": Switch(), "watchers": (), **state})
+
+    @contextmanager
+    def watched(self, watcher: Watcher) -> Iterator[None]:
+        """Call ``watcher`` after each product, while the block is open."""
+        self.watchers = (*self.watchers, watcher)
+        try:
+            yield
+        finally:
+            self.watchers = tuple(each for each in self.watchers if each is not watcher)
 
     def mode(self, model: nn.Module, forward: Function, args: Any, kwargs: Any) -> Mode:
         """The mode for one call."""
         if self.switch.is_off:
             return Mode({})
         skipped: list[Any] = [model.get_submodule(name).weight for name in self.skipped]
+        seen_by = partial(_show, self.watchers, _names(model)) if self.watchers else None
         return Mode(
             {
-                function: partial(_linear, self.config, skipped, function)
+                function: partial(_linear, self.config, skipped, seen_by, function)
                 for function, contraction in CONTRACTIONS.items()
                 if contraction.kind == "linear"
             }
@@ -74,6 +94,7 @@ class Float8Products(Transform):
 def _linear(
     config: Float8LinearConfig,
     skipped: list[Tensor],
+    seen_by: Callable[[Float8LinearConfig, Tensor, Tensor, Tensor], None] | None,
     function: Function,
     input: Tensor,
     weight: Tensor,
@@ -86,7 +107,29 @@ def _linear(
         return function(input, weight, bias, *options)
     _check(config, input, weight)
     call = call_of(config, input, factors=factors or NO_FACTORS)
-    return linear_in_float8(input, weight, bias, call)
+    output = linear_in_float8(input, weight, bias, call)
+    if seen_by is not None:
+        seen_by(config, input, weight, output)
+    return output
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """Of products, by the ids of their weights; the last name of a weight that has several."""
+    weights = model.named_parameters(remove_duplicate=False)
+    return {id(weight): name.removesuffix(".weight") for name, weight in weights}
+
+
+def _show(
+    watchers: tuple[Watcher, ...],
+    names: dict[int, str],
+    config: Float8LinearConfig,
+    input: Tensor,
+    weight: Tensor,
+    output: Tensor,
+) -> None:
+    name = names.get(id(weight), f"weight of shape {tuple(weight.shape)}")  # a computed one
+    for watcher in watchers:
+        watcher(name, config, input, weight, output)
 
 
 def _check(config: Float8LinearConfig, input: Tensor, weight: Tensor) -> None:

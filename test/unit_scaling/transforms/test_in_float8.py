@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -205,13 +206,72 @@ def test_high_precision_turns_it_off_whichever_transform_is_the_last():
 def test_high_precision_turns_off_what_version_0_8_has_pickled():
     plain, x = Net(), torch.randn(16, 32)
     model = float8(plain)
-    del vars(model.transforms[0])["switch"]
+    del vars(model.transforms[0])["switch"], vars(model.transforms[0])["watchers"]
     model = pickle.loads(pickle.dumps(model))
     assert not torch.equal(model(x), plain(x))
     with high_precision(model):
         assert_bitwise(model(x), plain(x))
 
 
-def test_inspect_says_what_to_use_instead():
-    with pytest.raises(ValueError, match="operand_table"), inspect(float8(unit_scale(Net()))):
-        pass
+@pytest.mark.parametrize("recipe", ["unit", "tensorwise", "blockwise"])
+def test_inspect_measures_what_it_measures_of_converted_layers(recipe):
+    torch.manual_seed(0)
+    layers = nn.Sequential(uu.Linear(32, 48, bias=True), nn.GELU(), uu.Linear(48, 16))
+    model = nn.Sequential(float8(nn.Sequential(layers), RECIPES[recipe]))
+    converted = convert_to_float8_training(copy.deepcopy(layers), config=RECIPES[recipe])
+    x, g = 300 * torch.randn(64, 32), torch.randn(64, 16)
+    found = []
+    for each in (model, converted):
+        with inspect(each) as report, torch.autocast("cpu", torch.bfloat16):
+            out = each(x)
+            out.backward(g.to(out.dtype))
+        assert not report.skipped
+        found.append(report)
+    mine, theirs = ({row.key: row for row in report._rows} for report in found)
+    assert {key[0] for key in mine} == {"0.0.0", "0.0.2"}
+    assert list(mine) == [(f"0.0.{layer}", *rest) for layer, *rest in theirs]
+    for row, other in zip(mine.values(), theirs.values(), strict=True):
+        assert row == replace(other, layer=row.layer)
+    assert any(row.saturated for row in mine.values()) == (recipe == "unit")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_inspect_changes_nothing_and_ends_with_its_block(compiled):
+    model, x, g = float8(unit_scale(Net())), torch.randn(16, 32), torch.randn(16, 16)
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    before = results(run, x, g)
+    with inspect(run) as first:
+        watched = results(run, x, g)
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        with inspect(model) as second:
+            results(model, x, g)
+    results(copied, x, g)
+    after = results(run, x, g)
+    names = ["up", "down", "mix", "head"]
+    assert list(dict.fromkeys(row.layer for row in first._rows)) == names
+    assert {row.calls for row in first._rows} == {2} and {r.calls for r in second._rows} == {1}
+    if not compiled:  # a graph of unit-scaled functions rounds elsewhere
+        for a, b in zip(before, watched, strict=True):
+            assert_bitwise(a, b)
+    for a, b in zip(before, after, strict=True):
+        assert_bitwise(a, b)
+
+
+def test_inspect_names_tied_and_computed_weights_and_what_it_did_not_see():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(48, 32), nn.Linear(32, 48, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            return self.head(F.linear(x, 2 * self.head.weight[:32]))
+
+    model, tokens = float8(Tied()), torch.randint(48, (16,))
+    with inspect(model) as report:
+        model(tokens).sum().backward()
+    assert {row.layer for row in report._rows} == {"weight of shape (32, 32)", "head"}
+    with inspect(nn.Sequential(model)) as report, high_precision(model):
+        model(tokens)
+    assert len(report) == 0 and "high precision" in report.skipped["0"]
