@@ -13,6 +13,9 @@ differ by rounding alone end close together.
 Evaluation is the mean loss in nats of windows spread evenly over the held-out files, as the
 contender computes it. At the end it is repeated with the same weights in bf16 (``bf16_loss``), to
 tell what training lost from what evaluation in float8 loses.
+
+Float8 models train under `float8.inspect_every`, which changes no bit: the row has the ``alarms``
+that started.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +36,16 @@ import float8.unit_scaling as uu
 from benchmarks.measuring.harness import Row
 from benchmarks.quality.contenders import UNIT_BASE, Contender, base_of, contender
 from benchmarks.quality.gpt_run import GPTRun
+from float8 import inspect_every
+from float8.numerics import Alarm
 from scripts.train_gpt import BETAS, CLIP, UNIT_DECAY, WEIGHT_DECAY
 from scripts.training import corpus, savings
 
 WARM_UP = 0.05  # of the steps
 SHORT = 2**17  # bytes of an evaluation before the last step
 AVERAGED = 20  # steps whose training losses the row keeps as one mean
+WATCHED = 50  # steps from look to look
+SHOWN = 20  # alarms that a row keeps
 EVALUATION_BYTES = 2**12  # in one forward pass
 
 
@@ -120,8 +127,9 @@ def fit(what: Contender, run: Run, text: corpus.Corpus, device: str = "cpu") -> 
     parameters = sum(p.numel() for p in what.model.parameters() if p.requires_grad)
     row: Row = {"parameters": parameters, "text": text.digest, "train_loss": [], "curve": []}
     losses: list[float] = []
+    monitor = _monitor(what, row)
     start = time.perf_counter()
-    for step, loss in enumerate(losses_of_steps(run, what, text, device), start=1):
+    for step, loss in enumerate(losses_of_steps(run, what, text, device, monitor), start=1):
         if not math.isfinite(loss):
             return _diverged(row, step)
         losses.append(loss)
@@ -145,18 +153,43 @@ def fit(what: Contender, run: Run, text: corpus.Corpus, device: str = "cpu") -> 
     return row
 
 
+def _monitor(what: Contender, row: Row) -> AbstractContextManager[object]:
+    """What each step is to run under: alarms that start are added to the row."""
+    if what.in_bf16 is None:
+        return nullcontext()  # no layers of float8's
+    alarms: list[Row] = row.setdefault("alarms", [])
+
+    def keep(alarm: Alarm) -> None:
+        if len(alarms) < SHOWN:
+            alarms.append(alarm_line(alarm))
+
+    return inspect_every(what.model, WATCHED, on_alarm=keep)
+
+
+def alarm_line(alarm: Alarm) -> Row:
+    """An alarm as a part of a row: when it started, since when it was wrong, and what it says."""
+    return {"step": alarm.started, "first": alarm.first, "text": str(alarm)}
+
+
 def _diverged(row: Row, step: int) -> Row:
     return {**row, "train_loss": [], "error": f"diverged: loss not finite at step {step}"}
 
 
 def losses_of_steps(
-    run: Run, what: Contender, text: corpus.Corpus, device: str = "cpu"
+    run: Run,
+    what: Contender,
+    text: corpus.Corpus,
+    device: str = "cpu",
+    around: AbstractContextManager[object] | None = None,
 ) -> Iterator[float]:
-    """Train step by step; the training loss of each."""
+    """Train step by step, each inside the context `around`; the training loss of each."""
+    around = around or nullcontext()
     optimizer = optimizer_of(what, run.learning_rate)
     for step in range(run.steps):
         set_rate(optimizer, schedule(step, run.steps))
-        yield train_step(what, optimizer, run.batch_of(text, step, device))
+        with around:
+            loss = train_step(what, optimizer, run.batch_of(text, step, device))
+        yield loss
 
 
 def set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -1,7 +1,6 @@
 """One training under `float8.inspect_every`, healthy or with a planted fault.
 
-The model is that of `run.py`; for recipe ``unit`` it is `float8.unit_scaling.TransformerDecoder`,
-whose converted layers can be inspected. A fault begins at a look, or with the training:
+The model is that of `run.py`. A fault begins at a look, or with the training:
 
 ========== ============ ============================================================================
 fault      recipe       what is done to one layer or one operand
@@ -11,6 +10,8 @@ stale      delayed      a weight is multiplied by 2^12, and `float8.after_step` 
 forgotten  delayed      the loss is divided by 2^12, and `float8.after_step` is not called again
 decays     static       the inputs of a layer shrink into the subnormal numbers of their scale
 flushes    static       the loss is divided by 2^28, and the scale of the gradients is static
+outgrows   unit         the rows of a SwiGLU's weight are multiplied by 16: its output, a product of
+                        two of them, outgrows a scale of 1
 outlier    tensorwise   one channel of a SwiGLU grows by 2^16; what reads it is divided by as much
 inf        tensorwise   one element of a weight becomes inf
 drowns     tensorwise   the gradients of two halves of a batch cancel to 1 %
@@ -23,21 +24,27 @@ the alarm that is expected of the fault started.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import float8
-import float8.unit_scaling as uu
 from benchmarks.measuring.harness import Row
-from benchmarks.quality.contenders import Contender
+from benchmarks.quality.contenders import Contender, all_but_the_head
 from benchmarks.quality.gpt_run import GPTRun
-from benchmarks.quality.run import autocast, optimizer_of, schedule, set_rate, text_of, update
+from benchmarks.quality.run import (
+    SHOWN,
+    alarm_line,
+    autocast,
+    optimizer_of,
+    schedule,
+    set_rate,
+    text_of,
+    update,
+)
 from float8 import CastConfig, Float8LinearConfig, ScalingType
 from float8.numerics import Alarm
 from scripts.training import gpt
@@ -45,7 +52,6 @@ from scripts.training import gpt
 HEALTHY = "none"
 VICTIM = "blocks.1.feed_forward.down"
 NORMED = "blocks.1.feed_forward.gate_up"  # reads a norm: its input is near a Gaussian
-SHOWN = 20  # alarms that a row keeps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +92,6 @@ class Training:
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with autocast(tokens.device):
-            if isinstance(self.model, uu.TransformerDecoder):
-                return self.model.loss(tokens)
             loss: Tensor = self.model(tokens, targets)
             return loss - 0.99 * self.model(tokens, targets) if self.cancels else loss
 
@@ -147,6 +151,11 @@ def _shrink_input(training: Training) -> None:
     training.model.get_submodule(NORMED).register_forward_pre_hook(shrunk)
 
 
+def _grow_a_product(training: Training) -> None:
+    with torch.no_grad():
+        _weight(training, NORMED).mul_(16)
+
+
 def _grow_a_channel(training: Training) -> None:
     weight = _weight(training, VICTIM)
     factors = torch.ones(weight.shape[1], device=weight.device)
@@ -176,6 +185,7 @@ FAULTS = {
     "forgotten": Fault("delayed", "stale scale", "grad_output", _divide_loss),
     "decays": Fault(DECAYS, "falling SQNR", "input", _shrink_input),
     "flushes": Fault(GRADIENTS, "flush", "grad_output", _divide_loss_under_a_static_scale),
+    "outgrows": Fault("unit", "saturation", "input", _grow_a_product),
     "outlier": Fault("tensorwise", "flush", "input", _grow_a_channel),
     "inf": Fault("tensorwise", "inf or NaN", "weight", _put_inf),
     "drowns": Fault("tensorwise", "gradient noise", "grad_output", _cancel),
@@ -201,7 +211,7 @@ def watch(run: Watched, data: Path | None = None, device: str = "cpu") -> Row:
         last = loss if math.isfinite(loss) else last
     row: Row = {"error": "no loss is finite"} if math.isnan(last) else {"loss": last}
     row |= {"looks": math.ceil(run.steps / run.every), "alarms": len(alarms)}
-    row["shown"] = [_line(alarm) for alarm in alarms[:SHOWN]]
+    row["shown"] = [alarm_line(alarm) for alarm in alarms[:SHOWN]]
     if fault is not None:
         row["early"] = sum(alarm.started < begin for alarm in alarms)
         expected = [a.started for a in alarms if (a.rule, a.operand) == (fault.rule, fault.operand)]
@@ -210,31 +220,16 @@ def watch(run: Watched, data: Path | None = None, device: str = "cpu") -> Row:
     return row
 
 
-def _line(alarm: Alarm) -> Row:
-    return {"step": alarm.started, "first": alarm.first, "text": str(alarm)}
-
-
 def _model(run: Watched) -> nn.Module:
-    if run.recipe == "unit":
-        torch.manual_seed(run.seed)
-        model: nn.Module = uu.TransformerDecoder(
-            run.width, gpt.VOCABULARY, run.layers, run.heads, rotary_base=10_000.0
-        )
-        return _converted(model, Float8LinearConfig.from_recipe_name("unit"), "projection")
-    if run.recipe in STATIC:
-        cast = CastConfig(ScalingType.STATIC, static_scale=STATIC[run.recipe])
-        config = (
-            Float8LinearConfig(cast_config_grad_output=cast)
-            if run.recipe == GRADIENTS
-            else Float8LinearConfig(cast_config_input=cast)
-        )
-        return _converted(run.new_model(), config, "head")
-    return gpt.in_recipe(run.new_model(), run.recipe)
-
-
-def _converted(model: nn.Module, config: Any, head: str) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", 'recipe "unit" casts with a scale of 1')
-        return float8.convert_to_float8_training(
-            model, config=config, module_filter_fn=lambda _, fqn: fqn != head
-        )
+    model = run.new_model()
+    if run.recipe not in STATIC:
+        return gpt.in_recipe(model, run.recipe)
+    cast = CastConfig(ScalingType.STATIC, static_scale=STATIC[run.recipe])
+    config = (
+        Float8LinearConfig(cast_config_grad_output=cast)
+        if run.recipe == GRADIENTS
+        else Float8LinearConfig(cast_config_input=cast)
+    )
+    return float8.convert_to_float8_training(
+        model, config=config, module_filter_fn=all_but_the_head
+    )

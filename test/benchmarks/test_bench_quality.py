@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -16,17 +17,34 @@ from meter import saved_bytes
 from benchmarks import bench_quality as bench
 from benchmarks import plots
 from benchmarks.quality import operands, pictures, rates, recipes, scaling, study
-from benchmarks.quality.contenders import NOISE, SAVING, UNIT_DYNAMIC, UNIT_NOISE, contender
+from benchmarks.quality import run as run_module
+from benchmarks.quality.contenders import (
+    NOISE,
+    SAVING,
+    UNIT_DYNAMIC,
+    UNIT_NOISE,
+    Contender,
+    contender,
+)
 from benchmarks.quality.paired import by_contender
 from benchmarks.quality.probe import Probe
 from benchmarks.quality.run import (
     Run,
     evaluate,
     evaluation_steps,
+    fit,
     optimizer_of,
     schedule,
+    text_of,
     train,
     usual_rate,
+)
+from float8 import (
+    CastConfig,
+    Float8LinearConfig,
+    ScalingType,
+    convert_to_float8_training,
+    high_precision,
 )
 from float8.optim import Moment
 from scripts.training import corpus, gpt
@@ -67,6 +85,25 @@ def test_a_run_in_float8_is_evaluated_in_float8_and_in_bf16(folder):
     row = train(replace(TINY, contender="tensorwise"), folder)
     assert row["loss"] != row["bf16_loss"] == pytest.approx(row["loss"], rel=0.01)
     assert "bf16_loss" not in train(replace(TINY, contender="only weight"), folder)
+
+
+def test_alarms_of_float8_models_are_in_the_row_and_change_nothing(folder, monkeypatch):
+    monkeypatch.setattr(run_module, "WATCHED", 2)
+    watched = train(replace(TINY, contender="delayed"), folder)
+    with monkeypatch.context() as unwatched:
+        unwatched.setattr(run_module, "_monitor", lambda *_: nullcontext())
+        plain = train(replace(TINY, contender="delayed"), folder)
+    assert watched["alarms"] == [] and "alarms" not in plain
+    assert (watched["curve"], watched["bf16_loss"]) == (plain["curve"], plain["bf16_loss"])
+    for name in ("bf16", "unit_bf16", "torchao tensorwise"):
+        assert "alarms" not in train(replace(TINY, contender=name), folder)
+    small = CastConfig(ScalingType.STATIC, static_scale=2.0**-12)
+    config = Float8LinearConfig(cast_config_input=small)
+    model = convert_to_float8_training(TINY.new_model(), config=config)
+    saturating = Contender(model, in_bf16=lambda: high_precision(model))
+    alarms = fit(saturating, TINY, text_of(folder))["alarms"]
+    assert {(alarm["first"], alarm["step"]) for alarm in alarms} == {(0, 4)}
+    assert any(alarm["text"].startswith("saturation: ") for alarm in alarms)
 
 
 @pytest.mark.parametrize("name", ["bf16", "tensorwise"])
