@@ -13,8 +13,8 @@ a name of `configs.py`       converted with that config
                              the states of AdamW, are float8 too
 ``unit_bf16``                unit-scaled, in bf16: the base of all that are unit-scaled
 ``unit_bf16 rounded``        the same, its initial weights rounded to bf16
-``unit, dynamic inputs``     recipe ``unit``, but inputs have a dynamic scale: values that grow in
-                             training do not saturate
+``unit, dynamic inputs``     unit-scaled, by the transform's default: recipe ``unit``, but inputs
+                             have a dynamic scale, so that values which grow do not saturate
 ``torchao tensorwise``,      converted by torchao's own function; on a CPU with ``emulate``
 ``torchao rowwise``
 ``only PART``,               recipe ``tensorwise`` with the casts of an operand or a single cast
@@ -41,13 +41,11 @@ from torch import nn
 from benchmarks.quality import configs
 from benchmarks.quality.ablated import ABLATIONS, ablate, casts_in
 from float8 import (
-    CastConfig,
     Float8LinearConfig,
     after_step,
     convert_to_float8_training,
     high_precision,
 )
-from float8.config import RECIPES
 from float8.unit_scaling.transforms import float8
 from scripts.training import gpt, savings
 
@@ -126,8 +124,7 @@ def _unit_scaled(name: str, model: nn.Module) -> Contender:
     if name == UNIT_NOISE:
         round_parameters(scaled)
     if name == UNIT_DYNAMIC:
-        config = replace(RECIPES["unit"], cast_config_input=CastConfig())
-        scaled = float8(scaled, config, module_filter_fn=all_but_the_head)
+        scaled = float8(scaled, module_filter_fn=all_but_the_head)
     in_bf16 = None if name in (UNIT_BASE, UNIT_NOISE) else lambda: high_precision(scaled)
     return Contender(scaled, unit_scaled=True, in_bf16=in_bf16)
 

@@ -242,11 +242,13 @@ def in_recipe(model: M, recipe: str) -> M:
 
 
 def _unit_scaled(model: M, recipe: str) -> M:
+    from float8.config import RECIPES
     from float8.unit_scaling.transforms import float8, unit_scale
 
     model = unit_scale(model)
-    # Without a config float8 takes recipe "unit".
-    return float8(model, module_filter_fn=_all_but_the_head) if recipe == "unit" else model
+    if recipe not in RECIPES:  # unit_bf16
+        return model
+    return float8(model, RECIPES[recipe], module_filter_fn=_all_but_the_head)
 
 
 def _all_but_the_head(_: nn.Module, fqn: str) -> bool:

@@ -7,8 +7,11 @@ GEMMs of `float8.linear.autograd`, with the unit scaling factors in the GEMMs' s
 
     model = float8(unit_scale(model))          # in either order
 
-By default the recipe is ``unit``, static scales of 1, made for unit-scaled models. Any recipe
-without state will do; delayed scaling keeps a history per layer, which functions cannot keep.
+By default weights and gradients are cast with a static scale of 1, as in recipe ``unit``, and
+inputs with a dynamic scale. Unit scaling gives weights and gradients scales near 1 that stay so.
+Inputs may outgrow any format in a long training, as those behind a SwiGLU do: recipe ``unit`` then
+cuts them (``benchmarks/bench_quality.py``). Any recipe without state will do; delayed scaling keeps
+a history per layer, which functions cannot keep.
 
 ``with float8.high_precision(model):`` turns the transform off, as it does converted layers.
 `float8.inspect` and `inspect_every` measure its casts; a product has the name of its weight.
@@ -22,13 +25,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from float8.config import RECIPES, Float8LinearConfig, check_config
+from float8.config import RECIPES, CastConfig, Float8LinearConfig, check_config
 from float8.convert.filters import ModuleFilter
 from float8.kernels import family_of
 from float8.linear.autograd import NO_FACTORS, Factors, call_of, linear_in_float8
@@ -40,6 +44,7 @@ from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Function
 from float8.unit_scaling.transforms.transformed import Mode, Transform, Transformed, transformed
 
 M = TypeVar("M", bound=nn.Module)
+_DYNAMIC_INPUTS = replace(RECIPES["unit"], cast_config_input=CastConfig())
 # Called after each product: name of the weight, config, input, weight, output.
 Watcher = Callable[[str, Float8LinearConfig, Tensor, Tensor, Tensor], None]
 
@@ -157,7 +162,7 @@ def float8(
 
     Args:
         model: any module, plain, unit-scaled or transformed; not converted to `Float8Linear`.
-        config: of the casts and GEMMs; recipe ``unit`` by default.
+        config: of the casts and GEMMs; by default recipe ``unit`` with a dynamic scale per input.
         module_filter_fn: called with each module that has a matrix for a ``weight`` and its name;
             False leaves linear layers with that weight in high precision. See `float8.filters`.
 
@@ -168,7 +173,7 @@ def float8(
         TypeError: ``model`` is not a module, or ``config`` is not a config.
         ValueError: delayed scaling, or a model that has been converted or has this transform.
     """
-    config = RECIPES["unit"] if config is None else config
+    config = _DYNAMIC_INPUTS if config is None else config
     check_config(config)
     if config.uses_delayed_scaling:
         raise ValueError(

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import float8.unit_scaling as uu
 from float8 import (
-    Float8LinearConfig,
+    CastConfig,
     convert_to_float8_training,
     filters,
     high_precision,
@@ -92,7 +92,10 @@ def test_the_order_of_transforms_does_not_matter():
 
 def test_real_float8_is_what_the_simulation_simulates():
     model, x, g = unit_scale(Net()), torch.randn(64, 32), torch.randn(64, 16)
-    real, simulated = results(float8(model), x, g), results(simulate_fp8(model), x, g)
+    real, simulated = (
+        results(float8(model, RECIPES["unit"]), x, g),
+        results(simulate_fp8(model), x, g),
+    )
     for a, b in zip(real, simulated, strict=True):
         assert sqnr(a, b) > 25
 
@@ -178,8 +181,13 @@ def test_bad_input_is_refused_by_name(act, error, message):
         assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
 
 
-def test_the_default_recipe_is_unit():
-    assert float8(Net()).transforms[0].config == Float8LinearConfig.from_recipe_name("unit")
+def test_by_default_inputs_that_outgrow_the_format_do_not_saturate():
+    config = replace(RECIPES["unit"], cast_config_input=CastConfig())
+    assert float8(Net()).transforms[0].config == config
+    plain, x = nn.Linear(32, 32), 1e4 * torch.randn(64, 32)
+    exact = plain(x)
+    assert sqnr(float8(nn.Sequential(plain))(x), exact) > 15
+    assert sqnr(float8(nn.Sequential(plain), RECIPES["unit"])(x), exact) < 5
 
 
 @pytest.mark.parametrize("compiled", [False, True])
