@@ -3,8 +3,8 @@
 Three aligned panels, a row per way of training. Every number is read from a file of
 `benchmarks/results/` (`SOURCES`), none is typed here:
 
-    loss     a small GPT's held-out loss after 2,000 steps, the mean gap to bf16 of paired runs with
-             its 95 % interval (`quality/recipes.py`); CPU emulation
+    loss     a small GPT's held-out loss, the mean gap to bf16 of paired runs with its 95 % interval
+             (`quality/recipes.py`); CPU emulation
     memory   the peak of a training step of Llama-2-7B, traced without a GPU
     speed    the linear layers of a Llama-3-8B block, forward and backward, on an H100: a prediction
              of `float8.estimate`, drawn hatched, since nothing of it is measured
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.measuring.report import ROOT
 from benchmarks.quality import recipes
-from benchmarks.quality.contenders import SAVING
+from benchmarks.quality.contenders import SAVING, UNIT_DYNAMIC
 from scripts.training.picture import BLUE, GREY, PALE, plain
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ WAYS = {
     "tensorwise": ("tensorwise", "the default recipe"),
     "delayed": ("delayed", "scales of earlier steps"),
     "rowwise": ("rowwise", "a scale per row"),
-    "unit": ("unit", "unit-scaled, against it in bf16"),
+    UNIT_DYNAMIC: ("unit-scaled", "against it in bf16"),
     SAVING: ("tensorwise + memory", "activations, Adam in float8"),
 }
 HEIGHT = 0.5  # of a bar
@@ -54,7 +54,7 @@ class Row:
 
     Args:
         run: its name in the files.
-        gap: to bf16 (`unit`: to the unit-scaled model in bf16) in per cent, and half of its 95 %
+        gap: to bf16 (of a unit-scaled model: to itself in bf16) in per cent, and half of its 95 %
             interval.
         seeds, steps: of the gap's runs.
         peak_gib: the most memory in a step.

@@ -1,7 +1,7 @@
 """The study of recipes: a line per contender, its mean loss and its paired gap to its base.
 
 A base has a control, as ``bf16 rounded``, which has no reason to be better or worse. Both are then
-the base, and for each base one least-squares fit (`least_squares.py`) over all runs of a setting,
+the base, and a least-squares fit (`least_squares.py`) over all runs of a setting,
 
     100 ln(loss) = (a constant of the seed) + (one of the contender, 0 for base and control) + error
 
@@ -14,12 +14,13 @@ A pair has errors of its own run and of the mean of two base runs: their varianc
 degrees of freedom from the contenders and n from the control. At 8 contenders the interval is 0.7
 times as wide as Student's at 5 seeds, 0.8 times at 8, with the same confidence of 95 %.
 
-This takes the errors of all contenders to have one variance, as where small differences grow to
-the noise of training whatever made them. Column ``std`` is for the check: the standard deviation of
-a contender's own pairs. One whose errors are twice as large as the others' lies in its interval in
-8 of 10 studies, not in 19 of 20. The control's own gap, and those to a base that has no control,
-are Student's (`paired.py`). Each interval holds alone: of 8 contenders that equal their base, about
-one in 4 studies has one whose interval lacks 0.
+Contenders of base bf16 share one fit. That takes their errors to have one variance, as where small
+differences grow to the noise of training whatever made them. Unit-scaled contenders have a fit
+each, k = 1: recipe ``unit`` saturates, and fails in some seeds. Column ``std`` is for the check:
+the standard deviation of a contender's own pairs. One whose errors are twice as large as the
+others' lies in its interval in 8 of 10 studies, not in 19 of 20. The control's own gap, and those
+to a base that has no control, are Student's (`paired.py`). Each interval holds alone: of 8
+contenders that equal their base, about one in 4 studies has one whose interval lacks 0.
 """
 
 from __future__ import annotations
@@ -97,15 +98,19 @@ def gaps(contenders: Mapping[str, Sequence[Row]], key: str = "loss") -> dict[str
     """
     found: dict[str, Difference] = {}
     for base, control in CONTROLS.items():
-        own = {name: rows for name, rows in contenders.items() if base_of(name) == base}
-        found |= _gaps(own, base, control, key)
+        own = [name for name in contenders if base_of(name) == base]
+        compared = [name for name in own if name not in (base, control)]
+        together = [compared] if base == BASE else [[name] for name in compared]
+        for names in together or [[]]:
+            fitted = {name: contenders[name] for name in own if name in (base, control, *names)}
+            found |= _gaps(fitted, base, control, key)
     return found
 
 
 def _gaps(
     contenders: Mapping[str, Sequence[Row]], base: str, control: str, key: str
 ) -> dict[str, Difference]:
-    """The differences of contenders of one base."""
+    """The differences of contenders of one base, by one fit."""
     both = [row for name in (base, control) for row in contenders.get(name, []) if "loss" in row]
     compared = contenders.keys() - {base, control}
     found = {

@@ -280,6 +280,25 @@ def test_recipes_have_their_own_bases_and_a_target():
     assert target["measured"] == pytest.approx(0.105 + 12.706 * 0.005)
 
 
+def test_unit_scaled_contenders_have_a_fit_each():
+    def gaps_of(*unit: float):
+        losses = {"unit_bf16": [2.0, 2.0], UNIT_NOISE: [2.001, 1.999]}
+        losses |= {UNIT_DYNAMIC: [2.01, 2.02], "unit": unit}
+        losses |= {"bf16": [1.0, 1.0], NOISE: [1.001, 0.999], "delayed": [1.01, 1.02]}
+        losses["tensorwise"] = [each / 2 for each in unit]
+        run_of = {name: replace(TINY, contender=name) for name in losses}
+        rows = [
+            row(replace(run_of[name], seed=seed), loss)
+            for name, own in losses.items()
+            for seed, loss in enumerate(own)
+        ]
+        return recipes.gaps(by_contender(rows))
+
+    calm, failed = gaps_of(2.0, 2.01), gaps_of(2.0, 2.5)
+    assert failed[UNIT_DYNAMIC].half_width == calm[UNIT_DYNAMIC].half_width
+    assert failed["delayed"].half_width > 5 * calm["delayed"].half_width  # one variance for all
+
+
 def test_lines_of_several_settings_are_kept_apart():
     rows = [row(replace(TINY, contender=name, steps=steps), 1.0 + 0.01 * steps * (name != "bf16"))
             for steps in (5, 7) for name in ("bf16", "tensorwise")]  # fmt: skip

@@ -12,7 +12,7 @@ from benchmarks.measuring import overview
 from benchmarks.measuring.report import ROOT
 from benchmarks.measuring.shapes import LLAMA3_8B
 from benchmarks.quality import recipes
-from benchmarks.quality.contenders import SAVING
+from benchmarks.quality.contenders import SAVING, UNIT_DYNAMIC
 from float8.config import RECIPES
 from float8.estimate import estimate
 
@@ -65,16 +65,16 @@ def test_the_rows_are_the_numbers_of_their_files():
             found = lines[run]
             assert row.gap == (found["gap_percent"], found["gap_half_width"]), run
             assert (row.seeds, row.steps) == (found["seeds"], 2000)
-    assert {"tensorwise", "delayed", "rowwise", "unit"} <= lines.keys()
+    assert set(overview.WAYS) <= lines.keys()
     for row in read("memory")["rows"]:
         if row["layer"] in rows:
             assert rows[row["layer"]].peak_gib == row["peak_mib"] / 1024
     layers = read("speed")["rows"]
-    for run in ("tensorwise", "delayed", "rowwise", "unit"):
+    for run in ("tensorwise", "delayed", "rowwise"):
         ours = sum(layer["bf16_s"] / layer[run]["speedup"] for layer in layers)
         assert rows[run].speedup == pytest.approx(sum(la["bf16_s"] for la in layers) / ours)
     assert rows["bf16"].gap is None and rows["bf16"].speedup == 1
-    assert rows[SAVING].speedup is None
+    assert rows[SAVING].speedup is rows[UNIT_DYNAMIC].speedup is None
 
 
 def test_the_prediction_is_what_estimate_says_of_a_block_on_an_h100():
@@ -118,7 +118,7 @@ def test_the_figure_writes_the_numbers_of_the_rows_and_says_what_is_predicted():
 def test_whiskers_are_the_interval_and_lie_in_the_panel():
     found = [
         overview.Row("tensorwise", (0.25, 0.5), 2, 90),
-        overview.Row("unit", (3.0, 1.5), 3, 90),
+        overview.Row(UNIT_DYNAMIC, (3.0, 1.5), 3, 90),
     ]
     loss = overview.draw(found).axes[0]
     lines = [tuple(line.get_xdata()) for line in loss.get_lines()]
@@ -129,7 +129,7 @@ def test_whiskers_are_the_interval_and_lie_in_the_panel():
 
 
 def test_a_way_without_an_interval_says_so():
-    assert "not in this study" in texts(overview.draw([overview.Row("unit")]).axes[0])
+    assert "not in this study" in texts(overview.draw([overview.Row(UNIT_DYNAMIC)]).axes[0])
 
 
 def test_no_text_leaves_the_figure_or_covers_another():
