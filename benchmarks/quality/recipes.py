@@ -61,6 +61,7 @@ COLUMNS = {
     "gap": ("gap to base", ""),
     "std": ("std of its pairs", ".2f"),
     "bf16_gap": ("evaluated in bf16", ""),
+    "alarmed": ("runs with an alarm", ""),
     "diverged": ("diverged", ".0f"),
 }
 
@@ -82,6 +83,8 @@ def lines(rows: Sequence[Row]) -> list[Row]:
             line["fields"] = json.loads(setting)
             if losses:
                 line["loss"] = statistics.fmean(losses)
+            if watched := [row["alarms"] for row in own if "alarms" in row]:
+                line["alarmed"] = f"{sum(map(bool, watched))} of {len(watched)}"
             if name in at_end:
                 line |= _columns(at_end[name], in_bf16[name])
             found.append(line)

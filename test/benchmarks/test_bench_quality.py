@@ -268,11 +268,13 @@ def test_recipes_have_their_own_bases_and_a_target():
         of = {n: replace(r, seed=seed) for n, r in (runs | unit).items()}
         rows += [row(of["bf16"], 1.0), row(of["mxfp8"], 1.001 + 0.0001 * seed, bf16_loss=1.0)]
         rows += [row(of["unit_bf16"], 2.0), row(of["unit"], None if seed else 2.0)]
+        rows[-1]["alarms"] = [{"step": 3}] if seed else []
     found, targets = recipes.summary(rows)
     lines = {line["layer"]: line for line in found}
     assert lines["mxfp8"]["gap_percent"] == pytest.approx(0.105)
     assert lines["mxfp8"]["bf16_gap"] == "+0.00 ± 0.00 %"
     assert lines["unit"]["gap"] == "+0.00 %" and lines["unit"]["diverged"] == 1
+    assert lines["unit"]["alarmed"] == "1 of 2" and "alarmed" not in lines["mxfp8"]
     assert "gap" not in lines["bf16"] and not any("setting" in line for line in found)
     target, of_unit = targets
     assert target["met"] and target["layer"] == "mxfp8"

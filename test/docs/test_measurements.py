@@ -23,6 +23,7 @@ from benchmarks import (
 )
 from benchmarks.models.training import held_out
 from benchmarks.quality import operands, rates, recipes, scaling
+from benchmarks.quality.contenders import SAVING
 from benchmarks.quality.watched import HEALTHY, STATIC
 from float8.config import RECIPES
 
@@ -95,8 +96,14 @@ def all_files():
         version = where.get("float8") or VERSIONS[commit]
         of_rows = {row["commit"][:7]: None for row in found.get("rows", ()) if "commit" in row}
         commits, clean = ", ".join(of_rows or [commit]), CLEAN[where["dirty"]]
-        body.append([link, where["cpu"], where["threads"], version, commits, clean])
+        cpus = ", ".join(dict.fromkeys(of_machines(found))) or where["cpu"]
+        body.append([link, cpus, where["threads"], version, commits, clean])
     return markdown("file | CPU | threads | version | commit | clean checkout", body)
+
+
+def of_machines(found):
+    """The machine of each row, in a study that was continued on another one."""
+    return [row["device"] for row in found.get("rows", ()) if "run" in row and "device" in row]
 
 
 def demo_environment(found):
@@ -373,11 +380,11 @@ def quality():
     lines, _ = recipes.summary(result("cpu_quality")["rows"])
     body = [
         [f"`{line['layer']}`", f"{line['loss']:.4f}", line.get("gap", ""),
-         line.get("bf16_gap", ""), line["seeds"]]
+         line.get("bf16_gap", ""), line.get("alarmed", ""), line["seeds"]]
         for line in lines
     ]  # fmt: skip
-    header = "contender | held-out loss | gap to its base | evaluated in bf16 | seeds"
-    return markdown(header, body)
+    header = "contender | held-out loss | gap to its base | evaluated in bf16 | runs with an alarm"
+    return markdown(f"{header} | seeds", body)
 
 
 def quality_of_operands():
@@ -564,8 +571,7 @@ def unit_gpt():
 # --- memory and communication
 
 MEMORY = rows("cpu_memory", "mode", "layer")
-EVERYTHING = "tensorwise+saved_activations+float8_adamw"
-SOME = ("bf16", "bf16+float8_adamw", "tensorwise+saved_activations", EVERYTHING)
+SOME = ("bf16", "bf16+float8_adamw", "tensorwise+saved_activations", SAVING)
 
 
 def memory_of_llama2():
@@ -769,7 +775,7 @@ def test_sentences_quote_the_result_files():
     noise = 100 * statistics.stdev(seeds) / statistics.fmean(seeds)
     assert f"lie ± {noise:.2f} % apart" in read("memory")
 
-    llama2, llama3 = (MEMORY[model, EVERYTHING] for model in ("llama2-7b", "llama3-8b"))
+    llama2, llama3 = (MEMORY[model, SAVING] for model in ("llama2-7b", "llama3-8b"))
     text = " ".join(read("memory").split())
     assert f"take {times(llama2['states_ratio'], 3)} of float32 AdamW's" in text
     block2, block3 = (times(row["block_ratio"], 3) for row in (llama2, llama3))
