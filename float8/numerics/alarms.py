@@ -9,7 +9,7 @@ row at which it is not. `ALARM_RULES` is the table. Thresholds are those of
     inf or NaN               any, in an input or a weight                   1
     inf or NaN in gradient   any, in a gradient                             2
     saturation               more than 0.1 % of the elements                3
-    flush                    more than 10 %; more than 50 % of a gradient
+    flush                    more than 25 %; more than 50 % of a gradient
                              whose SQNR is not 6 dB below the format's      3
     stale scale              amax 0.5 octaves above what the scale was made
                              for, or 6 below a delayed one                  3

@@ -27,13 +27,13 @@ def test_a_healthy_cast_is_left_alone():
         ({"saturated": 0.002}, SUSPICIOUS, "One cast saturates", "0.2 % of its elements"),
         ({"saturated": 0.03}, BAD, "One cast saturates", "3 % of its elements"),
         (
-            {"flushed": 0.2, "sqnr": 25.0},
+            {"flushed": 0.3, "sqnr": 25.0},
             SUSPICIOUS,
             "One cast flushes to zero",
-            "20 % of its elements became zero; its SQNR is 25.0 dB",
+            "30 % of its elements became zero; its SQNR is 25.0 dB",
         ),
         ({"flushed": 0.6, "sqnr": 5.0}, BAD, "One cast flushes to zero", "60 % of its elements"),
-        ({"flushed": 0.2}, SUSPICIOUS, "One cast flushes to zero", "20 % of its elements"),
+        ({"flushed": 0.3}, SUSPICIOUS, "One cast flushes to zero", "30 % of its elements"),
         ({"flushed": 0.6}, BAD, "One cast flushes to zero", "60 % of its elements"),
         (
             {"sqnr": 25.5},
@@ -75,7 +75,7 @@ def test_noise_is_said_where_nothing_else_explains_it():
 
 
 def test_the_worst_kind_and_the_worst_row_come_first():
-    rows = [replace(HEALTHY, layer=str(i), flushed=0.2 + i / 100, sqnr=20.0) for i in range(3)]
+    rows = [replace(HEALTHY, layer=str(i), flushed=0.3 + i / 100, sqnr=20.0) for i in range(3)]
     rows.append(replace(HEALTHY, layer="small ones", flushed=0.6))
     rows.append(replace(HEALTHY, layer="nan", nonfinite=1))
     first, second = problems_of(rows)
