@@ -21,6 +21,9 @@ the standard deviation of a contender's own pairs. One whose errors are twice as
 others' lies in its interval in 8 of 10 studies, not in 19 of 20. The control's own gap, and those
 to a base that has no control, are Student's (`paired.py`). Each interval holds alone: of 8
 contenders that equal their base, about one in 4 studies has one whose interval lacks 0.
+
+`MEAN` is what they cost together: the mean coefficient of all recipes of base bf16, whose interval
+the errors of the base decide.
 """
 
 from __future__ import annotations
@@ -47,8 +50,10 @@ from benchmarks.quality.contenders import (
 from benchmarks.quality.least_squares import Observation, fit
 from benchmarks.quality.paired import Difference, by_contender, difference, settings
 from benchmarks.quality.run import Run, usual_runs
+from float8.config import RECIPES
 
 LIMIT = 0.25  # per cent of the base's loss
+MEAN = "mean of the recipes"  # of `float8.config.RECIPES`
 CONTENDERS = (
     *(BASE, NOISE, "tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"),
     *(SAVING, UNIT_BASE, UNIT_NOISE, "unit", UNIT_DYNAMIC, PEER + "tensorwise", PEER + "rowwise"),
@@ -88,6 +93,9 @@ def lines(rows: Sequence[Row]) -> list[Row]:
             if name in at_end:
                 line |= _columns(at_end[name], in_bf16[name])
             found.append(line)
+        if MEAN in at_end:
+            line = {"layer": MEAN, "seeds": len(at_end[MEAN].values), "fields": found[-1]["fields"]}
+            found.append(line | _columns(at_end[MEAN], in_bf16[MEAN]))
     _name_settings(found)
     return found
 
@@ -131,6 +139,11 @@ def _gaps(
             mean, half_width = fitted.combined({name: 1.0})
             grown = math.exp(mean / 100)  # d exp(x) = exp(x) dx
             found[name] = replace(found[name], fitted=(100 * (grown - 1), grown * half_width))
+        recipes = [name for name in found if name in fitted.coefficients and name in RECIPES]
+        if len({len(found[name].values) for name in recipes}) == 1 < len(recipes):
+            each = zip(*(found[name].values for name in recipes), strict=True)
+            mean = fitted.combined(dict.fromkeys(recipes, 1 / len(recipes)))
+            found[MEAN] = Difference(tuple(map(statistics.fmean, each)), fitted=mean)
     return found
 
 

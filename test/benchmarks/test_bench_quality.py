@@ -297,6 +297,14 @@ def test_unit_scaled_contenders_have_a_fit_each():
         return recipes.gaps(by_contender(rows))
 
     calm, failed = gaps_of(2.0, 2.01), gaps_of(2.0, 2.5)
+    both = calm["delayed"].values, calm["tensorwise"].values
+    assert calm[recipes.MEAN].values == pytest.approx(
+        [(a + b) / 2 for a, b in zip(*both, strict=True)]
+    )
+    assert calm[recipes.MEAN].mean == pytest.approx(0.875, abs=0.01)
+    # sqrt(1/2 + 1/2) and sqrt(1 + 1/2) standard deviations of a mean over seeds
+    ratio = calm[recipes.MEAN].half_width / calm["delayed"].half_width
+    assert ratio == pytest.approx(math.sqrt(1 / 1.5), rel=0.02)
     assert failed[UNIT_DYNAMIC].half_width == calm[UNIT_DYNAMIC].half_width
     assert failed["delayed"].half_width > 5 * calm["delayed"].half_width  # one variance for all
 
