@@ -1,7 +1,8 @@
 """Draws the file of a study of quality.
 
 recipes   the gaps to bf16 with their intervals, one below the other, in front of the interval
-          of the control; and the gaps against the steps of the runs
+          of the control; and the gaps against the steps of the runs. A contender whose interval
+          is far wider than the others' leaves the picture, and its numbers are written there
 rates     held-out loss against the learning rate
 scaling   the gap against parameters, one line per number of tokens, and the prediction
 """
@@ -9,6 +10,7 @@ scaling   the gap against parameters, one line per number of tokens, and the pre
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -52,16 +54,18 @@ def draw_recipes(rows: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(10.5, 5), layout="constrained")
     halves: Any = figure.subfigures(1, 2, width_ratios=(1, 1.4))
     left, right = halves
-    draw_forest(left.subplots(), gaps)
+    reach = 3 * statistics.median(abs(gap.mean) + gap.half_width for gap in gaps.values())
+    draw_forest(left.subplots(), gaps, reach)
     if names:
         height = -(-len(names) // ACROSS)
         grid = right.subplots(height, ACROSS, sharex=True, sharey=True, squeeze=False)
+        grid[0, 0].set_ylim(-reach, reach)
         draw_curves(list(grid.flat), contenders, names)
         right.supxlabel("steps", color=picture.GREY, fontsize="medium")
     return figure
 
 
-def draw_forest(axes: Axes, gaps: dict[str, Difference]) -> None:
+def draw_forest(axes: Axes, gaps: dict[str, Difference], reach: float) -> None:
     """A line per contender: its seeds pale, its mean and interval dark; grey is the control's."""
     picture.plain(axes, "bottom")
     axes.axvline(0, color=picture.GREY, linewidth=0.8)
@@ -69,17 +73,25 @@ def draw_forest(axes: Axes, gaps: dict[str, Difference]) -> None:
         mean, half = gaps[NOISE].mean, gaps[NOISE].half_width
         axes.axvspan(mean - half, mean + half, color=picture.PALE, linewidth=0)
     for place, gap in enumerate(gaps.values()):
-        style: Any = {"color": picture.BLUE, "clip_on": False}
+        style: Any = {"color": picture.BLUE}
         axes.plot(gap.values, [place] * len(gap.values), ".", color=picture.SKY, alpha=0.6)
         ends = [gap.mean - gap.half_width, gap.mean + gap.half_width]
         axes.plot(ends, [place, place], "-", linewidth=2, **style)
         axes.plot([gap.mean], [place], "o", markersize=6, **style)
+        if gap.mean + gap.half_width > reach:
+            axes.text(reach, place - 0.15, str(gap), ha="right", va="bottom", size="small", **style)
+    axes.set_xlim(-reach, reach)
     for limit in (-recipes.LIMIT, recipes.LIMIT):
         axes.axvline(limit, color=picture.GREY, linewidth=0.8, linestyle=":")
-    axes.set_yticks(range(len(gaps)), list(gaps), color=picture.BLACK)
+    axes.set_yticks(range(len(gaps)), list(map(_broken, gaps)), color=picture.BLACK)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.set_xlabel("gap to the base at the end, % of its loss", color=picture.GREY)
+
+
+def _broken(name: str) -> str:
+    """A name of several parts, in lines."""
+    return name.replace("+", "+\n")
 
 
 def draw_curves(
@@ -96,7 +108,7 @@ def draw_curves(
         own = [of_step[name] for of_step in gaps]
         _band(axes, steps, own, color=picture.BLUE, alpha=0.25)
         axes.plot(steps, [gap.mean for gap in own], "o-", color=picture.BLUE, markersize=4)
-        axes.set_title(name, loc="left", fontsize="medium")
+        axes.set_title(_broken(name), loc="left", fontsize="medium")
         axes.set_xscale("log", base=2)
         axes.set_xticks(steps, [f"{step:,}" for step in steps], rotation=45)
         axes.minorticks_off()

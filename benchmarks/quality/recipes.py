@@ -142,8 +142,8 @@ def _gaps(
         recipes = [name for name in found if name in fitted.coefficients and name in RECIPES]
         if len({len(found[name].values) for name in recipes}) == 1 < len(recipes):
             each = zip(*(found[name].values for name in recipes), strict=True)
-            mean = fitted.combined(dict.fromkeys(recipes, 1 / len(recipes)))
-            found[MEAN] = Difference(tuple(map(statistics.fmean, each)), fitted=mean)
+            together = fitted.combined(dict.fromkeys(recipes, 1 / len(recipes)))
+            found[MEAN] = Difference(tuple(map(statistics.fmean, each)), fitted=together)
     return found
 
 

@@ -683,7 +683,7 @@ def first_steps():
 
 def delayed_endings():
     body = [
-        [f"`{name}`", line["seeds"], f"{line['loss']:.4f}" if "loss" in line else "", line.get("gap", ""),
+        [f"`{name}`", line["seeds"], f"{line['loss']:.4f}", line.get("gap", ""),
          line.get("bf16_gap", "")]
         for name, line in shift_lines("cpu_delayed", "none").items()
     ]  # fmt: skip
