@@ -14,8 +14,8 @@ Evaluation is the mean loss in nats of windows spread evenly over the held-out f
 contender computes it. At the end it is repeated with the same weights in bf16 (``bf16_loss``), to
 tell what training lost from what evaluation in float8 loses.
 
-Float8 models train under `float8.inspect_every`, which changes no bit: the row has the ``alarms``
-that started.
+Models in this library's float8 train under `float8.inspect_every`, which changes no bit: the row
+has the ``alarms`` that started, and ``seconds`` includes the looks.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def fit(what: Contender, run: Run, text: corpus.Corpus, device: str = "cpu") -> 
 def _monitor(what: Contender, row: Row) -> AbstractContextManager[object]:
     """What each step is to run under: alarms that start are added to the row."""
     if what.in_bf16 is None:
-        return nullcontext()  # no layers of float8's
+        return nullcontext()  # no layers that inspect knows
     alarms: list[Row] = row.setdefault("alarms", [])
 
     def keep(alarm: Alarm) -> None:

@@ -87,7 +87,7 @@ class Training:
         self.loss_factor = 1.0
 
     def _after_step(self) -> None:
-        if not self.forgets:
+        if not (self.forgets or self.what.unit_scaled):
             float8.after_step(self.model)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -176,15 +176,17 @@ def _in_range(
 ) -> Tensor:
     """``x / scale`` in float32, within the format's range; NaN for what is not finite."""
     is_eager = not torch.compiler.is_compiling()
+    # Not `x32 is not x`: under a function mode `float` may return an alias of x.
+    is_copy = x.dtype != torch.float32
     if buffer is None or buffer.numel() < x.numel():
         x32 = x.float()
     else:
-        x32 = buffer[: x.numel()].view(x.shape).copy_(x)
+        is_copy, x32 = True, buffer[: x.numel()].view(x.shape).copy_(x)
     factor = scale.reciprocal() if is_eager and scale.dtype == torch.float32 else reciprocal(scale)
     if block.count(WHOLE) + block.count(1) < len(block):
         y = _scaled(x32, factor, block)
     else:
-        y = x32.mul_(factor) if fits and x32 is not x else x32 * factor
+        y = x32.mul_(factor) if fits and is_copy else x32 * factor
     if fits:
         return y
     largest = torch.finfo(dtype).max
@@ -423,7 +425,7 @@ def scaled_mm(
         return _scale_parts(product, a_scale, b_scale, bias_N)
     else:
         product32 = product.to(torch.float32)
-        is_own = product32 is not product or out is not None
+        is_own = product.dtype != torch.float32 or out is not None
         scaled = product32.mul_(a_scale) if is_own else product32 * a_scale
         scaled = scaled.mul_(b_scale.t())
         scaled = scaled if bias_N is None else scaled + bias_N.to(torch.float32)

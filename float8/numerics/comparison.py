@@ -336,6 +336,8 @@ def accurate_layers(
         sqnr = lowest.get(_without_wrappers(fqn))
         if sqnr is not None:
             return sqnr >= min_sqnr
+        if unknown is None and isinstance(module, nn.Embedding):
+            return True  # a transform asks about it, and it multiplies nothing
         if unknown is None:
             known = list(lowest)
             near = difflib.get_close_matches(fqn, known, n=3, cutoff=0.5) or known[:3]

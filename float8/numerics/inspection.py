@@ -8,7 +8,8 @@
 
 Hooks on every `Float8Linear` see its input, its weight as the layer sees it (gathered by FSDP2, in
 the dtype that autocast asks for), and the gradient of its output. So does a watcher of every
-product that the transform `float8.unit_scaling.transforms.float8` runs, named after its weight.
+product that the transform `float8.unit_scaling.transforms.float8` runs, named after its weight or,
+where that is computed, numbered. Products that a forward does not reach are unknown to it.
 Each operand is cast once more, exactly as the layer casts it: by `linear.scaling.bind_and_cast`
 with the layer's `OperandCast` and the scale of a delayed cast. No amax is recorded.
 `float8.numerics.statistics` compares the operand with its cast. Outputs, gradients, amax histories
@@ -84,8 +85,8 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
     """Measure the casts of a model's float8 layers while the block is open.
 
     Args:
-        model: converted for training or for inference; it may be compiled, or wrapped in DDP, FSDP2
-            and the like.
+        model: converted for training or for inference, or of `transforms.float8`; it may be
+            compiled, or wrapped in DDP, FSDP2 and the like.
         step: of the training, for the report.
 
     Yields:
@@ -107,7 +108,8 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
     if not (layers or experts or transforms):
         raise ValueError(
             f"inspect: {type(model).__name__} has no float8 layer; convert it first, as "
-            "convert_to_float8_training(model), and inspect what that returns"
+            "convert_to_float8_training(model), or a model of unit_scale by "
+            "float8.unit_scaling.transforms.float8, and inspect what that returns, not a part of it"
         )
     report = Report(model=type(model).__name__, step=step)
     inspection = _Inspection(dict(layers), experts, list(transforms))
@@ -204,7 +206,7 @@ class _Watcher:
         self, name: str, config: Float8LinearConfig, input: Tensor, weight: Tensor, output: Tensor
     ) -> None:
         self.inspection.unseen.pop(self.fqn, None)
-        fqn = name_in_model(f"{self.fqn}.{name}" if self.fqn else name)
+        fqn = name_in_model(".".join(part for part in (self.fqn, name) if part))
         self.inspection.see_call(fqn, _Product(config, weight), input, output)
 
 
@@ -279,11 +281,11 @@ class _Inspection:
 
     def see_call(self, fqn: str, layer: _Layer, input: Tensor, output: Tensor) -> None:
         """Measure the operands of a forward, and let a hook measure those of its backward."""
+        self.layers.setdefault(fqn, layer)  # a product is known when it is called
         if (reason := _reason_to_skip(layer, input)) is not None:
             self.reasons[fqn] = reason
             return
         self.seen.add(fqn)
-        self.layers.setdefault(fqn, layer)  # a product is known when it is called
         dtype = compute_dtype(input)
         uses = _uses(layer.config.plan, input.requires_grad, layer.weight.requires_grad)
         with _without_side_effects(input):
@@ -357,7 +359,7 @@ class _Inspection:
         skipped = {fqn: self.reasons.get(fqn, "it was not called") for fqn in unseen}
         skipped |= dict.fromkeys(self.experts, "the casts of experts are not watched")
         for fqn in self.unseen:
-            skipped[fqn or report.model] = "it was not called, or ran in high precision"
+            skipped[fqn or report.model] = "none of its products ran in float8"
         report.fill(rows, skipped)
 
 
@@ -440,10 +442,11 @@ def _reason_to_skip(layer: _Layer, input: Tensor) -> str | None:
 
 @contextmanager
 def _without_side_effects(x: Tensor) -> Iterator[None]:
-    """Hide the operations of a block from autograd, autocast and dispatch modes."""
+    """Hide the operations of a block from autograd, autocast and modes."""
     kind = x.device.type
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
+        stack.enter_context(torch._C.DisableTorchFunction())  # an outer transform changes functions
         if autocasts(kind):
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(_disable_current_modes())  # selective checkpointing counts operations

@@ -199,7 +199,8 @@ SATURATES = ProblemKind(
     ),
     "A delayed scale lags behind: DelayedScalingConfig(margin=2) leaves a factor of 4 for values "
     "that grow, and float8.after_step(model) must follow each step. A static scale needs to be "
-    "calibrated again. A dynamic scale never saturates.",
+    'calibrated again. A dynamic scale never saturates: in recipe "unit" give inputs one, '
+    "cast_config_input=CastConfig().",
 )
 FLUSHES = ProblemKind(
     "flush to zero",

@@ -14,7 +14,8 @@ cuts them (``benchmarks/bench_quality.py``). Any recipe without state will do; d
 a history per layer, which functions cannot keep.
 
 ``with float8.high_precision(model):`` turns the transform off, as it does converted layers.
-`float8.inspect` and `inspect_every` measure its casts; a product has the name of its weight.
+`float8.inspect` and `inspect_every` measure its casts. A product has the name of its weight; one
+whose weight is computed has a number, its place among those of a forward.
 
 Contractions of two activations stay in high precision: ``F.scaled_dot_product_attention``,
 ``torch.matmul``, ``@``, ``torch.bmm``. Tensor cores multiply matrices, not batches of them: in
@@ -86,7 +87,7 @@ class Float8Products(Transform):
         if self.switch.is_off:
             return Mode({})
         skipped: list[Any] = [model.get_submodule(name).weight for name in self.skipped]
-        seen_by = partial(_show, self.watchers, _names(model)) if self.watchers else None
+        seen_by = _Shown(self.watchers, model) if self.watchers else None
         return Mode(
             {
                 function: partial(_linear, self.config, skipped, seen_by, function)
@@ -99,7 +100,7 @@ class Float8Products(Transform):
 def _linear(
     config: Float8LinearConfig,
     skipped: list[Tensor],
-    seen_by: Callable[[Float8LinearConfig, Tensor, Tensor, Tensor], None] | None,
+    seen_by: _Shown | None,
     function: Function,
     input: Tensor,
     weight: Tensor,
@@ -118,23 +119,33 @@ def _linear(
     return output
 
 
+class _Shown:
+    """The products of one forward, as its watchers see them."""
+
+    def __init__(self, watchers: tuple[Watcher, ...], model: nn.Module) -> None:
+        self.watchers, self.model = watchers, model
+        self.unnamed = 0
+
+    def __call__(
+        self, config: Float8LinearConfig, input: Tensor, weight: Tensor, output: Tensor
+    ) -> None:
+        # At each call: FSDP2 and torch.func.functional_call replace the parameters meanwhile.
+        name = _names(self.model).get(id(weight))
+        if name is None:
+            name = f"product {self.unnamed}, weight {tuple(weight.shape)}"
+            self.unnamed += 1
+        for watcher in self.watchers:
+            watcher(name, config, input, weight, output)
+
+
 def _names(model: nn.Module) -> dict[int, str]:
-    """Of products, by the ids of their weights; the last name of a weight that has several."""
-    weights = model.named_parameters(remove_duplicate=False)
-    return {id(weight): name.removesuffix(".weight") for name, weight in weights}
-
-
-def _show(
-    watchers: tuple[Watcher, ...],
-    names: dict[int, str],
-    config: Float8LinearConfig,
-    input: Tensor,
-    weight: Tensor,
-    output: Tensor,
-) -> None:
-    name = names.get(id(weight), f"weight of shape {tuple(weight.shape)}")  # a computed one
-    for watcher in watchers:
-        watcher(name, config, input, weight, output)
+    """Of products, by the ids of their weights: as `_skipped` names them."""
+    return {
+        id(parameter): fqn if name == "weight" else f"{fqn}.{name}".lstrip(".")
+        for fqn, module in model.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
 
 
 def _check(config: Float8LinearConfig, input: Tensor, weight: Tensor) -> None:

@@ -68,7 +68,7 @@ class Mode(TorchFunctionMode):
 
 
 class Transform(ABC):
-    """The change of a model's forward; an immutable, picklable value."""
+    """The change of a model's forward; copies and pickles of the model have it too."""
 
     # A call goes to the mode of the least depth first; the calls that this one makes in its place
     # go to the next. 0 records scales, 1 rescales, 2 simulates formats, 3 runs in float8.

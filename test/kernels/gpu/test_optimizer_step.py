@@ -102,8 +102,8 @@ def assert_same_step(found, expected, before, replay):
             update = (theirs - old).abs().max() + 2.0**-24 * theirs.abs().max()
             assert (mine - theirs).abs().max() <= 2e-6 * update + 2.0**-23, replay
         elif name in ("p", "p.scale", "amax"):  # rounded: nearly always to the same
-            same = (mine == theirs).double().mean()
-            assert same >= 0.99, (name, replay)
+            # One of few elements may differ: processors round fused sums differently.
+            assert (mine != theirs).sum() <= max(1, 0.01 * mine.numel()), (name, replay)
             torch.testing.assert_close(mine.float(), theirs.float(), rtol=2.0**-7, atol=1e-6)
         else:
             assert_bitwise(mine, theirs, replay, name)

@@ -17,13 +17,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import float8.unit_scaling as uu
 from float8 import (
     CastConfig,
+    Float8LinearConfig,
+    ScalingType,
+    accurate_layers,
     convert_to_float8_training,
     filters,
     high_precision,
     inspect,
 )
 from float8.config import RECIPES
-from float8.unit_scaling.transforms import float8, simulate_fp8, unit_scale
+from float8.unit_scaling.transforms import float8, simulate_fp8, track_scales, unit_scale
 from float8.unit_scaling.transforms.transformed import Transformed
 
 
@@ -265,21 +268,68 @@ def test_inspect_changes_nothing_and_ends_with_its_block(compiled):
         assert_bitwise(a, b)
 
 
-def test_inspect_names_tied_and_computed_weights_and_what_it_did_not_see():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(48, 32), nn.Linear(32, 48, bias=False)
-            self.head.weight = self.embedding.weight
+class Tied(nn.Module):
+    """Its head has the embedding's weight, and two products have computed weights of one shape."""
 
-        def forward(self, tokens):
-            x = self.embedding(tokens)
-            return self.head(F.linear(x, 2 * self.head.weight[:32]))
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(48, 32), nn.Linear(32, 48, bias=False)
+        self.head.weight = self.embedding.weight
 
-    model, tokens = float8(Tied()), torch.randint(48, (16,))
+    def forward(self, tokens):
+        x, weight = self.embedding(tokens), self.head.weight
+        return self.head(F.linear(F.linear(x, 2 * weight[:32]), 3 * weight[:32]))
+
+
+def test_inspect_names_tied_weights_and_numbers_computed_ones():
+    model, tokens = float8(Tied(), RECIPES["tensorwise"]), torch.randint(48, (16,))
     with inspect(model) as report:
-        model(tokens).sum().backward()
-    assert {row.layer for row in report._rows} == {"weight of shape (32, 32)", "head"}
-    with inspect(nn.Sequential(model)) as report, high_precision(model):
+        for _ in range(2):
+            model(tokens).sum().backward()
+    first, second = (f"product {i}, weight (32, 32)" for i in range(2))
+    assert list(dict.fromkeys(row.layer for row in report._rows)) == [first, second, "head"]
+    assert {row.calls for row in report._rows} == {2}
+    assert all(row.gradient_sqnr for row in report._rows if row.operand == "grad_output")
+    again = float8(Tied(), RECIPES["tensorwise"], module_filter_fn=accurate_layers(report, 20))
+    assert again.transforms[0].skipped == ()  # no question about the embedding
+    with inspect(alone := float8(nn.Linear(32, 32))) as report:
+        alone(torch.randn(16, 32))
+    assert {row.layer for row in report._rows} == {""}
+
+
+def test_inspect_says_what_it_did_not_measure():
+    model, tokens = nn.Sequential(float8(Tied())), torch.randint(48, (16,))
+    with inspect(model) as report, high_precision(model):
         model(tokens)
-    assert len(report) == 0 and "high precision" in report.skipped["0"]
+    assert len(report) == 0 and "ran in float8" in report.skipped["0"]
+    off = CastConfig(ScalingType.DISABLED)
+    with inspect(model := float8(Net(), Float8LinearConfig(off, off, off))) as report:
+        model(torch.randn(16, 32))
+    assert dict.fromkeys(["up", "down", "mix", "head"], "its config casts nothing") == (
+        report.skipped
+    )
+    with pytest.raises(ValueError, match=r"transforms\.float8"), inspect(unit_scale(Net())):
+        pass
+
+
+def test_inspect_is_not_seen_by_an_outer_transform():
+    model = track_scales(nn.Sequential(float8(Net())))
+    x, g = torch.randn(16, 32, requires_grad=True), torch.randn(16, 16)
+    results(model, x, g)
+    calls = len(model.scales_graph().nodes)
+    with inspect(model) as report:
+        results(model, x, g)
+    assert len(model.scales_graph().nodes) == calls
+    with inspect(model[0]) as alone:
+        results(model[0], x, g)
+    assert [replace(row, layer=row.layer.removeprefix("0.")) for row in report._rows] == alone._rows
+
+
+@pytest.mark.parametrize("recipe", ["unit", "tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_an_outer_transform_does_not_let_casts_write_into_their_input(recipe):
+    model, x = nn.Sequential(float8(Net(), RECIPES[recipe])), torch.randn(16, 32)
+    expected, kept = model(x), x.clone()
+    tracked = track_scales(model)
+    for _ in range(2):
+        assert_bitwise(tracked(x), expected)
+        assert_bitwise(x, kept)
