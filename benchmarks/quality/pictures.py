@@ -50,11 +50,12 @@ def draw_recipes(rows: Sequence[Row]) -> Figure:
 
     contenders = by_contender(rows)
     gaps = {n: gap for n, gap in recipes.gaps(contenders).items() if len(gap.values) > 1}
-    names = [name for name in gaps if name not in CONTROLS.values()]
+    names = [name for name in gaps if name in contenders and name not in CONTROLS.values()]
     figure = Figure(figsize=(10.5, 5), layout="constrained")
     halves: Any = figure.subfigures(1, 2, width_ratios=(1, 1.4))
     left, right = halves
-    reach = 3 * statistics.median(abs(gap.mean) + gap.half_width for gap in gaps.values())
+    ends = [abs(gap.mean) + gap.half_width for gap in gaps.values()]
+    reach = 3 * statistics.median(ends or [recipes.LIMIT])
     draw_forest(left.subplots(), gaps, reach)
     if names:
         height = -(-len(names) // ACROSS)
