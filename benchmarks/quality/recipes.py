@@ -95,7 +95,7 @@ def lines(rows: Sequence[Row]) -> list[Row]:
             found.append(line)
         if MEAN in at_end:
             line = {"layer": MEAN, "seeds": len(at_end[MEAN].values), "fields": found[-1]["fields"]}
-            found.append(line | _columns(at_end[MEAN], in_bf16[MEAN]))
+            found.append(line | _columns(at_end[MEAN], in_bf16.get(MEAN, Difference(()))))
     _name_settings(found)
     return found
 
