@@ -125,8 +125,8 @@ EXPLANATIONS = {
         "Stale",
         "How many octaves (factors of two) the amax lies above (+) or below (-) the amax that a "
         "delayed or static scale was made for. A dynamic scale is never stale and shows no number.",
-        f"Below +{problems.STALE_ABOVE:g}; of a delayed scale also above {problems.STALE_BELOW:g}. 0 is "
-        "a scale that fits exactly.",
+        f"Below +{problems.STALE_ABOVE:g}; of a delayed scale also above {problems.STALE_BELOW:g}. "
+        "0 is a scale that fits exactly.",
         f"Above +{problems.STALE_ABOVE:g}, values saturate: add a margin, or take a dynamic "
         f"recipe. A delayed scale below {problems.STALE_BELOW:g} leaves the top of the format "
         "unused: take a shorter history.",
