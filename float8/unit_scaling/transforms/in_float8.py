@@ -8,10 +8,9 @@ GEMMs of `float8.linear.autograd`, with the unit scaling factors in the GEMMs' s
     model = float8(unit_scale(model))          # in either order
 
 By default weights and gradients are cast with a static scale of 1, as in recipe ``unit``, and
-inputs with a dynamic scale. Unit scaling gives weights and gradients scales near 1 that stay so.
-Inputs may outgrow any format in a long training, as those behind a SwiGLU do: recipe ``unit`` then
-cuts them (``benchmarks/bench_quality.py``). Any recipe without state will do; delayed scaling keeps
-a history per layer, which functions cannot keep.
+inputs with a dynamic scale. Inputs may outgrow a scale of 1 in a long training, as those behind a
+SwiGLU do, and recipe ``unit`` then cuts them (``benchmarks/bench_quality.py``). Any recipe without
+state will do; delayed scaling keeps a history per layer, which functions cannot keep.
 
 ``with float8.high_precision(model):`` turns the transform off, as it does converted layers.
 `float8.inspect` and `inspect_every` measure its casts. A product has the name of its weight; one
