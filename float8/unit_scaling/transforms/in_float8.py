@@ -129,7 +129,10 @@ class _Shown:
         self, config: Float8LinearConfig, input: Tensor, weight: Tensor, output: Tensor
     ) -> None:
         # At each call: FSDP2 and torch.func.functional_call replace the parameters meanwhile.
-        name = _names(self.model).get(id(weight))
+        names, whole = _names(self.model), weight._base
+        name = names.get(id(weight))
+        if name is None and whole is not None and whole.numel() == weight.numel():
+            name = names.get(id(whole))  # transposed, as in GPT-2 of transformers
         if name is None:
             name = f"product {self.unnamed}, weight {tuple(weight.shape)}"
             self.unnamed += 1

@@ -297,6 +297,21 @@ def test_inspect_names_tied_weights_and_numbers_computed_ones():
     assert {row.layer for row in report._rows} == {""}
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_inspect_names_transposed_weights(grad):
+    class Transposed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (nn.Parameter(torch.randn(32, 32)) for _ in range(2))
+
+        def forward(self, x):
+            return F.linear(F.linear(x, self.first.t()), self.second.view(32, 32).t())
+
+    with inspect(model := float8(Transposed())) as report, torch.set_grad_enabled(grad):
+        model(torch.randn(16, 32))
+    assert [row.layer for row in report._rows] == ["first"] * 2 + ["second"] * 2
+
+
 def test_inspect_says_what_it_did_not_measure():
     model, tokens = nn.Sequential(float8(Tied())), torch.randint(48, (16,))
     with inspect(model) as report, high_precision(model):
