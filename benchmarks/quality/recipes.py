@@ -136,15 +136,19 @@ def _gaps(
         observations += [_observation(row, key, name) for row in contenders[name] if key in row]
     if (fitted := fit(observations)) is not None:
         for name in fitted.coefficients.keys() & compared:
-            mean, half_width = fitted.combined({name: 1.0})
-            grown = math.exp(mean / 100)  # d exp(x) = exp(x) dx
-            found[name] = replace(found[name], fitted=(100 * (grown - 1), grown * half_width))
+            found[name] = replace(found[name], fitted=_in_percent(*fitted.combined({name: 1.0})))
         recipes = [name for name in found if name in fitted.coefficients and name in RECIPES]
         if len({len(found[name].values) for name in recipes}) == 1 < len(recipes):
             each = zip(*(found[name].values for name in recipes), strict=True)
-            together = fitted.combined(dict.fromkeys(recipes, 1 / len(recipes)))
+            together = _in_percent(*fitted.combined(dict.fromkeys(recipes, 1 / len(recipes))))
             found[MEAN] = Difference(tuple(map(statistics.fmean, each)), fitted=together)
     return found
+
+
+def _in_percent(mean: float, half_width: float) -> tuple[float, float]:
+    """Both of a loss, given those of 100 times its logarithm."""
+    grown = math.exp(mean / 100)  # d exp(x) = exp(x) dx
+    return 100 * (grown - 1), grown * half_width
 
 
 def _means(rows: Sequence[Row]) -> list[Row]:

@@ -65,7 +65,7 @@ class Float8Products(Transform):
         self.watchers: tuple[Watcher, ...] = ()  # of `float8.inspect`
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles have: nobody watches them."""
+        """The state of copies and pickles, which have no watchers."""
         return {**self.__dict__, "watchers": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
