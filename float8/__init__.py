@@ -13,7 +13,6 @@ import float8.integrations.experts as _experts  # noqa: F401  finds those of oth
 import float8.integrations.other_names as _other_names  # noqa: F401  hints
 import float8.integrations.torchao as _torchao  # noqa: F401  Float8LinearConfig.from_torchao
 import float8.integrations.transformer_engine as _te  # noqa: F401  .from_te_recipe
-import float8.old_paths as _old_paths
 from float8.activations import saved_activations
 from float8.config import (
     CastConfig,
@@ -67,7 +66,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_ON_DEMAND[name]), name)
         globals()[name] = value  # for the next use; importing float8.ms_amp has bound the package
         return value
-    if name in _PACKAGES or f"float8.{name}" in _old_paths.MOVED:
+    if name in _PACKAGES:
         return importlib.import_module(f"float8.{name}")
     refuse_name("float8", name)
 

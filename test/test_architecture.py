@@ -36,7 +36,6 @@ LEVELS = {
     "checkpoints": 7,
     "integrations": 8,
     "ms_amp": 7,
-    "old_paths": 9,
     "__init__": 10,
 }
 # A package that may not use all that is below it.

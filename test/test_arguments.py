@@ -170,7 +170,6 @@ CALLS: dict[str, list[Call]] = {
         Call(lambda v: f.CastConfig(granularity=v), "granularity must be a Granularity"),
         Call(lambda v: f.CastConfig(target_dtype=v), "is not a float8 format", NONE),
         Call(lambda v: f.CastConfig(scale_format=v), "scale_format must be a ScaleFormat"),
-        Call(lambda v: f.CastConfig(power_of_two_scale=v), "must be True or False"),
         Call(lambda v: f.CastConfig(f.ScalingType.STATIC, static_scale=v), "static_scale"),
     ],
     "CompressedTensors": [
@@ -218,10 +217,6 @@ CALLS: dict[str, list[Call]] = {
         Call(
             lambda v: Float8Tensor.from_high_precision(X, E4M3, scale_format=v),
             "scale_format must be a ScaleFormat",
-        ),
-        Call(
-            lambda v: Float8Tensor.from_high_precision(X, E4M3, power_of_two_scale=v),
-            "must be True or False",
         ),
     ],
     "Format": [Call(lambda v: f.Format("x", v).max)],

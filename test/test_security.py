@@ -18,7 +18,6 @@ CALLS = {"__import__", "eval", "exec", "os.popen", "os.system", "torch.hub.load"
 
 # What float8 adds to the functions and types that torch.load(weights_only=True) may call.
 SAFE = {
-    "float8/old_paths.py": ["Float8Tensor", "_rebuild"],  # by the paths of version 0.7
     "float8/tensor/tensor.py": ["Float8Tensor", "_rebuild"],
     "float8/distributed/sharded_weight.py": ["ShardedWeight", "_rebuild"],
     "float8/optim/gradients.py": ["HeldGradient"],

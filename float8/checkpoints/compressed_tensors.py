@@ -261,7 +261,4 @@ def _decisive(arguments: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if arguments is None:
         return None
     given = {name: value for name, value in arguments.items() if value is not None}
-    found = {name: given.get(name, default) for name, default in _DEFAULTS.items()}
-    if found["block_structure"] == "128x128":  # the spelling of earlier versions
-        found["block_structure"] = [128, 128]
-    return found
+    return {name: given.get(name, default) for name, default in _DEFAULTS.items()}

@@ -7,12 +7,9 @@ of the GEMM that reads it (last dimension = contraction), with nothing left to a
 from __future__ import annotations
 
 import enum
-import functools
 import math
 import numbers
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -41,35 +38,9 @@ class ScalingType(enum.Enum):
     DISABLED = "disabled"
 
 
-def _accepts_power_of_two_scale(cls: type[CastConfig]) -> type[CastConfig]:
-    """Let ``power_of_two_scale=``, of versions before 0.10, stand for two of the scale formats."""
-    made: Any = cls
-    set_up: Callable[..., None] = made.__init__
-
-    @functools.wraps(set_up)
-    def __init__(self: CastConfig, *args: Any, **kwargs: Any) -> None:
-        if "power_of_two_scale" in kwargs:
-            is_set = kwargs.pop("power_of_two_scale")
-            check_bool(is_set, "power_of_two_scale")
-            given = kwargs.get("scale_format", ScaleFormat.FLOAT32)
-            if given in (ScaleFormat.FLOAT32, ScaleFormat.POWER_OF_TWO):
-                kwargs["scale_format"] = _BY_FLAG[is_set]
-            elif not is_set:
-                raise ValueError(
-                    f"power_of_two_scale=False contradicts scale_format={given}, whose scales are "
-                    "powers of two; leave power_of_two_scale out"
-                )
-        set_up(self, *args, **kwargs)
-
-    made.__init__ = __init__
-    return cls
-
-
-_BY_FLAG = (ScaleFormat.FLOAT32, ScaleFormat.POWER_OF_TWO)
 _MX_BLOCK = Blockwise(1, 32)
 
 
-@_accepts_power_of_two_scale
 @explains_unknown_fields
 @dataclass(frozen=True)
 class CastConfig:
@@ -80,9 +51,7 @@ class CastConfig:
         granularity: which elements share a scale, in GEMM-operand orientation.
         target_dtype: a float8 dtype; None is E4M3 for input and weight, E5M2 for grad_output.
         scale_format: which numbers scales may be, see `ScaleFormat`. E8M0 scales are those of
-            ``Blockwise(1, 32)``, which takes no others: together they are an MX format. A bool,
-            and the argument ``power_of_two_scale`` of earlier versions, stand for ``POWER_OF_TWO``
-            or ``FLOAT32``.
+            ``Blockwise(1, 32)``, which takes no others: together they are an MX format.
         static_scale: with ``STATIC`` only: the dequantisation scale, ``value = data * scale``.
 
     Raises:
@@ -101,10 +70,7 @@ class CastConfig:
             raise TypeError(_wrong_kind("scaling_type", "ScalingType", self.scaling_type))
         if not isinstance(self.granularity, Granularity):
             raise TypeError(_wrong_kind("granularity", "Granularity", self.granularity))
-        given: object = self.scale_format
-        if isinstance(given, bool):
-            object.__setattr__(self, "scale_format", _BY_FLAG[given])
-        elif not isinstance(given, ScaleFormat):
+        if not isinstance(self.scale_format, ScaleFormat):
             raise TypeError(_wrong_kind("scale_format", "ScaleFormat", self.scale_format))
         self._check_mx()
         if self.target_dtype is not None:
@@ -112,17 +78,6 @@ class CastConfig:
         if self.scaling_type in (ScalingType.DELAYED, ScalingType.STATIC):
             self._check_tensorwise()
         self._check_static_scale()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """For copies and pickles, also of versions before 0.10."""
-        if "power_of_two_scale" in state:
-            state["scale_format"] = _BY_FLAG[state.pop("power_of_two_scale")]
-        self.__dict__.update(state)
-
-    @property
-    def power_of_two_scale(self) -> bool:
-        """Whether every scale is a power of two."""
-        return self.scale_format is not ScaleFormat.FLOAT32
 
     def _check_mx(self) -> None:
         is_mx = self.granularity == _MX_BLOCK
@@ -164,7 +119,7 @@ class CastConfig:
                 "static_scale must be a float32 that is finite and > 0 (at least 2^-126), got "
                 f"{self.static_scale}"
             )
-        if self.power_of_two_scale and math.frexp(self.static_scale)[0] != 0.5:
+        if self.scale_format is not ScaleFormat.FLOAT32 and math.frexp(self.static_scale)[0] != 0.5:
             raise ValueError(
                 f"scale_format={self.scale_format}, and static_scale={self.static_scale} is no "
                 "power of two"

@@ -114,7 +114,7 @@ class Float8LinearConfig:
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """For copies and pickles, also of earlier versions: computes the plan anew."""
+        """For copies and pickles: computes the plan anew."""
         names = {f.name for f in fields(self) if f.init}
         self.__init__(**{k: v for k, v in state.items() if k in names})  # type: ignore[misc]
 

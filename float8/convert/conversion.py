@@ -81,10 +81,6 @@ class Conversion:
     refused_on_gpu: dict[str, str] = field(default_factory=dict)
     unmatched_patterns: list[str] = field(default_factory=list)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickle; reports of older versions have fewer attributes."""
-        vars(self).update(vars(Conversion()) | state)
-
     def __str__(self) -> str:
         told = {
             "left alone": self.skipped,

@@ -17,7 +17,6 @@ works, and ``from float8.estimate import ...`` imports from the package.
 """
 
 from float8.estimate.devices import DEVICES, Device, Figure, GemmSpeed
-from float8.estimate.devices import Product as Product  # GemmSpeed, up to version 0.7
 from float8.estimate.predict import estimate, faster_layers
 from float8.estimate.table import Estimate
 

@@ -105,9 +105,6 @@ class GemmSpeed:
         return work + self.decode.value * operand_elements
 
 
-Product = GemmSpeed  # its name up to version 0.7, which pickles contain
-
-
 @dataclass(frozen=True)
 class Device:
     """The figures of one device, each with its source.
@@ -240,9 +237,8 @@ def _from_fields(fields: dict[str, Any]) -> Device:
         Figure(**fields[key]) for key in ("bandwidth", "bandwidth_best", "launch")
     )
     name, arch = str(fields["name"]), str(fields["arch"])
-    own = fields.get("processors")  # files up to version 0.10 lack this field and the next
-    processors = None if own is None else Figure(**own)
-    compiled_casts = bool(fields.get("compiled_casts", False))
+    processors = None if fields["processors"] is None else Figure(**fields["processors"])
+    compiled_casts = bool(fields["compiled_casts"])
     return Device(name, arch, bandwidth, best, launch, products, passes, processors, compiled_casts)
 
 

@@ -58,9 +58,6 @@ class LayerEstimate:
         return (self.speedup(recipe) or 0) > 1
 
 
-Row = LayerEstimate  # its name up to version 0.7, which pickles contain
-
-
 @dataclass(frozen=True)
 class Total:
     """A sum over layers: seconds in bfloat16, seconds with a recipe, bytes saved."""

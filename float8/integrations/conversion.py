@@ -182,12 +182,3 @@ def evaluate_in_high_precision(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Float8Module):
             module.evaluates_in_high_precision = True
-
-
-def _enter(module: Any, args: Any) -> None:
-    """Forward pre-hook in models that version 0.6.0 pickled, which name it."""
-    module.evaluates_in_high_precision = True
-
-
-def _leave(module: Any, args: Any, output: Any) -> None:
-    """Forward hook in models that version 0.6.0 pickled; there is nothing left to do."""

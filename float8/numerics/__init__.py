@@ -52,7 +52,6 @@ _ON_DEMAND = {
     "Finding": "nonfinite",
     "Monitor": "monitor",
     "Report": "snapshot",
-    "Row": "statistics",
     "accurate_layers": "comparison",
     "calibrate": "calibration",
     "compare": "comparison",

@@ -221,10 +221,6 @@ class CastStatistics:
         return found
 
 
-Row = CastStatistics
-"""The name of `CastStatistics` up to version 0.7."""
-
-
 # --- merging
 
 

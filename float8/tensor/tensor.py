@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from float8 import kernels
-from float8.arguments import check_bool, check_tensors, check_type, described
+from float8.arguments import check_tensors, check_type, described
 from float8.formats import FORMATS, HIGH_PRECISION_DTYPES, Format, ScaleFormat, format_of
 from float8.granularity import Block, Granularity, Tensorwise
 from float8.tensor.parts import check_parts, given_scale, has_no_values, is_e8m0
@@ -111,9 +111,7 @@ class Float8Tensor(Tensor):
         format_or_dtype: Format | torch.dtype,
         granularity: Granularity | None = None,
         scale: Tensor | float | None = None,
-        scale_format: ScaleFormat | bool = ScaleFormat.FLOAT32,
-        *,
-        power_of_two_scale: bool = False,
+        scale_format: ScaleFormat = ScaleFormat.FLOAT32,
     ) -> Float8Tensor:
         """Cast ``x`` to float8. Gradients pass straight through, unrounded.
 
@@ -123,9 +121,7 @@ class Float8Tensor(Tensor):
             granularity: which elements share a scale; `Tensorwise` by default.
             scale: the scale to use, a float, or a float32 or E8M0 tensor of shape
                 ``ceil(shape / block)``; None computes it from x.
-            scale_format: which numbers a computed scale may be. A bool, and the argument
-                ``power_of_two_scale`` of earlier versions, stand for ``POWER_OF_TWO`` or
-                ``FLOAT32``, as in `CastConfig`.
+            scale_format: which numbers a computed scale may be.
 
         Raises:
             TypeError: x is no tensor of a high-precision dtype, scale is of another dtype, or an
@@ -135,12 +131,6 @@ class Float8Tensor(Tensor):
         caller = "Float8Tensor.from_high_precision"
         check_tensors(caller, x=x)
         such_as = "a ScaleFormat, such as ScaleFormat.E8M0"
-        check_bool(power_of_two_scale, f"{caller}: power_of_two_scale")
-        if isinstance(scale_format, bool):
-            power_of_two_scale |= scale_format
-            scale_format = ScaleFormat.FLOAT32
-        if power_of_two_scale and scale_format is ScaleFormat.FLOAT32:
-            scale_format = ScaleFormat.POWER_OF_TWO
         check_type(scale_format, ScaleFormat, caller, "scale_format", such_as)
         granularity = Tensorwise() if granularity is None else granularity
         such_as = "a Granularity, such as Rowwise()"

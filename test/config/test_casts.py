@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from dataclasses import replace
 
 import pytest
 import torch
-from plans import B1, DELAYED, DYNAMIC, FLOAT32, OFF, POW2, STATIC, cast
+from plans import DELAYED, POW2, STATIC
 
-from float8.config import RECIPES, CastConfig, DelayedScalingConfig
-from float8.formats import E4M3, E5M2, ScaleFormat
-from float8.granularity import Blockwise, Rowwise, Tensorwise
+from float8.config import CastConfig, DelayedScalingConfig
+from float8.formats import E4M3, ScaleFormat
+from float8.granularity import Blockwise, Rowwise
 
 BAD_CASTS = {
     "scaling type": (
@@ -113,64 +111,3 @@ def test_replace_behaves_as_written_out():
 def test_replacing_checks_again():
     with pytest.raises(ValueError, match="delayed scaling keeps one scale per tensor"):
         replace(CastConfig(granularity=Rowwise()), scaling_type=DELAYED)
-
-
-# --- what version 0.9 called power_of_two_scale
-
-
-@pytest.mark.parametrize(("flag", "scales"), [(False, FLOAT32), (True, POW2)])
-def test_the_flag_of_earlier_versions_is_a_scale_format(flag, scales):
-    by_flag, expected = CastConfig(power_of_two_scale=flag), CastConfig(scale_format=scales)
-    assert by_flag == expected == CastConfig(DYNAMIC, Tensorwise(), None, flag)
-    assert by_flag.power_of_two_scale is flag
-    for before in (FLOAT32, POW2):
-        assert replace(CastConfig(scale_format=before), power_of_two_scale=flag) == expected
-    assert replace(by_flag, static_scale=2.0, scaling_type=STATIC).scale_format is scales
-
-
-def test_the_flag_of_earlier_versions_beside_a_scale_format():
-    mx = RECIPES["mxfp8"].cast_config_input
-    assert mx.power_of_two_scale
-    assert replace(mx, power_of_two_scale=True) == mx
-    with pytest.raises(ValueError, match=r"power_of_two_scale=False contradicts .*E8M0"):
-        replace(mx, power_of_two_scale=False)
-
-
-@pytest.mark.parametrize(("flag", "scales"), [(False, FLOAT32), (True, POW2)])
-def test_a_pickle_of_version_0_9_loads(flag, scales):
-    config = CastConfig(granularity=Rowwise(), scale_format=scales)
-    old = {k: v for k, v in vars(config).items() if k != "scale_format"}
-    loaded = CastConfig.__new__(CastConfig)
-    loaded.__setstate__({**old, "power_of_two_scale": flag})
-    assert loaded == config
-    assert vars(loaded).keys() == vars(config).keys()
-    assert pickle.loads(pickle.dumps(loaded)) == copy.deepcopy(loaded) == config
-
-
-# --- words
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (CastConfig(), "dynamic tensorwise default"),
-        (RECIPES["rowwise"].cast_config_input, "dynamic rowwise e4m3 pow2"),
-        (CastConfig(granularity=Blockwise(1, 128)), "dynamic 1x128 default"),
-        (RECIPES["mxfp8"].cast_config_weight, "dynamic 1x32 e4m3 e8m0"),
-        (
-            CastConfig(STATIC, target_dtype=torch.float8_e5m2, static_scale=0.5),
-            "static tensorwise e5m2 scale=0.5",
-        ),
-        (CastConfig(DELAYED, Tensorwise()), "delayed tensorwise default"),
-        (OFF, "high precision"),
-    ],
-)
-def test_a_cast_in_a_few_words(config, words):
-    assert config.summary == words
-
-
-def test_transposing_a_cast_twice_changes_nothing():
-    block = cast(B1, E5M2, scales=POW2)
-    assert block.transposed().block == (128, 1)
-    assert block.transposed() != block
-    assert block.transposed().transposed() == block

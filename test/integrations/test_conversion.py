@@ -23,7 +23,6 @@ from float8 import (
 )
 from float8.config import RECIPES
 from float8.distributed.sharded_weight import ShardedWeight
-from float8.integrations import conversion
 from float8.integrations.accelerate_settings import evaluates_in_float8
 from float8.integrations.conversion import (
     as_config,
@@ -342,17 +341,3 @@ def test_a_norm_that_is_fused_later_evaluates_as_its_consumers_do():
     assert isinstance(model[0], RMSNormCast)
     with torch.no_grad():
         assert torch.equal(model(x), plain)
-
-
-def test_models_that_version_0_6_0_pickled_with_its_hooks_evaluate_in_high_precision():
-    model, x = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)), torch.randn(16, 32)
-    plain = model(x)
-    convert_to_float8_training(model)
-    for module in (model, *model):
-        module.is_evaluating = False
-        module.register_forward_pre_hook(conversion._enter)
-        module.register_forward_hook(conversion._leave, always_call=True)
-    loaded = pickle.loads(pickle.dumps(model)).eval()
-    assert not torch.equal(loaded(x), plain)
-    with torch.no_grad():
-        assert torch.equal(loaded(x), plain)

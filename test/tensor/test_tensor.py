@@ -20,7 +20,7 @@ from shapes import Case
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from float8 import E4M3, E5M2, Blockwise, Float8Tensor, Rowwise, ScaleFormat, Tensorwise
+from float8 import E4M3, E5M2, Blockwise, Float8Tensor, Rowwise, Tensorwise
 from float8.tensor.tensor import OP_TABLE, implements
 
 EVERY_GRANULARITY = pytest.mark.parametrize("name", shapes.GRANULARITIES)
@@ -54,21 +54,6 @@ def test_it_has_the_oracles_bits_and_value(case, dtype, name, scale_format):
     assert q.stride() == q._data.stride()
     value = oracle.values(q._data, q._scale, block)
     assert_bitwise(q.dequantize(), value.float().to(x.dtype), replay, "value")
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs", "expected"),
-    [
-        ((True,), {}, ScaleFormat.POWER_OF_TWO),
-        ((False,), {}, ScaleFormat.FLOAT32),
-        ((), {"power_of_two_scale": True}, ScaleFormat.POWER_OF_TWO),
-        ((ScaleFormat.E8M0,), {"power_of_two_scale": True}, ScaleFormat.E8M0),
-    ],
-    ids=str,
-)
-def test_a_bool_stands_for_a_scale_format_as_in_a_config(args, kwargs, expected):
-    x, how = torch.randn(3, 64), (E4M3, Blockwise(1, 32), None)
-    assert_same_float8(quantize(x, *how, *args, **kwargs), quantize(x, *how, expected))
 
 
 def test_granularity_is_tensorwise_unless_said():
