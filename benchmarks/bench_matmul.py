@@ -97,9 +97,9 @@ def rowwise(
     a: Float8Tensor, b: Float8Tensor, gemm: Candidate, fast: bool
 ) -> Callable[[], torch.Tensor]:
     """A rowwise product by one GEMM."""
-    parts = (a._data, a._scale, b._data, b._scale)
-    blocks = (a._block, b._block)
-    product, arch = scaled_mm.ROWWISE, scaled_mm.family_of(a._data.device)
+    parts = (a.float8_data, a.scale, b.float8_data, b.scale)
+    blocks = (a.block, b.block)
+    product, arch = scaled_mm.ROWWISE, scaled_mm.family_of(a.float8_data.device)
     if arch == scaled_mm.CPU:
         raise ValueError("it is a choice between GEMMs of a GPU")
     if (reason := gemm.refuses(arch, product, torch.bfloat16)) is not None:

@@ -131,8 +131,8 @@ def _multiply(gemm: str, casts: frozenset[str], a: Tensor, b: Tensor) -> Tensor:
     for operand, matrix in zip(PAIRS[gemm], (a, b), strict=True):
         if f"{operand} for {gemm}" in casts:
             cast = Float8Tensor.from_high_precision(matrix, _Product.FORMATS[operand])
-            scale = cast._scale if scale is None else scale * cast._scale
-            operands.append(cast._data.to(matrix.dtype))
+            scale = cast.scale if scale is None else scale * cast.scale
+            operands.append(cast.float8_data.to(matrix.dtype))
         else:
             operands.append(matrix)
     product = F.linear(*operands)

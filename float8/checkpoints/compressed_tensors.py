@@ -141,7 +141,7 @@ class CompressedTensors(Layout):
 
     def tensors(self, layer: Layer) -> dict[str, Tensor]:
         """``weight``, ``weight_scale``, and with static inputs ``input_scale``."""
-        data, scale = layer.weight.data_and_scale
+        data, scale = layer.weight.float8_data, layer.weight.scale
         if self.granularity == _TENSORWISE:
             scale = scale.reshape(1)
         elif self.granularity == _MX_BLOCKS:

@@ -97,7 +97,7 @@ class FineGrained(Layout):
 
     def tensors(self, layer: Layer) -> dict[str, Tensor]:
         """``weight`` and ``weight_scale_inv``."""
-        data, scale = layer.weight.data_and_scale
+        data, scale = layer.weight.float8_data, layer.weight.scale
         return {f"{layer.name}.weight": data, f"{layer.name}.weight_scale_inv": scale}
 
     def quantization_config(self, layers: Iterable[str], skipped: Iterable[str]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def _is_finite(x: Tensor) -> bool:
         return True
     if not is_resident(x):
         return bool(torch.stack(torch.aminmax(x)).isfinite().all())
-    data, scale = x.data_and_scale
+    data, scale = x.float8_data, x.scale
     return bool(scale.float().isfinite().all()) and not _has_nan(data)
 
 

@@ -162,7 +162,7 @@ def inspect_checkpoint(
 
 def _read(layer: Layer, kind: Kind) -> str | None:
     """Count what the data of one layer are; the problem with them, or None."""
-    codes = layer.weight.data_and_scale[0].view(torch.uint8) & 0x7F  # without the sign
+    codes = layer.weight.float8_data.view(torch.uint8) & 0x7F  # without the sign
     total = max(codes.numel(), 1)
     nan, largest, zero = (int((codes == code).sum()) for code in (_NAN, _LARGEST, 0))
     for name, count in (("nan", nan), ("saturated", largest), ("zero", zero)):

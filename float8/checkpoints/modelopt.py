@@ -55,7 +55,7 @@ class ModelOpt(Layout):
 
     def tensors(self, layer: Layer) -> dict[str, Tensor]:
         """``weight``, ``weight_scale`` and ``input_scale``."""
-        data, scale = layer.weight.data_and_scale
+        data, scale = layer.weight.float8_data, layer.weight.scale
         assert layer.input_scale is not None  # refuses() says so
         return {
             f"{layer.name}.weight": data,

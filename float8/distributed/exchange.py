@@ -248,7 +248,7 @@ class _SumGradient(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
         if isinstance(x, Float8Tensor):
-            return x._scale.new_empty((), dtype=x.dtype).expand(x.shape)
+            return x.scale.new_empty((), dtype=x.dtype).expand(x.shape)
         return x.view(x.shape)
 
     @staticmethod
@@ -260,7 +260,7 @@ def with_summed_gradient(x: Tensor, ranks: Ranks) -> Tensor:
     """Return x, which every rank has, so that its gradient is summed over the ranks."""
     result: Tensor = _SumGradient.apply(x, ranks)
     if isinstance(x, Float8Tensor):
-        return differentiable(result, x._data, x._data_t, x._scale)
+        return differentiable(result, x.float8_data, x.data_t, x.scale)
     return result
 
 

@@ -55,14 +55,14 @@ class GatheredWeight(Float8Tensor):
         if func is aten.as_strided.default and _is_whole(x, *args[1:]):
             func, args = aten.alias.default, args[:1]
         if func in (aten.detach.default, aten.alias.default):
-            return GatheredWeight(func(x._data), x._scale, x._block, x.dtype)
+            return GatheredWeight(func(x.float8_data), x.scale, x.block, x.dtype)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], meta: Any, size: Any, stride: Any
     ) -> GatheredWeight:
-        return GatheredWeight(inner["_data"], inner["_scale"], *meta)
+        return GatheredWeight(inner["float8_data"], inner["scale"], *meta)
 
 
 def _is_whole(x: Tensor, size: Any, stride: Any, offset: int | None = None) -> bool:

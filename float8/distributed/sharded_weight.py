@@ -164,7 +164,7 @@ class ShardedWeight(Tensor):
             scale.record_stream(torch.cuda.current_stream(scale.device))
         if out is not None:
             assert isinstance(out, GatheredWeight)
-            out._scale = scale
+            out.scale = scale
             return None
         data = all_gather_outputs[0].view(-1)[: size.numel()].view(size).view(dtype)
         return GatheredWeight(data, scale, block, param_dtype), ()

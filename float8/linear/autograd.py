@@ -265,8 +265,7 @@ def _cast_input(
     """x_MK for the output, x_KM for backward if grad_weight is needed, and the smooth factors."""
     plan, factors_1K = call.plan, None
     if isinstance(x, Float8Tensor):
-        # By attribute: torch.compile does not trace a subclass's properties.
-        data, scale, data_t = as_matrix(x._data), as_matrix(x._scale), x._data_t
+        data, scale, data_t = as_matrix(x.float8_data), as_matrix(x.scale), x.data_t
         if plan.smooth_input:
             scale, factors_1K = split(scale)
         if not needs_w:

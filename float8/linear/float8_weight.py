@@ -196,15 +196,14 @@ def _refuses_plan(weight: Float8Tensor, plan: BoundPlan) -> str | None:
 
 def _of_float8_tensor(weight: Float8Tensor, plan: BoundPlan) -> Float8Weight:
     """A resident or gathered weight in both orientations; nothing is copied."""
-    # By attribute: torch.compile does not trace a subclass's properties.
-    data, scale, second = weight._data, weight._scale, plan.w.second
+    data, scale, second = weight.float8_data, weight.scale, plan.w.second
     assert second is not None
     if scale.dtype != torch.float32:
         return Float8Weight((data, scale), (data, scale), is_cast_again=True)
     scale_t = scale.t()
-    if weight._block == TENSORWISE and not second.is_whole:
+    if weight.block == TENSORWISE and not second.is_whole:
         scale_t = scale.expand(scale_shape(data.t().shape, second.block))
-    is_rowwise = weight._block == ROWWISE
+    is_rowwise = weight.block == ROWWISE
     return Float8Weight((data, scale), (data.t(), scale_t), scales_grad=is_rowwise)
 
 
@@ -216,12 +215,12 @@ def of_experts(weight: Float8Tensor, plan: BoundPlan) -> Float8Weight:
     """
     if (reason := _refuses_plan(weight, plan)) is not None:
         raise ValueError(reason)
-    first, data, scale = plan.w.first, weight._data, weight._scale
+    first, data, scale = plan.w.first, weight.float8_data, weight.scale
     assert first is not None
-    if not plan.w.is_shared or (weight._block, data.dtype) != (first.block, first.dtype):
+    if not plan.w.is_shared or (weight.block, data.dtype) != (first.block, first.dtype):
         raise ValueError(
             f"the weights of experts are {data.dtype} with one scale for each block "
-            f"{weight._block}, and the config casts them to {first.dtype} with {first.block}; pass "
+            f"{weight.block}, and the config casts them to {first.dtype} with {first.block}; pass "
             "weight.dequantize()"
         )
     return Float8Weight((data, scale), (data.mT, scale.mT))
@@ -320,10 +319,10 @@ def refuses_resident(config: Float8LinearConfig) -> str | None:
 
 def refuses_training(weight: Float8Tensor) -> str | None:
     """The reason why this weight can get no gradient, or None."""
-    if weight._block == TENSORWISE or not weight.requires_grad:
+    if weight.block == TENSORWISE or not weight.requires_grad:
         return None
     return (
-        f"its weight is stored in float8 with one scale for each block {tuple(weight._block)} and "
+        f"its weight is stored in float8 with one scale for each block {tuple(weight.block)} and "
         "requires a gradient; only tensorwise float8 weights can train. Freeze it with "
         "weight.requires_grad_(False), or convert with a tensorwise recipe"
     )

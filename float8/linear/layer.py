@@ -272,7 +272,7 @@ class Float8Linear(Float8Module, nn.Linear):
     @property
     def weight_scale(self) -> Tensor | None:
         """The scale of a resident float8 weight, under its name in checkpoints; else None."""
-        return self.weight._scale if is_resident(self.weight) else None
+        return self.weight.scale if is_resident(self.weight) else None
 
     @property
     def input_scale(self) -> Tensor | None:

@@ -75,7 +75,7 @@ def linear_in_onnx(
     x_MK = input.reshape(-1, input.shape[-1]).to(plan.dtype).float()
     scale = _scale(x_MK, cast, state)
     x8_MK = _quantize(x_MK, scale, cast.block)
-    w_NK = _dequantize(weight._data, weight._scale, weight._block)
+    w_NK = _dequantize(weight.float8_data, weight.scale, weight.block)
     out = F.linear(_dequantize(x8_MK, scale, cast.block), w_NK)
     out = out if bias is None else out + bias.to(plan.dtype).float()
     out = out if factor is None else out * factor
@@ -88,12 +88,12 @@ def weight_in_onnx(weight: Float8Tensor) -> Tensor:
     Raises:
         ValueError: its scales are E8M0.
     """
-    if weight._scale.dtype != torch.float32:
+    if weight.scale.dtype != torch.float32:
         raise ValueError(
-            f"torch.onnx.export takes no float8 weights with scales of {weight._scale.dtype}; "
+            f"torch.onnx.export takes no float8 weights with scales of {weight.scale.dtype}; "
             "export what float8.convert_from_float8_training(model) returns"
         )
-    return _dequantize(weight._data, weight._scale, weight._block).to(weight.dtype)
+    return _dequantize(weight.float8_data, weight.scale, weight.block).to(weight.dtype)
 
 
 def refuses_onnx(weight: Tensor, input: Tensor, plan: BoundPlan) -> str | None:
@@ -110,12 +110,12 @@ def refuses_onnx(weight: Tensor, input: Tensor, plan: BoundPlan) -> str | None:
             "the model without float8.fuse_norms"
         )
     cast = plan.output.a
-    formats = (weight._data.dtype, None if cast is None else cast.dtype)
-    if weight._scale.dtype != torch.float32 or formats != (E4M3.dtype, E4M3.dtype):
+    formats = (weight.float8_data.dtype, None if cast is None else cast.dtype)
+    if weight.scale.dtype != torch.float32 or formats != (E4M3.dtype, E4M3.dtype):
         return (
             f"torch.onnx.export takes weights and inputs in {E4M3.dtype} with scales of float32, "
             f"and this layer's are {formats[0]} and {formats[1]} with scales of "
-            f"{weight._scale.dtype}; convert the plain model with another recipe, such as "
+            f"{weight.scale.dtype}; convert the plain model with another recipe, such as "
             '"rowwise", or export what float8.convert_from_float8_training(model) returns'
         )
     return None

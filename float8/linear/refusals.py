@@ -117,9 +117,8 @@ def refuses_float8_input(
 def _refuses_granularity(input: Float8Tensor, cast: BoundCast) -> str | None:
     """The reason why a float8 input is not what this cast returns, or None."""
     expected = (1,) * (input.dim() - len(cast.block)) + cast.block
-    # By attribute: torch.compile does not trace a subclass's properties.
-    is_whole = cast.is_whole and all(extent == WHOLE for extent in input._block)
-    if input._data.dtype == cast.dtype and (input._block == expected or is_whole):
+    is_whole = cast.is_whole and all(extent == WHOLE for extent in input.block)
+    if input.float8_data.dtype == cast.dtype and (input.block == expected or is_whole):
         return None
     return (
         f"input is a Float8Tensor in {input.format} with block {input.block}; this config "
@@ -131,7 +130,7 @@ def _refuses_granularity(input: Float8Tensor, cast: BoundCast) -> str | None:
 def _refuses_smooth(input: Float8Tensor, cast: BoundCast) -> str | None:
     """The reason why a float8 input is no smooth one, or None."""
     expected = (WHOLE,) * (input.dim() - 1) + (1,)
-    if cast.is_whole and (input._data.dtype, input._block) == (cast.dtype, expected):
+    if cast.is_whole and (input.float8_data.dtype, input.block) == (cast.dtype, expected):
         return None
     return (
         f"input is a Float8Tensor in {input.format} with block {input.block}; this config has "

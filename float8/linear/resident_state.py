@@ -53,8 +53,8 @@ def split_saved(layer: Any, destination: dict[str, Any], prefix: str) -> None:
     if layer.high_precision:
         destination[prefix + "weight"] = weight.detach().dequantize()
         return
-    destination[prefix + "weight"] = weight._data.detach().unsqueeze(-1)
-    destination[prefix + SCALE_KEY] = weight._scale.detach()
+    destination[prefix + "weight"] = weight.float8_data.detach().unsqueeze(-1)
+    destination[prefix + SCALE_KEY] = weight.scale.detach()
     if (scale := input_scale_of(layer)) is not None:
         destination[prefix + INPUT_SCALE_KEY] = scale
 
@@ -118,13 +118,15 @@ def _joined(
         raise ValueError(f"the checkpoint has no {SCALE_KEY} for it")
     if cast is None:
         raise ValueError("this layer multiplies its weight in high precision")
-    block = weight._block if is_resident(weight) else cast.block
+    block = weight.block if is_resident(weight) else cast.block
     if scale.dtype != cast.scale_format.dtype:
         raise ValueError(
             f"its {SCALE_KEY} is {scale.dtype}, and this layer has scales of "
             f"{cast.scale_format.dtype} ({cast.scale_format}); load the checkpoint of a layer with "
             "this config, or one in high precision"
         )
-    if is_resident(weight) and data.dtype != weight._data.dtype:
-        raise ValueError(f"it is {data.dtype}, and the layer's weight is {weight._data.dtype}")
+    if is_resident(weight) and data.dtype != weight.float8_data.dtype:
+        raise ValueError(
+            f"it is {data.dtype}, and the layer's weight is {weight.float8_data.dtype}"
+        )
     return Float8Tensor(data.detach(), scale.detach(), block, weight.dtype)

@@ -198,8 +198,8 @@ def cast_orientations(
     """
     if offs is not None:
         return _cast_groups(x, operand, first, second, decode and not keeps, offs)
-    if isinstance(x, Float8Tensor):  # by attribute: torch.compile traces no properties of it
-        pair = (x._data, x._scale)
+    if isinstance(x, Float8Tensor):
+        pair = (x.float8_data, x.scale)
         return (pair if first else None), (transposed(pair) if second else None)
     if not (first and second):
         row_major = cast_matrix(x, operand.first, state, record, None, decode) if first else None

@@ -278,7 +278,8 @@ class _AfterLoad:
             return
         cast: Any = weight.detach().clone()
         cast_from_master(cast, self.optimizer.state[weight]["master"])
-        if not all(map(torch.equal, cast.data_and_scale, weight.data_and_scale)):
+        pairs = ((cast.float8_data, weight.float8_data), (cast.scale, weight.scale))
+        if not all(torch.equal(a, b) for a, b in pairs):
             loaded = weight.detach().clone()
             self.optimizer.start_master(weight, weight.dequantize(torch.float32))
             weight.copy_(loaded)  # the cast of the new master may round its scale otherwise

@@ -419,7 +419,7 @@ def _smoothed(
     """
     weight = weight.to(dtype)
     if isinstance(x, Float8Tensor):
-        return x, smoothed(weight, inverse(split(as_matrix(x._scale))[1])), None
+        return x, smoothed(weight, inverse(split(as_matrix(x.scale))[1])), None
     x_MK = as_matrix(x).to(dtype)
     factors, of_weight = layer.local_factors(input, x_MK)
     products = smoothed(x_MK, factors), smoothed(weight, inverse(of_weight))
@@ -492,8 +492,8 @@ def _factor_of_gradient(layer: _Layer, dtype: torch.dtype) -> Tensor | None:
 
 def _as_matrix_in_float8(x: Float8Tensor) -> Float8Matrix:
     """A tensor in float8 as a matrix, with its leading dimensions flattened."""
-    block = x._block if x.dim() > 1 else (WHOLE, *x._block)
-    return Float8Matrix(as_matrix(x._data), as_matrix(x._scale), block[-2:])
+    block = x.block if x.dim() > 1 else (WHOLE, *x.block)
+    return Float8Matrix(as_matrix(x.float8_data), as_matrix(x.scale), block[-2:])
 
 
 def _local_part(x: Tensor, matrix: Float8Matrix) -> tuple[Tensor, Float8Matrix]:

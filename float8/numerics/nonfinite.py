@@ -252,7 +252,7 @@ def _remark(name: str, cast: Cast, value: Tensor) -> str | None:
 
 def _scale(cast: Cast, value: Tensor, largest: float) -> Tensor:
     if isinstance(value, Float8Tensor):
-        return value.data_and_scale[1].detach()
+        return value.scale.detach()
     if isinstance(cast, DelayedCast) and cast.history_ready:
         return cast.scale.detach()
     if cast.config.scaling_type is ScalingType.STATIC:

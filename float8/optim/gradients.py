@@ -57,7 +57,7 @@ class HeldGradient(Float8Tensor):
                 "with an optimizer of float8.optim, which reads it, not with one of torch.optim"
             ) from error
         if func in _COPIES and type(out) is Float8Tensor:
-            return HeldGradient(*out.data_and_scale, out._block, out.dtype)
+            return HeldGradient(out.float8_data, out.scale, out.block, out.dtype)
         return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeldGradient:
@@ -66,7 +66,7 @@ class HeldGradient(Float8Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, *_: Any) -> HeldGradient:
-        return HeldGradient(inner["_data"], inner["_scale"], *meta)
+        return HeldGradient(inner["float8_data"], inner["scale"], *meta)
 
     @staticmethod
     def of(gradient: Tensor, fmt: Format) -> HeldGradient:
@@ -77,9 +77,9 @@ class HeldGradient(Float8Tensor):
 
     def write(self, gradient: Tensor) -> HeldGradient:
         """Overwrite the values, with a new scale."""
-        data, scale = _cast(gradient, self._block, self.format)
-        self._data.copy_(data)
-        self._scale.copy_(scale)
+        data, scale = _cast(gradient, self.block, self.format)
+        self.float8_data.copy_(data)
+        self.scale.copy_(scale)
         return self
 
 

@@ -253,7 +253,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         plain, scale, master = local(p), None, None
         rounds_target = group["stochastic_rounding"]
         if isinstance(p, Float8Tensor):
-            (plain, scale), master = p.data_and_scale, state["master"].matrix()
+            plain, scale, master = p.float8_data, p.scale, state["master"].matrix()
             rounds_target = group["state_rounding"] != "nearest"
         return Work(
             parameter=matrix_of(plain.contiguous()),

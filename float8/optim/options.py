@@ -158,7 +158,7 @@ def check_parameter(p: Tensor, what: str) -> None:
             f"{what} is not supported: use {known} (param.data = param.data.float()), or give it "
             "to an optimizer of torch.optim"
         )
-    if isinstance(p, Float8Tensor) and p.data_and_scale[1].numel() != 1:
+    if isinstance(p, Float8Tensor) and p.scale.numel() != 1:
         raise TypeError(
             f"{what} is a Float8Tensor with block {p.block}: parameters kept in float8 need one "
             "scale; make it with granularity=Tensorwise()"
@@ -166,7 +166,7 @@ def check_parameter(p: Tensor, what: str) -> None:
     if isinstance(p, Float8Tensor) and p.data_t is not None:
         raise TypeError(
             f"{what} holds a transposed copy of its data, which a step would leave stale; make the "
-            "parameter from .data_and_scale alone"
+            "parameter from .float8_data and .scale alone"
         )
 
 

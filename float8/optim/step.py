@@ -80,7 +80,7 @@ def gradient_of(grad: Tensor) -> StateMatrix:
     """A gradient as a matrix. In float8 with one scale it is decoded tile by tile, else at once."""
     if not isinstance(grad, Float8Tensor):
         return StateMatrix(matrix_of(grad))
-    data, scale = grad.data_and_scale
+    data, scale = grad.float8_data, grad.scale
     if scale.numel() != 1:
         return StateMatrix(matrix_of(grad.dequantize(torch.float32)))
     data_RC = matrix_of(data)
@@ -214,7 +214,7 @@ def new_master(p: Float8Tensor, group: int, value: Tensor | None = None) -> Mome
 
 def cast_from_master(p: Float8Tensor, master: Moment) -> None:
     """Rewrite a float8 parameter's data and scale from its master, in place."""
-    data, scale = p.data_and_scale
+    data, scale = p.float8_data, p.scale
     data_RC = matrix_of(data.contiguous())
     _cast_master(master.matrix(), data_RC, scale)
     if not data.is_contiguous():  # then data_RC is a copy

@@ -57,10 +57,15 @@ class Float8Tensor(Tensor):
         ValueError: scale has another shape than ``ceil(shape / block)``.
     """
 
-    _data: Tensor
-    _scale: Tensor
-    _block: Block
-    _data_t: Tensor | None
+    # torch.compile reads the parts that `__tensor_flatten__` names, and constants; no properties.
+    float8_data: Tensor
+    """The float8 data, of the tensor's shape; ``.data`` is torch's attribute."""
+    scale: Tensor
+    """The dequantisation scale, of shape ``ceil(shape / block)``."""
+    data_t: Tensor | None
+    """The transposed copy of the data, row-major, or None if the tensor was made without it."""
+    block: Block
+    """The extent per dimension that shares a scale; -1 is the whole dimension."""
     # The module that wrote it, for the error message of an op that cannot read it; in eager mode.
     made_by: str = ""
 
@@ -100,10 +105,10 @@ class Float8Tensor(Tensor):
         data_t: Tensor | None = None,
     ) -> None:
         check_parts(data, scale, block, dtype, data_t)
-        self._data = data
-        self._scale = scale
-        self._block = tuple(block)
-        self._data_t = data_t
+        self.float8_data = data
+        self.scale = scale
+        self.block = tuple(block)
+        self.data_t = data_t
 
     @staticmethod
     def from_high_precision(
@@ -170,38 +175,13 @@ class Float8Tensor(Tensor):
                 "module.weight = nn.Parameter(values)"
             )
         _DATA.__set__(self, value)
-        self._data, self._scale, self._data_t = value._data, value._scale, value._data_t
-        self._block = value._block
-
-    @property
-    def float8_data(self) -> Tensor:
-        """The float8 data, of the tensor's shape; ``.data`` is torch's attribute."""
-        return self._data
-
-    @property
-    def scale(self) -> Tensor:
-        """The dequantisation scale, of shape ``ceil(shape / block)``."""
-        return self._scale
-
-    @property
-    def data_and_scale(self) -> tuple[Tensor, Tensor]:
-        """The float8 data and the dequantisation scale."""
-        return self._data, self._scale
-
-    @property
-    def data_t(self) -> Tensor | None:
-        """The transposed copy of the data, row-major, or None if the tensor was made without it."""
-        return self._data_t
-
-    @property
-    def block(self) -> Block:
-        """The extent per dimension that shares a scale; -1 is the whole dimension."""
-        return self._block
+        self.float8_data, self.scale, self.data_t = value.float8_data, value.scale, value.data_t
+        self.block = value.block
 
     @property
     def format(self) -> Format:
         """The float8 format of the data."""
-        return FORMATS[self._data.dtype]
+        return FORMATS[self.float8_data.dtype]
 
     def _replace(
         self,
@@ -212,9 +192,9 @@ class Float8Tensor(Tensor):
     ) -> Float8Tensor:
         """A new Float8Tensor with some parts replaced; all ops make their results by it."""
         new = Float8Tensor(
-            self._data if data is None else data,
-            self._scale if scale is None else scale,
-            self._block if block is None else block,
+            self.float8_data if data is None else data,
+            self.scale if scale is None else scale,
+            self.block if block is None else block,
             self.dtype if dtype is None else dtype,
         )
         if self.made_by:
@@ -222,33 +202,33 @@ class Float8Tensor(Tensor):
         return new
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Block, torch.dtype]]:
-        parts = ["_data", "_scale"] + ([] if self._data_t is None else ["_data_t"])
-        return parts, (self._block, self.dtype)
+        parts = ["float8_data", "scale"] + ([] if self.data_t is None else ["data_t"])
+        return parts, (self.block, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], meta: tuple[Block, torch.dtype], size: Any, stride: Any
     ) -> Float8Tensor:
         block, dtype = meta
-        return Float8Tensor(inner["_data"], inner["_scale"], block, dtype, inner.get("_data_t"))
+        return Float8Tensor(inner["float8_data"], inner["scale"], block, dtype, inner.get("data_t"))
 
     def _stable_hash_for_caching(self) -> str:
         """A key for torch.compile's cache on disk, of everything that its graphs depend on."""
-        tensors = [*self.data_and_scale, *([] if self._data_t is None else [self._data_t])]
+        tensors = [getattr(self, name) for name in self.__tensor_flatten__()[0]]
         parts = [(t.dtype, t.device, tuple(t.shape), t.stride()) for t in tensors]
-        return repr((parts, self._block, self.dtype, self.requires_grad))
+        return repr((parts, self.block, self.dtype, self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Plain float8 tensors cannot be pickled outside torch.save; uint8 tensors can.
-        bytes_ = self._data.detach().view(torch.uint8)
-        scale = self._scale.view(torch.uint8) if is_e8m0(self._scale) else self._scale
-        parts = (bytes_, self._data.dtype, scale, self._block, self.dtype)
+        bytes_ = self.float8_data.detach().view(torch.uint8)
+        scale = self.scale.view(torch.uint8) if is_e8m0(self.scale) else self.scale
+        parts = (bytes_, self.float8_data.dtype, scale, self.block, self.dtype)
         return _rebuild, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     def share_memory_(self) -> Float8Tensor:
         """Raise an error: torch would move the storage of the wrapper, which has none."""
         raise NotImplementedError(
-            "Float8Tensor.share_memory_: share the parts of .data_and_scale instead"
+            "Float8Tensor.share_memory_: share .float8_data and .scale instead"
         )
 
     def fsdp_pre_all_gather(
@@ -262,7 +242,7 @@ class Float8Tensor(Tensor):
         raise NotImplementedError(NOT_SHARDED)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:
-        copy = self._replace(self._data.detach().clone(), self._scale.detach().clone())
+        copy = self._replace(self.float8_data.detach().clone(), self.scale.detach().clone())
         is_parameter = isinstance(self, torch.nn.Parameter)
         memo[id(self)] = result = _with_autograd(copy, self.requires_grad, is_parameter)
         return result
@@ -270,17 +250,17 @@ class Float8Tensor(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape, format, granularity and values, as ``torch.Tensor`` shows its own."""
         scale = (
-            f"scale={self._scale.item():.6g}"
-            if self._scale.numel() == 1
-            and self._scale.device.type != "meta"
+            f"scale={self.scale.item():.6g}"
+            if self.scale.numel() == 1
+            and self.scale.device.type != "meta"
             and not has_no_values(self)
-            else f"scale of shape {tuple(self._scale.shape)}"
+            else f"scale of shape {tuple(self.scale.shape)}"
         )
         return (
-            f"Float8Tensor({self.format}, shape={tuple(self.shape)}, block={self._block}, {scale}, "
+            f"Float8Tensor({self.format}, shape={tuple(self.shape)}, block={self.block}, {scale}, "
             f"dtype={self.dtype}, device='{self.device}'"
             + (", requires_grad=True" if self.requires_grad else "")
-            + f", data={self._data.detach()!r})"
+            + f", data={self.float8_data.detach()!r})"
         )
 
     # Operations are handled by __torch_dispatch__ only.
@@ -366,7 +346,7 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Float8Tensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = x.dtype
-        return kernels.dequantize(x._data, x._scale, x._block, dtype)
+        return kernels.dequantize(x.float8_data, x.scale, x.block, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

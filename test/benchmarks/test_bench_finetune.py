@@ -116,7 +116,7 @@ def adapted(model):
 
 
 def data(weight):
-    return getattr(weight, "_data", weight)
+    return getattr(weight, "float8_data", weight)
 
 
 def test_moved_adapters_compute_what_they_did_on_the_same_base(start, texts):

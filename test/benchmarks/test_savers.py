@@ -40,7 +40,7 @@ def held_after_a_step(way: str) -> tuple[str, ...]:
 
 def dtype_of(x: torch.Tensor) -> str:
     codes = x.codes if isinstance(x, Moment) else x
-    codes = x.data_and_scale[0] if isinstance(x, Float8Tensor) else codes
+    codes = x.float8_data if isinstance(x, Float8Tensor) else codes
     return str(codes.dtype).removeprefix("torch.") + ("*" if codes is not x else "")
 
 

@@ -70,7 +70,9 @@ def test_a_layer_comes_back_to_the_same_bits(layout, shape):
 @every_layout
 def test_nothing_is_copied(layout):
     layer = layer_of(layout)
-    storages = {t.untyped_storage().data_ptr() for t in (*layer.weight.data_and_scale,)}
+    storages = {
+        t.untyped_storage().data_ptr() for t in (layer.weight.float8_data, layer.weight.scale)
+    }
     stored = layout.tensors(layer)
     assert {stored[key].untyped_storage().data_ptr() for key in list(stored)[:2]} == storages
 
@@ -102,7 +104,7 @@ def test_the_oracle_sees_a_wrong_scale(fault):
 def test_meta_tensors_have_the_names_and_sizes(layout):
     real = layer_of(layout)
     weight = Float8Tensor(
-        *(part.to("meta") for part in real.weight.data_and_scale),
+        *(part.to("meta") for part in (real.weight.float8_data, real.weight.scale)),
         real.weight.block,
         real.weight.dtype,
     )
@@ -267,7 +269,7 @@ def test_an_input_scale_that_is_missing_or_wrong_is_refused(name):
 @every_layout
 def test_a_layer_of_another_kind_is_refused_with_the_reason(layout):
     layer = layer_of(layout)
-    data, scale = layer.weight.data_and_scale
+    data, scale = layer.weight.float8_data, layer.weight.scale
     block, dtype = layer.weight.block, layer.weight.dtype
     float32 = Float8Tensor.from_high_precision(torch.ones(200, 320), E4M3, Blockwise(7, 11))
     assert "7x11 scales" in layout.refuses(Layer("a", float32))

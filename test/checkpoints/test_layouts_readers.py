@@ -162,9 +162,9 @@ def test_transformers_misreads_blocks_at_an_edge_when_it_dequantises():
         layer = layer_of(LAYOUT_CASES["fine_grained"], (rows, 128), torch.float32)
         if is_refused:
             with pytest.raises(ValueError, match="not divisible by scale grid"):
-                dequantize(*layer.weight.data_and_scale)
+                dequantize(layer.weight.float8_data, layer.weight.scale)
         else:
-            found = dequantize(*layer.weight.data_and_scale)
+            found = dequantize(layer.weight.float8_data, layer.weight.scale)
             assert not torch.equal(found, layer.weight.dequantize())
 
 

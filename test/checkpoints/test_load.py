@@ -197,7 +197,7 @@ def test_half_of_the_memory_of_bfloat16_remains(tmp_path):
     plain = sum(p.untyped_storage().nbytes() for p in model.parameters())
     folder = write(tmp_path, fine_grained(model.state_dict(), ["0", "1"]))
     model = load(model, folder, "float8")
-    parts = [part for w in model.parameters() for part in w.data_and_scale]
+    parts = [part for w in model.parameters() for part in (w.float8_data, w.scale)]
     assert sum(part.untyped_storage().nbytes() for part in parts) <= 0.501 * plain
 
 

@@ -72,8 +72,8 @@ def test_codes_are_the_oracles_and_both_gemms_read_them(recipe, shape, dtype):
     w = layer.weight.detach().clone()
     layer = convert_to_float8_inference(layer, config=config_of(recipe))
     codes, _ = oracle.quantize(w, BLOCKS[recipe], torch.float8_e4m3fn, SCALES[recipe])
-    assert_bitwise(layer.weight._data, codes)
-    exact_w = oracle.values(layer.weight._data, layer.weight._scale, BLOCKS[recipe])
+    assert_bitwise(layer.weight.float8_data, codes)
+    exact_w = oracle.values(layer.weight.float8_data, layer.weight.scale, BLOCKS[recipe])
     x = torch.randn(m, k).to(dtype).requires_grad_()
     g = torch.randn(m, n).to(dtype)
     out = layer(x)
@@ -96,10 +96,10 @@ def test_scales_along_the_contraction_join_grad_output(recipe):
     layer = convert_to_float8_inference(layer, config=config_of(recipe))
     x, g = torch.randn(12, 64, requires_grad=True), torch.randn(12, 40)
     layer(x).backward(g)
-    folded = g * layer.weight._scale.t()
+    folded = g * layer.weight.scale.t()
     g8, g_scale = oracle.quantize(folded, (1, -1), torch.float8_e4m3fn, "power_of_two")
     values = oracle.table(torch.float8_e4m3fn)[g8.long()]
-    codes = layer.weight._data.double()
+    codes = layer.weight.float8_data.double()
     exact = (values @ codes) * g_scale.double()
     baseline = (values.float() @ codes.float()) * g_scale
     assert_error_within_baseline(x.grad, exact, baseline)
@@ -133,7 +133,7 @@ def test_the_high_precision_weight_is_freed_and_half_of_the_bytes_remain(recipe)
     old = [weakref.ref(w) for w in model.parameters()]
     model = convert_to_float8_inference(model, config=config_of(recipe))
     assert all(ref() is None for ref in (*old, *gone))
-    parts = [part for w in model.parameters() for part in w.data_and_scale]
+    parts = [part for w in model.parameters() for part in (w.float8_data, w.scale)]
     assert sum(part.untyped_storage().nbytes() for part in parts) <= 0.516 * plain
     known = (torch.float8_e4m3fn, torch.float32, torch.float8_e8m0fnu)
     assert all(part.dtype in known for part in parts)
@@ -439,11 +439,11 @@ def test_copies_pickles_and_dtypes_keep_the_bytes():
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert_bitwise(twin(x), model(x))
         assert not twin[0].weight.requires_grad
-        assert twin[0].weight._data.data_ptr() != model[0].weight._data.data_ptr()
-    codes = model[0].weight._data.view(torch.uint8).clone()
+        assert twin[0].weight.float8_data.data_ptr() != model[0].weight.float8_data.data_ptr()
+    codes = model[0].weight.float8_data.view(torch.uint8).clone()
     for dtype in (torch.float16, torch.float32, torch.bfloat16):
         model.to(dtype)
-        assert_bitwise(model[0].weight._data.view(torch.uint8), codes)
+        assert_bitwise(model[0].weight.float8_data.view(torch.uint8), codes)
         assert model[0].weight.dtype == dtype
         assert model(x.to(dtype)).dtype == dtype
 
@@ -553,11 +553,11 @@ def losses_of_plain_adapters() -> list[float]:
 def test_adapters_on_a_float8_base_train_as_on_a_plain_one(recipe):
     plain = losses_of_plain_adapters()
     model = with_adapters(resident(recipe, torch.float32))
-    codes = model[0].base.weight._data.view(torch.uint8).clone()
+    codes = model[0].base.weight.float8_data.view(torch.uint8).clone()
     losses = losses_of(model)
     assert losses[-1] < 0.7 * losses[0]
     assert losses[-1] <= plain[-1] * 1.05
-    assert_bitwise(model[0].base.weight._data.view(torch.uint8), codes)
+    assert_bitwise(model[0].base.weight.float8_data.view(torch.uint8), codes)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")

@@ -33,8 +33,8 @@ def test_one_shard_has_the_codes_of_the_whole(layer, dtype):
             layer.weight.detach(), KnownAmax(), layer, layer.weight.shape, dtype, dist.group.WORLD
         )
         expected = layer.cast_weight(layer.weight.detach().to(dtype))
-        assert torch.equal(data.view(torch.uint8), expected._data.view(torch.uint8))
-        assert torch.equal(scale, expected._scale)
+        assert torch.equal(data.view(torch.uint8), expected.float8_data.view(torch.uint8))
+        assert torch.equal(scale, expected.scale)
         sync_float8_amax_and_scale_history(layer)
 
 
@@ -108,12 +108,12 @@ def test_amaxes_that_are_not_finite_become_infinite():
 
 def test_a_parameter_of_a_gathered_weight_is_one():
     whole = Float8Tensor.from_high_precision(torch.randn(48, 32), torch.float8_e4m3fn)
-    gathered = GatheredWeight(*whole.data_and_scale, (-1, -1), torch.bfloat16)
+    gathered = GatheredWeight(whole.float8_data, whole.scale, (-1, -1), torch.bfloat16)
     parameter = nn.Parameter(torch.as_strided(gathered, (48, 32), (32, 1), 0))
     assert isinstance(parameter, GatheredWeight)
     assert isinstance(parameter, nn.Parameter)
     assert parameter.dtype == torch.bfloat16
-    assert parameter._data.data_ptr() == whole._data.data_ptr()
+    assert parameter.float8_data.data_ptr() == whole.float8_data.data_ptr()
     assert type(torch.zeros_like(parameter)) is torch.Tensor
     assert type(parameter.t()) is Float8Tensor
     with pytest.raises(NotImplementedError, match="dequantize"):

@@ -485,7 +485,7 @@ def test_calibrated_scales_are_what_fused_layers_multiply_by(config):
     assert type(model.norm1) is nn.LayerNorm
     apart = model(x)
     assert fuse(model).fused == [("norm1", ["q", "k", "v"]), ("norm2", ["up"])]
-    assert float(model.norm1(x)._scale) == 0.125
+    assert float(model.norm1(x).scale) == 0.125
     assert_bitwise(model(x), apart)
 
 

@@ -315,7 +315,7 @@ def test_eps_is_float32s_by_default():
     y = RMSNormCast(K, dtype=torch.bfloat16, config=CONFIGS["static"])(x)
     plain = F.rms_norm(x, (K,), None, torch.finfo(torch.float32).eps)
     codes = oracle.cast(plain, torch.tensor([[0.125]]), (-1, -1), torch.float8_e4m3fn)
-    assert_bitwise(y._data, codes)
+    assert_bitwise(y.float8_data, codes)
 
 
 @pytest.mark.parametrize("shape", [(K,), (1, K), (2, 3, K), (0, K), (2, 0, K)])
@@ -345,7 +345,7 @@ def test_without_gradients_the_codes_are_the_same(mode):
     norm.cast_output.reset_parameters()
     with mode():
         y = norm(x)
-    assert_bitwise(y._data, expected._data)
+    assert_bitwise(y.float8_data, expected.float8_data)
     assert norm.cast_output.current_amax == 0  # nothing recorded
 
 
@@ -376,7 +376,7 @@ def test_results_have_a_transpose_where_backward_may_need_it():
     with by_ops():
         half = x[..., :K]
         for y in (norm(half), layer_norm_of()(half), gate(x), gate(half, x[..., K:])):
-            assert_bitwise(y.data_t, y._data.flatten(0, -2).t())
+            assert_bitwise(y.data_t, y.float8_data.flatten(0, -2).t())
             assert y.data_t.is_contiguous()
         with torch.no_grad():
             assert norm(x[..., :K]).data_t is None
@@ -397,10 +397,10 @@ def test_on_a_gpu_it_is_close_to_the_unfused_chain(kind, config):
 
     y = module(*inputs)
     exact = plain(*(t.detach().double() for t in inputs))
-    scale = y._scale.reshape(1, 1)
+    scale = y.scale.reshape(1, 1)
     baseline = Float8Tensor.from_high_precision(plain(*inputs).detach(), y.format, scale=scale)
     assert_error_within_baseline(y.detach().dequantize(), exact, baseline.dequantize())
-    assert_bitwise(y.data_t, y._data.t())
+    assert_bitwise(y.data_t, y.float8_data.t())
     x64 = [t.detach().double().requires_grad_() for t in inputs]
     want = torch.autograd.grad(plain(*x64), x64, g.double())
     base = torch.autograd.grad(plain(*inputs), inputs, g)
@@ -436,13 +436,13 @@ def test_sync_makes_the_scales_and_leaves_results_alone():
     amax = torch.maximum(y.abs().max(), F.rms_norm(x, (K,), norm.weight, 1e-6).abs().max())
     assert cast.history_ready and cast.amax_history[0] == amax
     y = norm(x)
-    assert_bitwise(y._scale.reshape(()), cast.scale)
+    assert_bitwise(y.scale.reshape(()), cast.scale)
     before = y.dequantize()
     with torch.no_grad():
         norm.weight.mul_(3)
     norm(x)
     sync_float8_amax_and_scale_history(norm)
-    assert not torch.equal(y._scale.reshape(()), cast.scale)
+    assert not torch.equal(y.scale.reshape(()), cast.scale)
     assert_bitwise(y.dequantize().detach(), before.detach())
 
 

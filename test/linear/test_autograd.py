@@ -149,8 +149,8 @@ def test_the_codes_of_a_weight_in_float8_are_its_own_bytes():
     layer = SimpleNamespace(weight=weight, cached_weight=None)
     plan = plan_on(RECIPES["tensorwise"], weight.device, torch.float32)
     found = float8_weight(layer, plan)
-    assert found.row_major[0] is weight._data
-    assert found.transposed[0].data_ptr() == weight._data.data_ptr()
+    assert found.row_major[0] is weight.float8_data
+    assert found.transposed[0].data_ptr() == weight.float8_data.data_ptr()
     assert found.transposed[0].shape == (4, 8)
-    assert found.row_major[1] is weight._scale
+    assert found.row_major[1] is weight.scale
     assert found.amax is None  # the gather has recorded it

@@ -50,7 +50,7 @@ def test_one_set_of_codes_serves_every_compute_dtype(recipe, stored, computed):
         out = layer(x)
     assert out.dtype == (computed or stored)
     out.backward(g.to(out.dtype))
-    w = oracle.values(layer.weight._data, layer.weight._scale, (-1, -1))
+    w = oracle.values(layer.weight.float8_data, layer.weight.scale, (-1, -1))
     assert_sqnr_at_least(out, x.double() @ w.t() + layer.bias.double(), 25)
     assert_sqnr_at_least(x.grad, g.double() @ w, 20)
     assert type(layer.weight.grad) is Tensor
@@ -91,7 +91,7 @@ def test_a_plain_step_of_sgd_by_hand_trains_and_torchs_is_refused():
 def test_backward_saves_the_input_in_float8_and_the_weight_by_reference():
     layer = layer_of(torch.bfloat16)
     x, _ = batch(torch.bfloat16)
-    parts = (*layer.weight.data_and_scale, layer.bias)
+    parts = (layer.weight.float8_data, layer.weight.scale, layer.bias)
     held = nn.ParameterList([nn.Parameter(part, requires_grad=False) for part in parts])
     assert saved_bytes(lambda: layer(x), held) <= x.numel() + 64
 

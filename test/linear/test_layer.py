@@ -414,7 +414,7 @@ def test_shape_and_config_of_a_new_layer():
 
 def _with_transpose(x8):
     """The same tensor as a kernel makes it: with the codes of its transpose."""
-    data, scale = x8.data_and_scale
+    data, scale = x8.float8_data, x8.scale
     data_t = data.flatten(0, -2).view(torch.uint8).t().contiguous().view(data.dtype)
     return Float8Tensor(data, scale, x8.block, x8.dtype, data_t)
 
@@ -489,7 +489,7 @@ def test_a_weight_in_float8_is_multiplied_as_it_is():
 def test_a_weight_gathered_in_float8_for_another_dtype_is_refused_by_name():
     layer = convert_to_float8_training(nn.Sequential(nn.Linear(32, 48)))
     weight = Float8Tensor.from_high_precision(layer[0].weight.detach(), E4M3)
-    gathered = GatheredWeight(*weight.data_and_scale, weight.block, weight.dtype)
+    gathered = GatheredWeight(weight.float8_data, weight.scale, weight.block, weight.dtype)
     layer[0].weight = nn.Parameter(gathered)
     with (
         pytest.raises(ValueError, match=r"^0: .*float32 and is used in torch.bfloat16.*Mixed"),

@@ -92,7 +92,7 @@ def test_onnxruntime_computes_the_product_of_the_oracles_codes(name, tmp_path):
     stored = [i for i in proto.graph.initializer if i.data_type == FLOAT8E4M3FN]
     assert [list(tensor.dims) for tensor in stored] == [[130, 300]]
     codes = torch.frombuffer(bytearray(stored[0].raw_data), dtype=torch.uint8).reshape(130, 300)
-    assert torch.equal(codes, model[0].weight._data.view(torch.uint8))
+    assert torch.equal(codes, model[0].weight.float8_data.view(torch.uint8))
     assert sum(len(i.raw_data) for i in proto.graph.initializer) < 1.07 * 130 * 300
     for rows in (None, 2):  # as exported, and another batch
         part = x if rows is None or len(shape) == 1 else x[:rows]
@@ -104,7 +104,7 @@ def test_onnxruntime_computes_the_product_of_the_oracles_codes(name, tmp_path):
         else:
             scale = oracle.scales(matrix, x_block, E4M3, scale_format)
         x8 = oracle.values(oracle.cast(matrix, scale, x_block, E4M3), scale, x_block, E4M3)
-        w8 = oracle.values(model[0].weight._data, model[0].weight._scale, w_block)
+        w8 = oracle.values(model[0].weight.float8_data, model[0].weight.scale, w_block)
         bias = model[0].bias
         exact = (x8 @ w8.t() + bias.double()).reshape(*part.shape[:-1], 130)
         plain = (x8.float() @ w8.t().float() + bias.float()).reshape(exact.shape).to(dtype)
@@ -138,7 +138,7 @@ def test_inputs_stay_in_high_precision_under_high_precision(tmp_path):
         plain = model(x)
     assert not any(node.op_type == "QuantizeLinear" for node in proto.graph.node)
     assert [i.data_type for i in proto.graph.initializer].count(FLOAT8E4M3FN) == 1
-    w = oracle.values(model[0].weight._data, model[0].weight._scale, (128, 128))
+    w = oracle.values(model[0].weight.float8_data, model[0].weight.scale, (128, 128))
     exact = x.double() @ w.t() + model[0].bias.double()
     assert_error_within_baseline(run(path, x), exact, plain)
 

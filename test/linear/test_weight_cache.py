@@ -123,14 +123,15 @@ def test_the_cached_weight_is_had_as_a_tensor_without_another_cast(recipe, in_pl
         found = []
         assert casts_of_weights(net, lambda: found.append(cached_tensor(net[0]))) == 0
         (w8,) = found
-        assert w8._data.data_ptr() == net[0].cached_weight.row_major[0].data_ptr()
+        assert w8.float8_data.data_ptr() == net[0].cached_weight.row_major[0].data_ptr()
         expected = to_resident(net[0].weight, net[0].config, net[0].casts[1].state)
-        assert_all_bitwise(w8.data_and_scale, expected.data_and_scale)
-        assert (w8.dtype, w8._block) == (net[0].weight.dtype, expected._block)
+        assert_bitwise(w8.float8_data, expected.float8_data)
+        assert_bitwise(w8.scale, expected.scale)
+        assert (w8.dtype, w8.block) == (net[0].weight.dtype, expected.block)
         if recipe == "delayed":
             microbatch(net.train(), 5)
             sync_float8_amax_and_scale_history(net)
-            assert_bitwise(w8._scale, expected._scale)
+            assert_bitwise(w8.scale, expected.scale)
 
 
 def test_what_is_not_current_is_no_tensor():

@@ -40,8 +40,8 @@ def test_a_weight_is_cast_once_and_keeps_its_attributes(level, dtype):
     if level == "O3":
         codes, scale = oracle.quantize(layer.weight.detach(), (-1, -1), torch.float8_e4m3fn)
         assert isinstance(new, Float8Tensor)
-        assert_bitwise(new._data, codes)
-        assert_bitwise(new._scale, scale)
+        assert_bitwise(new.float8_data, codes)
+        assert_bitwise(new.scale, scale)
         assert new.dtype == dtype
     else:
         assert_bitwise(new.detach(), layer.weight.detach().half())

@@ -75,7 +75,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first:
 def bytes_of(x: Tensor) -> dict[torch.dtype, int]:
     """Bytes by dtype, of the storages of a tensor or of its parts."""
     if isinstance(x, Float8Tensor):
-        parts = list(x.data_and_scale)
+        parts = [x.float8_data, x.scale]
     elif isinstance(x, Moment):
         parts = [part for part in (x.codes, x.scale, x.exponent) if part is not None]
     else:
@@ -142,8 +142,8 @@ def test_no_high_precision_copy_of_a_weight_survives(level):
         codes, scale = oracle.quantize(
             optimizer.state[stepped[0]]["master"].dequantize(), (-1, -1), F8
         )
-        assert_bitwise(model[0].weight._data, codes)
-        assert_bitwise(model[0].weight._scale, scale)
+        assert_bitwise(model[0].weight.float8_data, codes)
+        assert_bitwise(model[0].weight.scale, scale)
         master = optimizer.state[stepped[0]]["master"].dequantize()
         torch.testing.assert_close(master, old, rtol=2**-11, atol=2**-30)
     else:
@@ -280,7 +280,7 @@ def test_cached_weights_pass_over_those_in_float8():
         train(model, optimizer, 2)
     twin, its = started("O3")
     train(twin, its, 2)
-    assert_bitwise(model[0].weight._data, twin[0].weight._data)
+    assert_bitwise(model[0].weight.float8_data, twin[0].weight.float8_data)
 
 
 def test_a_grad_scaler_skips_an_overflow_and_trains_in_float16():

@@ -384,8 +384,10 @@ def the_gathered_weight_is_the_operand(rank):
     seen = []
 
     def hook(layer, args):
-        seen.append((layer.weight, layer.weight._data))
-        assert layer.weight._data.untyped_storage().size() == layer.weight.numel()  # one byte each
+        seen.append((layer.weight, layer.weight.float8_data))
+        assert (
+            layer.weight.float8_data.untyped_storage().size() == layer.weight.numel()
+        )  # one byte each
 
     layers = [m for m in model.modules() if isinstance(m, Float8Linear)]
     for layer in layers:

@@ -466,8 +466,10 @@ def an_input_is_cast_once_for_all_layers(rank):
         (found,) = seen
         assert isinstance(found, DTensor) == (plan == "prepared")
         found = found.to_local() if isinstance(found, DTensor) else found
-        assert torch.equal(found._data.view(torch.uint8), expected._data.view(torch.uint8))
-        assert torch.equal(found._scale, expected._scale.reshape(found._scale.shape))
+        assert torch.equal(
+            found.float8_data.view(torch.uint8), expected.float8_data.view(torch.uint8)
+        )
+        assert torch.equal(found.scale, expected.scale.reshape(found.scale.shape))
 
 
 class TakesKeywords(GatedFeedForward):

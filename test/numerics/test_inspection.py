@@ -332,7 +332,7 @@ def test_weights_that_live_in_float8(recipe):
     assert found["0", "weight", "output"].scaling == "float8"
     assert found["0", "weight", "output"].sqnr is None
     seen, folded = found["0", "grad_output", "grad_input"].amax, recipe == "rowwise"
-    scale = model[0].weight._scale.t() if folded else torch.ones(1)
+    scale = model[0].weight.scale.t() if folded else torch.ones(1)
     assert seen == float((g * scale).abs().max())
 
 

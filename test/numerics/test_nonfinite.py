@@ -396,7 +396,7 @@ def test_an_inf_in_a_parameters_gradient_is_a_fault_by_itself():
 def test_weights_that_live_in_float8():
     net = convert_to_float8_inference(Net())
     assert find_nan(net, batch()) is None
-    net.head.weight._scale.fill_(math.nan)
+    net.head.weight.scale.fill_(math.nan)
     found = find_nan(net, batch())
     assert (found.module, found.tensor) == ("head", "parameter weight")
 

@@ -40,9 +40,9 @@ def test_gradients_are_cast_as_soon_as_autograd_has_written_them(fmt, dtype):
         assert p.grad.dtype == dtype
         block = (-1,) * p.dim()
         codes, scale = oracle.quantize(wanted.grad, block, fmt.dtype)
-        assert_bitwise(p.grad._data, codes)
-        assert_bitwise(p.grad._scale, scale)
-        assert p.grad._data.untyped_storage().nbytes() == p.numel()
+        assert_bitwise(p.grad.float8_data, codes)
+        assert_bitwise(p.grad.scale, scale)
+        assert p.grad.float8_data.untyped_storage().nbytes() == p.numel()
 
 
 def test_microbatches_add_in_float32_and_are_cast_once_more():
@@ -59,8 +59,8 @@ def test_microbatches_add_in_float32_and_are_cast_once_more():
     ):
         codes, scale = oracle.quantize(earlier + q.grad, (-1,) * p.dim(), torch.float8_e4m3fn)
         assert p.grad is held  # in the same memory
-        assert_bitwise(p.grad._data, codes)
-        assert_bitwise(p.grad._scale, scale)
+        assert_bitwise(p.grad.float8_data, codes)
+        assert_bitwise(p.grad.scale, scale)
 
 
 @pytest.mark.parametrize(

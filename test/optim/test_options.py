@@ -17,8 +17,9 @@ def in_blocks():
 
 
 def with_transposed_copy():
-    data, scale = Float8Tensor.from_high_precision(torch.randn(8, 16), E4M3).data_and_scale
-    return Float8Tensor(data, scale, (-1, -1), torch.float32, data.t().contiguous())
+    x = Float8Tensor.from_high_precision(torch.randn(8, 16), E4M3)
+    data_t = x.float8_data.t().contiguous()
+    return Float8Tensor(x.float8_data, x.scale, x.block, x.dtype, data_t)
 
 
 # (optimizer, options, what the message says)

@@ -213,7 +213,7 @@ def assert_cast_from_master(p, master):
     """Assert that data and scale are the cast of the master's values."""
     values = master.dequantize()
     scale = scale_from_amax(amax(values, (-1, -1)), 448.0)
-    data, mine = p.data_and_scale
+    data, mine = p.float8_data, p.scale
     assert_bitwise(mine.reshape(1, 1), scale)
     assert_bitwise(data, cast(values, scale, (-1, -1), data.dtype))
 
@@ -226,14 +226,14 @@ def test_small_updates_add_up_in_the_master(lr):
     kept = {"first_moment": "float32", "second_moment": "float32"}  # so that all noise is its own
     ours, exact = AdamW([p], lr=lr, **kept), torch.optim.AdamW([q], lr=lr)
     ours.start_master(p, value)
-    where = p.data_and_scale[0].data_ptr()
+    where = p.float8_data.data_ptr()
     for _ in range(100):
         g = torch.randn(64, 96) * 0.1 + 1
         p.grad, q.grad = g, g.clone()
         ours.step()
         exact.step()
         assert_cast_from_master(p, ours.state[p]["master"])
-    assert p.data_and_scale[0].data_ptr() == where, "the model and its wrappers hold this memory"
+    assert p.float8_data.data_ptr() == where, "the model and its wrappers hold this memory"
     assert sqnr(ours.state[p]["master"].dequantize(), q) > 50
     moved = q.detach() - value
     master = ours.state[p]["master"].dequantize()
@@ -296,7 +296,7 @@ def test_transposed_codes_are_written_too():
     value = torch.randn(64, 48)
     plain = Float8Tensor.from_high_precision(value, E4M3)
     p = nn.Parameter(plain.t())
-    assert not p.data_and_scale[0].is_contiguous()
+    assert not p.float8_data.is_contiguous()
     optimizer = AdamW([p], lr=0.5)
     optimizer.start_master(p, value.t())
     p.grad = torch.ones(48, 64)
@@ -316,7 +316,7 @@ def test_one_nan_is_one_weight_and_not_part_of_the_scale():
     assert int(bad.sum()) == 1
     finite = optimizer.state[p]["master"].dequantize().nan_to_num(0.0)
     scale = scale_from_amax(amax(finite, (-1, -1)), 448.0)
-    assert_bitwise(p.data_and_scale[1].reshape(1, 1), scale)
+    assert_bitwise(p.scale.reshape(1, 1), scale)
 
 
 def test_what_has_no_master_cannot_start_one():

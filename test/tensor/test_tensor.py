@@ -48,11 +48,11 @@ def test_it_has_the_oracles_bits_and_value(case, dtype, name, scale_format):
     block = shapes.GRANULARITIES[name].block_of(x.shape)
     codes, scale = oracle.quantize(x, block, dtype, scale_format)
     replay = (case, dtype, name, scale_format)
-    assert_bitwise(q._data, codes, replay, "codes")
-    assert_bitwise(q._scale, scale, replay, "scale")
+    assert_bitwise(q.float8_data, codes, replay, "codes")
+    assert_bitwise(q.scale, scale, replay, "scale")
     assert (q.shape, q.dtype, q.block, q.format.dtype) == (x.shape, x.dtype, block, dtype)
-    assert q.stride() == q._data.stride()
-    value = oracle.values(q._data, q._scale, block)
+    assert q.stride() == q.float8_data.stride()
+    value = oracle.values(q.float8_data, q.scale, block)
     assert_bitwise(q.dequantize(), value.float().to(x.dtype), replay, "value")
 
 
@@ -67,7 +67,7 @@ def test_any_rank(shape):
     q = quantize(x, E4M3)
     assert q.shape == x.shape
     assert q.block == (-1,) * len(shape)
-    assert_bitwise(q._data, oracle.cast(x, q._scale, q.block, torch.float8_e4m3fn))
+    assert_bitwise(q.float8_data, oracle.cast(x, q.scale, q.block, torch.float8_e4m3fn))
 
 
 @pytest.mark.parametrize("given", [0.5, torch.tensor(0.5), torch.full((6, 1), 0.5)], ids=str)
@@ -76,8 +76,8 @@ def test_a_given_scale_is_used_and_the_cast_saturates(given, dtype):
     x = Case((6, 40), exponent=16, specials=("nan", "inf")).make()
     q = quantize(x, dtype, Rowwise(), given)
     scale = torch.full((6, 1), 0.5)
-    assert_bitwise(q._scale, scale)
-    assert_bitwise(q._data, oracle.cast(x, scale, (1, -1), dtype))
+    assert_bitwise(q.scale, scale)
+    assert_bitwise(q.float8_data, oracle.cast(x, scale, (1, -1), dtype))
 
 
 @pytest.mark.parametrize("shape", [(), (6, 1)], ids=str)
@@ -91,7 +91,7 @@ def test_a_given_scale_is_taken_as_it_is_now(shape):
 
 def test_dequantize_to_another_dtype():
     q = example()
-    value = oracle.values(q._data, q._scale, q.block).float()
+    value = oracle.values(q.float8_data, q.scale, q.block).float()
     for dtype in shapes.HIGH_PRECISION:
         assert_bitwise(q.dequantize(dtype), value.to(dtype), dtype)
 
@@ -125,8 +125,8 @@ def test_gradients_pass_through_changes_of_shape():
 def test_casting_does_not_track_the_amax():
     x = torch.randn(6, 40, requires_grad=True)
     q = quantize(x, E4M3)
-    assert not q._scale.requires_grad
-    assert not q._data.requires_grad
+    assert not q.scale.requires_grad
+    assert not q.float8_data.requires_grad
 
 
 # --- bad input
@@ -272,10 +272,10 @@ def test_a_copy_is_the_same_and_its_own(copied, name):
     twin = copied(q)
     assert_same_float8(twin, q, name)
     assert twin.stride() == q.stride()
-    q._data.view(torch.uint8).add_(1)
-    q._scale.mul_(2)
-    assert not torch.equal(twin._scale, q._scale)
-    assert not torch.equal(twin._data.view(torch.uint8), q._data.view(torch.uint8))
+    q.float8_data.view(torch.uint8).add_(1)
+    q.scale.mul_(2)
+    assert not torch.equal(twin.scale, q.scale)
+    assert not torch.equal(twin.float8_data.view(torch.uint8), q.float8_data.view(torch.uint8))
 
 
 @EVERY_COPY
@@ -315,9 +315,9 @@ def test_a_module_may_hold_it():
     assert_same_float8(other.cache, one.cache)
     other.to(torch.float32)
     assert (other.weight.dtype, other.cache.dtype) == (torch.float32, torch.float32)
-    assert_bitwise(other.weight._data, one.weight._data)
+    assert_bitwise(other.weight.float8_data, one.weight.float8_data)
     assert [p.shape for p in copy.deepcopy(one).parameters()] == [(6, 40)]
-    assert one.to("meta").weight._scale.device.type == "meta"
+    assert one.to("meta").weight.scale.device.type == "meta"
 
 
 def test_it_can_be_taken_apart_and_put_together():
@@ -326,7 +326,6 @@ def test_it_can_be_taken_apart_and_put_together():
     inner = {name: getattr(q, name) for name in names}
     again = Float8Tensor.__tensor_unflatten__(inner, meta, q.shape, q.stride())
     assert_same_float8(again, q)
-    assert q.data_and_scale == (q._data, q._scale)
 
 
 # --- print
@@ -358,8 +357,8 @@ def test_printing_without_values_shows_the_rest():
 def test_it_can_be_made_on_meta(name):
     q = quantize(torch.empty(6, 40, device="meta"), E4M3, shapes.GRANULARITIES[name])
     block = shapes.GRANULARITIES[name].block_of((6, 40))
-    assert q.device.type == q._scale.device.type == "meta"
-    assert q._scale.shape == oracle.scale_shape((6, 40), block)
+    assert q.device.type == q.scale.device.type == "meta"
+    assert q.scale.shape == oracle.scale_shape((6, 40), block)
     assert q.dequantize().shape == (6, 40)
 
 
@@ -376,11 +375,11 @@ def test_it_can_be_made_of_fake_tensors(name, device):
 def test_a_given_scale_can_be_fake():
     with FakeTensorMode():
         scale = torch.empty(6, 1)
-        assert quantize(torch.empty(6, 40), E4M3, Rowwise(), scale)._scale.shape == (6, 1)
+        assert quantize(torch.empty(6, 40), E4M3, Rowwise(), scale).scale.shape == (6, 1)
 
 
 def test_sharing_memory_is_refused():
-    with pytest.raises(NotImplementedError, match="data_and_scale"):
+    with pytest.raises(NotImplementedError, match=r"share \.float8_data and \.scale"):
         quantize(torch.randn(4, 4), E4M3).share_memory_()
 
 
@@ -457,10 +456,9 @@ def test_another_kind_is_another_graph():
 
 
 @pytest.mark.parametrize("granularity", [Tensorwise(), Rowwise(), Blockwise(1, 8)], ids=str)
-def test_the_public_face_is_what_the_tensor_carries(granularity):
+def test_the_public_attributes(granularity):
     x = torch.randn(6, 24)
     q = Float8Tensor.from_high_precision(x, E4M3, granularity)
-    assert q.float8_data is q._data and q.scale is q._scale
     assert q.float8_data.dtype == torch.float8_e4m3fn and q.scale.dtype == torch.float32
     assert (q.format, q.block) == (E4M3, granularity.block_of(x.shape))
     assert type(q.data) is Float8Tensor  # torch's
@@ -470,14 +468,23 @@ def test_the_public_face_is_what_the_tensor_carries(granularity):
     assert torch.equal(twin.scale, q.scale)
 
 
-def test_the_public_face_can_be_read_in_a_compiled_function():
-    q = Float8Tensor.from_high_precision(torch.randn(6, 24), E4M3)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("granularity", [Tensorwise(), Rowwise()], ids=str)
+def test_compiled_code_reads_the_parts_of_a_tensor_that_it_made_or_was_given(granularity, backend):
+    x = torch.randn(6, 24)
 
-    def values(q):
-        return q.float8_data.float() * q.scale
+    def parts(q):
+        return q.float8_data, q.scale, q.data_t, q.block
 
-    compiled = torch.compile(values, fullgraph=True, backend="eager")
-    assert_bitwise(compiled(q), q.dequantize())
+    def made(x):
+        return parts(Float8Tensor.from_high_precision(x, E4M3, granularity))
+
+    q = Float8Tensor.from_high_precision(x, E4M3, granularity)
+    for function, argument in ((made, x), (parts, q)):
+        actual = torch.compile(function, fullgraph=True, backend=backend)(argument)
+        assert_bitwise(actual[0], q.float8_data)
+        assert_bitwise(actual[1], q.scale)
+        assert actual[2:] == (None, q.block)
 
 
 def test_data_takes_the_codes_and_the_scale_of_another_float8_tensor_or_is_refused():

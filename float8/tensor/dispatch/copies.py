@@ -27,14 +27,14 @@ aten = torch.ops.aten
 
 @implements(aten.detach.default, aten.alias.default)
 def _detach(func: Any, x: Float8Tensor) -> Float8Tensor:
-    return x._replace(func(x._data), func(x._scale))
+    return x._replace(func(x.float8_data), func(x.scale))
 
 
 @implements(aten.clone.default)
 def _clone(
     func: Any, x: Float8Tensor, *, memory_format: torch.memory_format = torch.preserve_format
 ) -> Float8Tensor:
-    return x._replace(x._data.clone(memory_format=memory_format), x._scale.clone())
+    return x._replace(x.float8_data.clone(memory_format=memory_format), x.scale.clone())
 
 
 @implements(aten._to_copy.default)
@@ -49,8 +49,10 @@ def _to_copy(
     **_: Any,
 ) -> Float8Tensor:
     _check_dtype(func, dtype)
-    data = func(x._data, device=device, non_blocking=non_blocking, memory_format=memory_format)
-    scale = func(x._scale, device=device, non_blocking=non_blocking)
+    data = func(
+        x.float8_data, device=device, non_blocking=non_blocking, memory_format=memory_format
+    )
+    scale = func(x.scale, device=device, non_blocking=non_blocking)
     return x._replace(data, scale, dtype=dtype)
 
 
@@ -62,17 +64,17 @@ def _copy_(func: Any, destination: Tensor, source: Tensor, non_blocking: bool = 
     if is_part(destination):
         # Its scales may serve elements outside of this view: they stay, and the source saturates.
         plain = source.dequantize() if isinstance(source, Float8Tensor) else source
-        destination._data.copy_(_cast_like(destination, plain, destination._scale)._data)
+        destination.float8_data.copy_(_cast_like(destination, plain, destination.scale).float8_data)
         return destination
     if not isinstance(source, Float8Tensor):
         source = _cast_like(destination, source)
-    if (source._block, source.format) != (destination._block, destination.format):
+    if (source.block, source.format) != (destination.block, destination.format):
         raise ValueError(
-            f"cannot copy a Float8Tensor of {source.format}, block {source._block} into one of "
-            f"{destination.format}, block {destination._block}; copy source.dequantize() instead"
+            f"cannot copy a Float8Tensor of {source.format}, block {source.block} into one of "
+            f"{destination.format}, block {destination.block}; copy source.dequantize() instead"
         )
-    destination._data.copy_(source._data, non_blocking)
-    destination._scale.copy_(source._scale, non_blocking)
+    destination.float8_data.copy_(source.float8_data, non_blocking)
+    destination.scale.copy_(source.scale, non_blocking)
     return destination
 
 
@@ -98,8 +100,8 @@ def _index_put_(
         raise TypeError(f"cannot write {plain.dtype} into a Float8Tensor: convert it to {known}")
     scale = aten.index.Tensor(_scale_of_each_element(x), indices)
     plain = plain.to(x.device).expand(scale.shape)
-    codes = kernels.cast(plain, scale, (1,) * plain.dim(), x._data.dtype)
-    func(x._data.view(torch.uint8), indices, codes.view(torch.uint8))
+    codes = kernels.cast(plain, scale, (1,) * plain.dim(), x.float8_data.dtype)
+    func(x.float8_data.view(torch.uint8), indices, codes.view(torch.uint8))
     return x
 
 
@@ -111,8 +113,8 @@ def _masked_fill_(func: Any, x: Tensor, mask: Tensor, value: float) -> Tensor:
 
 
 def _scale_of_each_element(x: Float8Tensor) -> Tensor:
-    scale = x._scale
-    for dim, extent in enumerate(x._block):
+    scale = x.scale
+    for dim, extent in enumerate(x.block):
         if extent not in (WHOLE, 1):
             scale = scale.repeat_interleave(extent, dim).narrow(dim, 0, x.shape[dim])
     return scale.expand(x.shape)
@@ -120,7 +122,7 @@ def _scale_of_each_element(x: Float8Tensor) -> Tensor:
 
 def is_part(x: Float8Tensor) -> bool:
     """Whether x is a view of some elements of a larger tensor."""
-    return x._data.numel() * x._data.element_size() != x._data.untyped_storage().nbytes()
+    return x.numel() != x.float8_data.untyped_storage().nbytes()  # one byte per element
 
 
 def _cast_like(
@@ -130,8 +132,8 @@ def _cast_like(
         known = ", ".join(str(d) for d in HIGH_PRECISION_DTYPES)
         raise TypeError(f"cannot copy {source.dtype} into a Float8Tensor: convert it to {known}")
     source = source.to(destination.device).expand(destination.shape)
-    fmt, block = destination.format, destination._block
-    fits = scale is None and not is_e8m0(destination._scale)
+    fmt, block = destination.format, destination.block
+    fits = scale is None and not is_e8m0(destination.scale)
     if scale is None:
         scales = ScaleFormat.FLOAT32 if fits else ScaleFormat.E8M0
         scale = kernels.scale_from_amax(kernels.amax(source, block), fmt.max, scales.value)
@@ -149,9 +151,9 @@ def _like(
     **_: Any,
 ) -> Float8Tensor:
     _check_dtype(func, dtype)
-    data = func(x._data.view(torch.uint8), device=device, memory_format=memory_format)
-    scale = torch.ones_like(x._scale, device=device)
-    return x._replace(data.view(x._data.dtype), scale, dtype=dtype)
+    data = func(x.float8_data.view(torch.uint8), device=device, memory_format=memory_format)
+    scale = torch.ones_like(x.scale, device=device)
+    return x._replace(data.view(x.float8_data.dtype), scale, dtype=dtype)
 
 
 @implements(aten.new_empty.default, aten.new_zeros.default)
@@ -167,11 +169,11 @@ def _new(
     _check_dtype(func, dtype)
     if len(size) != x.dim():
         raise ValueError(
-            f"{func} of shape {tuple(size)} from a Float8Tensor with block {x._block}: the number "
+            f"{func} of shape {tuple(size)} from a Float8Tensor with block {x.block}: the number "
             "of dimensions must stay, because the block has one extent for each"
         )
-    data = func(x._data.view(torch.uint8), size, device=device).view(x._data.dtype)
-    scale = x._scale.new_ones(scale_shape(size, x._block), device=device)
+    data = func(x.float8_data.view(torch.uint8), size, device=device).view(x.float8_data.dtype)
+    scale = x.scale.new_ones(scale_shape(size, x.block), device=device)
     return x._replace(data, scale, dtype=dtype)
 
 

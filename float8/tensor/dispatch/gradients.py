@@ -28,9 +28,9 @@ aten = torch.ops.aten
 
 @implements(aten.zero_.default)
 def _zero_(func: Any, x: Float8Tensor) -> Float8Tensor:
-    x._data.view(torch.uint8).zero_()
+    x.float8_data.view(torch.uint8).zero_()
     if not is_part(x):
-        x._scale.fill_(1.0)
+        x.scale.fill_(1.0)
     return x
 
 
@@ -40,7 +40,7 @@ def _mul_(func: Any, x: Tensor, factor: Tensor | float) -> Tensor:
         raise TypeError(f"{func} by a Float8Tensor: call .dequantize() on it first")
     if not _is_for_the_scale(x, factor):
         return x.copy_(x.dequantize(torch.float32) * factor)
-    return _with_scale(x, x._scale * factor)
+    return _with_scale(x, x.scale * factor)
 
 
 @implements(aten.div_.Tensor, aten.div_.Scalar)
@@ -49,12 +49,12 @@ def _div_(func: Any, x: Tensor, divisor: Tensor | float) -> Tensor:
         raise TypeError(f"{func} by a Float8Tensor: call .dequantize() on it first")
     if not _is_for_the_scale(x, divisor):
         return x.copy_(x.dequantize(torch.float32) / divisor)
-    return _with_scale(x, x._scale / divisor)
+    return _with_scale(x, x.scale / divisor)
 
 
 def _is_for_the_scale(x: Float8Tensor, factor: Tensor | float) -> bool:
     is_one = not isinstance(factor, Tensor) or factor.numel() == 1
-    return is_one and x._scale.numel() == 1 and not is_part(x) and not is_e8m0(x._scale)
+    return is_one and x.scale.numel() == 1 and not is_part(x) and not is_e8m0(x.scale)
 
 
 def _with_scale(x: Float8Tensor, scale: Tensor) -> Float8Tensor:
@@ -62,12 +62,12 @@ def _with_scale(x: Float8Tensor, scale: Tensor) -> Float8Tensor:
 
     A negative scale inverts the signs of the data. A scale that is too small makes finite data 0.
     """
-    scale = scale.float().reshape(x._scale.shape)
-    codes = x._data.view(torch.uint8)
+    scale = scale.float().reshape(x.scale.shape)
+    codes = x.float8_data.view(torch.uint8)
     codes.bitwise_xor_((scale < 0).to(torch.uint8).view((1,) * x.dim()) << 7)  # the sign bit
     vanish = (scale.abs() < kernels.MIN_SCALE).view((1,) * x.dim())
-    codes.masked_fill_(vanish & x._data.to(torch.bfloat16).isfinite(), 0)
-    x._scale.copy_(scale.abs().clamp(min=kernels.MIN_SCALE))
+    codes.masked_fill_(vanish & x.float8_data.to(torch.bfloat16).isfinite(), 0)
+    x.scale.copy_(scale.abs().clamp(min=kernels.MIN_SCALE))
     return x
 
 

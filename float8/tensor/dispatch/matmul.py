@@ -53,10 +53,10 @@ def _product(func: Any, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
             f"{func}: the bias has shape {tuple(bias.shape)}, expected {tuple(b.shape[1:])}"
         )
     return kernels.scaled_mm(
-        a._data,
-        a._scale,
-        b._data.t(),
-        b._scale.t(),
+        a.float8_data,
+        a.scale,
+        b.float8_data.t(),
+        b.scale.t(),
         a.block,
         transpose_block(b.block),
         bias,

@@ -45,8 +45,8 @@ def test_a_copy_shares_nothing(granularity, copied):
     q = example(granularity)
     twin = copied(q)
     before = twin.dequantize()
-    q._data.view(torch.uint8).zero_()
-    q._scale.fill_(7.0)
+    q.float8_data.view(torch.uint8).zero_()
+    q.scale.fill_(7.0)
     assert_bitwise(twin.dequantize(), before)
 
 
@@ -55,9 +55,9 @@ def test_to_another_dtype_keeps_the_bytes(granularity):
     q = example(granularity)
     for dtype in (torch.float32, torch.float16):
         other = q.to(dtype)
-        assert_bitwise(other._data, q._data)
-        assert_bitwise(other._scale, q._scale)
-        exact = oracle.values(q._data, q._scale, q.block).float().to(dtype)
+        assert_bitwise(other.float8_data, q.float8_data)
+        assert_bitwise(other.scale, q.scale)
+        exact = oracle.values(q.float8_data, q.scale, q.block).float().to(dtype)
         assert_bitwise(other.dequantize(), exact)
 
 
@@ -65,7 +65,7 @@ def test_to_another_dtype_keeps_the_bytes(granularity):
 def test_to_another_device_moves_data_and_scale(granularity):
     q = example(granularity)
     moved = q.to("meta", torch.float32)
-    assert moved.device.type == moved._data.device.type == moved._scale.device.type == "meta"
+    assert moved.device.type == moved.float8_data.device.type == moved.scale.device.type == "meta"
     assert (moved.dtype, moved.block, moved.format) == (torch.float32, q.block, q.format)
 
 
@@ -98,14 +98,14 @@ def test_zeros_are_zeros_under_scales_of_one(granularity):
     q = example(granularity)
     for zeros in (torch.zeros_like(q), q.new_zeros(7, 9), q.new_zeros(0, 9)):
         assert zeros.dequantize().count_nonzero() == 0
-        assert (zeros._scale == 1).all()
+        assert (zeros.scale == 1).all()
 
 
 def test_what_is_made_like_it_does_not_share_its_scale():
     q = example()
-    torch.zeros_like(q)._scale.fill_(9.0)
-    q.new_zeros(2, 2)._scale.fill_(9.0)
-    assert q._scale.item() != 9.0
+    torch.zeros_like(q).scale.fill_(9.0)
+    q.new_zeros(2, 2).scale.fill_(9.0)
+    assert q.scale.item() != 9.0
 
 
 def test_a_new_tensor_has_as_many_dimensions_as_its_block():
@@ -133,8 +133,8 @@ def test_e8m0_scales_are_computed_copied_and_pickled():
     assert_same_float8(pickle.loads(pickle.dumps(q)), q)
     part = q.clone()
     part[2:4].copy_(other[2:4])  # under the scales that are there
-    assert_bitwise(part._scale, q._scale)
-    assert_bitwise(part._data[2:4], kernels.cast(other, q._scale, (1, 8), E5M2.dtype)[2:4])
+    assert_bitwise(part.scale, q.scale)
+    assert_bitwise(part.float8_data[2:4], kernels.cast(other, q.scale, (1, 8), E5M2.dtype)[2:4])
     one = quantize(x, E5M2, scale_format=ScaleFormat.E8M0)
     tripled = one.dequantize() * 3
     assert_same_float8(one.mul_(3), quantize(tripled, E5M2, scale_format=ScaleFormat.E8M0))
@@ -145,8 +145,8 @@ def test_copy_of_the_same_kind_copies_bytes(granularity):
     destination, source = example(granularity), example(granularity, seed=2)
     destination.copy_(source)
     assert_same_float8(destination, source)
-    source._scale.mul_(2)
-    assert not torch.equal(destination._scale, source._scale)
+    source.scale.mul_(2)
+    assert not torch.equal(destination.scale, source.scale)
 
 
 @KINDS
@@ -199,7 +199,7 @@ def test_equal_compares_values():
     assert torch.equal(q, q.view(2, 3, 24).view(6, 24))
     assert not torch.equal(q, example(seed=2))
     assert not torch.equal(q, q[:3])
-    doubled = q._replace(scale=q._scale * 2)
+    doubled = q._replace(scale=q.scale * 2)
     assert not torch.equal(q, doubled)
 
 

@@ -162,12 +162,12 @@ def assert_consistent(q: Float8Tensor, dtype: torch.dtype, replay) -> None:
     """Block, scale, data and strides describe one tensor of the kind that `example` makes."""
     assert isinstance(q, Float8Tensor), replay
     assert (q.dtype, q.format) == (dtype, E5M2), replay
-    assert (q.shape, q.stride()) == (q._data.shape, q._data.stride()), replay
-    assert q.storage_offset() == q._data.storage_offset(), replay
+    assert (q.shape, q.stride()) == (q.float8_data.shape, q.float8_data.stride()), replay
+    assert q.storage_offset() == q.float8_data.storage_offset(), replay
     is_e8m0 = any("E8M0" in str(part) for part in replay)
-    assert q._scale.dtype == (torch.float8_e8m0fnu if is_e8m0 else torch.float32), replay
-    assert tuple(q._scale.shape) == oracle.scale_shape(tuple(q.shape), q.block), replay
-    assert q.device == q._data.device == q._scale.device, replay
+    assert q.scale.dtype == (torch.float8_e8m0fnu if is_e8m0 else torch.float32), replay
+    assert tuple(q.scale.shape) == oracle.scale_shape(tuple(q.shape), q.block), replay
+    assert q.device == q.float8_data.device == q.scale.device, replay
 
 
 def assert_refused(run, q, replay) -> None:

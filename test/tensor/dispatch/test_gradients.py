@@ -27,11 +27,11 @@ def example(granularity=None, fmt=E4M3, dtype=torch.float32, seed=1) -> Float8Te
 )
 def test_a_factor_multiplies_the_scale_and_keeps_the_codes(factor, granularity, fmt):
     x = example(granularity, fmt)
-    before, magnitudes = x.dequantize(), x._data.view(torch.uint8) & 127
+    before, magnitudes = x.dequantize(), x.float8_data.view(torch.uint8) & 127
     assert x.mul_(factor) is x
     wanted = before * factor
     if granularity == Tensorwise():
-        assert torch.equal(x._data.view(torch.uint8) & 127, magnitudes)
+        assert torch.equal(x.float8_data.view(torch.uint8) & 127, magnitudes)
         torch.testing.assert_close(x.dequantize(), wanted, rtol=2e-7, atol=0)
     else:  # cast once more: half a step of the format
         torch.testing.assert_close(x.dequantize(), wanted, rtol=2**-3, atol=1e-3)
@@ -41,10 +41,10 @@ def test_a_factor_multiplies_the_scale_and_keeps_the_codes(factor, granularity, 
 @pytest.mark.parametrize("granularity", KINDS, ids=str)
 def test_a_gradient_is_divided_by_a_number_of_microbatches(divisor, granularity):
     x = example(granularity)
-    wanted, magnitudes = x.dequantize() / divisor, x._data.view(torch.uint8) & 127
+    wanted, magnitudes = x.dequantize() / divisor, x.float8_data.view(torch.uint8) & 127
     assert x.div_(divisor) is x
     whole = granularity == Tensorwise()
-    assert not whole or torch.equal(x._data.view(torch.uint8) & 127, magnitudes)
+    assert not whole or torch.equal(x.float8_data.view(torch.uint8) & 127, magnitudes)
     rtol, atol = (2e-7, 0) if whole else (2**-3, 1e-3)
     torch.testing.assert_close(x.dequantize(), wanted, rtol=rtol, atol=atol)
     with pytest.raises(TypeError, match=r"div_.* by a Float8Tensor: call \.dequantize"):
@@ -56,7 +56,7 @@ def test_a_gradient_is_divided_by_a_number_of_microbatches(divisor, granularity)
 @pytest.mark.parametrize("factor", [0.0, 1e-40, math.nan])
 def test_what_vanishes_is_zero_and_what_is_nan_stays(fmt, factor):
     x = example(fmt=fmt)
-    x._data.view(torch.uint8)[0, 0] = 0x7F
+    x.float8_data.view(torch.uint8)[0, 0] = 0x7F
     x.mul_(torch.tensor(factor))
     values = x.dequantize()
     assert values[0, 0].isnan()
@@ -106,7 +106,7 @@ def test_a_scaler_unscales_and_sees_what_is_not_finite(bad):
     leaf.grad, other.grad = example(), torch.ones(3)
     wanted = leaf.grad.dequantize() / 1024
     if bad:
-        leaf.grad._data.view(torch.uint8)[2, 3] = 0xFF
+        leaf.grad.float8_data.view(torch.uint8)[2, 3] = 0xFF
     optimizer = torch.optim.SGD([leaf, other], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(torch.zeros(()))
@@ -126,7 +126,7 @@ def test_zeroing(foreach):
     torch.optim.SGD([leaf], lr=1.0, foreach=foreach).zero_grad(set_to_none=False)
     assert isinstance(leaf.grad, Float8Tensor)
     assert not leaf.grad.dequantize().any()
-    assert leaf.grad._scale.item() == 1
+    assert leaf.grad.scale.item() == 1
 
 
 def test_what_would_lose_updates_in_silence_is_refused():

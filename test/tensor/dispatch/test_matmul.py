@@ -32,7 +32,7 @@ def operand(shape, name="rowwise", seed=1, dtype=torch.bfloat16, fmt=E4M3) -> Fl
 
 
 def value(q: Float8Tensor) -> Tensor:
-    return oracle.values(q._data, q._scale, q.block)
+    return oracle.values(q.float8_data, q.scale, q.block)
 
 
 def assert_is_product(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, replay) -> None:

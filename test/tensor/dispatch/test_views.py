@@ -39,10 +39,12 @@ def example(granularity, shape=(6, 24), seed=1, fmt=E4M3) -> Float8Tensor:
 def test_a_view_shares_data_and_scale(view):
     q = example(Blockwise(1, 8))
     part = view(q)
-    assert part._data.untyped_storage().data_ptr() == q._data.untyped_storage().data_ptr()
-    assert part._scale.untyped_storage().data_ptr() == q._scale.untyped_storage().data_ptr()
+    assert (
+        part.float8_data.untyped_storage().data_ptr() == q.float8_data.untyped_storage().data_ptr()
+    )
+    assert part.scale.untyped_storage().data_ptr() == q.scale.untyped_storage().data_ptr()
     before = part.dequantize()
-    q._scale.mul_(2)
+    q.scale.mul_(2)
     assert_bitwise(part.dequantize(), before * 2)
 
 
@@ -111,7 +113,7 @@ def test_parts_of_one_scale_each_need_the_same_scale():
     one, other = (quantize(x, E4M3, Tensorwise(), scale) for scale in (0.5, 0.25))
     joined = torch.cat([one, one.clone()])
     assert_bitwise(joined.dequantize(), torch.cat([one.dequantize()] * 2))
-    assert_bitwise(joined._scale, one._scale)
+    assert_bitwise(joined.scale, one.scale)
     with pytest.raises(ValueError, match="cannot cat along dim 0, which shares one scale") as error:
         torch.cat([one, other])
     assert "0.5" in str(error.value)
@@ -122,7 +124,7 @@ def test_parts_of_one_scale_each_need_the_same_scale():
 def test_rows_join_along_rows_with_their_scales_and_along_columns_with_equal_ones():
     q, other = example(Rowwise(), seed=1), example(Rowwise(), seed=2)
     joined = torch.cat([q, other])
-    assert_bitwise(joined._scale, torch.cat([q._scale, other._scale]))
+    assert_bitwise(joined.scale, torch.cat([q.scale, other.scale]))
     assert_bitwise(joined.dequantize(), torch.cat([q.dequantize(), other.dequantize()]))
     assert_same_float8(torch.cat([q[:, :5], q[:, 5:]], 1), q)
     with pytest.raises(ValueError, match="cannot cat along dim 1"):
