@@ -29,7 +29,11 @@ from float8.linear.autograd import (
 )
 from float8.linear.bound_plan import autocasts, plan_for, without_autocast
 from float8.linear.float8_weight import of_experts
-from float8.linear.refusals import REFUSES_SMOOTH_EXPERTS, refuses_experts
+from float8.linear.refusals import (
+    REFUSES_SMOOTH_EXPERTS,
+    refuses_experts,
+    refuses_float8_input,
+)
 from float8.tensor import Float8Tensor
 
 
@@ -41,7 +45,9 @@ def grouped_mm(
     The semantics are those of ``torch.nn.functional.grouped_mm(x, w, offs=offs)``.
 
     Args:
-        x: (T, K), the tokens sorted by expert; float32, bfloat16 or float16.
+        x: (T, K), the tokens sorted by expert; float32, bfloat16 or float16; or a `Float8Tensor`
+            in the config's format and granularity. A weight that needs its gradient takes such an
+            x in tensorwise granularity only.
         w: (E, K, N) of the same dtype, any strides; usually ``weight.mT`` of an (E, N, K) weight.
             FSDP2 may have gathered it in float8; it is not cast then.
         offs: (E,) int32, the end of each expert's tokens among the T rows, ascending. A group may
@@ -55,8 +61,8 @@ def grouped_mm(
 
     Raises:
         TypeError: an argument has another type or dtype.
-        ValueError: shapes, devices or offsets do not fit; the config is delayed; or the device does
-            not run one of its products.
+        ValueError: shapes, devices or offsets do not fit; the config is delayed; x is in float8
+            and does not fit the config; or the device does not run one of its products.
     """
     config = RECIPES["tensorwise"] if config is None else config
     _check("grouped_mm", x, w, offs, config)
@@ -75,6 +81,10 @@ def grouped_mm_in_float8(
     if plan.on_gpu:
         reason = refuses_experts(plan, torch.is_grad_enabled(), w.shape)
         if reason is not None:
+            raise ValueError(f"grouped_mm: {reason}")
+    if isinstance(x, Float8Tensor):
+        needs_grad_weight = w.requires_grad and torch.is_grad_enabled()
+        if (reason := refuses_float8_input(x, plan, needs_grad_weight)) is not None:
             raise ValueError(f"grouped_mm: {reason}")
     w_ENK = w.mT
     weight = of_experts(w_ENK, plan) if isinstance(w_ENK, Float8Tensor) else None

@@ -37,7 +37,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import Float8LinearConfig
 from float8.granularity import scale_shape
-from float8.linear.bound_plan import BoundGemm, BoundPlan, plan_for, without_autocast
+from float8.linear.bound_plan import BoundGemm, BoundOperand, BoundPlan, plan_for, without_autocast
 from float8.linear.float8_weight import Float8Weight
 from float8.linear.scaling import (
     DelayedState,
@@ -45,6 +45,7 @@ from float8.linear.scaling import (
     cast_again,
     cast_matrix,
     cast_orientations,
+    constant,
     multiply_scale,
     new_column_sums,
 )
@@ -270,6 +271,8 @@ def _cast_input(
             scale, factors_1K = split(scale)
         if not needs_w:
             return (data, scale), (None, None), factors_1K
+        if offs is not None and plan.x.align > 1:
+            data_t = _transposed_groups(data, plan.x, offs)
         saved = (data.t() if data_t is None else data_t, scale.t())
         return (data, scale), saved, factors_1K
     x_MK = _to(as_matrix(x), plan.dtype)
@@ -294,6 +297,17 @@ def _cast_input(
     if needs_w and plain_KM is not None:
         x8_KM = plain_KM, None
     return x8_MK, x8_KM or (None, None), factors_1K  # type: ignore[return-value]
+
+
+def _transposed_groups(data_TK: Tensor, operand: BoundOperand, offs: Tensor) -> Tensor:
+    """The transpose of tensorwise float8 data, with the groups padded; see `kernels.groups`."""
+    how = operand.first
+    assert how is not None
+    values, one = data_TK.to(torch.bfloat16), constant(1.0, data_TK)  # exact, so the bits stay
+    return kernels.cast_tokens(
+        how.kernel, values, offs, how.block, how.dtype, how.scale_format, one, operand.align,
+        row_major=False, transposed=True,
+    ).data_t  # fmt: skip
 
 
 def _cast_weight(w_NK: Tensor, call: Call, factors_1K: Tensor | None) -> tuple[Pair, _Saved]:

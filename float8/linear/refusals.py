@@ -27,6 +27,7 @@ from float8.kernels.scaled_mm import (
 )
 from float8.linear.bound_plan import BoundCast, BoundPlan
 from float8.tensor import Float8Tensor
+from float8.tensor.parts import is_e8m0
 
 logger = logging.getLogger("float8")
 
@@ -105,7 +106,14 @@ def refuses_float8_input(
     reason = (_refuses_smooth if plan.smooth_input else _refuses_granularity)(input, cast)
     if reason is not None:
         return reason
-    if needs_grad_weight and not plan.x.is_shared:
+    if plan.is_grouped and cast.swizzled and is_e8m0(input.scale):
+        return (
+            "input is a Float8Tensor, and the grouped GEMM of MX formats reads the scales of each "
+            "group in an order of its own; pass input.dequantize()"
+        )
+    # A block of several tokens may lie in two groups, which share no scale.
+    is_shared = plan.x.is_shared and (cast.is_whole or not plan.is_grouped)
+    if needs_grad_weight and not is_shared:
         return (
             "input is a Float8Tensor, from which the weight gradient cannot be computed: this "
             "config casts it a second time, along other rows, which takes the high-precision "

@@ -24,6 +24,7 @@ pytest.importorskip("triton")
 from float8.config import Float8LinearConfig
 from float8.linear import bound_plan
 from float8.linear.autograd import NO_FACTORS, STATELESS, Call, Float8LinearFunction
+from float8.tensor import Float8Tensor
 
 T, K, N, E = 100, 64, 48, 4
 BF16 = torch.bfloat16
@@ -65,7 +66,7 @@ class Gemms(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step(recipe, arch, monkeypatch, dtype=BF16, tokens=T, mode=None, expand=False):
+def step(recipe, arch, monkeypatch, dtype=BF16, tokens=T, mode=None, expand=False, x8=False):
     """The GEMMs of a forward and backward, and the shapes of their results."""
     monkeypatch.setattr(bound_plan.kernels, "family_of", lambda device: arch)
     config = recipe
@@ -80,6 +81,9 @@ def step(recipe, arch, monkeypatch, dtype=BF16, tokens=T, mode=None, expand=Fals
             )
             offs = torch.empty(E, dtype=torch.int32, device="cuda")
             g = g.new_empty(()).expand(g.shape) if expand else g
+            if x8:
+                scale = torch.empty(1, 1, device="cuda")
+                x = Float8Tensor(x.to(torch.float8_e4m3fn), scale, (-1, -1), dtype)
             ctx, plan = Context(), bound_plan.plan_for(config, x, grouped=True)
             call = Call(plan, STATELESS, False, None, NO_FACTORS, saves=True)
             out = Float8LinearFunction.forward(ctx, x, w, None, call, offs)
@@ -94,6 +98,11 @@ def step(recipe, arch, monkeypatch, dtype=BF16, tokens=T, mode=None, expand=Fals
 @pytest.mark.parametrize(("recipe", "arch"), [(r, arch) for r, row in RUNS.items() for arch in row])
 def test_the_gemms_of_a_step(recipe, arch, monkeypatch):
     assert step(recipe, arch, monkeypatch) == RUNS[recipe][arch]
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90", "sm_100"])
+def test_tokens_in_float8_take_the_same_gemms(arch, monkeypatch):
+    assert step("tensorwise", arch, monkeypatch, x8=True) == BY_TRITON
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])

@@ -16,11 +16,18 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import float8
-from float8 import Float8LinearConfig, kernels
+from float8 import E4M3, E5M2, Float8LinearConfig, Float8Tensor, kernels
 from float8.experts.grouped_mm import grouped_mm_in_float8
 from float8.linear import autograd
-from float8.linear.autograd import product
-from float8.linear.bound_plan import plan_on
+from float8.linear.autograd import (
+    NO_FACTORS,
+    STATELESS,
+    Call,
+    Float8LinearFunction,
+    product,
+)
+from float8.linear.bound_plan import BoundPlan, plan_on
+from float8.linear.refusals import refuses_float8_input
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "unit")
 K, N = 96, 160
@@ -215,6 +222,69 @@ def test_factors(recipe, factor):
     scaled = step(run, x, w, offs, g)
     for actual, expected, times in zip(scaled, plain, (1, 2, 4), strict=True):
         torch.testing.assert_close(actual, expected * (times * factor))
+
+
+# --- tokens that are in float8 already
+
+
+def in_float8(x: Tensor, recipe: str, fmt=E4M3) -> Float8Tensor:
+    cast = config_of(recipe).cast_config_input
+    return Float8Tensor.from_high_precision(
+        x.detach(), fmt, cast.granularity, cast.static_scale, cast.scale_format
+    )
+
+
+@pytest.mark.parametrize("align", [1, 16])
+@pytest.mark.parametrize("recipe", ["tensorwise", "unit"])
+def test_tokens_in_float8_are_used_as_they_are(recipe, align):
+    """A GPU pads the groups of the transposed copy to multiples of 16."""
+    x, w, offs, g = make(beyond=0)
+    wanted = results_of(recipe, x, w, offs, g)
+    plan = BoundPlan(config_of(recipe).plan, "cpu", x.dtype, False, False, False, grouped=True)
+    plan.x.align = plan.g.align = plan.grad_weight.align = align
+    call = Call(plan, STATELESS, False, None, NO_FACTORS, True)
+
+    def run(x, w, offs):
+        return Float8LinearFunction.apply(x, w, None, call, offs)
+
+    x8 = in_float8(x, recipe)
+    found = [step(run, x8, w, offs, g)]
+    if align == 1:
+        config = config_of(recipe)
+        found.append(step(lambda x, w, o: float8.grouped_mm(x, w.mT, o, config), x8, w, offs, g))
+    for results in found:
+        for actual, expected in zip(results, wanted, strict=True):
+            assert_bitwise(actual, expected, (recipe, align))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"])
+def test_tokens_in_float8_have_no_scales_along_the_tokens_of_a_group(recipe):
+    x, w, offs, g = make(beyond=0)
+    out, grad_x, _ = results_of(recipe, x, w, offs, g)
+    x8, config = in_float8(x, recipe), config_of(recipe)
+    with pytest.raises(ValueError, match=r"^grouped_mm: .*freeze the weight, or use a tensorwise"):
+        float8.grouped_mm(x8, w.mT, offs, config)
+    x8 = x8.requires_grad_()
+    frozen = float8.grouped_mm(x8, w.detach().mT, offs, config)
+    frozen.backward(g)
+    assert_bitwise(frozen, out, recipe)
+    assert_bitwise(x8.grad, grad_x, recipe)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_tokens_in_another_format_or_granularity_are_refused(recipe):
+    x, w, offs, _ = make(beyond=0)
+    others = [in_float8(x, recipe, E5M2), in_float8(x, "rowwise")]
+    for x8 in others:
+        with pytest.raises(ValueError, match=r"^grouped_mm: .*pass input\.dequantize\(\)"):
+            float8.grouped_mm(x8, w.detach().mT, offs, config_of(recipe))
+
+
+def test_mx_tokens_are_refused_where_the_gemm_reads_their_scales_in_another_order():
+    x, *_ = make(beyond=0)
+    plan = BoundPlan(config_of("mxfp8").plan, "sm_100", x.dtype, False, False, False, grouped=True)
+    reason = refuses_float8_input(in_float8(x, "mxfp8"), plan, False)
+    assert reason.endswith("in an order of its own; pass input.dequantize()")
 
 
 # --- torch.compile
