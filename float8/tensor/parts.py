@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,9 @@ def given_scale(scale: Tensor | float, x: Tensor, block: Block) -> Tensor:
         and not torch.compiler.is_compiling()
         and not has_no_values(scale)
     ):
-        bad = scale[~(scale.isfinite() & (scale >= kernels.MIN_SCALE))]
+        own: Any = scale  # the part of this rank, if it is a DTensor
+        own = own.to_local() if kernels.is_sharded(scale) else own
+        bad = own[~(own.isfinite() & (own >= kernels.MIN_SCALE))]
         if bad.numel():
             _check_scale_value(bad[0].item())
     return scale.clone(memory_format=torch.contiguous_format)  # the caller's may change

@@ -296,6 +296,12 @@ def _not_defined(func: Any, args: Sequence[Any]) -> str:
                 "casts them. For weights of a model, as PEFT's merge_and_unload changes them, call "
                 "float8.convert_from_float8_training(model) first"
             )
+    if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
+        return (
+            f"{func}: collectives take no Float8Tensor; gather x.dequantize(), or the bytes "
+            "x.float8_data.view(torch.uint8) and x.scale. Redistribute a DTensor before its cast: "
+            "Float8Tensor.from_high_precision(dtensor.redistribute(...), ...)"
+        )
     return f"{func} is not defined for Float8Tensor; call .dequantize() on it first"
 
 

@@ -56,6 +56,17 @@ def _to_copy(
     return x._replace(data, scale, dtype=dtype)
 
 
+@implements(aten.is_pinned.default)
+def _is_pinned(func: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> bool:
+    pinned: bool = func(x.float8_data, *args, **kwargs)
+    return pinned
+
+
+@implements(aten._pin_memory.default)
+def _pin_memory(func: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> Float8Tensor:
+    return x._replace(*(func(part, *args, **kwargs) for part in (x.float8_data, x.scale)))
+
+
 @implements(aten.copy_.default)
 def _copy_(func: Any, destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(destination, Float8Tensor):

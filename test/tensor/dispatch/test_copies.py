@@ -24,6 +24,7 @@ from float8 import (
     Tensorwise,
     kernels,
 )
+from float8.tensor.tensor import OP_TABLE
 
 quantize = Float8Tensor.from_high_precision
 KINDS = pytest.mark.parametrize(
@@ -75,6 +76,27 @@ def test_to_a_gpu_and_back_changes_nothing(granularity):
     q = example(granularity)
     assert q.cuda().device.type == "cuda"
     assert_same_float8(q.cuda().cpu(), q)
+
+
+def test_without_a_gpu_it_is_not_pinned_and_pins_as_other_tensors_do():
+    q = example()
+    assert not q.is_pinned()
+    pin = OP_TABLE[torch.ops.aten._pin_memory.default]
+    pinned = pin(lambda part, device: part.clone(), q, None)
+    assert_same_float8(pinned, q)
+    assert pinned.float8_data.data_ptr() != q.float8_data.data_ptr()
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="Cannot access accelerator"):
+            q.pin_memory()
+
+
+@pytest.mark.cuda
+@KINDS
+def test_pinned_memory_holds_data_and_scale(granularity):
+    q = example(granularity)
+    pinned = q.pin_memory()
+    assert pinned.is_pinned() and pinned.float8_data.is_pinned() and pinned.scale.is_pinned()
+    assert_same_float8(pinned, q)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn, torch.bool])

@@ -1,0 +1,49 @@
+"""A `Float8Tensor` of DTensors, and a DTensor of Float8Tensors: what works and what is refused.
+
+Torch's fake process group stands for the other ranks: this process is rank 0 of 2.
+"""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+from assertions import assert_bitwise
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from float8 import E4M3, Float8Tensor, Rowwise, Tensorwise
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_rowwise", [False, True])
+def test_a_given_scale_may_be_a_dtensor(mesh, is_rowwise):
+    x = torch.randn(5, 24)
+    granularity = Rowwise() if is_rowwise else Tensorwise()
+    scale = torch.rand(5, 1) + 0.01 if is_rowwise else torch.full((1, 1), 0.03)
+    sharded = DTensor.from_local(x, mesh, [Shard(0)])
+    placement = Shard(0) if is_rowwise else Replicate()
+    given = DTensor.from_local(scale, mesh, [placement])
+    q = Float8Tensor.from_high_precision(sharded, E4M3, granularity, given)
+    codes = oracle.cast(x, scale, granularity.block_of(x.shape), torch.float8_e4m3fn)
+    assert_bitwise(q.float8_data.to_local(), codes)
+    assert_bitwise(q.scale.to_local(), scale)
+    with pytest.raises(ValueError, match="scale must be finite and > 0"):
+        Float8Tensor.from_high_precision(sharded, E4M3, granularity, -given)
+
+
+def test_a_collective_is_refused_with_what_to_gather(mesh):
+    q = Float8Tensor.from_high_precision(torch.randn(8, 32), E4M3)
+    sharded = DTensor.from_local(q, mesh, [Shard(0)])
+    with pytest.raises(NotImplementedError, match="Redistribute a DTensor before its cast"):
+        sharded.redistribute(mesh, [Replicate()])
+    with pytest.raises(NotImplementedError, match=r"gather x\.dequantize\(\), or the bytes"):
+        dist.all_reduce(q)
