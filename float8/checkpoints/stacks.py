@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from float8.linear.cast import Cast
+from float8.linear.delayed import DelayedCast
 from float8.linear.layer import with_state_of
 
 Index = tuple[int | slice, ...]
@@ -121,7 +121,7 @@ def _plain(module: nn.Module, name: str, plain_name: str) -> tuple[nn.Module, di
     names = {plain_name + n: name + n for n in (*module._parameters, *module._buffers)}
     own._modules.clear()
     for child_name, child in module._modules.items():
-        if child is None or isinstance(child, Cast):
+        if child is None or isinstance(child, DelayedCast):
             continue
         plain, inner_names = _plain(child, f"{name}{child_name}.", f"{plain_name}{child_name}.")
         own._modules[child_name] = plain

@@ -53,7 +53,7 @@ from float8.fusion.autograd import (
 )
 from float8.granularity import WHOLE
 from float8.linear.bound_plan import compute_dtype
-from float8.linear.cast import Cast, make_cast
+from float8.linear.cast import Cast, make_cast, set_cast
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import with_state_of
 from float8.linear.switch import Float8Module
@@ -102,8 +102,8 @@ class _Producer(Float8Module):
         self.fqn = fqn
         self._add_switch()
         delayed, amax_init = config.delayed_scaling, config.enable_amax_init
-        module = make_cast(config.cast_config_input, E4M3, delayed, amax_init, device)
-        self.cast_output = module.train(self.training)
+        cast = make_cast(config.cast_config_input, E4M3, delayed, amax_init, device)
+        set_cast(self, "cast_output", cast)
 
     def share_cast(self, cast: Cast) -> None:
         """Cast with the ``cast_input`` of a layer, which saves, loads and moves it."""

@@ -61,7 +61,6 @@ from float8.distributed.after_step import after_step
 from float8.estimate import faster_layers
 from float8.experts.modules import float8_type
 from float8.integrations.conversion import require
-from float8.linear.cast import DynamicCast, NoCast, StaticCast
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
 from float8.linear.registration import WEIGHT_RULES, rule_of
@@ -85,28 +84,11 @@ __all__ = ["Float8Converter", "Float8TitanLinear", "float8"]
 logger = logging.getLogger("float8")
 
 
-class _DynamicCast(DynamicCast, Module):
-    """With torchtitan's Module protocol, which every module of a model must have."""
-
-
 class _DelayedCast(DelayedCast, Module):
-    """As `_DynamicCast`; ``init_states`` resets the history, by ``reset_parameters``."""
+    """With torchtitan's Module protocol, which every module of a model must have.
 
-
-class _StaticCast(StaticCast, Module):
-    """As `_DynamicCast`."""
-
-
-class _NoCast(NoCast, Module):
-    """As `_DynamicCast`."""
-
-
-_CASTS: dict[type, type] = {
-    DynamicCast: _DynamicCast,
-    DelayedCast: _DelayedCast,
-    StaticCast: _StaticCast,
-    NoCast: _NoCast,
-}
+    ``init_states`` resets the history, by ``reset_parameters``.
+    """
 
 
 class Float8TitanLinear(Float8Linear, Linear):
@@ -134,9 +116,9 @@ class Float8TitanLinear(Float8Linear, Linear):
         float8 = config._float8 or Float8LinearConfig.from_recipe_name(config.recipe)
         self._set_up(float8, config._fqn)
         for cast in self.casts:
-            cast.__class__ = _CASTS[type(cast)]
-            if config.plain_checkpoint and isinstance(cast, DelayedCast):
-                cast.hidden = True
+            if isinstance(cast, DelayedCast):
+                cast.__class__ = _DelayedCast
+                cast.hidden = config.plain_checkpoint
         if float8.enable_fsdp_float8_all_gather:
             WEIGHT_RULES[0].wrap(self, {config._fqn: self})
         if _needs_after_step(float8):

@@ -64,7 +64,7 @@ from float8.config import CastConfig, DelayedScalingConfig
 from float8.formats import Format, ScaleFormat, on_device
 from float8.linear.registration import AFTER_SYNC, FIRST_SYNC_CHECKS
 from float8.linear.scaling import Cast, DelayedState, max_over_ranks
-from float8.linear.switch import Float8Module, Switchable
+from float8.linear.switch import Switchable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -120,7 +120,7 @@ DELAYED_CASTS: weakref.WeakValueDictionary[int, DelayedCast] = weakref.WeakValue
 _numbers = itertools.count()
 
 
-class DelayedCast(Switchable, Cast):
+class DelayedCast(Cast, Switchable):
     """A cast with delayed scaling: its scale is computed from the amaxes of past steps.
 
     Args:
@@ -143,7 +143,8 @@ class DelayedCast(Switchable, Cast):
         amax_init: bool,
         device: torch.device | str | None,
     ) -> None:
-        super().__init__(config, default_format)
+        Switchable.__init__(self)
+        Cast.__init__(self, config, default_format)
         self.delayed = delayed
         self.amax_init = amax_init
         # Written only by sync and by loading, because recomputation and CUDA graphs replay forward
@@ -318,7 +319,7 @@ def _warn_of_plain(model: nn.Module) -> None:
     """Log a warning, once per model: it may be the wrong one, or a baseline in high precision."""
     if torch.compiler.is_compiling() or model in _plain:
         return
-    if not any(isinstance(module, (Cast, Float8Module)) for module in model.modules()):
+    if not any(isinstance(module, Switchable) for module in model.modules()):
         _plain.add(model)
         logger.warning(
             "after_step or sync_float8_amax_and_scale_history: %s has no float8 layer; pass what "
@@ -339,11 +340,11 @@ def _is_first(model: nn.Module, casts: list[DelayedCast]) -> bool:
 
 
 def _parts_checked(model: nn.Module) -> list[nn.Module]:
-    """The casts of a model, or the model if it has none: what `_checked` remembers.
+    """The layers and casts of a model, or the model if it has none: what `_checked` remembers.
 
-    With casts as keys, a new container of layers that were compared is not compared again.
+    With these as keys, a new container of layers that were compared is not compared again.
     """
-    return [m for m in model.modules() if isinstance(m, Cast)] or [model]
+    return [m for m in model.modules() if isinstance(m, Switchable)] or [model]
 
 
 def modules_by_name(model: nn.Module, kind: Any = nn.Module) -> list[tuple[str, Any]]:

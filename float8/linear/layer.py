@@ -25,7 +25,7 @@ from float8.linear.autograd import (
     linear_in_float8,
 )
 from float8.linear.bound_plan import BoundPlan, autocasts, plan_for
-from float8.linear.cast import Cast, make_cast
+from float8.linear.cast import Cast, make_cast, set_cast
 from float8.linear.delayed import DelayedCast
 from float8.linear.float8_weight import (
     Float8Weight,
@@ -66,6 +66,9 @@ class Float8Linear(Float8Module, nn.Linear):
     """
 
     plain_type: ClassVar[type[nn.Linear]] = nn.Linear  # the type that `to_float` returns
+    cast_input: Cast
+    cast_weight: Cast
+    cast_grad_output: Cast
 
     def __init__(
         self,
@@ -112,16 +115,14 @@ class Float8Linear(Float8Module, nn.Linear):
         self.fqn = fqn
         self._add_switch()
         self.cached_weight: Float8Weight | None = None  # written by float8.cached_weights only
-        formats = (E4M3, E4M3, E5M2)
-        for name, cast, fmt in zip(_CAST_NAMES, config.operand_casts, formats, strict=True):
+        for name, cast, fmt in zip(_CAST_NAMES, config.operand_casts, _FORMATS, strict=True):
             delayed, amax_init = config.delayed_scaling, config.enable_amax_init
-            module = make_cast(cast, fmt, delayed, amax_init, self.weight.device)
-            self.add_module(name, module.train(self.training))
+            set_cast(self, name, make_cast(cast, fmt, delayed, amax_init, self.weight.device))
 
     @property
     def casts(self) -> tuple[Cast, Cast, Cast]:
         """The casts of input, weight and grad_output."""
-        return self.cast_input, self.cast_weight, self.cast_grad_output  # type: ignore[return-value]
+        return self.cast_input, self.cast_weight, self.cast_grad_output
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias``: (..., in_features) -> (..., out_features).
@@ -284,22 +285,21 @@ class Float8Linear(Float8Module, nn.Linear):
         return self.__dict__ | {"cached_weight": None}
 
     def extra_repr(self) -> str:
-        """As ``nn.Linear``, and the casts that differ from those printed below it."""
+        """As ``nn.Linear``, and the casts that are not printed below it, as children."""
         parts = [super().extra_repr()]
         if self.config.smooth_input:
             parts.append("smooth_input=True")
-        for operand, cast in zip(("input", "weight", "grad_output"), self.casts, strict=True):
-            first = getattr(self.config, f"cast_config_{operand}")
-            if cast.config != first:  # the cast's state belongs to the operand's second GEMM
-                parts.append(f"{operand}={first.summary}")
-        for field in (
-            "cast_config_input_for_grad_weight",
-            "cast_config_weight_for_grad_input",
-            "cast_config_grad_output_for_grad_weight",
-        ):
-            override = getattr(self.config, field)
+        for name, cast, fmt in zip(_CAST_NAMES, self.casts, _FORMATS, strict=True):
+            operand = name.removeprefix("cast_")
+            first = Cast(getattr(self.config, f"cast_config_{operand}"), fmt)
+            # A child's state may belong to the operand's second GEMM, which has another cast.
+            if not isinstance(cast, DelayedCast) or cast.config != first.config:
+                parts.append(f"{operand}={first.extra_repr()}")
+        overrides = ("input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight")
+        for name, fmt in zip(overrides, _FORMATS, strict=True):
+            override = getattr(self.config, f"cast_config_{name}")
             if override is not None:
-                parts.append(f"{field.removeprefix('cast_config_')}={override.summary}")
+                parts.append(f"{name}={Cast(override, fmt).extra_repr()}")
         return ", ".join(parts)
 
 
@@ -344,6 +344,7 @@ class Float8CastingLinear(Float8Linear):
 
 
 _CAST_NAMES = ("cast_input", "cast_weight", "cast_grad_output")
+_FORMATS = (E4M3, E4M3, E5M2)  # of the casts, by default
 _OWN_ATTRIBUTES = ("config", "fqn", "switch", "evaluates_in_high_precision", "cached_weight")
 
 

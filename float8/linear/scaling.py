@@ -1,4 +1,4 @@
-"""Scale and cast of one operand: functions on plain tensors, and the base class of cast modules.
+"""Scale and cast of one operand: functions on plain tensors, and `Cast`, an operand's cast.
 
 `cast_matrix` casts a matrix, in the orientation of the GEMM that reads it, to ``(data, scale)`` as
 its `BoundCast` says. `cast_orientations` casts it for the two GEMMs that contract its two
@@ -60,8 +60,8 @@ def sharded_state(state: DelayedState | None, group: str | None) -> DelayedState
     return state._replace(group=group)
 
 
-class Cast(nn.Module):
-    """Abstract: how one operand becomes a `Float8Tensor`. `float8.linear.cast.make_cast` makes one.
+class Cast:
+    """How one operand becomes a `Float8Tensor`; `float8.linear.delayed.DelayedCast` has state too.
 
     Args:
         config: what the user asked for.
@@ -69,7 +69,6 @@ class Cast(nn.Module):
     """
 
     def __init__(self, config: CastConfig, default_format: Format) -> None:
-        super().__init__()
         self.config = config
         self.format = format_of(config.target_dtype or default_format)
 
@@ -78,13 +77,15 @@ class Cast(nn.Module):
         """The buffers that a delayed cast reads and records in, or None."""
         return None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Cast ``x`` of any shape, recording nothing; gradients pass straight through.
 
         Returns:
-            a `Float8Tensor` of x's shape and dtype.
+            A `Float8Tensor` of x's shape and dtype; x where the config disables the cast.
         """
         config = self.config
+        if config.scaling_type is ScalingType.DISABLED:
+            return x
         return Float8Tensor.from_high_precision(
             x,
             on_device(self.format, x.device),
@@ -95,11 +96,15 @@ class Cast(nn.Module):
 
     def _scale(self) -> Tensor | float | None:
         """The scale to cast with; None computes it from the tensor."""
-        raise NotImplementedError(f"{type(self).__name__} is abstract")
+        return self.config.static_scale
 
     def extra_repr(self) -> str:
         """The summary of the config, with the format's name."""
         return self.config.summary.replace("default", self.format.name)
+
+    def __repr__(self) -> str:
+        """As that of a module."""
+        return f"{type(self).__name__}({self.extra_repr()})"
 
 
 Pair = tuple[Tensor, Any]  # data and scale; in high precision a matrix and None

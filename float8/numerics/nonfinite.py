@@ -39,7 +39,6 @@ from torch import Tensor, nn
 from float8 import kernels
 from float8.config import ScalingType
 from float8.formats import on_device
-from float8.linear.cast import NoCast
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
 from float8.linear.scaling import Cast
@@ -232,7 +231,7 @@ def remarks_of(
 
 def _remark(name: str, cast: Cast, value: Tensor) -> str | None:
     is_shard = local_part(value) is not value  # the scale is that of the whole tensor
-    if isinstance(cast, NoCast) or is_shard:
+    if cast.config.scaling_type is ScalingType.DISABLED or is_shard:
         return None
     fmt = on_device(cast.format, value.device)
     kind = cast.config.scaling_type.value

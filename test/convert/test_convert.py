@@ -333,7 +333,7 @@ def test_packages_above_register_module_types():
 
 def test_printing_shows_the_casts_of_each_operand():
     text = repr(convert_to_float8_training(_mlp(), config=RECIPES["rowwise_with_gw_hp"]))
-    assert "(cast_grad_output): DynamicCast(dynamic rowwise e4m3 pow2)" in text
+    assert ", grad_output=dynamic rowwise e4m3 pow2, " in text
     assert "input_for_grad_weight=high precision" in text
 
 

@@ -26,6 +26,7 @@ ON_TWO = [
     ("recomputes",),
     ("in_high_precision_equals_torchs_styles",),
     ("mixes_with_torchs_styles",),
+    ("torchs_styles_equal_one_process",),
     ("a_wrong_group_is_found", "no_group", 1),
     ("compiled_sync_is_one_graph",),
     ("compiled", "dynamic", "prepared"),

@@ -8,6 +8,7 @@ differs is a bug. `test_tensor_parallel.py` starts the processes.
 import contextlib
 import copy
 import functools
+import itertools
 
 import faults
 import pytest
@@ -33,6 +34,7 @@ from float8 import (
     RMSNormCast,
     ScaleFormat,
     ScalingType,
+    after_step,
     convert_from_float8_training,
     convert_to_float8_training,
     high_precision,
@@ -563,6 +565,32 @@ def mixes_with_torchs_styles(rank):
     }
     model = parallelized(make_model(), mesh, plan, EXACT["dynamic"], False)
     assert_is_part_of(step(model, x, g), step(one, x, g), mesh, None, "mixed")
+
+
+def torchs_styles_equal_one_process(rank):
+    """Before and after conversion; layers that return local tensors, and DTensors."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for recipe, config in (EXACT | {"rowwise": RECIPES["rowwise"]}).items():
+        for convert_first, local in itertools.product((False, True), repeat=2):
+            if convert_first and config.uses_delayed_scaling:
+                continue  # the styles take the state of the casts for layers
+            one = convert_to_float8_training(make_model(), config=config)
+            plan = {
+                "gate": ColwiseParallel(use_local_output=local),
+                "up": ColwiseParallel(use_local_output=local),
+                "down": RowwiseParallel(use_local_output=local),
+            }
+            model = parallelized(make_model(), mesh, plan, config, convert_first)
+            for seed in range(3):
+                x, g = integers(B, S, K, seed=seed), integers(B, S, K, seed=9 + seed)
+                what = (recipe, convert_first, local, seed)
+                expected, found = step(one, x, g), step(model, x, g)
+                assert_is_part_of(found, expected, mesh, None, what)
+                for each in (one, model):
+                    after_step(each)
+                    each.zero_grad()
+                for a, b in zip(one.buffers(), model.buffers(), strict=True):
+                    assert torch.equal(a, b), what
 
 
 def parts_gather_to_the_whole(rank):
