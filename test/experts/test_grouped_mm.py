@@ -88,15 +88,33 @@ def test_values(recipe, dtype):
     assert not grad_w[1].any(), "expert 1 has no tokens"
 
 
+@pytest.mark.parametrize("beyond", [0, BEYOND])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_one_group_is_a_linear_layer(recipe):
-    x, w, offs, g = make(sizes=(130,), beyond=0)
+def test_one_group_is_a_linear_layer(recipe, beyond):
+    """The rows beyond it are no part of it: TransformerEngine#3484 added them to the gradient."""
+    x, w, offs, g = make(sizes=(130,), beyond=beyond)
+    out, grad_x, grad_w = results_of(recipe, x, w, offs, g)
+    x, weight = x[:130].detach().requires_grad_(), w[0].detach().requires_grad_()
+    expected = float8.float8_linear(x, weight, None, config_of(recipe))
+    expected.backward(g[:130])
+    assert_bitwise(out[:130], expected, recipe)
+    assert_bitwise(grad_x[:130], x.grad, recipe)
+    assert_bitwise(grad_w[0], weight.grad, recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_channel_of_zeros_in_a_group_of_128(recipe):
+    """DeepGEMM#365: such an expert's gradient was wrong, in some runs."""
+    x, w, offs, g = make(sizes=(256, 128, 128, 256))
+    x = x.detach()
+    x[256:384, 5] = g[256:384, 3] = 0
     results = results_of(recipe, x, w, offs, g)
-    x, weight = x.detach().requires_grad_(), w[0].detach().requires_grad_()
-    out = float8.float8_linear(x, weight, None, config_of(recipe))
-    out.backward(g)
-    for actual, wanted in zip(results, (out, x.grad, weight.grad[None]), strict=True):
-        assert_bitwise(actual, wanted, recipe)
+    wanted = grouped_oracle.expected(recipe, x, w.detach().mT, offs.tolist(), g)
+    for name, actual in zip(wanted, (*results[:2], results[2].mT), strict=True):
+        assert_error_within_baseline(
+            actual, wanted[name].exact, wanted[name].plain, replay=recipe, what=name
+        )
+    assert not results[2][1, :, 5].any() and not results[2][1, 3].any()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -164,6 +164,22 @@ def test_tokens_by_tokens(sizes, blocks, formats, shape, device):
     assert not any(actual[group].any() for group, size in enumerate(sizes) if size == 0)
 
 
+@EVERY_DEVICE
+@pytest.mark.parametrize("blocks", BY_TOKENS)
+def test_a_channel_of_zeros_in_a_group_of_128(blocks, device):
+    """A group of one step, whose first channels are zeros; DeepGEMM#365 was wrong there."""
+
+    def make(shape, block, dtype, seed):
+        codes, scale = quantized(shape, block, dtype, seed)
+        codes[0].view(torch.uint8).zero_()
+        return codes, scale
+
+    product = by_tokens((256, 128, 128, 16), 18, 7, BLOCKS[blocks], make=make)
+    actual = product.multiply(device)
+    product.check(actual, blocks)
+    assert not actual[:, 0].any() and not actual[:, :, 0].any()
+
+
 def form_of(by: str, sizes=(5, 0, 67, 9), blocks="1x128", **options) -> Product:
     """One product of each form: more than one tile and step in either."""
     build = {"experts": by_experts, "tokens": by_tokens}[by]
