@@ -311,7 +311,6 @@ def test_static_scales_are_in_the_checkpoint(assign):
         other = convert_to_float8_inference(mlp(seed=5), others).eval()
         other.load_state_dict(state, assign=assign)
         assert_bitwise(other(x), model(x))
-        assert not other[0].cast_input.training
         assert other[0].input_scale.item() == model[0].input_scale.item()
     assert other[0].config == model[0].config  # nothing to compile again
     with torch.device("meta"):

@@ -580,6 +580,18 @@ class Clamping(float8.optim.AdamW):
                 p.data.mul_(4)
 
 
+class Masters(torch.optim.Optimizer):
+    """An optimizer with masters, which writes to weights by ``.data`` alone."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.masters = [p.detach().float() for p in self.param_groups[0]["params"]]
+
+    def step(self, closure=None):
+        for p, master in zip(self.param_groups[0]["params"], self.masters, strict=True):
+            p.data.copy_(master.sub_(0.1 * p.grad))
+
+
 def multiply_after(optimizer):
     optimizer.register_step_post_hook(multiply)
     return optimizer
@@ -607,7 +619,7 @@ def multiply(optimizer, *unused):
 
 @pytest.mark.parametrize(
     "make",
-    [Clamping, Decorated, lambda parameters: multiply_after(float8.optim.AdamW(parameters))],
+    [Clamping, Decorated, Masters, lambda params: multiply_after(float8.optim.AdamW(params))],
 )
 def test_writes_after_the_update_of_a_step_are_seen(make):
     results = []

@@ -279,6 +279,7 @@ WRITES = {
     "copy_": lambda p: p.copy_(p.clone() * 2),
     "data": lambda p: p.data.mul_(2),
     "to_local": lambda p: p.to_local().mul_(2),
+    "a copy of masters": lambda p: p.to_local().data.copy_(p.to_local().plain * 2),
     "an initialisation": nn.init.ones_,
     "foreach": lambda p: torch._foreach_mul_([p], 2),
     "out": lambda p: torch.mul(p, 2, out=p),

@@ -259,6 +259,7 @@ class UnitScaleMode(Mode):
         }
 
     def _carry_out(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
+        func = torch.add if func is Tensor.add_ else func  # `_call` copies its result
         if step.role == KEEP:
             return func(*args, **kwargs)
         if step.role == RESIDUAL:
@@ -273,8 +274,7 @@ class UnitScaleMode(Mode):
             options["constraint"] = functools.partial(_undecided, self.decisions, step.number)
         if step.dropped:
             kwargs = {name: x for name, x in kwargs.items() if name not in step.dropped}
-        replacement = self.handlers[torch.add if func is Tensor.add_ else func]
-        return replacement(*args, **kwargs, **options)
+        return self.handlers[func](*args, **kwargs, **options)
 
     def _number(self, x: Tensor) -> int:
         number = self.numbers.get(x)

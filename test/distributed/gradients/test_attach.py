@@ -7,7 +7,9 @@ from torch import nn
 from float8.distributed.gradients import float8_gradients
 
 SIZES = (1, 7, 31, 1000, 4099)
+ON_ONE = [("every_microbatch_may_be_reduced",)]
 ON_TWO = [
+    *ON_ONE,
     ("is_the_mean", "e4m3", "float32", SIZES),
     ("is_the_mean", "e5m2", "bfloat16", SIZES),
     ("is_the_mean", "e4m3", "float16", SIZES),
@@ -63,7 +65,7 @@ ON_FOUR = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "checks"), [(2, ON_TWO), (4, ON_FOUR)])
+@pytest.mark.parametrize(("world", "checks"), [(1, ON_ONE), (2, ON_TWO), (4, ON_FOUR)])
 def test_gradients_travel_as_float8(world, checks):
     assert failures("gradient_program", checks, world) == {}
 

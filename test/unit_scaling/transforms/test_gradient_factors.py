@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 
 import pytest
@@ -109,6 +110,46 @@ def test_spellings_do_so_in_compiled_code():
     x, grad = torch.randn(2, 5, WIDTH, dtype=torch.float64)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(results(compiled, x, grad), results(model, x, grad))
+
+
+class Offsets(nn.Module):
+    """A residual layer whose branch adds something to its signal."""
+
+    def __init__(self, add):
+        super().__init__()
+        self.a, self.b = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
+        self.row = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
+        self.add = add
+
+    def forward(self, x):
+        return x + self.b(self.add(self.a(x), self.row))
+
+
+def for_its_effect(h, other):
+    h.add_(other)
+    return h
+
+
+IN_PLACE = {  # and the same out of place
+    "x += 1": (lambda h, row: operator.iadd(h, 1), lambda h, row: h + 1),
+    "x.add_(1)": (lambda h, row: for_its_effect(h, 1), lambda h, row: h + 1),
+    "x += row": (lambda h, row: operator.iadd(h, row), lambda h, row: h + row),
+    "x.add_(row)": (lambda h, row: for_its_effect(h, row), lambda h, row: h + row),
+    "x.add_(row, alpha=3)": (lambda h, row: h.add_(row, alpha=3), lambda h, row: h + 3 * row),
+}
+
+
+@pytest.mark.parametrize(
+    ("spelling", "compiled"), [*((spelling, False) for spelling in IN_PLACE), ("x += row", True)]
+)
+def test_additions_in_place_are_those_out_of_place(spelling, compiled):
+    in_place, out_of_place = (unit_scale(Offsets(add)) for add in IN_PLACE[spelling])
+    out_of_place.load_state_dict(in_place.state_dict())
+    x, grad = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    expected = results(out_of_place, x, grad)
+    if compiled:
+        in_place = torch.compile(in_place, backend="eager", fullgraph=True)
+    torch.testing.assert_close(results(in_place, x, grad), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_chain_of_residual_layers_counts_them_in_order():
