@@ -295,8 +295,7 @@ class Float8Linear(Float8Module, nn.Linear):
             # A child's state may belong to the operand's second GEMM, which has another cast.
             if not isinstance(cast, DelayedCast) or cast.config != first.config:
                 parts.append(f"{operand}={first.extra_repr()}")
-        overrides = ("input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight")
-        for name, fmt in zip(overrides, _FORMATS, strict=True):
+        for name, fmt in zip(_OVERRIDES, _FORMATS, strict=True):
             override = getattr(self.config, f"cast_config_{name}")
             if override is not None:
                 parts.append(f"{name}={Cast(override, fmt).extra_repr()}")
@@ -344,6 +343,7 @@ class Float8CastingLinear(Float8Linear):
 
 
 _CAST_NAMES = ("cast_input", "cast_weight", "cast_grad_output")
+_OVERRIDES = ("input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight")
 _FORMATS = (E4M3, E4M3, E5M2)  # of the casts, by default
 _OWN_ATTRIBUTES = ("config", "fqn", "switch", "evaluates_in_high_precision", "cached_weight")
 

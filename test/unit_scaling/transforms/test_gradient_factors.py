@@ -133,8 +133,8 @@ def for_its_effect(h, other):
 IN_PLACE = {  # and the same out of place
     "x += 1": (lambda h, row: operator.iadd(h, 1), lambda h, row: h + 1),
     "x.add_(1)": (lambda h, row: for_its_effect(h, 1), lambda h, row: h + 1),
-    "x += row": (lambda h, row: operator.iadd(h, row), lambda h, row: h + row),
-    "x.add_(row)": (lambda h, row: for_its_effect(h, row), lambda h, row: h + row),
+    "x += row": (operator.iadd, lambda h, row: h + row),
+    "x.add_(row)": (for_its_effect, lambda h, row: h + row),
     "x.add_(row, alpha=3)": (lambda h, row: h.add_(row, alpha=3), lambda h, row: h + 3 * row),
 }
 
