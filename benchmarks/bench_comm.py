@@ -114,10 +114,10 @@ def sharded(form: Form, sizes: Sizes, device: str) -> nn.Module:
     """The model of a form on FSDP2."""
     model: nn.Module = Llama(sizes).to(device)
     if form.recipe is not None:
-        from float8 import Float8LinearConfig, convert_to_float8_training
+        from benchmarks.measuring.step import settled
+        from float8 import convert_to_float8_training
 
-        config = Float8LinearConfig.from_recipe_name(form.recipe)
-        config = replace(config, enable_fsdp_float8_all_gather=True)
+        config = replace(settled(form.recipe), enable_fsdp_float8_all_gather=True)
         convert_to_float8_training(model, config=config)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for block in model.get_submodule("blocks").children():

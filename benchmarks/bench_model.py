@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 
 from benchmarks.measuring import contenders, harness, report
 from benchmarks.measuring.contenders import BASELINE, PEER
-from benchmarks.measuring.step import Step, compare, room_to_compile
+from benchmarks.measuring.step import Step, compare, room_to_compile, settled
 from benchmarks.models.llama import SIZES, Llama, Sizes
-from float8 import Float8LinearConfig, convert_to_float8_training
+from float8 import convert_to_float8_training
 
 COLUMNS = {
     "mode": ("mode", ""),
@@ -61,8 +61,7 @@ def model_of(name: str, plain: Llama) -> nn.Module:
         return model
     if name.startswith(PEER):
         return contenders.torchao_model(model, contenders.recipe_of(name))
-    config = Float8LinearConfig.from_recipe_name(name)
-    convert_to_float8_training(model, config=config)
+    convert_to_float8_training(model, config=settled(name))
     return model
 
 

@@ -1,7 +1,8 @@
 """Every test starts from the same state, alone or among others, whatever the order.
 
 The random seed of a test follows from its name, hypothesis draws the same examples every time,
-compiled graphs of other tests are forgotten, and sums are taken by one thread. Tests marked
+compiled graphs of other tests are forgotten, and sums are taken by one thread. Delayed scales
+follow from the history after one sync, but in tests with the fixture ``full_start``. Tests marked
 ``cuda`` are skipped where there is no CUDA device with float8 tensor cores.
 """
 
@@ -13,8 +14,10 @@ import zlib
 
 import pytest
 import torch
+from processes import shorten_the_dynamic_start
 
 torch.set_num_threads(1)
+STEPS_OF_USERS = shorten_the_dynamic_start()
 if importlib.util.find_spec("hypothesis") is not None:  # scripts/gpu_check.sh does without it
     import hypothesis
 
@@ -27,6 +30,12 @@ if importlib.util.find_spec("hypothesis") is not None:  # scripts/gpu_check.sh d
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("float8")
+
+
+@pytest.fixture
+def full_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delayed casts are dynamic for as many steps as users have."""
+    monkeypatch.setattr("float8.linear.delayed.DYNAMIC_STEPS", STEPS_OF_USERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

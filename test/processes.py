@@ -42,9 +42,21 @@ def new_store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
+def shorten_the_dynamic_start() -> int:
+    """Let a delayed cast have its first scale after one sync: tests train for a few steps only.
+
+    Returns:
+        the number of syncs before, by default that of users.
+    """
+    delayed = importlib.import_module("float8.linear.delayed")
+    before, delayed.DYNAMIC_STEPS = delayed.DYNAMIC_STEPS, 1
+    return int(before)
+
+
 def join_group(port: int, rank: int, world: int, **options: Any) -> None:
     """Make the process group of all processes that use the store at a port."""
     torch.set_num_threads(1)
+    shorten_the_dynamic_start()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     store.set(f"here {rank}", "")  # all are, before the timeouts of `options` begin to count
     store.wait([f"here {r}" for r in range(world)])

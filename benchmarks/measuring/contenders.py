@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from benchmarks.measuring.shapes import Shape
-from benchmarks.measuring.step import MODES, Step
+from benchmarks.measuring.step import MODES, Step, settled
 from float8 import CastConfig, Float8Linear, Float8LinearConfig, ScalingType
 from float8.config import RECIPES
 
@@ -74,7 +74,7 @@ def static_config(operands: Operands) -> Float8LinearConfig:
 def config_of(recipe: str, operands: Operands) -> Float8LinearConfig:
     if recipe == STATIC:
         return static_config(operands)
-    return Float8LinearConfig.from_recipe_name(recipe)
+    return settled(recipe)
 
 
 def float8_layer(operands: Operands, recipe: str) -> nn.Module:

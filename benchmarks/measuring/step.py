@@ -14,7 +14,7 @@ import json
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -22,10 +22,23 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.measuring.harness import Row, sqnr_db
-from float8 import Float8Linear, sync_float8_amax_and_scale_history
+from float8 import (
+    DelayedScalingConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    sync_float8_amax_and_scale_history,
+)
 
 MODES = ("eager", "compiled")
 ON_THE_STREAM = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a Kineto trace's events
+
+
+def settled(recipe: str) -> Float8LinearConfig:
+    """A recipe's config; delayed scales follow from the history after one step, not after 16."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    if not config.uses_delayed_scaling:
+        return config
+    return replace(config, delayed_scaling=DelayedScalingConfig(history_len=1))
 
 
 @dataclass(frozen=True)

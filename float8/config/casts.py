@@ -194,9 +194,8 @@ class DelayedScalingConfig:
         history_len: how many steps are remembered.
         amax_compute_algo: ``"max"`` over the history, or its ``"most_recent"`` entry.
         margin: the amax is multiplied by ``2**margin`` before the scale is computed.
-        interval: a scale is found by the first ``sync`` that has an amax for it, and anew by the
-            ``interval``-th after that, or the next one with an amax; every ``sync`` rolls the
-            history.
+        interval: after its first scale a cast gets a new one from the ``interval``-th ``sync``, or
+            the next one with an amax; every ``sync`` rolls the history.
         remember_nonfinite: an amax that is not finite enters the history, as infinity, and no scale
             changes for as long as it counts: ``history_len`` steps under ``"max"``, one under
             ``"most_recent"``. That is TransformerEngine's rule. False enters 0 in its place, so

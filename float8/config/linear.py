@@ -51,8 +51,9 @@ class Float8LinearConfig:
         pad_inner_dim: pad dimensions that are no multiple of 16 with zeros, on devices whose GEMM
             needs it, instead of refusing.
         emulate: run the reference path on every device.
-        enable_amax_init: delayed casts use the dynamic scale until the first ``sync``; False
-            starts from a scale of 1, as TransformerEngine does.
+        enable_amax_init: delayed casts use dynamic scales in the first 16 steps, or ``history_len``
+            if that is less: amaxes grow fastest at the start of a training. False starts from a
+            scale of 1, as TransformerEngine does.
         enable_pre_and_post_forward: check dtype, shape and device support at each call; False
             leaves bad input to the kernels' own errors, for the least Python overhead.
 
@@ -350,7 +351,8 @@ Take one with `Float8LinearConfig.from_recipe_name`, which returns a copy. "pow2
 rounded up to powers of two.
 
 - ``"tensorwise"``: one dynamic scale per tensor; gradients in E5M2, all else in E4M3.
-- ``"delayed"``: one scale per tensor, from the amaxes of the last 16 steps.
+- ``"delayed"``: one scale per tensor, from the amaxes of the last 16 steps; dynamic in the first
+  16 steps.
 - ``"rowwise"``: one dynamic scale per row of each operand, pow2, all in E4M3.
 - ``"rowwise_with_gw_hp"``: as rowwise, the weight's gradient in high precision.
 - ``"blockwise"``: one dynamic scale per 1 x 128 elements of activations and gradients, and per

@@ -58,11 +58,11 @@ layout are checked before the training.
 
 **Evaluation** and generation run in high precision, unless ``float8_in_evaluation=True``.
 
-Activation checkpointing, bf16, ``torch_compile=True`` (one more compilation after the first step
-with delayed scaling), DDP and FSDP2 work as the Trainer sets them up. ``nn.DataParallel``, which it
-takes for several GPUs in one process, copies a model for each forward and would lose amaxes:
-delayed recipes are refused there. With ``model_init`` let that return ``convert(...)``. Tested with
-Transformers 5.23.
+Activation checkpointing, bf16, ``torch_compile=True`` (one more compilation after the first 16
+steps with delayed scaling), DDP and FSDP2 work as the Trainer sets them up. ``nn.DataParallel``,
+which it takes for several GPUs in one process, copies a model for each forward and would lose
+amaxes: delayed recipes are refused there. With ``model_init`` let that return ``convert(...)``.
+Tested with Transformers 5.23.
 """
 
 from __future__ import annotations

@@ -12,6 +12,12 @@ enters the history at index 0. ``amax`` is the maximum over the history (or its 
 change. A non-finite amax of one step enters the history as 0, or with ``remember_nonfinite`` as
 infinity, as in TransformerEngine.
 
+The first scale is another matter. At the start of a training amaxes grow by large factors from one
+step to the next: projections that start at zero let no gradient through, small weights double in a
+step. A scale of past steps would saturate most of a tensor then. So a cast without a scale stays
+dynamic until its history is full, or has the amaxes of `DYNAMIC_STEPS` steps. TransformerEngine
+starts from a scale of 1, and changes it from the first step on (``enable_amax_init=False``).
+
 `DelayedCast` owns the state, all of it in float32 buffers:
 
 =============== ======== =======================================================================
@@ -74,6 +80,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("float8")
 
 
+DYNAMIC_STEPS = 16
+"""A cast without a scale uses dynamic ones for so many steps, or ``history_len`` if that is less."""
+
+
 def updated_history(
     history_NH: Tensor,
     current_amax_N: Tensor,
@@ -96,8 +106,8 @@ def updated_history(
             ``config.interval`` stay. None where the interval is 1.
 
     Returns:
-        The new history, the new scales and their ages. Scales are finite. An operand that has never
-        had a nonzero amax keeps scale 0, which no cast uses.
+        The new history, the new scales and their ages. Scales are finite. An operand without a
+        scale keeps 0, which no cast uses, until its history is full or `DYNAMIC_STEPS` steps old.
     """
     nonfinite = torch.inf if config.remember_nonfinite else 0.0
     newest_N = torch.where(current_amax_N.isfinite(), current_amax_N, nonfinite)
@@ -107,6 +117,7 @@ def updated_history(
     scaled = kernels.scale_from_amax(amax_N, largest, scale_format)
     # A large margin may move the scale out of float32's range.
     is_new = (amax_N > 0) & scaled.isfinite()
+    is_new = is_new & ((scale_N != 0) | (history_NH[:, :DYNAMIC_STEPS][:, -1] > 0))
     if age_N is not None:
         is_new = is_new & (age_N + 1 >= config.interval)
         age_N = torch.where(is_new, 0.0, age_N + 1)
@@ -126,7 +137,7 @@ class DelayedCast(Cast, Switchable):
     Args:
         config, default_format: see `Cast`.
         delayed: how scales are computed from the history.
-        amax_init: use the dynamic scale until the first ``sync``; if False, start with scale 1.
+        amax_init: use the dynamic scale in the first steps; if False, start with scale 1.
         device: where the buffers live.
     """
 
@@ -148,7 +159,7 @@ class DelayedCast(Cast, Switchable):
         self.delayed = delayed
         self.amax_init = amax_init
         # Written only by sync and by loading, because recomputation and CUDA graphs replay forward
-        # and backward. Compiled code is specialised on it: it is compiled again after step 1.
+        # and backward. Compiled code is specialised on it: it is compiled again when it changes.
         self.history_ready = not amax_init
         self.synced = False  # whether sync has ever been called
         self.hidden = False  # whether state dicts always leave the history out
@@ -478,9 +489,9 @@ def _reducing_device(devices: list[torch.device], group: Any) -> torch.device:
 def _mark_ready(casts: list[DelayedCast]) -> None:
     """Set ``history_ready`` of the casts that have their first scale; the others stay dynamic.
 
-    An operand without an amax (an expert without tokens, a frozen layer in eval mode) has no scale
-    yet. The scales are read from the device only while there are such operands, usually once per
-    training run. An op does that, so that a compiled sync stays one graph.
+    An operand without an amax (an expert without tokens, a frozen layer in eval mode) gets none.
+    The scales are read from the device only while there are casts without one, usually in the first
+    `DYNAMIC_STEPS` steps. An op does that, so that a compiled sync stays one graph.
     """
     if casts:
         torch.ops.float8.mark_ready.default([c.scale for c in casts], [c.number for c in casts])

@@ -31,6 +31,7 @@ from float8 import (
     Float8LinearConfig,
     ScalingType,
     convert_to_float8_training,
+    inspect,
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
@@ -409,6 +410,79 @@ def test_copies_of_casts_are_marked_on_their_own():
     assert [m[0].cast_input.history_ready for m in (model, *twins)] == [False, True, True]
 
 
+# --- the start of a training
+
+
+class _Residual(nn.Module):
+    """A block whose last projection starts at zero, before a small head."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
+        self.head = nn.Linear(32, 48, bias=False)
+        nn.init.zeros_(self.down.weight)
+        nn.init.normal_(self.head.weight, std=0.001)
+
+    def forward(self, x):
+        return self.head(nn.functional.rms_norm(x + self.down(self.up(x).relu()), (32,)))
+
+
+def _saturation_in_first_steps(config):
+    """The worst cast of each of the steps 1 and 2: the saturated fraction of a grad_output."""
+    torch.manual_seed(0)
+    model = convert_to_float8_training(_Residual(), config=config)
+    optimizer, worst = torch.optim.Adam(model.parameters(), lr=0.02), []
+    for _ in range(3):
+        x, targets = torch.randn(64, 32), torch.randint(48, (64,))
+        with inspect(model) as report:
+            nn.functional.cross_entropy(model(x), targets).backward()
+        gradients = [c for c in report.casts if c.operand == "grad_output"]
+        worst.append(max(c.saturated or 0.0 for c in gradients))
+        optimizer.step()
+        optimizer.zero_grad()
+        sync_float8_amax_and_scale_history(model)
+    return worst[1:]
+
+
+def test_gradients_that_grow_at_the_start_do_not_saturate(full_start, monkeypatch):
+    """Adam's first step makes the head 20 times larger, and with it the gradients before it."""
+    assert max(_saturation_in_first_steps(RECIPES["delayed"])) == 0
+    monkeypatch.setattr(delayed, "DYNAMIC_STEPS", 1)  # a scale after the first step: the fault
+    assert max(_saturation_in_first_steps(RECIPES["delayed"])) > 0.5
+
+
+@pytest.mark.parametrize(("history_len", "first"), [(1, 1), (4, 4), (16, 16), (20, 16)])
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_a_cast_is_dynamic_until_its_history_is_full(full_start, history_len, first, algo):
+    model = _model(1, history_len=history_len, amax_compute_algo=algo)
+    cast = model[0].cast_input
+    for step in range(1, 20):
+        cast.current_amax.fill_(step)
+        sync_float8_amax_and_scale_history(model)
+        assert cast.history_ready == (step >= first)
+        assert cast.scale.item() == (pytest.approx(step / E4M3_MAX) if step >= first else 0)
+
+
+@pytest.mark.parametrize("saved", [2, 6])
+def test_a_run_that_resumes_at_its_start_has_the_same_scales(full_start, saved):
+    """Also of a layer that trains in every other step, whose history is never full of amaxes."""
+    models = [_model(2), _model(2)]
+    for step in range(9):
+        for model in models:
+            for layer in model[: 1 + step % 2]:
+                for cast in layer.casts:
+                    cast.current_amax.fill_(step + 1)
+            sync_float8_amax_and_scale_history(model)
+        if step == saved:
+            models[1] = _model(2)
+            models[1].load_state_dict(models[0].state_dict())
+        a, b = ([(c, c.history_ready) for layer in m for c in layer.casts] for m in models)
+        for (uninterrupted, ready), (resumed, resumed_ready) in zip(a, b, strict=True):
+            assert ready == resumed_ready
+            assert torch.equal(uninterrupted.scale, resumed.scale)
+    assert all(ready for _, ready in a)
+
+
 # --- the rule
 
 FLOAT32_MAX, SMALLEST_SCALE = torch.finfo(torch.float32).max, 2.0**-126
@@ -499,11 +573,11 @@ def assert_follows(cast: DelayedCast, rule: Published, replay: str) -> None:
     assert cast.scale.item() == pytest.approx(1 / rule.factor, rel=ROUNDING, abs=0), replay
 
 
-def test_hundreds_of_steps_follow_the_published_rule():
+def test_hundreds_of_steps_follow_the_published_rule(full_start):
     check_steps()
 
 
-def test_a_te_recipe_starts_from_a_factor_of_one_and_follows_it():
+def test_a_te_recipe_starts_from_a_factor_of_one_and_follows_it(full_start):
     arguments = {"margin": 2, "amax_history_len": 3, "interval": 2}
     config = Float8LinearConfig.from_te_recipe(**arguments)
     cast = make_cast(config.cast_config_input, E4M3, config.delayed_scaling, amax_init=False)

@@ -22,6 +22,7 @@ import checkpoint_program
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from processes import shorten_the_dynamic_start
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 STEPS, SAVED, KILLED = 6, 1, 3  # all; the last one with a complete checkpoint; the killed one
@@ -50,6 +51,7 @@ def newest(folder):
 def main(folder):
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
+    shorten_the_dynamic_start()
     first, rank = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0", dist.get_rank()
     background = dist.new_group(backend="gloo")
     model, optimizer = checkpoint_program.sharded("delayed")
