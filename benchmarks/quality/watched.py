@@ -202,15 +202,16 @@ def watch(run: Watched, data: Path | None = None, device: str = "cpu") -> Row:
     monitor = float8.inspect_every(training.model, run.every, on_alarm=alarms.append)
     fault = FAULTS.get(run.fault)
     begin = 0 if fault is None or fault.begin is None else run.fault_step
-    last = math.nan
+    last, looks = math.nan, 0
     for step in range(run.steps):
         if fault is not None and fault.begin is not None and step == begin:
             fault.begin(training)
         with monitor:
             loss = training.step(step, run.batch_of(text, step, device))
+        looks += monitor.report is not None and monitor.report.step == step
         last = loss if math.isfinite(loss) else last
     row: Row = {"error": "no loss is finite"} if math.isnan(last) else {"loss": last}
-    row |= {"looks": math.ceil(run.steps / run.every), "alarms": len(alarms)}
+    row |= {"looks": looks, "alarms": len(alarms)}
     row["shown"] = [alarm_line(alarm) for alarm in alarms[:SHOWN]]
     if fault is not None:
         row["early"] = sum(alarm.started < begin for alarm in alarms)

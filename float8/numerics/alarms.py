@@ -9,7 +9,8 @@ row at which it is not. `ALARM_RULES` is the table. Thresholds are those of
     inf or NaN               any, in an input or a weight                   1
     inf or NaN in gradient   any, in a gradient                             2
     saturation               more than 0.1 % of the elements                3
-    flush                    more than 25 %; more than 50 % of a gradient
+                             more than 10 %                                 1
+    flush                    more than 14 %; more than 50 % of a gradient
                              whose SQNR is not 6 dB below the format's      3
     stale scale              amax 0.5 octaves above what the scale was made
                              for, or 6 below a delayed one                  3
@@ -21,7 +22,8 @@ row at which it is not. `ALARM_RULES` is the table. Thresholds are those of
 Why so many looks: inf and NaN do not go away by themselves. In a gradient, a GradScaler makes them
 on purpose and skips the step. The others happen at single looks of healthy runs, above all while
 the learning rate rises; ``benchmarks/bench_alarms.py`` found none at three in a row, 10 steps
-apart. Looks at consecutive steps are like one look.
+apart. Looks at consecutive steps are like one look. Saturation above 10 % starts an alarm at once:
+healthy runs had at most 0.5 %, and a delayed scale that is late in the first steps costs loss.
 
 An alarm depends on the reports alone, so that a resumed run finds it again in its file. A cast that
 a report lacks, as of a layer that was not called, changes nothing. Earlier looks at which an SQNR
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 FALLING = "falling SQNR"
 FALL = 6.0  # dB: twice the error
+MASSIVE = 0.1  # a saturated fraction of the elements
 LEAST_EARLIER = 3  # looks, whose median an SQNR is compared with
 KEPT_LOOKS = 100  # of an SQNR: as many as a run file keeps by default
 KEPT_ALARMS = 1000  # the oldest that have ended are dropped
@@ -114,6 +117,7 @@ class AlarmRule:
         severity: orders the alarms that start at one look.
         message: what was measured.
         advice: what to do about it.
+        is_massive: whether one look at this cast, which is wrong, starts an alarm.
     """
 
     name: str
@@ -122,6 +126,7 @@ class AlarmRule:
     severity: Callable[[CastStatistics], float]
     message: Callable[[CastStatistics, Earlier], str]
     advice: str
+    is_massive: Callable[[CastStatistics], bool] = lambda _: False
 
 
 def _lasting(
@@ -156,7 +161,10 @@ def _has_fallen(cast: CastStatistics, earlier: Earlier) -> bool:
 ALARM_RULES = (
     _lasting("inf or NaN", problems.NONFINITE, 1, ("input", "weight")),
     _lasting("inf or NaN in gradient", problems.NONFINITE, 2, ("grad_output",)),
-    _lasting("saturation", problems.SATURATES, 3),
+    replace(
+        _lasting("saturation", problems.SATURATES, 3),
+        is_massive=lambda cast: (cast.saturated or 0.0) > MASSIVE,
+    ),
     _lasting("flush", problems.FLUSHES, 3),
     _lasting("stale scale", problems.STALE, 3),
     _lasting("gradient noise", problems.DROWNS, 3),
@@ -259,7 +267,7 @@ class AlarmWatch:
         streak.wrong, streak.fine = streak.wrong + 1, 0
         if streak.alarm is not None:
             self._alarms[streak.alarm] = replace(self._alarms[streak.alarm], last=step)
-        elif streak.wrong >= rule.looks:
+        elif streak.wrong >= rule.looks or rule.is_massive(cast):
             message = rule.message(cast, earlier)
             alarm = Alarm(rule.name, *labels, streak.first, step, step, None, message, rule.advice)
             streak.alarm, self._next = self._next, self._next + 1

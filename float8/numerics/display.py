@@ -3,6 +3,8 @@
 **Text** has one line for each cast and at most 100 columns. An operand that is cast otherwise for
 its second GEMM, which contracts its other dimension, has a second line marked ``.T``. The common
 beginning of all layer names is written once, and names that are still too long lose their middle.
+Below the casts stand their problems in words: an SQNR weighs by power, and shows no small values
+that became zero.
 
 **A picture** has one panel for each cast: a bar for each power of two, as high as the share of the
 operand's nonzero elements in it, on a logarithmic scale. The range that the format represents under
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from float8.numerics.problems import problems_of
 from float8.numerics.statistics import FORMAT_OF, CastStatistics
 
 if TYPE_CHECKING:
@@ -42,7 +45,7 @@ _SHORTEST = 12  # characters of a layer's name that are kept at least
 def table_of_casts(
     casts: Sequence[CastStatistics], skipped: Mapping[str, str], top: int | None = None
 ) -> str:
-    """The first ``top`` casts as a table, and below it the layers that were skipped."""
+    """The first ``top`` casts as a table; below it the problems of all, and skipped layers."""
     from tabulate import tabulate
 
     shown = casts[:top]
@@ -61,12 +64,7 @@ def table_of_casts(
     if any(line[0].endswith(".T") for line in cells):
         notes.append(".T: cast for the GEMM that contracts the operand's other dimension")
     notes += [f"and {len(casts) - len(shown)} more"] if len(shown) < len(casts) else []
-    bad = [cast for cast in casts if cast.nonfinite]
-    if bad:  # the columns are those of the finite elements
-        notes.append(
-            f"inf or NaN in {len(bad)} cast{'s' * (len(bad) > 1)}; {layer_name(bad[0].layer)}, "
-            f"{_operand(bad[0])}: {bad[0].nonfinite:,} of {bad[0].elements:,} elements"
-        )
+    notes += [f"{problem.title}: {problem.text}" for problem in problems_of(casts)]
     notes += [f"not seen: {layer_name(fqn)}: {reason}" for fqn, reason in skipped.items()]
     wrapped = [
         textwrap.fill(note, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for note in notes

@@ -4,7 +4,7 @@
 
     with inspect(model) as report:
         loss(model(x), y).backward()
-    print(report.table())
+    print(report)
 
 Hooks on every `Float8Linear` see its input, its weight as the layer sees it (gathered by FSDP2, in
 the dtype that autocast asks for), and the gradient of its output. So does a watcher of every

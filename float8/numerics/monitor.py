@@ -8,10 +8,12 @@
             loss(model(batch)).backward()
             optimizer.step()
 
-Steps 0, n, 2n ... are inspected (`float8.numerics.inspection`), the others cost one comparison of
-integers. An inspected step makes every cast once more and reads it about ten times in float64. The
-cost is a share of ``(ratio - 1) / n`` of a training, where ``ratio`` is the time of an inspected
-step over that of a plain one; ``benchmarks/bench_numerics.py`` measures both.
+Steps 0, 1, n, 2n ... are inspected (`float8.numerics.inspection`), the others cost a comparison of
+integers. Step 1 is the first with delayed scales, and the first in which weights that were zero at
+the start pass gradients on: values may then lie far beyond the range of their scales. An inspected
+step makes every cast once more and reads it about ten times in float64. The cost is a share of
+``(ratio - 1) / n`` of a training, where ``ratio`` is the time of an inspected step over that of a
+plain one; ``benchmarks/bench_numerics.py`` measures both.
 
 The file holds all snapshots so far and is replaced as a whole, so that it is complete at any time,
 also after the training was killed. An existing file is continued: a training that resumes passes
@@ -37,6 +39,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -52,6 +55,10 @@ from float8.numerics.snapshot import Report, Run, as_json, read_run, try_writing
 
 logger = logging.getLogger("float8")
 OnAlarm = Callable[[Alarm], object]
+_UNUSED = (
+    "inspect_every: this monitor was never opened and inspected nothing; write `with monitor:` "
+    "around each training step"
+)
 _NAMED = 3  # places that a line of the log names
 
 
@@ -67,9 +74,11 @@ def inspect_every(
 ) -> Monitor:
     """A context manager to open around each training step.
 
+    It inspects nothing by itself: a warning says so if it is never opened.
+
     Args:
         model: converted; as for `inspect`.
-        n: inspect every n-th step.
+        n: inspect every n-th step, and step 1.
         path: of a file to which snapshots are added.
         writer: has ``add_scalar(tag, value, step)``.
         step: the number of the first step.
@@ -133,12 +142,15 @@ class Monitor:
         self.alarms = [alarm for alarm in self._watch.alarms if alarm.is_active]
         self._open: ExitStack | None = None
         self._is_inside = self._has_warned = False
+        # When it is collected, or when the process ends, but not after its first step.
+        self._unused = weakref.finalize(self, warnings.warn, _UNUSED)
 
     def start_step(self) -> None:
         """Begin a step, as ``with`` does; for callbacks."""
         if self._is_inside:
             raise RuntimeError("inspect_every: a step is open already; end it before the next one")
-        if self.step % self.n == 0:
+        self._unused.detach()
+        if self.step % self.n == 0 or self.step == 1:
             stack = ExitStack()
             self.report = stack.enter_context(inspect(self.model, step=self.step))
             self._open = stack

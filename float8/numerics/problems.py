@@ -6,11 +6,11 @@ thresholds are relative to that, not fixed numbers of dB::
 
     not finite   any inf or NaN in the operand
     saturated    more than 1 in 1,000 elements beyond the range; bad from 1 in 100
-    flushed      more than 1 in 4 elements became zero, bad from 1 in 2; of a gradient one level
+    flushed      more than 14 % of the elements became zero, bad from 50 %; of a gradient one level
                  lower where the SQNR is as expected, as in the gradient of a softmax: the lost
                  elements were small. In an input or a weight few outliers then have nearly all
-                 of the power, and the model needs the rest (docs/quality.md). Behind a healthy
-                 SwiGLU, whose gate closes, 1 in 10 are lost
+                 of the power, and the model needs the rest (docs/quality.md). Up to 11 % were lost
+                 behind a healthy SwiGLU, whose gate closes; 17 % and more with an outlier
     noisy        an SQNR 6 dB below that of the format, which is twice its error; bad from 15 dB;
                  not where saturation or flushing of the same level is the reason
     stale        a delayed or static scale half an octave too small, or a delayed one six too large
@@ -33,7 +33,7 @@ FINE, SUSPICIOUS, BAD = 0, 1, 2
 EXPECTED_SQNR = {f.name: 32.0 if f.name.startswith("e4m3") else 26.0 for f in FORMATS.values()}
 # The values above which a cast is suspicious, and bad.
 SATURATED = 1e-3, 1e-2  # fractions of the elements
-FLUSHED = 0.25, 0.5
+FLUSHED = 0.14, 0.5
 MISSING_SQNR = 6.0, 15.0  # dB below what is expected
 STALE_ABOVE, STALE_BELOW = 0.5, -6.0  # octaves; outside of them a cast is suspicious
 DROWNED_BELOW = 10 * math.log10(3)  # dB, of the weight's gradient: see gradient_error.py
@@ -163,8 +163,12 @@ def _gradient_sqnr(cast: CastStatistics) -> float:
 
 
 def _flush_message(cast: CastStatistics) -> str:
-    sqnr = "" if cast.sqnr is None else f"; its SQNR is {cast.sqnr:.1f} dB"
-    return f"{100 * (cast.flushed or 0.0):.3g} % of its elements became zero{sqnr}."
+    lost = f"{100 * (cast.flushed or 0.0):.3g} % of its elements became zero"
+    if cast.sqnr is None:
+        return f"{lost}."
+    if _sqnr_level(cast):
+        return f"{lost}; its SQNR is {cast.sqnr:.1f} dB."
+    return f"{lost}. Its SQNR of {cast.sqnr:.1f} dB does not show them: others have the power."
 
 
 def _noise_message(cast: CastStatistics) -> str:

@@ -4,7 +4,7 @@
 
     with inspect(model) as report:
         loss(model(x), y).backward()
-    print(report.table(top=20))
+    print(report)                                  # report.table(top=20): the worst 20
     report.save("run.json")
 
 A file is strict JSON and holds a run: one snapshot or many, and its alarms::
@@ -33,7 +33,7 @@ import torch
 
 from float8.numerics.alarms import Alarm, watch_of
 from float8.numerics.display import layer_name, plot_casts, table_of_casts
-from float8.numerics.problems import level_of
+from float8.numerics.problems import PROBLEM_KINDS, kinds_of, level_of
 from float8.numerics.statistics import (
     FORMAT_OF,
     SMOOTH,
@@ -100,11 +100,17 @@ class Report:
         return sorted(self._rows, key=place)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The casts as dictionaries, worst first; the keys are the fields of `CastStatistics`."""
-        return [cast.as_dict() for cast in self.casts]
+        """The casts as dictionaries, worst first.
+
+        The keys are the fields of `CastStatistics`, its ``range``, and ``problems``: a list of what
+        is wrong, such as "flushes to zero". It is empty for a healthy cast. The SQNR alone does not
+        tell: it weighs by power, and a cast that keeps few large elements has a high one.
+        """
+        kinds = [kind.one for kind in PROBLEM_KINDS]
+        return [c.as_dict() | {"problems": [kinds[i] for i in kinds_of(c)]} for c in self.casts]
 
     def table(self, top: int | None = None) -> str:
-        """The casts as text of at most 100 columns, worst first, and below it the skipped layers.
+        """The casts as text of at most 100 columns, worst first; then problems and skipped layers.
 
         Args:
             top: how many casts; None is all.
@@ -236,6 +242,9 @@ class Report:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def __str__(self) -> str:
+        return self.table()
 
     def __repr__(self) -> str:
         at = "" if self.step is None else f", step={self.step}"

@@ -95,10 +95,9 @@ class Sums(NamedTuple):
             _sum(self.gradient_noise, other.gradient_noise),
         )
 
-    @property
-    def sqnr(self) -> float | None:
-        """In dB; None without a signal, or without an operand in high precision."""
-        return decibels(self.second, self.noise) if self.second and self.noise is not None else None
+    def sqnr(self, elements: int) -> float | None:
+        """In dB; None without finite elements, or without an operand in high precision."""
+        return decibels(self.second, self.noise) if elements and self.noise is not None else None
 
     @property
     def gradient_sqnr(self) -> float | None:
@@ -165,8 +164,8 @@ class CastStatistics:
         scale_min, scale_max: of the scales in use (``value = data * scale``); 0 without elements.
         flushed: the fraction of the elements that were not zero and became zero.
         saturated: the fraction of the elements that were beyond the range, by more than rounding.
-        sqnr: in dB; inf where the cast was exact, -inf where nothing finite was left, None where
-            the operand was all zero.
+        sqnr: in dB; inf where the cast was exact, as of zeros; -inf where nothing finite was left;
+            None where there is nothing to compare: no finite element, or an operand in float8.
         kurtosis: None where the elements are all equal, or differ by less than 0.3 %.
         staleness: in octaves; of the call where it was largest. None unless the scale is delayed
             or static and the operand not all zero.
@@ -270,7 +269,7 @@ def _merged(a: CastStatistics, b: CastStatistics) -> CastStatistics:
         scale_max=max(cast.scale_max for cast in with_scale),
         flushed=fraction(a.flushed, b.flushed),
         saturated=fraction(a.saturated, b.saturated),
-        sqnr=sums.sqnr,
+        sqnr=sums.sqnr(elements - nonfinite),
         kurtosis=sums.kurtosis(elements - nonfinite),
         staleness=max((s for s in (a.staleness, b.staleness) if s is not None), default=None),
         histogram=_added(a.histogram, b.histogram),
@@ -469,7 +468,7 @@ def _statistics(labels: CastLabels, totals: CastTotals, numbers: list[float]) ->
         scale_max=max(largest["scale_max"], 0.0),
         flushed=total["flushed"] / max(elements, 1) if has_source else None,
         saturated=total["saturated"] / max(elements, 1) if has_source else None,
-        sqnr=sums.sqnr,
+        sqnr=sums.sqnr(elements - nonfinite),
         kurtosis=sums.kurtosis(elements - nonfinite),
         staleness=math.log2(by_range) if is_fixed and 0 < by_range < math.inf else None,
         histogram=histogram,

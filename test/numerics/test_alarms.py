@@ -19,7 +19,7 @@ WRONG = {
     "inf or NaN": {"nonfinite": 3, "sqnr": None},
     "inf or NaN in gradient": GRADIENT | {"nonfinite": 1},
     "saturation": {"saturated": 0.002},
-    "flush": {"flushed": 0.3, "sqnr": 20.0},
+    "flush": {"flushed": 0.15},
     "stale scale": {"staleness": -6.5},
     "gradient noise": GRADIENT | {"gradient_sqnr": 4.7},
     "falling SQNR": {"sqnr": 24.5},
@@ -28,7 +28,7 @@ NUMBERS = {
     "inf or NaN": "3 of 1,000 elements",
     "inf or NaN in gradient": "1 of 1,000 elements",
     "saturation": "0.2 %",
-    "flush": "30 % of its elements became zero",
+    "flush": "15 % of its elements became zero. Its SQNR of 31.0 dB does not show them",
     "stale scale": "6.5 octaves below",
     "gradient noise": "an SQNR of 4.7 dB; below 4.8 dB",
     "falling SQNR": "24.5 dB, and was 31.0 dB before",
@@ -71,11 +71,22 @@ def test_an_alarm_is_a_sentence_with_layer_operand_numbers_and_remedy():
 
 def test_single_looks_and_harmless_numbers_are_no_alarm():
     noisy = {"sqnr": 15.0}  # from the start: no fall
+    gated = {"flushed": 0.107}  # of a healthy SwiGLU
     exact_once = [{"sqnr": math.inf}] * 4 + [{"sqnr": 27.0}] * 4  # of weights that were all ones
     generous = {"scaling": "static", "staleness": -12.0}
-    assert history(*[noisy] * 6) == history(*exact_once) == history(*[generous] * 6) == []
+    for look in (noisy, gated, generous):
+        assert history(*[look] * 6) == []
+    assert history(*exact_once) == []
     late = [{"saturated": 0.01}, {"staleness": 2.0, "sqnr": 9.0}, {}]  # each look another thing
     assert history(*[{}] * 4, *late * 5) == []
+
+
+def test_massive_saturation_is_an_alarm_at_the_first_look():
+    """As of a weight whose amax grew 2^0.49 beyond its delayed scale, at one look in five steps."""
+    alarm, *others = history({}, {"saturated": 0.25, "staleness": 0.49, "sqnr": 13.0}, *[{}] * 3)
+    assert not others
+    assert (alarm.rule, alarm.first, alarm.started, alarm.ended) == ("saturation", 10, 10, 40)
+    assert history({}, {"saturated": 0.09}, {}, {"saturated": 0.09}) == []
 
 
 def test_a_layer_that_is_not_called_changes_nothing():

@@ -19,17 +19,19 @@ LONG = replace(
 
 
 def test_a_table_fits_a_terminal():
-    rows = [LONG, replace(LONG, layer="model.layers.0.mlp.up", sqnr=None, staleness=-0.01)]
+    healthy = {"flushed": 0.0, "saturated": 0.0, "sqnr": None, "staleness": -0.01}
+    rows = [LONG, replace(LONG, layer="model.layers.0.mlp.up", **healthy)]
     text = table_of_casts(rows, {"head": "it was not called"})
     lines = text.splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert "grad_output.T" in lines[2] and "-12.3" in lines[2] and "12.35" in lines[2]
     assert lines[3].split()[-1] == "0.0"
-    assert lines[-3:] == [
+    assert lines[4:6] == [
         "layer names begin with 'model.layers.'",
         ".T: cast for the GEMM that contracts the operand's other dimension",
-        "not seen: head: it was not called",
     ]
+    assert lines[6].startswith("One cast flushes to zero: model.layers.11.self_attention.")
+    assert lines[-1] == "not seen: head: it was not called"
 
 
 def test_notes_on_long_names_are_wrapped():
@@ -43,14 +45,15 @@ def test_notes_on_long_names_are_wrapped():
 
 def test_inf_and_nan_are_said_though_no_number_shows_them():
     rows = [replace(LONG, layer="a", nonfinite=7, sqnr=None), replace(LONG, layer="b", nonfinite=1)]
-    assert "inf or NaN in 2 casts; a, grad_output.T: 7 of 10 elements" in table_of_casts(rows, {})
-    assert "inf or NaN in 1 cast; b" in table_of_casts(rows[1:], {})
+    two = "2 casts met inf or NaN: The worst: a, grad_output. 7 of 10 elements are not finite."
+    assert two in table_of_casts(rows, {})
+    assert "One cast met inf or NaN: b, grad_output." in table_of_casts(rows[1:], {})
     assert "inf or NaN" not in table_of_casts([LONG], {})
 
 
 def test_top_says_how_many_are_left():
     text = table_of_casts([LONG] * 5, {}, top=2)
-    assert text.count("grad_output") == 2
+    assert text.count("e5m2") == 2
     assert "and 3 more" in text
 
 

@@ -64,6 +64,11 @@ def inspected(layers: nn.Module) -> None:
         pass
 
 
+def ended_twice() -> None:
+    with inspect_every(model()) as monitor:
+        monitor.end_step()
+
+
 def nested_step() -> None:
     monitor = inspect_every(model())
     with monitor:
@@ -146,7 +151,7 @@ MESSAGES = [
     (ValueError, lambda: inspect_every(model(), n=2.5), "integer >= 1"),
     (ValueError, lambda: inspect_every(model(), keep=0), "integer >= 1"),
     (TypeError, lambda: inspect_every(model(), writer=X), "Tensor has no add_scalar"),
-    (RuntimeError, lambda: inspect_every(model()).end_step(), "no step is open"),
+    (RuntimeError, ended_twice, "no step is open"),
     (RuntimeError, nested_step, "open already"),
 ]
 

@@ -15,7 +15,13 @@ import torch
 from disk import full_after
 from torch import nn
 
-from float8 import CastConfig, Float8LinearConfig, ScalingType, convert_to_float8_training
+from float8 import (
+    CastConfig,
+    Float8LinearConfig,
+    ScalingType,
+    after_step,
+    convert_to_float8_training,
+)
 from float8.numerics import inspect_every, load_alarms, load_run
 
 
@@ -38,7 +44,7 @@ def step(layers):
     layers(torch.randn(8, 16)).square().sum().backward()
 
 
-def test_every_nth_step_is_in_the_file(tmp_path):
+def test_every_nth_step_and_step_1_are_in_the_file(tmp_path):
     path, writer, layers = tmp_path / "run.json", Writer(), model()
     monitor = inspect_every(layers, 3, path=path, writer=writer)
     reports = []
@@ -47,10 +53,10 @@ def test_every_nth_step_is_in_the_file(tmp_path):
             step(layers)
         reports.append(monitor.report)
         assert not layers[0]._forward_hooks
-        assert [r.step for r in load_run(path)] == [s for s in (0, 3, 6) if s <= i]
-    assert [r.step for r in reports] == [0, 0, 0, 3, 3, 3, 6]
-    assert sorted(set(writer.steps)) == [0, 3, 6]
-    assert [r.rows() for r in load_run(path)] == [json_like(reports[i]) for i in (0, 3, 6)]
+        assert [r.step for r in load_run(path)] == [s for s in (0, 1, 3, 6) if s <= i]
+    assert [r.step for r in reports] == [0, 1, 1, 3, 3, 3, 6]
+    assert sorted(set(writer.steps)) == [0, 1, 3, 6]
+    assert [r.rows() for r in load_run(path)] == [json_like(reports[i]) for i in (0, 1, 3, 6)]
 
 
 def json_like(report):
@@ -86,9 +92,9 @@ def test_a_step_that_raises_is_not_written_and_leaves_no_hook(tmp_path):
 
 
 def saturating():
-    """A layer that casts its input with a static scale made for 1; two alarms from then on."""
+    """A layer that casts its input with a static scale made for 1.8: 7 % saturate; two alarms."""
     torch.manual_seed(0)
-    static = CastConfig(ScalingType.STATIC, static_scale=1 / 448)
+    static = CastConfig(ScalingType.STATIC, static_scale=1.8 / 448)
     config = Float8LinearConfig(cast_config_input=static)
     return convert_to_float8_training(nn.Sequential(nn.Linear(16, 32)), config=config)
 
@@ -108,7 +114,7 @@ def test_an_alarm_is_logged_once_when_it_starts_and_once_when_it_ends(tmp_path, 
         looked_at(layers, 6, **options)
         looked_at(layers, 4, factor=0.01, step=6, **options)
     saturation, stale, *ended = [record.getMessage() for record in caplog.records]
-    assert saturation.startswith("alarm at step 2: saturation: 0, input. 3")
+    assert saturation.startswith("alarm at step 2: saturation: 0, input. ")
     assert "It has been so since step 0." in saturation and "calibrated again" in saturation
     assert stale.startswith("alarm at step 2: stale scale: 0, input. Its amax lies ")
     assert "also 2, input" in stale or len(seen) == 2
@@ -118,6 +124,25 @@ def test_an_alarm_is_logged_once_when_it_starts_and_once_when_it_ends(tmp_path, 
     assert [(a.first, a.last, a.ended) for a in stored] == [(0, 5, 8)] * len(seen)
     counts = dict(writer.alarms)
     assert counts == {i: len(seen) if 2 <= i < 8 else 0 for i in range(10)}
+
+
+def test_a_jump_of_the_gradient_in_step_1_is_an_alarm_at_once():
+    """As where projections start at zero: the first gradients are tiny, the next ones are not."""
+    torch.manual_seed(0)
+    layers, seen = nn.Sequential(nn.Linear(32, 32, bias=False)), []
+    convert_to_float8_training(layers, config=Float8LinearConfig.from_recipe_name("delayed"))
+    monitor = inspect_every(layers, on_alarm=seen.append)  # n = 50: steps 0, 1 and 50
+    for factor in (1.0, 2**4.4, 2**4.4):
+        with monitor:
+            layers(torch.randn(64, 32)).backward(factor * torch.randn(64, 32))
+            after_step(layers)
+    (alarm,) = [each for each in seen if each.rule == "saturation"]
+    assert (alarm.layer, alarm.operand, alarm.started) == ("0", "grad_output", 1)
+
+
+def test_a_monitor_that_is_never_opened_says_so():
+    with pytest.warns(UserWarning, match="this monitor was never opened and inspected nothing"):
+        inspect_every(model())  # it is collected at once
 
 
 def test_many_alarms_of_one_rule_are_one_line(caplog):
