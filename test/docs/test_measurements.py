@@ -218,15 +218,17 @@ def alarms():
         [
             "healthy" if line["layer"] == HEALTHY else f"`{line['layer']}`",
             line["recipe"] if line["recipe"] in STATIC else f"`{line['recipe']}`",
+            line["runs"],
             line["looks"],
             line["false_alarms"],
             line.get("rule", ""),
+            line.get("missed", ""),
             line.get("looks_until", "none" if "allowed" in line else ""),
             line.get("allowed", ""),
         ]
         for line in sorted(lines, key=lambda line: line["layer"] != HEALTHY)
     ]
-    header = "training | recipe | looks | false alarms | expected alarm"
+    header = "training | recipe | runs | looks | false alarms | expected alarm | missed"
     return markdown(f"{header} | looks until it started | at most", body)
 
 

@@ -30,7 +30,7 @@ def test_a_table_fits_a_terminal():
         "layer names begin with 'model.layers.'",
         ".T: cast for the GEMM that contracts the operand's other dimension",
     ]
-    assert lines[6].startswith("One cast flushes to zero: model.layers.11.self_attention.")
+    assert lines[6].startswith("One cast saturates: model.layers.11.self_attention.")
     assert lines[-1] == "not seen: head: it was not called"
 
 

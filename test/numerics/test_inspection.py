@@ -317,6 +317,16 @@ def test_operands_that_come_in_float8_have_no_error():
     assert found["1", "weight", "output"].sqnr > 30
 
 
+def test_the_cast_of_zero_weights_is_exact():
+    torch.manual_seed(0)
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 16)))
+    nn.init.zeros_(model[0].weight)
+    with inspect(model) as report:
+        model(torch.randn(8, 32)).backward(torch.randn(8, 16))
+    assert rows(report)["0", "weight", "output"].sqnr == math.inf
+    assert 24 < min(row["sqnr"] for row in report.rows()) < 29  # that of E5M2, of the gradient
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_weights_that_live_in_float8(recipe):
     """Under rowwise scales grad_output is multiplied by them before its cast; that is measured."""

@@ -9,6 +9,7 @@ import pytest
 from runs import HEALTHY
 
 from float8.numerics.problems import BAD, FINE, SUSPICIOUS, level_of, problems_of
+from float8.numerics.snapshot import Report
 
 
 def test_a_healthy_cast_is_left_alone():
@@ -52,6 +53,14 @@ def test_each_rule_finds_what_it_is_for(change, level, title, text):
     assert (found.level, found.title, found.casts) == (level, title, (row,))
     assert found.text.startswith("head, input. ")
     assert text in found.text
+
+
+def test_rows_and_text_of_a_report_name_what_its_sqnr_hides():
+    report = Report([HEALTHY, replace(HEALTHY, layer="down", flushed=0.98, sqnr=84.6)])
+    assert [row["problems"] for row in report.rows()] == [["flushes to zero"], []]
+    said = "One cast flushes to zero: down, input. 98 % of its elements became zero. Its SQNR of 84.6"
+    assert said in " ".join(str(report).split())
+    assert str(report) == report.table()
 
 
 def test_a_cast_that_left_nothing_finite_is_not_called_imprecise():
