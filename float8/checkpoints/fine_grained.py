@@ -128,7 +128,8 @@ class FineGrained(Layout):
     def from_config(cls, config: Mapping[str, Any]) -> FineGrained | None:
         """The layout of ``quant_method="fp8"`` with a ``weight_block_size``; None for others.
 
-        ``scale_fmt="ue8m0"`` gives ``POWER_OF_TWO``, whatever stores the scales.
+        ``scale_fmt="ue8m0"`` gives ``POWER_OF_TWO``, whatever stores the scales; of MX blocks,
+        1x32, ``E8M0``.
 
         Raises:
             ValueError: the weights have one scale per tensor, or inputs static ones, or a field
@@ -153,11 +154,10 @@ class FineGrained(Layout):
                 f"quantization_config has weight_block_size={block!r}; readable: two integers, "
                 "such as [128, 128]"
             )
-        powers_of_two = config.get("scale_fmt") == "ue8m0"
-        return cls(
-            (block[0], block[1]),
-            ScaleFormat.POWER_OF_TWO if powers_of_two else ScaleFormat.FLOAT32,
-        )
+        scales = ScaleFormat.FLOAT32
+        if config.get("scale_fmt") == "ue8m0":
+            scales = ScaleFormat.E8M0 if tuple(block) == (1, 32) else ScaleFormat.POWER_OF_TWO
+        return cls((block[0], block[1]), scales)
 
     def suffixes(self) -> tuple[str, ...]:
         """``.weight_scale_inv``."""

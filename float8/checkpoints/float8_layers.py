@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -129,6 +130,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while (inside := inside_of(model)) is not None:
         model = model.get_submodule(inside)
     return model
+
+
+def transformers_config(model: nn.Module) -> Any:
+    """The config of a model of Transformers, perhaps in wrappers; None of others."""
+    config = getattr(unwrapped(model), "config", None)
+    return config if hasattr(config, "to_json_string") else None
 
 
 def _walk(module: nn.Module, name: str, plain: str) -> Iterator[tuple[str, str, nn.Module]]:

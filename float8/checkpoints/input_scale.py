@@ -23,8 +23,8 @@ from float8.linear.layer import Float8Linear
 
 FIX = (
     "it has no static input scale, which this layout stores: give "
-    "input_scales=float8.calibrate(model, batches).static_scales(), or take a layout with dynamic "
-    "inputs, such as CompressedTensors()"
+    "input_scales=float8.calibrate(model, batches).static_scales(), which has those of linear "
+    "layers and none of experts, or take a layout with dynamic inputs, such as CompressedTensors()"
 )
 
 

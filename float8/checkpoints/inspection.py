@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from float8.checkpoints.layout import Layer, Layout
+from float8.checkpoints.readers import read_by
 from float8.checkpoints.shards import Spec, kind_of
 from float8.checkpoints.source import WEIGHT, Source
 from float8.granularity import block_name
@@ -80,6 +81,7 @@ class Inspection:
     Attributes:
         path: of the folder or file.
         layout: of the layers in float8, or None.
+        read_by: which libraries read it, or None.
         files: of tensors.
         nbytes: of all tensors.
         float8, high_precision: the kinds of layers in float8, and of all other tensors.
@@ -88,6 +90,7 @@ class Inspection:
 
     path: str
     layout: str | None
+    read_by: str | None
     files: int
     nbytes: int
     float8: list[Kind]
@@ -103,7 +106,9 @@ class Inspection:
         files = f"{self.files} file{'s' * (self.files != 1)}"
         lines = [f"{self.path}: {size(self.nbytes)} in {files}"]
         if self.float8:
-            lines += [f"{count} layers in float8, stored as {self.layout}", _float8(self.float8)]
+            lines += [f"{count} layers in float8, stored as {self.layout}"]
+            lines += [] if self.read_by is None else [self.read_by]
+            lines += [_float8(self.float8)]
         else:
             lines += ["no layer in float8"]
         if self.high_precision:
@@ -154,10 +159,14 @@ def inspect_checkpoint(
     problems += _unlisted(weights, float8, names, source)
     nbytes = sum(spec.nbytes for spec in specs.values())
     files = len({spec.file for spec in specs.values()})
-    layout = None if source.layout is None else layout_text(source.layout)
-    return Inspection(
-        str(path), layout, files, nbytes, [*float8.values()], [*rest.values()], problems
-    )
+    layout = readers = None
+    if source.layout is not None:
+        layout = layout_text(source.layout)
+        readers = read_by(
+            source.layout, {name: weights[name + WEIGHT].shape for name in source.layers}
+        )
+    kinds = ([*float8.values()], [*rest.values()])
+    return Inspection(str(path), layout, readers, files, nbytes, *kinds, problems)
 
 
 def _read(layer: Layer, kind: Kind) -> str | None:

@@ -42,7 +42,7 @@ def _refuses_weight_scale(scale: Tensor, scale_format: ScaleFormat) -> str | Non
         return f"its scales are {scale.dtype}, and the layout's {scale_format.dtype}"
     if (bad := _bad_scale(scale)) is not None:
         return f"its weight has the scale {bad}; a scale is finite and > 0"
-    if scale_format is ScaleFormat.POWER_OF_TWO and not _powers_of_two(scale):
+    if scale_format is ScaleFormat.POWER_OF_TWO and not powers_of_two(scale):
         return f"not all of its scales are powers of two, as {scale_format} asks for"
     return None
 
@@ -124,5 +124,6 @@ def _bad_scale(scale: Tensor) -> str | None:
     return f"{scale32[where].item()}" + (f" at {list(where)}" if where else "")
 
 
-def _powers_of_two(scale: Tensor) -> bool:
+def powers_of_two(scale: Tensor) -> bool:
+    """Whether all of these float32 scales are powers of two, as far as there are data."""
     return scale.device.type == "meta" or bool((scale.frexp().mantissa == 0.5).all())

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from float8.checkpoints.float8_layers import unwrapped
+from float8.checkpoints.float8_layers import transformers_config, unwrapped
 from float8.checkpoints.weights import Checkpoint
 
 
@@ -30,8 +30,8 @@ def files_beside(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
 
 def _configs(model: nn.Module, quantization_config: dict[str, Any]) -> dict[str, str]:
     plain: Any = unwrapped(model)
-    config: Any = getattr(plain, "config", None)
-    if not hasattr(config, "to_json_string"):
+    config = transformers_config(model)
+    if config is None:
         return {"config.json": _json({"quantization_config": quantization_config})}
     own = copy.deepcopy(config)
     own.architectures = [type(plain).__name__.removeprefix("FSDP")]  # which fully_shard adds

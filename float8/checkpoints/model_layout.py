@@ -7,8 +7,12 @@ from typing import Any
 from torch import nn
 
 from float8.arguments import described
+from float8.checkpoints.compressed_tensors import CompressedTensors
+from float8.checkpoints.fine_grained import FineGrained
+from float8.checkpoints.float8_layers import transformers_config
 from float8.checkpoints.layout import Layout
 from float8.checkpoints.layouts import LAYOUTS
+from float8.checkpoints.readers import Shapes, transformers_refuses
 from float8.config import OperandCast, ScalingType
 from float8.config.suggestions import did_you_mean
 from float8.convert.conversion import own_config
@@ -22,19 +26,25 @@ _BY_GRANULARITY = {
     "rowwise": "compressed_tensors",
     "1x32": "compressed_tensors",
 }
+# The default of a recipe -> what stores the same scales where Transformers reads no such file.
+_INSTEAD = {CompressedTensors(Blockwise(1, 32)): FineGrained((1, 32), ScaleFormat.E8M0)}
 # The variants of compressed_tensors.
 _VARIANTS = {"rowwise": Rowwise(), "128x128": Blockwise(128, 128), "1x32": Blockwise(1, 32)}
 
 
-def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
+def layout_for(
+    model: nn.Module, layout: Layout | str | None, shapes: Shapes | None = None
+) -> Layout:
     """The layout in which a model is stored.
 
     Args:
         model: converted.
         layout: a `Layout`, which is returned; its name, in the variant that stores the scales of
             the model's recipe; or None, for the layout that stores those scales: ``fine_grained``
-            of 128x128 blocks, ``compressed_tensors`` of rows, whole tensors and MX blocks. Inputs
-            are static where all layers cast theirs with constants.
+            of 128x128 blocks, ``compressed_tensors`` of rows, whole tensors and MX blocks, but for
+            a model of Transformers with experts in MX blocks, ``fine_grained``. Inputs are static
+            where all layers cast theirs with constants.
+        shapes: of its layers in float8, by which the default is chosen.
 
     Raises:
         TypeError: it is something else.
@@ -54,6 +64,7 @@ def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
         )
     plans = [c.plan for m in model.modules() if (c := own_config(m)) is not None]
     casts = [plan.output.b for plan in plans if plan.output.b is not None]
+    is_default = layout is None
     if layout is None:
         layout = _layout_of_recipe(casts)
     inputs = [plan.output.a for plan in plans]
@@ -71,7 +82,8 @@ def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
         found = made(granularity=variant) if variant else made(static_inputs=is_static)
     else:
         found = made()
-    return found
+    reads_it = transformers_config(model) is None or not transformers_refuses(found, shapes or {})
+    return found if reads_it or not is_default else _INSTEAD.get(found, found)
 
 
 def _layout_of_recipe(casts: list[OperandCast]) -> str:

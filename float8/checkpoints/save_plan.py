@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from textwrap import fill
 from typing import Any
 
 from torch import Tensor, nn
 
 from float8.checkpoints.layout import Layout
+from float8.checkpoints.readers import TRANSFORMERS
 from float8.checkpoints.shard_writer import MAX_SHARD_BYTES, check_shard_bytes, files_of
 from float8.checkpoints.shards import Spec, kind_of
 from float8.checkpoints.weights import Checkpoint, items
@@ -31,6 +34,7 @@ class SavePlan:
         tensors: key -> dtype, shape and file of every tensor.
         files: file -> bytes of its tensors.
         quantization_config: what ``config.json`` says to readers.
+        notes: which libraries read it, and what they do with it.
     """
 
     layout: Layout
@@ -39,6 +43,7 @@ class SavePlan:
     tensors: dict[str, Spec]
     files: dict[str, int]
     quantization_config: dict[str, Any]
+    notes: list[str]
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +90,7 @@ class SavePlan:
             headers = ("in high precision", "count", "why")  # type: ignore[assignment]
             width = [None, None, _WIDTH]
             parts.append(tabulate(skipped, headers, "simple", maxcolwidths=width))
+        parts.append("\n".join(fill(note, 100) for note in self.notes))
         return "\n\n".join(parts)
 
 
@@ -114,6 +120,12 @@ def plan_save(
 def plan_of(checkpoint: Checkpoint, max_shard_bytes: float) -> SavePlan:
     """The plan of a checkpoint whose items are known."""
     check_shard_bytes(max_shard_bytes)
+    if checkpoint.misread is not None:
+        warnings.warn(
+            f"{TRANSFORMERS} misreads this checkpoint: {checkpoint.misread}. It reads "
+            "CompressedTensors(Rowwise()) in all sizes",
+            stacklevel=3,
+        )
     shards = files_of(checkpoint.specs, max_shard_bytes)
     return SavePlan(
         layout=checkpoint.layout,
@@ -126,6 +138,7 @@ def plan_of(checkpoint: Checkpoint, max_shard_bytes: float) -> SavePlan:
         },
         files={file: sum(spec.nbytes for spec in specs.values()) for file, specs in shards.items()},
         quantization_config=checkpoint.config,
+        notes=checkpoint.notes,
     )
 
 

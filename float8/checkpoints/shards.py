@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import mmap
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -61,6 +61,14 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 def kind_of(key: str) -> str:
     """A key or name of a layer with ``*`` for each number between dots."""
     return _NUMBER.sub("*", key)
+
+
+def kinds_of(names: Iterable[str]) -> str:
+    """Names in words: those that differ in numbers alone become one pattern, with its count."""
+    patterns: dict[str, list[str]] = {}
+    for name in names:
+        patterns.setdefault(kind_of(name), []).append(name)
+    return ", ".join(n[0] if len(n) == 1 else f"{p} ({len(n)})" for p, n in patterns.items())
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from float8 import kernels
+from float8.checkpoints.layer_checks import powers_of_two
 from float8.checkpoints.layout import Layer, Layout
 from float8.config import OperandCast, ScalingType
 from float8.convert.conversion import own_config
@@ -66,6 +67,14 @@ class WeightCast:
     def shares_scales(self) -> bool:
         """Whether layers that engines fuse with this one can share its scale."""
         return self.operand is not None and self.operand.block == TENSORWISE
+
+    def has_powers_of_two(self, weight: Tensor) -> bool:
+        """Whether all scales of a weight are powers of two; (N, K), or the stack that has it."""
+        if self.operand is not None:
+            return self.operand.scale_format is not ScaleFormat.FLOAT32
+        found = weight if self.stored is None else self.stored
+        assert isinstance(found, Float8Tensor)
+        return powers_of_two(found.scale)
 
     def scale(self, amax: Callable[[], Tensor]) -> Tensor:
         """The scale (1, 1) of a weight that has one for the whole tensor.

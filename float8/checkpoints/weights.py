@@ -29,13 +29,22 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.arguments import check_bool, check_module
-from float8.checkpoints.float8_layers import ModelLayers
+from float8.checkpoints.float8_layers import ModelLayers, transformers_config
 from float8.checkpoints.input_scale import FIX, check_input_scales, input_scale
 from float8.checkpoints.layout import Layer, Layout
 from float8.checkpoints.model_layout import layout_for
-from float8.checkpoints.shards import DTYPE_NAMES, Spec, kind_of
+from float8.checkpoints.readers import read_by, transformers_refuses
+from float8.checkpoints.shards import DTYPE_NAMES, Spec, kinds_of
 from float8.checkpoints.stacks import Slot, published
-from float8.checkpoints.weight_cast import TENSORWISE, WeightCast, weight_cast
+from float8.checkpoints.weight_cast import (
+    CAST_ANEW,
+    TENSORWISE,
+    TRAINING_CAST,
+    WeightCast,
+    weight_cast,
+)
+from float8.formats import ScaleFormat
+from float8.granularity import WHOLE, Blockwise
 from float8.linear.float8_weight import is_resident
 from float8.linear.registration import stored_by
 
@@ -88,12 +97,16 @@ class Checkpoint:
         items: what each parameter and buffer becomes.
         layers: the names of the layers in float8, as files have them -> how each is cast.
         skipped: the names of the linear layers that stay in high precision -> why.
+        notes: which libraries read it, and what they do with it.
+        misread: how Transformers misreads the layers of its own model, or None.
     """
 
     layout: Layout
     items: list[Item] = field(default_factory=list)
     layers: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    misread: str | None = None
 
     @property
     def specs(self) -> dict[str, Spec]:
@@ -158,22 +171,28 @@ def items(
     """
     check_module(model, "float8.checkpoints")
     check_bool(recast, "recast")
-    found = Checkpoint(layout_for(model, layout))
+    model_layers, places = ModelLayers(model), published(model)
+    in_float8 = {key: model_layers.layer_of(key, slot) for key, slot in places.items()}
+    shapes = {
+        key.removesuffix(".weight"): tuple(places[key].shape)
+        for key, (module, _) in in_float8.items()
+        if module is not None
+    }
+    found = Checkpoint(layout_for(model, layout, shapes))
     given = check_input_scales(input_scales)
     if given and not found.layout.static_inputs:
         raise ValueError(
             f"input_scales are for layouts that store them, and {found.layout} has dynamic inputs; "
             "leave them out, or take CompressedTensors(static_inputs=True) or ModelOpt()"
         )
-    model_layers = ModelLayers(model)
     layers: dict[str, _Layer] = {}
     problems: list[str] = []
     used: set[str] = set()
     slots: dict[str, dict[str, Slot]] = defaultdict(dict)
-    for key, slot in published(model).items():
+    for key, slot in places.items():
         slots[slot.parameter][key] = slot
         name = key.removesuffix(".weight")
-        module, reason = model_layers.layer_of(key, slot)
+        module, reason = in_float8[key]
         if reason is not None:
             found.skipped[name] = reason
         if module is None:
@@ -189,9 +208,9 @@ def items(
             layers[key] = made
     found.layers = {layer.name: _how(layers, layer, found.layout) for layer in layers.values()}
     found.skipped |= model_layers.unpublished({*found.layers, *found.skipped})
-    for name in given.keys() - used:
-        why = found.skipped.get(name, "there is no layer of this name in float8")
-        problems.append(f"input_scales has a scale for {name}: {why}")
+    known = {name for names in model_layers.names.values() for name in names}
+    for name in given.keys() - known - found.skipped.keys() - used:
+        problems.append(f"input_scales has a scale for {name}: there is no layer of this name")
     if not (found.layers or problems):
         problems.append("it has no layer in float8: convert_to_float8_training converts it")
     for parameter_name, its in slots.items():
@@ -200,6 +219,9 @@ def items(
             problems.append(f"{parameter_name}: no safetensors file has {tensor.dtype}")
             continue
         found.items.append(_item(parameter_name, tensor, its, layers, found.layout))
+    found.notes = [read_by(found.layout, shapes), *_notes(found.layout, layers)]
+    if found.layout.name == "fine_grained" and transformers_config(model) is not None:
+        found.misread = transformers_refuses(found.layout, shapes)
     if problems:
         raise ValueError("this model cannot be stored:\n  " + "\n  ".join(by_reason(problems)))
     return found
@@ -215,14 +237,7 @@ def by_reason(problems: Iterable[str]) -> list[str]:
         name, colon, reason = problem.partition(": ")
         assert colon, problem
         groups[reason].append(name)
-    lines = []
-    for reason, names in groups.items():
-        patterns: dict[str, list[str]] = defaultdict(list)
-        for name in names:
-            patterns[kind_of(name)].append(name)
-        told = [n[0] if len(n) == 1 else f"{p} ({len(n)})" for p, n in patterns.items()]
-        lines.append(f"{', '.join(told)}: {reason}")
-    return lines
+    return [f"{kinds_of(names)}: {reason}" for reason, names in groups.items()]
 
 
 def _layer(
@@ -303,7 +318,41 @@ def _how(layers: Mapping[str, _Layer], layer: _Layer, layout: Layout) -> str:
     others = ", ".join(each.name.rpartition(".")[2] for each in fused if each is not layer)
     if others and layer.cast.operand is None:
         return f"{layer.cast.how}; engines that fuse it with {others} cast it again"
-    return f"{layer.cast.how}, one scale with {others}" if others else layer.cast.how
+    how = layer.cast.how
+    if how == TRAINING_CAST and not _has_bits_of_training(layer, fused):
+        how = CAST_ANEW
+    return f"{how}, one scale with {others}" if others else how
+
+
+def _has_bits_of_training(layer: _Layer, fused: list[_Layer]) -> bool:
+    """Whether a cast of a layer gives what training casts: whole blocks, all with their scales."""
+    if fused:  # a scale for all: that of training, where they are one parameter
+        return all(each.slot.parameter == layer.slot.parameter for each in fused)
+    assert layer.cast.operand is not None
+    slot, shape = layer.slot, layer.parameter.shape
+    index: Any = [*slot.index, *[slice(None)] * (len(shape) - len(slot.index))]
+    block = layer.cast.operand.block
+    for cut, size, extent in zip(
+        index[-2:], shape[-2:], reversed(block) if slot.transposed else block, strict=True
+    ):
+        start, stop, step = cut.indices(size)
+        if (start, stop, step) == (0, size, 1) or extent == 1:
+            continue
+        if extent == WHOLE or step != 1 or start % extent or (stop % extent and stop != size):
+            return False
+    return True
+
+
+def _notes(layout: Layout, layers: Mapping[str, _Layer]) -> Iterator[str]:
+    """What engines do with scales of blocks that are no powers of two."""
+    if layout.scale_format is not ScaleFormat.FLOAT32 or layout.granularity != Blockwise(128, 128):
+        return
+    if not all(layer.cast.has_powers_of_two(layer.parameter) for layer in layers.values()):
+        yield (
+            "not all scales are powers of two: on Blackwell, engines that multiply by UE8M0 scales "
+            "cast such weights again, or misread them (SGLang before June 2026; by its source); "
+            "take FineGrained(scale_format=ScaleFormat.POWER_OF_TWO)"
+        )
 
 
 def _shared(group: list[_Layer], wholes: Mapping[str, Tensor]) -> Tensor:

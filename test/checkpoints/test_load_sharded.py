@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hand_written import Block, tensors_of, write
 from processes import failures
+
+from float8.checkpoints import save_pretrained
 
 
 def test_sharded_models_load(tmp_path):
@@ -19,3 +22,13 @@ def test_sharded_models_load(tmp_path):
     }
     # Four: some have no row of the gate, which has three.
     assert failures("load_program", checks, 4) == {}
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_each_rank_loads_its_own_experts(recipe, tmp_path):
+    pytest.importorskip("transformers")
+    from published_models import convert, model_of
+
+    save_pretrained(convert(model_of("qwen3_moe"), recipe), tmp_path / "it")
+    check = ("check_expert_parallel", str(tmp_path / "it"), recipe)
+    assert failures("load_program", {"experts": check}, 2) == {}

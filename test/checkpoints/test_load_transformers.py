@@ -163,6 +163,28 @@ def test_experts_are_loaded_into_their_stacks(tmp_path):
     assert "model.layers.1.mlp.experts" in trained.float8_conversion.experts
 
 
+@pytest.mark.parametrize("weights", ["high_precision", "float8", "training"])
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise"])
+def test_no_parameter_keeps_what_it_had(recipe, weights, tmp_path):
+    """A model that starts as NaN: no expert, and nothing else, is left out."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    heads = float8.filters.skip_names("lm_head")
+    source = float8.convert_to_float8_training(
+        model_of("qwen3_moe", seed=1), config=config, module_filter_fn=heads
+    )
+    save_pretrained(source, tmp_path)
+    model = model_of("qwen3_moe", seed=2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    load(model, tmp_path, weights, config=config if weights == "training" else None)
+    for name, expected in source.named_parameters():
+        found = model.get_parameter(name)
+        found = found.dequantize() if isinstance(found, float8.Float8Tensor) else found
+        for own, its in zip(found.detach(), expected.detach(), strict=True):
+            assert bool(((own - its).abs() <= its.abs() / 16 + 2**-9 * its.abs().max()).all()), name
+
+
 def test_what_this_library_writes_loads_to_the_same_bits(tmp_path):
     config = Float8LinearConfig.from_recipe_name("blockwise")
     trained = float8.convert_to_float8_training(

@@ -23,6 +23,7 @@ from float8.convert.filters import (
         (("layers.0",), "layers.0.ffn.w1", False),
         (("layers.0",), "layers.01.ffn.w1", True),
         (("*.gate",), "layers.3.moe.gate", False),
+        (("*.mlp.gate", "*.mlp.gate.*", "layers.3.mlp.gate"), "layers.3.mlp.gate_proj", True),
         (("*.gate", "lm_head"), "layers.3.moe.up", True),
     ],
 )

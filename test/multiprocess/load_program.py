@@ -81,6 +81,32 @@ def check_two_dimensions(rank: int, folder: str) -> None:
     assert_same_values(model, load(Block(seed=2), folder))
 
 
+def check_expert_parallel(rank: int, folder: str, recipe: str) -> None:
+    """Experts that start as NaN: each rank has its own half of each stack after it."""
+    from published_models import convert, model_of
+
+    whole, model = load(model_of("qwen3_moe", seed=1), folder), model_of("qwen3_moe", seed=2)
+    mesh = init_device_mesh("cpu", (2,))
+    experts = "model.layers.*.mlp.experts"
+    for weights in ("high_precision", "training"):
+        parallelize_module(model, mesh, {experts: float8.Float8ExpertParallel()})
+        if weights == "training":
+            convert(model, recipe)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
+        load(model, folder, weights)
+        for name, parameter in model.named_parameters():
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            expected = whole.get_parameter(name)
+            if ".experts." in name:
+                assert own.shape[0] == 2  # of 4
+                assert not torch.equal(expected[:2], expected[2:])
+                expected = expected[2 * rank : 2 * rank + 2]
+            assert_bitwise(own.detach(), expected.detach(), replay=(weights, name))
+        model = model_of("qwen3_moe", seed=3)
+
+
 def check_each_rank_reads_its_part(rank: int, folder: str) -> None:
     model, read = sharded(Block(seed=3)), []
     original = parameters._plain

@@ -1,0 +1,206 @@
+"""What a plan says of its readers and of its bits, held against Transformers and the layers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+
+import torch
+from assertions import assert_bitwise
+from published_models import convert, model_of
+from transformers import AutoModelForCausalLM
+
+import float8
+from float8 import Blockwise, Rowwise, ScaleFormat
+from float8.checkpoints import (
+    CompressedTensors,
+    FineGrained,
+    ModelOpt,
+    load,
+    plan_save,
+    save_pretrained,
+)
+from float8.checkpoints.__main__ import main
+from float8.checkpoints.shards import Shards
+from float8.checkpoints.stacks import published
+from float8.checkpoints.weight_cast import CAST_ANEW, TRAINING_CAST
+from float8.convert.conversion import own_config
+
+TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+TRANSFORMERS = "Transformers 5.23 (tested on a CPU)"
+
+
+def misread(folder, plain, layers):
+    """The layers of which Transformers has other values than the files; all, if it fails."""
+    ours = load(copy.deepcopy(plain), folder)
+    try:
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=plain.dtype)
+        with torch.no_grad():
+            theirs(TOKENS)  # some weights are decompressed by the first forward
+    except (RuntimeError, ValueError):
+        return set(layers)
+    wrong, stacks = set(), theirs.state_dict()
+    for key, slot in published(ours).items():
+        found, expected = (
+            slot.of(stacks[slot.parameter]),
+            slot.of(ours.state_dict()[slot.parameter]),
+        )
+        if (found.float() - expected.float()).norm() > 0.01 * expected.float().norm():
+            wrong.add(key.removesuffix(".weight"))
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore:Using FP8 quantized models requires a GPU")
+@pytest.mark.parametrize(
+    ("rows", "odd"), [(96, False), (160, True), (192, True), (256, False), (576, True)]
+)
+def test_sizes_that_transformers_misreads_are_named_in_a_warning(rows, odd, tmp_path):
+    """160 rows with a grid of 2 become blocks of 80; 576 are no multiple of 5: an error."""
+    sizes = {"hidden_size": 128, "intermediate_size": rows, "num_hidden_layers": 1}
+    plain = model_of("llama", **sizes, tie_word_embeddings=False)
+    with torch.no_grad():  # blocks of other scales
+        for linear in plain.model.layers[0].mlp.children():
+            if isinstance(linear, torch.nn.Linear):
+                linear.weight[128:] *= 16
+                linear.weight[:, 128:] *= 16
+    model = convert(copy.deepcopy(plain), "blockwise")
+    # pytest turns other warnings into errors
+    expect = pytest.warns if odd else lambda *_, **__: contextlib.nullcontext([])
+    with expect(UserWarning, match=r"misreads.*no multiples of 128x128.*CompressedT") as first:
+        plan = plan_save(model, "fine_grained")
+    with expect(UserWarning, match=r"misreads.*no multiples of 128x128.*CompressedT") as second:
+        save_pretrained(model, tmp_path / "it", "fine_grained")
+    wrong = misread(tmp_path / "it", plain, plan.layers)
+    mlp = {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")}
+    assert wrong == ((set(plan.layers) if rows == 576 else mlp) if odd else set())
+    for warning in [*first, *second]:
+        assert warning.filename == __file__
+        assert {name for name in plan.layers if name in str(warning.message)} == mlp
+    assert (TRANSFORMERS in plan.notes[0]) == (not odd)
+    float8.checkpoints.weight_updates(model, "fine_grained")  # no file that it would read
+
+
+LAYOUTS = {
+    "tensorwise": CompressedTensors(),
+    "rowwise": CompressedTensors(Rowwise()),
+    "blocks": CompressedTensors(Blockwise(128, 128)),
+    "mx": CompressedTensors(Blockwise(1, 32)),
+    "fine_grained": FineGrained(),
+    "fine_grained_mx": FineGrained((1, 32), ScaleFormat.E8M0),
+    "modelopt": ModelOpt(),
+}
+NARROW = {"intermediate_size": 64}
+SQUARE = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 128}
+
+
+@pytest.mark.filterwarnings("ignore:Using FP8 quantized models requires a GPU")
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("llama", SQUARE), ("mixtral", SQUARE | {"intermediate_size": 256}), ("llama", NARROW)],
+)
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_plan_names_the_readers_of_each_layout(kind, name, sizes, tmp_path, capsys):
+    layout = LAYOUTS[kind]
+    plain = model_of(name, **sizes, tie_word_embeddings=False).bfloat16()
+    model = convert(copy.deepcopy(plain), "tensorwise")
+    scales = dict.fromkeys(plan_save(model).layers, 0.02) if layout.static_inputs else None
+    plan = save_pretrained(model, tmp_path / "it", layout, input_scales=scales)
+    engines = "vLLM, SGLang" + ", TensorRT-LLM" * (kind == "modelopt")
+    of_engines = f"{engines} (by their sources, not run)"
+    assert (of_engines in plan.notes[0]) == (kind != "fine_grained_mx")
+    assert main(["inspect", str(tmp_path / "it")]) == 0
+    assert plan.notes[0].rpartition(": ")[0] in capsys.readouterr().out
+    assert plan.notes[0][:60] in str(plan)
+    wrong = misread(tmp_path / "it", plain, plan.layers)
+    assert wrong == (set() if TRANSFORMERS in plan.notes[0] else set(plan.layers))
+
+
+@pytest.mark.filterwarnings("ignore:Using FP8 quantized models requires a GPU")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["mixtral", "llama"])
+def test_transformers_reads_the_default_layout_of_its_models(name, recipe, tmp_path):
+    """And so does `load`, to the bits of training, as layers that keep the files' float8 too."""
+    plain = model_of(name, **SQUARE, tie_word_embeddings=False).bfloat16()
+    model = convert(copy.deepcopy(plain), recipe)
+    plan = save_pretrained(model, tmp_path / "it")
+    assert TRANSFORMERS in plan.notes[0]
+    assert misread(tmp_path / "it", plain, plan.layers) == set()
+    if recipe != "tensorwise":  # q, k, v and gate, up share a scale
+        assert set(plan.layers.values()) == {TRAINING_CAST}
+    if recipe in ("blockwise", "mxfp8"):  # rowwise inputs are cast by float32 scales then
+        resident = load(copy.deepcopy(plain), tmp_path / "it", "float8")
+        q = "model.layers.0.self_attn.q_proj"
+        x = torch.randn(16, 128).bfloat16()
+        assert_bitwise(resident.get_submodule(q)(x), model.get_submodule(q)(x))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_the_cast_it_trains_with_is_said_of_its_bits_alone(name, rows, recipe, tmp_path):
+    """Of experts, the stack is cast: 64 rows of gate share blocks of 128 with those of up."""
+    which = "moe_intermediate_size" if name == "qwen3_moe" else "intermediate_size"
+    model = convert(model_of(name, **SQUARE | {which: rows}), recipe)
+    plan = save_pretrained(model, tmp_path / "it")
+    shards, slots = Shards(tmp_path / "it"), published(model)
+    differ = 0
+    for layer, how in plan.layers.items():
+        slot = slots[f"{layer}.weight"]
+        module = model.get_submodule(slot.parameter.rpartition(".")[0])
+        weight = model.get_parameter(slot.parameter).detach()
+        if isinstance(module, float8.Float8Linear):
+            trained = module.cast_weight(weight).float8_data
+        else:  # the stack of an expert
+            cast, index = own_config(module).plan.output.b, slot.index
+            trained = float8.Float8Tensor.from_high_precision(
+                weight[index[0]], float8.E4M3, block_of(cast), scale_format=cast.scale_format
+            ).float8_data[index[1:]]
+        same = torch.equal(
+            shards.read(f"{layer}.weight").view(torch.uint8), trained.view(torch.uint8)
+        )
+        assert same or not how.startswith(TRAINING_CAST), layer
+        differ += not same
+        assert how.startswith((TRAINING_CAST, CAST_ANEW))
+    assert (differ > 0) == any(how.startswith(CAST_ANEW) for how in plan.layers.values())
+
+
+def block_of(cast):
+    kinds = {(-1, -1): float8.Tensorwise(), (1, -1): Rowwise()}
+    return kinds.get(tuple(cast.block)) or Blockwise(*cast.block)
+
+
+def test_a_plan_says_that_blackwell_casts_or_misreads_scales_that_are_no_powers_of_two():
+    for recipe, layout, is_said in (
+        ("blockwise", FineGrained(), False),  # float32, and powers of two
+        ("blockwise", CompressedTensors(Blockwise(128, 128)), False),
+        ("rowwise", FineGrained(), True),
+        ("rowwise", CompressedTensors(Blockwise(128, 128)), True),
+        ("rowwise", FineGrained(scale_format=ScaleFormat.POWER_OF_TWO), False),
+        ("rowwise", FineGrained(scale_format=ScaleFormat.E8M0), False),
+        ("tensorwise", None, False),
+    ):
+        model = convert(model_of("llama", **SQUARE), recipe)
+        for each in (model, float8.convert_to_float8_inference(copy.deepcopy(model))):
+            notes = plan_save(each, layout, recast=True).notes
+            assert any("Blackwell" in note for note in notes) == is_said, (recipe, layout)
+
+
+def test_scales_of_layers_that_are_left_out_are_ignored(tmp_path):
+    """`calibrate` measures every linear layer, the head too, and saving asks for its scales."""
+    from float8.integrations.transformers import convert as convert_for_the_trainer
+
+    model = convert_for_the_trainer(model_of("llama", tie_word_embeddings=False), "tensorwise")
+    scales = float8.calibrate(model, [{"input_ids": TOKENS}]).static_scales()
+    assert "lm_head" in scales
+    plan = save_pretrained(model, tmp_path / "it", "modelopt", input_scales=scales)
+    assert "lm_head" in plan.skipped
+    shards = Shards(tmp_path / "it")
+    for layer in plan.layers:
+        assert shards.read(f"{layer}.input_scale").item() == pytest.approx(scales[layer])
+    with pytest.raises(ValueError, match="a scale for lm_haed: there is no layer of this name"):
+        plan_save(model, "modelopt", input_scales=scales | {"lm_haed": 1.0})
