@@ -17,7 +17,8 @@ of DeepSeek-V3), ``compressed_tensors.py`` (per tensor, channel or block, and MX
 neither files nor modules. A new layout is its file and its row in ``layouts.LAYOUTS``.
 
 ``layout.py``, ``layer_checks.py``, ``skipped_names.py`` < the layouts < ``layouts.py``;
-``shards.py``, ``new_folder.py`` < ``shard_writer.py``: files, no layouts; ``weights.py``: what each
+``shards.py``, ``new_folder.py`` < ``shard_writer.py``: files, no layouts; ``readers.py`` (which
+libraries read a layout) < ``model_layout.py``, ``inspection.py``; ``weights.py``: what each
 entry of a model becomes, over ``stacks.py`` (names and experts as published checkpoints have them),
 ``float8_layers.py`` (which layers are in float8), ``weight_cast.py`` (with which bits),
 ``input_scale.py`` and ``model_layout.py`` < ``ranks.py``, ``finite.py``, ``model_config.py`` <

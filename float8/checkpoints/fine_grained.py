@@ -20,9 +20,7 @@ N and K need not be multiples of 128: a block at an edge is padded with zeros be
 computed (README_WEIGHTS.md, "Dequantization Method"), as in DeepSeek-V3's own
 ``kv_a_proj_with_mqa``, of 576 rows. vLLM reads such a layer, unless it would fuse or shard it
 inside a block: then it raises an error (``utils/fp8_utils.py``, ``validate_fp8_block_shape``).
-transformers has the same grid on a GPU. But where it dequantises while it loads, as without a GPU,
-it takes the shape divided by that of the scales for the block: it refuses 576 rows, and misreads
-200, whose 2 rows of scales it takes for blocks of 100.
+transformers misreads it where it dequantises (``readers.py``).
 """
 
 from __future__ import annotations

@@ -4,15 +4,13 @@ In memory a float8 weight is a `Float8Tensor` of shape (N, K), E4M3, with
 ``value = data * scale``. In a file it is two or three tensors, whose names and shapes differ from
 library to library:
 
-================== ============================ ============== ====================================
-layout             scale of the weight          activations    read by
-================== ============================ ============== ====================================
-fine_grained       ``weight_scale_inv``,        dynamic 1x128  transformers, vLLM, SGLang
-                   (N / 128, K / 128)
-compressed_tensors ``weight_scale``, (1,),      dynamic per    compressed-tensors (transformers),
-                   (N, 1), or in blocks         token, static  vLLM, SGLang
-modelopt           ``weight_scale``, ()         static         vLLM, SGLang, TensorRT-LLM
-================== ============================ ============== ====================================
+================== ======================================== =========================
+layout             scale of the weight                      activations
+================== ======================================== =========================
+fine_grained       ``weight_scale_inv``, (N / 128, K / 128) dynamic 1x128
+compressed_tensors ``weight_scale``, (1,), (N, 1) or blocks dynamic per token, static
+modelopt           ``weight_scale``, ()                     static
+================== ======================================== =========================
 
 All of these dequantise by a product, also ``weight_scale_inv``, whose name says the inverse of the
 factor that the cast multiplied by. A layout is data (which variant) and four pure functions. It

@@ -6,8 +6,7 @@ each: ``amax / 448``, so ``value = data * scale`` (NVIDIA/TensorRT-Model-Optimiz
 are cast with the stored scale.
 
 ``config.json`` has a ``quantization_config`` (``convert_hf_config.py``), which vLLM 0.33 and SGLang
-read. TensorRT-LLM takes ``hf_quant_config.json`` beside it (`ModelOpt.other_files`). transformers
-does not read this format.
+read. TensorRT-LLM takes ``hf_quant_config.json`` beside it (`ModelOpt.other_files`).
 
 ``ignore`` holds wildcards. vLLM leaves out each layer whose name contains one of them
 (``quantization/modelopt.py``, ``is_layer_excluded``): a router ``mlp.gate`` in it would take

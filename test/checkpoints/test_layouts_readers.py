@@ -29,7 +29,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from float8 import E4M3, Float8Tensor
@@ -153,19 +152,6 @@ def test_transformers_keeps_powers_of_two_in_bfloat16(tmp_path):
     with torch.no_grad():
         found(IDS)
     assert_same_state(found, rounded, "powers of two")
-
-
-def test_transformers_misreads_blocks_at_an_edge_when_it_dequantises():
-    """As `float8.checkpoints.fine_grained` says; a fix there may change the text here."""
-    dequantize = Fp8Dequantize(None)._dequantize_one
-    for rows, is_refused in ((576, True), (200, False)):
-        layer = layer_of(LAYOUT_CASES["fine_grained"], (rows, 128), torch.float32)
-        if is_refused:
-            with pytest.raises(ValueError, match="not divisible by scale grid"):
-                dequantize(layer.weight.float8_data, layer.weight.scale)
-        else:
-            found = dequantize(layer.weight.float8_data, layer.weight.scale)
-            assert not torch.equal(found, layer.weight.dequantize())
 
 
 def test_transformers_parses_the_config_of_fine_grained():
