@@ -19,6 +19,7 @@ reduce_amax                   True: ``sync`` takes the maximum over ranks
 backward_override             "high_precision": as ``override_linear_precision=(False, True, True)``
 fp8_dpa, fp8_mha              False: attention is no linear layer
 scaling_factor_compute_algo   None: the formula above
+enable_2d_quantization        False (MXFP8BlockScaling): one scale per 32 elements of a row
 ============================= ==================================================================
 
 Two extremes differ. A factor is at most 2^126 in float8, and at most float32's maximum in
@@ -193,7 +194,12 @@ _GEMMS = {
     "gemm_config_grad_input": "fp8_gemm_dgrad",
     "gemm_config_grad_weight": "fp8_gemm_wgrad",
 }
-_UNSUPPORTED = ("amax_epsilon", "random_hadamard_transform", "stochastic_rounding")
+_UNSUPPORTED = (
+    "amax_epsilon",
+    "random_hadamard_transform",
+    "stochastic_rounding",
+    "fp4_2d_quantization",
+)
 # How many dimensions a block of 128 has in each operand.
 _BLOCK_DIMS = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
 _BLOCKS: dict[int, Granularity] = {1: Blockwise(1, 128), 2: Blockwise(128, 128)}
@@ -216,6 +222,11 @@ def _blockwise(recipe: Any, arguments: Arguments) -> Fields:
 def _mx(recipe: Any, arguments: Arguments) -> Fields:
     if arguments.get("margin"):
         raise ValueError(f"margin={arguments['margin']!r}: MXFP8BlockScaling has none; leave it 0")
+    if arguments.get("enable_2d_quantization"):
+        raise ValueError(
+            "enable_2d_quantization=True: float8 has MX blocks of 1x32 only, no square ones; leave "
+            "it False, or use Float8BlockScaling, whose weights have blocks of 128x128"
+        )
     cast = CastConfig(granularity=Blockwise(1, 32), scale_format=ScaleFormat.E8M0)
     fields = _operands((cast,) * 3, {"fp8_format": "E4M3", **arguments})
     return {**fields, "gemm_config_output": GemmConfig()}
@@ -317,7 +328,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Any, Arguments], Fields]]] = {
     "DelayedScaling": ((*OF_DELAYED, *_OF_ALL), _delayed),
     "Float8CurrentScaling": (("use_power_2_scales", *_OF_DYNAMIC), _current),
     "Float8BlockScaling": (("use_f32_scales", *_BLOCK_DIMS, *_OF_DYNAMIC), _blockwise),
-    "MXFP8BlockScaling": (("margin", *_OF_ALL), _mx),
+    "MXFP8BlockScaling": (("margin", "enable_2d_quantization", *_OF_ALL), _mx),
 }
 REFUSED = {
     "NVFP4BlockScaling": "4-bit formats are not supported",

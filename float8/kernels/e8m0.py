@@ -6,20 +6,21 @@ bits. When torch.compile traces them, each is one opaque op.
 
 Block by block, for the largest magnitude ``amax`` of a block in float32:
 
-============== ============================ ====================== ============================
-block          ``E8M0``                     ``E8M0_FLOOR``         its data
-============== ============================ ====================== ============================
-zeros          0 (2^-127)                   0 (2^-127)             zeros
-very small     at least 0                   at least 0             ``x / 2^-127``, as for others
-with an inf    254 (2^127)                  247 or 239             the infs are NaN
-with a NaN     255 (NaN)                    255 (NaN)              NaN
-============== ============================ ====================== ============================
+============== ============================ ======================== ============================
+block          ``E8M0``                     ``E8M0_FLOOR``           its data
+============== ============================ ======================== ============================
+zeros          0 (2^-127)                   0 (2^-127)               zeros
+very small     at least 0                   at least 0               ``x / 2^-127``, as for others
+with an inf    254 (2^127)                  247 (E4M3), 240 (E5M2)   the infs are NaN
+with a NaN     255 (NaN)                    255 (NaN)                NaN
+============== ============================ ======================== ============================
 
-The bytes are those of torchao's ``to_mx``, and so are the data, with three exceptions. For an inf
-it writes the largest finite value, which could be taken for a number. Where the byte is 0, it
-multiplies by 1 (``RCEIL``) or 2^126 (``FLOOR``) in place of 2^127. And in ``RCEIL`` its float32
+The bytes and the data are those of torchao's ``to_mx``, with three exceptions in version 0.18. It
+writes the largest finite value for an inf, which could be taken for a number. Where the byte is 0,
+it multiplies by 1 (``RCEIL``) or 2^126 (``FLOOR``) in place of 2^127. And in ``RCEIL`` its float32
 logarithm may take an ``amax / max(format)`` that is less than 2^-18 (relative) above a power of two
 for that power: its byte is one less, and the largest value saturates. Here the exponent is exact.
+By its source, torchao 0.19 has one exception: all of a block with an inf is NaN, with byte 255.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """TransformerEngine's recipes: every argument arrives, in each spelling, or is refused by name.
 
 It cannot be installed without its GPU libraries, so its objects here are stand-ins with the names,
-fields and defaults that its documentation gives (2.15).
+fields and defaults of its ``common/recipe/__init__.py`` (2.20.0.dev0). ``DelayedScaling`` also has
+``interval`` and ``override_linear_precision``, which versions before 2.0 have.
 """
 
 import copy
@@ -254,11 +255,18 @@ class DelayedScaling:
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    backward_override: Any = None
     _cached_repr: str = ""
 
 
-def quantiser(power_2_scale: bool, **others) -> SimpleNamespace:
-    return SimpleNamespace(power_2_scale=power_2_scale, amax_epsilon=0.0, **others)
+def quantiser(power_2_scale: bool) -> SimpleNamespace:
+    return SimpleNamespace(
+        power_2_scale=power_2_scale,
+        amax_epsilon=0.0,
+        random_hadamard_transform=False,
+        stochastic_rounding=False,
+        fp4_2d_quantization=False,
+    )
 
 
 def gemm(is_precise: bool) -> SimpleNamespace:
@@ -275,6 +283,8 @@ class Float8CurrentScaling:
     fp8_gemm_fprop: Any = field(default_factory=lambda: gemm(False))
     fp8_gemm_dgrad: Any = field(default_factory=lambda: gemm(True))
     fp8_gemm_wgrad: Any = field(default_factory=lambda: gemm(True))
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     backward_override: Any = None
 
 
@@ -336,6 +346,7 @@ class MXFP8BlockScaling:
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: Any = None
+    enable_2d_quantization: bool = False  # from 2.19 on
 
 
 def test_mx_scaling_is_the_recipe_mxfp8():
@@ -363,6 +374,7 @@ class Float8CurentScaling:
     ("recipe", "message"),
     [
         (MXFP8BlockScaling(margin=1), "margin=1: MXFP8BlockScaling has none"),
+        (MXFP8BlockScaling(enable_2d_quantization=True), "enable_2d_quantization=True: .* 1x32"),
         (NVFP4BlockScaling(), "4-bit formats are not supported"),
         (CustomRecipe(), "write a Float8LinearConfig"),
         (Float8CurentScaling(), "did you mean 'Float8CurrentScaling'"),
@@ -379,7 +391,9 @@ def test_another_recipe_is_refused_with_a_reason(recipe, message):
         te(recipe)
 
 
-@pytest.mark.parametrize("extra", ["amax_epsilon", "random_hadamard_transform"])
+@pytest.mark.parametrize(
+    "extra", ["amax_epsilon", "random_hadamard_transform", "fp4_2d_quantization"]
+)
 def test_what_a_quantiser_does_beyond_scaling_is_refused(extra):
     recipe = Float8CurrentScaling()
     recipe.fp8_quant_fwd_inp = quantiser(False)

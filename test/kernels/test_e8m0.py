@@ -42,6 +42,19 @@ def test_no_float32_amax_saturates_nor_could_its_scale_be_halved(dtype, field):
     assert ((amax > largest / 2) | (bytes_of(found) == 0)).all()
 
 
+@pytest.mark.parametrize(("dtype", "floor"), [(E4M3, 247), (E5M2, 240)], ids=str)
+def test_a_block_with_an_inf_has_the_bytes_that_the_file_states(dtype, floor):
+    x = torch.ones(1, 32)
+    x[0, 3] = -torch.inf
+    for scale_format, byte in zip(E8M0, (254, floor), strict=True):
+        found = Float8Tensor.from_high_precision(
+            x, dtype, Blockwise(1, 32), scale_format=scale_format
+        )
+        assert bytes_of(found.scale).tolist() == [[byte]]
+        assert found.float8_data.float().isnan().nonzero().tolist() == [[0, 3]]
+    assert f"{floor} (E{'4M3' if dtype == E4M3 else '5M2'})" in e8m0.__doc__
+
+
 def test_every_byte_comes_back():
     scale = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     exact = oracle.scale_values(scale)
