@@ -419,7 +419,9 @@ def scaled_mm(
     if is_whole:
         # A 0-dim factor scales in float32 without a float32 copy of the product. Not in place:
         # selective activation checkpointing may have kept the product, and in bfloat16 torch is
-        # slower in place.
+        # slower in place. Compiled, in float32 by name: inductor (2.13) rounds the factor to the
+        # product's dtype under `emulate_precision_casts`.
+        product = product.to(torch.float32) if torch.compiler.is_compiling() else product
         scaled = product * (a_scale * b_scale).reshape(())
     elif out is None and product.dtype != torch.float32 and _is_large(product):
         return _scale_parts(product, a_scale, b_scale, bias_N)

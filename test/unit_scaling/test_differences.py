@@ -166,6 +166,12 @@ RESULTS = {
     "causal attention of two positions": lambda lib: attention(
         lib, *(x[..., :2, :] for x in QKV), is_causal=True
     ),
+    "attention whose values are wider or narrower than its queries": lambda lib: attention(
+        lib, *QKV[:2], normal(2, 3, 17, 24)
+    ),
+    "`rms_norm` in float64": lambda lib: lib.functional.rms_norm(
+        normal(3, 8, dtype=torch.float64) * 1e30, (8,)
+    ),
     "gradients in bfloat16 and float16": gradient_in(torch.bfloat16),
     "`FPFormat(4, 3)` and other formats": lambda lib: rounded(lib, 300.0, 1e-3),
     '`FPFormat(..., rounding="nearest")`, ties': lambda lib: rounded(lib, 1.1875, -1.1875),
