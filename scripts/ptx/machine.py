@@ -6,7 +6,8 @@ It is never changed in place: a write makes another array.
 
 Lanes run in lockstep. Where a branch divides them, the basic block with the lowest number among
 their program counters runs next, under the mask of its lanes. Those that wait at a barrier do not
-run until all threads of their program have come.
+run until all threads of their program have come. With a seed, warps and programs run in a random
+order instead.
 
 An instruction is a function of the machine and an `Instruction`, registered under its name, the
 part of the opcode before the first dot::
@@ -97,17 +98,18 @@ class Machine:
         program: Program,
         arguments: Mapping[str, int],
         memory: GlobalMemory,
-        numbers: range,
+        numbers: Lanes,
         grid: tuple[int, int, int],
         threads: int,
         shared_bytes: int,
         report: Report,
+        random: np.random.Generator | None = None,
     ) -> None:
         self.program, self.arguments, self.memory, self.report = program, arguments, memory, report
-        self.threads, self.programs = threads, len(numbers)
+        self.threads, self.programs, self.random = threads, len(numbers), random
         self.count = threads * self.programs
         self.all_lanes = np.arange(self.count)
-        self.number = np.repeat(np.asarray(numbers), threads)  # each lane's program in the launch
+        self.number = np.repeat(numbers, threads)  # each lane's program in the launch
         self.mask: Lanes | None = None
         self.ins = self.barrier = program.instructions[0]
         self._registers: dict[str, Lanes] = {}
@@ -308,7 +310,8 @@ class Machine:
     def run(self) -> None:
         """Run every lane to its end."""
         blocks, end = self.program.blocks, len(self.program.blocks)
-        at: Lanes | None = None  # each lane's block, while they differ
+        # Each lane's block, while they differ.
+        at: Lanes | None = None if self.random is None else np.zeros(self.count, np.int64)
         block = 0
         while True:
             live: Lanes | None = None
@@ -319,9 +322,10 @@ class Machine:
                         return
                     self._deadlock()
                     continue
+                running = self._chosen(running)
                 block = int(at[running].min())
                 live = running & (at == block)
-                if live.all():
+                if live.all() and self.random is None:
                     at = live = None
             if block >= end:
                 return
@@ -340,6 +344,13 @@ class Machine:
                 at[live & taken], at[live & ~taken] = target, block + 1
             if at is None and self._waiting.any():
                 at = np.full(self.count, block)
+
+    def _chosen(self, running: Lanes) -> Lanes:
+        """Of the lanes that can run, those that may: with a seed, of a random half of the warps."""
+        if self.random is None:
+            return running
+        chosen = np.repeat(self.random.random(self.count // WARP) < 0.5, WARP) & running
+        return chosen if chosen.any() else running
 
     def _run_block(self, instructions: range, live: Lanes | None) -> Instruction | None:
         """Run a basic block in the lanes ``live``; return its last instruction."""
@@ -448,6 +459,7 @@ def execute(
     threads: int | None = None,
     shared_bytes: int = 0,
     batch: int = 64,
+    seed: int | None = None,
 ) -> Report:
     """Run a launch.
 
@@ -460,6 +472,8 @@ def execute(
         threads: of a program, where the PTX does not say it.
         shared_bytes: of dynamic shared memory.
         batch: how many programs run together.
+        seed: of a random order of programs, and of warps. None: in the order of their numbers, and
+            warps in lockstep.
 
     Returns:
         the findings and counts; `Report.check` raises if there are findings.
@@ -479,10 +493,12 @@ def execute(
     report = Report(program.name, x * y * z, number)
     begin = time.perf_counter()
     size = shared_bytes + sum(-(-n // 128) * 128 for n in program.shared.values())
+    random = None if seed is None else np.random.default_rng(seed)
+    order = np.arange(x * y * z) if random is None else random.permutation(x * y * z)
     with np.errstate(all="ignore"):
         for first in range(0, x * y * z, batch):
-            numbers = range(first, min(first + batch, x * y * z))
-            Machine(program, values, memory, numbers, (x, y, z), number, size, report).run()
+            numbers = order[first : first + batch]
+            Machine(program, values, memory, numbers, (x, y, z), number, size, report, random).run()
     report.seconds = time.perf_counter() - begin
     return report
 

@@ -36,6 +36,23 @@ def test_a_triton_kernel_runs_end_to_end(arch):
     assert report.programs == 4 and report.instructions["add.rn.f32"] == 4 * 4 * 2
 
 
+def test_a_seed_chooses_the_order_of_programs_and_of_warps():
+    body = """
+    ld.param.u64 %d0, [p0];
+    mov.u32 %r1, %ctaid.x;
+    shr.u32 %r2, %r0, 5;
+    mad.lo.s32 %r3, %r1, 4, %r2;
+    atom.global.gpu.relaxed.exch.b32 %r4, [%d0], %r3;
+    """
+    last = []
+    for seed in (None, 0, 1, 2, 2):
+        out = np.zeros(1, np.int32)
+        run(assemble(body, ["u64"], threads=128), out, grid=(8,), batch=3, seed=seed).check()
+        last.append(int(out[0]))
+    assert last[0] == 31  # the last warp of the last program
+    assert len(set(last)) > 2 and last[3] == last[4]
+
+
 def test_an_unknown_instruction_is_named():
     with pytest.raises(PtxError, match=r"line 17: frobnicate\.b32: this instruction is not known"):
         run(assemble("frobnicate.b32 %r1, %r0;"))

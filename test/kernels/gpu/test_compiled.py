@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,10 +44,13 @@ from kernels.gpu import (
     test_transpose,
 )
 from kernels.gpu.shipped_cases import CASES as SHIPPED
+from kernels.gpu.test_column_sums import OPS
 
 from float8.granularity import scale_shape
 from float8.kernels import definition
 from float8.kernels.gpu import blockwise_mm
+from scripts.ptx import launch
+from scripts.ptx.machine import execute
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -243,3 +247,52 @@ def test_exact_sums(arch, rows, tile):
         found = multiply(*parts, *rows, None, F32, tile=tile)
     assert_bitwise(found, definition.scaled_mm(*parts, *blocks, None, F32))
     assert runs[0].programs == -(-M // tile.M) * -(-N // tile.N)
+
+
+# What adds or compares across warps or programs: sums of columns, amaxes, norms, group amaxes.
+REDUCING = (
+    *((test_column_sums.test_sums_have_the_error_of_float32, (name,)) for name in OPS),
+    *(case[:2] for case in CASES if case[0] in (
+        test_cast.test_dynamic,
+        test_stacks.test_agrees,
+        test_cast_mx.test_agrees,
+        test_cast_tokens.test_agrees,
+        test_cast_tokens_mx.test_agrees,
+        test_cast_weight.test_agrees,
+        test_norm_cast.check_form,
+        test_swiglu_cast.check_data_and_amax,
+        test_swiglu_cast.test_backward,
+        test_optimizer_step.test_agrees,
+    )),
+)  # fmt: skip
+
+
+def _written(test, arguments, seed, monkeypatch):
+    """The bytes that each launch of a case wrote, under an order of programs and warps."""
+    found = []
+
+    def spy(program, grid, passed, memory, **options):
+        report = execute(program, grid, passed, memory, **options, seed=seed)
+        written = memory.writer >= 0
+        found.append((written.nonzero()[0], memory.data[written]))
+        return report
+
+    monkeypatch.setattr(launch, "execute", spy)
+    torch.manual_seed(0)
+    with executed("sm_90"):
+        test(*on_cpu(test, arguments))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("test", "arguments"),
+    [pytest.param(*c, id=f"{c[0].__module__}.{c[0].__name__}-{i}") for i, c in enumerate(REDUCING)],
+)
+def test_no_bit_depends_on_the_order_of_programs_and_warps(test, arguments, monkeypatch):
+    """TransformerEngine's issue 2921: its cast with a bias gradient gave other bits in each run."""
+    first, *others = (_written(test, arguments, seed, monkeypatch) for seed in (None, 1, 2))
+    assert first
+    for other in others:
+        for (at, data), (other_at, other_data) in zip(first, other, strict=True):
+            assert np.array_equal(at, other_at) and np.array_equal(data, other_data)
