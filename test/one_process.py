@@ -99,11 +99,12 @@ def global_step(model: nn.Module, ranks: list[list[Batch]]) -> list[list[float]]
         the losses of each rank's microbatches.
     """
     losses, gradients = [], []
+    trained = [p for p in model.parameters() if p.requires_grad]
     for microbatches in ranks:
         model.zero_grad()
         losses.append(rank_step(model, microbatches))
-        gradients.append([p.grad for p in model.parameters()])
-    for p, *parts in zip(model.parameters(), *gradients, strict=True):
+        gradients.append([p.grad for p in trained])
+    for p, *parts in zip(trained, *gradients, strict=True):
         p.grad = pairwise_sum([part / len(ranks) for part in parts])
     return losses
 

@@ -196,6 +196,7 @@ class BoundPlan:
         has_refusal: whether there is a product that the device runs for no sizes.
         is_aligned: whether sizes must be multiples of 16.
         is_grouped: whether the GEMMs multiply groups of tokens with experts.
+        is_tiled: whether some scale serves a block, neither one element nor a whole dimension.
         smooth_input: whether x and w are multiplied by factors, see `float8.linear.smoothing`.
         to_onnx: whether torch.onnx.export traces the layer.
     """
@@ -210,6 +211,7 @@ class BoundPlan:
         "has_refusal",
         "is_aligned",
         "is_grouped",
+        "is_tiled",
         "on_gpu",
         "output",
         "smooth_input",
@@ -270,6 +272,8 @@ class BoundPlan:
         gemms = (self.output, self.grad_input, self.grad_weight)
         casts = [cast for gemm in gemms for cast in (gemm.a, gemm.b)]
         self.has_delayed = any(cast is not None and cast.is_delayed for cast in casts)
+        blocks = [cast.block for cast in casts if cast is not None]
+        self.is_tiled = any(extent not in (1, WHOLE) for block in blocks for extent in block)
         self.on_gpu = family != CPU and not emulate
         self.has_refusal = any(gemm.refusal is not None for gemm in gemms)
         self.is_aligned = not pad and any(kernels.is_aligned(gemm.name) for gemm in gemms)

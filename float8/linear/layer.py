@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from float8.arguments import check_tensors, check_type
 from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.formats import E4M3, E5M2
+from float8.kernels import is_sharded
 from float8.kernels.scaled_mm import ALIGNMENT
 from float8.linear.autograd import (
     Call,
@@ -35,6 +36,7 @@ from float8.linear.float8_weight import (
 from float8.linear.onnx_graph import linear_in_onnx, refuses_onnx, weight_in_onnx
 from float8.linear.refusals import (
     REFUSES_SCRIPT,
+    REFUSES_SHARDED_BLOCKS,
     refuses_call,
     refuses_float8_input,
     refuses_input,
@@ -222,6 +224,8 @@ class Float8Linear(Float8Module, nn.Linear):
             reason = refuses_float8_input(input, plan, weight.requires_grad and grad)
             if reason is not None:
                 raise ValueError(f"{self._name}: {reason}")
+        if plan.is_tiled and is_sharded(weight):
+            raise ValueError(f"{self._name}: {REFUSES_SHARDED_BLOCKS}")
         if not plan.on_gpu and torch.compiler.is_compiling():
             return
         N, K = weight.shape

@@ -35,6 +35,11 @@ _IN_HIGH_PRECISION = (
     "run it in `with float8.high_precision(model):`, or on what "
     "float8.convert_from_float8_training(model) returns"
 )
+REFUSES_SHARDED_BLOCKS = (
+    "the weight is a DTensor, as torch's ColwiseParallel and RowwiseParallel leave it, and this "
+    "config has scales of blocks, which DTensors do not take; use float8.Float8ColwiseParallel and "
+    "float8.Float8RowwiseParallel"
+)
 REFUSES_SMOOTH_EXPERTS = (
     "smooth_input=True is for linear layers, not for experts; convert these with another config"
 )

@@ -1,0 +1,391 @@
+"""Trainings drawn by a seed: parallelism x recipe x compile x recomputation, against one process.
+
+A `Composition` is one training on two gloo processes, drawn by ``Composition.of(seed)`` from those
+that are supported. Its reference is the same training in one process, eager and without
+recomputation. Data parallelism promises the bits of `one_process`. Tensor and expert parallelism
+sum in another order: their gradients may be at most twice as far from a float64 training without
+float8 as those of one process are. Replay seeds 17 and 18 by ::
+
+    PYTHONPATH=.:test python test/multiprocess/composition_program.py 17 18
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
+from itertools import product
+
+import one_process as one
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from assertions import assert_bitwise, assert_error_within_baseline
+from processes import failures
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import float8
+from float8.config import RECIPES
+
+D, EXPERTS, BF16 = 32, 3, torch.bfloat16
+LENGTHS = 0, 1, 2, 7, 16, 34
+in_bf16 = partial(torch.autocast, "cpu", BF16)
+
+
+def drawn(*values):
+    return field(metadata={"values": values})
+
+
+@dataclass(frozen=True)
+class Composition:
+    """One training on two processes.
+
+    Args:
+        seed: of the weights and the data.
+        data: the data parallelism.
+        layers: the parallelism within layers.
+        data_ranks: the ranks of ``data``; ``layers`` has the others.
+        plan: of tensor parallelism: where its input is whole, cut, or cast before it is gathered.
+        convert_first: before ``layers``.
+        left_out: one layer stays in high precision.
+        has_experts: the first block is a mixture of experts.
+        tokens: (batch, sequence) of each rank of ``data``.
+        microbatches: of each step.
+        frozen: "weight" of a layer, or "block".
+        tied: two layers with one "weight", or one "block" that runs twice.
+        after_step: ends a step by `float8.after_step`, which is optional for most recipes.
+    """
+
+    seed: int
+    data: str = drawn("none", "DDP", "FSDP2", "FSDP2 in float8")
+    layers: str = drawn("whole", "TP", "torch's TP", "EP")
+    data_ranks: int = drawn(1, 2)
+    plan: str = drawn("replicated", "sequence", "prepared")
+    convert_first: bool = drawn(False, True)
+    recipe: str = drawn(*RECIPES)
+    dtype: str = drawn("float32", "bfloat16", "mixed")
+    compile: str = drawn(*[""] * 12, "model", "blocks")
+    recompute: bool = drawn(False, True)
+    has_experts: bool = drawn(False, True)
+    left_out: bool = drawn(False, False, True)
+    frozen: str = drawn("", "", "weight", "block")
+    tied: str = drawn("", "", "weight", "block")
+    bias: bool = drawn(False, True)
+    hidden: int = drawn(32, 96, 160)
+    tokens: tuple[tuple[int, int], ...] = drawn(*product(product((1, 2, 3), LENGTHS), repeat=2))
+    microbatches: int = drawn(1, 2)
+    steps: int = drawn(2, 3)
+    after_step: bool = drawn(False, True)
+    reshard: bool = drawn(False, True)
+
+    @classmethod
+    def of(cls, seed: int) -> Composition:
+        """The first supported composition of the seed's random numbers."""
+        r = random.Random(seed)
+        while True:
+            values = [r.choice(field.metadata["values"]) for field in fields(cls)[1:]]
+            if (composition := cls(seed, *values)).is_supported:
+                return composition
+
+    @property
+    def is_supported(self) -> bool:
+        rules = (
+            self.data_ranks == 1 if self.data == "none" else self.layers != "whole" or self.is_fed,
+            self.is_tp or self.plan == "replicated",
+            # DDP takes no DTensor: experts are left out of it, and only their own ranks sum them.
+            self.data != "DDP" or self.layers == "whole" or (self.is_ep and not self.is_fed),
+            self.has_experts if self.is_ep else not (self.is_tp and self.has_experts),
+            not (self.is_ep and self.data == "FSDP2 in float8" and self.convert_first),
+            # The weights of tensor-parallel layers are gathered in high precision.
+            not (self.is_tp and self.data == "FSDP2 in float8"),
+            # torch's styles leave DTensors, which scales of blocks do not take.
+            not (self.layers == "torch's TP" and self.recipe in ("blockwise", "mxfp8")),
+            not (self.layers == "torch's TP" and self.convert_first),
+            # The styles replace each layer's weight, which unties two of them.
+            not (self.is_tp and self.tied == "weight"),
+            # Experts that stay in high precision call torch's grouped_mm, which autocast ignores.
+            not (self.has_experts and self.recipe == "delayed" and self.dtype == "mixed"),
+            # Nothing is composed.
+            self.data != "none" or self.layers != "whole" or self.compile or self.recompute,
+        )
+        return all(rules)
+
+    is_ep = property(lambda self: self.layers == "EP")
+    is_tp = property(lambda self: self.layers.endswith("TP"))
+    is_fsdp = property(lambda self: self.data.startswith("FSDP2"))
+    is_fed = property(lambda self: self.data_ranks == 2)
+    is_cut = property(lambda self: self.plan != "replicated")
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether sums have the order of one process."""
+        if self.is_ep or (self.is_tp and not self.is_fed):
+            return False
+        # FSDP2 adds the gradients of a tied weight in bfloat16, one process in float32; and FSDP2
+        # reduces the gradients of each run of a block.
+        unlike = self.tied == "block" or (self.tied == "weight" and self.dtype == "mixed")
+        return not (self.is_fsdp and unlike)
+
+    @cached_property
+    def mesh(self):
+        shape = (self.data_ranks, 2 // self.data_ranks)
+        return init_device_mesh("cpu", shape, mesh_dim_names=("data", "layers"))
+
+    def batch(self, step: int, rank: int, microbatch: int) -> one.Batch:
+        generator = torch.Generator().manual_seed(1000 * step + 10 * rank + microbatch)
+        B, S = self.tokens[rank]
+        x, g = torch.randn(2, B, 2 * S if self.is_cut else S, D, generator=generator)
+        return (x * (1 + rank)).to(torch.float32 if self.dtype == "float32" else BF16), g
+
+    def batches(self, step: int) -> list[list[one.Batch]]:
+        """Of a step: the microbatches of each rank that has data of its own."""
+        ranks = 2 if self.is_ep else self.data_ranks
+        return [[self.batch(step, r, m) for m in range(self.microbatches)] for r in range(ranks)]
+
+
+class Experts(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, hidden, D) / D**0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, D, hidden) / hidden**0.5)
+
+    def forward(self, x, num_tokens_per_expert):
+        if x.dtype == torch.float64:  # which grouped_mm does not take
+            parts = zip(x.split(num_tokens_per_expert.tolist()), self.up, self.down, strict=True)
+            return torch.cat([F.gelu(part @ up.mT) @ down.mT for part, up, down in parts])
+        ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+        x = F.gelu(F.grouped_mm(x, self.up.mT, offs=ends))
+        return F.grouped_mm(x, self.down.mT, offs=ends)
+
+
+float8.register_experts(Experts)
+
+
+class Mixture(nn.Module):
+    """Two experts for each token, chosen by the token itself: no rounding chooses others."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.router, self.experts = nn.Linear(D, EXPERTS, bias=False), Experts(c.hidden)
+
+    def forward(self, x):
+        tokens = x.flatten(0, -2)
+        chosen = tokens[:, :EXPERTS].topk(2).indices
+        scores = self.router(tokens).sigmoid().gather(1, chosen)
+        order = chosen.flatten().argsort(stable=True)
+        y = self.experts(tokens[order // 2], torch.bincount(chosen.flatten(), minlength=EXPERTS))
+        y = torch.empty_like(y).index_copy(0, order, y).unflatten(0, chosen.shape)
+        return (y * scores.unsqueeze(-1)).sum(1).view(x.shape)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.up, self.down = nn.Linear(D, c.hidden, c.bias), nn.Linear(c.hidden, D, c.bias)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.recompute = body, False
+
+    def forward(self, x):
+        return checkpoint(self._run, x, use_reentrant=False) if self.recompute else self._run(x)
+
+    def _run(self, x):
+        return x + self.body(x)
+
+
+def plain_model(c):
+    torch.manual_seed(c.seed)
+    bodies = [Mixture(c)] * c.has_experts + [FeedForward(c) for _ in range(2 + (not c.has_experts))]
+    model = nn.Sequential(*(Block(body) for body in bodies))
+    if c.tied == "block":
+        model[-1] = model[-2]
+    if c.tied == "weight":
+        model[-1].body.up.weight = model[-2].body.up.weight
+    if c.frozen == "weight":
+        model[-2].body.down.weight.requires_grad_(False)
+    if c.frozen == "block":
+        model[c.seed % 2].requires_grad_(False)
+    return model.to(BF16 if c.dtype == "bfloat16" else torch.float32)
+
+
+def converted(c, model, gathers=False):
+    config = replace(RECIPES[c.recipe], enable_fsdp_float8_all_gather=gathers)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", 'recipe "unit"')  # these layers are not unit-scaled
+        warnings.filterwarnings("ignore", ".*experts keep no amax history")
+        return float8.convert_to_float8_training(
+            model,
+            config=config,
+            module_filter_fn=lambda _, fqn: not (c.left_out and fqn == "1.body.down"),
+        )
+
+
+def tensor_parallel(c, model):
+    """Cut each layer over the mesh, by the library's styles before conversion or by torch's."""
+    styles = {"TP": (float8.Float8ColwiseParallel, float8.Float8RowwiseParallel)}
+    colwise, rowwise = styles.get(c.layers, (ColwiseParallel, RowwiseParallel))
+    prepare = float8.PrepareFloat8ModuleInput if c.layers == "TP" else PrepareModuleInput
+    whole, cut = Replicate(), Shard(1)
+    plan = {
+        "*.body.up": colwise(input_layouts=cut if c.plan == "sequence" else whole),
+        "*.body.down": rowwise(output_layouts=whole if c.plan == "replicated" else cut),
+    }
+    parallelize_module(model, c.mesh["layers"], plan)
+    if c.plan == "prepared":
+        style = prepare(input_layouts=cut, desired_input_layouts=whole)
+        parallelize_module(model, c.mesh["layers"], {"*.body": style})
+
+
+def parallel_model(c):
+    """The model of a composition, and what its forward runs."""
+    model = plain_model(c)
+    for block in model:
+        block.recompute = c.recompute
+    if c.convert_first:
+        converted(c, model, c.data == "FSDP2 in float8")
+    if c.is_tp:
+        tensor_parallel(c, model[:-1] if c.tied == "block" else model)
+    if c.is_ep:
+        parallelize_module(model[0].body.experts, c.mesh["layers"], float8.Float8ExpertParallel())
+    if not c.convert_first:
+        converted(c, model, c.data == "FSDP2 in float8")
+    if c.compile == "blocks":
+        for block in dict.fromkeys(model):
+            block.compile(backend="aot_eager")
+    if c.is_fsdp:
+        options = {"reshard_after_forward": c.reshard}
+        if c.dtype == "mixed":
+            options["mp_policy"] = MixedPrecisionPolicy(BF16, torch.float32)
+        if c.is_ep:
+            fully_shard(model[0].body.experts, mesh=c.mesh["data"], **options)
+        mesh = c.mesh["layers" if c.is_ep and not c.is_fed else "data"]
+        for block in dict.fromkeys(model) if c.tied != "weight" else ():
+            fully_shard(block, mesh=mesh, **options)
+        fully_shard(model, mesh=mesh, **options)
+    run = model
+    if c.data == "DDP":
+        experts = [name for name, _ in model.named_parameters() if c.is_ep and ".experts." in name]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
+        run = DistributedDataParallel(model)
+    return model, torch.compile(run, backend="aot_eager") if c.compile == "model" else run
+
+
+@contextmanager
+def without_sync(c, model, run):
+    """Accumulate gradients without a reduction."""
+    if c.data == "DDP":
+        with getattr(run, "_orig_mod", run).no_sync():
+            yield
+        return
+    if c.is_fsdp:
+        model.set_requires_gradient_sync(False)
+    yield
+    if c.is_fsdp:
+        model.set_requires_gradient_sync(True)
+
+
+def average_over_ranks(c, model):
+    """What no parallelism does: gradients of experts are sums, of other layers those of a rank."""
+    for name, p in model.named_parameters() if c.is_ep and not c.is_fed else ():
+        if p.requires_grad and ".experts." not in name and c.data == "none":
+            dist.all_reduce(p.grad)
+        if p.requires_grad and (".experts." in name or c.data == "none"):
+            p.grad /= 2
+
+
+def cut(c, batch):
+    """This rank's part of a batch."""
+    ranks = c.mesh["layers"]
+    return [t.chunk(ranks.size(), 1)[ranks.get_local_rank()] if c.is_cut else t for t in batch]
+
+
+def gradients(model):
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def trains(rank, seed):
+    c = Composition.of(seed)
+    torch._dynamo.reset()
+    single, exact = converted(c, plain_model(c)), plain_model(c).double()
+    parallel, run = parallel_model(c)
+    mine = rank if c.is_ep else c.mesh["data"].get_local_rank()
+    in_single = in_bf16 if c.dtype == "mixed" else nullcontext
+    in_parallel = nullcontext if c.is_fsdp else in_single
+    models = (single, parallel) if c.keeps_bits else (single, parallel, exact)
+    make = partial(torch.optim.AdamW if c.keeps_bits else torch.optim.SGD, lr=0.01, foreach=False)
+    optimizers = [make([p for p in m.parameters() if p.requires_grad]) for m in models]
+    for step in range(c.steps):
+        ranks = c.batches(step)
+        with in_single():
+            expected = one.global_step(single, ranks)[mine]
+        with in_parallel():
+            batches = [cut(c, each) for each in ranks[mine]]
+            found = one.rank_step(run, batches, partial(without_sync, c, parallel, run))
+        average_over_ranks(c, parallel)
+        if c.keeps_bits:
+            assert found == expected, (c, step, found, expected)
+        else:
+            one.global_step(exact, [[(x.double(), g.double()) for x, g in r] for r in ranks])
+            assert_gradients_are_as_close(c, step, parallel, exact, single)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            if model is parallel and c.after_step:
+                float8.after_step(model)
+            elif model is not exact:
+                one.sync_float8_amax_and_scale_history(model)
+        if c.keeps_bits:
+            one.assert_same_model(parallel, single, (c, step))
+    with torch.no_grad():
+        batch = c.batch(c.steps, mine, 0)
+        with in_single():
+            expected = cut(c, [single.eval()(batch[0])])[0]
+        with in_parallel():
+            run.eval()
+            found = run(cut(c, batch)[0])
+        if c.keeps_bits:
+            assert_bitwise(found, expected, c, "evaluation")
+        else:
+            exact = cut(c, [exact(batch[0].double())])[0]
+            assert_error_within_baseline(found, exact, expected, 2.0, c, "evaluation")
+
+
+def assert_gradients_are_as_close(c, step, parallel, exact, single):
+    found, expected, baseline = map(gradients, (parallel, exact, single))
+    assert found.keys() == expected.keys() == baseline.keys(), c
+    for (name, exact_grad), grad in zip(expected.items(), one.whole(found.values()), strict=True):
+        what = f"step {step}: gradient of {name}"
+        assert_error_within_baseline(grad, exact_grad, baseline[name], 2.0, c, what)
+
+
+def failures_of(seeds) -> dict[str, Exception]:
+    """The errors of seeds that fail, by their compositions."""
+    checks = {repr(Composition.of(seed)): ("trains", seed) for seed in seeds}
+    return failures("composition_program", checks)
+
+
+if __name__ == "__main__":
+    found = failures_of(map(int, sys.argv[1:]))
+    for name, error in found.items():
+        print(name, error, sep="\n", end="\n\n")
+    sys.exit(bool(found))
