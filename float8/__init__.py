@@ -4,8 +4,8 @@ Start with `convert_to_float8_training`; the recipes are in `float8.config.RECIP
 package is in docs/architecture.md.
 """
 
-import importlib
-from typing import Any
+import importlib as _importlib
+from typing import Any as _Any
 
 import float8.distributed.first_use as _first_use  # noqa: F401  compares ranks
 import float8.distributed.gathered_weights as _gathered_weights  # noqa: F401  stores weights
@@ -21,7 +21,7 @@ from float8.config import (
     GemmConfig,
     ScalingType,
 )
-from float8.config.suggestions import refuse_name
+from float8.config.suggestions import refuse_name as _refuse_name
 from float8.convert import filters
 from float8.convert.convert import (
     convert_from_float8_training,
@@ -61,14 +61,18 @@ _ON_DEMAND = {
 _PACKAGES = ("numerics", "optim", "unit_scaling")
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _Any:
     if name in _ON_DEMAND:
-        value = getattr(importlib.import_module(_ON_DEMAND[name]), name)
+        value = getattr(_importlib.import_module(_ON_DEMAND[name]), name)
         globals()[name] = value  # for the next use; importing float8.ms_amp has bound the package
         return value
     if name in _PACKAGES:
-        return importlib.import_module(f"float8.{name}")
-    refuse_name("float8", name)
+        return _importlib.import_module(f"float8.{name}")
+    _refuse_name("float8", name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_DEMAND, *_PACKAGES})
 
 
 # float8.inspect is left out: ``from float8 import *`` would replace Python's inspect.

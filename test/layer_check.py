@@ -11,11 +11,7 @@ import torch
 from assertions import assert_error_within_baseline
 from torch import Tensor, nn
 
-from float8 import (
-    Float8LinearConfig,
-    convert_to_float8_training,
-    sync_float8_amax_and_scale_history,
-)
+from float8 import Float8Linear, sync_float8_amax_and_scale_history
 
 Gradients = dict[str, Tensor]
 
@@ -51,9 +47,7 @@ def check_layer(
     x, g = torch.randn(m, k).to(dtype), (torch.randn(m, n) * 1e-3).to(dtype)
     x *= 5.0 ** -(torch.arange(m) % 4).unsqueeze(1)  # rows differ, which separates granularities
     want = linear_oracle.expected(recipe, x, linear.weight.detach(), linear.bias, g)
-    layer = convert_to_float8_training(
-        linear.to(device), config=Float8LinearConfig.from_recipe_name(recipe)
-    )
+    layer = Float8Linear.from_float(linear.to(device), recipe)
     for step in range(2):  # delayed: the first step is dynamic, the second uses the history
         found = run(layer, x.to(device), g.to(device))
         replay = f"check_layer({recipe!r}, {shape}, {dtype}, {bias}, {seed}), step {step}"

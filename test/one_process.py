@@ -42,10 +42,11 @@ def make(
         layers = uu.Linear(width, hidden), uu.GELU(), uu.Linear(hidden, width)
     else:
         layers = nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)
-    return convert(wrap(nn.Sequential(*layers)), recipe)
+    pads = width % 16 > 0 or hidden % 16 > 0
+    return convert(wrap(nn.Sequential(*layers)), recipe, pads)
 
 
-def convert(model: Any, recipe: str | None) -> Any:
+def convert(model: Any, recipe: str | None, pads: bool = False) -> Any:
     """The model with a recipe, or as it is for None.
 
     ``"gathered NAME"`` is recipe NAME with weights that FSDP2 gathers in float8.
@@ -53,7 +54,8 @@ def convert(model: Any, recipe: str | None) -> Any:
     if recipe is None:
         return model
     name = recipe.removeprefix(GATHERED)
-    config = replace(RECIPES[name], enable_fsdp_float8_all_gather=name != recipe)
+    gathers = name != recipe
+    config = replace(RECIPES[name], enable_fsdp_float8_all_gather=gathers, pad_inner_dim=pads)
     return convert_to_float8_training(model, config=config)
 
 

@@ -92,7 +92,7 @@ class Call:
 ANYTHING = tuple(BAD)
 NONE = ("None",)
 MODULE = r"must be an nn\.Module, got "
-CONFIG = "config must be a Float8LinearConfig, got "
+CONFIG = "(config must be a Float8LinearConfig, got |unknown recipe )"
 TENSOR = r"must be a torch\.Tensor, got "
 
 f = float8
@@ -255,10 +255,10 @@ CALLS: dict[str, list[Call]] = {
     ],
     "convert_to_float8_training": converter("convert_to_float8_training", "module"),
     "estimate": [
-        Call(lambda v: f.estimate(v, 16, show=False), "model=|beside shapes"),
-        Call(lambda v: f.estimate(model(), v, show=False), "tokens="),
-        Call(lambda v: f.estimate(model(), 16, v, show=False), "device"),
-        Call(lambda v: f.estimate(model(), 16, recipes=v, show=False), "recipe"),
+        Call(lambda v: f.estimate(v, 16), "model=|beside shapes"),
+        Call(lambda v: f.estimate(model(), v), "tokens="),
+        Call(lambda v: f.estimate(model(), 16, v), "device"),
+        Call(lambda v: f.estimate(model(), 16, recipes=v), "recipe"),
     ],
     "faster_layers": [
         Call(lambda v: f.faster_layers(v, 16), "recipe"),
@@ -503,7 +503,30 @@ def test_good_values_pass():
         check_integer(2, "n", 3)
 
 
+def test_a_config_may_be_the_name_of_a_recipe():
+    row = f.config.RECIPES["rowwise"]
+    for layer in (
+        Float8Linear(32, 16, config="rowwise"),
+        Float8Linear.from_float(nn.Linear(32, 16), "rowwise"),
+        float8.convert_to_float8_training(nn.Linear(32, 16), config="rowwise"),
+        float8.convert_to_float8_inference(nn.Linear(32, 16), config="rowwise"),
+    ):
+        assert layer.config == row
+    assert torch.equal(f.float8_linear(X, W, None, "rowwise"), f.float8_linear(X, W, None, row))
+    by_name = f.grouped_mm(X, EXPERTS, OFFS, "rowwise")
+    assert torch.equal(by_name, f.grouped_mm(X, EXPERTS, OFFS, row))
+    with pytest.raises(ValueError, match=r"float8_linear: unknown recipe 'rowwize'.*did you mean"):
+        f.float8_linear(X, W, None, "rowwize")
+
+
 # --- the package's names
+
+
+def test_dir_has_the_lazy_names_and_not_what_the_package_imports():
+    names = set(dir(float8))
+    assert {"ms_amp", "inspect", "optim", "numerics", "unit_scaling"} < names
+    assert set(float8.__all__) < names
+    assert not {"Any", "importlib", "refuse_name"} & names
 
 
 def test_a_star_import_hides_no_module_of_python():

@@ -43,13 +43,13 @@ from float8.checkpoints.stacks import Slot
 from float8.config import Float8LinearConfig, check_config
 from float8.convert.conversion import (
     ConversionPlan,
-    named,
     own_config,
     plan_conversion,
     sharded_before,
 )
 from float8.convert.convert import convert_to_float8_training
 from float8.convert.filters import NO_REASON
+from float8.convert.folding import named
 from float8.convert.inference import hide_from_ddp
 from float8.kernels import is_sharded
 from float8.linear.delayed import DelayedCast
@@ -66,7 +66,7 @@ def load(
     path: str | Path,
     weights: str = HIGH_PRECISION,
     *,
-    config: Float8LinearConfig | None = None,
+    config: Float8LinearConfig | str | None = None,
     ignore: Sequence[str] = (),
     device: torch.device | str = "cpu",
 ) -> nn.Module:
@@ -175,7 +175,7 @@ def _device(device: Any) -> torch.device:
         ) from error
 
 
-def _check_model(model: nn.Module, weights: str, config: Float8LinearConfig | None) -> None:
+def _check_model(model: nn.Module, weights: str, config: object) -> None:
     layers = {fqn: m for fqn, m in model.named_modules() if own_config(m) is not None}
     resident = [
         f for f, m in layers.items() if isinstance(m, Float8Linear) and is_resident(m.weight)

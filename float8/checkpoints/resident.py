@@ -26,8 +26,9 @@ from float8.checkpoints.matching import dtype_of, join, layer_of, tensor_of
 from float8.checkpoints.source import WEIGHT, Source
 from float8.checkpoints.stacks import Slot
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
-from float8.convert.conversion import ConversionPlan, named, plan_conversion
+from float8.convert.conversion import ConversionPlan, plan_conversion
 from float8.convert.filters import NO_REASON
+from float8.convert.folding import named
 from float8.convert.inference import refuses_device
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import Blockwise, Rowwise, Tensorwise

@@ -49,7 +49,7 @@ class Float8LinearConfig:
             GPU, 6 more bytes per element of the input (none behind a `SwiGLUCast`) and 4 per
             element of its gradient; 8 more per weight and 4 per element of its gradient.
         pad_inner_dim: pad dimensions that are no multiple of 16 with zeros, on devices whose GEMM
-            needs it, instead of refusing.
+            needs it, instead of refusing. Conversion then takes layers of any sizes.
         emulate: run the reference path on every device.
         enable_amax_init: delayed casts use dynamic scales in the first 16 steps, or ``history_len``
             if that is less: amaxes grow fastest at the start of a training. False starts from a
@@ -148,10 +148,7 @@ class Float8LinearConfig:
             meant = f'; write from_recipe_name("{value}")' if value in list(RECIPES) else ""
             raise TypeError(f"a recipe is named by a string, got {described(given)}{meant}")
         if name not in RECIPES:
-            raise ValueError(
-                f"unknown recipe {name!r}; known recipes: {', '.join(RECIPES)}"
-                f"{did_you_mean(name, RECIPES)}"
-            )
+            raise ValueError(_unknown(name))
         return deepcopy(RECIPES[name])
 
     def _resolve(self) -> LinearPlan:
@@ -280,34 +277,50 @@ def _check(name: str, value: object, wanted: type) -> None:
     raise TypeError(f"{name} must be a {wanted.__name__}, got {described(value)}; {way_out}")
 
 
-def check_config(config: object, caller: str = "") -> None:
-    """Raise unless ``config`` is a `Float8LinearConfig`.
+def check_config(config: object, caller: str = "") -> Float8LinearConfig:
+    """The config that a caller was given, or that of the recipe that it named.
 
     Args:
-        config: what the caller was given; a None that stands for a default is the caller's to
-            handle.
+        config: a `Float8LinearConfig` or the name of a recipe; a None that stands for a default is
+            the caller's to handle.
         caller: the public function, for the message.
 
     Raises:
         TypeError: it is something else; the message says how to make a config of it.
+        ValueError: no recipe has this name.
     """
+    where = f"{caller}: " if caller else ""
     if isinstance(config, Float8LinearConfig):
-        return
+        return config
+    if isinstance(config, str):
+        if config not in RECIPES:
+            raise ValueError(where + _unknown(config))
+        return RECIPES[config]
     dialect = dialect_of(config)
-    name = config.value if isinstance(config, Enum) else config
-    given, way_out = described(config), 'write Float8LinearConfig.from_recipe_name("tensorwise")'
+    name = config.value if isinstance(config, Enum) else None
+    given, way_out = described(config), 'write "tensorwise", or another recipe\'s name'
     if isinstance(name, str) and name in RECIPES:
-        way_out = f'write Float8LinearConfig.from_recipe_name("{name}")'
-    elif isinstance(name, str):
-        known = f"recipes are {', '.join(RECIPES)}{did_you_mean(name, RECIPES)}"
-        way_out = f"write Float8LinearConfig.from_recipe_name(name); {known}"
+        way_out = f'write "{name}"'
     elif dialect is not None:
         given = f"{dialect.library}'s {type(config).__name__}"
         way_out = f"write Float8LinearConfig.{dialect.constructor}(config)"
     elif isinstance(config, CastConfig):
         way_out = "a CastConfig is of one operand: write Float8LinearConfig(cast_config_input=...)"
-    where = f"{caller}: " if caller else ""
     raise TypeError(f"{where}config must be a Float8LinearConfig, got {given}; {way_out}")
+
+
+def _unknown(name: str) -> str:
+    known = ", ".join(RECIPES)
+    return f"unknown recipe {name!r}; known recipes: {known}{did_you_mean(name, RECIPES)}"
+
+
+def recipe_of(config: Float8LinearConfig) -> str:
+    """What to call a config: its recipe and the flags beside it, ``rowwise, emulate=True``."""
+    defaults: dict[str, Any] = {f.name: f.default for f in fields(config) if f.name in _FLAGS}
+    flags = [f"{n}={v}" for n, d in defaults.items() if (v := getattr(config, n)) != d]
+    plain = replace(config, **defaults)
+    found = (name for name, recipe in RECIPES.items() if recipe == plain)
+    return ", ".join([next(found, "own config"), *flags])
 
 
 def _recipes() -> dict[str, Float8LinearConfig]:

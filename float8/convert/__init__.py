@@ -1,7 +1,8 @@
 """Converting models: choosing layers, replacing them, and reporting the conversion.
 
 ``filters.py``: a user's choice of layers; ``conversion.py``: the plan of a conversion and its
-report; ``convert.py``: conversion for training, and back; ``inference.py``: frozen float8 weights.
+report, in which ``folding.py`` joins names; ``convert.py``: conversion for training, and back;
+``inference.py``: frozen float8 weights.
 """
 
 from float8.convert.convert import (

@@ -15,6 +15,7 @@ Nothing is changed before the third.
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -27,13 +28,21 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from float8.arguments import check_module, described
 from float8.config import RECIPES, Float8LinearConfig, check_config
+from float8.config.linear import recipe_of
 from float8.config.suggestions import dialect_of
-from float8.convert.filters import ModuleFilter, all_of, unmatched_patterns, why_not
+from float8.convert.filters import (
+    ModuleFilter,
+    all_of,
+    divisible_by,
+    unmatched_patterns,
+    why_not,
+)
+from float8.convert.folding import folded, named
 from float8.convert.routers import routers_of
 from float8.formats import E4M3
 from float8.kernels import is_sharded
 from float8.linear.layer import Float8Linear
-from float8.linear.refusals import refuses_experts_on_gpu, refuses_on_gpu
+from float8.linear.refusals import multiple_of_features
 from float8.linear.registration import (
     MODEL_CHECKS,
     WEIGHT_RULES,
@@ -69,28 +78,28 @@ class Conversion:
         skipped: name -> why it was left alone.
         gathered_in_high_precision: under enable_fsdp_float8_all_gather, name -> why its weight is
             gathered in high precision.
-        refused_on_gpu: name -> why a GPU will refuse a converted layer that a CPU runs.
         unmatched_patterns: patterns of `float8.filters.skip_names` that match no layer, with the
             nearest name.
+        recipe: of the converted layers, and the flags beside it; several where they differ.
     """
 
     converted: list[str] = field(default_factory=list)
     experts: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     gathered_in_high_precision: dict[str, str] = field(default_factory=dict)
-    refused_on_gpu: dict[str, str] = field(default_factory=dict)
     unmatched_patterns: list[str] = field(default_factory=list)
+    recipe: str = ""
 
     def __str__(self) -> str:
         told = {
             "left alone": self.skipped,
             "weight gathered in high precision": self.gathered_in_high_precision,
-            "a GPU will refuse": self.refused_on_gpu,
         }
+        recipe = f" ({self.recipe})" if self.recipe else ""
         experts = f", {len(self.experts)} of them experts" if self.experts else ""
-        lines = [f"converted to float8: {len(self.converted)} layers{experts}"]
+        lines = [f"converted to float8{recipe}: {len(self.converted)} layers{experts}"]
         for what, reasons in told.items():
-            lines += [f"  {what}: {fqn}: {reason}" for fqn, reason in reasons.items()]
+            lines += [f"  {what}: {line}" for line in folded(reasons.items())]
         lines += [f"  skip_names: no layer is called {name}" for name in self.unmatched_patterns]
         return "\n".join(lines)
 
@@ -145,11 +154,12 @@ class ConversionPlan:
             problems.append((fqn, rule.refuses(layer, config)))
             if config.enable_fsdp_float8_all_gather and not rule.stacked:
                 problems.append((fqn, WEIGHT_RULES[0].refuses(layer, config)))
-        problems = [problem for problem in (*problems, *further) if problem[1] is not None]
-        if problems:
+        found = [(fqn, reason) for fqn, reason in (*problems, *further) if reason is not None]
+        if found:
             raise ValueError(
-                "nothing was converted, because some layers cannot be:"
-                + "".join(f"\n  {named(fqn)}: {reason}" for fqn, reason in problems)
+                "\n  ".join(
+                    ["nothing was converted, because some layers cannot be:", *folded(found)]
+                )
             )
 
     def warn_of_fixed_scales(self) -> None:
@@ -158,13 +168,12 @@ class ConversionPlan:
         scaled = {f: m for f, m in layers.items() if not _rule_of(m).unit_scaled}
         if self.config != RECIPES["unit"] or not scaled:
             return
-        warnings.warn(
+        _warn_user(
             f'recipe "unit" casts with a scale of 1, and {len(scaled)} of {len(layers)} layers '
             f"(first: {named(next(iter(scaled)))}) are not unit-scaled"
             f"{_flushed([w for m in scaled.values() for w in _weights(m)])}; gradients are smaller "
             "yet. Build the model from float8.unit_scaling's layers, transform it with unit_scale "
-            "and float8 of float8.unit_scaling.transforms, or take a dynamic recipe",
-            stacklevel=3,
+            "and float8 of float8.unit_scaling.transforms, or take a dynamic recipe"
         )
 
     def convert(self, model: nn.Module) -> nn.Module:
@@ -181,50 +190,40 @@ class ConversionPlan:
         return replace_children(model, swapped)
 
     def finish(self, model: nn.Module) -> None:
-        """Complete the report, attach it to the model, log it, and warn if no layer is float8."""
+        """Complete the report, attach it to the model and log it; warn of what the user may change.
+
+        That is: no layer is float8, experts have no history, or a pattern matches no layer.
+        """
         conversion = self.conversion
         own = {fqn: m for fqn, m in model.named_modules() if own_config(m) is not None}
-        for fqn in conversion.converted:
-            if (reason := _refused_on_gpu(own.get(fqn))) is not None:
-                conversion.refused_on_gpu[fqn] = reason
         names = [*own, *conversion.skipped]
         conversion.unmatched_patterns = unmatched_patterns(self.module_filter_fn, names)
+        configs = dict.fromkeys(self.configs.values()) or [self.config]
+        conversion.recipe = "; ".join(dict.fromkeys(map(recipe_of, configs)))
         model.float8_conversion = conversion  # type: ignore[assignment]
         logger.info("%s", conversion)
-        if conversion.refused_on_gpu:
-            fqn, reason = next(iter(conversion.refused_on_gpu.items()))
-            logger.warning(
-                "a GPU will refuse %d of the %d converted layers, which a CPU runs; the first is "
-                "%s: %s. model.float8_conversion lists them all",
-                len(conversion.refused_on_gpu),
-                len(conversion.converted),
-                named(fqn),
-                reason,
-            )
-        kept = [fqn for fqn, reason in conversion.skipped.items() if reason == NO_HISTORY]
+        if conversion.unmatched_patterns:
+            patterns = ", ".join(conversion.unmatched_patterns)
+            _warn_user(f"{self.caller}: skip_names: no layer is called {patterns}")
+        kept = [(fqn, why) for fqn, why in conversion.skipped.items() if why == NO_HISTORY]
         if kept:
-            logger.warning(
-                "%d experts modules stay in high precision; the first is %s: %s",
-                len(kept),
-                named(kept[0]),
-                NO_HISTORY,
-            )
+            _warn_user("experts stay in high precision: " + "\n  ".join(folded(kept)))
         if conversion.converted:
             return
         unchanged = any(own_config(layer) != self.config for layer in own.values())
         if not own or (self.config_is_given and unchanged):
-            warnings.warn(f"{self.caller} converted no layer:{self.reasons}", stacklevel=3)
+            _warn_user(f"{self.caller} converted no layer:{self.reasons}")
 
     @property
     def reasons(self) -> str:
         """Why layers were left alone, a line each, for messages."""
-        lines = [f"\n  {named(fqn)}: {reason}" for fqn, reason in self.conversion.skipped.items()]
-        return "".join(lines) or " the model has no nn.Linear"
+        lines = folded(self.conversion.skipped.items())
+        return "".join(f"\n  {line}" for line in lines) or " the model has no nn.Linear"
 
 
 def plan_conversion(
     model: nn.Module,
-    config: Float8LinearConfig | None,
+    config: Float8LinearConfig | str | None,
     module_filter_fn: ModuleFilter | None,
     caller: str,
     *,
@@ -235,7 +234,7 @@ def plan_conversion(
 
     Args:
         model: what the caller was given as its parameter ``argument``.
-        config: of layers that are not in float8 yet; None for the default.
+        config: of layers that are not in float8 yet, or its recipe's name; None for the default.
         module_filter_fn: None for every layer; or called with each candidate and its name.
         caller: the public function, for messages.
         argument: the name of the caller's parameter.
@@ -247,8 +246,7 @@ def plan_conversion(
         ValueError: layers of this model cannot be swapped, as those of a transformed one.
     """
     check_module(model, caller, argument)
-    if config is not None:
-        check_config(config, caller)
+    found = Float8LinearConfig() if config is None else check_config(config, caller)
     if module_filter_fn is not None and not callable(module_filter_fn):
         raise TypeError(
             f"{caller}: module_filter_fn must be callable, got {described(module_filter_fn)}; to "
@@ -257,7 +255,7 @@ def plan_conversion(
     for check in MODEL_CHECKS:
         if (why := check(model)) is not None:
             raise ValueError(f"nothing was converted: {why}")
-    plan = ConversionPlan(caller, config or Float8LinearConfig(), module_filter_fn)
+    plan = ConversionPlan(caller, found, module_filter_fn)
     plan.config_is_given = config is not None
     is_wanted = module_filter_fn or all_of()
     routers = routers_of(model)
@@ -265,7 +263,7 @@ def plan_conversion(
         is_candidate = own_config(module) is not None or rule_of(module) is not None
         reason = routers.get(module) or _left_alone(module, fqn, plan, replaces_weights)
         if reason is None and is_candidate:
-            reason = why_not(is_wanted, module, fqn)
+            reason = why_not(is_wanted, module, fqn) or odd_sizes(module, plan.config)
         if reason is not None:
             plan.leave(fqn, reason)
         elif is_candidate:
@@ -369,16 +367,13 @@ def _weights(layer: Any) -> list[Tensor]:
     return list(stacked_weights(layer).values()) if _rule_of(layer).stacked else [layer.weight]
 
 
-def _refused_on_gpu(layer: nn.Module | None) -> str | None:
-    """The reason why a GPU will refuse a converted layer that a CPU runs, or None."""
-    if layer is None or any(p.device.type == "cuda" for p in layer.parameters(recurse=False)):
-        return None  # the first call on a GPU refuses it
-    if isinstance(layer, Float8Linear):
-        return refuses_on_gpu(layer.config, layer.weight, tokens=16, grad=True)
-    config = own_config(layer)
-    return (
-        None if config is None else refuses_experts_on_gpu(config, stacked_weights(layer).values())
-    )
+def odd_sizes(module: nn.Module, config: Float8LinearConfig) -> str | None:
+    """The reason why no GPU multiplies by a plain layer's weights, or None."""
+    if own_config(module) is not None:
+        return None
+    multiple = multiple_of_features(config, _rule_of(module).stacked)
+    reason = why_not(divisible_by(multiple), module, "")
+    return None if reason is None else f"{reason}, which GPUs need; pad_inner_dim=True converts it"
 
 
 def runs_something_else(module: nn.Module, fqn: str) -> str | None:
@@ -421,11 +416,6 @@ def _read_by_the_fast_path(encoder_layer: str, layers: dict[str, Any]) -> dict[s
     return {fqn: reason for fqn in names if fqn in layers}
 
 
-def named(fqn: str) -> str:
-    """A module's name, for messages."""
-    return fqn or "the module itself"
-
-
 def _flushed(weights: list[Tensor]) -> str:
     """The fractions of weights that E4M3 flushes or coarsens at a scale of 1; meta has none."""
     weights = [w.detach() for w in weights if w.device.type != "meta" and w.numel()]
@@ -438,6 +428,18 @@ def _flushed(weights: list[Tensor]) -> str:
         f": {zero / total:.1%} of their weights flush to zero and {coarse / total:.1%} lose "
         "precision as subnormals"
     )
+
+
+def _warn_user(message: str) -> None:
+    """Warn, with the line that called the library."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_own(frame.f_globals):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_own(namespace: dict[str, Any]) -> bool:
+    return str(namespace.get("__name__")).partition(".")[0] == "float8"
 
 
 def replace_children(root: nn.Module, swapped: dict[nn.Module, nn.Module]) -> nn.Module:

@@ -69,7 +69,7 @@ def register_linear_type(linear_type: type[nn.Linear]) -> None:
 def convert_to_float8_training(
     module: nn.Module,
     *,
-    config: Float8LinearConfig | None = None,
+    config: Float8LinearConfig | str | None = None,
     module_filter_fn: ModuleFilter | None = None,
 ) -> nn.Module:
     """Replace the linear layers and the experts of ``module`` by float8 ones, in place.
@@ -77,13 +77,15 @@ def convert_to_float8_training(
     Experts are modules that multiply by stacked weights with ``grouped_mm``: those of Transformers
     and torchtitan, and types given to `float8.register_experts`. Routers stay in high precision.
     Parameters stay the same objects; mode, hooks, dtype and device stay; a layer registered under
-    two names stays one layer. Convert before building the optimizer where a distributed wrapper
-    replaces parameters, as ``enable_fsdp_float8_all_gather`` does with weights. Converting again
-    changes nothing. Call `float8.after_step` once per optimizer step; delayed recipes need it.
+    two names stays one layer. Layers whose in_features or out_features are no multiples of 16 (of
+    32: experts of recipe ``mxfp8``), which no GPU multiplies, are left alone unless the config has
+    ``pad_inner_dim`` or ``emulate``. Convert before building the optimizer where a distributed
+    wrapper replaces parameters, as ``enable_fsdp_float8_all_gather`` does with weights. Converting
+    again changes nothing. Call `float8.after_step` once per optimizer step, for delayed recipes.
 
     Args:
         module: the model; it may itself be an ``nn.Linear``.
-        config: dynamic tensorwise by default.
+        config: a config or the name of a recipe; dynamic tensorwise by default.
         module_filter_fn: called with each candidate, a linear layer or experts, and its name; False
             leaves it alone. See `float8.filters`.
 

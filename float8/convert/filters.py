@@ -6,7 +6,7 @@ function of the same arguments, if it has one, tells the conversion report why i
 For the usual cases::
 
     convert_to_float8_training(
-        model, module_filter_fn=all_of(skip_names("lm_head", "*.gate"), divisible_by(16))
+        model, module_filter_fn=all_of(skip_names("lm_head"), min_features(256, 256))
     )
 
 ``filter_fqns`` of torchao and torchtitan are substrings of names; the patterns of `skip_names` are
@@ -151,7 +151,7 @@ def min_features(in_features: int = 0, out_features: int = 0) -> ModuleFilter:
 
 
 def divisible_by(multiple: int = 16) -> ModuleFilter:
-    """Skip layers with a dimension that is no multiple of 16, which tensor cores do not take.
+    """Skip layers with a dimension that is no multiple of this.
 
     Args:
         multiple: what ``in_features`` and ``out_features`` must be multiples of.

@@ -33,8 +33,9 @@ import torch
 from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig
-from float8.convert.conversion import ConversionPlan, named, plan_conversion, replace_children
+from float8.convert.conversion import ConversionPlan, plan_conversion, replace_children
 from float8.convert.filters import ModuleFilter
+from float8.convert.folding import folded
 from float8.kernels import family_of, is_sharded
 from float8.linear.float8_weight import as_parameter, is_resident, refuses_resident, to_resident
 from float8.linear.layer import Float8Linear
@@ -49,7 +50,7 @@ def convert_to_float8_inference(
     model: nn.Module,
     static_scales: Mapping[str, float | Tensor] | None = None,
     *,
-    config: Float8LinearConfig | None = None,
+    config: Float8LinearConfig | str | None = None,
     module_filter_fn: ModuleFilter | None = None,
 ) -> nn.Module:
     """Keep only a frozen float8 copy of the linear layers' weights, in place.
@@ -66,7 +67,8 @@ def convert_to_float8_inference(
             that are converted; norms and gates that returned float8 with another scale become
             plain, and `float8.fuse_norms` may fuse them again. None casts inputs with dynamic
             scales, or as a converted layer does.
-        config: of layers that are no Float8Linear yet; dynamic tensorwise by default.
+        config: of layers that are no Float8Linear yet, or its recipe's name; dynamic tensorwise by
+            default.
         module_filter_fn: called with each candidate and its name; False leaves it alone.
 
     Returns:
@@ -108,20 +110,20 @@ def _cast_inputs_with(scales: Mapping[str, float | Tensor], plan: ConversionPlan
             "static_scales must map layer names to the scales of their inputs, as "
             f'{{"layers.0.proj": 0.02}}, got a {type(scales).__name__}'
         )
-    problems = [f"no scale for {named(fqn)}" for fqn in plan.layers if fqn not in scales]
+    problems = [(fqn, "it has no scale") for fqn in plan.layers if fqn not in scales]
     for fqn, scale in scales.items():
         if fqn not in plan.layers:
             why = plan.conversion.skipped.get(fqn, "there is no layer of this name to convert")
-            problems.append(f"a scale for {fqn}: {why}")
+            problems.append((fqn, f"it has a scale, and {why}"))
             continue
         try:
             plan.configs[fqn] = with_static_input(plan.configs[fqn], scale)
         except (TypeError, ValueError) as error:
-            problems.append(f"{fqn}: {error}")
+            problems.append((fqn, str(error)))
     if problems:
         raise ValueError(
             "nothing was converted, because static_scales must name the input scale of each layer "
-            "that is converted and of no other:\n  " + "\n  ".join(problems)
+            "that is converted and of no other:\n  " + "\n  ".join(folded(problems))
         )
 
 
@@ -131,7 +133,7 @@ def _refused_weights(plan: ConversionPlan) -> Iterator[tuple[str, str | None]]:
     for fqn, layer in plan.layers.items():
         config = plan.configs[fqn]
         cast = config.plan.output.b
-        first, its_cast = casts.setdefault(id(layer.weight), (named(fqn), cast))
+        first, its_cast = casts.setdefault(id(layer.weight), (fqn, cast))
         reason = _refuses_weight(layer, config)
         if reason is None and its_cast != cast:
             reason = f"its weight is {first}'s, which casts it in another way"

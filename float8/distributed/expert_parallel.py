@@ -67,11 +67,9 @@ class Float8ExpertParallel(ParallelStyle):
         RuntimeError: on every rank, if ranks have other experts, or a rank none.
     """
 
-    def __init__(self, *, config: Float8LinearConfig | None = None) -> None:
+    def __init__(self, *, config: Float8LinearConfig | str | None = None) -> None:
         super().__init__()
-        if config is not None:
-            check_config(config, "Float8ExpertParallel")
-        self.config = config
+        self.config = None if config is None else check_config(config, "Float8ExpertParallel")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name, parameters = type(module).__name__, dict(module.named_parameters())

@@ -55,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add("--weights-cached", action="store_true", help="cast weights once per step")
     microbatches = "microbatches per step"
     add("--gradient-accumulation", type=int, default=1, metavar="N", help=microbatches)
+    add("--sources", action="store_true", help="say where each figure of the device is from")
     add("-o", "--output", type=Path, metavar="FILE", help="write the prediction as JSON")
     return options
 
@@ -78,6 +79,9 @@ def main(argv: Sequence[str]) -> int:
         arguments.error(
             f"figures of device {options.device!r} are too large or too small to use ({error})"
         )
+    print(result)
+    if options.sources:
+        print(*result.device.provenance(), sep="\n")
     if options.output:
         text = json.dumps(result.as_dict(), indent=1, allow_nan=False) + "\n"
         try:

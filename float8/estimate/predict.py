@@ -250,7 +250,6 @@ def estimate(
     weights_cached: bool = False,
     gradient_accumulation: int = 1,
     experts_per_token: int = 1,
-    show: bool = True,
 ) -> Estimate:
     """Predict time and memory in float8 of each layer of a model, without running it.
 
@@ -271,10 +270,9 @@ def estimate(
             2 bytes per weight element of the cache are subtracted from the memory saved.
         gradient_accumulation: microbatches per step, which share a cached cast.
         experts_per_token: how many experts of a mixture read each token.
-        show: print the table.
 
     Returns:
-        The rows and totals; ``str`` of it is the table.
+        The rows and totals; printed, it is the table.
 
     Raises:
         TypeError: ``model`` is neither a module nor shapes, or ``device`` or a recipe is
@@ -294,10 +292,7 @@ def estimate(
         )
         for layer in layers
     ]
-    result = Estimate(found, use, rows)
-    if show:
-        print(result)
-    return result
+    return Estimate(found, use, rows)
 
 
 def faster_layers(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from float8.convert.folding import pattern_of
 from float8.estimate.devices import Device
 from float8.estimate.roofline import Seconds
 from float8.estimate.shapes import Shape, Use
@@ -74,10 +75,10 @@ class Total:
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """What `float8.estimate` predicts; ``str`` of it is the table.
+    """What `float8.estimate` predicts; printed, or shown by a REPL, it is the table.
 
     Args:
-        device: the device whose figures were used.
+        device: the device whose figures were used; ``device.provenance()`` has their sources.
         use: how the model is run: training or not, cached weights, microbatches.
         rows: one `LayerEstimate` per layer.
     """
@@ -125,9 +126,6 @@ class Estimate:
         }
 
     def __repr__(self) -> str:
-        return f"Estimate({self.device.name}, {len(self.rows)} layers, {', '.join(self.recipes)})"
-
-    def __str__(self) -> str:
         from tabulate import tabulate
 
         reasons: dict[str, int] = {}
@@ -152,54 +150,37 @@ class Estimate:
 
     def _footnotes(self, reasons: dict[str, int]) -> list[str]:
         what = "Forward and backward" if self.use.training else "Forward"
+        autocast = " under autocast" if any(row.is_float32 for row in self.rows) else ""
         casts = "the compiler's kernels" if self.device.compiled_casts else "fused kernels"
         casts = "plain PyTorch" if self.device.emulates else casts
-        notes = [f"[{number}] refused: {reason}" for reason, number in reasons.items()]
-        notes.append(
-            f"{what} of one batch on {self.device.name} ({self.device.arch}), casts by {casts}, "
-            f"predicted. {_reliability(self.device)}"
-        )
-        if any(row.is_float32 for row in self.rows):
-            notes.append(
-                "Layers with float32 weights are assumed to run under bfloat16 autocast: float8 "
-                "converts the weight before each cast."
-            )
-        if self.use.weights_cached:
-            notes.append(
-                "The 2 bytes per element of cached weights are subtracted from the memory saved."
-            )
-        return notes + [f"  {line}" for line in self.device.provenance()]
+        return [f"[{number}] refused: {reason}" for reason, number in reasons.items()] + [
+            f"{what} of one batch{autocast} on {self.device.name} ({self.device.arch}), casts by "
+            f"{casts}, predicted from {_sources(self.device)}."
+        ]
 
 
-def _reliability(device: Device) -> str:
-    """One sentence on how reliable the figures are."""
+def _sources(device: Device) -> str:
+    """How reliable the figures are."""
     kinds = {figure.kind for figure in device.figures().values()}
     if not kinds & {"measured", "fitted"}:
-        return (
-            "NOTHING HERE WAS MEASURED: datasheet peaks under published efficiencies; "
-            "benchmarks/measure_device.py measures a machine."
-        )
+        return "datasheets and published efficiencies: NOTHING HERE WAS MEASURED"
     if kinds & {"assumed", "published", "predicted"}:
-        return "Some figures are measured or fitted, others published or assumed:"
-    return "Its figures:"
+        return "measured or fitted figures and published or assumed ones"
+    return "measured or fitted figures"
 
 
 def _grouped(rows: Iterable[LayerEstimate]) -> list[list[LayerEstimate]]:
     """Rows grouped by the line that they share."""
     groups: dict[tuple[object, ...], list[LayerEstimate]] = {}
     for row in rows:
-        line = (_pattern(row.layer), row.shape, row.bf16_s, *row.recipes.values())
+        line = (pattern_of(row.layer), row.shape, row.bf16_s, *row.recipes.values())
         groups.setdefault(line, []).append(row)
     return list(groups.values())
 
 
-def _pattern(name: str) -> str:
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
-
-
 def _line(rows: Sequence[LayerEstimate], reasons: dict[str, int]) -> Cells:
     row = rows[0]
-    name = row.layer if len(rows) == 1 else _pattern(row.layer)
+    name = row.layer if len(rows) == 1 else pattern_of(row.layer)
     cells = [name, str(len(rows)), str(row.shape), _ms(row.bf16_s)]
     for recipe, prediction in row.recipes.items():
         if prediction.seconds is None:

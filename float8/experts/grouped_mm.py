@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from float8.arguments import check_tensors
-from float8.config import RECIPES, Float8LinearConfig, check_config
+from float8.config import Float8LinearConfig, check_config
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear.autograd import (
     NO_FACTORS,
@@ -38,7 +38,7 @@ from float8.tensor import Float8Tensor
 
 
 def grouped_mm(
-    x: Tensor, w: Tensor, offs: Tensor, config: Float8LinearConfig | None = None
+    x: Tensor, w: Tensor, offs: Tensor, config: Float8LinearConfig | str | None = None
 ) -> Tensor:
     """``x[begin:end] @ w[e]`` for the tokens of each expert e, in float8.
 
@@ -53,7 +53,8 @@ def grouped_mm(
         offs: (E,) int32, the end of each expert's tokens among the T rows, ascending. A group may
             be empty. Rows at or beyond ``offs[-1]`` are in no group and never read. On a CPU the
             values are checked; on a GPU that would wait for it, so there they are not.
-        config: dynamic tensorwise by default. A delayed config is refused.
+        config: a config or the name of a recipe; dynamic tensorwise by default. A delayed config is
+            refused.
 
     Returns:
         (T, N). Rows of no group are zero on a CPU and unspecified on a GPU; so are those of the
@@ -64,7 +65,7 @@ def grouped_mm(
         ValueError: shapes, devices or offsets do not fit; the config is delayed; x is in float8
             and does not fit the config; or the device does not run one of its products.
     """
-    config = RECIPES["tensorwise"] if config is None else config
+    config = check_config("tensorwise" if config is None else config, "grouped_mm")
     _check("grouped_mm", x, w, offs, config)
     return grouped_mm_in_float8(x, w, offs, config)
 
@@ -97,7 +98,6 @@ def grouped_mm_in_float8(
 def _check(name: str, x: Tensor, w: Tensor, offs: Tensor, config: Float8LinearConfig) -> None:
     """Raise unless the arguments fit each other; the values of offs are checked by the casts."""
     check_tensors(name, x=x, w=w, offs=offs)
-    check_config(config, name)
     if config.uses_delayed_scaling:
         raise ValueError(
             f"{name}: a delayed config keeps a history of amaxes per operand, and experts have "

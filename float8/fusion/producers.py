@@ -89,10 +89,8 @@ class _Producer(Float8Module):
     plain: ClassVar[str]  # the module to use instead if this one does not fit
     fqn: str = ""  # a default for older pickles, which have none
 
-    def _set_up(self, config: Float8LinearConfig | None, device: Any, fqn: str = "") -> None:
-        if config is not None:
-            check_config(config, type(self).__name__)
-        config = config or Float8LinearConfig()
+    def _set_up(self, config: Float8LinearConfig | str | None, device: Any, fqn: str = "") -> None:
+        config = check_config("tensorwise" if config is None else config, type(self).__name__)
         if (reason := refuses_config(config, isinstance(self, SwiGLUCast))) is not None:
             raise ValueError(
                 f"{type(self).__name__} {reason}: use {self.plain} and let Float8Linear cast its "
@@ -181,7 +179,7 @@ class NormCast(_Producer):
     def from_float(
         cls: type[N],
         norm: nn.Module,
-        config: Float8LinearConfig | None = None,
+        config: Float8LinearConfig | str | None = None,
         fqn: str = "",
         attributes: dict[str, Any] | None = None,
     ) -> N:
@@ -217,7 +215,7 @@ class NormCast(_Producer):
             plain.__dict__.pop(name, None)
         return plain
 
-    def _set_up(self, config: Float8LinearConfig | None, device: Any, fqn: str = "") -> None:
+    def _set_up(self, config: Float8LinearConfig | str | None, device: Any, fqn: str = "") -> None:
         if len(self.normalized_shape) != 1:
             raise ValueError(
                 f"{fqn or type(self).__name__}: normalized_shape is {tuple(self.normalized_shape)};"
@@ -270,7 +268,7 @@ class RMSNormCast(NormCast, nn.RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        config: Float8LinearConfig | None = None,
+        config: Float8LinearConfig | str | None = None,
     ) -> None:
         if eps is not None:
             _check_eps(self, eps)
@@ -309,7 +307,7 @@ class LayerNormCast(NormCast, nn.LayerNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        config: Float8LinearConfig | None = None,
+        config: Float8LinearConfig | str | None = None,
     ) -> None:
         _check_eps(self, eps)
         nn.LayerNorm.__init__(self, normalized_shape, eps, elementwise_affine, bias, device, dtype)
@@ -355,7 +353,9 @@ class SwiGLUCast(_Producer):
     plain = "F.silu(gate) * up"
 
     def __init__(
-        self, config: Float8LinearConfig | None = None, device: torch.device | str | None = None
+        self,
+        config: Float8LinearConfig | str | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self._set_up(config, device)

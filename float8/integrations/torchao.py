@@ -75,7 +75,7 @@ NAMES = {
     "DelayedScalingRecipe": "float8 calls it DelayedScalingConfig",
     "LinearType": "use ScalingType, in the CastConfig of each operand",
     "get_float8_linear": "use Float8Linear.from_float(linear, config)",
-    "filter_out_small_unaligned_layers": "use float8.filters.min_features and divisible_by",
+    "filter_out_small_unaligned_layers": "use float8.filters.min_features",
     "Float8InferenceLinear": _FROZEN,
     "quantize_to_float8": _FROZEN,
     "QuantConfig": _FROZEN,

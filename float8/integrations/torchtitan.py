@@ -54,8 +54,9 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from float8.config import Float8LinearConfig, check_config
-from float8.convert.conversion import NO_HISTORY, ConversionPlan
-from float8.convert.filters import ModuleFilter, divisible_by, why_not
+from float8.config.linear import recipe_of
+from float8.convert.conversion import NO_HISTORY, ConversionPlan, odd_sizes
+from float8.convert.filters import ModuleFilter
 from float8.convert.routers import ROUTES
 from float8.distributed.after_step import after_step
 from float8.estimate import faster_layers
@@ -200,9 +201,7 @@ class Float8Converter(QuantizationConverter):
             recipe: a row of `float8.config.RECIPES`.
             config: a configuration in place of a recipe.
             filter_fqns: layers and experts whose name contains one of these stay in high precision;
-                an entry that matches none raises a warning. Those with a dimension that is no
-                multiple of 16 stay so too, which tensor cores do not take, unless the configuration
-                pads.
+                an entry that matches none raises a warning.
             enable_fsdp_float8_all_gather: FSDP2 sends weights in float8, where there is one scale
                 per weight (``tensorwise``, ``delayed``, ``unit``) and no tensor parallelism.
             faster_layers_tokens: tokens that a layer sees at once (local batch size times sequence
@@ -223,12 +222,11 @@ class Float8Converter(QuantizationConverter):
         names = config.filter_fqns  # of a string, the letters would be names
         if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
             raise TypeError(f"filter_fqns must be a list of names, got {names!r}")
-        if config.config is not None:
-            check_config(config.config)
-        if config.config is not None and config.recipe != "tensorwise":
+        given = None if config.config is None else check_config(config.config)
+        if given is not None and config.recipe != "tensorwise":
             raise ValueError(f"recipe={config.recipe!r} beside config: give one of them")
         self.options = config
-        self.float8 = config.config or Float8LinearConfig.from_recipe_name(config.recipe)
+        self.float8 = given or Float8LinearConfig.from_recipe_name(config.recipe)
         if config.enable_fsdp_float8_all_gather:
             self.float8 = replace(self.float8, enable_fsdp_float8_all_gather=True)
         self._is_faster: ModuleFilter | None = None
@@ -246,6 +244,7 @@ class Float8Converter(QuantizationConverter):
                 has been changed then.
         """
         plan, places = ConversionPlan("Float8Converter", self.float8), {}
+        plan.conversion.recipe = recipe_of(self.float8)
         experts = list(model_config.traverse(GroupedExperts.Config))
         found = [*model_config.traverse(Linear.Config), *experts]
         self._check_names([fqn for fqn, *_ in found])
@@ -298,7 +297,7 @@ class Float8Converter(QuantizationConverter):
             return "filter_fqns names it"
         if "router" in fqn.split(".") or (is_experts and self.float8.uses_delayed_scaling):
             return NO_HISTORY if is_experts else ROUTES
-        odd = None if self.float8.pad_inner_dim else why_not(divisible_by(16), layer, fqn)
+        odd = odd_sizes(layer, self.float8)
         if odd is None and self._is_faster is not None and not self._is_faster(layer, fqn):
             return f"it is not predicted to be faster on {self.options.device}"
         return odd

@@ -36,11 +36,10 @@ The methods of the callback, which the Trainer calls:
 - what a ``PreTrainedModel`` has outside of its ``base_model`` (a classifier), and the output head
   (``get_output_embeddings()``): its errors are the logits' errors;
 - poolers (one row per sequence) and PEFT's ``lora_`` layers: too small to gain. The layers that
-  those adapt are converted;
-- without ``pad_inner_dim``, dimensions that are no multiple of 16, which tensor cores refuse. They
-  refuse other numbers of tokens in a microbatch too: let the data collator pad them
-  (``pad_to_multiple_of=16``).
+  those adapt are converted.
 
+Tensor cores refuse numbers of tokens in a microbatch that are no multiples of 16: let the data
+collator pad them (``pad_to_multiple_of=16``).
 A ``module_filter_fn`` replaces this choice. Converted are ``nn.Linear`` and stacked experts, not
 GPT-2's ``Conv1D``. ``model.float8_conversion`` reports the result.
 
@@ -84,7 +83,7 @@ from float8.checkpoints.layouts import LAYOUTS
 from float8.checkpoints.model_layout import layout_for
 from float8.checkpoints.new_folder import refuses_folder
 from float8.config import Float8LinearConfig
-from float8.convert.filters import ModuleFilter, divisible_by, with_reason
+from float8.convert.filters import ModuleFilter, with_reason
 from float8.distributed.after_step import after_step
 from float8.integrations import conversion
 from float8.integrations.accelerate_settings import evaluates_in_float8, refuses_fp8
@@ -103,32 +102,24 @@ logger = logging.getLogger("float8")
 _SMALL = re.compile(r"\bpooler\b|\blora_")
 
 
-def layers_of_a_pretrained_model(
-    model: nn.Module, config: Float8LinearConfig | None = None
-) -> ModuleFilter:
+def layers_of_a_pretrained_model(model: nn.Module) -> ModuleFilter:
     """The filter that `convert` takes by default.
 
     It leaves out what a ``PreTrainedModel`` has outside of its ``base_model``, the output head,
-    poolers, PEFT's ``lora_`` layers and, without ``pad_inner_dim``, dimensions that are no multiple
-    of 16.
+    poolers and PEFT's ``lora_`` layers.
 
     Args:
         model: the model to convert.
-        config: the config to convert it with.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     heads = set() if head is None else set(head.modules())  # a head with an adapter has parts
     if isinstance(model, PreTrainedModel):
         heads |= set(model.modules()) - set(model.base_model.modules())
-    pads = config is not None and config.pad_inner_dim
-    fits = (lambda module, fqn: True) if pads else divisible_by(16)
 
     def reason(module: nn.Module, fqn: str) -> str | None:
         if module in heads:
             return "it is outside of the model's body: its errors are those of the output"
-        if _SMALL.search(fqn):
-            return "a pooler or an adapter is too small to gain"
-        return None if fits(module, fqn) else "a dimension is no multiple of 16"
+        return "a pooler or an adapter is too small to gain" if _SMALL.search(fqn) else None
 
     return with_reason(lambda module, fqn: reason(module, fqn) is None, reason)
 
@@ -158,7 +149,7 @@ def convert(
 
 def _convert(model: nn.Module, config: Any, module_filter_fn: Any, optimizer: Any) -> nn.Module:
     config = conversion.as_config(config)
-    chosen = module_filter_fn or layers_of_a_pretrained_model(model, config)
+    chosen = module_filter_fn or layers_of_a_pretrained_model(model)
     model = conversion.convert(model, config, chosen, optimizer)
     _save_plain_keys(model)
     return model

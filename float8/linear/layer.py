@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8.arguments import check_tensors, check_type
-from float8.config import RECIPES, Float8LinearConfig, check_config
+from float8.config import Float8LinearConfig, check_config
 from float8.formats import E4M3, E5M2
 from float8.kernels import is_sharded
 from float8.kernels.scaled_mm import ALIGNMENT
@@ -42,7 +42,6 @@ from float8.linear.refusals import (
     refuses_input,
     refuses_layer,
     refuses_transform,
-    tell_once_of_tokens,
 )
 from float8.linear.registration import stored_by
 from float8.linear.resident_state import input_scale_of, join_loaded, split_saved
@@ -60,11 +59,12 @@ class Float8Linear(Float8Module, nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: as ``nn.Linear``.
-        config: by default dynamic tensorwise.
+        config: a config or the name of a recipe; by default dynamic tensorwise.
 
     Raises:
-        TypeError: ``config`` has another type, such as a recipe's name or torchao's config.
-        ValueError: no hardware runs one of the config's products, and ``emulate`` is False.
+        TypeError: ``config`` has another type, such as torchao's config.
+        ValueError: an unknown recipe; or no hardware runs one of the config's products, and
+            ``emulate`` is False.
     """
 
     plain_type: ClassVar[type[nn.Linear]] = nn.Linear  # the type that `to_float` returns
@@ -80,25 +80,25 @@ class Float8Linear(Float8Module, nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        config: Float8LinearConfig | None = None,
+        config: Float8LinearConfig | str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._set_up(Float8LinearConfig() if config is None else config)
+        self._set_up(config)
 
     @classmethod
     def from_float(
-        cls, linear: nn.Linear, config: Float8LinearConfig | None = None, fqn: str = ""
+        cls, linear: nn.Linear, config: Float8LinearConfig | str | None = None, fqn: str = ""
     ) -> Float8Linear:
         """A Float8Linear that shares the parameters and hooks of ``linear``, in the same mode.
 
         Args:
-            linear: the layer, an ``nn.Linear``; it stays usable.
-            config: dynamic tensorwise by default.
+            linear: the layer, an ``nn.Linear`` of any sizes; it stays usable.
+            config: a config or the name of a recipe; dynamic tensorwise by default.
             fqn: the layer's name in its model, for error messages.
         """
         check_type(linear, nn.Linear, f"{cls.__name__}.from_float", "linear", "an nn.Linear")
         self = with_state_of(linear, cls)
-        self._set_up(Float8LinearConfig() if config is None else config, fqn)
+        self._set_up(config, fqn)
         return self
 
     def to_float(self) -> nn.Linear:
@@ -109,8 +109,9 @@ class Float8Linear(Float8Module, nn.Linear):
             plain.__dict__.pop(name, None)
         return plain
 
-    def _set_up(self, config: Float8LinearConfig, fqn: str = "") -> None:
-        check_config(config, fqn or type(self).__name__)
+    def _set_up(self, config: Float8LinearConfig | str | None, fqn: str = "") -> None:
+        config = "tensorwise" if config is None else config
+        config = check_config(config, fqn or type(self).__name__)
         if (reason := refuses_layer(self.weight, config)) is not None:
             raise ValueError(f"{fqn or 'Float8Linear'}: {reason}")
         self.config = config
@@ -226,15 +227,12 @@ class Float8Linear(Float8Module, nn.Linear):
                 raise ValueError(f"{self._name}: {reason}")
         if plan.is_tiled and is_sharded(weight):
             raise ValueError(f"{self._name}: {REFUSES_SHARDED_BLOCKS}")
-        if not plan.on_gpu and torch.compiler.is_compiling():
+        if not plan.on_gpu:
             return
         N, K = weight.shape
         tokens = input.numel() // max(K, 1)
         is_odd = grad and weight.requires_grad and tokens % ALIGNMENT != 0
-        if not plan.on_gpu:
-            if is_odd:
-                tell_once_of_tokens(self, self.config, tokens)
-        elif plan.has_refusal or (plan.is_aligned and (is_odd or K % ALIGNMENT or N % ALIGNMENT)):
+        if plan.has_refusal or (plan.is_aligned and (is_odd or K % ALIGNMENT or N % ALIGNMENT)):
             reason = refuses_call(self.config, weight, tokens, plan.dtype, plan.family, grad)
             if reason is not None:
                 raise ValueError(f"{self._place}: {reason}")
@@ -318,7 +316,7 @@ class Float8CastingLinear(Float8Linear):
 
     @classmethod
     def from_float(
-        cls, linear: nn.Linear, config: Float8LinearConfig | None = None, fqn: str = ""
+        cls, linear: nn.Linear, config: Float8LinearConfig | str | None = None, fqn: str = ""
     ) -> Float8Linear:
         """As `Float8Linear.from_float`; ``to_float`` gives the type of ``linear`` again."""
         self = super().from_float(linear, config, fqn)
@@ -367,7 +365,7 @@ def float8_linear(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    config: Float8LinearConfig | None = None,
+    config: Float8LinearConfig | str | None = None,
 ) -> Tensor:
     """``input @ weight.T + bias`` in float8: the functional form, for recipes without state.
 
@@ -376,7 +374,7 @@ def float8_linear(
             format and granularity.
         weight: (N, K) of the same dtype; for a float32 weight pass ``weight.to(input.dtype)``.
         bias: (N,) or None.
-        config: dynamic tensorwise by default.
+        config: a config or the name of a recipe; dynamic tensorwise by default.
 
     Returns:
         (..., N).
@@ -388,8 +386,7 @@ def float8_linear(
     """
     optional = {} if bias is None else {"bias": bias}
     check_tensors("float8_linear", input=input, weight=weight, **optional)
-    config = RECIPES["tensorwise"] if config is None else config
-    check_config(config, "float8_linear")
+    config = check_config("tensorwise" if config is None else config, "float8_linear")
     if config.uses_delayed_scaling:
         raise ValueError(
             "float8_linear keeps no amax history; use Float8Linear for delayed scaling, or a "

@@ -7,9 +7,7 @@ can name the layer, its sizes and the way out instead of the kernel's.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +23,9 @@ from float8.kernels.scaled_mm import (
     refuses_granularity,
     refuses_sizes,
 )
-from float8.linear.bound_plan import BoundCast, BoundPlan
+from float8.linear.bound_plan import BoundCast, BoundGemm, BoundPlan
 from float8.tensor import Float8Tensor
 from float8.tensor.parts import is_e8m0
-
-logger = logging.getLogger("float8")
 
 _IN_HIGH_PRECISION = (
     "run it in `with float8.high_precision(model):`, or on what "
@@ -160,38 +156,23 @@ def _gemms(plan: LinearPlan) -> tuple[tuple[str, Gemm], ...]:
     )
 
 
-def refuses_on_gpu(
-    config: Float8LinearConfig, weight: Tensor, tokens: int, grad: bool
-) -> str | None:
-    """The reason why a GPU refuses sizes that a CPU runs, or None.
-
-    The GPU is an H100, for MX formats a B200; the results are bfloat16.
+def multiple_of_features(config: Float8LinearConfig, stacked: bool = False) -> int:
+    """What in_features and out_features must be multiples of on GPUs; 1 where any sizes run.
 
     Args:
-        config: of the layer.
-        weight: (out_features, in_features) of the layer.
-        tokens: rows of the input.
-        grad: whether a backward may follow.
+        config: of the layer or of the experts.
+        stacked: whether they are those of experts, with stacked weights.
     """
-    return refuses_call(config, weight, tokens, torch.bfloat16, _gpu_of(config), grad)
+    gemms = [gemm for _, gemm in _gemms(config.plan) if gemm.a is not None and gemm.b is not None]
+    if config.pad_inner_dim or config.emulate or not gemms:
+        return 1
+    return _multiple_of_experts(gemms) if stacked else ALIGNMENT
 
 
-def _gpu_of(config: Float8LinearConfig) -> str:
-    """The first architecture of data centres that multiplies the formats of a config."""
-    is_mx = any(cast.scale_format.is_e8m0 for cast in config.operand_casts)
-    return "sm_100" if is_mx else "sm_90"
-
-
-def refuses_experts_on_gpu(config: Float8LinearConfig, weights: Iterable[Tensor]) -> str | None:
-    """The reason why a GPU, that of `refuses_on_gpu`, refuses experts that a CPU runs, or None.
-
-    Args:
-        config: of the experts.
-        weights: stacks of matrices (E, N, K) or (E, K, N).
-    """
-    emulate, pad = config.emulate, config.pad_inner_dim
-    plan = BoundPlan(config.plan, _gpu_of(config), torch.bfloat16, emulate, pad, False, True)
-    return refuses_experts(plan, True, *(weight.shape for weight in weights))
+def _multiple_of_experts(gemms: Iterable[Gemm | BoundGemm]) -> int:
+    casts = [cast for gemm in gemms for cast in (gemm.a, gemm.b)]
+    has_mx = any(cast is not None and cast.block[-1] == 32 for cast in casts)
+    return 32 if has_mx else ALIGNMENT
 
 
 def refuses_experts(plan: BoundPlan, grad: bool, *shapes: Sequence[int]) -> str | None:
@@ -208,9 +189,7 @@ def refuses_experts(plan: BoundPlan, grad: bool, *shapes: Sequence[int]) -> str 
             return f"{name}: {gemm.refusal}"
     if not plan.on_gpu or plan.output.pad:
         return None
-    casts = [cast for gemm in gemms.values() for cast in (gemm.a, gemm.b)]
-    has_mx = any(cast is not None and cast.block[-1] == 32 for cast in casts)
-    multiple = 32 if has_mx else ALIGNMENT
+    multiple = _multiple_of_experts(gemms.values())
     for shape in shapes:
         if any(size % multiple for size in shape[1:]):
             return (
@@ -219,30 +198,6 @@ def refuses_experts(plan: BoundPlan, grad: bool, *shapes: Sequence[int]) -> str 
                 "experts out with module_filter_fn"
             )
     return None
-
-
-def tell_once_of_tokens(layer: Any, config: Float8LinearConfig, tokens: int) -> None:
-    """Log a warning, once in a process, if a GPU refuses the batch that a CPU runs.
-
-    Args:
-        layer: a `Float8Linear`; its name is read where there is something to tell only, because
-            torch.compile would guard on it.
-        config: of the layer.
-        tokens: rows of the batch, no multiple of 16.
-    """
-    weight: Tensor = layer.weight
-    if _told or config.pad_inner_dim:
-        return
-    if refuses_on_gpu(config, weight, ALIGNMENT, grad=True) is not None:
-        return  # for the layer's own sizes, which are in the conversion's report
-    if (reason := refuses_on_gpu(config, weight, tokens, grad=True)) is not None:
-        _told.append(reason)
-        logger.warning(
-            "%s: a GPU will refuse this batch, which a CPU runs: %s", layer._name, reason
-        )
-
-
-_told: list[str] = []
 
 
 def refuses_call(

@@ -62,7 +62,7 @@ class MsAmp:
 
 def plan_weights(
     model: nn.Module,
-    config: Float8LinearConfig | None,
+    config: Float8LinearConfig | str | None,
     module_filter_fn: ModuleFilter | None,
     optimizer: torch.optim.Optimizer,
     level: Level,

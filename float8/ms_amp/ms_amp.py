@@ -104,7 +104,7 @@ def ms_amp(
     optimizer: torch.optim.Optimizer,
     level: str = "O2",
     *,
-    config: Float8LinearConfig | None = None,
+    config: Float8LinearConfig | str | None = None,
     module_filter_fn: ModuleFilter | None = None,
     **storage: Any,
 ) -> tuple[nn.Module, AdamW]:
@@ -318,7 +318,7 @@ def _of_wrapped(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     level: str,
-    config: Float8LinearConfig | None,
+    config: Float8LinearConfig | str | None,
     module_filter_fn: ModuleFilter | None,
     storage: dict[str, Any],
 ) -> tuple[nn.Module, AdamW]:

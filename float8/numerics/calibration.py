@@ -284,7 +284,7 @@ def calibrate(
     *,
     method: str = "sqnr",
     percentile: float = 99.99,
-    config: Float8LinearConfig | None = None,
+    config: Float8LinearConfig | str | None = None,
     module_filter_fn: ModuleFilter | None = None,
 ) -> Calibration:
     """Run a model over data and find a static scale for the input of every linear layer.

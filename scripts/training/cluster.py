@@ -262,7 +262,7 @@ class Step:
     def _linear(self, shapes: list[tuple[int, int, int]], recipe: str, training: bool) -> float:
         name = "tensorwise" if recipe == BF16 else recipe
         device = self.cluster.device
-        table = estimate(shapes, device=device, recipes=name, training=training, show=False)
+        table = estimate(shapes, device=device, recipes=name, training=training)
         total = table.total(name)
         return total.bf16_s if recipe == BF16 else total.seconds
 

@@ -79,7 +79,7 @@ def test_the_rows_are_the_numbers_of_their_files():
 
 def test_the_prediction_is_what_estimate_says_of_a_block_on_an_h100():
     shapes = [(shape.M, shape.K, shape.N) for shape in LLAMA3_8B]
-    predicted = estimate(shapes, device="H100", recipes=list(RECIPES), show=False).as_dict()
+    predicted = estimate(shapes, device="H100", recipes=list(RECIPES)).as_dict()
     written = read("speed")
     assert written["device"] == predicted["device"] == "H100 SXM"
     assert written["sources"] == predicted["sources"]

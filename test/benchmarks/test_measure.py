@@ -45,7 +45,7 @@ def test_every_pass_that_a_recipe_makes_has_a_rate(here):
 
 def test_a_measured_device_predicts_and_is_saved(here, tmp_path):
     here.save(tmp_path / "here.json")
-    result = estimate([(64, 256, 128)], device=str(tmp_path / "here.json"), show=False)
+    result = estimate([(64, 256, 128)], device=str(tmp_path / "here.json"))
     (row,) = result.rows
     assert row.bf16_s > 0 and all(row.speedup(recipe) > 0 for recipe in row.recipes)
     assert "measured: here, cpu" in str(result)
@@ -122,4 +122,4 @@ def test_a_gpu_is_measured_with_its_own_products():
     device = measure("cuda", sizes=((512,) * 3, (1024,) * 3, (2048,) * 3, (4096,) * 3))
     assert not device.emulates and not device.passes
     assert device.products["tensorwise"].peak.value > 0
-    assert estimate([(8192,) * 3], device=device, show=False).rows[0].speedup("tensorwise") > 1
+    assert estimate([(8192,) * 3], device=device).rows[0].speedup("tensorwise") > 1

@@ -1,12 +1,17 @@
-"""The report of a conversion: what a GPU will refuse, and patterns that match nothing."""
+"""The report of a conversion: sizes that GPUs refuse, patterns that match nothing, folded names."""
 
+import copy
+import dataclasses
 import logging
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
+import float8
 from float8 import (
+    Float8Linear,
     Float8LinearConfig,
     convert_to_float8_inference,
     convert_to_float8_training,
@@ -14,77 +19,67 @@ from float8 import (
 )
 from float8.config import RECIPES
 from float8.convert.conversion import Conversion
+from float8.unit_scaling import LinearReadout
 
 
 def model(features: int = 50) -> nn.Module:
     return nn.ModuleDict({"up": nn.Linear(32, features), "down": nn.Linear(features, 32)})
 
 
-@pytest.fixture(autouse=True)
-def _nothing_logged(monkeypatch):
-    monkeypatch.setattr("float8.linear.refusals._told", [])
+def adamw(module):
+    return torch.optim.AdamW(module.parameters())
 
 
-def test_layers_that_a_gpu_refuses_are_in_the_report_and_in_the_log(caplog):
-    converted = convert_to_float8_training(model())
-    report = converted.float8_conversion
-    assert set(report.refused_on_gpu) == {"up", "down"}
-    assert "50 not a multiple of 16" in report.refused_on_gpu["up"]
-    assert "pad_inner_dim=True" in report.refused_on_gpu["up"]
-    assert "  a GPU will refuse: up: " in str(report)
-    [record] = caplog.records
-    assert record.levelno == logging.WARNING
-    assert "a GPU will refuse 2 of the 2 converted layers" in record.getMessage()
+CONVERSIONS = {
+    "training": convert_to_float8_training,
+    "inference": convert_to_float8_inference,
+    "ms_amp": lambda m, **options: float8.ms_amp(m, adamw(m), **options)[0],
+}
 
 
-@pytest.mark.parametrize(
-    "config", [Float8LinearConfig(pad_inner_dim=True), Float8LinearConfig(emulate=True)]
-)
-def test_where_sizes_are_padded_or_emulated_a_gpu_refuses_nothing(config, caplog):
-    converted = convert_to_float8_training(model(), config=config)
-    assert converted.float8_conversion.refused_on_gpu == {}
-    converted["up"](torch.randn(7, 32))
-    assert caplog.records == []
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_layers_of_sizes_that_no_gpu_multiplies_are_left_alone(convert):
+    plain = model(64)
+    plain["head"], plain["odd"] = nn.Linear(64, 10), nn.Linear(50, 32)
+    weight = plain["head"].weight
+    done = convert(copy.deepcopy(plain)).float8_conversion
+    assert done.converted == ["up", "down"]
+    why = "not multiples of 16, which GPUs need; pad_inner_dim=True converts it"
+    assert done.skipped == {
+        "head": f"in_features=64, out_features=10: {why}",
+        "odd": f"in_features=50, out_features=32: {why}",
+    }
+    for config in (Float8LinearConfig(pad_inner_dim=True), Float8LinearConfig(emulate=True)):
+        done = convert(copy.deepcopy(plain), config=config).float8_conversion
+        assert done.converted == ["up", "down", "head", "odd"]
+    assert Float8Linear.from_float(plain["head"]).weight is weight  # the user names it
+
+
+def test_a_unit_scaled_head_of_odd_size_is_left_alone():
+    body = nn.Sequential(nn.Linear(32, 32), LinearReadout(32, 10))
+    done = convert_to_float8_training(body).float8_conversion
+    assert done.converted == ["0"] and "out_features=10" in done.skipped["1"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.filterwarnings("ignore:recipe .unit.")
-def test_sizes_that_every_gpu_takes_are_not_reported(recipe, caplog):
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    converted = convert_to_float8_training(model(64), config=config)
-    assert converted.float8_conversion.refused_on_gpu == {}
-    for _ in range(2):
-        converted["up"](torch.randn(16, 32)).sum().backward()
-    assert caplog.records == []
-
-
-def test_tokens_that_a_gpu_refuses_are_logged_once(caplog):
-    converted = convert_to_float8_training(model(64))
-    with torch.no_grad():
-        converted["up"](torch.randn(7, 32))  # has no weight gradient
-    assert caplog.records == []
-    for _ in range(3):
-        converted["up"](torch.randn(7, 32))
-        converted["down"](torch.randn(7, 64))
-    [record] = caplog.records
-    assert record.getMessage().startswith("up: a GPU will refuse this batch, which a CPU runs: ")
-    assert "7 tokens" in record.getMessage()
-
-
-def test_a_frozen_weight_takes_any_number_of_tokens(caplog):
-    converted = convert_to_float8_training(model(64).requires_grad_(False))
-    converted["up"](torch.randn(7, 32).requires_grad_())
+def test_sizes_that_every_gpu_takes_are_converted(recipe, caplog):
+    converted = convert_to_float8_training(model(48), config=recipe)
+    assert converted.float8_conversion.converted == ["up", "down"]
+    converted["up"](torch.randn(7, 32)).sum().backward()  # tokens are checked by the GPU's call
     assert caplog.records == []
 
 
 @pytest.mark.parametrize("convert", [convert_to_float8_training, convert_to_float8_inference])
-def test_patterns_that_match_no_layer_are_in_the_report(convert):
+def test_patterns_that_match_no_layer_are_warned_of(convert):
     skip = filters.all_of(filters.skip_names("dwon", "up"), filters.divisible_by(16))
-    converted = convert(model(64), module_filter_fn=skip)
+    said = "skip_names: no layer is called 'dwon'; did you mean 'down'?"
+    with pytest.warns(UserWarning, match=said):
+        converted = convert(model(64), module_filter_fn=skip)
     report = converted.float8_conversion
     assert report.converted == ["down"]
     assert report.unmatched_patterns == ["'dwon'; did you mean 'down'?"]
-    assert "skip_names: no layer is called 'dwon'; did you mean 'down'?" in str(report)
+    assert said in str(report)
 
 
 def test_a_pattern_matches_layers_that_were_converted_before():
@@ -98,13 +93,56 @@ def test_the_report_of_no_conversion():
     assert str(Conversion()) == "converted to float8: 0 layers"
 
 
-def test_a_batch_is_logged_for_its_tokens_and_not_for_a_layer_that_is_in_the_report(caplog):
-    converted = convert_to_float8_training(
-        nn.ModuleDict({"odd": nn.Linear(50, 32), "even": nn.Linear(32, 32)})
-    )
-    caplog.clear()
-    converted["odd"](torch.randn(7, 50))
-    assert caplog.records == []
-    converted["even"](torch.randn(7, 32))
-    [record] = caplog.records
-    assert "contraction=7 not a multiple of 16" in record.getMessage()
+# --- what reports say, and where
+
+
+def blocks(count: int = 48) -> nn.Module:
+    layers = nn.ModuleList(model(64) for _ in range(count))
+    for layer in layers:
+        layer["gate"], layer["experts"] = nn.Linear(32, 16), nn.ModuleList([nn.Linear(32, 32)])
+    return nn.ModuleDict({"layers": layers, "head": nn.Linear(32, 10)})
+
+
+def test_the_report_folds_layers_by_pattern_and_reason(caplog):
+    with caplog.at_level(logging.INFO, logger="float8"):
+        converted = convert_to_float8_training(blocks(), config="rowwise")
+    report = str(converted.float8_conversion)
+    assert [record.getMessage() for record in caplog.records] == [report]
+    first, gates, head = report.splitlines()
+    assert first == "converted to float8 (rowwise): 144 layers"
+    assert gates.startswith("  left alone: layers.*.gate (48 layers): it routes tokens")
+    assert head.startswith("  left alone: head: in_features=32, out_features=10: ")
+    assert len(converted.float8_conversion.skipped) == 49
+
+
+def test_errors_fold_layers_too():
+    with pytest.raises(ValueError, match=r"\(48 layers\): weight is torch.float64") as caught:
+        convert_to_float8_training(blocks().double())
+    assert len(str(caught.value).splitlines()) == 4  # of up, down and experts.0
+    with pytest.raises(ValueError, match=r"layers\.\*\.up \(48 layers\): it has no scale"):
+        convert_to_float8_inference(blocks(), {})
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ("mxfp8", "mxfp8"),
+        (Float8LinearConfig(emulate=True), "tensorwise, emulate=True"),
+        (
+            dataclasses.replace(RECIPES["delayed"], pad_inner_dim=True),
+            "delayed, pad_inner_dim=True",
+        ),
+        (Float8LinearConfig(cast_config_input=RECIPES["rowwise"].cast_config_input), "own config"),
+    ],
+)
+def test_the_report_names_the_recipe(config, name):
+    done = convert_to_float8_training(model(64), config=config).float8_conversion
+    assert done.recipe == name and f"converted to float8 ({name}): 2 layers" in str(done)
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_a_warning_has_the_line_of_the_user(convert):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        convert(model(64), module_filter_fn=filters.skip_names("nothing"))
+    assert {w.filename for w in caught} == {__file__}

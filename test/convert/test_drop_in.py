@@ -209,7 +209,7 @@ def test_a_layer_that_casts_its_weight_comes_back_as_it_was(casting):
 
 def test_predictions_are_of_the_layers_that_conversion_takes(casting):
     register_linear_type(casting)  # again, as a cell of a notebook does
-    rows = estimate(Model(casting), 1024, show=False).rows
+    rows = estimate(Model(casting), 1024).rows
     assert [row.layer for row in rows] == ["mlp.0", "mlp.2", "gate", "head"]
 
 

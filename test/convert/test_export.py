@@ -25,13 +25,13 @@ WAYS = {
 
 def model_of(way: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(136, 160), nn.GELU(), nn.Linear(160, 40)).to(dtype).eval()
+    model = nn.Sequential(nn.Linear(144, 160), nn.GELU(), nn.Linear(160, 48)).to(dtype).eval()
     if way == "static":
         return convert_to_float8_inference(model, {"0": 0.02, "2": 0.01})
     config = Float8LinearConfig.from_recipe_name(way)
     if way == "delayed":
         float8.convert_to_float8_training(model, config=config).train()
-        model(torch.randn(8, 136, dtype=dtype)).sum().backward()
+        model(torch.randn(8, 144, dtype=dtype)).sum().backward()
         float8.sync_float8_amax_and_scale_history(model)
     return convert_to_float8_inference(model, config=config).eval()
 
@@ -39,14 +39,14 @@ def model_of(way: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch itself
 @pytest.mark.parametrize("way", WAYS)
 def test_a_program_from_a_file_computes_the_bits_of_the_model(way):
-    model, x = model_of(way), torch.randn(6, 136, dtype=torch.bfloat16)
+    model, x = model_of(way), torch.randn(6, 144, dtype=torch.bfloat16)
     shapes = ({0: torch.export.Dim("batch", min=2, max=64)},)
     program = torch.export.export(model, (x,), dynamic_shapes=shapes, strict=WAYS[way])
     file = io.BytesIO()
     torch.export.save(program, file)
-    assert file.tell() < 2 * (136 * 160 + 160 * 40) + 200_000
+    assert file.tell() < 2 * (144 * 160 + 160 * 48) + 200_000
     file.seek(0)
     loaded = torch.export.load(file).module()
-    for batch in (x, x[:3], torch.randn(33, 136, dtype=torch.bfloat16)):
+    for batch in (x, x[:3], torch.randn(33, 144, dtype=torch.bfloat16)):
         with torch.no_grad():
             assert_bitwise(loaded(batch), model(batch), replay=(way, len(batch)))

@@ -47,21 +47,25 @@ def test_all_of_needs_every_filter():
     assert not all_of(skip_names("a"), divisible_by(16))(layer, "b")
 
 
+ODD = "in_features=32, out_features=24: not multiples of 16"
+
+
 @pytest.mark.parametrize(
     ("leaves_out", "reason"),
     [
-        (skip_names("head", "layers.*"), "left out by skip_names('layers.*')"),
+        (skip_names("layers.*"), "left out by skip_names('layers.*')"),
         (min_size(1000), "its weight has 768 elements, and min_size is 1,000"),
         (min_features(64, 0), "in_features=32, out_features=24, and min_features is 64 and 0"),
-        (divisible_by(16), "in_features=32, out_features=24: not multiples of 16"),
+        (divisible_by(16), ODD),
         (
-            all_of(skip_names("head"), all_of(divisible_by(16))),
-            "in_features=32, out_features=24: not multiples of 16",
+            all_of(min_size(1), all_of(divisible_by(16))),
+            ODD,
         ),
         (
             all_of(lambda module, fqn: fqn == "up", divisible_by(16)),
             "module_filter_fn returned False",
         ),
+        (None, f"{ODD}, which GPUs need; pad_inner_dim=True converts it"),
         (
             faster_layers("tensorwise", tokens=4096, device="H100"),
             "H100 SXM refuses it: output GEMM of 4096 tokens, in_features=32, out_features=24: "

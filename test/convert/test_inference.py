@@ -48,6 +48,11 @@ def config_of(recipe: str) -> Float8LinearConfig:
     return Float8LinearConfig.from_recipe_name(recipe)
 
 
+def padding(recipe: str) -> Float8LinearConfig:
+    """Converts layers of any sizes."""
+    return dataclasses.replace(config_of(recipe), pad_inner_dim=True)
+
+
 def mlp(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(48, 160), nn.GELU(), nn.Linear(160, 32)).to(dtype)
@@ -70,7 +75,7 @@ def test_codes_are_the_oracles_and_both_gemms_read_them(recipe, shape, dtype):
     sizes = torch.logspace(-2, 1, n).unsqueeze(1)  # rows of different sizes: scales must matter
     layer.weight.data *= sizes.to(dtype)
     w = layer.weight.detach().clone()
-    layer = convert_to_float8_inference(layer, config=config_of(recipe))
+    layer = convert_to_float8_inference(layer, config=padding(recipe))
     codes, _ = oracle.quantize(w, BLOCKS[recipe], torch.float8_e4m3fn, SCALES[recipe])
     assert_bitwise(layer.weight.float8_data, codes)
     exact_w = oracle.values(layer.weight.float8_data, layer.weight.scale, BLOCKS[recipe])
@@ -91,10 +96,10 @@ def test_codes_are_the_oracles_and_both_gemms_read_them(recipe, shape, dtype):
 def test_scales_along_the_contraction_join_grad_output(recipe):
     """``g * scale`` cast along its rows, times the codes, to float32's error."""
     torch.manual_seed(0)
-    layer = nn.Linear(64, 40)
+    layer = nn.Linear(64, 48)
     layer.weight.data[:20] *= 1000
     layer = convert_to_float8_inference(layer, config=config_of(recipe))
-    x, g = torch.randn(12, 64, requires_grad=True), torch.randn(12, 40)
+    x, g = torch.randn(12, 64, requires_grad=True), torch.randn(12, 48)
     layer(x).backward(g)
     folded = g * layer.weight.scale.t()
     g8, g_scale = oracle.quantize(folded, (1, -1), torch.float8_e4m3fn, "power_of_two")
@@ -198,7 +203,7 @@ def test_a_weight_that_an_embedding_reads_too_stays_and_is_reported():
     assert model.float8_conversion.converted == ["body"]
     assert "also embed.weight (Embedding)" in model.float8_conversion.skipped["head"]
     assert model["head"].weight is model["embed"].weight
-    with pytest.raises(ValueError, match=r"a scale for head: .*embed"):
+    with pytest.raises(ValueError, match=r"head: it has a scale, and .*embed"):
         convert_to_float8_inference(model, {"body": 1.0, "head": 1.0})
 
 

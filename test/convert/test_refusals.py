@@ -84,8 +84,8 @@ VALUE_ERRORS = [
         (prepare, inference(scales), message)
         for prepare in (plain, training())
         for scales, message in (
-            ({"0": 1.0}, "no scale for 2"),
-            ({"0": 1.0, "2": 1.0, "3": 1.0}, "a scale for 3: there is no layer"),
+            ({"0": 1.0}, "2: it has no scale"),
+            ({"0": 1.0, "2": 1.0, "3": 1.0}, "3: it has a scale, and there is no layer"),
             ({"0": 1.0, "2": math.inf}, "2: .*finite and > 0, got inf"),
             ({"0": 1.0, "2": 0.0}, "2: .*finite and > 0, got 0"),
             ({"0": torch.ones(3), "2": 1.0}, r"0: .*tensor of \(3,\)"),
@@ -93,9 +93,9 @@ VALUE_ERRORS = [
     ),
 ]
 TYPE_ERRORS = [
-    (plain, training("rowwise"), r"from_recipe_name\(\"rowwise\"\)"),
+    (plain, training(CastConfig()), "a CastConfig is of one operand"),
     (plain, training(None, "head"), r"skip_names\(\"lm_head\"\)"),
-    (plain, inference(config="rowwise"), "config must be"),
+    (plain, inference(config=7), "config must be"),
     (plain, inference(0.5), "static_scales must map layer names.*got a float"),
 ]
 
@@ -123,7 +123,7 @@ def test_the_error_says_why_and_nothing_is_changed(error, prepare, call, message
 def test_a_rule_for_gathered_weights_refuses_wraps_and_unwraps(monkeypatch):
     calls, rules = [], []
     rule = WeightRule(
-        refuses=lambda layer, config: "too odd" if layer.weight.shape[0] % 2 else None,
+        refuses=lambda layer, config: "no bias" if layer.bias is None else None,
         wrap=lambda root, layers: calls.append(list(layers)) or {"0": "a reason"},
         unwrap=lambda root: calls.append("unwrapped"),
         is_stored=lambda weight: False,
@@ -134,9 +134,9 @@ def test_a_rule_for_gathered_weights_refuses_wraps_and_unwraps(monkeypatch):
         monkeypatch.setattr(f"float8.{reader}.WEIGHT_RULES", rules)
     register_weight_rule(rule)
     config = dataclasses.replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True)
-    with pytest.raises(ValueError, match=r"nothing was converted.*\n  0: too odd"):
-        convert_to_float8_training(nn.Sequential(nn.Linear(16, 3)), config=config)
-    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 4)), config=config)
+    with pytest.raises(ValueError, match=r"nothing was converted.*\n  0: no bias"):
+        convert_to_float8_training(nn.Sequential(nn.Linear(16, 16, bias=False)), config=config)
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=config)
     assert "gathered in high precision: 0: a reason" in str(model.float8_conversion)
     convert_from_float8_training(model)
     assert calls == [["0"], "unwrapped"]

@@ -20,7 +20,7 @@ H100 = DEVICES["H100"]
 def test_shapes_are_predicted_as_by_the_function(capsys):
     assert main(["8192,8192,8192", "512,256,256", "--device", "H200", "--recipes", "delayed"]) == 0
     shapes = [(8192,) * 3, (512, 256, 256)]
-    expected = estimate(shapes, device="H200", recipes=["delayed"], show=False)
+    expected = estimate(shapes, device="H200", recipes=["delayed"])
     assert capsys.readouterr().out == f"{expected}\n"
 
 
@@ -42,17 +42,23 @@ def test_options_reach_the_prediction(capsys):
     )
     expected = estimate(
         [(8192,) * 3], recipes=list(RECIPES), weights_cached=True, gradient_accumulation=8,
-        show=False,
     )  # fmt: skip
     assert capsys.readouterr().out == f"{expected}\n"
     main(["8192,8192,8192", "--forward"])
     assert "Forward of one batch" in capsys.readouterr().out
 
 
+def test_sources_of_the_figures_are_printed_on_request(capsys):
+    main(["64,64,64"])
+    assert "datasheet: " not in capsys.readouterr().out
+    main(["64,64,64", "--sources"])
+    assert capsys.readouterr().out.endswith("\n".join(H100.provenance()) + "\n")
+
+
 def test_a_prediction_is_written_as_json(tmp_path, capsys):
     main(["8192,8192,8192", "-o", str(tmp_path / "out.json")])
     fields = json.loads((tmp_path / "out.json").read_text())
-    assert fields == estimate([(8192,) * 3], show=False).as_dict()
+    assert fields == estimate([(8192,) * 3]).as_dict()
     assert "speed-up" in capsys.readouterr().out
 
 

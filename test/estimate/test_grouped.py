@@ -205,16 +205,12 @@ class Experts(nn.Module):
 float8.register_experts(Experts)
 
 
-def quiet(*args, **options):
-    return estimate(*args, show=False, **options)
-
-
 @pytest.mark.usefixtures("runs_everything")
 def test_experts_are_shapes_of_four():
-    result = quiet([(4096, 512, 1024, 8), QWEN3], device="B200", recipes="mxfp8")
+    result = estimate([(4096, 512, 1024, 8), QWEN3], device="B200", recipes="mxfp8")
     assert [str(row.shape) for row in result.rows] == ["4096,512,1024,8", "32768,2048,1536,128"]
     assert "32768,2048,1536,128" in str(result)
-    large = quiet([(2**17, 8192, 8192, 8)], device="B200", recipes="mxfp8")
+    large = estimate([(2**17, 8192, 8192, 8)], device="B200", recipes="mxfp8")
     assert large.rows[0].gains("mxfp8")
 
 
@@ -224,7 +220,7 @@ def test_stacks_of_experts_are_layers_of_a_model(is_transposed, is_converted):
     model = nn.ModuleDict({"moe": Experts(64, 32, 8, is_transposed), "out": nn.Linear(64, 48)})
     if is_converted:
         float8.convert_to_float8_training(model)
-    found = quiet(model, 256, device=CPU, experts_per_token=2)
+    found = estimate(model, 256, device=CPU, experts_per_token=2)
     assert {row.layer: row.shape for row in found.rows} == {
         "moe.up": Shape(512, 64, 32, 8),
         "moe.down": Shape(512, 32, 64, 8),
@@ -239,7 +235,7 @@ def test_the_filter_takes_experts_by_the_time_of_all_their_products():
     experts = Experts(8192, 8192, 8)
     assert many(experts, "moe") and not few(experts, "moe")
     model = nn.ModuleDict({"moe": experts})
-    rows = quiet(model, 2**17, "B200", "mxfp8", experts_per_token=2).rows
+    rows = estimate(model, 2**17, "B200", "mxfp8", experts_per_token=2).rows
     plain, mx = sum(r.bf16_s for r in rows), sum(r.recipes["mxfp8"].seconds.total for r in rows)
     assert many.reason(experts, "moe") == f"its predicted speed-up on B200 is {plain / mx:.2f}x"
 
@@ -247,16 +243,16 @@ def test_the_filter_takes_experts_by_the_time_of_all_their_products():
 def test_what_grouped_gemms_refuse_is_not_predicted(monkeypatch):
     refuses = GroupedCandidate("a kernel", lambda *_: "has a reason of its own", multiply_groups)
     monkeypatch.setitem(CANDIDATES, "rowwise", (refuses,))
-    (row,) = quiet([(4096, 512, 1024, 8)], recipes=["rowwise", "delayed", "mxfp8"]).rows
+    (row,) = estimate([(4096, 512, 1024, 8)], recipes=["rowwise", "delayed", "mxfp8"]).rows
     assert "output: sm_90 does not run a grouped rowwise product" in row.recipes["rowwise"].refused
     assert "a kernel has a reason of its own" in row.recipes["rowwise"].refused
     assert "experts have no history of amaxes" in row.recipes["delayed"].refused
     assert "grouped mx product" in row.recipes["mxfp8"].refused
-    (row,) = quiet([(4096, 520, 1024, 8)], recipes="tensorwise").rows
+    (row,) = estimate([(4096, 520, 1024, 8)], recipes="tensorwise").rows
     assert (
         "experts of 520 by 1024 features are no multiples of 16"
         in row.recipes["tensorwise"].refused
     )
     assert not float8.faster_layers("rowwise", 4096)(Experts(512, 1024, 8), "moe")
-    (row,) = quiet([(4096, 512, 1024, 8)], device=CPU, recipes=["rowwise"]).rows
+    (row,) = estimate([(4096, 512, 1024, 8)], device=CPU, recipes=["rowwise"]).rows
     assert row.recipes["rowwise"].seconds is not None

@@ -43,12 +43,8 @@ def model() -> nn.Module:
     return layers.bfloat16()
 
 
-def quiet(*args, **options):
-    return estimate(*args, show=False, **options)
-
-
 def test_an_estimate_is_the_roofline_layer_by_layer():
-    result = quiet(model(), TOKENS, "H100", ["tensorwise", "rowwise"])
+    result = estimate(model(), TOKENS, "H100", ["tensorwise", "rowwise"])
     assert [row.layer for row in result.rows] == ["w1", "w2", "gate", "low_rank"]
     shape = Shape(TOKENS, 8192, 28672)
     row = result.rows[0]
@@ -62,24 +58,17 @@ def test_an_estimate_is_the_roofline_layer_by_layer():
 
 
 def test_large_layers_gain_small_ones_lose_and_odd_ones_are_refused():
-    w1, w2, gate, low_rank = quiet(model(), TOKENS, "H100", ["tensorwise"]).rows
+    w1, w2, gate, low_rank = estimate(model(), TOKENS, "H100", ["tensorwise"]).rows
     assert w1.gains("tensorwise") and w2.gains("tensorwise")
     assert not low_rank.gains("tensorwise") and low_rank.speedup("tensorwise") < 1
     assert not gate.gains("tensorwise") and gate.speedup("tensorwise") is None
     assert "columns=8 not a multiple of 16" in gate.recipes["tensorwise"].refused
 
 
-def test_the_table_is_printed_and_returned(capsys):
-    result = estimate(model(), TOKENS)
-    assert capsys.readouterr().out == f"{result}\n"
-    quiet(model(), TOKENS)
-    assert capsys.readouterr().out == ""
-
-
 def test_frozen_weights_are_seen_in_the_model():
     frozen = model()
     frozen["w1"].requires_grad_(False)
-    thawed, cold = (quiet(m, TOKENS, "H100", ["delayed"]).rows[0] for m in (model(), frozen))
+    thawed, cold = (estimate(m, TOKENS, "H100", ["delayed"]).rows[0] for m in (model(), frozen))
     assert cold.bf16_s == pytest.approx(thawed.bf16_s * 2 / 3, rel=0.05)
     assert cold.recipes["delayed"].seconds.total < thawed.recipes["delayed"].seconds.total
     # It saved the weight's scale, 4 bytes, which nn.Linear does not have.
@@ -87,7 +76,7 @@ def test_frozen_weights_are_seen_in_the_model():
 
 
 def test_forward_alone_is_less_than_a_step():
-    step, forward = (quiet([(4096,) * 3], training=t).rows[0] for t in (True, False))
+    step, forward = (estimate([(4096,) * 3], training=t).rows[0] for t in (True, False))
     assert forward.bf16_s == pytest.approx(step.bf16_s / 3)
     assert {p.saved_bytes for p in forward.recipes.values()} == {0}
 
@@ -95,7 +84,10 @@ def test_forward_alone_is_less_than_a_step():
 def test_cached_weights_are_faster_the_more_microbatches_share_them():
     shape = [(1024, 8192, 8192)]
     seconds = [
-        quiet(shape, recipes=["tensorwise"], **options).rows[0].recipes["tensorwise"].seconds.total
+        estimate(shape, recipes=["tensorwise"], **options)
+        .rows[0]
+        .recipes["tensorwise"]
+        .seconds.total
         for options in (
             {},
             {"weights_cached": True},
@@ -115,7 +107,7 @@ def test_padding_costs_what_the_padded_shape_costs():
 
 
 def test_float32_weights_are_converted_before_they_are_cast():
-    in_bf16, in_float32 = (quiet(m, TOKENS).rows[0] for m in (model(), model().float()))
+    in_bf16, in_float32 = (estimate(m, TOKENS).rows[0] for m in (model(), model().float()))
     assert in_bf16.bf16_s == in_float32.bf16_s
     once = H100.pass_seconds("convert", (4 + 2) * 8192 * 28672)
     for recipe, prediction in in_float32.recipes.items():
@@ -125,7 +117,7 @@ def test_float32_weights_are_converted_before_they_are_cast():
 
 def test_the_cache_is_taken_off_the_memory_saved():
     plain, cached = (
-        quiet([(4096,) * 3], weights_cached=cached).rows[0] for cached in (False, True)
+        estimate([(4096,) * 3], weights_cached=cached).rows[0] for cached in (False, True)
     )
     for recipe, prediction in cached.recipes.items():
         assert plain.recipes[recipe].saved_bytes - prediction.saved_bytes == 2 * 4096 * 4096
@@ -141,7 +133,7 @@ def test_the_cache_is_taken_off_the_memory_saved():
 )
 def test_a_device_is_not_something_else(device, said):
     with pytest.raises(TypeError, match=said):
-        quiet([(64,) * 3], device=device)
+        estimate([(64,) * 3], device=device)
 
 
 # --- recipes
@@ -189,14 +181,14 @@ def test_the_filter_and_the_table_agree():
     for tokens in (256, 4096, 65536):
         for recipe in RECIPES:
             takes = faster_layers(recipe, tokens)
-            rows = quiet(layers, tokens, recipes=[recipe]).rows
+            rows = estimate(layers, tokens, recipes=[recipe]).rows
             for row, layer in zip(rows, layers, strict=True):
                 assert takes(layer, row.layer) == row.gains(recipe)
 
 
 def test_the_threshold_asks_for_more():
     w1 = model()["w1"]
-    speedup = quiet(w1, TOKENS, recipes=["tensorwise"]).rows[0].speedup("tensorwise")
+    speedup = estimate(w1, TOKENS, recipes=["tensorwise"]).rows[0].speedup("tensorwise")
     assert faster_layers("tensorwise", TOKENS, min_speedup=speedup - 0.01)(w1, "w1")
     assert not faster_layers("tensorwise", TOKENS, min_speedup=speedup + 0.01)(w1, "w1")
 

@@ -13,10 +13,6 @@ from float8.estimate.table import MIB
 MEASURED = Figure(2e-6, "measured: here")
 
 
-def table_of(model, tokens=None, **options):
-    return estimate(model, tokens, show=False, **options)
-
-
 def lines_of(result) -> list[list[str]]:
     """The cells of the table's rows."""
     head = str(result).split("\n\n")[0].splitlines()
@@ -30,7 +26,7 @@ def transformer(layers: int) -> nn.Module:
 
 
 def test_equal_layers_share_a_line():
-    result = table_of(transformer(3), 4096)
+    result = estimate(transformer(3), 4096)
     header, _, up, down, *totals = lines_of(result)
     assert header[:4] == ["layer", "n", "M,K,N", "bf16 ms"]
     assert up[:3] == ["layers.*.up", "3", "4096,512,2048"]
@@ -40,18 +36,18 @@ def test_equal_layers_share_a_line():
 
 
 def test_a_single_layer_keeps_its_name():
-    assert lines_of(table_of(transformer(1), 4096))[2][0] == "layers.0.up"
+    assert lines_of(estimate(transformer(1), 4096))[2][0] == "layers.0.up"
 
 
 def test_layers_that_differ_do_not_share_a_line():
     model = transformer(2)
     model["layers"][1]["up"].requires_grad_(False)
-    names = [line[0] for line in lines_of(table_of(model, 4096))]
+    names = [line[0] for line in lines_of(estimate(model, 4096))]
     assert "layers.0.up" in names and "layers.1.up" in names
 
 
 def test_numbers_of_a_line_are_those_of_its_row():
-    result = table_of([(8192,) * 3], recipes=["rowwise"])
+    result = estimate([(8192,) * 3], recipes=["rowwise"])
     (row,) = result.rows
     prediction = row.recipes["rowwise"]
     assert lines_of(result)[2] == [
@@ -66,7 +62,7 @@ def test_numbers_of_a_line_are_those_of_its_row():
 
 def test_totals_leave_refused_layers_as_they_are():
     shapes = [(8192,) * 3, (8192, 8192, 50), (512, 256, 256)]
-    result = table_of(shapes, recipes=["tensorwise"])
+    result = estimate(shapes, recipes=["tensorwise"])
     large, odd, small = result.rows
     in_float8 = [row.recipes["tensorwise"].seconds for row in (large, small)]
     total = result.total("tensorwise")
@@ -79,7 +75,7 @@ def test_totals_leave_refused_layers_as_they_are():
 
 
 def test_a_refusal_is_shown_with_its_reason_once():
-    text = str(table_of([(64, 50, 64), (64, 50, 64)]))
+    text = str(estimate([(64, 50, 64), (64, 50, 64)]))
     assert text.count("refused [1]") == 2  # one line of the table, a cell for each of two recipes
     assert text.count("contraction=50 not a multiple of 16") == 1
     assert "[1] refused: output GEMM of 64 tokens" in text
@@ -87,17 +83,15 @@ def test_a_refusal_is_shown_with_its_reason_once():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_datasheet_prediction_says_that_nothing_was_measured(device):
-    text = str(table_of([(8192,) * 3], device=device))
+    text = str(estimate([(8192,) * 3], device=device))
     assert "NOTHING HERE WAS MEASURED" in text
-    assert "datasheet: " in text and "published: " in text
     assert "Forward and backward of one batch" in text and "casts by fused kernels" in text
 
 
-def test_a_measured_device_names_what_is_still_assumed():
+def test_a_measured_device_says_that_some_figures_are_assumed():
     mixed = replace(DEVICES["H100"], launch=MEASURED)
-    text = str(table_of([(8192,) * 3], device=mixed, training=False))
-    assert "NOTHING HERE" not in text and "others published or assumed" in text
-    assert "measured: here: launch" in text
+    text = str(estimate([(8192,) * 3], device=mixed, training=False))
+    assert "NOTHING HERE" not in text and "published or assumed ones" in text
     assert "Forward of one batch" in text
 
 
@@ -109,12 +103,12 @@ def test_a_device_all_measured_assumes_nothing():
         DEVICES["H100"], arch="cpu", bandwidth=MEASURED, bandwidth_best=MEASURED, launch=MEASURED,
         products=products, passes={}, processors=None,
     )  # fmt: skip
-    text = str(table_of([(64,) * 3], device=device))
+    text = str(estimate([(64,) * 3], device=device))
     assert "assumed" not in text and "casts by plain PyTorch" in text
 
 
 def test_the_result_is_json_with_its_sources():
-    result = table_of([(8192,) * 3, (64, 50, 64)], recipes=["delayed"])
+    result = estimate([(8192,) * 3, (64, 50, 64)], recipes=["delayed"])
     fields = json.loads(json.dumps(result.as_dict(), allow_nan=False))
     first, second = fields["rows"]
     prediction = result.rows[0].recipes["delayed"]
@@ -125,14 +119,15 @@ def test_the_result_is_json_with_its_sources():
     assert any(source.startswith("datasheet: ") for source in fields["sources"])
 
 
-def test_a_result_shows_itself_in_one_line():
-    assert repr(table_of([(64,) * 3])) == "Estimate(H100 SXM, 1 layers, tensorwise, rowwise)"
+def test_a_result_is_shown_once_with_one_line_below_the_table(capsys):
+    result = estimate([(64,) * 3])
+    assert capsys.readouterr().out == ""
+    assert repr(result) == str(result)
+    [line] = repr(result).split("\n\n")[1].splitlines()
+    assert line.startswith("Forward and backward of one batch on H100 SXM (sm_90)")
 
 
-def test_footnotes_say_what_is_taken_of_float32_and_of_caches():
-    model, autocast = transformer(1), "assumed to run under bfloat16 autocast"
-    assert autocast in str(table_of(model, 4096))
-    assert autocast not in str(table_of(model.bfloat16(), 4096))
-    cache = "2 bytes per element of cached weights are subtracted"
-    assert cache in str(table_of(model, 4096, weights_cached=True))
-    assert cache not in str(table_of(model, 4096))
+def test_the_line_says_that_float32_weights_run_under_autocast():
+    model = transformer(1)
+    assert "of one batch under autocast on" in str(estimate(model, 4096))
+    assert "autocast" not in str(estimate(model.bfloat16(), 4096))

@@ -63,14 +63,14 @@ def assert_different(actual, expected):
 def test_each_product_is_float8s_grouped_mm(recipe):
     class ByHand(Experts):
         def forward(self, x, ends):
-            config = config_of(recipe)
             gate, up = float8.grouped_mm(x, self.up.mT, ends, config).chunk(2, -1)
             return float8.grouped_mm(F.silu(gate) * up, self.down.mT, ends, config)
 
+    config = dataclasses.replace(config_of(recipe), pad_inner_dim=True)
     plain, x = Experts().bfloat16(), tokens()
     by_hand = ByHand().bfloat16()
     by_hand.load_state_dict(plain.state_dict())
-    converted = convert(copy.deepcopy(plain), recipe)
+    converted = float8.convert_to_float8_training(copy.deepcopy(plain), config=config)
     exact, actual = results(plain, x, ENDS), results(converted, x, ENDS)
     assert_same(actual, results(by_hand, x, ENDS), recipe)
     for one, other in zip(actual, exact, strict=True):
@@ -368,13 +368,12 @@ def test_min_features_of_weights_that_are_transposed():
     assert "in_features=96, out_features=32" in filters.min_features(200).reason(turned, "")
 
 
-def test_a_delayed_recipe_leaves_experts_and_says_so(caplog):
-    converted = convert(model(blocks=2), "delayed")
+def test_a_delayed_recipe_leaves_experts_and_says_so():
+    with pytest.warns(UserWarning, match=r"experts stay .*: \*\.experts \(2 layers\): delayed"):
+        converted = convert(model(blocks=2), "delayed")
     done = converted.float8_conversion
     assert done.converted == ["0.shared_expert", "1.shared_expert"]
     assert "keeps a history" in done.skipped["0.experts"]
-    (warning,) = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    assert warning.startswith("2 experts modules stay in high precision; the first is 0.experts:")
     # The way out that it names:
     converted = convert(model(), "rowwise", module_filter_fn=only_experts)
     converted = convert(converted, "delayed")
@@ -388,16 +387,17 @@ def test_weights_that_cannot_be_converted_are_refused():
         convert(model(torch.float64), module_filter_fn=only_experts)
 
 
-def test_the_report_says_what_a_gpu_refuses():
-    assert convert(model(), module_filter_fn=only_experts).float8_conversion.refused_on_gpu == {}
+def test_experts_of_sizes_that_no_gpu_multiplies_are_left_alone():
     odd = model()
     odd[0].experts.down = nn.Parameter(torch.randn(EXPERTS, 32, 40))
-    done = convert(odd, module_filter_fn=only_experts).float8_conversion
-    assert "experts of 32 by 40 features are no multiples of 16" in done.refused_on_gpu["0.experts"]
+    done = convert(odd).float8_conversion
+    assert done.converted == ["0.shared_expert"]
+    assert "in_features=40, out_features=32: not multiples of 16" in done.skipped["0.experts"]
+    done = convert(model(), "mxfp8").float8_conversion  # 48 features between up and down
+    assert "not multiples of 32" in done.skipped["0.experts"]
     padded = dataclasses.replace(config_of("tensorwise"), pad_inner_dim=True)
-    odd = convert_from_float8_training(odd)
     done = float8.convert_to_float8_training(odd, config=padded, module_filter_fn=only_experts)
-    assert done.float8_conversion.refused_on_gpu == {}
+    assert done.float8_conversion.experts == ["0.experts"]
 
 
 def test_errors_name_the_module():

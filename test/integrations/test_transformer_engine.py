@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import float8
-from float8 import Float8Linear, convert_to_float8_training, sync_float8_amax_and_scale_history
+from float8 import Float8Linear, sync_float8_amax_and_scale_history
 from float8.config import (
     RECIPES,
     CastConfig,
@@ -443,7 +443,7 @@ def test_a_layer_computes_what_the_override_says(override):
     x, g = torch.randn(17, 40).bfloat16(), torch.randn(17, 24).bfloat16()
     wanted = [results(override, recipe, x, linear, g) for recipe in ("unit", "tensorwise")]
     config = te(override_linear_precision=override, amax_history_len=2)
-    layer = convert_to_float8_training(linear, config=config)
+    layer = Float8Linear.from_float(linear, config)
     for step, products in enumerate(wanted):
         for name, found in run(layer, x, g).items():
             want = products[name]
@@ -458,7 +458,7 @@ def test_a_layer_computes_what_the_override_says(override):
 def test_a_history_is_kept_by_the_operands_that_are_cast(override):
     fprop, dgrad, wgrad = override
     config = te(override_linear_precision=override, amax_history_len=2)
-    layer = convert_to_float8_training(nn.Linear(16, 8), config=config)
+    layer = Float8Linear.from_float(nn.Linear(16, 8), config)
     x, g = torch.randn(4, 16), torch.randn(4, 8)
     run(layer, x, g)
     amaxes = [t.abs().max() for t in (x, layer.weight, g)]

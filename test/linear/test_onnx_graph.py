@@ -24,15 +24,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own exporter
 E4M3 = torch.float8_e4m3fn
 FLOAT8E4M3FN = onnx.TensorProto.FLOAT8E4M3FN
 # name -> recipe, static scale, shape of the input, dtype, blocks of input and weight, scales of
-# the input. K=300 and N=130 end in a part of a block.
+# the input. K=304 and N=144 end in a part of a block.
 CASES = {
-    "static": ("tensorwise", 0.03125, (3, 4, 300), torch.float32, (-1, -1), (-1, -1), "float32"),
-    "tensorwise": ("tensorwise", None, (6, 300), torch.float16, (-1, -1), (-1, -1), "float32"),
-    "rowwise": ("rowwise", None, (3, 4, 300), torch.float32, (1, -1), (1, -1), "power_of_two"),
+    "static": ("tensorwise", 0.03125, (3, 4, 304), torch.float32, (-1, -1), (-1, -1), "float32"),
+    "tensorwise": ("tensorwise", None, (6, 304), torch.float16, (-1, -1), (-1, -1), "float32"),
+    "rowwise": ("rowwise", None, (3, 4, 304), torch.float32, (1, -1), (1, -1), "power_of_two"),
     "blockwise": (
-        "blockwise", None, (3, 4, 300), torch.float32, (1, 128), (128, 128), "power_of_two"
+        "blockwise", None, (3, 4, 304), torch.float32, (1, 128), (128, 128), "power_of_two"
     ),
-    "delayed": ("delayed", None, (300,), torch.float32, (-1, -1), (-1, -1), "float32"),
+    "delayed": ("delayed", None, (304,), torch.float32, (-1, -1), (-1, -1), "float32"),
 }  # fmt: skip
 
 
@@ -46,13 +46,13 @@ def quiet():
 
 def layer_of(recipe: str, scale: float | None, dtype: torch.dtype, bias: bool = True) -> nn.Module:
     torch.manual_seed(0)
-    plain = nn.Linear(300, 130, bias=bias)
-    plain.weight.data *= torch.logspace(-2, 1, 130).unsqueeze(1)  # scales must matter
+    plain = nn.Linear(304, 144, bias=bias)
+    plain.weight.data *= torch.logspace(-2, 1, 144).unsqueeze(1)  # scales must matter
     model = nn.Sequential(plain).to(dtype)
     config = Float8LinearConfig.from_recipe_name(recipe)
     if recipe == "delayed":  # with the scale of another batch, which this one exceeds
         float8.convert_to_float8_training(model, config=config)
-        model(torch.randn(8, 300).clamp(-1, 1)).sum().backward()
+        model(torch.randn(8, 304).clamp(-1, 1)).sum().backward()
         float8.sync_float8_amax_and_scale_history(model)
     scales = None if scale is None else {"0": scale}
     return convert_to_float8_inference(model, scales, config=config).eval()
@@ -90,13 +90,13 @@ def test_onnxruntime_computes_the_product_of_the_oracles_codes(name, tmp_path):
         x[0, 0], x[0, 1, 3], x[1, 0, 7] = 0.0, 1e30, -1e30
     proto = exported(model, x, path, dynamic=len(shape) > 1)
     stored = [i for i in proto.graph.initializer if i.data_type == FLOAT8E4M3FN]
-    assert [list(tensor.dims) for tensor in stored] == [[130, 300]]
-    codes = torch.frombuffer(bytearray(stored[0].raw_data), dtype=torch.uint8).reshape(130, 300)
+    assert [list(tensor.dims) for tensor in stored] == [[144, 304]]
+    codes = torch.frombuffer(bytearray(stored[0].raw_data), dtype=torch.uint8).reshape(144, 304)
     assert torch.equal(codes, model[0].weight.float8_data.view(torch.uint8))
-    assert sum(len(i.raw_data) for i in proto.graph.initializer) < 1.07 * 130 * 300
+    assert sum(len(i.raw_data) for i in proto.graph.initializer) < 1.07 * 144 * 304
     for rows in (None, 2):  # as exported, and another batch
         part = x if rows is None or len(shape) == 1 else x[:rows]
-        matrix = part.reshape(-1, 300).float()
+        matrix = part.reshape(-1, 304).float()
         if static is not None:
             scale = torch.full((1, 1), static)
         elif recipe == "delayed":
@@ -106,7 +106,7 @@ def test_onnxruntime_computes_the_product_of_the_oracles_codes(name, tmp_path):
         x8 = oracle.values(oracle.cast(matrix, scale, x_block, E4M3), scale, x_block, E4M3)
         w8 = oracle.values(model[0].weight.float8_data, model[0].weight.scale, w_block)
         bias = model[0].bias
-        exact = (x8 @ w8.t() + bias.double()).reshape(*part.shape[:-1], 130)
+        exact = (x8 @ w8.t() + bias.double()).reshape(*part.shape[:-1], 144)
         plain = (x8.float() @ w8.t().float() + bias.float()).reshape(exact.shape).to(dtype)
         assert_error_within_baseline(run(path, part), exact, plain, replay=(name, rows))
     after = model.state_dict()
@@ -117,7 +117,7 @@ def test_scales_of_inputs_are_exact_powers_of_two(tmp_path):
     """Rows whose largest value is on, just below and just above 448 times a power of two."""
     model, path = layer_of("rowwise", None, torch.float32, bias=False), str(tmp_path / "m.onnx")
     edges = torch.tensor([448.0, 448 * (1 - 2**-24), 448 * (1 + 2**-23)]).float()
-    x = torch.zeros(9, 300)
+    x = torch.zeros(9, 304)
     x[:, 0] = torch.cat([edges, edges * 2.0**-100, edges * 2.0**90])
     x[:, 1] = x[:, 0] / 3  # which shows the scale: it is no code
     proto = exported(model, x, path)
@@ -132,7 +132,7 @@ def test_scales_of_inputs_are_exact_powers_of_two(tmp_path):
 
 def test_inputs_stay_in_high_precision_under_high_precision(tmp_path):
     model, path = layer_of("blockwise", None, torch.float32), str(tmp_path / "m.onnx")
-    x = input_of((4, 300), torch.float32)
+    x = input_of((4, 304), torch.float32)
     with float8.high_precision(model):
         proto = exported(model, x, path)
         plain = model(x)
@@ -144,13 +144,13 @@ def test_inputs_stay_in_high_precision_under_high_precision(tmp_path):
 
 
 def test_what_onnx_cannot_say_is_refused_with_the_way_out(tmp_path):
-    path, x = str(tmp_path / "m.onnx"), input_of((4, 300), torch.float32)
+    path, x = str(tmp_path / "m.onnx"), input_of((4, 304), torch.float32)
     layer = layer_of("mxfp8", None, torch.float32)[0]
     reason = refuses_onnx(layer.weight, x, plan_for(layer.config, x))
     assert re.search(
         r"takes weights and inputs in .* scales of torch\.float8_e8m0fnu; convert", reason
     )
-    model = float8.convert_to_float8_training(nn.Sequential(nn.Linear(300, 130)))
+    model = float8.convert_to_float8_training(nn.Sequential(nn.Linear(304, 144)))
     words = (
         r"0: torch\.onnx\.export stores float8 .*call float8\.convert_to_float8_inference\(model\)"
     )

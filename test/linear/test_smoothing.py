@@ -473,6 +473,6 @@ def test_the_sqnr_of_a_gradient_is_that_of_the_weight(recipe, by_gate):
 
 
 def test_no_time_is_predicted():
-    (row,) = estimate([(4096, 512, 1024)], recipes=SMOOTH, device="H100", show=False).rows
+    (row,) = estimate([(4096, 512, 1024)], recipes=SMOOTH, device="H100").rows
     (found,) = row.recipes.values()
     assert "the time of smooth_input=True is not predicted" in found.refused

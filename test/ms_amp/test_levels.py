@@ -32,7 +32,7 @@ def test_the_table_is_that_of_ms_amps_documentation():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_weight_is_cast_once_and_keeps_its_attributes(level, dtype):
     torch.manual_seed(0)
-    layer = convert_to_float8_training(nn.Linear(24, 40).to(dtype))
+    layer = convert_to_float8_training(nn.Linear(32, 48).to(dtype))
     layer.weight.role = "output"
     new = stored_weight(layer.weight, layer, LEVELS[level])
     assert new.requires_grad
@@ -49,7 +49,7 @@ def test_a_weight_is_cast_once_and_keeps_its_attributes(level, dtype):
 
 
 def test_layers_that_the_optimizer_does_not_step_are_left_with_a_reason():
-    model = nn.Sequential(nn.Linear(8, 8), convert_to_float8_training(nn.Linear(8, 8)))
+    model = nn.Sequential(nn.Linear(16, 16), convert_to_float8_training(nn.Linear(16, 16)))
     optimizer = torch.optim.AdamW(model[1].parameters())
     plan = plan_weights(model, None, None, optimizer, LEVELS["O1"])
     assert list(plan.layers) == ["1"]
@@ -65,7 +65,7 @@ def test_layers_that_the_optimizer_does_not_step_are_left_with_a_reason():
     ],
 )
 def test_weights_that_a_level_cannot_hold_are_refused(config, level, message):
-    model = nn.Sequential(nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(16, 16))
     optimizer = torch.optim.AdamW(model.parameters())
     plan_weights(model, None, None, optimizer, LEVELS[level])
     with pytest.raises(ValueError, match=message):

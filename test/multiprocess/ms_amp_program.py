@@ -91,7 +91,7 @@ def adapters_over_frozen_float8_weights_train_under_ddp(rank: int) -> None:
     for half in x:
         (alone(half).square().mean() / 2).backward()
     torch.testing.assert_close(shared[1].weight.grad, alone[1].weight.grad)
-    direct = convert_to_float8_inference(nn.Sequential(nn.Linear(64, 8), nn.LayerNorm(8)))
+    direct = convert_to_float8_inference(nn.Sequential(nn.Linear(64, 16), nn.LayerNorm(16)))
     DistributedDataParallel(direct)  # conversion has hidden its weights already
 
 

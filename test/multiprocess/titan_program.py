@@ -161,7 +161,7 @@ def converter_says_what_is_wrong(rank):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         build(filter_fqns=["layers", "lm_head"]).convert(small())
-    assert "converted to float8: 0 layers" in str(caught[-1].message)
+    assert "converted to float8 (tensorwise): 0 layers" in str(caught[-1].message)
     with pytest.warns(UserWarning, match=r"\['lmhead'\] is in no .* names end in lm_head, w1, w2"):
         build(filter_fqns=["lmhead", "wo"]).convert(small())
 

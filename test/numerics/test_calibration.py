@@ -119,7 +119,7 @@ def test_a_classifier_quantised_after_training_keeps_its_accuracy():
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(16, 32), nn.Dropout(0.5), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 8)
+        nn.Linear(16, 32), nn.Dropout(0.5), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 16)
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from unchanged import assert_model_unchanged
 
-from float8.config import CastConfig, Float8LinearConfig, ScalingType
+from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
 from float8.convert.convert import convert_to_float8_training
 from float8.convert.inference import convert_to_float8_inference
 from float8.linear.delayed import sync_float8_amax_and_scale_history
@@ -94,9 +95,10 @@ def faulty(where: str, value: float, backward: bool, how: str, float8: bool) -> 
 
 
 def converted(net: nn.Module, float8: bool) -> nn.Module:
-    return convert_to_float8_training(net) if float8 else net
+    return convert_to_float8_training(net, config=PADS) if float8 else net
 
 
+PADS = Float8LinearConfig(pad_inner_dim=True)  # converts layers of any sizes
 HOW = ["plain", "reentrant", "not reentrant"]
 
 
@@ -165,7 +167,7 @@ def test_what_a_batch_a_parameter_or_a_buffer_brings_is_found_before_the_run():
     found = find_nan(Net(), {"x": x})
     assert (found.module, found.tensor, found.first) == ("", "tensor 0 of the batch", (2, 3))
     for value in (math.nan, math.inf, -math.inf):
-        net = convert_to_float8_training(Net())
+        net = convert_to_float8_training(Net(), config=PADS)
         with torch.no_grad():
             net.blocks[0].up.weight[1, 2] = value
         found = find_nan(net, batch())
@@ -174,7 +176,7 @@ def test_what_a_batch_a_parameter_or_a_buffer_brings_is_found_before_the_run():
 
 
 def delayed() -> nn.Module:
-    net = convert_to_float8_training(Net(), config=Float8LinearConfig.from_recipe_name("delayed"))
+    net = convert_to_float8_training(Net(), config=replace(RECIPES["delayed"], pad_inner_dim=True))
     net(batch()).sum().backward()
     sync_float8_amax_and_scale_history(net)
     return net
@@ -197,13 +199,14 @@ def test_what_a_step_recorded_is_no_fault():
 
 
 def test_a_scale_that_no_sync_has_found_yet_is_no_origin():
-    net = convert_to_float8_training(Net(), config=Float8LinearConfig.from_te_recipe(interval=4))
+    config = replace(Float8LinearConfig.from_te_recipe(interval=4), pad_inner_dim=True)
+    net = convert_to_float8_training(Net(), config=config)
     net.blocks[1].faults["after up"] = lambda x: Plant.apply(x, math.nan, False)
     assert find_nan(net, batch()).module == "blocks.1"
 
 
 def test_an_inf_that_a_float8_layer_reads_is_explained():
-    net = convert_to_float8_training(Net())
+    net = convert_to_float8_training(Net(), config=PADS)
     net.blocks[1].faults["after norm"] = lambda x: Plant.apply(x, math.inf, False)
     found = find_nan(net, batch())
     # The inf was there before the layer made NaN of it.
@@ -218,7 +221,7 @@ def test_an_overflow_is_named_where_it_happens_and_not_where_it_becomes_nan(floa
     with torch.no_grad():
         net.blocks[0].up.weight.zero_()[3, 0] = 600.0
         net.blocks[0].norm.weight[:] = 1e4
-    found = find_nan(convert_to_float8_training(net) if float8 else net, batch().half())
+    found = find_nan(converted(net, float8), batch().half())
     assert (found.module, found.tensor, found.nan) == ("blocks.0.up", "output", 0)
     assert found.inf > 0
     assert "65504" in str(found)
@@ -244,7 +247,7 @@ class Attention(nn.Module):
 
 
 def test_masks_are_no_fault_until_a_row_is_all_masked():
-    model = convert_to_float8_training(Attention())
+    model = convert_to_float8_training(Attention(), config=PADS)
     mask = torch.zeros(6, 6)
     mask[:, 3] = -math.inf
     assert find_nan(model, {"x": batch(), "mask": mask}) is None
@@ -378,7 +381,7 @@ class Root(nn.Module):
 
 @pytest.mark.parametrize("float8", [False, True])
 def test_a_derivative_that_is_not_finite(float8):
-    model = convert_to_float8_training(Root()) if float8 else Root()
+    model = converted(Root(), float8)
     found = find_nan(model, batch())
     assert (found.module, found.tensor) == ("before", "gradient of its output")
     assert found.after == "after: gradient of its input"
@@ -394,7 +397,7 @@ def test_an_inf_in_a_parameters_gradient_is_a_fault_by_itself():
 
 
 def test_weights_that_live_in_float8():
-    net = convert_to_float8_inference(Net())
+    net = convert_to_float8_inference(Net(), config=PADS)
     assert find_nan(net, batch()) is None
     net.head.weight.scale.fill_(math.nan)
     found = find_nan(net, batch())

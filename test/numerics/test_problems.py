@@ -58,7 +58,9 @@ def test_each_rule_finds_what_it_is_for(change, level, title, text):
 def test_rows_and_text_of_a_report_name_what_its_sqnr_hides():
     report = Report([HEALTHY, replace(HEALTHY, layer="down", flushed=0.98, sqnr=84.6)])
     assert [row["problems"] for row in report.rows()] == [["flushes to zero"], []]
-    said = "One cast flushes to zero: down, input. 98 % of its elements became zero. Its SQNR of 84.6"
+    said = (
+        "One cast flushes to zero: down, input. 98 % of its elements became zero. Its SQNR of 84.6"
+    )
     assert said in " ".join(str(report).split())
     assert str(report) == report.table()
 

@@ -167,7 +167,7 @@ def _check(config: Float8LinearConfig, input: Tensor, weight: Tensor) -> None:
 
 def float8(
     model: M,
-    config: Float8LinearConfig | None = None,
+    config: Float8LinearConfig | str | None = None,
     *,
     module_filter_fn: ModuleFilter | None = None,
 ) -> M:
@@ -186,8 +186,7 @@ def float8(
         TypeError: ``model`` is not a module, or ``config`` is not a config.
         ValueError: delayed scaling, or a model that has been converted or has this transform.
     """
-    config = _DYNAMIC_INPUTS if config is None else config
-    check_config(config)
+    config = check_config(_DYNAMIC_INPUTS if config is None else config)
     if config.uses_delayed_scaling:
         raise ValueError(
             "the float8 transform keeps no amax history: take a dynamic or static recipe, or "

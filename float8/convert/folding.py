@@ -1,0 +1,35 @@
+"""Names of layers in reports: those that differ in numbers only share a line, with their count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def named(fqn: str) -> str:
+    """A module's name, for messages."""
+    return fqn or "the module itself"
+
+
+def pattern_of(name: str) -> str:
+    """A name with a star for each number: ``layers.*.mlp.gate``."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def folded(reasons: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for each reason and pattern of names: ``layers.*.mlp.gate (48 layers): the reason``.
+
+    Names that are numbers alone, those of an ``nn.Sequential``, keep a line each.
+
+    Args:
+        reasons: (name of a layer, what is said of it).
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, reason in reasons:
+        pattern = pattern_of(name)
+        groups.setdefault((pattern if pattern.strip("*.") else name, reason), []).append(name)
+    return [
+        f"{named(names[0])}: {reason}"
+        if len(names) == 1
+        else f"{pattern} ({len(names)} layers): {reason}"
+        for (pattern, reason), names in groups.items()
+    ]
