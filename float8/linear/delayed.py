@@ -81,7 +81,7 @@ logger = logging.getLogger("float8")
 
 
 DYNAMIC_STEPS = 16
-"""A cast without a scale uses dynamic ones for so many steps, or ``history_len`` if that is less."""
+"""A cast without a scale uses dynamic ones for so many steps, or ``history_len`` if less."""
 
 
 def updated_history(
