@@ -27,7 +27,9 @@ _BY_GRANULARITY = {
     "1x32": "compressed_tensors",
 }
 # The default of a recipe -> what stores the same scales where Transformers reads no such file.
-_INSTEAD = {CompressedTensors(Blockwise(1, 32)): FineGrained((1, 32), ScaleFormat.E8M0)}
+_INSTEAD: dict[Layout, Layout] = {
+    CompressedTensors(Blockwise(1, 32)): FineGrained((1, 32), ScaleFormat.E8M0)
+}
 # The variants of compressed_tensors.
 _VARIANTS = {"rowwise": Rowwise(), "128x128": Blockwise(128, 128), "1x32": Blockwise(1, 32)}
 

@@ -87,7 +87,8 @@ class _Producer(Float8Module):
     """Abstract: a module that casts what it computes, with ``cast_output``."""
 
     plain: ClassVar[str]  # the module to use instead if this one does not fit
-    fqn: str = ""  # a default for older pickles, which have none
+    cast_output: Cast
+    fqn: str
 
     def _set_up(self, config: Float8LinearConfig | str | None, device: Any, fqn: str = "") -> None:
         config = check_config("tensorwise" if config is None else config, type(self).__name__)
