@@ -81,7 +81,7 @@ logger = logging.getLogger("float8")
 
 
 DYNAMIC_STEPS = 16
-"""A cast without a scale uses dynamic ones for so many steps, or ``history_len`` if less."""
+"""How many steps a cast without a scale is dynamic, or ``history_len`` steps if that is less."""
 
 
 def updated_history(
@@ -107,7 +107,7 @@ def updated_history(
 
     Returns:
         The new history, the new scales and their ages. Scales are finite. An operand without a
-        scale keeps 0, which no cast uses, until its history is full or `DYNAMIC_STEPS` steps old.
+        scale keeps 0, which no cast uses, until its history is full or has `DYNAMIC_STEPS` amaxes.
     """
     nonfinite = torch.inf if config.remember_nonfinite else 0.0
     newest_N = torch.where(current_amax_N.isfinite(), current_amax_N, nonfinite)
