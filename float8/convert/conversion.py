@@ -192,7 +192,7 @@ class ConversionPlan:
     def finish(self, model: nn.Module) -> None:
         """Complete the report, attach it to the model and log it; warn of what the user may change.
 
-        That is: no layer is float8, experts have no history, or a pattern matches no layer.
+        That is: no layer is float8, or experts have no history.
         """
         conversion = self.conversion
         own = {fqn: m for fqn, m in model.named_modules() if own_config(m) is not None}
@@ -202,9 +202,6 @@ class ConversionPlan:
         conversion.recipe = "; ".join(dict.fromkeys(map(recipe_of, configs)))
         model.float8_conversion = conversion  # type: ignore[assignment]
         logger.info("%s", conversion)
-        if conversion.unmatched_patterns:
-            patterns = ", ".join(conversion.unmatched_patterns)
-            _warn_user(f"{self.caller}: skip_names: no layer is called {patterns}")
         kept = [(fqn, why) for fqn, why in conversion.skipped.items() if why == NO_HISTORY]
         if kept:
             _warn_user("experts stay in high precision: " + "\n  ".join(folded(kept)))
