@@ -4,8 +4,8 @@ python benchmarks/figures.py                  # all, into docs/figures
 python benchmarks/figures.py overview demo    # some of them
 python benchmarks/figures.py --folder /tmp/x  # elsewhere
 
-Two figures are not drawn from result files: `python scripts/scale_plot.py --out
-docs/figures/unit_scales.png` runs a model, and report.png is a screenshot of a numerics page.
+Two figures are not drawn from result files: unit_scales.png shows the scales of a model's tensors
+(`float8.unit_scaling.analysis.plot`), and report.png is a screenshot of a numerics page.
 """
 
 from __future__ import annotations

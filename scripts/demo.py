@@ -14,9 +14,9 @@ counts the same recipe ended from 1.3 % better than bf16 to 1.7 % worse.
 
 "naive" casts to float8 without scales, to show their effect. It is the same model with the same
 mean loss, whose gradients are too small for E5M2 without scales (the comment in training/gpt.py has
-the numbers; operand_table.py counts them). "unit" casts without scales too, the same model after
-`unit_scale`, and is to be compared with "unit_bf16", which is that model in bf16. The two train by
-u-muP's rules, hence with a learning rate of their own.
+the numbers). "unit" casts without scales too, the same model after `unit_scale`, and is to be
+compared with "unit_bf16", which is that model in bf16. The two train by u-muP's rules, hence with a
+learning rate of their own.
 
 A recipe may be followed by the names of savings, each after a "+" (training/savings.py).
 

@@ -4,5 +4,4 @@
 - `options.py`, `savings.py`: the options of a training
 - `parallel.py`, `sharded.py`, `ctrl_c.py`, `environment.py`: processes, interruption, records
 - `half_products.py`: bf16 and fp16 GEMMs at float32 speed on CPUs without such units
-- `cluster.py`: the arithmetic of a training step on a cluster, for `plan_cluster.py`
 """

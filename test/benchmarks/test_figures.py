@@ -17,7 +17,7 @@ from float8.config import RECIPES
 from float8.estimate import estimate
 
 NOT_FROM_RESULTS = {
-    "unit_scales": ROOT / "scripts" / "scale_plot.py",
+    "unit_scales": ROOT / "float8" / "unit_scaling" / "analysis",
     "report": ROOT / "float8" / "numerics",
 }
 COMMITTED = sorted((ROOT / "docs" / "figures").glob("*.png"))
