@@ -162,9 +162,8 @@ def inspect_checkpoint(
     layout = readers = None
     if source.layout is not None:
         layout = layout_text(source.layout)
-        readers = read_by(
-            source.layout, {name: weights[name + WEIGHT].shape for name in source.layers}
-        )
+        shapes = {name: weights[name + WEIGHT].shape for name in source.layers}
+        readers = read_by(source.layout, {n: s for n, s in shapes.items() if len(s) == 2})
     kinds = ([*float8.values()], [*rest.values()])
     return Inspection(str(path), layout, readers, files, nbytes, *kinds, problems)
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.checkpoints.inspection import Progress, layout_text, size
 from float8.checkpoints.layout import Layer, Layout
+from float8.checkpoints.readers import TRANSFORMERS, transformers_refuses
 from float8.checkpoints.shard_writer import MAX_SHARD_BYTES, write_shards
 from float8.checkpoints.shards import INDEX_SUFFIX, PICKLES, SUFFIX, Spec
 from float8.checkpoints.source import WEIGHT, Source, told
@@ -315,6 +316,14 @@ def _add_notes(found: Rewriting) -> None:
             f"{again} weights are dequantised and cast again, so their values are rounded twice; a "
             "checkpoint in high precision gives better ones"
         )
+    if isinstance(target, Layout):
+        shapes = {
+            key.removesuffix(WEIGHT): found.specs[key].shape
+            for key, how in found.how.items()
+            if how != COPIED
+        }
+        if (reason := transformers_refuses(target, shapes)) is not None:
+            found.notes.append(f"not read by {TRANSFORMERS}: {reason}")
     has_scales = layout is not None and layout.static_inputs
     if has_scales and not (isinstance(target, Layout) and target.static_inputs):
         found.notes.append("the static scales of inputs are left out")

@@ -141,6 +141,10 @@ def _other_block(tensors, config):
     config["weight_block_size"] = [64, 64]
 
 
+def _vector(tensors, config):
+    tensors[f"{Q}.weight"] = tensors[f"{Q}.weight"].flatten()
+
+
 def _no_scale(tensors, config):
     del tensors[f"{Q}.weight_scale_inv"]
 
@@ -172,6 +176,7 @@ PROBLEMS = {
     "zero scale": (_scale(0.0), rf"{Q}\.weight_scale_inv holds 0\.0"),
     "shape of a scale": (_other_shape, r"shape \(192, 1\), expected \(2, 2\)"),
     "another block size": (_other_block, r"has shape \(2, 2\), expected \(3, 3\)"),
+    "no matrix": (_vector, r"shape \(30720,\), expected a matrix"),
     "no scale": (_no_scale, rf"{Q}\.weight_scale_inv is missing"),
     "a scale of nothing": (_orphan, r"model\.norm\.weight_scale_inv is the scale of float8 data"),
     "listed as high precision": (_listed, rf"{Q}\.weight is in float8, and config\.json lists"),

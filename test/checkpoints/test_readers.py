@@ -59,7 +59,7 @@ def misread(folder, plain, layers):
 @pytest.mark.parametrize(
     ("rows", "odd"), [(96, False), (160, True), (192, True), (256, False), (576, True)]
 )
-def test_sizes_that_transformers_misreads_are_named_in_a_warning(rows, odd, tmp_path):
+def test_sizes_that_transformers_misreads_are_named_in_a_warning(rows, odd, tmp_path, capsys):
     """160 rows with a grid of 2 become blocks of 80; 576 are no multiple of 5: an error."""
     sizes = {"hidden_size": 128, "intermediate_size": rows, "num_hidden_layers": 1}
     plain = model_of("llama", **sizes, tie_word_embeddings=False)
@@ -82,6 +82,9 @@ def test_sizes_that_transformers_misreads_are_named_in_a_warning(rows, odd, tmp_
         assert warning.filename == __file__
         assert {name for name in plan.layers if name in str(warning.message)} == mlp
     assert (TRANSFORMERS in plan.notes[0]) == (not odd)
+    convert_again = ["convert", str(tmp_path / "it"), str(tmp_path / "out"), "--dry-run"]
+    assert main([*convert_again, "--layout", "fine_grained"]) == 0
+    assert ("not read by Transformers" in capsys.readouterr().out) == odd
     float8.checkpoints.weight_updates(model, "fine_grained")  # no file that it would read
 
 
