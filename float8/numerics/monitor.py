@@ -74,7 +74,7 @@ def inspect_every(
 ) -> Monitor:
     """A context manager to open around each training step.
 
-    It inspects nothing by itself: a warning says so if it is never opened.
+    It inspects nothing by itself: the log says so if it is never opened.
 
     Args:
         model: converted; as for `inspect`.
@@ -142,8 +142,8 @@ class Monitor:
         self.alarms = [alarm for alarm in self._watch.alarms if alarm.is_active]
         self._open: ExitStack | None = None
         self._is_inside = self._has_warned = False
-        # When it is collected, or when the process ends, but not after its first step.
-        self._unused = weakref.finalize(self, warnings.warn, _UNUSED)
+        # Said when it is collected or the process ends, unless a step has started.
+        self._unused = weakref.finalize(self, logger.warning, _UNUSED)
 
     def start_step(self) -> None:
         """Begin a step, as ``with`` does; for callbacks."""

@@ -64,11 +64,6 @@ def inspected(layers: nn.Module) -> None:
         pass
 
 
-def ended_twice() -> None:
-    with inspect_every(model()) as monitor:
-        monitor.end_step()
-
-
 def nested_step() -> None:
     monitor = inspect_every(model())
     with monitor:
@@ -151,7 +146,7 @@ MESSAGES = [
     (ValueError, lambda: inspect_every(model(), n=2.5), "integer >= 1"),
     (ValueError, lambda: inspect_every(model(), keep=0), "integer >= 1"),
     (TypeError, lambda: inspect_every(model(), writer=X), "Tensor has no add_scalar"),
-    (RuntimeError, ended_twice, "no step is open"),
+    (RuntimeError, lambda: inspect_every(model()).end_step(), "no step is open"),
     (RuntimeError, nested_step, "open already"),
 ]
 

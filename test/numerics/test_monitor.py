@@ -140,9 +140,13 @@ def test_a_jump_of_the_gradient_in_step_1_is_an_alarm_at_once():
     assert (alarm.layer, alarm.operand, alarm.started) == ("0", "grad_output", 1)
 
 
-def test_a_monitor_that_is_never_opened_says_so():
-    with pytest.warns(UserWarning, match="this monitor was never opened and inspected nothing"):
-        inspect_every(model())  # it is collected at once
+def test_the_log_says_that_a_monitor_was_never_opened(caplog):
+    with inspect_every(layers := model()):
+        step(layers)
+    assert not caplog.records
+    inspect_every(model())  # it is collected at once
+    (record,) = caplog.records
+    assert "this monitor was never opened and inspected nothing; write" in record.getMessage()
 
 
 def test_many_alarms_of_one_rule_are_one_line(caplog):
