@@ -8,8 +8,8 @@ name                         differs from
 ``history H``                ``delayed`` by a history of H steps; 16 is the recipe's
 ``history H, margin M``      the same by amaxes multiplied by ``2^M``; ``margin M`` has 16 steps
 ``gradients dynamic``        ``delayed`` by dynamic scales of grad_output
-``late``                     ``delayed`` by dynamic scales in the first `LATE` steps: nothing is
-                             synced until then
+``late``                     ``delayed`` by `LATE` more dynamic steps at the start: nothing is
+                             synced in them
 ``down in bf16``             ``tensorwise`` by ``down``, which is not converted
 ``smooth ...``               the recipe by ``down``, which gives each channel of its input a scale
                              (Smooth-SwiGLU, arXiv 2409.12517, section 4.4), and a dynamic scale to
