@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from composition_program import Composition, failures_of
+from processes import failures
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -23,6 +24,12 @@ def test_a_sample_equals_one_process():
 @pytest.mark.slow
 def test_compositions_equal_one_process():
     assert failures_of(set(SEEDS).difference(SAMPLE)) == {}
+
+
+@pytest.mark.slow
+def test_faults_are_found():
+    planted = [("finds", "no_group", 63), ("finds", "missing_all_reduce", 91)]
+    assert failures("composition_program", planted) == {}
 
 
 @pytest.fixture

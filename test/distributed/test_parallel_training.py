@@ -4,23 +4,15 @@ import pytest
 from processes import failures
 from recompute import KINDS
 
-from float8.config import RECIPES
-
 PLAIN, VIEWS = {}, {"gradient_as_bucket_view": True}
 STATIC, BOTH = {"static_graph": True}, {"gradient_as_bucket_view": True, "static_graph": True}
 NAN, INF = float("nan"), float("inf")
 ON_TWO = [
-    # Every recipe, and every form of DDP for delayed scaling, which has state.
+    # Every form of DDP for delayed scaling, which has state; other recipes: test_compositions.py.
     *(("ddp_trains", "delayed", options) for options in (PLAIN, VIEWS, STATIC, BOTH)),
-    ("ddp_trains", "tensorwise", PLAIN),
-    ("ddp_trains", "tensorwise", BOTH),
-    ("ddp_trains", "rowwise", VIEWS),
     ("ddp_trains", "unit", STATIC),
     *(("ddp_with_checkpointing_trains", "delayed", kind) for kind in KINDS),
-    ("ddp_with_checkpointing_trains", "tensorwise", "not reentrant"),
-    ("compiled_ddp_trains", "tensorwise"),
     ("compiled_fsdp2_trains", "delayed"),
-    *(("fsdp2_trains", recipe) for recipe in RECIPES),
     ("ddp_keeps_the_amaxes_of_each_rank",),
     ("one_layer_equals_the_whole_batch_at_once", "delayed"),
     ("one_layer_equals_the_whole_batch_at_once", "unit"),

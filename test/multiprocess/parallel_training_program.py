@@ -133,12 +133,6 @@ def ddp_with_checkpointing_trains(rank, recipe, kind):
     steps_equal_one_process(rank, recipe, DistributedDataParallel, recompute=recompute)
 
 
-def compiled_ddp_trains(rank, recipe):
-    """Dynamo splits the graph of a compiled DDP model at its buckets."""
-    wrap = DistributedDataParallel
-    steps_equal_one_process(rank, recipe, wrap, microbatches=(2, 2), backend="aot_eager")
-
-
 def compiled_fsdp2_trains(rank, recipe):
     steps_equal_one_process(rank, recipe, fsdp2, microbatches=(2, 2), backend="eager")
 
