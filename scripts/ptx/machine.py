@@ -472,8 +472,9 @@ def execute(
         threads: of a program, where the PTX does not say it.
         shared_bytes: of dynamic shared memory.
         batch: how many programs run together.
-        seed: of a random order of programs, and of warps. None: in the order of their numbers, and
-            warps in lockstep.
+        seed: of a random order of programs, and of warps; compare the results of several. Compiled
+            code lets warps write equal values to one place, which then counts as a race. None: in
+            the order of their numbers, and warps in lockstep.
 
     Returns:
         the findings and counts; `Report.check` raises if there are findings.
