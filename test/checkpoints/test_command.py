@@ -280,7 +280,7 @@ def test_float8_data_that_the_layout_stores_are_kept(plain, tmp_path, capsys):
         capsys, str(tmp_path / "a"), tmp_path / "b", "fine_grained:power_of_two"
     )
     assert "8 tensors: float8 data kept" in printed
-    assert "note" not in printed
+    assert "rounded twice" not in printed
     for key, value in first.items():
         if key.endswith("weight_scale_inv"):
             assert torch.equal(second[key], value.float())
