@@ -10,7 +10,6 @@ from typing import Any as _Any
 import float8.distributed.first_use as _first_use  # noqa: F401  compares ranks
 import float8.distributed.gathered_weights as _gathered_weights  # noqa: F401  stores weights
 import float8.integrations.experts as _experts  # noqa: F401  finds those of other libraries
-import float8.integrations.other_names as _other_names  # noqa: F401  hints
 import float8.integrations.torchao as _torchao  # noqa: F401  Float8LinearConfig.from_torchao
 import float8.integrations.transformer_engine as _te  # noqa: F401  .from_te_recipe
 from float8.activations import saved_activations
@@ -21,7 +20,6 @@ from float8.config import (
     GemmConfig,
     ScalingType,
 )
-from float8.config.suggestions import refuse_name as _refuse_name
 from float8.convert import filters
 from float8.convert.convert import (
     convert_from_float8_training,
@@ -68,7 +66,7 @@ def __getattr__(name: str) -> _Any:
         return value
     if name in _PACKAGES:
         return _importlib.import_module(f"float8.{name}")
-    _refuse_name("float8", name)
+    raise AttributeError(f"module 'float8' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

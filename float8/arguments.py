@@ -6,7 +6,9 @@ AttributeError from the middle of the library.
 
 from __future__ import annotations
 
+import difflib
 import numbers
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,7 +24,16 @@ def described(value: object) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     name = type(value).__name__
-    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
+    library = type(value).__module__.partition(".")[0]
+    origin = f" of {library}" if library in ("torchao", "transformer_engine") else ""
+    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}{origin}"
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """``"; did you mean 'rowwise'?"``, or nothing where no known name is near."""
+    by_lower = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
 def check_module(value: object, caller: str, argument: str = "model") -> None:

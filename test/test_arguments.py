@@ -29,7 +29,7 @@ PACKAGES = (
     "float8.config",
     "float8.distributed.gradients",
     "float8.estimate",
-    "float8.filters",
+    "float8.convert.filters",
     "float8.numerics",
     "float8.optim",
 )

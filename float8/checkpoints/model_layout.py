@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from float8.arguments import described
+from float8.arguments import described, did_you_mean
 from float8.checkpoints.compressed_tensors import CompressedTensors
 from float8.checkpoints.fine_grained import FineGrained
 from float8.checkpoints.float8_layers import transformers_config
@@ -14,7 +14,6 @@ from float8.checkpoints.layout import Layout
 from float8.checkpoints.layouts import LAYOUTS
 from float8.checkpoints.readers import Shapes, transformers_refuses
 from float8.config import OperandCast, ScalingType
-from float8.config.suggestions import did_you_mean
 from float8.convert.conversion import own_config
 from float8.formats import ScaleFormat
 from float8.granularity import Blockwise, Rowwise, block_name

@@ -11,18 +11,15 @@ A linear layer is three GEMMs of two casts each (M tokens, K in, N out features)
 operands. Everything is frozen: ``dataclasses.replace`` makes a variant, nothing is inherited or
 changed behind the user's back.
 
-================== ======================================================================
-``casts.py``       how one operand becomes float8, and where its scale comes from
-``plan.py``        the three GEMMs that a config means
-``linear.py``      the configuration of a layer, and `RECIPES`
-``suggestions.py`` the nearest known name, or what to write for another library's
-================== ======================================================================
+============= ====================================================================
+``casts.py``  how one operand becomes float8, and where its scale comes from
+``plan.py``   the three GEMMs that a config means
+``linear.py`` the configuration of a layer, and `RECIPES`
+============= ====================================================================
 
-This package knows no other framework. Other libraries' spellings, and the constructors of
-`Float8LinearConfig` that translate them, are in `float8.integrations`.
+This package knows no other framework. The constructors of `Float8LinearConfig` that translate
+other libraries' configs are in `float8.integrations`.
 """
-
-from typing import TYPE_CHECKING, NoReturn
 
 from float8.config.casts import (
     MAX_MARGIN,
@@ -33,7 +30,6 @@ from float8.config.casts import (
 )
 from float8.config.linear import RECIPES, Float8LinearConfig, check_config
 from float8.config.plan import Gemm, GemmConfig, LinearPlan
-from float8.config.suggestions import refuse_name
 
 __all__ = [
     "MAX_MARGIN",
@@ -48,9 +44,3 @@ __all__ = [
     "ScalingType",
     "check_config",
 ]
-
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-
-    def __getattr__(name: str) -> NoReturn:
-        refuse_name("float8.config", name)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from float8.arguments import check_bool, described
-from float8.config.suggestions import DIALECTS, explains_unknown_fields
 from float8.formats import Format, ScaleFormat, format_of
 from float8.granularity import Block, Blockwise, Granularity, Tensorwise, transpose_block
 
@@ -41,7 +40,6 @@ class ScalingType(enum.Enum):
 _MX_BLOCK = Blockwise(1, 32)
 
 
-@explains_unknown_fields
 @dataclass(frozen=True)
 class CastConfig:
     """How one operand becomes float8.
@@ -185,7 +183,6 @@ class OperandCast:
         return replace(self, block=transpose_block(self.block))
 
 
-@explains_unknown_fields
 @dataclass(frozen=True)
 class DelayedScalingConfig:
     """How delayed scales are computed from the history of amaxes.
@@ -227,32 +224,8 @@ class DelayedScalingConfig:
         check_bool(self.remember_nonfinite, "remember_nonfinite")
 
 
-# A string, or the value of an enum of another library -> the expression in float8.
-_MEANT = {
-    "dynamic": "ScalingType.DYNAMIC",
-    "delayed": "ScalingType.DELAYED",
-    "static": "ScalingType.STATIC",
-    "disabled": "ScalingType.DISABLED",
-    "tensorwise": "Tensorwise()",
-    "rowwise": "Rowwise()",
-    "blockwise": "Blockwise(1, 128)",
-    "float32": "ScaleFormat.FLOAT32",
-    "power_of_two": "ScaleFormat.POWER_OF_TWO",
-    "e8m0": "ScaleFormat.E8M0",
-    "e8m0_floor": "ScaleFormat.E8M0_FLOOR",
-}
-
-
 def _wrong_kind(name: str, kind: str, value: object) -> str:
-    """The message of a scaling type or granularity that is another library's, a string, or else."""
-    spelt = value.value if isinstance(value, enum.Enum) else value
-    if isinstance(value, type):
-        return f"{name} must be a {kind}, got {described(value)}; write {value.__name__}(...)"
-    known = {key: v for dialect in DIALECTS.values() for key, v in dialect.values.items()} | _MEANT
-    meant = known.get(spelt.lower()) if isinstance(spelt, str) else None
-    way_out = "" if meant is None else f"; write {name}={meant}, of float8"
-    given = str(value) if isinstance(value, enum.Enum) else described(value)
-    return f"{name} must be a {kind}, got {given}{way_out}"
+    return f"{name} must be a {kind}, got {described(value)}"
 
 
 def _is_integer(value: object) -> bool:

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum
 from typing import Any, ClassVar
 
-from float8.arguments import check_bool, described
+from float8.arguments import check_bool, described, did_you_mean
 from float8.config.casts import CastConfig, DelayedScalingConfig, ScalingType
 from float8.config.plan import GemmConfig, LinearPlan, gemm, key_of_plan, same_bytes
-from float8.config.suggestions import dialect_of, did_you_mean, explains_unknown_fields
 from float8.formats import E4M3, E5M2, ScaleFormat
 from float8.granularity import Blockwise, Rowwise, Tensorwise
 
@@ -23,7 +21,6 @@ def _fast() -> GemmConfig:
     return GemmConfig(use_fast_accum=True)
 
 
-@explains_unknown_fields
 @dataclass(frozen=True)
 class Float8LinearConfig:
     """The configuration of a `Float8Linear`.
@@ -139,14 +136,12 @@ class Float8LinearConfig:
             name: such as ``"tensorwise"``.
 
         Raises:
-            TypeError: not a string; of another library's enum the message has the name.
+            TypeError: not a string.
             ValueError: unknown name; the message suggests the nearest and lists the known ones.
         """
         given: object = name
         if not isinstance(given, str):
-            value = given.value if isinstance(given, Enum) else None
-            meant = f'; write from_recipe_name("{value}")' if value in list(RECIPES) else ""
-            raise TypeError(f"a recipe is named by a string, got {described(given)}{meant}")
+            raise TypeError(f"a recipe is named by a string, got {described(given)}")
         if name not in RECIPES:
             raise ValueError(_unknown(name))
         return deepcopy(RECIPES[name])
@@ -268,13 +263,9 @@ _FLAGS = (
 def _check(name: str, value: object, wanted: type) -> None:
     if isinstance(value, wanted):
         return
-    way_out = f"leave it out for the default, or give {wanted.__name__}(...)"
-    if (dialect := dialect_of(value)) is not None:
-        way_out = (
-            f"it is {dialect.library}'s: import it from float8, or translate the whole config with "
-            f"Float8LinearConfig.{dialect.constructor}(config)"
-        )
-    raise TypeError(f"{name} must be a {wanted.__name__}, got {described(value)}; {way_out}")
+    raise TypeError(
+        f"{name} must be a {wanted.__name__}, got {described(value)}; leave it out for the default"
+    )
 
 
 def check_config(config: object, caller: str = "") -> Float8LinearConfig:
@@ -286,7 +277,7 @@ def check_config(config: object, caller: str = "") -> Float8LinearConfig:
         caller: the public function, for the message.
 
     Raises:
-        TypeError: it is something else; the message says how to make a config of it.
+        TypeError: it is something else.
         ValueError: no recipe has this name.
     """
     where = f"{caller}: " if caller else ""
@@ -296,17 +287,10 @@ def check_config(config: object, caller: str = "") -> Float8LinearConfig:
         if config not in RECIPES:
             raise ValueError(where + _unknown(config))
         return RECIPES[config]
-    dialect = dialect_of(config)
-    name = config.value if isinstance(config, Enum) else None
-    given, way_out = described(config), 'write "tensorwise", or another recipe\'s name'
-    if isinstance(name, str) and name in RECIPES:
-        way_out = f'write "{name}"'
-    elif dialect is not None:
-        given = f"{dialect.library}'s {type(config).__name__}"
-        way_out = f"write Float8LinearConfig.{dialect.constructor}(config)"
-    elif isinstance(config, CastConfig):
-        way_out = "a CastConfig is of one operand: write Float8LinearConfig(cast_config_input=...)"
-    raise TypeError(f"{where}config must be a Float8LinearConfig, got {given}; {way_out}")
+    raise TypeError(
+        f"{where}config must be a Float8LinearConfig, got {described(config)}; or give the name of "
+        f"a recipe, {', '.join(RECIPES)}"
+    )
 
 
 def _unknown(name: str) -> str:

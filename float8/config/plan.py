@@ -11,12 +11,10 @@ from dataclasses import dataclass
 
 from float8.arguments import check_bool
 from float8.config.casts import OperandCast
-from float8.config.suggestions import explains_unknown_fields
 from float8.formats import E5M2, Format
 from float8.granularity import WHOLE
 
 
-@explains_unknown_fields
 @dataclass(frozen=True)
 class GemmConfig:
     """How one GEMM runs.

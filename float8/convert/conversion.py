@@ -29,7 +29,6 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from float8.arguments import check_module, described
 from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.config.linear import recipe_of
-from float8.config.suggestions import dialect_of
 from float8.convert.filters import (
     ModuleFilter,
     all_of,
@@ -326,11 +325,6 @@ def _why_not_this_linear(module: nn.Linear) -> str:
     """The reason why a subclass of ``nn.Linear`` without a rule stays."""
     if type(module) is NonDynamicallyQuantizableLinear:
         return "nn.MultiheadAttention does not call it, and multiplies by its weight itself"
-    if (theirs := dialect_of(module)) is not None:
-        return (
-            f"it is a {type(module).__name__} of {theirs.library}: convert the plain model, "
-            "then load the state dict"
-        )
     return (
         f"its type is {type(module).__name__}, not nn.Linear: its own forward may not be "
         "that of a linear layer (float8.convert.register_linear_type says that it is)"

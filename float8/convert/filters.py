@@ -23,8 +23,7 @@ from typing import Any
 
 from torch import nn
 
-from float8.arguments import check_integer, described
-from float8.config.suggestions import did_you_mean
+from float8.arguments import check_integer, described, did_you_mean
 from float8.linear.registration import stacked_weights
 
 __all__ = ["ModuleFilter", "all_of", "divisible_by", "min_features", "min_size", "skip_names"]

@@ -1,4 +1,4 @@
-"""Other libraries: training frameworks, and other libraries' configs and names.
+"""Other libraries: training frameworks, and other libraries' configs.
 
 ======================= ================================ =====================================
 framework               import                           install
@@ -11,7 +11,6 @@ torchtitan              ``.torchtitan.Float8Converter``  ``pip install 'float8[t
 
 Each of these files imports its framework, after ``conversion.py`` has checked that it is installed;
 ``conversion.py`` is what they share. ``torchao.py``, ``transformer_engine.py`` and
-``accelerate_settings.py`` translate other libraries' configs and names and import none of them;
-``other_names.py`` has the names of libraries without configs.
-``float8/__init__.py`` imports these, so that `Float8LinearConfig` has its constructors.
+``accelerate_settings.py`` translate other libraries' configs and import none of them.
+``float8/__init__.py`` imports the first two, so that `Float8LinearConfig` has its constructors.
 """

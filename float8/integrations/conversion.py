@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from torch.torch_version import TorchVersion
 
 from float8.config import Float8LinearConfig
-from float8.config.suggestions import dialect_of
 from float8.convert.conversion import own_config
 from float8.convert.convert import convert_to_float8_training
 from float8.convert.filters import ModuleFilter
@@ -91,9 +90,11 @@ def as_config(config: Any) -> Float8LinearConfig | None:
         config = vars(config)
     if isinstance(config, Mapping):
         return Float8LinearConfig.from_te_recipe(without_evaluation(config))
-    if (dialect := dialect_of(config)) is not None:
-        found: Float8LinearConfig = getattr(Float8LinearConfig, dialect.constructor)(config)
-        return found
+    origin = type(config).__module__.partition(".")[0]
+    if origin == "torchao":
+        return Float8LinearConfig.from_torchao(config)
+    if origin == "transformer_engine":
+        return Float8LinearConfig.from_te_recipe(config)
     raise TypeError(
         f"config must be a Float8LinearConfig, the name of a recipe, or TransformerEngine's or "
         f"torchao's settings, got {config!r}"

@@ -15,9 +15,6 @@ rounds all scales to powers of two, and AXISWISE means one scale per row of what
   are no powers of two.
 
 With power-of-two scales and no bias outputs and gradients have the same bits.
-
-`FIELDS` and `NAMES` say what other names of torchao, and of its predecessor float8_experimental,
-are called here; errors for unknown names quote them.
 """
 
 from __future__ import annotations
@@ -26,70 +23,8 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from float8.config import CastConfig, Float8LinearConfig, GemmConfig, ScalingType
-from float8.config.suggestions import DIALECTS, Dialect
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import Blockwise, Granularity, Rowwise, Tensorwise
-
-# --- names
-
-# field of a torchao config -> its counterpart in float8
-FIELDS = {
-    "scaling_granularity": "float8 calls it granularity: Tensorwise() for TENSORWISE, Rowwise() "
-    "for AXISWISE",
-    "round_scales_to_power_of_2": "in float8 it belongs to each cast: "
-    "CastConfig(scale_format=ScaleFormat.POWER_OF_TWO)",
-    "force_recompute_fp8_weight_in_bwd": "leave it out: backward always casts the weight again, "
-    "unless float8.cached_weights keeps it",
-    "delayed_scaling_config": "float8 calls it delayed_scaling: "
-    "delayed_scaling=DelayedScalingConfig(...)",
-    "scale_fn_name": "float8 calls it amax_compute_algo",
-    "enable_fsdp_fp8_all_gather": "float8 calls it enable_fsdp_float8_all_gather",
-}
-
-_MATMUL = "a Float8LinearConfig says how products run: its gemm_config_* and emulate"
-_SWAP = "use convert_to_float8_training(model, config=..., module_filter_fn=...)"
-_CAST = "use Float8Tensor.from_high_precision(x, dtype, granularity, scale)"
-_FROZEN = "use convert_to_float8_inference(model)"
-# public name of torchao -> its counterpart in float8
-NAMES = {
-    # torchao 0.18
-    "Float8GemmConfig": "float8 calls it GemmConfig",
-    "Float8LinearRecipeName": "float8 names recipes by strings: "
-    'Float8LinearConfig.from_recipe_name("rowwise")',
-    "ScalingGranularity": "use Tensorwise() for TENSORWISE, Rowwise() for AXISWISE, or Blockwise",
-    "FP8Granularity": "use Tensorwise(), Rowwise() or Blockwise(rows, cols)",
-    "_auto_filter_for_recipe": "use faster_layers(recipe, tokens=..., device=...), or "
-    "float8.filters",
-    "Float8TrainingTensor": "float8 calls it Float8Tensor",
-    "GemmInputRole": _MATMUL,
-    "LinearMMConfig": _MATMUL,
-    "ScaledMMConfig": _MATMUL,
-    "Float8MMConfig": _MATMUL,
-    # float8_experimental and torchao 0.4 to 0.8
-    "linear_requires_sync": "use config.uses_delayed_scaling; a sync of a model without delayed "
-    "casts is harmless",
-    "swap_linear_with_float8_linear": _SWAP,
-    "swap_linear_layers": _SWAP,
-    "TensorScalingType": "float8 calls it ScalingType",
-    "Float8TensorCastConfig": "float8 calls it CastConfig",
-    "DelayedScalingRecipe": "float8 calls it DelayedScalingConfig",
-    "LinearType": "use ScalingType, in the CastConfig of each operand",
-    "get_float8_linear": "use Float8Linear.from_float(linear, config)",
-    "filter_out_small_unaligned_layers": "use float8.filters.min_features",
-    "Float8InferenceLinear": _FROZEN,
-    "quantize_to_float8": _FROZEN,
-    "QuantConfig": _FROZEN,
-    "ActivationCasting": _FROZEN,
-    "Float8DynamicLinear": "use Float8Linear, whose default config casts dynamically",
-    "get_float8_layers": "use [m for m in model.modules() if isinstance(m, Float8Linear)]",
-    "hp_tensor_to_float8_dynamic": _CAST,
-    "hp_tensor_and_scale_to_float8": _CAST,
-    "hp_tensor_to_float8_delayed": _CAST,
-    "to_fp8_no_autograd": _CAST,
-}
-
-
-# --- configurations
 
 SCALING_TYPES = {"dynamic": ScalingType.DYNAMIC, "disabled": ScalingType.DISABLED}
 GRANULARITIES: dict[str, Granularity] = {"tensorwise": Tensorwise(), "axiswise": Rowwise()}
@@ -194,4 +129,3 @@ def _cast(name: str, cast: Any, is_pow2: bool) -> CastConfig:
 
 
 Float8LinearConfig.from_torchao = classmethod(from_torchao)  # type: ignore[assignment]
-DIALECTS["torchao"] = Dialect("torchao", "from_torchao", FIELDS, {"axiswise": "Rowwise()"}, NAMES)

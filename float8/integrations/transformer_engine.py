@@ -37,6 +37,7 @@ import enum
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
+from float8.arguments import did_you_mean
 from float8.config import (
     CastConfig,
     DelayedScalingConfig,
@@ -44,7 +45,6 @@ from float8.config import (
     GemmConfig,
     ScalingType,
 )
-from float8.config.suggestions import DIALECTS, Dialect, did_you_mean
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import Blockwise, Granularity, Tensorwise
 from float8.integrations.accelerate_settings import is_te_recipe, te_arguments
@@ -336,31 +336,3 @@ REFUSED = {
 }
 
 Float8LinearConfig.from_te_recipe = classmethod(from_te_recipe)  # type: ignore[arg-type, assignment]
-
-# --- names
-
-_CONVERT = (
-    "write the model in nn.Linear, and use convert_to_float8_training(model, "
-    "config=Float8LinearConfig.from_te_recipe(recipe))"
-)
-_PARTS = "write its parts as torch's layers, convert the model, and call fuse_norms(model)"
-_RECIPE = "use Float8LinearConfig.from_te_recipe(recipe), or its arguments by name"
-_WEIGHTS = (
-    'use convert_to_float8_inference(model) to freeze weights, or ms_amp(model, optimizer, "O3")'
-)
-# public name of TransformerEngine -> its counterpart in float8
-NAMES = {
-    "fp8_autocast": f"{_CONVERT}; high_precision(model) stands for enabled=False",
-    "autocast": f"{_CONVERT}; high_precision(model) stands for enabled=False",
-    "Linear": _CONVERT,
-    "LayerNormLinear": _PARTS,
-    "LayerNormMLP": _PARTS,
-    "TransformerLayer": _PARTS,
-    "fp8_model_init": _WEIGHTS,
-    "quantized_model_init": _WEIGHTS,
-    "checkpoint": "use torch.utils.checkpoint",
-    "DelayedScaling": _RECIPE,
-    "Float8CurrentScaling": _RECIPE,
-    "Float8BlockScaling": _RECIPE,
-}
-DIALECTS["transformer_engine"] = Dialect("TransformerEngine", "from_te_recipe", names=NAMES)

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 from fresh import ROOT
 
-from float8.integrations import torchao, transformer_engine
+from float8.integrations import transformer_engine
 from float8.ms_amp.ms_amp import _OF_MS_AMP
 
 FOLDER = ROOT / "docs" / "migrating"
@@ -15,8 +15,6 @@ PAGES = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.
 @pytest.mark.parametrize(
     ("names", "pages"),
     [
-        ([*torchao.NAMES, *torchao.FIELDS], ["torchao", "float8_experimental"]),
-        (transformer_engine.NAMES, ["transformer_engine"]),
         (transformer_engine.OF_DELAYED, ["transformer_engine"]),
         ([*transformer_engine.KINDS, *transformer_engine.REFUSED], ["transformer_engine"]),
         (_OF_MS_AMP, ["ms_amp"]),

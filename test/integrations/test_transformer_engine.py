@@ -24,7 +24,6 @@ from plans import B1, B128, DELAYED, E8M0, MX, POW2, TENSOR, cast, casts_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import float8
 from float8 import Float8Linear, sync_float8_amax_and_scale_history
 from float8.config import (
     RECIPES,
@@ -35,7 +34,6 @@ from float8.config import (
 )
 from float8.formats import E4M3, E5M2
 from float8.granularity import Blockwise
-from float8.integrations.transformer_engine import NAMES
 
 te = Float8LinearConfig.from_te_recipe
 
@@ -495,12 +493,3 @@ def test_histories_of_second_uses_are_kept_compiled_and_recomputed_as_eagerly():
                 assert_bitwise(b, a, f"step {step}")
             for a, b in zip(eager.parameters(), other.parameters(), strict=True):
                 assert_bitwise(b.grad, a.grad, f"step {step}")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_name_of_transformer_engine_says_what_to_write(name):
-    with pytest.raises(AttributeError) as error:
-        getattr(float8, name)
-    assert str(error.value).endswith(f"a script for TransformerEngine imports it: {NAMES[name]}")
-    with pytest.raises(ImportError, match="imports it"):
-        exec(f"from float8 import {name}")
