@@ -406,7 +406,7 @@ NO_CALLS = {
     *("Finding", "ModuleFilter", "SavePlan"),
     "ScaleFormat",
     *("Float8Gradients", "Gemm", "GradientReport", "LinearPlan", "Moment", "Monitor", "Alarm"),
-    *("GemmSpeed", "OperandCast", "Report", "Row", "ScalingController", "StateReport"),
+    *("GemmSpeed", "OperandCast", "Report", "ScalingController", "StateReport"),
     *("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"),
     *("ModelOpt", "Rowwise", "Tensorwise"),  # which take none
 }
