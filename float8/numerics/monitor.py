@@ -8,10 +8,10 @@
             loss(model(batch)).backward()
             optimizer.step()
 
-Steps 0, 1, n, 2n ... are inspected (`float8.numerics.inspection`), the others cost a comparison of
-integers. Step 1 is the first with delayed scales, and the first in which weights that were zero at
-the start pass gradients on: values may then lie far beyond the range of their scales. An inspected
-step makes every cast once more and reads it about ten times in float64. The cost is a share of
+Steps 0, 4, n, 2n ... are inspected (`float8.numerics.inspection`), the others cost a comparison of
+integers. Step 4 is one of the first with delayed scales: weights that were zero at the start, or
+all of one magnitude, may then lie far beyond the range of their scales. An inspected step makes
+every cast once more and reads it about ten times in float64. The cost is a share of
 ``(ratio - 1) / n`` of a training, where ``ratio`` is the time of an inspected step over that of a
 plain one; ``benchmarks/bench_numerics.py`` measures both.
 
@@ -55,6 +55,7 @@ from float8.numerics.snapshot import Report, Run, as_json, read_run, try_writing
 
 logger = logging.getLogger("float8")
 OnAlarm = Callable[[Alarm], object]
+EARLY = 4  # a step that is inspected for every n
 _UNUSED = (
     "inspect_every: this monitor was never opened and inspected nothing; write `with monitor:` "
     "around each training step"
@@ -78,7 +79,7 @@ def inspect_every(
 
     Args:
         model: converted; as for `inspect`.
-        n: inspect every n-th step, and step 1.
+        n: inspect every n-th step, and step 4.
         path: of a file to which snapshots are added.
         writer: has ``add_scalar(tag, value, step)``.
         step: the number of the first step.
@@ -150,7 +151,7 @@ class Monitor:
         if self._is_inside:
             raise RuntimeError("inspect_every: a step is open already; end it before the next one")
         self._unused.detach()
-        if self.step % self.n == 0 or self.step == 1:
+        if self.step % self.n == 0 or self.step == EARLY:
             stack = ExitStack()
             self.report = stack.enter_context(inspect(self.model, step=self.step))
             self._open = stack

@@ -31,7 +31,7 @@ def test_a_planted_fault_is_found_within_the_looks_of_its_rule(fault):
 def test_a_healthy_training_has_no_alarm(recipe):
     (run,) = runs("--faults", "--recipes", recipe)
     row = watch(run)
-    assert (run.fault, row["alarms"], row["looks"]) == (HEALTHY, 0, 3)
+    assert (run.fault, row["alarms"], row["looks"]) == (HEALTHY, 0, 2)
 
 
 def test_a_training_without_a_finite_loss_is_an_error_that_a_file_keeps(monkeypatch):
