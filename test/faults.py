@@ -14,9 +14,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from float8 import scaling
 from float8.kernels import cpu, definition
-from float8.linear import delayed
+from float8.linear import delayed, scaling
 from float8.linear.autograd import Float8LinearFunction
 
 Fault = Callable[[], Any]

@@ -112,7 +112,7 @@ def training_curves(runs: Sequence[Run]) -> list[Curve]:
 
 def gap_curves(runs: Sequence[Run]) -> list[Curve]:
     """Held-out loss over the base's of the same seed, in per cent; of runs that have a base."""
-    by_key = {(run["recipe"], int(run["processes"]), run["seed"]): run for run in runs}
+    by_key = {(run["recipe"], _processes(run), run["seed"]): run for run in runs}
     curves = []
     for (recipe, processes), own in _grouped(runs).items():
         base = base_of(recipe)
@@ -138,8 +138,12 @@ def cut_off(runs: Sequence[Run]) -> set[str]:
 def _grouped(runs: Sequence[Run]) -> dict[tuple[str, int], list[Run]]:
     groups: dict[tuple[str, int], list[Run]] = {}
     for run in runs:
-        groups.setdefault((run["recipe"], int(run["processes"])), []).append(run)
+        groups.setdefault((run["recipe"], _processes(run)), []).append(run)
     return groups
+
+
+def _processes(run: Run) -> int:
+    return int(run.get("processes", 1))  # two committed results do not say it
 
 
 def _name(recipe: str, processes: int) -> str:

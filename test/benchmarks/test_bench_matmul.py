@@ -39,7 +39,9 @@ def test_other_ways_to_run_a_rowwise_product_have_its_numbers(name, monkeypatch)
     parts = pretend.operands(48, 272, 160, pretend.ROW, pretend.ROW)
     a, b = (
         SimpleNamespace(
-            _data=data.as_subclass(PretendCuda), _scale=scale.as_subclass(PretendCuda), _block=ROW
+            float8_data=data.as_subclass(PretendCuda),
+            scale=scale.as_subclass(PretendCuda),
+            block=ROW,
         )
         for data, scale in (parts[:2], parts[2:])
     )

@@ -10,7 +10,7 @@ from layout_cases import LAYOUT_CASES, every_layout
 from float8.checkpoints import CompressedTensors, FineGrained, ModelOpt
 from float8.checkpoints.layouts import layout_of
 from float8.formats import ScaleFormat
-from float8.granularity import Blockwise, Rowwise, Tensorwise
+from float8.granularity import Rowwise, Tensorwise
 
 # deepseek-ai/DeepSeek-V3, README_WEIGHTS.md; DeepSeek-V3.1 adds scale_fmt.
 DEEPSEEK_V3 = {
@@ -220,10 +220,3 @@ def test_only_modelopt_has_another_file():
     quantization = files["hf_quant_config.json"]["quantization"]
     assert quantization["quant_algo"] == "FP8"
     assert quantization["exclude_modules"] == ["lm_head"]
-
-
-def test_blocks_are_compared_whatever_their_spelling():
-    group = LAYOUT_CASES["blocks"].quantization_config(["a"], [])["config_groups"]["group_0"]
-    group["weights"]["block_structure"] = "128x128"
-    config = changed(LLM_COMPRESSOR, config_groups={"group_0": group})
-    assert layout_of(config) == CompressedTensors(Blockwise(128, 128))

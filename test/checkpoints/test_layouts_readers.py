@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from float8 import E4M3, Float8Tensor
+from float8 import E4M3, Float8Tensor, ScaleFormat
 from float8.checkpoints.layout import Layer, Layout
 
 FINE_GRAINED = {n: c for n, c in LAYOUT_CASES.items() if n.startswith("fine_grained")}
@@ -67,8 +67,7 @@ def write(
                 module.weight.detach().to(dtype),
                 E4M3,
                 layout.granularity,
-                scale_format=layout.scale_format,
-                power_of_two_scale=power_of_two,
+                scale_format=ScaleFormat.POWER_OF_TWO if power_of_two else layout.scale_format,
             )
             scale = torch.tensor(0.02) if layout.static_inputs else None
             stored |= layout.tensors(Layer(name, weight, scale))

@@ -110,14 +110,6 @@ def test_a_device_comes_back_from_its_file(device, tmp_path):
     assert Device.load(tmp_path / "device.json") == device
 
 
-def test_a_file_of_an_earlier_version_is_a_device_without_processors(tmp_path):
-    DEVICE.save(tmp_path / "device.json")
-    fields = json.loads((tmp_path / "device.json").read_text())
-    del fields["processors"], fields["compiled_casts"]
-    (tmp_path / "device.json").write_text(json.dumps(fields))
-    assert Device.load(tmp_path / "device.json") == DEVICE
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [

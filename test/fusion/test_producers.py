@@ -588,8 +588,8 @@ REFUSALS = {
         (lambda: norm_of()(norm_of()(X)), "RMSNormCast: input is a Float8Tensor, expected torch.f"),
         (lambda: SwiGLUCast()(X, X.bfloat16()), "gate is torch.float32 and up torch.bfloat16"),
         (
-            lambda: SwiGLUCast("tensorwise"),
-            "SwiGLUCast: config must be a Float8LinearConfig, got 't",
+            lambda: SwiGLUCast(["tensorwise"]),
+            "SwiGLUCast: config must be a Float8LinearConfig, got a list",
         ),
         (lambda: RMSNormCast(K, NO_CAST), "RMSNormCast: eps must be a number.*config is a keyword"),
         (
@@ -662,13 +662,3 @@ def test_the_way_back_is_plain(config):
     assert set(model.state_dict()) == keys
     assert [p.data_ptr() for p in model.parameters()] == parameters
     assert not hasattr(model.norm, "config")
-
-
-@pytest.mark.parametrize("make", [lambda: RMSNormCast(64), SwiGLUCast], ids=["norm", "gate"])
-def test_pickles_without_a_name_run(make):
-    old = make()
-    del old.__dict__["fqn"]
-    x = torch.randn(4, 64)
-    assert_same_float8(pickle.loads(pickle.dumps(old))(x), make()(x), "old")
-    assert old.to_float()(x).dtype == x.dtype
-    old.load_state_dict(make().state_dict())

@@ -464,7 +464,7 @@ def test_a_history_is_kept_by_the_operands_that_are_cast(override):
     for module, off, amax in zip(layer.casts, is_off, amaxes, strict=True):
         assert (module.state is None) == off
         assert off or module.state.current_amax == amax
-    assert (", input=high precision" in layer.extra_repr()) == (fprop and not wgrad)
+    assert (", input=high precision" in layer.extra_repr()) == fprop
 
 
 def test_histories_of_second_uses_are_kept_compiled_and_recomputed_as_eagerly():

@@ -161,13 +161,6 @@ def test_the_format_on_the_device_is_that_of_the_buffers(monkeypatch):
     assert seen == [torch.device("meta")]
 
 
-def test_casts_that_earlier_versions_pickled_load():
-    cast = make(ScalingType.DELAYED)
-    for module in ("float8.cast", "float8.linear.cast"):
-        stored = pickle.dumps(cast, 2).replace(b"float8.linear.delayed", module.encode())
-        assert type(pickle.loads(stored)) is DelayedCast
-
-
 # --- the state of a delayed cast
 
 

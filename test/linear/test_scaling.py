@@ -20,10 +20,10 @@ from torch import nn
 from torch._inductor import metrics as inductor_metrics
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from float8 import scaling
 from float8.config import RECIPES, DelayedScalingConfig, OperandCast, ScalingType
 from float8.formats import E4M3, E5M2, ScaleFormat
 from float8.granularity import WHOLE
+from float8.linear import scaling
 from float8.linear.delayed import updated_history
 from float8.linear.scaling import (
     BoundCast,

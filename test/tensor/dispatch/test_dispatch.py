@@ -261,6 +261,7 @@ def test_every_registered_operation_is_in_these_tables(monkeypatch):
     not_seen = {str(func) for func in OP_TABLE if func not in seen | products | collectives}
     # The first is what a compiled reshape becomes; the others are in test_copies.py.
     others = {"aten.equal.default", "aten.is_same_size.default"}
+    others |= {"aten.is_pinned.default", "aten._pin_memory.default"}
     writes = {"aten.index_put_.default", "aten.masked_fill_.Scalar"}
     assert not_seen <= {"aten._unsafe_view.default", *others, *writes}
 

@@ -167,7 +167,11 @@ def test_compiled_in_one_graph_with_the_results_of_eager():
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [
-        (lambda m: float8(m, "unit"), TypeError, "config must be a Float8LinearConfig, got 'unit'"),
+        (
+            lambda m: float8(m, ["unit"]),
+            TypeError,
+            "config must be a Float8LinearConfig, got a list",
+        ),
         (lambda m: float8(m, RECIPES["delayed"]), ValueError, "keeps no amax history"),
         (lambda m: float8(m.double())(torch.randn(2, 32).double()), TypeError, "float64"),
         (lambda m: float8(m)(torch.randn(2, 32).bfloat16()), TypeError, "weight torch.float32"),
