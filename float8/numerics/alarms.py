@@ -23,7 +23,7 @@ Why so many looks: inf and NaN do not go away by themselves. In a gradient, a Gr
 on purpose and skips the step. The others happen at single looks of healthy runs, above all while
 the learning rate rises; ``benchmarks/bench_alarms.py`` found none at three in a row, 10 steps
 apart. Looks at consecutive steps are like one look. Saturation above 10 % starts an alarm at once:
-healthy runs had at most 0.5 % at any step, and weights that start at zero up to 83 % under delayed
+healthy runs had at most 0.9 % at any step, and weights that start at zero up to 83 % under delayed
 scales.
 
 An alarm depends on the reports alone, so that a resumed run finds it again in its file. A cast that

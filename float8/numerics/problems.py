@@ -10,7 +10,7 @@ thresholds are relative to that, not fixed numbers of dB::
                  lower where the SQNR is as expected, as in the gradient of a softmax: the lost
                  elements were small. In an input or a weight few outliers then have nearly all
                  of the power, and the model needs the rest (docs/quality.md). Up to 11 % were lost
-                 behind a healthy SwiGLU, whose gate closes; 17 % and more with an outlier
+                 behind a healthy SwiGLU, whose gate closes; 14 % and more with an outlier
     noisy        an SQNR 6 dB below that of the format, which is twice its error; bad from 15 dB;
                  not where saturation or flushing of the same level is the reason
     stale        a delayed or static scale half an octave too small, or a delayed one six too large
