@@ -315,12 +315,12 @@ def test_alarms_are_logged_and_may_stop_the_training(caplog):
     options = {"logger": logger, "log_every_n_steps": 1}
     fit(Module(), Float8Precision(config), callbacks=[Float8Monitor(n=1)], **options)
     counts = [m["float8/alarms"] for m in logger.recorded.values() if "float8/alarms" in m]
-    assert counts[0] == 0 and counts[-1] > 0
-    assert any("alarm at step 2: saturation: model.0" in line for line in caplog.messages)
+    assert counts[0] > 0
+    assert any("alarm at step 0: saturation: model.0" in line for line in caplog.messages)
     monitor = Float8Monitor(n=1, on_alarm=stop)
     with pytest.raises(Alarmed, match="saturation: model"):
         fit(Module(), Float8Precision(config), callbacks=[monitor], **options)
-    assert monitor.alarms[0].started == 2
+    assert monitor.alarms[0].started == 0
 
 
 def test_names_under_fabric_are_those_of_the_model():

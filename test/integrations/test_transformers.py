@@ -172,7 +172,7 @@ def test_a_run_without_float8_goes_on_with_it(tmp_path):
     for options, steps in (({"save_strategy": "no"}, 1), (best, 0)):
         trainer = trainer_of(tmp_path, llama(1), Float8Callback("delayed"), max_steps=3, **options)
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-        assert trainer.state.global_step == 1
+        assert trainer.state.global_step == 3
         cast = trainer.model.model.layers[0].mlp.up_proj.cast_input
         assert int((cast.amax_history > 0).sum()) == steps
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")  # from before float8
@@ -231,7 +231,7 @@ def test_alarms_are_in_the_log_and_in_the_trainers_logs(tmp_path, caplog):
     trainer.train()
     assert any("alarm at step 0: saturation: model.layers.0" in line for line in caplog.messages)
     counts = [e["float8/alarms"] for e in trainer.state.log_history if "loss" in e]
-    assert counts[0] >= 14
+    assert counts[0] > 0 and counts[2] >= 14
     assert len(load_alarms(tmp_path / "run.json")) == counts[-1]
 
 
