@@ -4,7 +4,6 @@
 - `bench_casts.py`: what does a cast to float8 cost?
 - `bench_linear.py`: what does a float8 linear layer cost, or gain, in a training step?
 - `bench_model.py`: how much of that remains in a whole model, and how much memory does it save?
-- `bench_overhead.py`: what does the library itself cost, where the GEMMs are too small to hide it?
 - `bench_unit.py`: what does recipe `unit` gain over scales that are measured?
 - `bench_mup_transfer.py`: does the best learning rate of a narrow model hold for a wide one?
 - `bench_memory.py`: how much memory do float8 states, activations and weights save in training, and

@@ -2,8 +2,8 @@
 
 - `harness.py`, `report.py`, `plots.py`: timing in turns, tables and JSON, pictures
 - `shapes.py`, `step.py`: the measured layers; a training step, what it saves and launches
-- `contenders.py`, `by_hand.py`, `floor.py`, `limit.py`, `targets.py`: the layers compared; the same
-  layer without the library; lower bounds of time, emulated and on a GPU; the speed-ups to reach
+- `contenders.py`, `floor.py`, `limit.py`, `targets.py`: the layers compared; lower bounds of time,
+  emulated and on a GPU; the speed-ups to reach
 - `memory.py`, `savers.py`, `demo_runs.py`: bytes held in training, the options that reduce them,
   and their effect on the demo GPT
 - `traffic.py`, `wire.py`, `stability.py`: bytes moved by casts, bytes sent by a rank, activations

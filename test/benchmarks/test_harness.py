@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bench_linear, bench_matmul, bench_model, bench_overhead
+from benchmarks import bench_linear, bench_matmul, bench_model
 from benchmarks.measuring import harness, report
 
 ROOT = report.ROOT
@@ -221,7 +221,7 @@ def test_every_field_of_a_report_is_explained(tmp_path):
     guide = (ROOT / "benchmarks" / "results" / "README.md").read_text()
     fields = [*written, *written["environment"], *harness.timing([1.0], [1.0])]
     fields += [*TARGET, "measured"]
-    for bench in (bench_linear, bench_matmul, bench_model, bench_overhead):
+    for bench in (bench_linear, bench_matmul, bench_model):
         fields += bench.COLUMNS
     assert [field for field in fields if f"`{field}`" not in guide] == []
 

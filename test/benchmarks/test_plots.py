@@ -65,7 +65,7 @@ def test_committed_results_are_drawn(name, tmp_path):
 
 def test_a_report_without_a_picture_is_refused(tmp_path, capsys):
     file = tmp_path / "x.json"
-    file.write_text(json.dumps({**REPORT, "benchmark": "bench_overhead"}))
+    file.write_text(json.dumps({**REPORT, "benchmark": "bench_casts"}))
     with pytest.raises(SystemExit):
         main([str(file), "-o", str(tmp_path / "x.png")])
     assert "bench_linear" in capsys.readouterr().err
