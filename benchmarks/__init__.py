@@ -23,7 +23,7 @@
   accurate are its predictions?
 - `plots.py`: draws result files.
 
-`measuring/` is shared by the scripts, `models/` contains the models that they train, `cost_model/`
-connects `float8.estimate` with measurements, and `results/` keeps what was measured where. Each
-script runs as a file, from a checkout, without installation.
+`measuring/` is shared by the scripts, `models/` contains the models that they train, and
+`results/` keeps what was measured where. Each script runs as a file, from a checkout, without
+installation.
 """

@@ -150,7 +150,7 @@ benchmark bench_model 40 benchmarks/bench_model.py --modes eager compiled --stop
     --recipes tensorwise --blocks 2 --repeats 5
 # Timings, so alone. Then what this torch and this Triton do without a GPU: hidden, or FSDP2 would
 # build its meshes on it over gloo, and hang.
-tests timing 15 1 cuda test/benchmarks/test_harness.py test/benchmarks/test_measure.py
+tests timing 15 1 cuda test/benchmarks/test_harness.py test/benchmarks/test_check_estimate.py
 CUDA_VISIBLE_DEVICES='' tests cpu 54 16 "not cuda" test/kernels test/linear/test_autograd.py \
     test/linear/test_compile.py test/fusion/test_producers.py test/test_kernel_path.py test/linear/test_layer.py \
     test/linear/test_delayed.py test/tensor/test_tensor.py test/distributed/test_float8_gather.py

@@ -26,7 +26,7 @@ docs
   (float8.after_step). Gradients as float8 (float8.distributed.gradients) are --gradients float8.
   python benchmarks/bench_comm.py counts the bytes that are sent, on any machine. python
   benchmarks/bench_linear.py times a layer; --device FILE takes figures that
-  benchmarks/measure_device.py measured or fitted to such times. Activations kept of a block, in
+  benchmarks/measure_device.py measured. Activations kept of a block, in
   bytes per token (C hidden, F feed-forward, K keys and values): 12 C + 2 K + 6 F in bf16; 11 C + 2
   K + 5 F in float8, whose linear layers keep one byte of an input, but a copy of their own of
   attention's result.
