@@ -156,7 +156,7 @@ CUDA_VISIBLE_DEVICES='' tests cpu 54 16 "not cuda" test/kernels test/linear/test
     test/linear/test_delayed.py test/tensor/test_tensor.py test/distributed/test_float8_gather.py
 benchmark bench_unit 15 benchmarks/bench_unit.py --layers 2 --repeats 5
 benchmark bench_optim 15 benchmarks/bench_optim.py --options float8 "float8 + float16" --modes eager
-benchmark bench_memory 20 benchmarks/bench_memory.py --device cuda --no-demo \
+benchmark bench_memory 20 benchmarks/bench_memory.py --device cuda \
     --models llama2-7b --blocks 4
 benchmark bench_linear_aten 15 benchmarks/bench_linear.py --shapes 70b.attn.wo \
     --modes compiled --recipes tensorwise --no-peer --compiled-casts aten --repeats 5

@@ -185,7 +185,7 @@ def test_every_file_with_cuda_tests_is_named_once(run):
 
 
 def test_timings_are_measured_by_one_worker_alone(run):
-    (timing,) = (c for c in run.commands if "test/benchmarks/test_measure.py" in c)
+    (timing,) = (c for c in run.commands if "test/benchmarks/test_check_estimate.py" in c)
     assert "-n" not in timing
     assert "test/benchmarks/test_harness.py" in timing
 
