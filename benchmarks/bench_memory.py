@@ -33,6 +33,8 @@ from benchmarks.measuring import harness, memory, report, savers
 from benchmarks.measuring.harness import Row
 from benchmarks.measuring.savers import BASELINE
 from benchmarks.models.llama import MODELS, Sizes
+from scripts.training import savings
+from scripts.training.tensors import bytes_of, state_tensors
 
 COLUMNS = {
     "mode": ("model", ""),
@@ -93,8 +95,8 @@ def measure(way: str, sizes: Sizes, device: str) -> Row:
     peak = torch.cuda.max_memory_allocated()
     samples = [harness.cuda_seconds(step, 1) for _ in range(ROUNDS)]
     return {
-        "parameters_mib": memory.bytes_of(held.model.parameters()) / MIB,
-        "optimizer_mib": memory.bytes_of(memory.state_tensors(held.optimizer)) / MIB,
+        "parameters_mib": bytes_of(held.model.parameters()) / MIB,
+        "optimizer_mib": bytes_of(state_tensors(held.optimizer)) / MIB,
         "peak_mib": peak / MIB,
         "ms": statistics.median(samples) * 1e3,
         "samples_s": samples,
@@ -163,7 +165,7 @@ def _check_ways(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     for way in options.ways or ():
         if way not in savers.WAYS:
             try:
-                savers.savings.parts_of(way)
+                savings.parts_of(way)
             except ValueError as error:
                 parser.error(f"--ways {error}")
     if options.ways and BASELINE not in options.ways:

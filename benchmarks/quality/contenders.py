@@ -56,7 +56,7 @@ SAVING = "tensorwise+saved_activations+float8_adamw"  # as in training/savings.p
 PEER = "torchao "
 
 
-def _delayed(**settings: int) -> Float8LinearConfig:
+def _delayed(**settings: Any) -> Float8LinearConfig:
     return replace(RECIPES["delayed"], delayed_scaling=DelayedScalingConfig(**settings))
 
 
